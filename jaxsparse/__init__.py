@@ -1,0 +1,1 @@
+"""Sketched and sparse gradient exchange for data-parallel training in JAX."""
