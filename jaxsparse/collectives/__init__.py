@@ -1,0 +1,1 @@
+"""Sums of vectors over workers, dense and sparse."""

@@ -1,0 +1,1 @@
+"""One system a file: what to send, the exchange, and what is kept back."""

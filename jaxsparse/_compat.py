@@ -1,0 +1,44 @@
+"""Names that move between JAX releases; nothing else may use them."""
+
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Mesh axes over which `x` is typed as different per worker (empty without `check_vma`)."""
+    aval = jax.typeof(x)
+    if hasattr(aval, "manual_axis_type"):
+        return frozenset(aval.manual_axis_type.varying)
+    return frozenset(aval.vma)  # older and newer releases spell the same set so
+
+
+def cast_to_varying(x: jax.Array, axis_name: str) -> jax.Array:
+    """Types a replicated value as varying over `axis_name`; only valid under `check_vma`."""
+    return jax.lax.pcast(x, axis_name, to="varying")
+
+
+def _drop_axis(aval: Any, *, axis_name: str) -> Any:
+    if hasattr(aval, "update_manual_axis_type"):
+        types = aval.manual_axis_type
+        return aval.update_manual_axis_type(types.update(varying=types.varying - {axis_name}))
+    return aval.update(vma=aval.vma - {axis_name})
+
+
+# JAX casts replicated to varying but never back. A value that is equal on all workers by
+# construction (after an all-gather, say) needs the way back, or it can't be a replicated output.
+_claim_replicated = Primitive("claim_replicated")
+_claim_replicated.def_impl(lambda x, *, axis_name: x)
+_claim_replicated.def_abstract_eval(_drop_axis)
+mlir.register_lowering(_claim_replicated, lambda ctx, x, *, axis_name: [x])
+batching.primitive_batchers[_claim_replicated] = lambda args, dims, *, axis_name: (
+    _claim_replicated.bind(args[0], axis_name=axis_name),
+    dims[0],
+)
+
+
+def claim_replicated(x: jax.Array, axis_name: str) -> jax.Array:
+    """The identity, typed as equal on all workers of `axis_name`. The caller vouches for it."""
+    return _claim_replicated.bind(x, axis_name=axis_name)

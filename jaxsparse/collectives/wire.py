@@ -1,0 +1,208 @@
+"""The only file that names JAX's collectives.
+
+Everything that differs between the three ways to run (`jax.shard_map` with and without
+`check_vma`, `jax.vmap(axis_name=...)`), between backends and between JAX releases is settled here,
+so that the algorithms above are written once. `axis_name=None` means one worker: each function is
+then what it is among one worker, and nothing is sent.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxsparse import _compat
+
+T = TypeVar("T")
+
+
+class Message(NamedTuple):
+    """One collective as written at trace time, before XLA optimises it."""
+
+    op: str
+    payload_bytes: int  # operand bytes that one worker hands over
+
+
+_messages: contextvars.ContextVar[list[Message] | None] = contextvars.ContextVar(
+    "jaxsparse_messages", default=None
+)
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[Message]]:
+    """Collects the messages that are traced inside the block.
+
+    A collective inside a loop is listed once, and every branch of a conditional is listed: the
+    compiled program, read by `jaxsparse.cost.wire_bytes`, is the authority on both.
+
+    Yields:
+        The list that the messages are appended to, which an enclosing `record` receives too.
+    """
+    outer = _messages.get()
+    messages: list[Message] = []
+    token = _messages.set(messages)
+    try:
+        yield messages
+    finally:
+        _messages.reset(token)
+        if outer is not None:
+            outer.extend(messages)
+
+
+def _log(op: str, x: Array) -> None:
+    messages = _messages.get()
+    if messages is not None:
+        messages.append(Message(op, x.size * x.dtype.itemsize))
+
+
+def axis_size(axis_name: str | None) -> int:
+    """Number of workers W along `axis_name`, a Python int at trace time.
+
+    Raises:
+        ValueError: `axis_name` is not one string, or is not bound where this is traced.
+    """
+    if axis_name is None:
+        return 1
+    if not isinstance(axis_name, str):
+        raise ValueError(
+            f"axis_name={axis_name!r} is not supported: give one axis name as a string (to reduce "
+            "over several mesh axes, merge them into one when making the mesh)"
+        )
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError:
+        bound = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
+        raise ValueError(
+            f"axis_name={axis_name!r} is not bound here (mesh axes in scope: {bound}). Call this "
+            "inside jaxsparse.data_parallel, jax.shard_map or jax.vmap over that axis, or pass "
+            "axis_name=None for a single worker"
+        ) from None
+
+
+def axis_index(axis_name: str | None) -> Int[Array, ""]:
+    """This worker's rank along `axis_name`, int32."""
+    return jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
+
+
+def _in_shard_map(axis_name: str) -> bool:
+    return axis_name in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def tracks_replication(axis_name: str | None) -> bool:
+    """Whether values carry a replication type here: under shard_map with `check_vma=True`."""
+    if axis_name is None or not _in_shard_map(axis_name):
+        return False
+    return axis_name in _compat.varying_axes(jax.lax.axis_index(axis_name))
+
+
+def is_varying(x: Array, axis_name: str) -> bool:
+    """Whether `x` is typed as different per worker. Only meaningful if `tracks_replication`."""
+    return axis_name in _compat.varying_axes(x)
+
+
+def varying(tree: T, axis_name: str | None) -> T:
+    """`tree` with each array typed as different per worker. Moves no data."""
+    if not tracks_replication(axis_name):
+        return tree
+    assert axis_name is not None
+    return jax.tree.map(
+        lambda x: x if is_varying(x, axis_name) else _compat.cast_to_varying(x, axis_name), tree
+    )
+
+
+def replicated(x: Array, axis_name: str | None) -> Array:
+    """`x` typed as equal on all workers, for values that are so by construction. Moves no data.
+
+    Nothing checks the claim: a value that differs makes the replicas drift apart.
+    """
+    if axis_name is None:
+        return x
+    if not _in_shard_map(axis_name):
+        # Under vmap a replicated value is an unbatched one, and only a collective makes those.
+        return jax.lax.all_gather(x, axis_name)[0]
+    if tracks_replication(axis_name) and is_varying(x, axis_name):
+        return _compat.claim_replicated(x, axis_name)
+    return x
+
+
+def psum(x: Array, axis_name: str | None) -> Array:
+    """Sum over workers, replicated.
+
+    16-bit floats are summed in the precision that the backend chooses; XLA's CPU backend widens
+    them to 32 bits on the wire.
+    """
+    if axis_name is None:
+        return x
+    _log("psum", x)
+    return jax.lax.psum(x, axis_name)
+
+
+def pmax(x: Array, axis_name: str | None) -> Array:
+    """Maximum over workers, replicated."""
+    if axis_name is None:
+        return x
+    _log("pmax", x)
+    return jax.lax.pmax(x, axis_name)
+
+
+def _as_bits(x: Array) -> Array:
+    # XLA's CPU collectives widen 16-bit floats to 32 bits; integers travel as they are.
+    is_half = x.dtype in (jnp.bfloat16, jnp.float16)
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if is_half else x
+
+
+def _from_bits(x: Array, dtype: jnp.dtype) -> Array:
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def all_gather(x: Array, axis_name: str | None) -> Array:
+    """Every worker's `x`, stacked in rank order: shape (W, *x.shape), replicated."""
+    if axis_name is None:
+        return x[None]
+    _log("all_gather", x)
+    gathered = _from_bits(jax.lax.all_gather(_as_bits(x), axis_name), x.dtype)
+    if tracks_replication(axis_name):
+        return _compat.claim_replicated(gathered, axis_name)
+    return gathered
+
+
+def permute(x: Array, axis_name: str | None, pairs: Sequence[tuple[int, int]]) -> Array:
+    """Sends `x` along (source, destination) pairs; a worker nobody sends to receives zeros."""
+    destinations = [destination for _, destination in pairs]
+    if axis_name is None:
+        return x if 0 in destinations else jnp.zeros_like(x)
+    if not pairs:
+        return jnp.zeros_like(x)
+    _log("permute", x)
+    bits = _as_bits(x)
+    if _in_shard_map(axis_name):
+        return _from_bits(jax.lax.ppermute(bits, axis_name, list(pairs)), x.dtype)
+    # vmap implements whole permutations only: complete it, then clear what nobody sent.
+    workers = range(axis_size(axis_name))
+    idle_sources = sorted(set(workers) - {source for source, _ in pairs})
+    idle_destinations = sorted(set(workers) - set(destinations))
+    complete = [*pairs, *zip(idle_sources, idle_destinations)]
+    moved = _from_bits(jax.lax.ppermute(bits, axis_name, complete), x.dtype)
+    received: Bool[Array, ""] = jnp.isin(axis_index(axis_name), jnp.array(destinations))
+    return jnp.where(received, moved, jnp.zeros_like(moved))
+
+
+def all_to_all(x: Array, axis_name: str | None) -> Array:
+    """Row j of `x` goes to worker j; row i of the result came from worker i. Shape (W, ...)."""
+    if axis_name is None:
+        return x
+    _log("all_to_all", x)
+    moved = jax.lax.all_to_all(_as_bits(x), axis_name, split_axis=0, concat_axis=0, tiled=True)
+    return _from_bits(moved, x.dtype)
+
+
+def reduce_scatter(x: Array, axis_name: str | None) -> Array:
+    """Worker j receives the sum over workers of row j of `x`: shape x.shape[1:]."""
+    if axis_name is None:
+        return x[0]
+    _log("reduce_scatter", x)
+    return jax.lax.psum_scatter(x, axis_name, scatter_dimension=0, tiled=False)

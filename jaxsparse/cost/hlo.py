@@ -1,0 +1,272 @@
+"""A reader for compiled HLO text: computations, instructions, shapes.
+
+It reads what `jax.stages.Compiled.as_text()` prints and nothing more: no attribute is given a
+meaning here. Operands may carry their shapes or not and names may begin with `%` or not, because
+that differs between XLA versions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+
+_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([^\s=]+) = (.*)$", re.DOTALL)
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_LEAF = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](\{[^{}]*\})?")
+_DTYPE_BITS = re.compile(r"(?:bf|[sufc])(\d+)(?:e\w+)?")
+_CALLEES = re.compile(
+    r"\b(to_apply|calls|body|condition|true_computation|false_computation|branch_computations"
+    r"|called_computations)=(\{[^{}]*\}|%?[\w.\-]+)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One array of an HLO type.
+
+    Attributes:
+      dtype: XLA's name, for example `bf16` or `pred`.
+      dims: the extent of each dimension; a bounded dynamic dimension counts with its bound.
+      bits: bits that one element occupies in memory.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    bits: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array, rounded up."""
+        return -(-math.prod(self.dims) * self.bits // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of HLO, split but not interpreted.
+
+    Attributes:
+      name: without the leading `%`.
+      type: the result's type, as printed.
+      opcode: for example `all-reduce-start`.
+      arguments: the text between the parentheses, split at its commas.
+      attributes: the text behind the closing parenthesis.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    arguments: tuple[str, ...]
+    attributes: str
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands, without `%`."""
+        return tuple(a.split()[-1].lstrip("%") for a in self.arguments)
+
+    @functools.cached_property
+    def structure(self) -> str:
+        """The attributes with every string emptied, so that user text cannot look like syntax."""
+        return _STRING.sub('""', self.attributes)
+
+    @property
+    def op_name(self) -> str:
+        """The JAX name stack from the metadata, empty if there is none."""
+        match = re.search(r'\bop_name=("(?:[^"\\]|\\.)*")', self.attributes)
+        return match[1][1:-1] if match else ""
+
+    def flag(self, name: str) -> bool:
+        """Whether the attribute `name=true` is present."""
+        return re.search(rf"\b{name}=true\b", self.structure) is not None
+
+    @functools.cached_property
+    def callees(self) -> dict[str, tuple[str, ...]]:
+        """Names of the called computations by the attribute that names them."""
+        found = _CALLEES.findall(self.structure)
+        return {role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in found}
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A named list of instructions, in the printed order."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: Instruction
+
+    def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
+        """Arrays that `instruction` takes, tuples flattened.
+
+        Raises:
+          ValueError: an operand has no known type.
+        """
+        shapes: list[Shape] = []
+        for name, argument in zip(instruction.operands, instruction.arguments):
+            made_by = self.instructions.get(name)
+            printed = made_by.type if made_by else " ".join(argument.split()[:-1])
+            if not printed:
+                raise ValueError(
+                    f"operand {name!r} of {instruction.name!r} has no known type; pass the "
+                    "complete text of Compiled.as_text()"
+                )
+            shapes += parse_type(printed)
+        return tuple(shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled module.
+
+    Attributes:
+      computations: by name.
+      entry: name of the entry computation.
+      replicas: `replica_count` of the header, 1 if it has none.
+      partitions: `num_partitions` of the header, 1 if it has none.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+    replicas: int
+    partitions: int
+
+
+def parse_type(text: str) -> tuple[Shape, ...]:
+    """Splits a printed HLO type into its arrays.
+
+    Args:
+      text: for example `(f32[8]{0}, s4[3]{0:E(4)})`.
+
+    Returns:
+      One `Shape` per array; tokens and opaque values are left out, they have no bytes.
+
+    Raises:
+      ValueError: an element type or a dimension is not known.
+
+    >>> [(str(shape), shape.nbytes) for shape in parse_type("(f32[2,3]{1,0}, s4[3]{0:E(4)})")]
+    [('f32[2,3]', 24), ('s4[3]', 2)]
+    """
+    return tuple(
+        _shape(*leaf) for leaf in _LEAF.findall(text) if leaf[0] not in ("token", "opaque")
+    )
+
+
+def _shape(dtype: str, dims: str, layout: str) -> Shape:
+    extents = [d.strip().removeprefix("<=") for d in dims.split(",") if d.strip()]
+    width = _DTYPE_BITS.fullmatch(dtype)
+    if not all(d.isdigit() for d in extents) or not (width or dtype == "pred"):
+        raise ValueError(
+            f"cannot tell the size of {dtype}[{dims}]: its type or an extent is not known; "
+            "give the program static shapes"
+        )
+    bits = int(width[1]) if width else 8
+    # XLA packs a sub-byte type only where the layout says E(bits); otherwise each element takes a
+    # byte. Without a layout nothing is known yet, and the packed size is the logical one.
+    packed = re.search(r"E\((\d+)\)", layout)
+    if packed:
+        bits = int(packed[1])
+    elif layout:
+        bits = max(bits, 8)
+    return Shape(dtype, tuple(map(int, extents)), bits)
+
+
+def parse(text: str) -> Module:
+    """Reads one compiled HLO module.
+
+    Args:
+      text: what `jax.stages.Compiled.as_text()` returns.
+
+    Returns:
+      The module.
+
+    Raises:
+      ValueError: the text is not exactly one complete HLO module.
+    """
+    headers = re.findall(r"^HloModule .*$", text, re.MULTILINE)
+    if len(headers) != 1:
+        raise ValueError(
+            f"expected one HloModule in the text, found {len(headers)}; pass a jax.stages.Compiled "
+            "such as jitted.lower(*args).compile() (Lowered.as_text() is StableHLO, not HLO)"
+        )
+    computations: dict[str, Computation] = {}
+    entry = None
+    name, lines = "", list[str]()
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header and not name:
+            name, lines = header[2], []
+            entry = name if header[1] else entry
+        elif name and re.match(r"\}\s*(,.*)?$", line):
+            computations[name] = _computation(name, lines)
+            name = ""
+        elif name and (_INSTRUCTION.match(line) or not lines):
+            lines.append(line)
+        elif name:  # a literal or an attribute printed over several lines
+            lines[-1] += "\n" + line
+    if entry is None or entry not in computations:
+        raise ValueError(
+            "the HLO text has no complete ENTRY computation; it may have been cut short"
+        )
+    sizes = {
+        key: int(found[1]) if (found := re.search(rf"\b{key}=(\d+)", headers[0])) else 1
+        for key in ("replica_count", "num_partitions")
+    }
+    return Module(computations, entry, sizes["replica_count"], sizes["num_partitions"])
+
+
+def _computation(name: str, lines: list[str]) -> Computation:
+    instructions: dict[str, Instruction] = {}
+    root = ""
+    for line in lines:
+        match = _INSTRUCTION.match(line)
+        if not match:
+            raise ValueError(f"cannot read this line of HLO computation {name!r}: {line.strip()!r}")
+        instruction = _instruction(match[2], match[3])
+        instructions[instruction.name] = instruction
+        root = instruction.name if match[1] else root
+    if not instructions:
+        raise ValueError(f"HLO computation {name!r} is empty")
+    # XLA's rule: where no instruction is marked, the last one is the root.
+    return Computation(name, instructions, instructions[root or next(reversed(instructions))])
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    opcode = _OPCODE.match(text, max(end, 0))
+    if not opcode:
+        raise ValueError(f"cannot read HLO instruction {name!r}: {text[:120]!r}")
+    close = _closing(text, opcode.end() - 1)
+    return Instruction(
+        name=name,
+        type=text[:end],
+        opcode=opcode[1],
+        arguments=tuple(_split(text[opcode.end() : close])),
+        attributes=text[close + 1 :],
+    )
+
+
+def _closing(text: str, start: int) -> int:
+    """Position of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in re.compile(r'"(?:[^"\\]|\\.)*"|[()]').finditer(text, start):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
+        if depth == 0:
+            return match.start()
+    raise ValueError(f"unbalanced parentheses in HLO: {text[:120]!r}")
+
+
+def _split(text: str) -> list[str]:
+    """Splits at the commas outside brackets and strings; `/*index=5*/` comments are dropped."""
+    text = re.sub(r"/\*.*?\*/", "", text)
+    parts, depth, start = [], 0, 0
+    for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]', text):
+        depth += {**dict.fromkeys("([{", 1), **dict.fromkeys(")]}", -1)}.get(match[0], 0)
+        if match[0] == "," and depth == 0:
+            parts.append(text[start : match.start()].strip())
+            start = match.end()
+    return [part for part in [*parts, text[start:].strip()] if part]

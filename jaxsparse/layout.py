@@ -1,0 +1,184 @@
+"""Gradient pytree to flat buckets and back, planned once from shapes.
+
+The leaves that are worth compressing are laid end to end, each row-major, in the order of
+`jax.tree.leaves`, and the resulting vector is cut into as few buckets of nearly equal size as a
+size limit asks for (one, by default). A leaf may straddle buckets. All other leaves are laid end
+to end in one dense vector, in the same order. Empty leaves travel in neither.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+# Of one leaf: its key path, as printed by jax.tree_util.keystr, and its shape.
+IsDense = Callable[[str, tuple[int, ...]], bool]
+
+
+def small_or_vector(path: str, shape: tuple[int, ...]) -> bool:
+    """The default rule for what goes dense: biases and norms (vectors, scalars), tiny matrices."""
+    del path
+    return len(shape) <= 1 or math.prod(shape) < 1024
+
+
+class _Piece(NamedTuple):
+    """Elements [start, stop) of one ravelled leaf."""
+
+    leaf: int
+    start: int
+    stop: int
+
+
+class Layout(NamedTuple):
+    """A static plan for one tree structure; make it with `plan`."""
+
+    treedef: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    buckets: tuple[tuple[_Piece, ...], ...]
+    dense: tuple[_Piece, ...]
+
+    @property
+    def bucket_sizes(self) -> tuple[int, ...]:
+        """Elements of each bucket."""
+        return tuple(_size(pieces) for pieces in self.buckets)
+
+    @property
+    def dense_size(self) -> int:
+        """Elements that are not compressed."""
+        return _size(self.dense)
+
+    def flatten(self, tree: Any) -> tuple[list[Float[Array, " d"]], Float[Array, " n"]]:
+        """The buckets and the dense vector of `tree`, in float32."""
+        leaves = self.treedef.flatten_up_to(tree)
+        return [_gather(leaves, pieces) for pieces in self.buckets], _gather(leaves, self.dense)
+
+    def unflatten(self, buckets: Sequence[Float[Array, " d"]], dense: Float[Array, " n"]) -> Any:
+        """The tree of buckets and dense vector, each leaf in its own shape and dtype."""
+        parts: list[list[Array]] = [[] for _ in self.shapes]
+        for vector, pieces in zip([*buckets, dense], [*self.buckets, self.dense]):
+            offset = 0
+            for leaf, start, stop in pieces:
+                size = stop - start
+                parts[leaf].append(jax.lax.slice(vector, (offset,), (offset + size,)))
+                offset += size
+        leaves = [
+            _join(part).reshape(shape).astype(dtype)
+            for part, shape, dtype in zip(parts, self.shapes, self.dtypes)
+        ]
+        return self.treedef.unflatten(leaves)
+
+
+def _size(pieces: Sequence[_Piece]) -> int:
+    return sum(stop - start for _, start, stop in pieces)
+
+
+def _join(parts: list[Array]) -> Array:
+    if not parts:
+        return jnp.zeros((0,), jnp.float32)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _gather(leaves: Sequence[Array], pieces: Sequence[_Piece]) -> Array:
+    return _join(
+        [
+            jax.lax.slice(leaves[leaf].reshape(-1), (start,), (stop,)).astype(jnp.float32)
+            for leaf, start, stop in pieces
+        ]
+    )
+
+
+def plan(
+    tree: Any, *, is_dense: IsDense = small_or_vector, bucket_size: int | None = None
+) -> Layout:
+    """Plans the layout of `tree` from its leaves' shapes and dtypes alone.
+
+    Args:
+        tree: pytree of floating-point arrays (or `jax.ShapeDtypeStruct`s) of any float dtypes.
+        is_dense: given a leaf's key path (as `jax.tree_util.keystr` prints it) and shape, whether
+            the leaf travels uncompressed. By default vectors, scalars and anything below 1024
+            elements do.
+        bucket_size: upper limit for the elements of one bucket; None puts all in one.
+
+    Returns:
+        The layout. Compressed elements are split evenly, so that with a limit all buckets are of
+        the same size but for one element.
+
+    Raises:
+        ValueError: the tree has no elements, a leaf is not of a float dtype, or `bucket_size` is
+            below 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layout = plan({"bias": jnp.zeros(8), "kernel": jnp.zeros((64, 32))})
+        >>> layout.bucket_sizes, layout.dense_size
+        ((2048,), 8)
+    """
+    if bucket_size is not None and bucket_size < 1:
+        raise ValueError(f"bucket_size={bucket_size} must be at least 1, or None for one bucket")
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = [jax.tree_util.keystr(path) for path, _ in paths]
+    leaves = [leaf for _, leaf in paths]
+    for name, leaf in zip(names, leaves):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ValueError(
+                f"leaf{name} has dtype {jnp.result_type(leaf)}: only floating-point gradients can "
+                "be exchanged. Differentiate with respect to float parameters only, or keep the "
+                "leaf out of the gradient tree"
+            )
+    shapes = tuple(jnp.shape(leaf) for leaf in leaves)
+    if not any(math.prod(shape) for shape in shapes):
+        raise ValueError(
+            f"the gradient tree has {len(leaves)} leaves and no elements: nothing to exchange. "
+            "Check the filter (nnx.Param?) that selects the trained parameters"
+        )
+    compressed: list[_Piece] = []
+    dense: list[_Piece] = []
+    for i, (name, shape) in enumerate(zip(names, shapes)):
+        if size := math.prod(shape):
+            (dense if is_dense(name, shape) else compressed).append(_Piece(i, 0, size))
+    return Layout(
+        treedef=treedef,
+        shapes=shapes,
+        dtypes=tuple(jnp.result_type(leaf) for leaf in leaves),
+        buckets=tuple(_cut(compressed, bucket_size)) if compressed else (),
+        dense=tuple(dense),
+    )
+
+
+def _cut(pieces: Sequence[_Piece], limit: int | None) -> list[tuple[_Piece, ...]]:
+    """Cuts the concatenation of `pieces` into the fewest, evenest buckets within `limit`."""
+    total = _size(pieces)
+    count = 1 if limit is None else math.ceil(total / limit)
+    sizes = split_evenly(total, [1] * count)
+    buckets: list[tuple[_Piece, ...]] = []
+    rest = list(reversed(pieces))
+    for size in sizes:
+        bucket = []
+        while size:
+            leaf, start, stop = rest.pop()
+            taken = min(size, stop - start)
+            bucket.append(_Piece(leaf, start, start + taken))
+            if start + taken < stop:
+                rest.append(_Piece(leaf, start + taken, stop))
+            size -= taken
+        buckets.append(tuple(bucket))
+    return buckets
+
+
+def split_evenly(total: int, weights: Sequence[int]) -> list[int]:
+    """Integers that add up to `total`, as nearly proportional to `weights` as rounding allows.
+
+    Example:
+        >>> split_evenly(10, [1, 1, 1])
+        [4, 3, 3]
+    """
+    whole = sum(weights)
+    shares = [total * weight // whole for weight in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda i: -(total * weights[i] % whole))
+    for i in by_remainder[: total - sum(shares)]:
+        shares[i] += 1
+    return shares

@@ -1,0 +1,76 @@
+"""The contract between a reducer and everything around it.
+
+A reducer makes, from each worker's vector, an estimate of the mean over workers that costs few
+bytes, and says what it did not deliver. `sum_w x_w == W * mean + sum_w residual_w` holds it
+together: nothing is lost, only late.
+"""
+
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Info(NamedTuple):
+    """What one exchange did; replicated scalars."""
+
+    delivered: Int[Array, ""]  # int32: coordinates that the mean carries
+    overflow: Int[Array, ""]  # int32: entries, of all workers, kept back for want of capacity
+
+
+def info(delivered: Any, overflow: Any = 0) -> Info:
+    """An `Info` of int32 scalars."""
+    return Info(jnp.asarray(delivered, jnp.int32), jnp.asarray(overflow, jnp.int32))
+
+
+class Reduced(NamedTuple):
+    """The outcome of one exchange of vectors of d elements among W workers."""
+
+    mean: Float[Array, " d"]  # float32 estimate of (1/W) sum_w x_w, bitwise equal on all workers
+    residual: Float[Array, " d"]  # float32: this worker's share of what was not delivered
+    sent: Bool[Array, " d"] | None  # where momentum is to be masked; None: nowhere
+    state: Any  # the reducer's own carried state
+    info: Info
+
+
+class Laws(NamedTuple):
+    """What a reducer promises, and the contract test therefore checks."""
+
+    conserves: bool  # sum_w x_w == W * mean + sum_w residual_w, to rounding
+    dense_at_full_budget: bool  # with everything affordable, mean is the dense mean
+
+
+class Budget(Protocol):
+    """Makes the reducers of all buckets from what they may spend together."""
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
+        """One reducer for each bucket.
+
+        Args:
+            sizes: elements of each bucket.
+            dense_size: elements that travel uncompressed beside the buckets.
+
+        Raises:
+            ValueError: the budget can't be met.
+        """
+        ...
+
+
+class Reducer(Budget, Protocol):
+    """Exchanges one flat vector. Implementations are frozen dataclasses of static settings.
+
+    As a `Budget`, a reducer whose settings are totals for the whole tree divides them.
+    """
+
+    laws: ClassVar[Laws]
+
+    def init(self, size: int) -> Any:
+        """One worker's initial state for vectors of `size` elements.
+
+        Arrays that will differ between workers are `PerWorker`, all others replicated.
+        """
+        ...
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """Exchanges float32 `x` along `axis_name` (None: among one worker, nothing is sent)."""
+        ...

@@ -1,0 +1,34 @@
+"""Dense all-reduce: what every other reducer is compared with."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxsparse.collectives import wire
+from jaxsparse.reducers.base import Laws, Reduced, info
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseReducer:
+    """The exact mean by one psum of all d words.
+
+    It masks no momentum: everything is sent at each step, and a momentum that is zeroed wherever
+    something was sent would not be one.
+    """
+
+    laws: ClassVar[Laws] = Laws(conserves=True, dense_at_full_budget=True)
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["DenseReducer", ...]:
+        """The same for each bucket."""
+        return (self,) * len(sizes)
+
+    def init(self, size: int) -> Any:
+        """No state."""
+        return ()
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """See `Reducer`."""
+        mean = wire.psum(x, axis_name) / wire.axis_size(axis_name)
+        return Reduced(mean, jnp.zeros_like(x), None, state, info(x.size))

@@ -1,0 +1,54 @@
+"""True top-k: the largest coordinates of the exact mean, the ceiling of what a sketch can find."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxsparse import select
+from jaxsparse.collectives import wire
+from jaxsparse.layout import split_evenly
+from jaxsparse.reducers.base import Laws, Reduced, info
+
+
+@dataclasses.dataclass(frozen=True)
+class TrueTopKReducer:
+    """The k largest coordinates of the dense mean (Sketched-SGD, section 4, remark 2).
+
+    It saves no byte: the whole vector is summed and most of the sum is thrown away. It shows how
+    well training goes when the right coordinates are found for certain.
+
+    Attributes:
+        k: coordinates delivered, over all buckets.
+    """
+
+    k: int
+    laws: ClassVar[Laws] = Laws(conserves=True, dense_at_full_budget=True)
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["TrueTopKReducer", ...]:
+        """The k is split in proportion to the buckets' sizes, each receiving at least 1."""
+        select.check_k(self.k, sum(sizes))
+        return tuple(TrueTopKReducer(max(1, k)) for k in split_evenly(self.k, sizes))
+
+    def init(self, size: int) -> Any:
+        """No state."""
+        select.check_k(self.k, size)
+        return ()
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """See `Reducer`."""
+        kept = select.top_k(wire.psum(x, axis_name) / wire.axis_size(axis_name), self.k)
+        mean = jnp.zeros_like(kept.values, shape=x.shape).at[kept.indices].set(kept.values)
+        return delivered_exactly(x, mean, state)
+
+
+def delivered_exactly(x: Float[Array, " d"], mean: Float[Array, " d"], state: Any) -> Reduced:
+    """The outcome when `mean` is exact wherever it is not zero, and nothing elsewhere.
+
+    A coordinate whose exact mean is zero counts as not sent, as in Alg. 3: the workers' values
+    there cancel, and keeping them conserves their sum.
+    """
+    sent = mean != 0
+    residual = jnp.where(sent, jnp.zeros_like(x), x)
+    return Reduced(mean, residual, sent, state, info(jnp.count_nonzero(sent)))

@@ -1,0 +1,230 @@
+"""What every reducer promises; a new one joins by a line in CASES."""
+
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from workers import MESH_SIZES, mesh, on_workers
+
+from jaxsparse import (
+    DenseReducer,
+    PerWorker,
+    SketchedReducer,
+    TrueTopKReducer,
+    data_parallel,
+    error_feedback,
+    local,
+    shard,
+)
+from jaxsparse.collectives import wire
+
+SIZE = 601  # prime: no worker count, block or column count divides it
+STEPS = 3
+
+
+class Case(NamedTuple):
+    reducer: object  # with a small budget for SIZE elements
+    full: object  # with budget for everything
+
+
+CASES = {
+    "dense": Case(DenseReducer(), DenseReducer()),
+    "true_top_k": Case(TrueTopKReducer(k=19), TrueTopKReducer(k=SIZE)),
+    "sketched": Case(SketchedReducer(k=11, cols=53), SketchedReducer(k=SIZE, cols=SIZE)),
+    "sketched_even_rows": Case(
+        SketchedReducer(k=11, cols=53, rows=4, seed=3), SketchedReducer(k=SIZE, cols=1)
+    ),
+    "heavymix": Case(
+        SketchedReducer(k=31, cols=53, oversampling=1, selection="heavymix"),
+        SketchedReducer(k=SIZE, cols=7, oversampling=1, selection="heavymix"),
+    ),
+}
+reducers = pytest.mark.parametrize("name", CASES)
+
+
+def gradients(workers, steps=STEPS, size=SIZE):
+    """Heavy-tailed integers times W: their sums, and means, are exact in float32.
+
+    (But for the W whose reciprocal rounds badly, such as 7: XLA multiplies by the reciprocal.)
+    """
+    rng = np.random.default_rng(workers)
+    heavy = np.round(rng.standard_t(2, (steps, workers, size)) * 3).clip(-500, 500)
+    return (heavy * workers).astype(np.float32)
+
+
+@functools.cache
+def runner(reducer, workers, way, size=SIZE):
+    """Feeds each step's residual back; what went in and came out, stacked by worker and step."""
+
+    def step(carried, gradient):
+        state, residual = carried
+        x = residual + gradient
+        reduced = reducer(x, state, axis_name="data")
+        if way == "shard_map":
+            for leaf in jax.tree.leaves((reduced.mean, reduced.info)):
+                assert not wire.is_varying(leaf, "data"), "must be typed replicated"
+        return (reduced.state, reduced.residual), (x, reduced)
+
+    def run(gradients):  # (steps, d)
+        start = reducer.init(size), jnp.zeros_like(gradients[0])
+        return jax.lax.scan(step, start, gradients)[1]
+
+    return on_workers(run, workers, way)
+
+
+def run(name, workers, way="shard_map", full=False, steps=STEPS):
+    case = CASES[name]
+    stacked = jnp.asarray(gradients(workers, steps).swapaxes(0, 1))
+    return runner(case.full if full else case.reducer, workers, way)(stacked)
+
+
+def by_step(results):
+    steps = jax.tree.leaves(results)[0].shape[1]
+    return [jax.tree.map(lambda leaf: leaf[:, i], results) for i in range(steps)]
+
+
+def check_laws(reducer, results, workers):
+    for x, reduced in by_step(results):
+        mean = np.asarray(reduced.mean)
+        np.testing.assert_array_equal(mean, np.broadcast_to(mean[0], mean.shape))
+        assert reduced.mean.dtype == reduced.residual.dtype == jnp.float32
+        assert reduced.sent is None or reduced.sent.dtype == jnp.bool_
+        if reducer.laws.conserves:
+            np.testing.assert_array_equal(
+                np.asarray(x, np.float64).sum(0),
+                workers * mean[0].astype(np.float64) + np.asarray(reduced.residual).sum(0),
+            )
+        assert np.all(np.asarray(reduced.info.delivered) == reduced.info.delivered[0])
+
+
+@reducers
+@pytest.mark.parametrize("workers", MESH_SIZES)
+def test_nothing_is_lost_and_replicas_agree(name, workers):
+    results = run(name, workers)
+    check_laws(CASES[name].reducer, results, workers)
+    assert all(np.any(reduced.mean) for _, reduced in by_step(results))
+
+
+@reducers
+@pytest.mark.parametrize("workers", [6, 64])
+def test_nothing_is_lost_among_simulated_workers(name, workers):
+    check_laws(CASES[name].reducer, run(name, workers, "vmap"), workers)
+
+
+@reducers
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_vmap_equals_shard_map(name, workers):
+    for way in ("vmap", "shard_map_unchecked"):
+        jax.tree.map(
+            np.testing.assert_array_equal, run(name, workers, way), run(name, workers, "shard_map")
+        )
+
+
+@reducers
+def test_no_axis_is_one_worker(name):
+    g = gradients(1, steps=1)[0, 0]
+    reducer = CASES[name].reducer
+    with wire.record() as messages:
+        reduced = reducer(jnp.asarray(g), reducer.init(SIZE), axis_name=None)
+    assert messages == []
+    mean, residual = np.asarray(reduced.mean), np.asarray(reduced.residual)
+    np.testing.assert_array_equal(mean + residual, g)
+
+
+@reducers
+@pytest.mark.parametrize("workers", MESH_SIZES)
+def test_full_budget_is_the_dense_mean(name, workers):
+    if not CASES[name].full.laws.dense_at_full_budget:
+        pytest.skip("not promised")
+    ((x, reduced),) = by_step(run(name, workers, full=True, steps=1))
+    np.testing.assert_array_equal(reduced.mean[0], np.asarray(x).mean(0))
+    # Where the workers' values cancel, a reducer may keep them: no less is delivered for it.
+    np.testing.assert_array_equal(np.asarray(reduced.residual).sum(0), np.zeros(SIZE))
+
+
+@reducers
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tiny_vectors(name, size):
+    reducer = CASES[name].reducer
+    fields = {f: 1 for f in ("k", "cols", "rows") if hasattr(reducer, f)}
+    reducer = type(reducer)(**fields)
+    g = np.arange(1.0, 1 + 3 * size, dtype=np.float32).reshape(3, 1, size) * 3
+    check_laws(reducer, runner(reducer, 3, "vmap", size)(jnp.asarray(g)), 3)
+
+
+@reducers
+def test_rounding_error_only_on_real_numbers(name):
+    workers = 7
+    x = np.random.default_rng(0).normal(size=(workers, 1, SIZE)).astype(np.float32)
+    ((x, reduced),) = by_step(runner(CASES[name].reducer, workers, "vmap")(jnp.asarray(x)))
+    total = workers * np.asarray(reduced.mean[0], np.float64) + np.asarray(reduced.residual).sum(0)
+    np.testing.assert_allclose(np.asarray(x, np.float64).sum(0), total, atol=3e-6)
+
+
+def _step_and_state(name, momentum):
+    tx = optax.chain(
+        error_feedback(
+            CASES[name].reducer, momentum=momentum, is_dense=lambda path, _: "bias" in path
+        ),
+        optax.sgd(0.1),
+    )
+    params = {
+        "kernel": jnp.zeros((25, 24), jnp.bfloat16),
+        "scale": jnp.ones(()),
+        "bias": jnp.zeros(3, jnp.float16),
+    }
+
+    @chex.assert_max_traces(1)
+    def step(state, batch):
+        params, opt_state = state
+
+        def loss(p):
+            return batch.mean() * sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(p))
+
+        updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params, extra=1)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (params, tx.init(params))
+
+
+@reducers
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_the_transformation_keeps_types_and_traces_once(name, momentum):
+    chex.clear_trace_counter()
+    step, state = _step_and_state(name, momentum)
+    state = shard(state, mesh(3))
+    run = data_parallel(step, mesh(3))
+    structure, types = jax.tree.structure(state), list(map(jax.typeof, jax.tree.leaves(state)))
+    for i in range(3):
+        state = run(state, jnp.full(6, 1.0 + i))
+    assert jax.tree.structure(state) == structure
+    assert list(map(jax.typeof, jax.tree.leaves(state))) == types
+
+
+@reducers
+def test_a_non_finite_gradient_on_one_worker_skips_the_step_on_all(name):
+    chex.clear_trace_counter()
+    step, state = _step_and_state(name, 0.9)
+    state = shard(state, mesh(3))
+    run = data_parallel(step, mesh(3))
+    before = run(state, jnp.arange(1.0, 7.0))
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        after = run(before, jnp.arange(1.0, 7.0).at[3].set(bad))
+        feedback = after[1][0]
+        assert feedback.skipped == 1
+        expected = before[1][0]._replace(skipped=feedback.skipped)
+        jax.tree.map(np.testing.assert_array_equal, (after[0], feedback), (before[0], expected))
+    healthy = run(after, jnp.arange(1.0, 7.0))
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (healthy[0], after[0]))))
+
+
+@reducers
+def test_init_marks_what_differs_between_workers(name):
+    _, (_, state) = _step_and_state(name, 0.9)
+    assert all(isinstance(leaf, PerWorker) for leaf in state[0].residual)
+    assert state[0].residual[0].value.shape == (1, 601)

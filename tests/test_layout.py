@@ -1,0 +1,105 @@
+"""The layout: a tree comes back as it was, whatever its leaves, and budgets add up."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxsparse import layout
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def tree_of(shapes):
+    rng = np.random.default_rng(0)
+    return {
+        str(i): jnp.asarray(rng.integers(-99, 99, shape), DTYPES[i % 3])
+        for i, shape in enumerate(shapes)
+    }
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=7),
+    limit=st.one_of(st.none(), st.integers(1, 40)),
+    dense=st.sets(st.integers(0, 6)),
+)
+def test_round_trip(shapes, limit, dense):
+    tree = tree_of(shapes)
+    if not sum(leaf.size for leaf in tree.values()):
+        return
+    plan = layout.plan(
+        tree, is_dense=lambda path, shape: int(path[2:-2]) in dense, bucket_size=limit
+    )
+    buckets, vector = plan.flatten(tree)
+
+    names = sorted(tree)  # the order of jax.tree.leaves for a dict
+    picked = [tree[n].astype(jnp.float32).ravel() for n in names if int(n) not in dense]
+    left = [tree[n].astype(jnp.float32).ravel() for n in names if int(n) in dense]
+    none = [np.zeros(0, np.float32)]
+    np.testing.assert_array_equal(np.concatenate(buckets or none), np.concatenate(picked or none))
+    np.testing.assert_array_equal(vector, np.concatenate(left or none))
+
+    assert tuple(b.size for b in buckets) == plan.bucket_sizes
+    assert vector.size == plan.dense_size
+    assert all(b.dtype == jnp.float32 for b in [*buckets, vector])
+    if plan.bucket_sizes:
+        assert max(plan.bucket_sizes) - min(plan.bucket_sizes) <= 1
+        assert len(plan.bucket_sizes) == (
+            1 if limit is None else -(-sum(plan.bucket_sizes) // limit)
+        )
+    back = plan.unflatten(buckets, vector)
+    jax.tree.map(np.testing.assert_array_equal, back, tree)
+    assert jax.tree.map(jnp.result_type, back) == jax.tree.map(jnp.result_type, tree)
+
+
+def test_default_rule_leaves_vectors_and_small_leaves_dense():
+    tree = {
+        "scalar": jnp.zeros(()),
+        "norm": jnp.zeros(4096),
+        "tiny": jnp.zeros((31, 33)),
+        "kernel": jnp.zeros((32, 32)),
+        "conv": jnp.zeros((3, 3, 16, 16)),
+        "empty": jnp.zeros((0, 5)),
+    }
+    plan = layout.plan(tree)
+    assert plan.bucket_sizes == (32 * 32 + 9 * 256,)
+    assert plan.dense_size == 1 + 4096 + 31 * 33
+
+
+def test_plan_needs_only_shapes():
+    tree = {"w": jnp.ones((40, 40)), "b": jnp.ones(3, jnp.bfloat16)}
+    assert layout.plan(jax.eval_shape(lambda: tree)) == layout.plan(tree)
+
+
+def test_a_leaf_of_more_than_2_to_the_31_elements_can_be_planned():
+    tree = {"embedding": jax.ShapeDtypeStruct((2**16, 2**16), jnp.bfloat16)}
+    assert layout.plan(tree, bucket_size=2**30).bucket_sizes == (2**30,) * 4
+
+
+@given(
+    total=st.integers(0, 10**12),
+    weights=st.lists(st.integers(1, 10**10), min_size=1, max_size=20),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_split_evenly_is_proportional(total, weights):
+    shares = layout.split_evenly(total, weights)
+    assert sum(shares) == total
+    assert all(abs(s * sum(weights) - total * w) < sum(weights) for s, w in zip(shares, weights))
+
+
+@pytest.mark.parametrize(
+    ("tree", "settings", "message"),
+    [
+        ({}, {}, "no elements"),
+        ({"a": jnp.zeros((0, 3))}, {}, "no elements"),
+        ({"n": jnp.zeros((40, 40), jnp.int32)}, {}, r"leaf\['n'\] has dtype int32"),
+        ({"c": jnp.zeros((40, 40), jnp.complex64)}, {}, r"leaf\['c'\] has dtype complex64"),
+        ({"w": jnp.zeros((40, 40))}, {"bucket_size": 0}, "bucket_size=0 must be at least 1"),
+    ],
+)
+def test_errors(tree, settings, message):
+    with pytest.raises(ValueError, match=message):
+        layout.plan(tree, **settings)

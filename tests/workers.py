@@ -1,0 +1,34 @@
+"""Runs one function on W workers in each of the ways that the library supports."""
+
+import functools
+
+import jax
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from jaxsparse.collectives import wire
+
+MESH_SIZES = (1, 2, 3, 5, 8)  # what the emulated devices reach
+WAYS = ("shard_map", "shard_map_unchecked", "vmap")
+
+
+@functools.cache
+def mesh(workers: int, axis_type: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh(
+        (workers,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:workers]
+    )
+
+
+def on_workers(f, workers: int, way: str = "shard_map"):
+    """Jits f(*args) over the leading axis of all arguments; stacks each worker's outputs."""
+    if way == "vmap":
+        return jax.jit(jax.vmap(f, axis_name="data", axis_size=workers))
+
+    def body(*args):
+        outputs = f(*jax.tree.map(lambda x: x[0], args))
+        return jax.tree.map(lambda x: x[None], wire.varying(outputs, "data"))
+
+    spec = PartitionSpec("data")
+    checked = way == "shard_map"
+    return jax.jit(
+        jax.shard_map(body, mesh=mesh(workers), in_specs=spec, out_specs=spec, check_vma=checked)
+    )
