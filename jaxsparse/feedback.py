@@ -32,7 +32,7 @@ def error_feedback(
     *,
     axis_name: str | None = "data",
     momentum: float | Array | None = None,
-    is_dense: layouts.IsDense = layouts.small_or_vector,
+    is_dense: layouts.IsDense | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Exchanges gradients through `reducer`; what was not delivered is added to the next ones.
@@ -85,8 +85,9 @@ def error_feedback(
         raise ValueError(f"momentum={momentum} must lie in [0, 1); use None for no momentum")
 
     def plan(tree: Any) -> tuple[layouts.Layout, tuple[Reducer, ...]]:
-        layout = layouts.plan(tree, is_dense=is_dense, bucket_size=bucket_size)
-        if not layout.buckets and is_dense is layouts.small_or_vector:
+        rule = layouts.small_or_vector if is_dense is None else is_dense
+        layout = layouts.plan(tree, is_dense=rule, bucket_size=bucket_size)
+        if not layout.buckets and is_dense is None:
             raise ValueError(
                 f"no leaf would be compressed: all {len(layout.shapes)} are vectors, scalars or "
                 "smaller than 1024 elements, which go dense by default. Pass "

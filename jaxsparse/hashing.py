@@ -3,77 +3,138 @@
 Everything stays in uint32, because JAX without x64 silently narrows uint64 to it.
 """
 
+import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import ArrayLike, UInt32
+from jax import Array, lax
+from jaxtyping import Int, Integer, Key, UInt32
 
-__all__ = ["bounded", "combine", "mix"]
+__all__ = ["as_uint32", "bounded", "combine", "mix", "permute", "signed"]
+
+# 2**32 over the golden ratio: odd, and its multiples spread evenly over 32 bits.
+_GOLDEN = 0x9E3779B9
+# Of `permute`; the test of its uniformity still passes with half of them.
+_ROUNDS = 6
 
 
-def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Mixes the 32 bits of each element: a bijection in which every input bit moves every output.
+def mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """Mixes the 32 bits of each element: a bijection in which every input bit moves all others.
 
-    Two multiply and xor-shift rounds with the constants of C. Wellons' search for the least bias
-    (https://github.com/skeeto/hash-prospector, ``lowbias32``).
+    Multiplications and xor-shifts with the constants of least bias found by C. Wellons
+    (https://github.com/skeeto/hash-prospector).
 
     Args:
-      x: uint32 of any shape.
+        x: uint32 of any shape.
 
     Returns:
-      uint32 of the same shape.
+        uint32 of the same shape.
 
-    >>> import jax.numpy as jnp
-    >>> mix(jnp.uint32([1, 2])).dtype
-    dtype('uint32')
+    >>> mix(jnp.uint32([0, 1, 2])).tolist()
+    [0, 2484416487, 1213154219]
     """
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x21F0AAAD)
     x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0xD35A2D97)
     return x ^ (x >> jnp.uint32(15))
 
 
-def combine(*words: ArrayLike) -> UInt32[Array, "..."]:
-    """Hashes a tuple of words, in order, into one: ``combine(a, b) != combine(b, a)``.
+def combine(*words: Integer[Array, "..."] | int) -> UInt32[Array, "..."]:
+    """Hashes words, in order, into one: `combine(a, b) != combine(b, a)`.
 
     Args:
-      *words: integers or integer arrays that broadcast together; taken modulo 2**32.
+        *words: integers, or integer arrays that broadcast together; taken modulo 2**32.
 
     Returns:
-      uint32 of the broadcast shape.
+        uint32 of the broadcast shape.
 
-    >>> int(combine(1, 2)) == int(combine(2, 1))
+    >>> bool(combine(1, 2) == combine(2, 1))
     False
     """
-    state = jnp.uint32(0x9E3779B9)
+    state = jnp.uint32(0)
     for word in words:
-        state = mix(state ^ as_uint32(word)) + jnp.uint32(0x9E3779B9)
+        state = mix(state ^ as_uint32(word)) + jnp.uint32(_GOLDEN)
     return state
 
 
-def bounded(h: UInt32[Array, "..."], n: int) -> UInt32[Array, "..."]:
-    """Maps hashes to ``0 .. n - 1`` as ``floor(h n / 2**32)``, whose bias is below ``n / 2**32``.
+def signed(
+    index: UInt32[Array, "*shape"], key: UInt32[Array, ""] | UInt32[Array, "*shape"]
+) -> UInt32[Array, "*shape"]:
+    """Hash of a counter under a key: the sign bits of 32 rows at once.
+
+    Keys must be well mixed (from `combine`). The index is multiplied first, so that neither runs
+    nor arithmetic progressions of indices under two keys meet in one hash.
 
     Args:
-      h: uint32 of any shape, well mixed in its high bits.
-      n: static, 1 <= n < 2**32.
+        index: uint32 of any shape.
+        key: uint32, a scalar or one per index.
 
     Returns:
-      uint32 of the same shape, each below ``n``.
+        uint32 of index's shape.
 
-    >>> import jax.numpy as jnp
+    >>> signed(jnp.arange(4, dtype=jnp.uint32), combine(7)).shape
+    (4,)
+    """
+    return mix((index * jnp.uint32(_GOLDEN)) ^ key)
+
+
+def bounded(h: UInt32[Array, "*shape"], n: int) -> UInt32[Array, "*shape"]:
+    """Maps a hash to 0 .. n - 1 as floor(h n / 2**32), with a bias below n / 2**32.
+
+    Args:
+        h: uint32 of any shape.
+        n: 1 <= n < 2**32.
+
+    Returns:
+        uint32 of the same shape, each below n.
+
     >>> bounded(jnp.uint32([0, 2**31, 2**32 - 1]), 10).tolist()
     [0, 5, 9]
     """
-    low, high = jnp.uint32(n & 0xFFFF), jnp.uint32(n >> 16)
-    a, b = h & jnp.uint32(0xFFFF), h >> jnp.uint32(16)
-    # The high word of the 64-bit product, from 16-bit halves.
-    middle = a * high
-    carry = ((a * low) >> jnp.uint32(16)) + (middle & jnp.uint32(0xFFFF)) + b * low
-    # b * low < 2**32 - 2**17 + 1, so the sum above cannot wrap.
-    return b * high + (middle >> jnp.uint32(16)) + (carry >> jnp.uint32(16))
+    half, ones = jnp.uint32(16), jnp.uint32(0xFFFF)
+    n_low, n_high = jnp.uint32(n & 0xFFFF), jnp.uint32(n >> 16)
+    h_low, h_high = h & ones, h >> half
+    # The high word of the 64-bit product, from 16-bit halves; no sum below exceeds 2**32 - 1.
+    cross = h_low * n_high
+    middle = h_high * n_low + ((h_low * n_low) >> half) + (cross & ones)
+    return h_high * n_high + (cross >> half) + (middle >> half)
 
 
-def as_uint32(word: ArrayLike) -> UInt32[Array, "..."]:
-    """Python integers and integer arrays as uint32, modulo 2**32."""
-    if isinstance(word, int):
-        return jnp.uint32(word & 0xFFFFFFFF)
-    return jnp.asarray(word).astype(jnp.uint32)
+def permute(i: Int[Array, " m"], n: int, key: Key[Array, ""]) -> Int[Array, " m"]:
+    """A pseudorandom permutation of 0 .. n - 1, evaluated only where it is asked for.
+
+    `permute(arange(m), n, key)` draws m indices without replacement in O(m), where a shuffle
+    would take O(n). Indices are mixed by bijections of the next power of two, again and again
+    until they fall below n (cycle walking; fewer than two turns on average).
+
+    Args:
+        i: int32, each in 0 .. n - 1.
+        n: 1 <= n <= 2**31.
+        key: a JAX random key.
+
+    Returns:
+        int32, distinct wherever i is.
+
+    >>> sorted(permute(jnp.arange(5), 5, jax.random.key(0)).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    bits = max(1, (n - 1).bit_length())
+    words = jax.random.bits(key, (_ROUNDS, 2), jnp.uint32)
+
+    def turn(x):
+        for multiplier, increment in words:
+            x = x * (multiplier | jnp.uint32(1)) + increment
+            x &= jnp.uint32(2**bits - 1)
+            x ^= x >> jnp.uint32((bits + 1) // 2)
+        return x
+
+    outside = lambda x: x >= jnp.uint32(n)
+    walk = lambda x: jnp.where(outside(x), turn(x), x)
+    x = lax.while_loop(lambda x: jnp.any(outside(x)), walk, turn(as_uint32(i)))
+    return x.astype(jnp.int32)
+
+
+def as_uint32(word: Integer[Array, "*shape"] | int) -> UInt32[Array, "*shape"]:
+    """An integer or integer array as uint32, modulo 2**32.
+
+    >>> as_uint32(-1).item() == 2**32 - 1
+    True
+    """
+    return jnp.uint32(word % 2**32) if isinstance(word, int) else word.astype(jnp.uint32)

@@ -275,7 +275,12 @@ def _simulated(body, workers, axis_name, in_specs):
             args,
             is_split,
         )
-        per_worker, replicated = mapped(*rows)
+        try:
+            per_worker, replicated = mapped(*rows)
+        except ValueError as error:
+            if "out_axes is None" not in str(error):
+                raise
+            raise ValueError(_differs("an output of the step", axis_name)) from error
         return [x.reshape(workers * x.shape[1], *x.shape[2:]) for x in per_worker], replicated
 
     return run
@@ -304,9 +309,12 @@ def _check_outputs(paths: list[tuple[KeyPath, Any]], axis_name: str) -> None:
         return
     for path, leaf in paths:
         if not _marked(path) and wire.is_varying(leaf, axis_name):
-            raise ValueError(
-                f"the step's output{keystr(path)} differs between workers: average it with "
-                f"jax.lax.pmean(x, {axis_name!r}), mark it with jaxsparse.PerWorker.wrap(x), or, "
-                "if these are the parameters, apply the updates to the original params and not "
-                "to local(params)"
-            )
+            raise ValueError(_differs(f"the step's output{keystr(path)}", axis_name))
+
+
+def _differs(what: str, axis_name: str) -> str:
+    return (
+        f"{what} differs between workers: average it with jax.lax.pmean(x, {axis_name!r}), mark "
+        "it with jaxsparse.PerWorker.wrap(x), or, if these are the parameters, apply the updates "
+        "to the original params and not to local(params)"
+    )

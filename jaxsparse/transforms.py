@@ -2,12 +2,11 @@
 
 from typing import Literal
 
-import jax.numpy as jnp
 import optax
 from jaxtyping import Array, DTypeLike
 
 from jaxsparse.feedback import error_feedback
-from jaxsparse.layout import IsDense, small_or_vector
+from jaxsparse.layout import IsDense
 from jaxsparse.reducers.dense import DenseReducer
 from jaxsparse.reducers.sketched import SketchedBudget, SketchedReducer
 from jaxsparse.reducers.true_top_k import TrueTopKReducer
@@ -22,10 +21,10 @@ def sketched_sgd(
     oversampling: int | None = None,
     selection: Literal["top_k", "heavymix"] = "top_k",
     seed: int = 0,
-    table_dtype: DTypeLike = jnp.float32,
+    table_dtype: DTypeLike = "float32",
     axis_name: str | None = "data",
     momentum: float | Array | None = None,
-    is_dense: IsDense = small_or_vector,
+    is_dense: IsDense | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Sketched-SGD (Ivkin et al., NeurIPS 2019, Alg. 3): heavy coordinates of the mean gradient.
@@ -101,7 +100,7 @@ def true_top_k(
     *,
     axis_name: str | None = "data",
     momentum: float | Array | None = None,
-    is_dense: IsDense = small_or_vector,
+    is_dense: IsDense | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The k largest coordinates of the mean gradient, with error feedback: saves no bytes.

@@ -85,7 +85,7 @@ def run(name, workers, way="shard_map", full=False, steps=STEPS):
 
 def by_step(results):
     steps = jax.tree.leaves(results)[0].shape[1]
-    return [jax.tree.map(lambda leaf: leaf[:, i], results) for i in range(steps)]
+    return [jax.tree.map(lambda leaf, i=i: leaf[:, i], results) for i in range(steps)]
 
 
 def check_laws(reducer, results, workers):

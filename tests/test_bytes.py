@@ -1,0 +1,133 @@
+"""What one step puts on the wire, read from the compiled program, and what it keeps in memory."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from workers import mesh
+
+import jaxsparse
+from jaxsparse import cost, data_parallel, local, shard
+
+SIZES = {"kernel": (300, 201), "bias": (201,)}
+COMPRESSED, DENSE = 300 * 201, 201
+
+
+def compiled_step(tx, where, shapes=SIZES, donate=()):
+    """A compiled training step whose only communication is the transformation's."""
+    tx = optax.chain(tx, optax.sgd(0.1))
+
+    def step(state, batch):
+        params, opt_state = state
+
+        def loss(params):
+            return sum(jnp.sum(p * p) for p in jax.tree.leaves(params)) * batch.mean()
+
+        updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    workers = where.shape["data"]
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    state = jax.eval_shape(lambda p: shard((p, tx.init(p)), workers), params)
+    run = data_parallel(step, where, donate_argnums=donate)
+    return run.lower(state, jax.ShapeDtypeStruct((workers,), jnp.float32)).compile()
+
+
+SENT = {  # words of one step beside the dense leaves and the finite flag
+    "dense": (lambda: jaxsparse.dense(), COMPRESSED),
+    "true_top_k": (lambda: jaxsparse.true_top_k(50), COMPRESSED),
+    "sketched": (
+        lambda: jaxsparse.sketched_sgd(k=50, rows=5, cols=211, oversampling=7),
+        5 * 211 + 7 * 50,
+    ),
+    "heavymix": (
+        lambda: jaxsparse.sketched_sgd(k=50, rows=3, cols=211, selection="heavymix"),
+        3 * 211 + 50,
+    ),
+    "sketched, momentum, buckets": (
+        lambda: jaxsparse.sketched_sgd(
+            k=50, rows=5, cols=211, oversampling=7, momentum=0.9, bucket_size=COMPRESSED // 3
+        ),
+        5 * 211 + 7 * 50,
+    ),
+    "sketched, no savings": (lambda: jaxsparse.sketched_sgd(k=50, cols=COMPRESSED), COMPRESSED),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+@pytest.mark.parametrize("workers", [2, 5, 8])
+def test_payload(name, workers):
+    make, words = SENT[name]
+    sent = cost.wire_bytes(compiled_step(make(), mesh(workers)))
+    assert {c.op for c in sent.collectives} == {"all-reduce"}
+    assert {c.group_size for c in sent.collectives} == {workers}
+    assert sent.payload == 4 * (words + DENSE + 1)
+    assert sent.received == pytest.approx(2 * (workers - 1) / workers * sent.payload)
+
+
+def test_one_worker_sends_nothing():
+    assert cost.wire_bytes(compiled_step(SENT["sketched"][0](), mesh(1))).payload == 0
+
+
+@pytest.mark.parametrize("compression", [1.5, 5, 10, 20.0])
+@pytest.mark.parametrize("given", [{}, {"k": 60}, {"cols": 150}, {"selection": "heavymix"}])
+def test_compression_is_met_and_used(compression, given):
+    tx = jaxsparse.sketched_sgd(compression, **given)
+    payload = cost.wire_bytes(compiled_step(tx, mesh(2))).payload
+    wanted = 4 * (COMPRESSED + DENSE) / compression
+    assert wanted - 4 * (5 + 4) < payload <= wanted  # less than one column and one k unused
+
+
+SUBPROCESS = """
+import json, sys
+sys.path.insert(0, {tests!r})
+import jax
+import test_bytes
+from jaxsparse import cost
+mesh = jax.make_mesh(({workers},), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+sent = cost.wire_bytes(test_bytes.compiled_step(test_bytes.SENT["sketched"][0](), mesh))
+print(json.dumps([sent.payload, [c.group_size for c in sent.collectives]]))
+"""
+
+
+@pytest.mark.parametrize("workers", [4, 64, 256])
+def test_payload_does_not_grow_with_workers(workers):
+    code = SUBPROCESS.format(tests=os.path.dirname(__file__), workers=workers)
+    flags = f"--xla_force_host_platform_device_count={workers}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    payload, groups = json.loads(done.stdout)
+    assert payload == 4 * (SENT["sketched"][1] + DENSE + 1)
+    assert set(groups) == {workers}
+
+
+D = 2**24
+
+
+@pytest.mark.parametrize("leaves", [1, 16])
+@pytest.mark.parametrize(
+    ("settings", "floats"), [({}, 5.5), ({"momentum": 0.9}, 6.5), ({"bucket_size": D // 8}, 4.6)]
+)
+def test_peak_memory_of_a_whole_step(settings, floats, leaves):
+    """Arguments, outputs and temporaries together, in units of d float32, parameters included."""
+    shapes = {f"kernel{i}": (D // leaves // 1024, 1024) for i in range(leaves)}
+    tx = jaxsparse.sketched_sgd(k=D // 100, cols=2**18, oversampling=1, **settings)
+    memory = compiled_step(tx, mesh(2), shapes, donate=0).memory_analysis()
+    total = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+    assert total / (4 * D) <= floats

@@ -1,0 +1,212 @@
+"""Every misuse that a user is likely to meet names the argument, its value and the fix."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from workers import mesh
+
+import jaxsparse
+from jaxsparse import PerWorker, data_parallel, local, shard
+
+PARAMS = {"w": jnp.ones((40, 30)), "b": jnp.zeros(3)}
+
+
+def sketched(**settings):
+    return jaxsparse.sketched_sgd(**{"k": 5, "cols": 40, **settings})
+
+
+def update(tx, params=PARAMS, where=3, state=None, gradient_of=local, **settings):
+    """One step of `tx` in the usual trainer."""
+
+    def step(state, batch):
+        params, opt_state = state
+        gradient = jax.grad(lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(p)) * batch.mean())
+        updates, opt_state = tx.update(gradient(gradient_of(params)), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    if state is None:
+        state = shard((params, tx.init(params)), where)
+    return data_parallel(step, where, **settings)(state, jnp.arange(6.0))
+
+
+SETTINGS = {
+    "k too small": (lambda: sketched(k=0).init(PARAMS), r"k=0 must lie between 1 and .* 1200"),
+    "k too large": (lambda: sketched(k=1201).init(PARAMS), r"k=1201 must lie between 1 and .*1200"),
+    "k of true_top_k": (
+        lambda: jaxsparse.true_top_k(1201).init(PARAMS),
+        r"k=1201 must lie between 1 and .* 1200",
+    ),
+    "rows": (lambda: sketched(rows=0), r"rows=0"),
+    "cols": (lambda: sketched(cols=-3), r"cols=-3"),
+    "oversampling": (lambda: sketched(oversampling=0), r"oversampling=0 must be at least 1"),
+    "oversampling of heavymix": (
+        lambda: sketched(selection="heavymix", oversampling=4),
+        r"oversampling=4 must be .* 1 with selection='heavymix'",
+    ),
+    "selection": (
+        lambda: sketched(selection="topk"),
+        r"selection='topk' is unknown: use 'top_k' .* or 'heavymix'",
+    ),
+    "table_dtype": (lambda: sketched(table_dtype="int8"), r"table_dtype=int8.*use float32"),
+    "no budget": (lambda: jaxsparse.sketched_sgd(k=5), r"k=5 and cols=None: give both, or a comp"),
+    "too much budget": (
+        lambda: jaxsparse.sketched_sgd(10, k=5, cols=40),
+        r"compression=10, k=5 and cols=40 say too much",
+    ),
+    "compression below 1": (lambda: jaxsparse.sketched_sgd(0.5), r"compression=0.5 must be at le"),
+    "compression out of reach": (
+        lambda: jaxsparse.sketched_sgd(400).init(PARAMS),
+        r"compression=400 of 1200 compressed and 3 dense elements leaves -1 words.*ask for less",
+    ),
+    "k that leaves no columns": (
+        lambda: jaxsparse.sketched_sgd(10, k=100).init(PARAMS),
+        r"compression=10 .* makes k=100 and cols=-\d+: ask for less",
+    ),
+    "momentum": (lambda: sketched(momentum=1.0), r"momentum=1.0 must lie in \[0, 1\)"),
+    "bucket_size": (lambda: sketched(bucket_size=0).init(PARAMS), r"bucket_size=0 must be"),
+    "nothing to compress": (
+        lambda: sketched().init({"w": jnp.ones((5, 5)), "b": jnp.ones(9000)}),
+        r"no leaf would be compressed: all 2 .*is_dense=lambda path, shape: False",
+    ),
+    "empty tree": (lambda: sketched().init({}), r"0 leaves and no elements"),
+    "integer leaf": (
+        lambda: sketched().init({"w": jnp.ones((40, 30)), "n": jnp.arange(3)}),
+        r"leaf\['n'\] has dtype int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("misuse", SETTINGS)
+def test_settings(misuse):
+    act, message = SETTINGS[misuse]
+    with pytest.raises(ValueError, match=message):
+        act()
+
+
+def other_axis():
+    update(sketched(axis_name="batch"), where=mesh(3))
+
+
+def several_axes():
+    update(sketched(axis_name=("data", "model")))
+
+
+def outside_the_parallel_step():
+    tx = sketched()
+    tx.update(PARAMS, tx.init(PARAMS))
+
+
+def unspread_state():
+    tx = sketched()
+    update(tx, state=(PARAMS, tx.init(PARAMS)))
+
+
+def whole_state_in_one_worker():
+    tx = sketched()
+    state = shard(tx.init(PARAMS), 3)
+    f = jax.shard_map(
+        lambda g, s: tx.update(g, s)[0], mesh=mesh(3), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    f(PARAMS, state)
+
+
+def state_for_other_workers():
+    tx = sketched()
+    update(tx, where=3, state=shard((PARAMS, tx.init(PARAMS)), 2))
+
+
+def spread_twice():
+    shard(shard(sketched().init(PARAMS), 2), 3)
+
+
+def state_of_another_tree():
+    tx = sketched()
+    update(tx, state=shard((PARAMS, tx.init({"w": jnp.ones((50, 50))})), 3))
+
+
+def state_of_another_momentum():
+    update(sketched(momentum=0.9), state=shard((PARAMS, sketched().init(PARAMS)), 3))
+
+
+def summed_gradient():
+    update(sketched(), where=mesh(3), gradient_of=lambda params: params)
+
+
+def averaged_gradient():
+    tx = sketched()
+
+    def step(state, batch):
+        gradient = jax.grad(lambda p: jnp.sum(p["w"]) * batch.mean() + jnp.sum(p["b"]))(
+            local(PARAMS)
+        )
+        return tx.update(jax.lax.pmean(gradient, "data"), state)[1]
+
+    data_parallel(step, mesh(3))(shard(tx.init(PARAMS), mesh(3)), jnp.ones(3))
+
+
+def uneven_batch():
+    data_parallel(lambda x: x.sum(), 4, batch_argnums=0)({"image": jnp.ones((6, 2))})
+
+
+def scalar_batch():
+    data_parallel(lambda x: x, mesh(3), batch_argnums=0)(jnp.float32(1))
+
+
+def axis_not_in_mesh():
+    data_parallel(lambda x: x, mesh(3), axis_name="workers")
+
+
+def shard_over_an_axis_not_in_mesh():
+    shard(PARAMS, mesh(3), "workers")
+
+
+def no_workers():
+    data_parallel(lambda x: x, 0)
+
+
+def differing_output():
+    data_parallel(lambda x: {"loss": x.mean()}, mesh(3), batch_argnums=0)(jnp.arange(3.0))
+
+
+def differing_simulated_output():
+    data_parallel(lambda x: {"loss": x.mean()}, 3, batch_argnums=0)(jnp.arange(3.0))
+
+
+USES = {
+    other_axis: r"axis_name='batch' is not bound here \(mesh axes in scope: \['data'\]\)",
+    several_axes: r"axis_name=\('data', 'model'\) is not supported: give one axis name",
+    outside_the_parallel_step: r"axis_name='data' is not bound here.*data_parallel.*axis_name=None",
+    unspread_state: r"argument 0.*per-worker state for 1 workers, but there are 3.*shard\(state",
+    whole_state_in_one_worker: r"shape \(3, 1200\) holds 3 workers' values.*jaxsparse.specs",
+    state_for_other_workers: r"per-worker state for 2 workers, but there are 3",
+    spread_twice: r"already spread over 2 workers and cannot be spread over 3",
+    state_of_another_tree: r"residuals of sizes \(2500,\), the gradients fill .*\(1200,\)",
+    state_of_another_momentum: r"another setting of momentum",
+    summed_gradient: r"gradient\['b'\] is equal on all workers.*jaxsparse.local\(params, 'data'\)",
+    averaged_gradient: r"gradient\['b'\] is equal on all workers.*do not average gradients",
+    uneven_batch: r"argument 0\['image'\] is a batch of shape \(6, 2\).*4 workers",
+    scalar_batch: r"argument 0 is a batch of shape \(\)",
+    axis_not_in_mesh: r"axis_name='workers' is not an axis of the mesh.*\('data',\)",
+    shard_over_an_axis_not_in_mesh: r"axis_name='workers' is not an axis of the mesh",
+    no_workers: r"mesh=0 gives no worker",
+    differing_output: r"output\['loss'\] differs between workers.*jax.lax.pmean\(x, 'data'\)",
+    differing_simulated_output: r"an output of the step differs between workers: average it",
+}
+
+
+@pytest.mark.parametrize("misuse", USES, ids=lambda f: f.__name__)
+def test_uses(misuse):
+    with pytest.raises(ValueError, match=USES[misuse]):
+        misuse()
+
+
+def test_unwrap_names_the_remedy():
+    with pytest.raises(ValueError, match=r"holds 2 workers' values.*data_parallel"):
+        PerWorker.unwrap(PerWorker(jnp.zeros((2, 3))))
+
+
+def test_the_right_use_is_accepted():
+    chex.assert_tree_all_finite(update(sketched(), where=mesh(3))[0])

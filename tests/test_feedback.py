@@ -1,0 +1,257 @@
+"""Error feedback: the worked example, and what composes with it in Optax."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from workers import mesh
+
+import jaxsparse
+from jaxsparse import PerWorker, cost, data_parallel, local, shard
+
+
+def padded(rows, size=601):
+    return jnp.pad(jnp.asarray(rows, jnp.float32), ((0, 0), (0, size - len(rows[0]))))
+
+
+def train(tx, params, workers, gradients, run_on=None):
+    """Feeds each worker its own gradients; the updates and the final state (W workers on top)."""
+
+    def step(state, gradient):
+        params, opt_state = state
+        gradient = jax.tree.map(lambda g: g[0], gradient)  # a worker's share: (1, ...)
+        updates, opt_state = tx.update(gradient, opt_state, params)
+        return updates, (optax.apply_updates(params, updates), opt_state)
+
+    run_on = workers if run_on is None else run_on
+    run = data_parallel(step, run_on)
+    state = shard((params, tx.init(params)), run_on)
+    history = []
+    for gradient in gradients:
+        updates, state = run(state, gradient)
+        history.append(updates)
+    return history, state
+
+
+# Sketched-SGD's Alg. 3 in two steps for two workers, worked out by hand.
+STEPS = [[[4, 1, 0, 3], [4, 0, -2, -3]], [[1, 1, 0, 0], [0, 1, -2, 1]]]
+UPDATES = [[4, 0, 0, 0], [0, 0, -2.9, 0]]
+RESIDUALS = [[1, 2.9, 0, 5.7], [0, 1, 0, -4.7]]
+DENSE_UPDATES = [1.0, 1.9]
+
+METHODS = {
+    "true_top_k": functools.partial(jaxsparse.true_top_k, k=1),
+    # Wide enough that the heaviest coordinate is found for certain.
+    "sketched": functools.partial(jaxsparse.sketched_sgd, k=1, cols=97, rows=5),
+}
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_worked_example(method, simulated):
+    tx = METHODS[method](momentum=0.9, is_dense=lambda path, shape: "bias" in path)
+    params = {"w": jnp.zeros(601), "bias": jnp.zeros(2)}
+    gradients = [{"w": padded(rows), "bias": jnp.ones((2, 2))} for rows in STEPS]
+    history, (_, state) = train(tx, params, 2, gradients, 2 if simulated else mesh(2))
+    for updates, expected, dense in zip(history, UPDATES, DENSE_UPDATES):
+        np.testing.assert_allclose(updates["w"][:4], expected, rtol=1e-6)
+        assert not np.any(updates["w"][4:])
+        np.testing.assert_allclose(updates["bias"], [dense, dense], rtol=1e-6)
+    np.testing.assert_allclose(state.residual[0].value[:, :4], RESIDUALS, rtol=1e-6)
+
+
+def test_a_third_step_keeps_the_dense_momentum():
+    tx = jaxsparse.true_top_k(1, momentum=0.9, is_dense=lambda path, shape: "bias" in path)
+    params = {"w": jnp.zeros(5), "bias": jnp.zeros(1)}
+    gradient = {"w": jnp.ones((2, 5)), "bias": jnp.ones((2, 1))}
+    history, _ = train(tx, params, 2, [gradient] * 3)
+    np.testing.assert_allclose([u["bias"][0] for u in history], [1, 1.9, 2.71], rtol=1e-6)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 5])
+def test_many_steps_match_the_oracle(workers):
+    rng = np.random.default_rng(workers)
+    gradients = rng.normal(size=(12, workers, 40)).astype(np.float32)
+    tx = jaxsparse.true_top_k(6, momentum=0.8, is_dense=lambda path, shape: False)
+    params = jnp.zeros(40)
+    history, (_, state) = train(tx, params, workers, gradients)
+    oracle = list(reference.alg3_with_exact_selection(gradients.astype(np.float64), 0.8, 6))
+    for updates, (expected, _, _) in zip(history, oracle):
+        np.testing.assert_allclose(updates, expected, atol=1e-5)
+    _, u, v = oracle[-1]
+    np.testing.assert_allclose(state.momentum[0].value, u, atol=1e-5)
+    np.testing.assert_allclose(state.residual[0].value, v, atol=1e-5)
+
+
+def test_dense_momentum_is_optax_trace():
+    params = {"w": jnp.zeros((4, 3)), "b": jnp.zeros(3)}
+    rng = np.random.default_rng(0)
+    gradients = [
+        jax.tree.map(lambda p: jnp.asarray(rng.normal(size=(3, *p.shape)), jnp.float32), params)
+        for _ in range(5)
+    ]
+    ours, _ = train(jaxsparse.dense(momentum=0.9), params, 3, gradients)
+    plain = optax.trace(0.9)
+    state = plain.init(params)
+    for updates, gradient in zip(ours, gradients):
+        mean = jax.tree.map(lambda g: g.mean(0), gradient)
+        expected, state = plain.update(mean, state)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), updates, expected
+        )
+
+
+def sketched(**settings):
+    return jaxsparse.sketched_sgd(**{"k": 5, "cols": 40, "momentum": 0.9, **settings})
+
+
+PARAMS = {
+    "w": jnp.asarray(np.random.default_rng(0).normal(size=(40, 32)) / 6, jnp.float32),
+    "b": jnp.zeros(7),
+}
+BATCH = np.linspace(-1, 2, 12 * 3, dtype=np.float32).reshape(12, 3)
+
+
+def loss(params, batch):
+    hidden = jnp.tanh(batch @ params["w"][:3]) @ params["w"][3:35]
+    return jnp.mean((hidden[:, :7] + params["b"][None] - 1) ** 2)
+
+
+def parallel_step(tx, **settings):
+    def step(state, batch):
+        params, opt_state = state
+        gradient = jax.grad(loss)(local(params), batch)
+        updates, opt_state = tx.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return data_parallel(step, mesh(3), **settings)
+
+
+def sharded(tx):
+    return shard((PARAMS, tx.init(PARAMS)), mesh(3))
+
+
+COMPOSITIONS = {
+    "clipping before": lambda: optax.chain(
+        optax.clip_by_global_norm(0.1), sketched(), optax.sgd(0.1)
+    ),
+    "adamw after": lambda: optax.chain(sketched(momentum=None), optax.adamw(1e-2)),
+    "injected learning rate": lambda: optax.chain(
+        sketched(), optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    ),
+    "injected momentum": lambda: optax.chain(
+        optax.inject_hyperparams(
+            jaxsparse.sketched_sgd,
+            # Left alone, it turns every number into a traced array, but these are shapes.
+            static_args=("k", "cols", "rows", "seed"),
+        )(k=5, cols=40, momentum=0.9),
+        optax.sgd(0.1),
+    ),
+    "multi_transform": lambda: optax.chain(
+        optax.multi_transform(
+            {"sparse": sketched(), "dense": jaxsparse.dense(momentum=0.9)},
+            {"w": "sparse", "b": "dense"},
+        ),
+        optax.sgd(0.1),
+    ),
+    "schedule": lambda: optax.chain(sketched(), optax.sgd(optax.linear_schedule(0.1, 0, 10))),
+}
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_composes_with(composition):
+    tx = COMPOSITIONS[composition]()
+    run, state = parallel_step(tx), sharded(tx)
+    before = loss(PARAMS, BATCH)
+    with jax.numpy_dtype_promotion("standard"):  # Optax's Adam needs it
+        for _ in range(15):
+            state = run(state, BATCH)
+    assert loss(state[0], BATCH) < 0.9 * before
+    residuals = [
+        node.value
+        for node in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, PerWorker))
+        if isinstance(node, PerWorker)
+    ]
+    assert residuals
+    assert np.any(residuals[0][0] != residuals[0][1])
+
+
+def test_a_scan_over_steps_equals_single_steps():
+    tx = optax.chain(sketched(), optax.sgd(0.1))
+
+    def step(state, batch):
+        params, opt_state = state
+        gradient = jax.grad(loss)(local(params), batch)
+        updates, opt_state = tx.update(gradient, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    def epoch(state, batch):
+        return jax.lax.scan(step, state, jnp.stack([batch] * 3))[0]
+
+    once = data_parallel(lambda state, batch: step(state, batch)[0], mesh(3))
+    state = sharded(tx)
+    for _ in range(3):
+        state = once(state, BATCH)
+    scanned = data_parallel(epoch, mesh(3))(sharded(tx), BATCH)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), scanned, state
+    )
+
+
+def test_donated_state_gives_the_same_numbers():
+    tx = optax.chain(sketched(), optax.sgd(0.1))
+    kept, donated = sharded(tx), sharded(tx)
+    run, run_donating = parallel_step(tx), parallel_step(tx, donate_argnums=0)
+    for _ in range(3):
+        kept, donated = run(kept, BATCH), run_donating(donated, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, kept, donated)
+
+
+def test_accumulation_inside_the_step_exchanges_once():
+    tx = optax.chain(sketched(), optax.sgd(0.1))
+
+    def step(state, batch):
+        params, opt_state = state
+        here = local(params)
+
+        def add(total, micro_batch):
+            gradient = jax.grad(loss)(here, micro_batch)
+            return jax.tree.map(jnp.add, total, gradient), None
+
+        zeros = jax.tree.map(jnp.zeros_like, here)
+        total, _ = jax.lax.scan(add, zeros, batch.reshape(4, 1, 3))
+        gradient = jax.tree.map(lambda g: g / 4, total)
+        updates, opt_state = tx.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    accumulated = data_parallel(step, mesh(3))
+    whole = parallel_step(tx)
+    state = sharded(tx)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        accumulated(state, BATCH),
+        whole(state, BATCH),
+    )
+    bytes_of = [cost.wire_bytes(run.lower(state, BATCH).compile()) for run in (accumulated, whole)]
+    assert bytes_of[0].rounds == bytes_of[1].rounds == 3
+    assert bytes_of[0].payload == bytes_of[1].payload
+
+
+def test_buckets_share_the_budget_and_lose_nothing():
+    tx = jaxsparse.true_top_k(10, bucket_size=300, is_dense=lambda path, shape: False)
+    params = {"a": jnp.zeros((20, 30)), "b": jnp.zeros(401)}
+    rng = np.random.default_rng(0)
+    gradient = jax.tree.map(
+        lambda p: jnp.asarray(2 * rng.integers(-50, 50, (2, *p.shape)), jnp.float32), params
+    )
+    (updates,), (_, state) = train(tx, params, 2, [gradient])
+    assert [node.value.shape for node in state.residual] == [(2, 251), (2, 250), (2, 250), (2, 250)]
+    assert state.info.delivered == 10
+    flat = np.concatenate([updates["a"].ravel(), updates["b"]])
+    kept = np.concatenate([node.value.sum(0) for node in state.residual])
+    sent = np.concatenate([gradient["a"].reshape(2, -1), gradient["b"]], axis=1).sum(0)
+    np.testing.assert_array_equal(2 * flat + kept, sent)

@@ -1,0 +1,86 @@
+"""The files build on each other in one direction, and only wire.py names JAX's collectives."""
+
+import ast
+import pathlib
+
+import jaxsparse
+
+ROOT = pathlib.Path(jaxsparse.__file__).parent
+
+# Each may import only from rows above its own.
+LAYERS = [
+    ["_compat", "hashing", "stream", "cost"],
+    ["sketch", "select", "layout"],
+    ["collectives.wire"],
+    ["sharding"],
+    ["collectives"],
+    ["reducers.base"],
+    ["reducers"],
+    ["feedback"],
+    ["transforms"],
+]
+
+
+def layer(module):
+    """The row of the longest prefix of `module` that LAYERS names."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        for row, names in enumerate(LAYERS):
+            if ".".join(parts[:length]) in names:
+                return row
+    raise AssertionError(f"{module} has no layer: add it to LAYERS")
+
+
+def sources():
+    for path in ROOT.rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if not module.endswith("__init__"):
+            yield module, path.read_text()
+
+
+def imported(source):
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxsparse"):
+            base = node.module.removeprefix("jaxsparse").lstrip(".")
+            for alias in node.names:
+                full = f"{base}.{alias.name}".lstrip(".")
+                is_module = (ROOT / (full.replace(".", "/") + ".py")).exists()
+                is_package = (ROOT / full.replace(".", "/")).is_dir()
+                yield full if is_module or is_package else base
+
+
+def test_imports_point_one_way():
+    for module, source in sources():
+        for other in imported(source):
+            in_one_package = "." in module and module.split(".")[0] == other.split(".")[0]
+            if not in_one_package or layer(other) != layer(module):
+                assert layer(other) < layer(module), f"{module} must not import {other}"
+
+
+COLLECTIVES = {"psum", "pmax", "pmin", "pmean", "all_gather", "ppermute", "all_to_all"}
+COLLECTIVES |= {"psum_scatter", "pbroadcast", "ragged_all_to_all"}
+
+
+def test_only_wire_names_collectives():
+    for module, source in sources():
+        if module != "collectives.wire":
+            assert not COLLECTIVES & set(_lax_names(source)), module
+            assert "from jax.lax import" not in source, module
+
+
+def test_nothing_private_to_jax_is_imported():
+    for module, source in sources():
+        assert "jax._src" not in source, module
+
+
+def test_public_names_exist():
+    for name in jaxsparse.__all__:
+        assert hasattr(jaxsparse, name)
+    assert jaxsparse.__all__ == sorted(jaxsparse.__all__)
+
+
+def _lax_names(source):
+    """Attributes of anything called lax: jax.lax.psum and lax.psum, but not wire.psum."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "lax":
+            yield node.attr
