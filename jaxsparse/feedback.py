@@ -21,7 +21,7 @@ class ErrorFeedbackState(NamedTuple):
 
     residual: tuple[PerWorker, ...]  # float32[1, d_i] as a worker sees it: not delivered so far
     momentum: tuple[PerWorker, ...]  # float32[1, d_i]; () without momentum
-    dense_momentum: Any  # float32[n], replicated: the mean's momentum; () without
+    dense_momentum: Any  # float32[n], replicated: the mean's momentum; () without momentum
     reducers: tuple[Any, ...]  # one carried state a bucket
     skipped: Int[Array, ""]  # int32: steps skipped because a gradient was not finite
     info: Info  # of the last step that was not skipped, summed over buckets
@@ -229,8 +229,12 @@ def _check_state(state: ErrorFeedbackState, layout: layouts.Layout, has_momentum
             f"{layout.bucket_sizes}: pass the state that init(params) made for the same tree and "
             "settings"
         )
-    if bool(state.momentum) != (has_momentum and bool(sizes)):
+    dense = state.dense_momentum
+    momenta = len(state.momentum), None if isinstance(dense, tuple) else dense.size
+    if momenta != ((len(sizes), layout.dense_size) if has_momentum else (0, None)):
         raise ValueError(
-            "the state was made with another setting of momentum (None or a number): make a new "
-            "one with init(params)"
+            f"the state holds momentum for {momenta[0]} buckets and {momenta[1]} dense elements, "
+            f"the gradients fill {len(sizes)} and {layout.dense_size}, and momentum is "
+            f"{'on' if has_momentum else 'off'}: pass the state that init(params) made for the "
+            "same tree and settings"
         )

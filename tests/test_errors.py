@@ -131,6 +131,11 @@ def state_of_another_momentum():
     update(sketched(momentum=0.9), state=shard((PARAMS, sketched().init(PARAMS)), 3))
 
 
+def dense_state_of_another_tree():
+    tx = jaxsparse.dense(momentum=0.9)
+    update(tx, state=shard((PARAMS, tx.init({"b": jnp.ones(3)})), 3))
+
+
 def summed_gradient():
     update(sketched(), where=mesh(3), gradient_of=lambda params: params)
 
@@ -184,7 +189,8 @@ USES = {
     state_for_other_workers: r"per-worker state for 2 workers, but there are 3",
     spread_twice: r"already spread over 2 workers and cannot be spread over 3",
     state_of_another_tree: r"residuals of sizes \(2500,\), the gradients fill .*\(1200,\)",
-    state_of_another_momentum: r"another setting of momentum",
+    state_of_another_momentum: r"momentum for 0 buckets.*momentum is on: pass the state that init",
+    dense_state_of_another_tree: r"momentum for 0 buckets and 3 dense .* fill 0 and 1203",
     summed_gradient: r"gradient\['b'\] is equal on all workers.*jaxsparse.local\(params, 'data'\)",
     averaged_gradient: r"gradient\['b'\] is equal on all workers.*do not average gradients",
     uneven_batch: r"argument 0\['image'\] is a batch of shape \(6, 2\).*4 workers",

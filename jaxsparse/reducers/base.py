@@ -5,7 +5,7 @@ bytes, and says what it did not deliver. `sum_w x_w == W * mean + sum_w residual
 together: nothing is lost, only late.
 """
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -40,6 +40,7 @@ class Laws(NamedTuple):
     dense_at_full_budget: bool  # with everything affordable, mean is the dense mean
 
 
+@runtime_checkable
 class Budget(Protocol):
     """Makes the reducers of all buckets from what they may spend together."""
 
@@ -56,6 +57,7 @@ class Budget(Protocol):
         ...
 
 
+@runtime_checkable
 class Reducer(Budget, Protocol):
     """Exchanges one flat vector. Implementations are frozen dataclasses of static settings.
 
