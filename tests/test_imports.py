@@ -10,6 +10,9 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 # Each may import only from rows above its own.
 LAYERS = [
     ["_compat", "hashing", "stream", "cost"],
+    ["sketch.tiles"],
+    ["sketch.codec", "sketch.streaming"],
+    ["sketch.heavy"],
     ["sketch", "select", "layout"],
     ["collectives.wire"],
     ["sharding"],

@@ -12,7 +12,8 @@ from jaxsparse.collectives import wire
 from jaxsparse.layout import split_evenly
 from jaxsparse.reducers.base import Laws, Reduced
 from jaxsparse.reducers.dense import DenseReducer
-from jaxsparse.reducers.true_top_k import delivered_exactly
+from jaxsparse.reducers.true_top_k import deliver
+from jaxsparse.stream import SparseStream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +105,8 @@ class SketchedReducer:
         )
         exact = wire.psum(x[candidates], axis_name) / wire.axis_size(axis_name)
         kept = select.top_k(exact, self.k)
-        mean = jnp.zeros_like(exact, shape=x.shape)
-        mean = mean.at[candidates[kept.indices]].set(kept.values, unique_indices=True)
-        return delivered_exactly(x, mean, state + jnp.uint32(1))
+        kept = SparseStream(candidates[kept.indices], kept.values)
+        return deliver(x, kept, state + jnp.uint32(1))
 
 
 # Of the words that a wanted compression leaves, this share buys candidates and the rest the table:

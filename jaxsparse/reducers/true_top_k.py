@@ -10,6 +10,7 @@ from jaxsparse import select
 from jaxsparse.collectives import wire
 from jaxsparse.layout import split_evenly
 from jaxsparse.reducers.base import Laws, Reduced, info
+from jaxsparse.stream import SparseStream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +39,18 @@ class TrueTopKReducer:
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
-        kept = select.top_k(wire.psum(x, axis_name) / wire.axis_size(axis_name), self.k)
-        mean = jnp.zeros_like(kept.values, shape=x.shape).at[kept.indices].set(kept.values)
-        return delivered_exactly(x, mean, state)
+        mean = wire.psum(x, axis_name) / wire.axis_size(axis_name)
+        return deliver(x, select.top_k(mean, self.k), state)
 
 
-def delivered_exactly(x: Float[Array, " d"], mean: Float[Array, " d"], state: Any) -> Reduced:
-    """The outcome when `mean` is exact wherever it is not zero, and nothing elsewhere.
+def deliver(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
+    """The outcome of delivering exact means, `kept`, at distinct coordinates.
 
     A coordinate whose exact mean is zero counts as not sent, as in Alg. 3: the workers' values
     there cancel, and keeping them conserves their sum.
     """
+    mean = jnp.zeros_like(kept.values, shape=x.shape)
+    mean = mean.at[kept.indices].set(kept.values, unique_indices=True)
     sent = mean != 0
     residual = jnp.where(sent, jnp.zeros_like(x), x)
-    return Reduced(mean, residual, sent, state, info(jnp.count_nonzero(sent)))
+    return Reduced(mean, residual, sent, state, info(jnp.count_nonzero(kept.values)))

@@ -1,0 +1,190 @@
+"""Times the count sketch against the cheapest pass over the same vector, on any backend.
+
+The floor is a jitted `x * 2` into its own buffer (donated); into a fresh one it mostly times page
+faults on a CPU. Runs of all operations are interleaved, so that a noisy machine slows all alike:
+compare ratios, not times.
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse import sketch
+from jaxsparse.hashing import bounded, combine, keyed
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def scatter_encode(x: jax.Array, spec: sketch.SketchSpec) -> jax.Array:
+    """The textbook's sketch: every element to an independent random bucket."""
+    index = jnp.arange(x.size, dtype=jnp.uint32)
+    rows = []
+    for row in range(spec.rows):
+        bucket = bounded(keyed(index, combine(spec.seed, row, 0)), spec.cols)
+        negative = keyed(index, combine(spec.seed, row, 1)) >> jnp.uint32(31)
+        signed = jnp.where(negative == 1, -x, x)
+        rows.append(jnp.zeros(spec.cols).at[bucket].add(signed))
+    return jnp.stack(rows)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "size", "k"))
+def exact_heavy_hitters(
+    table: jax.Array, spec: sketch.SketchSpec, size: int, k: int
+) -> tuple[jax.Array, jax.Array]:
+    """All estimates, then the k largest."""
+    estimates = sketch.decode(table, spec, size)
+    indices = jax.lax.top_k(jnp.abs(estimates), k)[1]
+    return indices, estimates[indices]
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each repeat of each run, after one that compiles."""
+    for run in runs.values():
+        jax.block_until_ready(run())
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    spec = sketch.SketchSpec(args.rows, args.cols or max(1, size // 64))
+    k = max(1, int(args.density * size))
+    x = jax.random.normal(jax.random.key(0), (size,))
+    if args.data == "cubed":
+        x = x**3
+    table = sketch.encode(x, spec)
+    double = lambda x: x * 2
+    in_place = jax.jit(double, donate_argnums=0)
+    fresh = jax.jit(double)
+    buffer = [jnp.zeros_like(x)]
+
+    def donated():
+        buffer[0] = in_place(buffer[0])
+        return buffer[0]
+
+    choose = lambda: sketch.heavy_hitters(table, spec, size, k)
+    runs: dict[str, Callable[[], Any]] = {
+        "x * 2 donated": donated,
+        "x * 2 fresh": lambda: fresh(x),
+        "encode": lambda: sketch.encode(x, spec),
+        "merge": lambda: sketch.merge(table, table),
+        "decode": lambda: sketch.decode(table, spec, size),
+        "heavy_hitters": choose,
+    }
+    energy = {}
+    if size <= args.slow_limit:
+        runs["encode by scatter"] = lambda: scatter_encode(x, spec)
+        exact = lambda: exact_heavy_hitters(table, spec, size, k)
+        runs["decode + top_k"] = exact
+        found, best = (jnp.sum(jnp.square(f()[1])) for f in (choose, exact))
+        energy["heavy_hitters"] = float(found / best)
+
+    seconds = interleaved(runs, args.repeats)
+    middle = {name: statistics.median(s) for name, s in seconds.items()}
+    return [
+        {
+            "size": size,
+            "rows": spec.rows,
+            "cols": spec.cols,
+            "k": k,
+            "operation": name,
+            "median_ms": 1e3 * middle[name],
+            "min_ms": 1e3 * min(seconds[name]),
+            "over_donated": middle[name] / middle["x * 2 donated"],
+            "min_over_min_donated": min(seconds[name]) / min(seconds["x * 2 donated"]),
+            "over_fresh": middle[name] / middle["x * 2 fresh"],
+            "energy_share": energy.get(name),
+        }
+        for name in runs
+    ]
+
+
+HEADER = (
+    f"{'size':>9} {'cols':>8} {'k':>8}  {'operation':<18}"
+    f"{'median ms':>10} {'min ms':>9} {'/donated':>9} {'min/min':>8} {'/fresh':>7} {'energy':>7}"
+)
+
+
+def line(r: dict[str, Any]) -> str:
+    energy = "" if r["energy_share"] is None else f"{r['energy_share']:.4f}"
+    return (
+        f"{r['size']:>9} {r['cols']:>8} {r['k']:>8}  {r['operation']:<18}"
+        f"{r['median_ms']:>10.3f} {r['min_ms']:>9.3f} {r['over_donated']:>9.2f} "
+        f"{r['min_over_min_donated']:>8.2f} {r['over_fresh']:>7.2f} {energy:>7}"
+    )
+
+
+def size_of(text: str) -> int:
+    """2^20 or 1048576."""
+    base, _, exponent = text.partition("^")
+    return int(base) ** int(exponent or 1)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes",
+        type=size_of,
+        nargs="+",
+        default=[2**e for e in range(16, 27, 2)],
+        metavar="D",
+        help="elements of the vector, as 1048576 or 2^20",
+    )
+    parser.add_argument("--rows", type=int, default=5, help="rows of the sketch")
+    parser.add_argument("--cols", type=int, help="buckets a row; if not given, a 64th of the size")
+    parser.add_argument("--density", type=float, default=0.01, help="k / size of heavy_hitters")
+    parser.add_argument(
+        "--data",
+        choices=["normal", "cubed"],
+        default="normal",
+        help="distribution of the elements; cubed normals are heavy-tailed",
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="timed runs of each operation")
+    parser.add_argument(
+        "--slow-limit",
+        type=size_of,
+        default=2**24,
+        metavar="D",
+        help="largest size at which to run the scatter sketch and the exact top_k",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write all results here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    device: Any = jax.devices()[0]
+    where = {
+        "jax": jax.__version__,
+        "backend": device.platform,
+        "device_kind": device.device_kind,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"{args.rows} rows, {args.data} data, median and minimum of {args.repeats} runs")
+    print(HEADER)
+    results = []
+    for size in args.sizes:
+        for result in measure(size, args):
+            results.append(result)
+            print(line(result), flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({**where, "arguments": vars(args), "results": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

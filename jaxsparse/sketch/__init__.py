@@ -1,0 +1,28 @@
+"""Count sketch (Charikar et al., 2002) of a flat vector: encode, merge, decode, heavy hitters.
+
+    S[j, h_j(i)] += sign_j(i) x_i,    estimate_i = median_j sign_j(i) S[j, h_j(i)]
+
+h_j is piecewise linear: x is cut into tiles, and row j adds tile b, contiguous, at a random offset
+of its own, cyclically. Two elements of a tile never collide, two of different tiles collide with
+probability 1 / cols, and signs are independent per element, so estimates are unbiased with
+variance at most ||x||^2 / cols a row, as for independent buckets; but memory is read and written in
+runs, many times faster than a scatter into random buckets.
+
+Buckets and signs are hashes of (seed, row, index): no table of them is stored, and tables of
+different x merge by addition when spec and seed agree. Where size <= rows * cols, sending x dense
+costs less than its sketch.
+"""
+
+from jaxsparse.sketch.codec import decode, decode_at, encode, l2_norm, merge
+from jaxsparse.sketch.heavy import heavy_hitters
+from jaxsparse.sketch.tiles import SketchSpec
+
+__all__ = [
+    "SketchSpec",
+    "decode",
+    "decode_at",
+    "encode",
+    "heavy_hitters",
+    "l2_norm",
+    "merge",
+]

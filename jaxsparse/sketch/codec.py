@@ -1,0 +1,251 @@
+"""Linear maps between a vector and its count sketch: encode, merge, decode, l2 norm."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Integer
+
+from jaxsparse.hashing import as_uint32
+from jaxsparse.sketch.tiles import (
+    Seed,
+    SketchSpec,
+    flip,
+    over_tiles,
+    places,
+    resolve,
+    tile_index,
+    zeros,
+)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def encode(
+    x: Float[Array, " d"], spec: SketchSpec, *, seed: Seed = None
+) -> Float[Array, "rows cols"]:
+    """Sketches a vector, linearly: sketches of x and y sum to that of x + y, to rounding.
+
+    Args:
+        x: float32, bfloat16 or float16[d], 1 <= d < 2**31; accumulated in float32.
+        spec: rows, cols and default seed.
+        seed: overrides spec.seed; traced, so that fresh hashes each step need no new trace.
+
+    Returns:
+        float32[rows, cols].
+
+    Raises:
+        ValueError: x is not such a vector, or seed not an integer scalar.
+
+    Sketched-SGD (Ivkin et al., 2019), section 3 and appendix C.
+
+    >>> encode(jnp.ones(100), SketchSpec(rows=5, cols=20)).shape
+    (5, 20)
+    """
+    if x.ndim != 1:
+        raise ValueError(f"x has shape {x.shape}, but a vector is sketched: pass x.ravel()")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
+        raise ValueError(f"x has dtype {x.dtype}: pass x.astype(jnp.float32)")
+    check_size("x.size", x.size)
+    seed = resolve(spec, seed)
+
+    def add(tile, table, length):
+        values = lax.dynamic_slice(x, (tile * spec.tile,), (length,)).astype(jnp.float32)
+        for row, bucket, sign in places(spec, seed, tile, tile_index(spec, tile, length)):
+            window = lax.dynamic_slice(table, (row, bucket), (1, length))
+            window += flip(values, sign)[None]
+            table = lax.dynamic_update_slice(table, window, (row, bucket))
+        return table
+
+    # Tiles that start near the end of a row run on into `tile` further columns.
+    table = zeros((spec.rows, spec.cols + spec.tile), jnp.float32, (x, seed))
+    table = over_tiles(x.size, spec.tile, add, table)
+    return table[:, : spec.cols].at[:, : spec.tile].add(table[:, spec.cols :])
+
+
+@jax.jit
+def merge(*tables: Float[Array, "rows cols"]) -> Float[Array, "rows cols"]:
+    """The sketch of a sum of vectors, from theirs under one spec and seed.
+
+    Args:
+        *tables: one or more, float32[rows, cols].
+
+    Returns:
+        float32[rows, cols], their sum.
+
+    Raises:
+        ValueError: there are none, or their shapes differ.
+
+    >>> spec = SketchSpec(rows=3, cols=8)
+    >>> merge(encode(jnp.ones(5), spec), encode(-jnp.ones(5), spec)).sum().item()
+    0.0
+    """
+    if not tables:
+        raise ValueError("tables is empty: pass one or more sketches")
+    shapes = {table.shape for table in tables}
+    if len(shapes) > 1:
+        raise ValueError(f"tables have shapes {sorted(shapes)}: merge sketches of one SketchSpec")
+    return functools.reduce(jnp.add, tables)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "size"))
+def decode(
+    table: Float[Array, "rows cols"], spec: SketchSpec, size: int, *, seed: Seed = None
+) -> Float[Array, " size"]:
+    """Estimates all coordinates: the median over rows of sign times bucket.
+
+    With an even number of rows it is the average of the two middle ones.
+
+    Args:
+        table: float32[rows, cols], from `encode` or a sum of such.
+        spec: the one it was encoded with.
+        size: d, of the vector that was encoded.
+        seed: the one it was encoded with.
+
+    Returns:
+        float32[size].
+
+    Raises:
+        ValueError: table does not match spec, or size or seed is out of range.
+
+    Sketched-SGD, appendix C.
+
+    >>> spec = SketchSpec(rows=3, cols=8)
+    >>> decode(encode(jnp.array([0.0, 7.0]), spec), spec, 2)[1].item()
+    7.0
+    """
+    table = check_table(table, spec)
+    check_size("size", size)
+    seed = resolve(spec, seed)
+    estimates = tile_estimates(table, spec, seed)
+
+    def put(tile, out, length):
+        return lax.dynamic_update_slice(out, estimates(tile, length), (tile * spec.tile,))
+
+    return over_tiles(size, spec.tile, put, zeros((size,), jnp.float32, (table, seed)))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def decode_at(
+    table: Float[Array, "rows cols"],
+    spec: SketchSpec,
+    indices: Integer[Array, " n"],
+    *,
+    seed: Seed = None,
+) -> Float[Array, " n"]:
+    """Estimates some coordinates, bitwise as `decode(...)[indices]` does.
+
+    Args:
+        table: float32[rows, cols].
+        spec: the one it was encoded with.
+        indices: int32[n]. The vector counts as followed by zeros: an index past its end (a
+            negative one is taken modulo 2**32) is estimated too, without bias for 0.
+        seed: the one it was encoded with.
+
+    Returns:
+        float32[n].
+
+    Raises:
+        ValueError: table does not match spec, indices are not a vector of integers, or seed is
+            no integer scalar.
+
+    >>> spec = SketchSpec(rows=3, cols=8)
+    >>> decode_at(encode(jnp.array([0.0, 7.0]), spec), spec, jnp.array([1])).tolist()
+    [7.0]
+    """
+    table = check_table(table, spec)
+    if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(
+            f"indices have shape {indices.shape} and dtype {indices.dtype}: pass int32[n]"
+        )
+    seed, index = resolve(spec, seed), as_uint32(indices)
+    tile, within = index // jnp.uint32(spec.tile), index % jnp.uint32(spec.tile)
+    rows = []
+    for row, bucket, sign in places(spec, seed, tile, index):
+        col = bucket + within.astype(jnp.int32)
+        col = jnp.where(col < spec.cols, col, col - spec.cols)
+        rows.append(flip(table[row, col], sign))
+    return _median(rows)
+
+
+@jax.jit
+def l2_norm(table: Float[Array, "rows cols"]) -> Float[Array, ""]:
+    """Estimates the l2 norm of the vector: the median over rows of their own norms.
+
+    Args:
+        table: float32[rows, cols].
+
+    Returns:
+        float32[], relative error O(1 / sqrt(cols)).
+
+    Raises:
+        ValueError: table is not two-dimensional.
+
+    HEAVYMIX, line 1 (Sketched-SGD, Alg. 1).
+
+    >>> l2_norm(encode(jnp.array([0.0, -7.0]), SketchSpec(rows=3, cols=8))).item()
+    7.0
+    """
+    if table.ndim != 2:
+        raise ValueError(f"table has shape {table.shape}: pass the [rows, cols] of encode")
+    largest = jnp.max(jnp.abs(table))
+    scale = jnp.where(largest > 0, largest, 1)  # or squares of 1e30 and 1e-30 leave float32
+    return scale * _median(list(jnp.sqrt(jnp.sum(jnp.square(table / scale), axis=1))))
+
+
+def tile_estimates(table, spec, seed):
+    """A function of tile number and length that decodes this tile."""
+    # A tile that starts near the end of a row reads on from its beginning.
+    table = jnp.concatenate([table, table[:, : spec.tile]], axis=1)
+
+    def estimates(tile, length):
+        rows = []
+        for row, bucket, sign in places(spec, seed, tile, tile_index(spec, tile, length)):
+            rows.append(flip(lax.dynamic_slice(table, (row, bucket), (1, length))[0], sign))
+        return _median(rows)
+
+    return estimates
+
+
+def _median(rows):
+    """Elementwise median, by dropping the smallest and the largest again and again.
+
+    The smallest of n // 2 + 2 elements has more than half of all n above it, so it can go before
+    the others are looked at; likewise the largest.
+    """
+    n = len(rows)
+    window, later = rows[: n // 2 + 2], rows[n // 2 + 2 :]
+    for _ in range((n - 1) // 2):
+        for i in range(len(window) - 1):
+            window[i], window[i + 1] = _ordered(window[i], window[i + 1])
+        window.pop()
+        for i in reversed(range(len(window) - 1)):
+            window[i], window[i + 1] = _ordered(window[i], window[i + 1])
+        window = window[1:] + later[:1]
+        later = later[1:]
+    return window[0] if n % 2 else 0.5 * window[0] + 0.5 * window[1]
+
+
+def _ordered(a, b):
+    # One instruction each, where jnp.minimum takes three to propagate NaN: a bucket lost to NaN is
+    # an outlier like others, and a coordinate that is NaN is so in all rows.
+    less = a < b
+    return jnp.where(less, a, b), jnp.where(less, b, a)
+
+
+def check_size(name: str, size: int) -> None:
+    """Raises ValueError unless indices below `size` fit into int32."""
+    if not 1 <= size < 2**31:
+        raise ValueError(f"{name}={size} must be in 1 .. 2**31 - 1: split the vector into buckets")
+
+
+def check_table(table: Array, spec: SketchSpec) -> Float[Array, "rows cols"]:
+    """The table, or a ValueError if it isn't one of `spec`."""
+    if table.shape != (spec.rows, spec.cols):
+        raise ValueError(
+            f"table has shape {table.shape}, but spec is {spec}: decode with the spec that it was "
+            "encoded with"
+        )
+    if table.dtype != jnp.float32:
+        raise ValueError(f"table has dtype {table.dtype}: pass table.astype(jnp.float32)")
+    return table

@@ -1,0 +1,122 @@
+"""Where a count sketch puts each element: tiles, their offsets in the rows, signs."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int, Integer, UInt32
+
+from jaxsparse.hashing import as_uint32, bounded, combine, keyed
+
+__all__ = ["Seed", "SketchSpec", "flip", "over_tiles", "places", "resolve", "tile_index", "zeros"]
+
+# Shorter tiles are closer to independent buckets, longer ones have less overhead: this one is
+# within a tenth of the fastest, and small enough for a second-level cache.
+_MAX_TILE = 2**14
+# Rows' offsets are hashed under their numbers, signs under one that no row has.
+_SIGN = 2**32 - 1
+
+Seed = Integer[Array, ""] | int | None
+Carry = TypeVar("Carry")
+
+
+@dataclasses.dataclass(frozen=True)
+class SketchSpec:
+    """Shape and default seed of a count sketch.
+
+    Attributes:
+        rows: r, independent rows; an estimate is the median over them. O(log(d / delta)) rows
+            bound the failure probability by delta; 5 is usual.
+        cols: c, buckets a row. O(1 / eps) are needed to find coordinates of eps ||x||^2.
+        seed: 0 <= seed < 2**32, of the hashes wherever a function is not given its own.
+
+    Raises:
+        ValueError: a value is out of range.
+
+    >>> SketchSpec(rows=5, cols=1000)
+    SketchSpec(rows=5, cols=1000, seed=0)
+    """
+
+    rows: int
+    cols: int
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, low, high in ("rows", 1, 2**16), ("cols", 1, 2**30), ("seed", 0, 2**32):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name}={value!r} must be an int: it is static, so convert it")
+            if not low <= value < high:
+                raise ValueError(f"{name}={value} must be in {low} .. {high - 1}: choose it there")
+
+    @property
+    def tile(self) -> int:
+        """Elements that share an offset. No function of the size, which `decode_at` lacks."""
+        return min(self.cols, _MAX_TILE)
+
+
+def resolve(spec: SketchSpec, seed: Seed) -> UInt32[Array, ""]:
+    """The seed in force, as uint32; a ValueError if it is not an integer scalar."""
+    if seed is None:
+        return jnp.uint32(spec.seed)
+    seed = jnp.asarray(seed)
+    if seed.ndim or not jnp.issubdtype(seed.dtype, jnp.integer):
+        raise ValueError(
+            f"seed has shape {seed.shape} and dtype {seed.dtype}: pass a uint32 or int32 scalar"
+        )
+    return as_uint32(seed)
+
+
+def places(
+    spec: SketchSpec,
+    seed: UInt32[Array, ""],
+    tile: Integer[Array, "*tiles"],
+    index: UInt32[Array, " n"],
+) -> Iterator[tuple[int, Int[Array, "*tiles"], UInt32[Array, " n"]]]:
+    """Row by row: its number, the bucket where a tile begins, and elements' sign bits.
+
+    Args:
+        spec: rows and cols.
+        seed: of all hashes.
+        tile: numbers of tiles.
+        index: of elements in the vector.
+
+    Yields:
+        row; int32 bucket of each tile's first element; uint32 of each element, 2**31 or 0.
+    """
+    for row in range(spec.rows):
+        if row % 32 == 0:  # one hash has the signs of 32 rows
+            word = keyed(index, combine(seed, _SIGN, row // 32))
+        bucket = bounded(combine(seed, row, tile), spec.cols).astype(jnp.int32)
+        yield row, bucket, (word << jnp.uint32(row % 32)) & jnp.uint32(0x80000000)
+
+
+def flip(x: Float[Array, " n"], sign: UInt32[Array, " n"]) -> Float[Array, " n"]:
+    """Flips the signs of elements where `sign` has the highest bit set."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ sign, jnp.float32)
+
+
+def tile_index(spec: SketchSpec, tile: Int[Array, ""], length: int) -> UInt32[Array, " length"]:
+    """Indices of a tile's first `length` elements."""
+    return as_uint32(tile * spec.tile) + lax.iota(jnp.uint32, length)
+
+
+def over_tiles(
+    size: int, tile: int, step: Callable[[Int[Array, ""], Carry, int], Carry], carry: Carry
+) -> Carry:
+    """Folds `step(number, carry, length)` over all tiles; the length is static."""
+    full, rest = divmod(size, tile)
+    if full:
+        carry = lax.fori_loop(0, full, lambda b, carry: step(b, carry, tile), carry)
+    return step(jnp.int32(full), carry, rest) if rest else carry
+
+
+def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: tuple[Array, ...]) -> Array:
+    """Zeros with the replication type of all of `like` together, to start a loop's carry."""
+    total = jnp.zeros(shape, dtype)
+    for x in like:
+        total += jnp.zeros_like(x, shape=shape, dtype=dtype)
+    return total

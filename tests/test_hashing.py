@@ -1,0 +1,94 @@
+"""The hashes against NumPy's 64-bit arithmetic, and the properties that sketches rely on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference_sketch as reference
+
+from jaxsparse import hashing
+
+WORDS = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint64)
+
+
+def test_mix_is_the_reference_and_loses_nothing():
+    mixed = np.asarray(hashing.mix(jnp.asarray(WORDS.astype(np.uint32))))
+    np.testing.assert_array_equal(mixed, reference.mix(WORDS))
+    assert len(np.unique(mixed)) == len(np.unique(WORDS))
+
+
+@pytest.mark.parametrize("words", [(0,), (1, 2), (2, 1), (2**32 - 1, 0, 7)])
+def test_combine_is_the_reference(words):
+    assert int(hashing.combine(*words)) == int(reference.combine(*words))
+    assert int(hashing.combine(*[jnp.uint32(w) for w in words])) == int(reference.combine(*words))
+
+
+def test_combine_depends_on_the_order_and_the_number_of_words():
+    hashes = [int(hashing.combine(*w)) for w in [(1, 2), (2, 1), (1,), (1, 2, 0), (0, 1, 2)]]
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_negative_words_count_modulo_two_to_the_32():
+    assert int(hashing.combine(-1)) == int(hashing.combine(2**32 - 1))
+    assert int(hashing.combine(jnp.int32(-1))) == int(hashing.combine(2**32 - 1))
+
+
+def test_each_flipped_index_bit_flips_every_hash_bit_half_of_the_time():
+    index = jnp.asarray(WORDS[:4096].astype(np.uint32))
+    key = hashing.combine(3)
+    base = hashing.keyed(index, key)
+    for bit in range(32):
+        changed = np.asarray(base ^ hashing.keyed(index ^ jnp.uint32(1 << bit), key))
+        share = np.mean((changed[:, None] >> np.arange(32, dtype=np.uint32)) & 1, axis=0)
+        assert np.all(np.abs(share - 0.5) < 0.08), (bit, share)
+
+
+@pytest.mark.parametrize("stride", [1, 64, 2**14])
+def test_bits_of_progressions_are_balanced_and_independent_of_each_other(stride):
+    index = jnp.arange(2**14, dtype=jnp.uint32) * jnp.uint32(stride)
+    a, b = (np.asarray(hashing.keyed(index, hashing.combine(s))) for s in (1, 2))
+    bits = np.concatenate(
+        [(w >> np.arange(32, dtype=np.uint32)[:, None]) & 1 for w in (a, b)]
+    ).astype(float)
+    correlation = (2 * bits - 1) @ (2 * bits - 1).T / bits.shape[1]
+    # 64 bits, within five standard deviations of zero off the diagonal.
+    assert np.max(np.abs(correlation - np.eye(64))) < 5 / np.sqrt(bits.shape[1])
+    assert np.max(np.abs(bits.mean(axis=1) - 0.5)) < 2.5 / np.sqrt(bits.shape[1])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 1000, 65535, 65536, 65537, 2**31 - 1, 2**32 - 1])
+def test_bounded_is_the_high_word_of_the_product(n):
+    h = np.concatenate([WORDS, np.uint64([0, 1, 65535, 65536, 2**32 - 1])])
+    bounded = np.asarray(hashing.bounded(jnp.asarray(h.astype(np.uint32)), n))
+    np.testing.assert_array_equal(bounded, (h * np.uint64(n)) >> np.uint64(32))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 100, 1023, 1024, 1025])
+def test_permute_is_a_permutation(n, key):
+    np.testing.assert_array_equal(
+        np.sort(hashing.permute(jnp.arange(n, dtype=jnp.int32), n, key)), np.arange(n)
+    )
+
+
+def test_permute_of_the_largest_range_stays_inside_and_distinct(key):
+    drawn = np.asarray(hashing.permute(jnp.arange(1000, dtype=jnp.int32), 2**31 - 1, key))
+    assert len(set(drawn.tolist())) == 1000
+    assert drawn.min() >= 0
+    assert np.abs(drawn.mean() / 2**30 - 1) < 0.1
+
+
+@pytest.mark.parametrize("n", [5, 37])
+def test_permute_draws_singles_and_pairs_uniformly(n, key):
+    keys = jax.random.split(key, 20_000)
+    drawn = np.asarray(
+        jax.jit(jax.vmap(lambda key: hashing.permute(jnp.arange(2, dtype=jnp.int32), n, key)))(keys)
+    )
+    singles = np.bincount(drawn[:, 0], minlength=n)
+    expected = len(keys) / n
+    assert np.sum((singles - expected) ** 2) / expected < (n - 1) + 5 * np.sqrt(2 * (n - 1))
+    pairs = np.bincount(drawn[:, 0] * n + drawn[:, 1], minlength=n * n).reshape(n, n)
+    assert np.all(np.diag(pairs) == 0)
+    cells = n * (n - 1)
+    expected = len(keys) / cells
+    off_diagonal = pairs[~np.eye(n, dtype=bool)]
+    assert np.sum((off_diagonal - expected) ** 2) / expected < cells + 5 * np.sqrt(2 * cells)

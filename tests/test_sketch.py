@@ -1,0 +1,586 @@
+"""The count sketch against its definition, the textbook's, and the papers' claims."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference_sketch as reference
+
+from jaxsparse import sketch
+from jaxsparse.hashing import permute
+from jaxsparse.sketch import SketchSpec
+from jaxsparse.sketch.streaming import mix_in_random, streaming_top_k
+
+# size, spec: one element; fewer elements than a tile, than cols; whole tiles and not; cols odd,
+# prime, beyond the longest tile; even rows; more rows than one hash has bits.
+CASES = [
+    (1, SketchSpec(1, 1)),
+    (1, SketchSpec(5, 7, seed=3)),
+    (6, SketchSpec(3, 7, seed=1)),
+    (7, SketchSpec(3, 7, seed=1)),
+    (8, SketchSpec(2, 7, seed=1)),
+    (50, SketchSpec(3, 1)),
+    (100, SketchSpec(4, 97, seed=2**32 - 1)),
+    (1024, SketchSpec(5, 128)),
+    (5003, SketchSpec(6, 1000, seed=5)),
+    (300, SketchSpec(35, 40)),
+    (40_000, SketchSpec(3, 2**14 + 1, seed=9)),
+    (2**15, SketchSpec(2, 20_001, seed=9)),
+]
+cases = pytest.mark.parametrize(("size", "spec"), CASES, ids=str)
+
+
+def places(size, spec):
+    return reference.buckets_and_signs(spec.rows, spec.cols, spec.seed, np.arange(size))
+
+
+def integers(size, seed=0):
+    """Sums of these are exact in float32, whatever their order."""
+    return np.random.default_rng(seed).integers(-8, 9, size).astype(np.float32)
+
+
+def cubed_normal(size, seed=0):
+    return (np.random.default_rng(seed).normal(size=size) ** 3).astype(np.float32)
+
+
+# --- agreement with the definition ---
+
+
+@cases
+def test_encode_is_the_definition_exactly_on_integers(size, spec):
+    x = integers(size)
+    expected = reference.encode(x, spec.cols, places(size, spec))
+    np.testing.assert_array_equal(sketch.encode(jnp.asarray(x), spec), expected)
+
+
+@cases
+def test_decode_is_the_definition_and_decode_at_agrees_bitwise(size, spec):
+    x = integers(size)
+    table = reference.encode(x, spec.cols, places(size, spec)).astype(np.float32)
+    estimates = np.asarray(sketch.decode(table, spec, size))
+    np.testing.assert_array_equal(estimates, reference.decode(table, places(size, spec)))
+
+    table = cubed_normal(table.size).reshape(table.shape)
+    estimates = np.asarray(sketch.decode(table, spec, size))
+    np.testing.assert_allclose(estimates, reference.decode(table, places(size, spec)), rtol=1e-6)
+    indices = np.random.default_rng(1).integers(0, size, min(2 * size, 300)).astype(np.int32)
+    at = np.asarray(sketch.decode_at(table, spec, jnp.asarray(indices)))
+    np.testing.assert_array_equal(at.view(np.uint32), estimates[indices].view(np.uint32))
+
+
+def test_decode_at_past_the_end_estimates_zeros():
+    size, spec = 500, SketchSpec(5, 101)
+    table = np.asarray(sketch.encode(jnp.asarray(integers(size)), spec))
+    past = np.array([500, 503, 123_456_789, 2**31 - 1, -1], np.int32)
+    index = past.astype(np.int64) % 2**32
+    expected = reference.decode(
+        table, reference.buckets_and_signs(spec.rows, spec.cols, spec.seed, index)
+    )
+    np.testing.assert_array_equal(sketch.decode_at(table, spec, jnp.asarray(past)), expected)
+
+
+def test_encode_rounds_as_float32_sums_do():
+    size, spec = 5003, SketchSpec(5, 100)
+    x = cubed_normal(size)
+    expected = reference.encode(x, spec.cols, places(size, spec))
+    table = np.asarray(sketch.encode(jnp.asarray(x), spec))
+    bound = reference.encode(
+        np.abs(x), spec.cols, [np.abs(p) for p in places(size, spec)]
+    )  # of all magnitudes in a bucket
+    assert np.all(np.abs(table - expected) <= 1e-5 * bound)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_accumulated_in_float32(dtype):
+    spec = SketchSpec(3, 16)
+    x = jnp.asarray(cubed_normal(1000), dtype)
+    table = sketch.encode(x, spec)
+    assert table.dtype == jnp.float32
+    np.testing.assert_array_equal(table, sketch.encode(x.astype(jnp.float32), spec))
+
+
+def test_merge_is_the_sketch_of_the_sum():
+    spec = SketchSpec(5, 64)
+    xs = [jnp.asarray(integers(1001, seed)) for seed in range(3)]
+    tables = [sketch.encode(x, spec) for x in xs]
+    np.testing.assert_array_equal(sketch.merge(*tables), sketch.encode(sum(xs), spec))
+    np.testing.assert_array_equal(sketch.merge(tables[0]), tables[0])
+
+
+@pytest.mark.parametrize("seed", [0, 2**31 + 5])
+def test_traced_seed_is_the_static_seed(seed):
+    size, k, key = 777, 9, jax.random.key(0)
+    static, traced = SketchSpec(3, 50, seed=seed), SketchSpec(3, 50, seed=123)
+    x, traced_seed = jnp.asarray(cubed_normal(size)), jnp.uint32(seed)
+    table = sketch.encode(x, static)
+    other = sketch.encode(x, traced)
+    assert np.any(table != other)
+    np.testing.assert_array_equal(sketch.encode(x, traced, seed=traced_seed), table)
+    np.testing.assert_array_equal(
+        sketch.decode(table, traced, size, seed=traced_seed), sketch.decode(table, static, size)
+    )
+    for rule in ("top_k", "heavymix"):
+        for a, b in zip(
+            sketch.heavy_hitters(table, static, size, k, rule=rule, key=key),
+            sketch.heavy_hitters(table, traced, size, k, rule=rule, key=key, seed=traced_seed),
+        ):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_fresh_seeds_and_signed_seeds_need_no_new_trace():
+    traces = 0
+
+    @jax.jit
+    def step(x, seed):
+        nonlocal traces
+        traces += 1
+        return sketch.encode(x, SketchSpec(3, 50), seed=seed)
+
+    x = jnp.asarray(cubed_normal(100))
+    tables = [np.asarray(step(x, jnp.uint32(seed))) for seed in range(3)]
+    assert traces == 1
+    assert len({table.tobytes() for table in tables}) == 3
+    np.testing.assert_array_equal(step(x, jnp.int32(2)), tables[2])
+
+
+# --- statistics ---
+
+
+def structured(name, size=4096):
+    """Vectors like gradients that have caught sketches out; strides divide cols and the tile."""
+    rng = np.random.default_rng(3)
+    x = 0.01 * rng.normal(size=size)
+    if name == "constant":
+        x[:] = 1
+    elif name == "normal":
+        x = rng.normal(size=size)
+    elif name == "cubed":
+        x = rng.normal(size=size) ** 3
+    elif name == "heavy row":
+        x[640:704] += 1 + rng.uniform(size=64)
+    elif name == "heavy column":
+        x[17::64] += 1 + rng.uniform(size=64)
+    elif name == "stride of a tile":
+        x[5::256] += 1 + rng.uniform(size=16)
+    elif name == "low rank":
+        x = np.outer(rng.normal(size=64) ** 3, rng.normal(size=64)).ravel()
+    elif name == "alternating":
+        x = np.where(np.arange(size) % 2, 1, -1)
+    return np.asarray(x, np.float32)
+
+
+STRUCTURED = [
+    "constant",
+    "normal",
+    "cubed",
+    "heavy row",
+    "heavy column",
+    "stride of a tile",
+    "low rank",
+    "alternating",
+]
+structures = pytest.mark.parametrize("name", STRUCTURED)
+SEEDS = jnp.arange(400, dtype=jnp.uint32)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def estimates_and_norms(x, spec):
+    def one(seed):
+        table = sketch.encode(x, spec, seed=seed)
+        return sketch.decode(table, spec, x.size, seed=seed), sketch.l2_norm(table)
+
+    return jax.lax.map(one, SEEDS)
+
+
+@structures
+def test_one_row_is_unbiased_with_variance_below_the_bound(name):
+    spec, x = SketchSpec(1, 256), structured(name)
+    estimates, norms = (np.asarray(v, float) for v in estimates_and_norms(jnp.asarray(x), spec))
+    errors = estimates - x
+    bound = np.sum(x.astype(float) ** 2) / spec.cols
+
+    # Per coordinate and overall, against the standard error that the bound allows.
+    z = errors.mean(axis=0) / np.sqrt(bound / len(SEEDS))
+    assert np.max(np.abs(z)) < 6
+    overall = errors.mean(axis=1)
+    assert abs(overall.mean()) < 5 * overall.std() / np.sqrt(len(SEEDS))
+
+    variance = np.mean(errors**2, axis=1)
+    standard_error = variance.std() / np.sqrt(len(SEEDS))
+    assert variance.mean() < bound + 4 * standard_error
+    # Elements of a coordinate's own tile never meet it; all others do with probability 1 / cols.
+    tiles = np.sum(x.astype(float).reshape(-1, spec.tile) ** 2, axis=1)
+    expected = np.mean(tiles.sum() - tiles) / spec.cols
+    assert abs(variance.mean() - expected) < 5 * standard_error + 1e-3 * bound
+
+    # A row's squared norm is unbiased: signs of elements, not of tiles, cancel the cross terms.
+    squared = norms**2 / np.sum(x.astype(float) ** 2)
+    assert abs(squared.mean() - 1) < 5 * squared.std() / np.sqrt(len(SEEDS)) + 1e-4
+
+
+@structures
+def test_median_is_as_accurate_as_the_textbook_sketch(name):
+    spec, x = SketchSpec(5, 256), structured(name)
+    estimates, norms = (np.asarray(v) for v in estimates_and_norms(jnp.asarray(x), spec))
+    ours, theirs, their_norms = np.abs(estimates - x), [], []
+    for seed in range(100):
+        where = reference.random_buckets_and_signs(spec.rows, spec.cols, seed, x)
+        table = reference.encode(x, spec.cols, where)
+        theirs.append(np.abs(reference.decode(table, where) - x))
+        their_norms.append(reference.l2_norm(table))
+    for q in (0.5, 0.9, 0.99):
+        assert np.quantile(ours, q) < 1.15 * np.quantile(theirs, q) + 1e-6, q
+    assert np.quantile(ours, 0.9) > 0.7 * np.quantile(theirs, 0.9) - 1e-6  # the same, not better
+    assert abs(np.median(norms) / np.median(their_norms) - 1) < 0.02
+    bias = estimates.mean(axis=0) - x  # of the median: noise is symmetric, so none
+    assert np.max(np.abs(bias)) < 6 * np.linalg.norm(x) / np.sqrt(spec.cols * len(SEEDS))
+
+
+def test_rows_are_independent():
+    """Errors of two rows of one sketch are uncorrelated, also across the 32 bits of a hash."""
+    size, spec = 2048, SketchSpec(34, 64)
+    x = cubed_normal(size)
+    table = np.asarray(sketch.encode(jnp.asarray(x), spec))
+    buckets, signs = places(size, spec)
+    errors = signs * np.take_along_axis(table, buckets, axis=1) - x
+    correlation = np.corrcoef(errors) - np.eye(spec.rows)
+    # A bucket's elements share their error: the sample is of cols, not size.
+    assert np.max(np.abs(correlation)) < 5.5 / np.sqrt(spec.cols)
+    assert np.sqrt(np.mean(correlation**2)) < 2 / np.sqrt(spec.cols)
+
+
+@pytest.mark.parametrize("scale", [1, 1e30, 1e-30])
+@pytest.mark.parametrize("rows", [1, 4, 5])
+def test_l2_norm_is_the_median_of_row_norms_at_any_scale(rows, scale):
+    table = cubed_normal(rows * 300).reshape(rows, 300)
+    norm = sketch.l2_norm(jnp.asarray(table * np.float32(scale)))
+    np.testing.assert_allclose(norm, reference.l2_norm(table) * scale, rtol=1e-5)
+
+
+def test_l2_norm_of_nothing_is_zero():
+    assert sketch.l2_norm(jnp.zeros((5, 8))) == 0
+
+
+# --- heavy hitters ---
+
+
+def check_choice(table, spec, size, choice):
+    """What holds of any choice: distinct, in range, with the estimates that decoding gives."""
+    indices, estimates = (np.asarray(v) for v in choice)
+    assert indices.dtype == np.int32
+    assert len(np.unique(indices)) == len(indices)
+    assert indices.min() >= 0
+    assert indices.max() < size
+    np.testing.assert_array_equal(estimates, np.asarray(sketch.decode(table, spec, size))[indices])
+    return indices
+
+
+@pytest.mark.parametrize(("size", "spec"), [case for case in CASES if case[1].rows < 32], ids=str)
+@pytest.mark.parametrize("share", [0, 1])
+def test_top_k_is_exact_where_every_element_has_a_slot(size, spec, share):
+    k = max(1, -(-size // 15), int(share * size))
+    table = sketch.encode(jnp.asarray(cubed_normal(size)), spec)
+    indices = check_choice(table, spec, size, sketch.heavy_hitters(table, spec, size, k))
+    magnitudes = np.abs(np.asarray(sketch.decode(table, spec, size)))
+    smallest_kept = magnitudes[indices].min()
+    if k == size:
+        assert len(indices) == size
+    else:
+        largest_left = np.delete(magnitudes, indices).max()
+        assert largest_left <= smallest_kept * (1 + 2.0**-14)
+
+
+LARGE = 200_003
+
+
+@pytest.mark.parametrize(("k", "cols"), [(1, 2000), (20, 2000), (2000, 2000), (20, 60)])
+@pytest.mark.parametrize("power", [1, 3])
+def test_top_k_keeps_nearly_all_energy(power, k, cols):
+    spec = SketchSpec(
+        5, cols, seed=4
+    )  # with 60 columns there are 4000 tiles, so slots are as full as they get
+    x = np.random.default_rng(0).normal(size=LARGE).astype(np.float32) ** power
+    table = sketch.encode(jnp.asarray(x), spec)
+    indices = check_choice(table, spec, LARGE, sketch.heavy_hitters(table, spec, LARGE, k))
+    estimates = np.asarray(sketch.decode(table, spec, LARGE))
+    best = estimates[reference.top_k(estimates, k)]
+    assert np.sum(estimates[indices] ** 2) >= 0.97 * np.sum(best**2)
+
+
+# Regions of heavy elements: a layer, matrix rows, and columns of matrices whose width divides the
+# tile, is the tile, a multiple of it, or a whole group of tiles.
+REGIONS = {
+    "adjacent": slice(70_001, 70_801),
+    "adjacent tiles": slice(8000, 14_000),
+    "stride 125": slice(3, None, 125),
+    "stride 1000": slice(9, None, 1000),
+    "stride of a tile": slice(1999, None, 2000),
+    "stride of two tiles": slice(77, None, 4000),
+    "stride of ten tiles": slice(77, None, 20_000),
+    "last": slice(LARGE - 500, None),
+    "first": slice(0, 100),
+}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_heavy_regions_are_not_lost_to_each_other(region):
+    """With an exact table, so that only the slots can lose: a lone element loses one in 16."""
+    heavy = np.arange(LARGE)[REGIONS[region]]
+    k = len(heavy)
+    magnitudes = np.full(LARGE, 0.01, np.float32)
+    magnitudes[heavy] = 1 + np.random.default_rng(0).uniform(size=k)
+    values = jnp.asarray(magnitudes)
+
+    def tile_values(tile, length):
+        return jax.lax.dynamic_slice(values, (tile * 2000,), (length,))
+
+    @jax.jit
+    def recall(seed):
+        chosen = streaming_top_k(tile_values, LARGE, 2000, k, seed=seed, like=(values,))
+        return jnp.mean(values[chosen] >= 1)
+
+    recalls = np.asarray([recall(jnp.uint32(seed)) for seed in range(10)])
+    assert recalls.mean() > 0.9
+    assert recalls.min() > 0.7
+
+
+@pytest.mark.parametrize("rule", ["top_k", "heavymix"])
+@pytest.mark.parametrize(("size", "k"), [(10_000, 60), (9003, 9003)])
+def test_ties_give_distinct_indices(size, k, rule, key):
+    spec = SketchSpec(3, 100)
+    for value in (0.0, 1.0):
+        table = jnp.full((3, 100), value)
+        choice = sketch.heavy_hitters(table, spec, size, k, rule=rule, key=key)
+        check_choice(table, spec, size, choice)
+
+
+def test_indices_are_recovered_where_slots_are_fullest():
+    """The last of 255 tiles that share slots, so its number needs all bits that it has."""
+    size, tile, k = 255 * 15 * 50, 50, 20
+    values = jnp.zeros(size).at[-k:].set(1.0)
+    tile_values = lambda b, length: jax.lax.dynamic_slice(values, (b * tile,), (length,))
+    chosen = streaming_top_k(tile_values, size, tile, k, seed=jnp.uint32(0), like=(values,))
+    np.testing.assert_array_equal(np.sort(chosen), np.arange(size - k, size))
+
+
+def test_single_large_element_survives_ties():
+    spec, size = SketchSpec(5, 1000), 100_000
+    for index in (0, 12_345, size - 1):
+        table = sketch.encode(jnp.zeros(size).at[index].set(-3.0), spec)
+        indices, estimates = sketch.heavy_hitters(table, spec, size, 50)
+        assert estimates[np.asarray(indices) == index] == -3.0
+
+
+def test_non_finite_coordinates_are_found_and_the_rest_survives():
+    spec, size = SketchSpec(5, 1000), 2000
+    x = np.zeros(size, np.float32)
+    x[[3, 700, 1500]] = np.nan, np.inf, 5
+    table = sketch.encode(jnp.asarray(x), spec)
+    indices, _ = sketch.heavy_hitters(table, spec, size, 200)
+    assert {3, 700, 1500} <= set(np.asarray(indices).tolist())
+    assert len(set(np.asarray(indices).tolist())) == 200
+
+
+def heavymix(table, spec, size, k, key):
+    choice = sketch.heavy_hitters(table, spec, size, k, rule="heavymix", key=key)
+    return set(check_choice(table, spec, size, choice).tolist())
+
+
+@pytest.mark.parametrize("k", [70, 700, 1000])
+def test_heavymix_is_algorithm_1(k):
+    size, spec = 1000, SketchSpec(5, 200)
+    x = 0.01 * cubed_normal(size)
+    x[:20] += 10
+    x[20:40] += 2  # between l2 / k and l2 / sqrt(k) for the smallest k
+    table = np.asarray(sketch.encode(jnp.asarray(x), spec))
+    estimates = np.asarray(sketch.decode(table, spec, size))
+    expected = set(reference.heavy(estimates, reference.l2_norm(table), k).tolist())
+    assert 15 <= len(expected) < k
+
+    first, second = (heavymix(table, spec, size, k, jax.random.key(seed)) for seed in (0, 1))
+    all_heavy = set(np.flatnonzero(np.abs(estimates) >= reference.l2_norm(table) / np.sqrt(k)))
+    for chosen in (first, second):
+        assert chosen & all_heavy == expected
+        assert k > 70 or not chosen >= set(range(20, 40))
+    assert first == heavymix(table, spec, size, k, jax.random.key(0))
+    assert (first != second) == (k < size)
+
+
+def test_heavymix_cuts_to_the_k_largest_when_more_are_heavy():
+    size, k = 4000, 40
+    spec = SketchSpec(1, 20)  # so crowded that estimates are mostly noise, thus mostly heavy
+    table = np.asarray(sketch.encode(jnp.asarray(cubed_normal(size)), spec))
+    estimates = np.abs(np.asarray(sketch.decode(table, spec, size)))
+    threshold = reference.l2_norm(table) / np.sqrt(k)
+    assert np.sum(estimates >= threshold) > 10 * k
+    chosen = heavymix(table, spec, size, k, jax.random.key(0))
+    assert np.all(estimates[list(chosen)] >= threshold)
+
+
+@pytest.mark.parametrize("light", [0, 25, 990])
+def test_places_left_go_to_light_coordinates_and_only_then_to_missed_heavy_ones(light, key):
+    """As where slots lost heavy coordinates: most that `indices` lacks are heavy too."""
+    size, k = 1000, 60
+    indices, heavy = jnp.arange(k, dtype=jnp.int32) * 7, jnp.arange(k) % 2 == 0
+    light_ones = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(size), indices))[
+        :light
+    ]
+    is_heavy = np.ones(size, bool)
+    is_heavy[light_ones] = is_heavy[indices[~heavy]] = False
+    chosen = mix_in_random(indices, heavy, size, lambda i: jnp.asarray(is_heavy)[i], key=key)
+    chosen = set(np.asarray(chosen).tolist())
+    assert len(chosen) == k
+    assert chosen >= set(np.asarray(indices[heavy]).tolist())
+    added = chosen - set(np.asarray(indices[heavy]).tolist())
+    drawn = np.asarray(permute(jnp.arange(2 * k, dtype=jnp.int32), size, key))
+    light_drawn = set(drawn[~is_heavy[drawn]].tolist())
+    assert added <= light_drawn if len(light_drawn) >= k // 2 else added > light_drawn
+
+
+def test_heavymix_draws_the_rest_uniformly():
+    size, k, spec = 400, 40, SketchSpec(5, 400)
+    x = np.zeros(size, np.float32)
+    x[100:110] = 5
+    table = sketch.encode(jnp.asarray(x), spec)
+    heavy = set(np.flatnonzero(np.abs(np.asarray(sketch.decode(table, spec, size))) > 1).tolist())
+    assert heavy == set(range(100, 110))
+    keys = jax.random.split(jax.random.key(1), 3000)
+    draw = lambda key: sketch.heavy_hitters(table, spec, size, k, rule="heavymix", key=key)[0]
+    counts = np.bincount(np.asarray(jax.jit(jax.vmap(draw))(keys)).ravel(), minlength=size)
+    assert np.all(counts[100:110] == len(keys))
+    light = np.delete(counts, np.arange(100, 110))
+    p = (k - 10) / (size - 10)
+    chi_squared = np.sum((light - len(keys) * p) ** 2) / (len(keys) * p * (1 - p))
+    assert abs(chi_squared - len(light)) < 5 * np.sqrt(2 * len(light))
+
+
+# --- composition ---
+
+
+def all_functions(x, spec, size, key):
+    table = sketch.encode(x, spec)
+    merged = sketch.merge(table, table)
+    return (
+        merged,
+        sketch.decode(merged, spec, size),
+        sketch.l2_norm(merged),
+        sketch.heavy_hitters(merged, spec, size, 5),
+        sketch.heavy_hitters(merged, spec, size, 5, rule="heavymix", key=key),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Four workers' vectors, what to do with each, and what comes of it outside any mesh."""
+    size = 1003
+    each = lambda x: all_functions(x, SketchSpec(3, 100), size, jax.random.key(0))
+    xs = jnp.asarray(cubed_normal(4 * size).reshape(4, size))
+    return xs, each, list(map(jax.jit(each), xs))
+
+
+@pytest.mark.parametrize("how", ["vmap", "varying", "invarying"])
+def test_workers_get_what_one_alone_gets(how, alone):
+    xs, each, expected = alone
+    workers = len(xs)
+    if how == "vmap":
+        got = jax.jit(jax.vmap(each))(xs)
+        got = [jax.tree.map(lambda v, w=w: v[w], got) for w in range(workers)]
+    else:
+        P = jax.sharding.PartitionSpec
+        mesh = jax.make_mesh((workers,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        specs = P("data") if how == "varying" else P()
+        run = lambda xs: jax.tree.map(lambda v: v[None], each(xs[0]))
+        run = jax.jit(
+            jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=True)
+        )
+        got = run(xs) if how == "varying" else run(xs[:1])
+        count = workers if how == "varying" else 1
+        got = [jax.tree.map(lambda v, w=w: v[w], got) for w in range(count)]
+    # The sums in l2_norm are in another order under vmap; all else is bitwise equal.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    for (*a, norm_a, top_a, mix_a), (*b, norm_b, top_b, mix_b) in zip(got, expected):
+        jax.tree.map(np.testing.assert_array_equal, [a, top_a, mix_a], [b, top_b, mix_b])
+        close(norm_a, norm_b)
+
+
+def test_seed_may_vary_where_the_table_does_not():
+    spec, P = SketchSpec(3, 100), jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=True
+    )
+    def run(x, seed):
+        table = sketch.encode(x, spec, seed=seed[0])
+        return sketch.heavy_hitters(table, spec, x.size, 3, seed=seed[0])[1]
+
+    run(jnp.asarray(cubed_normal(500)), jnp.zeros(2, jnp.uint32))
+
+
+def test_nothing_of_the_vectors_size_is_stored_or_sorted():
+    """Encoding takes no copy, and choosing 1 % takes a fraction of one; neither sorts."""
+    size, spec = 2**20, SketchSpec(5, 2**12)
+    x = jax.ShapeDtypeStruct((size,), jnp.float32)
+    table = jax.ShapeDtypeStruct((spec.rows, spec.cols), jnp.float32)
+    encode = sketch.encode.lower(x, spec)
+    choose = sketch.heavy_hitters.lower(table, spec, size, size // 100)
+    for lowered, share in (encode, 0.1), (choose, 0.4):
+        assert not re.search(r"\.sort|top_k", lowered.as_text())
+        assert lowered.compile().memory_analysis().temp_size_in_bytes < share * 4 * size
+
+
+# --- errors ---
+
+SPEC = SketchSpec(2, 8)
+TABLE = jnp.zeros((2, 8))
+X = jnp.zeros(5)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: SketchSpec(0, 8), r"rows=0 must be in 1"),
+        (lambda: SketchSpec(2.0, 8), r"rows=2\.0 must be an int"),
+        (lambda: SketchSpec(True, 8), r"rows=True must be an int"),
+        (lambda: SketchSpec(2, 0), r"cols=0 must be in 1"),
+        (lambda: SketchSpec(2, 2**30), r"cols=1073741824 must be in 1"),
+        (lambda: SketchSpec(2, 8, seed=-1), r"seed=-1 must be in 0"),
+        (lambda: SketchSpec(2, 8, seed=2**32), r"seed=4294967296 must be in 0"),
+        (lambda: sketch.encode(X[None], SPEC), r"x has shape \(1, 5\).*ravel"),
+        (lambda: sketch.encode(X[:0], SPEC), r"x\.size=0 must be in 1"),
+        (lambda: sketch.encode(X.astype(jnp.int32), SPEC), r"x has dtype int32.*astype"),
+        (lambda: sketch.encode(X, SPEC, seed=0.5), r"seed has shape \(\) and dtype float32"),
+        (lambda: sketch.encode(X, SPEC, seed=jnp.arange(2)), r"seed has shape \(2,\)"),
+        (
+            lambda: jax.eval_shape(
+                lambda x: sketch.encode(x, SPEC), jax.ShapeDtypeStruct((2**31,), jnp.float32)
+            ),
+            r"x\.size=2147483648 must be in 1 .*split",
+        ),
+        (lambda: sketch.merge(), r"tables is empty"),
+        (lambda: sketch.merge(TABLE, TABLE[:1]), r"tables have shapes .*one SketchSpec"),
+        (lambda: sketch.decode(TABLE.T, SPEC, 5), r"table has shape \(8, 2\), but spec is"),
+        (lambda: sketch.decode(TABLE.astype(jnp.bfloat16), SPEC, 5), r"dtype bfloat16.*astype"),
+        (lambda: sketch.decode(TABLE, SPEC, 0), r"size=0 must be in 1"),
+        (lambda: sketch.decode(TABLE, SPEC, 2**31), r"size=2147483648 must be in 1"),
+        (lambda: sketch.decode_at(TABLE[0], SPEC, jnp.arange(2)), r"table has shape \(8,\)"),
+        (lambda: sketch.decode_at(TABLE, SPEC, X), r"indices have shape \(5,\) and dtype float32"),
+        (lambda: sketch.decode_at(TABLE, SPEC, jnp.int32(1)), r"indices have shape \(\)"),
+        (lambda: sketch.l2_norm(TABLE[0]), r"table has shape \(8,\)"),
+        (lambda: sketch.heavy_hitters(TABLE, SPEC, 5, 0), r"k=0 must be in 1 \.\. size=5"),
+        (lambda: sketch.heavy_hitters(TABLE, SPEC, 5, 6), r"k=6 must be in 1 \.\. size=5"),
+        (lambda: sketch.heavy_hitters(TABLE, SPEC, 0, 1), r"size=0 must be in 1"),
+        (lambda: sketch.heavy_hitters(TABLE.T, SPEC, 5, 1), r"table has shape \(8, 2\)"),
+        (lambda: sketch.heavy_hitters(TABLE, SPEC, 5, 1, rule="topk"), r"rule='topk' is unknown"),
+        (
+            lambda: sketch.heavy_hitters(TABLE, SPEC, 5, 1, rule="heavymix"),
+            r"key=None, but 'heavymix' draws",
+        ),
+    ],
+)
+def test_errors_name_the_argument_its_value_and_the_remedy(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
