@@ -1,0 +1,110 @@
+"""What the examples share: scikit-learn's embedded digits, and devices to act as workers."""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from sklearn import datasets
+from sklearn.model_selection import train_test_split
+
+
+class Digits(NamedTuple):
+    images: np.ndarray  # float32[n, 64], in [0, 1]
+    labels: np.ndarray  # int32[n]
+
+
+def load() -> tuple[Digits, Digits]:
+    """1437 images to train on and 360 to test on; the same ones for every seed."""
+    images, labels = datasets.load_digits(return_X_y=True)
+    split = train_test_split(images / 16, labels, test_size=0.2, stratify=labels, random_state=0)
+    train_images, test_images, train_labels, test_labels = split
+    return (
+        Digits(train_images.astype(np.float32), train_labels.astype(np.int32)),
+        Digits(test_images.astype(np.float32), test_labels.astype(np.int32)),
+    )
+
+
+def batches(data: Digits, size: int, steps: int, seed: int) -> Iterator[Digits]:
+    """Random batches of all workers together; `jaxsparse.data_parallel` deals them out."""
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        chosen = rng.integers(len(data.labels), size=size)
+        yield Digits(data.images[chosen], data.labels[chosen])
+
+
+def shared_batch(size: int, workers: int) -> int:
+    """`size` rounded up to what `workers` can share equally."""
+    return -(-size // workers) * workers
+
+
+def add_worker_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workers")
+    group.add_argument(
+        "--platform",
+        choices=["cpu", "gpu", "tpu"],
+        default="cpu",
+        help="cpu emulates the devices; gpu and tpu use those of this machine (default: cpu)",
+    )
+    either = group.add_mutually_exclusive_group()
+    either.add_argument(
+        "--devices",
+        type=number(int, 2),
+        metavar="N",
+        help="workers, one on each device (default: 8 on cpu, all there are elsewhere)",
+    )
+    either.add_argument(
+        "--simulate",
+        type=number(int, 2),
+        metavar="W",
+        help="simulate W workers on one device, by jax.vmap instead of a mesh",
+    )
+
+
+class Workers(NamedTuple):
+    run: Mesh | int  # what jaxsparse.shard and jaxsparse.data_parallel are given
+    mesh: Mesh  # the same number of devices, to compile for where bytes are to be read
+
+
+def find_workers(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Workers:
+    """Call it before anything else touches JAX's devices."""
+    emulated = args.simulate or args.devices or 8
+    if args.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    if args.platform == "cpu" or args.simulate:
+        jax.config.update("jax_num_cpu_devices", emulated)
+    try:
+        devices = jax.devices(args.platform)
+    except RuntimeError as error:
+        parser.error(f"--platform {args.platform}: {error}. Use --platform cpu to emulate devices")
+    if args.simulate:
+        # What is simulated on one device does not communicate. That it would is read from a
+        # program compiled for as many emulated devices, and never run.
+        mesh = jax.make_mesh((args.simulate,), ("data",), devices=jax.devices("cpu"))
+        return Workers(args.simulate, mesh)
+    wanted = args.devices or len(devices)
+    if not 2 <= wanted <= len(devices):
+        parser.error(
+            f"--devices {wanted}: at least 2 are needed and this machine has {len(devices)} of "
+            f"platform {args.platform}. Use --simulate W to run W workers on one device, or "
+            "--platform cpu to emulate devices"
+        )
+    mesh = jax.make_mesh((wanted,), ("data",), devices=devices[:wanted])
+    return Workers(mesh, mesh)
+
+
+def number(kind: type, low: float, below: float = math.inf) -> Callable[[str], Any]:
+    """An argparse type: an int or a float in [low, below)."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not low <= value < below:
+            limit = "" if below == math.inf else f" and less than {below}"
+            raise argparse.ArgumentTypeError(f"{value} is out of range: give at least {low}{limit}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse says it of what is no number at all
+    return parse

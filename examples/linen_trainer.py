@@ -1,0 +1,133 @@
+"""Trains a Flax linen `TrainState` by one method of gradient exchange, with gradient accumulation.
+
+The data are scikit-learn's 8x8 digits (nothing is downloaded), the workers eight emulated devices:
+
+    python examples/linen_trainer.py --method sketched_sgd --accumulate 4
+"""
+
+import argparse
+import functools
+from typing import Any
+
+import digits
+import jax
+import jax.numpy as jnp
+import optax
+from digits import number
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from rich.progress import track
+
+import jaxsparse
+
+
+class MLP(nn.Module):
+    hidden: int
+
+    @nn.compact
+    def __call__(self, images: jax.Array, train: bool = False) -> jax.Array:
+        for _ in range(2):
+            images = nn.relu(nn.Dense(self.hidden)(images))
+            images = nn.Dropout(0.1, deterministic=not train)(images)
+        return nn.Dense(10)(images)
+
+
+def step(
+    state: TrainState, batch: digits.Digits, key: jax.Array, *, accumulate: int
+) -> tuple[TrainState, jax.Array]:
+    """What one worker does, given its share of the batch and its own residual."""
+    params = jaxsparse.local(state.params)  # keeps gradients local until they are exchanged
+    # The key is the same everywhere: without the worker's number all would drop the same units.
+    key = jax.random.fold_in(jax.random.fold_in(key, state.step), jax.lax.axis_index("data"))
+
+    def loss_of(params: Any, micro: digits.Digits, key: jax.Array) -> jax.Array:
+        logits = state.apply_fn({"params": params}, micro.images, train=True, rngs={"dropout": key})
+        return optax.softmax_cross_entropy_with_integer_labels(logits, micro.labels).mean()
+
+    def add_gradient(total: Any, micro_and_key: Any) -> tuple[Any, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_of)(params, *micro_and_key)
+        return jax.tree.map(jnp.add, total, grads), loss
+
+    # Accumulating here, and not by optax.MultiSteps, leaves one exchange for all micro-batches.
+    micros = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
+    keys = jax.random.split(key, accumulate)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    total, losses = jax.lax.scan(add_gradient, zeros, (micros, keys))
+
+    state = state.apply_gradients(grads=jax.tree.map(lambda g: g / accumulate, total))
+    return state, jax.lax.pmean(losses.mean(), "data")
+
+
+def main() -> None:
+    parser = flags()
+    args = parser.parse_args()
+    workers = digits.find_workers(args, parser)
+    batch_size = digits.shared_batch(args.batch_size, workers.mesh.size * args.accumulate)
+    train_set, test_set = digits.load()
+
+    method = {
+        "dense": jaxsparse.dense(momentum=0.9),
+        "true_top_k": jaxsparse.true_top_k(args.k, momentum=0.9),
+        "sketched_sgd": jaxsparse.sketched_sgd(args.compression, momentum=0.9),
+    }[args.method]
+    model = MLP(args.hidden)
+    init_key, dropout_key = jax.random.split(jax.random.key(args.seed))
+    params = model.init(init_key, train_set.images[:1])["params"]
+    try:
+        state = TrainState.create(
+            apply_fn=model.apply, params=params, tx=optax.chain(method, optax.sgd(args.lr))
+        )
+    except ValueError as error:
+        parser.error(f"{'--k' if args.method == 'true_top_k' else '--compression'}: {error}")
+    state = jaxsparse.shard(state, workers.run)
+
+    batches = functools.partial(digits.batches, train_set, batch_size, args.steps, args.seed)
+    parallel = jaxsparse.data_parallel(
+        functools.partial(step, accumulate=args.accumulate), workers.run, donate_argnums=0
+    )
+    moved = jaxsparse.cost.wire_bytes(parallel, state, next(batches()), dropout_key)
+    for batch in track(batches(), args.method, total=args.steps):
+        state, loss = parallel(state, batch, dropout_key)
+        loss = float(loss)  # waits: emulated devices may deadlock on queued steps
+
+    logits = jax.jit(model.apply)({"params": state.params}, test_set.images)
+    accuracy = jnp.mean(logits.argmax(axis=-1) == test_set.labels)
+    sent = f"{moved.payload:,} bytes in {moved.rounds} collective(s) per worker and step"
+    print(
+        f"{args.method}: train loss {loss:.4f}, test accuracy {100 * accuracy:.1f} %, "
+        + ("simulated, so nothing was sent" if args.simulate else sent)
+    )
+
+
+def flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    digits.add_worker_flags(parser)
+    add = parser.add_argument
+    add("--method", choices=["dense", "true_top_k", "sketched_sgd"], default="sketched_sgd")
+    add("--compression", type=number(float, 1), default=10.0, help="of sketched_sgd (default: 10)")
+    add("--k", type=number(int, 1), default=2000, help="of true_top_k (default: 2000)")
+    add(
+        "--accumulate",
+        type=number(int, 1),
+        default=4,
+        metavar="N",
+        help="micro-batches per step and worker (default: 4)",
+    )
+    add(
+        "--batch-size",
+        type=number(int, 1),
+        default=256,
+        metavar="IMAGES",
+        help="of all workers together, rounded up to what they can share (default: 256)",
+    )
+    add("--steps", type=number(int, 1), default=200, help="(default: 200)")
+    add("--lr", type=number(float, 0), default=0.1, help="(default: 0.1)")
+    add("--hidden", type=number(int, 32), default=384, help="(default: 384)")
+    add("--seed", type=number(int, 0), default=0, help="(default: 0)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Trains one Flax NNX classifier with dense, true top-k and sketched gradient exchange.
+
+The data are scikit-learn's 8x8 digits (nothing is downloaded), the workers eight emulated devices:
+
+    python examples/quickstart.py
+    python examples/quickstart.py --devices 3 --compression 5 50
+    python examples/quickstart.py --simulate 64 --seeds 1 2 3
+    python examples/quickstart.py --platform gpu
+"""
+
+import argparse
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import digits
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import report
+from digits import number
+from flax import nnx
+from rich.console import Console
+from rich.progress import Progress
+
+import jaxsparse
+
+
+class MLP(nnx.Module):
+    def __init__(self, hidden: int, rngs: nnx.Rngs):
+        self.first = nnx.Linear(64, hidden, rngs=rngs)
+        self.second = nnx.Linear(hidden, hidden, rngs=rngs)
+        self.last = nnx.Linear(hidden, 10, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        return self.last(nnx.relu(self.second(nnx.relu(self.first(images)))))
+
+
+def methods_to_compare(args: argparse.Namespace) -> dict[str, optax.GradientTransformation]:
+    """The model, the data and every other setting are the same for all of them."""
+    methods = {"dense": jaxsparse.dense(momentum=args.momentum)}
+    if "true_top_k" in args.methods:
+        methods["true top-k"] = jaxsparse.true_top_k(args.k, momentum=args.momentum)
+    if "sketched_sgd" in args.methods:
+        for ratio in args.compression:
+            methods[f"sketched {ratio:g}x"] = jaxsparse.sketched_sgd(ratio, momentum=args.momentum)
+    return methods
+
+
+def train(
+    method: optax.GradientTransformation,
+    workers: digits.Workers,
+    args: argparse.Namespace,
+    advance: Callable[[], object],
+) -> report.Run:
+    """Trains once for each seed, calling `advance` after every step."""
+    train_set, test_set = digits.load()
+    # Not down to 0: what error feedback holds back still has to arrive.
+    schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
+    tx = optax.chain(method, optax.sgd(schedule))  # the momentum is the method's
+
+    def create(seed: int) -> tuple[Any, Any]:
+        model = MLP(args.hidden, nnx.Rngs(seed))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        graphdef, state = nnx.split((model, optimizer))
+        return graphdef, jaxsparse.shard(state, workers.run)
+
+    graphdef, state = create(seed=0)
+
+    def step(state: Any, batch: digits.Digits) -> tuple[Any, jax.Array]:
+        """What one worker does, given its share of the batch and its own residual."""
+        model, optimizer = nnx.merge(graphdef, state)
+
+        def loss_of(model: Any) -> jax.Array:
+            logits = model(batch.images)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+
+        # local() keeps the gradients this worker's own until the optimizer exchanges them.
+        loss, grads = nnx.value_and_grad(loss_of)(jaxsparse.local(model))
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), jax.lax.pmean(loss, "data")
+
+    @jax.jit
+    def test_accuracy(state: Any) -> jax.Array:
+        model, _ = nnx.merge(graphdef, state)
+        return jnp.mean(model(test_set.images).argmax(axis=-1) == test_set.labels)
+
+    batches = functools.partial(digits.batches, train_set, args.batch_size, args.steps)
+    parallel = jaxsparse.data_parallel(step, workers.run, donate_argnums=0)
+    # Nothing is sent among workers on one device: read then what a mesh would send.
+    on_mesh = jaxsparse.data_parallel(step, workers.mesh) if args.simulate else parallel
+    payload = jaxsparse.cost.wire_bytes(on_mesh, state, next(batches(seed=0))).payload
+
+    curves: list[list[tuple[int, float, float]]] = []
+    seconds: list[float] = []
+    for seed in args.seeds:
+        _, state = create(seed)
+        curves.append([])
+        losses: list[float] = []
+        for i, batch in enumerate(batches(seed=seed), start=1):
+            began = time.perf_counter()
+            state, loss = parallel(state, batch)
+            losses.append(float(loss))  # waits: emulated devices may deadlock on queued steps
+            seconds.append(time.perf_counter() - began)
+            if i % args.eval_every == 0 or i == args.steps:
+                curves[-1].append((i, float(np.mean(losses)), float(test_accuracy(state))))
+                losses = []
+            advance()
+
+    steps, train_loss, accuracy = np.moveaxis(np.array(curves), -1, 0)
+    return report.Run(
+        steps[0].astype(int), train_loss, accuracy, payload, float(np.median(seconds))
+    )
+
+
+def main() -> None:
+    parser = flags()
+    args = parser.parse_args()
+    workers = digits.find_workers(args, parser)
+    count = workers.mesh.size
+    args.batch_size = digits.shared_batch(args.batch_size, count)
+    params = nnx.state(nnx.eval_shape(lambda: MLP(args.hidden, nnx.Rngs(0))), nnx.Param)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    args.k = args.k or size // 80
+
+    methods = methods_to_compare(args)
+    for name, method in methods.items():
+        try:
+            jax.eval_shape(method.init, params)
+        except ValueError as error:
+            parser.error(f"{'--k' if name == 'true top-k' else '--compression'}: {error}")
+
+    title = (
+        f"{size:,} parameters, {count} {'simulated ' if args.simulate else ''}workers, "
+        f"batches of {args.batch_size}"
+    )
+    console = Console()
+    console.print(title, highlight=False)
+    runs = {}
+    with Progress(console=console) as progress:
+        for name, method in methods.items():
+            task = progress.add_task(name, total=args.steps * len(args.seeds))
+            advance = functools.partial(progress.advance, task)
+            runs[name] = train(method, workers, args, advance)
+
+    console.print(report.table(runs, caption(args, count)))
+    report.save_figure(runs, title, args.output)
+    if args.json:
+        report.save_json(runs, vars(args), args.json)
+    console.print(f"The curves are in {args.output}", highlight=False, soft_wrap=True)
+    console.print(report.summary(runs), highlight=False, soft_wrap=True)
+
+
+def caption(args: argparse.Namespace, workers: int) -> str:
+    lines = ["Payload: what a worker hands to collectives in one step, as compiled."]
+    if args.simulate:
+        lines.append("One device plays all workers: s/step says nothing about a network.")
+    elif args.platform == "cpu":
+        lines.append(
+            f"{workers} emulated devices share {os.cpu_count()} cores: s/step says nothing about a "
+            "network."
+        )
+    if len(args.seeds) > 1:
+        lines.append(f"±: standard deviation over {len(args.seeds)} seeds.")
+    return "\n".join(lines)
+
+
+def flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    digits.add_worker_flags(parser)
+
+    group = parser.add_argument_group("methods")
+    add = group.add_argument
+    add(
+        "--methods",
+        nargs="*",
+        choices=["true_top_k", "sketched_sgd"],
+        default=["true_top_k", "sketched_sgd"],
+        help="what to compare with dense (default: both)",
+    )
+    add(
+        "--compression",
+        nargs="+",
+        type=number(float, 1),
+        default=[10.0, 20.0],
+        metavar="RATIO",
+        help="of sketched_sgd: words of the gradient over words sent (default: 10 20)",
+    )
+    add(
+        "--k",
+        type=number(int, 1),
+        help="of true_top_k: coordinates updated per step (default: 1/80 of the parameters, about "
+        "what sketching 10x updates)",
+    )
+    add(
+        "--momentum",
+        type=number(float, 0, 1),
+        default=0.9,
+        help="of every method (default: 0.9)",
+    )
+
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add("--steps", type=number(int, 1), default=240, help="(default: 240)")
+    add(
+        "--batch-size",
+        type=number(int, 1),
+        default=128,
+        metavar="IMAGES",
+        help="of all workers together, rounded up to what they can share equally (default: 128)",
+    )
+    add(
+        "--lr",
+        type=number(float, 0),
+        default=0.1,
+        help="first learning rate; it falls to a tenth along a cosine (default: 0.1)",
+    )
+    add(
+        "--hidden",
+        type=number(int, 32),
+        default=800,
+        help="width of the two hidden layers (default: 800, 0.7 million parameters)",
+    )
+    add(
+        "--seeds",
+        nargs="+",
+        type=number(int, 0),
+        default=[0],
+        metavar="SEED",
+        help="of initial weights and batches; several are averaged (default: 0)",
+    )
+
+    group = parser.add_argument_group("results")
+    add = group.add_argument
+    add(
+        "--eval-every",
+        type=number(int, 1),
+        default=20,
+        metavar="STEPS",
+        help="steps between points of the curves (default: 20)",
+    )
+    add(
+        "--output",
+        type=Path,
+        default=Path("out/quickstart.png"),
+        metavar="PNG",
+        help="the figure (default: out/quickstart.png)",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write curves and table as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

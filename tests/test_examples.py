@@ -1,0 +1,128 @@
+"""The examples, run as a user runs them: in a process of their own, from any directory."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--hidden", "128", "--steps", "12", "--eval-every", "4"]
+PARAMETERS = 64 * 128 + 128 * 128 + 128 * 10 + 2 * 128 + 10
+DENSE = 4 * (PARAMETERS + 2)  # with the flag that gradients are finite, and the averaged loss
+
+
+def run(script, *flags, cwd, rc=0):
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), *map(str, flags)],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == rc, done.stdout + done.stderr
+    return done.stdout if rc == 0 else done.stderr
+
+
+def quickstart(*flags, cwd):
+    """What it printed, and the "methods" of its JSON."""
+    printed = run("quickstart.py", *flags, "--json", "result.json", cwd=cwd)
+    return printed, json.loads((cwd / "result.json").read_text())["methods"]
+
+
+def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
+    printed, methods = quickstart(
+        *SMALL, "--devices", 3, "--compression", 8, "--seeds", 0, 1, cwd=tmp_path
+    )
+    assert list(methods) == ["dense", "true top-k", "sketched 8x"]
+    for name, method in methods.items():
+        curves = method["curves"]
+        assert curves["steps"] == [4, 8, 12]
+        losses, accuracies = np.array(curves["train_loss"]), np.array(curves["test_accuracy"])
+        assert losses.shape == accuracies.shape == (2, 3)
+        assert not np.array_equal(losses[0], losses[1])  # the seeds differ
+        assert losses[:, -1].mean() < np.log(10)
+        assert method["test_accuracy"] == accuracies[:, -1].tolist()
+        row = next(x for x in printed.splitlines() if x.startswith(name) and "±" in x)
+        assert f"{100 * accuracies[:, -1].mean():.2f} ±" in row
+        assert f" {method['payload_bytes']:,} " in row
+        assert f"{method['compression']:.2f}x" in row
+    assert methods["dense"]["payload_bytes"] == methods["true top-k"]["payload_bytes"] == DENSE
+    assert methods["sketched 8x"]["compression"] == pytest.approx(8, rel=0.01)
+
+    last = printed.splitlines()[-1]
+    assert re.search(r"sketched 8x: [\d.]+ % vs dense [\d.]+ %, (8\.0|7\.9)\dx fewer bytes", last)
+    height, width, _ = matplotlib.image.imread(tmp_path / "out/quickstart.png").shape
+    assert height > 500
+    assert width > 500
+
+
+def test_simulated_workers_train_like_devices(tmp_path):
+    flags = [*SMALL, "--steps", 4, "--methods", "sketched_sgd", "--compression", 10]
+    _, devices = quickstart(*flags, "--devices", 8, cwd=tmp_path)
+    printed, simulated = quickstart(*flags, "--simulate", 8, "--output", "a/b.png", cwd=tmp_path)
+    assert "8 simulated workers" in printed
+    assert (tmp_path / "a/b.png").stat().st_size > 10_000
+    for name in ("dense", "sketched 10x"):
+        assert simulated[name]["payload_bytes"] == devices[name]["payload_bytes"]
+        np.testing.assert_allclose(
+            simulated[name]["train_loss"], devices[name]["train_loss"], rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize(
+    ("devices", "flags", "words", "collectives"),
+    [
+        (8, ["--method", "dense", "--accumulate", 1], PARAMETERS + 2, 1),
+        (8, ["--method", "dense", "--accumulate", 4], PARAMETERS + 2, 1),
+        (3, ["--method", "sketched_sgd", "--accumulate", 5], PARAMETERS // 10 + 1, 3),
+    ],
+)
+def test_linen_trainer_exchanges_once_however_many_micro_batches(
+    tmp_path, devices, flags, words, collectives
+):
+    printed = run(
+        "linen_trainer.py", *flags, "--devices", devices, "--hidden", 128, "--steps", 30,
+        cwd=tmp_path,
+    )  # fmt: skip
+    last = printed.splitlines()[-1]
+    assert float(re.search(r"train loss ([\d.]+)", last)[1]) < np.log(10)
+    assert float(re.search(r"accuracy ([\d.]+) %", last)[1]) > 30
+    payload = int(re.search(r"([\d,]+) bytes", last)[1].replace(",", ""))
+    assert payload == pytest.approx(4 * words, abs=20)  # a sketch has whole columns
+    assert payload <= 4 * words
+    assert f"in {collectives} collective(s)" in last
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--devices", 1], "--devices: 1 is out of range: give at least 2"),
+        (["--compression", 2000], "--compression: compression=2000.0 .* ask for less compression"),
+    ],
+)
+def test_quickstart_names_the_flag_that_is_wrong_and_the_remedy(tmp_path, flags, message):
+    assert re.search(message, run("quickstart.py", *flags, cwd=tmp_path, rc=2))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "workers",
+    [["--devices", 8], ["--simulate", 64, "--hidden", 640]],
+    ids=lambda flags: " ".join(map(str, flags)),
+)
+def test_sketched_at_10x_is_within_a_point_of_dense(tmp_path, workers):
+    flags = ["--methods", "sketched_sgd", "--compression", 10, "--seeds", 1, 2, 3]
+    _, methods = quickstart(*workers, *flags, cwd=tmp_path)
+    dense, sketched = methods["dense"], methods["sketched 10x"]
+    assert sketched["compression"] >= 10
+    assert np.mean(dense["test_accuracy"]) > 0.96
+    assert np.mean(sketched["test_accuracy"]) > np.mean(dense["test_accuracy"]) - 0.01
