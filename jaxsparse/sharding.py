@@ -180,7 +180,7 @@ def data_parallel(
     batch_argnums: int | Sequence[int] = 1,
     donate_argnums: int | Sequence[int] = (),
     check_vma: bool = True,
-) -> Callable[..., Any]:
+) -> jax.stages.Wrapped:
     """Compiles `step` to run on all workers at once, each with its share of the batch.
 
     Args:
