@@ -57,7 +57,8 @@ def error_feedback(
     each other forever; and needless, see below), `optax.masked` around it (masked leaves are never
     averaged: replicas diverge).
 
-    A gradient that is not finite, on any worker, skips the step on all: the update is zero and the
+    A gradient (or its sum with residual or momentum) that is not finite, on any worker, skips the
+    step on all: the update is zero and the
     state stays as it was, but for the `skipped` counter. Transformations further down the chain
     still see the zero update: schedules and Adam's moments advance.
 
@@ -118,17 +119,27 @@ def error_feedback(
         _check_state(state, layout, has_momentum=momentum is not None)
         buckets, dense = layout.flatten(updates)
 
-        # Whether all gradients are finite is agreed on in the same message as the dense leaves,
-        # before anything is added up. A skipped step then exchanges the old residual in vain, but
-        # no copy of the old state need be kept, as it would be to decide afterwards.
-        finite = functools.reduce(jnp.logical_and, map(_all_finite, [*buckets, dense]))
+        # Whether what is to be exchanged is finite is agreed on in the same message as the dense
+        # leaves, before the buckets are exchanged. A skipped step then exchanges the old residual
+        # in vain, but no copy of the old state need be kept, as it would be to decide afterwards.
+        before = [
+            _Bucket(
+                PerWorker.unwrap(state.residual[i]),
+                PerWorker.unwrap(state.momentum[i]) if momentum is not None else None,
+                state.reducers[i],
+            )
+            for i in range(len(buckets))
+        ]
+        sums = [b.residual + _corrected(g, b, momentum) for g, b in zip(buckets, before)]
+        finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
         broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
         message = jnp.concatenate([dense, broken[None]])
         exchanged = DenseReducer()(message, (), axis_name=axis_name).mean
-        ok, dense_update = exchanged[-1] == 0, exchanged[:-1]
+        # A sum of finite gradients can overflow, too.
+        ok, dense_update = _all_finite(exchanged) & (exchanged[-1] == 0), exchanged[:-1]
         dense_momentum = state.dense_momentum
         if momentum is not None:
-            dense_update = momentum * dense_momentum + dense_update
+            dense_update = jnp.asarray(momentum, jnp.float32) * dense_momentum + dense_update
             dense_momentum = _select(ok, dense_update, dense_momentum)
         dense_update = _select(ok, dense_update, jnp.zeros_like(dense_update))
 
@@ -140,26 +151,29 @@ def error_feedback(
                 # Without the barrier XLA may start all buckets at once, and the memory that
                 # splitting saves is lost again.
                 gradient, _ = jax.lax.optimization_barrier((gradient, means[-1]))
-            before = _Bucket(
-                PerWorker.unwrap(state.residual[i]),
-                PerWorker.unwrap(state.momentum[i]) if momentum is not None else None,
-                state.reducers[i],
-            )
             exchange = functools.partial(reducers[i], axis_name=axis_name)
-            mean, after, bucket_info = _exchange(exchange, gradient, before, ok, momentum)
+            mean, after, bucket_info = _exchange(exchange, gradient, before[i], ok, momentum)
             means.append(mean)
             carried.append(after)
             infos.append(bucket_info)
 
+        update_tree = layout.unflatten(means, dense_update)
+        residuals = [b.residual for b in carried]
+        if any(dtype != jnp.float32 for dtype in layout.dtypes):
+            # What rounding to the leaves' dtypes takes from the update is not delivered either.
+            rounded, _ = layout.flatten(update_tree)
+            residuals = [r + (m - low) for r, m, low in zip(residuals, means, rounded)]
         new_state = ErrorFeedbackState(
-            residual=tuple(PerWorker.wrap(b.residual) for b in carried),
+            residual=tuple(map(PerWorker.wrap, residuals)),
             momentum=tuple(PerWorker.wrap(b.momentum) for b in carried if b.momentum is not None),
             dense_momentum=dense_momentum,
             reducers=tuple(b.reducer for b in carried),
             skipped=state.skipped + jnp.where(ok, jnp.int32(0), jnp.int32(1)),
-            info=_select(ok, jax.tree.map(lambda *xs: jnp.stack(xs).sum(), *infos), state.info),
+            info=_select(
+                ok, jax.tree.map(lambda *xs: jnp.stack(xs).sum(dtype=jnp.int32), *infos), state.info
+            ),
         )
-        return layout.unflatten(means, dense_update), new_state
+        return update_tree, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -180,11 +194,10 @@ def _exchange(
     momentum: float | Array | None,
 ) -> tuple[Array, _Bucket, Info]:
     """Update, new state and info of one bucket; without `ok`, no update and the state of before."""
-    if momentum is None or before.momentum is None:
-        u = gradient
-    else:
-        u = _select(ok, momentum * before.momentum + gradient, before.momentum)
+    u = _corrected(gradient, before, momentum)
     x = _select(ok, before.residual + u, before.residual)
+    if before.momentum is not None:
+        u = _select(ok, u, before.momentum)
     reduced = reducer(x, before.reducer)
     after = _Bucket(
         residual=_select(ok, reduced.residual, x),
@@ -192,6 +205,13 @@ def _exchange(
         reducer=_select(ok, reduced.state, before.reducer),
     )
     return _select(ok, reduced.mean, jnp.zeros_like(reduced.mean)), after, reduced.info
+
+
+def _corrected(gradient: Array, before: _Bucket, momentum: float | Array | None) -> Array:
+    """The gradient with momentum, u."""
+    if momentum is None or before.momentum is None:
+        return gradient
+    return jnp.asarray(momentum, jnp.float32) * before.momentum + gradient
 
 
 def _select(ok: Array, new: Any, old: Any) -> Any:
@@ -216,8 +236,8 @@ def _check_local(updates: Any, axis_name: str | None) -> None:
                 f"gradient{jax.tree_util.keystr(path)} is equal on all workers of axis "
                 f"{axis_name!r}: JAX has already summed it, uncompressed, because it was taken "
                 "with respect to replicated parameters. Differentiate with respect to "
-                f"jaxsparse.local(params, {axis_name!r}) instead (and do not average gradients "
-                "yourself)"
+                f"jaxsparse.local(params, {axis_name!r}) instead, and do not average gradients "
+                "yourself. (If it is a constant, make it local with jaxsparse.local, too)"
             )
 
 

@@ -66,10 +66,18 @@ class Layout(NamedTuple):
                 parts[leaf].append(jax.lax.slice(vector, (offset,), (offset + size,)))
                 offset += size
         leaves = [
-            _join(part).reshape(shape).astype(dtype)
+            _narrow(_join(part), dtype).reshape(shape)
             for part, shape, dtype in zip(parts, self.shapes, self.dtypes)
         ]
         return self.treedef.unflatten(leaves)
+
+
+def _narrow(x: Array, dtype: Any) -> Array:
+    # Into float16, a value beyond its range would become infinite.
+    limit = float(jnp.finfo(dtype).max)
+    if limit < float(jnp.finfo(jnp.float32).max):
+        x = jnp.clip(x, -limit, limit)
+    return x.astype(dtype)
 
 
 def _size(pieces: Sequence[_Piece]) -> int:

@@ -10,7 +10,12 @@ from jaxsparse.stream import SparseStream
 
 
 def check_k(k: int, size: int) -> None:
-    """Raises ValueError unless 1 <= k <= size."""
+    """Raises ValueError unless k is an int, 1 <= k <= size."""
+    if not isinstance(k, int):
+        raise ValueError(
+            f"k={k!r} must be an int: it is static (list it in static_args under "
+            "optax.inject_hyperparams)"
+        )
     if not 1 <= k <= size:
         raise ValueError(f"k={k} must lie between 1 and the vector's size, {size}")
 

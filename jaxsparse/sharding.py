@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 # The key under which a PerWorker's array appears in key paths. Frameworks that flatten a tree and
 # forget its node types (nnx.split, Orbax) still keep the path.
-_KEY = "per_worker"
+_KEY = "jaxsparse_per_worker"
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -58,7 +58,7 @@ class PerWorker:
     @classmethod
     def wrap(cls, tree: Any) -> Any:
         """Marks each array of one worker's `tree` as per-worker."""
-        return jax.tree.map(lambda x: cls(x[None]), tree)
+        return jax.tree.map(lambda x: cls(jnp.asarray(x)[None]), tree)
 
     @classmethod
     def unwrap(cls, tree: Any) -> Any:
@@ -144,7 +144,7 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
         workers = mesh
 
     def spread(x: Any, marked: bool) -> Any:
-        x = jnp.array(x) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) else x
+        x = _copy(x)
         if not marked or x.shape[0] == workers:
             return x
         if x.shape[0] != 1:
@@ -158,7 +158,17 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
     if not isinstance(mesh, Mesh):
         return spread_all(tree)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, axis_name))
-    return jax.jit(spread_all, out_shardings=shardings)(tree)
+    # Arrays may be committed to other devices: bring them here, whole unless they are spread.
+    whole = NamedSharding(mesh, PartitionSpec())
+    is_spread = lambda x: jnp.ndim(x) > 0 and x.shape[0] == workers
+    here = jax.tree.map(lambda x, s: s if is_spread(x) else whole, tree, shardings)
+    return jax.jit(spread_all, out_shardings=shardings)(jax.device_put(tree, here))
+
+
+def _copy(x: Any) -> jax.Array:
+    if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+        return jnp.array(x)
+    return jax.random.wrap_key_data(jnp.array(jax.random.key_data(x)), impl=jax.random.key_impl(x))
 
 
 def local(tree: T, axis_name: str | None = "data") -> T:
@@ -191,10 +201,14 @@ def data_parallel(
         mesh: a mesh of Auto or Explicit axes, or a number of workers to simulate on one device
             with `jax.vmap`: the same numbers, no devices needed.
         axis_name: the mesh axis of the workers, bound inside `step`.
-        batch_argnums: arguments whose arrays are split along their first axis.
+        batch_argnums: arguments whose arrays are split along their first axis; negative ones
+            count from the last.
         donate_argnums: as for `jax.jit`; donate the training state.
         check_vma: let JAX check that replicated outputs are so. Without it an already summed
             gradient can't be told from a local one.
+
+    On emulated CPU devices wait for each step (`jax.block_until_ready`, or read the loss): steps
+    queued behind each other can starve a collective of threads until it times out.
 
     Returns:
         The compiled function, with the `lower` of `jax.jit`. `step` is traced once for each set
@@ -204,7 +218,7 @@ def data_parallel(
         ValueError: at the call: the workers don't divide a batch, per-worker state isn't spread
             over the workers (`shard`), or an output differs between workers.
     """
-    batches = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     if isinstance(mesh, Mesh):
         _check_axis(mesh, axis_name)
         workers = mesh.shape[axis_name]
@@ -213,7 +227,7 @@ def data_parallel(
     if workers < 1:
         raise ValueError(f"mesh={mesh} gives no worker: pass a mesh, or a number of at least 1")
 
-    def in_specs(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def in_specs(args: tuple[Any, ...], batches: set[int]) -> tuple[Any, ...]:
         split = PartitionSpec(axis_name)
         return tuple(
             jax.tree.map(lambda _: split, arg) if i in batches else specs(arg, axis_name)
@@ -221,6 +235,12 @@ def data_parallel(
         )
 
     def parallel(*args: Any) -> Any:
+        if any(not -len(args) <= i < len(args) for i in given):
+            raise ValueError(
+                f"batch_argnums={batch_argnums} names an argument that the call with {len(args)} "
+                "positional arguments does not have"
+            )
+        batches = {i % len(args) for i in given}
         _check_arguments(args, batches, workers)
         structure: list[Any] = []  # of the outputs, known once step has been traced
 
@@ -236,11 +256,13 @@ def data_parallel(
             )
 
         if isinstance(mesh, Mesh):
-            per_worker, replicated = _over_mesh(body, mesh, axis_name, check_vma, in_specs(args))(
+            per_worker, replicated = _over_mesh(
+                body, mesh, axis_name, check_vma, in_specs(args, batches)
+            )(*args)
+        else:
+            per_worker, replicated = _simulated(body, workers, axis_name, in_specs(args, batches))(
                 *args
             )
-        else:
-            per_worker, replicated = _simulated(body, workers, axis_name, in_specs(args))(*args)
         treedef, marks = structure
         per_worker, replicated = iter(per_worker), iter(replicated)
         return treedef.unflatten([next(per_worker if marked else replicated) for marked in marks])
@@ -253,7 +275,7 @@ def _over_mesh(body, mesh, axis_name, check_vma, in_specs):
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=in_specs, out_specs=outputs, check_vma=check_vma
     )
-    if AxisType.Explicit not in mesh.axis_types:
+    if mesh.axis_types[mesh.axis_names.index(axis_name)] != AxisType.Explicit:
         return mapped
     # Explicit axes refuse arguments that are not typed as laid out so yet.
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
@@ -286,7 +308,7 @@ def _simulated(body, workers, axis_name, in_specs):
     return run
 
 
-def _check_arguments(args: tuple[Any, ...], batches: tuple[int, ...], workers: int) -> None:
+def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> None:
     for i, arg in enumerate(args):
         for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
             name = f"argument {i}{keystr(path)}"

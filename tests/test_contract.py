@@ -1,5 +1,6 @@
 """What every reducer promises; a new one joins by a line in CASES."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -148,11 +149,11 @@ def test_full_budget_is_the_dense_mean(name, workers):
 
 
 @reducers
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_tiny_vectors(name, size):
     reducer = CASES[name].reducer
-    fields = {f: 1 for f in ("k", "cols", "rows") if hasattr(reducer, f)}
-    reducer = type(reducer)(**fields)
+    fields = {f: 1 for f in ("k", "cols", "rows", "oversampling") if hasattr(reducer, f)}
+    reducer = dataclasses.replace(reducer, **fields)
     g = np.arange(1.0, 1 + 3 * size, dtype=np.float32).reshape(3, 1, size) * 3
     check_laws(reducer, runner(reducer, 3, "vmap", size)(jnp.asarray(g)), 3)
 

@@ -160,6 +160,10 @@ def scalar_batch():
     data_parallel(lambda x: x, mesh(3), batch_argnums=0)(jnp.float32(1))
 
 
+def batch_argument_that_is_not_there():
+    data_parallel(lambda x: x, mesh(3), batch_argnums=5)(jnp.ones(3))
+
+
 def axis_not_in_mesh():
     data_parallel(lambda x: x, mesh(3), axis_name="workers")
 
@@ -195,6 +199,7 @@ USES = {
     averaged_gradient: r"gradient\['b'\] is equal on all workers.*do not average gradients",
     uneven_batch: r"argument 0\['image'\] is a batch of shape \(6, 2\).*4 workers",
     scalar_batch: r"argument 0 is a batch of shape \(\)",
+    batch_argument_that_is_not_there: r"batch_argnums=5 names an argument",
     axis_not_in_mesh: r"axis_name='workers' is not an axis of the mesh.*\('data',\)",
     shard_over_an_axis_not_in_mesh: r"axis_name='workers' is not an axis of the mesh",
     no_workers: r"mesh=0 gives no worker",

@@ -255,3 +255,43 @@ def test_buckets_share_the_budget_and_lose_nothing():
     kept = np.concatenate([node.value.sum(0) for node in state.residual])
     sent = np.concatenate([gradient["a"].reshape(2, -1), gradient["b"]], axis=1).sum(0)
     np.testing.assert_array_equal(2 * flat + kept, sent)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_rounding_to_half_precision_takes_stays_in_the_residual(dtype):
+    tx = jaxsparse.true_top_k(64, is_dense=lambda path, shape: False)
+    rng = np.random.default_rng(0)
+    gradient = jnp.asarray(rng.normal(size=(3, 64)), dtype).at[0, 5].set(2e-7)
+    history, (_, state) = train(tx, jnp.zeros(64, dtype), 3, [gradient] * 20)
+    assert all(updates.dtype == dtype for updates in history)
+    delivered = 3 * np.sum(np.asarray(history, np.float64), axis=0)
+    kept = np.asarray(state.residual[0].value, np.float64).sum(0)
+    sent = 20 * np.asarray(gradient, np.float64).sum(0)
+    np.testing.assert_allclose(delivered + kept, sent, rtol=1e-5, atol=1e-5)
+
+
+def test_an_update_beyond_float16_is_delivered_in_parts():
+    tx = jaxsparse.true_top_k(8, is_dense=lambda path, shape: False, axis_name=None)
+    params = jnp.zeros(8, jnp.float16)
+    tx = optax.chain(optax.scale(1.0), tx)
+    state = tx.init(params)
+    total = 0.0
+    for _ in range(4):
+        updates, state = tx.update(jnp.full(8, 6e4, jnp.float16), state)
+    state = (state[0], state[1]._replace(residual=(PerWorker(jnp.full((1, 8), 1e5)),)))
+    for _ in range(3):
+        updates, state = tx.update(jnp.zeros(8, jnp.float16), state)
+        assert np.all(np.isfinite(updates))
+        total += float(updates[0])
+    assert total + float(state[1].residual[0].value[0, 0]) == 1e5
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+@pytest.mark.parametrize("method", [jaxsparse.dense, functools.partial(jaxsparse.true_top_k, 3)])
+def test_a_sum_that_overflows_is_never_applied(method, momentum):
+    tx = method(momentum=momentum)
+    params = {"w": jnp.zeros((40, 30))}
+    gradients = [{"w": jnp.full((2, 40, 30), value)} for value in (1.0, 3e38, 3e38, 1.0)]
+    history, (_, state) = train(tx, params, 2, gradients)
+    for leaf in jax.tree.leaves((history, state)):
+        assert np.all(np.isfinite(leaf))

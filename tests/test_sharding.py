@@ -156,6 +156,29 @@ def test_shard_repeats_the_initial_value_and_is_idempotent():
         np.testing.assert_array_equal(spread["b"], np.arange(3.0))
 
 
+def test_shard_brings_arrays_from_other_devices():
+    params = jax.device_put(jnp.arange(4.0), jax.devices()[5])
+    tree = {"p": params, "r": PerWorker.wrap(params)}
+    spread = shard(shard(tree, mesh(3)), mesh(3))
+    np.testing.assert_array_equal(spread["r"].value, np.tile(np.arange(4.0), (3, 1)))
+    moved = shard({"p": spread["p"]}, mesh(5))
+    assert len(moved["p"].devices()) == 5
+
+
+@pytest.mark.parametrize("where", [1, "mesh"])
+def test_shard_copies_keys_too(where):
+    where = mesh(1) if where == "mesh" else where
+    key = jax.random.key(0)
+    run = data_parallel(lambda k, x: jax.random.fold_in(k, 1), where, donate_argnums=0)
+    run(shard(key, where), jnp.ones(1))
+    jax.random.key_data(key) + jnp.uint32(0)  # still there
+
+
+def test_negative_batch_argnums_count_from_the_last():
+    run = data_parallel(lambda s, b: s + b.shape[0], mesh(3), batch_argnums=-1)
+    assert run(jnp.int32(0), jnp.ones(6)) == 2
+
+
 def test_shard_copies():
     tree = shard({"b": jnp.arange(3.0)}, mesh(1))
     given = {"b": jnp.arange(3.0)}

@@ -31,4 +31,4 @@ class DenseReducer:
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
         mean = wire.psum(x, axis_name) / wire.axis_size(axis_name)
-        return Reduced(mean, jnp.zeros_like(x), None, state, info(x.size))
+        return Reduced(mean, jnp.zeros_like(x), None, state, info(min(x.size, 2**31 - 1)))

@@ -150,6 +150,8 @@ class SketchedBudget:
         # The step's one other word tells whether all gradients are finite.
         words = int((size + dense_size) / self.compression) - dense_size - 1
         k, cols = self.k, self.cols
+        if self.compression == 1 and k is None and cols is None:
+            k = cols = size  # nothing to save: the reducer goes dense
         if k is None:
             share = words * _CANDIDATES_SHARE if cols is None else words - settings.rows * cols
             k = int(share) // settings.oversampling

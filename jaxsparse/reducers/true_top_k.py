@@ -29,6 +29,8 @@ class TrueTopKReducer:
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["TrueTopKReducer", ...]:
         """The k is split in proportion to the buckets' sizes, each receiving at least 1."""
+        if not sizes:
+            return ()
         select.check_k(self.k, sum(sizes))
         return tuple(TrueTopKReducer(max(1, k)) for k in split_evenly(self.k, sizes))
 
@@ -47,8 +49,9 @@ def deliver(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
     """The outcome of delivering exact means, `kept`, at distinct coordinates.
 
     A coordinate whose exact mean is zero counts as not sent, as in Alg. 3: the workers' values
-    there cancel, and keeping them conserves their sum.
+    there cancel, and keeping them conserves their sum. So does one whose sum overflows.
     """
+    kept = kept._replace(values=jnp.where(jnp.isfinite(kept.values), kept.values, 0))
     mean = jnp.zeros_like(kept.values, shape=x.shape)
     mean = mean.at[kept.indices].set(kept.values, unique_indices=True)
     sent = mean != 0

@@ -236,7 +236,9 @@ def _ordered(a, b):
 def check_size(name: str, size: int) -> None:
     """Raises ValueError unless indices below `size` fit into int32."""
     if not 1 <= size < 2**31:
-        raise ValueError(f"{name}={size} must be in 1 .. 2**31 - 1: split the vector into buckets")
+        raise ValueError(
+            f"{name}={size} must be in 1 .. 2**31 - 1: split the vector (bucket_size does)"
+        )
 
 
 def check_table(table: Array, spec: SketchSpec) -> Float[Array, "rows cols"]:

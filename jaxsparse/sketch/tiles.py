@@ -48,7 +48,10 @@ class SketchSpec:
         for name, low, high in ("rows", 1, 2**16), ("cols", 1, 2**30), ("seed", 0, 2**32):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"{name}={value!r} must be an int: it is static, so convert it")
+                raise ValueError(
+                    f"{name}={value!r} must be an int: it is static (list it in "
+                    "static_args under optax.inject_hyperparams)"
+                )
             if not low <= value < high:
                 raise ValueError(f"{name}={value} must be in {low} .. {high - 1}: choose it there")
 
@@ -110,7 +113,9 @@ def over_tiles(
     """Folds `step(number, carry, length)` over all tiles; the length is static."""
     full, rest = divmod(size, tile)
     if full:
-        carry = lax.fori_loop(0, full, lambda b, carry: step(b, carry, tile), carry)
+        carry = lax.fori_loop(
+            jnp.int32(0), jnp.int32(full), lambda b, carry: step(b, carry, tile), carry
+        )
     return step(jnp.int32(full), carry, rest) if rest else carry
 
 
