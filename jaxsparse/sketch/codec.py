@@ -52,9 +52,9 @@ def encode(
     def add(tile, table, length):
         values = lax.dynamic_slice(x, (tile * spec.tile,), (length,)).astype(jnp.float32)
         for row, bucket, sign in places(spec, seed, tile, tile_index(spec, tile, length)):
-            window = lax.dynamic_slice(table, (row, bucket), (1, length))
+            window = lax.dynamic_slice(table, (jnp.int32(row), bucket), (1, length))
             window += flip(values, sign)[None]
-            table = lax.dynamic_update_slice(table, window, (row, bucket))
+            table = lax.dynamic_update_slice(table, window, (jnp.int32(row), bucket))
         return table
 
     # Tiles that start near the end of a row run on into `tile` further columns.
@@ -201,7 +201,9 @@ def tile_estimates(table, spec, seed):
     def estimates(tile, length):
         rows = []
         for row, bucket, sign in places(spec, seed, tile, tile_index(spec, tile, length)):
-            rows.append(flip(lax.dynamic_slice(table, (row, bucket), (1, length))[0], sign))
+            rows.append(
+                flip(lax.dynamic_slice(table, (jnp.int32(row), bucket), (1, length))[0], sign)
+            )
         return _median(rows)
 
     return estimates
