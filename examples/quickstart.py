@@ -82,7 +82,8 @@ def train(
         # local() keeps the gradients this worker's own until the optimizer exchanges them.
         loss, grads = nnx.value_and_grad(loss_of)(jaxsparse.local(model))
         optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), jax.lax.pmean(loss, "data")
+        # The loss is averaged outside: the exchange is then all that the step communicates.
+        return nnx.state((model, optimizer)), jaxsparse.PerWorker.wrap(loss)
 
     @jax.jit
     def test_accuracy(state: Any) -> jax.Array:
@@ -104,7 +105,9 @@ def train(
         for i, batch in enumerate(batches(seed=seed), start=1):
             began = time.perf_counter()
             state, loss = parallel(state, batch)
-            losses.append(float(loss))  # waits: emulated devices may deadlock on queued steps
+            losses.append(
+                float(loss.value.mean())
+            )  # waits: emulated devices may deadlock on queued steps
             seconds.append(time.perf_counter() - began)
             if i % args.eval_every == 0 or i == args.steps:
                 curves[-1].append((i, float(np.mean(losses)), float(test_accuracy(state))))

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SMALL = ["--hidden", "128", "--steps", "12", "--eval-every", "4"]
 PARAMETERS = 64 * 128 + 128 * 128 + 128 * 10 + 2 * 128 + 10
-DENSE = 4 * (PARAMETERS + 2)  # with the flag that gradients are finite, and the averaged loss
+DENSE = 4 * (PARAMETERS + 1)  # with the flag that gradients are finite
 
 
 def run(script, *flags, cwd, rc=0):
@@ -127,6 +127,6 @@ def test_sketched_at_10x_is_within_a_point_of_dense(tmp_path, workers):
     flags = ["--methods", "sketched_sgd", "--compression", 10]
     _, methods = quickstart(*workers, *flags, cwd=tmp_path)
     dense, sketched = methods["dense"], methods["sketched 10x"]
-    assert sketched["compression"] > 9.999  # the averaged loss is one word more
+    assert sketched["compression"] >= 10
     assert np.mean(dense["test_accuracy"]) > 0.96
     assert np.mean(sketched["test_accuracy"]) > np.mean(dense["test_accuracy"]) - 0.01
