@@ -6,13 +6,15 @@ Chain one of the transformations before an Optax optimizer and run the training 
     tx = optax.chain(jaxsparse.sketched_sgd(compression=10, momentum=0.9), optax.sgd(0.1))
 """
 
-from jaxsparse import cost, layout, select, sketch
+from jaxsparse import cost, layout, quantize, select, sketch
 from jaxsparse.feedback import ErrorFeedbackState, error_feedback
+from jaxsparse.parallel import data_parallel
+from jaxsparse.per_worker import PerWorker, specs
 from jaxsparse.reducers.base import Info, Laws, Reduced, Reducer
 from jaxsparse.reducers.dense import DenseReducer
 from jaxsparse.reducers.sketched import SketchedBudget, SketchedReducer
 from jaxsparse.reducers.true_top_k import TrueTopKReducer
-from jaxsparse.sharding import PerWorker, data_parallel, local, shard, specs
+from jaxsparse.sharding import local, shard
 from jaxsparse.sketch import SketchSpec
 from jaxsparse.stream import SparseStream
 from jaxsparse.transforms import dense, sketched_sgd, true_top_k
@@ -36,6 +38,7 @@ __all__ = [
     "error_feedback",
     "layout",
     "local",
+    "quantize",
     "select",
     "shard",
     "sketch",

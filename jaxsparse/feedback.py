@@ -11,9 +11,9 @@ from jaxtyping import Array, Int
 
 from jaxsparse import layout as layouts
 from jaxsparse.collectives import wire
+from jaxsparse.per_worker import PerWorker
 from jaxsparse.reducers.base import Budget, Info, Reduced, Reducer, info
 from jaxsparse.reducers.dense import DenseReducer
-from jaxsparse.sharding import PerWorker
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -65,7 +65,7 @@ def error_feedback(
     Args:
         reducer: how the buckets are exchanged: a `Reducer`, or a budget that makes one for each.
         axis_name: the axis over which workers are mapped; None for a single worker.
-        momentum: factor in [0, 1), a float or a traced scalar; None saves the buffer.
+        momentum: factor in [0, 1), a float or a (traced) scalar array; None saves the buffer.
         is_dense: given a leaf's key path and shape, whether it travels uncompressed. By default
             vectors, scalars and anything below 1024 elements do.
         bucket_size: upper limit for the elements of a bucket. More buckets are exchanged one after
@@ -82,8 +82,7 @@ def error_feedback(
             fit, or see `jaxsparse.layout.plan`. From `update`: the axis is not bound, the state
             belongs to another tree or to several workers, or the gradients are already summed.
     """
-    if isinstance(momentum, (int, float)) and not 0 <= momentum < 1:
-        raise ValueError(f"momentum={momentum} must lie in [0, 1); use None for no momentum")
+    _check_momentum(momentum)
 
     def plan(tree: Any) -> tuple[layouts.Layout, tuple[Reducer, ...]]:
         rule = layouts.small_or_vector if is_dense is None else is_dense
@@ -225,6 +224,18 @@ def _all_finite(x: Array) -> Array:
 
 def _masked(u: Array, reduced: Reduced) -> Array:
     return u if reduced.sent is None else jnp.where(reduced.sent, jnp.zeros_like(u), u)
+
+
+def _check_momentum(momentum: Any) -> None:
+    if momentum is None:
+        return
+    if jnp.ndim(momentum) != 0:
+        raise ValueError(
+            f"momentum has shape {jnp.shape(momentum)}: pass a scalar in [0, 1), the same for all "
+            "leaves (optax.multi_transform treats leaves differently)"
+        )
+    if not isinstance(momentum, jax.core.Tracer) and not 0 <= float(momentum) < 1:
+        raise ValueError(f"momentum={momentum} must lie in [0, 1); use None for no momentum")
 
 
 def _check_local(updates: Any, axis_name: str | None) -> None:

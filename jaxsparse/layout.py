@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
+
+from jaxsparse.settings import static_int
 
 # Of one leaf: its key path, as printed by jax.tree_util.keystr, and its shape.
 IsDense = Callable[[str, tuple[int, ...]], bool]
@@ -66,16 +68,25 @@ class Layout(NamedTuple):
                 parts[leaf].append(jax.lax.slice(vector, (offset,), (offset + size,)))
                 offset += size
         leaves = [
-            _narrow(_join(part), dtype).reshape(shape)
+            narrow(_join(part), dtype).reshape(shape)
             for part, shape, dtype in zip(parts, self.shapes, self.dtypes)
         ]
         return self.treedef.unflatten(leaves)
 
 
-def _narrow(x: Array, dtype: Any) -> Array:
-    # Into float16, a value beyond its range would become infinite.
+def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:
+    """Float32 `x` in another float dtype; what a narrower one can't hold is clipped.
+
+    Args:
+        x: float32 array.
+        dtype: of the result.
+        summands: arrays like it that will be summed in that dtype, and must not overflow.
+    """
     limit = float(jnp.finfo(dtype).max)
     if limit < float(jnp.finfo(jnp.float32).max):
+        if summands > 1:
+            # Powers of two add up without rounding, which could exceed the limit at the last.
+            limit = 2.0 ** math.floor(math.log2(limit / summands))
         x = jnp.clip(x, -limit, limit)
     return x.astype(dtype)
 
@@ -117,7 +128,7 @@ def plan(
 
     Raises:
         ValueError: the tree has no elements, a leaf is not of a float dtype, or `bucket_size` is
-            below 1.
+            no int or below 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -125,8 +136,12 @@ def plan(
         >>> layout.bucket_sizes, layout.dense_size
         ((2048,), 8)
     """
-    if bucket_size is not None and bucket_size < 1:
-        raise ValueError(f"bucket_size={bucket_size} must be at least 1, or None for one bucket")
+    if bucket_size is not None:
+        bucket_size = static_int("bucket_size", bucket_size)
+        if bucket_size < 1:
+            raise ValueError(
+                f"bucket_size={bucket_size} must be at least 1, or None for one bucket"
+            )
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path) for path, _ in paths]
     leaves = [leaf for _, leaf in paths]

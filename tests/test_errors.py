@@ -3,8 +3,10 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from workers import mesh
 
@@ -12,6 +14,7 @@ import jaxsparse
 from jaxsparse import PerWorker, data_parallel, local, shard
 
 PARAMS = {"w": jnp.ones((40, 30)), "b": jnp.zeros(3)}
+ONE = jnp.float32(1)
 
 
 def sketched(**settings):
@@ -66,7 +69,55 @@ SETTINGS = {
         r"compression=10 .* makes k=100 and cols=-\d+: ask for less",
     ),
     "momentum": (lambda: sketched(momentum=1.0), r"momentum=1.0 must lie in \[0, 1\)"),
+    "momentum as a NumPy scalar": (
+        lambda: sketched(momentum=np.float32(1.5)),
+        r"momentum=1.5 must lie in \[0, 1\)",
+    ),
+    "momentum as a NumPy array": (
+        lambda: sketched(momentum=np.array(-0.5)),
+        r"momentum=-0.5 must lie in \[0, 1\)",
+    ),
+    "momentum as a jax.Array": (
+        lambda: sketched(momentum=jnp.float32(1)),
+        r"momentum=1.0 must lie in \[0, 1\)",
+    ),
+    "momentum that is not a number": (
+        lambda: sketched(momentum=jnp.float32(jnp.nan)),
+        r"momentum=nan must lie in \[0, 1\)",
+    ),
+    "momentum of a constant under jit": (
+        lambda: jax.jit(lambda: sketched(momentum=ONE).init(PARAMS))(),
+        r"momentum=1.0 must lie in \[0, 1\)",
+    ),
+    "momentum per leaf": (
+        lambda: jaxsparse.dense(momentum=np.array([0.9])),
+        r"momentum has shape \(1,\): pass a scalar in \[0, 1\)",
+    ),
+    "traced momentum of several": (
+        lambda: jax.jit(lambda m: sketched(momentum=m).init(PARAMS))(jnp.ones(2) / 2),
+        r"momentum has shape \(2,\): pass a scalar",
+    ),
     "bucket_size": (lambda: sketched(bucket_size=0).init(PARAMS), r"bucket_size=0 must be"),
+    "bucket_size as a float": (
+        lambda: sketched(bucket_size=300.0).init(PARAMS),
+        r"bucket_size=300.0 must be an int: it is static",
+    ),
+    "bucket_size as a bool": (
+        lambda: sketched(bucket_size=True).init(PARAMS),
+        r"bucket_size=True must be an int",
+    ),
+    "k as a float": (lambda: sketched(k=5.0), r"k=5.0 must be an int: it is static"),
+    "k of true_top_k as an array": (
+        lambda: jaxsparse.true_top_k(jnp.int32(5)),
+        r"k=Array\(5, .*must be an int: it is static",
+    ),
+    "k of a budget": (lambda: jaxsparse.sketched_sgd(10, k=True), r"k=True must be an int"),
+    "cols of a budget": (lambda: jaxsparse.sketched_sgd(10, cols=4.0), r"cols=4.0 must be an int"),
+    "oversampling as a float": (
+        lambda: sketched(oversampling=1.5),
+        r"oversampling=1.5 must be an int: it is static",
+    ),
+    "oversampling as a bool": (lambda: sketched(oversampling=True), r"oversampling=True must be"),
     "nothing to compress": (
         lambda: sketched().init({"w": jnp.ones((5, 5)), "b": jnp.ones(9000)}),
         r"no leaf would be compressed: all 2 .*is_dense=lambda path, shape: False",
@@ -176,6 +227,41 @@ def no_workers():
     data_parallel(lambda x: x, 0)
 
 
+def partitioned_over_another_axis():
+    grid = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    shard({"w": jax.device_put(PARAMS["w"], NamedSharding(grid, P(None, "model")))}, grid)
+
+
+def partitioned_over_the_axis_of_the_workers():
+    params = jax.device_put(jnp.ones((3, 2)), NamedSharding(mesh(3), P("data")))
+    shard({"w": params, "r": PerWorker(params)}, mesh(3))
+
+
+def partitioned_before_a_simulation():
+    shard({"w": jax.device_put(jnp.ones((3, 2)), NamedSharding(mesh(3), P("data")))}, 3)
+
+
+def unwrapped_state_to_shard():
+    shard({"count": PerWorker(jnp.float32(0))}, 3)
+
+
+def unwrapped_argument():
+    data_parallel(lambda s, x: s, 3)({"count": PerWorker(jnp.float32(0))}, jnp.ones(3))
+
+
+def unwrapped_output():
+    data_parallel(lambda x: {"max": PerWorker(x.max())}, mesh(3), batch_argnums=0)(jnp.ones(6))
+
+
+def unwrapped_simulated_output():
+    data_parallel(lambda x: {"max": PerWorker(x.max())}, 3, batch_argnums=0)(jnp.ones(6))
+
+
+def unwrapped_unchecked_output():
+    run = data_parallel(lambda x: PerWorker(x.max()), mesh(3), batch_argnums=0, check_vma=False)
+    run(jnp.ones(6))
+
+
 def differing_output():
     data_parallel(lambda x: {"loss": x.mean()}, mesh(3), batch_argnums=0)(jnp.arange(3.0))
 
@@ -203,6 +289,14 @@ USES = {
     axis_not_in_mesh: r"axis_name='workers' is not an axis of the mesh.*\('data',\)",
     shard_over_an_axis_not_in_mesh: r"axis_name='workers' is not an axis of the mesh",
     no_workers: r"mesh=0 gives no worker",
+    partitioned_over_another_axis: r"leaf\['w'\] is partitioned.*'model'.*not supported.*replicate",
+    partitioned_over_the_axis_of_the_workers: r"leaf\['w'\] is partitioned over .*'data'",
+    partitioned_before_a_simulation: r"leaf\['w'\] is partitioned over .*'data'",
+    unwrapped_state_to_shard: r"leaf\['count'\].* has shape \(\).*PerWorker.wrap\(x\)",
+    unwrapped_argument: r"argument 0\['count'\].* has shape \(\).*PerWorker.wrap\(x\)",
+    unwrapped_output: r"the step's output\['max'\].* shape \(\).*PerWorker.wrap\(x\)",
+    unwrapped_simulated_output: r"the step's output\['max'\].* shape \(\).*PerWorker.wrap\(x\)",
+    unwrapped_unchecked_output: r"the step's output.* shape \(\).*PerWorker.wrap\(x\)",
     differing_output: r"output\['loss'\] differs between workers.*jax.lax.pmean\(x, 'data'\)",
     differing_simulated_output: r"an output of the step differs between workers: average it",
 }
@@ -214,9 +308,35 @@ def test_uses(misuse):
         misuse()
 
 
+@pytest.mark.parametrize(
+    ("workers", "message"),
+    [
+        (0, r"mesh=0 gives no worker: pass a mesh, or a number of at least 1"),
+        (-2, r"mesh=-2 gives no worker"),
+        (2.0, r"mesh=2.0 must be a jax.sharding.Mesh of devices, .*or a number of workers"),
+        (True, r"mesh=True must be a jax.sharding.Mesh"),
+        (None, r"mesh=None must be a jax.sharding.Mesh"),
+        (
+            AbstractMesh((3,), ("data",)),
+            r"mesh=AbstractMesh\(.* must be a jax.sharding.Mesh of dev",
+        ),
+        (jax.sharding.Mesh(np.empty(0, object), ("data",)), r"mesh=Mesh\(.*gives no worker"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "use", [lambda mesh: shard(PARAMS, mesh), lambda mesh: data_parallel(lambda x: x, mesh)]
+)
+def test_numbers_of_workers(use, workers, message):
+    with pytest.raises(ValueError, match=message):
+        use(workers)
+
+
 def test_unwrap_names_the_remedy():
     with pytest.raises(ValueError, match=r"holds 2 workers' values.*data_parallel"):
         PerWorker.unwrap(PerWorker(jnp.zeros((2, 3))))
+    with pytest.raises(ValueError, match=r"shape \(\).*PerWorker.wrap\(x\)"):
+        PerWorker.unwrap(PerWorker(jnp.zeros(())))
 
 
 def test_the_right_use_is_accepted():

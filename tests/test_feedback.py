@@ -180,6 +180,34 @@ def test_composes_with(composition):
     assert np.any(residuals[0][0] != residuals[0][1])
 
 
+def test_injected_momentum_can_be_changed_between_steps():
+    # What the README asks for: all settings that are given but momentum, and rows and seed.
+    given = {"compression": 3, "oversampling": 2, "bucket_size": 700, "axis_name": "data"}
+    injected = optax.inject_hyperparams(
+        jaxsparse.sketched_sgd, static_args=(*given, "rows", "seed")
+    )(**given, momentum=0.9)
+    run, state = parallel_step(injected), sharded(injected)
+    for _ in range(2):
+        state = run(state, BATCH)
+    params, (feedback, hyperparams) = state[0], (state[1].inner_state, state[1].hyperparams)
+    assert set(hyperparams) == {"momentum"}
+
+    def after(momentum):
+        changed = {"momentum": jnp.full_like(hyperparams["momentum"], momentum)}
+        params, opt_state = run((state[0], state[1]._replace(hyperparams=changed)), BATCH)
+        return params, opt_state.inner_state
+
+    for momentum in (0.9, 0.5):
+        plain = parallel_step(jaxsparse.sketched_sgd(**given, momentum=momentum))
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7),
+            after(momentum),
+            plain((params, feedback), BATCH),
+        )
+    for name in PARAMS:
+        assert np.any(np.abs(after(0.9)[0][name] - after(0.5)[0][name]) > 1e-3), name
+
+
 def test_a_scan_over_steps_equals_single_steps():
     tx = optax.chain(sketched(), optax.sgd(0.1))
 

@@ -9,13 +9,16 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 
 # Each may import only from rows above its own.
 LAYERS = [
-    ["_compat", "hashing", "stream", "cost"],
+    ["_compat", "settings", "hashing", "stream", "cost"],
+    ["quantize"],
     ["sketch.tiles"],
     ["sketch.codec", "sketch.streaming"],
     ["sketch.heavy"],
     ["sketch", "select", "layout"],
     ["collectives.wire"],
+    ["per_worker"],
     ["sharding"],
+    ["parallel"],
     ["collectives"],
     ["reducers.base"],
     ["reducers"],

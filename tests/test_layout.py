@@ -1,5 +1,7 @@
 """The layout: a tree comes back as it was, whatever its leaves, and budgets add up."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,22 @@ def test_plan_needs_only_shapes():
     assert layout.plan(jax.eval_shape(lambda: tree)) == layout.plan(tree)
 
 
+def test_bucket_size_may_be_numpys():
+    sizes = layout.plan({"w": jnp.ones((40, 40))}, bucket_size=np.int64(800)).bucket_sizes
+    assert sizes == (800, 800)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("summands", [1, 2, 3, 5, 7, 64, 100])
+def test_sums_of_narrowed_values_never_overflow(dtype, summands):
+    big = layout.narrow(jnp.array([-3e38, 1.0, 3.4e38]), dtype, summands)
+    total = functools.reduce(jnp.add, [big] * summands)
+    assert total.dtype == dtype
+    assert total[1] == summands
+    assert np.all(np.isfinite(np.asarray(total, np.float32)))
+    assert total[2] >= float(jnp.finfo(dtype).max) / 2.01  # as little is clipped as may be
+
+
 def test_a_leaf_of_more_than_2_to_the_31_elements_can_be_planned():
     tree = {"embedding": jax.ShapeDtypeStruct((2**16, 2**16), jnp.bfloat16)}
     assert layout.plan(tree, bucket_size=2**30).bucket_sizes == (2**30,) * 4
@@ -98,6 +116,8 @@ def test_split_evenly_is_proportional(total, weights):
         ({"n": jnp.zeros((40, 40), jnp.int32)}, {}, r"leaf\['n'\] has dtype int32"),
         ({"c": jnp.zeros((40, 40), jnp.complex64)}, {}, r"leaf\['c'\] has dtype complex64"),
         ({"w": jnp.zeros((40, 40))}, {"bucket_size": 0}, "bucket_size=0 must be at least 1"),
+        ({"w": jnp.zeros((40, 40))}, {"bucket_size": 9.0}, "bucket_size=9.0 must be an int"),
+        ({"w": jnp.zeros((40, 40))}, {"bucket_size": False}, "bucket_size=False must be an int"),
     ],
 )
 def test_errors(tree, settings, message):

@@ -156,6 +156,19 @@ def test_shard_repeats_the_initial_value_and_is_idempotent():
         np.testing.assert_array_equal(spread["b"], np.arange(3.0))
 
 
+def test_the_number_of_workers_may_be_numpys():
+    spread = shard(PerWorker.wrap(jnp.zeros(2)), np.int64(3))
+    assert data_parallel(lambda s, x: s, np.int64(3))(spread, jnp.ones(3)).value.shape == (3, 2)
+
+
+def test_shard_accepts_replicated_arrays_on_meshes_of_several_axes():
+    grid = jax.make_mesh((2, 2, 1), ("data", "model", "one"), devices=jax.devices()[:4])
+    x = jnp.arange(4.0)
+    for spec in (P(), P("one")):
+        whole = jax.device_put(x, jax.sharding.NamedSharding(grid, spec))
+        np.testing.assert_array_equal(shard(whole, grid), x)
+
+
 def test_shard_brings_arrays_from_other_devices():
     params = jax.device_put(jnp.arange(4.0), jax.devices()[5])
     tree = {"p": params, "r": PerWorker.wrap(params)}

@@ -9,10 +9,11 @@ from jaxtyping import Array, DTypeLike, Float, UInt32
 
 from jaxsparse import select, sketch
 from jaxsparse.collectives import wire
-from jaxsparse.layout import split_evenly
+from jaxsparse.layout import narrow, split_evenly
 from jaxsparse.reducers.base import Laws, Reduced
 from jaxsparse.reducers.dense import DenseReducer
 from jaxsparse.reducers.true_top_k import deliver
+from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream
 
 
@@ -33,7 +34,8 @@ class SketchedReducer:
             knows none: with selection="heavymix" it must be 1.
         selection: "top_k" for Alg. 3, "heavymix" for Alg. 1.
         seed: of the hashes; each exchange derives fresh ones, the same on all workers.
-        table_dtype: of the table on the wire.
+        table_dtype: of the table on the wire. In a narrower one than float32, each of W workers
+            clips its table to the largest power of two that the sum can hold W times.
     """
 
     k: int
@@ -46,6 +48,8 @@ class SketchedReducer:
     laws: ClassVar[Laws] = Laws(conserves=True, dense_at_full_budget=True)
 
     def __post_init__(self):
+        for name in ("k", "cols", "rows", "oversampling", "seed"):
+            object.__setattr__(self, name, static_int(name, getattr(self, name)))
         if self.selection not in ("top_k", "heavymix"):
             raise ValueError(
                 f"selection={self.selection!r} is unknown: use 'top_k' (Alg. 3) or 'heavymix' "
@@ -92,7 +96,8 @@ class SketchedReducer:
         spec = sketch.SketchSpec(self.rows, self.cols, self.seed)
         key = jax.random.fold_in(jax.random.key(self.seed), state)
         hash_seed = jax.random.bits(key, dtype=jnp.uint32)
-        table = sketch.encode(x, spec, seed=hash_seed).astype(self.table_dtype)
+        table = sketch.encode(x, spec, seed=hash_seed)
+        table = narrow(table, self.table_dtype, summands=wire.axis_size(axis_name))
         table = wire.psum(table, axis_name).astype(jnp.float32)
         candidates, _ = sketch.heavy_hitters(
             table,
@@ -132,6 +137,9 @@ class SketchedBudget:
     cols: int | None = None
 
     def __post_init__(self):
+        for name in ("k", "cols"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, static_int(name, getattr(self, name)))
         if not self.compression >= 1:
             raise ValueError(f"compression={self.compression} must be at least 1 (10 means 10x)")
         if self.k is not None and self.cols is not None:

@@ -10,6 +10,7 @@ from jaxsparse import select
 from jaxsparse.collectives import wire
 from jaxsparse.layout import split_evenly
 from jaxsparse.reducers.base import Laws, Reduced, info
+from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream
 
 
@@ -26,6 +27,9 @@ class TrueTopKReducer:
 
     k: int
     laws: ClassVar[Laws] = Laws(conserves=True, dense_at_full_budget=True)
+
+    def __post_init__(self):
+        object.__setattr__(self, "k", static_int("k", self.k))
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["TrueTopKReducer", ...]:
         """The k is split in proportion to the buckets' sizes, each receiving at least 1."""

@@ -1,0 +1,118 @@
+"""The mark of arrays that differ between workers, and what goes by it.
+
+Parameters and most optimizer state are equal on all workers; residuals are not. `PerWorker` marks
+the arrays that differ, so that one pair of functions (`shard`, `data_parallel`) serves an Optax
+state, a linen `TrainState` and an nnx state alike.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.tree_util import GetAttrKey, KeyPath
+
+T = TypeVar("T")
+
+# The key under which a PerWorker's array appears in key paths. Frameworks that flatten a tree and
+# forget its node types (nnx.split, Orbax) still keep the path.
+_KEY = "jaxsparse_per_worker"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PerWorker:
+    """Marks an array that differs from worker to worker.
+
+    Attributes:
+        value: the array with a leading worker axis: (1, ...) as one worker sees it, (W, ...) as
+            the trainer sees it outside the parallel step.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> PerWorker.wrap(jnp.zeros(3)).value.shape
+        (1, 3)
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerWorker({self.value!r})"
+
+    def tree_flatten_with_keys(self):
+        return ((GetAttrKey(_KEY), self.value),), None
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(children[0])
+
+    @classmethod
+    def wrap(cls, tree: Any) -> Any:
+        """Marks each array of one worker's `tree` as per-worker."""
+        return jax.tree.map(lambda x: cls(jnp.asarray(x)[None]), tree)
+
+    @classmethod
+    def unwrap(cls, tree: Any) -> Any:
+        """This worker's arrays out of a tree made by `wrap`.
+
+        Raises:
+            ValueError: an array holds several workers' values: the state was passed whole.
+        """
+
+        def one(node: PerWorker) -> Any:
+            check_wrapped("a leaf", node.value)
+            if node.value.shape[0] != 1:
+                raise ValueError(
+                    f"a PerWorker array of shape {node.value.shape} holds {node.value.shape[0]} "
+                    "workers' values where one worker's, of shape (1, ...), was expected. Run the "
+                    "step through jaxsparse.data_parallel, or give jax.shard_map the in_specs "
+                    "jaxsparse.specs(state)"
+                )
+            return node.value[0]
+
+        return jax.tree.map(one, tree, is_leaf=_is_per_worker)
+
+
+def _is_per_worker(node: Any) -> bool:
+    return isinstance(node, PerWorker)
+
+
+def is_marked(path: KeyPath) -> bool:
+    """Whether the leaf at `path` is per-worker."""
+    return any(getattr(k, "name", getattr(k, "key", None)) == _KEY for k in path)
+
+
+def check_wrapped(name: str, value: Any) -> None:
+    """Raises ValueError if the array of a `PerWorker` has no worker axis."""
+    if jnp.ndim(value) == 0:
+        raise ValueError(
+            f"{name} is marked PerWorker but has shape (), without an axis for the workers: mark "
+            "it with jaxsparse.PerWorker.wrap(x), which adds one, instead of PerWorker(x)"
+        )
+
+
+def map_marked(f: Callable[[Any, bool], Any], tree: T) -> T:
+    """Maps f(leaf, whether it is per-worker) over the leaves of `tree`."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: f(leaf, is_marked(path)), tree)
+
+
+def specs(tree: Any, axis_name: str = "data") -> Any:
+    """Partition specs of `tree`, in its own structure, for `jax.shard_map` and `NamedSharding`.
+
+    Args:
+        tree: any pytree; `PerWorker` arrays are found by their key path, so a state that
+            `nnx.split` took apart works too.
+        axis_name: the mesh axis of the workers.
+
+    Returns:
+        `PartitionSpec(axis_name)` in place of each per-worker array, `PartitionSpec()` elsewhere.
+    """
+    return map_marked(
+        lambda _, marked: PartitionSpec(axis_name) if marked else PartitionSpec(), tree
+    )

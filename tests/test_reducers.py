@@ -1,0 +1,52 @@
+"""What single reducers promise beyond the contract that all of them share."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from workers import on_workers
+
+from jaxsparse import SketchedBudget, SketchedReducer, TrueTopKReducer
+
+SIZE = 2003
+
+
+def exchange(reducer, vectors, way="shard_map"):
+    """One exchange among as many workers as there are vectors; each worker's outcome."""
+    run = on_workers(lambda x: reducer(x, reducer.init(SIZE), axis_name="data"), len(vectors), way)
+    return run(jnp.asarray(vectors, jnp.float32))
+
+
+def test_numpy_integers_are_ints():
+    settings = {"k": 5, "cols": 40, "rows": 3, "oversampling": 2, "seed": 7}
+    numpy = {name: np.int64(value) for name, value in settings.items()}
+    sketched = SketchedReducer(**numpy)
+    assert repr(sketched) == repr(SketchedReducer(**settings))
+    assert repr(SketchedReducer(**{**numpy, "seed": np.uint32(7)})) == repr(sketched)
+    for given in ("k", "cols"):
+        budgets = [SketchedBudget(4, sketched, **{given: n}) for n in (9, np.int32(9))]
+        assert repr(budgets[0].split((SIZE,))) == repr(budgets[1].split((SIZE,)))
+    x = np.random.default_rng(0).normal(size=(2, SIZE))
+    for reducer in (sketched, TrueTopKReducer(k=np.int64(5))):
+        assert np.count_nonzero(exchange(reducer, x, "vmap").mean[0]) == 5
+
+
+@pytest.mark.parametrize("way", ["shard_map", "vmap"])
+@pytest.mark.parametrize("seed", range(2))
+def test_values_beyond_float16_are_exchanged_exactly(way, seed):
+    big = 999_999  # a multiple of 3: means are exact
+    rng = np.random.default_rng(seed)
+    x = 3.0 * rng.integers(-3, 4, (3, SIZE))
+    x[:, 70:80] = big  # a sum beyond float16 even of values that are not
+    x[:, 80:90] = 21_840  # a third of its largest value, rounded up
+    x[:, :60] = big * np.array([[1], [-1], [0]])  # infinities would cancel to NaN
+    x[:, 300] = 9_999
+    reducer = SketchedReducer(k=21, cols=256, oversampling=2, table_dtype="float16", seed=seed)
+    assert reducer.words(SIZE) < SIZE
+    outcome = exchange(reducer, x, way)
+    mean, residual = np.asarray(outcome.mean[0], np.float64), np.asarray(outcome.residual)
+    assert np.all(np.isfinite(mean))
+    assert np.all(np.isfinite(residual))
+    np.testing.assert_array_equal(3 * mean + residual.sum(0), x.sum(0))
+    np.testing.assert_array_equal(mean[70:80], big)
+    np.testing.assert_array_equal(mean[80:90], 21_840)
+    assert mean[300] == 9_999
