@@ -10,13 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from workers import MESH_SIZES, mesh, on_workers
+from workers import MESH_SIZES, mesh, on_workers, some
 
 from jaxsparse import (
     DenseReducer,
+    GTopKReducer,
+    OkTopkReducer,
     PerWorker,
     SketchedReducer,
+    SparCMLReducer,
+    SparDLReducer,
+    TopKReducer,
     TrueTopKReducer,
+    codecs,
     data_parallel,
     error_feedback,
     local,
@@ -40,12 +46,35 @@ CASES = {
     "sketched_even_rows": Case(
         SketchedReducer(k=11, cols=53, rows=4, seed=3), SketchedReducer(k=SIZE, cols=1)
     ),
+    "top_k": Case(TopKReducer(0.03), TopKReducer(1.0)),
+    "top_k_packed": Case(TopKReducer(0.03, codecs.Packed()), TopKReducer(1.0, codecs.Packed())),
+    "gtopk": Case(GTopKReducer(0.03), GTopKReducer(1.0)),
+    "ok_topk": Case(OkTopkReducer(0.03), OkTopkReducer(1.0)),
+    "sparcml": Case(
+        SparCMLReducer(k=2, bucket_size=64),
+        SparCMLReducer(k=64, bucket_size=64, capacity_factor=None),
+    ),
+    "sparcml_split": Case(
+        SparCMLReducer(2, 64, "split_allgather", capacity_factor=1.0, union_factor=1.0),
+        SparCMLReducer(64, 64, "split_allgather", capacity_factor=None),
+    ),
+    "sparcml_nearest": Case(
+        SparCMLReducer(k=2, bucket_size=64, bits=4, rounding="nearest"),
+        SparCMLReducer(k=64, bucket_size=64, bits=4, rounding="nearest"),
+    ),
+    "spardl": Case(SparDLReducer(0.03), SparDLReducer(1.0)),
+    "spardl_packed": Case(
+        SparDLReducer(0.03, codec=codecs.Packed()), SparDLReducer(1.0, codec=codecs.Packed())
+    ),
     "heavymix": Case(
         SketchedReducer(k=31, cols=53, oversampling=1, selection="heavymix"),
         SketchedReducer(k=SIZE, cols=7, oversampling=1, selection="heavymix"),
     ),
 }
-reducers = pytest.mark.parametrize("name", CASES)
+# A group runs in one process, which compiles each of a reducer's programs once.
+reducers = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CASES]
+)
 
 
 def gradients(workers, steps=STEPS, size=SIZE):
@@ -72,7 +101,13 @@ def runner(reducer, workers, way, size=SIZE):
         return (reduced.state, reduced.residual), (x, reduced)
 
     def run(gradients):  # (steps, d)
-        start = reducer.init(size), jnp.zeros_like(gradients[0])
+        per_worker = lambda leaf: isinstance(leaf, PerWorker)
+        state = jax.tree.map(
+            lambda leaf: wire.varying(leaf, "data") if per_worker(leaf) else leaf,
+            reducer.init(size),
+            is_leaf=per_worker,
+        )
+        start = state, jnp.zeros_like(gradients[0])
         return jax.lax.scan(step, start, gradients)[1]
 
     return on_workers(run, workers, way)
@@ -89,6 +124,12 @@ def by_step(results):
     return [jax.tree.map(lambda leaf, i=i: leaf[:, i], results) for i in range(steps)]
 
 
+def rounds(reducer):
+    """Whether values are rounded on the wire."""
+    codec = getattr(reducer, "codec", codecs.COO)
+    return not codec.is_exact or getattr(reducer, "bits", None) is not None
+
+
 def check_laws(reducer, results, workers):
     for x, reduced in by_step(results):
         mean = np.asarray(reduced.mean)
@@ -96,15 +137,17 @@ def check_laws(reducer, results, workers):
         assert reduced.mean.dtype == reduced.residual.dtype == jnp.float32
         assert reduced.sent is None or reduced.sent.dtype == jnp.bool_
         if reducer.laws.conserves:
-            np.testing.assert_array_equal(
-                np.asarray(x, np.float64).sum(0),
-                workers * mean[0].astype(np.float64) + np.asarray(reduced.residual).sum(0),
-            )
+            kept = workers * mean[0].astype(np.float64)
+            kept += np.asarray(reduced.residual, np.float64).sum(0)
+            if rounds(reducer):  # what is delivered are no multiples of W, and means inexact
+                np.testing.assert_allclose(np.asarray(x, np.float64).sum(0), kept, atol=1e-2)
+            else:
+                np.testing.assert_array_equal(np.asarray(x, np.float64).sum(0), kept)
         assert np.all(np.asarray(reduced.info.delivered) == reduced.info.delivered[0])
 
 
 @reducers
-@pytest.mark.parametrize("workers", MESH_SIZES)
+@pytest.mark.parametrize("workers", some(MESH_SIZES, (3, 8)))
 def test_nothing_is_lost_and_replicas_agree(name, workers):
     results = run(name, workers)
     check_laws(CASES[name].reducer, results, workers)
@@ -112,18 +155,22 @@ def test_nothing_is_lost_and_replicas_agree(name, workers):
 
 
 @reducers
-@pytest.mark.parametrize("workers", [6, 64])
+@pytest.mark.parametrize("workers", some((6, 64), ()))
 def test_nothing_is_lost_among_simulated_workers(name, workers):
     check_laws(CASES[name].reducer, run(name, workers, "vmap"), workers)
 
 
 @reducers
-@pytest.mark.parametrize("workers", [1, 3, 8])
-def test_vmap_equals_shard_map(name, workers):
-    for way in ("vmap", "shard_map_unchecked"):
-        jax.tree.map(
-            np.testing.assert_array_equal, run(name, workers, way), run(name, workers, "shard_map")
-        )
+@pytest.mark.parametrize("workers", some((1, 3, 8), (3,)))
+@pytest.mark.parametrize("way", some(("vmap", "shard_map_unchecked"), ("vmap",)))
+def test_the_ways_to_run_are_equal(name, workers, way):
+    one, other = run(name, workers, way), run(name, workers, "shard_map")
+    equal = np.testing.assert_array_equal
+    if getattr(CASES[name].reducer, "bits", None) is not None:
+        # XLA rounds level * scale, or does not, as it fuses; later steps amplify that.
+        one, other = by_step(one)[0], by_step(other)[0]
+        equal = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-3)
+    jax.tree.map(equal, one, other)
 
 
 @reducers
@@ -138,7 +185,7 @@ def test_no_axis_is_one_worker(name):
 
 
 @reducers
-@pytest.mark.parametrize("workers", MESH_SIZES)
+@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,)))
 def test_full_budget_is_the_dense_mean(name, workers):
     if not CASES[name].full.laws.dense_at_full_budget:
         pytest.skip("not promised")
@@ -149,7 +196,7 @@ def test_full_budget_is_the_dense_mean(name, workers):
 
 
 @reducers
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", some((1, 2, 5), (2,)))
 def test_tiny_vectors(name, size):
     reducer = CASES[name].reducer
     fields = {f: 1 for f in ("k", "cols", "rows", "oversampling") if hasattr(reducer, f)}
@@ -193,26 +240,27 @@ def _step_and_state(name, momentum):
     return step, (params, tx.init(params))
 
 
-@reducers
-@pytest.mark.parametrize("momentum", [None, 0.9])
-def test_the_transformation_keeps_types_and_traces_once(name, momentum):
+@functools.cache
+def _compiled_step(name, momentum):
     chex.clear_trace_counter()
     step, state = _step_and_state(name, momentum)
-    state = shard(state, mesh(3))
-    run = data_parallel(step, mesh(3))
+    return data_parallel(step, mesh(3)), shard(state, mesh(3))
+
+
+@reducers
+@pytest.mark.parametrize("momentum", some((None, 0.9), (0.9,)))
+def test_the_transformation_keeps_types_and_traces_once(name, momentum):
+    run, state = _compiled_step(name, momentum)
     structure, types = jax.tree.structure(state), list(map(jax.typeof, jax.tree.leaves(state)))
     for i in range(3):
-        state = run(state, jnp.full(6, 1.0 + i))
+        state = run(state, jnp.full(6, 1.0 + i, jnp.float32))
     assert jax.tree.structure(state) == structure
     assert list(map(jax.typeof, jax.tree.leaves(state))) == types
 
 
 @reducers
 def test_a_non_finite_gradient_on_one_worker_skips_the_step_on_all(name):
-    chex.clear_trace_counter()
-    step, state = _step_and_state(name, 0.9)
-    state = shard(state, mesh(3))
-    run = data_parallel(step, mesh(3))
+    run, state = _compiled_step(name, 0.9)
     before = run(state, jnp.arange(1.0, 7.0))
     for bad in (jnp.nan, jnp.inf, -jnp.inf):
         after = run(before, jnp.arange(1.0, 7.0).at[3].set(bad))

@@ -9,21 +9,32 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 
 # Each may import only from rows above its own.
 LAYERS = [
-    ["_compat", "settings", "hashing", "stream", "cost"],
-    ["quantize"],
+    ["_compat", "settings", "hashing", "operations", "tiles", "cost"],
+    ["stream", "quantize", "stages"],
+    ["codecs"],
+    ["select.checks"],
+    ["select.compaction", "select.exact", "select.buckets"],
+    ["select.streaming"],
+    ["select.fast"],
+    ["select"],
     ["sketch.tiles"],
-    ["sketch.codec", "sketch.streaming"],
+    ["sketch.codec"],
     ["sketch.heavy"],
-    ["sketch", "select", "layout"],
+    ["sketch", "layout"],
     ["collectives.wire"],
     ["per_worker"],
     ["sharding"],
     ["parallel"],
+    ["collectives.group", "collectives.outcome", "collectives.parcel"],
+    ["collectives.bruck_all_gather", "collectives.split"],
+    ["collectives.spar_reduce_scatter"],
+    ["collectives.spar_all_gather"],
     ["collectives"],
-    ["reducers.base"],
+    ["reducers.base", "reducers.density", "reducers.selection"],
+    ["reducers.residuals"],
     ["reducers"],
     ["feedback"],
-    ["transforms"],
+    ["transforms", "autotune"],
 ]
 
 

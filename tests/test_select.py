@@ -1,10 +1,14 @@
-"""Exact selection and sparse streams, against NumPy."""
+"""Selections and sparse streams, against NumPy."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxsparse import select, stream
+from jaxsparse.select.compaction import compact_ranked
 
 
 @pytest.mark.parametrize("size", [1, 2, 17, 1000])
@@ -39,3 +43,333 @@ def test_k_out_of_range_is_refused(k):
 def test_a_matrix_is_refused():
     with pytest.raises(ValueError, match=r"x has shape \(2, 3\).*x.ravel\(\)"):
         select.top_k(jnp.ones((2, 3)), 1)
+
+
+# --- compact ---
+
+
+def positions(mask, capacity):
+    """The definition of `compact`."""
+    taken = np.flatnonzero(mask)[:capacity]
+    return np.pad(taken, (0, capacity - len(taken)), constant_values=len(mask))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 31, 32, 33, 40, 1023, 1025, 5003])
+def test_compact_is_nonzero(size):
+    for capacity in sorted({0, 1, size // 2, size, size + 3}):
+        for share in (0.0, 0.02, 0.5, 1.0):
+            mask = np.random.default_rng(size).uniform(size=size) < share
+            found = select.compact(jnp.asarray(mask), capacity)
+            np.testing.assert_array_equal(found, positions(mask, capacity))
+            assert found.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("share", [1e-4, 0.01, 0.3])
+def test_compact_of_many_blocks(share, seed):
+    """With capacities that hold everything and that don't, and blocks without any element."""
+    size = 2**18 + 77
+    rng = np.random.default_rng(seed)
+    mask = rng.uniform(size=size) < share
+    mask[50_000:120_000] = False
+    mask[200_000:203_000] = True
+    for capacity in (1000, 10_000, 100_000):
+        found = select.compact(jnp.asarray(mask), capacity)
+        np.testing.assert_array_equal(found, positions(mask, capacity))
+
+
+def test_every_single_position_is_found():
+    def find(position):
+        return select.compact(jnp.arange(2100, dtype=jnp.int32) == position, 2)
+
+    found = jax.jit(jax.vmap(find))(jnp.arange(2100, dtype=jnp.int32))
+    np.testing.assert_array_equal(found[:, 0], np.arange(2100))
+    assert np.all(found[:, 1] == 2100)
+
+
+@pytest.mark.parametrize("size", [1, 31, 1024, 3000])
+def test_masks_are_taken_one_after_another(size):
+    kind = np.random.default_rng(size).integers(0, 4, size)
+    masks = [kind == i for i in range(3)]
+    expected = np.concatenate([np.flatnonzero(mask) for mask in masks])
+    compact = jax.jit(compact_ranked, static_argnums=1)
+    for capacity in (1, (size + 1) // 2, size):
+        found = compact([jnp.asarray(mask) for mask in masks], capacity)
+        padded = np.pad(expected, (0, capacity), constant_values=size)[:capacity]
+        np.testing.assert_array_equal(found, padded)
+
+
+@pytest.mark.parametrize("capacity", [-1, 2.0, True])
+def test_a_bad_capacity_is_refused(capacity):
+    with pytest.raises(ValueError, match=f"capacity={capacity} must be an int of at least 0"):
+        select.compact(jnp.ones(3, bool), capacity)
+
+
+def test_compact_refuses_what_is_no_mask():
+    with pytest.raises(ValueError, match=r"mask has shape \(2, 3\).*mask.ravel\(\)"):
+        select.compact(jnp.ones((2, 3), bool), 1)
+    with pytest.raises(ValueError, match=r"mask has dtype float32.*mask != 0"):
+        select.compact(jnp.ones(3), 1)
+
+
+# --- inputs for the other selections ---
+
+
+def runs(rng, size, number):
+    x = np.full(size, 0.01)
+    for start in rng.integers(0, size, number):
+        part = x[start : start + size // (100 * number)]
+        part[:] = 1 + rng.uniform(size=len(part))
+    return x
+
+
+def strided(rng, size, stride):
+    x = np.full(size, 0.01)
+    x[7 % size :: stride] = 1 + rng.uniform(size=len(x[7 % size :: stride]))
+    return x
+
+
+DATA = {
+    "normal": lambda rng, n: rng.normal(size=n),
+    "cubed": lambda rng, n: rng.normal(size=n) ** 3,
+    "rising": lambda rng, n: np.sort(rng.normal(size=n) ** 3),
+    "falling": lambda rng, n: -np.sort(rng.normal(size=n) ** 3),
+    "linear": lambda rng, n: np.arange(n) / n,
+    "constant": lambda rng, n: np.full(n, -2.0),
+    "zeros": lambda rng, n: np.zeros(n),
+    "negative zeros": lambda rng, n: np.where(rng.uniform(size=n) < 0.5, 0.0, -0.0),
+    "ties": lambda rng, n: rng.integers(-2, 3, n),
+    "one heavy": lambda rng, n: np.where(np.arange(n) == n // 3, -3.0, 0.0),
+    "infinities": lambda rng, n: np.where(rng.uniform(size=n) < 0.01, -np.inf, rng.normal(size=n)),
+    "denormal": lambda rng, n: rng.normal(size=n) * 1e-40,
+    "one run": lambda rng, n: runs(rng, n, 1),
+    "ten runs": lambda rng, n: runs(rng, n, 10),
+    "stride 100": lambda rng, n: strided(rng, n, 100),
+    "stride 128": lambda rng, n: strided(rng, n, 128),
+    "stride 1000": lambda rng, n: strided(rng, n, 1000),
+    "stride of a tile": lambda rng, n: strided(rng, n, -(-n // 64)),
+}
+every_data = pytest.mark.parametrize("data", DATA)
+every_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+
+
+def make(data, size, dtype=jnp.float32, seed=0):
+    x = DATA[data](np.random.default_rng(seed), size).astype(np.float32)
+    return jnp.asarray(x).astype(dtype)
+
+
+def ranked(x):
+    """Indices in order of falling magnitude, the lower one first of equal ones."""
+    return np.argsort(-np.abs(np.asarray(x).astype(np.float32)), kind="stable")
+
+
+def check_stream(kept, x, capacity):
+    assert kept.indices.shape == kept.values.shape == (capacity,)
+    assert kept.indices.dtype == jnp.int32
+    assert kept.values.dtype == x.dtype
+    indices = np.asarray(kept.indices)
+    assert len(np.unique(indices)) == capacity
+    assert indices.min() >= 0
+    assert indices.max() < x.size
+    np.testing.assert_array_equal(kept.values, x[indices])
+    return indices
+
+
+# --- fast_top_k ---
+
+
+def energy_share(x, indices):
+    square = np.square(np.asarray(x).astype(np.float64))
+    best = np.sum(np.sort(square)[-len(indices) :])
+    return np.sum(square[indices]) / best if best else 1.0
+
+
+@pytest.mark.parametrize("power", [1, 3])
+@pytest.mark.parametrize("size", [2**18, 2**18 - 1, 100_003])
+def test_fast_top_k_keeps_nearly_all_energy(size, power):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=size).astype(np.float32) ** power)
+    for k in (size // 1000, size // 100, size // 20):
+        for seed in range(3):
+            indices = check_stream(select.fast_top_k(x, k, seed=seed), x, k)
+            assert energy_share(x, indices) > 0.97
+
+
+@pytest.mark.parametrize("size", [2**17, 70_001])
+@pytest.mark.parametrize(
+    "data", [d for d in DATA if d not in ("zeros", "negative zeros", "infinities", "denormal")]
+)
+def test_fast_top_k_of_any_arrangement(data, size):
+    """The mean over seeds is what is promised; regions that meet can cost a single one more."""
+    x, k = make(data, size), size // 100
+    choose = lambda seed: check_stream(select.fast_top_k(x, k, seed=jnp.uint32(seed)), x, k)
+    shares = [energy_share(x, choose(seed)) for seed in range(10)]
+    assert np.mean(shares) > 0.93
+    assert np.min(shares) > 0.75
+
+
+@every_data
+@every_dtype
+def test_fast_top_k_gives_distinct_entries(data, dtype):
+    for size, k in ((5003, 50), (4096, 1), (20_000, 1250)):
+        x = make(data, size, dtype)
+        indices = check_stream(select.fast_top_k(x, k), x, k)
+        if data in ("one heavy", "rising", "falling", "linear"):
+            assert ranked(x)[0] in indices or data == "linear"
+
+
+@every_data
+@every_dtype
+def test_fast_top_k_is_exact_where_promised(data, dtype):
+    for size, k in ((1, 1), (2, 1), (15, 1), (100, 7), (3001, 3001), (70_001, 4400)):
+        assert 16 * k > size
+        x = make(data, size, dtype)
+        indices = check_stream(select.fast_top_k(x, k), x, k)
+        np.testing.assert_array_equal(np.sort(indices), np.sort(ranked(x)[:k]))
+
+
+def test_the_largest_element_is_never_lost():
+    for size in (16, 17, 1000, 65_537):
+        for index in {0, size // 2, size - 1}:
+            x = jnp.zeros(size).at[index].set(-3.0)
+            for k in {1, max(1, size // 100)}:
+                assert index in np.asarray(select.fast_top_k(x, k).indices)
+
+
+def test_seeds_matter_and_may_be_traced():
+    x, k = make("normal", 50_000), 500
+    chosen = [select.fast_top_k(x, k, seed=seed) for seed in (0, 0, 1, 2**32 - 1)]
+    sets = [set(np.asarray(kept.indices).tolist()) for kept in chosen]
+    assert sets[0] == sets[1] != sets[2] != sets[3]
+    traced = jax.jit(lambda seed: select.fast_top_k(x, k, seed=seed))(jnp.int32(1))
+    assert set(np.asarray(traced.indices).tolist()) == sets[2]
+
+
+@pytest.mark.parametrize("seed", [1.5, jnp.zeros(2, jnp.uint32), None])
+def test_a_bad_seed_is_refused(seed):
+    with pytest.raises(
+        ValueError, match=r"seed=.* must be an integer scalar: pass an int or a uint32"
+    ):
+        select.fast_top_k(jnp.ones(3), 1, seed=seed)
+
+
+# --- bucket_top_k ---
+
+
+def bucket_oracle(x, k, bucket_size):
+    x = np.asarray(x).astype(np.float32)
+    starts = range(0, len(x), bucket_size)
+    return np.concatenate([start + ranked(x[start : start + bucket_size])[:k] for start in starts])
+
+
+# size, k, bucket_size: whole buckets and not, one short one, buckets that are no multiple of the
+# vector width, of many elements, and more entries than rounds.
+BUCKETS = [
+    (1, 1, 1),
+    (7, 1, 1),
+    (7, 2, 512),
+    (512, 4, 512),
+    (2048, 4, 512),
+    (2049, 4, 512),
+    (2560 + 300, 16, 512),
+    (1000, 3, 7),
+    (1003, 5, 100),
+    (1003, 17, 100),
+    (999, 33, 33),
+    (9001, 2, 4097),
+]
+
+
+@every_data
+@pytest.mark.parametrize(("size", "k", "bucket_size"), BUCKETS)
+def test_bucket_top_k_is_exact(size, k, bucket_size, data):
+    x = make(data, size)
+    kept = select.bucket_top_k(x, k, bucket_size)
+    expected = bucket_oracle(x, k, bucket_size)
+    assert len(expected) == k * (size // bucket_size) + min(k, size % bucket_size)
+    np.testing.assert_array_equal(check_stream(kept, x, len(expected)), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@every_dtype
+def test_bucket_top_k_of_any_dtype(dtype, seed):
+    for data in ("normal", "ties", "linear"):
+        x = make(data, 5000, dtype, seed)
+        expected = bucket_oracle(x, 4, 512)
+        np.testing.assert_array_equal(check_stream(select.bucket_top_k(x), x, 40), expected)
+
+
+def test_bucket_arguments_are_checked():
+    x = jnp.ones(10)
+    with pytest.raises(ValueError, match="bucket_size=0 must be at least 1"):
+        select.bucket_top_k(x, 1, 0)
+    with pytest.raises(ValueError, match="k=5 must lie between 1 and bucket_size=4"):
+        select.bucket_top_k(x, 5, 4)
+    with pytest.raises(ValueError, match="k=0 must lie between"):
+        select.bucket_top_k(x, 0, 4)
+    with pytest.raises(ValueError, match=r"k=1.5 must be an int"):
+        select.bucket_top_k(x, 1.5, 4)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 5\).*x.ravel\(\)"):
+        select.bucket_top_k(x.reshape(2, 5), 1, 4)
+
+
+# --- all of them, under JAX's transformations ---
+
+SELECTIONS = {
+    "top_k": lambda x: select.top_k(x, 30),
+    "fast_top_k": lambda x: select.fast_top_k(x, 30),
+    "fast_top_k exact": lambda x: select.fast_top_k(x, 300),
+    "bucket_top_k": lambda x: select.bucket_top_k(x, 3, 70),
+    "bucket_top_k by sorts": lambda x: select.bucket_top_k(x, 30, 70),
+    "compact": lambda x: select.compact(x > 1, 400),
+}
+every_selection = pytest.mark.parametrize("name", SELECTIONS)
+
+
+@functools.cache
+def rows_and_results(name):
+    rows = jnp.stack([make("cubed", 3001, seed=seed) for seed in range(4)])
+    results = [SELECTIONS[name](row) for row in rows]
+    return rows, jax.tree.map(lambda *leaves: np.stack(leaves), *results)
+
+
+def check_equal(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@every_selection
+@pytest.mark.parametrize("axis_name", [None, "data"])
+def test_selections_under_vmap(name, axis_name):
+    rows, expected = rows_and_results(name)
+    check_equal(jax.vmap(SELECTIONS[name], axis_name=axis_name)(rows), expected)
+    check_equal(jax.jit(jax.vmap(SELECTIONS[name], axis_name=axis_name))(rows), expected)
+
+
+@every_selection
+def test_selections_under_shard_map(name):
+    rows, expected = rows_and_results(name)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    one = lambda rows: jax.tree.map(lambda leaf: leaf[None], SELECTIONS[name](rows[0]))
+    found = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)(rows)
+    check_equal(found, expected)
+
+
+@every_selection
+def test_replicated_inputs_give_replicated_results_under_shard_map(name):
+    rows, expected = rows_and_results(name)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+    one = jax.shard_map(SELECTIONS[name], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)
+    check_equal(one(rows[0]), jax.tree.map(lambda leaf: leaf[0], expected))
+
+
+@every_selection
+def test_selections_under_x64(name):
+    rows, expected = rows_and_results(name)
+    with jax.enable_x64(True):
+        found = SELECTIONS[name](rows[0])
+        for leaf in jax.tree.leaves(found):
+            assert leaf.dtype in (jnp.int32, jnp.float32)
+        check_equal(found, jax.tree.map(lambda leaf: leaf[0], expected))
+        wide = jnp.asarray(np.asarray(rows[0], np.float64))
+        check_equal(SELECTIONS[name](wide), jax.tree.map(lambda leaf: leaf[0], expected))

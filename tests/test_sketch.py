@@ -11,8 +11,9 @@ import reference_sketch as reference
 
 from jaxsparse import sketch
 from jaxsparse.hashing import permute
+from jaxsparse.select.streaming import streaming_top_k
 from jaxsparse.sketch import SketchSpec
-from jaxsparse.sketch.streaming import mix_in_random, streaming_top_k
+from jaxsparse.sketch.heavy import mix_in_random
 
 # size, spec: one element; fewer elements than a tile, than cols; whole tiles and not; cols odd,
 # prime, beyond the longest tile; even rows; more rows than one hash has bits.

@@ -3,12 +3,18 @@
 import functools
 
 import jax
+import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxsparse.collectives import wire
 
 MESH_SIZES = (1, 2, 3, 5, 8)  # what the emulated devices reach
 WAYS = ("shard_map", "shard_map_unchecked", "vmap")
+
+
+def some(values, usual):
+    """Parameters of which only the `usual` ones run without --slow."""
+    return [v if v in usual else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 @functools.cache

@@ -5,7 +5,7 @@ bytes, and says what it did not deliver. `sum_w x_w == W * mean + sum_w residual
 together: nothing is lost, only late.
 """
 
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -64,7 +64,10 @@ class Reducer(Budget, Protocol):
     As a `Budget`, a reducer whose settings are totals for the whole tree divides them.
     """
 
-    laws: ClassVar[Laws]
+    @property
+    def laws(self) -> Laws:
+        """What it promises with its settings."""
+        ...
 
     def init(self, size: int) -> Any:
         """One worker's initial state for vectors of `size` elements.

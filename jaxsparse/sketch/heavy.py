@@ -2,17 +2,20 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 
-from jaxsparse.hashing import combine
+from jaxsparse.hashing import combine, permute
+from jaxsparse.select.compaction import compact_ranked
+from jaxsparse.select.streaming import streaming_top_k
 from jaxsparse.sketch.codec import check_size, check_table, decode_at, l2_norm, tile_estimates
-from jaxsparse.sketch.streaming import mix_in_random, streaming_top_k
 from jaxsparse.sketch.tiles import Seed, SketchSpec, resolve
+from jaxsparse.tiles import zeros
 
 # The slots' offsets are hashed under a word that no row has.
 _SLOTS = 2**32 - 2
@@ -35,7 +38,7 @@ def heavy_hitters(
     slots of which each keeps its largest, so a large coordinate can lose its place to a larger
     one in its slot: about 6 % of the k do, in exchange for the next largest, whatever their
     arrangement on average; and magnitudes within 2**-15 of each other rank as equal. Where
-    16 k > size it is exact but for this. "heavymix" (Alg. 1) keeps of these k the heavy ones,
+    16 k > size it is exact. "heavymix" (Alg. 1) keeps of these k the heavy ones,
     |estimate| >= l2 / sqrt(k), and draws the others uniformly from all that are not heavy.
 
     Args:
@@ -85,3 +88,38 @@ def heavy_hitters(
         is_heavy = lambda indices: jnp.abs(estimate(indices)) >= threshold
         indices = mix_in_random(indices, is_heavy(indices), size, is_heavy, key=key)
     return indices, estimate(indices)
+
+
+def mix_in_random(
+    indices: Int[Array, " k"],
+    heavy: Bool[Array, " k"],
+    size: int,
+    is_heavy: Callable[[Int[Array, " m"]], Bool[Array, " m"]],
+    *,
+    key: Key[Array, ""],
+) -> Int[Array, " k"]:
+    """Keeps the heavy ones of k indices and replaces the others by random non-heavy ones.
+
+    They are drawn from the first 2 k of a pseudorandom permutation of all indices. Only if
+    `indices` lacks more than k heavy ones can these hold too few that are not heavy: then heavy
+    ones take the places left.
+
+    Args:
+        indices: distinct, each below `size`.
+        heavy: which of them to keep.
+        size: number of elements, d.
+        is_heavy: tells whether elements are heavy.
+        key: of the permutation.
+
+    Returns:
+        int32, distinct, each below `size`.
+    """
+    k = indices.shape[0]
+    drawn = permute(jnp.arange(min(2 * k, size), dtype=jnp.int32), size, key)
+    kept = zeros((size,), jnp.bool_, (indices, heavy)).at[indices].set(heavy)
+    new, drawn_heavy = ~kept[drawn], is_heavy(drawn)
+    # In this order: the heavy ones to keep, new ones that are not heavy, new ones that are.
+    none, no_drawn = jnp.zeros_like(heavy), jnp.zeros_like(new)
+    ranked = [(heavy, no_drawn), (none, new & ~drawn_heavy), (none, new & drawn_heavy)]
+    masks = [jnp.concatenate(pair) for pair in ranked]
+    return jnp.concatenate([indices, drawn])[compact_ranked(masks, k)]

@@ -1,15 +1,14 @@
 """Where a count sketch puts each element: tiles, their offsets in the rows, signs."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import as_uint32, bounded, combine, keyed
+from jaxsparse.tiles import over_tiles, zeros
 
 __all__ = ["Seed", "SketchSpec", "flip", "over_tiles", "places", "resolve", "tile_index", "zeros"]
 
@@ -20,7 +19,6 @@ _MAX_TILE = 2**14
 _SIGN = 2**32 - 1
 
 Seed = Integer[Array, ""] | int | None
-Carry = TypeVar("Carry")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,23 +103,3 @@ def flip(x: Float[Array, " n"], sign: UInt32[Array, " n"]) -> Float[Array, " n"]
 def tile_index(spec: SketchSpec, tile: Int[Array, ""], length: int) -> UInt32[Array, " length"]:
     """Indices of a tile's first `length` elements."""
     return as_uint32(tile * spec.tile) + lax.iota(jnp.uint32, length)
-
-
-def over_tiles(
-    size: int, tile: int, step: Callable[[Int[Array, ""], Carry, int], Carry], carry: Carry
-) -> Carry:
-    """Folds `step(number, carry, length)` over all tiles; the length is static."""
-    full, rest = divmod(size, tile)
-    if full:
-        carry = lax.fori_loop(
-            jnp.int32(0), jnp.int32(full), lambda b, carry: step(b, carry, tile), carry
-        )
-    return step(jnp.int32(full), carry, rest) if rest else carry
-
-
-def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: tuple[Array, ...]) -> Array:
-    """Zeros with the replication type of all of `like` together, to start a loop's carry."""
-    total = jnp.zeros(shape, dtype)
-    for x in like:
-        total += jnp.zeros_like(x, shape=shape, dtype=dtype)
-    return total

@@ -1,4 +1,4 @@
-"""What to keep of a vector."""
+"""The k largest elements, by XLA's sort."""
 
 import functools
 
@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxsparse.select.checks import check_vector
 from jaxsparse.stream import SparseStream
+
+__all__ = ["check_k", "top_k"]
 
 
 def check_k(k: int, size: int) -> None:
@@ -41,8 +44,7 @@ def top_k(x: Float[Array, " d"], k: int) -> SparseStream:
         >>> top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist()
         [1, 2]
     """
-    if x.ndim != 1:
-        raise ValueError(f"x has shape {x.shape}: top_k takes a vector; pass x.ravel()")
+    check_vector("x", x)
     check_k(k, x.size)
     _, indices = jax.lax.top_k(jnp.abs(x), k)
     return SparseStream(indices, x[indices])

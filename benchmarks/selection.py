@@ -1,0 +1,174 @@
+"""Times selections against the cheapest pass over the same vector, on any backend.
+
+The floor is a jitted `x * 2` into its own buffer (donated); into a fresh one it mostly times page
+faults on a CPU. Runs of all operations are interleaved, so that a noisy machine slows all alike:
+compare ratios, not times. Energy is the sum of squares kept, over that of the k largest for the
+same number of entries.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse import select
+from jaxsparse.stream import SparseStream
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each repeat of each run, after one that compiles."""
+    for run in runs.values():
+        jax.block_until_ready(run())
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def energy(stream: SparseStream) -> float:
+    return float(jnp.sum(jnp.square(stream.values)))
+
+
+def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    k = max(1, int(args.density * size))
+    bucket_size = min(args.bucket_size, size)
+    bucket_k = min(args.bucket_k, bucket_size)
+    x = jax.random.normal(jax.random.key(0), (size,))
+    if args.data == "cubed":
+        x = x**3
+    magnitudes = jnp.sort(jnp.abs(x), descending=True)
+    mask = jnp.abs(x) >= magnitudes[k - 1]
+
+    in_place = jax.jit(lambda x: x * 2, donate_argnums=0)
+    buffer = [jnp.zeros_like(x)]
+
+    def donated():
+        buffer[0] = in_place(buffer[0])
+        return buffer[0]
+
+    # Name: (entries, run).
+    by_bucket = bucket_k * (size // bucket_size) + min(bucket_k, size % bucket_size)
+    cases: dict[str, tuple[int, Callable[[], Any]]] = {
+        "x * 2 donated": (size, donated),
+        "fast_top_k": (k, lambda: select.fast_top_k(x, k)),
+        "bucket_top_k": (by_bucket, lambda: select.bucket_top_k(x, bucket_k, bucket_size)),
+        "compact": (k, lambda: select.compact(mask, k)),
+    }
+    if size <= args.slow_limit:
+        # Here 16 k > size.
+        many = size // 16 + 1
+        cases |= {
+            "top_k": (k, lambda: select.top_k(x, k)),
+            "top_k as bucket": (by_bucket, lambda: select.top_k(x, by_bucket)),
+            "fast_top_k exact": (many, lambda: select.fast_top_k(x, many)),
+        }
+
+    seconds = interleaved({name: run for name, (_, run) in cases.items()}, args.repeats)
+    middle = {name: statistics.median(s) for name, s in seconds.items()}
+    results = []
+    for name, (entries, run) in cases.items():
+        share = None
+        if "top_k" in name:
+            share = energy(run()) / float(jnp.sum(jnp.square(magnitudes[:entries])))
+        results.append(
+            {
+                "size": size,
+                "k": entries,
+                "operation": name,
+                "median_ms": 1e3 * middle[name],
+                "min_ms": 1e3 * min(seconds[name]),
+                "over_donated": middle[name] / middle["x * 2 donated"],
+                "min_over_min_donated": min(seconds[name]) / min(seconds["x * 2 donated"]),
+                "energy_share": share,
+            }
+        )
+    return results
+
+
+HEADER = (
+    f"{'size':>9} {'k':>9}  {'operation':<18}"
+    f"{'median ms':>10} {'min ms':>9} {'/donated':>9} {'min/min':>8} {'energy':>7}"
+)
+
+
+def line(r: dict[str, Any]) -> str:
+    share = "" if r["energy_share"] is None else f"{r['energy_share']:.4f}"
+    return (
+        f"{r['size']:>9} {r['k']:>9}  {r['operation']:<18}"
+        f"{r['median_ms']:>10.3f} {r['min_ms']:>9.3f} {r['over_donated']:>9.2f} "
+        f"{r['min_over_min_donated']:>8.2f} {share:>7}"
+    )
+
+
+def size_of(text: str) -> int:
+    """2^20 or 1048576."""
+    base, _, exponent = text.partition("^")
+    return int(base) ** int(exponent or 1)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes",
+        type=size_of,
+        nargs="+",
+        default=[2**e for e in range(16, 27, 2)],
+        metavar="D",
+        help="elements of the vector, as 1048576 or 2^20",
+    )
+    parser.add_argument("--density", type=float, default=0.01, help="k / size")
+    parser.add_argument("--bucket-size", type=int, default=512, help="of bucket_top_k")
+    parser.add_argument("--bucket-k", type=int, default=4, help="entries kept of a bucket")
+    parser.add_argument(
+        "--data",
+        choices=["normal", "cubed"],
+        default="cubed",
+        help="distribution of the elements; cubed normals are heavy-tailed",
+    )
+    parser.add_argument("--repeats", type=int, default=7, help="timed runs of each operation")
+    parser.add_argument(
+        "--slow-limit",
+        type=size_of,
+        default=2**24,
+        metavar="D",
+        help="largest size at which to run the exact selections",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write all results here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    device: Any = jax.devices()[0]
+    where = {
+        "jax": jax.__version__,
+        "backend": device.platform,
+        "device_kind": device.device_kind,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"{args.data} data, median and minimum of {args.repeats} runs")
+    print(HEADER)
+    results = []
+    for size in args.sizes:
+        for result in measure(size, args):
+            results.append(result)
+            print(line(result), flush=True)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({**where, "arguments": vars(args), "results": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

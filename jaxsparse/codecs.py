@@ -1,0 +1,164 @@
+"""How the entries of a sparse vector become the words of one message, and back.
+
+Index and value travel together, so that a sparse exchange takes one round and not two.
+"""
+
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Num, UInt32
+
+from jaxsparse.stream import SparseStream
+
+# Entries share the upper bits of their indices within ranges of this many elements.
+_RANGE = 2**16
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Turns streams of `capacity` slots over vectors of `size` elements into messages."""
+
+    def words(self, capacity: int, size: int) -> int:
+        """uint32 words of a message."""
+        ...
+
+    def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
+        """The message."""
+        ...
+
+    def decode(
+        self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
+    ) -> SparseStream:
+        """The stream of a message, with `rounded` values, perhaps in another order."""
+        ...
+
+    def rounded(self, values: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
+        """Values as the receiver will see them, in their own dtype."""
+        ...
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `rounded` is the identity."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Coo:
+    """Coordinates as the papers count them: a 32-bit index and a 32-bit value, 8 bytes an entry."""
+
+    is_exact = True
+
+    def words(self, capacity: int, size: int) -> int:
+        """Two for each slot."""
+        del size
+        return 2 * capacity
+
+    def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
+        """Indices first, then values; values of any dtype of 4 bytes."""
+        del size
+        if stream.values.dtype.itemsize != 4:
+            raise ValueError(
+                f"values have dtype {stream.values.dtype}: Coo sends dtypes of 4 bytes (float32, "
+                "int32, uint32); convert them first"
+            )
+        return jnp.concatenate([bits(stream.indices), bits(stream.values)])
+
+    def decode(
+        self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
+    ) -> SparseStream:
+        """The stream, slot by slot."""
+        del size
+        return SparseStream(
+            jax.lax.bitcast_convert_type(message[:capacity], jnp.int32),
+            jax.lax.bitcast_convert_type(message[capacity:], dtype),
+        )
+
+    def rounded(self, values: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
+        """The values themselves."""
+        return values
+
+
+COO = Coo()
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A 16-bit index and a 16-bit value in one word, 4 bytes an entry. Sums of floats only.
+
+    In vectors of more than 65,536 elements entries are sorted by index, and a message begins with
+    one word for each 65,536 elements, which tells how many entries lie below their end: 0.006 % of
+    a dense vector's words. Magnitudes beyond the dtype's largest are clipped to it.
+
+    Attributes:
+        dtype: of the values: bfloat16 has float32's range and 8 bits of precision, float16 has 11
+            and ends at 65,504.
+    """
+
+    dtype: DTypeLike = jnp.bfloat16
+    is_exact = False
+
+    def __post_init__(self):
+        if jnp.dtype(self.dtype) not in (jnp.bfloat16, jnp.float16):
+            raise ValueError(f"dtype={self.dtype} is not of 16 bits: use bfloat16 or float16")
+
+    def words(self, capacity: int, size: int) -> int:
+        """One for each slot, and one for each range where there are several."""
+        return capacity + _header(size)
+
+    def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
+        """The message; an empty slot is a word of 0, a value of +0 that changes no sum."""
+        if not jnp.issubdtype(stream.values.dtype, jnp.floating):
+            raise ValueError(
+                f"values have dtype {stream.values.dtype}: Packed rounds floats to 16 bits; use "
+                "codecs.COO"
+            )
+        indices, values = stream
+        ends = jnp.zeros((0,), jnp.uint32)
+        if _header(size):
+            indices, values = jax.lax.sort((indices, values), num_keys=1)
+            limits = jnp.minimum(jnp.arange(1, _header(size) + 1) * _RANGE, size)
+            ends = jnp.searchsorted(indices, limits.astype(jnp.int32)).astype(jnp.uint32)
+        low = indices.astype(jnp.uint32) % jnp.uint32(_RANGE)
+        narrow = self.rounded(values).astype(self.dtype)
+        narrow = jax.lax.bitcast_convert_type(narrow, jnp.uint16).astype(jnp.uint32)
+        words = (low << jnp.uint32(16)) | narrow
+        return jnp.concatenate([ends, jnp.where(indices < size, words, jnp.uint32(0))])
+
+    def decode(
+        self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
+    ) -> SparseStream:
+        """The stream, sorted by index if the vector is of several ranges."""
+        header = _header(size)
+        ends, words = message[:header], message[header:]
+        indices = (words >> jnp.uint32(16)).astype(jnp.int32)
+        if header:
+            slots = jnp.arange(capacity, dtype=jnp.uint32)
+            place = jnp.searchsorted(ends, slots, side="right").astype(jnp.int32)
+            indices = jnp.where(place < header, place * _RANGE + indices, size)
+        else:
+            indices = jnp.where(words == 0, size, indices)
+        bits = (words & jnp.uint32(0xFFFF)).astype(jnp.uint16)
+        return SparseStream(indices, jax.lax.bitcast_convert_type(bits, self.dtype).astype(dtype))
+
+    def rounded(self, values: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
+        """The values, rounded to `dtype` and back; float16's subnormal numbers become 0."""
+        # XLA may drop a conversion to and fro, but not this.
+        info = jnp.finfo(self.dtype)
+        limit = float(info.max)
+        return jax.lax.reduce_precision(jnp.clip(values, -limit, limit), info.nexp, info.nmant)
+
+
+def _header(size: int) -> int:
+    return -(-size // _RANGE) if size > _RANGE else 0
+
+
+def bits(x: Num[Array, " n"]) -> UInt32[Array, " n"]:
+    """An array of a 4-byte dtype as words."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def from_bits(words: UInt32[Array, " n"], dtype: DTypeLike) -> Num[Array, " n"]:
+    """The array of a 4-byte dtype that `bits` made words of."""
+    return jax.lax.bitcast_convert_type(words, dtype)

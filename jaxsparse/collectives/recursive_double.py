@@ -1,0 +1,103 @@
+"""SSAR_Recursive_double: sparse all-reduce in log2 W exchanges (SparCML, section 5.3.1)."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxsparse import codecs, cost
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.operations import Operation
+from jaxsparse.stream import SparseStream, to_dense
+
+
+def recursive_double(
+    stream: SparseStream,
+    size: int,
+    *,
+    axis_name: str | None,
+    op: Operation = "sum",
+    codec: codecs.Codec = codecs.COO,
+) -> AllReduced:
+    """Workers swap all they have with one at distance 1, 2, 4, ... The least latency.
+
+    Messages have room for all entries there can be, 2^t k at stage t, and are dense arrays from
+    SparCML's delta on. If W is not a power of two, P < W, the W - P last workers first give their
+    entries to the first ones, and are sent the result at the end.
+
+    Rounds and words: see `traffic`.
+
+    Args:
+        stream: k entries; an index may repeat.
+        size: elements of the vector, d.
+        axis_name: whose workers take part.
+        op: how entries are combined. Only sums may be rounded by the codec.
+        codec: of sparse messages.
+
+    Returns:
+        What the codec rounds away is shared by the workers that hold the same partial sum.
+
+    Raises:
+        ValueError: the op is unknown, not defined for the dtype, or not for this codec.
+    """
+    workers = wire.axis_size(axis_name)
+    power, k = _power(workers), stream.capacity
+    extra, rank = workers - power, wire.axis_index(axis_name)
+    parcels = [
+        Parcel(size, capacity, op, stream.values.dtype, codec)
+        for capacity in _capacities(k, size, workers)
+    ]
+    x = to_dense(stream, size, op)
+    residual = jnp.zeros_like(x)
+
+    def leave(holds: Array, holders: int) -> tuple[Parcel, Array, Array]:
+        """The next parcel, x as those workers send it that hold it, and the new residual."""
+        parcel = parcels.pop(0)
+        if parcel.is_exact:
+            return parcel, x, residual
+        sent = jnp.where(holds, parcel.rounded(x), x)
+        return parcel, sent, residual + (x - sent) / holders
+
+    if extra:
+        parcel, x, residual = leave(rank >= power, 1)
+        pairs = [(power + i, i) for i in range(extra)]
+        message = wire.permute(parcel.pack(x), axis_name, pairs)
+        x = jnp.where(rank < extra, parcel.merge(x, message), x)
+    distance = 1
+    while distance < power:
+        parcel, x, residual = leave(rank < power, distance)
+        pairs = [(i, i ^ distance) for i in range(power)]
+        x = parcel.merge(x, wire.permute(parcel.pack(x), axis_name, pairs))
+        distance *= 2
+    if extra:
+        parcel, x, residual = leave(rank < power, power)
+        pairs = [(i, power + i) for i in range(extra)]
+        message = wire.permute(parcel.pack(x), axis_name, pairs)
+        x = jnp.where(rank >= power, parcel.merge(parcel.empty(), message), x)
+    return AllReduced(wire.replicated(x, axis_name), residual, jnp.int32(0))
+
+
+def traffic(k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO) -> cost.Traffic:
+    """log2 W rounds, and 2 more if W is no power of two; the words of the messages' capacities.
+
+    The published range (section 5.3.2) is log2(W) 2k words if all supports are equal to
+    (W - 1) 2k if they are disjoint: static shapes pay for the latter.
+    """
+    capacities = _capacities(k, size, workers)
+    words = [Parcel(size, c, "sum", jnp.float32, codec).words for c in capacities]
+    return cost.Traffic(len(capacities), sum(words))
+
+
+def _power(workers: int) -> int:
+    return 1 << (workers.bit_length() - 1)
+
+
+def _capacities(k: int, size: int, workers: int) -> list[int]:
+    """Entries there can be in each exchange."""
+    power = _power(workers)
+    stages = range(power.bit_length() - 1)
+    if workers == power:
+        sources = [2**t for t in stages]
+    else:
+        sources = [1, *(min(2 ** (t + 1), workers) for t in stages), workers]
+    return [min(size, k * count) for count in sources]

@@ -1,0 +1,170 @@
+"""Spar-All-Gather: sums blocks over teams within a fixed budget (SparDL, III-D).
+
+R-SAG for a power of two of teams, B-SAG for any number.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxsparse import codecs
+from jaxsparse.collectives.bruck_all_gather import bruck_all_gather
+from jaxsparse.collectives.group import Group
+from jaxsparse.collectives.spar_reduce_scatter import Select
+from jaxsparse.stream import SparseStream, add, to_dense
+
+# B-SAG's messages have one of this many capacities, evenly spaced on a logarithmic scale.
+_RUNGS = 4
+
+
+class Gathered(NamedTuple):
+    """What a worker holds after Spar-All-Gather of blocks of m elements."""
+
+    block: SparseStream  # the sum over teams, cut; equal on the workers of equal rank in all teams
+    discarded: Float[Array, " m"]  # this worker's share of what was cut off and rounded away
+
+
+def largest(stream: SparseStream, k: int) -> tuple[SparseStream, SparseStream]:
+    """The k entries of largest magnitude, in falling order, and the stream without them."""
+    k = min(k, stream.capacity)
+    _, slots = jax.lax.top_k(jnp.abs(stream.values), k)
+    kept = SparseStream(stream.indices[slots], stream.values[slots])
+    return kept, stream._replace(values=stream.values.at[slots].set(0, unique_indices=True))
+
+
+def recursive(
+    block: SparseStream, size: int, k: int, teams: Group, *, codec: codecs.Codec
+) -> Gathered:
+    """R-SAG: recursive doubling over teams, cutting to the k largest after each exchange.
+
+    After exchange t, 2^(t+1) workers hold the same sum and cut the same entries: each keeps
+    2^-(t+1) of these. (The paper's "half" is right for two teams; with more of them it would feed
+    back more than was lost.)
+
+    Rounds: log2(teams). Words received: log2(teams) codec.words(k, size).
+
+    Args:
+        block: this team's sum, at most k entries.
+        size: of the block, m.
+        k: entries kept at each stage.
+        teams: the workers of equal rank in each team.
+        codec: of the messages.
+
+    Raises:
+        ValueError: the number of teams is not a power of two.
+    """
+    if teams.size & (teams.size - 1):
+        raise ValueError(
+            f"teams={teams.size} is not a power of two, which gather='recursive' needs: use "
+            "gather='bruck'"
+        )
+    discarded = jnp.zeros_like(block.values, shape=(size,))
+    holders = 1
+    while holders < teams.size:
+        rounded = codec.rounded(block.values)
+        lost = to_dense(block._replace(values=block.values - rounded), size)
+        block = block._replace(values=rounded)
+        message = teams.exchange(codec.encode(block, size), holders)
+        arrived = codec.decode(message, block.capacity, size, block.values.dtype)
+        block, cut = largest(add(block, arrived, size), k)
+        discarded += lost / holders + to_dense(cut, size) / (2 * holders)
+        holders *= 2
+    return Gathered(block, discarded)
+
+
+class Adaptation(NamedTuple):
+    """B-SAG's state: how many entries a worker sends. Equal on all workers."""
+
+    h: Float[Array, ""]
+    step: Float[Array, ""]
+    flag: Bool[Array, ""]  # the last adjustment kept its direction
+
+    @classmethod
+    def start(cls, k: int, teams: int) -> "Adaptation":
+        """As Alg. 2 begins, for k entries wanted after the gather."""
+        h = max(1, k / teams)
+        return cls(jnp.float32(h), jnp.float32(0.01 * (k - k / teams)), jnp.bool_(False))
+
+    def adapt(self, entries: Float[Array, ""], k: int, teams: int) -> "Adaptation":
+        """Alg. 2: moves h so that `entries`, those after the gather, approach k.
+
+        The step doubles at every second adjustment in the same direction and is halved and turned
+        when the direction is wrong. (The listing is followed; the text has the signs reversed.)
+        h is kept between k / teams and k, at which teams overlap not at all or wholly, and steps
+        no shorter than the first, or they would halve to nothing while h is right.
+        """
+        onward = (entries > k) != (self.step > 0)
+        step = jnp.where(onward, jnp.where(self.flag, 2 * self.step, self.step), -self.step / 2)
+        shortest = 0.01 * (k - k / teams)
+        step = jnp.where(step > 0, jnp.maximum(step, shortest), jnp.minimum(step, -shortest))
+        flag = onward & ~self.flag
+        return Adaptation(jnp.clip(self.h + step, max(1, k / teams), k), step, flag)
+
+
+def bruck(
+    block: SparseStream,
+    size: int,
+    k: int,
+    teams: Group,
+    state: Adaptation,
+    *,
+    select: Select,
+    codec: codecs.Codec,
+) -> tuple[Gathered, Int[Array, ""]]:
+    """B-SAG: each worker sends its h largest entries to all teams, and the sum is cut to k.
+
+    The messages' capacity is the lowest of a ladder of 4 between k / teams and k that holds h
+    entries, chosen at run time, so the words that travel follow h.
+
+    Rounds: ceil(log2(teams)). Words received: (teams - 1) codec.words(capacity, size).
+
+    Args:
+        block: this team's sum, at most k entries.
+        size: of the block, m.
+        k: entries kept of the sum over teams.
+        teams: the workers of equal rank in each team.
+        state: h, equal on all workers.
+        select: picks the k largest entries of the sum.
+        codec: of the messages.
+
+    Returns:
+        The sum, and int32: how many entries it had before it was cut.
+    """
+    rungs = ladder(k, teams.size)
+    h = jnp.round(state.h).astype(jnp.int32)
+    sorted_block, _ = largest(block, block.capacity)
+    is_sent = jnp.arange(block.capacity) < h
+    rounded = codec.rounded(sorted_block.values)
+    unsent = sorted_block.values - jnp.where(is_sent, rounded, 0)
+    discarded = to_dense(sorted_block._replace(values=unsent), size)
+    leaving = SparseStream(
+        jnp.where(is_sent, sorted_block.indices, size), jnp.where(is_sent, rounded, 0)
+    )
+
+    def gather(capacity: int) -> Array:
+        message = codec.encode(SparseStream(*(x[:capacity] for x in leaving)), size)
+        messages = bruck_all_gather(message, teams)
+        decode = lambda words: codec.decode(words, capacity, size, block.values.dtype)
+        total = to_dense(decode(messages[0]), size)
+        # One after the other: within one scatter, duplicates have no order.
+        for i in range(1, teams.size):
+            arrived = decode(messages[i])
+            total = total.at[arrived.indices].add(arrived.values, mode="drop")
+        return total
+
+    branches = [lambda capacity=capacity: gather(capacity) for capacity in rungs]
+    rung = jnp.sum(h > jnp.array(rungs[:-1], jnp.int32)) if len(rungs) > 1 else 0
+    total = jax.lax.switch(rung, branches)
+    kept = select(total, k)
+    cut = total.at[kept.indices].set(0, mode="drop")
+    entries = jnp.count_nonzero(total).astype(jnp.int32)
+    return Gathered(kept, discarded + cut / teams.size), entries
+
+
+def ladder(k: int, teams: int) -> list[int]:
+    """Capacities of B-SAG's messages, from k / teams to k."""
+    exponents = [1 - i / (_RUNGS - 1) for i in range(_RUNGS)]
+    return sorted({math.ceil(k * teams**-e * (1 - 1e-12)) for e in exponents})

@@ -1,0 +1,118 @@
+"""The ring all-reduce on sparse ranges: a baseline (SparCML, section 5.3, figure 3)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike
+
+from jaxsparse import codecs, cost, select
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.group import Group
+from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.collectives.split import capacity_of, check_factor
+from jaxsparse.operations import Operation
+from jaxsparse.stream import SparseStream, to_dense
+
+
+def sparse_ring(
+    stream: SparseStream,
+    size: int,
+    *,
+    axis_name: str | None,
+    op: Operation = "sum",
+    codec: codecs.Codec = codecs.COO,
+    capacity_factor: float | None = None,
+) -> AllReduced:
+    """Partial sums of W ranges travel round a ring and grow, then the sums travel round once more.
+
+    Rounds and words: see `traffic`.
+
+    Args:
+        stream: k entries; an index may repeat.
+        size: elements of the vector, d.
+        axis_name: whose workers take part.
+        op: how entries are combined. Only sums may be rounded by the codec or bounded in capacity.
+        codec: of sparse messages.
+        capacity_factor: room in messages, in multiples of k / W entries; None for all. The
+            smallest entries of a partial sum beyond it stay in the residual of the worker that
+            would have sent them, and are counted.
+
+    Raises:
+        ValueError: the op is unknown, or not for this dtype, codec or capacity.
+    """
+    ring = Group.whole(axis_name)
+    n, rank, dtype = ring.size, ring.rank, stream.values.dtype
+    parcels = _parcels(stream.capacity, size, n, op, dtype, codec, capacity_factor)
+    m = parcels[-1].size
+    rows = to_dense(stream, n * m, op).reshape(n, m)
+    residual, overflow = jnp.zeros_like(rows), jnp.int32(0)
+
+    for step in range(n - 1):
+        parcel, row = parcels[step], (rank - step) % n
+        sent, lost, cut = _fit(rows[row], parcel)
+        residual, overflow = residual.at[row].add(lost), overflow + cut
+        message = ring.shift(parcel.pack(sent), 1)
+        arrived = (rank - step - 1) % n
+        rows = rows.at[arrived].set(parcel.merge(rows[arrived], message))
+    own = (rank + 1) % n
+    parcel = parcels[-1]
+    sent, lost, cut = _fit(rows[own], parcel)
+    residual, overflow = residual.at[own].add(lost), overflow + cut
+
+    message = parcel.pack(sent)
+    if capacity_factor is not None:
+        message = jnp.concatenate([message, overflow.astype(jnp.uint32)[None]])
+    messages = [message]
+    for _ in range(n - 1):
+        messages.append(ring.shift(messages[-1], 1))
+    # Message i started at rank - i, whose range is number rank - i + 1.
+    stacked = jnp.stack(messages)[(rank + 1 - jnp.arange(n)) % n]
+    overflow = jnp.int32(0)
+    if capacity_factor is not None:
+        overflow = wire.replicated(jnp.sum(stacked[:, -1]).astype(jnp.int32), axis_name)
+        stacked = stacked[:, :-1]
+    total = jax.vmap(lambda words: parcel.merge(parcel.empty(), words))(stacked)
+    total = wire.replicated(total.reshape(-1)[:size], axis_name)
+    return AllReduced(total, residual.reshape(-1)[:size], overflow)
+
+
+def traffic(
+    k: int,
+    size: int,
+    workers: int,
+    codec: codecs.Codec = codecs.COO,
+    capacity_factor: float | None = None,
+) -> cost.Traffic:
+    """2 (W - 1) rounds; words of the messages' capacities."""
+    parcels = _parcels(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
+    last = parcels[-1].words + (capacity_factor is not None)
+    words = sum(parcel.words for parcel in parcels[:-1]) + (workers - 1) * last
+    return cost.Traffic(2 * (workers - 1), words)
+
+
+def _parcels(
+    k: int,
+    size: int,
+    workers: int,
+    op: Operation,
+    dtype: DTypeLike,
+    codec: codecs.Codec,
+    capacity_factor: float | None,
+) -> list[Parcel]:
+    """Of the steps of the first lap, and of the second lap."""
+    check_factor("capacity_factor", capacity_factor, op)
+    m = -(-size // workers)
+    capacities = [
+        (step + 1) * k if capacity_factor is None else capacity_of(k, workers, capacity_factor)
+        for step in range(workers)
+    ]
+    return [Parcel(m, min(m, capacity), op, dtype, codec) for capacity in capacities]
+
+
+def _fit(x: Array, parcel: Parcel) -> tuple[Array, Array, Array]:
+    """`x` as it can be sent, what it lacks, and how many entries that are for want of room."""
+    if parcel.op != "sum" or parcel.is_dense:
+        return x, jnp.zeros_like(x), jnp.int32(0)
+    kept = to_dense(select.top_k(x, parcel.capacity), x.size)
+    sent = parcel.rounded(kept)
+    return sent, x - sent, jnp.count_nonzero(x != kept).astype(jnp.int32)

@@ -1,0 +1,144 @@
+"""The first half of the split all-reduces: each worker adds up one range of the vector.
+
+SparCML, section 5.3.2: the split phase of SSAR_Split_allgather and DSAR_Split_allgather.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, DTypeLike, Int, Num
+
+from jaxsparse import codecs
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.operations import Operation
+from jaxsparse.stream import SparseStream, merge_duplicates, to_dense
+
+
+class Split(NamedTuple):
+    """What a worker holds after the split phase, in ranges of m = ceil(d / W) elements."""
+
+    total: Num[Array, " m"]  # its own range, complete
+    residual: Num[Array, " W*m"]  # what it could not send, or was rounded away
+    overflow: Int[Array, ""]  # int32: entries of its own that found no room
+
+
+def check_factor(name: str, factor: float | None, op: Operation) -> None:
+    """Raises ValueError unless `factor` is None, or positive and messages carry sums."""
+    if factor is None:
+        return
+    if op != "sum":
+        raise ValueError(
+            f"{name}={factor}, but op={op!r} has no residual for entries that find no room: leave "
+            "it None"
+        )
+    if not factor > 0:
+        raise ValueError(
+            f"{name}={factor} must be positive (2 makes room for twice an even share), or None "
+            "for room for all entries"
+        )
+
+
+def capacity_of(k: int, workers: int, factor: float | None) -> int:
+    """Entries that a message to one of `workers` has room for; all k without a factor."""
+    return k if factor is None else min(k, math.ceil(factor * k / workers))
+
+
+def split_parcel(
+    k: int,
+    size: int,
+    workers: int,
+    op: Operation,
+    dtype: DTypeLike,
+    codec: codecs.Codec,
+    capacity_factor: float | None,
+) -> Parcel:
+    """The messages of the split phase."""
+    check_factor("capacity_factor", capacity_factor, op)
+    capacity = capacity_of(k, workers, capacity_factor)
+    return Parcel(-(-size // workers), capacity, op, dtype, codec)
+
+
+def split(
+    stream: SparseStream,
+    size: int,
+    *,
+    axis_name: str | None,
+    op: Operation,
+    codec: codecs.Codec,
+    capacity_factor: float | None,
+) -> Split:
+    """Sends each entry to the owner of its range, who combines what arrives.
+
+    Worker w owns elements w m to (w + 1) m - 1; the last ones may own fewer. (The paper gives the
+    last worker the remainder of d / W, which would make all messages as long as its.)
+
+    One all-to-all. Words received: (W - 1) times those of a message with room for k entries, or
+    for ceil(capacity_factor k / W).
+    """
+    workers = wire.axis_size(axis_name)
+    k, dtype = stream.capacity, stream.values.dtype
+    parcel = split_parcel(k, size, workers, op, dtype, codec, capacity_factor)
+    m = parcel.size
+    zeros = jnp.zeros_like(stream.values, shape=(workers * m,))
+    if parcel.is_dense:
+        rows = to_dense(stream, workers * m, op).reshape(workers, m)
+        messages = wire.all_to_all(jax.vmap(parcel.pack)(rows), axis_name)
+        residual, overflow = zeros, jnp.int32(0)
+    else:
+        if op == "or":
+            stream = merge_duplicates(stream, size, op)
+        owner = jnp.where(stream.indices < size, stream.indices // m, workers)
+        local = stream._replace(indices=stream.indices % m)
+        bins, fits = into_bins(local, owner, workers, parcel.capacity, empty=m)
+        sent = jnp.where(fits, codec.rounded(stream.values), 0)
+        residual = zeros
+        if not parcel.is_exact or capacity_factor is not None:
+            residual = zeros.at[stream.indices].add(stream.values - sent, mode="drop")
+        overflow = jnp.sum(~fits & (stream.indices < size), dtype=jnp.int32)
+        encode = lambda bin: codec.encode(bin, m)
+        messages = wire.all_to_all(jax.vmap(encode)(bins), axis_name)
+    total = parcel.merge(parcel.empty(), messages[0])
+    if workers > 1:
+        merge = lambda total, message: (parcel.merge(total, message), None)
+        total, _ = jax.lax.scan(merge, total, messages[1:])
+    return Split(total, residual, overflow)
+
+
+def into_bins(
+    stream: SparseStream, owner: Int[Array, " k"], bins: int, capacity: int, empty: int
+) -> tuple[SparseStream, Bool[Array, " k"]]:
+    """Sorts entries by owner.
+
+    Args:
+        stream: k entries.
+        owner: of each, `bins` for those to be left out.
+        bins: number of owners.
+        capacity: entries that an owner's bin has room for; the first ones in the stream's order.
+        empty: index that marks an empty slot of a bin.
+
+    Returns:
+        Streams of shape (bins, capacity), and which entries are in them.
+    """
+    order = jnp.argsort(owner, stable=True)
+    sorted_owner = owner[order]
+    starts = jnp.searchsorted(sorted_owner, jnp.arange(bins + 1, dtype=owner.dtype))
+    rank = jnp.arange(owner.size, dtype=jnp.int32) - starts[sorted_owner].astype(jnp.int32)
+    position = jnp.zeros_like(owner, jnp.int32).at[order].set(rank, unique_indices=True)
+    fits = (position < capacity) & (owner < bins)
+    slot = jnp.where(fits, owner * capacity + position, bins * capacity)
+    slots = (bins * capacity,)
+    indices = jnp.full_like(stream.indices, empty, shape=slots)
+    values = jnp.zeros_like(stream.values, shape=slots)
+    indices = indices.at[slot].set(stream.indices, mode="drop")
+    values = values.at[slot].set(stream.values, mode="drop")
+    shape = (bins, capacity)
+    return SparseStream(indices.reshape(shape), values.reshape(shape)), fits
+
+
+def own_range(x: Array, axis_name: str | None, part: Array) -> Array:
+    """`x` of W * m elements with `part` added to this worker's range of m."""
+    rows = x.reshape(wire.axis_size(axis_name), part.size)
+    return rows.at[wire.axis_index(axis_name)].add(part).reshape(-1)

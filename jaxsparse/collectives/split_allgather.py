@@ -1,0 +1,114 @@
+"""SSAR_Split_allgather: sparse all-reduce by ranges (SparCML, section 5.3.2)."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import DTypeLike
+
+from jaxsparse import codecs, cost, select
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.collectives.split import capacity_of, check_factor, own_range, split, split_parcel
+from jaxsparse.operations import Operation
+from jaxsparse.stream import SparseStream, to_dense
+
+
+def split_allgather(
+    stream: SparseStream,
+    size: int,
+    *,
+    axis_name: str | None,
+    op: Operation = "sum",
+    codec: codecs.Codec = codecs.COO,
+    capacity_factor: float | None = None,
+    union_factor: float | None = None,
+) -> AllReduced:
+    """Entries go to the owner of their range, who sends the combined ones to all.
+
+    Rounds and words: see `traffic`. Messages have room for all entries there can be, unless a
+    factor bounds them, and are dense arrays from SparCML's delta on.
+
+    Args:
+        stream: k entries; an index may repeat.
+        size: elements of the vector, d.
+        axis_name: whose workers take part.
+        op: how entries are combined. Only sums may be rounded by the codec or bounded in capacity.
+        codec: of sparse messages.
+        capacity_factor: room for entries for one owner, in multiples of an even share, k / W;
+            None for all k. Beyond it the stream's last ones for an owner stay in the residual and
+            are counted.
+        union_factor: room for the sums of one owner, in multiples of k / W, 1 if all workers have
+            the same indices; None for all there can be. Beyond it the smallest ones stay in the
+            owner's residual and are counted.
+
+    Raises:
+        ValueError: the op is unknown, or not for this dtype, codec or capacity.
+    """
+    workers = wire.axis_size(axis_name)
+    total, residual, overflow = split(
+        stream, size, axis_name=axis_name, op=op, codec=codec, capacity_factor=capacity_factor
+    )
+    parcel = _gather_parcel(
+        stream.capacity, size, workers, op, total.dtype, codec, capacity_factor, union_factor
+    )
+    m = parcel.size
+    is_bounded = capacity_factor is not None or union_factor is not None
+    if union_factor is not None and not parcel.is_dense:
+        kept = to_dense(select.top_k(total, parcel.capacity), m)
+        overflow += jnp.count_nonzero(total != kept).astype(jnp.int32)
+        residual, total = own_range(residual, axis_name, total - kept), kept
+    if not parcel.is_exact:
+        rounded = parcel.rounded(total)
+        residual, total = own_range(residual, axis_name, total - rounded), rounded
+    message = parcel.pack(total)
+    if is_bounded:
+        message = jnp.concatenate([message, overflow.astype(jnp.uint32)[None]])
+    messages = wire.all_gather(message, axis_name)
+    overflow = jnp.int32(0)
+    if is_bounded:
+        overflow = jnp.sum(messages[:, -1]).astype(jnp.int32)
+        messages = messages[:, :-1]
+    ranges = jax.vmap(lambda words: parcel.merge(parcel.empty(), words))(messages)
+    return AllReduced(ranges.reshape(-1)[:size], residual[:size], overflow)
+
+
+def traffic(
+    k: int,
+    size: int,
+    workers: int,
+    codec: codecs.Codec = codecs.COO,
+    capacity_factor: float | None = None,
+    union_factor: float | None = None,
+) -> cost.Traffic:
+    """W - 1 + ceil(log2 W) rounds; words of the messages' capacities, (W - 1) times each half.
+
+    The published range (section 5.3.2) is 2 (W - 1)/W 2k words if all supports are equal to W 2k
+    if they are disjoint. Static shapes without factors pay more than the latter, since all k
+    entries of a worker may be for one owner.
+    """
+    first = split_parcel(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
+    second = _gather_parcel(
+        k, size, workers, "sum", jnp.float32, codec, capacity_factor, union_factor
+    )
+    is_bounded = capacity_factor is not None or union_factor is not None
+    words = (workers - 1) * (first.words + second.words + is_bounded)
+    return cost.Traffic(workers - 1 + (workers - 1).bit_length(), words)
+
+
+def _gather_parcel(
+    k: int,
+    size: int,
+    workers: int,
+    op: Operation,
+    dtype: DTypeLike,
+    codec: codecs.Codec,
+    capacity_factor: float | None,
+    union_factor: float | None,
+) -> Parcel:
+    check_factor("union_factor", union_factor, op)
+    m = -(-size // workers)
+    arriving = workers * capacity_of(k, workers, capacity_factor)
+    room = arriving if union_factor is None else math.ceil(union_factor * k / workers)
+    return Parcel(m, min(m, arriving, room), op, dtype, codec)

@@ -1,0 +1,186 @@
+"""SparCML (Renggli et al., SC 2019)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxsparse import codecs, cost, quantize, select
+from jaxsparse.collectives import (
+    all_gather_sum,
+    dsar_split_allgather,
+    recursive_double,
+    sparse_ring,
+    split_allgather,
+    wire,
+)
+from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.reducers.base import Laws, Reduced
+from jaxsparse.reducers.residuals import deliver_streams
+from jaxsparse.settings import static_int
+from jaxsparse.stream import SparseStream
+
+Algorithm = Literal[
+    "auto",
+    "recursive_double",
+    "split_allgather",
+    "dsar_split_allgather",
+    "all_gather",
+    "ring",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class SparCMLReducer:
+    """Top-k of every bucket of consecutive elements, summed by one of several all-reduces.
+
+    Attributes:
+        k: entries of each bucket that a worker sends.
+        bucket_size: consecutive elements in a bucket (of the selection; not of the layout).
+        algorithm: of the all-reduce; "auto" takes the one that is fastest on `link` by the
+            alpha-beta model, or "dsar_split_allgather" where `bits` ask for it.
+        bits: 2, 4 or 8 quantise, by QSGD; None does not.
+        quantized: what is quantised: the "sums" in the second half of the dense algorithm, which
+            saves bytes (section 6), or each worker's "entries" before they are summed (Alg. 1),
+            which in this library travel as they are without and save none.
+        rounding: "stochastic" is unbiased, and its error is forgotten, as in the paper; "nearest"
+            is not, and its error is fed back.
+        capacity_factor: room in messages of the split phase, in multiples of an even share. Buckets
+            spread entries evenly, so that 2 leaves nothing behind unless they are few.
+        union_factor: room for the sums of an owner in "split_allgather", in multiples of k / W;
+            None for all there can be.
+        link: the network that "auto" reckons with.
+        codec: of sparse messages.
+        seed: of stochastic rounding.
+    """
+
+    k: int = 4
+    bucket_size: int = 512
+    algorithm: Algorithm = "auto"
+    bits: Literal[2, 4, 8] | None = None
+    quantized: Literal["sums", "entries"] = "sums"
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    capacity_factor: float | None = 2.0
+    union_factor: float | None = None
+    link: cost.Link = cost.Link()  # noqa: RUF009 - frozen
+    codec: codecs.Codec = codecs.COO
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("k", "bucket_size", "seed"):
+            object.__setattr__(self, name, static_int(name, getattr(self, name)))
+        if not 1 <= self.k <= self.bucket_size:
+            raise ValueError(f"k={self.k} must lie between 1 and bucket_size={self.bucket_size}")
+        for name, known in (
+            ("algorithm", get_args(Algorithm)),
+            ("quantized", ("sums", "entries")),
+            ("rounding", ("stochastic", "nearest")),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: use one of {known}")
+        if self.bits is not None:
+            quantize.QSGD(self.bits)  # raises where it is wrong
+            if self.quantized == "sums" and self.algorithm not in ("auto", "dsar_split_allgather"):
+                raise ValueError(
+                    f"bits={self.bits} quantise the dense half of 'dsar_split_allgather', which "
+                    f"algorithm={self.algorithm!r} lacks: use that or 'auto', or "
+                    "quantized='entries'"
+                )
+
+    @property
+    def laws(self) -> Laws:
+        """Stochastic rounding conserves in expectation only."""
+        conserves = self.bits is None or self.rounding == "nearest"
+        whole = self.bits is None and self.codec.is_exact and self.capacity_factor is None
+        return Laws(conserves, dense_at_full_budget=whole and self.union_factor is None)
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["SparCMLReducer", ...]:
+        """The same for each bucket of the layout."""
+        return (self,) * len(sizes)
+
+    def init(self, size: int) -> Any:
+        """The number of exchanges so far, for the keys of stochastic rounding; else no state."""
+        return jnp.uint32(0) if self._is_random else ()
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """See `Reducer`."""
+        stream = select.bucket_top_k(x, self.k, self.bucket_size)
+        key = None
+        if self._is_random:
+            key = jax.random.fold_in(jax.random.key(self.seed), state)
+            state = state + jnp.uint32(1)
+        sent = stream
+        if self.bits is not None and self.quantized == "entries":
+            own = None if key is None else jax.random.fold_in(key, wire.axis_index(axis_name))
+            spec = quantize.QSGD(self.bits)
+            levels = quantize.quantize(stream.values, spec, own)
+            sent = stream._replace(values=quantize.dequantize(levels, spec, stream.capacity))
+        workers = wire.axis_size(axis_name)
+        name = self.choose(stream.capacity, x.size, workers)
+        result = self._run(name, sent, x.size, axis_name, key)
+        # What stochastic rounding takes from entries is forgotten, what rounding to nearest is not.
+        delivered = sent if self.rounding == "nearest" else stream
+        return deliver_streams(x, delivered, result, state, workers)
+
+    @property
+    def _is_random(self) -> bool:
+        return self.bits is not None and self.rounding == "stochastic"
+
+    @property
+    def _quantizer(self) -> quantize.QSGD | None:
+        wanted = self.bits is not None and self.quantized == "sums"
+        return quantize.QSGD(self.bits) if wanted and self.bits is not None else None
+
+    def traffic(self, k: int, size: int, workers: int) -> dict[str, cost.Traffic]:
+        """Rounds and words of each algorithm, for k entries of `size` elements."""
+        common = (k, size, workers, self.codec)
+        dense = dsar_split_allgather.traffic(
+            *common, capacity_factor=self.capacity_factor, quantizer=self._quantizer
+        )
+        if self._quantizer is not None:
+            return {"dsar_split_allgather": dense}
+        return {
+            "recursive_double": recursive_double.traffic(*common),
+            "split_allgather": split_allgather.traffic(
+                *common, capacity_factor=self.capacity_factor, union_factor=self.union_factor
+            ),
+            "dsar_split_allgather": dense,
+            "all_gather": all_gather_sum.traffic(*common),
+            "ring": sparse_ring.traffic(*common),
+        }
+
+    def choose(self, k: int, size: int, workers: int) -> str:
+        """The algorithm for k entries of `size` elements: as set, or the fastest by the model."""
+        if self.algorithm != "auto":
+            return self.algorithm
+        traffic = self.traffic(k, size, workers)
+        return min(traffic, key=lambda name: self.link.seconds(traffic[name]))
+
+    def _run(
+        self, name: str, stream: SparseStream, size: int, axis_name: str | None, key: Array | None
+    ) -> AllReduced:
+        algorithms: dict[str, Callable[..., AllReduced]] = {
+            "recursive_double": recursive_double.recursive_double,
+            "split_allgather": split_allgather.split_allgather,
+            "dsar_split_allgather": dsar_split_allgather.dsar_split_allgather,
+            "all_gather": all_gather_sum.all_gather_sum,
+            "ring": sparse_ring.sparse_ring,
+        }
+        extra: dict[str, dict[str, Any]] = {
+            "split_allgather": {
+                "capacity_factor": self.capacity_factor,
+                "union_factor": self.union_factor,
+            },
+            "dsar_split_allgather": {
+                "capacity_factor": self.capacity_factor,
+                "quantizer": self._quantizer,
+                "key": key,
+            },
+            "all_gather": {"distinct": True},
+        }
+        return algorithms[name](
+            stream, size, axis_name=axis_name, codec=self.codec, **extra.get(name, {})
+        )

@@ -1,0 +1,81 @@
+"""A reducer whose settings change from stage to stage."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from jaxsparse.collectives import wire
+from jaxsparse.reducers.base import Budget, Laws, Reduced, Reducer
+from jaxsparse.stages import Stages
+
+T = TypeVar("T")
+
+
+class StagedState(NamedTuple):
+    """The number of exchanges so far, and what the reducers of all stages carry."""
+
+    step: UInt32[Array, ""]
+    reducer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class StagedReducer:
+    """Takes the stage's reducer, by the number of exchanges so far (skipped steps don't count).
+
+    Attributes:
+        stages: the reducers; their states must be alike.
+    """
+
+    stages: Stages[Reducer]
+
+    @property
+    def laws(self) -> Laws:
+        """What all stages promise."""
+        laws = [reducer.laws for reducer in self.stages.values]
+        return Laws(*(all(promises) for promises in zip(*laws)))
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["StagedReducer", ...]:
+        """Each stage splits for itself."""
+        buckets = zip(*(reducer.split(sizes, dense_size) for reducer in self.stages.values))
+        return tuple(StagedReducer(Stages(bucket, self.stages.boundaries)) for bucket in buckets)
+
+    def init(self, size: int) -> StagedState:
+        """The first stage's state, and a counter."""
+        states = [reducer.init(size) for reducer in self.stages.values]
+        kinds = {str(jax.tree.map(jax.typeof, state)) for state in states}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"stages={self.stages} carry different states, {sorted(kinds)}: let them differ in "
+                "density only"
+            )
+        return StagedState(jnp.uint32(0), states[0])
+
+    def __call__(
+        self, x: Float[Array, " d"], state: StagedState, *, axis_name: str | None
+    ) -> Reduced:
+        """See `Reducer`."""
+
+        def run(reducer: Reducer, x: Array, inner: Any) -> Reduced:
+            reduced = reducer(x, inner, axis_name=axis_name)
+            return reduced._replace(
+                residual=wire.varying(reduced.residual, axis_name),
+                sent=wire.varying(reduced.sent, axis_name),
+            )
+
+        begun = [state.step >= jnp.uint32(step) for step in self.stages.boundaries]
+        stage = sum((b.astype(jnp.int32) for b in begun), jnp.int32(0))
+        branches = [functools.partial(run, reducer) for reducer in self.stages.values]
+        reduced = jax.lax.switch(stage, branches, x, state.reducer)
+        return reduced._replace(state=StagedState(state.step + jnp.uint32(1), reduced.state))
+
+
+def staged(make: Callable[[T], Reducer], setting: T | Stages[T]) -> Budget:
+    """make(setting), or a `StagedReducer` of make(value) for each of its stages."""
+    if not isinstance(setting, Stages):
+        return make(setting)
+    return StagedReducer(Stages(tuple(map(make, setting.values)), setting.boundaries))

@@ -1,0 +1,225 @@
+"""Every sparse all-reduce against NumPy, for any number of workers, supports and operations."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from workers import on_workers, some
+
+from jaxsparse import codecs, quantize
+from jaxsparse.collectives.all_gather_sum import all_gather_sum
+from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather
+from jaxsparse.collectives.recursive_double import recursive_double
+from jaxsparse.collectives.sparse_ring import sparse_ring
+from jaxsparse.collectives.split_allgather import split_allgather
+from jaxsparse.stream import SparseStream
+
+SIZE, K = 307, 12  # prime: no number of workers divides it
+SIMULATED = (*range(1, 10), 12, 14, 16)
+ON_DEVICES = (2, 3, 5, 6, 8)
+LOSSLESS = {
+    "recursive_double": recursive_double,
+    "split_allgather": split_allgather,
+    "dsar_split_allgather": dsar_split_allgather,
+    "all_gather_sum": all_gather_sum,
+    "sparse_ring": sparse_ring,
+}
+NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}
+SUPPORTS = ("random", "disjoint", "identical", "empty", "clustered", "duplicates")
+
+
+class Streams(NamedTuple):
+    indices: np.ndarray  # (W, K)
+    values: np.ndarray
+
+    def dense(self, op="sum"):
+        """Each worker's stream as a dense vector, float64 or of the integers' dtype."""
+        integer = np.issubdtype(self.values.dtype, np.integer)
+        dtype = self.values.dtype if integer else np.float64
+        limits = np.iinfo(dtype) if integer else None
+        low, high = (limits.min, limits.max) if integer else (-np.inf, np.inf)
+        empty = {"sum": 0, "or": 0, "max": low, "min": high}[op]
+        rows = np.full((len(self.indices), SIZE), empty, dtype)
+        for row, indices, values in zip(rows, self.indices, self.values):
+            present = indices < SIZE
+            NUMPY[op].at(row, indices[present], values[present].astype(dtype))
+        return rows
+
+
+def streams(supports, workers, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    choose = lambda n: rng.choice(n, K, replace=False)
+    same = choose(SIZE)
+    indices = {
+        "random": lambda w: choose(SIZE),
+        "disjoint": lambda w: w * K % SIZE + np.arange(K),
+        "identical": lambda w: same,
+        "empty": lambda w: np.full(K, SIZE),
+        "clustered": lambda w: np.append(choose(2 * K)[: K - 2], [SIZE, SIZE]),
+        "duplicates": lambda w: np.append(choose(K)[: K // 2], [3] * (K - K // 2)),
+    }[supports]
+    indices = np.stack([indices(w) for w in range(workers)]).astype(np.int32)
+    signs = 1 if dtype == np.uint32 else rng.choice([-1, 1], indices.shape)
+    values = rng.integers(1, 50, indices.shape) * signs
+    return Streams(indices, np.where(indices < SIZE, values, 0).astype(dtype))
+
+
+@functools.cache
+def collective(name, workers, way, **settings):
+    function = LOSSLESS[name]
+
+    def f(indices, values):
+        return function(SparseStream(indices, values), SIZE, axis_name="data", **settings)
+
+    return on_workers(f, workers, way)
+
+
+def run(name, data, way="vmap", **settings):
+    out = collective(name, len(data.indices), way, **settings)(*data)
+    out = jax.tree.map(np.asarray, out)
+    for replicated in (out.total, out.overflow):
+        np.testing.assert_array_equal(replicated, np.broadcast_to(replicated[:1], replicated.shape))
+    return out.total[0], out.residual, out.overflow[0]
+
+
+def check_exact(name, workers, way, op="sum", dtype=np.float32, supports=SUPPORTS):
+    for seed, kind in enumerate(supports):
+        data = streams(kind, workers, seed, dtype)
+        total, residual, overflow = run(name, data, way, op=op)
+        np.testing.assert_array_equal(total, NUMPY[op].reduce(data.dense(op), axis=0))
+        assert total.dtype == dtype
+        assert not residual.any()
+        assert overflow == 0
+
+
+@pytest.mark.parametrize("workers", some(SIMULATED, (1, 2, 3, 5, 6, 8)))
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_sums(name, workers):
+    check_exact(name, workers, "vmap")
+
+
+@pytest.mark.parametrize("workers", some(ON_DEVICES, (3, 8)))
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_sums_on_devices(name, workers):
+    check_exact(name, workers, "shard_map")
+
+
+@pytest.mark.parametrize("workers", some((1, 3, 6, 8), (3,)))
+@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize(
+    ("op", "dtype"), [("max", np.float32), ("min", np.int32), ("or", np.uint32), ("max", np.uint32)]
+)
+def test_other_operations(name, workers, op, dtype):
+    check_exact(name, workers, "vmap", op, dtype)
+
+
+def test_an_absent_entry_is_neutral():
+    data = Streams(np.array([[4], [SIZE]], np.int32), np.array([[-2.0], [0.0]], np.float32))
+    for name in LOSSLESS:
+        total, _, _ = run(name, data, op="max")
+        assert total[4] == -2
+        assert np.all(np.delete(total, 4) == -np.inf)
+
+
+BOUNDED = {
+    "split_allgather": {"capacity_factor": 1.0, "union_factor": 1.0},
+    "split_allgather, union": {"union_factor": 0.5},
+    "dsar_split_allgather": {"capacity_factor": 1.0},
+    "sparse_ring": {"capacity_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("workers", some((2, 3, 5, 8, 14), (3, 8)))
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("codec", [codecs.COO, codecs.Packed()])
+def test_what_finds_no_room_stays_and_is_counted(name, workers, codec):
+    overflowed = 0
+    for kind in SUPPORTS:
+        data = streams(kind, workers)
+        total, residual, overflow = run(name.split(",")[0], data, codec=codec, **BOUNDED[name])
+        np.testing.assert_array_equal(total + residual.sum(0), data.dense().sum(0))
+        if overflow == 0 and codec.is_exact:
+            assert not residual.any()
+        overflowed += overflow
+    assert overflowed > 0
+
+
+def test_overflow_of_the_split_counts_the_entries_beyond_an_even_share():
+    indices = np.stack([np.arange(K), np.arange(K)]).astype(np.int32)  # all of the first range
+    data = Streams(indices, np.ones((2, K), np.float32))
+    total, residual, overflow = run("dsar_split_allgather", data, capacity_factor=1.0)
+    assert overflow == 2 * (K - K // 2)
+    np.testing.assert_array_equal(total[:K], [2] * (K // 2) + [0] * (K // 2))
+    np.testing.assert_array_equal(residual[:, :K], [[0] * (K // 2) + [1] * (K // 2)] * 2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("workers", some((1, 2, 3, 6, 8), (6,)))
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_rounding_stays_in_the_residual(name, workers, dtype):
+    rng = np.random.default_rng(1)
+    for kind in SUPPORTS:
+        data = streams(kind, workers)
+        values = data.values * (1 + rng.integers(0, 2**10, data.values.shape) * 2.0**-12)
+        data = data._replace(values=values.astype(np.float32))
+        total, residual, _ = run(name, data, codec=codecs.Packed(dtype))
+        expected = data.dense().sum(0)
+        np.testing.assert_allclose(total + residual.sum(0, dtype=np.float64), expected, atol=2e-4)
+        if kind == "random" and workers > 1:
+            assert residual.any(), "the values don't fit 16 bits"
+        assert np.abs(residual).max() <= 600 * float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_quantised_gather(workers, bits):
+    data = streams("random", workers)
+    exact = data.dense().sum(0)
+    spec = quantize.QSGD(bits, bucket_size=32)
+    total, residual, _ = run("dsar_split_allgather", data, quantizer=spec)
+    np.testing.assert_allclose(total + residual.sum(0), exact, atol=1e-4)
+
+    @jax.jit
+    @jax.vmap
+    def stochastic(key):
+        body = lambda indices, values: dsar_split_allgather(
+            SparseStream(indices, values), SIZE, axis_name="data", quantizer=spec, key=key
+        )
+        return jax.vmap(body, axis_name="data")(*map(jnp.asarray, data))
+
+    out = stochastic(jax.random.split(jax.random.key(0), 400))
+    assert not np.asarray(out.residual).any()
+    totals = np.asarray(out.total)[:, 0]
+    error = totals.std(0) / np.sqrt(400)
+    assert np.all(np.abs(totals.mean(0) - exact) <= 5 * error + 1e-4)
+
+
+@pytest.mark.parametrize("workers", SIMULATED)
+def test_fill_in_of_uniform_supports(workers):
+    size, k, trials = 512, 64, 40
+    rng = np.random.default_rng(workers)
+    counts = [
+        len(np.unique([rng.choice(size, k, replace=False) for _ in range(workers)]))
+        for _ in range(trials)
+    ]
+    expected = size * (1 - (1 - k / size) ** workers)
+    assert abs(np.mean(counts) - expected) < 5 * np.std(counts) / np.sqrt(trials) + 1e-9
+
+
+def test_errors_name_what_is_wrong():
+    data = streams("random", 2)
+    with pytest.raises(ValueError, match="op='mean' is unknown"):
+        run("recursive_double", data, op="mean")
+    with pytest.raises(ValueError, match="op='or' combines the bits of integers"):
+        run("recursive_double", data, op="or")
+    with pytest.raises(ValueError, match="rounds, and op='max' has no residual"):
+        run("split_allgather", data, op="max", codec=codecs.Packed())
+    with pytest.raises(ValueError, match=r"capacity_factor=2.0, but op='max'"):
+        run("split_allgather", data, op="max", capacity_factor=2.0)
+    with pytest.raises(ValueError, match="union_factor=0 must be positive"):
+        run("split_allgather", data, union_factor=0)
+    with pytest.raises(ValueError, match="only sums can be quantised"):
+        run("dsar_split_allgather", data, op="min", quantizer=quantize.QSGD())
