@@ -13,7 +13,7 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
-    # Nearly all the time goes into compiling small programs; LLVM's optimisations are a third of it.
+    # Compiling small programs takes most of the time, and LLVM a third of that.
     jax.config.update("jax_disable_most_optimizations", True)
 
 

@@ -104,3 +104,48 @@ def spardl(x, density, teams=1, gather="recursive", h=None):
     total = np.concatenate(own[:n])[:d]
     collected = np.stack([np.concatenate(discards[w])[:d] for w in range(workers)])
     return total, np.where(total != 0, collected, x), entries
+
+
+def gtopk(x, k):
+    """gTop-k with the discards shared by those who hold them (SparDL's rule for R-SAG).
+
+    Args:
+        x: float64 (W, d).
+        k: entries kept of each sum.
+
+    Returns:
+        total (d,), residuals (W, d).
+    """
+    workers = len(x)
+    power = 2 ** int(math.log2(workers))
+    held = [cut(row, k) for row in x]
+    discards = x - np.stack(held)
+    for w in range(power, workers):
+        total = held[w - power] + held[w]
+        held[w - power] = cut(total, k)
+        discards[w - power] += total - held[w - power]
+    distance = 1
+    while distance < power:
+        sums = [held[w] + held[w ^ distance] for w in range(power)]
+        for w, total in enumerate(sums):
+            held[w] = cut(total, k)
+            discards[w] += (total - held[w]) / (2 * distance)
+        distance *= 2
+    return held[0], np.where(held[0] != 0, discards, x)
+
+
+def ok_topk(x, k, local_thresholds=None, threshold=None):
+    """Ok-Topk with room for everything; thresholds are taken where none are given.
+
+    Returns:
+        total (d,), residuals (W, d), local thresholds, threshold of the sums.
+    """
+    magnitude = np.abs(x)
+    if local_thresholds is None:
+        local_thresholds = np.sort(magnitude, axis=1)[:, -k]
+    chosen = (magnitude >= local_thresholds[:, None]) & (x != 0)
+    sums = np.where(chosen, x, 0).sum(0)
+    if threshold is None:
+        threshold = np.sort(np.abs(sums))[-k]
+    total = np.where(np.abs(sums) >= threshold, sums, 0)
+    return total, np.where(chosen & (total != 0), 0, x), local_thresholds, threshold

@@ -3,12 +3,14 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_collectives as reference
 from workers import on_workers, some
 
-from jaxsparse.reducers.spardl import SparDLReducer
+from jaxsparse import SparDLReducer, codecs
+from jaxsparse.collectives.spar_all_gather import Adaptation, ladder
 
 
 @functools.cache
@@ -99,3 +101,81 @@ def test_equals_the_paper_on_devices(workers, teams, gather):
     for seed, supports in enumerate(SUPPORTS):
         scale = workers * teams
         check(reducer, vectors(supports, workers, 61, seed, scale), scale, "shard_map")
+
+
+def test_three_workers_by_hand():
+    x = np.array([[5, 1, 2, 0, 0, 3], [1, 4, 0, 6, 2, 0], [0, 2, 3, 1, 7, 1]])
+    for way in ("vmap", "shard_map"):
+        reduced = run(SparDLReducer(0.5), x, way)
+        assert total(reduced, 1).tolist() == [0, 7, 0, 6, 9, 0]
+        assert reduced.residual.tolist() == [
+            [5, 0, 2, 0, 0, 3],
+            [1, 0, 0, 0, 0, 0],
+            [0, 0, 3, 1, 0, 1],
+        ]
+
+
+def test_eight_teams_by_hand():
+    """The paper's half of what is discarded would give back more than there was."""
+    x = np.array([[0, 2]] * 2 + [[1, 0]] * 2 + [[4, 0]] * 4)
+    for way in ("vmap", "shard_map"):
+        reduced = run(SparDLReducer(0.5, teams=8), x, way)
+        assert reduced.mean[0].tolist() == [2, 0]
+        assert reduced.residual.tolist() == [[0.5, 2]] * 2 + [[0.5, 0]] * 2 + [[0, 0]] * 4
+
+
+def test_the_adaptation_by_hand():
+    state = Adaptation(jnp.float32(100), jnp.float32(1), jnp.bool_(False))
+    seen = []
+    for entries in (150, 150, 150, 150, 260, 180):
+        state = state.adapt(jnp.float32(entries), 200, 2)
+        seen.append(float(state.h))
+    assert seen == [101, 103, 105, 109, 107, 108]
+
+
+def test_the_adaptation_stays_in_its_range_and_never_stops():
+    for entries, end in ((10**6, 50), (0, 200)):
+        state = Adaptation.start(200, 4)
+        assert float(state.h) == 50
+        for _ in range(100):
+            state = state.adapt(jnp.float32(entries), 200, 4)
+            assert 50 <= float(state.h) <= 200
+            assert abs(float(state.step)) >= 1.5 * (1 - 1e-6)
+        assert float(state.h) == end
+
+
+@pytest.mark.parametrize(("k", "teams"), [(200, 7), (200, 2), (1, 8), (3, 2), (50, 50)])
+def test_the_ladder_covers_all_of_h(k, teams):
+    rungs = ladder(k, teams)
+    assert rungs == sorted(set(rungs))
+    assert rungs[0] == -(-k // teams)
+    assert rungs[-1] == k
+    assert len(rungs) <= 4
+
+
+def test_errors_name_what_is_wrong():
+    x = np.zeros((6, 12))
+    with pytest.raises(ValueError, match=r"teams=4 does not divide the 6 workers.*\[1, 2, 3, 6\]"):
+        run(SparDLReducer(0.1, teams=4), x)
+    with pytest.raises(ValueError, match=r"teams=3 is not a power of two.*gather='bruck'"):
+        run(SparDLReducer(0.1, teams=3), x)
+    with pytest.raises(ValueError, match="gather='ring' is unknown"):
+        SparDLReducer(0.1, gather="ring")
+    with pytest.raises(ValueError, match="residuals='none' is unknown"):
+        SparDLReducer(0.1, residuals="none")
+    with pytest.raises(ValueError, match=r"density=1.5 must lie in \(0, 1\]"):
+        SparDLReducer(1.5)
+
+
+@pytest.mark.parametrize("codec", [codecs.Packed(), codecs.Packed(jnp.float16)])
+@pytest.mark.parametrize(
+    ("workers", "teams", "gather"), [(5, 1, "recursive"), (8, 4, "recursive"), (6, 3, "bruck")]
+)
+def test_rounding_is_conserved(workers, teams, gather, codec):
+    reducer = SparDLReducer(0.1, teams, gather, codec=codec)
+    for seed in range(3):
+        x = np.random.default_rng(seed).normal(size=(workers, 301)) ** 3
+        reduced = run(reducer, x)
+        mean = reduced.mean[0].astype(np.float64)
+        kept = workers * mean + reduced.residual.sum(0, dtype=np.float64)
+        np.testing.assert_allclose(kept, x.sum(0), atol=1e-4)

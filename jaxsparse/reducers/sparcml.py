@@ -135,7 +135,10 @@ class SparCMLReducer:
         return quantize.QSGD(self.bits) if wanted and self.bits is not None else None
 
     def traffic(self, k: int, size: int, workers: int) -> dict[str, cost.Traffic]:
-        """Rounds and words of each algorithm, for k entries of `size` elements."""
+        """Rounds and words of each algorithm, for k entries of `size` elements.
+
+        In order of simplicity, which decides where the model finds no difference.
+        """
         common = (k, size, workers, self.codec)
         dense = dsar_split_allgather.traffic(
             *common, capacity_factor=self.capacity_factor, quantizer=self._quantizer
@@ -144,11 +147,11 @@ class SparCMLReducer:
             return {"dsar_split_allgather": dense}
         return {
             "recursive_double": recursive_double.traffic(*common),
+            "all_gather": all_gather_sum.traffic(*common),
+            "dsar_split_allgather": dense,
             "split_allgather": split_allgather.traffic(
                 *common, capacity_factor=self.capacity_factor, union_factor=self.union_factor
             ),
-            "dsar_split_allgather": dense,
-            "all_gather": all_gather_sum.traffic(*common),
             "ring": sparse_ring.traffic(*common),
         }
 

@@ -1,0 +1,207 @@
+"""What each sparse all-reduce pays, read from its compiled program, beside what is published.
+
+    python benchmarks/collectives.py
+    python benchmarks/collectives.py --workers 8 --size 1000000 --density 0.001
+
+Words are 4 bytes, received by one worker; an entry in COO has two. An exchange is one collective of
+the compiled program: a permutation is one round, an all-gather or all-to-all as many as the network
+library makes of it. Nothing is run: the table is the same on any machine.
+"""
+
+import os
+
+# Before jax is imported: compiling for W workers needs W devices.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=64"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import jaxsparse
+from jaxsparse import codecs, cost
+from jaxsparse.collectives import (
+    all_gather_sum,
+    dsar_split_allgather,
+    gtopk,
+    recursive_double,
+    sparse_ring,
+    split_allgather,
+)
+from jaxsparse.stream import SparseStream
+
+
+class Row(NamedTuple):
+    """One algorithm: what it pays, and what its paper says."""
+
+    name: str
+    exchanges: int
+    words: tuple[float, float]  # of the cheapest and the dearest branch
+    published: tuple[float, float]  # range of words
+    reason: str  # for a difference
+
+
+def wire(f: Callable[..., Any], workers: int, *shapes: jax.ShapeDtypeStruct) -> cost.WireBytes:
+    """What f of one worker's arrays sends."""
+    mesh = Mesh(np.array(jax.devices()[:workers]), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+
+    def body(*args: jax.Array) -> Any:
+        return jax.tree.map(lambda x: jaxsparse.local(x)[None], f(*(arg[0] for arg in args)))
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
+    arguments = [jax.ShapeDtypeStruct((workers, *s.shape), s.dtype) for s in shapes]
+    return cost.wire_bytes(jax.jit(mapped).lower(*arguments).compile())
+
+
+def words(sent: cost.WireBytes) -> tuple[float, float]:
+    """Received words if the cheapest, and if the dearest branches are taken."""
+    saved = sum(
+        c.branches[c.dearest].received - min(b.received for b in c.branches)
+        for c in sent.conditionals
+    )
+    return (sent.received - saved) / 4, sent.received / 4
+
+
+def rows(workers: int, size: int, k: int) -> list[Row]:
+    """All algorithms, for k of `size` entries a worker."""
+    W, log = workers, math.ceil(math.log2(workers))
+    table = []
+
+    def add(name: str, sent: cost.WireBytes, published: tuple[float, float], reason: str) -> None:
+        table.append(Row(name, sent.rounds, words(sent), published, reason))
+
+    def stream(name: str, collective: Any, published: Any, reason: str = "", **settings: Any):
+        def f(indices: jax.Array, values: jax.Array) -> Any:
+            entries = SparseStream(indices, values)
+            return collective(entries, size, axis_name="data", **settings)
+
+        shapes = jax.ShapeDtypeStruct((k,), jnp.int32), jax.ShapeDtypeStruct((k,), jnp.float32)
+        add(name, wire(f, workers, *shapes), published, reason)
+
+    def reducer(name: str, reducer: jaxsparse.Reducer, published: Any, reason: str = ""):
+        def f(x: jax.Array) -> Any:
+            reduced = reducer(x, reducer.init(size), axis_name="data")
+            return reduced.mean, reduced.residual
+
+        sent = wire(f, workers, jax.ShapeDtypeStruct((size,), jnp.float32))
+        add(name, sent, published, reason)
+
+    def dense(x: jax.Array) -> Any:
+        return jaxsparse.DenseReducer()(x, (), axis_name="data").mean
+
+    ring = 2 * (W - 1) / W * size
+    sent = wire(dense, workers, jax.ShapeDtypeStruct((size,), jnp.float32))
+    add("dense all-reduce", sent, (ring, ring), "")
+    ssar = (log * 2 * k, (W - 1) * 2 * k)
+    reason = "room for disjoint supports"
+    if W & (W - 1):
+        reason += ", 2 more exchanges"
+    stream("recursive_double", recursive_double.recursive_double, ssar, reason)
+    split = (2 * (W - 1) / W * 2 * k, W * 2 * k)
+    stream(
+        "split_allgather, factors 1",
+        split_allgather.split_allgather,
+        split,
+        "1 word counts overflow",
+        capacity_factor=1.0,
+        union_factor=1.0,
+    )
+    stream(
+        "split_allgather, lossless",
+        split_allgather.split_allgather,
+        split,
+        "room for all k in one range",
+    )
+    half = (W - 1) / W * size
+    stream(
+        "dsar_split_allgather, factor 1",
+        dsar_split_allgather.dsar_split_allgather,
+        (half, half + 2 * k),
+        "1 word counts overflow",
+        capacity_factor=1.0,
+    )
+    stream(
+        "dsar_split_allgather, 4 bits",
+        dsar_split_allgather.dsar_split_allgather,
+        (half / 8, half / 8 + 2 * k),
+        "1 scale per 1024 values",
+        capacity_factor=1.0,
+        quantizer=jaxsparse.quantize.QSGD(4),
+    )
+    stream("sparse_ring, factor 1", sparse_ring.sparse_ring, split, "", capacity_factor=1.0)
+    topk = ((W - 1) * 2 * k,) * 2
+    stream("all_gather_sum (TopkA)", all_gather_sum.all_gather_sum, topk, distinct=True)
+    reason = "no broadcast"
+    if W & (W - 1):
+        reason += ", 2 exchanges to fold"
+    stream("gtopk", gtopk.gtopk, (4 * k * math.log2(W),) * 2, reason)
+    density = k / size
+    reducer(
+        "ok_topk, factor 1",
+        jaxsparse.OkTopkReducer(density, capacity_factor=1.0),
+        (2 * k * (W - 1) / W, 6 * k * (W - 1) / W),
+        "counts; thresholds and regions every 32, 64 steps",
+    )
+    spardl = (4 * k * (W - 1) / W,) * 2
+    reducer("spardl", jaxsparse.SparDLReducer(density), spardl)
+    packed = jaxsparse.SparDLReducer(density, codec=codecs.Packed())
+    reducer("spardl, Packed", packed, spardl, "4 bytes an entry")
+    for T in range(2, W + 1):
+        if W % T:
+            continue
+        if not T & (T - 1):
+            formula = 2 * k * ((2 * W - 2 * T) / W + T / W * math.log2(T))
+            reducer(
+                f"spardl, R-SAG, {T} teams", jaxsparse.SparDLReducer(density, T), (formula,) * 2
+            )
+        low = 2 * k * (T * W + W - 2 * T) / (W * T)
+        high = 2 * k * (T * T + 2 * W - 3 * T) / W
+        reducer(
+            f"spardl, B-SAG, {T} teams",
+            jaxsparse.SparDLReducer(density, T, "bruck"),
+            (low, high),
+            "all-gather of k whatever h; 1 word counts entries" if T < W else "",
+        )
+    return table
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[4, 6, 8, 14])
+    parser.add_argument("--size", type=int, default=84_000, help="elements")
+    parser.add_argument("--density", type=float, default=0.01, help="share of them in a message")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    args = parser.parse_args()
+    k = round(args.density * args.size)
+    if args.json:
+        print(json.dumps({w: rows(w, args.size, k) for w in args.workers}))
+        return
+    print(f"d = {args.size}, k = {k}; words in units of k\n")
+    for workers in args.workers:
+        print(f"| W = {workers} | exchanges | words paid | words published | |")
+        print("|---|---|---|---|---|")
+        for row in rows(workers, args.size, k):
+            paid, published = (span(pair, k) for pair in (row.words, row.published))
+            print(f"| {row.name} | {row.exchanges} | {paid} | {published} | {row.reason} |")
+        print()
+
+
+def span(pair: tuple[float, float], k: int) -> str:
+    """A range in units of k."""
+    low, high = (f"{x / k:.2f}" for x in pair)
+    return low if low == high else f"{low} to {high}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Settings that change from stage to stage, and settings chosen by measuring."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_bytes import COMPRESSED, DENSE, compiled_step
+from workers import mesh
+
+import jaxsparse
+from jaxsparse import Stages, cost, warm_up
+from jaxsparse.reducers.staged import StagedReducer
+
+
+def test_warm_up_falls_exponentially():
+    stages = warm_up(0.001, steps=400)
+    assert stages.boundaries == (100, 200, 300, 400)
+    np.testing.assert_allclose(np.divide(stages.values[1:], stages.values[:-1]), 0.004**0.25)
+    assert [stages.at(step) for step in (0, 399, 400, 10**6)] == [
+        0.25,
+        stages.values[3],
+        0.001,
+        0.001,
+    ]
+
+
+def test_errors_name_what_is_wrong():
+    with pytest.raises(ValueError, match=r"boundaries=\(10,\) divide training into 2 stages"):
+        Stages((0.1,), (10,))
+    with pytest.raises(ValueError, match=r"boundaries=\(10, 5\) must be increasing"):
+        Stages((0.1, 0.2, 0.3), (10, 5))
+    with pytest.raises(ValueError, match=r"boundaries=1\.5 must be an int"):
+        Stages((0.1, 0.2), (1.5,))
+    with pytest.raises(ValueError, match=r"last=0.5 and first=0.25 must satisfy"):
+        warm_up(0.5, steps=10)
+    with pytest.raises(ValueError, match="stages=4 must lie between 1 and steps=3"):
+        warm_up(0.01, steps=3)
+    with pytest.raises(ValueError, match=r"density=0.0 must lie in \(0, 1\]"):
+        jaxsparse.top_k(Stages((0.1, 0.0), (10,)))
+    different = Stages((jaxsparse.TopKReducer(0.1), jaxsparse.OkTopkReducer(0.1)), (10,))
+    with pytest.raises(ValueError, match="carry different states"):
+        StagedReducer(different).init(100)
+
+
+MAKE = {
+    "top_k": lambda stages: jaxsparse.top_k(stages),
+    "gtopk": lambda stages: jaxsparse.gtopk(stages, momentum=0.9),
+    "ok_topk": lambda stages: jaxsparse.ok_topk(stages),
+    "spardl": lambda stages: jaxsparse.spardl(stages, teams=2, gather="bruck"),
+    "sparcml": lambda stages: jaxsparse.sparcml(stages, 100, algorithm="all_gather"),
+}
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_the_stage_in_force_is_taken(name):
+    values = (20, 5, 1) if name == "sparcml" else (0.2, 0.05, 0.01)
+    tx = MAKE[name](Stages(values, (2, 3)))
+    grads = {"kernel": jax.random.normal(jax.random.key(0), (40, 50))}
+    state = jaxsparse.shard(tx.init(grads), 2)
+    step = jaxsparse.data_parallel(
+        lambda state, grads: tx.update(jaxsparse.local(grads), state), 2, batch_argnums=()
+    )
+    delivered = []
+    for _ in range(5):
+        _, state = step(state, grads)
+        delivered.append(int(state.info.delivered))
+    wanted = np.array([0.2, 0.2, 0.05, 0.01, 0.01]) * 2000
+    assert np.all(delivered <= 2.05 * wanted)  # two workers, and thresholds that are reused
+    assert np.all(delivered[:4] >= 0.4 * wanted[:4])
+
+
+def test_bytes_follow_the_stage():
+    density = Stages((0.25, 0.01), (10,))
+    sent = cost.wire_bytes(compiled_step(jaxsparse.top_k(density), mesh(2)))
+    (conditional,) = sent.conditionals
+    k = [-(-COMPRESSED // 4), -(-COMPRESSED // 100)]
+    assert [b.payload for b in conditional.branches] == [8 * n for n in k]
+    assert sent.payload == 8 * k[0] + 4 * (DENSE + 1)
+
+
+def test_autotune_times_every_candidate():
+    params = {"kernel": jax.ShapeDtypeStruct((64, 65), jnp.float32)}
+    make = lambda teams: jaxsparse.spardl(0.01, teams=teams, gather="bruck")
+    best, seconds = jaxsparse.autotune(make, [1, 2, 3, 6], params, mesh_of_6(), repeats=2)
+    assert set(seconds) == {1, 2, 3, 6}
+    assert best == min(seconds, key=seconds.get)
+    assert all(time > 0 for time in seconds.values())
+    with pytest.raises(ValueError, match=r"candidates=\[\] is empty"):
+        jaxsparse.autotune(make, [], params, mesh_of_6())
+    with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
+        jaxsparse.autotune(make, [1], params, mesh_of_6(), repeats=0)
+
+
+def mesh_of_6():
+    return mesh(6)
+
+
+def test_a_staged_density_trains_in_a_chain():
+    tx = optax.chain(jaxsparse.spardl(warm_up(0.01, steps=4, stages=2)), optax.sgd(0.5))
+    params = {"kernel": jnp.ones((64, 32))}
+
+    def step(state, target):
+        params, opt_state = state
+        loss = lambda p: jnp.mean(jnp.square(p["kernel"] - target.mean()))
+        grads = jax.grad(loss)(jaxsparse.local(params))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    run = jaxsparse.data_parallel(step, mesh(3))
+    state = jaxsparse.shard((params, tx.init(params)), mesh(3))
+    for _ in range(6):
+        state = jax.block_until_ready(run(state, jnp.zeros(3)))
+    assert int(state[1][0].reducers[0].step) == 6

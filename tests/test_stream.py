@@ -1,0 +1,129 @@
+"""Sparse vectors and their messages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsparse import codecs, operations, stream
+from jaxsparse.stream import SparseStream
+
+NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}
+
+
+def random_stream(rng, k, size, dtype=np.float32, empty=0.2):
+    indices = np.where(rng.random(k) < empty, size, rng.integers(0, size, k)).astype(np.int32)
+    signs = 1 if dtype == np.uint32 else rng.choice([-1, 1], k)
+    values = np.where(indices < size, rng.integers(1, 100, k) * signs, 0).astype(dtype)
+    return SparseStream(jnp.asarray(indices), jnp.asarray(values))
+
+
+def as_dict(entries, size, op):
+    out = {}
+    for index, value in zip(*map(np.asarray, entries)):
+        if index < size:
+            out[int(index)] = NUMPY[op](out[int(index)], value) if int(index) in out else value
+    return out
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [("sum", np.float32), ("max", np.float32), ("min", np.int32), ("or", np.uint32)],
+)
+@pytest.mark.parametrize("k", [0, 1, 2, 40])
+def test_entries_with_the_same_index_are_combined(k, op, dtype):
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        a, b = random_stream(rng, k, 13, dtype), random_stream(rng, 7, 13, dtype)
+        both = jax.jit(stream.add, static_argnums=(2, 3))(a, b, 13, op)
+        expected = as_dict(SparseStream(*(jnp.concatenate(p) for p in zip(a, b))), 13, op)
+        assert both.capacity == k + 7
+        assert as_dict(both, 13, op) == expected
+        filled = np.asarray(both.indices)[np.asarray(both.indices) < 13]
+        assert sorted(expected) == filled.tolist()  # each once, in order
+        assert not np.asarray(both.values)[np.asarray(both.indices) == 13].any()
+        dense = np.asarray(stream.to_dense(both, 13, op))
+        empty = np.asarray(operations.neutral(op, dtype))
+        assert dense.tolist() == [expected.get(i, empty) for i in range(13)]
+
+
+def test_dense_and_back():
+    x = jnp.arange(5.0)
+    entries = stream.from_dense(x, jnp.array([4, 5, 1]))
+    assert entries.values.tolist() == [4, 0, 1]
+    assert stream.to_dense(entries, 5).tolist() == [0, 1, 0, 0, 4]
+
+
+def test_delta():
+    assert stream.delta(1000) == 500
+    assert stream.delta(1000, entry_bytes=4) == 1000
+
+
+SIZES = [1, 100, 2**16 - 1, 2**16, 2**16 + 1, 200_000]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])
+def test_coordinates_are_exact(size, dtype):
+    entries = random_stream(np.random.default_rng(size), 50, size, dtype)
+    message = codecs.COO.encode(entries, size)
+    assert message.dtype == jnp.uint32
+    assert message.shape == (codecs.COO.words(50, size),) == (100,)
+    jax.tree.map(
+        np.testing.assert_array_equal, codecs.COO.decode(message, 50, size, dtype), entries
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_packed_messages(size, dtype):
+    codec = codecs.Packed(dtype)
+    for k, empty in ((1, 0.0), (50, 0.3), (50, 1.0), (700, 0.0)):
+        rng = np.random.default_rng(k)
+        entries = random_stream(rng, k, size, empty=empty)
+        noise = jnp.asarray(1 + rng.random(k) / 100, jnp.float32)
+        entries = entries._replace(values=entries.values * noise)
+        message = codec.encode(entries, size)
+        assert message.shape == (codec.words(k, size),)
+        assert codec.words(k, size) == k + (-(-size // 2**16) if size > 2**16 else 0)
+        rounded = codec.rounded(entries.values)
+        expected = np.asarray(entries.values.astype(dtype).astype(jnp.float32))
+        np.testing.assert_array_equal(rounded, expected)
+        arrived = codec.decode(message, k, size, jnp.float32)
+        np.testing.assert_array_equal(
+            stream.to_dense(arrived, size),
+            stream.to_dense(entries._replace(values=rounded), size),
+        )
+
+
+def test_values_beyond_16_bits_are_clipped():
+    values = jnp.float32([1e30, -1e6, 7e4, 65504.0, 1e-30])
+    assert codecs.Packed(jnp.float16).rounded(values).tolist() == [65504, -65504, 65504, 65504, 0]
+    largest = jnp.float32([jnp.finfo(jnp.float32).max])
+    assert jnp.isfinite(codecs.Packed().rounded(largest)).all()
+
+
+def test_the_compiler_keeps_the_rounding():
+    codec = codecs.Packed()
+    values = jnp.float32([1.001, 2.003])
+    assert jax.jit(codec.rounded)(values).tolist() == [1.0, 2.0]
+
+
+def test_messages_of_zeros_hold_nothing():
+    """What a worker receives that nobody sends to."""
+    for size in (100, 200_000):
+        for codec in (codecs.COO, codecs.Packed()):
+            message = jnp.zeros(codec.words(5, size), jnp.uint32)
+            arrived = codec.decode(message, 5, size, jnp.float32)
+            assert not stream.to_dense(arrived, size).any()
+
+
+def test_errors_name_what_is_wrong():
+    with pytest.raises(ValueError, match="dtype=float32 is not of 16 bits"):
+        codecs.Packed("float32")
+    integers = SparseStream(jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32))
+    with pytest.raises(ValueError, match="values have dtype int32: Packed rounds floats"):
+        codecs.Packed().encode(integers, 10)
+    half = SparseStream(jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.bfloat16))
+    with pytest.raises(ValueError, match="values have dtype bfloat16: Coo sends dtypes of 4 bytes"):
+        codecs.COO.encode(half, 10)

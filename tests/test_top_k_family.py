@@ -1,0 +1,137 @@
+"""gTop-k and Ok-Topk against their descriptions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference_collectives as reference
+from test_spardl import SUPPORTS, vectors
+from workers import on_workers, some
+
+from jaxsparse import GTopKReducer, OkTopkReducer, PerWorker, codecs
+from jaxsparse.collectives import wire
+
+SIZE = 61
+
+
+@functools.cache
+def exchange(reducer, workers, way):
+    """Feeds residuals back over the leading axis of x (steps, d)."""
+
+    def step(carried, gradient):
+        state, residual = carried
+        x = residual + gradient
+        reduced = reducer(x, state, axis_name="data")
+        return (reduced.state, reduced.residual), (x, reduced)
+
+    def run(gradients):
+        is_per_worker = lambda leaf: isinstance(leaf, PerWorker)
+        state = jax.tree.map(
+            lambda leaf: wire.varying(leaf, "data") if is_per_worker(leaf) else leaf,
+            reducer.init(gradients.shape[1]),
+            is_leaf=is_per_worker,
+        )
+        return jax.lax.scan(step, (state, jnp.zeros_like(gradients[0])), gradients)[1]
+
+    return on_workers(run, workers, way)
+
+
+def run(reducer, x, way="vmap"):
+    """By step: what went in (W, d), and the outcome."""
+    steps = x[:, None] if x.ndim == 2 else x
+    xs, reduced = exchange(reducer, len(x), way)(steps.astype(np.float32))
+    return [
+        jax.tree.map(lambda leaf, i=i: np.asarray(leaf[:, i]), (xs, reduced))
+        for i in range(steps.shape[1])
+    ]
+
+
+def total(reduced, scale):
+    workers = len(reduced.mean)
+    np.testing.assert_array_equal(
+        reduced.mean, np.broadcast_to(reduced.mean[:1], reduced.mean.shape)
+    )
+    return np.rint(reduced.mean[0].astype(np.float64) * workers / scale) * scale
+
+
+WHERE = [(workers, "vmap") for workers in (*range(1, 10), 12, 14, 16)]
+WHERE += [(workers, "shard_map") for workers in (2, 3, 5, 6, 8)]
+USUAL = [(1, "vmap"), (3, "vmap"), (6, "vmap"), (8, "vmap"), (5, "shard_map")]
+
+
+@pytest.mark.parametrize("where", some(WHERE, USUAL), ids=str)
+def test_gtopk_equals_its_description(where):
+    workers, way = where
+    reducer = GTopKReducer(0.1, selection="exact")
+    for seed, supports in enumerate(SUPPORTS):
+        x = vectors(supports, workers, SIZE, seed, scale=16)
+        ((_, reduced),) = run(reducer, x, way)
+        expected, residuals = reference.gtopk(x, 7)
+        np.testing.assert_array_equal(total(reduced, 1), expected)
+        np.testing.assert_array_equal(reduced.residual, residuals)
+        np.testing.assert_array_equal(expected + residuals.sum(0), x.sum(0))
+
+
+def test_gtopk_as_published_leaks():
+    x = np.array([[6, 0], [6, 0], [2, 0], [0, 9]])
+    for residuals, lost in (("global", 0), ("published", 2)):
+        ((_, reduced),) = run(GTopKReducer(0.5, residuals), x)
+        assert total(reduced, 1).tolist() == [12, 0]
+        assert x.sum() - 12 - reduced.residual.sum() == lost
+
+
+@pytest.mark.parametrize("where", some(WHERE, USUAL), ids=str)
+def test_ok_topk_equals_its_description(where):
+    workers, way = where
+    reducer = OkTopkReducer(0.1, refresh_every=2, capacity_factor=4.0 * workers)
+    for seed, supports in enumerate(SUPPORTS):
+        steps = [vectors(supports, workers, SIZE, seed + i) for i in range(3)]
+        thresholds = None, None
+        for i, (x, reduced) in enumerate(run(reducer, np.stack(steps, 1), way)):
+            old = (None, None) if i % 2 == 0 else thresholds
+            expected, residuals, *thresholds = reference.ok_topk(x.astype(np.float64), 7, *old)
+            np.testing.assert_array_equal(total(reduced, 1), expected)
+            np.testing.assert_array_equal(reduced.residual, residuals)
+            np.testing.assert_array_equal(reduced.sent, (x != residuals))
+            assert not reduced.info.overflow.any()
+
+
+@pytest.mark.parametrize("workers", [3, 8])
+@pytest.mark.parametrize("codec", [codecs.COO, codecs.Packed()])
+def test_ok_topk_keeps_and_counts_what_finds_no_room(workers, codec):
+    reducer = OkTopkReducer(0.1, capacity_factor=1.0, codec=codec)
+    overflowed = 0
+    for seed, supports in enumerate(SUPPORTS):
+        steps = [vectors(supports, workers, SIZE, seed + i) for i in range(3)]
+        for x, reduced in run(reducer, np.stack(steps, 1)):
+            mean = reduced.mean[0].astype(np.float64)
+            kept = np.rint(workers * mean * 2**8) / 2**8 + reduced.residual.sum(0, dtype=np.float64)
+            np.testing.assert_allclose(kept, x.sum(0, dtype=np.float64), atol=1e-2)
+            overflowed += int(reduced.info.overflow[0])
+    assert overflowed > 0
+
+
+def test_ok_topk_balances_its_regions():
+    """All entries in one corner: with regions of even length one owner would overflow."""
+    workers, size = 4, 4000
+    rng = np.random.default_rng(0)
+    x = np.zeros((workers, size))
+    x[:, :300] = rng.permutation(workers * 300).reshape(workers, 300) + 1
+    ((_, reduced),) = run(OkTopkReducer(0.01, capacity_factor=2.0), x)
+    assert reduced.info.overflow[0] == 0
+    assert reduced.info.delivered[0] == 40
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="refresh_every=0 must be at least 1 step"):
+        OkTopkReducer(0.1, refresh_every=0)
+    with pytest.raises(ValueError, match=r"capacity_factor=0\.5 must be at least 1"):
+        OkTopkReducer(0.1, capacity_factor=0.5)
+    with pytest.raises(ValueError, match="residuals='partial' is unknown"):
+        GTopKReducer(0.1, "partial")
+    with pytest.raises(ValueError, match="selection='slow' is unknown"):
+        GTopKReducer(0.1, selection="slow")
+    with pytest.raises(ValueError, match=r"density=0 must lie in \(0, 1\]"):
+        GTopKReducer(0)
