@@ -106,11 +106,11 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
     reason = "room for disjoint supports"
     if W & (W - 1):
         reason += ", 2 more exchanges"
-    stream("recursive_double", recursive_double.recursive_double, ssar, reason)
+    stream("recursive_double", recursive_double, ssar, reason)
     split = (2 * (W - 1) / W * 2 * k, W * 2 * k)
     stream(
         "split_allgather, factors 1",
-        split_allgather.split_allgather,
+        split_allgather,
         split,
         "1 word counts overflow",
         capacity_factor=1.0,
@@ -118,33 +118,33 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
     )
     stream(
         "split_allgather, lossless",
-        split_allgather.split_allgather,
+        split_allgather,
         split,
         "room for all k in one range",
     )
     half = (W - 1) / W * size
     stream(
         "dsar_split_allgather, factor 1",
-        dsar_split_allgather.dsar_split_allgather,
+        dsar_split_allgather,
         (half, half + 2 * k),
         "1 word counts overflow",
         capacity_factor=1.0,
     )
     stream(
         "dsar_split_allgather, 4 bits",
-        dsar_split_allgather.dsar_split_allgather,
+        dsar_split_allgather,
         (half / 8, half / 8 + 2 * k),
         "1 scale per 1024 values",
         capacity_factor=1.0,
         quantizer=jaxsparse.quantize.QSGD(4),
     )
-    stream("sparse_ring, factor 1", sparse_ring.sparse_ring, split, "", capacity_factor=1.0)
+    stream("sparse_ring, factor 1", sparse_ring, split, "", capacity_factor=1.0)
     topk = ((W - 1) * 2 * k,) * 2
-    stream("all_gather_sum (TopkA)", all_gather_sum.all_gather_sum, topk, distinct=True)
+    stream("all_gather_sum (TopkA)", all_gather_sum, topk, distinct=True)
     reason = "no broadcast"
     if W & (W - 1):
         reason += ", 2 exchanges to fold"
-    stream("gtopk", gtopk.gtopk, (4 * k * math.log2(W),) * 2, reason)
+    stream("gtopk", gtopk, (4 * k * math.log2(W),) * 2, reason)
     density = k / size
     reducer(
         "ok_topk, factor 1",

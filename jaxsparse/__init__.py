@@ -6,7 +6,7 @@ Chain one of the transformations before an Optax optimizer and run the training 
     tx = optax.chain(jaxsparse.sketched_sgd(compression=10, momentum=0.9), optax.sgd(0.1))
 """
 
-from jaxsparse import codecs, cost, layout, quantize, select, sketch, stream
+from jaxsparse import codecs, collectives, cost, layout, quantize, select, sketch, stream
 from jaxsparse.autotune import Autotuned, autotune
 from jaxsparse.feedback import ErrorFeedbackState, error_feedback
 from jaxsparse.parallel import data_parallel
@@ -57,6 +57,7 @@ __all__ = [
     "TrueTopKReducer",
     "autotune",
     "codecs",
+    "collectives",
     "cost",
     "data_parallel",
     "dense",

@@ -10,11 +10,13 @@ import pytest
 from workers import on_workers, some
 
 from jaxsparse import codecs, quantize
-from jaxsparse.collectives.all_gather_sum import all_gather_sum
-from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather
-from jaxsparse.collectives.recursive_double import recursive_double
-from jaxsparse.collectives.sparse_ring import sparse_ring
-from jaxsparse.collectives.split_allgather import split_allgather
+from jaxsparse.collectives import (
+    all_gather_sum,
+    dsar_split_allgather,
+    recursive_double,
+    sparse_ring,
+    split_allgather,
+)
 from jaxsparse.stream import SparseStream
 
 SIZE, K = 307, 12  # prime: no number of workers divides it

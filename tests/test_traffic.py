@@ -12,13 +12,13 @@ from workers import some
 
 from jaxsparse import SparCMLReducer, codecs, cost, quantize
 from jaxsparse.collectives import (
-    all_gather_sum,
-    dsar_split_allgather,
-    gtopk,
-    ok_topk,
-    recursive_double,
-    sparse_ring,
-    split_allgather,
+    all_gather_sum_traffic,
+    dsar_split_allgather_traffic,
+    gtopk_traffic,
+    ok_topk_traffic,
+    recursive_double_traffic,
+    sparse_ring_traffic,
+    split_allgather_traffic,
 )
 
 SIZE, K = 84_000, 840  # K is a multiple of all worker counts: nothing is rounded up
@@ -91,21 +91,21 @@ def test_words_and_exchanges(workers):
 
     # The model that chooses algorithms reckons with what is paid.
     for name, reckoned in {
-        "recursive_double": recursive_double.traffic(K, SIZE, workers),
-        "gtopk": gtopk.traffic(K, SIZE, workers),
-        "all_gather_sum (TopkA)": all_gather_sum.traffic(K, SIZE, workers),
-        "split_allgather, lossless": split_allgather.traffic(K, SIZE, workers),
-        "split_allgather, factors 1": split_allgather.traffic(
+        "recursive_double": recursive_double_traffic(K, SIZE, workers),
+        "gtopk": gtopk_traffic(K, SIZE, workers),
+        "all_gather_sum (TopkA)": all_gather_sum_traffic(K, SIZE, workers),
+        "split_allgather, lossless": split_allgather_traffic(K, SIZE, workers),
+        "split_allgather, factors 1": split_allgather_traffic(
             K, SIZE, workers, capacity_factor=1.0, union_factor=1.0
         ),
-        "dsar_split_allgather, factor 1": dsar_split_allgather.traffic(
+        "dsar_split_allgather, factor 1": dsar_split_allgather_traffic(
             K, SIZE, workers, capacity_factor=1.0
         ),
-        "dsar_split_allgather, 4 bits": dsar_split_allgather.traffic(
+        "dsar_split_allgather, 4 bits": dsar_split_allgather_traffic(
             K, SIZE, workers, capacity_factor=1.0, quantizer=quantize.QSGD(4)
         ),
-        "sparse_ring, factor 1": sparse_ring.traffic(K, SIZE, workers, capacity_factor=1.0),
-        "ok_topk, factor 1": ok_topk.traffic(K, SIZE, workers, capacity_factor=1.0),
+        "sparse_ring, factor 1": sparse_ring_traffic(K, SIZE, workers, capacity_factor=1.0),
+        "ok_topk, factor 1": ok_topk_traffic(K, SIZE, workers, capacity_factor=1.0),
     }.items():
         assert paid(name)[0] == pytest.approx(reckoned.words), name
 

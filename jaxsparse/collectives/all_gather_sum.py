@@ -22,7 +22,8 @@ def all_gather_sum(
 ) -> AllReduced:
     """Every worker receives every worker's entries and combines them, in order of rank.
 
-    One all-gather: the simplest, and the dearest for many workers. Rounds and words: see `traffic`.
+    One all-gather: the simplest, and the dearest for many workers. Rounds and words: see
+    `all_gather_sum_traffic`.
 
     Args:
         stream: k entries.
@@ -54,7 +55,9 @@ def all_gather_sum(
     return AllReduced(total, residual, jnp.int32(0))
 
 
-def traffic(k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO) -> cost.Traffic:
+def all_gather_sum_traffic(
+    k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO
+) -> cost.Traffic:
     """ceil(log2 W) rounds, (W - 1) 2k words in COO."""
     parcel = Parcel(size, k, "sum", jnp.float32, codec)
     return cost.Traffic((workers - 1).bit_length(), (workers - 1) * parcel.words)

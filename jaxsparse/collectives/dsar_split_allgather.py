@@ -25,7 +25,8 @@ def dsar_split_allgather(
 ) -> AllReduced:
     """As `split_allgather`, but owners send their ranges as dense arrays.
 
-    For supports that fill in so much that the sum is dense. Rounds and words: see `traffic`.
+    For supports that fill in so much that the sum is dense. Rounds and words: see
+    `dsar_split_allgather_traffic`.
 
     Args:
         stream: k entries; an index may repeat.
@@ -78,7 +79,7 @@ def dsar_split_allgather(
     return AllReduced(ranges.reshape(-1)[:size], residual[:size], overflow)
 
 
-def traffic(
+def dsar_split_allgather_traffic(
     k: int,
     size: int,
     workers: int,

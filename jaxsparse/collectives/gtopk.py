@@ -83,7 +83,9 @@ def gtopk(
     return Merged(wire.replicated(to_dense(stream, size), axis_name), discarded)
 
 
-def traffic(k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO) -> cost.Traffic:
+def gtopk_traffic(
+    k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO
+) -> cost.Traffic:
     """log2 W rounds of 2k words in COO, and 2 more if W is no power of two."""
     power = 1 << (workers.bit_length() - 1)
     rounds = power.bit_length() - 1 + (2 if workers != power else 0)

@@ -56,7 +56,7 @@ def ok_topk(
 
     Each message has room for C = ceil(capacity_factor k / W) entries. Entries that find none, at
     any stage, stay in the residuals of those who have them, and are counted. Rounds and words: see
-    `traffic`.
+    `ok_topk_traffic`.
 
     Args:
         x: float32.
@@ -142,7 +142,7 @@ def ok_topk(
     return OkTopk(total, residual, sent, overflow, local_threshold, Regions(counts, threshold))
 
 
-def traffic(
+def ok_topk_traffic(
     k: int,
     size: int,
     workers: int,

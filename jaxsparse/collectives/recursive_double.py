@@ -25,7 +25,7 @@ def recursive_double(
     SparCML's delta on. If W is not a power of two, P < W, the W - P last workers first give their
     entries to the first ones, and are sent the result at the end.
 
-    Rounds and words: see `traffic`.
+    Rounds and words: see `recursive_double_traffic`.
 
     Args:
         stream: k entries; an index may repeat.
@@ -77,7 +77,9 @@ def recursive_double(
     return AllReduced(wire.replicated(x, axis_name), residual, jnp.int32(0))
 
 
-def traffic(k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO) -> cost.Traffic:
+def recursive_double_traffic(
+    k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO
+) -> cost.Traffic:
     """log2 W rounds, and 2 more if W is no power of two; the words of the messages' capacities.
 
     The published range (section 5.3.2) is log2(W) 2k words if all supports are equal to

@@ -25,7 +25,7 @@ def sparse_ring(
 ) -> AllReduced:
     """Partial sums of W ranges travel round a ring and grow, then the sums travel round once more.
 
-    Rounds and words: see `traffic`.
+    Rounds and words: see `sparse_ring_traffic`.
 
     Args:
         stream: k entries; an index may repeat.
@@ -76,7 +76,7 @@ def sparse_ring(
     return AllReduced(total, residual.reshape(-1)[:size], overflow)
 
 
-def traffic(
+def sparse_ring_traffic(
     k: int,
     size: int,
     workers: int,

@@ -27,8 +27,8 @@ def split_allgather(
 ) -> AllReduced:
     """Entries go to the owner of their range, who sends the combined ones to all.
 
-    Rounds and words: see `traffic`. Messages have room for all entries there can be, unless a
-    factor bounds them, and are dense arrays from SparCML's delta on.
+    Rounds and words: see `split_allgather_traffic`. Messages have room for all entries there can
+    be, unless a factor bounds them, and are dense arrays from SparCML's delta on.
 
     Args:
         stream: k entries; an index may repeat.
@@ -74,7 +74,7 @@ def split_allgather(
     return AllReduced(ranges.reshape(-1)[:size], residual[:size], overflow)
 
 
-def traffic(
+def split_allgather_traffic(
     k: int,
     size: int,
     workers: int,

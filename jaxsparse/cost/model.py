@@ -26,8 +26,8 @@ class Link:
         bandwidth: bytes a second, of which 4 take the model's beta.
 
     Example:
-        >>> Link(latency=1e-4, bandwidth=1e9).seconds(Traffic(rounds=2, words=25e6))
-        0.1002
+        >>> Link(latency=0.25, bandwidth=8.0).seconds(Traffic(rounds=2, words=4))
+        2.5
     """
 
     latency: float = 50e-6

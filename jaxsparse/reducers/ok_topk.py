@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import codecs
-from jaxsparse.collectives import ok_topk, wire
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.ok_topk import Regions, ok_topk, start
 from jaxsparse.per_worker import PerWorker
 from jaxsparse.reducers.base import Laws, Reduced, info
 from jaxsparse.reducers.density import check_density, entries
@@ -19,7 +20,7 @@ class OkTopkState(NamedTuple):
 
     step: UInt32[Array, ""]
     local_threshold: PerWorker  # float32 scalar
-    regions: ok_topk.Regions
+    regions: Regions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +65,13 @@ class OkTopkReducer:
 
     def init(self, size: int) -> OkTopkState:
         """A step counter, thresholds, and how entries are distributed."""
-        return OkTopkState(jnp.uint32(0), PerWorker.wrap(jnp.float32(0)), ok_topk.start(size))
+        return OkTopkState(jnp.uint32(0), PerWorker.wrap(jnp.float32(0)), start(size))
 
     def __call__(
         self, x: Float[Array, " d"], state: OkTopkState, *, axis_name: str | None
     ) -> Reduced:
         """See `Reducer`."""
-        result = ok_topk.ok_topk(
+        result = ok_topk(
             x,
             entries(self.density, x.size),
             PerWorker.unwrap(state.local_threshold),

@@ -9,15 +9,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs, cost, quantize, select
-from jaxsparse.collectives import (
-    all_gather_sum,
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.all_gather_sum import all_gather_sum, all_gather_sum_traffic
+from jaxsparse.collectives.dsar_split_allgather import (
     dsar_split_allgather,
-    recursive_double,
-    sparse_ring,
-    split_allgather,
-    wire,
+    dsar_split_allgather_traffic,
 )
 from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.recursive_double import recursive_double, recursive_double_traffic
+from jaxsparse.collectives.sparse_ring import sparse_ring, sparse_ring_traffic
+from jaxsparse.collectives.split_allgather import split_allgather, split_allgather_traffic
 from jaxsparse.reducers.base import Laws, Reduced
 from jaxsparse.reducers.residuals import deliver_streams
 from jaxsparse.settings import static_int
@@ -140,19 +141,19 @@ class SparCMLReducer:
         In order of simplicity, which decides where the model finds no difference.
         """
         common = (k, size, workers, self.codec)
-        dense = dsar_split_allgather.traffic(
+        dense = dsar_split_allgather_traffic(
             *common, capacity_factor=self.capacity_factor, quantizer=self._quantizer
         )
         if self._quantizer is not None:
             return {"dsar_split_allgather": dense}
         return {
-            "recursive_double": recursive_double.traffic(*common),
-            "all_gather": all_gather_sum.traffic(*common),
+            "recursive_double": recursive_double_traffic(*common),
+            "all_gather": all_gather_sum_traffic(*common),
             "dsar_split_allgather": dense,
-            "split_allgather": split_allgather.traffic(
+            "split_allgather": split_allgather_traffic(
                 *common, capacity_factor=self.capacity_factor, union_factor=self.union_factor
             ),
-            "ring": sparse_ring.traffic(*common),
+            "ring": sparse_ring_traffic(*common),
         }
 
     def choose(self, k: int, size: int, workers: int) -> str:
@@ -166,11 +167,11 @@ class SparCMLReducer:
         self, name: str, stream: SparseStream, size: int, axis_name: str | None, key: Array | None
     ) -> AllReduced:
         algorithms: dict[str, Callable[..., AllReduced]] = {
-            "recursive_double": recursive_double.recursive_double,
-            "split_allgather": split_allgather.split_allgather,
-            "dsar_split_allgather": dsar_split_allgather.dsar_split_allgather,
-            "all_gather": all_gather_sum.all_gather_sum,
-            "ring": sparse_ring.sparse_ring,
+            "recursive_double": recursive_double,
+            "split_allgather": split_allgather,
+            "dsar_split_allgather": dsar_split_allgather,
+            "all_gather": all_gather_sum,
+            "ring": sparse_ring,
         }
         extra: dict[str, dict[str, Any]] = {
             "split_allgather": {
