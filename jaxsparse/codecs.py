@@ -20,6 +20,10 @@ _RANGE = 2**16
 class Codec(Protocol):
     """Turns streams of `capacity` slots over vectors of `size` elements into messages."""
 
+    def check(self, dtype: DTypeLike) -> None:
+        """Raises ValueError unless values of `dtype` can be sent."""
+        ...
+
     def words(self, capacity: int, size: int) -> int:
         """uint32 words of a message."""
         ...
@@ -50,6 +54,14 @@ class Coo:
 
     is_exact = True
 
+    def check(self, dtype: DTypeLike) -> None:
+        """Dtypes of 4 bytes."""
+        if jnp.dtype(dtype).itemsize != 4:
+            raise ValueError(
+                f"values have dtype {jnp.dtype(dtype)}: Coo sends dtypes of 4 bytes (float32, "
+                "int32, uint32); convert them first"
+            )
+
     def words(self, capacity: int, size: int) -> int:
         """Two for each slot."""
         del size
@@ -58,11 +70,7 @@ class Coo:
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
         """Indices first, then values; values of any dtype of 4 bytes."""
         del size
-        if stream.values.dtype.itemsize != 4:
-            raise ValueError(
-                f"values have dtype {stream.values.dtype}: Coo sends dtypes of 4 bytes (float32, "
-                "int32, uint32); convert them first"
-            )
+        self.check(stream.values.dtype)
         return jnp.concatenate([bits(stream.indices), bits(stream.values)])
 
     def decode(
@@ -103,17 +111,21 @@ class Packed:
         if jnp.dtype(self.dtype) not in (jnp.bfloat16, jnp.float16):
             raise ValueError(f"dtype={self.dtype} is not of 16 bits: use bfloat16 or float16")
 
+    def check(self, dtype: DTypeLike) -> None:
+        """float32 only."""
+        if jnp.dtype(dtype) != jnp.float32:
+            raise ValueError(
+                f"values have dtype {jnp.dtype(dtype)}: Packed rounds float32 to 16 bits; use "
+                "codecs.COO, or convert them first"
+            )
+
     def words(self, capacity: int, size: int) -> int:
         """One for each slot, and one for each range where there are several."""
         return capacity + _header(size)
 
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
         """The message; an empty slot is a word of 0, a value of +0 that changes no sum."""
-        if not jnp.issubdtype(stream.values.dtype, jnp.floating):
-            raise ValueError(
-                f"values have dtype {stream.values.dtype}: Packed rounds floats to 16 bits; use "
-                "codecs.COO"
-            )
+        self.check(stream.values.dtype)
         indices, values = stream
         ends = jnp.zeros((0,), jnp.uint32)
         if _header(size):
@@ -143,11 +155,21 @@ class Packed:
         return SparseStream(indices, jax.lax.bitcast_convert_type(bits, self.dtype).astype(dtype))
 
     def rounded(self, values: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
-        """The values, rounded to `dtype` and back; float16's subnormal numbers become 0."""
+        """The values, rounded to `dtype` and back; float16's subnormal numbers become 0.
+
+        What is not finite stays so, lest an overflow look like a sum.
+        """
         # XLA may drop a conversion to and fro, but not this.
         info = jnp.finfo(self.dtype)
         limit = float(info.max)
-        return jax.lax.reduce_precision(jnp.clip(values, -limit, limit), info.nexp, info.nmant)
+        rounded = jax.lax.reduce_precision(jnp.clip(values, -limit, limit), info.nexp, info.nmant)
+        return jnp.where(jnp.isfinite(values), rounded, values)
+
+
+def check_codec(codec: Codec) -> None:
+    """Raises ValueError unless `codec` is one."""
+    if isinstance(codec, type) or not isinstance(codec, Codec):
+        raise ValueError(f"codec={codec!r} is not a codec: use codecs.COO or codecs.Packed()")
 
 
 def _header(size: int) -> int:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxsparse import layout as layouts
 from jaxsparse.collectives import wire
+from jaxsparse.magnitude import largest_magnitude
 from jaxsparse.per_worker import PerWorker
 from jaxsparse.reducers.base import Budget, Info, Reduced, Reducer, info
 from jaxsparse.reducers.dense import DenseReducer
@@ -218,8 +219,8 @@ def _select(ok: Array, new: Any, old: Any) -> Any:
 
 
 def _all_finite(x: Array) -> Array:
-    # A maximum propagates NaN, and unlike all(isfinite(x)) stores no mask of x's size.
-    return jnp.max(jnp.abs(x), initial=0.0) < jnp.inf
+    # Unlike all(isfinite(x)) it stores no mask of x's size.
+    return largest_magnitude(x) < jnp.inf
 
 
 def _masked(u: Array, reduced: Reduced) -> Array:

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from jaxsparse.hashing import keyed
+from jaxsparse.magnitude import largest_magnitude
 from jaxsparse.settings import static_int
 
 __all__ = ["QSGD", "Quantized", "check_feedback", "dequantize", "pack", "quantize", "unpack"]
@@ -190,7 +191,7 @@ def quantize(x: Float[Array, " d"], spec: QSGD, key: Key[Array, ""] | None) -> Q
     _check_size("x.size", x.size)
     buckets = _in_buckets(x.astype(jnp.float32), spec)
     limits = jnp.finfo(jnp.float32)
-    largest = jnp.max(jnp.abs(buckets), axis=1)
+    largest = largest_magnitude(buckets, axis=1)
     empty = largest < 2 * limits.tiny  # false for NaN, which must not vanish
     largest = jnp.where(empty, 1, largest)
     scales = largest

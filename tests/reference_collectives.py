@@ -134,18 +134,16 @@ def gtopk(x, k):
     return held[0], np.where(held[0] != 0, discards, x)
 
 
-def ok_topk(x, k, local_thresholds=None, threshold=None):
-    """Ok-Topk with room for everything; thresholds are taken where none are given.
+def ok_topk(x, k, threshold=None):
+    """Ok-Topk with room for everything; the sums' threshold is taken if none is given.
 
     Returns:
-        total (d,), residuals (W, d), local thresholds, threshold of the sums.
+        total (d,), residuals (W, d), the threshold for the next step, if it served in this one.
     """
-    magnitude = np.abs(x)
-    if local_thresholds is None:
-        local_thresholds = np.sort(magnitude, axis=1)[:, -k]
-    chosen = (magnitude >= local_thresholds[:, None]) & (x != 0)
-    sums = np.where(chosen, x, 0).sum(0)
+    offered = np.stack([cut(row, k) for row in x])
+    sums = offered.sum(0)
     if threshold is None:
         threshold = np.sort(np.abs(sums))[-k]
     total = np.where(np.abs(sums) >= threshold, sums, 0)
-    return total, np.where(chosen & (total != 0), 0, x), local_thresholds, threshold
+    residuals = np.where((offered != 0) & (total != 0), 0, x)
+    return total, residuals, None if 2 * np.count_nonzero(total) < k else threshold

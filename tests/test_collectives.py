@@ -225,3 +225,17 @@ def test_errors_name_what_is_wrong():
         run("split_allgather", data, union_factor=0)
     with pytest.raises(ValueError, match="only sums can be quantised"):
         run("dsar_split_allgather", data, op="min", quantizer=quantize.QSGD())
+
+
+def test_dtypes_that_messages_cannot_hold_are_refused():
+    indices = jnp.array([1, 2], jnp.int32)
+    for dtype, codec, message in (
+        (jnp.int32, codecs.Packed(), "int32: Packed rounds float32"),
+        (jnp.bfloat16, codecs.COO, "bfloat16: Coo sends dtypes of 4 bytes"),
+        (jnp.int8, codecs.COO, "int8: Coo sends dtypes of 4 bytes"),
+    ):
+        entries = SparseStream(indices, jnp.ones(2, dtype))
+        for function in LOSSLESS.values():
+            for size in (4, 100):
+                with pytest.raises(ValueError, match=message):
+                    function(entries, size, axis_name=None, codec=codec)

@@ -43,6 +43,36 @@ SETTINGS = {
         r"k=1201 must lie between 1 and .* 1200",
     ),
     "rows": (lambda: sketched(rows=0), r"rows=0"),
+    "density": (lambda: jaxsparse.top_k(0), r"density=0 must lie in \(0, 1\]"),
+    "density as text": (lambda: jaxsparse.gtopk("0.1"), r"density='0.1' must be a number"),
+    "density as bool": (lambda: jaxsparse.spardl(True), r"density=True must be a number"),
+    "injected density": (
+        lambda: jax.jit(lambda d: jaxsparse.top_k(d).init(PARAMS))(0.1),
+        r"density=.* must be a number: it is static \(list it in static_args",
+    ),
+    "teams": (lambda: jaxsparse.spardl(0.1, teams=1.0), r"teams=1.0 must be an int"),
+    "no teams": (lambda: update(jaxsparse.spardl(0.1, teams=0)), r"teams=0 does not divide the 3"),
+    "bits": (lambda: jaxsparse.sparcml(bits=4.0), r"bits=4.0 must be an int"),
+    "unknown bits": (lambda: jaxsparse.sparcml(bits=3), r"bits=3.*2, 4 or 8"),
+    "bits without a dense half": (
+        lambda: jaxsparse.sparcml(bits=4, algorithm="ring"),
+        r"bits=4 quantise .* algorithm='ring' lacks: use that or 'auto'",
+    ),
+    "a codec's class": (
+        lambda: jaxsparse.top_k(0.1, codec=jaxsparse.codecs.Packed),
+        r"codec=.*Packed.* is not a codec: use codecs.COO or codecs.Packed\(\)",
+    ),
+    "a codec's name": (lambda: jaxsparse.sparcml(codec="packed"), r"codec='packed' is not a codec"),
+    "capacity": (
+        lambda: jaxsparse.sparcml(capacity_factor=-1, algorithm="recursive_double"),
+        r"capacity_factor=-1 must be positive and finite",
+    ),
+    "endless capacity": (
+        lambda: jaxsparse.ok_topk(0.1, capacity_factor=float("inf")),
+        r"capacity_factor=inf must be finite",
+    ),
+    "algorithm": (lambda: jaxsparse.sparcml(algorithm="tree"), r"algorithm='tree' is unknown"),
+    "k of a bucket": (lambda: jaxsparse.sparcml(5, 4), r"k=5 must lie between 1 and bucket_size=4"),
     "cols": (lambda: sketched(cols=-3), r"cols=-3"),
     "oversampling": (lambda: sketched(oversampling=0), r"oversampling=0 must be at least 1"),
     "oversampling of heavymix": (

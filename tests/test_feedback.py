@@ -11,7 +11,7 @@ import reference
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import PerWorker, cost, data_parallel, local, shard
+from jaxsparse import PerWorker, codecs, cost, data_parallel, local, shard
 
 
 def padded(rows, size=601):
@@ -323,3 +323,47 @@ def test_a_sum_that_overflows_is_never_applied(method, momentum):
     history, (_, state) = train(tx, params, 2, gradients)
     for leaf in jax.tree.leaves((history, state)):
         assert np.all(np.isfinite(leaf))
+
+
+@pytest.mark.parametrize("position", [0, 50_000, 99_999])
+@pytest.mark.parametrize("simulated", [False, True])
+def test_one_nan_in_many_elements_skips_the_step(position, simulated):
+    """XLA's maximum on CPU loses NaN, the more surely the longer the vector."""
+    tx = jaxsparse.top_k(0.01)
+    params = {"w": jnp.zeros((100, 1000))}
+    healthy = {"w": jnp.ones((2, 100, 1000))}
+    broken = {"w": healthy["w"].at[1, position // 1000, position % 1000].set(jnp.nan)}
+    step = jaxsparse.data_parallel(
+        lambda state, gradient: tx.update(jax.tree.map(lambda x: x[0], gradient), state),
+        2 if simulated else mesh(2),
+    )
+    state = shard(tx.init(params), 2 if simulated else mesh(2))
+    _, before = step(state, healthy)
+    updates, after = step(before, broken)
+    assert after.skipped == 1
+    assert not np.any(updates["w"])
+    np.testing.assert_array_equal(after.residual[0].value, before.residual[0].value)
+
+
+SPARSE = {
+    "top_k": jaxsparse.top_k,
+    "gtopk": jaxsparse.gtopk,
+    "ok_topk": jaxsparse.ok_topk,
+    "spardl": jaxsparse.spardl,
+    "sparcml": lambda density, **settings: jaxsparse.sparcml(
+        50, 500, algorithm="split_allgather", **settings
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("codec", [codecs.COO, codecs.Packed()])
+def test_finite_values_whose_sum_overflows_stay_in_residuals(name, codec):
+    tx = SPARSE[name](0.1, codec=codec)
+    params = {"w": jnp.zeros((40, 30))}
+    huge = jnp.zeros((4, 40, 30)).at[:2, 0, 0].set(3e38)
+    history, (_, state) = train(tx, params, 4, [{"w": huge}, {"w": jnp.ones((4, 40, 30))}])
+    assert state.skipped == 0
+    for leaf in jax.tree.leaves((history, state)):
+        assert np.all(np.isfinite(leaf))
+    assert float(state.residual[0].value[0, 0]) > 1e38

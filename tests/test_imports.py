@@ -9,7 +9,7 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 
 # Each may import only from rows above its own.
 LAYERS = [
-    ["_compat", "settings", "hashing", "operations", "tiles", "cost"],
+    ["_compat", "settings", "hashing", "magnitude", "operations", "tiles", "cost"],
     ["stream", "quantize", "stages"],
     ["codecs"],
     ["select.checks"],

@@ -122,7 +122,7 @@ def test_errors_name_what_is_wrong():
     with pytest.raises(ValueError, match="dtype=float32 is not of 16 bits"):
         codecs.Packed("float32")
     integers = SparseStream(jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32))
-    with pytest.raises(ValueError, match="values have dtype int32: Packed rounds floats"):
+    with pytest.raises(ValueError, match="values have dtype int32: Packed rounds float32"):
         codecs.Packed().encode(integers, 10)
     half = SparseStream(jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.bfloat16))
     with pytest.raises(ValueError, match="values have dtype bfloat16: Coo sends dtypes of 4 bytes"):

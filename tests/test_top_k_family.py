@@ -10,8 +10,9 @@ import reference_collectives as reference
 from test_spardl import SUPPORTS, vectors
 from workers import on_workers, some
 
-from jaxsparse import GTopKReducer, OkTopkReducer, PerWorker, codecs
+from jaxsparse import GTopKReducer, OkTopkReducer, PerWorker, Stages, codecs
 from jaxsparse.collectives import wire
+from jaxsparse.reducers.staged import StagedReducer
 
 SIZE = 61
 
@@ -85,13 +86,14 @@ def test_gtopk_as_published_leaks():
 @pytest.mark.parametrize("where", some(WHERE, USUAL), ids=str)
 def test_ok_topk_equals_its_description(where):
     workers, way = where
-    reducer = OkTopkReducer(0.1, refresh_every=2, capacity_factor=4.0 * workers)
+    room = 4.0 * workers  # for everything
+    reducer = OkTopkReducer(0.1, refresh_every=2, capacity_factor=room, selection="exact")
     for seed, supports in enumerate(SUPPORTS):
         steps = [vectors(supports, workers, SIZE, seed + i) for i in range(3)]
-        thresholds = None, None
+        threshold = None
         for i, (x, reduced) in enumerate(run(reducer, np.stack(steps, 1), way)):
-            old = (None, None) if i % 2 == 0 else thresholds
-            expected, residuals, *thresholds = reference.ok_topk(x.astype(np.float64), 7, *old)
+            old = None if i % 2 == 0 else threshold
+            expected, residuals, threshold = reference.ok_topk(x.astype(np.float64), 7, old)
             np.testing.assert_array_equal(total(reduced, 1), expected)
             np.testing.assert_array_equal(reduced.residual, residuals)
             np.testing.assert_array_equal(reduced.sent, (x != residuals))
@@ -127,7 +129,7 @@ def test_ok_topk_balances_its_regions():
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="refresh_every=0 must be at least 1 step"):
         OkTopkReducer(0.1, refresh_every=0)
-    with pytest.raises(ValueError, match=r"capacity_factor=0\.5 must be at least 1"):
+    with pytest.raises(ValueError, match=r"capacity_factor=0\.5 must be finite and at least 1"):
         OkTopkReducer(0.1, capacity_factor=0.5)
     with pytest.raises(ValueError, match="residuals='partial' is unknown"):
         GTopKReducer(0.1, "partial")
@@ -135,3 +137,50 @@ def test_settings_are_checked():
         GTopKReducer(0.1, selection="slow")
     with pytest.raises(ValueError, match=r"density=0 must lie in \(0, 1\]"):
         GTopKReducer(0)
+
+
+def shares_by_quarter(reducer, steps):
+    """Of what is delivered, how much in each quarter of the vector; and the last Info."""
+    outcomes = run(reducer, steps)
+    counts = [np.count_nonzero(r.mean[0].reshape(4, -1), axis=1) for _, r in outcomes]
+    return np.array(counts), [r for _, r in outcomes]
+
+
+def noise(workers, steps, size, scale=lambda step: 1.0):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(workers, steps, size))
+    return x * np.array([scale(i) for i in range(steps)])[None, :, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("stationary", lambda step: 1.0),
+        ("zero at first", lambda step: float(step > 0)),
+        ("grows at once", lambda step: 1.0 if step < 3 else 1e3),
+        ("shrinks at once", lambda step: 1.0 if step < 3 else 1e-3),
+    ],
+)
+def test_ok_topk_serves_all_of_the_vector_between_refreshes(name, scale):
+    workers, size = 8, 2000
+    steps = noise(workers, 24, size, scale)
+    counts, _ = shares_by_quarter(OkTopkReducer(0.02), steps)
+    k = 40
+    late = counts[8:]
+    assert np.all(late.sum(1) <= 2 * k)
+    if name == "shrinks at once":  # residuals stay large, and are delivered first
+        assert late.sum() > 0
+        return
+    assert late.sum(1).mean() >= 0.6 * k
+    quarters = late.sum(0) / late.sum()
+    assert np.all(np.abs(quarters - 0.25) < 0.08), quarters
+
+
+def test_ok_topk_follows_a_new_density():
+    stages = Stages((OkTopkReducer(0.25), OkTopkReducer(0.01)), (4,))
+    counts, outcomes = shares_by_quarter(StagedReducer(stages), noise(4, 12, 2000))
+    assert np.all(counts[6:].sum(1) <= 40)
+    assert counts[6:].sum(1).mean() >= 12
+    assert np.count_nonzero(counts[4:].sum(0)) == 4
+    # 80 offers find no room in regions of 20 by chance, but not for want of new regions.
+    assert all(r.info.overflow[0] <= 10 for r in outcomes[-6:])

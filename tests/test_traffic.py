@@ -86,7 +86,7 @@ def test_words_and_exchanges(workers):
         assert exchanges("gtopk") == exchanges("recursive_double") == log
     else:
         assert exchanges("gtopk") == exchanges("recursive_double") == log + 1
-    steady = 6 * K * (workers - 1) / workers + 2 * counted
+    steady = 6 * K * (workers - 1) / workers + 3 * counted
     assert paid("ok_topk, factor 1")[0] == pytest.approx(steady)
 
     # The model that chooses algorithms reckons with what is paid.

@@ -33,6 +33,9 @@ class Parcel:
 
     def __post_init__(self):
         operations.check(self.op, self.dtype)
+        codecs.check_codec(self.codec)
+        codecs.COO.check(self.dtype)  # dense arrays travel as words, too
+        self.codec.check(self.dtype)
         if self.op != "sum" and not self.codec.is_exact:
             raise ValueError(
                 f"codec={self.codec} rounds, and op={self.op!r} has no residual to keep the "

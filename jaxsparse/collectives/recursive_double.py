@@ -43,6 +43,7 @@ def recursive_double(
     workers = wire.axis_size(axis_name)
     power, k = _power(workers), stream.capacity
     extra, rank = workers - power, wire.axis_index(axis_name)
+    Parcel(size, k, op, stream.values.dtype, codec)  # raises, even if nothing is to be sent
     parcels = [
         Parcel(size, capacity, op, stream.values.dtype, codec)
         for capacity in _capacities(k, size, workers)

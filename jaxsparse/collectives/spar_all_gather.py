@@ -93,13 +93,15 @@ class Adaptation(NamedTuple):
 
         The step doubles at every second adjustment in the same direction and is halved and turned
         when the direction is wrong. (The listing is followed; the text has the signs reversed.)
-        h is kept between k / teams and k, at which teams overlap not at all or wholly, and steps
-        no shorter than the first, or they would halve to nothing while h is right.
+        h is kept between k / teams and k, at which teams overlap not at all or wholly. So are steps
+        between the first one, or they would halve to nothing while h is right, and that range, or
+        they would grow without limit while h is at its end.
         """
         onward = (entries > k) != (self.step > 0)
         step = jnp.where(onward, jnp.where(self.flag, 2 * self.step, self.step), -self.step / 2)
         shortest = 0.01 * (k - k / teams)
-        step = jnp.where(step > 0, jnp.maximum(step, shortest), jnp.minimum(step, -shortest))
+        length = jnp.clip(jnp.abs(step), shortest, k - k / teams)
+        step = jnp.where(step > 0, length, -length)
         flag = onward & ~self.flag
         return Adaptation(jnp.clip(self.h + step, max(1, k / teams), k), step, flag)
 

@@ -49,14 +49,14 @@ def sparse_ring(
 
     for step in range(n - 1):
         parcel, row = parcels[step], (rank - step) % n
-        sent, lost, cut = _fit(rows[row], parcel)
+        sent, lost, cut = _fit(rows[row], parcel, capacity_factor is not None)
         residual, overflow = residual.at[row].add(lost), overflow + cut
         message = ring.shift(parcel.pack(sent), 1)
         arrived = (rank - step - 1) % n
         rows = rows.at[arrived].set(parcel.merge(rows[arrived], message))
     own = (rank + 1) % n
     parcel = parcels[-1]
-    sent, lost, cut = _fit(rows[own], parcel)
+    sent, lost, cut = _fit(rows[own], parcel, capacity_factor is not None)
     residual, overflow = residual.at[own].add(lost), overflow + cut
 
     message = parcel.pack(sent)
@@ -109,10 +109,10 @@ def _parcels(
     return [Parcel(m, min(m, capacity), op, dtype, codec) for capacity in capacities]
 
 
-def _fit(x: Array, parcel: Parcel) -> tuple[Array, Array, Array]:
+def _fit(x: Array, parcel: Parcel, is_bounded: bool) -> tuple[Array, Array, Array]:
     """`x` as it can be sent, what it lacks, and how many entries that are for want of room."""
     if parcel.op != "sum" or parcel.is_dense:
         return x, jnp.zeros_like(x), jnp.int32(0)
-    kept = to_dense(select.top_k(x, parcel.capacity), x.size)
+    kept = to_dense(select.top_k(x, parcel.capacity), x.size) if is_bounded else x
     sent = parcel.rounded(kept)
     return sent, x - sent, jnp.count_nonzero(x != kept).astype(jnp.int32)

@@ -14,6 +14,7 @@ from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.parcel import Parcel
 from jaxsparse.operations import Operation
+from jaxsparse.settings import static_float
 from jaxsparse.stream import SparseStream, merge_duplicates, to_dense
 
 
@@ -34,10 +35,10 @@ def check_factor(name: str, factor: float | None, op: Operation) -> None:
             f"{name}={factor}, but op={op!r} has no residual for entries that find no room: leave "
             "it None"
         )
-    if not factor > 0:
+    if not 0 < static_float(name, factor) < math.inf:
         raise ValueError(
-            f"{name}={factor} must be positive (2 makes room for twice an even share), or None "
-            "for room for all entries"
+            f"{name}={factor} must be positive and finite (2 makes room for twice an even share), "
+            "or None for room for all entries"
         )
 
 

@@ -2,10 +2,12 @@
 
 import math
 
+from jaxsparse.settings import static_float
+
 
 def check_density(density: float) -> None:
     """Raises ValueError unless 0 < density <= 1."""
-    if not 0 < density <= 1:
+    if not 0 < static_float("density", density) <= 1:
         raise ValueError(f"density={density} must lie in (0, 1]: 0.01 sends 1 % of the elements")
 
 

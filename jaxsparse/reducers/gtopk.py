@@ -36,6 +36,7 @@ class GTopKReducer:
 
     def __post_init__(self):
         check_density(self.density)
+        codecs.check_codec(self.codec)
         check_selection(self.selection)
         if self.residuals not in ("global", "published"):
             raise ValueError(

@@ -1,6 +1,7 @@
 """Ok-Topk (Li and Hoefler, PPoPP 2022)."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -8,18 +9,17 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.ok_topk import Regions, ok_topk, start
-from jaxsparse.per_worker import PerWorker
+from jaxsparse.collectives.ok_topk import Regions, ok_topk
 from jaxsparse.reducers.base import Laws, Reduced, info
 from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.settings import static_int
+from jaxsparse.reducers.selection import Selection, check_selection, selector
+from jaxsparse.settings import static_float, static_int
 
 
 class OkTopkState(NamedTuple):
     """What is reused from step to step."""
 
     step: UInt32[Array, ""]
-    local_threshold: PerWorker  # float32 scalar
     regions: Regions
 
 
@@ -28,13 +28,17 @@ class OkTopkReducer:
     """Entries above a threshold, summed by the owners of balanced regions, the largest delivered.
 
     Attributes:
-        density: share of the elements that the thresholds are set for, in (0, 1]. Between
-            refreshes the number varies with the gradients, up to `capacity_factor` times it.
-        refresh_every: steps after which both thresholds are taken anew, exactly; the paper's tau'.
-        rebalance_every: steps after which regions are drawn anew; the paper's tau.
+        density: share of the elements that each worker offers and that the threshold is set for,
+            in (0, 1]. Between refreshes the number delivered varies with the gradients, up to
+            `capacity_factor` times it.
+        refresh_every: steps after which the threshold is taken anew; the paper's tau'. It is after
+            any step in which fewer than half as many sums passed, or more than there is room for.
+        rebalance_every: steps after which regions are drawn anew; the paper's tau. They are after
+            any step in which an offer found no room.
         capacity_factor: room in messages, in multiples of an even share. What finds no room stays
             in residuals and is counted.
         codec: of the messages.
+        selection: "fast" or "exact" top-k of each worker's own vector.
     """
 
     density: float
@@ -42,16 +46,20 @@ class OkTopkReducer:
     rebalance_every: int = 64
     capacity_factor: float = 2.0
     codec: codecs.Codec = codecs.COO
+    selection: Selection = "fast"
 
     def __post_init__(self):
         check_density(self.density)
+        codecs.check_codec(self.codec)
         for name in ("refresh_every", "rebalance_every"):
             steps = static_int(name, getattr(self, name))
             if steps < 1:
                 raise ValueError(f"{name}={steps} must be at least 1 step")
-        if not self.capacity_factor >= 1:
+        check_selection(self.selection)
+        if not 1 <= static_float("capacity_factor", self.capacity_factor) < math.inf:
             raise ValueError(
-                f"capacity_factor={self.capacity_factor} must be at least 1, an even share"
+                f"capacity_factor={self.capacity_factor} must be finite and at least 1, an even "
+                "share"
             )
 
     @property
@@ -64,8 +72,8 @@ class OkTopkReducer:
         return (self,) * len(sizes)
 
     def init(self, size: int) -> OkTopkState:
-        """A step counter, thresholds, and how entries are distributed."""
-        return OkTopkState(jnp.uint32(0), PerWorker.wrap(jnp.float32(0)), start(size))
+        """A step counter, and regions yet to be drawn."""
+        return OkTopkState(jnp.uint32(0), Regions.start(size))
 
     def __call__(
         self, x: Float[Array, " d"], state: OkTopkState, *, axis_name: str | None
@@ -74,17 +82,15 @@ class OkTopkReducer:
         result = ok_topk(
             x,
             entries(self.density, x.size),
-            PerWorker.unwrap(state.local_threshold),
             state.regions,
             refresh=state.step % jnp.uint32(self.refresh_every) == 0,
             rebalance=state.step % jnp.uint32(self.rebalance_every) == 0,
             axis_name=axis_name,
             codec=self.codec,
             capacity_factor=self.capacity_factor,
+            top_k=selector(self.selection),
         )
-        new_state = OkTopkState(
-            state.step + jnp.uint32(1), PerWorker.wrap(result.local_threshold), result.regions
-        )
+        new_state = OkTopkState(state.step + jnp.uint32(1), result.regions)
         return Reduced(
             result.total / wire.axis_size(axis_name),
             result.residual,

@@ -18,6 +18,7 @@ from jaxsparse.collectives.dsar_split_allgather import (
 from jaxsparse.collectives.outcome import AllReduced
 from jaxsparse.collectives.recursive_double import recursive_double, recursive_double_traffic
 from jaxsparse.collectives.sparse_ring import sparse_ring, sparse_ring_traffic
+from jaxsparse.collectives.split import check_factor
 from jaxsparse.collectives.split_allgather import split_allgather, split_allgather_traffic
 from jaxsparse.reducers.base import Laws, Reduced
 from jaxsparse.reducers.residuals import deliver_streams
@@ -82,7 +83,11 @@ class SparCMLReducer:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown: use one of {known}")
+        codecs.check_codec(self.codec)
+        for name in ("capacity_factor", "union_factor"):
+            check_factor(name, getattr(self, name), "sum")
         if self.bits is not None:
+            object.__setattr__(self, "bits", static_int("bits", self.bits))
             quantize.QSGD(self.bits)  # raises where it is wrong
             if self.quantized == "sums" and self.algorithm not in ("auto", "dsar_split_allgather"):
                 raise ValueError(

@@ -16,6 +16,7 @@ from jaxsparse.reducers.base import Laws, Reduced
 from jaxsparse.reducers.density import check_density, entries
 from jaxsparse.reducers.residuals import settle
 from jaxsparse.reducers.selection import Selection, check_selection, selector
+from jaxsparse.settings import static_int
 from jaxsparse.stream import to_dense
 
 
@@ -48,7 +49,9 @@ class SparDLReducer:
 
     def __post_init__(self):
         check_density(self.density)
+        codecs.check_codec(self.codec)
         check_selection(self.selection)
+        object.__setattr__(self, "teams", static_int("teams", self.teams))
         if self.gather not in ("recursive", "bruck"):
             raise ValueError(f"gather={self.gather!r} is unknown: use 'recursive' or 'bruck'")
         if self.residuals not in ("global", "partial", "local"):

@@ -30,6 +30,7 @@ class TopKReducer:
 
     def __post_init__(self):
         check_density(self.density)
+        codecs.check_codec(self.codec)
         check_selection(self.selection)
 
     @property

@@ -30,7 +30,10 @@ def spardl(
     """SparDL (Zhao et al., ICDE 2024): a sparse all-reduce that never exceeds its budget.
 
     With one team, 2 ceil(log2 W) exchanges and 4 k (W - 1) / W words in COO, for any number of
-    workers and whatever their supports; k = density d, rounded up to a multiple of W.
+    workers and whatever their supports; k = density d, rounded up to a multiple of W. With T teams
+    2 ceil(log2(W / T)) + ceil(log2 T) exchanges and 4 k (W - T) / W words, and between teams
+    2 k log2(T) T / W ("recursive") or between 2 k (T - 1) / W and T times that ("bruck", in four
+    steps that follow what it adapts).
 
     Args:
         density: share of each bucket's elements that is delivered, in (0, 1], or `Stages` of it,

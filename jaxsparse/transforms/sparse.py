@@ -75,8 +75,8 @@ def gtopk(
 ) -> optax.GradientTransformationExtraArgs:
     """gTop-k SGD (Shi et al., ICDCS 2019): k entries are left after each addition of two workers'.
 
-    Per step ceil(log2 W) exchanges of k = density d entries, 2 k log2(W) words in COO; two more
-    exchanges if W is no power of two.
+    Per step log2 W exchanges of k = density d entries, 2 k words each in COO; if W is no power of
+    two, floor(log2 W) + 2 of them. (Published: a tree and a broadcast, twice that.)
 
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it.
@@ -107,6 +107,7 @@ def ok_topk(
     rebalance_every: int = 64,
     capacity_factor: float = 2.0,
     codec: codecs.Codec = codecs.COO,
+    selection: Selection = "fast",
     axis_name: str | None = "data",
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
@@ -114,16 +115,23 @@ def ok_topk(
 ) -> optax.GradientTransformationExtraArgs:
     """Ok-Topk (Li and Hoefler, PPoPP 2022): entries above thresholds, summed in balanced regions.
 
-    Per step 6 C (W - 1) words in COO, with C = capacity_factor k / W and k = density d, in four
-    collectives. Shapes are static, so capacities are paid for whether they are filled or not; what
-    exceeds them stays in residuals and is counted in the state's `info.overflow`.
+    Each worker offers its k = density d largest entries; owners of W regions, which hold about as
+    many offers, add them up; sums above a threshold are delivered. Regions and threshold are reused
+    for many steps, and taken anew earlier after a step in which they did not serve: too many sums
+    for the room in messages, or fewer than k / 2.
+
+    Per step 6 C (W - 1) words in COO, with C = capacity_factor k / W, in four collectives: up to
+    capacity_factor times what is published, since shapes are static and room is paid for whether it
+    is filled or not. New thresholds take eight rounds of 15 counts, new regions an all-reduce of
+    1024. What finds no room stays in residuals and is counted in the state's `info.overflow`.
 
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it.
-        refresh_every: steps after which thresholds are taken anew, exactly.
-        rebalance_every: steps after which regions are drawn anew.
+        refresh_every: steps after which the threshold is taken anew, exactly, at the latest.
+        rebalance_every: steps after which regions are drawn anew, at the latest.
         capacity_factor: room in messages, in multiples of an even share.
         codec: of the messages.
+        selection: "fast" or "exact" top-k of each worker's own vector.
         axis_name: see `error_feedback`, as for all that follow.
         momentum: momentum correction with masking where a worker's own entry was delivered.
         is_dense: which leaves travel uncompressed.
@@ -134,7 +142,9 @@ def ok_topk(
     """
 
     def make(density: float) -> OkTopkReducer:
-        return OkTopkReducer(density, refresh_every, rebalance_every, capacity_factor, codec)
+        return OkTopkReducer(
+            density, refresh_every, rebalance_every, capacity_factor, codec, selection
+        )
 
     return error_feedback(
         staged(make, density),

@@ -1,0 +1,373 @@
+"""SparDL on real gradients: 14 simulated workers train a small MLP on scikit-learn's digits.
+
+    python benchmarks/spardl.py residuals
+    python benchmarks/spardl.py codecs --seeds 0 1 2
+    python benchmarks/spardl.py entries --figure benchmarks/figures/bsag_entries.png
+
+`residuals` compares the rules of what is fed back, by the outcome of training and by what leaks at
+each step; `codecs` compares exact messages with packed ones; `entries` follows B-SAG's h, and the
+entries after its gather, to the number that is wanted. Nothing is downloaded, and one device plays
+all workers. Means and standard deviations are over seeds of initial weights and batches. Words
+are those of compressed leaves that a worker sends in a step, read from a program compiled for 14
+devices; B-SAG's are the most that it may send.
+"""
+
+import argparse
+import datetime
+import importlib
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+
+import jaxsparse
+from jaxsparse import SparDLReducer, codecs
+from jaxsparse.collectives import spar_all_gather
+from jaxsparse.collectives.group import Group
+from jaxsparse.collectives.spar_reduce_scatter import spar_reduce_scatter
+from jaxsparse.reducers.density import entries
+from jaxsparse.reducers.selection import selector
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+digits: Any = importlib.import_module("digits")
+
+WORKERS = 14
+
+
+def init(seed: int, hidden: int) -> Any:
+    """Three layers, He-normal."""
+    widths = (64, hidden, hidden, 10)
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return [
+        {
+            "kernel": jax.random.normal(key, (m, n)) * (2 / m) ** 0.5,
+            "bias": jnp.zeros((n,)),
+        }
+        for key, m, n in zip(keys, widths, widths[1:])
+    ]
+
+
+def logits_of(params: Any, images: Any) -> jax.Array:
+    x = images
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
+    return x @ params[-1]["kernel"] + params[-1]["bias"]
+
+
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    logits = logits_of(params, batch.images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+
+
+def batches(args: argparse.Namespace, seed: int) -> Any:
+    """The batches of all steps, stacked: images[steps, batch, 64], labels[steps, batch]."""
+    train_set, _ = digits.load()
+    size = digits.shared_batch(args.batch_size, WORKERS)
+    return jax.tree.map(lambda *x: np.stack(x), *digits.batches(train_set, size, args.steps, seed))
+
+
+class Outcome(NamedTuple):
+    """After training, by seed."""
+
+    train_loss: list[float]  # over the whole training set
+    accuracy: list[float]  # on the test set, in [0, 1]
+    words: int  # of compressed leaves, that a worker sends in a step, as compiled; at most
+
+
+def train(method: optax.GradientTransformation, args: argparse.Namespace) -> Outcome:
+    train_set, test_set = digits.load()
+    # Not down to 0: what error feedback holds back still has to arrive.
+    schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
+    tx = optax.chain(method, optax.sgd(schedule))
+
+    def step(state: Any, batch: Any) -> tuple[Any, None]:
+        params, opt_state = state
+        grads = jax.grad(loss_of)(jaxsparse.local(params), batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    def create(seed: int) -> Any:
+        params = init(seed, args.hidden)
+        return jaxsparse.shard((params, tx.init(params)), WORKERS)
+
+    simulated = jaxsparse.data_parallel(step, WORKERS)
+
+    @jax.jit
+    def run(state: Any, steps: Any) -> tuple[jax.Array, jax.Array]:
+        (params, _), _ = jax.lax.scan(simulated, state, steps)
+        right = logits_of(params, test_set.images).argmax(axis=-1) == test_set.labels
+        return loss_of(params, train_set), jnp.mean(right)
+
+    # Nothing is sent on one device: what devices would send is read from a program compiled for
+    # as many of them, and never run.
+    mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices("cpu"))
+    on_mesh = jaxsparse.data_parallel(step, mesh)
+    one = jax.tree.map(lambda x: x[0], batches(args, seed=0))
+    payload = jaxsparse.cost.wire_bytes(on_mesh, create(0), one).payload
+    layout = jaxsparse.layout.plan(init(0, args.hidden))
+    words = int(payload) // 4 - layout.dense_size - 1  # and the flag that gradients are finite
+
+    results = [run(create(seed), batches(args, seed)) for seed in args.seeds]
+    losses, accuracies = zip(*results)
+    return Outcome(list(map(float, losses)), list(map(float, accuracies)), words)
+
+
+class Trace(NamedTuple):
+    """What a reducer did at each step of training; arrays of one value a step."""
+
+    leak: jax.Array  # |sum_w x_w - W mean - sum_w residual_w| / |sum_w x_w|
+    entries: jax.Array  # after B-SAG's gather, before the cut; mean over blocks
+    h: jax.Array  # that B-SAG sent with
+
+
+def follow(reducer: SparDLReducer, args: argparse.Namespace, seeds: list[int]) -> list[Trace]:
+    """Trains by plain SGD through `reducer`, all parameters in one vector, once for each seed."""
+    _, unravel = ravel_pytree(init(0, args.hidden))
+
+    def exchange(params: Any, residual: Any, state: Any, batch: Any) -> tuple[Any, ...]:
+        x = residual + jax.grad(lambda p: loss_of(unravel(p), batch))(params)
+        reduced = reducer(x, state, axis_name="data")
+        count = gathered(reducer, x, state) if state != () else jnp.float32(0)
+        return x, reduced.residual, count, reduced.mean, reduced.state
+
+    on_workers = jax.vmap(
+        exchange,
+        in_axes=(None, 0, None, 0),
+        out_axes=(0, 0, 0, None, None),
+        axis_name="data",
+        axis_size=WORKERS,
+    )
+
+    def step(carry: Any, batch: Any) -> tuple[Any, Trace]:
+        params, residual, state = carry
+        batch = jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), batch)
+        x, residual, count, mean, after = on_workers(params, residual, state, batch)
+        together = jnp.sum(x, axis=0)
+        leak = together - WORKERS * mean - jnp.sum(residual, axis=0)
+        size = jnp.linalg.norm(together)
+        h = started(reducer, params.size, state).h if state != () else jnp.float32(0)
+        trace = Trace(jnp.linalg.norm(leak) / size, jnp.mean(count), h)
+        return (params - args.lr * mean, residual, after), trace
+
+    @jax.jit
+    def run(params: Any, steps: Any) -> Trace:
+        start = params, jnp.zeros((WORKERS, params.size)), reducer.init(params.size)
+        return jax.lax.scan(step, start, steps)[1]
+
+    return [run(ravel_pytree(init(s, args.hidden))[0], batches(args, s)) for s in seeds]
+
+
+def wanted(reducer: SparDLReducer, size: int) -> int:
+    """Entries of a block that are delivered, L, of vectors of `size` elements."""
+    return entries(reducer.density, size, parts=WORKERS // reducer.teams)
+
+
+def started(reducer: SparDLReducer, size: int, state: Any) -> spar_all_gather.Adaptation:
+    """The state that B-SAG's first exchange works with, where there was none."""
+    first = spar_all_gather.Adaptation.start(wanted(reducer, size), reducer.teams)
+    return jax.tree.map(lambda now, start: jnp.where(state.h > 0, now, start), state, first)
+
+
+def gathered(reducer: SparDLReducer, x: jax.Array, state: Any) -> jax.Array:
+    """Entries of this worker's block after B-SAG's gather, by the steps of the reducer's call."""
+    team, across = Group.teams("data", reducer.teams)
+    k, size = wanted(reducer, x.size), -(-x.size // team.size)
+    rows = jnp.pad(x, (0, team.size * size - x.size)).reshape(team.size, size)
+    pick, codec = selector(reducer.selection), reducer.codec
+    block = spar_reduce_scatter(rows, k, team, select=pick, codec=codec).block
+    state = started(reducer, x.size, state)
+    _, count = spar_all_gather.bruck(block, size, k, across, state, select=pick, codec=codec)
+    return count.astype(jnp.float32)
+
+
+def spread(values: Any, scale: float = 1, places: int = 4) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{scale * statistics.mean(values):.{places}f} +- {scale * deviation:.{places}f}"
+
+
+def show(name: str, outcome: Outcome, more: str = "") -> dict[str, Any]:
+    print(
+        f"{name:<22} {spread(outcome.train_loss):>18} {spread(outcome.accuracy, 100, 2):>16} "
+        f"{outcome.words:>8}{more}",
+        flush=True,
+    )
+    return {"method": name, **outcome._asdict()}
+
+
+HEADER = f"{'method':<22} {'train loss':>18} {'accuracy, %':>16} {'words':>8}"
+
+
+def residuals(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The paper's figure 17 in small."""
+    print(
+        "leak: |sum_w x_w - W mean - sum_w residual_w| / |sum_w x_w|, mean and maximum over steps"
+    )
+    print(f"{HEADER}  leak, mean      max")
+    results = [show("dense", train(jaxsparse.dense(momentum=args.momentum), args))]
+    for teams in args.teams:
+        gather: Any = "recursive" if teams & (teams - 1) == 0 else "bruck"
+        for rule in ("global", "partial", "local"):
+            kept: Any = rule
+            tx = jaxsparse.spardl(
+                args.density, teams=teams, gather=gather, residuals=kept, momentum=args.momentum
+            )
+            reducer = SparDLReducer(args.density, teams, gather, kept)
+            leak = np.asarray(follow(reducer, args, args.seeds[:1])[0].leak, np.float64)
+            name = rule if teams == 1 else f"{rule}, {teams} teams"
+            line = show(name, train(tx, args), f"  {leak.mean():>10.1e} {leak.max():>8.1e}")
+            results.append(line | {"leak": leak.tolist()})
+    return results
+
+
+def compare_codecs(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What rounding to bfloat16 costs, and saves."""
+    print(HEADER)
+    results = [show("dense", train(jaxsparse.dense(momentum=args.momentum), args))]
+    choices: dict[str, codecs.Codec] = {"COO": codecs.COO, "Packed": codecs.Packed()}
+    for name, codec in choices.items():
+        tx = jaxsparse.spardl(args.density, codec=codec, momentum=args.momentum)
+        results.append(show(name, train(tx, args)))
+    (size,) = jaxsparse.layout.plan(init(0, args.hidden)).bucket_sizes
+    k = entries(args.density, size, parts=WORKERS)
+    formula = [
+        2 * (WORKERS - 1) * codec.words(k, -(-size // WORKERS)) for codec in choices.values()
+    ]
+    print(f"words by the formula 2 (W - 1) codec.words(L, m): {formula}")
+    dense, *others = (100 * statistics.mean(result["accuracy"]) for result in results)
+    print("points below dense:", ", ".join(f"{dense - other:.2f}" for other in others))
+    return results
+
+
+def follow_entries(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Whether B-SAG's adaptation settles."""
+    late = args.steps // 2
+    print(f"entries after the gather / L; mean, standard deviation and h / L after step {late}")
+    print(
+        f"{'density':>7} {'seed':>4} {'L':>6} {'step 1':>7} {'2':>6} {'5':>6} {'10':>6} "
+        f"{'mean':>7} {'sd':>6} {'h / L':>6}"
+    )
+    size = ravel_pytree(init(0, args.hidden))[0].size
+    results = []
+    for density in args.densities:
+        reducer = SparDLReducer(density, args.teams, "bruck")
+        for seed, traced in zip(args.seeds, follow(reducer, args, args.seeds)):
+            trace = jax.tree.map(lambda x: np.asarray(x, np.float64), traced)
+            k = wanted(reducer, size)
+            share, h = trace.entries / k, trace.h / k
+            some = " ".join(f"{share[i - 1]:>6.2f}" for i in (1, 2, 5, 10))
+            print(
+                f"{density:>7} {seed:>4} {k:>6}  {some} {share[late:].mean():>7.3f} "
+                f"{share[late:].std():>6.3f} {h[late:].mean():>6.3f}",
+                flush=True,
+            )
+            run = {"density": density, "seed": seed, "wanted": k}
+            results.append(run | {name: x.tolist() for name, x in trace._asdict().items()})
+    if args.figure:
+        draw(results, args)
+    return results
+
+
+def draw(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4.5), dpi=80, layout="constrained")
+    upper, lower = figure.subplots(2, sharex=True)
+    for result in results:
+        if result["seed"] != args.seeds[0]:
+            continue
+        k, steps = result["wanted"], range(1, args.steps + 1)
+        label = f"density {result['density']:g}, L = {k}"
+        upper.plot(steps, np.array(result["entries"]) / k, linewidth=1, label=label)
+        lower.plot(steps, np.array(result["h"]) / k, linewidth=1)
+    upper.axhline(1, color="black", linewidth=1, linestyle=":")
+    lower.axhline(1 / args.teams, color="black", linewidth=1, linestyle=":")
+    upper.set(ylabel="entries after the gather / L", ylim=(0, None))
+    upper.set_title(
+        f"B-SAG: {WORKERS} workers in {args.teams} teams, seed {args.seeds[0]}", fontsize=10
+    )
+    lower.set(ylabel="h / L", xlabel="step", xlim=(1, args.steps), ylim=(0, None))
+    lower.annotate(
+        "fewest: 1 / teams",
+        (args.steps, 1 / args.teams),
+        ha="right",
+        va="top",
+        xytext=(-4, -4),
+        textcoords="offset points",
+        fontsize=8,
+    )
+    upper.legend(fontsize=8, loc="lower right")
+    args.figure.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.figure)
+
+
+def parse_args() -> argparse.Namespace:
+    common = argparse.ArgumentParser(add_help=False)
+    shown = argparse.ArgumentDefaultsHelpFormatter
+    number = digits.number
+    share = number(float, 1e-6, math.nextafter(1, 2))
+    add = common.add_argument
+    add("--hidden", type=number(int, 32), default=128, help="width of the two hidden layers")
+    add("--json", type=Path, metavar="FILE", help="also write all results here")
+
+    training = argparse.ArgumentParser(add_help=False)
+    add = training.add_argument
+    add("--seeds", type=number(int, 0), nargs="+", default=[0, 1, 2, 3, 4], metavar="SEED")
+    add("--density", type=share, default=0.01, help="share delivered")
+    add("--steps", type=number(int, 1), default=400)
+    add("--lr", type=number(float, 0), default=0.1, help="falls to a tenth along a cosine")
+    add("--momentum", type=number(float, 0, 1), default=0.9, help="of every method")
+    add("--batch-size", type=number(int, 1), default=140, help="of all workers together")
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    experiments = parser.add_subparsers(dest="experiment", required=True)
+    sub = experiments.add_parser("residuals", parents=[common, training], formatter_class=shown)
+    sub.add_argument("--teams", type=number(int, 1), nargs="+", default=[1, 7])
+    sub.set_defaults(run=residuals)
+    sub = experiments.add_parser("codecs", parents=[common, training], formatter_class=shown)
+    sub.set_defaults(run=compare_codecs)
+    sub = experiments.add_parser("entries", parents=[common], formatter_class=shown)
+    sub.set_defaults(run=follow_entries)
+    add = sub.add_argument
+    add("--seeds", type=number(int, 0), nargs="+", default=[0, 1, 2], metavar="SEED")
+    add("--lr", type=number(float, 0), default=0.2, help="of SGD without momentum")
+    add("--densities", type=share, nargs="+", default=[0.01, 0.05, 0.2])
+    add("--teams", type=number(int, 2), default=7)
+    add("--steps", type=number(int, 10), default=100)
+    add("--batch-size", type=number(int, 1), default=560, help="of all workers together")
+    add("--figure", type=Path, metavar="PNG", help="also draw what is printed, step by step")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", WORKERS)
+    size = ravel_pytree(init(0, args.hidden))[0].size
+    where = {
+        "jax": jax.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    print(
+        f"{size:,} parameters, {WORKERS} simulated workers, {args.steps} steps, batches of "
+        f"{digits.shared_batch(args.batch_size, WORKERS)}, seeds {args.seeds}"
+    )
+    results = args.run(args)
+    if args.json:
+        given = {name: str(value) for name, value in vars(args).items() if name != "run"}
+        with open(args.json, "w") as file:
+            json.dump({**where, "arguments": given, "results": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
