@@ -90,7 +90,9 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
 
     def reducer(name: str, reducer: jaxsparse.Reducer, published: Any, reason: str = ""):
         def f(x: jax.Array) -> Any:
-            reduced = reducer(x, reducer.init(size), axis_name="data")
+            # Not known to the compiler, or it would drop the branches of later steps.
+            state = jax.lax.optimization_barrier(reducer.init(size))
+            reduced = reducer(x, state, axis_name="data")
             return reduced.mean, reduced.residual
 
         sent = wire(f, workers, jax.ShapeDtypeStruct((size,), jnp.float32))

@@ -155,14 +155,14 @@ def test_nothing_is_lost_and_replicas_agree(name, workers):
 
 
 @reducers
-@pytest.mark.parametrize("workers", some((6, 64), ()))
+@pytest.mark.parametrize("workers", some((64,), ()))
 def test_nothing_is_lost_among_simulated_workers(name, workers):
     check_laws(CASES[name].reducer, run(name, workers, "vmap"), workers)
 
 
 @reducers
-@pytest.mark.parametrize("workers", some((1, 3, 8), (3,)))
 @pytest.mark.parametrize("way", some(("vmap", "shard_map_unchecked"), ("vmap",)))
+@pytest.mark.parametrize("workers", some((3, 8), (3,)))
 def test_the_ways_to_run_are_equal(name, workers, way):
     one, other = run(name, workers, way), run(name, workers, "shard_map")
     equal = np.testing.assert_array_equal
@@ -185,7 +185,7 @@ def test_no_axis_is_one_worker(name):
 
 
 @reducers
-@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,)))
+@pytest.mark.parametrize("workers", some((1, 3, 8), (3,)))
 def test_full_budget_is_the_dense_mean(name, workers):
     if not CASES[name].full.laws.dense_at_full_budget:
         pytest.skip("not promised")
@@ -196,7 +196,7 @@ def test_full_budget_is_the_dense_mean(name, workers):
 
 
 @reducers
-@pytest.mark.parametrize("size", some((1, 2, 5), (2,)))
+@pytest.mark.parametrize("size", some((1, 2), (2,)))
 def test_tiny_vectors(name, size):
     reducer = CASES[name].reducer
     fields = {f: 1 for f in ("k", "cols", "rows", "oversampling") if hasattr(reducer, f)}

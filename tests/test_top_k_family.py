@@ -59,7 +59,7 @@ def total(reduced, scale):
 
 WHERE = [(workers, "vmap") for workers in (*range(1, 10), 12, 14, 16)]
 WHERE += [(workers, "shard_map") for workers in (2, 3, 5, 6, 8)]
-USUAL = [(1, "vmap"), (3, "vmap"), (6, "vmap"), (8, "vmap"), (5, "shard_map")]
+USUAL = [(3, "vmap"), (8, "vmap"), (5, "shard_map")]
 
 
 @pytest.mark.parametrize("where", some(WHERE, USUAL), ids=str)
@@ -182,5 +182,6 @@ def test_ok_topk_follows_a_new_density():
     assert np.all(counts[6:].sum(1) <= 40)
     assert counts[6:].sum(1).mean() >= 12
     assert np.count_nonzero(counts[4:].sum(0)) == 4
-    # 80 offers find no room in regions of 20 by chance, but not for want of new regions.
-    assert all(r.info.overflow[0] <= 10 for r in outcomes[-6:])
+    # Residuals grow: every other step more sums pass than there is room for, 40, and a new
+    # threshold is taken. Without it most of the vector's sums would pass.
+    assert all(r.info.overflow[0] <= 20 for r in outcomes[-6:])
