@@ -19,15 +19,16 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--thorough", action="store_true", help="also run those marked thorough")
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--slow"):
-        return
-    skip = pytest.mark.skip(reason="slow: give --slow to run it")
-    for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(skip)
+    for mark in ("slow", "thorough"):
+        if not config.getoption(f"--{mark}"):
+            skip = pytest.mark.skip(reason=f"give --{mark} to run it")
+            for item in items:
+                if mark in item.keywords:
+                    item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from workers import MESH_SIZES, mesh, on_workers, some
+from workers import MESH_SIZES, few, mesh, on_workers, some
 
 from jaxsparse import (
     DenseReducer,
@@ -162,7 +162,7 @@ def test_nothing_is_lost_among_simulated_workers(name, workers):
 
 
 @reducers
-@pytest.mark.parametrize("where", some(WAYS_TO_RUN, [(3, "vmap")]), ids=str)
+@pytest.mark.parametrize("where", few(WAYS_TO_RUN, [(3, "vmap")]), ids=str)
 def test_the_ways_to_run_are_equal(name, where):
     workers, way = where
     one, other = run(name, workers, way), run(name, workers, "shard_map")
@@ -186,7 +186,7 @@ def test_no_axis_is_one_worker(name):
 
 
 @reducers
-@pytest.mark.parametrize("workers", some((3, 8), (3,)))
+@pytest.mark.parametrize("workers", few((3, 8), (3,)))
 def test_full_budget_is_the_dense_mean(name, workers):
     if not CASES[name].full.laws.dense_at_full_budget:
         pytest.skip("not promised")
@@ -197,7 +197,7 @@ def test_full_budget_is_the_dense_mean(name, workers):
 
 
 @reducers
-@pytest.mark.parametrize("size", some((1, 2), (2,)))
+@pytest.mark.parametrize("size", few((1, 2), (2,)))
 def test_tiny_vectors(name, size):
     reducer = CASES[name].reducer
     fields = {f: 1 for f in ("k", "cols", "rows", "oversampling") if hasattr(reducer, f)}
@@ -249,7 +249,7 @@ def _compiled_step(name, momentum):
 
 
 @reducers
-@pytest.mark.parametrize("momentum", some((None, 0.9), (0.9,)))
+@pytest.mark.parametrize("momentum", few((None, 0.9), (0.9,)))
 def test_the_transformation_keeps_types_and_traces_once(name, momentum):
     run, state = _compiled_step(name, momentum)
     structure, types = jax.tree.structure(state), list(map(jax.typeof, jax.tree.leaves(state)))

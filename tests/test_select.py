@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import some
+from workers import few
 
 from jaxsparse import select, stream
 from jaxsparse.select.compaction import compact_ranked
@@ -152,7 +152,7 @@ DATA = {
 }
 every_data = pytest.mark.parametrize("data", DATA)
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
-every_dtype = pytest.mark.parametrize("dtype", some(DTYPES, [jnp.float32]))
+every_dtype = pytest.mark.parametrize("dtype", few(DTYPES, [jnp.float32]))
 
 
 def make(data, size, dtype=jnp.float32, seed=0):

@@ -12,9 +12,14 @@ MESH_SIZES = (1, 2, 3, 5, 8)  # what the emulated devices reach
 WAYS = ("shard_map", "shard_map_unchecked", "vmap")
 
 
-def some(values, usual):
-    """Parameters of which only the `usual` ones run without --slow."""
-    return [v if v in usual else pytest.param(v, marks=pytest.mark.slow) for v in values]
+def some(values, usual, otherwise=pytest.mark.slow):
+    """Parameters of which only the `usual` ones run without --slow, or --thorough."""
+    return [v if v in usual else pytest.param(v, marks=otherwise) for v in values]
+
+
+def few(values, usual):
+    """Parameters of which only the `usual` ones run without --thorough."""
+    return some(values, usual, pytest.mark.thorough)
 
 
 @functools.cache
