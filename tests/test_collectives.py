@@ -239,3 +239,14 @@ def test_dtypes_that_messages_cannot_hold_are_refused():
             for size in (4, 100):
                 with pytest.raises(ValueError, match=message):
                     function(entries, size, axis_name=None, codec=codec)
+
+
+def test_a_quantizer_whose_error_would_grow_is_refused():
+    entries = SparseStream(jnp.array([1, 2], jnp.int32), jnp.ones(2))
+    spec = quantize.QSGD(4, scale="l2")
+    with pytest.raises(ValueError, match=r"fed back it grows from step to step\. Use scale='max'"):
+        dsar_split_allgather(entries, 10, axis_name=None, quantizer=spec)
+    unbiased = dsar_split_allgather(
+        entries, 10, axis_name=None, quantizer=spec, key=jax.random.key(0)
+    )
+    assert not unbiased.residual.any()

@@ -25,7 +25,7 @@ LAYERS = [
     ["per_worker"],
     ["sharding"],
     ["parallel"],
-    ["collectives.group", "collectives.outcome", "collectives.parcel"],
+    ["collectives.group", "collectives.outcome", "collectives.parcel", "collectives.tally"],
     ["collectives.bruck_all_gather", "collectives.split"],
     ["collectives.spar_reduce_scatter"],
     ["collectives.spar_all_gather"],

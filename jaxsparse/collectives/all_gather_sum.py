@@ -1,6 +1,5 @@
 """Sparse all-gather, summed by each worker for itself (TopkA; SparCML, section 5.3)."""
 
-import jax
 import jax.numpy as jnp
 
 from jaxsparse import codecs, cost
@@ -48,11 +47,7 @@ def all_gather_sum(
             residual = residual.at[stream.indices].add(stream.values - rounded, mode="drop")
         message = codec.encode(stream._replace(values=rounded), size)
     messages = wire.all_gather(message, axis_name)
-    total = parcel.merge(parcel.empty(), messages[0])
-    if len(messages) > 1:
-        merge = lambda total, message: (parcel.merge(total, message), None)
-        total, _ = jax.lax.scan(merge, total, messages[1:])
-    return AllReduced(total, residual, jnp.int32(0))
+    return AllReduced(parcel.merge_all(messages), residual, jnp.int32(0))
 
 
 def all_gather_sum_traffic(

@@ -8,6 +8,7 @@ from jaxsparse import codecs, cost, quantize
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.outcome import AllReduced
 from jaxsparse.collectives.split import own_range, split, split_parcel
+from jaxsparse.collectives.tally import split_counts, with_count
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream
 
@@ -38,13 +39,16 @@ def dsar_split_allgather(
         quantizer: of the second half; None sends float32.
         key: of stochastic rounding, the same on all workers and fresh at each step: the total is
             then unbiased, and what it lacks is *not* in the residual, as in the paper. None rounds
-            to nearest, and the residual keeps the difference.
+            to nearest, and the residual keeps the difference: quantizers with which that could
+            grow without bound are refused.
 
     Raises:
         ValueError: the op is unknown, or not for this dtype, codec, capacity or quantizer.
     """
     if quantizer is not None and op != "sum":
         raise ValueError(f"quantizer={quantizer}, but only sums can be quantised, not op={op!r}")
+    if quantizer is not None and key is None:
+        quantize.check_feedback(quantizer, stochastic=False)
     total, residual, overflow = split(
         stream, size, axis_name=axis_name, op=op, codec=codec, capacity_factor=capacity_factor
     )
@@ -59,13 +63,9 @@ def dsar_split_allgather(
             arriving = quantize.dequantize(quantized, quantizer, m)
             residual = own_range(residual, axis_name, total - arriving)
         message = jnp.concatenate([quantized.words, codecs.bits(quantized.scales)])
-    if capacity_factor is not None:
-        message = jnp.concatenate([message, overflow.astype(jnp.uint32)[None]])
-    messages = wire.all_gather(message, axis_name)
-    overflow = jnp.int32(0)
-    if capacity_factor is not None:
-        overflow = jnp.sum(messages[:, -1]).astype(jnp.int32)
-        messages = messages[:, :-1]
+    is_bounded = capacity_factor is not None
+    message = with_count(message, overflow if is_bounded else None)
+    messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
 
     def unpack(words: Array) -> Array:
         if quantizer is None:

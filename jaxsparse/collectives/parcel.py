@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Num, UInt32
 
@@ -83,3 +84,18 @@ class Parcel:
             return operations.combine(self.op, x, codecs.from_bits(message, self.dtype))
         stream = self.codec.decode(message, self.capacity, self.size, self.dtype)
         return operations.scatter(self.op, x, stream.indices, stream.values)
+
+    def merge_all(self, messages: UInt32[Array, "n words"]) -> Num[Array, " size"]:
+        """The vectors of all messages combined, one after the other.
+
+        Within a single scatter, entries with the same index have no order on a GPU.
+        """
+        total = self.merge(self.empty(), messages[0])
+        if len(messages) == 1:
+            return total
+        step = lambda total, message: (self.merge(total, message), None)
+        return jax.lax.scan(step, total, messages[1:])[0]
+
+    def ranges(self, messages: UInt32[Array, "n words"]) -> Num[Array, " n*size"]:
+        """The vectors of all messages, end to end."""
+        return jax.vmap(lambda words: self.merge(self.empty(), words))(messages).reshape(-1)

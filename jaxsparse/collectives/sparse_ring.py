@@ -1,6 +1,5 @@
 """The ring all-reduce on sparse ranges: a baseline (SparCML, section 5.3, figure 3)."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
@@ -10,6 +9,7 @@ from jaxsparse.collectives.group import Group
 from jaxsparse.collectives.outcome import AllReduced
 from jaxsparse.collectives.parcel import Parcel
 from jaxsparse.collectives.split import capacity_of, check_factor
+from jaxsparse.collectives.tally import split_counts, with_count
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream, to_dense
 
@@ -59,20 +59,15 @@ def sparse_ring(
     sent, lost, cut = _fit(rows[own], parcel, capacity_factor is not None)
     residual, overflow = residual.at[own].add(lost), overflow + cut
 
-    message = parcel.pack(sent)
-    if capacity_factor is not None:
-        message = jnp.concatenate([message, overflow.astype(jnp.uint32)[None]])
-    messages = [message]
+    is_bounded = capacity_factor is not None
+    messages = [with_count(parcel.pack(sent), overflow if is_bounded else None)]
     for _ in range(n - 1):
         messages.append(ring.shift(messages[-1], 1))
     # Message i started at rank - i, whose range is number rank - i + 1.
     stacked = jnp.stack(messages)[(rank + 1 - jnp.arange(n)) % n]
-    overflow = jnp.int32(0)
-    if capacity_factor is not None:
-        overflow = wire.replicated(jnp.sum(stacked[:, -1]).astype(jnp.int32), axis_name)
-        stacked = stacked[:, :-1]
-    total = jax.vmap(lambda words: parcel.merge(parcel.empty(), words))(stacked)
-    total = wire.replicated(total.reshape(-1)[:size], axis_name)
+    stacked, overflow = split_counts(stacked, is_bounded)
+    total = wire.replicated(parcel.ranges(stacked)[:size], axis_name)
+    overflow = wire.replicated(overflow, axis_name)
     return AllReduced(total, residual.reshape(-1)[:size], overflow)
 
 

@@ -101,11 +101,7 @@ def split(
         overflow = jnp.sum(~fits & (stream.indices < size), dtype=jnp.int32)
         encode = lambda bin: codec.encode(bin, m)
         messages = wire.all_to_all(jax.vmap(encode)(bins), axis_name)
-    total = parcel.merge(parcel.empty(), messages[0])
-    if workers > 1:
-        merge = lambda total, message: (parcel.merge(total, message), None)
-        total, _ = jax.lax.scan(merge, total, messages[1:])
-    return Split(total, residual, overflow)
+    return Split(parcel.merge_all(messages), residual, overflow)
 
 
 def into_bins(

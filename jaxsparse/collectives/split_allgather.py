@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
@@ -11,6 +10,7 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.outcome import AllReduced
 from jaxsparse.collectives.parcel import Parcel
 from jaxsparse.collectives.split import capacity_of, check_factor, own_range, split, split_parcel
+from jaxsparse.collectives.tally import split_counts, with_count
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream, to_dense
 
@@ -62,16 +62,9 @@ def split_allgather(
     if not parcel.is_exact:
         rounded = parcel.rounded(total)
         residual, total = own_range(residual, axis_name, total - rounded), rounded
-    message = parcel.pack(total)
-    if is_bounded:
-        message = jnp.concatenate([message, overflow.astype(jnp.uint32)[None]])
-    messages = wire.all_gather(message, axis_name)
-    overflow = jnp.int32(0)
-    if is_bounded:
-        overflow = jnp.sum(messages[:, -1]).astype(jnp.int32)
-        messages = messages[:, :-1]
-    ranges = jax.vmap(lambda words: parcel.merge(parcel.empty(), words))(messages)
-    return AllReduced(ranges.reshape(-1)[:size], residual[:size], overflow)
+    message = with_count(parcel.pack(total), overflow if is_bounded else None)
+    messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
+    return AllReduced(parcel.ranges(messages)[:size], residual[:size], overflow)
 
 
 def split_allgather_traffic(

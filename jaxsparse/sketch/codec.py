@@ -8,16 +8,8 @@ from jax import Array, lax
 from jaxtyping import Float, Integer
 
 from jaxsparse.hashing import as_uint32
-from jaxsparse.sketch.tiles import (
-    Seed,
-    SketchSpec,
-    flip,
-    over_tiles,
-    places,
-    resolve,
-    tile_index,
-    zeros,
-)
+from jaxsparse.sketch.tiles import Seed, SketchSpec, flip, places, resolve, tile_index
+from jaxsparse.tiles import over_tiles, zeros
 
 
 @functools.partial(jax.jit, static_argnames="spec")

@@ -8,9 +8,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import as_uint32, bounded, combine, keyed
-from jaxsparse.tiles import over_tiles, zeros
 
-__all__ = ["Seed", "SketchSpec", "flip", "over_tiles", "places", "resolve", "tile_index", "zeros"]
+__all__ = ["Seed", "SketchSpec", "flip", "places", "resolve", "tile_index"]
 
 # Shorter tiles are closer to independent buckets, longer ones have less overhead: this one is
 # within a tenth of the fastest, and small enough for a second-level cache.
