@@ -46,7 +46,8 @@ def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.data == "cubed":
         x = x**3
     magnitudes = jnp.sort(jnp.abs(x), descending=True)
-    mask = jnp.abs(x) >= magnitudes[k - 1]
+    threshold = magnitudes[k - 1]
+    mask = jnp.abs(x) >= threshold
 
     in_place = jax.jit(lambda x: x * 2, donate_argnums=0)
     buffer = [jnp.zeros_like(x)]
@@ -60,7 +61,12 @@ def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     cases: dict[str, tuple[int, Callable[[], Any]]] = {
         "x * 2 donated": (size, donated),
         "fast_top_k": (k, lambda: select.fast_top_k(x, k)),
+        "threshold_top_k": (k, lambda: select.threshold_top_k(x, k)),
+        "sampled_top_k": (k, lambda: select.sampled_top_k(x, k)),
+        "bisection_top_k": (k, lambda: select.bisection_top_k(x, k)),
         "bucket_top_k": (by_bucket, lambda: select.bucket_top_k(x, bucket_k, bucket_size)),
+        "hash_extract": (k, lambda: select.hash_extract(x, threshold, k)),
+        "slot_max": (k, lambda: select.slot_max(x, k)),
         "compact": (k, lambda: select.compact(mask, k)),
     }
     if size <= args.slow_limit:
@@ -77,7 +83,7 @@ def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     results = []
     for name, (entries, run) in cases.items():
         share = None
-        if "top_k" in name:
+        if name not in ("x * 2 donated", "compact"):
             share = energy(run()) / float(jnp.sum(jnp.square(magnitudes[:entries])))
         results.append(
             {

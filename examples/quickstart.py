@@ -210,13 +210,13 @@ def flags() -> argparse.ArgumentParser:
 
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add("--steps", type=number(int, 1), default=240, help="(default: 240)")
+    add("--steps", type=number(int, 1), default=180, help="(default: 180)")
     add(
         "--batch-size",
         type=number(int, 1),
-        default=128,
+        default=256,
         metavar="IMAGES",
-        help="of all workers together, rounded up to what they can share equally (default: 128)",
+        help="of all workers together, rounded up to what they can share equally (default: 256)",
     )
     add(
         "--lr",
@@ -227,8 +227,8 @@ def flags() -> argparse.ArgumentParser:
     add(
         "--hidden",
         type=number(int, 32),
-        default=800,
-        help="width of the two hidden layers (default: 800, 0.7 million parameters)",
+        default=964,
+        help="width of the two hidden layers (default: 964, a million parameters)",
     )
     add(
         "--seeds",

@@ -6,15 +6,35 @@ Chain one of the transformations before an Optax optimizer and run the training 
     tx = optax.chain(jaxsparse.sketched_sgd(compression=10, momentum=0.9), optax.sgd(0.1))
 """
 
-from jaxsparse import codecs, collectives, cost, layout, quantize, select, sketch, stream
+from jaxsparse import (
+    blocks,
+    codecs,
+    collectives,
+    cost,
+    layout,
+    quantize,
+    select,
+    sketch,
+    stream,
+    tensors,
+)
 from jaxsparse.autotune import Autotuned, autotune
+from jaxsparse.blocks import BlockStream
 from jaxsparse.feedback import ErrorFeedbackState, error_feedback
 from jaxsparse.parallel import data_parallel
+from jaxsparse.partition import partition
 from jaxsparse.per_worker import PerWorker, specs
 from jaxsparse.reducers.base import Info, Laws, Reduced, Reducer
+from jaxsparse.reducers.block_gather import BlockGatherReducer
 from jaxsparse.reducers.dense import DenseReducer
+from jaxsparse.reducers.dragonn import DragonnReducer
 from jaxsparse.reducers.gtopk import GTopKReducer
 from jaxsparse.reducers.ok_topk import OkTopkReducer
+from jaxsparse.reducers.omni_reduce import OmniReduceReducer
+from jaxsparse.reducers.quantized import QuantizedReducer
+from jaxsparse.reducers.random_k import RandomKReducer
+from jaxsparse.reducers.s2 import S2Reducer
+from jaxsparse.reducers.selection import Bisection, Sampled
 from jaxsparse.reducers.sketched import SketchedBudget, SketchedReducer
 from jaxsparse.reducers.sparcml import SparCMLReducer
 from jaxsparse.reducers.spardl import SparDLReducer
@@ -24,28 +44,47 @@ from jaxsparse.sharding import local, shard
 from jaxsparse.sketch import SketchSpec
 from jaxsparse.stages import Stages, warm_up
 from jaxsparse.stream import SparseStream
+from jaxsparse.tensors import select_tensors
 from jaxsparse.transforms import (
     dense,
+    dgc,
+    dragonn,
     gtopk,
+    ms_topk,
     ok_topk,
+    omni_reduce,
+    qsgd,
+    random_k,
+    s2_reducer,
+    sign_sgd,
     sketched_sgd,
     sparcml,
     spardl,
+    sparse_all_gather,
     top_k,
     true_top_k,
 )
 
 __all__ = [
     "Autotuned",
+    "Bisection",
+    "BlockGatherReducer",
+    "BlockStream",
     "DenseReducer",
+    "DragonnReducer",
     "ErrorFeedbackState",
     "GTopKReducer",
     "Info",
     "Laws",
     "OkTopkReducer",
+    "OmniReduceReducer",
     "PerWorker",
+    "QuantizedReducer",
+    "RandomKReducer",
     "Reduced",
     "Reducer",
+    "S2Reducer",
+    "Sampled",
     "SketchSpec",
     "SketchedBudget",
     "SketchedReducer",
@@ -56,25 +95,38 @@ __all__ = [
     "TopKReducer",
     "TrueTopKReducer",
     "autotune",
+    "blocks",
     "codecs",
     "collectives",
     "cost",
     "data_parallel",
     "dense",
+    "dgc",
+    "dragonn",
     "error_feedback",
     "gtopk",
     "layout",
     "local",
+    "ms_topk",
     "ok_topk",
+    "omni_reduce",
+    "partition",
+    "qsgd",
     "quantize",
+    "random_k",
+    "s2_reducer",
     "select",
+    "select_tensors",
     "shard",
+    "sign_sgd",
     "sketch",
     "sketched_sgd",
     "sparcml",
     "spardl",
+    "sparse_all_gather",
     "specs",
     "stream",
+    "tensors",
     "top_k",
     "true_top_k",
     "warm_up",

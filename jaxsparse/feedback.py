@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from jaxsparse import layout as layouts
 from jaxsparse.collectives import wire
 from jaxsparse.per_worker import PerWorker
-from jaxsparse.reducers.base import Budget, Info, Reduced, Reducer, info
+from jaxsparse.reducers.base import Budget, Info, Reduced, Reducer, alignment, info
 from jaxsparse.reducers.dense import DenseReducer
 
 
@@ -25,6 +25,13 @@ class ErrorFeedbackState(NamedTuple):
     reducers: tuple[Any, ...]  # one carried state a bucket
     skipped: Int[Array, ""]  # int32: steps skipped because a gradient was not finite
     info: Info  # of the last step that was not skipped, summed over buckets
+
+
+class Planned(NamedTuple):
+    """How the leaves of a tree are exchanged."""
+
+    layout: layouts.Layout
+    reducers: tuple[Reducer, ...]  # one a bucket
 
 
 def error_feedback(
@@ -82,18 +89,34 @@ def error_feedback(
             fit, or see `jaxsparse.layout.plan`. From `update`: the axis is not bound, the state
             belongs to another tree or to several workers, or the gradients are already summed.
     """
-    _check_momentum(momentum)
 
-    def plan(tree: Any) -> tuple[layouts.Layout, tuple[Reducer, ...]]:
+    def plan(tree: Any) -> Planned:
         rule = layouts.small_or_vector if is_dense is None else is_dense
-        layout = layouts.plan(tree, is_dense=rule, bucket_size=bucket_size)
+        layout = layouts.plan(
+            tree, is_dense=rule, bucket_size=bucket_size, alignment=alignment(reducer)
+        )
         if not layout.buckets and is_dense is None:
             raise ValueError(
                 f"no leaf would be compressed: all {len(layout.shapes)} are vectors, scalars or "
                 "smaller than 1024 elements, which go dense by default. Pass "
                 "is_dense=lambda path, shape: False to compress them all, or use jaxsparse.dense()"
             )
-        return layout, reducer.split(layout.bucket_sizes, layout.dense_size)
+        return Planned(layout, reducer.split(layout.bucket_sizes, layout.dense_size))
+
+    return planned_feedback(plan, axis_name=axis_name, momentum=momentum)
+
+
+def planned_feedback(
+    plan: Callable[[Any], Planned], *, axis_name: str | None, momentum: float | Array | None
+) -> optax.GradientTransformationExtraArgs:
+    """See `error_feedback`; the plan says which leaves are exchanged how.
+
+    Args:
+        plan: of a tree's shapes.
+        axis_name: the axis over which workers are mapped; None for a single worker.
+        momentum: factor in [0, 1), a float or a (traced) scalar array; None saves the buffer.
+    """
+    _check_momentum(momentum)
 
     def init(params: Any) -> ErrorFeedbackState:
         layout, reducers = plan(params)

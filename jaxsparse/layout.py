@@ -1,13 +1,13 @@
 """Gradient pytree to flat buckets and back, planned once from shapes.
 
-The leaves that are worth compressing are laid end to end, each row-major, in the order of
+The leaves that are compressed alike are laid end to end, each row-major, in the order of
 `jax.tree.leaves`, and the resulting vector is cut into as few buckets of nearly equal size as a
-size limit asks for (one, by default). A leaf may straddle buckets. All other leaves are laid end
-to end in one dense vector, in the same order. Empty leaves travel in neither.
+size limit asks for (one, by default). A leaf may straddle buckets. Leaves that are not compressed
+are laid end to end in one dense vector, in the same order. Empty leaves travel in neither.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,8 @@ from jaxsparse.settings import static_int
 
 # Of one leaf: its key path, as printed by jax.tree_util.keystr, and its shape.
 IsDense = Callable[[str, tuple[int, ...]], bool]
+# Likewise, the group it belongs to; None: it travels uncompressed.
+GroupOf = Callable[[str, tuple[int, ...]], Hashable | None]
 
 
 def small_or_vector(path: str, shape: tuple[int, ...]) -> bool:
@@ -35,12 +37,14 @@ class _Piece(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A static plan for one tree structure; make it with `plan`."""
+    """A static plan for one tree structure; make it with `plan` or `plan_groups`."""
 
     treedef: Any
+    paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
     buckets: tuple[tuple[_Piece, ...], ...]
+    groups: tuple[Hashable, ...]
     dense: tuple[_Piece, ...]
 
     @property
@@ -111,7 +115,11 @@ def _gather(leaves: Sequence[Array], pieces: Sequence[_Piece]) -> Array:
 
 
 def plan(
-    tree: Any, *, is_dense: IsDense = small_or_vector, bucket_size: int | None = None
+    tree: Any,
+    *,
+    is_dense: IsDense = small_or_vector,
+    bucket_size: int | None = None,
+    alignment: int = 1,
 ) -> Layout:
     """Plans the layout of `tree` from its leaves' shapes and dtypes alone.
 
@@ -121,10 +129,12 @@ def plan(
             the leaf travels uncompressed. By default vectors, scalars and anything below 1024
             elements do.
         bucket_size: upper limit for the elements of one bucket; None puts all in one.
+        alignment: all buckets but the last are multiples of it, even if that takes more than
+            `bucket_size`.
 
     Returns:
         The layout. Compressed elements are split evenly, so that with a limit all buckets are of
-        the same size but for one element.
+        the same size but for one element, or multiple of the alignment.
 
     Raises:
         ValueError: the tree has no elements, a leaf is not of a float dtype, or `bucket_size` is
@@ -135,6 +145,35 @@ def plan(
         >>> layout = plan({"bias": jnp.zeros(8), "kernel": jnp.zeros((64, 32))})
         >>> layout.bucket_sizes, layout.dense_size
         ((2048,), 8)
+    """
+    return plan_groups(
+        tree,
+        lambda path, shape: None if is_dense(path, shape) else 0,
+        bucket_size=bucket_size,
+        alignment=lambda group: alignment,
+    )
+
+
+def plan_groups(
+    tree: Any,
+    group_of: GroupOf,
+    *,
+    bucket_size: int | None = None,
+    alignment: Callable[[Any], int] = lambda group: 1,
+) -> Layout:
+    """As `plan`, with buckets for each of several groups of leaves.
+
+    Args:
+        tree: see `plan`.
+        group_of: given a leaf's key path and shape, any hashable but None; None leaves it dense.
+        bucket_size: upper limit for the elements of one bucket; None makes one a group.
+        alignment: as in `plan`, by group.
+
+    Returns:
+        The layout. Its `groups` has the group of each bucket, in order of their first leaves.
+
+    Raises:
+        ValueError: see `plan`.
     """
     if bucket_size is not None:
         bucket_size = static_int("bucket_size", bucket_size)
@@ -158,25 +197,36 @@ def plan(
             f"the gradient tree has {len(leaves)} leaves and no elements: nothing to exchange. "
             "Check the filter (nnx.Param?) that selects the trained parameters"
         )
-    compressed: list[_Piece] = []
     dense: list[_Piece] = []
+    members: dict[Hashable, list[_Piece]] = {}
     for i, (name, shape) in enumerate(zip(names, shapes)):
         if size := math.prod(shape):
-            (dense if is_dense(name, shape) else compressed).append(_Piece(i, 0, size))
+            group = group_of(name, shape)
+            pieces = dense if group is None else members.setdefault(group, [])
+            pieces.append(_Piece(i, 0, size))
+    buckets = [
+        (bucket, group)
+        for group, pieces in members.items()
+        for bucket in _cut(pieces, bucket_size, alignment(group))
+    ]
     return Layout(
         treedef=treedef,
+        paths=tuple(names),
         shapes=shapes,
         dtypes=tuple(jnp.result_type(leaf) for leaf in leaves),
-        buckets=tuple(_cut(compressed, bucket_size)) if compressed else (),
+        buckets=tuple(bucket for bucket, _ in buckets),
+        groups=tuple(group for _, group in buckets),
         dense=tuple(dense),
     )
 
 
-def _cut(pieces: Sequence[_Piece], limit: int | None) -> list[tuple[_Piece, ...]]:
+def _cut(pieces: Sequence[_Piece], limit: int | None, alignment: int) -> list[tuple[_Piece, ...]]:
     """Cuts the concatenation of `pieces` into the fewest, evenest buckets within `limit`."""
     total = _size(pieces)
-    count = 1 if limit is None else math.ceil(total / limit)
-    sizes = split_evenly(total, [1] * count)
+    units = -(-total // alignment)
+    count = 1 if limit is None else -(-units // max(1, limit // alignment))
+    sizes = [share * alignment for share in split_evenly(units, [1] * count)]
+    sizes[-1] -= units * alignment - total
     buckets: list[tuple[_Piece, ...]] = []
     rest = list(reversed(pieces))
     for size in sizes:

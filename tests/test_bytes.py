@@ -41,6 +41,7 @@ def compiled_step(tx, where, shapes=SIZES, donate=()):
 SENT = {  # words of one step beside the dense leaves and the finite flag
     "dense": (lambda: jaxsparse.dense(), COMPRESSED),
     "true_top_k": (lambda: jaxsparse.true_top_k(50), COMPRESSED),
+    "random_k": (lambda: jaxsparse.random_k(0.01), 603),
     "sketched": (
         lambda: jaxsparse.sketched_sgd(k=50, rows=5, cols=211, oversampling=7),
         5 * 211 + 7 * 50,

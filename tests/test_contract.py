@@ -13,10 +13,16 @@ import pytest
 from workers import MESH_SIZES, few, mesh, on_workers, some
 
 from jaxsparse import (
+    BlockGatherReducer,
     DenseReducer,
+    DragonnReducer,
     GTopKReducer,
     OkTopkReducer,
+    OmniReduceReducer,
     PerWorker,
+    QuantizedReducer,
+    RandomKReducer,
+    S2Reducer,
     SketchedReducer,
     SparCMLReducer,
     SparDLReducer,
@@ -26,6 +32,7 @@ from jaxsparse import (
     data_parallel,
     error_feedback,
     local,
+    quantize,
     shard,
 )
 from jaxsparse.collectives import wire
@@ -71,6 +78,31 @@ CASES = {
         SketchedReducer(k=31, cols=53, oversampling=1, selection="heavymix"),
         SketchedReducer(k=SIZE, cols=7, oversampling=1, selection="heavymix"),
     ),
+    "s2": Case(
+        S2Reducer(8, 0.1, rows=3, union_density=0.15, sketch_ratio=0.4),
+        S2Reducer(8, None, union_density=1.0, sketch_ratio=1.0),
+    ),
+    "omni_reduce": Case(OmniReduceReducer(8, 0.1), OmniReduceReducer(8, 1.0)),
+    "omni_reduce_little_room": Case(
+        OmniReduceReducer(8, union_density=0.1), OmniReduceReducer(8, union_density=1.0)
+    ),
+    "block_gather": Case(BlockGatherReducer(8, 0.1, 0.05), BlockGatherReducer(8, 1.0)),
+    "dragonn": Case(DragonnReducer(0.03), DragonnReducer(1.0)),
+    "dragonn_slot_max": Case(DragonnReducer(0.03, "slot_max"), DragonnReducer(1.0, "slot_max")),
+    "dgc": Case(TopKReducer(0.03, selection="sampled"), TopKReducer(1.0, selection="sampled")),
+    "ms_topk": Case(
+        TopKReducer(0.03, selection="bisection"), TopKReducer(1.0, selection="bisection")
+    ),
+    "random_k": Case(RandomKReducer(0.03), RandomKReducer(1.0)),
+    "qsgd": Case(QuantizedReducer(), QuantizedReducer()),
+    "qsgd_nearest": Case(
+        QuantizedReducer(quantize.QSGD(4, 64), "nearest"),
+        QuantizedReducer(quantize.QSGD(8, 64), "nearest"),
+    ),
+    "sign": Case(
+        QuantizedReducer(quantize.Sign(64), "nearest"),
+        QuantizedReducer(quantize.Sign(64), "nearest"),
+    ),
 }
 # A group runs in one process, which compiles each of a reducer's programs once.
 reducers = pytest.mark.parametrize(
@@ -111,7 +143,7 @@ def runner(reducer, workers, way, size=SIZE):
         start = state, jnp.zeros_like(gradients[0])
         return jax.lax.scan(step, start, gradients)[1]
 
-    return on_workers(run, workers, way)
+    return on_workers(run, workers, way, has_sketch=has_sketch(reducer))
 
 
 def run(name, workers, way="shard_map", full=False, steps=STEPS):
@@ -128,7 +160,15 @@ def by_step(results):
 def rounds(reducer):
     """Whether values are rounded on the wire."""
     codec = getattr(reducer, "codec", codecs.COO)
-    return not codec.is_exact or getattr(reducer, "bits", None) is not None
+    return not codec.is_exact or quantizes(reducer)
+
+
+def quantizes(reducer):
+    return isinstance(reducer, QuantizedReducer) or getattr(reducer, "bits", None) is not None
+
+
+def has_sketch(reducer):
+    return isinstance(reducer, SketchedReducer | S2Reducer)
 
 
 def check_laws(reducer, results, workers):
@@ -167,7 +207,7 @@ def test_the_ways_to_run_are_equal(name, where):
     workers, way = where
     one, other = run(name, workers, way), run(name, workers, "shard_map")
     equal = np.testing.assert_array_equal
-    if getattr(CASES[name].reducer, "bits", None) is not None:
+    if quantizes(CASES[name].reducer):
         # XLA rounds level * scale, or does not, as it fuses; later steps amplify that.
         one, other = by_step(one)[0], by_step(other)[0]
         equal = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-3)
@@ -206,7 +246,14 @@ def test_tiny_vectors(name, size):
     check_laws(reducer, runner(reducer, 3, "vmap", size)(jnp.asarray(g)), 3)
 
 
-@reducers
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xdist_group(name))
+        for name, case in CASES.items()
+        if case.reducer.laws.conserves
+    ],
+)
 def test_rounding_error_only_on_real_numbers(name):
     workers = 7
     x = np.random.default_rng(0).normal(size=(workers, 1, SIZE)).astype(np.float32)

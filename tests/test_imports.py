@@ -9,17 +9,17 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 
 # Each may import only from rows above its own.
 LAYERS = [
-    ["_compat", "settings", "hashing", "magnitude", "operations", "tiles", "cost"],
-    ["stream", "quantize", "stages"],
+    ["_compat", "settings", "bits", "hashing", "magnitude", "operations", "tiles", "cost"],
+    ["stream", "blocks", "quantize", "stages"],
     ["codecs"],
-    ["select.checks"],
-    ["select.compaction", "select.exact", "select.buckets"],
-    ["select.streaming"],
-    ["select.fast"],
+    ["select.checks", "select.counting"],
+    ["select.compaction", "select.exact", "select.buckets", "select.blocks"],
+    ["select.streaming", "select.slots", "select.thresholds"],
+    ["select.fast", "select.by_threshold"],
     ["select"],
     ["sketch.tiles"],
     ["sketch.codec"],
-    ["sketch.heavy"],
+    ["sketch.heavy", "sketch.blocks"],
     ["sketch", "layout"],
     ["collectives.wire"],
     ["per_worker"],
@@ -31,10 +31,10 @@ LAYERS = [
     ["collectives.spar_all_gather"],
     ["collectives"],
     ["reducers.base", "reducers.density", "reducers.selection"],
-    ["reducers.residuals"],
+    ["reducers.residuals", "reducers.blocks"],
     ["reducers"],
     ["feedback"],
-    ["transforms", "autotune"],
+    ["transforms", "partition", "autotune", "tensors"],
 ]
 
 

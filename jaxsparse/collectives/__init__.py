@@ -20,6 +20,12 @@ from jaxsparse.collectives.gtopk import gtopk_traffic as gtopk_traffic
 from jaxsparse.collectives.ok_topk import ok_topk as ok_topk
 from jaxsparse.collectives.ok_topk import ok_topk_traffic as ok_topk_traffic
 from jaxsparse.collectives.outcome import AllReduced as AllReduced
+from jaxsparse.collectives.quantized_all_reduce import (
+    quantized_all_reduce as quantized_all_reduce,
+)
+from jaxsparse.collectives.quantized_all_reduce import (
+    quantized_all_reduce_traffic as quantized_all_reduce_traffic,
+)
 from jaxsparse.collectives.recursive_double import recursive_double as recursive_double
 from jaxsparse.collectives.recursive_double import (
     recursive_double_traffic as recursive_double_traffic,
@@ -31,3 +37,5 @@ from jaxsparse.collectives.split_allgather import split_allgather as split_allga
 from jaxsparse.collectives.split_allgather import (
     split_allgather_traffic as split_allgather_traffic,
 )
+from jaxsparse.collectives.union import union as union
+from jaxsparse.collectives.union import union_traffic as union_traffic

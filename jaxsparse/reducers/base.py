@@ -79,3 +79,8 @@ class Reducer(Budget, Protocol):
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """Exchanges float32 `x` along `axis_name` (None: among one worker, nothing is sent)."""
         ...
+
+
+def alignment(budget: Budget) -> int:
+    """Elements that buckets must be multiples of: a block of reducers that have blocks."""
+    return getattr(budget, "block_size", 1)

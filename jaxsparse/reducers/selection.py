@@ -1,23 +1,80 @@
-"""How reducers pick the largest entries, by name."""
+"""How reducers pick the largest entries, by name or with settings."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 from jaxtyping import Array, Float
 
-from jaxsparse import select
+from jaxsparse.select.by_threshold import bisection_top_k, sampled_top_k, threshold_top_k
+from jaxsparse.select.fast import fast_top_k
+from jaxsparse.select.thresholds import DEFAULT_PASSES, check_passes, check_samples
 from jaxsparse.stream import SparseStream
 
-# "exact" sorts (on CPU about 80 passes over the vector), "fast" keeps nearly the same in about 10.
-Selection = Literal["fast", "exact"]
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """DGC's: the largest of those that reach a sampled threshold. See `select.sampled_top_k`.
+
+    Attributes:
+        samples: size of the sample; None takes what serves.
+    """
+
+    samples: int | None = None
+
+    def __post_init__(self):
+        if self.samples is not None:
+            check_samples(self.samples)
+
+    def __call__(self, x: Float[Array, " m"], k: int) -> SparseStream:
+        """At most k entries."""
+        return sampled_top_k(x, k, samples=self.samples)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bisection:
+    """MSTopk's: a bracket around the k-th largest. See `select.bisection_top_k`.
+
+    Attributes:
+        passes: trial thresholds.
+    """
+
+    passes: int = DEFAULT_PASSES
+
+    def __post_init__(self):
+        check_passes(self.passes)
+
+    def __call__(self, x: Float[Array, " m"], k: int) -> SparseStream:
+        """Exactly k entries."""
+        return bisection_top_k(x, k, passes=self.passes)
+
+
+# "fast" keeps nearly the largest, in the same time whatever the data; the others find a threshold:
+# "exact" the right one; "sampled" and "bisection" are `Sampled()` and `Bisection()`.
+Selection = Literal["fast", "exact", "sampled", "bisection"] | Sampled | Bisection
+
+_NAMED: dict[str, Callable[[Array, int], SparseStream]] = {
+    "fast": fast_top_k,
+    "exact": threshold_top_k,
+    "sampled": Sampled(),
+    "bisection": Bisection(),
+}
 
 
 def check_selection(selection: Selection) -> None:
-    """Raises ValueError for an unknown name."""
-    if selection not in get_args(Selection):
-        raise ValueError(f"selection={selection!r} is unknown: use one of {get_args(Selection)}")
+    """Raises ValueError for an unknown name, or what is neither a name nor settings."""
+    if isinstance(selection, (Sampled, Bisection)):
+        return
+    if not isinstance(selection, str) or selection not in _NAMED:
+        raise ValueError(
+            f"selection={selection!r} is unknown: use one of {tuple(_NAMED)}, or Sampled(...) or "
+            "Bisection(...)"
+        )
 
 
 def selector(selection: Selection) -> Callable[[Float[Array, " m"], int], SparseStream]:
-    """The function of a vector and k."""
-    return select.fast_top_k if selection == "fast" else select.top_k
+    """The function of a vector and k: at most k entries with distinct indices, in k slots.
+
+    Slots without an entry have the vector's size for an index, and value 0.
+    """
+    return _NAMED[selection] if isinstance(selection, str) else selection

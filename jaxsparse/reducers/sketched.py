@@ -109,7 +109,7 @@ class SketchedReducer:
             seed=hash_seed,
         )
         exact = wire.psum(x[candidates], axis_name) / wire.axis_size(axis_name)
-        kept = select.top_k(exact, self.k)
+        kept = select.bisection_top_k(exact, self.k, passes=select.EXACT_PASSES)
         kept = SparseStream(candidates[kept.indices], kept.values)
         return deliver(x, kept, state + jnp.uint32(1))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse.collectives import wire
-from jaxsparse.reducers.base import Budget, Laws, Reduced, Reducer
+from jaxsparse.reducers.base import Budget, Laws, Reduced, Reducer, alignment
 from jaxsparse.stages import Stages
 
 T = TypeVar("T")
@@ -32,6 +33,11 @@ class StagedReducer:
     """
 
     stages: Stages[Reducer]
+
+    @property
+    def block_size(self) -> int:
+        """Of whole blocks in all stages."""
+        return math.lcm(*map(alignment, self.stages.values))
 
     @property
     def laws(self) -> Laws:

@@ -21,7 +21,7 @@ class TopKReducer:
     Attributes:
         density: share of the elements that each worker sends, in (0, 1].
         codec: of the messages.
-        selection: "fast" or "exact" top-k.
+        selection: how the largest entries are picked; see `Selection`.
     """
 
     density: float

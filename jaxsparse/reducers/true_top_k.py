@@ -46,7 +46,7 @@ class TrueTopKReducer:
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
         mean = wire.psum(x, axis_name) / wire.axis_size(axis_name)
-        return deliver(x, select.top_k(mean, self.k), state)
+        return deliver(x, select.threshold_top_k(mean, self.k), state)
 
 
 def deliver(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
@@ -57,7 +57,7 @@ def deliver(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
     """
     kept = kept._replace(values=jnp.where(jnp.isfinite(kept.values), kept.values, 0))
     mean = jnp.zeros_like(kept.values, shape=x.shape)
-    mean = mean.at[kept.indices].set(kept.values, unique_indices=True)
+    mean = mean.at[kept.indices].add(kept.values, mode="drop")
     sent = mean != 0
     residual = jnp.where(sent, jnp.zeros_like(x), x)
     return Reduced(mean, residual, sent, state, info(jnp.count_nonzero(kept.values)))

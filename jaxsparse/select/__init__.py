@@ -1,16 +1,50 @@
 """What to keep of a vector, and where it is.
 
     top_k           exactly the k largest magnitudes, in order; sorts
+    threshold_top_k exactly the k largest, in no order and without a sort
     fast_top_k      nearly the k largest, in no order; a few passes and no sort
+    sampled_top_k   those above a threshold that a sample estimates, at most k (DGC)
+    bisection_top_k the k largest but for a bracket that bisection leaves (MSTopk)
     bucket_top_k    the k largest of each run of `bucket_size` elements (SparCML)
+    block_top_k     the k blocks of largest l2 norm (S2 Reducer, OmniReduce)
+    hash_extract    entries above a threshold, in hashed slots (DRAGONN)
+    slot_max        the largest of each of m random sets, no threshold
     compact         the positions of a mask's True elements, for masks of one's own
 
 All have static sizes and work under jit, vmap and shard_map.
 """
 
+from jaxsparse.select.blocks import block_top_k
 from jaxsparse.select.buckets import bucket_top_k
+from jaxsparse.select.by_threshold import bisection_top_k, sampled_top_k, threshold_top_k
 from jaxsparse.select.compaction import compact
 from jaxsparse.select.exact import check_k, top_k
 from jaxsparse.select.fast import fast_top_k
+from jaxsparse.select.slots import (
+    Extraction,
+    counted_hash_extract,
+    hash_extract,
+    hash_slots,
+    slot_max,
+)
+from jaxsparse.select.thresholds import EXACT_PASSES, bisection_threshold, sampled_threshold
 
-__all__ = ["bucket_top_k", "check_k", "compact", "fast_top_k", "top_k"]
+__all__ = [
+    "EXACT_PASSES",
+    "Extraction",
+    "bisection_threshold",
+    "bisection_top_k",
+    "block_top_k",
+    "bucket_top_k",
+    "check_k",
+    "compact",
+    "counted_hash_extract",
+    "fast_top_k",
+    "hash_extract",
+    "hash_slots",
+    "sampled_threshold",
+    "sampled_top_k",
+    "slot_max",
+    "threshold_top_k",
+    "top_k",
+]

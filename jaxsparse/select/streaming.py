@@ -13,6 +13,7 @@ from jaxtyping import Float, Int, UInt32
 
 from jaxsparse.hashing import bounded, combine
 from jaxsparse.select.compaction import compact_ranked
+from jaxsparse.select.counting import count_reaching
 from jaxsparse.tiles import over_tiles, zeros
 
 __all__ = ["streaming_top_k"]
@@ -102,8 +103,6 @@ def _kth_largest(x: UInt32[Array, " n"], k: int, *, bits: int) -> UInt32[Array, 
 
     def set_bit(i, t):
         trial = t | (jnp.uint32(1) << (bits - 1 - i).astype(jnp.uint32))
-        # The sign bit of trial - 1 - x, which is summed three times faster than a comparison.
-        count = jnp.sum(((trial - jnp.uint32(1) - x) >> jnp.uint32(31)).astype(jnp.int32))
-        return jnp.where(count >= k, trial, t)
+        return jnp.where(count_reaching(x, trial) >= jnp.uint32(k), trial, t)
 
     return lax.fori_loop(0, bits, set_bit, zeros((), jnp.uint32, (x,)))

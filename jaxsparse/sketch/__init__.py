@@ -11,8 +11,11 @@ runs, many times faster than a scatter into random buckets.
 Buckets and signs are hashes of (seed, row, index): no table of them is stored, and tables of
 different x merge by addition when spec and seed agree. Where size <= rows * cols, sending x dense
 costs less than its sketch.
+
+Where x has few non-zero blocks, `encode_blocks` and `decode_blocks` do the same for these alone.
 """
 
+from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
 from jaxsparse.sketch.codec import decode, decode_at, encode, l2_norm, merge
 from jaxsparse.sketch.heavy import heavy_hitters
 from jaxsparse.sketch.tiles import SketchSpec
@@ -21,7 +24,9 @@ __all__ = [
     "SketchSpec",
     "decode",
     "decode_at",
+    "decode_blocks",
     "encode",
+    "encode_blocks",
     "heavy_hitters",
     "l2_norm",
     "merge",

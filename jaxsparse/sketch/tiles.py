@@ -8,6 +8,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import as_uint32, bounded, combine, keyed
+from jaxsparse.settings import static_int
 
 __all__ = ["Seed", "SketchSpec", "flip", "places", "resolve", "tile_index"]
 
@@ -29,17 +30,21 @@ class SketchSpec:
             bound the failure probability by delta; 5 is usual.
         cols: c, buckets a row. O(1 / eps) are needed to find coordinates of eps ||x||^2.
         seed: 0 <= seed < 2**32, of the hashes wherever a function is not given its own.
+        tile_size: consecutive elements that share an offset in each row, at most `cols`, and so
+            never collide with each other; `encode_blocks` wants it to be the size of a block.
+            None: min(cols, 2**14), which is fast.
 
     Raises:
         ValueError: a value is out of range.
 
     >>> SketchSpec(rows=5, cols=1000)
-    SketchSpec(rows=5, cols=1000, seed=0)
+    SketchSpec(rows=5, cols=1000, seed=0, tile_size=None)
     """
 
     rows: int
     cols: int
     seed: int = 0
+    tile_size: int | None = None
 
     def __post_init__(self):
         for name, low, high in ("rows", 1, 2**16), ("cols", 1, 2**30), ("seed", 0, 2**32):
@@ -51,11 +56,16 @@ class SketchSpec:
                 )
             if not low <= value < high:
                 raise ValueError(f"{name}={value} must be in {low} .. {high - 1}: choose it there")
+        tile = self.tile_size
+        if tile is not None and not 1 <= static_int("tile_size", tile) <= self.cols:
+            raise ValueError(
+                f"tile_size={tile} must be in 1 .. {self.cols}, cols: a tile is shorter than a row"
+            )
 
     @property
     def tile(self) -> int:
         """Elements that share an offset. No function of the size, which `decode_at` lacks."""
-        return min(self.cols, _MAX_TILE)
+        return min(self.cols, _MAX_TILE) if self.tile_size is None else self.tile_size
 
 
 def resolve(spec: SketchSpec, seed: Seed) -> UInt32[Array, ""]:

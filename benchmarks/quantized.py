@@ -1,0 +1,129 @@
+"""Quantised all-reduce and random-k on real gradients, with error feedback and without.
+
+    python benchmarks/quantized.py
+    python benchmarks/quantized.py --seeds 0 1 2 --momentum 0
+
+14 simulated workers train a small MLP on scikit-learn's digits, as in benchmarks/spardl.py. Means
+and standard deviations are over seeds of initial weights and batches. Words are those of compressed
+leaves that a worker receives in a step, read from a program compiled for 14 devices.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxsparse
+from jaxsparse import error_feedback
+from jaxsparse.quantize import QSGD, Sign
+from jaxsparse.reducers.base import Laws, Reduced, Reducer
+from jaxsparse.reducers.dense import DenseReducer
+from jaxsparse.reducers.quantized import QuantizedReducer
+from jaxsparse.reducers.random_k import RandomKReducer
+
+sys.path.insert(0, str(Path(__file__).parent))
+spardl: Any = importlib.import_module("spardl")
+digits = spardl.digits
+WORKERS = spardl.WORKERS
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutFeedback:
+    """A reducer whose residual is thrown away."""
+
+    reducer: Any
+
+    @property
+    def laws(self) -> Laws:
+        return self.reducer.laws._replace(conserves=False)
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
+        return tuple(map(WithoutFeedback, self.reducer.split(sizes, dense_size)))
+
+    def init(self, size: int) -> Any:
+        return self.reducer.init(size)
+
+    def __call__(self, x: jax.Array, state: Any, *, axis_name: str | None) -> Reduced:
+        reduced = self.reducer(x, state, axis_name=axis_name)
+        return reduced._replace(residual=jnp.zeros_like(x))
+
+
+METHODS: dict[str, Any] = {
+    "dense": DenseReducer(),
+    "8 bits": QuantizedReducer(QSGD(8)),
+    "4 bits": QuantizedReducer(QSGD(4)),
+    "2 bits": QuantizedReducer(QSGD(2)),
+    "2 bits, l2": QuantizedReducer(QSGD(2, scale="l2")),
+    "4 bits, feedback": QuantizedReducer(QSGD(4), "nearest"),
+    "2 bits, feedback": QuantizedReducer(QSGD(2), "nearest"),
+    "2 bits, nearest, none": WithoutFeedback(QuantizedReducer(QSGD(2), "nearest")),
+    "sign, feedback": QuantizedReducer(Sign(), "nearest"),
+    "sign, none": WithoutFeedback(QuantizedReducer(Sign(), "nearest")),
+    "random-k, 10 %": RandomKReducer(0.1),
+    "random-k, none": WithoutFeedback(RandomKReducer(0.1)),
+}
+
+
+def received_words(tx: optax.GradientTransformation, hidden: int) -> int:
+    """Of compressed leaves, as compiled for devices."""
+    mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices("cpu"))
+
+    def step(state: Any, batch: jax.Array) -> Any:
+        params, opt_state = state
+        grads = jax.tree.map(lambda p: p * batch.sum(), jaxsparse.local(params))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = spardl.init(0, hidden)
+    state = jaxsparse.shard((params, tx.init(params)), WORKERS)
+    moved = jaxsparse.cost.wire_bytes(
+        jaxsparse.data_parallel(step, mesh), state, jnp.ones(WORKERS)
+    ).received
+    uncompressed = jaxsparse.layout.plan(params).dense_size + 1  # and the flag: all are finite
+    return round(moved / 4 - 2 * (WORKERS - 1) / WORKERS * uncompressed)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    number, add = digits.number, parser.add_argument
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
+    add("--seeds", type=number(int, 0), nargs="+", default=[0, 1, 2], metavar="SEED")
+    add("--hidden", type=number(int, 32), default=128, help="width of the two hidden layers")
+    add("--steps", type=number(int, 1), default=400)
+    add("--lr", type=number(float, 0), default=0.1, help="falls to a tenth along a cosine")
+    add("--momentum", type=number(float, 0, 1), default=0.9, help="of every method; 0 for none")
+    add("--batch-size", type=number(int, 1), default=140, help="of all workers together")
+    add("--json", type=Path, metavar="FILE", help="also write all results here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", WORKERS)
+    print(
+        f"jax {jax.__version__}, {WORKERS} simulated workers, {args.steps} steps, lr {args.lr}, "
+        f"momentum {args.momentum}, seeds {args.seeds}; words received"
+    )
+    print(spardl.HEADER)
+    results = []
+    for name in args.methods:
+        tx = error_feedback(METHODS[name], momentum=args.momentum or None)
+        outcome = spardl.train(tx, args)
+        outcome = outcome._replace(words=received_words(tx, args.hidden))
+        results.append(spardl.show(name, outcome))
+    if args.json:
+        args.json.write_text(json.dumps({"results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""Trains a word-level LSTM whose embedding's gradient travels sparse, sketched or dense.
+
+The text is Python's own documentation (nothing is downloaded), the workers eight emulated devices:
+
+    python examples/language_model/train.py
+    python examples/language_model/train.py --methods dense s2 --seeds 0 1 2
+    python examples/language_model/train.py --corpus wiki.train.tokens --valid wiki.valid.tokens
+"""
+
+import argparse
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import corpus
+import jax
+import jax.numpy as jnp
+import model
+import numpy as np
+import optax
+import results
+from flax import nnx
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import Progress
+
+import jaxsparse
+
+METHODS = ("dense", "gather", "s2", "s2 + spardl")
+# How each leaf of the model is exchanged, by a part of its name; all others go dense.
+Policy = dict[str, jaxsparse.Reducer]
+EMBEDDING = "embedding"
+MATRICES = "(gates|recurrent|output).*kernel"
+
+
+def policies(args: argparse.Namespace, union: int) -> dict[str, Policy]:
+    """The methods; `union` is how many words a step's batch may touch, of all workers together."""
+    words = args.vocabulary
+    own = min(words, args.windows // args.workers * args.length)
+    gather = jaxsparse.BlockGatherReducer(block_size=args.width, capacity_density=own / words)
+    s2 = jaxsparse.S2Reducer(
+        block_size=args.width,
+        density=None,  # all rows that are not zero
+        union_density=union / words,
+        sketch_ratio=args.sketch_ratio,
+    )
+    return {
+        "dense": {},
+        "gather": {EMBEDDING: gather},
+        "s2": {EMBEDDING: s2},
+        "s2 + spardl": {EMBEDDING: s2, MATRICES: jaxsparse.SparDLReducer(args.density)},
+    }
+
+
+def most_distinct(text: np.ndarray, args: argparse.Namespace) -> int:
+    """The most distinct words among the inputs of one step's batch, in 100 batches."""
+    batches = corpus.batches(text, args.windows, args.length, 100, seed=12345)
+    return max(len(np.unique(batch[:, :-1])) for batch in batches)
+
+
+def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    """Adam, but SGD with momentum for the embedding, of the mean gradient.
+
+    A sketch's noise is spread evenly over the rows of a batch. Adam would divide it by itself in
+    the rows of rare words, where it is most of the gradient, and so make it as large as the signal
+    in others. Momentum is here and not in the exchange: there it would keep the rows of past
+    batches in each worker's gradient from being zero.
+    """
+
+    def schedule(peak: float) -> optax.Schedule:
+        return optax.warmup_cosine_decay_schedule(
+            0.0, peak, args.steps // 10, args.steps, end_value=0.1 * peak
+        )
+
+    def label(path: Any, leaf: Any) -> str:
+        return EMBEDDING if EMBEDDING in jax.tree_util.keystr(path) else "other"
+
+    return optax.multi_transform(
+        {
+            EMBEDDING: optax.sgd(schedule(args.embedding_lr), momentum=0.9),
+            "other": optax.adam(schedule(args.lr)),
+        },
+        lambda params: jax.tree_util.tree_map_with_path(label, params),
+    )
+
+
+def train(
+    policy: Policy,
+    texts: corpus.Corpus,
+    mesh: Mesh,
+    args: argparse.Namespace,
+    advance: Callable[[], object],
+) -> results.Run:
+    """Trains once for each seed, calling `advance` after every step."""
+    tx = optax.chain(jaxsparse.partition(policy), make_optimizer(args))
+
+    def create(seed: int) -> tuple[Any, Any]:
+        lm = model.LanguageModel(
+            len(texts.words), args.width, args.hidden, args.output, nnx.Rngs(seed)
+        )
+        graphdef, state = nnx.split((lm, nnx.Optimizer(lm, tx, wrt=nnx.Param)))
+        return graphdef, jaxsparse.shard(state, mesh)
+
+    graphdef, state = create(seed=0)
+
+    def step(state: Any, windows: jax.Array) -> tuple[Any, jax.Array]:
+        """What one worker does, given its share of the batch."""
+        lm, optimizer = nnx.merge(graphdef, state)
+        # local() keeps the gradients this worker's own until the optimizer exchanges them.
+        grads = nnx.grad(model.loss)(jaxsparse.local(lm), windows)
+        optimizer.update(lm, grads)
+        return nnx.state((lm, optimizer)), optimizer.opt_state[0].info.overflow[...]
+
+    valid = corpus.consecutive(texts.valid, args.length)
+    valid = valid[:: max(1, len(valid) // args.eval_windows)][: args.eval_windows]
+
+    @jax.jit
+    def perplexity(state: Any) -> jax.Array:
+        lm, _ = nnx.merge(graphdef, state)
+        return jnp.exp(model.loss(lm, jnp.asarray(valid)))
+
+    parallel = jaxsparse.data_parallel(step, mesh, donate_argnums=0)
+    batches = functools.partial(corpus.batches, texts.train, args.windows, args.length, args.steps)
+    sent = jaxsparse.cost.wire_bytes(parallel, state, next(batches(seed=0)))
+
+    curves: list[list[tuple[int, float]]] = []
+    seconds: list[float] = []
+    total_overflow = 0
+    for seed in args.seeds:
+        _, state = create(seed)
+        curves.append([])
+        for i, batch in enumerate(batches(seed=seed), start=1):
+            began = time.perf_counter()
+            state, overflow = parallel(state, batch)
+            total_overflow += int(overflow)  # waits: emulated devices may deadlock on queued steps
+            seconds.append(time.perf_counter() - began)
+            if i % args.eval_every == 0 or i == args.steps:
+                curves[-1].append((i, float(perplexity(state))))
+            advance()
+
+    steps, perplexities = np.moveaxis(np.array(curves), -1, 0)
+    embedding = embedding_bytes(policy, (len(texts.words), args.width), mesh)
+    return results.Run(
+        steps[0].astype(int),
+        perplexities,
+        sent.received,
+        embedding,
+        total_overflow,
+        float(np.median(seconds)),
+    )
+
+
+def embedding_bytes(policy: Policy, shape: tuple[int, int], mesh: Mesh) -> float:
+    """Bytes that a worker receives for a gradient of the embedding alone, from compiled HLO."""
+    tx = jaxsparse.partition({rule: policy[rule] for rule in policy if rule == EMBEDDING})
+    params = {EMBEDDING: jnp.zeros(shape)}
+
+    def exchange(state: Any, gradient: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(jaxsparse.local(gradient), state)
+        return state, updates
+
+    parallel = jaxsparse.data_parallel(exchange, mesh, batch_argnums=())
+    state = jaxsparse.shard(tx.init(params), mesh)
+    return jaxsparse.cost.wire_bytes(parallel, state, params).received
+
+
+def load(args: argparse.Namespace) -> corpus.Corpus:
+    """The text that the flags ask for."""
+    if args.corpus is None:
+        documents = corpus.manual() + ([] if args.small else corpus.docstrings())
+    else:
+        documents = corpus.read(args.corpus)
+    train, valid = (
+        corpus.split(documents) if args.valid is None else (documents, corpus.read(args.valid))
+    )
+    texts = corpus.build(train, valid, args.vocabulary)
+    for name, text in (("train", texts.train), ("valid", texts.valid)):
+        if len(text) <= args.length:
+            raise ValueError(
+                f"{name} has {len(text)} words, and a window --length + 1 = {args.length + 1}: "
+                "give a longer text or a shorter window"
+            )
+    return texts
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = flags()
+    args = parser.parse_args(argv)
+    if args.small:
+        parser.set_defaults(**SMALL)
+        args = parser.parse_args(argv)
+    if args.valid is not None and args.corpus is None:
+        parser.error("--valid needs --corpus: Python's documentation is split by itself")
+    try:
+        texts = load(args)
+    except (OSError, ValueError) as error:
+        parser.error(f"--corpus, --valid: {error}")
+    args.vocabulary = len(texts.words)
+    args.windows = -(-args.windows // args.workers) * args.workers
+
+    distinct = most_distinct(texts.train, args)
+    union = args.union or min(len(texts.words), distinct + distinct // 8)
+    try:
+        methods = policies(args, union)
+    except ValueError as error:
+        parser.error(f"--sketch-ratio, --union, --density: {error}")
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", args.workers)
+    mesh = jax.make_mesh((args.workers,), ("data",))
+    console = Console()
+    title = (
+        f"{len(texts.train):,} words, {len(texts.words):,} distinct; {args.workers} workers, "
+        f"batches of {args.windows} x {args.length}"
+    )
+    console.print(
+        f"{title}\nwhich touch at most {distinct} rows of the embedding in 100 batches "
+        f"({distinct / len(texts.words):.1%}); s2 has room for {union}",
+        highlight=False,
+    )
+    chosen = ["dense", *(name for name in METHODS[1:] if name in args.methods)]
+    runs = {}
+    with Progress(console=console) as progress:
+        for name in chosen:
+            task = progress.add_task(name, total=args.steps * len(args.seeds))
+            advance = functools.partial(progress.advance, task)
+            runs[name] = train(methods[name], texts, mesh, args, advance)
+
+    console.print(results.table(runs, caption(args)))
+    args.out.mkdir(parents=True, exist_ok=True)
+    results.save_figure(runs, title, args.out / "perplexity.png")
+    results.save_json(runs, vars(args), args.out / "results.json")
+    console.print(f"The curves are in {args.out}", highlight=False, soft_wrap=True)
+    console.print(results.summary(runs), highlight=False, soft_wrap=True)
+
+
+def caption(args: argparse.Namespace) -> str:
+    lines = [
+        "Bytes that a worker receives in one step, as compiled; overflow in elements.",
+        f"{args.workers} emulated devices share {os.cpu_count()} cores: s/step says nothing about "
+        "a network.",
+    ]
+    if len(args.seeds) > 1:
+        lines.append(f"±: standard deviation over {len(args.seeds)} seeds.")
+    return "\n".join(lines)
+
+
+SMALL = {
+    "vocabulary": 2048,
+    "width": 16,
+    "hidden": 16,
+    "output": 16,
+    "windows": 8,
+    "length": 8,
+    "steps": 20,
+    "eval_every": 10,
+    "eval_windows": 64,
+}
+
+
+def flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--small", action="store_true", help="a tiny model of the reference manual, in seconds")
+    add("--workers", type=positive, default=8, metavar="W", help="emulated devices (default: 8)")
+
+    add = parser.add_argument_group("methods").add_argument
+    add(
+        "--methods",
+        nargs="*",
+        choices=METHODS,
+        default=METHODS,
+        help="what to compare with dense (default: all)",
+    )
+    add(
+        "--sketch-ratio",
+        type=float,
+        default=0.5,
+        help="of s2: elements of the sketch over those of the rows it has room for (default: 0.5)",
+    )
+    add(
+        "--union",
+        type=positive,
+        metavar="ROWS",
+        help="of s2: rows that all workers together may touch in a step (default: an eighth more "
+        "than the most that 100 batches touch)",
+    )
+    add(
+        "--density",
+        type=float,
+        default=0.02,
+        help="of spardl: share of the other matrices' elements (default: 0.02)",
+    )
+
+    add = parser.add_argument_group("text and model").add_argument
+    add(
+        "--corpus",
+        type=Path,
+        metavar="FILE",
+        help="a text of tokens separated by spaces, a paragraph a line, such as wiki.train.tokens "
+        "of WikiText-2 (default: the documentation that Python carries)",
+    )
+    add(
+        "--valid",
+        type=Path,
+        metavar="FILE",
+        help="the text to validate on (default: a tenth of the corpus, by documents or lines)",
+    )
+    add("--vocabulary", type=positive, default=8192, help="words at most (default: 8192)")
+    add("--width", type=positive, default=64, help="of the embedding (default: 64)")
+    add("--hidden", type=positive, default=96, help="units of the LSTM (default: 96)")
+    add("--output", type=positive, default=48, help="inputs of the last layer (default: 48)")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=positive, default=200, help="(default: 200)")
+    add(
+        "--windows",
+        type=positive,
+        default=32,
+        help="in a batch of all workers together, rounded up to what they can share (default: 32)",
+    )
+    add("--length", type=positive, default=32, help="words in a window (default: 32)")
+    add("--lr", type=float, default=0.01, help="highest learning rate of Adam (default: 0.01)")
+    add(
+        "--embedding-lr",
+        type=float,
+        default=4.0,
+        help="highest learning rate of the embedding's SGD (default: 4)",
+    )
+    add("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="(default: 0)")
+
+    add = parser.add_argument_group("results").add_argument
+    add("--eval-every", type=positive, default=20, metavar="STEPS", help="(default: 20)")
+    add(
+        "--eval-windows",
+        type=positive,
+        default=256,
+        help="of the validation text, spread evenly (default: 256)",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("out/language_model"),
+        help="folder of figure and JSON (default: out/language_model)",
+    )
+    return parser
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is out of range: give at least 1")
+    return value
+
+
+positive.__name__ = "int"  # argparse says it of what is no number at all
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Sparse rows with labels: the standard library's own source, or a file in libsvm's format."""
+
+import dataclasses
+import sysconfig
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from scipy.sparse import csr_matrix
+from sklearn.datasets import load_svmlight_file
+from sklearn.model_selection import train_test_split
+from sklearn.preprocessing import normalize
+
+STDLIB = Path(sysconfig.get_path("stdlib"))
+# Packages of CPython with several files each; some distributions leave out the last two.
+PACKAGES = (
+    "asyncio",
+    "email",
+    "http",
+    "importlib",
+    "multiprocessing",
+    "unittest",
+    "urllib",
+    "xml",
+    "idlelib",
+    "tkinter",
+)
+SMALL_PACKAGES = ("email", "http", "unittest")
+CHUNK_LINES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Examples.
+
+    Attributes:
+        features: float32[n, features], rows of length 1.
+        labels: int32[n], of `classes` kinds.
+    """
+
+    features: csr_matrix
+    labels: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """What to train on and what to test on."""
+
+    train: Rows
+    test: Rows
+    classes: tuple[str, ...]
+
+    @property
+    def majority(self) -> float:
+        """Accuracy on the test set of always guessing the commonest class of the training set."""
+        guess = np.bincount(self.train.labels).argmax()
+        return float(np.mean(self.test.labels == guess))
+
+
+def source_chunks(features: int, packages: Sequence[str] = PACKAGES) -> Dataset:
+    """Which package of the standard library does a piece of source come from?
+
+    Test chunks come from other files than training chunks, and none of them is also found there.
+
+    Args:
+        features: hashes of trigrams, the number of columns.
+        packages: names of the classes; those that this Python lacks are left out.
+
+    Raises:
+        ValueError: fewer than two of the packages are there.
+    """
+    present = [name for name in packages if len(python_files(name)) > 1]
+    if len(present) < 2:
+        raise ValueError(f"{STDLIB} has the source of {present} only: give --libsvm FILE instead")
+    train: list[tuple[str, int]] = []
+    test: list[tuple[str, int]] = []
+    for label, name in enumerate(present):
+        for files, part in zip(split_files(python_files(name)), (train, test)):
+            part.extend((chunk, label) for file in files for chunk in chunks(file))
+    seen = {chunk for chunk, _ in train}
+    test = [(chunk, label) for chunk, label in test if chunk not in seen]
+    return Dataset(_rows(train, features), _rows(test, features), tuple(present))
+
+
+def python_files(package: str) -> list[Path]:
+    """The package's own source, in a fixed order, without its tests."""
+    root = STDLIB / package
+    files = [path.relative_to(root) for path in root.rglob("*.py")]
+    return [root / f for f in sorted(files) if not any("test" in part for part in f.parts[:-1])]
+
+
+def split_files(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Files to train on and to test on, the same for every seed: one in four, of all sizes."""
+    order = sorted(files, key=lambda path: (path.stat().st_size, path))
+    return [f for i, f in enumerate(order) if i % 4 != 1], order[1::4]
+
+
+def chunks(file: Path) -> list[str]:
+    """The file's text in pieces of some lines, with white space made uniform."""
+    lines = [" ".join(line.split()) for line in file.read_text("utf-8").splitlines()]
+    lines = [line for line in lines if line]
+    starts = range(0, len(lines), CHUNK_LINES)
+    return ["\n".join(lines[start : start + CHUNK_LINES]) for start in starts]
+
+
+def hashed_trigrams(text: str, features: int) -> Counter[int]:
+    """How often each feature occurs: the CRC-32 of three characters, modulo `features`."""
+    found = Counter(text[i : i + 3] for i in range(len(text) - 2))
+    counts: Counter[int] = Counter()
+    for trigram, count in found.items():
+        counts[zlib.crc32(trigram.encode()) % features] += count  # str's own hash is salted
+    return counts
+
+
+def _rows(examples: Iterable[tuple[str, int]], features: int) -> Rows:
+    columns: list[int] = []
+    values: list[int] = []
+    ends, labels = [0], []
+    for text, label in examples:
+        counts = hashed_trigrams(text, features)
+        columns.extend(counts)
+        values.extend(counts.values())
+        ends.append(len(columns))
+        labels.append(label)
+    matrix = csr_matrix(
+        (np.array(values, np.float32), np.array(columns, np.int32), np.array(ends, np.int32)),
+        shape=(len(labels), features),
+    )
+    return Rows(normalize(matrix), np.array(labels, np.int32))
+
+
+def libsvm(file: Path) -> Dataset:
+    """Reads a file such as those of the URL and Webspam sets; a fifth of its rows are for testing.
+
+    Args:
+        file: lines "label index:value ...", of at least two labels; may end in .gz or .bz2.
+
+    Raises:
+        ValueError: it can't be read, or its rows can't be divided.
+    """
+    try:
+        features, targets = load_svmlight_file(str(file), dtype=np.float32)
+        kinds, labels = np.unique(targets, return_inverse=True)
+        if len(kinds) < 2:
+            raise ValueError(f"it has the labels {kinds.tolist()} only, and two are needed")
+        parts = train_test_split(
+            normalize(features), labels.astype(np.int32), test_size=0.2, stratify=labels,
+            random_state=0,
+        )  # fmt: skip
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--libsvm {file}: {error}") from error
+    train_rows, test_rows, train_labels, test_labels = parts
+    return Dataset(
+        Rows(train_rows, train_labels),
+        Rows(test_rows, test_labels),
+        tuple(f"{kind:g}" for kind in kinds),
+    )

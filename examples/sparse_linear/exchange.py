@@ -1,0 +1,54 @@
+"""The ways to add up the workers' sparse gradients, all of them lossless."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from batches import Room
+
+import jaxsparse
+from jaxsparse import collectives
+from jaxsparse.collectives import AllReduced
+from jaxsparse.stream import to_dense
+
+Exchange = Callable[..., AllReduced]  # of a stream and the vector's size
+
+
+def dense(stream: jaxsparse.SparseStream, size: int, *, axis_name: str) -> AllReduced:
+    """All-reduce of the whole gradient, zeros and all."""
+    mine = to_dense(stream, size)
+    return AllReduced(jax.lax.psum(mine, axis_name), jnp.zeros_like(mine), jnp.int32(0))
+
+
+def _factors(room: Room, k: int, workers: int) -> tuple[float, float]:
+    """`capacity_factor` and `union_factor`: the room in multiples of k / W."""
+    # Less half an entry: that product's ceiling is the room itself, however it is rounded.
+    return (room.to_owner - 0.5) * workers / k, (room.of_owner - 0.5) * workers / k
+
+
+def fastest(room: Room, k: int, size: int, workers: int, link: jaxsparse.cost.Link) -> str:
+    """The least time by SparCML's alpha-beta model, for k entries of `size` elements."""
+    capacity, union = _factors(room, k, workers)
+    reducer = jaxsparse.SparCMLReducer(capacity_factor=capacity, union_factor=union)
+    traffic = {"dense": jaxsparse.cost.dense_all_reduce(size, workers)}
+    traffic |= reducer.traffic(k, size, workers)
+    return min(traffic, key=lambda name: link.seconds(traffic[name]))
+
+
+def exchanges(room: Room, k: int, workers: int) -> dict[str, Exchange]:
+    """All of them, with room for k entries of each worker."""
+    capacity, union = _factors(room, k, workers)
+    split = functools.partial(
+        collectives.split_allgather, capacity_factor=capacity, union_factor=union
+    )
+    return {
+        "dense": dense,
+        "recursive_double": collectives.recursive_double,
+        "split_allgather": split,
+        "dsar_split_allgather": functools.partial(
+            collectives.dsar_split_allgather, capacity_factor=capacity
+        ),
+        "all_gather": functools.partial(collectives.all_gather_sum, distinct=True),
+        "ring": collectives.sparse_ring,
+    }

@@ -1,0 +1,54 @@
+"""Bits, 32 to a word: masks and signs as they travel."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, UInt32
+
+__all__ = ["pack_bits", "unpack_bits", "words"]
+
+_BITS = 32
+
+
+def words(size: int) -> int:
+    """uint32 words that hold `size` bits.
+
+    >>> words(33)
+    2
+    """
+    return -(-size // _BITS)
+
+
+def pack_bits(mask: Bool[Array, "*batch n"]) -> UInt32[Array, "*batch words"]:
+    """The bits of each vector; bit b of word w is element b * words(n) + w, False past the end.
+
+    Neighbours are in neighbouring words, not in one: bits are then shifted by runs of elements,
+    which vectorises.
+
+    Args:
+        mask: bool, vectors along the last axis.
+
+    Returns:
+        uint32, with words(n) along the last axis.
+
+    >>> pack_bits(jnp.array([True, False, True])).tolist()
+    [5]
+    """
+    size = words(mask.shape[-1])
+    padding = [(0, 0)] * (mask.ndim - 1) + [(0, size * _BITS - mask.shape[-1])]
+    planes = jnp.pad(mask, padding).reshape(*mask.shape[:-1], _BITS, size)
+    # Not an OR of 32 shifted planes, for each of which XLA would compute the mask anew.
+    return jnp.sum(planes.astype(jnp.uint32) << _shifts(mask.ndim), axis=-2, dtype=jnp.uint32)
+
+
+def unpack_bits(packed: UInt32[Array, "*batch words"], size: int) -> Bool[Array, "*batch n"]:
+    """The vectors of `size` elements that `pack_bits` packed.
+
+    >>> unpack_bits(jnp.uint32([5]), 3).tolist()
+    [True, False, True]
+    """
+    planes = (packed[..., None, :] >> _shifts(packed.ndim)) & jnp.uint32(1)
+    return planes.reshape(*packed.shape[:-1], -1)[..., :size] != 0
+
+
+def _shifts(ndim: int) -> UInt32[Array, "..."]:
+    shifts = jnp.arange(_BITS, dtype=jnp.uint32)[:, None]
+    return jnp.expand_dims(shifts, tuple(range(ndim - 1)))

@@ -1,0 +1,84 @@
+"""Block-sparse vectors of a static capacity: runs of consecutive elements, such as embedding rows.
+
+Block b holds elements b * block_size to (b + 1) * block_size - 1 of a vector; the last one may be
+shorter, and counts as filled up with zeros.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxsparse.settings import static_int
+
+__all__ = ["BlockStream", "check_block_size", "count", "from_dense", "non_zero", "rows", "to_dense"]
+
+
+class BlockStream(NamedTuple):
+    """Blocks of a vector. An index equal to the number of blocks marks an empty slot, of zeros."""
+
+    indices: Int[Array, " k"]  # int32
+    values: Float[Array, "k block_size"]
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots, k."""
+        return self.indices.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Elements of a block."""
+        return self.values.shape[1]
+
+
+def check_block_size(block_size: int) -> int:
+    """The setting as an int; a ValueError unless it is one of at least 1."""
+    block_size = static_int("block_size", block_size)
+    if block_size < 1:
+        raise ValueError(
+            f"block_size={block_size} must be at least 1: 256, or the width of an embedding"
+        )
+    return block_size
+
+
+def count(size: int, block_size: int) -> int:
+    """Blocks of a vector of `size` elements.
+
+    >>> count(10, 4)
+    3
+    """
+    return -(-size // block_size)
+
+
+def rows(x: Float[Array, " d"], block_size: int) -> Float[Array, "blocks block_size"]:
+    """The vector as a matrix of its blocks.
+
+    >>> rows(jnp.arange(3.0), 2).tolist()
+    [[0.0, 1.0], [2.0, 0.0]]
+    """
+    return jnp.pad(x, (0, -x.size % block_size)).reshape(-1, block_size)
+
+
+def non_zero(x: Float[Array, " d"], block_size: int) -> Bool[Array, " blocks"]:
+    """Which blocks have an element other than 0.
+
+    >>> non_zero(jnp.float32([0, 0, 0, -1, 0]), 2).tolist()
+    [False, True, False]
+    """
+    return jnp.any(rows(x, block_size) != 0, axis=1)
+
+
+def from_dense(x: Float[Array, " d"], indices: Int[Array, " k"], block_size: int) -> BlockStream:
+    """The blocks of `x` at `indices`; out-of-range indices give empty slots."""
+    blocks = rows(x, block_size)
+    return BlockStream(indices, blocks.at[indices].get(mode="fill", fill_value=0))
+
+
+def to_dense(stream: BlockStream, size: int) -> Float[Array, " size"]:
+    """The dense vector of length `size`; blocks with the same index are added up.
+
+    >>> to_dense(BlockStream(jnp.array([1, 2]), jnp.ones((2, 2))), 3).tolist()
+    [0.0, 0.0, 1.0]
+    """
+    empty = jnp.zeros_like(stream.values, shape=(count(size, stream.block_size), stream.block_size))
+    return empty.at[stream.indices].add(stream.values, mode="drop").reshape(-1)[:size]

@@ -1,0 +1,98 @@
+"""All-reduce of dense vectors in a few bits a value: by ranges, each quantised twice."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from jaxsparse import cost
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.quantize import (
+    Quantizer,
+    check_feedback,
+    dequantize,
+    from_message,
+    quantize,
+    to_message,
+)
+
+
+def quantized_all_reduce(
+    x: Float[Array, " d"],
+    quantizer: Quantizer,
+    *,
+    axis_name: str | None,
+    key: Key[Array, ""] | None = None,
+) -> AllReduced:
+    """Sums quantised vectors; worker w owns the range of elements w m to (w + 1) m - 1.
+
+    With m = ceil(d / W): each worker quantises its part of each range and sends it to the owner (an
+    all-to-all), who adds up what arrives, quantises the sum and sends it to all (an all-gather).
+    What a worker has of its own range it adds as it is. One worker sends nothing and rounds
+    nothing.
+
+    Quantising twice is dist-EF-blockSGD's two-way compression (Zheng et al., NeurIPS 2019, Alg. 2),
+    with a parameter server for each range.
+
+    Args:
+        x: float32.
+        quantizer: of both halves; its buckets begin anew in each range.
+        axis_name: whose workers take part.
+        key: of stochastic rounding, the same on all workers and fresh at each step: the total is
+            then unbiased, and what it lacks is *not* in the residual. None rounds
+            deterministically, and the residual keeps the difference: this worker's own, and as an
+            owner that of its range's sum. Quantizers with which it could grow without bound are
+            refused; with the others it does not: an owner's error is fed back past the first
+            rounding, so that each error goes through one contraction.
+
+    Returns:
+        The total, equal on all workers, the residual, and no overflow. A bucket with a sum that
+        overflows has none that is finite.
+
+    Raises:
+        ValueError: the quantizer takes no key, or needs one.
+    """
+    if key is None:
+        check_feedback(quantizer, stochastic=False)
+    workers, rank = wire.axis_size(axis_name), wire.axis_index(axis_name)
+    size, none = x.size, jnp.int32(0)
+    if workers == 1:
+        return AllReduced(wire.replicated(x, axis_name), jnp.zeros_like(x), none)
+    m = -(-size // workers)
+    rows = jnp.pad(x, (0, workers * m - size)).reshape(workers, m)
+    ranks = jnp.arange(workers, dtype=jnp.int32)
+    counts = jnp.clip(size - m * ranks, 0, m)  # elements of a range, which others fill up
+    own = (ranks == rank)[:, None]
+    keys = last_key = None
+    if key is not None:
+        drawn = jax.random.split(jax.random.fold_in(key, rank), workers + 1)
+        keys, last_key = drawn[:-1], drawn[-1]
+
+    def pack(row: Array, key: Array | None, count: Array) -> Array:
+        row = jnp.where(jnp.arange(m, dtype=jnp.int32) < count, row, 0)
+        return to_message(quantize(row, quantizer, key, count))
+
+    def unpack(message: Array) -> Array:
+        return dequantize(from_message(message, quantizer, m), quantizer, m)
+
+    messages = jax.vmap(pack)(rows, keys, counts)
+    arrived = jax.vmap(unpack)(wire.all_to_all(messages, axis_name))
+    total = jnp.sum(jnp.where(own, rows, arrived), axis=0)
+    message = pack(total, last_key, jnp.clip(size - m * rank, 0, m))
+    sums = jax.vmap(unpack)(wire.all_gather(message, axis_name)).reshape(-1)[:size]
+    if key is not None:
+        return AllReduced(sums, jnp.zeros_like(x), none)
+    lost = jnp.where(own, (total - unpack(message))[None], rows - jax.vmap(unpack)(messages))
+    return AllReduced(sums, lost.reshape(-1)[:size], none)
+
+
+def quantized_all_reduce_traffic(size: int, workers: int, quantizer: Quantizer) -> cost.Traffic:
+    """W - 1 + ceil(log2 W) rounds; 2 (W - 1) words(ceil(d / W)): 2 (W - 1) / W of a vector's.
+
+    Example:
+        >>> from jaxsparse.quantize import Sign
+        >>> quantized_all_reduce_traffic(2**20, 8, Sign())
+        Traffic(rounds=10, words=59136)
+    """
+    words = 0 if workers == 1 else 2 * (workers - 1) * quantizer.words(-(-size // workers))
+    return cost.Traffic(workers - 1 + (workers - 1).bit_length(), words)

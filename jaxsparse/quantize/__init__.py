@@ -1,0 +1,31 @@
+"""Vectors in a few bits a value, packed into words, and back.
+
+A quantiser is a frozen dataclass of settings, `QSGD` or `Sign`; `quantize` and `dequantize` take
+either, and `check_feedback` tells with which settings the error may be fed back.
+"""
+
+from jaxsparse.quantize.packing import pack as pack
+from jaxsparse.quantize.packing import unpack as unpack
+from jaxsparse.quantize.qsgd import QSGD as QSGD
+from jaxsparse.quantize.quantizer import Quantized as Quantized
+from jaxsparse.quantize.quantizer import Quantizer as Quantizer
+from jaxsparse.quantize.quantizer import check_feedback as check_feedback
+from jaxsparse.quantize.quantizer import dequantize as dequantize
+from jaxsparse.quantize.quantizer import from_message as from_message
+from jaxsparse.quantize.quantizer import quantize as quantize
+from jaxsparse.quantize.quantizer import to_message as to_message
+from jaxsparse.quantize.sign import Sign as Sign
+
+__all__ = [
+    "QSGD",
+    "Quantized",
+    "Quantizer",
+    "Sign",
+    "check_feedback",
+    "dequantize",
+    "from_message",
+    "pack",
+    "quantize",
+    "to_message",
+    "unpack",
+]

@@ -1,0 +1,94 @@
+"""Small integers in fields of a word, as quantised values travel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, UInt32
+
+__all__ = ["check_bits", "check_size", "pack", "packed_words", "unpack"]
+
+_WORD = 32
+
+
+@functools.partial(jax.jit, static_argnames="bits")
+def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
+    """Packs small integers, in two's complement, the first into the lowest bits of a word.
+
+    Args:
+        levels: int32[d], each in -2**(bits - 1) .. 2**(bits - 1) - 1; others are cut to it
+            modulo 2**bits.
+        bits: 2, 4 or 8.
+
+    Returns:
+        uint32[ceil(d * bits / 32)]; the last is padded with zeros.
+
+    Raises:
+        ValueError: `levels` is not an integer vector, or bits is not 2, 4 or 8.
+
+    >>> [hex(word) for word in pack(jnp.array([1, -1, 7]), 4).tolist()]
+    ['0x7f1']
+    """
+    check_bits(bits)
+    if levels.ndim != 1 or not jnp.issubdtype(levels.dtype, jnp.integer):
+        raise ValueError(
+            f"levels have shape {levels.shape} and dtype {levels.dtype}: pack takes a vector of "
+            "int32; pass levels.ravel().astype(jnp.int32)"
+        )
+    check_size("levels.size", levels.size)
+    fields = levels.astype(jnp.uint32) & jnp.uint32(2**bits - 1)
+    fields = jnp.pad(fields, (0, -levels.size % (_WORD // bits))).reshape(-1, _WORD // bits)
+    return jnp.sum(fields << _shifts(bits), axis=1, dtype=jnp.uint32)  # no carries: disjoint bits
+
+
+@functools.partial(jax.jit, static_argnames=("bits", "size"))
+def unpack(words: UInt32[Array, " words"], bits: int, size: int) -> Int[Array, " size"]:
+    """What `pack` packed.
+
+    Args:
+        words: uint32[ceil(size * bits / 32)].
+        bits: those it was packed with.
+        size: how many integers there are.
+
+    Returns:
+        int32[size].
+
+    Raises:
+        ValueError: bits is not 2, 4 or 8, or `words` does not match bits and size.
+
+    >>> unpack(pack(jnp.array([1, -1, 7]), 4), 4, 3).tolist()
+    [1, -1, 7]
+    """
+    check_bits(bits)
+    check_size("size", size)
+    if words.shape != (packed_words(size, bits),) or words.dtype != jnp.uint32:
+        raise ValueError(
+            f"words have shape {words.shape} and dtype {words.dtype}, but size={size} with "
+            f"bits={bits} is packed into {packed_words(size, bits)} of uint32: pass those of pack"
+        )
+    # The field goes to the top of the word; shifting it back as int32 repeats its sign.
+    top = words[:, None] << (jnp.uint32(_WORD - bits) - _shifts(bits))
+    fields = lax.bitcast_convert_type(top, jnp.int32) >> jnp.int32(_WORD - bits)
+    return fields.reshape(-1)[:size]
+
+
+def _shifts(bits: int) -> UInt32[Array, "1 fields"]:
+    return jnp.arange(0, _WORD, bits, dtype=jnp.uint32)[None]
+
+
+def packed_words(size: int, bits: int) -> int:
+    """Words of `size` fields."""
+    return -(-size * bits // _WORD)
+
+
+def check_bits(bits: int) -> None:
+    """Raises ValueError unless bits is 2, 4 or 8."""
+    if bits not in (2, 4, 8):
+        raise ValueError(f"bits={bits} is not supported: use 2, 4 or 8")
+
+
+def check_size(name: str, size: int) -> None:
+    """Raises ValueError unless `size` elements can be indexed, and are at least one."""
+    if not 1 <= size < 2**31:
+        raise ValueError(f"{name}={size} must lie between 1 and 2**31 - 1: split or skip it")

@@ -1,0 +1,183 @@
+"""QSGD quantisation (Alistarh et al., 2017).
+
+Values are cut into buckets with one scale each. A value v becomes the integer level s v / scale,
+rounded into -s .. s with s = 2**(bits - 1) - 1: stochastically, so that E[Q(v)] = v, or to
+nearest without a key.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from jaxsparse.hashing import keyed
+from jaxsparse.magnitude import largest_magnitude
+from jaxsparse.quantize.packing import check_bits, pack, packed_words, unpack
+from jaxsparse.quantize.quantizer import Quantized, check_bucket_size, in_buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class QSGD:
+    """Settings of the quantiser.
+
+    Attributes:
+        bits: per value on the wire: 2, 4 or 8.
+        bucket_size: values that share a scale, the paper's d of a bucket; B below.
+        scale: "max", the largest magnitude of the bucket, which is sent without error; no other
+            error exceeds max / s. "l2", the norm of the bucket, QSGD's own: more zeros, and larger
+            errors.
+
+    Raises:
+        ValueError: bits is not 2, 4 or 8, bucket_size is below 1, or scale is unknown.
+    """
+
+    bits: Literal[2, 4, 8] = 4
+    bucket_size: int = 1024
+    scale: Literal["max", "l2"] = "max"
+
+    takes_key: ClassVar[bool] = True
+
+    def __post_init__(self):
+        check_bits(self.bits)
+        check_bucket_size(self.bucket_size)
+        if self.scale not in ("max", "l2"):
+            raise ValueError(f"scale={self.scale!r} is unknown: use 'max' or 'l2'")
+
+    @property
+    def levels(self) -> int:
+        """Levels above zero, the paper's s: 1, 7 or 127."""
+        return 2 ** (self.bits - 1) - 1
+
+    def words(self, size: int) -> int:
+        """Words of 32 bits on the wire for `size` values: packed levels and a scale per bucket.
+
+        >>> QSGD(bits=4).words(10_000)
+        1260
+        """
+        return packed_words(size, self.bits) + -(-size // self.bucket_size)
+
+    def error_bound(self, *, stochastic: bool = True) -> float:
+        """The factor f in E||Q(x) - x||^2 <= f ||x||^2, for any x.
+
+        With D = scale / s, a value v in the first cell has error variance v (D - v), one in a
+        further cell the same as that of its remainder, and never more than D^2 / 4; to nearest
+        the squared error is at most min(v^2, D^2 / 4). Maximising the sum over the bucket gives
+
+                    stochastic                              to nearest
+            max     (sqrt(1 + (B - 1) / s^2) - 1) / 2       (B - 1) / (B - 1 + 4 s^2)
+            l2      sqrt(B) / s - 1, B / (4 s^2) below 1    min(1, B / (4 s^2))
+
+        Under "max" the largest value has no error and the worst case of the others is attained.
+        QSGD's Lemma 3.1, min(B / s^2, sqrt(B) / s) for l2, is looser.
+
+        Args:
+            stochastic: whether `quantize` gets a key.
+
+        >>> QSGD(bits=8, scale="l2").error_bound() < 0.016
+        True
+        """
+        B, s = self.bucket_size, self.levels
+        if self.scale == "max":
+            others = (B - 1) / s**2
+            return (math.sqrt(1 + others) - 1) / 2 if stochastic else others / (others + 4)
+        if 4 * s**2 > B:
+            return B / (4 * s**2)
+        return math.sqrt(B) / s - 1 if stochastic else 1.0
+
+    def bounded_feedback(self, *, stochastic: bool = True) -> bool:
+        """Whether feeding the error of each step back keeps the residual bounded, for any data.
+
+        Either of two contractions shows it. Under "max" no residual exceeds r max|x| with
+        r = 1 / s, or 1 / (2 s) to nearest; x being gradient plus residual, r < 1 keeps all of them
+        below r / (1 - r) times the largest gradient of the bucket. Otherwise `error_bound` must be
+        below 1. This holds for all settings but "max" with 2 bits, a key and B > 8 (at B = 1024 the
+        residual of normal gradients grows to some 12 times their norm), and "l2" with B >= 4 s^2:
+        with a key the residual grows exponentially, and to nearest equal values are never sent.
+
+        Args:
+            stochastic: whether `quantize` gets a key.
+
+        EF-SGD (Karimireddy et al., 2019), Lemma 3, for the second contraction.
+
+        >>> QSGD(bits=4).bounded_feedback(), QSGD(bits=4, scale="l2").bounded_feedback()
+        (True, False)
+        """
+        below_largest = self.scale == "max" and (self.levels > 1 or not stochastic)
+        return below_largest or self.error_bound(stochastic=stochastic) < 1
+
+    def refusal(self, *, stochastic: bool) -> str:
+        """See `Quantizer`."""
+        largest = 8 * self.levels**2 if self.scale == "max" else 4 * self.levels**2 - 1
+        candidates = {
+            "scale='max'": dataclasses.replace(self, scale="max"),
+            "bits=4": dataclasses.replace(self, bits=4),
+            "bits=8": dataclasses.replace(self, bits=8),
+            f"bucket_size={largest}": dataclasses.replace(self, bucket_size=largest),
+        }
+        fixes = [
+            fix
+            for fix, other in candidates.items()
+            if other.bounded_feedback(stochastic=stochastic)
+        ]
+        if self.bounded_feedback(stochastic=False):
+            fixes.insert(0, "rounding to nearest (no key)")
+        rounding = "stochastic rounding" if stochastic else "rounding to nearest"
+        return (
+            f"scale={self.scale!r} with bits={self.bits}, bucket_size={self.bucket_size} and "
+            f"{rounding}: the error can have {self.error_bound(stochastic=stochastic):.3g} times "
+            "the energy of what is quantised, and fed back it grows from step to step. Use "
+            f"{' or '.join(fixes)}, or no error feedback"
+        )
+
+    def quantize(
+        self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""] | None
+    ) -> Quantized:
+        """See `Quantizer`; to nearest ties go to even, and |v - Q(v)| <= |v| for every value."""
+        del count  # a padding of zeros changes neither maximum nor norm
+        buckets = in_buckets(x, self.bucket_size)
+        limits = jnp.finfo(jnp.float32)
+        largest = largest_magnitude(buckets, axis=1)
+        empty = largest < 2 * limits.tiny  # false for NaN, which must not vanish
+        largest = jnp.where(empty, 1, largest)
+        scales = largest
+        if self.scale == "l2":
+            # Of values scaled to at most 1: their squares neither overflow nor vanish. A norm
+            # beyond float32 is cut: any scale that no value exceeds is unbiased, and less has less
+            # error.
+            norms = jnp.sqrt(jnp.sum(jnp.square(_shares(buckets, largest)), axis=1))
+            scales = jnp.minimum(largest * norms, limits.max)
+        position = jnp.abs(_shares(buckets, scales)) * self.levels
+        position = position.reshape(-1)[: x.size]
+        if key is None:
+            level = jnp.round(position)
+        else:
+            level = jnp.floor(position)
+            random = keyed(lax.iota(jnp.uint32, x.size), jax.random.bits(key, dtype=jnp.uint32))
+            # The remainder is exact, so that a value on a level stays there.
+            up = (random >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 < position - level
+            level += up.astype(jnp.float32)
+        level = jnp.minimum(level, self.levels).astype(jnp.int32)
+        return Quantized(
+            pack(jnp.where(x < 0, -level, level), self.bits), jnp.where(empty, 0, scales)
+        )
+
+    def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
+        """See `Quantizer`: scale * level / s."""
+        levels = unpack(quantized.words, self.bits, size).astype(jnp.float32)
+        # Shares are at most 1: the product does not overflow.
+        shares = in_buckets(levels / self.levels, self.bucket_size)
+        return (shares * quantized.scales[:, None]).reshape(-1)[:size]
+
+
+def _shares(
+    buckets: Float[Array, "buckets values"], scales: Float[Array, " buckets"]
+) -> Float[Array, "buckets values"]:
+    """Values by their scale: 4 / scale is a normal number for all scales that `quantize` lets pass.
+
+    XLA multiplies by 1 / scale when asked to divide, which is subnormal, so zero, from 2**126 on.
+    """
+    return buckets * (4 / scales)[:, None] * 0.25

@@ -1,0 +1,183 @@
+"""What quantisers have in common, and how what they make travels."""
+
+import functools
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key, UInt32
+
+from jaxsparse.quantize.packing import check_size
+from jaxsparse.settings import static_int
+
+__all__ = [
+    "Quantized",
+    "Quantizer",
+    "check_bucket_size",
+    "check_feedback",
+    "dequantize",
+    "from_message",
+    "in_buckets",
+    "quantize",
+    "to_message",
+]
+
+
+class Quantized(NamedTuple):
+    """A quantised vector: `words` and `scales` are all that travels."""
+
+    words: UInt32[Array, " words"]  # of all values, a few bits each
+    scales: Float[Array, " buckets"]  # float32, ceil(d / bucket_size)
+
+
+@runtime_checkable
+class Quantizer(Protocol):
+    """Static settings of a quantiser. Call it by the functions below, which check their input."""
+
+    @property
+    def bucket_size(self) -> int:
+        """Consecutive values that share a scale."""
+        ...
+
+    @property
+    def takes_key(self) -> bool:
+        """Whether it can round stochastically: E[Q(x)] = x over keys."""
+        ...
+
+    def words(self, size: int) -> int:
+        """Words of 32 bits on the wire for `size` values."""
+        ...
+
+    def quantize(
+        self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""] | None
+    ) -> Quantized:
+        """See the function `quantize`; `x` is float32 and has been checked."""
+        ...
+
+    def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
+        """See the function `dequantize`; shapes of scales have been checked."""
+        ...
+
+    def bounded_feedback(self, *, stochastic: bool = True) -> bool:
+        """Whether feeding the error of each step back keeps the residual bounded, for any data."""
+        ...
+
+    def refusal(self, *, stochastic: bool) -> str:
+        """What settings without bounded feedback are told: why, and which would do."""
+        ...
+
+
+def check_feedback(spec: Quantizer, *, stochastic: bool) -> None:
+    """Refuses settings whose error must not be fed back: see `QSGD.bounded_feedback`.
+
+    Args:
+        spec: settings.
+        stochastic: whether `quantize` gets a key.
+
+    Raises:
+        ValueError: the residual could grow without bound; names the settings that would do.
+
+    >>> from jaxsparse.quantize.qsgd import QSGD
+    >>> check_feedback(QSGD(bits=4), stochastic=True)
+    """
+    if not spec.bounded_feedback(stochastic=stochastic):
+        raise ValueError(spec.refusal(stochastic=stochastic))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def quantize(
+    x: Float[Array, " d"],
+    spec: Quantizer,
+    key: Key[Array, ""] | None,
+    count: Int[Array, ""] | None = None,
+) -> Quantized:
+    """Quantises a vector.
+
+    A bucket whose magnitudes are all below 2.3e-38, twice float32's least normal number, counts as
+    zero. One with a value that is not finite comes back with none that is.
+
+    Args:
+        x: float32, bfloat16 or float16[d], 1 <= d < 2**31; quantised as float32.
+        spec: settings.
+        key: of the stochastic rounding, which is unbiased (to float32's rounding): a fresh one for
+            each call and worker. None rounds deterministically, and is biased.
+        count: how many of the first elements are the vector, if the others are a padding of zeros,
+            int32; None for all. Only means go by it.
+
+    Returns:
+        The packed levels and the scales.
+
+    Raises:
+        ValueError: `x` is not such a vector, or the quantiser takes no key.
+
+    QSGD (Alistarh et al., 2017), sections 3.1 and 3.3; SparCML, section 6.
+
+    >>> from jaxsparse.quantize.qsgd import QSGD
+    >>> x = jnp.float32([1.0, -7.0, 0.2, 3.9])
+    >>> dequantize(quantize(x, QSGD(bits=4), None), QSGD(bits=4), 4).tolist()
+    [1.0, -7.0, 0.0, 4.0]
+    """
+    if x.ndim != 1:
+        raise ValueError(f"x has shape {x.shape}: quantize takes a vector; pass x.ravel()")
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
+        raise ValueError(f"x has dtype {x.dtype}: pass x.astype(jnp.float32)")
+    check_size("x.size", x.size)
+    if key is not None and not spec.takes_key:
+        raise ValueError(f"key={key}, but {spec} rounds without one: pass key=None")
+    return spec.quantize(x.astype(jnp.float32), key, count)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "size"))
+def dequantize(quantized: Quantized, spec: Quantizer, size: int) -> Float[Array, " size"]:
+    """The values that a quantised vector stands for.
+
+    Args:
+        quantized: from `quantize`.
+        spec: the one it was quantised with.
+        size: d, of the vector that was quantised.
+
+    Returns:
+        float32[size].
+
+    Raises:
+        ValueError: `quantized` does not match `spec` and `size`.
+
+    >>> from jaxsparse.quantize.qsgd import QSGD
+    >>> spec = QSGD(bits=2, scale="l2")
+    >>> dequantize(quantize(jnp.float32([0.0, 5.0]), spec, None), spec, 2).tolist()
+    [0.0, 5.0]
+    """
+    check_size("size", size)
+    buckets = -(-size // spec.bucket_size)
+    if quantized.scales.shape != (buckets,):
+        raise ValueError(
+            f"scales have shape {quantized.scales.shape}, but size={size} in buckets of "
+            f"{spec.bucket_size} has {buckets}: pass the spec and size of quantize"
+        )
+    return spec.dequantize(quantized, size)
+
+
+def to_message(quantized: Quantized) -> UInt32[Array, " words"]:
+    """All that travels, in one array of `words(size)` words of its quantiser."""
+    scales = lax.bitcast_convert_type(quantized.scales, jnp.uint32)
+    return jnp.concatenate([quantized.words, scales])
+
+
+def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> Quantized:
+    """What `to_message` was given, of `size` values."""
+    words = message.size - -(-size // spec.bucket_size)
+    scales = lax.bitcast_convert_type(message[words:], jnp.float32)
+    return Quantized(message[:words], scales)
+
+
+def check_bucket_size(bucket_size: int) -> None:
+    """Raises ValueError unless it is an int of at least 1."""
+    if static_int("bucket_size", bucket_size) < 1:
+        raise ValueError(f"bucket_size={bucket_size} must be at least 1")
+
+
+def in_buckets(x: Float[Array, " d"], bucket_size: int) -> Float[Array, "buckets values"]:
+    """The vector in rows of a bucket, the last one filled up with zeros."""
+    width = min(bucket_size, x.size)
+    return jnp.pad(x, (0, -x.size % width)).reshape(-1, width)

@@ -1,0 +1,79 @@
+"""One bit a value: its sign, with the mean magnitude of a bucket."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from jaxsparse import bits
+from jaxsparse.quantize.quantizer import Quantized, check_bucket_size, in_buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class Sign:
+    """C(x) = (||x||_1 / B) sign(x) in each bucket of B values; deterministic and biased.
+
+    Zero counts as positive, so that every value takes one bit. A contraction whatever the data:
+    ||C(x) - x||^2 = ||x||^2 - ||x||_1^2 / B <= (1 - 1 / B) ||x||^2. It needs error feedback:
+    without, training can fail (the paper's section 3).
+
+    EF-signSGD (Karimireddy et al., ICML 2019), section 4; blockwise as dist-EF-blockSGD (Zheng et
+    al., NeurIPS 2019).
+
+    Attributes:
+        bucket_size: values that share a scale, B; the last bucket may have fewer, and its mean is
+            over these. 1024 cost 3 % more words than signs alone.
+
+    Raises:
+        ValueError: bucket_size is not an int of at least 1.
+    """
+
+    bucket_size: int = 1024
+
+    takes_key: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_bucket_size(self.bucket_size)
+
+    def words(self, size: int) -> int:
+        """Words of 32 bits on the wire for `size` values: a bit each, and a scale per bucket.
+
+        >>> Sign().words(10_000)
+        323
+        """
+        return bits.words(size) + -(-size // self.bucket_size)
+
+    def error_bound(self) -> float:
+        """The factor f in ||C(x) - x||^2 <= f ||x||^2, attained by a single non-zero value.
+
+        >>> Sign(bucket_size=4).error_bound()
+        0.75
+        """
+        return 1 - 1 / self.bucket_size
+
+    def bounded_feedback(self, *, stochastic: bool = False) -> bool:
+        """Always: see `error_bound`."""
+        return True
+
+    def refusal(self, *, stochastic: bool) -> str:
+        """Never needed."""
+        return ""
+
+    def quantize(
+        self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""] | None
+    ) -> Quantized:
+        """See `Quantizer`."""
+        buckets = in_buckets(x, self.bucket_size)
+        number, width = buckets.shape
+        start = width * jnp.arange(number, dtype=jnp.int32)
+        inside = jnp.clip((jnp.int32(x.size) if count is None else count) - start, 1, width)
+        # Shares of the mean: a sum of magnitudes could overflow where their mean does not.
+        shares = jnp.abs(buckets) * (1 / inside.astype(jnp.float32))[:, None]
+        return Quantized(bits.pack_bits(x >= 0), jnp.sum(shares, axis=1))
+
+    def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
+        """See `Quantizer`."""
+        positive = in_buckets(bits.unpack_bits(quantized.words, size), self.bucket_size)
+        scales = quantized.scales[:, None]
+        return jnp.where(positive, scales, -scales).reshape(-1)[:size]

@@ -1,0 +1,173 @@
+"""What the reducers of block-sparse vectors share: which blocks to send, and which find room."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxsparse import blocks
+from jaxsparse.blocks import BlockStream
+from jaxsparse.collectives.union import union
+from jaxsparse.reducers.density import check_density, entries
+from jaxsparse.select.blocks import block_top_k
+from jaxsparse.select.compaction import compact_ranked
+from jaxsparse.settings import static_float
+
+
+class Kept(NamedTuple):
+    """Blocks of the union of all workers' supports; equal on all workers."""
+
+    indices: Int[Array, " capacity"]  # int32, distinct; the number of blocks marks an empty slot
+    overflow: Int[Array, ""]  # int32: elements of blocks of the union that found no room
+
+
+def check_room(name: str, density: float | None) -> None:
+    """Raises ValueError unless the setting is None or a share of the blocks, in (0, 1]."""
+    if density is not None and not 0 < static_float(name, density) <= 1:
+        raise ValueError(
+            f"{name}={density} must lie in (0, 1]: 0.1 makes room for 10 % of the blocks"
+        )
+
+
+def check_selection(density: float | None, name: str, room: float | None) -> None:
+    """Raises ValueError if `density` or the setting `room` is out of range, or both are None."""
+    if density is not None:
+        check_density(density)
+    check_room(name, room)
+    if density is None and room is None:
+        raise ValueError(
+            f"density=None and {name}=None leave no bound for the blocks to be sent, and shapes "
+            f"are static: give the share of the blocks that there is room for, {name}=0.1 for "
+            "10 %, or the share that each worker is to select, density"
+        )
+
+
+def selected_count(size: int, block_size: int, density: float) -> int:
+    """The k of a worker's block top-k: ceil(density times the number of blocks), at least 1.
+
+    >>> selected_count(1000, 256, 0.3)
+    2
+    """
+    return entries(density, blocks.count(size, block_size))
+
+
+def union_capacity(
+    size: int, block_size: int, density: float | None, union_density: float | None, workers: int
+) -> int:
+    """Blocks of the union that there is room for.
+
+    Args:
+        size: elements of the vector.
+        block_size: elements of a block.
+        density: share of the blocks that each worker selects; None if it sends those not zero.
+        union_density: share of the blocks that there is room for; None for all that W workers
+            can select.
+        workers: their number, W.
+
+    >>> union_capacity(1000, 10, 0.05, None, workers=4), union_capacity(1000, 10, None, 0.1, 4)
+    (20, 10)
+    """
+    number = blocks.count(size, block_size)
+    most = number
+    if density is not None:
+        most = min(number, workers * selected_count(size, block_size, density))
+    return most if union_density is None else min(most, entries(union_density, number))
+
+
+def select_blocks(
+    x: Float[Array, " d"], block_size: int, density: float | None
+) -> Bool[Array, " blocks"]:
+    """The blocks that this worker wants to be summed; none that is all zeros.
+
+    Args:
+        x: float32.
+        block_size: elements of a block.
+        density: share of the blocks to select, those of largest l2 norm; None for all that have
+            an element other than 0.
+    """
+    number = blocks.count(x.size, block_size)
+    if density is None or (k := selected_count(x.size, block_size, density)) == number:
+        return blocks.non_zero(x, block_size)
+    stream = block_top_k(x, k, block_size)
+    indices = jnp.where(jnp.any(stream.values != 0, axis=1), stream.indices, number)
+    return jnp.zeros_like(x, jnp.bool_, shape=(number,)).at[indices].set(True, mode="drop")
+
+
+def take(
+    mask: Bool[Array, " blocks"], capacity: int, step: UInt32[Array, ""]
+) -> Int[Array, " capacity"]:
+    """The first `capacity` blocks of a mask, counted from a place that moves on with `step`.
+
+    The place moves by `capacity` blocks a step and comes round, so that a block that stays in the
+    mask is taken within ceil(blocks / capacity) steps, whatever the others do.
+
+    Args:
+        mask: bool[blocks].
+        capacity: blocks to take, from 1 to all.
+        step: uint32, a count of steps.
+
+    Returns:
+        int32[capacity]: distinct block numbers; empty slots, behind them, hold `blocks`.
+
+    >>> mask = jnp.array([True, True, False, True, True])
+    >>> [take(mask, 2, jnp.uint32(step)).tolist() for step in range(3)]
+    [[0, 1], [3, 4], [4, 0]]
+    """
+    turns = -(-mask.size // capacity)
+    start = ((step % jnp.uint32(turns)) * jnp.uint32(capacity)).astype(jnp.int32)
+    ahead = jnp.arange(mask.size, dtype=jnp.int32) >= start
+    return compact_ranked([mask & ahead, mask & ~ahead], capacity)
+
+
+def agree(
+    selected: Bool[Array, " blocks"],
+    capacity: int,
+    block_size: int,
+    step: UInt32[Array, ""],
+    axis_name: str | None,
+) -> Kept:
+    """The blocks that any worker selected, as many as there is room for.
+
+    Args:
+        selected: bool[blocks], this worker's.
+        capacity: blocks that there is room for, from 1 to all.
+        block_size: elements of a block; in `overflow` the vector's last block counts as whole.
+        step: uint32, a count of steps, equal on all workers: it decides which blocks of the union
+            wait if not all find room. See `take`: none waits for ever.
+        axis_name: whose workers take part.
+    """
+    wanted = union(selected, axis_name)
+    surplus = jnp.maximum(jnp.sum(wanted, dtype=jnp.int32) - jnp.int32(capacity), 0)
+    return Kept(take(wanted, capacity, step), surplus * jnp.int32(block_size))
+
+
+def contribution(
+    x: Float[Array, " d"],
+    selected: Bool[Array, " blocks"],
+    indices: Int[Array, " capacity"],
+    block_size: int,
+) -> BlockStream:
+    """The blocks at `indices` that this worker selected; slots of others are zeros.
+
+    Returns:
+        A stream of as many slots, in the same order; its index is the number of blocks where this
+        worker sends nothing.
+    """
+    own = selected.at[indices].get(mode="fill", fill_value=False)
+    return blocks.from_dense(x, jnp.where(own, indices, selected.size), block_size)
+
+
+def kept_back(
+    x: Float[Array, " d"], own: BlockStream, total: Float[Array, "k block_size"]
+) -> Float[Array, " d"]:
+    """The residual: `x` without what was delivered of it. Sums that overflow count as not sent.
+
+    Args:
+        x: float32, what this worker wanted to be summed.
+        own: the blocks of `x` that it sent.
+        total: float32, in the same slots, the sums over workers.
+    """
+    left = jnp.where(jnp.isfinite(total), 0, own.values)
+    # Not x less its blocks as a dense vector: that would take twice as long.
+    rows = blocks.rows(x, own.block_size).at[own.indices].set(left, mode="drop")
+    return rows.reshape(-1)[: x.size]

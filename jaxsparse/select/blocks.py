@@ -1,0 +1,56 @@
+"""The k blocks of largest norm."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxsparse import blocks
+from jaxsparse.blocks import BlockStream
+from jaxsparse.magnitude import largest_magnitude
+from jaxsparse.select.checks import check_vector
+
+__all__ = ["block_top_k"]
+
+
+@functools.partial(jax.jit, static_argnames=("k", "block_size"))
+def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
+    """The k blocks of largest l2 norm, exactly, in order of falling norm.
+
+    Of equal norms the lower block comes first. Only the norms are sorted: d / block_size numbers.
+
+    Args:
+        x: float vector of d elements.
+        k: number of blocks to keep, 1 <= k <= ceil(d / block_size).
+        block_size: elements of a block; the last one may be shorter.
+
+    Returns:
+        Distinct int32 block numbers and the blocks, in the dtype of `x`.
+
+    Raises:
+        ValueError: `x` is not a vector, or k or block_size is out of range.
+
+    S2 Reducer (Ge et al., 2021), section 3.2: block top-k.
+
+    >>> block_top_k(jnp.float32([3, 3, 0, 4, 0, 0, -5]), 2, 2).indices.tolist()
+    [3, 0]
+    """
+    check_vector("x", x)
+    block_size = blocks.check_block_size(block_size)
+    count = blocks.count(x.size, block_size)
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= count:
+        raise ValueError(
+            f"k={k!r} must be an int from 1 to {count}, the number of blocks of {block_size} in "
+            f"{x.size} elements"
+        )
+    _, indices = jax.lax.top_k(_norms(x, block_size), k)
+    return blocks.from_dense(x, indices, block_size)
+
+
+def _norms(x: Float[Array, " d"], block_size: int) -> Float[Array, " blocks"]:
+    """Norms over sqrt(block_size), which can't overflow; nor do squares, or vanish."""
+    rows = blocks.rows(x.astype(jnp.float32), block_size)
+    # Not beyond these: reciprocals of the largest floats would be subnormal, which CPUs flush to 0.
+    scale = jnp.clip(largest_magnitude(rows, axis=1), 2.0**-125, 2.0**125)
+    return scale * jnp.sqrt(jnp.mean(jnp.square(rows / scale[:, None]), axis=1))

@@ -1,0 +1,191 @@
+"""The k largest elements, in no order, by a threshold instead of a sort."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Integer
+
+from jaxsparse.select.checks import check_vector
+from jaxsparse.select.compaction import compact
+from jaxsparse.select.counting import magnitude_bits, to_bits
+from jaxsparse.select.exact import check_k
+from jaxsparse.select.thresholds import (
+    DEFAULT_PASSES,
+    EXACT_PASSES,
+    bisection,
+    check_passes,
+    sampled_threshold,
+)
+from jaxsparse.stream import SparseStream, from_dense
+
+__all__ = ["bisection_top_k", "sampled_top_k", "threshold_top_k"]
+
+
+def sampled_top_k(
+    x: Float[Array, " d"],
+    k: int,
+    *,
+    samples: int | None = None,
+    seed: Integer[Array, ""] | int = 0,
+) -> SparseStream:
+    """At most k entries of large magnitude, by a sampled threshold (DGC's selection).
+
+    The threshold is that of 5/4 k elements, so that with the default sample k are nearly always
+    there; then the k largest of those that reach it (the "hierarchical" step). There is room for
+    2 k of them, those above the threshold before those at it.
+
+    Args:
+        x: float vector of d elements, without NaN. float64 is ranked as float32.
+        k: number of slots, 1 <= k <= d.
+        samples: see `sampled_threshold`; if that is all of `x` these are the k largest, of equal
+            magnitudes the lower indices.
+        seed: see `sampled_threshold`.
+
+    Returns:
+        Distinct int32 indices, in no order, and the values of `x` there, in its dtype. Zeros are
+        never selected; slots without an entry have index d and value 0.
+
+    Raises:
+        ValueError: see `sampled_threshold`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> sampled_top_k(jnp.array([1.0, -3.0, 0.0]), 3).indices.tolist()
+        [0, 1, 3]
+    """
+    check_vector("x", x)
+    check_k(k, x.size)
+    aim = min(-(-5 * k // 4), x.size)
+    threshold = sampled_threshold(x, aim, samples=samples, seed=seed)
+    return _largest_reaching(x, k, threshold)
+
+
+def threshold_top_k(
+    x: Float[Array, " d"], k: int, *, seed: Integer[Array, ""] | int = 0
+) -> SparseStream:
+    """The k entries of largest magnitude, exactly, without sorting the vector.
+
+    A sampled threshold picks somewhat more than k candidates, and their k-th largest is found by
+    bisection. If that went wrong, which a count tells (fewer than k or more than 2 k candidates;
+    for random data some 1 in 100 samples), the whole vector is bisected: four times the work.
+
+    Under `vmap` both ways are computed, unless `x` is not batched.
+
+    Args:
+        x: float vector of d elements, without NaN. float64 is ranked as float32.
+        k: number of slots, 1 <= k <= d.
+        seed: integer below 2**32, of the sample; may be traced. It has no influence on the result.
+
+    Returns:
+        Distinct int32 indices, in no order, of equal magnitudes the lower ones, and the values of
+        `x` there, in its dtype. Zeros are never selected; slots without an entry have index d and
+        value 0.
+
+    Raises:
+        ValueError: `x` is not a vector, k is no int or out of range, or seed is not an integer
+            scalar.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> sorted(threshold_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist())
+        [1, 2]
+    """
+    check_vector("x", x)
+    check_k(k, x.size)
+    aim = min(-(-7 * k // 5), x.size)  # as far from k as from 2 k, by their ratios
+    return _threshold_top_k(x, k, sampled_threshold(x, aim, seed=seed))
+
+
+@functools.partial(jax.jit, static_argnames="k")
+def _threshold_top_k(x: Float[Array, " d"], k: int, threshold: Float[Array, ""]) -> SparseStream:
+    candidates, all_fit = _reaching(x, k, threshold)
+    enough = (candidates[k - 1] < x.size) | (threshold == 0)
+    return jax.lax.cond(
+        all_fit & enough,
+        lambda x, candidates: _largest_of(from_dense(x, candidates), k),
+        lambda x, candidates: _without_zeros(_bisection_top_k(x, k, EXACT_PASSES), x.size),
+        x,
+        candidates,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="k")
+def _largest_reaching(x: Float[Array, " d"], k: int, threshold: Float[Array, ""]) -> SparseStream:
+    return _largest_of(from_dense(x, _reaching(x, k, threshold)[0]), k)
+
+
+def _reaching(
+    x: Float[Array, " d"], k: int, threshold: Float[Array, ""]
+) -> tuple[Int[Array, " room"], Bool[Array, ""]]:
+    """Positions of up to 2 k elements, none of them 0, and whether none above had to be left out.
+
+    First those above the threshold, then those at it, which are only looked for if they are needed.
+    """
+    room, t = min(2 * k, x.size), to_bits(threshold)
+    above = compact(magnitude_bits(x) > t, room)
+    # Passes that are only needed where several elements are as large as the threshold.
+    reaching = jax.lax.cond(
+        (jnp.sum(above < x.size, dtype=jnp.int32) < k) & (t > 0),
+        lambda: _then(above, compact(magnitude_bits(x) == t, room), x.size),
+        lambda: above,
+    )
+    return reaching, above[-1] == x.size
+
+
+def _largest_of(stream: SparseStream, k: int) -> SparseStream:
+    slots = _bisection_top_k(stream.values, k, EXACT_PASSES).indices
+    return SparseStream(stream.indices[slots], stream.values[slots])
+
+
+def _without_zeros(stream: SparseStream, size: int) -> SparseStream:
+    is_entry = magnitude_bits(stream.values) > 0  # XLA may take subnormal values for 0
+    return stream._replace(indices=jnp.where(is_entry, stream.indices, size))
+
+
+def bisection_top_k(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASSES) -> SparseStream:
+    """Nearly the k entries of largest magnitude, by a bracket around the k-th (MSTopk).
+
+    All that reach the upper end of `bisection_threshold`, and of those that reach only the lower
+    one as many as there is room for, lowest indices first: what these leave out is larger than they
+    are by a factor of upper / lower at most.
+
+    Args:
+        x: float vector of d elements, without NaN. float64 is ranked as float32.
+        k: number of entries to keep, 1 <= k <= d.
+        passes: see `bisection_threshold`; from 32 on the k largest, of equal magnitudes the lower
+            indices.
+
+    Returns:
+        Exactly k distinct int32 indices, and the values of `x` there, in its dtype.
+
+    Raises:
+        ValueError: see `bisection_threshold`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> bisection_top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist()
+        [1, 2]
+    """
+    check_vector("x", x)
+    check_k(k, x.size)
+    return _bisection_top_k(x, k, check_passes(passes))
+
+
+@functools.partial(jax.jit, static_argnames=("k", "passes"))
+def _bisection_top_k(x: Float[Array, " d"], k: int, passes: int) -> SparseStream:
+    low, high = bisection(x, k, passes)
+    above = compact(magnitude_bits(x) >= high, k)
+    # Together XLA makes the two masks five times slower than one after the other.
+    again, above = jax.lax.optimization_barrier((x, above))
+    magnitude = magnitude_bits(again)
+    between = compact((magnitude >= low) & (magnitude < high), k)
+    return from_dense(x, _then(above, between, x.size))
+
+
+def _then(first: Int[Array, " k"], second: Int[Array, " k"], size: int) -> Int[Array, " k"]:
+    """The first k positions of both, whose empty slots, of index `size`, come last."""
+    slot = jnp.arange(first.size, dtype=jnp.int32)
+    count = jnp.sum(first < size, dtype=jnp.int32)
+    place = jnp.where(slot < count, slot, first.size + slot - count)
+    return jnp.concatenate([first, second])[place]

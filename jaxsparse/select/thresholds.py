@@ -1,0 +1,183 @@
+"""Magnitudes that about k elements reach: estimated from a sample, or bracketed.
+
+DGC samples (Lin et al., ICLR 2018), MSTopk bisects (Shi et al., MLSys 2021).
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Integer, UInt32
+
+from jaxsparse.hashing import as_uint32, bounded, combine, keyed
+from jaxsparse.select.checks import check_vector
+from jaxsparse.select.counting import count_reaching, folded, magnitude_bits, to_bits
+from jaxsparse.select.exact import check_k
+from jaxsparse.settings import static_int
+from jaxsparse.tiles import zeros
+
+__all__ = ["DEFAULT_PASSES", "Bracket", "bisection_threshold", "sampled_threshold"]
+
+# With so many of the k largest in the sample, the number of elements that reach its threshold has
+# a standard deviation of 1/8.
+_LARGE_SAMPLES = 64
+# As many are sampled at least, for they cost less than a pass over the vector.
+_MIN_SAMPLES = 2**14
+_MAX_SHARE = 1000  # the sample is at least d over this
+# After the pass at the mean they narrow six octaves to a hundredth of one.
+DEFAULT_PASSES = 10
+# One at the mean, and each further one halves a range of 31 bits.
+EXACT_PASSES = 32
+
+
+class Bracket(NamedTuple):
+    """Two magnitudes around the k-th largest; float32 scalars."""
+
+    lower: Float[Array, ""]  # at least k elements reach it
+    upper: Float[Array, ""]  # fewer than k do, unless it is infinite
+
+
+def sampled_threshold(
+    x: Float[Array, " d"],
+    k: int,
+    *,
+    samples: int | None = None,
+    seed: Integer[Array, ""] | int = 0,
+) -> Float[Array, ""]:
+    """A magnitude that about k elements reach, from a random sample of `x`.
+
+    Deep Gradient Compression (Lin et al., ICLR 2018, section 3.1, "hierarchical" selection):
+    the r-th largest of a sample of n, with r = k n / d. One element is drawn at random from each of
+    n runs of equal length, so none twice; the number that reach the threshold has a standard
+    deviation of at most about k / sqrt(r).
+
+    Args:
+        x: float vector of d elements, without NaN. float64 is ranked as float32.
+        k: elements wanted, 1 <= k <= d.
+        samples: size of the sample, up to twice of which is taken so that runs have equal
+            lengths; where that is all of `x` the threshold is exactly the k-th largest magnitude.
+            By default d / 1000, but at least 16,384 and enough for r = 64.
+        seed: integer below 2**32, of the places; may be traced.
+
+    Returns:
+        float32; 0 if k = d.
+
+    Raises:
+        ValueError: `x` is not a vector, k or samples is no int or out of range, or seed is not an
+            integer scalar.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> sampled_threshold(jnp.array([1.0, -3.0, 2.0]), 2).item()
+        2.0
+    """
+    check_vector("x", x)
+    check_k(k, x.size)
+    if samples is None:
+        samples = max(_MIN_SAMPLES, x.size // _MAX_SHARE, _LARGE_SAMPLES * x.size // k)
+    samples = check_samples(samples)
+    if not isinstance(seed, int):
+        dtype = getattr(seed, "dtype", None)
+        if dtype is None or seed.ndim or not jnp.issubdtype(dtype, jnp.integer):
+            raise ValueError(f"seed={seed!r} must be an integer scalar: pass an int or a uint32")
+    return _sampled_threshold(x, k, min(samples, x.size), as_uint32(seed))
+
+
+def check_samples(samples: int) -> int:
+    """The setting as an int; a ValueError unless it is one of at least 1."""
+    samples = static_int("samples", samples)
+    if samples < 1:
+        raise ValueError(f"samples={samples} must be at least 1: None takes d / 1000 or more")
+    return samples
+
+
+@functools.partial(jax.jit, static_argnames=("k", "samples"))
+def _sampled_threshold(
+    x: Float[Array, " d"], k: int, samples: int, seed: UInt32[Array, ""]
+) -> Float[Array, ""]:
+    if k == x.size:
+        return jnp.zeros_like(x, jnp.float32, shape=())
+    run = x.size // samples
+    if run > 1:
+        first = jnp.arange(0, x.size, run, dtype=jnp.int32)
+        offset = bounded(keyed(first.astype(jnp.uint32), combine(seed)), run).astype(jnp.int32)
+        # The last run may be shorter.
+        x_sample = x[jnp.minimum(first + offset, x.size - 1)]
+    else:
+        x_sample = x
+    low, _ = bisection(x_sample, max(1, round(k * x_sample.size / x.size)), EXACT_PASSES)
+    return jax.lax.bitcast_convert_type(low, jnp.float32)
+
+
+def bisection_threshold(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASSES) -> Bracket:
+    """Magnitudes around the k-th largest, by counting how many elements reach trial thresholds.
+
+    MSTopk (Shi et al., MLSys 2021, "Towards Scalable Distributed Training of Deep Learning on
+    Public Cloud Clusters", Alg. 1): a fixed number of passes that halve the range between mean and
+    maximum. The first trial is the mean magnitude; further ones halve the bits of floats, and so
+    about the logarithm of the ratio of upper and lower.
+
+    Args:
+        x: float vector of d elements, without NaN. float64 is ranked as float32.
+        k: 1 <= k <= d.
+        passes: trials, at least 0; each is a pass over `x`, as are mean and maximum before them.
+            From 32 on `lower` is the k-th largest magnitude, and `upper` the next float.
+
+    Returns:
+        `lower`, which at least k elements reach, and `upper`, which fewer do.
+
+    Raises:
+        ValueError: `x` is not a vector, or k or passes is no int or out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> bracket = bisection_threshold(jnp.array([1.0, -3.0, 2.0, 0.0]), 1, passes=3)
+        >>> bool(2 < bracket.lower <= 3 < bracket.upper)
+        True
+    """
+    check_vector("x", x)
+    check_k(k, x.size)
+    low, high = bisection(x, k, check_passes(passes))
+    # One above infinity would be NaN.
+    infinity = jnp.uint32(0x7F800000)
+    as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return Bracket(as_float(low), as_float(jnp.minimum(high, infinity)))
+
+
+def check_passes(passes: int) -> int:
+    """The setting as an int; a ValueError unless it is one of at least 0."""
+    passes = static_int("passes", passes)
+    if passes < 0:
+        raise ValueError(f"passes={passes} must be at least 0: 10 are usual, 32 are exact")
+    return passes
+
+
+@functools.partial(jax.jit, static_argnames=("k", "passes"))
+def bisection(
+    x: Float[Array, " d"], k: int, passes: int
+) -> tuple[UInt32[Array, ""], UInt32[Array, ""]]:
+    # A sum that overflows is infinite, above which few are.
+    mean = jnp.sum(jnp.abs(x.astype(jnp.float32))) * jnp.float32(1 / x.size)
+    return _bisect(x, k, to_bits(mean), passes)
+
+
+def _bisect(
+    x: Float[Array, " d"], k: int, first: UInt32[Array, ""], passes: int
+) -> tuple[UInt32[Array, ""], UInt32[Array, ""]]:
+    """Bits of magnitudes low < high: at least k elements reach low, fewer reach high.
+
+    `first` is tried before the middle of the range is.
+    """
+    low = zeros((), jnp.uint32, (x, first))
+    high = folded(jnp.max, jnp.maximum, magnitude_bits, x) + jnp.uint32(1)
+
+    def halve(i: Int[Array, ""], ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends
+        middle = low + ((high - low) >> jnp.uint32(1))
+        trial = jnp.where((i == 0) & (first < high), first, middle)
+
+        is_reached = count_reaching(x, trial, magnitude_bits) >= jnp.uint32(k)
+        return jnp.where(is_reached, trial, low), jnp.where(is_reached, high, trial)
+
+    return jax.lax.fori_loop(0, passes, halve, (low, high))

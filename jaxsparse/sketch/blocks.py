@@ -1,0 +1,129 @@
+"""The count sketch of a block-sparse vector: work for its blocks alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int
+
+from jaxsparse.blocks import BlockStream
+from jaxsparse.sketch.codec import check_table, tile_estimates
+from jaxsparse.sketch.tiles import Seed, SketchSpec, flip, places, resolve, tile_index
+from jaxsparse.tiles import zeros
+
+__all__ = ["decode_blocks", "encode_blocks"]
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def encode_blocks(
+    stream: BlockStream, spec: SketchSpec, *, seed: Seed = None
+) -> Float[Array, "rows cols"]:
+    """Sketches a block-sparse vector: to rounding, `encode` of the dense vector it stands for.
+
+    A block is a tile of the sketch: each row adds it, contiguous, at a random offset. Tables of
+    different vectors, with blocks wherever, merge by addition.
+
+    Args:
+        stream: k blocks; float32, bfloat16 or float16, accumulated in float32. Slots of zeros add
+            nothing.
+        spec: rows, cols, default seed, and a tile_size that is the stream's block_size.
+        seed: overrides spec.seed; traced.
+
+    Returns:
+        float32[rows, cols].
+
+    Raises:
+        ValueError: stream is not such, a block is no tile of spec, or seed no integer scalar.
+
+    S2 Reducer (Ge et al., 2021), Alg. 1, lines 3-7.
+
+    >>> stream = BlockStream(jnp.array([7]), jnp.ones((1, 4)))
+    >>> encode_blocks(stream, SketchSpec(rows=1, cols=8, tile_size=4)).shape
+    (1, 8)
+    """
+    _check_blocks(stream, spec)
+    seed = resolve(spec, seed)
+
+    def add(slot: Int[Array, ""], table: Array) -> Array:
+        values = lax.dynamic_index_in_dim(stream.values, slot, keepdims=False).astype(jnp.float32)
+        block = lax.dynamic_index_in_dim(stream.indices, slot, keepdims=False)
+        for row, bucket, sign in places(spec, seed, block, tile_index(spec, block, spec.tile)):
+            window = lax.dynamic_slice(table, (jnp.int32(row), bucket), (1, spec.tile))
+            window += flip(values, sign)[None]
+            table = lax.dynamic_update_slice(table, window, (jnp.int32(row), bucket))
+        return table
+
+    # Blocks that start near the end of a row run on into `tile` further columns.
+    table = zeros((spec.rows, spec.cols + spec.tile), jnp.float32, (*stream, seed))
+    table = lax.fori_loop(jnp.int32(0), jnp.int32(stream.capacity), add, table)
+    return table[:, : spec.cols].at[:, : spec.tile].add(table[:, spec.cols :])
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "count"))
+def decode_blocks(
+    table: Float[Array, "rows cols"],
+    spec: SketchSpec,
+    indices: Int[Array, " n"],
+    *,
+    count: int | None = None,
+    seed: Seed = None,
+) -> BlockStream:
+    """Estimates some blocks, bitwise as `decode` does.
+
+    Args:
+        table: float32[rows, cols], from `encode_blocks`, `encode`, or a sum of such.
+        spec: the one it was encoded with, whose tiles are the blocks.
+        indices: int32[n], of blocks.
+        count: number of blocks; indices of at least that mark empty slots. None: there are none.
+        seed: the one it was encoded with.
+
+    Returns:
+        The blocks at `indices`, float32[n, block_size]; zeros in empty slots.
+
+    Raises:
+        ValueError: table does not match spec, indices are not a vector of integers, or seed is
+            no integer scalar.
+
+    S2 Reducer, Alg. 1, lines 10-15.
+
+    >>> stream = BlockStream(jnp.array([7]), jnp.ones((1, 4)))
+    >>> spec = SketchSpec(rows=1, cols=8, tile_size=4)
+    >>> decode_blocks(encode_blocks(stream, spec), spec, jnp.array([7])).values.tolist()
+    [[1.0, 1.0, 1.0, 1.0]]
+    """
+    table = check_table(table, spec)
+    if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(
+            f"indices have shape {indices.shape} and dtype {indices.dtype}: pass int32[n]"
+        )
+    seed = resolve(spec, seed)
+    estimates = tile_estimates(table, spec, seed)
+
+    def put(slot: Int[Array, ""], out: Array) -> Array:
+        block = lax.dynamic_index_in_dim(indices, slot, keepdims=False)
+        values = estimates(block, spec.tile)
+        if count is not None:
+            values = jnp.where(block < count, values, 0)
+        return lax.dynamic_update_slice(out, values[None], (slot, jnp.int32(0)))
+
+    values = zeros((indices.size, spec.tile), jnp.float32, (table, indices, seed))
+    values = lax.fori_loop(jnp.int32(0), jnp.int32(indices.size), put, values)
+    return BlockStream(indices, values)
+
+
+def _check_blocks(stream: BlockStream, spec: SketchSpec) -> None:
+    shape, dtype = stream.values.shape, stream.values.dtype
+    if len(shape) != 2 or shape[1] != spec.tile:
+        raise ValueError(
+            f"stream.values has shape {shape}, but a block must be a tile of spec, of {spec.tile} "
+            "elements: give SketchSpec tile_size=block_size"
+        )
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize > 4:
+        raise ValueError(f"stream.values has dtype {dtype}: pass .astype(jnp.float32)")
+    indices = stream.indices
+    if indices.shape != shape[:1] or not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise ValueError(
+            f"stream.indices has shape {indices.shape} and dtype {indices.dtype}: pass "
+            f"int32[{shape[0]}], one for each block"
+        )

@@ -1,0 +1,320 @@
+"""OmniReduce and the sparse all-gather of blocks against NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from workers import MESH_SIZES, few, on_workers
+
+from jaxsparse import cost
+from jaxsparse.collectives import wire
+from jaxsparse.reducers.block_gather import BlockGatherReducer
+from jaxsparse.reducers.blocks import contribution, select_blocks, take, union_capacity
+from jaxsparse.reducers.omni_reduce import OmniReduceReducer
+from jaxsparse.transforms.blocks import omni_reduce, sparse_all_gather
+
+SIZE, BLOCK = 403, 8  # 51 blocks, the last one of 3 elements
+BLOCKS = 51
+SEEDS, STEPS = 4, 6
+
+REDUCERS = {
+    "omni, natural": OmniReduceReducer(BLOCK, union_density=0.4),
+    "omni, selected": OmniReduceReducer(BLOCK, 0.05),
+    "omni, little room": OmniReduceReducer(BLOCK, 0.2, 0.15),
+    "gather, natural": BlockGatherReducer(BLOCK, capacity_density=0.18),
+    "gather, selected": BlockGatherReducer(BLOCK, 0.05),
+    "gather, little room": BlockGatherReducer(BLOCK, 0.1, 0.05),
+}
+
+
+# The descriptions.
+
+
+def padded(x):
+    return np.pad(x, (0, BLOCKS * BLOCK - SIZE)).reshape(BLOCKS, BLOCK)
+
+
+def selection(x, density):
+    """The blocks that one worker selects."""
+    norms = np.linalg.norm(padded(x).astype(np.float64), axis=1)
+    if density is None:
+        return norms > 0
+    k = int(np.ceil(density * BLOCKS))
+    chosen = np.argsort(-norms, kind="stable")[:k]
+    return np.isin(np.arange(BLOCKS), chosen) & (norms > 0)
+
+
+def taken(mask, capacity, step):
+    """The first `capacity` of a mask's blocks, counted from step * capacity in turns."""
+    turns = -(-len(mask) // capacity)
+    start = step % turns * capacity
+    order = [*range(start, len(mask)), *range(start)]
+    return [b for b in order if mask[b]][:capacity]
+
+
+def described(reducer, x, step):
+    """Total, residuals and overflow of one exchange of x (W, d)."""
+    masks = np.array([selection(row, reducer.density) for row in x])
+    if isinstance(reducer, OmniReduceReducer):
+        room = union_capacity(SIZE, BLOCK, reducer.density, reducer.union_density, len(x))
+        union = masks.any(0)
+        sent = masks & np.isin(np.arange(BLOCKS), taken(union, room, step))
+        overflow = max(0, union.sum() - room) * BLOCK
+    else:
+        room = int(np.ceil((reducer.capacity_density or reducer.density) * BLOCKS))
+        sent = np.array([np.isin(np.arange(BLOCKS), taken(mask, room, step)) for mask in masks])
+        overflow = sum(max(0, mask.sum() - room) for mask in masks) * BLOCK
+    delivered = np.where(np.repeat(sent, BLOCK, axis=1)[:, :SIZE], x, 0)
+    return delivered.sum(0), x - delivered, overflow
+
+
+# What runs.
+
+
+@functools.cache
+def exchange(name, workers, way):
+    """Compiled: feeds residuals back over STEPS, for each of SEEDS."""
+    reducer = REDUCERS[name]
+
+    def step(carried, gradient):
+        state, residual = carried
+        x = residual + gradient
+        reduced = reducer(x, state, axis_name="data")
+        if way == "shard_map":
+            for leaf in jax.tree.leaves((reduced.mean, reduced.state, reduced.info)):
+                assert not wire.is_varying(leaf, "data"), "must be typed replicated"
+        return (reduced.state, reduced.residual), (x, reduced)
+
+    def run(gradients):  # (STEPS, d)
+        return jax.lax.scan(step, (reducer.init(SIZE), jnp.zeros_like(gradients[0])), gradients)[1]
+
+    shape = jax.ShapeDtypeStruct((workers, SEEDS, STEPS, SIZE), jnp.float32)
+    return on_workers(lambda seeds: jax.lax.map(run, seeds), workers, way).lower(shape).compile()
+
+
+def outcomes(name, workers, way, gradients):
+    """By seed and step: the step, what went in (W, d) and the outcome."""
+    xs, reduced = exchange(name, workers, way)(jnp.asarray(gradients, jnp.float32))
+    results = jax.tree.map(np.asarray, (xs, reduced))
+    for seed in range(SEEDS):
+        for step in range(STEPS):
+            yield step, *jax.tree.map(lambda leaf, at=(seed, step): leaf[:, *at], results)
+
+
+def total(reduced):
+    """The sum over workers, an integer, on which all agree bit by bit."""
+    for leaf in jax.tree.leaves((reduced.mean, reduced.info)):
+        np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
+    return np.rint(reduced.mean[0].astype(np.float64) * len(reduced.mean))
+
+
+def gradients(workers, density, seed=0):
+    """Small integers in `density` of the blocks, others for each worker, seed and step."""
+    rng = np.random.default_rng((workers, seed))
+    shape = (workers, SEEDS, STEPS)
+    values = rng.integers(-9, 10, (*shape, SIZE)) * rng.choice([1, 3, 20], (*shape, SIZE))
+    blocks = rng.random((*shape, BLOCKS)) < density
+    return values * np.repeat(blocks, BLOCK, axis=-1)[..., :SIZE]
+
+
+WHERE = [(workers, "shard_map") for workers in MESH_SIZES]
+WHERE += [(workers, "vmap") for workers in (*MESH_SIZES, 4)] + [(3, "shard_map_unchecked")]
+CASES = [(name, *where) for name in REDUCERS for where in WHERE]
+USUAL = [(name, 3, "shard_map") for name in REDUCERS]
+USUAL += [("gather, natural", 8, "vmap")]
+
+
+@pytest.mark.parametrize("case", few(CASES, USUAL), ids=str)
+def test_exchanges_are_as_described(case):
+    name, workers, way = case
+    overflowed = []
+    # From supports that fit to gradients without zeros.
+    for seed, density in enumerate((0.03, 0.3, 1.0)):
+        given = gradients(workers, density, seed)
+        for step, x, reduced in outcomes(name, workers, way, given):
+            expected, residuals, overflow = described(REDUCERS[name], x, step)
+            np.testing.assert_array_equal(total(reduced), expected)
+            np.testing.assert_array_equal(reduced.residual, residuals)
+            assert reduced.info.overflow[0] == overflow
+            assert reduced.info.delivered[0] == np.count_nonzero(expected)
+            np.testing.assert_array_equal(x.sum(0), expected + reduced.residual.sum(0))
+            if REDUCERS[name].density is None:
+                assert reduced.sent is None
+            else:
+                np.testing.assert_array_equal(reduced.sent, x != residuals)
+            overflowed.append(overflow > 0)
+    if "selected" in name:
+        assert not any(overflowed)
+    else:
+        assert any(overflowed)
+        assert "natural" not in name or not all(overflowed)
+
+
+@pytest.mark.parametrize("name", ["omni, natural", "gather, natural"])
+def test_naturally_sparse_gradients_are_averaged_exactly(name):
+    workers = 3
+    given = gradients(workers, 0.06)
+    for _, x, reduced in outcomes(name, workers, "shard_map", given):
+        np.testing.assert_array_equal(total(reduced), x.sum(0))
+        assert not reduced.residual.any()
+        assert not reduced.info.overflow.any()
+
+
+@pytest.mark.parametrize(("name", "turns"), [("omni, natural", 3), ("gather, natural", 6)])
+def test_no_block_starves(name, turns):
+    """All blocks at the first step, then none: all are delivered once each had its turn."""
+    given = gradients(3, 1.0)
+    given[:, :, 1:] = 0
+    for step, x, reduced in outcomes(name, 3, "shard_map", given):
+        if step == 0:
+            wanted, delivered = x.sum(0), np.zeros(SIZE)
+        delivered += total(reduced)
+        assert reduced.residual.any() == (step < turns - 1)
+        assert (delivered == wanted).all() == (step >= turns - 1)
+
+
+@pytest.mark.parametrize("name", ["omni, natural", "gather, little room"])
+def test_words_on_the_wire(name):
+    reducer = REDUCERS[name]
+    moved = cost.wire_bytes(exchange(name, 3, "shard_map"))
+    words = reducer.traffic(SIZE, 3).words
+    assert moved.received == pytest.approx(SEEDS * STEPS * 4 * words)
+    assert words < cost.dense_all_reduce(SIZE, 3).words
+
+
+def test_the_gather_sums_in_order_of_rank():
+    workers = 8  # a power of two: means are exact
+    rng = np.random.default_rng(0)
+    given = gradients(workers, 0.05) * rng.normal(size=(workers, SEEDS, STEPS, SIZE))
+    for _, x, reduced in outcomes("gather, natural", workers, "vmap", given):
+        expected = functools.reduce(np.add, x)
+        np.testing.assert_array_equal(reduced.mean, np.broadcast_to(expected / 8, x.shape))
+
+
+@pytest.mark.parametrize(
+    "sizes", few([(1, 1), (7, 2), (33, 17), (51, 51), (51, 6)], [(7, 2), (51, 6)]), ids=str
+)
+def test_blocks_without_room_take_turns(sizes):
+    size, capacity = sizes
+    turns = -(-size // capacity)
+    rng = np.random.default_rng(size)
+    steps = np.arange(8 * turns, dtype=np.uint32)
+    masks = rng.random((len(steps), size)) < 0.7
+    always = rng.integers(size)  # wanted at each step, whatever the others do
+    masks[:, always] = True
+    run = jax.jit(jax.vmap(lambda mask, step: take(mask, capacity, step)))
+    found = np.asarray(run(jnp.asarray(masks), jnp.asarray(steps)))
+    for step, mask, indices in zip(steps, masks, found):
+        expected = taken(mask, capacity, int(step))
+        assert indices.tolist() == expected + [size] * (capacity - len(expected))
+    assert (found == always).any(axis=1).reshape(8, turns).any(axis=1).all()
+
+
+def test_selection_leaves_zeros_out():
+    x = jnp.zeros((10,)).at[jnp.array([1, 9])].set(jnp.float32([1e-30, -1e30]))
+    assert select_blocks(x, 4, None).tolist() == [True, False, True]
+    assert select_blocks(x, 4, 0.9).tolist() == [True, False, True]
+    assert select_blocks(x, 4, 0.3).tolist() == [False, False, True]
+    assert select_blocks(x.at[1].set(0), 4, 0.6).tolist() == [False, False, True]
+    selected = jnp.array([True, False, False])
+    own = contribution(x, selected, jnp.int32([2, 0, 3]), 4)
+    assert own.indices.tolist() == [3, 0, 3]
+    assert (own.values != 0).tolist() == [[False] * 4, [False, True, False, False], [False] * 4]
+
+
+def messages(reducer, size, workers):
+    run = lambda x: reducer(x, reducer.init(size), axis_name="data")
+    with wire.record() as sent:
+        jax.eval_shape(
+            jax.vmap(run, axis_name="data", axis_size=workers),
+            jax.ShapeDtypeStruct((workers, size), jnp.float32),
+        )
+    return [(message.op, message.payload_bytes) for message in sent]
+
+
+@pytest.mark.parametrize(
+    "reducer",
+    [
+        OmniReduceReducer(4, union_density=1.0),
+        OmniReduceReducer(4, 0.5),  # of two workers
+        OmniReduceReducer(256, 0.01),  # a block longer than the vector
+        BlockGatherReducer(4, 1.0),
+        BlockGatherReducer(4, None, 0.8),
+        BlockGatherReducer(256, 0.01),
+    ],
+    ids=str,
+)
+def test_all_is_summed_where_that_is_no_dearer(reducer):
+    size, workers = 30, 2
+    assert messages(reducer, size, workers) == [("psum", 4 * size)]
+    assert reducer.traffic(size, workers) == cost.dense_all_reduce(size, workers)
+
+
+def test_messages_of_sparse_exchanges():
+    assert messages(OmniReduceReducer(4, union_density=0.2), 400, 8) == [
+        ("all_to_all", 8 * 4),
+        ("all_gather", 4),
+        ("psum", 20 * 4 * 4),
+    ]
+    # Block numbers and values, and a count where they may not all fit.
+    assert messages(BlockGatherReducer(4, 0.05), 400, 3) == [("all_gather", 4 * 5 * 5)]
+    assert messages(BlockGatherReducer(4, None, 0.05), 400, 3) == [("all_gather", 4 * (5 * 5 + 1))]
+
+
+@pytest.mark.parametrize("size", few((1, 2, 5), (5,)))
+@pytest.mark.parametrize(
+    "reducer", [OmniReduceReducer(1, None, 0.2), BlockGatherReducer(1, None, 0.2)], ids=str
+)
+def test_tiny_vectors(reducer, size):
+    workers = 3
+    x = np.arange(1.0, 1 + workers * size, dtype=np.float32).reshape(workers, size) * workers
+    run = on_workers(lambda x: reducer(x, reducer.init(size), axis_name="data"), workers, "vmap")
+    reduced = jax.tree.map(np.asarray, run(jnp.asarray(x)))
+    np.testing.assert_array_equal(total(reduced) + reduced.residual.sum(0), x.sum(0))
+    if size == 5:
+        np.testing.assert_array_equal(np.flatnonzero(reduced.mean[0]), [0])
+
+
+@pytest.mark.parametrize(
+    "reducer", [OmniReduceReducer(2, 0.2), BlockGatherReducer(2, 0.2)], ids=["omni", "gather"]
+)
+def test_sums_that_overflow_are_not_sent(reducer):
+    x = np.zeros((2, 20), np.float32)
+    x[:, 4:6] = [[3e38, 1], [2e38, 2]]
+    run = on_workers(lambda x: reducer(x, reducer.init(20), axis_name="data"), 2, "vmap")
+    reduced = jax.tree.map(np.asarray, run(jnp.asarray(x)))
+    assert np.flatnonzero(reduced.mean[0]).tolist() == [5]
+    np.testing.assert_array_equal(reduced.mean[:, 5], [1.5, 1.5])
+    np.testing.assert_array_equal(reduced.residual[:, 4], x[:, 4])
+    assert not reduced.residual[:, 5].any()
+    assert reduced.sent.sum(1).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("make", few((omni_reduce, sparse_all_gather), (omni_reduce,)))
+def test_momentum_is_masked_only_after_selection(make):
+    room = "union_density" if make is omni_reduce else "capacity_density"
+    grads = {"embedding": jnp.zeros((64, 32)).at[3].set(1.0)}
+    for settings, second in (({room: 0.1}, 1.5), ({"density": 0.1}, 1.0)):
+        tx = make(block_size=32, momentum=0.5, axis_name=None, **settings)
+        update = jax.jit(tx.update)
+        _, state = update(grads, tx.init(grads))
+        updates, _ = update(grads, state)
+        np.testing.assert_array_equal(updates["embedding"], second * grads["embedding"])
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="density=None and union_density=None leave no bound"):
+        OmniReduceReducer()
+    with pytest.raises(ValueError, match="density=None and capacity_density=None leave no bound"):
+        sparse_all_gather()
+    for reducer in (OmniReduceReducer, BlockGatherReducer):
+        with pytest.raises(ValueError, match=r"density=1\.5 must lie in \(0, 1\]"):
+            reducer(8, 1.5)
+        with pytest.raises(ValueError, match=r"block_size=0 must be at least 1"):
+            reducer(0, 0.1)
+    with pytest.raises(ValueError, match=r"union_density=0 must lie in \(0, 1\]: 0\.1 makes room"):
+        OmniReduceReducer(8, None, 0)
+    with pytest.raises(ValueError, match=r"capacity_density='a' must be a number"):
+        BlockGatherReducer(8, None, "a")

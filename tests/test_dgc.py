@@ -1,0 +1,141 @@
+"""DGC and MSTopk as transformations, against a NumPy loop written from their papers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_feedback import train
+from workers import mesh, some
+
+from jaxsparse import Stages, data_parallel, local, shard
+from jaxsparse.transforms.dgc import dgc
+from jaxsparse.transforms.ms_topk import ms_topk
+
+WORKERS, SHAPE, STEPS, K = 3, (40, 30), 6, 24
+DENSITY = K / (40 * 30)
+
+
+def gradients(seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    shapes = {"kernel": SHAPE, "bias": (30,)}
+    draw = lambda shape: (rng.normal(size=(WORKERS, *shape)) * scale).astype(np.float32)
+    return [{name: draw(shape) for name, shape in shapes.items()} for _ in range(STEPS)]
+
+
+PARAMS = {"kernel": jnp.zeros(SHAPE), "bias": jnp.zeros(30)}
+
+
+def describe(steps, momentum, ks, clip_norm=None):
+    """Alg. 1 of DGC with momentum correction and masking; the updates, and what is left."""
+    u = v = np.zeros((WORKERS, SHAPE[0] * SHAPE[1]))
+    dense_u = np.zeros(30)
+    history = []
+    for step, k in zip(steps, ks):
+        g = step["kernel"].reshape(WORKERS, -1).astype(np.float64)
+        dense = step["bias"].astype(np.float64)
+        if clip_norm is not None:
+            norm = np.sqrt((g**2).sum(1) + (dense**2).sum(1))
+            scale = np.minimum(1, clip_norm * WORKERS**-0.5 / norm)[:, None]
+            g, dense = g * scale, dense * scale
+        u = momentum * u + g
+        v = v + u
+        mask = np.zeros(v.shape, bool)
+        for w in range(WORKERS):
+            mask[w, np.argsort(-np.abs(v[w]))[:k]] = True
+        dense_u = momentum * dense_u + dense.mean(0)
+        history.append({"kernel": np.where(mask, v, 0).mean(0).reshape(SHAPE), "bias": dense_u})
+        u, v = np.where(mask, 0, u), np.where(mask, 0, v)
+    return history, v
+
+
+def check(tx, momentum, ks, clip_norm=None, steps=None):
+    steps = gradients() if steps is None else steps
+    history, (_, state) = train(tx, PARAMS, WORKERS, steps)
+    expected, residual = describe(steps, momentum, ks, clip_norm)
+    for updates, wanted in zip(history, expected):
+        for name in wanted:
+            # All workers' updates are stacked.
+            got = np.asarray(updates[name]).reshape(-1, *wanted[name].shape)
+            for row in got:
+                np.testing.assert_allclose(row, wanted[name], rtol=1e-4, atol=1e-6)
+    left = state.residual[0].value.reshape(WORKERS, -1)
+    np.testing.assert_allclose(left, residual, rtol=1e-4, atol=1e-5)
+    return state
+
+
+def test_dgc_equals_its_description():
+    check(dgc(DENSITY), 0.9, [K] * STEPS)
+
+
+@pytest.mark.parametrize("clip_norm", some([0.5, 40.0], [40.0]))
+def test_gradients_are_clipped_before_they_are_accumulated(clip_norm):
+    """Norms are about 35 but for one step's, 12: all are clipped, or (limit 23) the others."""
+    steps = gradients()
+    steps[2] = jax.tree.map(lambda g: g / 3, steps[2])
+    check(dgc(DENSITY, clip_norm=clip_norm), 0.9, [K] * STEPS, clip_norm, steps)
+
+
+def test_density_is_warmed_up():
+    stages = Stages((0.25, DENSITY), (2,))
+    state = check(dgc(stages, momentum=0.5), 0.5, [300, 300, K, K, K, K])
+    assert K + 30 <= state.info.delivered <= WORKERS * K + 30
+
+
+def test_ms_topk_equals_top_k():
+    check(ms_topk(DENSITY, passes=32, momentum=0.9), 0.9, [K] * STEPS)
+
+
+def test_clipping_keeps_dtypes_and_large_values():
+    tx = dgc(DENSITY, clip_norm=2.0, axis_name=None, momentum=None)
+    grads = {
+        "kernel": jnp.zeros(SHAPE, jnp.bfloat16).at[3, 4].set(3e30).at[5, 6].set(-4e30),
+        "bias": jnp.zeros(30, jnp.float16),
+    }
+    update = jax.jit(lambda grads: tx.update(grads, tx.init(grads))[0])
+    updates = update(grads)
+    assert jax.tree.map(lambda x: x.dtype, updates) == jax.tree.map(lambda x: x.dtype, grads)
+    kernel = updates["kernel"].astype(jnp.float32)
+    np.testing.assert_allclose([kernel[3, 4], kernel[5, 6]], [1.2, -1.6], rtol=0.01)
+    updates = update(jax.tree.map(jnp.zeros_like, grads))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
+
+
+def test_clipping_does_not_hide_what_is_not_finite():
+    tx = dgc(DENSITY, clip_norm=1.0, axis_name=None)
+    update = jax.jit(lambda grads: tx.update(grads, tx.init(grads)))
+    for bad in (jnp.nan, jnp.inf):
+        grads = {"kernel": jnp.ones(SHAPE).at[0, 0].set(bad), "bias": jnp.ones(30)}
+        updates, state = update(grads)
+        assert state.skipped == 1
+        assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
+
+
+def test_on_devices():
+    """And a gradient that is already summed is refused."""
+    tx = dgc(DENSITY, clip_norm=3.0)
+
+    def step(state, batch, is_local=True):
+        params, opt_state = state
+        loss = lambda p: jnp.sum(p["kernel"] * batch[0]) + p["bias"].sum() * batch[0, 0, 0]
+        grads = jax.grad(loss)(local(params))
+        if not is_local:
+            grads["bias"] = jnp.ones(30)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    batch = gradients()[0]["kernel"]
+    bias = np.broadcast_to(batch[:, 0, :1], (WORKERS, 30))
+    (expected,), _ = describe([{"kernel": batch, "bias": bias}], 0.9, [K], 3.0)
+    state = shard((PARAMS, tx.init(PARAMS)), mesh(WORKERS))
+    params, _ = data_parallel(step, mesh(WORKERS))(state, batch)
+    for name, wanted in expected.items():
+        np.testing.assert_allclose(params[name], wanted, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match=r"gradient\['bias'\] is equal on all workers"):
+        data_parallel(lambda s, b: step(s, b, is_local=False), mesh(WORKERS))(state, batch)
+
+
+@pytest.mark.parametrize("clip_norm", [0, -1.0, float("inf")])
+def test_clip_norm_is_checked(clip_norm):
+    with pytest.raises(ValueError, match=r"clip_norm=.* must be positive and finite"):
+        dgc(clip_norm=clip_norm)

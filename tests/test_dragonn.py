@@ -1,0 +1,228 @@
+"""DRAGONN against its description."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_spardl import SUPPORTS, vectors
+from test_top_k_family import run, shares_by_quarter, total
+from workers import some
+
+from jaxsparse import codecs, hashing
+from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.reducers.density import entries
+from jaxsparse.reducers.dragonn import DragonnReducer, extractor
+from jaxsparse.reducers.residuals import deliver_streams
+from jaxsparse.select.slots import hash_extract, hash_slots
+from jaxsparse.stages import Stages
+from jaxsparse.transforms.dragonn import dragonn
+
+SIZE = 61
+DENSITY = 0.1
+STEPS = 3
+EXTRACTS = ("hash", "slot_max")
+
+
+@functools.cache
+def slots_of(workers, slots):
+    """Where each index is hashed to, by step and worker: (STEPS, W, SIZE)."""
+
+    def one(step, rank):
+        seed = hashing.combine(DragonnReducer().hash_seed(step, rank), 1)
+        return hash_slots(jnp.arange(SIZE, dtype=jnp.int32), slots, seed)
+
+    over_workers = jax.vmap(one, (None, 0))
+    return np.asarray(
+        jax.vmap(over_workers, (0, None))(
+            jnp.arange(STEPS, dtype=jnp.uint32), jnp.arange(workers, dtype=jnp.int32)
+        )
+    )
+
+
+def description(x, slots, slot_of):
+    """One worker's entries: Algorithm 1 with the threshold of a sample of everything."""
+    threshold = max(np.sort(np.abs(x))[-slots], 1e-30)
+    held = np.full(slots, -1)
+    for i in range(len(x)):
+        if abs(x[i]) >= threshold:
+            held[slot_of[i]] = i
+    sent = np.zeros(len(x), bool)
+    sent[held[held >= 0]] = True
+    return sent
+
+
+WHERE = [(workers, way) for workers in (1, 2, 3, 5, 8) for way in ("vmap", "shard_map")]
+USUAL = [(8, "vmap"), (3, "shard_map")]
+
+
+@pytest.mark.parametrize("where", some(WHERE, USUAL), ids=str)
+def test_equals_its_description(where):
+    workers, way = where
+    reducer = DragonnReducer(DENSITY)
+    slots = entries(DENSITY, SIZE)
+    lost = 0
+    for seed, supports in enumerate(SUPPORTS):
+        steps = [vectors(supports, workers, SIZE, seed + i, scale=16) for i in range(STEPS)]
+        for i, (x, reduced) in enumerate(run(reducer, np.stack(steps, 1), way)):
+            sent = np.array(
+                [description(x[w], slots, slots_of(workers, slots)[i, w]) for w in range(workers)]
+            )
+            np.testing.assert_array_equal(reduced.residual, np.where(sent, 0, x))
+            np.testing.assert_array_equal(reduced.sent, sent)
+            np.testing.assert_array_equal(total(reduced, 1), np.where(sent, x, 0).sum(0))
+            assert reduced.info.delivered[0] == np.count_nonzero(np.where(sent, x, 0).sum(0))
+            assert reduced.state.tolist() == [i + 1] * workers
+            lost += (slots - sent.sum(1)).clip(0).sum()
+    assert lost > 0  # slots do collide
+
+
+@pytest.mark.parametrize("where", some(WHERE, [(5, "vmap")]), ids=str)
+def test_slot_max_conserves_and_sends_the_largest(where):
+    check_slot_max(*where, codecs.COO)
+
+
+def test_slot_max_conserves_what_is_rounded():
+    check_slot_max(5, "vmap", codecs.Packed())
+
+
+def check_slot_max(workers, way, codec):
+    reducer = DragonnReducer(DENSITY, "slot_max", codec=codec)
+    for seed, supports in enumerate(SUPPORTS):
+        steps = [vectors(supports, workers, SIZE, seed + i, scale=16) for i in range(STEPS)]
+        for x, reduced in run(reducer, np.stack(steps, 1), way):
+            np.testing.assert_array_equal(reduced.mean, reduced.mean[:1].repeat(workers, 0))
+            kept = workers * reduced.mean[0].astype(float) + reduced.residual.sum(0, dtype=float)
+            np.testing.assert_allclose(kept, x.sum(0, dtype=float), atol=1e-3 * abs(x).max())
+            assert np.all(reduced.sent.sum(1) <= entries(DENSITY, SIZE))
+            largest = abs(x).argmax(1)
+            assert np.all(reduced.sent[range(workers), largest] | (abs(x).max(1) == 0))
+
+
+def test_worked_example():
+    """x = [5, 9, 1, 3], t = 4, three slots, and both 5 and 9 in one of them."""
+    x = jnp.float32([5, 9, 1, 3])
+
+    def outcome(seed):
+        stream = hash_extract(x, jnp.float32(4), 3, seed=seed)
+        summed = jnp.zeros_like(x).at[stream.indices].add(stream.values, mode="drop")
+        result = AllReduced(summed, jnp.zeros_like(x), jnp.int32(0))
+        return stream, deliver_streams(x, stream, result, (), 1).residual
+
+    seeds = jnp.arange(40, dtype=jnp.uint32)
+    slots = np.asarray(jax.jit(jax.vmap(lambda s: hash_slots(jnp.arange(4), 3, s)))(seeds))
+    streams, residuals = jax.tree.map(np.asarray, jax.jit(jax.vmap(outcome))(seeds))
+    collides = slots[:, 0] == slots[:, 1]
+    assert 5 < collides.sum() < 35
+    np.testing.assert_array_equal(residuals[collides], [[5, 0, 1, 3]] * collides.sum())
+    np.testing.assert_array_equal(residuals[~collides], [[0, 0, 1, 3]] * (~collides).sum())
+    in_slot_1 = collides & (slots[:, 0] == 1)
+    assert in_slot_1.any()
+    assert np.unique(streams.indices[in_slot_1], axis=0).tolist() == [[4, 1, 4]]
+    assert np.unique(streams.values[in_slot_1], axis=0).tolist() == [[0, 9, 0]]
+
+
+def test_each_slot_holds_an_entry_that_hashes_there_and_passes():
+    size, slots, seeds = 2000, 100, jnp.arange(50, dtype=jnp.uint32)
+    x = jax.random.normal(jax.random.key(0), (size,))
+    threshold = np.sort(np.abs(x))[-slots]  # samples cover all of x
+
+    def one(seed):
+        stream = extractor("hash")(x, slots, seed)
+        slot = hash_slots(stream.indices, slots, hashing.combine(seed, 1))
+        return stream.indices, stream.values, slot
+
+    indices, values, slot = map(np.asarray, jax.jit(jax.vmap(one))(seeds))
+    held = indices < size
+    assert np.all((slot == np.arange(slots)) | ~held)
+    assert np.all((np.abs(values) >= threshold) == held)
+    np.testing.assert_array_equal(values[held], np.asarray(x)[indices[held]])
+    # Balls into bins (the paper's appendix): mean and deviation of the share of empty slots.
+    p = (1 - 1 / slots) ** slots
+    deviation = np.sqrt(slots * p * (1 - 2 * p)) / slots
+    shares = 1 - held.mean(1)
+    assert abs(shares.mean() - p) < 4 * deviation / np.sqrt(len(seeds))
+    assert 0.6 * deviation < shares.std() < 1.4 * deviation
+
+
+@pytest.mark.parametrize("extract", EXTRACTS)
+def test_zeros_take_no_slots(extract):
+    x = np.zeros((3, SIZE))
+    x[:, 7], x[:, 50] = 1, -2
+    ((_, reduced),) = run(DragonnReducer(DENSITY, extract), x)
+    assert np.all(reduced.sent.sum(1) >= 1)
+    assert set(np.flatnonzero(reduced.mean[0])) <= {7, 50}
+
+
+def test_hashes_differ_between_workers_and_steps():
+    x, slots, count = jax.random.normal(jax.random.key(0), (2000,)), 100, 8
+    reducer = DragonnReducer(0.05, seed=5)
+    extract = lambda step, rank: extractor("hash")(x, slots, reducer.hash_seed(step, rank)).indices
+    numbers, zeros = jnp.arange(count, dtype=jnp.uint32), jnp.zeros(count, jnp.uint32)
+    run = jax.jit(jax.vmap(extract))
+    for step, rank in ((numbers, zeros), (zeros, numbers)):
+        sent = [set(row[row < 2000]) for row in np.asarray(run(step, rank))]
+        assert 55 < np.mean([*map(len, sent)]) < 72
+        assert len(set.union(*sent)) >= 98
+
+
+@pytest.mark.parametrize("extract", EXTRACTS)
+@pytest.mark.parametrize("kind", ["noise", "constant"])
+def test_nothing_starves(extract, kind):
+    workers, steps, size, density = 3, 80, 400, 0.1
+    x = np.random.default_rng(0).normal(size=(workers, steps, size))
+    if kind == "constant":
+        x[:] = 1.0
+    counts, outcomes = shares_by_quarter(DragonnReducer(density, extract), x)
+    shares = counts.sum(0) / counts.sum()
+    assert np.all(abs(shares - 0.25) < 0.05), shares
+    delivered = np.sum([r.mean[0] != 0 for r in outcomes], 0)
+    assert delivered.min() >= 3
+    if kind == "constant":
+        # Of W workers' m slots a share is filled; each element waits about d / m / share steps.
+        assert abs(outcomes[-1].residual).max() <= 45
+
+
+@pytest.mark.parametrize("density", [0.05, Stages((0.2, 0.01), (3,))], ids=["fixed", "staged"])
+def test_transformation_masks_momentum_where_it_sent(density):
+    tx = dragonn(density, momentum=0.5, axis_name=None)
+    grads = {"w": jax.random.normal(jax.random.key(1), (40, 30)), "b": jnp.ones(30)}
+    state = tx.init(grads)
+    step = jax.jit(tx.update)
+    fed = np.zeros((40, 30))
+    u = np.zeros((40, 30))
+    for _ in range(6):
+        u = np.float32(0.5) * u + np.asarray(grads["w"])
+        fed += u
+        updates, state = step(grads, state)
+        sent = np.asarray(updates["w"]) != 0
+        assert 0 < sent.sum() < sent.size
+        fed -= updates["w"]
+        u = np.where(sent, 0, u)
+        np.testing.assert_allclose(state.residual[0].value[0].reshape(40, 30), fed, atol=1e-5)
+        np.testing.assert_allclose(state.momentum[0].value[0].reshape(40, 30), u, atol=1e-6)
+
+
+def test_settings_are_checked():
+    for settings, complaint in [
+        ({"density": 0.0}, r"density=0\.0 must lie in \(0, 1\]"),
+        ({"extract": "count"}, r"extract='count' is unknown: use one of \('hash', 'slot_max'\)"),
+        ({"samples": 0}, "samples=0 must be at least 1"),
+        ({"samples": 10, "extract": "slot_max"}, "samples=10 are for the threshold of"),
+        ({"seed": 0.5}, r"seed=0\.5 must be an int"),
+        ({"codec": "coo"}, "codec='coo'"),
+    ]:
+        with pytest.raises(ValueError, match=complaint):
+            dragonn(**settings)
+
+
+def test_a_sample_estimates_the_threshold():
+    size, slots = 40_000, 400
+    x = jax.random.normal(jax.random.key(0), (size,))
+    extract = lambda seed: extractor("hash", samples=8000)(x, slots, seed).indices
+    indices = np.asarray(jax.jit(jax.vmap(extract))(jnp.arange(8, dtype=jnp.uint32)))
+    share = (indices < size).mean(1)
+    # About 80 of the sample pass: within 11 %, of slots of which exp(-1) stay empty.
+    assert np.all(abs(share - 0.63) < 0.15)
+    assert len(set(share.tolist())) > 1

@@ -1,0 +1,192 @@
+"""The language model: its text, its embedding's gradient, and a small run."""
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import matplotlib.image
+import numpy as np
+import pytest
+from flax import nnx
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples" / "language_model"
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The example's own modules, which it imports from beside it."""
+    names = ("corpus", "model", "results", "train")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+        yield {name: importlib.import_module(name) for name in names}
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(others)
+
+
+@pytest.fixture(scope="module")
+def corpus(modules):
+    return modules["corpus"]
+
+
+@pytest.fixture(scope="module")
+def model(modules):
+    return modules["model"]
+
+
+@pytest.fixture(scope="module")
+def train(modules):
+    return modules["train"]
+
+
+def run(*flags, cwd):
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "100", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "train.py"), *map(str, flags)],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_manual_and_docstrings_are_read_without_importing(corpus, tmp_path):
+    manual = corpus.manual()
+    assert manual == corpus.manual()
+    assert len(manual) > 50
+    assert sum(map(len, manual)) > 50_000
+    (tmp_path / "test").mkdir()
+    (tmp_path / "b.py").write_text('"""Second file."""\nraise SystemExit\n')
+    (tmp_path / "a.py").write_text(
+        '"""Module."""\nclass A:\n    """A\'s doc."""\n    async def f(self):\n        "F, g!"\n'
+    )
+    (tmp_path / "c.py").write_text("x = 'no docstring'\n")
+    (tmp_path / "test" / "d.py").write_text('"""Left out."""\n')
+    assert corpus.docstrings(tmp_path) == [
+        ["module", ".", "a's", "doc", ".", "f", ",", "g", "!"],
+        ["second", "file", "."],
+    ]
+
+
+def test_vocabulary_is_that_of_train_by_frequency_then_alphabet(corpus):
+    train = [["b", "a", "b"], ["c", "a", "d", "<unk>"]]
+    texts = corpus.build(train, [["d", "zebra", "b"]], vocabulary=5)
+    assert texts.words == ("<unk>", "<eos>", "a", "b", "c")
+    assert texts.train.tolist() == [3, 2, 3, 1, 4, 2, 0, 0, 1]
+    assert texts.valid.tolist() == [0, 0, 3, 1]
+    assert texts.train.dtype == texts.valid.dtype == np.int32
+    # A larger vocabulary than the text's ends where the text's does.
+    assert corpus.build(train, train, vocabulary=99).words[2:] == ("a", "b", "c", "d")
+
+
+def test_split_is_by_document_and_puts_copies_on_one_side(corpus):
+    documents = [[f"word{i % 400}", "x"] for i in range(600)]
+    train, valid = corpus.split(documents)
+    assert sorted(map(tuple, train + valid)) == sorted(map(tuple, documents))
+    assert not set(map(tuple, train)) & set(map(tuple, valid))
+    assert 30 < len(valid) < 90
+    assert corpus.split(documents[::-1]) == (train[::-1], valid[::-1])
+
+
+def test_files_of_tokens_are_read_as_they_are(corpus, tmp_path):
+    path = tmp_path / "wiki.tokens"
+    path.write_text(" \n = Robert <unk> = \n \n The N.5 @-@ year café . \n", encoding="utf-8")
+    assert corpus.read(path) == [
+        ["=", "Robert", "<unk>", "="],
+        ["The", "N.5", "@-@", "year", "café", "."],
+    ]
+
+
+def test_batches_are_windows_of_the_text(corpus):
+    text = np.arange(50, dtype=np.int32)
+    first, again, other = (list(corpus.batches(text, 6, 7, 30, seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert np.shape(first) == (30, 6, 8)
+    assert np.all(np.diff(first) == 1)
+    assert np.min(first) == 0
+    assert np.max(first) == 49  # the last word is a target, too
+
+
+def test_consecutive_windows_predict_each_word_once(corpus):
+    windows = corpus.consecutive(np.arange(23, dtype=np.int32), 5)
+    np.testing.assert_array_equal(windows[:, 1:].reshape(-1), np.arange(1, 21))
+    np.testing.assert_array_equal(windows[:, :-1].reshape(-1), np.arange(20))
+
+
+def test_embedding_gradient_has_the_rows_of_the_inputs_and_no_others(model):
+    lm = model.LanguageModel(words=50, width=8, hidden=8, output=8, rngs=nnx.Rngs(0))
+    value_and_grad = jax.jit(nnx.value_and_grad(model.loss))
+    for seed in range(5):
+        windows = np.random.default_rng(seed).integers(50, size=(3, 5), dtype=np.int32)
+        loss, grads = value_and_grad(lm, windows)
+        assert float(loss) == pytest.approx(math.log(50), rel=0.2)  # it knows nothing yet
+        rows = np.flatnonzero(np.any(grads.embedding.embedding[...] != 0, axis=1))
+        np.testing.assert_array_equal(rows, np.unique(windows[:, :-1]))
+        assert np.all(np.any(grads.output.kernel[...] != 0, axis=0))  # no word is left out
+
+
+def test_small_run_reports_perplexity_bytes_and_overflow(tmp_path):
+    printed = run("--small", "--methods", "s2", "--seeds", 0, 1, cwd=tmp_path)
+    out = tmp_path / "out/language_model"
+    result = json.loads((out / "results.json").read_text())
+    settings, (dense, s2) = result["settings"], result["methods"].values()
+    words, width, workers = settings["vocabulary"], settings["width"], settings["workers"]
+    assert dense["embedding_bytes"] == 2 * (workers - 1) / workers * 4 * (words * width + 1)
+    assert s2["embedding_bytes"] < dense["embedding_bytes"] / 8
+    saved = dense["received_bytes"] - s2["received_bytes"]
+    assert saved == pytest.approx(dense["embedding_bytes"] - s2["embedding_bytes"])
+    assert s2["overflow"] == dense["overflow"] == 0
+    for method in (dense, s2):
+        perplexities = np.array(method["curves"]["perplexity"])
+        assert perplexities.shape == (2, len(method["curves"]["steps"]))
+        assert np.all(perplexities[:, -1] < words)
+        row = f"{perplexities[:, -1].mean():.1f} ± {perplexities[:, -1].std(ddof=1):.1f}"
+        assert row in printed
+    assert s2["perplexity"] == pytest.approx(dense["perplexity"], rel=0.05)
+    height, width, _ = matplotlib.image.imread(out / "perplexity.png").shape
+    assert height > 300
+    assert width > 500
+
+
+@pytest.mark.slow
+def test_every_method_trains_on_a_file_of_tokens_with_three_workers(tmp_path):
+    rng = np.random.default_rng(0)
+    lines = [" ".join(f"w{i}" for i in rng.zipf(1.3, size=30) % 900) for _ in range(200)]
+    (tmp_path / "train").write_text("\n\n".join(lines[:150]))
+    (tmp_path / "valid").write_text("\n\n".join(lines[150:]))
+    flags = ["--corpus", "train", "--valid", "valid", "--workers", 3, "--steps", 10, "--union", 8]
+    run("--small", *flags, cwd=tmp_path)
+    result = json.loads((tmp_path / "out/language_model/results.json").read_text())["methods"]
+    assert list(result) == ["dense", "gather", "s2", "s2 + spardl"]
+    assert result["gather"]["perplexity"] == pytest.approx(result["dense"]["perplexity"], rel=1e-3)
+    assert result["gather"]["overflow"] == 0
+    assert result["s2"]["overflow"] > 0  # --union leaves room for too few
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--valid", "x"], "--valid needs --corpus"),
+        (["--corpus", "missing"], "missing"),
+        (["--corpus", "short", "--length", "64"], "--length"),
+        (["--small", "--density", "2"], "--density: density=2.0"),
+        (["--steps", "0"], "--steps: 0 is out of range: give at least 1"),
+    ],
+)
+def test_wrong_flags_are_named(train, tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short").write_text("\n".join(f"one two {i}" for i in range(20)))
+    with pytest.raises(SystemExit):
+        train.main(flags)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""Different reducers for different leaves, in one transformation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_bytes import compiled_step
+from workers import mesh, on_workers
+
+from jaxsparse import (
+    DenseReducer,
+    SketchedBudget,
+    SketchedReducer,
+    SparDLReducer,
+    Stages,
+    TopKReducer,
+    TrueTopKReducer,
+    cost,
+    data_parallel,
+    error_feedback,
+    layout,
+    local,
+    shard,
+)
+from jaxsparse.partition import partition
+from jaxsparse.reducers.staged import staged
+
+SHAPES = {"embed": (50, 8), "kernel": (30, 20), "out": (20, 11), "bias": (20,)}
+RULES = {"embed": TopKReducer(0.1), "kernel|out": SparDLReducer(0.05)}
+
+
+def gradients(workers, steps=3):
+    rng = np.random.default_rng(workers)
+    return {
+        name: jnp.asarray(rng.integers(-50, 50, (steps, workers, *shape)) * workers, jnp.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+def train(tx, workers, steps=3):
+    """Each worker's updates of some steps, and its last state."""
+
+    def run(grads):
+        state = tx.init(jax.tree.map(lambda g: g[0], grads))
+        state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], state, grads)
+        return updates, state
+
+    stacked = jax.tree.map(lambda x: x.swapaxes(0, 1), gradients(workers, steps))
+    return on_workers(run, workers, "vmap")(stacked)
+
+
+def test_each_group_is_exchanged_as_if_alone():
+    updates, state = train(partition(RULES, momentum=0.5), 3)
+    for rule, reducer in RULES.items():
+        names = rule.split("|")
+        alone = error_feedback(
+            reducer,
+            momentum=0.5,
+            is_dense=lambda path, shape, names=names: not any(n in path for n in names),
+        )
+        expected, _ = train(alone, 3)
+        for name in [*names, "bias"]:
+            np.testing.assert_array_equal(updates[name], expected[name], err_msg=name)
+    assert [node.value.shape for node in state.residual] == [(3, 1, 400), (3, 1, 820)]
+
+
+def test_a_function_and_a_mapping_are_the_same():
+    def policy(path, shape):
+        if len(shape) < 2:
+            return None
+        return TopKReducer(0.1) if shape == (50, 8) else SparDLReducer(0.05)
+
+    one, other = train(partition(policy), 2)[0], train(partition(RULES), 2)[0]
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_the_first_rule_that_matches_counts_and_the_default_takes_the_rest():
+    tx = partition({"embed": None, "e": TopKReducer(1.0)}, DenseReducer())
+    sizes = [
+        node.value.shape[1]
+        for node in tx.init({k: jnp.zeros(v) for k, v in SHAPES.items()}).residual
+    ]
+    assert sizes == [20 + 220, 600]  # bias and out: DenseReducer; kernel; embed goes dense
+
+
+def test_payload_is_the_sum_of_the_groups():
+    shapes = {"embed": (300, 16), "kernel": (64, 50), "bias": (33,)}
+    tx = partition(
+        {
+            "embed": TrueTopKReducer(7),
+            "kernel": SketchedReducer(k=10, cols=100, rows=3, oversampling=2),
+        }
+    )
+    sent = cost.wire_bytes(compiled_step(tx, mesh(2), shapes))
+    assert sent.payload == 4 * (300 * 16 + 3 * 100 + 2 * 10 + 33 + 1)
+
+
+def test_a_budget_for_one_group_counts_the_dense_leaves_and_for_several_does_not():
+    budget = SketchedBudget(5.0, SketchedReducer(k=1, cols=1), None, None)
+    shapes = {"embed": (300, 16), "kernel": (64, 50), "bias": (300,)}
+    alone = cost.wire_bytes(compiled_step(partition({"e": budget}), mesh(2), shapes)).payload
+    wanted = 4 * (300 * 16 + 64 * 50 + 300) / 5
+    assert wanted - 4 * 9 < alone <= wanted
+    both = partition({"embed": budget, "kernel": TrueTopKReducer(1)})
+    payload = cost.wire_bytes(compiled_step(both, mesh(2), shapes)).payload
+    wanted = 4 * (300 * 16 / 5 + 64 * 50 + 300 + 1)
+    assert wanted - 4 * 9 < payload <= wanted
+
+
+def test_no_more_memory_than_one_group():
+    """What is flattened is flattened once."""
+    shapes = {"embed": (2**16, 64), "kernel": (2**16, 64)}
+
+    def peak(tx):
+        return compiled_step(tx, mesh(2), shapes, donate=0).memory_analysis().temp_size_in_bytes
+
+    reducer = TopKReducer(0.01)
+    apart = partition({"embed": TopKReducer(0.01, selection="exact"), "kernel": reducer})
+    assert peak(apart) <= 1.01 * peak(error_feedback(TopKReducer(0.01, selection="exact")))
+
+
+def test_composes_with_an_optimizer_and_stages():
+    tx = optax.chain(
+        partition({"embed": TopKReducer(0.1), "k": SparDLReducer(0.1)}),
+        optax.sgd(1e-2, momentum=0.9),
+    )
+    params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+
+    def step(state, batch):
+        params, opt_state = state
+        loss = lambda p: sum(jnp.sum(x * x) for x in jax.tree.leaves(p)) * batch.mean()
+        updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    run = data_parallel(step, mesh(3))
+    state = shard((params, tx.init(params)), mesh(3))
+    for _ in range(3):
+        state = run(state, jnp.ones(3, jnp.float32))
+    assert all(np.all(np.asarray(leaf) < 1) for leaf in [state[0]["bias"]])
+    assert np.any(np.asarray(state[0]["embed"]) < 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"embedding": TopKReducer(0.1)}, "no leaf is left for .'embedding'.*embed"),
+        ({"embed": None, "bed": None}, "no leaf is left for .'bed'"),
+        ({"embed": 0.01}, "policy gives 0.01 for leaf.*give a reducer"),
+        ({"embed": TopKReducer}, "policy gives <class"),
+        (lambda path, shape: "dense", "policy gives 'dense' for leaf"),
+        ({"['embed'": None}, "is no regular expression"),
+    ],
+)
+def test_bad_policies_are_refused(policy, message):
+    with pytest.raises(ValueError, match=message):
+        partition(policy).init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+
+
+def test_unhashable_reducers_are_refused():
+    class Mine(DenseReducer):
+        __hash__ = None
+
+    with pytest.raises(ValueError, match=r"not hashable.*frozen"):
+        partition({"embed": Mine()}).init({"embed": jnp.zeros((3, 3))})
+
+
+@pytest.mark.parametrize("limit", [1, 64, 100, 10**6])
+def test_buckets_of_blocks_hold_whole_blocks(limit):
+    tree = {"a": jnp.zeros((5, 50)), "b": jnp.zeros((4, 50)), "c": jnp.zeros(7)}
+    plan = layout.plan_groups(
+        tree,
+        lambda path, shape: len(shape) or None,
+        bucket_size=limit,
+        alignment=lambda g: 50 if g == 2 else 1,
+    )
+    sizes = [size for size, group in zip(plan.bucket_sizes, plan.groups) if group == 2]
+    assert sum(sizes) == 450
+    assert all(size % 50 == 0 and size <= max(limit, 50) for size in sizes)
+    assert len(sizes) == -(-9 // max(1, limit // 50))
+    others = [size for size, group in zip(plan.bucket_sizes, plan.groups) if group == 1]
+    assert sum(others) == 7
+    assert max(others) <= limit
+    vectors, dense = plan.flatten(tree)
+    jax.tree.map(np.testing.assert_array_equal, plan.unflatten(vectors, dense), tree)
+
+
+def test_stages_are_budgets():
+    reducer = staged(TopKReducer, Stages((0.5, 0.1), (2,)))
+    updates, _ = train(partition({"embed": reducer}), 1)
+    assert np.count_nonzero(updates["embed"][0], axis=(1, 2)).tolist() == [200, 200, 40]

@@ -1,0 +1,415 @@
+"""Signs, the quantised all-reduce and its reducer against NumPy, and in training."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from workers import on_workers, some
+
+from jaxsparse import cost
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.quantized_all_reduce import (
+    quantized_all_reduce,
+    quantized_all_reduce_traffic,
+)
+from jaxsparse.feedback import error_feedback
+from jaxsparse.quantize import QSGD, Quantizer, Sign, dequantize, quantize, to_message
+from jaxsparse.reducers.quantized import QuantizedReducer
+from jaxsparse.transforms.quantized import qsgd, sign_sgd
+
+ROOT = Path(__file__).parents[1]
+WHERE = [(w, way) for way in ("vmap", "shard_map", "shard_map_unchecked") for w in (1, 2, 3, 5, 8)]
+USUAL = [(3, "vmap"), (8, "shard_map")]
+
+
+def normal(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def in_buckets(x, size):
+    return [x[start : start + size] for start in range(0, len(x), size)]
+
+
+def signs(x, bucket_size):
+    """Karimireddy et al., (||x||_1 / d) sign(x), bucket by bucket; sign(0) = 1."""
+    parts = [np.where(b >= 0, 1, -1) * np.abs(b).mean() for b in in_buckets(x, bucket_size)]
+    return np.concatenate([np.zeros(0), *parts])
+
+
+def nearest(x, bits, bucket_size):
+    """QSGD under "max", rounded to nearest."""
+    s = 2 ** (bits - 1) - 1
+    parts = [np.zeros(0)]
+    for b in in_buckets(x, bucket_size):
+        scale = np.abs(b).max()
+        parts += [np.round(b / scale * s) * scale / s if scale else b]
+    return np.concatenate(parts)
+
+
+def all_reduced(x, rule):
+    """Total and residuals of workers' vectors x[w, d] if `rule` quantises each range."""
+    workers, size = x.shape
+    m = -(-size // workers)
+    total, residuals = np.zeros(size), np.zeros(x.shape)
+    for owner in range(workers):
+        span = slice(owner * m, (owner + 1) * m)
+        sent = np.stack([row[span] if w == owner else rule(row[span]) for w, row in enumerate(x)])
+        residuals[:, span] = x[:, span] - sent
+        total[span] = rule(sent.sum(axis=0))
+        residuals[owner, span] = sent.sum(axis=0) - total[span]
+    return total, residuals
+
+
+SIGN = Sign(bucket_size=8)
+RULES = {
+    SIGN: functools.partial(signs, bucket_size=8),
+    QSGD(4, 8): functools.partial(nearest, bits=4, bucket_size=8),
+}
+
+
+@functools.cache
+def reduce(quantizer, workers, way="vmap"):
+    return on_workers(lambda x: quantized_all_reduce(x, quantizer, axis_name="data"), workers, way)
+
+
+def run(quantizer, x, way="vmap"):
+    result = jax.tree.map(np.asarray, reduce(quantizer, len(x), way)(x.astype(np.float32)))
+    assert result.total.dtype == result.residual.dtype == np.float32
+    assert not result.overflow.any()
+    np.testing.assert_array_equal(result.total, np.broadcast_to(result.total[:1], x.shape))
+    return result.total[0].astype(np.float64), result.residual.astype(np.float64)
+
+
+@pytest.mark.parametrize("size", [1, 5, 33, 100])
+def test_signs_are_the_definition(size):
+    x = normal(size)
+    x[::3] = 0
+    x[1::7] = -0.0
+    spec = Sign(bucket_size=16)
+    quantized = quantize(jnp.asarray(x), spec, None)
+    found = np.asarray(dequantize(quantized, spec, size))
+    np.testing.assert_allclose(found, signs(x.astype(np.float64), 16), rtol=1e-6)
+    assert to_message(quantized).shape == (spec.words(size),)
+    assert spec.words(size) == np.ceil(size / 32) + np.ceil(size / 16)
+    assert isinstance(spec, Quantizer)
+
+
+@pytest.mark.parametrize("count", [0, 3, 16, 17, 40])
+def test_padding_does_not_count_in_a_mean(count):
+    spec, x = Sign(bucket_size=16), normal(40)
+    x[count:] = 0
+    padded = dequantize(quantize(jnp.asarray(x), spec, None, jnp.int32(count)), spec, 40)
+    np.testing.assert_allclose(padded[:count], signs(x[:count], 16), rtol=1e-6)
+
+
+def test_signs_are_a_contraction_and_no_more():
+    spec = Sign(bucket_size=16)
+    one = np.zeros(16, np.float32)
+    one[3] = -2
+    for x in (one, normal(16), normal(16) ** 5, np.ones(16, np.float32)):
+        error = np.asarray(dequantize(quantize(jnp.asarray(x), spec, None), spec, 16)) - x
+        ratio = np.sum(error.astype(np.float64) ** 2) / np.sum(x.astype(np.float64) ** 2)
+        assert ratio <= spec.error_bound() * (1 + 1e-6)
+        if x is one:
+            np.testing.assert_allclose(ratio, spec.error_bound(), rtol=1e-6)
+
+
+def test_signs_of_huge_values_and_of_those_that_are_not_finite():
+    x = np.full(64, -3e38, np.float32)
+    x[16:32], x[40], x[60] = 0, np.nan, np.inf
+    found = np.asarray(dequantize(quantize(jnp.asarray(x), SIGN16, None), SIGN16, 64))
+    np.testing.assert_allclose(found[:16], x[:16], rtol=1e-6)
+    assert not found[16:32].any()
+    assert not np.isfinite(found[32:]).any()
+
+
+SIGN16 = Sign(bucket_size=16)
+
+
+@pytest.mark.parametrize("where", some(WHERE, USUAL), ids=str)
+@pytest.mark.parametrize("quantizer", RULES, ids=str)
+@pytest.mark.parametrize("size", some([2, 61, 80], [61]))
+def test_all_reduce_equals_its_description(quantizer, size, where):
+    workers, way = where
+    for seed in range(3):
+        x = normal((workers, size), seed)
+        if workers == 1:
+            expected, residuals = x[0], np.zeros_like(x)
+        else:
+            expected, residuals = all_reduced(x.astype(np.float64), RULES[quantizer])
+        total, residual = run(quantizer, x, way)
+        np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(residual, residuals, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", some(WHERE, [(3, "shard_map"), (8, "vmap")]), ids=str)
+def test_nothing_is_lost_to_the_bit(where):
+    workers, way = where
+    # Scales that divide levels, and means of powers of two, are exact in float32.
+    for quantizer, sizes in ((QSGD(2, 8), some_sizes(workers)), (SIGN, [workers * 16])):
+        for size in sizes:
+            for seed in range(3):
+                x = np.rint(20 * normal((workers, size), seed))
+                total, residual = run(quantizer, x, way)
+                np.testing.assert_array_equal(total + residual.sum(axis=0), x.sum(axis=0))
+                assert residual.any() == (workers > 1 and size > workers)
+
+
+def some_sizes(workers):
+    return [workers - 1, 61] if workers > 2 else [61]
+
+
+def test_one_worker_sends_and_rounds_nothing():
+    x = normal(40)
+    with wire.record() as messages:
+        for reducer in (QuantizedReducer(QSGD(2)), QuantizedReducer(SIGN, "nearest")):
+            reduced = reducer(jnp.asarray(x), reducer.init(40), axis_name=None)
+            np.testing.assert_array_equal(reduced.mean, x)
+            assert not reduced.residual.any()
+            assert reduced.info.delivered == 40
+    assert messages == []
+
+
+@functools.cache
+def draw(quantizer, workers, trials):
+    """Totals by key, of one worker's view; the same keys on all workers."""
+
+    def one(x, keys):
+        reduced = lambda key: quantized_all_reduce(x, quantizer, axis_name="data", key=key)
+        return jax.vmap(reduced)(keys)
+
+    drawn = on_workers(one, workers, "vmap")
+    keys = jax.random.split(jax.random.key(0), trials)
+    return lambda x: drawn(x, jnp.broadcast_to(keys, (workers, trials)))
+
+
+@pytest.mark.parametrize(
+    "quantizer", some([QSGD(2, 8), QSGD(4, 8), QSGD(4, 8, "l2")], [QSGD(2, 8)]), ids=str
+)
+def test_stochastic_rounding_is_unbiased_and_forgotten(quantizer):
+    workers, size, trials = 3, 41, 2000
+    x = normal((workers, size))
+    result = draw(quantizer, workers, trials)(x)
+    totals = np.asarray(result.total, np.float64)
+    np.testing.assert_array_equal(totals, np.broadcast_to(totals[:1], totals.shape))
+    assert not np.any(result.residual)
+    errors = totals[0] - x.sum(axis=0, dtype=np.float64)
+    spread = errors.std(axis=0)
+    assert np.all(np.abs(errors.mean(axis=0)) <= 5 * spread / trials**0.5 + 1e-5)
+    assert np.median(spread) > 0.02
+    assert np.abs(errors.mean(axis=0)).max() < errors.std() / 5
+
+
+def test_workers_round_independently():
+    # Whose values alone are not 0 has its sum rounded no further: a value is 0 or the largest.
+    workers, trials, m = 3, 1000, 8
+    x = np.full(workers * m, 0.5, np.float32)
+    x[::m] = 1
+    reduced = draw(QSGD(2, 8), workers, trials)
+    by_worker = []
+    for worker in (0, 1):
+        alone = np.zeros((workers, workers * m), np.float32)
+        alone[worker] = x
+        by_worker.append(np.asarray(reduced(alone).total)[0].reshape(trials, workers, m) - 0.5)
+    (_, c, a), (_, _, b) = (np.moveaxis(errors[:, :, 1:], 1, 0) for errors in by_worker)
+    assert np.all(np.abs(a) == 0.5)
+    assert np.all(np.abs(b) == 0.5)
+    assert np.abs((4 * a * b).mean(axis=0)).max() < 5 / trials**0.5
+    assert np.abs((4 * a * c).mean(axis=0)).max() < 5 / trials**0.5  # two ranges
+    assert np.abs((4 * a[1:] * a[:-1]).mean(axis=0)).max() < 5 / trials**0.5
+    assert np.abs((4 * a[:, 1:] * a[:, :-1]).mean(axis=0)).max() < 5 / trials**0.5
+
+
+@functools.cache
+def feedback_loop(reducer, workers, way="vmap"):
+    """Feeds residuals back over gradients[step, d] of each worker."""
+
+    def step(carried, gradient):
+        state, residual = carried
+        x = residual + gradient
+        reduced = reducer(x, state, axis_name="data")
+        return (reduced.state, reduced.residual), (x, reduced)
+
+    def run(gradients):
+        start = reducer.init(gradients.shape[1]), jnp.zeros_like(gradients[0])
+        return jax.lax.scan(step, start, gradients)[1]
+
+    return on_workers(run, workers, way)
+
+
+def test_each_step_rounds_anew():
+    reducer = QuantizedReducer(QSGD(2, 8))
+    gradients = np.broadcast_to(normal((3, 1, 40)), (3, 5, 40))
+    _, reduced = feedback_loop(reducer, 3)(gradients)
+    np.testing.assert_array_equal(reduced.state[0], np.arange(1, 6))
+    assert reduced.sent is None
+    assert len(np.unique(reduced.mean[0], axis=0)) == 5
+    _, again = feedback_loop(reducer, 3)(gradients)
+    np.testing.assert_array_equal(again.mean, reduced.mean)
+    _, other = feedback_loop(QuantizedReducer(QSGD(2, 8), seed=1), 3)(gradients)
+    assert np.any(other.mean != reduced.mean)
+
+
+BOUNDED = [(Sign(256), 1.5), (QSGD(2, 256), 3.0), (QSGD(4, 256), 0.25)]
+
+
+@pytest.mark.parametrize("workers", some([2, 5, 8], [8]))
+@pytest.mark.parametrize(("quantizer", "largest"), BOUNDED, ids=str)
+def test_the_residual_stays_bounded_over_200_steps(quantizer, largest, workers):
+    gradients = normal((workers, 200, 8 * 256))
+    _, reduced = feedback_loop(QuantizedReducer(quantizer, "nearest"), workers)(gradients)
+    residual = np.asarray(reduced.residual, np.float64).sum(axis=0)
+    scale = np.linalg.norm(gradients.sum(axis=0), axis=-1)
+    ratios = np.linalg.norm(residual, axis=-1) / scale
+    assert ratios.max() < largest
+    # As high in the first half as in the second: it has settled.
+    assert ratios[150:].mean() < 1.2 * ratios[50:100].mean()
+    delivered = workers * np.asarray(reduced.mean[0], np.float64).sum(axis=0)
+    wanted = gradients.sum(axis=(0, 1), dtype=np.float64)
+    np.testing.assert_allclose(delivered + residual[-1], wanted, atol=2e-2)
+
+
+@pytest.mark.parametrize("quantizer", [Sign(8), QSGD(4, 8)], ids=str)
+def test_sums_that_overflow_are_kept(quantizer):
+    x = normal((3, 1, 48))
+    x[:, 0, 20] = 3e38  # in the first bucket of the second range
+    _, reduced = feedback_loop(QuantizedReducer(quantizer, "nearest"), 3)(x)
+    mean, residual = np.asarray(reduced.mean)[0, 0], np.asarray(reduced.residual)[:, 0]
+    assert not mean[16:24].any()
+    np.testing.assert_array_equal(residual[:, 16:24], x[:, 0, 16:24])
+    assert mean[:16].any()
+    assert np.isfinite(residual).all()
+    others = np.r_[0:16, 24:48]
+    kept = 3 * mean[others].astype(np.float64) + residual[:, others].sum(axis=0, dtype=np.float64)
+    np.testing.assert_allclose(kept, x[:, 0, others].sum(axis=0, dtype=np.float64), atol=1e-5)
+
+
+@pytest.mark.parametrize("workers", some([2, 3, 5, 8], [3, 8]))
+@pytest.mark.parametrize("quantizer", [QSGD(4, 64), Sign(64)], ids=str)
+def test_words_on_the_wire_are_as_reckoned(quantizer, workers):
+    size = 1001
+    compiled = reduce(quantizer, workers, "shard_map").lower(
+        jax.ShapeDtypeStruct((workers, size), jnp.float32)
+    )
+    moved = cost.wire_bytes(compiled.compile())
+    assert {c.op for c in moved.collectives} == {"all-to-all", "all-gather"}
+    reckoned = quantized_all_reduce_traffic(size, workers, quantizer)
+    assert moved.received == 4 * reckoned.words
+    packed = quantizer.words(size)
+    assert 2 * (workers - 1) / workers * packed <= reckoned.words
+    assert reckoned.words <= 2 * (workers - 1) * (packed / workers + 3)
+    assert quantized_all_reduce_traffic(size, 1, quantizer) == cost.Traffic(0, 0)
+
+
+def test_momentum_with_stochastic_rounding_is_plain_momentum():
+    # All of a bucket's values are equal, and stay so: no rounding.
+    tx = error_feedback(
+        QuantizedReducer(QSGD(2, 8)), momentum=0.9, is_dense=lambda path, shape: False
+    )
+    gradients = np.repeat(normal((3, 4, 6)), 8, axis=2)
+
+    def updates(gradients):
+        step = lambda state, g: tx.update(g, state)[::-1]
+        return jax.lax.scan(step, tx.init(gradients[0]), gradients)[1]
+
+    found = on_workers(updates, 3, "vmap")(gradients)
+    plain, state = optax.trace(0.9), optax.trace(0.9).init(jnp.zeros(48))
+    for i, mean in enumerate(gradients.mean(axis=0)):
+        expected, state = plain.update(jnp.asarray(mean), state)
+        np.testing.assert_allclose(found[0, i], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_signs_need_feedback():
+    """Karimireddy et al., Counterexample 2: f(x) = e |x_1 + x_2| + |x_1 - x_2|, twice."""
+    reducer, workers, e = QuantizedReducer(Sign(), "nearest"), 2, 0.5
+
+    def step(carried, i, has_feedback):
+        x, residual = carried
+        a, b = x.reshape(2, 2).T
+        along, across = jnp.where(a + b > 0, e, -e), jnp.where(a - b > 0, 1.0, -1.0)
+        gradient = jnp.stack([along + across, along - across], axis=1).reshape(-1)
+        rate = 0.1 / jnp.sqrt(i + 1)
+        reduced = reducer(residual + rate * gradient, (), axis_name="data")
+        kept = jnp.where(has_feedback, reduced.residual, 0)
+        return (x - reduced.mean, kept), None
+
+    def run(start, has_feedback):
+        steps = jnp.arange(300, dtype=jnp.float32)
+        one = functools.partial(step, has_feedback=has_feedback)
+        return jax.lax.scan(one, (start, jnp.zeros_like(start)), steps)[0][0]
+
+    start = np.array([1.0, 0.52, -0.71, -0.3], np.float32)
+    for has_feedback in (True, False):
+        train = on_workers(run, workers, "vmap")
+        x = train(np.stack([start] * 2), np.full(2, has_feedback))[0].reshape(2, 2)
+        if has_feedback:
+            assert np.abs(x).max() < 0.05
+        else:  # it never leaves the line on which it began
+            np.testing.assert_allclose(x.sum(axis=1), start.reshape(2, 2).sum(axis=1), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_digits_with_feedback_are_learnt_as_by_dense_and_without_they_are_not(tmp_path):
+    methods = ["2 bits", "2 bits, feedback", "2 bits, nearest, none", "sign, feedback"]
+    methods = ["dense", *methods, "sign, none"]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    script = ROOT / "benchmarks" / "quantized.py"
+    done = subprocess.run(
+        [sys.executable, script, "--methods", *methods, "--json", tmp_path / "result.json"],
+        env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "result.json").read_text())["results"]
+    loss = {result["method"]: np.mean(result["train_loss"]) for result in results}
+    accuracy = {result["method"]: np.mean(result["accuracy"]) for result in results}
+    words = {result["method"]: result["words"] for result in results}
+    assert accuracy["dense"] > 0.965
+    for name in ("2 bits", "2 bits, feedback", "sign, feedback"):
+        assert accuracy[name] > accuracy["dense"] - 0.01
+        assert loss[name] < 1.5 * loss["dense"]
+    assert loss["2 bits, nearest, none"] > 4 * loss["2 bits, feedback"]
+    assert loss["sign, none"] > 2 * loss["sign, feedback"]
+    assert words["dense"] > 15 * words["2 bits"]
+    assert words["dense"] > 30 * words["sign, feedback"]
+
+
+ERRORS = {
+    "bucket_size": (lambda: Sign(0), "bucket_size=0 must be at least 1"),
+    "bucket_size's type": (lambda: sign_sgd(bucket_size=2.5), "bucket_size=2.5 must be an int"),
+    "key": (
+        lambda: quantize(jnp.ones(3), Sign(), jax.random.key(0)),
+        r"Sign\(bucket_size=1024\) rounds without one: pass key=None",
+    ),
+    "quantizer": (lambda: QuantizedReducer(4), "quantizer=4 is none: use quantize.QSGD"),
+    "rounding": (lambda: qsgd(rounding="up"), "rounding='up' is unknown: use 'stochastic' or"),
+    "sign": (
+        lambda: QuantizedReducer(Sign()),
+        r"rounding='stochastic', but Sign\(.*deterministic: use 'nearest'",
+    ),
+    "feedback": (
+        lambda: qsgd(4, scale="l2", rounding="nearest"),
+        "fed back it grows from step to step. Use scale='max'",
+    ),
+    "bits": (lambda: qsgd(3), "bits=3 is not supported"),
+    "seed": (lambda: qsgd(seed=1.5), "seed=1.5 must be an int"),
+    "all-reduce": (
+        lambda: quantized_all_reduce(jnp.ones(3), QSGD(4, 1024, "l2"), axis_name=None),
+        "fed back it grows",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "text"), ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_argument_its_value_and_the_fix(wrong, text):
+    with pytest.raises(ValueError, match=text):
+        wrong()

@@ -1,0 +1,282 @@
+"""S2 Reducer against its description, and the noise that it is said to have."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference_sketch as reference
+from workers import MESH_SIZES, WAYS, on_workers, some
+
+from jaxsparse import cost
+from jaxsparse.reducers.s2 import S2Reducer
+from jaxsparse.transforms.s2 import s2_reducer
+
+SIZE, BLOCK = 601, 8  # 76 blocks, the last of one element
+COUNT = 76
+
+
+@functools.cache
+def exchange(reducer, workers, way="vmap"):
+    """Feeds residuals back over the leading axis of (steps, d)."""
+
+    def step(carried, gradient):
+        state, residual = carried
+        x = residual + gradient
+        reduced = reducer(x, state, axis_name="data")
+        return (reduced.state, reduced.residual), (x, reduced)
+
+    def run(gradients):
+        start = reducer.init(gradients.shape[1]), jnp.zeros_like(gradients[0])
+        return jax.lax.scan(step, start, gradients)[1]
+
+    return on_workers(run, workers, way)
+
+
+def by_step(reducer, gradients, way="vmap"):
+    """By step: what went in (W, d), and the outcome."""
+    steps, workers, _ = gradients.shape
+    results = exchange(reducer, workers, way)(jnp.asarray(gradients.swapaxes(0, 1)))
+    return [jax.tree.map(lambda leaf, i=i: np.asarray(leaf[:, i]), results) for i in range(steps)]
+
+
+def gradients(workers, steps=3, seed=0):
+    """Heavy-tailed integers times W, whose sums and means are exact; rarely of equal norms."""
+    rng = np.random.default_rng(seed)
+    heavy = np.round(rng.standard_t(2, (steps, workers, SIZE)) * 300).clip(-9000, 9000)
+    return (heavy * workers).astype(np.float32)
+
+
+def as_blocks(x):
+    return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, COUNT * BLOCK - SIZE)]).reshape(
+        *x.shape[:-1], COUNT, BLOCK
+    )
+
+
+def spread(mask):
+    return np.repeat(mask, BLOCK, axis=-1)[..., :SIZE]
+
+
+def largest(x, k):
+    """(W, blocks): the k of largest norm of each worker."""
+    norms = np.linalg.norm(as_blocks(x.astype(np.float64)), axis=-1)
+    return np.argsort(np.argsort(-norms, axis=-1, kind="stable"), axis=-1) < k
+
+
+def described(monkeypatch, x, k, rows, cols, seed):
+    """Sum and residuals of Alg. 1 after block top-k; cols=None: the sum is exact."""
+    selected = largest(x, k)
+    union = selected.any(0)
+    sent = np.where(spread(selected), x, 0)
+    total = sent.sum(0, dtype=np.float64)
+    if cols is not None:
+        monkeypatch.setattr(reference, "TILE", BLOCK)
+        places = reference.buckets_and_signs(rows, cols, seed, np.arange(SIZE))
+        table = sum(reference.encode(own, cols, places) for own in sent)
+        total = np.where(spread(union), reference.decode(table, places), 0)
+    return total, x - sent
+
+
+WHERE = [(workers, way) for workers in MESH_SIZES for way in WAYS]
+SKETCHED = S2Reducer(BLOCK, 0.1, rows=3, seed=5)
+EXACT = S2Reducer(BLOCK, 0.1, sketch_ratio=3.0)
+CASES = [(reducer, workers, way) for reducer in (SKETCHED, EXACT) for workers, way in WHERE]
+USUAL = [(SKETCHED, 8, "vmap"), (SKETCHED, 5, "shard_map"), (EXACT, 3, "vmap")]
+
+
+def _name(case):
+    reducer, workers, way = case
+    return f"{'sketched' if reducer is SKETCHED else 'exact'}-{workers}-{way}"
+
+
+@pytest.mark.parametrize("case", some(CASES, USUAL), ids=_name)
+def test_it_is_its_description(case, monkeypatch):
+    reducer, workers, way = case
+    plan = reducer.plan(SIZE, workers)
+    assert (plan.cols is None) == (reducer is EXACT)
+    assert plan.selected == 8
+    for step, (x, reduced) in enumerate(by_step(reducer, gradients(workers), way)):
+        hash_seed = int(reference.combine(reducer.seed, step))  # fresh at each step
+        total, residual = described(monkeypatch, x, 8, reducer.rows, plan.cols, hash_seed)
+        np.testing.assert_array_equal(reduced.mean, np.repeat(reduced.mean[:1], workers, axis=0))
+        np.testing.assert_array_equal(np.rint(reduced.mean[0] * workers), total)
+        np.testing.assert_array_equal(reduced.residual, residual)
+        assert reduced.sent is None
+        assert not reduced.info.overflow.any()
+        assert reduced.info.delivered[0] == np.count_nonzero(total)
+
+
+@pytest.mark.parametrize("ratio", [0.2, 3.0], ids=["sketched", "exact"])
+@pytest.mark.parametrize("workers", some([2, 5], [5]))
+def test_what_finds_no_room_is_kept_and_counted(workers, ratio):
+    reducer = S2Reducer(BLOCK, 0.2, sketch_ratio=ratio, union_density=0.25)
+    plan = reducer.plan(SIZE, workers)
+    assert plan[:2] == (16, 19)
+    first = np.zeros((8, workers, SIZE), np.float32)
+    first[:1] = gradients(workers, steps=1)
+    waited = 0
+    for x, reduced in by_step(reducer, first):
+        selected = largest(x, 16) & np.any(as_blocks(x) != 0, axis=-1)
+        union = selected.any(0)
+        sent = np.any(as_blocks(x - reduced.residual) != 0, axis=-1)
+        kept = sent.any(0)
+        np.testing.assert_array_equal(sent, selected & kept)
+        assert kept.sum() == min(19, union.sum())
+        assert reduced.info.overflow[0] == BLOCK * (union.sum() - kept.sum())
+        waited += reduced.info.overflow[0] > 0
+        # Whole blocks, or nothing.
+        np.testing.assert_array_equal(reduced.residual, np.where(spread(sent), 0, x))
+        mean = as_blocks(reduced.mean[0])
+        assert not mean[~kept].any()
+        if ratio > 1:
+            total = np.where(spread(sent), x, 0).sum(0)
+            np.testing.assert_array_equal(np.rint(reduced.mean[0] * workers), total)
+    assert waited >= 2
+    # Nothing new came, so what is left is what the last steps did not reach.
+    assert np.count_nonzero(reduced.residual) < np.count_nonzero(first) / 2
+
+
+CASES_OF_NATURE = [(1.0, 1.0), (1.0, 0.5), (0.25, 1.0), (0.25, 0.5)]
+
+
+@pytest.mark.parametrize("case", some(CASES_OF_NATURE, [(0.25, 0.5)]), ids=str)
+def test_gradients_sparse_by_nature(case):
+    """Without a density all non-zero blocks are sent, and from a ratio of 1 on exactly."""
+    union_density, ratio = case
+    workers = 3
+    rng = np.random.default_rng(0)
+    x = gradients(workers, steps=1)
+    x *= spread(rng.random((1, workers, COUNT)) < 0.06)
+    union = np.any(as_blocks(x[0]) != 0, axis=(0, 2))
+    assert 5 < union.sum() < 19
+    reducer = S2Reducer(BLOCK, None, sketch_ratio=ratio, union_density=union_density)
+    ((_, reduced),) = by_step(reducer, x)
+    assert not reduced.residual.any()
+    assert not reduced.info.overflow.any()
+    if ratio == 1:
+        np.testing.assert_array_equal(np.rint(reduced.mean[0] * 3), x[0].sum(0))
+    else:
+        assert not reduced.mean[0][~spread(union)].any()
+        assert reducer.plan(SIZE, 3).cols == BLOCK * (38 if union_density == 1 else 9.5)
+
+
+def test_everything_is_the_dense_mean():
+    reducer = S2Reducer(BLOCK, 1.0, sketch_ratio=1.0)
+    assert reducer.laws.dense_at_full_budget
+    assert not S2Reducer().laws.dense_at_full_budget
+    x = gradients(5, steps=1)
+    ((_, reduced),) = by_step(reducer, x)
+    np.testing.assert_array_equal(reduced.mean[0], x[0].mean(0))
+    assert reducer.words(SIZE, 5) == SIZE
+
+
+@pytest.mark.parametrize("reducer", some([SKETCHED, EXACT], [SKETCHED]), ids=["sketched", "exact"])
+def test_sums_that_overflow_count_as_not_sent(reducer):
+    x = np.zeros((1, 2, SIZE), np.float32)
+    x[:, :, 3], x[:, :, 100] = 3e38, 1
+    ((_, reduced),) = by_step(reducer, x)
+    assert np.all(np.isfinite(reduced.mean))
+    assert reduced.mean[0, 3] == 0
+    assert np.all(reduced.residual[:, 3] == np.float32(3e38))
+
+
+# --- noise ---
+
+REPEATS = 400
+
+
+@functools.cache
+def repeated(reducer, workers):
+    """Means of one exchange with the hashes of many steps: (repeats, d)."""
+
+    def one(x, step):
+        return reducer(x, step, axis_name="data").mean
+
+    def run(x):
+        by_step = jax.vmap(one, in_axes=(0, None), axis_name="data")
+        steps = jnp.arange(REPEATS, dtype=jnp.uint32)
+        return jax.lax.map(lambda step: by_step(x, step)[0], steps)
+
+    return jax.jit(run)
+
+
+def disjoint(workers, own=3, blocks=480, seed=0):
+    """Normal values in `own` blocks of each worker that are no other's, (W, d)."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(blocks)
+    x = np.zeros((workers, blocks, BLOCK), np.float32)
+    for worker in range(workers):
+        at = order[worker * own : (worker + 1) * own]
+        x[worker, at] = rng.normal(size=(own, BLOCK))
+    return x.reshape(workers, -1)
+
+
+# One row of half as many words as elements: each element meets 2 others on average, of the same
+# energy (47 / 48 of that: those of its own block it never meets). The local 3 of 48 blocks make a
+# table 16 times smaller. What a median of rows leaves depends on the distribution of elements.
+@pytest.mark.parametrize(
+    "case",
+    some(
+        [(1, "union", 2.0), (3, "union", 2.5), (5, "union", 2.7), (1, "local", 32.0)],
+        [(3, "union", 2.5), (1, "local", 32.0)],
+    ),
+    ids=str,
+)
+def test_the_sketch_is_unbiased_and_as_noisy_as_documented(case):
+    (rows, sizing, expected), workers = case, 16
+    x = disjoint(workers)
+    room = 0.1 if sizing == "union" else None  # the 48 blocks of all workers
+    reducer = S2Reducer(
+        BLOCK, 3 / 480, rows=rows, sizing=sizing, union_density=room, sketch_ratio=0.5
+    )
+    means = np.asarray(repeated(reducer, workers)(jnp.asarray(x)), np.float64)
+    truth = x.sum(0, dtype=np.float64) / workers
+    assert not means[:, truth == 0].any()
+    error = (means - truth)[:, truth != 0]
+    standard = error.std(0, ddof=1) / np.sqrt(REPEATS)
+    assert np.all(np.abs(error.mean(0)) < 5 * standard)
+    assert abs(error.mean() / np.sqrt(np.mean(standard**2))) < 1
+    noise = np.sum(error**2) / REPEATS / np.sum(truth**2)
+    assert abs(noise / expected - 1) < 0.1
+    assert len({mean.tobytes() for mean in means}) == REPEATS
+
+
+def test_tables_are_sized_as_documented():
+    words = lambda workers=8, size=2**20, **settings: S2Reducer(**settings).words(size, workers)
+    count, k = 4096, 128
+    expected_union = count * (1 - (1 - k / count) ** 8)
+    assert words() == pytest.approx(0.5 * 256 * expected_union, abs=1)
+    assert words(rows=4) == pytest.approx(words(), abs=4)
+    assert words(sizing="local") == 0.5 * 256 * k
+    assert words(union_density=0.1) == pytest.approx(0.5 * 256 * 410, abs=1)
+    assert words(density=None, union_density=0.5) == 0.25 * 2**20
+    assert words(sketch_ratio=2.0) == 8 * 256 * k  # exactly, rather than a larger table
+    assert words(density=0.5, sketch_ratio=2.0) == 2**20  # all of it, and no union
+    assert words(size=100) == 100
+
+
+@pytest.mark.parametrize("reducer", some([SKETCHED, EXACT], [SKETCHED]), ids=["sketched", "exact"])
+def test_words_are_those_of_the_compiled_program(reducer):
+    step = on_workers(lambda x: reducer(x, reducer.init(SIZE), axis_name="data"), 3)
+    program = step.lower(jax.ShapeDtypeStruct((3, SIZE), jnp.float32)).compile()
+    assert cost.wire_bytes(program).received == pytest.approx(4 * reducer.traffic(SIZE, 3).words)
+
+
+def test_settings_are_checked():
+    cases = [
+        ({"block_size": 0}, "block_size=0 must be at least 1"),
+        ({"density": 0.0}, r"density=0\.0 must lie in \(0, 1\]"),
+        ({"density": None}, "union_density"),
+        ({"union_density": 1.5}, r"union_density=1\.5 must lie in \(0, 1\]"),
+        ({"sketch_ratio": 0.0}, r"sketch_ratio=0\.0 must be above 0"),
+        ({"sizing": "all"}, "sizing='all' is unknown"),
+        ({"density": None, "union_density": 0.1, "sizing": "local"}, "'local' needs a density"),
+        ({"rows": 0}, "rows=0 must be"),
+        ({"seed": -1}, "seed=-1 must be"),
+    ]
+    for settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            S2Reducer(**settings)
+        with pytest.raises(ValueError, match=message):
+            s2_reducer(**settings)

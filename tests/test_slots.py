@@ -1,0 +1,308 @@
+"""Extraction into random slots, against NumPy."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference_slots as reference
+from workers import few, on_workers, some
+
+from jaxsparse.select import slots
+from jaxsparse.select.slots import counted_hash_extract, hash_extract, hash_slots, slot_max
+
+DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+
+
+def cubed(size, seed=0, dtype=jnp.float32):
+    x = np.random.default_rng(seed).normal(size=size).astype(np.float32) ** 3
+    return jnp.asarray(x).astype(dtype)
+
+
+def magnitudes(x):
+    return np.abs(np.asarray(x).astype(np.float32))
+
+
+def energy_share(x, values):
+    """Mean over all rows of values: sum of squares over that of as many largest of x."""
+    square = np.sort(np.square(magnitudes(x).astype(np.float64)))
+    kept = np.sum(np.square(magnitudes(values).astype(np.float64)), axis=-1)
+    return np.mean(kept) / np.sum(square[-values.shape[-1] :])
+
+
+def seeds(number, first=0):
+    return jnp.arange(first, first + number, dtype=jnp.uint32)
+
+
+# --- hash_extract ---
+
+
+def test_the_worked_example():
+    x, table = jnp.float32([5, 9, 1, 3]), jnp.int32([1, 1, 0, 2, 0])
+    (indices, values), passed = slots._extract(
+        x, jnp.float32(4), 3, lambda i: table[i], like=(x, table)
+    )
+    assert indices.tolist() == [4, 1, 4]
+    assert values.tolist() == [0, 9, 0]
+    assert passed == 2
+
+
+HASH_SHAPES = [(1, 1), (2, 1), (17, 3), (1000, 1000), (5003, 50)]
+
+
+def check_extraction(x, threshold, m, seed):
+    found, passed = counted_hash_extract(x, threshold, m, seed=seed)
+    slot_of = np.asarray(hash_slots(jnp.arange(x.size, dtype=jnp.int32), m, seed))
+    indices, values, count = reference.hash_extract(x, np.float32(threshold), m, slot_of)
+    np.testing.assert_array_equal(found.indices, indices)
+    np.testing.assert_array_equal(found.values, values)
+    assert passed == count
+    assert found.indices.dtype == passed.dtype == jnp.int32
+    assert found.values.dtype == x.dtype
+
+    kept = np.asarray(found.indices)
+    kept, slot = kept[kept < x.size], np.flatnonzero(kept < x.size)
+    np.testing.assert_array_equal(slot_of[kept], slot)
+    assert np.all(magnitudes(x)[kept] >= np.float32(threshold))
+
+
+@pytest.mark.parametrize("shape", some(HASH_SHAPES, [(2, 1), (1000, 1000), (5003, 50)]))
+@pytest.mark.parametrize("dtype", some(DTYPES, DTYPES[:1]))
+def test_hash_extract_is_the_papers(shape, dtype):
+    """With none, few, as many as there is room for, one more, and all that pass."""
+    size, m = shape
+    x = cubed(size, dtype=dtype)
+    ordered = np.sort(magnitudes(x))[::-1]
+    room = [n for n in (1, m, 2 * m, 2 * m + 1, size) if n <= size]
+    for seed, threshold in enumerate([0.0, -1.0, np.inf, np.nan, *(ordered[n - 1] for n in room)]):
+        check_extraction(x, jnp.float32(threshold), m, seed)
+
+
+@pytest.mark.parametrize("seed", few(range(20), range(2)))
+def test_hash_extract_of_many_tiles(seed):
+    """Where more pass than there is room for, of which the last tile is not whole."""
+    x, m = cubed(150_001, seed), 40
+    for threshold in (2.0, 0.0):
+        check_extraction(x, jnp.float32(threshold), m, seed)
+
+
+def test_hash_extract_takes_numbers_of_any_kind():
+    x = cubed(100)
+    expected = hash_extract(x, jnp.float32(0.5), 10, seed=jnp.uint32(2**32 - 1))
+    for threshold, seed in (
+        (0.5, 2**32 - 1),
+        (np.float64(0.5), np.int64(-1)),
+        (0.5, jnp.int32(-1)),
+    ):
+        jax.tree.map(
+            np.testing.assert_array_equal, hash_extract(x, threshold, 10, seed=seed), expected
+        )
+
+
+@pytest.mark.parametrize("sizes", some([(1000, 1000), (1000, 500), (300, 1000)], [(1000, 500)]))
+def test_the_share_of_empty_slots(sizes):
+    """Lemma A.10: p = (1 - 1/m)^n; the variance is that of n balls in m bins."""
+    n, m = sizes
+    x = jnp.zeros(5000).at[jnp.arange(n, dtype=jnp.int32) * 4].set(1)
+    number = 200
+    extract = lambda seed: hash_extract(x, 1.0, m, seed=seed).indices == x.size
+    share = np.mean(jax.jit(jax.vmap(extract))(seeds(number)), axis=1)
+    p = (1 - 1 / m) ** n
+    deviation = math.sqrt(m * p * (1 - (1 + n / m) * p)) / m
+    assert abs(np.mean(share) - p) < 4 * deviation / math.sqrt(number)
+    assert np.max(np.abs(share - p)) < 5 * deviation
+    assert abs(np.std(share) / deviation - 1) < 5 / math.sqrt(2 * number)
+
+
+def test_reseeding_changes_who_loses():
+    """The i-th from the end is kept if none of the i after it takes its slot."""
+    n, m, number = 1000, 500, 600
+    x = jnp.ones(n)
+    kept = lambda seed: jnp.zeros(n).at[hash_extract(x, 1, m, seed=seed).indices].set(1)
+    share = np.mean(jax.jit(jax.vmap(kept))(seeds(number)), axis=0)[::-1]
+    expected = (1 - 1 / m) ** np.arange(n)
+    assert share[0] == 1
+    assert np.min(share) > 0
+    assert np.all(np.abs(share - expected) < 5 * np.sqrt(expected / number))
+    assert abs(np.mean(share - expected)) < 0.003
+
+
+# --- slot_max ---
+
+# Whole and broken tiles, one and many, one row and many, one slot and one for each element.
+SHAPES = [
+    (7, 4),
+    (1, 1),
+    (2, 1),
+    (5003, 4999),
+    (7, 7),
+    (1000, 30),
+    (50_000, 17_000),
+    (16_385, 16_384),
+    (50_001, 1),
+    (70_001, 300),
+    (100_000, 9_000),
+]
+
+
+@functools.cache
+def over_seeds(m):
+    return jax.jit(jax.vmap(lambda x, seed: slot_max(x, m, seed=seed), in_axes=(None, 0)))
+
+
+def check_slots(x, m, number=3):
+    size = x.size
+    found = over_seeds(m)(x, seeds(number))
+    assert found.indices.shape == found.values.shape == (number, m)
+    assert found.indices.dtype == jnp.int32
+    assert found.values.dtype == x.dtype
+    for seed in range(number):
+        indices = np.asarray(found.indices[seed])
+        assert indices.min() >= 0
+        assert indices.max() < size
+        slot_of = reference.random_sets(size, m, seed)
+        np.testing.assert_array_equal(slot_of[indices], np.arange(m))
+        np.testing.assert_array_equal(found.values[seed], x[indices])
+        largest = reference.largest_of_sets(x, slot_of, m)
+        precision = max(size / max(m, 2**14), 1) * 2.0**-22
+        # Denormals have fewer bits.
+        assert np.all(magnitudes(x)[indices] >= largest * (1 - precision))
+
+
+@pytest.mark.parametrize("shape", some(SHAPES, SHAPES[:10:3]))
+def test_slot_max_keeps_the_largest_of_each_set(shape):
+    size, m = shape
+    check_slots(cubed(size), m)
+
+
+@pytest.mark.parametrize("dtype", few(DTYPES, DTYPES[1:2]))
+@pytest.mark.parametrize("shape", few(SHAPES, [(70_001, 300)]))
+def test_slot_max_of_any_dtype(shape, dtype):
+    size, m = shape
+    check_slots(cubed(size, 1, dtype), m)
+
+
+@pytest.mark.parametrize("kind", ["zeros", "negative zeros", "constant", "rising", "infinite"])
+def test_slot_max_of_special_data(kind):
+    size = 70_001
+    x = {
+        "zeros": jnp.zeros(size),
+        "negative zeros": -jnp.zeros(size),
+        "constant": jnp.full(size, -2.0),
+        "rising": jnp.arange(size, dtype=jnp.float32),
+        "infinite": cubed(size).at[::1000].set(-jnp.inf),
+    }[kind]
+    check_slots(x, 300)
+
+
+@pytest.mark.parametrize("shape", some([(3000, 30), (50_000, 1000)], [(50_000, 1000)]))
+def test_an_element_is_kept_where_it_meets_no_larger_one(shape):
+    (size, m), number = shape, 300
+    x = np.random.default_rng(m).permutation(size).astype(np.float32) + 1
+    found = over_seeds(m)(jnp.asarray(x), seeds(number))
+    kept = np.bincount(np.asarray(found.indices).ravel(), minlength=size) / number
+    kept = kept[np.argsort(-x)][: 2 * m]
+    expected = (1 - 1 / m) ** np.arange(len(kept))
+    assert kept[0] == 1
+    assert np.all(np.abs(kept - expected) < 5 * np.sqrt(expected / number))
+    assert abs(np.mean(kept - expected)) < 0.01
+
+
+@pytest.mark.parametrize("m", some([500, 20_000], [500]))
+def test_no_arrangement_of_heavy_elements_meets_itself(m):
+    """Runs, and progressions of the strides that tiles, their rows and matrices have."""
+    size, number = 100_003, 20
+    n = min(m, 1000)
+    tile = -(-(2**14) // m) * m
+    for stride in (1, 2, 64, m, m + 1, tile, tile - 1, 1000):
+        heavy = np.arange(n) * stride % size
+        x = jnp.full(size, 0.01).at[heavy].set(1.0)
+        values = over_seeds(m)(x, seeds(number)).values
+        kept = np.mean(np.sum(np.asarray(values) == 1, axis=1)) / len(np.unique(heavy))
+        expected = (1 - (1 - 1 / m) ** n) * m / n
+        assert kept > expected - 0.05, stride
+
+
+def test_energy_kept():
+    size, m = 2**18, 2**18 // 100
+    x = cubed(size)
+    square = np.sort(np.square(magnitudes(x).astype(np.float64)))[::-1]
+    share = energy_share(x, over_seeds(m)(x, seeds(20)).values)
+    expected = np.sum(square * (1 - 1 / m) ** np.arange(size)) / np.sum(square[:m])
+    assert share > 0.84
+    assert abs(share - expected) < 0.01
+    threshold = np.sort(magnitudes(x))[-m]
+    values = [hash_extract(x, threshold, m, seed=seed).values for seed in range(20)]
+    assert 0.6 < energy_share(x, np.stack(values)) < 0.66
+
+
+# --- both ---
+
+EXTRACTIONS = {
+    # Many pass on every other worker, more than there is room for.
+    "hash_extract": lambda x, seed: counted_hash_extract(
+        x, jnp.where(seed % 2 == 0, jnp.float32(20), jnp.float32(0.1)), 50, seed=seed
+    ),
+    "slot_max": lambda x, seed: slot_max(x, 50, seed=seed),
+    "slot_max of tiles": lambda x, seed: slot_max(jnp.tile(x, 7), 50, seed=seed),
+}
+every_extraction = pytest.mark.parametrize("name", EXTRACTIONS)
+
+
+@functools.cache
+def rows_and_results(name):
+    rows, numbers = jnp.stack([cubed(3001, seed) for seed in range(5)]), seeds(5, 2**32 - 5)
+    results = [EXTRACTIONS[name](row, int(seed)) for row, seed in zip(rows, numbers)]
+    return rows, numbers, jax.tree.map(lambda *leaves: np.stack(leaves), *results)
+
+
+@every_extraction
+@pytest.mark.parametrize("way", ["shard_map", "vmap"])
+@pytest.mark.parametrize("workers", few([1, 2, 3, 5], [3]))
+def test_traced_seeds_on_workers(name, way, workers):
+    rows, numbers, expected = rows_and_results(name)
+    found = on_workers(EXTRACTIONS[name], workers, way)(rows[:workers], numbers[:workers])
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:workers]), found, expected)
+
+
+@every_extraction
+def test_replicated_inputs_give_replicated_results(name):
+    rows, numbers, expected = rows_and_results(name)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+    one = jax.shard_map(EXTRACTIONS[name], mesh=mesh, in_specs=spec, out_specs=spec)
+    found = jax.jit(one)(rows[0], numbers[0])
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[0]), found, expected)
+
+
+@every_extraction
+def test_extractions_under_x64(name):
+    rows, numbers, expected = rows_and_results(name)
+    with jax.enable_x64(True):
+        found = EXTRACTIONS[name](jnp.asarray(np.asarray(rows[0], np.float64)), numbers[0])
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"int32", "float64"}
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[0]), found, expected)
+
+
+@pytest.mark.parametrize(
+    "extract", [lambda *a, **k: hash_extract(a[0], 1.0, *a[1:], **k), slot_max]
+)
+def test_bad_arguments_are_refused(extract):
+    x = jnp.ones(3)
+    for m in (0, -1, 4):
+        with pytest.raises(ValueError, match=f"slots={m} must lie between 1 and .* size, 3"):
+            extract(x, m)
+    with pytest.raises(ValueError, match=r"slots=1.5 must be an int"):
+        extract(x, 1.5)
+    with pytest.raises(ValueError, match=r"x has shape \(1, 3\).*x.ravel\(\)"):
+        extract(x[None], 1)
+    for seed in (1.5, None, jnp.zeros(2, jnp.uint32)):
+        with pytest.raises(ValueError, match=r"seed=.* must be an integer scalar"):
+            extract(x, 1, seed=seed)
+
+
+def test_a_vector_of_thresholds_is_refused():
+    with pytest.raises(ValueError, match=r"threshold has shape \(2,\), but must be a scalar"):
+        hash_extract(jnp.ones(3), jnp.ones(2), 1)

@@ -1,0 +1,313 @@
+"""The sparse linear classifiers' example: data, batches, lossless exchanges, and the command."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+from workers import mesh, some
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples" / "sparse_linear"
+FEATURES = 400
+OTHER_WORKERS = {w: pytest.mark.slow if w in (1, 5) else pytest.mark.thorough for w in (1, 2, 5, 8)}
+HASHES = {"imp": 85355, "mpo": 33886, "poi": 204758, "oim": 169988}
+
+
+@pytest.fixture(scope="module")
+def example():
+    """Its modules, which import each other by short names that other examples use too."""
+    forget_examples()
+    path = list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    import batches
+    import data
+    import exchange
+    import train
+
+    yield types.SimpleNamespace(data=data, batches=batches, exchange=exchange, train=train)
+    sys.path[:] = path
+    forget_examples()
+
+
+def forget_examples():
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(ROOT / "examples")):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def small(example):
+    return example.data.source_chunks(2**12, example.data.SMALL_PACKAGES)
+
+
+def dataset_of(example, classes, seed=0):
+    """Random sparse rows, some without features, whose label a linear model can tell."""
+    rng = np.random.default_rng(seed)
+    dense = rng.normal(size=(60, FEATURES)) * (rng.random((60, FEATURES)) < 0.015)
+    dense[::20] = 0
+    labels = (dense @ rng.normal(size=(FEATURES, classes))).argmax(axis=1).astype(np.int32)
+    rows = example.data.Rows(csr_matrix(dense.astype(np.float32)), labels)
+    return example.data.Dataset(rows, rows, tuple(map(str, range(classes))))
+
+
+def task_of(example, model, classes, workers, steps=7, per_worker=3):
+    dataset = dataset_of(example, classes)
+    batches = example.batches.Batches(
+        dataset.train,
+        workers=workers,
+        per_worker=per_worker,
+        columns=1 if classes == 2 else classes,
+        steps=steps,
+        seed=1,
+    )
+    return example.train.Task(model, dataset, batches, lr=2.0)
+
+
+def trained(example, task, name, workers):
+    known = example.exchange.exchanges(task.batches.room, task.entries, workers)
+    return example.train.train(task, known[name], mesh(workers), name=name)
+
+
+def chosen_rows(workers, per_worker=3, steps=7):
+    return np.random.default_rng(1).integers(60, size=(steps, workers, per_worker))
+
+
+def slow_sgd(task, workers):
+    """Plain SGD on dense rows, in float64: weights and losses."""
+    rows, labels = task.dataset.train.features.toarray().astype(float), task.dataset.train.labels
+    columns = task.columns
+    weights, losses = np.zeros((FEATURES, columns)), []
+    for chosen in chosen_rows(workers):
+        x, y = rows[chosen.reshape(-1)], labels[chosen.reshape(-1)]
+        scores = x @ weights
+        hot = y[:, None] if columns == 1 else np.eye(columns)[y]
+        sign = 2.0 * hot - 1
+        if task.model == "svm":
+            loss = np.maximum(1 - sign * scores, 0).sum(axis=1)
+            slope = -sign * (sign * scores < 1)
+        elif columns == 1:
+            loss = np.log1p(np.exp(-sign * scores))[:, 0]
+            slope = -sign / (1 + np.exp(sign * scores))
+        else:
+            p = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+            loss, slope = -np.log((p * hot).sum(axis=1)), p - hot
+        losses.append(loss.mean())
+        weights -= task.lr * x.T @ slope / len(y)
+    return weights.reshape(-1), losses
+
+
+@pytest.mark.parametrize(
+    ("model", "classes", "name", "workers"),
+    [
+        ("logistic", 4, "dense", 3),
+        ("logistic", 4, "split_allgather", 3),
+        ("logistic", 2, "recursive_double", 3),
+        ("svm", 4, "all_gather", 3),
+        ("svm", 2, "split_allgather", 3),
+        *[
+            pytest.param("logistic", 2, name, workers, marks=mark)
+            for name in ("split_allgather", "recursive_double", "dsar_split_allgather", "ring")
+            for workers, mark in OTHER_WORKERS.items()
+        ],
+    ],
+)
+def test_every_exchange_trains_like_sgd_on_all_rows(example, model, classes, name, workers):
+    task = task_of(example, model, classes, workers)
+    run = trained(example, task, name, workers)
+    weights, losses = slow_sgd(task, workers)
+    assert np.abs(weights).max() > 0.3
+    np.testing.assert_allclose(run.weights, weights, atol=2e-6)
+    np.testing.assert_allclose(run.loss, losses, rtol=1e-5)
+    scores = task.dataset.test.features @ weights.reshape(FEATURES, -1)
+    guesses = scores[:, 0] > 0 if classes == 2 else scores.argmax(axis=1)
+    assert run.accuracy == pytest.approx(np.mean(guesses == task.dataset.test.labels))
+    if name == "dense":
+        assert run.payload == 4 * task.size
+        assert run.received == pytest.approx(8 * task.size * (workers - 1) / workers)
+    elif workers == 3:
+        assert 0 < run.received < 4 * task.size  # nothing that is called sparse travels dense
+
+
+@pytest.mark.parametrize("field", some(["to_owner", "of_owner"], ["of_owner"]))
+def test_room_is_what_the_fullest_step_needs(example, field):
+    task = task_of(example, "logistic", 4, 3)
+    room = task.batches.room
+    scarce = dataclasses.replace(room, **{field: getattr(room, field) - 1})
+    exchange = example.exchange.exchanges(scarce, task.entries, 3)["split_allgather"]
+    with pytest.raises(RuntimeError, match="split_allgather: 1 entries found no room in step"):
+        example.train.train(task, exchange, mesh(3), name="split_allgather")
+
+
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_batches_hold_the_chosen_rows(example, workers):
+    task = task_of(example, "svm", 3, workers)
+    rows, room = task.dataset.train, task.batches.room
+    fullest = 0
+    for batch, chosen in zip(task.batches, chosen_rows(workers), strict=True):
+        touched = batch.touched.reshape(workers, room.features)
+        for w in range(workers):
+            own = slice(3 * w, 3 * w + 3)
+            dense = np.zeros((3, FEATURES + 1))
+            columns = touched[w][batch.positions[own]]
+            np.add.at(dense, (np.arange(3)[:, None], columns), batch.values[own])
+            np.testing.assert_array_equal(dense[:, :-1], rows.features[chosen[w]].toarray())
+            np.testing.assert_array_equal(batch.labels[own], rows.labels[chosen[w]])
+            present = touched[w][touched[w] < FEATURES]
+            assert len(set(present)) == len(present)
+            fullest = max(fullest, len(present))
+    assert fullest == room.features
+
+
+def test_trigrams_have_the_same_features_everywhere(example):
+    found = example.data.hashed_trigrams("impoimp", 2**18)
+    assert found == {HASHES["imp"]: 2, HASHES["mpo"]: 1, HASHES["poi"]: 1, HASHES["oim"]: 1}
+    assert sum(example.data.hashed_trigrams("abcdefgh" * 9, 4).values()) == 70  # collisions add up
+    assert not example.data.hashed_trigrams("ab", 4)
+
+
+def test_test_chunks_come_from_other_files(example):
+    data = example.data
+    files = data.python_files("email")
+    assert len(files) > 5
+    assert not any("test" in part for f in files for part in f.relative_to(data.STDLIB).parts)
+    train, test = data.split_files(files)
+    assert sorted(train + test) == sorted(files)
+    assert len(test) >= len(files) // 4
+    assert data.split_files(files[::-1]) == (train, test)
+    assert all(chunk.count("\n") < data.CHUNK_LINES for chunk in data.chunks(files[-1]))
+    joined = "\n".join(data.chunks(files[-1]))
+    assert "".join(joined.split()) == "".join(files[-1].read_text("utf-8").split())
+
+
+def test_no_test_row_is_a_training_row(example, small):
+    def rows(part):
+        matrix = part.features
+        return {
+            tuple(sorted(zip(row.indices.tolist(), row.data.tolist())))
+            for row in (matrix[i] for i in range(matrix.shape[0]))
+        }
+
+    assert small.classes == example.data.SMALL_PACKAGES
+    for part in (small.train, small.test):
+        assert set(part.labels) == {0, 1, 2}
+        norms = np.sqrt(part.features.multiply(part.features).sum(axis=1))
+        np.testing.assert_allclose(norms, 1, rtol=1e-5)
+    assert not rows(small.train) & rows(small.test)
+    guess = np.bincount(small.train.labels).argmax()
+    assert small.majority == np.mean(small.test.labels == guess)
+
+
+def test_text_that_files_share_is_not_tested_on(example, tmp_path, monkeypatch):
+    monkeypatch.setattr(example.data, "STDLIB", tmp_path)
+    licence = "".join(f"# terms, part {i}\n\n" for i in range(example.data.CHUNK_LINES))
+    for package in ("one", "two"):
+        (tmp_path / package / "tests").mkdir(parents=True)
+        for i in range(4):
+            text = f"{licence}{package}{i} =\t1\n"
+            (tmp_path / package / f"file{i}.py").write_text(text)
+            (tmp_path / package / "tests" / f"check{i}.py").write_text(text)
+    dataset = example.data.source_chunks(2**10, ("one", "two"))
+    assert np.bincount(dataset.train.labels).tolist() == [2 * 3, 2 * 3]
+    assert np.bincount(dataset.test.labels).tolist() == [1, 1]
+
+
+def test_missing_packages_are_left_out(example):
+    dataset = example.data.source_chunks(2**10, ("http", "nowhere", "wsgiref"))
+    assert dataset.classes == ("http", "wsgiref")
+    with pytest.raises(ValueError, match=r"source of \['http'\] only: give --libsvm"):
+        example.data.source_chunks(2**10, ("http", "nowhere"))
+
+
+def write_libsvm(path, rows=50):
+    rng = np.random.default_rng(0)
+    lines, vectors = [], []
+    for i in range(rows):
+        columns = np.sort(rng.choice(np.arange(1, 40), size=1 + i % 6, replace=False))
+        values = rng.integers(1, 9, len(columns))
+        lines.append(f"{-1 if i % 5 else 1} " + " ".join(map("{}:{}".format, columns, values)))
+        vectors.append((i % 5 == 0, dict(zip(columns - 1, values / np.linalg.norm(values)))))
+    path.write_text("\n".join(lines) + "\n")
+    return vectors
+
+
+def test_libsvm_files_are_read(example, tmp_path):
+    vectors = write_libsvm(tmp_path / "url")
+    dataset = example.data.libsvm(tmp_path / "url")
+    assert dataset.classes == ("-1", "1")
+    assert dataset.train.features.shape[0] == 40
+    assert dataset.test.labels.sum() == 2  # a fifth of both labels
+    for part in (dataset.train, dataset.test):
+        for row, label in zip(part.features.toarray(), part.labels):
+            same = [
+                v
+                for positive, v in vectors
+                if positive == label and set(np.flatnonzero(row)) == set(v)
+            ]
+            assert any(np.allclose(row[list(v)], list(v.values())) for v in same)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--workers", "9"], "--workers: 9 is out of range"),
+        (["--features", "10"], "--features: 10 is out of range"),
+        (["--libsvm", "missing"], "--libsvm missing: .*No such file"),
+        (["--libsvm", "text"], "--libsvm text: "),
+        (["--libsvm", "ones"], r"--libsvm ones: it has the labels \[1.0\] only"),
+        (["--libsvm", "wide"], r"--libsvm wide: 2,147,483,648 weights are too many"),
+    ],
+)
+def test_errors_name_the_flag(example, flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("no numbers here\n")
+    (tmp_path / "ones").write_text("1 1:1\n1 2:1\n")
+    (tmp_path / "wide").write_text(f"1 {2**31 - 1}:1\n-1 0:1\n" * 5)
+    with pytest.raises(SystemExit):
+        example.train.main(flags)
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_writes_table_curves_and_figure(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]), "COLUMNS": "80"}
+    flags = ["--small", "--workers", "3", "--model", "svm", "--out", "a/b"]
+    flags += ["--exchange", "dense", "auto", "--bandwidth", "0.01"]
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "train.py"), *flags],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "a/b/results.json").read_text())
+    runs = {run["exchange"]: run for run in content["runs"]}
+    assert list(runs) == ["dense", "auto"]
+    size = 3 * 2**14
+    assert runs["dense"]["payload_bytes"] == 4 * size
+    assert runs["dense"]["received_bytes"] == pytest.approx(2 * 2 / 3 * 4 * size)
+    assert runs["auto"]["received_bytes"] < runs["dense"]["received_bytes"] / 5
+    for run in runs.values():
+        assert len(run["steps"]) == len(run["loss"]) == 8
+        np.testing.assert_allclose(run["loss"], runs["dense"]["loss"], rtol=1e-5)
+        assert run["loss"][-1] < run["loss"][0]
+    printed = done.stdout.splitlines()
+    row = next(line for line in printed if re.match(r"svm +auto ", line))
+    assert float(row.split()[-1]) < 1e-5
+    assert re.search(r"auto takes (split_allgather|all_gather) on", " ".join(printed))
+    markdown = (tmp_path / "a/b/results.md").read_text()
+    assert markdown.count("| svm |") == 2
+    assert "Always guessing" in markdown
+    height, width, _ = matplotlib.image.imread(tmp_path / "a/b/loss.png").shape
+    assert height > 300
+    assert width > 300

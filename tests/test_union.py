@@ -1,0 +1,92 @@
+"""The union of supports against NumPy, and what it costs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from workers import MESH_SIZES, few, on_workers
+
+from jaxsparse import bits, cost
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.union import union, union_traffic
+
+# Of one word, of words that no number of workers divides, of more words than workers.
+SIZES = (1, 33, 97, 1030)
+SEEDS = 12
+
+
+def masks(workers, size):
+    """By seed and worker, from empty to full, and often True on one worker only."""
+    rng = np.random.default_rng(size)
+    share = np.linspace(0, 1, SEEDS)[:, None, None] ** 2
+    return rng.random((SEEDS, workers, size)) < share
+
+
+@functools.cache
+def unions(workers, way):
+    def run(*seeds):  # of each size (SEEDS, size)
+        step = lambda mask: union(mask, "data")
+        found = tuple(jax.lax.map(step, mask) for mask in seeds)
+        if way == "shard_map":
+            assert not any(wire.is_varying(x, "data") for x in found), "must be typed replicated"
+        return found
+
+    return on_workers(run, workers, way)
+
+
+WHERE = [(workers, "shard_map") for workers in MESH_SIZES]
+WHERE += [(workers, "vmap") for workers in (*MESH_SIZES, 4, 16, 37)]
+USUAL = [(1, "vmap"), (2, "shard_map"), (5, "vmap"), (8, "shard_map")]
+
+
+@pytest.mark.parametrize("where", few(WHERE, USUAL), ids=str)
+def test_union_is_numpys(where):
+    workers, way = where
+    inputs = [masks(workers, size) for size in SIZES]
+    results = unions(workers, way)(*(jnp.asarray(x.swapaxes(0, 1)) for x in inputs))
+    for given, found in zip(inputs, results):
+        expected = given.any(axis=1)
+        np.testing.assert_array_equal(found, np.broadcast_to(expected, found.shape))
+
+
+def test_union_of_one_worker_and_of_nothing():
+    mask = jnp.array([True, False, True])
+    assert union(mask, None).tolist() == [True, False, True]
+    none = jnp.zeros((0,), jnp.bool_)
+    assert on_workers(lambda: union(none, "data"), 3, "vmap")().shape == (3, 0)
+
+
+@pytest.mark.parametrize("workers", few((2, 3, 5, 8), (3, 8)))
+@pytest.mark.parametrize("blocks", few((1, 33, 257, 10_000), (10_000,)))
+def test_words_on_the_wire(workers, blocks):
+    run = on_workers(lambda mask: union(mask, "data"), workers)
+    moved = cost.wire_bytes(run, jax.ShapeDtypeStruct((workers, blocks), jnp.bool_))
+    traffic = union_traffic(blocks, workers)
+    assert moved.received == 4 * traffic.words
+    # Less than counts, which take a word an element, or floor(log2 W) + 1 bits.
+    assert traffic.words <= 2 * (workers - 1) * -(-blocks // 32)
+    if blocks == 10_000:
+        packed_counts = 2 * (workers - 1) / workers * blocks * workers.bit_length() / 32
+        assert traffic.words < packed_counts
+
+
+@pytest.mark.parametrize("size", [1, 32, 33, 100])
+def test_bits_are_as_described(size):
+    rng = np.random.default_rng(0)
+    mask = rng.random((2, 3, size)) < 0.5
+    length = bits.words(size)
+    expected = np.zeros((2, 3, length), np.uint32)
+    for i in range(size):
+        expected[..., i % length] |= mask[..., i].astype(np.uint32) << np.uint32(i // length)
+    packed = bits.pack_bits(jnp.asarray(mask))
+    np.testing.assert_array_equal(packed, expected)
+    np.testing.assert_array_equal(bits.unpack_bits(packed, size), mask)
+
+
+def test_other_than_masks_are_refused():
+    with pytest.raises(ValueError, match=r"mask has shape \(3,\) and dtype float32"):
+        union(jnp.zeros(3), None)
+    with pytest.raises(ValueError, match=r"mask has shape \(1, 3\) and dtype bool"):
+        union(jnp.zeros((1, 3), jnp.bool_), None)
