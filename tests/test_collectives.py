@@ -97,13 +97,13 @@ def check_exact(name, workers, way, op="sum", dtype=np.float32, supports=SUPPORT
         assert overflow == 0
 
 
-@pytest.mark.parametrize("workers", some(SIMULATED, (1, 3, 6, 8)))
+@pytest.mark.parametrize("workers", some(SIMULATED, (3, 6), slow=(1, 8, 14)))
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_sums(name, workers):
     check_exact(name, workers, "vmap")
 
 
-@pytest.mark.parametrize("workers", some(ON_DEVICES, (5,)))
+@pytest.mark.parametrize("workers", some(ON_DEVICES, (5,), slow=(8,)))
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_sums_on_devices(name, workers):
     check_exact(name, workers, "shard_map")
@@ -134,7 +134,7 @@ BOUNDED = {
 }
 
 
-@pytest.mark.parametrize("workers", some((3, 8, 14), (3,)))
+@pytest.mark.parametrize("workers", some((3, 8, 14), (3,), slow=(14,)))
 @pytest.mark.parametrize("name", BOUNDED)
 @pytest.mark.parametrize("codec", [codecs.COO, codecs.Packed()])
 def test_what_finds_no_room_stays_and_is_counted(name, workers, codec):
@@ -158,8 +158,8 @@ def test_overflow_of_the_split_counts_the_entries_beyond_an_even_share():
     np.testing.assert_array_equal(residual[:, :K], [[0] * (K // 2) + [1] * (K // 2)] * 2)
 
 
-@pytest.mark.parametrize("dtype", some([jnp.bfloat16, jnp.float16], [jnp.bfloat16]))
-@pytest.mark.parametrize("workers", some((1, 6, 8), (6,)))
+@pytest.mark.parametrize("dtype", few([jnp.bfloat16, jnp.float16], [jnp.bfloat16]))
+@pytest.mark.parametrize("workers", few((1, 6, 8), (6,)))
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_rounding_stays_in_the_residual(name, workers, dtype):
     rng = np.random.default_rng(1)

@@ -104,10 +104,29 @@ CASES = {
         QuantizedReducer(quantize.Sign(64), "nearest"),
     ),
 }
-# A group runs in one process, which compiles each of a reducer's programs once.
-reducers = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in CASES]
-)
+VARIANTS = {  # of cases that always run
+    "sketched_even_rows",
+    "heavymix",
+    "top_k_packed",
+    "sparcml_split",
+    "spardl_packed",
+    "omni_reduce_little_room",
+    "dragonn_slot_max",
+    "ms_topk",
+    "sign",
+}
+
+
+def each(names):
+    """One test for each, those of a case in one process: it compiles their programs once."""
+    marks = {
+        name: [pytest.mark.xdist_group(name)] + [pytest.mark.slow] * (name in VARIANTS)
+        for name in names
+    }
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+
+
+reducers = each(CASES)
 
 
 def gradients(workers, steps=STEPS, size=SIZE):
@@ -188,7 +207,7 @@ def check_laws(reducer, results, workers):
 
 
 @reducers
-@pytest.mark.parametrize("workers", some(MESH_SIZES, (3, 8)))
+@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), slow=(2, 8)))
 def test_nothing_is_lost_and_replicas_agree(name, workers):
     results = run(name, workers)
     check_laws(CASES[name].reducer, results, workers)
@@ -196,7 +215,7 @@ def test_nothing_is_lost_and_replicas_agree(name, workers):
 
 
 @reducers
-@pytest.mark.parametrize("workers", some((64,), ()))
+@pytest.mark.parametrize("workers", few((64,), ()))
 def test_nothing_is_lost_among_simulated_workers(name, workers):
     check_laws(CASES[name].reducer, run(name, workers, "vmap"), workers)
 
@@ -219,7 +238,7 @@ def test_no_axis_is_one_worker(name):
     g = gradients(1, steps=1)[0, 0]
     reducer = CASES[name].reducer
     with wire.record() as messages:
-        reduced = reducer(jnp.asarray(g), reducer.init(SIZE), axis_name=None)
+        reduced = jax.jit(functools.partial(reducer, axis_name=None))(g, reducer.init(SIZE))
     assert messages == []
     mean, residual = np.asarray(reduced.mean), np.asarray(reduced.residual)
     np.testing.assert_array_equal(mean + residual, g)
@@ -246,14 +265,8 @@ def test_tiny_vectors(name, size):
     check_laws(reducer, runner(reducer, 3, "vmap", size)(jnp.asarray(g)), 3)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xdist_group(name))
-        for name, case in CASES.items()
-        if case.reducer.laws.conserves
-    ],
-)
+@pytest.mark.slow
+@each(name for name, case in CASES.items() if case.reducer.laws.conserves)
 def test_rounding_error_only_on_real_numbers(name):
     workers = 7
     x = np.random.default_rng(0).normal(size=(workers, 1, SIZE)).astype(np.float32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_spardl import SUPPORTS, vectors
 from test_top_k_family import run, shares_by_quarter, total
-from workers import some
+from workers import few
 
 from jaxsparse import codecs, hashing
 from jaxsparse.collectives.outcome import AllReduced
@@ -57,7 +57,7 @@ WHERE = [(workers, way) for workers in (1, 2, 3, 5, 8) for way in ("vmap", "shar
 USUAL = [(8, "vmap"), (3, "shard_map")]
 
 
-@pytest.mark.parametrize("where", some(WHERE, USUAL), ids=str)
+@pytest.mark.parametrize("where", few(WHERE, USUAL), ids=str)
 def test_equals_its_description(where):
     workers, way = where
     reducer = DragonnReducer(DENSITY)
@@ -78,7 +78,7 @@ def test_equals_its_description(where):
     assert lost > 0  # slots do collide
 
 
-@pytest.mark.parametrize("where", some(WHERE, [(5, "vmap")]), ids=str)
+@pytest.mark.parametrize("where", few(WHERE, [(5, "vmap")]), ids=str)
 def test_slot_max_conserves_and_sends_the_largest(where):
     check_slot_max(*where, codecs.COO)
 

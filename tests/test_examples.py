@@ -65,7 +65,7 @@ def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
     assert width > 500
 
 
-@pytest.mark.parametrize("workers", some([8, 64], [8]))
+@pytest.mark.parametrize("workers", some([8, 64], [], slow=[8]))
 def test_simulated_workers_train_like_devices(tmp_path, workers):
     flags = [*SMALL, "--steps", 4, "--methods", "sketched_sgd", "--compression", 10]
     _, devices = quickstart(*flags, "--devices", 8, cwd=tmp_path)
@@ -84,7 +84,10 @@ def test_simulated_workers_train_like_devices(tmp_path, workers):
 @pytest.mark.parametrize(
     ("devices", "flags", "words", "collectives"),
     [
-        (8, ["--method", "dense", "--accumulate", 1], PARAMETERS + 2, 1),
+        pytest.param(
+            *(8, ["--method", "dense", "--accumulate", 1], PARAMETERS + 2, 1),
+            marks=pytest.mark.thorough,
+        ),
         (8, ["--method", "dense", "--accumulate", 4], PARAMETERS + 2, 1),
         (3, ["--method", "sketched_sgd", "--accumulate", 5], PARAMETERS // 10 + 1, 3),
     ],

@@ -79,10 +79,11 @@ def check(reducer, x, scale, way="vmap"):
     assert reduced.info.overflow.max() == 0
 
 
-USUAL = [form for form in FORMS if form[0] in (1, 3, 6, 9)]
+USUAL = [form for form in FORMS if form[0] in (1, 3, 6)]
+SLOW = [form for form in FORMS if form[0] in (8, 14)]
 
 
-@pytest.mark.parametrize("form", some(FORMS, USUAL), ids=str)
+@pytest.mark.parametrize("form", some(FORMS, USUAL, SLOW), ids=str)
 def test_equals_the_paper(form):
     workers, teams, gather = form
     reducer = SparDLReducer(0.1, teams=teams, gather=gather, selection="exact")
@@ -92,11 +93,17 @@ def test_equals_the_paper(form):
 
 
 @pytest.mark.parametrize(
-    ("workers", "teams", "gather"),
-    [(w, 1, "recursive") for w in (2, 3, 5, 6, 8)]
-    + [(6, 2, "recursive"), (8, 8, "recursive"), (6, 3, "bruck"), (5, 5, "bruck"), (8, 2, "bruck")],
+    "form",
+    some(
+        [(w, 1, "recursive") for w in (2, 3, 5, 6, 8)]
+        + [(6, 2, "recursive"), (8, 8, "recursive")]
+        + [(6, 3, "bruck"), (5, 5, "bruck"), (8, 2, "bruck")],
+        [(3, 1, "recursive"), (6, 2, "recursive"), (6, 3, "bruck")],
+    ),
+    ids=str,
 )
-def test_equals_the_paper_on_devices(workers, teams, gather):
+def test_equals_the_paper_on_devices(form):
+    workers, teams, gather = form
     reducer = SparDLReducer(0.1, teams=teams, gather=gather, selection="exact")
     for seed, supports in enumerate(SUPPORTS):
         scale = workers * teams

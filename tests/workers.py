@@ -22,14 +22,21 @@ QUICK_COMPILE = (
 )
 
 
-def some(values, usual, otherwise=pytest.mark.slow):
-    """Parameters of which only the `usual` ones run without --slow, or --thorough."""
-    return [v if v in usual else pytest.param(v, marks=otherwise) for v in values]
+def some(values, usual, slow=None):
+    """Parameters: the `usual` ones always run, `slow` ones (None: all others) with --slow.
+
+    What is left runs with --thorough.
+    """
+    marked = []
+    for value in values:
+        mark = pytest.mark.slow if slow is None or value in slow else pytest.mark.thorough
+        marked.append(value if value in usual else pytest.param(value, marks=mark))
+    return marked
 
 
 def few(values, usual):
     """Parameters of which only the `usual` ones run without --thorough."""
-    return some(values, usual, pytest.mark.thorough)
+    return some(values, usual, slow=())
 
 
 @functools.cache

@@ -109,8 +109,9 @@ class SketchedReducer:
             seed=hash_seed,
         )
         exact = wire.psum(x[candidates], axis_name) / wire.axis_size(axis_name)
-        kept = select.bisection_top_k(exact, self.k, passes=select.EXACT_PASSES)
-        kept = SparseStream(candidates[kept.indices], kept.values)
+        kept = select.threshold_top_k(exact, self.k)
+        indices = candidates.at[kept.indices].get(mode="fill", fill_value=x.size)
+        kept = SparseStream(indices, kept.values)
         return deliver(x, kept, state + jnp.uint32(1))
 
 

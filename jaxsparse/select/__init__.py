@@ -27,10 +27,9 @@ from jaxsparse.select.slots import (
     hash_slots,
     slot_max,
 )
-from jaxsparse.select.thresholds import EXACT_PASSES, bisection_threshold, sampled_threshold
+from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
 
 __all__ = [
-    "EXACT_PASSES",
     "Extraction",
     "bisection_threshold",
     "bisection_top_k",

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from jaxsparse.select.checks import check_vector
 from jaxsparse.select.compaction import compact
 from jaxsparse.select.counting import magnitude_bits, to_bits
-from jaxsparse.select.exact import check_k
+from jaxsparse.select.exact import check_k, top_k
 from jaxsparse.select.thresholds import (
     DEFAULT_PASSES,
     EXACT_PASSES,
@@ -20,6 +20,9 @@ from jaxsparse.select.thresholds import (
 from jaxsparse.stream import SparseStream, from_dense
 
 __all__ = ["bisection_top_k", "sampled_top_k", "threshold_top_k"]
+
+# So few elements are sorted in less time than it takes to compile anything else.
+_SORTED = 2**14
 
 
 def sampled_top_k(
@@ -70,7 +73,8 @@ def threshold_top_k(
     bisection. If that went wrong, which a count tells (fewer than k or more than 2 k candidates;
     for random data some 1 in 100 samples), the whole vector is bisected: four times the work.
 
-    Under `vmap` both ways are computed, unless `x` is not batched.
+    Under `vmap` both ways are computed, unless `x` is not batched. Up to 16,384 elements are
+    sorted.
 
     Args:
         x: float vector of d elements, without NaN. float64 is ranked as float32.
@@ -93,6 +97,8 @@ def threshold_top_k(
     """
     check_vector("x", x)
     check_k(k, x.size)
+    if x.size <= _SORTED:
+        return _without_zeros(top_k(x, k), x.size)
     aim = min(-(-7 * k // 5), x.size)  # as far from k as from 2 k, by their ratios
     return _threshold_top_k(x, k, sampled_threshold(x, aim, seed=seed))
 
