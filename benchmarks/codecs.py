@@ -6,16 +6,14 @@ compare ratios, not times.
 """
 
 import argparse
-import datetime
 import functools
-import json
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import timing
 
 from jaxsparse import sketch
 from jaxsparse.hashing import bounded, combine, keyed
@@ -42,19 +40,6 @@ def exact_heavy_hitters(
     estimates = sketch.decode(table, spec, size)
     indices = jax.lax.top_k(jnp.abs(estimates), k)[1]
     return indices, estimates[indices]
-
-
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat of each run, after one that compiles."""
-    for run in runs.values():
-        jax.block_until_ready(run())
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -90,7 +75,7 @@ def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         found, best = (jnp.sum(jnp.square(f()[1])) for f in (choose, exact))
         energy["heavy_hitters"] = float(found / best)
 
-    seconds = interleaved(runs, args.repeats)
+    seconds = timing.interleaved(runs, args.repeats)
     middle = {name: statistics.median(s) for name, s in seconds.items()}
     return [
         {
@@ -125,19 +110,13 @@ def line(r: dict[str, Any]) -> str:
     )
 
 
-def size_of(text: str) -> int:
-    """2^20 or 1048576."""
-    base, _, exponent = text.partition("^")
-    return int(base) ** int(exponent or 1)
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument(
         "--sizes",
-        type=size_of,
+        type=timing.size_of,
         nargs="+",
         default=[2**e for e in range(16, 27, 2)],
         metavar="D",
@@ -155,7 +134,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each operation")
     parser.add_argument(
         "--slow-limit",
-        type=size_of,
+        type=timing.size_of,
         default=2**24,
         metavar="D",
         help="largest size at which to run the scatter sketch and the exact top_k",
@@ -166,14 +145,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    device: Any = jax.devices()[0]
-    where = {
-        "jax": jax.__version__,
-        "backend": device.platform,
-        "device_kind": device.device_kind,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    where = timing.where()
     print(f"{args.rows} rows, {args.data} data, median and minimum of {args.repeats} runs")
     print(HEADER)
     results = []
@@ -181,9 +153,7 @@ def main() -> None:
         for result in measure(size, args):
             results.append(result)
             print(line(result), flush=True)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({**where, "arguments": vars(args), "results": results}, file, indent=1)
+    timing.save({**where, "arguments": vars(args), "results": results}, args.json)
 
 
 if __name__ == "__main__":

@@ -8,35 +8,20 @@ densities.
 """
 
 import argparse
-import datetime
 import functools
 import itertools
-import json
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import timing
 
 from jaxsparse import codecs
 from jaxsparse.collectives.parcel import Parcel
 from jaxsparse.reducers.density import entries
-
-
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Least seconds of each run, after one that compiles."""
-    for run in runs.values():
-        jax.block_until_ready(run())
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - start)
-    return {name: min(s) for name, s in seconds.items()}
 
 
 def decode_dense(parcel: Parcel, messages: jax.Array) -> jax.Array:
@@ -89,13 +74,14 @@ def measure(size: int, workers: Sequence[int], densities: Sequence[float], repea
             messages = messages_of(count, k, size)
             hlo = sparse.lower(messages).compile().as_text() or ""
             np.testing.assert_allclose(sparse(messages), dense(messages), atol=1e-4)
-            seconds = interleaved(
+            runs = timing.interleaved(
                 {
                     "sparse": functools.partial(sparse, messages),
                     "dense": functools.partial(dense, messages),
                 },
                 repeats,
             )
+            seconds = {name: min(times) for name, times in runs.items()}
             result = {"size": size, "density": density, "workers": count, "k": k, **seconds}
             results.append(result | {"copies_in_loop": copies(hlo, size)})
             print(
@@ -130,17 +116,13 @@ def report(results: list[dict[str, Any]]) -> dict[str, Any]:
     return fits
 
 
-def size_of(text: str) -> int:
-    """2^20 or 1048576."""
-    base, _, exponent = text.partition("^")
-    return int(base) ** int(exponent or 1)
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--size", type=size_of, default=2**22, metavar="D", help="elements, d")
+    parser.add_argument(
+        "--size", type=timing.size_of, default=2**22, metavar="D", help="elements, d"
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01], help="m / d")
     parser.add_argument("--repeats", type=int, default=9, help="timed runs of each")
@@ -150,21 +132,12 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    device: Any = jax.devices()[0]
-    where = {
-        "jax": jax.__version__,
-        "backend": device.platform,
-        "device_kind": device.device_kind,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    where = timing.where()
     print(f"d = {args.size}, least of {args.repeats} runs")
     results = measure(args.size, args.workers, args.densities, args.repeats)
     fits = report(results)
-    if args.json:
-        with open(args.json, "w") as file:
-            content = {**where, "arguments": vars(args), "results": results, "fits": fits}
-            json.dump(content, file, indent=1)
+    content = {**where, "arguments": vars(args), "results": results, "fits": fits}
+    timing.save(content, args.json)
 
 
 if __name__ == "__main__":

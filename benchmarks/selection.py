@@ -7,31 +7,16 @@ same number of entries.
 """
 
 import argparse
-import datetime
-import json
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import timing
 
 from jaxsparse import select
 from jaxsparse.stream import SparseStream
-
-
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat of each run, after one that compiles."""
-    for run in runs.values():
-        jax.block_until_ready(run())
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 def energy(stream: SparseStream) -> float:
@@ -78,7 +63,7 @@ def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
             "fast_top_k exact": (many, lambda: select.fast_top_k(x, many)),
         }
 
-    seconds = interleaved({name: run for name, (_, run) in cases.items()}, args.repeats)
+    seconds = timing.interleaved({name: run for name, (_, run) in cases.items()}, args.repeats)
     middle = {name: statistics.median(s) for name, s in seconds.items()}
     results = []
     for name, (entries, run) in cases.items():
@@ -115,19 +100,13 @@ def line(r: dict[str, Any]) -> str:
     )
 
 
-def size_of(text: str) -> int:
-    """2^20 or 1048576."""
-    base, _, exponent = text.partition("^")
-    return int(base) ** int(exponent or 1)
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument(
         "--sizes",
-        type=size_of,
+        type=timing.size_of,
         nargs="+",
         default=[2**e for e in range(16, 27, 2)],
         metavar="D",
@@ -145,7 +124,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each operation")
     parser.add_argument(
         "--slow-limit",
-        type=size_of,
+        type=timing.size_of,
         default=2**24,
         metavar="D",
         help="largest size at which to run the exact selections",
@@ -156,14 +135,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    device: Any = jax.devices()[0]
-    where = {
-        "jax": jax.__version__,
-        "backend": device.platform,
-        "device_kind": device.device_kind,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    where = timing.where()
     print(f"{args.data} data, median and minimum of {args.repeats} runs")
     print(HEADER)
     results = []
@@ -171,9 +143,7 @@ def main() -> None:
         for result in measure(size, args):
             results.append(result)
             print(line(result), flush=True)
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({**where, "arguments": vars(args), "results": results}, file, indent=1)
+    timing.save({**where, "arguments": vars(args), "results": results}, args.json)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,8 @@ class Packed:
     def __post_init__(self):
         if jnp.dtype(self.dtype) not in (jnp.bfloat16, jnp.float16):
             raise ValueError(f"dtype={self.dtype} is not of 16 bits: use bfloat16 or float16")
+        # Of its several spellings one, so that equal codecs compare and print alike.
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
     def check(self, dtype: DTypeLike) -> None:
         """float32 only."""

@@ -12,15 +12,14 @@ from jaxtyping import Array, Int
 from jaxsparse import layout as layouts
 from jaxsparse.collectives import wire
 from jaxsparse.per_worker import PerWorker
-from jaxsparse.reducers.base import Budget, Info, Reduced, Reducer, alignment, info
-from jaxsparse.reducers.dense import DenseReducer
+from jaxsparse.reducers.base import Budget, Info, Reduced, Reducer, alignment, info, needs_zeros
 
 
 class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`, for buckets of d_1, d_2, ... and n dense elements."""
 
     residual: tuple[PerWorker, ...]  # float32[1, d_i] as a worker sees it: not delivered so far
-    momentum: tuple[PerWorker, ...]  # float32[1, d_i]; () without momentum
+    momentum: tuple[Any, ...]  # PerWorker of float32[1, d_i], or of the mean; () without momentum
     dense_momentum: Any  # float32[n], replicated: the mean's momentum; () without momentum
     reducers: tuple[Any, ...]  # one carried state a bucket
     skipped: Int[Array, ""]  # int32: steps skipped because a gradient was not finite
@@ -56,6 +55,9 @@ def error_feedback(
 
     The momentum here replaces the optimizer's: chain `optax.sgd(lr)` without momentum after it.
     Masking zeroes the momentum of whatever is sent, so a budget near 1 is not dense momentum SGD.
+    Reducers that send whatever is not zero (blocks without a density) get the gradient without
+    momentum, which would be zero nowhere; the momentum is that of the mean, which comes to the same
+    if all is delivered.
 
     It belongs first in an `optax.chain`, or behind stateless transformations of the local gradient
     such as clipping. Use it with `optax.multi_transform` to treat leaves differently. Not with:
@@ -120,11 +122,17 @@ def planned_feedback(
 
     def init(params: Any) -> ErrorFeedbackState:
         layout, reducers = plan(params)
-        zeros = tuple(PerWorker.wrap(jnp.zeros((d,), jnp.float32)) for d in layout.bucket_sizes)
         has_momentum = momentum is not None
+
+        def zeros(size: int, is_shared: bool = False) -> Any:
+            buffer = jnp.zeros((size,), jnp.float32)
+            return buffer if is_shared else PerWorker.wrap(buffer)
+
         return ErrorFeedbackState(
-            residual=zeros,
-            momentum=jax.tree.map(jnp.copy, zeros) if has_momentum else (),
+            residual=tuple(map(zeros, layout.bucket_sizes)),
+            momentum=tuple(map(zeros, layout.bucket_sizes, map(needs_zeros, reducers)))
+            if has_momentum
+            else (),
             dense_momentum=jnp.zeros((layout.dense_size,), jnp.float32) if has_momentum else (),
             reducers=tuple(r.init(d) for r, d in zip(reducers, layout.bucket_sizes)),
             skipped=jnp.int32(0),
@@ -144,28 +152,28 @@ def planned_feedback(
         # Whether what is to be exchanged is finite is agreed on in the same message as the dense
         # leaves, before the buckets are exchanged. A skipped step then exchanges the old residual
         # in vain, but no copy of the old state need be kept, as it would be to decide afterwards.
-        before = [
-            _Bucket(
-                PerWorker.unwrap(state.residual[i]),
-                PerWorker.unwrap(state.momentum[i]) if momentum is not None else None,
-                state.reducers[i],
+        of_mean = tuple(map(needs_zeros, reducers))
+        before = []
+        for i in range(len(buckets)):
+            own = (
+                PerWorker.unwrap(state.momentum[i])
+                if momentum is not None and not of_mean[i]
+                else None
             )
-            for i in range(len(buckets))
-        ]
+            before.append(_Bucket(PerWorker.unwrap(state.residual[i]), own, state.reducers[i]))
         sums = [b.residual + _corrected(g, b, momentum) for g, b in zip(buckets, before)]
         finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
         broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
         message = jnp.concatenate([dense, broken[None]])
-        exchanged = DenseReducer()(message, (), axis_name=axis_name).mean
+        exchanged = wire.psum(message, axis_name) / wire.axis_size(axis_name)
         # A sum of finite gradients can overflow, too.
         ok, dense_update = _all_finite(exchanged) & (exchanged[-1] == 0), exchanged[:-1]
-        dense_momentum = state.dense_momentum
-        if momentum is not None:
-            dense_update = jnp.asarray(momentum, jnp.float32) * dense_momentum + dense_update
-            dense_momentum = _select(ok, dense_update, dense_momentum)
-        dense_update = _select(ok, dense_update, jnp.zeros_like(dense_update))
+        dense_update, dense_momentum = _mean_momentum(
+            dense_update, state.dense_momentum, ok, momentum
+        )
 
         means: list[Array] = []
+        momenta: list[Any] = []
         carried: list[_Bucket] = []
         infos = [info(dense.size)]
         for i, gradient in enumerate(buckets):
@@ -175,6 +183,11 @@ def planned_feedback(
                 gradient, _ = jax.lax.optimization_barrier((gradient, means[-1]))
             exchange = functools.partial(reducers[i], axis_name=axis_name)
             mean, after, bucket_info = _exchange(exchange, gradient, before[i], ok, momentum)
+            if of_mean[i] and momentum is not None:
+                mean, after_mean = _mean_momentum(mean, state.momentum[i], ok, momentum)
+                momenta.append(after_mean)
+            elif after.momentum is not None:
+                momenta.append(PerWorker.wrap(after.momentum))
             means.append(mean)
             carried.append(after)
             infos.append(bucket_info)
@@ -184,10 +197,13 @@ def planned_feedback(
         if any(dtype != jnp.float32 for dtype in layout.dtypes):
             # What rounding to the leaves' dtypes takes from the update is not delivered either.
             rounded, _ = layout.flatten(update_tree)
-            residuals = [r + (m - low) for r, m, low in zip(residuals, means, rounded)]
+            residuals = [
+                r if zeros else r + (m - low)
+                for r, m, low, zeros in zip(residuals, means, rounded, of_mean)
+            ]
         new_state = ErrorFeedbackState(
             residual=tuple(map(PerWorker.wrap, residuals)),
-            momentum=tuple(PerWorker.wrap(b.momentum) for b in carried if b.momentum is not None),
+            momentum=tuple(momenta),
             dense_momentum=dense_momentum,
             reducers=tuple(b.reducer for b in carried),
             skipped=state.skipped + jnp.where(ok, jnp.int32(0), jnp.int32(1)),
@@ -204,7 +220,7 @@ class _Bucket(NamedTuple):
     """One worker's state of one bucket."""
 
     residual: Array
-    momentum: Array | None
+    momentum: Array | None  # its own; None if there is none, or that of the mean
     reducer: Any
 
 
@@ -223,10 +239,20 @@ def _exchange(
     reduced = reducer(x, before.reducer)
     after = _Bucket(
         residual=_select(ok, reduced.residual, x),
-        momentum=None if momentum is None else _select(ok, _masked(u, reduced), u),
+        momentum=None if before.momentum is None else _select(ok, _masked(u, reduced), u),
         reducer=_select(ok, reduced.state, before.reducer),
     )
     return _select(ok, reduced.mean, jnp.zeros_like(reduced.mean)), after, reduced.info
+
+
+def _mean_momentum(
+    mean: Array, before: Any, ok: Array, momentum: float | Array | None
+) -> tuple[Array, Any]:
+    """The update with the mean's momentum, and the momentum; without `ok`, zeros and as before."""
+    if momentum is not None:
+        mean = jnp.asarray(momentum, jnp.float32) * before + mean
+        before = _select(ok, mean, before)
+    return _select(ok, mean, jnp.zeros_like(mean)), before
 
 
 def _corrected(gradient: Array, before: _Bucket, momentum: float | Array | None) -> Array:

@@ -200,8 +200,8 @@ def plan_groups(
     dense: list[_Piece] = []
     members: dict[Hashable, list[_Piece]] = {}
     for i, (name, shape) in enumerate(zip(names, shapes)):
+        group = group_of(name, shape)
         if size := math.prod(shape):
-            group = group_of(name, shape)
             pieces = dense if group is None else members.setdefault(group, [])
             pieces.append(_Piece(i, 0, size))
     buckets = [

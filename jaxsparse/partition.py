@@ -10,15 +10,18 @@ from jaxtyping import Array
 from jaxsparse import layout as layouts
 from jaxsparse.feedback import Planned, planned_feedback
 from jaxsparse.reducers.base import Budget, Reducer, alignment
+from jaxsparse.reducers.staged import StagedReducer
+from jaxsparse.stages import Stages
 
 # Given a leaf's key path, as printed by jax.tree_util.keystr, and its shape: how it is exchanged.
 # None: uncompressed.
-Policy = Callable[[str, tuple[int, ...]], Budget | None]
+Rule = Budget | Stages[Reducer] | None
+Policy = Callable[[str, tuple[int, ...]], Rule]
 
 
 def partition(
-    policy: Policy | Mapping[str, Budget | None],
-    default: Budget | None = None,
+    policy: Policy | Mapping[str, Rule],
+    default: Rule = None,
     *,
     axis_name: str | None = "data",
     momentum: float | Array | None = None,
@@ -36,7 +39,8 @@ def partition(
     Args:
         policy: a function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape that
             returns its reducer, or None for uncompressed; or a mapping from regular expressions to
-            these, of which the first one found anywhere in the path counts.
+            these, of which the first one found anywhere in the path counts. A reducer that changes
+            during training is `Stages` of reducers.
         default: of leaves that no expression of the mapping matches.
         axis_name: the axis over which workers are mapped; None for a single worker.
         momentum: momentum correction, of all leaves, masked as each leaf's reducer says.
@@ -92,8 +96,13 @@ def partition(
 
 
 def _compiled(
-    policy: Mapping[str, Budget | None],
-) -> dict[re.Pattern[str], Budget | None]:
+    policy: Mapping[str, Rule],
+) -> dict[re.Pattern[str], Rule]:
+    if not isinstance(policy, Mapping) or not all(isinstance(rule, str) for rule in policy):
+        raise ValueError(
+            f"policy={policy!r} must be a function of path and shape, or a mapping from regular "
+            'expressions to reducers: {"embedding": jaxsparse.S2Reducer(...)}'
+        )
     try:
         return {re.compile(rule): reducer for rule, reducer in policy.items()}
     except re.error as error:
@@ -106,6 +115,10 @@ def _compiled(
 def _checked(reducer: Any, path: str) -> Budget | None:
     if reducer is None:
         return None
+    if isinstance(reducer, Stages):
+        for stage in reducer.values:
+            _checked(stage, path)
+        reducer = StagedReducer(reducer)
     # Strings have a split, too.
     if isinstance(reducer, type | str) or not isinstance(reducer, Budget):
         raise ValueError(

@@ -13,11 +13,22 @@ def static_int(name: str, value: Any) -> int:
         ValueError: it is a bool, a float, an array or anything else.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(
-            f"{name}={value!r} must be an int: it is static (list it in static_args under "
-            "optax.inject_hyperparams)"
-        )
+        raise ValueError(f"{name}={value!r} must be an int: {_static(value)}")
     return operator.index(value)
+
+
+def static_seed(name: str, value: Any) -> int:
+    """The setting `value` as a seed, 0 <= seed < 2**32.
+
+    Raises:
+        ValueError: it is no int, or out of that range, beyond which seeds would repeat.
+    """
+    seed = static_int(name, value)
+    if not 0 <= seed < 2**32:
+        raise ValueError(
+            f"{name}={seed} must be in 0 .. {2**32 - 1}: seeds are 32 bits, pass {name} % 2**32"
+        )
+    return seed
 
 
 def static_float(name: str, value: Any) -> float:
@@ -27,9 +38,14 @@ def static_float(name: str, value: Any) -> float:
         ValueError: it is a bool, an array, a string, NaN or anything else.
     """
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or math.isnan(value):
-        raise ValueError(
-            f"{name}={value!r} must be a number: it is static (list it in static_args under "
-            "optax.inject_hyperparams)"
-        )
+    if not is_number:
+        raise ValueError(f"{name}={value!r} must be a number: {_static(value)}")
+    if math.isnan(value):
+        raise ValueError(f"{name}={value} is not a number (NaN): pass one")
     return float(value)
+
+
+def _static(value: Any) -> str:
+    if hasattr(value, "dtype"):  # an array or tracer, as injected settings are
+        return "it is static (list it in static_args under optax.inject_hyperparams)"
+    return "it is static, pass a Python or NumPy one"

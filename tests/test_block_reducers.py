@@ -13,7 +13,9 @@ from jaxsparse.collectives import wire
 from jaxsparse.reducers.block_gather import BlockGatherReducer
 from jaxsparse.reducers.blocks import contribution, select_blocks, take, union_capacity
 from jaxsparse.reducers.omni_reduce import OmniReduceReducer
+from jaxsparse.reducers.s2 import S2Reducer
 from jaxsparse.transforms.blocks import omni_reduce, sparse_all_gather
+from jaxsparse.transforms.s2 import s2_reducer
 
 SIZE, BLOCK = 403, 8  # 51 blocks, the last one of 3 elements
 BLOCKS = 51
@@ -318,3 +320,59 @@ def test_settings_are_checked():
         OmniReduceReducer(8, None, 0)
     with pytest.raises(ValueError, match=r"capacity_density='a' must be a number"):
         BlockGatherReducer(8, None, "a")
+
+
+NATURAL = {
+    "omni_reduce": functools.partial(omni_reduce, block_size=4, union_density=0.1),
+    "sparse_all_gather": functools.partial(sparse_all_gather, block_size=4, capacity_density=0.05),
+    "s2_reducer": functools.partial(
+        s2_reducer, None, block_size=4, union_density=0.1, sketch_ratio=1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NATURAL)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_that_were_touched_once_are_not_sent_for_ever(name, dtype):
+    """Neither momentum nor what rounding takes from an update makes them non-zero again."""
+    workers, rows, steps = 3, 200, 12
+    rng = np.random.default_rng(0)
+    gradients = np.zeros((workers, steps, rows, 4), np.float32)
+    for worker, step in np.ndindex(workers, steps):
+        gradients[worker, step, rng.choice(rows, 6, replace=False)] = rng.normal(size=(6, 4))
+    gradients = jnp.asarray(gradients).astype(dtype)
+    tx = NATURAL[name](momentum=0.5, is_dense=lambda path, shape: False)
+
+    def run(gradients):
+        state = tx.init(gradients[0])
+        (state, overflow), updates = jax.lax.scan(one, (state, jnp.int32(0)), gradients)
+        return updates, state.residual[0].value, overflow
+
+    def one(carry, gradient):
+        updates, state = tx.update(gradient, carry[0])
+        return (state, carry[1] + state.info.overflow), updates
+
+    updates, residual, overflow = on_workers(run, workers, "vmap")(gradients)
+    assert not np.any(overflow)
+    assert not np.any(residual)
+    momentum = np.zeros((rows, 4))
+    for step in range(steps):
+        momentum = 0.5 * momentum + np.asarray(gradients[:, step], np.float64).mean(0)
+        tolerance = 1e-6 if dtype == jnp.float32 else 0.02
+        np.testing.assert_allclose(
+            np.asarray(updates[0, step], np.float64), momentum, rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize(
+    "reducer",
+    [OmniReduceReducer(16, 0.6), BlockGatherReducer(4, 0.9), S2Reducer(16, 0.6, sketch_ratio=9.0)],
+    ids=str,
+)
+def test_sums_that_overflow_are_kept_where_all_is_sent_densely(reducer):
+    x = np.ones((2, 64), np.float32)
+    x[:, 5] = 3e38
+    reduced = on_workers(lambda x: reducer(x, reducer.init(64), axis_name="data"), 2, "vmap")(x)
+    assert reduced.mean[:, 5].tolist() == [0, 0]
+    assert reduced.residual[:, 5].tolist() == [x[0, 5], x[0, 5]]
+    assert reduced.mean[0, 6] == 1

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import on_workers, some
+from workers import few, on_workers, some
 
 from jaxsparse import codecs, quantize
 from jaxsparse.collectives import (

@@ -101,6 +101,19 @@ def test_clipping_keeps_dtypes_and_large_values():
     assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_clipping_knows_norms_that_no_float_can_hold(dtype):
+    tx = dgc(1.0, clip_norm=1.0, axis_name=None, momentum=None, selection="exact")
+    update = jax.jit(lambda grads: tx.update(grads, tx.init(grads))[0])
+    for value, wanted in [
+        *((big, 1 / 64) for big in (1.0, 1e36, 2e37, -9e37, 2e38, 3e38)),
+        *((small, small) for small in (0.0, 1e-36, -1e-20, 0.01)),
+    ]:
+        got = np.asarray(update({"w": jnp.full((64, 64), value, dtype)})["w"], np.float32)
+        wanted = np.copysign(wanted, value)
+        np.testing.assert_allclose(got, np.full((64, 64), wanted), rtol=0.01, atol=0)
+
+
 def test_clipping_does_not_hide_what_is_not_finite():
     tx = dgc(DENSITY, clip_norm=1.0, axis_name=None)
     update = jax.jit(lambda grads: tx.update(grads, tx.init(grads)))

@@ -12,6 +12,13 @@ from workers import mesh
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, local, shard
+from jaxsparse.quantize import QSGD
+from jaxsparse.reducers.dragonn import DragonnReducer
+from jaxsparse.reducers.quantized import QuantizedReducer
+from jaxsparse.reducers.random_k import RandomKReducer
+from jaxsparse.reducers.s2 import S2Reducer
+from jaxsparse.reducers.sparcml import SparCMLReducer
+from jaxsparse.settings import static_float, static_int
 
 PARAMS = {"w": jnp.ones((40, 30)), "b": jnp.zeros(3)}
 ONE = jnp.float32(1)
@@ -50,10 +57,20 @@ SETTINGS = {
         lambda: jax.jit(lambda d: jaxsparse.top_k(d).init(PARAMS))(0.1),
         r"density=.* must be a number: it is static \(list it in static_args",
     ),
+    "density that is not a number": (
+        lambda: jaxsparse.top_k(float("nan")),
+        r"density=nan is not a number \(NaN\): pass one",
+    ),
+    "density as an array": (
+        lambda: jaxsparse.top_k(jnp.ones(1)),
+        r"density=Array.* must be a number: it is static \(list it in static_args",
+    ),
     "teams": (lambda: jaxsparse.spardl(0.1, teams=1.0), r"teams=1.0 must be an int"),
     "no teams": (lambda: update(jaxsparse.spardl(0.1, teams=0)), r"teams=0 does not divide the 3"),
     "bits": (lambda: jaxsparse.sparcml(bits=4.0), r"bits=4.0 must be an int"),
     "unknown bits": (lambda: jaxsparse.sparcml(bits=3), r"bits=3.*2, 4 or 8"),
+    "bits of QSGD as a float": (lambda: QSGD(4.0), r"bits=4.0 must be an int"),
+    "bits of QSGD as text": (lambda: QSGD("4"), r"bits='4' must be an int: .*pass a Python"),
     "bits without a dense half": (
         lambda: jaxsparse.sparcml(bits=4, algorithm="ring"),
         r"bits=4 quantise .* algorithm='ring' lacks: use that or 'auto'",
@@ -165,6 +182,34 @@ def test_settings(misuse):
     act, message = SETTINGS[misuse]
     with pytest.raises(ValueError, match=message):
         act()
+
+
+@pytest.mark.parametrize("value", [5.0, "5", None, True])
+def test_settings_that_are_no_arrays_have_nothing_to_do_with_injecting(value):
+    for kind, check in (("an int", static_int), ("a number", static_float)):
+        if kind == "a number" and value == 5.0:
+            continue
+        with pytest.raises(ValueError, match=f"^k={value!r} must be {kind}: ") as error:
+            check("k", value)
+        assert "static_args" not in str(error.value)
+
+
+SEEDED = {
+    "random_k": lambda seed: RandomKReducer(0.1, seed=seed),
+    "dragonn": lambda seed: DragonnReducer(0.1, seed=seed),
+    "quantized": lambda seed: QuantizedReducer(seed=seed),
+    "sparcml": lambda seed: SparCMLReducer(seed=seed),
+    "s2": lambda seed: S2Reducer(seed=seed),
+}
+
+
+@pytest.mark.parametrize("reducer", SEEDED)
+def test_seeds_that_would_repeat(reducer):
+    make = SEEDED[reducer]
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match=rf"seed={seed} must be in 0 .. .*seed % 2\*\*32"):
+            make(seed)
+    assert make(np.uint32(2**32 - 1)).seed == 2**32 - 1
 
 
 def other_axis():

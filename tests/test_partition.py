@@ -24,7 +24,6 @@ from jaxsparse import (
     shard,
 )
 from jaxsparse.partition import partition
-from jaxsparse.reducers.staged import staged
 
 SHAPES = {"embed": (50, 8), "kernel": (30, 20), "out": (20, 11), "bias": (20,)}
 RULES = {"embed": TopKReducer(0.1), "kernel|out": SparDLReducer(0.05)}
@@ -82,6 +81,12 @@ def test_the_first_rule_that_matches_counts_and_the_default_takes_the_rest():
         for node in tx.init({k: jnp.zeros(v) for k, v in SHAPES.items()}).residual
     ]
     assert sizes == [20 + 220, 600]  # bias and out: DenseReducer; kernel; embed goes dense
+
+
+def test_a_rule_for_an_empty_leaf_is_no_error():
+    rules = {"a": TopKReducer(0.1), "e": TopKReducer(0.2)}
+    state = partition(rules).init({"a": jnp.ones((40, 40)), "e": jnp.ones((0, 4))})
+    assert [node.value.shape for node in state.residual] == [(1, 1600)]
 
 
 def test_payload_is_the_sum_of_the_groups():
@@ -146,6 +151,10 @@ def test_composes_with_an_optimizer_and_stages():
     [
         ({"embedding": TopKReducer(0.1)}, "no leaf is left for .'embedding'.*embed"),
         ({"embed": None, "bed": None}, "no leaf is left for .'bed'"),
+        ("embed", "policy='embed' must be a function"),
+        ([("embed", None)], "policy=.* must be a function"),
+        ({b"embed": None}, "policy=.* must be a function"),
+        ({"embed": Stages((0.1, 0.2), (3,))}, "policy gives 0.1 for leaf"),
         ({"embed": 0.01}, "policy gives 0.01 for leaf.*give a reducer"),
         ({"embed": TopKReducer}, "policy gives <class"),
         (lambda path, shape: "dense", "policy gives 'dense' for leaf"),
@@ -185,7 +194,7 @@ def test_buckets_of_blocks_hold_whole_blocks(limit):
     jax.tree.map(np.testing.assert_array_equal, plan.unflatten(vectors, dense), tree)
 
 
-def test_stages_are_budgets():
-    reducer = staged(TopKReducer, Stages((0.5, 0.1), (2,)))
-    updates, _ = train(partition({"embed": reducer}), 1)
+def test_a_reducer_may_come_in_stages():
+    reducers = Stages((TopKReducer(0.5), TopKReducer(0.1)), (2,))
+    updates, _ = train(partition({"embed": reducers}), 1)
     assert np.count_nonzero(updates["embed"][0], axis=(1, 2)).tolist() == [200, 200, 40]

@@ -1,5 +1,6 @@
 """Efficiency-aware tensor selection against DRAGONN's equation, and the profile that it takes."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -181,9 +182,11 @@ def test_profile_interpolates_and_extrapolates():
 
 
 def test_profile_is_kept_in_a_file(tmp_path):
-    p = Profile(MEASURED.points, device="cpu: cpu", jax="0.10", date="2026-01-01", settings="s")
-    p.save(tmp_path / "profile.json")
-    assert Profile.load(tmp_path / "profile.json") == p
+    words = {"device": "cpu: cpu", "jax": "0.10", "date": "2026-01-01", "settings": "s"}
+    for more in ({}, {"density": 0.01, "codec": repr(codecs.COO)}):
+        p = Profile(MEASURED.points, **words, **more)
+        p.save(tmp_path / "profile.json")
+        assert Profile.load(tmp_path / "profile.json") == p
     content = json.loads((tmp_path / "profile.json").read_text())
     assert content["units"]["encode"] == "seconds"
     assert content["points"][0]["elements"] == 4096
@@ -195,6 +198,8 @@ def test_profile_is_kept_in_a_file(tmp_path):
         (lambda c: "{", "JSONDecodeError"),
         (lambda c: "[1]", "TypeError"),
         (lambda c: json.dumps(c | {"jaxsparse_profile": 9}), "it has version 9"),
+        (lambda c: json.dumps(c | {"density": 2.0}), r"density=2\.0 must lie"),
+        (lambda c: json.dumps(c | {"codec": 3}), "codec=3 must be a text"),
         (lambda c: json.dumps({k: v for k, v in c.items() if k != "points"}), "'points'"),
         (lambda c: json.dumps(c | {"points": []}), "at least one size"),
         (lambda c: json.dumps(c | {"points": [{"elements": 3}]}), "encode"),
@@ -232,7 +237,48 @@ def test_profile_measures_this_device(extract):
     assert all(1e-7 < p.decode_seconds(d, d // 10) < 10 for d in sizes)
     assert p.device.startswith(jax.devices()[0].platform)
     assert p.jax == jax.__version__
-    assert "density=0.01" in p.settings
+    assert p.density == 0.01
+    assert p.codec == repr(codecs.COO)
+    assert p.settings == "workers=[2, 8]"
+
+
+def test_a_profile_of_other_messages_is_refused():
+    p = dataclasses.replace(MEASURED, density=0.01, codec=repr(codecs.COO), settings="workers=[2]")
+    for density in (0.01, np.float32(0.01)):
+        conditions = str(select(resnet50(), density=density, profile=p)).splitlines()[-1]
+        assert conditions.endswith("density 0.01, Coo(), workers=[2]")
+    with pytest.raises(
+        ValueError, match=r"density=0\.001 differs from the profile's, 0\.01: .*meas"
+    ):
+        select(resnet50(), profile=p)
+    with pytest.raises(ValueError, match=r"codec=Packed\(.*\) differs from .*, Coo\(\): .*measure"):
+        select(resnet50(), density=0.01, profile=p, codec=codecs.Packed())
+    packed = dataclasses.replace(p, codec=repr(codecs.Packed()))
+    select(resnet50(), density=0.01, profile=packed, codec=codecs.Packed("bfloat16"))
+    # Either may be unknown.
+    select(resnet50(), profile=dataclasses.replace(p, density=None))
+    select(
+        resnet50(),
+        density=0.01,
+        profile=dataclasses.replace(p, codec=None),
+        codec=codecs.Packed(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("points", "complaint"),
+    [
+        (
+            ((1000, 1e-5),),
+            r"point=\(1000, 1e-05\) must have 4 values: give Point\(elements, encode",
+        ),
+        ((5,), r"point=5 is no sequence: give Profile\(\(Point\(elements"),
+        (5, r"points=5 is no sequence: give Profile\(\(Point\(elements"),
+    ],
+)
+def test_points_are_checked(points, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Profile(points)
 
 
 def test_the_time_of_an_entry_is_a_slope_that_is_not_negative():
@@ -252,6 +298,7 @@ def test_settings_are_checked():
         ({"workers": 0}, "workers=0 must be at least 1"),
         ({"workers": 2.0}, r"workers=2\.0 must be an int"),
         ({"density": 0.0}, r"density=0\.0 must lie in \(0, 1\]"),
+        ({"link": 1e9}, r"link=1000000000\.0 must be a Link: give jaxsparse\.cost\.Link\("),
         ({"profile": "p.json"}, r"profile='p\.json' must be a Profile"),
     ]:
         with pytest.raises(ValueError, match=complaint):
@@ -265,6 +312,7 @@ def test_settings_are_checked():
         selection.is_dense("['w']", (3,))
     for settings, complaint in [
         ({"sizes": ()}, r"sizes=\(\) must be 1 or more distinct ints"),
+        ({"sizes": 4096}, "sizes=4096 must be 1 or more distinct ints from 1 on: pass a sequence"),
         ({"sizes": (0,)}, r"sizes=\(0,\) must be"),
         ({"workers": (4, 4)}, r"workers=\(4, 4\) must be 2 or more distinct ints"),
         ({"repeats": 0}, "repeats=0 must be at least 1"),

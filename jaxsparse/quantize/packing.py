@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, UInt32
 
+from jaxsparse.settings import static_int
+
 __all__ = ["check_bits", "check_size", "pack", "packed_words", "unpack"]
 
 _WORD = 32
@@ -84,7 +86,7 @@ def packed_words(size: int, bits: int) -> int:
 
 def check_bits(bits: int) -> None:
     """Raises ValueError unless bits is 2, 4 or 8."""
-    if bits not in (2, 4, 8):
+    if static_int("bits", bits) not in (2, 4, 8):
         raise ValueError(f"bits={bits} is not supported: use 2, 4 or 8")
 
 

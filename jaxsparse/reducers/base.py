@@ -15,7 +15,9 @@ class Info(NamedTuple):
     """What one exchange did; replicated scalars."""
 
     delivered: Int[Array, ""]  # int32: coordinates that the mean carries
-    overflow: Int[Array, ""]  # int32: entries, of all workers, kept back for want of capacity
+    # int32: entries, of all workers, kept back for want of capacity; where workers share the room,
+    # elements of the union of what they have, each counted once
+    overflow: Int[Array, ""]
 
 
 def info(delivered: Any, overflow: Any = 0) -> Info:
@@ -84,3 +86,18 @@ class Reducer(Budget, Protocol):
 def alignment(budget: Budget) -> int:
     """Elements that buckets must be multiples of: a block of reducers that have blocks."""
     return getattr(budget, "block_size", 1)
+
+
+def needs_zeros(reducer: Reducer) -> bool:
+    """Whether it sends whatever is not zero, so that only gradients, and not momentum, may go in.
+
+    The momentum is then that of the mean, and what rounding to a leaf's dtype takes is forgotten,
+    as for dense leaves.
+    """
+    return getattr(reducer, "needs_zeros", False)
+
+
+def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:
+    """Seeds, one for each bucket: equal ones would draw alike in buckets of one size."""
+    # Multiples of an odd number are distinct modulo 2**32, and far apart for this one.
+    return tuple((seed + bucket * 0x9E3779B9) % 2**32 for bucket in range(count))

@@ -49,6 +49,11 @@ class BlockGatherReducer:
         object.__setattr__(self, "block_size", blocks.check_block_size(self.block_size))
         check_selection(self.density, "capacity_density", self.capacity_density)
 
+    @property
+    def needs_zeros(self) -> bool:
+        """Without a density, blocks are sent because they are not zero."""
+        return self.density is None
+
     def split(
         self, sizes: tuple[int, ...], dense_size: int = 0
     ) -> tuple["BlockGatherReducer", ...]:

@@ -12,7 +12,7 @@ from jaxsparse.reducers.base import Laws, Reduced, info
 
 @dataclasses.dataclass(frozen=True)
 class DenseReducer:
-    """The exact mean by one psum of all d words.
+    """The exact mean by one psum of all d words. Sums that overflow stay in the residuals.
 
     It masks no momentum: everything is sent at each step, and a momentum that is zeroed wherever
     something was sent would not be one.
@@ -30,5 +30,8 @@ class DenseReducer:
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
-        mean = wire.psum(x, axis_name) / wire.axis_size(axis_name)
-        return Reduced(mean, jnp.zeros_like(x), None, state, info(min(x.size, 2**31 - 1)))
+        total = wire.psum(x, axis_name)
+        finite = jnp.isfinite(total)
+        mean = jnp.where(finite, total, 0) / wire.axis_size(axis_name)
+        residual = jnp.where(finite, 0, x)
+        return Reduced(mean, residual, None, state, info(min(x.size, 2**31 - 1)))

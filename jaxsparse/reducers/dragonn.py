@@ -10,12 +10,12 @@ from jaxtyping import Array, Float, UInt32
 from jaxsparse import codecs, hashing
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.all_gather_sum import all_gather_sum
-from jaxsparse.reducers.base import Laws, Reduced
+from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds
 from jaxsparse.reducers.density import check_density, entries
 from jaxsparse.reducers.residuals import deliver_streams
 from jaxsparse.select.slots import hash_extract, slot_max
 from jaxsparse.select.thresholds import check_samples, sampled_threshold
-from jaxsparse.settings import static_int
+from jaxsparse.settings import static_seed
 from jaxsparse.stream import SparseStream
 
 Extract = Literal["hash", "slot_max"]
@@ -59,7 +59,7 @@ class DragonnReducer:
             "slot_max", the largest of the elements that share a slot, without a threshold.
         samples: for the threshold of "hash"; None for the default of `select.sampled_threshold`.
         codec: of the messages.
-        seed: of the hashes.
+        seed: 0 <= seed < 2**32, of the hashes.
     """
 
     density: float = 0.001
@@ -80,7 +80,7 @@ class DragonnReducer:
                     f"{self.extract!r} lacks: leave them out"
                 )
         codecs.check_codec(self.codec)
-        object.__setattr__(self, "seed", static_int("seed", self.seed))
+        object.__setattr__(self, "seed", static_seed("seed", self.seed))
 
     @property
     def laws(self) -> Laws:
@@ -88,8 +88,9 @@ class DragonnReducer:
         return Laws(conserves=True, dense_at_full_budget=False)
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["DragonnReducer", ...]:
-        """The same for each bucket."""
-        return (self,) * len(sizes)
+        """The same for each bucket, but for the seed."""
+        seeds = bucket_seeds(self.seed, len(sizes))
+        return tuple(dataclasses.replace(self, seed=seed) for seed in seeds)
 
     def init(self, size: int) -> UInt32[Array, ""]:
         """The number of exchanges so far, for fresh hashes."""

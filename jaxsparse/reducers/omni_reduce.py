@@ -31,8 +31,8 @@ class OmniReduceReducer:
     in the residuals of those who have them, in turns, and are counted. Where the slots would hold
     the whole vector, it is summed densely instead, and nothing is selected or kept back.
 
-    Momentum is masked where this worker sent if `density` is given, as for top-k; without, all that
-    there is is sent but for overflow, and masking would leave no momentum.
+    Momentum is masked where this worker sent if `density` is given, as for top-k; without, it is that
+    of the mean.
 
     Attributes:
         block_size: elements of a block: 256 in the paper, or the width of an embedding.
@@ -50,6 +50,11 @@ class OmniReduceReducer:
     def __post_init__(self):
         object.__setattr__(self, "block_size", blocks.check_block_size(self.block_size))
         check_selection(self.density, "union_density", self.union_density)
+
+    @property
+    def needs_zeros(self) -> bool:
+        """Without a density, blocks are sent because they are not zero."""
+        return self.density is None
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["OmniReduceReducer", ...]:
         """The same for each bucket."""

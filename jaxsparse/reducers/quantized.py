@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
 from jaxsparse.quantize import QSGD, Quantizer, check_feedback
-from jaxsparse.reducers.base import Laws, Reduced, info
-from jaxsparse.settings import static_int
+from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds, info
+from jaxsparse.settings import static_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class QuantizedReducer:
         quantizer: `quantize.QSGD(...)` or `quantize.Sign(...)`.
         rounding: "stochastic" is unbiased, and its error is forgotten, as QSGD is published
             (Alistarh et al., 2017); "nearest" is deterministic, and its error is fed back.
-        seed: of stochastic rounding.
+        seed: 0 <= seed < 2**32, of stochastic rounding.
 
     Raises:
         ValueError: the quantizer has no stochastic rounding, or its error, fed back, could grow
@@ -37,7 +37,7 @@ class QuantizedReducer:
     seed: int = 0
 
     def __post_init__(self):
-        object.__setattr__(self, "seed", static_int("seed", self.seed))
+        object.__setattr__(self, "seed", static_seed("seed", self.seed))
         if not isinstance(self.quantizer, Quantizer):
             raise ValueError(
                 f"quantizer={self.quantizer!r} is none: use quantize.QSGD(bits=4) or "
@@ -60,8 +60,9 @@ class QuantizedReducer:
         return Laws(conserves=self.rounding == "nearest", dense_at_full_budget=False)
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["QuantizedReducer", ...]:
-        """The same for each bucket of the layout."""
-        return (self,) * len(sizes)
+        """The same for each bucket of the layout, but for the seed."""
+        seeds = bucket_seeds(self.seed, len(sizes))
+        return tuple(dataclasses.replace(self, seed=seed) for seed in seeds)
 
     def init(self, size: int) -> Any:
         """The number of exchanges so far, for the keys of stochastic rounding; else no state."""

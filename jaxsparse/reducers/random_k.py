@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 
 from jaxsparse import hashing
 from jaxsparse.collectives import wire
-from jaxsparse.reducers.base import Laws, Reduced, info
+from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds, info
 from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.settings import static_int
+from jaxsparse.settings import static_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RandomKReducer:
 
     Attributes:
         density: k as a share of the elements, in (0, 1].
-        seed: of the draws.
+        seed: 0 <= seed < 2**32, of the draws.
     """
 
     density: float
@@ -32,7 +32,7 @@ class RandomKReducer:
 
     def __post_init__(self):
         check_density(self.density)
-        object.__setattr__(self, "seed", static_int("seed", self.seed))
+        object.__setattr__(self, "seed", static_seed("seed", self.seed))
 
     @property
     def laws(self) -> Laws:
@@ -40,8 +40,9 @@ class RandomKReducer:
         return Laws(conserves=True, dense_at_full_budget=True)
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["RandomKReducer", ...]:
-        """The same for each bucket."""
-        return (self,) * len(sizes)
+        """The same for each bucket, but for the seed."""
+        seeds = bucket_seeds(self.seed, len(sizes))
+        return tuple(dataclasses.replace(self, seed=seed) for seed in seeds)
 
     def init(self, size: int) -> Any:
         """The number of exchanges so far, uint32, for the draws."""

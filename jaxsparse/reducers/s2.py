@@ -11,7 +11,7 @@ from jaxsparse import blocks, cost
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.union import union_traffic
 from jaxsparse.hashing import combine
-from jaxsparse.reducers.base import Laws, Reduced, info
+from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds, info
 from jaxsparse.reducers.blocks import (
     agree,
     check_selection,
@@ -22,7 +22,7 @@ from jaxsparse.reducers.blocks import (
 from jaxsparse.reducers.dense import DenseReducer
 from jaxsparse.reducers.omni_reduce import OmniReduceReducer
 from jaxsparse.select.compaction import compact
-from jaxsparse.settings import static_float, static_int
+from jaxsparse.settings import static_float, static_int, static_seed
 from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
 from jaxsparse.sketch.tiles import SketchSpec
 
@@ -61,7 +61,7 @@ class S2Reducer:
             worker's: with W disjoint supports the energy of the error is W times that of "union".
         union_density: share of the blocks for which there is room in the union; what exceeds it
             stays in the residual. None: W density, which always suffices. density=None needs it.
-        seed: of the hashes.
+        seed: 0 <= seed < 2**32, of the hashes.
 
     Raises:
         ValueError: a setting is out of range, or union_density is missing.
@@ -76,8 +76,9 @@ class S2Reducer:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("block_size", "rows", "seed"):
+        for name in ("block_size", "rows"):
             object.__setattr__(self, name, static_int(name, getattr(self, name)))
+        object.__setattr__(self, "seed", static_seed("seed", self.seed))
         blocks.check_block_size(self.block_size)
         check_selection(self.density, "union_density", self.union_density)
         if not 0 < static_float("sketch_ratio", self.sketch_ratio) < math.inf:
@@ -99,9 +100,15 @@ class S2Reducer:
         """Sums are conserved in expectation; all blocks fit a table of ratio 1, which is exact."""
         return Laws(conserves=False, dense_at_full_budget=self.sketch_ratio >= 1)
 
+    @property
+    def needs_zeros(self) -> bool:
+        """Without a density, blocks are sent because they are not zero."""
+        return self.density is None
+
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["S2Reducer", ...]:
-        """The same for each bucket."""
-        return (self,) * len(sizes)
+        """The same for each bucket, but for the seed."""
+        seeds = bucket_seeds(self.seed, len(sizes))
+        return tuple(dataclasses.replace(self, seed=seed) for seed in seeds)
 
     def init(self, size: int) -> UInt32[Array, ""]:
         """The number of exchanges so far, from which hashes are derived."""

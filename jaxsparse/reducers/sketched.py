@@ -10,7 +10,7 @@ from jaxtyping import Array, DTypeLike, Float, UInt32
 from jaxsparse import select, sketch
 from jaxsparse.collectives import wire
 from jaxsparse.layout import narrow, split_evenly
-from jaxsparse.reducers.base import Laws, Reduced
+from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds
 from jaxsparse.reducers.dense import DenseReducer
 from jaxsparse.reducers.true_top_k import deliver
 from jaxsparse.settings import static_int
@@ -72,8 +72,12 @@ class SketchedReducer:
             return ()
         select.check_k(self.k, sum(sizes))
         return tuple(
-            dataclasses.replace(self, k=max(1, k), cols=max(1, cols))
-            for k, cols in zip(split_evenly(self.k, sizes), split_evenly(self.cols, sizes))
+            dataclasses.replace(self, k=max(1, k), cols=max(1, cols), seed=seed)
+            for k, cols, seed in zip(
+                split_evenly(self.k, sizes),
+                split_evenly(self.cols, sizes),
+                bucket_seeds(self.seed, len(sizes)),
+            )
         )
 
     def candidates(self, size: int) -> int:

@@ -20,9 +20,9 @@ from jaxsparse.collectives.recursive_double import recursive_double, recursive_d
 from jaxsparse.collectives.sparse_ring import sparse_ring, sparse_ring_traffic
 from jaxsparse.collectives.split import check_factor
 from jaxsparse.collectives.split_allgather import split_allgather, split_allgather_traffic
-from jaxsparse.reducers.base import Laws, Reduced
+from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds
 from jaxsparse.reducers.residuals import deliver_streams
-from jaxsparse.settings import static_int
+from jaxsparse.settings import static_int, static_seed
 from jaxsparse.stream import SparseStream
 
 Algorithm = Literal[
@@ -56,7 +56,7 @@ class SparCMLReducer:
             None for all there can be.
         link: the network that "auto" reckons with.
         codec: of sparse messages.
-        seed: of stochastic rounding.
+        seed: 0 <= seed < 2**32, of stochastic rounding.
     """
 
     k: int = 4
@@ -72,8 +72,9 @@ class SparCMLReducer:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("k", "bucket_size", "seed"):
+        for name in ("k", "bucket_size"):
             object.__setattr__(self, name, static_int(name, getattr(self, name)))
+        object.__setattr__(self, "seed", static_seed("seed", self.seed))
         if not 1 <= self.k <= self.bucket_size:
             raise ValueError(f"k={self.k} must lie between 1 and bucket_size={self.bucket_size}")
         for name, known in (
@@ -104,8 +105,9 @@ class SparCMLReducer:
         return Laws(conserves, dense_at_full_budget=whole and self.union_factor is None)
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["SparCMLReducer", ...]:
-        """The same for each bucket of the layout."""
-        return (self,) * len(sizes)
+        """The same for each bucket of the layout, but for the seed."""
+        seeds = bucket_seeds(self.seed, len(sizes))
+        return tuple(dataclasses.replace(self, seed=seed) for seed in seeds)
 
     def init(self, size: int) -> Any:
         """The number of exchanges so far, for the keys of stochastic rounding; else no state."""

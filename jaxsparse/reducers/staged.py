@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse.collectives import wire
-from jaxsparse.reducers.base import Budget, Laws, Reduced, Reducer, alignment
+from jaxsparse.reducers.base import Budget, Laws, Reduced, Reducer, alignment, needs_zeros
 from jaxsparse.stages import Stages
 
 T = TypeVar("T")
@@ -38,6 +38,11 @@ class StagedReducer:
     def block_size(self) -> int:
         """Of whole blocks in all stages."""
         return math.lcm(*map(alignment, self.stages.values))
+
+    @property
+    def needs_zeros(self) -> bool:
+        """If any stage does."""
+        return any(map(needs_zeros, self.stages.values))
 
     @property
     def laws(self) -> Laws:

@@ -55,16 +55,12 @@ def profile(
     repeats = static_int("repeats", repeats)
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
-    for name, values, least in (("sizes", sizes, 1), ("workers", workers, 2)):
-        distinct = {static_int(name, value) for value in values}
-        if len(distinct) < least or min(distinct) < 1:
-            raise ValueError(f"{name}={values} must be {least} or more distinct ints from 1 on")
+    sizes, workers = _distinct("sizes", sizes, 1), _distinct("workers", workers, 2)
     if extract is None:
         hashed = extractor("hash")
         extract = lambda x, k: hashed(x, k, jnp.uint32(0))
     points = [
-        _measure(size, sorted(set(workers)), entries(density, size), extract, codec, repeats)
-        for size in sorted(set(sizes))
+        _measure(size, workers, entries(density, size), extract, codec, repeats) for size in sizes
     ]
     device: Any = jax.devices()[0]
     return Profile(
@@ -72,8 +68,23 @@ def profile(
         device=f"{device.platform}: {device.device_kind}",
         jax=jax.__version__,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        settings=f"density={density}, codec={codec}, workers={list(workers)}",
+        settings=f"workers={workers}",
+        density=density,
+        codec=repr(codec),
     )
+
+
+def _distinct(name: str, values: Sequence[int], least: int) -> list[int]:
+    """In increasing order."""
+    try:
+        distinct = sorted({static_int(name, value) for value in values})
+    except TypeError:  # no sequence
+        distinct = []
+    if len(distinct) < least or distinct[0] < 1:
+        raise ValueError(
+            f"{name}={values!r} must be {least} or more distinct ints from 1 on: pass a sequence"
+        )
+    return distinct
 
 
 def _measure(

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxsparse.reducers.density import check_density
 from jaxsparse.settings import static_float, static_int
 
-_VERSION = 1
+_VERSION = 2
 _UNITS = {
     "elements": "float32 elements of a tensor",
     "encode": "seconds",
@@ -44,10 +45,13 @@ class Profile:
         device: that was measured, in words.
         jax: the version of JAX.
         date: of the measurement, ISO 8601.
-        settings: what was measured, in words.
+        settings: what else was measured, in words.
+        density: entries of a message as a share of the elements, in (0, 1]; None where unknown.
+        codec: of the messages, its `repr`; None where unknown.
 
     Raises:
-        ValueError: there is no point, sizes do not increase, or a time is negative or not finite.
+        ValueError: there is no point, one is not a `Point`, sizes do not increase, a time is
+            negative or not finite, or the density or codec is neither None nor as above.
 
     Example:
         >>> profile = Profile((Point(1000, 1e-5, 1e-5, 1e-9), Point(3000, 5e-5, 3e-5, 1e-9)))
@@ -62,9 +66,11 @@ class Profile:
     jax: str = "unknown"
     date: str = "unknown"
     settings: str = "unknown"
+    density: float | None = None
+    codec: str | None = None
 
     def __post_init__(self):
-        points = tuple(map(_checked, self.points))
+        points = tuple(map(_checked, _fields("points", self.points)))
         sizes = [point.elements for point in points]
         if not points or sizes[0] < 1 or sorted(set(sizes)) != sizes:
             raise ValueError(
@@ -72,6 +78,11 @@ class Profile:
                 "increasing order"
             )
         object.__setattr__(self, "points", points)
+        if self.density is not None:
+            check_density(self.density)
+            object.__setattr__(self, "density", float(self.density))
+        if self.codec is not None and not isinstance(self.codec, str):
+            raise ValueError(f"codec={self.codec!r} must be a text: pass repr(codec), or None")
 
     def encode_seconds(self, elements: int) -> float:
         """Seconds to encode a tensor of `elements`."""
@@ -95,6 +106,8 @@ class Profile:
             "jax": self.jax,
             "date": self.date,
             "settings": self.settings,
+            "density": self.density,
+            "codec": self.codec,
             "units": _UNITS,
             "points": [point._asdict() for point in self.points],
         }
@@ -114,7 +127,8 @@ class Profile:
             if version != _VERSION:
                 raise ValueError(f"it has version {version!r}, this library reads {_VERSION}")
             texts = {name: str(content[name]) for name in ("device", "jax", "date", "settings")}
-            return cls(tuple(Point(**point) for point in content["points"]), **texts)
+            points = tuple(Point(**point) for point in content["points"])
+            return cls(points, **texts, density=content["density"], codec=content["codec"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{os.fspath(path)} is no profile that can be read ({type(error).__name__}: "
@@ -128,8 +142,24 @@ class Profile:
         return beyond * float(np.interp(elements, sizes, times))
 
 
+def _fields(name: str, value: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise ValueError(
+            f"{name}={value!r} is no sequence: give Profile((Point({', '.join(Point._fields)}), "
+            "...))"
+        ) from None
+
+
 def _checked(point: Any) -> Point:
-    elements, *times = point
+    values = _fields("point", point)
+    if len(values) != len(Point._fields):
+        raise ValueError(
+            f"point={point!r} must have {len(Point._fields)} values: give "
+            f"Point({', '.join(Point._fields)})"
+        )
+    elements, *times = values
     seconds = [static_float(name, time) for name, time in zip(Point._fields[1:], times)]
     for name, time in zip(Point._fields[1:], seconds):
         if not 0 <= time < math.inf:

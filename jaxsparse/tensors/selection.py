@@ -70,6 +70,8 @@ class TensorSelection:
         Raises:
             ValueError: the tree has no such leaf.
         """
+        if 0 in shape:  # nothing to select
+            return True
         tensor = self._by_path.get(path)
         if tensor is None or tensor.shape != tuple(shape):
             was = "no such leaf" if tensor is None else f"it had shape {tensor.shape}"
@@ -159,7 +161,8 @@ def select_tensors(
         workers: W.
         link: of each worker: latency alpha and bandwidth B.
         density: entries of a message as a share of the elements, in (0, 1].
-        profile: of the device, from `jaxsparse.tensors.profile` or `Profile.load`.
+        profile: of the device, from `jaxsparse.tensors.profile` or `Profile.load`, and of this
+            density and codec unless it doesn't say.
         codec: of sparse messages.
         is_dense: given a leaf's key path and shape, whether it travels dense in any case. By
             default vectors, scalars and anything below 1024 elements do; `lambda path, shape:
@@ -169,7 +172,8 @@ def select_tensors(
         The decisions; `TensorSelection.is_dense` is the argument of any transformation.
 
     Raises:
-        ValueError: settings out of range, or see `jaxsparse.layout.plan`.
+        ValueError: settings out of range, the profile is of another density or codec, or see
+            `jaxsparse.layout.plan`.
 
     DRAGONN (Wang et al., ICML 2022), section 4.2, eq. (1).
 
@@ -195,6 +199,12 @@ def select_tensors(
             f"profile={profile!r} must be a Profile: measure one by jaxsparse.tensors.profile(), "
             "or Profile.load a saved one"
         )
+    if not isinstance(link, cost.Link):
+        raise ValueError(
+            f"link={link!r} must be a Link: give jaxsparse.cost.Link(latency=..., bandwidth=...) "
+            "in seconds and bytes a second"
+        )
+    _check_measured(profile, density, codec)
     layouts.plan(params)  # raises where the transformation would
     rule = layouts.small_or_vector if is_dense is None else is_dense
     tensors = []
@@ -217,9 +227,36 @@ def select_tensors(
             )
     conditions = (
         f"{workers} workers, {link.latency:g} s, {link.bandwidth:g} bytes/s, density {density:g}; "
-        f"codec: {profile.device}, jax {profile.jax}, {profile.date}"
+        f"codec: {_measured(profile)}"
     )
     return TensorSelection(tuple(tensors), conditions)
+
+
+def _check_measured(profile: Profile, density: float, codec: codecs.Codec) -> None:
+    """Times of another density or codec would not be those of the messages."""
+    measured = profile.density
+    # Not !=, as one may have been rounded to float32.
+    if measured is not None and not math.isclose(measured, density, rel_tol=1e-6):
+        raise ValueError(
+            f"density={density} differs from the profile's, {measured}: select with that one, or "
+            f"measure by jaxsparse.tensors.profile(density={density})"
+        )
+    if profile.codec is not None and profile.codec != repr(codec):
+        raise ValueError(
+            f"codec={codec!r} differs from the profile's, {profile.codec}: select with that one, "
+            "or measure this one by jaxsparse.tensors.profile(codec=...)"
+        )
+
+
+def _measured(profile: Profile) -> str:
+    words = [profile.device, f"jax {profile.jax}", profile.date]
+    if profile.density is not None:
+        words.append(f"density {profile.density:g}")
+    if profile.codec is not None:
+        words.append(profile.codec)
+    if profile.settings != "unknown":
+        words.append(profile.settings)
+    return ", ".join(words)
 
 
 def _ms(seconds: float) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
@@ -98,16 +98,18 @@ def _all_local(tree: Any, axis_name: str | None) -> bool:
 
 def _clipped(tree: Any, limit: float) -> Any:
     """The tree scaled to a norm of at most `limit`; what is not finite stays so."""
-    norm = _norm([x.astype(jnp.float32) for x in jax.tree.leaves(tree) if x.size])
-    scale = jnp.where(norm > limit, limit / norm, 1)
-    return jax.tree.map(lambda x: narrow(x.astype(jnp.float32) * scale, x.dtype), tree)
-
-
-def _norm(leaves: list[Float[Array, "..."]]) -> Float[Array, ""]:
-    """The l2 norm of all leaves together, whose squares may overflow or vanish."""
+    leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(tree) if x.size]
     if not leaves:
-        return jnp.float32(0)
+        return tree
+    # The norm is unit * length: as one number it may overflow, and squares may vanish, too.
     largest = largest_magnitude(jnp.stack([largest_magnitude(x) for x in leaves]))
-    unit = jnp.where(largest > 0, largest, 1)
-    squares = [jnp.sum(jnp.square(x / unit)) for x in leaves]
-    return unit * jnp.sqrt(jnp.stack(squares).sum())
+    # Not beyond these: reciprocals of the largest floats would be subnormal, which CPUs flush to 0.
+    unit = jnp.clip(largest, 2.0**-125, 2.0**125)
+    to_unit = 1 / unit
+    length = jnp.sqrt(jnp.stack([jnp.sum(jnp.square(x * to_unit)) for x in leaves]).sum())
+    exceeds = (length > limit / unit) & jnp.isfinite(length)
+    scale = limit / jnp.where(exceeds, length, 1)
+    return jax.tree.map(
+        lambda x: jnp.where(exceeds, narrow(x.astype(jnp.float32) * to_unit * scale, x.dtype), x),
+        tree,
+    )

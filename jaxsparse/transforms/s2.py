@@ -56,7 +56,8 @@ def s2_reducer(
             exceeds it waits in the residual, and is counted in the state's `info.overflow`.
         seed: of the hashes, which are fresh at each step.
         axis_name: see `error_feedback`, as for all that follow.
-        momentum: momentum correction, without masking.
+        momentum: with a density momentum correction, without masking; without, that of the mean:
+            gradients with momentum would be zero nowhere.
         is_dense: which leaves travel uncompressed. Leaves are laid end to end, and blocks run on
             from one to the next: compress embeddings of one width only, or their rows shift.
         bucket_size: upper limit for the elements of a bucket.

@@ -1,0 +1,48 @@
+"""What benchmarks share: interleaved runs, sizes as 2^20, where they ran."""
+
+import datetime
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each repeat of each run, after one that compiles."""
+    for run in runs.values():
+        jax.block_until_ready(run())
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def size_of(text: str) -> int:
+    """2^20 or 1048576."""
+    base, _, exponent = text.partition("^")
+    return int(base) ** int(exponent or 1)
+
+
+def where() -> dict[str, str]:
+    """Versions, device and date, which are printed, too."""
+    device: Any = jax.devices()[0]
+    found = {
+        "jax": jax.__version__,
+        "backend": device.platform,
+        "device_kind": device.device_kind,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    print(", ".join(f"{name} {value}" for name, value in found.items()))
+    return found
+
+
+def save(content: dict[str, Any], path: str | None) -> None:
+    """Writes JSON if there is a path."""
+    if path:
+        with open(path, "w") as file:
+            json.dump(content, file, indent=1)
