@@ -31,8 +31,8 @@ class OmniReduceReducer:
     in the residuals of those who have them, in turns, and are counted. Where the slots would hold
     the whole vector, it is summed densely instead, and nothing is selected or kept back.
 
-    Momentum is masked where this worker sent if `density` is given, as for top-k; without, it is that
-    of the mean.
+    Momentum is masked where this worker sent if `density` is given, as for top-k; without, it is
+    that of the mean.
 
     Attributes:
         block_size: elements of a block: 256 in the paper, or the width of an embedding.

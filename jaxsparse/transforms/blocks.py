@@ -42,8 +42,8 @@ def omni_reduce(
         union_density: share of the blocks that there is room for, in (0, 1]. None for all that
             `density` can select; required without it.
         axis_name: see `error_feedback`, as for all that follow.
-        momentum: with a density momentum correction, masked where this worker sent; without, that of
-            the mean: gradients with momentum would be zero nowhere.
+        momentum: with a density momentum correction, masked where this worker sent; without, that
+            of the mean: gradients with momentum would be zero nowhere.
         is_dense: which leaves travel uncompressed. Leaves are laid end to end: those before an
             embedding that are no multiple of its width would shift its rows across blocks, so
             compress embeddings of one width only.
@@ -104,8 +104,8 @@ def sparse_all_gather(
         capacity_density: share of the blocks that a worker's message has room for, in (0, 1]. None
             for `density`; required without it.
         axis_name: see `error_feedback`, as for all that follow.
-        momentum: with a density momentum correction, masked where this worker sent; without, that of
-            the mean: gradients with momentum would be zero nowhere.
+        momentum: with a density momentum correction, masked where this worker sent; without, that
+            of the mean: gradients with momentum would be zero nowhere.
         is_dense: which leaves travel uncompressed. See `omni_reduce` for how blocks lie.
         bucket_size: upper limit for the elements of a bucket. Blocks start anew in each.
 
