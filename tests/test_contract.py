@@ -207,7 +207,7 @@ def check_laws(reducer, results, workers):
 
 
 @reducers
-@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), slow=(2, 8)))
+@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), slow=(8,)))
 def test_nothing_is_lost_and_replicas_agree(name, workers):
     results = run(name, workers)
     check_laws(CASES[name].reducer, results, workers)
@@ -265,7 +265,7 @@ def test_tiny_vectors(name, size):
     check_laws(reducer, runner(reducer, 3, "vmap", size)(jnp.asarray(g)), 3)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @each(name for name, case in CASES.items() if case.reducer.laws.conserves)
 def test_rounding_error_only_on_real_numbers(name):
     workers = 7

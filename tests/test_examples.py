@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from workers import some
+from workers import few, some
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--hidden", "128", "--steps", "12", "--eval-every", "4"]
@@ -124,7 +124,10 @@ def test_quickstart_names_the_flag_that_is_wrong_and_the_remedy(tmp_path, flags,
 @pytest.mark.parametrize(
     "workers",
     # 64 simulated workers are slow, and train as 8 do: one seed, of a smaller model.
-    [["--devices", 8, "--seeds", 1, 2, 3], ["--simulate", 64, "--seeds", 1, "--hidden", 640]],
+    few(
+        [["--devices", 8, "--seeds", 1, 2, 3], ["--simulate", 64, "--seeds", 1, "--hidden", 640]],
+        [["--devices", 8, "--seeds", 1, 2, 3]],
+    ),
     ids=lambda flags: " ".join(map(str, flags)),
 )
 def test_sketched_at_10x_is_within_a_point_of_dense(tmp_path, workers):

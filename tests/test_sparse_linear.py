@@ -18,7 +18,7 @@ from workers import mesh, some
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "sparse_linear"
 FEATURES = 400
-OTHER_WORKERS = {w: pytest.mark.slow if w in (1, 5) else pytest.mark.thorough for w in (1, 2, 5, 8)}
+OTHER_WORKERS = dict.fromkeys((1, 2, 5, 8), pytest.mark.thorough)
 HASHES = {"imp": 85355, "mpo": 33886, "poi": 204758, "oim": 169988}
 
 

@@ -62,7 +62,7 @@ WHERE += [(workers, "shard_map") for workers in (2, 3, 5, 6, 8)]
 USUAL = [(3, "vmap"), (8, "vmap"), (5, "shard_map")]
 
 
-@pytest.mark.parametrize("where", some(WHERE, USUAL), ids=str)
+@pytest.mark.parametrize("where", some(WHERE, USUAL, slow=[(6, "vmap"), (8, "shard_map")]), ids=str)
 def test_gtopk_equals_its_description(where):
     workers, way = where
     reducer = GTopKReducer(0.1, selection="exact")
@@ -83,7 +83,7 @@ def test_gtopk_as_published_leaks():
         assert x.sum() - 12 - reduced.residual.sum() == lost
 
 
-@pytest.mark.parametrize("where", some(WHERE, USUAL), ids=str)
+@pytest.mark.parametrize("where", some(WHERE, USUAL, slow=[(6, "vmap"), (8, "shard_map")]), ids=str)
 def test_ok_topk_equals_its_description(where):
     workers, way = where
     room = 4.0 * workers  # for everything

@@ -66,8 +66,7 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
 
     A sketch's noise is spread evenly over the rows of a batch. Adam would divide it by itself in
     the rows of rare words, where it is most of the gradient, and so make it as large as the signal
-    in others. Momentum is here and not in the exchange: there it would keep the rows of past
-    batches in each worker's gradient from being zero.
+    in others.
     """
 
     def schedule(peak: float) -> optax.Schedule:
