@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from workers import few, on_workers
+from workers import feedback_loop, few, on_workers
 
 from jaxsparse import cost
 from jaxsparse.collectives import wire
@@ -226,23 +226,6 @@ def test_workers_round_independently():
     assert np.abs((4 * a * c).mean(axis=0)).max() < 5 / trials**0.5  # two ranges
     assert np.abs((4 * a[1:] * a[:-1]).mean(axis=0)).max() < 5 / trials**0.5
     assert np.abs((4 * a[:, 1:] * a[:, :-1]).mean(axis=0)).max() < 5 / trials**0.5
-
-
-@functools.cache
-def feedback_loop(reducer, workers, way="vmap"):
-    """Feeds residuals back over gradients[step, d] of each worker."""
-
-    def step(carried, gradient):
-        state, residual = carried
-        x = residual + gradient
-        reduced = reducer(x, state, axis_name="data")
-        return (reduced.state, reduced.residual), (x, reduced)
-
-    def run(gradients):
-        start = reducer.init(gradients.shape[1]), jnp.zeros_like(gradients[0])
-        return jax.lax.scan(step, start, gradients)[1]
-
-    return on_workers(run, workers, way)
 
 
 def test_each_step_rounds_anew():

@@ -1,12 +1,10 @@
 """Random-k: the same draws on all workers, all of them in turn, and k words."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import few, on_workers
+from workers import feedback_loop, few, on_workers
 
 from jaxsparse import cost
 from jaxsparse.collectives import wire
@@ -16,23 +14,6 @@ from jaxsparse.transforms.random_k import random_k
 
 WHERE = [(w, way) for way in ("vmap", "shard_map", "shard_map_unchecked") for w in (1, 2, 3, 5, 8)]
 SIZE, STEPS = 61, 12
-
-
-@functools.cache
-def feedback_loop(reducer, workers, way="vmap"):
-    """Feeds residuals back over gradients[step, d] of each worker."""
-
-    def step(carried, gradient):
-        state, residual = carried
-        x = residual + gradient
-        reduced = reducer(x, state, axis_name="data")
-        return (reduced.state, reduced.residual), (x, reduced)
-
-    def run(gradients):
-        start = reducer.init(gradients.shape[1]), jnp.zeros_like(gradients[0])
-        return jax.lax.scan(step, start, gradients)[1]
-
-    return on_workers(run, workers, way)
 
 
 def run(reducer, gradients, way="vmap"):

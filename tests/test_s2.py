@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_sketch as reference
-from workers import MESH_SIZES, WAYS, few, on_workers
+from workers import MESH_SIZES, WAYS, feedback_loop, few, on_workers
 
 from jaxsparse import cost
 from jaxsparse.reducers.s2 import S2Reducer
@@ -17,27 +17,10 @@ SIZE, BLOCK = 601, 8  # 76 blocks, the last of one element
 COUNT = 76
 
 
-@functools.cache
-def exchange(reducer, workers, way="vmap"):
-    """Feeds residuals back over the leading axis of (steps, d)."""
-
-    def step(carried, gradient):
-        state, residual = carried
-        x = residual + gradient
-        reduced = reducer(x, state, axis_name="data")
-        return (reduced.state, reduced.residual), (x, reduced)
-
-    def run(gradients):
-        start = reducer.init(gradients.shape[1]), jnp.zeros_like(gradients[0])
-        return jax.lax.scan(step, start, gradients)[1]
-
-    return on_workers(run, workers, way)
-
-
 def by_step(reducer, gradients, way="vmap"):
     """By step: what went in (W, d), and the outcome."""
     steps, workers, _ = gradients.shape
-    results = exchange(reducer, workers, way)(jnp.asarray(gradients.swapaxes(0, 1)))
+    results = feedback_loop(reducer, workers, way)(jnp.asarray(gradients.swapaxes(0, 1)))
     return [jax.tree.map(lambda leaf, i=i: np.asarray(leaf[:, i]), results) for i in range(steps)]
 
 

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
@@ -61,3 +62,23 @@ def on_workers(f, workers: int, way: str = "shard_map", has_sketch: bool = False
     return jit(
         jax.shard_map(body, mesh=mesh(workers), in_specs=spec, out_specs=spec, check_vma=checked)
     )
+
+
+@functools.cache
+def feedback_loop(reducer, workers, way="vmap"):
+    """Jits a function of gradients[worker, step, d] that feeds residuals back.
+
+    It returns what went into each exchange, and the outcome, stacked by worker and step.
+    """
+
+    def step(carried, gradient):
+        state, residual = carried
+        x = residual + gradient
+        reduced = reducer(x, state, axis_name="data")
+        return (reduced.state, reduced.residual), (x, reduced)
+
+    def run(gradients):
+        start = reducer.init(gradients.shape[1]), jnp.zeros_like(gradients[0])
+        return jax.lax.scan(step, start, gradients)[1]
+
+    return on_workers(run, workers, way)
