@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from workers import few, some
+from workers import few
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--hidden", "128", "--steps", "12", "--eval-every", "4"]
@@ -65,7 +65,7 @@ def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
     assert width > 500
 
 
-@pytest.mark.parametrize("workers", some([8, 64], [], slow=[8]))
+@pytest.mark.parametrize("workers", few([8, 64], []))
 def test_simulated_workers_train_like_devices(tmp_path, workers):
     flags = [*SMALL, "--steps", 4, "--methods", "sketched_sgd", "--compression", 10]
     _, devices = quickstart(*flags, "--devices", 8, cwd=tmp_path)
