@@ -12,7 +12,7 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.tally import split_counts, with_count
 from jaxsparse.reducers.base import Laws, Reduced, info
 from jaxsparse.reducers.blocks import (
-    check_selection,
+    check_densities,
     kept_back,
     select_blocks,
     selected_count,
@@ -47,7 +47,7 @@ class BlockGatherReducer:
 
     def __post_init__(self):
         object.__setattr__(self, "block_size", blocks.check_block_size(self.block_size))
-        check_selection(self.density, "capacity_density", self.capacity_density)
+        check_densities(self.density, "capacity_density", self.capacity_density)
 
     @property
     def needs_zeros(self) -> bool:

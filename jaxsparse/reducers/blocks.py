@@ -29,7 +29,7 @@ def check_room(name: str, density: float | None) -> None:
         )
 
 
-def check_selection(density: float | None, name: str, room: float | None) -> None:
+def check_densities(density: float | None, name: str, room: float | None) -> None:
     """Raises ValueError if `density` or the setting `room` is out of range, or both are None."""
     if density is not None:
         check_density(density)

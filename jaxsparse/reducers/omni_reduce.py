@@ -13,7 +13,7 @@ from jaxsparse.collectives.union import union_traffic
 from jaxsparse.reducers.base import Laws, Reduced, info
 from jaxsparse.reducers.blocks import (
     agree,
-    check_selection,
+    check_densities,
     contribution,
     kept_back,
     select_blocks,
@@ -49,7 +49,7 @@ class OmniReduceReducer:
 
     def __post_init__(self):
         object.__setattr__(self, "block_size", blocks.check_block_size(self.block_size))
-        check_selection(self.density, "union_density", self.union_density)
+        check_densities(self.density, "union_density", self.union_density)
 
     @property
     def needs_zeros(self) -> bool:

@@ -14,7 +14,7 @@ from jaxsparse.hashing import combine
 from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds, info
 from jaxsparse.reducers.blocks import (
     agree,
-    check_selection,
+    check_densities,
     select_blocks,
     selected_count,
     union_capacity,
@@ -80,7 +80,7 @@ class S2Reducer:
             object.__setattr__(self, name, static_int(name, getattr(self, name)))
         object.__setattr__(self, "seed", static_seed("seed", self.seed))
         blocks.check_block_size(self.block_size)
-        check_selection(self.density, "union_density", self.union_density)
+        check_densities(self.density, "union_density", self.union_density)
         if not 0 < static_float("sketch_ratio", self.sketch_ratio) < math.inf:
             raise ValueError(
                 f"sketch_ratio={self.sketch_ratio} must be above 0 and finite: 0.5 halves the "

@@ -1,6 +1,10 @@
 """What every selection asks of its arguments."""
 
+import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Integer, UInt32
+
+from jaxsparse.hashing import as_uint32
 
 
 def check_vector(name: str, x: Array) -> None:
@@ -12,3 +16,12 @@ def check_vector(name: str, x: Array) -> None:
             f"{name} has {x.size} elements, but indices are int32: split it into vectors of less "
             "than 2**31 (bucket_size of a reducer does)"
         )
+
+
+def check_seed(seed: Integer[Array, ""] | int) -> UInt32[Array, ""]:
+    """The seed as uint32; a ValueError unless it is an int or an integer scalar."""
+    if not isinstance(seed, int):
+        dtype = getattr(seed, "dtype", None)
+        if dtype is None or seed.ndim or not jnp.issubdtype(dtype, jnp.integer):
+            raise ValueError(f"seed={seed!r} must be an integer scalar: pass an int or a uint32")
+    return as_uint32(seed)

@@ -58,7 +58,7 @@ def folded(
     return reduce(over_tiles(x.size, tile, step, start))
 
 
-def magnitude_bits(x: Float[Array, " n"]) -> UInt32[Array, " n"]:
+def magnitude_bits(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     """Ordered as abs(x) is, but as integers below 2**31."""
     return to_bits(x) & jnp.uint32(2**31 - 1)
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Integer, UInt32
 
-from jaxsparse.hashing import as_uint32
-from jaxsparse.select.checks import check_vector
+from jaxsparse.select.checks import check_seed, check_vector
 from jaxsparse.select.exact import check_k
 from jaxsparse.select.streaming import streaming_top_k
 from jaxsparse.stream import SparseStream
@@ -56,11 +55,7 @@ def fast_top_k(
     """
     check_vector("x", x)
     check_k(k, x.size)
-    if not isinstance(seed, int):
-        dtype = getattr(seed, "dtype", None)
-        if dtype is None or seed.ndim or not jnp.issubdtype(dtype, jnp.integer):
-            raise ValueError(f"seed={seed!r} must be an integer scalar: pass an int or a uint32")
-    return _fast_top_k(x, k, as_uint32(seed))
+    return _fast_top_k(x, k, check_seed(seed))
 
 
 @functools.partial(jax.jit, static_argnames="k")

@@ -14,8 +14,9 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import as_uint32, bounded, combine, keyed
-from jaxsparse.select.checks import check_vector
+from jaxsparse.select.checks import check_seed, check_vector
 from jaxsparse.select.compaction import compact
+from jaxsparse.select.counting import magnitude_bits
 from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream, from_dense
 from jaxsparse.tiles import over_tiles, zeros
@@ -115,7 +116,7 @@ def counted_hash_extract(
             f"threshold has shape {jnp.shape(threshold)}, but must be a scalar: pass one for all"
         )
     dtype = x.dtype if x.dtype == jnp.float64 else jnp.float32
-    return _hash_extract(x, jnp.asarray(threshold, dtype), slots, _check_seed(seed))
+    return _hash_extract(x, jnp.asarray(threshold, dtype), slots, check_seed(seed))
 
 
 def hash_slots(
@@ -221,7 +222,7 @@ def slot_max(
         [-3.0]
     """
     check_vector("x", x)
-    return _slot_max(x, _check_slots(slots, x.size), _check_seed(seed))
+    return _slot_max(x, _check_slots(slots, x.size), check_seed(seed))
 
 
 @functools.partial(jax.jit, static_argnames="slots")
@@ -237,7 +238,7 @@ def _slot_max(x: Float[Array, " d"], slots: int, seed: UInt32[Array, ""]) -> Spa
         return bounded(combine(seed, b), tile).astype(jnp.int32)
 
     def fold(b, best, length):
-        key = _magnitude(lax.dynamic_slice(x, (b * tile,), (length,)))
+        key = magnitude_bits(lax.dynamic_slice(x, (b * tile,), (length,)))
         key &= jnp.uint32(2**31 - 2**id_bits)
         key |= b.astype(jnp.uint32)
         key = jnp.maximum(key, lax.dynamic_slice(best, (start(b),), (length,)))
@@ -264,7 +265,7 @@ def _largest_of_rows(
     slot = lax.broadcasted_iota(jnp.int32, (rows, slots), 1)
     start = bounded(combine(seed, row, _ROW), slots).astype(jnp.int32)
     entry = row * slots + (slot - start) % slots
-    magnitude = _magnitude(_at(values.ravel(), entry))
+    magnitude = magnitude_bits(_at(values.ravel(), entry))
     winner = jnp.argmax(magnitude, axis=0)[None]
     entry = jnp.take_along_axis(entry, winner, axis=0)[0]
     return _at(indices.ravel(), entry), _at(values.ravel(), entry)
@@ -272,12 +273,6 @@ def _largest_of_rows(
 
 def _passes(x: Float[Array, " n"], threshold: Float[Array, ""]) -> Bool[Array, " n"]:
     return jnp.abs(x.astype(threshold.dtype)) >= threshold
-
-
-def _magnitude(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
-    """Ordered as abs(x) is, but as integers, whose maximum vectorises."""
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return bits & jnp.uint32(2**31 - 1)
 
 
 def _at(x: Array, indices: Int[Array, "..."]) -> Array:
@@ -293,11 +288,3 @@ def _check_slots(slots: int, size: int) -> int:
             "density * size, rounded up"
         )
     return slots
-
-
-def _check_seed(seed: Integer[Array, ""] | int) -> UInt32[Array, ""]:
-    if not isinstance(seed, int):
-        dtype = getattr(seed, "dtype", None)
-        if dtype is None or seed.ndim or not jnp.issubdtype(dtype, jnp.integer):
-            raise ValueError(f"seed={seed!r} must be an integer scalar: pass an int or a uint32")
-    return as_uint32(seed)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, UInt32
 
-from jaxsparse.hashing import as_uint32, bounded, combine, keyed
-from jaxsparse.select.checks import check_vector
+from jaxsparse.hashing import bounded, combine, keyed
+from jaxsparse.select.checks import check_seed, check_vector
 from jaxsparse.select.counting import count_reaching, folded, magnitude_bits, to_bits
 from jaxsparse.select.exact import check_k
 from jaxsparse.settings import static_int
@@ -77,11 +77,7 @@ def sampled_threshold(
     if samples is None:
         samples = max(_MIN_SAMPLES, x.size // _MAX_SHARE, _LARGE_SAMPLES * x.size // k)
     samples = check_samples(samples)
-    if not isinstance(seed, int):
-        dtype = getattr(seed, "dtype", None)
-        if dtype is None or seed.ndim or not jnp.issubdtype(dtype, jnp.integer):
-            raise ValueError(f"seed={seed!r} must be an integer scalar: pass an int or a uint32")
-    return _sampled_threshold(x, k, min(samples, x.size), as_uint32(seed))
+    return _sampled_threshold(x, k, min(samples, x.size), check_seed(seed))
 
 
 def check_samples(samples: int) -> int:
