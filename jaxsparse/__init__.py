@@ -23,7 +23,7 @@ from jaxsparse.blocks import BlockStream
 from jaxsparse.feedback import ErrorFeedbackState, error_feedback
 from jaxsparse.parallel import data_parallel
 from jaxsparse.partition import partition
-from jaxsparse.per_worker import PerWorker, specs
+from jaxsparse.per_worker import PerWorker, Sharded, specs
 from jaxsparse.reducers.base import Info, Laws, Reduced, Reducer
 from jaxsparse.reducers.block_gather import BlockGatherReducer
 from jaxsparse.reducers.dense import DenseReducer
@@ -85,6 +85,7 @@ __all__ = [
     "Reducer",
     "S2Reducer",
     "Sampled",
+    "Sharded",
     "SketchSpec",
     "SketchedBudget",
     "SketchedReducer",

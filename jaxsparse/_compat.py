@@ -1,9 +1,10 @@
 """Names that move between JAX releases; nothing else may use them."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import batching, mlir
 
 
@@ -42,3 +43,58 @@ batching.primitive_batchers[_claim_replicated] = lambda args, dims, *, axis_name
 def claim_replicated(x: jax.Array, axis_name: str) -> jax.Array:
     """The identity, typed as equal on all workers of `axis_name`. The caller vouches for it."""
     return _claim_replicated.bind(x, axis_name=axis_name)
+
+
+# XLA's opcode for each primitive that communicates. Names come from traced programs.
+OPCODES = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+    "pbroadcast": "collective-broadcast",
+    "reduce_scatter": "reduce-scatter",
+}
+# Those that name a mesh axis and move nothing along it.
+SILENT = {"axis_index", "pvary", "pcast", "claim_replicated"}
+# Those that run each program inside them exactly once.
+CALLS = {
+    "jit",
+    "pjit",
+    "closed_call",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "shard_map",
+}
+
+
+def inner_programs(parameters: dict[str, Any]) -> Iterator[Jaxpr]:
+    """All jaxprs among the parameters of an equation."""
+    for value in parameters.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, ClosedJaxpr):
+                yield each.jaxpr
+            elif isinstance(each, Jaxpr):
+                yield each
+
+
+def axes_of(parameters: dict[str, Any]) -> tuple[str, ...]:
+    """Mesh axes that the parameters of a collective name; numbered ones are local."""
+    named: list[str] = []
+    for key in ("axes", "axis_name", "axis_names"):
+        value = parameters.get(key, ())
+        named += [
+            a for a in (value if isinstance(value, tuple) else (value,)) if isinstance(a, str)
+        ]
+    return tuple(named)
+
+
+def name_stack(equation: Any) -> str:
+    """The scopes that an equation was traced in, as compiled programs show them."""
+    return str(getattr(equation.source_info, "name_stack", ""))

@@ -4,11 +4,13 @@ Index and value travel together, so that a sparse exchange takes one round and n
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Num, UInt32
+from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
 from jaxsparse.stream import SparseStream
 
@@ -95,9 +97,9 @@ COO = Coo()
 class Packed:
     """A 16-bit index and a 16-bit value in one word, 4 bytes an entry. Sums of floats only.
 
-    In vectors of more than 65,536 elements entries are sorted by index, and a message begins with
-    one word for each 65,536 elements, which tells how many entries lie below their end: 0.006 % of
-    a dense vector's words. Magnitudes beyond the dtype's largest are clipped to it.
+    Vectors of more than 65,536 elements are cut into ranges of as many. Entries are in the order of
+    these, and a message begins with a word for each, which tells how many entries lie below its
+    end: 0.006 % of a dense vector's words. Magnitudes beyond the dtype's largest are clipped to it.
 
     Attributes:
         dtype: of the values: bfloat16 has float32's range and 8 bits of precision, float16 has 11
@@ -131,9 +133,9 @@ class Packed:
         indices, values = stream
         ends = jnp.zeros((0,), jnp.uint32)
         if _header(size):
-            indices, values = jax.lax.sort((indices, values), num_keys=1)
-            limits = jnp.minimum(jnp.arange(1, _header(size) + 1) * _RANGE, size)
-            ends = jnp.searchsorted(indices, limits.astype(jnp.int32)).astype(jnp.uint32)
+            indices, values, ranges = _by_range(indices, values, size)
+            following = jnp.arange(1, _header(size) + 1, dtype=jnp.int32)
+            ends = jnp.searchsorted(ranges, following).astype(jnp.uint32)
         low = indices.astype(jnp.uint32) % jnp.uint32(_RANGE)
         narrow = self.rounded(values).astype(self.dtype)
         narrow = jax.lax.bitcast_convert_type(narrow, jnp.uint16).astype(jnp.uint32)
@@ -143,16 +145,17 @@ class Packed:
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
-        """The stream, sorted by index if the vector is of several ranges."""
+        """The stream, in order of the ranges if the vector has several."""
         header = _header(size)
         ends, words = message[:header], message[header:]
         indices = (words >> jnp.uint32(16)).astype(jnp.int32)
         if header:
             slots = jnp.arange(capacity, dtype=jnp.uint32)
-            place = jnp.searchsorted(ends, slots, side="right").astype(jnp.int32)
+            # Unrolled, the search is one pass, and 3 times faster on a CPU.
+            place = jnp.searchsorted(ends, slots, side="right", method="scan_unrolled")
+            place = place.astype(jnp.int32)
             indices = jnp.where(place < header, place * _RANGE + indices, size)
-        else:
-            indices = jnp.where(words == 0, size, indices)
+        indices = jnp.where(words == 0, size, indices)
         bits = (words & jnp.uint32(0xFFFF)).astype(jnp.uint16)
         return SparseStream(indices, jax.lax.bitcast_convert_type(bits, self.dtype).astype(dtype))
 
@@ -166,6 +169,61 @@ class Packed:
         limit = float(info.max)
         rounded = jax.lax.reduce_precision(jnp.clip(values, -limit, limit), info.nexp, info.nmant)
         return jnp.where(jnp.isfinite(values), rounded, values)
+
+
+def _by_range(
+    indices: Int[Array, " k"], values: Num[Array, " k"], size: int
+) -> tuple[Int[Array, " k"], Num[Array, " k"], Int[Array, " k"]]:
+    """Indices, values and ranges, in the order of the ranges.
+
+    Empty slots (index `size`) before the first entry lie in the first range, as zeros at index 0;
+    all others come last, in the range after the last.
+    """
+    valid = indices < size
+    is_leading = jnp.arange(indices.size) < jnp.argmax(valid)
+    empty = jnp.where(is_leading, 0, _header(size))
+    ranges = jnp.where(valid, indices // _RANGE, empty)
+    indices = jnp.where(valid | ~is_leading, indices, 0)
+    values = jnp.where(valid, values, jnp.zeros_like(values))
+    return _sorter(_header(size) + 1)(indices, values, ranges)
+
+
+@functools.cache
+def _sorter(count: int) -> Callable[..., tuple[Array, Array, Array]]:
+    """Sorts arrays by the last of them, ranges below `count`, along the last axis."""
+
+    @jax.custom_batching.custom_vmap
+    def in_order(*arrays: Array) -> tuple[Array, ...]:
+        ranges = arrays[-1]
+
+        def sort() -> tuple[Array, ...]:
+            order = _order(ranges, count)
+            take = lambda x: jnp.take_along_axis(x, order, axis=-1, mode="promise_in_bounds")
+            return tuple(map(take, arrays))
+
+        # Many selections are sorted already.
+        is_sorted = jnp.all(ranges[..., 1:] >= ranges[..., :-1])
+        return jax.lax.cond(is_sorted, lambda: arrays, sort)
+
+    @in_order.def_vmap
+    def rows_in_order(axis_size, in_batched, *arrays):
+        # A cond of each row by itself would become a select, and sort all rows.
+        spread = lambda x, yes: x if yes else jnp.broadcast_to(x, (axis_size, *x.shape))
+        return in_order(*map(spread, arrays, in_batched)), (True,) * len(arrays)
+
+    return in_order
+
+
+def _order(ranges: Int[Array, "*rows k"], count: int) -> Int[Array, "*rows k"]:
+    """The slots in the order of their ranges, which are below `count`."""
+    slots = jax.lax.broadcasted_iota(jnp.uint32, ranges.shape, ranges.ndim - 1)
+    slot_bits = (ranges.shape[-1] - 1).bit_length()
+    if (count - 1).bit_length() + slot_bits > 32:
+        return jax.lax.sort((ranges, slots.astype(jnp.int32)), num_keys=1)[1]
+    # XLA on CPU sorts one array 9 times faster than two.
+    keys = (ranges.astype(jnp.uint32) << jnp.uint32(slot_bits)) | slots
+    mask = jnp.uint32((1 << slot_bits) - 1)
+    return (jax.lax.sort(keys, is_stable=False) & mask).astype(jnp.int32)
 
 
 def check_codec(codec: Codec) -> None:

@@ -10,15 +10,23 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
 from jaxsparse.collectives import wire
-from jaxsparse.per_worker import check_wrapped, is_marked, specs
-from jaxsparse.sharding import count_workers
+from jaxsparse.per_worker import (
+    AxisName,
+    check_wrapped,
+    fast_axis,
+    is_marked,
+    is_sharded,
+    specs,
+    unpacked,
+)
+from jaxsparse.sharding import check_even, count_workers
 
 
 def data_parallel(
     step: Callable[..., Any],
     mesh: Mesh | int,
     *,
-    axis_name: str = "data",
+    axis_name: AxisName = "data",
     batch_argnums: int | Sequence[int] = 1,
     donate_argnums: int | Sequence[int] = (),
     check_vma: bool = True,
@@ -27,12 +35,14 @@ def data_parallel(
 
     Args:
         step: function of positional arguments, written for one worker. It sees `PerWorker`
-            arrays as (1, ...), batches as (batch / W, ...), and everything else whole. What it
-            returns must be equal on all workers (average metrics with
-            `jax.lax.pmean(x, axis_name)`) or marked `PerWorker`.
+            arrays as (1, ...), batches as (batch / W, ...), `Sharded` arrays as (n / L, ...), and
+            everything else whole. What it returns must be equal on all workers (average metrics
+            with `jax.lax.pmean(x, axis_name)`), or marked `PerWorker`, or `Sharded` and equal along
+            the slow axis.
         mesh: a mesh of Auto or Explicit axes, or a number of workers to simulate on one device
             with `jax.vmap`: the same numbers, no devices needed.
-        axis_name: the mesh axis of the workers, bound inside `step`.
+        axis_name: the mesh axis of the workers, bound inside `step`; of a mesh with two levels
+            both, the fast one last: ("hosts", "local").
         batch_argnums: arguments whose arrays are split along their first axis; negative ones
             count from the last.
         donate_argnums: as for `jax.jit`; donate the training state.
@@ -52,6 +62,7 @@ def data_parallel(
             differs between workers.
     """
     given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    axis_name = unpacked(axis_name)
     workers = count_workers(mesh, axis_name)
 
     def in_specs(args: tuple[Any, ...], batches: set[int]) -> tuple[Any, ...]:
@@ -68,41 +79,43 @@ def data_parallel(
                 "positional arguments does not have"
             )
         batches = {i % len(args) for i in given}
-        _check_arguments(args, batches, workers)
+        _check_arguments(args, batches, workers, mesh, axis_name)
         structure: list[Any] = []  # of the outputs, known once step has been traced
 
-        def body(*args: Any) -> tuple[list[Any], list[Any]]:
+        def body(*args: Any) -> tuple[list[Any], ...]:
             outputs = step(*args)
             paths, treedef = jax.tree_util.tree_flatten_with_path(outputs)
-            marks = [is_marked(path) for path, _ in paths]
-            structure[:] = [treedef, marks]
+            kinds = [_kind(path) for path, _ in paths]
+            structure[:] = [treedef, kinds]
             _check_outputs(paths, axis_name)
-            return (
-                [leaf for (_, leaf), marked in zip(paths, marks) if marked],
-                [leaf for (_, leaf), marked in zip(paths, marks) if not marked],
+            return tuple(
+                [leaf for (_, leaf), own in zip(paths, kinds) if own == kind] for kind in range(3)
             )
 
+        specs_in = in_specs(args, batches)
         if isinstance(mesh, Mesh):
-            per_worker, replicated = _over_mesh(
-                body, mesh, axis_name, check_vma, in_specs(args, batches)
-            )(*args)
+            outputs = _over_mesh(body, mesh, axis_name, check_vma, specs_in)(*args)
         else:
-            per_worker, replicated = _simulated(body, workers, axis_name, in_specs(args, batches))(
-                *args
-            )
-        treedef, marks = structure
-        per_worker, replicated = iter(per_worker), iter(replicated)
-        return treedef.unflatten([next(per_worker if marked else replicated) for marked in marks])
+            outputs = _simulated(body, workers, axis_name, specs_in)(*args)
+        treedef, kinds = structure
+        remaining = list(map(iter, outputs))
+        return treedef.unflatten([next(remaining[kind]) for kind in kinds])
 
     return jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
 
 
+def _kind(path: KeyPath) -> int:
+    """Of an output: 0 if it is per-worker, 1 if replicated, 2 if sharded."""
+    return 0 if is_marked(path) else 2 if is_sharded(path) else 1
+
+
 def _over_mesh(body, mesh, axis_name, check_vma, in_specs):
-    outputs = (PartitionSpec(axis_name), PartitionSpec())
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    outputs = (PartitionSpec(axis_name), PartitionSpec(), PartitionSpec(axes[-1]))
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=in_specs, out_specs=outputs, check_vma=check_vma
     )
-    if mesh.axis_types[mesh.axis_names.index(axis_name)] != AxisType.Explicit:
+    if all(mesh.axis_types[mesh.axis_names.index(a)] != AxisType.Explicit for a in axes):
         return mapped
     # Explicit axes refuse arguments that are not typed as laid out so yet.
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
@@ -115,7 +128,7 @@ def _simulated(body, workers, axis_name, in_specs):
     is_split = jax.tree.map(lambda spec: spec == split, in_specs)
     axes = jax.tree.map(lambda yes: 0 if yes else None, is_split)
     mapped = jax.vmap(
-        body, in_axes=axes, out_axes=(0, None), axis_name=axis_name, axis_size=workers
+        body, in_axes=axes, out_axes=(0, None, None), axis_name=axis_name, axis_size=workers
     )
 
     def run(*args):
@@ -125,17 +138,24 @@ def _simulated(body, workers, axis_name, in_specs):
             is_split,
         )
         try:
-            per_worker, replicated = mapped(*rows)
+            per_worker, replicated, _ = mapped(*rows)
         except ValueError as error:
             if "out_axes is None" not in str(error):
                 raise
             raise ValueError(_differs("an output of the step", axis_name)) from error
-        return [x.reshape(workers * x.shape[1], *x.shape[2:]) for x in per_worker], replicated
+        stacked = [x.reshape(workers * x.shape[1], *x.shape[2:]) for x in per_worker]
+        return stacked, replicated, []
 
     return run
 
 
-def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> None:
+def _check_arguments(
+    args: tuple[Any, ...],
+    batches: set[int],
+    workers: int,
+    mesh: Mesh | int,
+    axis_name: AxisName,
+) -> None:
     for i, arg in enumerate(args):
         for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
             name = f"argument {i}{keystr(path)}"
@@ -146,6 +166,8 @@ def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> 
                     "cannot share equally: change the batch size, or leave the argument out of "
                     "batch_argnums to give it whole to every worker"
                 )
+            if i not in batches and is_sharded(path):
+                check_even(name, shape, mesh, fast_axis(name, axis_name))
             if i in batches or not is_marked(path):
                 continue
             check_wrapped(name, leaf)
@@ -156,17 +178,23 @@ def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> 
                 )
 
 
-def _check_outputs(paths: list[tuple[KeyPath, Any]], axis_name: str) -> None:
-    tracked = wire.tracks_replication(axis_name)
+def _check_outputs(paths: list[tuple[KeyPath, Any]], axis_name: AxisName) -> None:
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    tracked = [axis for axis in axes if wire.tracks_replication(axis)]
     for path, leaf in paths:
         name = f"the step's output{keystr(path)}"
         if is_marked(path):
             check_wrapped(name, leaf)
-        elif tracked and wire.is_varying(leaf, axis_name):
+            continue
+        if is_sharded(path):
+            fast = fast_axis(name, axis_name)
+            if any(wire.is_varying(leaf, axis) for axis in tracked if axis != fast):
+                raise ValueError(_differs(name, tuple(a for a in axes if a != fast)))
+        elif any(wire.is_varying(leaf, axis) for axis in tracked):
             raise ValueError(_differs(name, axis_name))
 
 
-def _differs(what: str, axis_name: str) -> str:
+def _differs(what: str, axis_name: AxisName) -> str:
     return (
         f"{what} differs between workers: average it with jax.lax.pmean(x, {axis_name!r}), mark "
         "it with jaxsparse.PerWorker.wrap(x), or, if these are the parameters, apply the updates "

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import optax
 from jaxtyping import Array
 
 from jaxsparse import layout as layouts
-from jaxsparse.feedback import Planned, planned_feedback
+from jaxsparse.feedback import Levels, Planned, planned_feedback
 from jaxsparse.reducers.base import Budget, Reducer, alignment
 from jaxsparse.reducers.staged import StagedReducer
 from jaxsparse.stages import Stages
@@ -24,6 +24,9 @@ def partition(
     default: Rule = None,
     *,
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    sharded: bool = False,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -42,7 +45,11 @@ def partition(
             these, of which the first one found anywhere in the path counts. A reducer that changes
             during training is `Stages` of reducers.
         default: of leaves that no expression of the mapping matches.
-        axis_name: the axis over which workers are mapped; None for a single worker.
+        axis_name: see `error_feedback`, as for the three that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        sharded: gradients are shards, averaged over `dense_axis` already. The policy sees their
+            shapes, and key paths that end in the mark: "['kernel'].jaxsparse_sharded".
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: momentum correction, of all leaves, masked as each leaf's reducer says.
         bucket_size: upper limit for the elements of one bucket; buckets of a reducer with a
             `block_size` are multiples of it.
@@ -60,6 +67,7 @@ def partition(
         >>> int(updates["embedding"].sum()), int(updates["kernel"].sum())
         (21, 1024)
     """
+    levels = Levels(axis_name, dense_axis, sharded)
     rules = None if callable(policy) else _compiled(policy)
 
     def plan(tree: Any) -> Planned:
@@ -84,15 +92,18 @@ def partition(
         groups = list(dict.fromkeys(layout.groups))
         dense_size = layout.dense_size if len(groups) == 1 else 0
         reducers: list[Reducer] = []
+        shards: list[int] = []
         for group in groups:
             sizes = tuple(
                 size for size, own in zip(layout.bucket_sizes, layout.groups) if own == group
             )
             assert isinstance(group, Budget)
-            reducers += group.split(sizes, dense_size)
-        return Planned(layout, tuple(reducers))
+            own_reducers, own_shards = levels.split(group, sizes, dense_size)
+            reducers += own_reducers
+            shards += own_shards
+        return Planned(layout, tuple(reducers), tuple(shards))
 
-    return planned_feedback(plan, axis_name=axis_name, momentum=momentum)
+    return planned_feedback(plan, levels, momentum=momentum, delay=delay)
 
 
 def _compiled(

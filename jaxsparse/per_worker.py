@@ -1,27 +1,75 @@
-"""The mark of arrays that differ between workers, and what goes by it.
+"""The marks of arrays that differ between workers, and what goes by them.
 
 Parameters and most optimizer state are equal on all workers; residuals are not. `PerWorker` marks
 the arrays that differ, so that one pair of functions (`shard`, `data_parallel`) serves an Optax
-state, a linen `TrainState` and an nnx state alike.
+state, a linen `TrainState` and an nnx state alike. `Sharded` marks those that are cut over the fast
+axis of a mesh with two levels, and equal on the slow one.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.tree_util import GetAttrKey, KeyPath
+from jax.tree_util import GetAttrKey, KeyPath, keystr
 
 T = TypeVar("T")
 
-# The key under which a PerWorker's array appears in key paths. Frameworks that flatten a tree and
+# The axis or axes of workers; of several, the last is the fast one.
+AxisName = str | tuple[str, ...]
+
+# The keys under which the marked arrays appear in key paths. Frameworks that flatten a tree and
 # forget its node types (nnx.split, Orbax) still keep the path.
 _KEY = "jaxsparse_per_worker"
+_SHARDED_KEY = "jaxsparse_sharded"
+
+
+class _Mark:
+    """A node around one array."""
+
+    __slots__ = ("value",)
+    key: ClassVar[str]
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r})"
+
+    def tree_flatten_with_keys(self):
+        return ((GetAttrKey(self.key), self.value),), None
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(children[0])
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class PerWorker:
+class Sharded(_Mark):
+    """Marks an array that is cut along its first axis over the fast axis of two.
+
+    For parameters that no device holds whole (FSDP), under axis_name=("hosts", "local"). What Optax
+    makes of marked parameters, such as Adam's moments, is marked, too.
+
+    Attributes:
+        value: the array: all of it as the trainer sees it, (n / L, ...) inside the parallel step.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> specs({"w": Sharded(jnp.zeros((8, 3)))}, ("hosts", "local"))["w"].value
+        P('local',)
+    """
+
+    __slots__ = ()
+    key = _SHARDED_KEY
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PerWorker(_Mark):
     """Marks an array that differs from worker to worker.
 
     Attributes:
@@ -34,23 +82,8 @@ class PerWorker:
         (1, 3)
     """
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f"PerWorker({self.value!r})"
-
-    def tree_flatten_with_keys(self):
-        return ((GetAttrKey(_KEY), self.value),), None
-
-    def tree_flatten(self):
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(children[0])
+    __slots__ = ()
+    key = _KEY
 
     @classmethod
     def wrap(cls, tree: Any) -> Any:
@@ -85,7 +118,35 @@ def _is_per_worker(node: Any) -> bool:
 
 def is_marked(path: KeyPath) -> bool:
     """Whether the leaf at `path` is per-worker."""
-    return any(getattr(k, "name", getattr(k, "key", None)) == _KEY for k in path)
+    return _has(_KEY, path)
+
+
+def is_sharded(path: KeyPath) -> bool:
+    """Whether the leaf at `path` is cut over the fast axis."""
+    return _has(_SHARDED_KEY, path) and not is_marked(path)
+
+
+def _has(key: str, path: KeyPath) -> bool:
+    return any(getattr(k, "name", getattr(k, "key", None)) == key for k in path)
+
+
+def unpacked(axis_name: AxisName) -> AxisName:
+    """The name in a tuple of one; anything else as it is."""
+    return axis_name[0] if isinstance(axis_name, tuple) and len(axis_name) == 1 else axis_name
+
+
+def fast_axis(name: str, axis_name: AxisName) -> str:
+    """The axis over which the leaf `name`, marked `Sharded`, is cut.
+
+    Raises:
+        ValueError: there is one axis only.
+    """
+    if isinstance(axis_name, str) or len(axis_name) < 2:
+        raise ValueError(
+            f"{name} is marked Sharded, but axis_name={axis_name!r} has no fast axis to cut it "
+            'over: pass both axes of a mesh with two levels, axis_name=("hosts", "local")'
+        )
+    return axis_name[-1]
 
 
 def check_wrapped(name: str, value: Any) -> None:
@@ -102,17 +163,29 @@ def map_marked(f: Callable[[Any, bool], Any], tree: T) -> T:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: f(leaf, is_marked(path)), tree)
 
 
-def specs(tree: Any, axis_name: str = "data") -> Any:
+def specs(tree: Any, axis_name: AxisName = "data") -> Any:
     """Partition specs of `tree`, in its own structure, for `jax.shard_map` and `NamedSharding`.
 
     Args:
-        tree: any pytree; `PerWorker` arrays are found by their key path, so a state that
+        tree: any pytree; marked arrays are found by their key path, so a state that
             `nnx.split` took apart works too.
-        axis_name: the mesh axis of the workers.
+        axis_name: the mesh axis of the workers, or both of a mesh with two levels, the fast one
+            last.
 
     Returns:
-        `PartitionSpec(axis_name)` in place of each per-worker array, `PartitionSpec()` elsewhere.
+        `PartitionSpec(axis_name)` in place of each per-worker array, `PartitionSpec(fast axis)` of
+        each `Sharded` one, `PartitionSpec()` elsewhere.
+
+    Raises:
+        ValueError: an array is `Sharded`, and there is one axis only.
     """
-    return map_marked(
-        lambda _, marked: PartitionSpec(axis_name) if marked else PartitionSpec(), tree
-    )
+    axis_name = unpacked(axis_name)
+
+    def spec(path: KeyPath, _: Any) -> PartitionSpec:
+        if is_marked(path):
+            return PartitionSpec(axis_name)
+        if is_sharded(path):
+            return PartitionSpec(fast_axis(f"leaf{keystr(path)}", axis_name))
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, tree)

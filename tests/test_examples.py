@@ -125,8 +125,12 @@ def test_quickstart_names_the_flag_that_is_wrong_and_the_remedy(tmp_path, flags,
     "workers",
     # 64 simulated workers are slow, and train as 8 do: one seed, of a smaller model.
     few(
-        [["--devices", 8, "--seeds", 1, 2, 3], ["--simulate", 64, "--seeds", 1, "--hidden", 640]],
-        [["--devices", 8, "--seeds", 1, 2, 3]],
+        [
+            ["--devices", 8, "--seeds", 1],
+            ["--devices", 8, "--seeds", 1, 2, 3],
+            ["--simulate", 64, "--seeds", 1, "--hidden", 640],
+        ],
+        [["--devices", 8, "--seeds", 1]],
     ),
     ids=lambda flags: " ".join(map(str, flags)),
 )

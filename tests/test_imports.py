@@ -9,8 +9,8 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 
 # Each may import only from rows above its own.
 LAYERS = [
-    ["_compat", "settings", "bits", "hashing", "magnitude", "operations", "tiles", "cost"],
-    ["stream", "blocks", "quantize", "stages"],
+    ["_compat", "settings", "bits", "hashing", "magnitude", "operations", "tiles"],
+    ["stream", "blocks", "quantize", "stages", "network", "launch"],
     ["codecs"],
     ["select.checks", "select.counting"],
     ["select.compaction", "select.exact", "select.buckets", "select.blocks"],
@@ -35,6 +35,8 @@ LAYERS = [
     ["reducers"],
     ["feedback"],
     ["transforms", "partition", "autotune", "tensors"],
+    ["cost"],
+    ["__main__"],
 ]
 
 

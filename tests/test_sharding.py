@@ -192,6 +192,19 @@ def test_negative_batch_argnums_count_from_the_last():
     assert run(jnp.int32(0), jnp.ones(6)) == 2
 
 
+@pytest.mark.parametrize("where", [3, "mesh"])
+def test_an_axis_in_a_tuple_of_one_is_the_axis(where):
+    where = mesh(3) if where == "mesh" else where
+    run = data_parallel(
+        lambda s, b: PerWorker.wrap(jax.lax.psum(s[0].value[0] + b[0], "data")),
+        where,
+        axis_name=("data",),
+    )
+    state = shard([PerWorker.wrap(jnp.ones(()))], where, ("data",))
+    np.testing.assert_array_equal(run(state, jnp.arange(3.0)).value, [6, 6, 6])
+    assert specs(state, ("data",))[0].value == P("data")
+
+
 def test_shard_copies():
     tree = shard({"b": jnp.arange(3.0)}, mesh(1))
     given = {"b": jnp.arange(3.0)}

@@ -120,7 +120,7 @@ def by_method(results):
     return {result["method"]: result for result in results}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_global_residuals_train_further_than_those_that_leak(tmp_path):
     # With 7 teams, where most is cut on the way, seeds agree. With one, means over seeds do.
     results = by_method(benchmark("residuals", "--teams", 7, "--seeds", 0, cwd=tmp_path))
@@ -133,7 +133,7 @@ def test_global_residuals_train_further_than_those_that_leak(tmp_path):
     assert 3 * losses[1] < losses[2]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_packed_messages_halve_the_words_and_train_as_well(tmp_path):
     results = by_method(benchmark("codecs", "--seeds", 0, 1, cwd=tmp_path))
     assert results["COO"]["words"] == 2 * results["Packed"]["words"]

@@ -9,7 +9,7 @@ from test_bytes import COMPRESSED, DENSE, compiled_step
 from workers import few, mesh
 
 import jaxsparse
-from jaxsparse import Stages, cost, warm_up
+from jaxsparse import OmniReduceReducer, Stages, cost, data_parallel, partition, shard, warm_up
 from jaxsparse.reducers.staged import StagedReducer
 
 
@@ -68,6 +68,20 @@ def test_the_stage_in_force_is_taken(name):
     wanted = np.array([0.2, 0.2, 0.05, 0.01, 0.01]) * 2000
     assert np.all(delivered <= 2.05 * wanted)  # two workers, and thresholds that are reused
     assert np.all(delivered[:4] >= 0.4 * wanted[:4])
+
+
+def test_one_stage_may_mask_momentum_and_another_not():
+    reducers = (OmniReduceReducer(density=0.25), OmniReduceReducer(density=0.01))
+    # Room for the blocks of 8 workers would be room for all, so the first one is dense.
+    tx = partition({"e": Stages(reducers, (1,))}, momentum=0.5)
+    grads = {"e": jnp.ones((16, 512))}
+    step = data_parallel(lambda state, grads: tx.update(grads, state), 8, batch_argnums=())
+    updates, state = step(shard(tx.init(grads), 8), grads)
+    np.testing.assert_array_equal(updates["e"], 1)
+    updates, state = step(state, grads)
+    left = state.momentum[0].value[0].reshape(16, 512)
+    np.testing.assert_array_equal(left, np.where(updates["e"] != 0, 0, 1.5))
+    assert np.any(updates["e"])
 
 
 def test_bytes_follow_the_stage():

@@ -109,6 +109,38 @@ def test_the_compiler_keeps_the_rounding():
     assert jax.jit(codec.rounded)(values).tolist() == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("rows", ["sorted", "leading", "unsorted"])
+def test_packed_messages_of_many_ranges_keep_the_order_or_make_it(rows):
+    """Also in batches: where one row of a batch is out of order, all are sorted."""
+    size, capacity = 200_000, 40
+    rng = np.random.default_rng(0)
+    indices = np.sort(rng.choice(size, (3, capacity), replace=False).astype(np.int32))
+    indices[0, 0], indices[1, -1] = 0, size - 1
+    values = rng.normal(size=indices.shape).astype(np.float32)
+    indices[2, 30:] = size  # empty slots, whatever their values are
+    if rows != "sorted":
+        indices[1, :10] = size
+    if rows == "unsorted":
+        indices[0], values[0] = indices[0][::-1].copy(), values[0][::-1].copy()
+    codec = codecs.Packed()
+    entries = SparseStream(jnp.asarray(indices), codec.rounded(jnp.asarray(values)))
+    messages = jax.jit(jax.vmap(lambda row: codec.encode(row, size)))(entries)
+    for row, message in enumerate(messages):
+        arrived = codec.decode(message, capacity, size, jnp.float32)
+        one = SparseStream(entries.indices[row], entries.values[row])
+        assert jnp.count_nonzero(arrived.indices < size) == (indices[row] < size).sum()
+        np.testing.assert_array_equal(stream.to_dense(arrived, size), stream.to_dense(one, size))
+
+
+@pytest.mark.parametrize("count", [300, 2**25])  # that of one sort, and of two arrays sorted
+def test_entries_come_in_the_order_of_their_ranges(count):
+    ranges = np.random.default_rng(0).integers(count, size=(2, 1000), dtype=np.int32)
+    order = np.asarray(codecs._order(jnp.asarray(ranges), count))
+    np.testing.assert_array_equal(np.sort(order), np.tile(np.arange(1000), (2, 1)))
+    found = np.take_along_axis(ranges, order, axis=1)
+    np.testing.assert_array_equal(found, np.sort(ranges))
+
+
 def test_messages_of_zeros_hold_nothing():
     """What a worker receives that nobody sends to."""
     for size in (100, 200_000):

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxsparse import codecs, cost
+from jaxsparse import codecs, network
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.outcome import AllReduced
 from jaxsparse.collectives.parcel import Parcel
@@ -52,7 +52,7 @@ def all_gather_sum(
 
 def all_gather_sum_traffic(
     k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO
-) -> cost.Traffic:
+) -> network.Traffic:
     """ceil(log2 W) rounds, (W - 1) 2k words in COO."""
     parcel = Parcel(size, k, "sum", jnp.float32, codec)
-    return cost.Traffic((workers - 1).bit_length(), (workers - 1) * parcel.words)
+    return network.Traffic((workers - 1).bit_length(), (workers - 1) * parcel.words)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from jaxsparse import codecs, cost, quantize
+from jaxsparse import codecs, network, quantize
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.outcome import AllReduced
 from jaxsparse.collectives.split import own_range, split, split_parcel
@@ -86,7 +86,7 @@ def dsar_split_allgather_traffic(
     codec: codecs.Codec = codecs.COO,
     capacity_factor: float | None = None,
     quantizer: quantize.QSGD | None = None,
-) -> cost.Traffic:
+) -> network.Traffic:
     """W - 1 + ceil(log2 W) rounds; words of the first half's capacities and (W - 1)/W d dense.
 
     The published range (section 5.3.3) counts 0 to 2k words for the first half.
@@ -94,4 +94,4 @@ def dsar_split_allgather_traffic(
     first = split_parcel(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
     second = first.size if quantizer is None else quantizer.words(first.size)
     words = (workers - 1) * (first.words + second + (capacity_factor is not None))
-    return cost.Traffic(workers - 1 + (workers - 1).bit_length(), words)
+    return network.Traffic(workers - 1 + (workers - 1).bit_length(), words)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsparse import codecs, cost
+from jaxsparse import codecs, network
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.spar_all_gather import largest
 from jaxsparse.stream import SparseStream, add, to_dense
@@ -85,8 +85,8 @@ def gtopk(
 
 def gtopk_traffic(
     k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO
-) -> cost.Traffic:
+) -> network.Traffic:
     """log2 W rounds of 2k words in COO, and 2 more if W is no power of two."""
     power = 1 << (workers.bit_length() - 1)
     rounds = power.bit_length() - 1 + (2 if workers != power else 0)
-    return cost.Traffic(rounds, rounds * codec.words(k, size))
+    return network.Traffic(rounds, rounds * codec.words(k, size))

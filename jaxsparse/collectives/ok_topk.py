@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse import codecs, cost, select
+from jaxsparse import codecs, network, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.spar_all_gather import largest
 from jaxsparse.collectives.spar_reduce_scatter import Select
@@ -17,7 +17,7 @@ from jaxsparse.stream import SparseStream, from_dense
 # Regions end at multiples of 1 / _BUCKETS of the vector, by whose counts they are balanced.
 _BUCKETS = 1024
 # Of a magnitude, settled in each round of the search for the threshold of the sums.
-_BITS = 4
+_BITS = 8
 
 
 class Regions(NamedTuple):
@@ -99,7 +99,7 @@ def ok_topk(
     sums = jnp.zeros_like(x).at[arrived.indices.ravel()].add(arrived.values.ravel(), mode="drop")
     threshold = jax.lax.cond(
         regions.is_stale | refresh,
-        lambda: _kth_largest(sums, k, axis_name),
+        lambda: _kth_largest(sums, k, min(size, workers * room), axis_name),
         lambda: regions.threshold,
     )
 
@@ -178,7 +178,7 @@ def ok_topk_traffic(
     workers: int,
     codec: codecs.Codec = codecs.COO,
     capacity_factor: float = 2.0,
-) -> cost.Traffic:
+) -> network.Traffic:
     """Of a step with old regions and threshold: 6 C (W - 1) words in COO, and 3 (W - 1) of counts.
 
     In 2 (W - 1) + 2 ceil(log2 W) rounds.
@@ -188,7 +188,7 @@ def ok_topk_traffic(
     """
     room = min(size, math.ceil(capacity_factor * k / workers))
     words = (workers - 1) * (3 * codec.words(room, size) + 3)
-    return cost.Traffic(2 * (workers - 1) + 2 * (workers - 1).bit_length(), words)
+    return network.Traffic(2 * (workers - 1) + 2 * (workers - 1).bit_length(), words)
 
 
 def _bucket(stream: SparseStream, size: int) -> Array:
@@ -227,18 +227,27 @@ def _front(stream: SparseStream, capacity: int, size: int) -> SparseStream:
     )
 
 
-def _kth_largest(sums: Array, k: int, axis_name: str | None) -> Array:
-    """The k-th largest magnitude of all workers' sums; 0 if there are fewer than k."""
-    magnitude = jax.lax.bitcast_convert_type(jnp.abs(sums), jnp.uint32)
-    steps = jnp.arange(1, 2**_BITS, dtype=jnp.uint32)
+def _kth_largest(sums: Array, k: int, capacity: int, axis_name: str | None) -> Array:
+    """The k-th largest magnitude of all workers' sums; 0 if there are fewer than k.
 
-    def settle(i, found):
-        shift = (32 - _BITS * (i + 1)).astype(jnp.uint32)
-        trials = found | (steps << shift)
-        count = lambda trial: jnp.sum(magnitude >= trial, dtype=jnp.int32)
-        counts = wire.psum(jax.lax.map(count, trials), axis_name)
-        best = jnp.sum(counts >= k).astype(jnp.uint32)  # counts fall from trial to trial
-        return found | (best << shift)
-
-    found = jax.lax.fori_loop(0, 32 // _BITS, settle, jnp.uint32(0))
+    Args:
+        sums: of which this worker has at most `capacity` that are not 0.
+        k: the rank.
+        capacity: for as many words memory is read again and again.
+        axis_name: whose workers take part.
+    """
+    entries = from_dense(sums, select.compact(sums != 0, capacity))
+    magnitude = jax.lax.bitcast_convert_type(jnp.abs(entries.values), jnp.uint32)
+    bins = 2**_BITS
+    found, wanted = jnp.uint32(0), jnp.int32(k)
+    for shift in range(32 - _BITS, -1, -_BITS):
+        # Counted are those that begin like the one sought, as far as it is known.
+        above = jnp.uint32(shift + _BITS)
+        known = (magnitude >> above) == (found >> above) if shift + _BITS < 32 else magnitude >= 0
+        digit = (magnitude >> jnp.uint32(shift)).astype(jnp.int32) % bins
+        counts = jnp.zeros((bins,), jnp.int32).at[jnp.where(known, digit, bins)].add(1, mode="drop")
+        from_here = jnp.cumsum(wire.psum(counts, axis_name)[::-1])[::-1]  # falls
+        best = jnp.maximum(jnp.sum(from_here >= wanted, dtype=jnp.int32) - 1, 0)
+        wanted -= jnp.where(best + 1 < bins, from_here[jnp.minimum(best + 1, bins - 1)], 0)
+        found |= best.astype(jnp.uint32) << jnp.uint32(shift)
     return jax.lax.bitcast_convert_type(found, jnp.float32)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxsparse import codecs, cost
+from jaxsparse import codecs, network
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.outcome import AllReduced
 from jaxsparse.collectives.parcel import Parcel
@@ -80,7 +80,7 @@ def recursive_double(
 
 def recursive_double_traffic(
     k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO
-) -> cost.Traffic:
+) -> network.Traffic:
     """log2 W rounds, and 2 more if W is no power of two; the words of the messages' capacities.
 
     The published range (section 5.3.2) is log2(W) 2k words if all supports are equal to
@@ -88,7 +88,7 @@ def recursive_double_traffic(
     """
     capacities = _capacities(k, size, workers)
     words = [Parcel(size, c, "sum", jnp.float32, codec).words for c in capacities]
-    return cost.Traffic(len(capacities), sum(words))
+    return network.Traffic(len(capacities), sum(words))
 
 
 def _power(workers: int) -> int:

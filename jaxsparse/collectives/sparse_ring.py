@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
-from jaxsparse import codecs, cost, select
+from jaxsparse import codecs, network, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.group import Group
 from jaxsparse.collectives.outcome import AllReduced
@@ -77,12 +77,12 @@ def sparse_ring_traffic(
     workers: int,
     codec: codecs.Codec = codecs.COO,
     capacity_factor: float | None = None,
-) -> cost.Traffic:
+) -> network.Traffic:
     """2 (W - 1) rounds; words of the messages' capacities."""
     parcels = _parcels(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
     last = parcels[-1].words + (capacity_factor is not None)
     words = sum(parcel.words for parcel in parcels[:-1]) + (workers - 1) * last
-    return cost.Traffic(2 * (workers - 1), words)
+    return network.Traffic(2 * (workers - 1), words)
 
 
 def _parcels(

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from jaxsparse import codecs, cost, select
+from jaxsparse import codecs, network, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.outcome import AllReduced
 from jaxsparse.collectives.parcel import Parcel
@@ -74,7 +74,7 @@ def split_allgather_traffic(
     codec: codecs.Codec = codecs.COO,
     capacity_factor: float | None = None,
     union_factor: float | None = None,
-) -> cost.Traffic:
+) -> network.Traffic:
     """W - 1 + ceil(log2 W) rounds; words of the messages' capacities, (W - 1) times each half.
 
     The published range (section 5.3.2) is 2 (W - 1)/W 2k words if all supports are equal to W 2k
@@ -87,7 +87,7 @@ def split_allgather_traffic(
     )
     is_bounded = capacity_factor is not None or union_factor is not None
     words = (workers - 1) * (first.words + second.words + is_bounded)
-    return cost.Traffic(workers - 1 + (workers - 1).bit_length(), words)
+    return network.Traffic(workers - 1 + (workers - 1).bit_length(), words)
 
 
 def _gather_parcel(

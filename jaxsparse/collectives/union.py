@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
 
-from jaxsparse import bits, cost
+from jaxsparse import bits, network
 from jaxsparse.collectives import wire
 
 
@@ -44,7 +44,7 @@ def union(mask: Bool[Array, " blocks"], axis_name: str | None) -> Bool[Array, " 
     return bits.unpack_bits(combined, mask.size)
 
 
-def union_traffic(blocks: int, workers: int) -> cost.Traffic:
+def union_traffic(blocks: int, workers: int) -> network.Traffic:
     """W - 1 + ceil(log2 W) rounds and 2 (W - 1) ceil(n / W) words, with n = ceil(blocks / 32).
 
     Or ceil(log2 W) rounds and (W - 1) n words, if those are no more.
@@ -52,8 +52,8 @@ def union_traffic(blocks: int, workers: int) -> cost.Traffic:
     words = bits.words(blocks)
     gather = (workers - 1).bit_length()
     if _is_gathered_whole(words, workers):
-        return cost.Traffic(gather, (workers - 1) * words)
-    return cost.Traffic(workers - 1 + gather, 2 * (workers - 1) * -(-words // workers))
+        return network.Traffic(gather, (workers - 1) * words)
+    return network.Traffic(workers - 1 + gather, 2 * (workers - 1) * -(-words // workers))
 
 
 def _is_gathered_whole(words: int, workers: int) -> bool:

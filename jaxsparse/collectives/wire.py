@@ -59,6 +59,29 @@ def _log(op: str, x: Array) -> None:
         messages.append(Message(op, x.size * x.dtype.itemsize))
 
 
+_alone: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxsparse_alone", default=None)
+
+
+@contextlib.contextmanager
+def dry_run(workers: int) -> Iterator[None]:
+    """What is traced inside computes as the first of `workers` workers, and sends nothing.
+
+    Whatever would arrive is replaced by what this worker sends, as if all held the same. So one
+    device alone can time what an exchange computes, for any number of workers. The axis need not be
+    bound.
+    """
+    token = _alone.set(workers)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def _stand_in(x: Array) -> Array:
+    # Without the barrier XLA would see through the exchange, and leave out work on either side.
+    return jax.lax.optimization_barrier(x)
+
+
 def axis_size(axis_name: str | None) -> int:
     """Number of workers W along `axis_name`, a Python int at trace time.
 
@@ -69,9 +92,12 @@ def axis_size(axis_name: str | None) -> int:
         return 1
     if not isinstance(axis_name, str):
         raise ValueError(
-            f"axis_name={axis_name!r} is not supported: give one axis name as a string (to reduce "
-            "over several mesh axes, merge them into one when making the mesh)"
+            f"axis_name={axis_name!r} is not supported: give one axis name as a string (of a mesh "
+            "of hosts and their devices the slow one, and the fast one as dense_axis; other axes "
+            "are merged into one when making the mesh)"
         )
+    if (workers := _alone.get()) is not None:
+        return workers
     try:
         return jax.lax.axis_size(axis_name)
     except NameError:
@@ -85,11 +111,13 @@ def axis_size(axis_name: str | None) -> int:
 
 def axis_index(axis_name: str | None) -> Int[Array, ""]:
     """This worker's rank along `axis_name`, int32."""
-    return jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
+    if axis_name is None:
+        return jnp.int32(0)
+    return _stand_in(jnp.int32(0)) if _alone.get() else jax.lax.axis_index(axis_name)
 
 
 def _in_shard_map(axis_name: str) -> bool:
-    return axis_name in jax.sharding.get_abstract_mesh().manual_axes
+    return _alone.get() is None and axis_name in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def tracks_replication(axis_name: str | None) -> bool:
@@ -119,7 +147,7 @@ def replicated(x: Array, axis_name: str | None) -> Array:
 
     Nothing checks the claim: a value that differs makes the replicas drift apart.
     """
-    if axis_name is None:
+    if axis_name is None or _alone.get():
         return x
     if not _in_shard_map(axis_name):
         # Under vmap a replicated value is an unbatched one, and only a collective makes those.
@@ -129,15 +157,18 @@ def replicated(x: Array, axis_name: str | None) -> Array:
     return x
 
 
-def psum(x: Array, axis_name: str | None) -> Array:
-    """Sum over workers, replicated.
+def psum(x: Array, axis_name: str | tuple[str, ...] | None) -> Array:
+    """Sum over workers, replicated; of several axes over all of them, in one message.
 
     16-bit floats are summed in the precision that the backend chooses; XLA's CPU backend widens
     them to 32 bits on the wire.
     """
-    if axis_name is None:
+    if axis_name is None or axis_name == ():
         return x
     _log("psum", x)
+    if workers := _alone.get():
+        axes = 1 if isinstance(axis_name, str) else len(axis_name)
+        return _stand_in(x) * jnp.asarray(workers**axes, x.dtype)
     return jax.lax.psum(x, axis_name)
 
 
@@ -146,6 +177,8 @@ def pmax(x: Array, axis_name: str | None) -> Array:
     if axis_name is None:
         return x
     _log("pmax", x)
+    if _alone.get():
+        return _stand_in(x)
     return jax.lax.pmax(x, axis_name)
 
 
@@ -164,6 +197,8 @@ def all_gather(x: Array, axis_name: str | None) -> Array:
     if axis_name is None:
         return x[None]
     _log("all_gather", x)
+    if workers := _alone.get():
+        return _stand_in(jnp.broadcast_to(x, (workers, *x.shape)))
     gathered = _from_bits(jax.lax.all_gather(_as_bits(x), axis_name), x.dtype)
     if tracks_replication(axis_name):
         return _compat.claim_replicated(gathered, axis_name)
@@ -178,6 +213,8 @@ def permute(x: Array, axis_name: str | None, pairs: Sequence[tuple[int, int]]) -
     if not pairs:
         return jnp.zeros_like(x)
     _log("permute", x)
+    if _alone.get():
+        return _stand_in(x) if 0 in destinations else jnp.zeros_like(x)
     bits = _as_bits(x)
     if _in_shard_map(axis_name):
         return _from_bits(jax.lax.ppermute(bits, axis_name, list(pairs)), x.dtype)
@@ -196,6 +233,8 @@ def all_to_all(x: Array, axis_name: str | None) -> Array:
     if axis_name is None:
         return x
     _log("all_to_all", x)
+    if _alone.get():
+        return _stand_in(jnp.broadcast_to(x[:1], x.shape))
     moved = jax.lax.all_to_all(_as_bits(x), axis_name, split_axis=0, concat_axis=0, tiled=True)
     return _from_bits(moved, x.dtype)
 
@@ -205,4 +244,6 @@ def reduce_scatter(x: Array, axis_name: str | None) -> Array:
     if axis_name is None:
         return x[0]
     _log("reduce_scatter", x)
+    if workers := _alone.get():
+        return _stand_in(x[0]) * jnp.asarray(workers, x.dtype)
     return jax.lax.psum_scatter(x, axis_name, scatter_dimension=0, tiled=False)

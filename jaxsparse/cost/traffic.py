@@ -14,7 +14,7 @@ from jaxsparse.cost.report import Collective, Conditional, WireBytes
 from jaxsparse.cost.trips import trip_count
 
 # Bytes that one of W workers receives per byte of operand.
-_RECEIVED: dict[str, Callable[[int], float]] = {
+RECEIVED: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda W: 2 * (W - 1) / W,  # as a ring: reduce-scatter, then all-gather
     "reduce-scatter": lambda W: (W - 1) / W,
     "all-gather": lambda W: W - 1,
@@ -124,7 +124,7 @@ def _traffic(module: hlo.Module, name: str, memo: dict[str, WireBytes]) -> WireB
         opcode = instruction.opcode.removesuffix("-start")
         if opcode.endswith(("-done", "-update")):
             continue  # its start was counted
-        if opcode in _RECEIVED:
+        if opcode in RECEIVED:
             parts.append(WireBytes((_collective(module, computation, instruction),)))
         elif opcode == "while":
             parts.append(_loop(module, computation, instruction, memo))
@@ -144,7 +144,7 @@ def _traffic(module: hlo.Module, name: str, memo: dict[str, WireBytes]) -> WireB
                         "how often it does is not known; move the collective out of it"
                     )
                 parts.append(inner)
-    memo[name] = _merged(parts)
+    memo[name] = merged(parts)
     return memo[name]
 
 
@@ -170,7 +170,7 @@ def _collective(
         shapes=tuple(map(str, shapes)),
         group_size=size,
         payload_bytes=sent if size > 1 else 0,
-        received_bytes=landing * _RECEIVED[op](size) if size > 1 else 0,
+        received_bytes=landing * RECEIVED[op](size) if size > 1 else 0,
         op_name=instruction.op_name,
     )
 
@@ -187,14 +187,14 @@ def _loop(
         return WireBytes()
     trips = trip_count(module, computation, loop)
     if trips is None:
-        inside = ", ".join(repr(c.op_name or c.name) for c in _merged([test, step]).collectives)
+        inside = ", ".join(repr(c.op_name or c.name) for c in merged([test, step]).collectives)
         raise ValueError(
             f"while {loop.name!r} ({loop.op_name or 'no op_name'}) runs {inside} a number of times "
             "that depends on data; bound the loop statically (lax.scan, or lax.fori_loop with "
             "Python integers), or count the bytes of its body by itself"
         )
     # The condition is evaluated once more than the body: the time it fails.
-    return _merged([_scaled(test, trips + 1), _scaled(step, trips)])
+    return merged([scaled(test, trips + 1), scaled(step, trips)])
 
 
 def _conditional(
@@ -212,7 +212,8 @@ def _conditional(
     return WireBytes(branches[conditional.dearest].collectives, (conditional,))
 
 
-def _merged(parts: Iterable[WireBytes]) -> WireBytes:
+def merged(parts: Iterable[WireBytes]) -> WireBytes:
+    """What programs move one after the other."""
     parts = list(parts)
     return WireBytes(
         tuple(c for part in parts for c in part.collectives),
@@ -220,12 +221,13 @@ def _merged(parts: Iterable[WireBytes]) -> WireBytes:
     )
 
 
-def _scaled(moved: WireBytes, times: int) -> WireBytes:
+def scaled(moved: WireBytes, times: int) -> WireBytes:
+    """What a program moves that runs `times` times."""
     return WireBytes(
         tuple(dataclasses.replace(c, count=c.count * times) for c in moved.collectives),
         tuple(
             dataclasses.replace(
-                c, count=c.count * times, branches=tuple(_scaled(b, times) for b in c.branches)
+                c, count=c.count * times, branches=tuple(scaled(b, times) for b in c.branches)
             )
             for c in moved.conditionals
         ),

@@ -10,6 +10,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxsparse.collectives import wire
+
+_MOST = 2**31 - 1  # that an int32 holds
+
 
 class Info(NamedTuple):
     """What one exchange did; replicated scalars."""
@@ -23,6 +27,25 @@ class Info(NamedTuple):
 def info(delivered: Any, overflow: Any = 0) -> Info:
     """An `Info` of int32 scalars."""
     return Info(jnp.asarray(delivered, jnp.int32), jnp.asarray(overflow, jnp.int32))
+
+
+def count(elements: int) -> Int[Array, ""]:
+    """A static number of elements as an int32, or the largest one if it is larger."""
+    return jnp.int32(min(elements, _MOST))
+
+
+def saturating_sum(counts: Int[Array, "n *k"], axis_name: str | None = None) -> Int[Array, " *k"]:
+    """The sum of counts over their first axis and over workers; 2**31 - 1 if it is more.
+
+    Args:
+        counts: int32, not negative; at most 2**15 of all workers.
+        axis_name: the axis of workers; None for these alone.
+    """
+    # Sums of halves don't overflow.
+    halves = jnp.stack([counts >> 16, counts & 0xFFFF]).sum(axis=1, dtype=jnp.int32)
+    upper, lower = wire.psum(wire.varying(halves, axis_name), axis_name)
+    upper += lower >> 16
+    return jnp.where(upper > _MOST >> 16, jnp.int32(_MOST), (upper << 16) | (lower & 0xFFFF))
 
 
 class Reduced(NamedTuple):
@@ -95,6 +118,15 @@ def needs_zeros(reducer: Reducer) -> bool:
     as for dense leaves.
     """
     return getattr(reducer, "needs_zeros", False)
+
+
+def adapts_messages(reducer: Reducer) -> bool:
+    """Whether the shape of its messages follows what was exchanged before.
+
+    So shards that are exchanged side by side may send different ones. For a collective-permute,
+    which is one for all devices, they would wait for each other for ever.
+    """
+    return getattr(reducer, "adapts_messages", False)
 
 
 def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxsparse.collectives import wire
-from jaxsparse.reducers.base import Laws, Reduced, info
+from jaxsparse.reducers.base import Laws, Reduced, count, info
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,4 +34,4 @@ class DenseReducer:
         finite = jnp.isfinite(total)
         mean = jnp.where(finite, total, 0) / wire.axis_size(axis_name)
         residual = jnp.where(finite, 0, x)
-        return Reduced(mean, residual, None, state, info(min(x.size, 2**31 - 1)))
+        return Reduced(mean, residual, None, state, info(count(x.size)))

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxsparse import blocks, cost
+from jaxsparse import blocks, network
 from jaxsparse.blocks import BlockStream
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.union import union_traffic
@@ -86,12 +86,12 @@ class OmniReduceReducer:
         outcome = info(jnp.count_nonzero(total), kept.overflow)
         return Reduced(mean, residual, sent, next_state, outcome)
 
-    def traffic(self, size: int, workers: int) -> cost.Traffic:
+    def traffic(self, size: int, workers: int) -> network.Traffic:
         """Rounds and words for `size` elements: the union's, and a psum of the slots."""
         capacity = self._capacity(size, workers)
         if self._is_dense(capacity, size):
-            return cost.dense_all_reduce(size, workers)
-        summed = cost.dense_all_reduce(capacity * self.block_size, workers)
+            return network.dense_all_reduce(size, workers)
+        summed = network.dense_all_reduce(capacity * self.block_size, workers)
         return union_traffic(blocks.count(size, self.block_size), workers) + summed
 
     def _capacity(self, size: int, workers: int) -> int:

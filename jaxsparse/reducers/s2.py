@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxsparse import blocks, cost
+from jaxsparse import blocks, network
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.union import union_traffic
 from jaxsparse.hashing import combine
@@ -175,9 +175,9 @@ class S2Reducer:
         residual = rows.reshape(-1)[: x.size]
         return Reduced(mean, residual, None, state + jnp.uint32(1), outcome)
 
-    def traffic(self, size: int, workers: int) -> cost.Traffic:
+    def traffic(self, size: int, workers: int) -> network.Traffic:
         """Rounds and words for `size` elements: the union's, and a psum of the table."""
-        summed = cost.dense_all_reduce(self.words(size, workers), workers)
+        summed = network.dense_all_reduce(self.words(size, workers), workers)
         if self.words(size, workers) == size:
             return summed
         return union_traffic(blocks.count(size, self.block_size), workers) + summed

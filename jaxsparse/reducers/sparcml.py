@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsparse import codecs, cost, quantize, select
+from jaxsparse import codecs, network, quantize, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.all_gather_sum import all_gather_sum, all_gather_sum_traffic
 from jaxsparse.collectives.dsar_split_allgather import (
@@ -67,7 +67,7 @@ class SparCMLReducer:
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     capacity_factor: float | None = 2.0
     union_factor: float | None = None
-    link: cost.Link = cost.Link()  # noqa: RUF009 - frozen
+    link: network.Link = network.Link()  # noqa: RUF009 - frozen
     codec: codecs.Codec = codecs.COO
     seed: int = 0
 
@@ -142,7 +142,7 @@ class SparCMLReducer:
         wanted = self.bits is not None and self.quantized == "sums"
         return quantize.QSGD(self.bits) if wanted and self.bits is not None else None
 
-    def traffic(self, k: int, size: int, workers: int) -> dict[str, cost.Traffic]:
+    def traffic(self, k: int, size: int, workers: int) -> dict[str, network.Traffic]:
         """Rounds and words of each algorithm, for k entries of `size` elements.
 
         In order of simplicity, which decides where the model finds no difference.

@@ -32,7 +32,7 @@ class SparDLReducer:
         teams: into how many teams the workers divide. More of them save rounds, up to
             log2(teams), and cost words.
         gather: how teams add up their blocks: "recursive" (R-SAG) for a power of two of teams,
-            "bruck" (B-SAG, adaptive) for any number.
+            "bruck" (B-SAG, adaptive) for any number, but not with a `dense_axis`.
         residuals: "global" feeds back all that is not delivered. The others leak and are here for
             comparison: "partial" forgets what other workers cut of an entry that is delivered in
             part, "local" all but what a worker itself left out at first.
@@ -64,6 +64,11 @@ class SparDLReducer:
         """All mass is conserved with global residuals only; B-SAG's h never asks for all."""
         whole = self.codec.is_exact and (self.teams == 1 or self.gather == "recursive")
         return Laws(conserves=self.residuals == "global", dense_at_full_budget=whole)
+
+    @property
+    def adapts_messages(self) -> bool:
+        """B-SAG's follow h."""
+        return self.gather == "bruck" and self.teams > 1
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["SparDLReducer", ...]:
         """The same for each bucket."""

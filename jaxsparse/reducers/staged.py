@@ -10,8 +10,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
+from jaxsparse import _compat
 from jaxsparse.collectives import wire
-from jaxsparse.reducers.base import Budget, Laws, Reduced, Reducer, alignment, needs_zeros
+from jaxsparse.reducers.base import (
+    Budget,
+    Laws,
+    Reduced,
+    Reducer,
+    adapts_messages,
+    alignment,
+    needs_zeros,
+)
 from jaxsparse.stages import Stages
 
 T = TypeVar("T")
@@ -45,6 +54,11 @@ class StagedReducer:
         return any(map(needs_zeros, self.stages.values))
 
     @property
+    def adapts_messages(self) -> bool:
+        """If any stage does; the stage itself is the same for all shards."""
+        return any(map(adapts_messages, self.stages.values))
+
+    @property
     def laws(self) -> Laws:
         """What all stages promise."""
         laws = [reducer.laws for reducer in self.stages.values]
@@ -70,19 +84,29 @@ class StagedReducer:
         self, x: Float[Array, " d"], state: StagedState, *, axis_name: str | None
     ) -> Reduced:
         """See `Reducer`."""
+        masks = []  # whether each stage masks momentum, known once all have been traced
 
         def run(reducer: Reducer, x: Array, inner: Any) -> Reduced:
             reduced = reducer(x, inner, axis_name=axis_name)
+            masks.append(reduced.sent is not None)
+            sent = jnp.zeros_like(x, jnp.bool_) if reduced.sent is None else reduced.sent
+            counts = reduced.info
+            for axis in _compat.varying_axes(x) - {axis_name}:  # a constant is typed as equal
+                counts = wire.varying(counts, axis)
             return reduced._replace(
+                info=counts,
                 residual=wire.varying(reduced.residual, axis_name),
-                sent=wire.varying(reduced.sent, axis_name),
+                sent=wire.varying(sent, axis_name),
             )
 
         begun = [state.step >= jnp.uint32(step) for step in self.stages.boundaries]
         stage = sum((b.astype(jnp.int32) for b in begun), jnp.int32(0))
         branches = [functools.partial(run, reducer) for reducer in self.stages.values]
         reduced = jax.lax.switch(stage, branches, x, state.reducer)
-        return reduced._replace(state=StagedState(state.step + jnp.uint32(1), reduced.state))
+        return reduced._replace(
+            sent=reduced.sent if any(masks) else None,
+            state=StagedState(state.step + jnp.uint32(1), reduced.state),
+        )
 
 
 def staged(make: Callable[[T], Reducer], setting: T | Stages[T]) -> Budget:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import codecs, cost
+from jaxsparse import codecs, network
 from jaxsparse import layout as layouts
 from jaxsparse.collectives.parcel import Parcel
 from jaxsparse.reducers.density import check_density, entries
@@ -132,7 +132,7 @@ def select_tensors(
     params: Any,
     *,
     workers: int,
-    link: cost.Link,
+    link: network.Link,
     density: float,
     profile: Profile,
     codec: codecs.Codec = codecs.COO,
@@ -181,7 +181,7 @@ def select_tensors(
         >>> from jaxsparse.tensors import Point, Profile
         >>> params = {"bias": jnp.zeros(100), "kernel": jnp.zeros((1000, 1000))}
         >>> profile = Profile((Point(10**6, 1e-3, 1e-3, 1e-8),))
-        >>> link = cost.Link(latency=50e-6, bandwidth=1.25e9)
+        >>> link = network.Link(latency=50e-6, bandwidth=1.25e9)
         >>> print(select_tensors(params, workers=8, link=link, density=0.001, profile=profile))
         leaf         elements  dense ms  exchange ms  codec ms  saving ms  travels
         ['bias']          100     0.701        0.350     2.000     -1.650  dense
@@ -199,7 +199,7 @@ def select_tensors(
             f"profile={profile!r} must be a Profile: measure one by jaxsparse.tensors.profile(), "
             "or Profile.load a saved one"
         )
-    if not isinstance(link, cost.Link):
+    if not isinstance(link, network.Link):
         raise ValueError(
             f"link={link!r} must be a Link: give jaxsparse.cost.Link(latency=..., bandwidth=...) "
             "in seconds and bytes a second"
@@ -213,13 +213,13 @@ def select_tensors(
         if size := math.prod(shape):
             k = entries(density, size)
             words = Parcel(size, k, "sum", jnp.float32, codec).words
-            all_gather = cost.Traffic(workers - 1, (workers - 1) * words)
+            all_gather = network.Traffic(workers - 1, (workers - 1) * words)
             encode = profile.encode_seconds(size)
             tensors.append(
                 TensorTimes(
                     path,
                     shape,
-                    dense=link.seconds(cost.dense_all_reduce(size, workers)),
+                    dense=link.seconds(network.dense_all_reduce(size, workers)),
                     exchange=link.seconds(all_gather),
                     codec=encode + profile.decode_seconds(size, workers * k),
                     may_compress=not rule(path, shape),

@@ -1,5 +1,7 @@
 """What the systems are compared with, as Optax transformations."""
 
+from typing import Literal
+
 import optax
 from jaxtyping import Array
 
@@ -13,6 +15,8 @@ def true_top_k(
     k: int,
     *,
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -25,6 +29,8 @@ def true_top_k(
     Args:
         k: coordinates updated per step, of the whole tree.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: momentum correction with momentum factor masking.
         is_dense: which leaves are averaged whole.
         bucket_size: upper limit for the elements of a bucket.
@@ -32,6 +38,8 @@ def true_top_k(
     return error_feedback(
         TrueTopKReducer(k),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,
@@ -39,14 +47,25 @@ def true_top_k(
 
 
 def dense(
-    *, axis_name: str | None = "data", momentum: float | Array | None = None
+    *,
+    axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
+    momentum: float | Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The exact mean gradient by all-reduce: the baseline, switched to by changing one word.
 
     Args:
         axis_name: see `error_feedback`.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: heavy-ball momentum, the same as `optax.trace(momentum)` behind it.
     """
     return error_feedback(
-        DenseReducer(), axis_name=axis_name, momentum=momentum, is_dense=lambda path, shape: True
+        DenseReducer(),
+        axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
+        momentum=momentum,
+        is_dense=lambda path, shape: True,
     )

@@ -1,5 +1,7 @@
 """All-reduce and all-gather of sparse blocks, as Optax transformations."""
 
+from typing import Literal
+
 import optax
 from jaxtyping import Array
 
@@ -17,6 +19,8 @@ def omni_reduce(
     block_size: int = 256,
     union_density: float | None = None,
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -42,6 +46,8 @@ def omni_reduce(
         union_density: share of the blocks that there is room for, in (0, 1]. None for all that
             `density` can select; required without it.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: with a density momentum correction, masked where this worker sent; without, that
             of the mean: gradients with momentum would be zero nowhere.
         is_dense: which leaves travel uncompressed. Leaves are laid end to end: those before an
@@ -67,6 +73,8 @@ def omni_reduce(
     return error_feedback(
         make(None) if density is None else staged(make, density),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,
@@ -79,6 +87,8 @@ def sparse_all_gather(
     block_size: int = 256,
     capacity_density: float | None = None,
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -104,6 +114,8 @@ def sparse_all_gather(
         capacity_density: share of the blocks that a worker's message has room for, in (0, 1]. None
             for `density`; required without it.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: with a density momentum correction, masked where this worker sent; without, that
             of the mean: gradients with momentum would be zero nowhere.
         is_dense: which leaves travel uncompressed. See `omni_reduce` for how blocks lie.
@@ -119,6 +131,8 @@ def sparse_all_gather(
     return error_feedback(
         make(None) if density is None else staged(make, density),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,

@@ -1,7 +1,7 @@
 """Deep Gradient Compression as an Optax transformation."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import ErrorFeedbackState
+from jaxsparse.feedback import ErrorFeedbackState, Levels
 from jaxsparse.layout import IsDense, narrow
 from jaxsparse.magnitude import largest_magnitude
 from jaxsparse.reducers.selection import Selection
@@ -27,6 +27,8 @@ def dgc(
     codec: codecs.Codec = codecs.COO,
     selection: Selection = "sampled",
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -52,6 +54,8 @@ def dgc(
         selection: "sampled" is the paper's; `Sampled(samples=...)` sets the sample's size, and
             "fast", "exact" and "bisection" are as for `top_k`.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         is_dense: which leaves travel uncompressed.
         bucket_size: upper limit for the elements of a bucket.
 
@@ -70,12 +74,15 @@ def dgc(
         codec=codec,
         selection=selection,
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,
     )
     if clip_norm is None:
         return feedback
+    levels = Levels(axis_name, dense_axis)
     limit = static_float("clip_norm", clip_norm)
     if not 0 < limit < math.inf:
         raise ValueError(f"clip_norm={clip_norm} must be positive and finite; None doesn't clip")
@@ -83,17 +90,17 @@ def dgc(
     def update(
         updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ErrorFeedbackState]:
-        if _all_local(updates, axis_name):  # or `feedback` raises an error
-            updates = _clipped(updates, limit / math.sqrt(wire.axis_size(axis_name)))
+        if _all_local(updates, levels.axes):  # or `feedback` raises an error
+            updates = _clipped(updates, limit / math.sqrt(levels.summands))
         return feedback.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(feedback.init, update)
 
 
-def _all_local(tree: Any, axis_name: str | None) -> bool:
-    if axis_name is None or not wire.tracks_replication(axis_name):
-        return True
-    return all(wire.is_varying(x, axis_name) for x in jax.tree.leaves(tree) if x.size)
+def _all_local(tree: Any, axes: tuple[str, ...]) -> bool:
+    leaves = [x for x in jax.tree.leaves(tree) if x.size]
+    tracked = filter(wire.tracks_replication, axes)
+    return all(wire.is_varying(x, axis) for axis in tracked for x in leaves)
 
 
 def _clipped(tree: Any, limit: float) -> Any:

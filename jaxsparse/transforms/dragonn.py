@@ -1,5 +1,7 @@
 """DRAGONN as an Optax transformation."""
 
+from typing import Literal
+
 import optax
 from jaxtyping import Array
 
@@ -19,6 +21,8 @@ def dragonn(
     codec: codecs.Codec = codecs.COO,
     seed: int = 0,
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -47,6 +51,8 @@ def dragonn(
             the rounding back.
         seed: of the hashes.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: momentum correction with momentum factor masking where this worker sent.
         is_dense: which leaves travel uncompressed.
         bucket_size: upper limit for the elements of a bucket.
@@ -69,6 +75,8 @@ def dragonn(
     return error_feedback(
         staged(make, density),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,

@@ -1,5 +1,7 @@
 """MSTopk as an Optax transformation."""
 
+from typing import Literal
+
 import optax
 from jaxtyping import Array
 
@@ -17,6 +19,8 @@ def ms_topk(
     passes: int = DEFAULT_PASSES,
     codec: codecs.Codec = codecs.COO,
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -32,6 +36,8 @@ def ms_topk(
         passes: trial thresholds; see `jaxsparse.select.bisection_threshold`.
         codec: of the messages.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: momentum correction with momentum factor masking where this worker sent.
         is_dense: which leaves travel uncompressed.
         bucket_size: upper limit for the elements of a bucket.
@@ -52,6 +58,8 @@ def ms_topk(
         codec=codec,
         selection=Bisection(passes),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,

@@ -19,6 +19,8 @@ def qsgd(
     rounding: Literal["stochastic", "nearest"] = "stochastic",
     seed: int = 0,
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     layout_bucket_size: int | None = None,
@@ -38,6 +40,8 @@ def qsgd(
             error fed back.
         seed: of stochastic rounding.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: before quantising, without masking: with "stochastic" what momentum behind the
             transformation is, but smoother input to quantise.
         is_dense: which leaves travel uncompressed.
@@ -58,6 +62,8 @@ def qsgd(
     return error_feedback(
         QuantizedReducer(QSGD(bits, bucket_size, scale), rounding, seed),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=layout_bucket_size,
@@ -68,6 +74,8 @@ def sign_sgd(
     *,
     bucket_size: int = 1024,
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     layout_bucket_size: int | None = None,
@@ -82,6 +90,8 @@ def sign_sgd(
         bucket_size: consecutive values that share a scale (the buckets of the layout are something
             else).
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: momentum correction without masking.
         is_dense: which leaves travel uncompressed.
         layout_bucket_size: upper limit for the elements of a bucket of the layout.
@@ -92,6 +102,8 @@ def sign_sgd(
     return error_feedback(
         QuantizedReducer(Sign(bucket_size), "nearest"),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=layout_bucket_size,

@@ -1,5 +1,7 @@
 """Random-k SGD as an Optax transformation."""
 
+from typing import Literal
+
 import optax
 from jaxtyping import Array
 
@@ -15,6 +17,8 @@ def random_k(
     *,
     seed: int = 0,
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -30,6 +34,8 @@ def random_k(
             `jaxsparse.warm_up` makes them.
         seed: of the draws.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: momentum correction with momentum factor masking at the chosen coordinates.
         is_dense: which leaves travel uncompressed.
         bucket_size: upper limit for the elements of a bucket.
@@ -48,6 +54,8 @@ def random_k(
     return error_feedback(
         staged(lambda density: RandomKReducer(density, seed), density),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,

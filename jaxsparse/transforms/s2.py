@@ -22,6 +22,8 @@ def s2_reducer(
     union_density: float | None = None,
     seed: int = 0,
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -56,6 +58,8 @@ def s2_reducer(
             exceeds it waits in the residual, and is counted in the state's `info.overflow`.
         seed: of the hashes, which are fresh at each step.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: with a density momentum correction, without masking; without, that of the mean:
             gradients with momentum would be zero nowhere.
         is_dense: which leaves travel uncompressed. Leaves are laid end to end, and blocks run on
@@ -80,6 +84,8 @@ def s2_reducer(
     return error_feedback(
         make(None) if density is None else staged(make, density),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,

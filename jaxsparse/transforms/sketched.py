@@ -21,6 +21,8 @@ def sketched_sgd(
     seed: int = 0,
     table_dtype: DTypeLike = "float32",
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -49,6 +51,8 @@ def sketched_sgd(
         table_dtype: bfloat16 or float16 halve the table (section 6) where the backend can sum
             them; XLA on CPU widens them to float32 on the wire. Exact values stay float32.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: momentum correction with momentum factor masking. It belongs here, not in the
             optimizer that follows.
         is_dense: which leaves travel uncompressed.
@@ -87,6 +91,8 @@ def sketched_sgd(
     return error_feedback(
         settings if compression is None else SketchedBudget(compression, settings, k, cols),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,

@@ -5,7 +5,7 @@ from typing import Literal
 import optax
 from jaxtyping import Array
 
-from jaxsparse import codecs, cost
+from jaxsparse import codecs, network
 from jaxsparse.feedback import error_feedback
 from jaxsparse.layout import IsDense
 from jaxsparse.reducers.sparcml import Algorithm, SparCMLReducer
@@ -23,10 +23,12 @@ def sparcml(
     rounding: Literal["stochastic", "nearest"] = "stochastic",
     capacity_factor: float | None = 2.0,
     union_factor: float | None = None,
-    link: cost.Link | None = None,
+    link: network.Link | None = None,
     codec: codecs.Codec = codecs.COO,
     seed: int = 0,
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     layout_bucket_size: int | None = None,
@@ -50,10 +52,12 @@ def sparcml(
         capacity_factor: room for entries for one owner, in multiples of an even share; what finds
             none stays in the residual and is counted. None makes room for all.
         union_factor: room for sums of one owner in "split_allgather"; None makes room for all.
-        link: the network that "auto" reckons with; None for `cost.Link()`.
+        link: the network that "auto" reckons with; None for `jaxsparse.cost.Link()`.
         codec: of sparse messages.
         seed: of stochastic rounding.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: momentum correction with masking where this worker sent.
         is_dense: which leaves travel uncompressed.
         layout_bucket_size: upper limit for the elements of a bucket of the layout.
@@ -72,7 +76,7 @@ def sparcml(
             rounding=rounding,
             capacity_factor=capacity_factor,
             union_factor=union_factor,
-            link=cost.Link() if link is None else link,
+            link=network.Link() if link is None else link,
             codec=codec,
             seed=seed,
         )
@@ -80,6 +84,8 @@ def sparcml(
     return error_feedback(
         staged(make, k),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=layout_bucket_size,

@@ -23,6 +23,8 @@ def spardl(
     codec: codecs.Codec = codecs.COO,
     selection: Selection = "fast",
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -41,12 +43,14 @@ def spardl(
         teams: into how many teams the workers divide: fewer rounds, more words. To be chosen by
             `jaxsparse.autotune`.
         gather: how teams add up their blocks: "recursive" for a power of two of teams, "bruck",
-            which adapts what it sends, for any number.
+            which adapts what it sends, for any number, but not beside a `dense_axis`.
         residuals: "global" loses nothing; "partial" and "local" leak, and are here for comparison.
         codec: of the messages: `codecs.COO` is exact, `codecs.Packed()` halves the bytes and feeds
             the rounding back.
         selection: "fast" keeps nearly the largest entries of a block, "exact" the largest.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: momentum correction with masking where a worker put forward what was delivered.
         is_dense: which leaves travel uncompressed.
         bucket_size: upper limit for the elements of a bucket.
@@ -62,6 +66,8 @@ def spardl(
     return error_feedback(
         staged(make, density),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,

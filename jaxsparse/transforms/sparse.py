@@ -22,6 +22,8 @@ def top_k(
     codec: codecs.Codec = codecs.COO,
     selection: Selection = "fast",
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -38,6 +40,8 @@ def top_k(
             the rounding back.
         selection: "fast" keeps nearly the largest entries, "exact" the largest (a sort).
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: momentum correction with momentum factor masking where this worker sent.
         is_dense: which leaves travel uncompressed.
         bucket_size: upper limit for the elements of a bucket.
@@ -56,6 +60,8 @@ def top_k(
     return error_feedback(
         staged(lambda density: TopKReducer(density, codec, selection), density),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,
@@ -69,6 +75,8 @@ def gtopk(
     codec: codecs.Codec = codecs.COO,
     selection: Selection = "fast",
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -84,6 +92,8 @@ def gtopk(
         codec: of the messages.
         selection: "fast" or "exact" top-k of each worker's own vector.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: momentum correction with masking where a worker's own entry was delivered.
         is_dense: which leaves travel uncompressed.
         bucket_size: upper limit for the elements of a bucket.
@@ -94,6 +104,8 @@ def gtopk(
     return error_feedback(
         staged(lambda density: GTopKReducer(density, residuals, codec, selection), density),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,
@@ -109,6 +121,8 @@ def ok_topk(
     codec: codecs.Codec = codecs.COO,
     selection: Selection = "fast",
     axis_name: str | None = "data",
+    dense_axis: str | None = None,
+    delay: Literal[0, 1] | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -122,7 +136,7 @@ def ok_topk(
 
     Per step 6 C (W - 1) words in COO, with C = capacity_factor k / W, in four collectives: up to
     capacity_factor times what is published, since shapes are static and room is paid for whether it
-    is filled or not. New thresholds take eight rounds of 15 counts, new regions an all-reduce of
+    is filled or not. New thresholds take four rounds of 256 counts, new regions an all-reduce of
     1024. What finds no room stays in residuals and is counted in the state's `info.overflow`.
 
     Args:
@@ -133,6 +147,8 @@ def ok_topk(
         codec: of the messages.
         selection: "fast" or "exact" top-k of each worker's own vector.
         axis_name: see `error_feedback`, as for all that follow.
+        dense_axis: the fast axis of a mesh with two levels.
+        delay: 1 applies this step what was exchanged before its gradients.
         momentum: momentum correction with masking where a worker's own entry was delivered.
         is_dense: which leaves travel uncompressed.
         bucket_size: upper limit for the elements of a bucket.
@@ -149,6 +165,8 @@ def ok_topk(
     return error_feedback(
         staged(make, density),
         axis_name=axis_name,
+        dense_axis=dense_axis,
+        delay=delay,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,

@@ -1,0 +1,57 @@
+"""How a process finds the others, and how soon it notices that one is lost."""
+
+import argparse
+
+import jax
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "processes",
+        "Under Slurm, Open MPI, Kubernetes and jaxsparse.launch the first three are found; give "
+        "all of them or none.",
+    )
+    add = group.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="of process 0, with a free port there")
+    add("--num-processes", type=int, metavar="N", help="of the whole run")
+    add("--process-id", type=int, metavar="I", help="0 to N-1")
+    add(
+        "--heartbeat",
+        type=int,
+        default=15,
+        metavar="SECONDS",
+        help="without a sign of life after which a process counts as dead and the others end "
+        "(default: 15)",
+    )
+
+
+def join(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Joins the run that the flags or a cluster's environment name; without either runs alone.
+
+    Call it before anything touches JAX's devices.
+    """
+    given = (args.coordinator, args.num_processes, args.process_id)
+    if None in given and any(value is not None for value in given):
+        parser.error("--coordinator, --num-processes, --process-id: give all three or none")
+    if args.coordinator is not None:
+        host, _, port = args.coordinator.rpartition(":")
+        if not host or not port.isdigit():
+            parser.error(f"--coordinator {args.coordinator}: give HOST:PORT")
+        if not 0 <= args.process_id < args.num_processes:
+            parser.error(
+                f"--process-id {args.process_id}: give 0 to {args.num_processes - 1}, as "
+                f"--num-processes is {args.num_processes}"
+            )
+    if args.heartbeat < 2:
+        parser.error(f"--heartbeat {args.heartbeat}: give at least 2 seconds")
+    try:
+        jax.distributed.initialize(
+            *given,
+            # A process started by hand inside a Slurm job would be given a single GPU otherwise.
+            cluster_detection_method=None if args.coordinator is None else "deactivate",
+            heartbeat_timeout_seconds=args.heartbeat,
+        )
+    except ValueError as error:
+        if "coordinator_address should be defined" not in str(error):
+            raise
+        # Nothing says that there are others.

@@ -1,0 +1,234 @@
+"""Trains a Flax linen classifier of scikit-learn's digits in one or many processes.
+
+    python examples/multihost/train.py
+    python -m jaxsparse.launch -n 4 -- python examples/multihost/train.py --method spardl
+
+README.md beside this file has the commands for Slurm, Open MPI, Kubernetes and bare machines.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import digits
+import jax
+import jax.numpy as jnp
+import optax
+import processes
+import shares
+from digits import number
+from flax import linen as nn
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxsparse
+from jaxsparse.launch import fail_at_once
+
+BY_DENSITY = (
+    "dgc",
+    "dragonn",
+    "gtopk",
+    "ms_topk",
+    "ok_topk",
+    "omni_reduce",
+    "random_k",
+    "s2_reducer",
+    "sparse_all_gather",
+    "spardl",
+    "top_k",
+)
+METHODS = ("dense", "sketched_sgd", "true_top_k", "sparcml", "qsgd", "sign_sgd", *BY_DENSITY)
+
+
+class MLP(nn.Module):
+    hidden: int
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        for _ in range(2):
+            images = nn.relu(nn.Dense(self.hidden)(images))
+        return nn.Dense(10)(images)
+
+
+class Point(NamedTuple):
+    """Where training stood."""
+
+    step: int
+    seconds: float  # of training, without compiling and evaluating
+    loss: float  # mean over the steps since the last point
+    accuracy: float  # on the test images
+
+
+def make_method(args: argparse.Namespace, size: int) -> optax.GradientTransformation:
+    """What takes the place of averaging gradients."""
+    make: Callable[..., Any] = getattr(jaxsparse, args.method)
+    settings: dict[str, Any] = {"momentum": args.momentum}
+    if args.method in BY_DENSITY:
+        settings["density"] = args.density
+    elif args.method == "sketched_sgd":
+        settings["compression"] = args.compression
+    elif args.method == "true_top_k":
+        settings["k"] = max(1, round(args.density * size))
+    elif args.method == "sparcml":
+        settings["k"] = max(1, round(args.density * 512))
+    return make(**settings)
+
+
+def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    size = digits.shared_batch(args.batch_size, mesh.size)
+    train_set, test_set = digits.load()
+
+    model = MLP(args.hidden)
+    params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, 64)))["params"]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    # Not down to 0: what error feedback holds back still has to arrive.
+    schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
+    try:
+        tx = optax.chain(make_method(args, parameters), optax.sgd(schedule))
+        state = jaxsparse.shard((params, tx.init(params)), mesh)
+    except ValueError as error:
+        parser.error(f"--method {args.method}, --density, --compression: {error}")
+
+    def step(state: Any, batch: digits.Digits) -> tuple[Any, jaxsparse.PerWorker]:
+        """What one worker does, given its share of the batch and its own residual."""
+        params, opt_state = state
+
+        def loss_of(params: Any) -> jax.Array:
+            logits = model.apply({"params": params}, batch.images)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+
+        # local() keeps the gradients this worker's own until the method exchanges them.
+        loss, grads = jax.value_and_grad(loss_of)(jaxsparse.local(params))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        # The loss is averaged when it is reported: the exchange is all that a step communicates.
+        return (optax.apply_updates(params, updates), opt_state), jaxsparse.PerWorker.wrap(loss)
+
+    @jax.jit
+    def count_right(params: Any, batch: digits.Digits) -> jax.Array:
+        logits: Any = model.apply({"params": params}, batch.images)
+        return jnp.sum(logits.argmax(axis=-1) == batch.labels)
+
+    batches = shares.batches(train_set, size, args.steps, args.seed, split)
+    test_batch = shares.whole(test_set, split)
+    first = next(shares.batches(train_set, size, 1, args.seed, split))
+    run = jaxsparse.data_parallel(step, mesh, donate_argnums=0).lower(state, first).compile()
+    moved = jaxsparse.cost.wire_bytes(run)
+
+    say = print if jax.process_index() == 0 else lambda *_, **__: None
+    say(
+        f"{args.method}: {parameters:,} parameters, {mesh.size} workers in "
+        f"{jax.process_count()} processes, {moved.received:,.0f} bytes received per worker and "
+        f"step in {moved.rounds} collective(s)",
+        flush=True,
+    )
+    points: list[Point] = []
+    losses: list[jax.Array] = []
+    seconds = 0.0
+    for i, batch in enumerate(batches, start=1):
+        began = time.perf_counter()
+        state, loss = jax.block_until_ready(run(state, batch))
+        seconds += time.perf_counter() - began
+        losses.append(loss.value)
+        if i % args.eval_every == 0 or i == args.steps:
+            right = count_right(state[0], test_batch)
+            point = Point(i, seconds, mean(losses), int(right) / len(test_set.labels))
+            say(
+                f"step {i}: {seconds:.2f} s, train loss {point.loss:.4f}, "
+                f"test accuracy {100 * point.accuracy:.1f} %",
+                flush=True,
+            )
+            points.append(point)
+            losses = []
+    if args.json is not None and jax.process_index() == 0:
+        save(args, mesh, parameters, moved, points)
+
+
+@jax.jit
+def _mean(losses: list[jax.Array]) -> jax.Array:
+    return jnp.mean(jnp.stack(losses))
+
+
+def mean(losses: list[jax.Array]) -> float:
+    """Of arrays that no process holds whole: all have to call it."""
+    return float(_mean(losses))
+
+
+def save(
+    args: argparse.Namespace,
+    mesh: Mesh,
+    parameters: int,
+    moved: jaxsparse.cost.WireBytes,
+    points: Sequence[Point],
+) -> None:
+    result = {
+        "settings": vars(args),
+        "parameters": parameters,
+        "processes": jax.process_count(),
+        "workers": mesh.size,
+        "payload_bytes": moved.payload,
+        "received_bytes": moved.received,
+        "rounds": moved.rounds,
+        "points": [point._asdict() for point in points],
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(result, indent=2, default=str))
+
+
+def main() -> None:
+    parser = flags()
+    args = parser.parse_args()
+    processes.join(args, parser)
+    with fail_at_once():
+        train(args, parser)
+
+
+def flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    processes.add_flags(parser)
+
+    add = parser.add_argument_group("method").add_argument
+    add("--method", choices=METHODS, default="spardl", help="(default: spardl)")
+    add(
+        "--density",
+        type=number(float, 0),
+        default=0.01,
+        help="share of the entries that are sent, of methods that select (default: 0.01)",
+    )
+    add("--compression", type=number(float, 1), default=10.0, help="of sketched_sgd (default: 10)")
+    add("--momentum", type=number(float, 0, 1), default=0.9, help="(default: 0.9)")
+
+    add = parser.add_argument_group("training").add_argument
+    add("--steps", type=number(int, 1), default=180, help="(default: 180)")
+    add(
+        "--batch-size",
+        type=number(int, 1),
+        default=256,
+        metavar="IMAGES",
+        help="of all workers together, rounded up to what they can share (default: 256)",
+    )
+    add("--lr", type=number(float, 0), default=0.1, help="first learning rate (default: 0.1)")
+    add(
+        "--hidden",
+        type=number(int, 8),
+        default=964,
+        help="width of the two hidden layers (default: 964, a million parameters)",
+    )
+    add("--seed", type=number(int, 0), default=0, help="(default: 0)")
+
+    add = parser.add_argument_group("results").add_argument
+    add("--eval-every", type=number(int, 1), default=20, metavar="STEPS", help="(default: 20)")
+    add("--json", type=Path, metavar="FILE", help="written by process 0")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

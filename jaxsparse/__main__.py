@@ -1,0 +1,162 @@
+"""Predictions and measurements from the shell: python -m jaxsparse --help."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxsparse.cost import units
+from jaxsparse.cost.codecs import CodecProfile
+from jaxsparse.cost.computing import profile_codecs
+from jaxsparse.cost.planner import plan
+from jaxsparse.cost.plans import Plan, compared
+from jaxsparse.cost.systems import SYSTEMS
+from jaxsparse.network import Link, Network
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand.
+
+    Args:
+        argv: arguments; None for the process's own.
+
+    Returns:
+        The exit code: 0, or 2 where settings don't fit together.
+
+    Raises:
+        SystemExit: an argument can't be read.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jaxsparse", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    planning = commands.add_parser(
+        "plan",
+        help="predicted step times of dense and of every system on a network",
+        description="Predicts what an exchange takes with dense all-reduce and with every system.",
+    )
+    planning.set_defaults(run=_plan)
+    add = planning.add_argument
+    add("--params", type=_read(units.count), required=True, help="elements: 110M, 1.5B")
+    add("--workers", type=int, required=True, help="hosts that exchange gradients")
+    add(
+        "--bandwidth",
+        type=_read(lambda text: (text, units.bytes_per_second(text))),
+        nargs="+",
+        help="of a host: 10Gbit, 1.25GB/s; several make a table",
+    )
+    add("--latency", type=_read(units.seconds), default=50e-6, help="of a message (50us)")
+    add("--network", metavar="FILE", help="a measured Network, instead of the two")
+    add("--density", type=float, default=0.01, help="share of the elements delivered (0.01)")
+    add("--step", type=_read(units.seconds), default=0.0, help="forward and backward pass: 120ms")
+    add("--codecs", metavar="FILE", help="a profile of the device, by the profile command")
+    add("--memory-bandwidth", type=_read(units.bytes_per_second), help="of the device: 2TB/s")
+    _add_systems(add)
+    add("--json", action="store_true", help="print JSON instead of a table")
+
+    profiling = commands.add_parser(
+        "profile",
+        help="measure what the systems compute on this machine, for plan --codecs",
+        description="Times what one worker computes in an exchange; some minutes on a CPU.",
+    )
+    profiling.set_defaults(run=_profile)
+    add = profiling.add_argument
+    add("--out", metavar="FILE", required=True, help="the profile, as JSON")
+    sizes = [2**18, 2**22]
+    add("--sizes", type=_read(units.count), nargs="+", default=sizes, help="elements")
+    add("--workers", type=int, nargs="+", default=[4, 16, 64])
+    add("--density", type=float, nargs="+", default=[0.001, 0.01])
+    add("--repeats", type=int, default=9, help="timed steps (9)")
+    _add_systems(add)
+    return parser
+
+
+def _add_systems(add: Callable[..., Any]) -> None:
+    add("--systems", nargs="+", metavar="NAME", help=f"some of {', '.join(SYSTEMS)}")
+
+
+def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _plan(args: argparse.Namespace) -> None:
+    if (args.network is None) == (args.bandwidth is None):
+        raise ValueError("give either --bandwidth (10Gbit) or --network FILE")
+    if args.network:
+        networks: dict[str, Any] = {args.network: Network.load(args.network)}
+    else:
+        networks = {text: Link(args.latency, bandwidth) for text, bandwidth in args.bandwidth}
+    plans = {
+        text: plan(
+            args.params,
+            args.workers,
+            network=network,
+            density=args.density,
+            codecs=CodecProfile.load(args.codecs) if args.codecs else None,
+            memory_bandwidth=args.memory_bandwidth,
+            step_seconds=args.step,
+            systems=args.systems,
+        )
+        for text, network in networks.items()
+    }
+    if args.json:
+        content = [_as_dict(found) for found in plans.values()]
+        print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
+    elif len(plans) == 1:
+        print(*plans.values())
+    else:
+        print(compared(plans))
+
+
+def _as_dict(found: Plan) -> dict[str, Any]:
+    content = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    rows = [
+        {
+            **prediction._asdict(),
+            "exchange": prediction.exchange,
+            "step": found.step(prediction.system),
+            "delayed_step": found.delayed_step(prediction.system),
+            "speedup": found.speedup(prediction.system),
+        }
+        for prediction in found.predictions
+    ]
+    return {
+        **content,
+        "predictions": rows,
+        "groups": [choice._asdict() for choice in found.groups],
+        "left_out": dict(found.left_out),
+        "units": "bytes, seconds",
+    }
+
+
+def _profile(args: argparse.Namespace) -> None:
+    profile_codecs(
+        args.systems,
+        sizes=args.sizes,
+        workers=args.workers,
+        density=args.density,
+        repeats=args.repeats,
+        progress=lambda line: print(line, flush=True),
+    ).save(args.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Error feedback for any plan of which leaves are exchanged how."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array
+
+from jaxsparse import layout as layouts
+from jaxsparse.collectives import wire
+from jaxsparse.feedback import exchange
+from jaxsparse.feedback.checks import (
+    check_delay,
+    check_local,
+    check_momentum,
+    check_shards,
+    check_state,
+)
+from jaxsparse.feedback.levels import Levels
+from jaxsparse.feedback.state import ErrorFeedbackState
+from jaxsparse.per_worker import PerWorker, is_sharded
+from jaxsparse.reducers.base import Reducer, info, needs_zeros
+
+
+class Planned(NamedTuple):
+    """How the leaves of a tree are exchanged."""
+
+    layout: layouts.Layout
+    reducers: tuple[Reducer, ...]  # one a bucket
+    shards: tuple[int, ...]  # elements of this device's shard of each bucket
+
+
+def planned_feedback(
+    plan: Callable[[Any], Planned],
+    levels: Levels,
+    *,
+    momentum: float | Array | None,
+    delay: int | None,
+) -> optax.GradientTransformationExtraArgs:
+    """See `error_feedback`; the plan says which leaves are exchanged how.
+
+    Args:
+        plan: of a tree's shapes, where `levels.dense_axis` is bound.
+        levels: the axes of workers.
+        momentum: factor in [0, 1), a float or a (traced) scalar array; None saves the buffer.
+        delay: steps, 0 (or None) or 1, between a gradient and its exchange.
+    """
+    check_momentum(momentum)
+    is_delayed = check_delay(delay)
+    has_momentum = momentum is not None
+
+    def init(params: Any) -> ErrorFeedbackState:
+        levels.check_init()
+        layout, reducers, shards = plan(params)
+
+        def zeros(size: int, of_mean: bool = False) -> Any:
+            buffer = jnp.zeros((size,), jnp.float32)
+            return levels.store(buffer) if of_mean else PerWorker.wrap(buffer)
+
+        dense = jnp.zeros((layout.dense_size,), jnp.float32)
+        return ErrorFeedbackState(
+            residual=tuple(map(zeros, shards)),
+            momentum=tuple(map(zeros, shards, map(needs_zeros, reducers))) if has_momentum else (),
+            dense_momentum=(levels.store(dense) if levels.sharded else dense)
+            if has_momentum
+            else (),
+            reducers=tuple(levels.store(r.init(d)) for r, d in zip(reducers, shards)),
+            skipped=jnp.int32(0),
+            info=info(0),
+            pending=PerWorker.wrap(dense) if is_delayed else (),
+        )
+
+    def update(
+        updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, ErrorFeedbackState]:
+        del params, extra_args
+        levels.check_bound()
+        check_local(updates, levels)
+        layout, reducers, shards = plan(updates)
+        check_shards(updates, layout, levels)
+        check_state(
+            state, shards, layout.dense_size, has_momentum=has_momentum, is_delayed=is_delayed
+        )
+        of_mean = tuple(map(needs_zeros, reducers))
+        settings = exchange.Settings(levels, reducers, layout.bucket_sizes, of_mean, momentum)
+        before = [
+            exchange.Bucket(
+                residual=PerWorker.unwrap(state.residual[i]),
+                momentum=_load_momentum(state.momentum[i], of_mean[i], levels)
+                if has_momentum
+                else None,
+                reducer=levels.load(
+                    functools.partial(reducers[i].init, shards[i]), state.reducers[i]
+                ),
+            )
+            for i in range(len(reducers))
+        ]
+        dense_before = exchange.Dense(
+            _load_momentum(state.dense_momentum, True, levels if levels.sharded else Levels(None))
+            if has_momentum
+            else None,
+            PerWorker.unwrap(state.pending) if is_delayed else None,
+        )
+
+        buckets, dense = layout.flatten(updates)
+        gradients = exchange.scatter(buckets, shards, levels)
+        run = exchange.delayed if is_delayed else exchange.immediate
+        done = run(gradients, dense, before, dense_before, settings)
+
+        update_tree = layout.unflatten(done.means, done.dense_mean)
+        residuals = [b.residual for b in done.buckets]
+        if any(dtype != jnp.float32 for dtype in layout.dtypes):
+            # What rounding to the leaves' dtypes takes from the update is not delivered either.
+            rounded, _ = layout.flatten(update_tree)
+            residuals = [
+                r if zeros else r + levels.own(m - low, r.size)
+                for r, m, low, zeros in zip(residuals, done.means, rounded, of_mean)
+            ]
+        counts = levels.total(
+            done.infos, layout.bucket_sizes, shards, _dense_elements(updates, layout, levels)
+        )
+        new_state = ErrorFeedbackState(
+            residual=tuple(map(levels.wrap, residuals)),
+            momentum=tuple(
+                levels.store(b.momentum) if mean else levels.wrap(b.momentum)
+                for b, mean in zip(done.buckets, of_mean)
+            )
+            if has_momentum
+            else (),
+            dense_momentum=(
+                levels.store(done.dense.momentum) if levels.sharded else done.dense.momentum
+            )
+            if has_momentum
+            else (),
+            reducers=tuple(levels.store(b.reducer) for b in done.buckets),
+            skipped=state.skipped + jnp.where(done.ok, jnp.int32(0), jnp.int32(1)),
+            info=counts if is_delayed else exchange.select(done.ok, counts, state.info),
+            pending=levels.wrap(done.dense.pending) if is_delayed else (),
+        )
+        return _typed_as(update_tree, updates, levels), new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _dense_elements(updates: Any, layout: layouts.Layout, levels: Levels) -> int:
+    """Elements of the uncompressed leaves; of those that are shards, of all shards."""
+    axis = levels.dense_axis
+    if not levels.sharded or axis is None:
+        return layout.dense_size
+    leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
+    is_typed = wire.tracks_replication(axis)
+
+    def copies(leaf: int) -> int:
+        path, x = leaves[leaf]
+        is_shard = wire.is_varying(x, axis) if is_typed else is_sharded(path)
+        return levels.shards if is_shard else 1
+
+    return sum((piece.stop - piece.start) * copies(piece.leaf) for piece in layout.dense)
+
+
+def _load_momentum(stored: Any, of_mean: bool, levels: Levels) -> Array:
+    if not of_mean:
+        return PerWorker.unwrap(stored)
+    return levels.load(lambda: jnp.float32(0), stored)
+
+
+def _typed_as(updates: Any, gradients: Any, levels: Levels) -> Any:
+    """Updates whose gradients were equal along the fast axis, typed as equal there."""
+    axis = levels.dense_axis
+    if not levels.sharded or axis is None or not wire.tracks_replication(axis):
+        return updates
+    return jax.tree.map(
+        lambda u, g: u if wire.is_varying(g, axis) else wire.replicated(u, axis),
+        updates,
+        gradients,
+    )

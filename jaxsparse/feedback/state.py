@@ -1,0 +1,24 @@
+"""What error feedback carries from step to step."""
+
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Int
+
+from jaxsparse.per_worker import PerWorker
+from jaxsparse.reducers.base import Info
+
+
+class ErrorFeedbackState(NamedTuple):
+    """State of `error_feedback`, for buckets of d_1, d_2, ... and n dense elements.
+
+    With a `dense_axis`, d_i are the elements of this device's shard of a bucket, and all arrays
+    that differ between shards (a mean's momentum, what reducers carry) are `PerWorker`, too.
+    """
+
+    residual: tuple[PerWorker, ...]  # float32[1, d_i] as a worker sees it: not delivered so far
+    momentum: tuple[Any, ...]  # PerWorker of float32[1, d_i], or of the mean; () without momentum
+    dense_momentum: Any  # float32[n], replicated: the mean's momentum; () without momentum
+    reducers: tuple[Any, ...]  # one carried state a bucket
+    skipped: Int[Array, ""]  # int32: steps skipped because a gradient was not finite
+    info: Info  # of the last step that was not skipped, summed over buckets and shards
+    pending: Any = ()  # PerWorker of float32[1, n], the last dense gradient; () without delay

@@ -1,0 +1,260 @@
+"""The alpha-beta model: what an exchange takes on a link of given latency and bandwidth."""
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from jaxsparse.settings import static_float, static_int
+
+
+class Traffic(NamedTuple):
+    """What one worker has to wait for and to receive."""
+
+    rounds: int  # messages one after the other, each of which costs the latency
+    words: float  # 4-byte words that it receives
+
+    def __add__(self, other: object) -> "Traffic":
+        """One exchange after the other."""
+        if not isinstance(other, Traffic):
+            return NotImplemented
+        return Traffic(self.rounds + other.rounds, self.words + other.words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A worker's connection to the others.
+
+    Attributes:
+        latency: seconds before a message arrives, the model's alpha.
+        bandwidth: bytes a second, of which 4 take the model's beta.
+
+    Raises:
+        ValueError: one is not positive and finite.
+
+    Example:
+        >>> Link(latency=0.25, bandwidth=8.0).seconds(Traffic(rounds=2, words=4))
+        2.5
+    """
+
+    latency: float = 50e-6
+    bandwidth: float = 1.25e9
+
+    def __post_init__(self):
+        for name in ("latency", "bandwidth"):
+            value = static_float(name, getattr(self, name))
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}={value} must be positive and finite")
+            object.__setattr__(self, name, value)
+
+    def seconds(self, traffic: Traffic) -> float:
+        """Rounds times latency and words over bandwidth."""
+        return traffic.rounds * self.latency + 4 * traffic.words / self.bandwidth
+
+
+def dense_all_reduce(size: int, workers: int) -> Traffic:
+    """A ring all-reduce of `size` words (reduce-scatter, then all-gather)."""
+    return Traffic(2 * (workers - 1), 2 * (workers - 1) / workers * size)
+
+
+# Messages one after the other in which collectives of W workers run, by XLA's opcode.
+_ROUNDS: dict[str, Callable[[int], int]] = {
+    "all-reduce": lambda W: 2 * (W - 1),
+    "reduce-scatter": lambda W: W - 1,
+    "all-gather": lambda W: W - 1,
+    "all-to-all": lambda W: W - 1,
+    "ragged-all-to-all": lambda W: W - 1,
+    "collective-permute": lambda W: 1,
+    "collective-broadcast": lambda W: (W - 1).bit_length(),
+}
+
+
+def rounds(op: str, workers: int) -> int:
+    """Messages that a collective of `workers` sends one after the other, as libraries run it.
+
+    These are rings, by which XLA's CPU backend (Gloo) and, for all but small messages, NCCL sum and
+    gather: 2 (W - 1) for an all-reduce, W - 1 for an all-gather or a reduce-scatter (Gloo halves
+    instead: ceil(log2 W)). An all-to-all posts W - 1 messages, whose costs at the sender and
+    the receiver add up. A permutation is one message, a broadcast ceil(log2 W).
+
+    The published formulas, and with them the `*_traffic` functions of `jaxsparse.collectives`,
+    count ceil(log2 W) rounds for an all-gather: a tree, which neither of the two builds for it.
+
+    Args:
+        op: XLA's opcode, for example `all-reduce`.
+        workers: of its group, W >= 1.
+
+    Raises:
+        ValueError: the opcode is unknown.
+    """
+    if op not in _ROUNDS:
+        raise ValueError(f"op={op!r} is no collective of which rounds are known: {list(_ROUNDS)}")
+    return _ROUNDS[op](workers)
+
+
+class Timing(NamedTuple):
+    """What one collective took in a measurement."""
+
+    op: str  # XLA's opcode
+    workers: int  # of its group
+    received: float  # bytes that a worker receives, as `jaxsparse.cost.wire_bytes` counts them
+    seconds: float  # median time until the last worker is done
+
+    @property
+    def rounds(self) -> int:
+        """Messages one after the other."""
+        return rounds(self.op, self.workers)
+
+
+class _Collective(Protocol):
+    """What `jaxsparse.cost.Collective` says of one collective."""
+
+    @property
+    def op(self) -> str: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def received_bytes(self) -> float: ...
+    @property
+    def count(self) -> int: ...
+
+
+class _Moved(Protocol):
+    """What `jaxsparse.cost.WireBytes` says of a program."""
+
+    @property
+    def collectives(self) -> Iterable[_Collective]: ...
+
+
+_VERSION = 1
+_OPS = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
+_TEXTS = ("device", "jax", "date", "settings")
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A link for each kind of collective, since libraries do not run all equally well.
+
+    Attributes:
+        link: for kinds that have none of their own, and of single messages.
+        all_reduce: of sums and maxima over workers; None where not measured, as for the others.
+        all_gather: of all-gathers.
+        all_to_all: of all-to-alls.
+        collective_permute: of permutations.
+        reduce_scatter: of reduce-scatters.
+        workers: that were measured, None where unknown.
+        timings: that the links were fitted to.
+        device: that was measured, in words.
+        jax: the version of JAX.
+        date: of the measurement, ISO 8601.
+        settings: what else was measured, in words.
+
+    Raises:
+        ValueError: a link is no `Link`, or a timing has no positive time.
+
+    Example:
+        >>> network = Network(Link(latency=0.25, bandwidth=8.0))
+        >>> network.of("all-gather").latency
+        0.25
+    """
+
+    link: Link = Link()
+    all_reduce: Link | None = None
+    all_gather: Link | None = None
+    all_to_all: Link | None = None
+    collective_permute: Link | None = None
+    reduce_scatter: Link | None = None
+    workers: int | None = None
+    timings: tuple[Timing, ...] = ()
+    device: str = "unknown"
+    jax: str = "unknown"
+    date: str = "unknown"
+    settings: str = "unknown"
+
+    def __post_init__(self):
+        for name in ("link", *_OPS):
+            given = getattr(self, name)
+            if not isinstance(given, Link) and (name == "link" or given is not None):
+                raise ValueError(f"{name}={given!r} must be a Link(latency=..., bandwidth=...)")
+        if self.workers is not None:
+            object.__setattr__(self, "workers", static_int("workers", self.workers))
+        object.__setattr__(self, "timings", tuple(map(_checked, self.timings)))
+
+    def of(self, op: str) -> Link:
+        """The link for collectives with XLA's opcode `op`, for example `all-reduce`."""
+        own = getattr(self, op.removeprefix("ragged-").replace("-", "_"), None)
+        return own if isinstance(own, Link) else self.link
+
+    def seconds(self, moved: _Moved) -> float:
+        """Time of all collectives of a program, one after the other.
+
+        Args:
+            moved: what `jaxsparse.cost.wire_bytes` or `jaxsparse.cost.traced_bytes` returned. Of
+                a conditional the dearest branch counts.
+
+        Returns:
+            The sum, over collectives, of `rounds` times latency and received bytes over bandwidth.
+        """
+        total = 0.0
+        for each in moved.collectives:
+            if each.group_size > 1:
+                link = self.of(each.op)
+                wait = rounds(each.op, each.group_size) * link.latency
+                total += each.count * (wait + each.received_bytes / link.bandwidth)
+        return total
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a JSON file that `load` reads."""
+        content = {
+            "jaxsparse_network": _VERSION,
+            **{name: getattr(self, name) for name in _TEXTS},
+            "workers": self.workers,
+            "units": {"latency": "seconds", "bandwidth": "bytes a second", "received": "bytes"},
+            "links": {
+                name: dataclasses.asdict(link)
+                for name in ("link", *_OPS)
+                if (link := getattr(self, name)) is not None
+            },
+            "timings": [timing._asdict() for timing in self.timings],
+        }
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Network":
+        """Reads a file that `save` wrote.
+
+        Raises:
+            ValueError: it is no such file.
+            OSError: it can't be read.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            version = content["jaxsparse_network"]
+            if version != _VERSION:
+                raise ValueError(f"it has version {version!r}, this library reads {_VERSION}")
+            given: dict[str, Any] = {name: str(content[name]) for name in _TEXTS}
+            given |= {name: Link(**link) for name, link in content["links"].items()}
+            timings = tuple(Timing(**timing) for timing in content["timings"])
+            return cls(workers=content["workers"], timings=timings, **given)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{os.fspath(path)} is no network that can be read ({type(error).__name__}: "
+                f"{error}): measure one by jaxsparse.cost.measure_network(mesh) and save() it"
+            ) from error
+
+
+def _checked(timing: Any) -> Timing:
+    op, workers, received, seconds = timing
+    checked = Timing(
+        str(op),
+        static_int("workers", workers),
+        static_float("received", received),
+        static_float("seconds", seconds),
+    )
+    rounds(checked.op, checked.workers)  # raises where the op is unknown
+    if not (0 < checked.seconds < math.inf and 0 <= checked.received < math.inf):
+        raise ValueError(f"{checked} must have a positive time, and bytes of at least 0")
+    return checked

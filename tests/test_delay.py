@@ -1,0 +1,256 @@
+"""Delayed exchange: this step's update is last step's exchange."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import test_two_level as two_level
+from test_contract import CASES, rounds
+from workers import on_workers, some
+
+import jaxsparse
+from jaxsparse import PerWorker, TopKReducer, data_parallel, error_feedback, local, shard
+
+ROOT = pathlib.Path(__file__).parents[1]
+STEPS = 4
+SHAPES = {"kernel": (20, 31), "bias": (5,)}
+REDUCERS = {name: case.reducer for name, case in CASES.items()}
+REDUCERS["all blocks"] = CASES["omni_reduce_little_room"].full  # whose momentum is the mean's
+
+
+def gradients(workers, steps=STEPS):
+    rng = np.random.default_rng(workers)
+    return {
+        name: jnp.asarray(workers * rng.integers(-50, 51, (workers, steps, *shape)), jnp.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+@functools.cache
+def runner(name, momentum, delay, bucket_size=None, workers=3, way="vmap"):
+    tx = error_feedback(
+        REDUCERS[name],
+        momentum=momentum,
+        delay=delay,
+        bucket_size=bucket_size,
+        is_dense=lambda path, shape: "bias" in path,
+    )
+
+    def run(grads):
+        state = tx.init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+        if way == "shard_map":
+            state = jax.tree.map(
+                lambda n: local(n) if isinstance(n, PerWorker) else n,
+                state,
+                is_leaf=lambda n: isinstance(n, PerWorker),
+            )
+        state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], state, grads)
+        return updates, state
+
+    return on_workers(run, workers, way)
+
+
+# Those that carry no count of exchanges, by which the first one, of nothing, would be seen.
+@pytest.mark.parametrize(
+    "case",
+    some(
+        [
+            ("spardl", 0.5, 300),
+            ("all blocks", 0.5, None),
+            ("top_k", None, None),
+            ("true_top_k", 0.5, 300),
+            ("dense", 0.5, None),
+        ],
+        [("true_top_k", 0.5, 300)],
+        slow=[("all blocks", 0.5, None), ("spardl", 0.5, 300)],
+    ),
+    ids=str,
+)
+def test_updates_are_those_without_delay_a_step_later(case):
+    name, momentum, bucket_size = case
+    grads = gradients(3)
+    now, _ = runner(name, momentum, 0, bucket_size)(grads)
+    later, _ = runner(name, momentum, 1, bucket_size)(grads)
+    for leaf in SHAPES:
+        assert not np.any(later[leaf][:, 0])
+        np.testing.assert_array_equal(later[leaf][:, 1:], now[leaf][:, :-1])
+
+
+def check_conservation(name, grads, updates, state, workers):
+    close = functools.partial(np.testing.assert_allclose, atol=0.1)
+    equal = close if rounds(CASES[name].reducer) else np.testing.assert_array_equal
+    flat = lambda x, lead: np.asarray(x["kernel"], np.float64).reshape(
+        *x["kernel"].shape[:lead], -1
+    )
+    kept = np.concatenate([n.value[:, 0] for n in state.residual], 1).astype(np.float64)
+    equal(flat(grads, 2).sum((0, 1)), workers * flat(updates, 2)[0].sum(0) + kept.sum(0))
+    np.testing.assert_array_equal(
+        np.asarray(grads["bias"]).sum((0, 1)),
+        workers * np.asarray(updates["bias"])[0].sum(0)
+        + np.asarray(state.pending.value)[:, 0].sum(0),
+    )
+
+
+CONSERVING = [name for name, case in CASES.items() if case.reducer.laws.conserves]
+
+
+@pytest.mark.parametrize(
+    "name",
+    some(CONSERVING, ["top_k"], slow=["sketched", "spardl", "ok_topk", "omni_reduce", "dragonn"]),
+)
+@pytest.mark.parametrize("way", some(["vmap", "shard_map"], ["shard_map"], slow=()))
+def test_nothing_is_lost_over_a_run(name, way):
+    grads = gradients(3)
+    updates, state = runner(name, None, 1, way=way)(grads)
+    check_conservation(name, grads, updates, state, 3)
+
+
+@pytest.mark.parametrize("name", some(["random_k", "spardl", "ok_topk"], ["random_k"]))
+def test_nothing_is_lost_between_hosts(name):
+    state, steps = two_level.runner(CASES[name].reducer, 601, None, delay=1)
+    grads = two_level.gradients(two_level.TREES[601])
+    _, updates, state = jax.device_get(steps(state, grads))
+    total = two_level.flat(grads, 2).sum((0, 1))
+    kept = two_level.whole(state.residual[0].value, 601).sum(0)
+    delivered = two_level.flat(updates, 1).sum(0)
+    np.testing.assert_array_equal(total, 8 * delivered + 4 * kept)
+    np.testing.assert_array_equal(
+        np.asarray(grads["bias"]).sum((0, 1)),
+        8 * updates["bias"].sum(0) + state.pending.value.sum(0),
+    )
+
+
+@pytest.mark.parametrize("leaf", SHAPES)
+def test_what_is_not_finite_reaches_no_residual_and_the_last_exchange_counts(leaf):
+    name = "true_top_k"
+    run, grads = runner(name, 0.5, 1, 300), gradients(3)
+    index = (2, 1, -1)
+    broken = grads | {leaf: grads[leaf].at[index].set(jnp.nan)}
+    expected, _ = run(grads)
+    updates, state = run(broken)
+    for leaf in SHAPES:  # the exchange of a step does not see its gradients
+        np.testing.assert_array_equal(updates[leaf][:, :2], expected[leaf][:, :2])
+        assert np.any(updates[leaf][:, 1])
+    assert np.all(np.asarray(state.skipped) == 1)
+    # Without momentum, as if the step's gradients had been zero.
+    without = jax.tree.map(lambda g: g.at[:, 1].set(0), grads)
+    expected, _ = runner(name, None, 1, 300)(without)
+    plain, after = runner(name, None, 1, 300)(broken)
+    jax.tree.map(np.testing.assert_array_equal, plain, expected)
+    check_conservation(name, without, plain, after, 3)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(np.isfinite(x), True), state)
+
+
+def test_a_dense_sum_that_overflows_is_never_applied():
+    tx = jaxsparse.dense(momentum=0.9, delay=1)
+    values = jnp.broadcast_to(jnp.float32([1, 3e38, 1, 1])[None, :, None], (2, 4, 3))
+
+    def run(g):
+        state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], tx.init(g[0]), g)
+        return updates, state
+
+    updates, state = on_workers(run, 2, "vmap")(values)
+    np.testing.assert_allclose(updates[0, :, 0], [0, 1, 0, 1.9], rtol=1e-6)
+    assert state.skipped[0] == 1
+
+
+def test_rounding_to_half_precision_stays_in_the_residual():
+    rng = np.random.default_rng(0)
+    grads = jnp.asarray(rng.normal(size=(2, 6, 64)), jnp.bfloat16)
+    tx = error_feedback(TopKReducer(0.5), delay=1, is_dense=lambda path, shape: False)
+
+    def run(g):
+        state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], tx.init(g[0]), g)
+        return updates, PerWorker.unwrap(state.residual[0])
+
+    updates, kept = on_workers(run, 2, "vmap")(grads)
+    assert updates.dtype == jnp.bfloat16
+    total = 2 * np.asarray(updates[0], np.float64).sum(0) + np.asarray(kept, np.float64).sum(0)
+    np.testing.assert_allclose(total, np.asarray(grads, np.float64).sum((0, 1)), atol=1e-4)
+
+
+@pytest.mark.parametrize("delay", some([0, 1], [1]))
+def test_a_quadratic_is_minimised_with_and_without_delay(delay):
+    target = jnp.asarray(np.random.default_rng(0).normal(size=(3, 40)), jnp.float32)
+
+    tx = optax.chain(
+        jaxsparse.top_k(0.25, delay=delay, is_dense=lambda p, s: False),
+        optax.sgd(0.05),
+    )
+
+    def step(state, target):
+        def one(state, _):
+            params, opt_state = state
+            grads = jax.grad(lambda p: jnp.sum(jnp.square(p - target[0])))(local(params))
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), None
+
+        return jax.lax.scan(one, state, None, length=100)[0]
+
+    params = jnp.zeros(40)
+    state = shard((params, tx.init(params)), 3)
+    params, _ = data_parallel(step, 3)(state, target)
+    start = float(jnp.sum(jnp.square(target.mean(0))))
+    assert float(jnp.sum(jnp.square(params - target.mean(0)))) < 0.02 * start
+
+
+@pytest.mark.parametrize(
+    ("delay", "message"),
+    [
+        (2, r"delay=2 must be 0, .*or 1, for last step's"),
+        (-1, r"delay=-1 must be 0"),
+        (True, r"delay=True must be an int"),
+        (0.5, r"delay=0.5 must be an int"),
+    ],
+)
+def test_other_delays_are_refused(delay, message):
+    with pytest.raises(ValueError, match=message):
+        jaxsparse.top_k(0.1, delay=delay)
+
+
+def test_a_traced_delay_names_static_args():
+    injected = optax.inject_hyperparams(jaxsparse.top_k, static_args=("density", "axis_name"))(
+        density=0.1, axis_name=None, delay=1
+    )
+    with pytest.raises(ValueError, match=r"delay=.* must be an int: .*static_args"):
+        injected.init({"w": jnp.zeros((40, 30))})
+
+
+def test_a_state_without_the_pending_gradients_is_refused():
+    params = {"w": jnp.zeros((40, 30)), "b": jnp.zeros(3)}
+    state = jaxsparse.top_k(0.1, axis_name=None).init(params)
+    with pytest.raises(ValueError, match=r"holds None delayed dense elements.*3 with delay=1"):
+        jaxsparse.top_k(0.1, axis_name=None, delay=1).update(params, state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spardl", "sketched_sgd"])
+def test_the_compiled_exchange_depends_on_no_gradient(tmp_path, method):
+    """But for the flag, which travels with the loss, by benchmarks/overlap.py as a user runs it."""
+    script = ROOT / "benchmarks" / "overlap.py"
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    flags = ["--method", method, "--width", "128", "--json", tmp_path / "result.json"]
+    done = subprocess.run(
+        [sys.executable, script, *flags],
+        env=env | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    delays = json.loads((tmp_path / "result.json").read_text())["delays"]
+    bulk = {
+        delay: [row["after_backward"] for row in found["collectives"] if row["operand_bytes"] > 12]
+        for delay, found in delays.items()
+    }
+    assert set(bulk["0"]) == {True}
+    assert set(bulk["1"]) == {False}
+    flags = [row for row in delays["1"]["collectives"] if row["after_backward"]]
+    assert [row["operand_bytes"] for row in flags] == [12]

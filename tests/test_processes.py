@@ -1,0 +1,60 @@
+"""The contract in real processes: the numbers are those of simulated workers."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_contract as contract
+from run_contract import STEPS
+
+from jaxsparse.launch import launch
+
+WORKERS = 4
+TIMEOUT = 400
+LAYOUTS = [(4, 1), (2, 2)]  # processes, and devices of each
+
+
+def simulated(names, path):
+    """Writes what simulated workers give for each case."""
+    expected = {}
+    stacked = jnp.asarray(contract.gradients(WORKERS, STEPS).swapaxes(0, 1))
+    for name in names:
+        results = contract.runner(contract.CASES[name].reducer, WORKERS, "vmap")(stacked)
+        leaves = enumerate(jax.tree.leaves(results))
+        expected |= {f"{name} {i}": np.asarray(leaf) for i, leaf in leaves}
+    np.savez(path, **expected)
+    return path
+
+
+def check(names, expected, processes, devices):
+    script = Path(__file__).with_name("run_contract.py")
+    lines = []
+    outcome = launch(
+        [sys.executable, str(script), str(expected), *names],
+        processes,
+        devices_per_process=devices,
+        timeout=TIMEOUT,
+        on_output=lambda line, stream: lines.append(line),
+    )
+    assert outcome.returncode == 0, outcome
+    assert [line for line in lines if line.endswith("equal")] == [f"{n} equal" for n in names]
+
+
+def test_processes_compute_what_simulated_workers_do(tmp_path):
+    names = ["spardl"]
+    check(names, simulated(names, tmp_path / "expected.npz"), 2, 2)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    return simulated(contract.CASES, tmp_path_factory.mktemp("contract") / "expected.npz")
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize(("processes", "devices"), LAYOUTS)
+def test_every_reducer_obeys_its_contract_in_processes(expected, processes, devices):
+    check(list(contract.CASES), expected, processes, devices)
