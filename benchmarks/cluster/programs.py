@@ -1,0 +1,242 @@
+"""The compiled programs of a cell: as they run on the cluster, and what they compute alone.
+
+Compiling is most of a sweep's time. All ranks run the same program, so each is compiled by one rank
+and loaded by the others, from files that later runs find again.
+"""
+
+import contextlib
+import functools
+import hashlib
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from cells import Cell, budget
+from jax.experimental import serialize_executable
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxsparse
+from jaxsparse import cost
+from jaxsparse.collectives import wire
+
+_BATCH, _INPUTS, _CLASSES = 8, 64, 10  # of the model that is trained: examples of a worker
+_MESH_AXIS = "data"
+
+
+class Program(NamedTuple):
+    """A function of flat arrays that returns the first of them anew."""
+
+    function: Any  # jitted; of carried arrays, which are donated, and fixed ones
+    carried: list[jax.ShapeDtypeStruct]  # with shardings
+    fixed: list[jax.ShapeDtypeStruct]
+    initial: Callable[[], list[np.ndarray]]  # this process's share of all of them
+
+
+class Loaded(NamedTuple):
+    """A compiled program, and what it moves."""
+
+    run: Callable[..., Any]
+    moved: cost.WireBytes
+
+
+def program(cell: Cell, mesh: Mesh, *, alone: bool) -> Program:
+    """The program of a cell.
+
+    Args:
+        cell: what to measure.
+        mesh: with one device of each process.
+        alone: nothing is sent; what would arrive is what the worker itself sends.
+    """
+    return {"exchange": _exchange, "step": _step}[cell.what](cell, mesh, alone)
+
+
+def _exchange(cell: Cell, mesh: Mesh, alone: bool) -> Program:
+    """Adds half of the residual to a vector that stays the same, and exchanges it."""
+    workers, size = mesh.size, cell.params
+    (reducer,) = budget(cell, workers).split((size,))
+    start = reducer.init(size)
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(start)
+    split, whole = PartitionSpec(_MESH_AXIS), PartitionSpec()
+    state_specs = jax.tree.leaves(jaxsparse.specs(start), is_leaf=lambda s: s in (split, whole))
+    # All of it would pile up for the first 1 / density exchanges, and half of it settles within a
+    # few. Without the other workers most of what is selected would never arrive: none is kept.
+    kept = np.float32(0 if alone else 0.5)
+
+    def body(mean: Any, residual: Any, *rest: Any) -> Any:
+        del mean  # its memory is used again
+        *state, gradient = rest
+        with _sending(alone, workers):
+            x = gradient[0] + kept * residual[0]
+            reduced = reducer(x, treedef.unflatten(state), axis_name=_MESH_AXIS)
+        return reduced.mean, reduced.residual[None], *jax.tree.leaves(reduced.state)
+
+    carried_specs = [whole, split, *state_specs]
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(*carried_specs, split),
+        out_specs=tuple(carried_specs),
+        check_vma=False,  # a worker alone knows nothing of the others
+    )
+    donated = tuple(range(len(carried_specs)))
+    function = jax.jit(mapped, donate_argnums=donated, keep_unused=True)
+
+    def initial() -> list[np.ndarray]:
+        zeros = np.zeros(size, np.float32)
+        return [zeros, zeros[None], *map(np.asarray, leaves), _gradient(size)[None]]
+
+    vector = jax.ShapeDtypeStruct((size,), jnp.float32)
+    row = jax.ShapeDtypeStruct((1, size), jnp.float32)
+    local = [vector, row, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves), row]
+    shapes = _of_all(local, [*carried_specs, split], mesh)
+    return Program(function, shapes[:-1], shapes[-1:], initial)
+
+
+@functools.lru_cache(maxsize=1)
+def _gradient(size: int) -> np.ndarray:
+    """This process's: normal, cubed, as heavy in the tails as gradients are."""
+    rng = np.random.default_rng(jax.process_index())
+    return rng.standard_normal(size, np.float32) ** 3
+
+
+def hidden(params: int) -> int:
+    """Width of a model of two hidden layers that has about so many parameters.
+
+    >>> hidden(1_000_000)
+    963
+    """
+    edges = _INPUTS + _CLASSES
+    return max(1, round(((edges**2 + 4 * params) ** 0.5 - edges) / 2))
+
+
+def _step(cell: Cell, mesh: Mesh, alone: bool) -> Program:
+    """A training step of a perceptron without biases, on a few examples."""
+    width = hidden(cell.params)
+    workers = mesh.size
+    tx = optax.chain(jaxsparse.error_feedback(budget(cell, workers)), optax.sgd(1e-2))
+
+    def weights() -> list[np.ndarray]:
+        rng = np.random.default_rng(0)
+        shapes = (_INPUTS, width), (width, width), (width, _CLASSES)
+        return [rng.standard_normal(s, np.float32) / np.float32(s[0] ** 0.5) for s in shapes]
+
+    def loss(params: Any, batch: Any) -> Any:
+        images, labels = batch
+        for layer in params[:-1]:
+            images = jax.nn.relu(images @ layer)
+        logits = images @ params[-1]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        grads = jax.grad(loss)(jaxsparse.local(params), batch)
+        with _sending(alone, workers):
+            updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    parallel = jaxsparse.data_parallel(step, mesh, check_vma=False)
+
+    def start() -> Any:
+        params = list(map(jnp.asarray, weights()))
+        return params, tx.init(params)
+
+    batch = np.zeros((_BATCH, _INPUTS), np.float32), np.zeros(_BATCH, np.int32)
+    shapes = jax.eval_shape(start)
+    treedef: Any
+    local, treedef = jax.tree.flatten(shapes)
+    split, whole = PartitionSpec(_MESH_AXIS), PartitionSpec()
+    specs = jax.tree.leaves(jaxsparse.specs(shapes), is_leaf=lambda s: s in (split, whole))
+
+    def flat(*leaves: Any) -> Any:
+        *state, images, labels = leaves
+        return jax.tree.leaves(parallel(treedef.unflatten(state), (images, labels)))
+
+    def initial() -> list[np.ndarray]:
+        rng = np.random.default_rng(jax.process_index())
+        images = rng.standard_normal(batch[0].shape, np.float32)
+        labels = rng.integers(_CLASSES, size=_BATCH).astype(np.int32)
+        return [*map(np.asarray, jax.tree.leaves(start())), images, labels]
+
+    every = [*local, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in batch)]
+    placed = _of_all(every, [*specs, split, split], mesh)
+    function = jax.jit(flat, donate_argnums=tuple(range(len(local))), keep_unused=True)
+    return Program(function, placed[:-2], placed[-2:], initial)
+
+
+def _sending(alone: bool, workers: int) -> contextlib.AbstractContextManager[None]:
+    return wire.dry_run(workers) if alone else contextlib.nullcontext()
+
+
+def _of_all(
+    local: Sequence[jax.ShapeDtypeStruct], specs: Sequence[PartitionSpec], mesh: Mesh
+) -> list[jax.ShapeDtypeStruct]:
+    """Shapes over all workers, from those of one."""
+    result = []
+    for shape, spec in zip(local, specs, strict=True):
+        full = (mesh.size * shape.shape[0], *shape.shape[1:]) if len(spec) else shape.shape
+        sharding = NamedSharding(mesh, spec)
+        result.append(jax.ShapeDtypeStruct(full, shape.dtype, sharding=sharding))
+    return result
+
+
+def arguments(made: Program) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Carried and fixed arrays to start with, on all processes."""
+    shapes = [*made.carried, *made.fixed]
+    arrays = [
+        jax.make_array_from_process_local_data(shape.sharding, value, shape.shape)
+        for shape, value in zip(shapes, made.initial(), strict=True)
+    ]
+    return arrays[: len(made.carried)], arrays[len(made.carried) :]
+
+
+class Store:
+    """Compiled programs in a folder.
+
+    The files are Python pickles: the folder must be one that only its owner can write to.
+    """
+
+    def __init__(self, folder: Path, workers: int):
+        self._folder, self._workers = folder, workers
+        sources = hashlib.sha256(jax.__version__.encode())
+        library = Path(jaxsparse.__file__).parent
+        for path in [
+            *sorted(library.rglob("*.py")),
+            Path(__file__),
+            Path(__file__).parent / "cells.py",
+        ]:
+            sources.update(path.read_bytes())
+        self._version = sources.hexdigest()
+
+    def path(self, cell: Cell, alone: bool) -> Path:
+        """Where the program is, or will be."""
+        key = (*cell, alone, self._workers, self._version)
+        return self._folder / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+
+    def compile(self, cell: Cell, alone: bool, mesh: Mesh) -> None:
+        """Puts it there."""
+        made = program(cell, mesh, alone=alone)
+        compiled = made.function.lower(*made.carried, *made.fixed).compile()
+        content = serialize_executable.serialize(compiled), cost.wire_bytes(compiled)
+        path = self.path(cell, alone)
+        partial = path.with_suffix(f".{jax.process_index()}")
+        partial.write_bytes(pickle.dumps(content))
+        partial.rename(path)
+
+    def load(self, cell: Cell, alone: bool, mesh: Mesh) -> Loaded:
+        """Takes it from there, and waits until it is."""
+        path = self.path(cell, alone)
+        while not path.exists():  # if the rank that compiles it fails, the launcher ends this one
+            time.sleep(0.05)
+        serialized, moved = pickle.loads(path.read_bytes())
+        binary, inputs, outputs = serialized
+        run = serialize_executable.deserialize_and_load(
+            binary, inputs, outputs, execution_devices=list(mesh.devices.flat)
+        )
+        return Loaded(run, moved)

@@ -1,0 +1,283 @@
+"""What the exchange of gradients may run beside, read from a compiled training step.
+
+    python benchmarks/overlap.py
+    python benchmarks/overlap.py --method top_k --layers 8 --repeats 20
+
+With libtpu installed, but no TPU, what XLA's scheduler makes of it there:
+
+    python benchmarks/overlap.py --topology v5e:2x4
+    python benchmarks/overlap.py --topology v5e:2x4 --method dense --async-all-reduce
+
+For each collective of the step, with and without delay: whether it depends on the backward pass,
+and, where the backend's collectives are asynchronous, which computations the schedule puts between
+its start and its end. A synchronous collective has nothing in between; what it does not depend on
+may run beside it only where the backend runs independent computations at the same time.
+
+A computation counts as the backward pass's if JAX's name stack, which XLA keeps, says so.
+"""
+
+import os
+
+# Before jax is imported: a mesh needs devices.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from timing import interleaved, save, where
+
+import jaxsparse
+from jaxsparse.cost import hlo
+
+COLLECTIVES = {
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+}
+METHODS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "dense": jaxsparse.dense,
+    "sketched_sgd": functools.partial(jaxsparse.sketched_sgd, 10),
+    "spardl": functools.partial(jaxsparse.spardl, 0.01),
+    "top_k": functools.partial(jaxsparse.top_k, 0.01),
+    "true_top_k": functools.partial(jaxsparse.true_top_k, 1000),
+}
+
+
+class Row(NamedTuple):
+    """One collective of a compiled step."""
+
+    op: str
+    operand_bytes: int
+    after_backward: bool  # whether it depends on a computation of the backward pass
+    is_async: bool
+    between: int  # computations scheduled between its start and its end
+    between_backward: int  # of these, the backward pass's
+
+
+def rows(text: str) -> list[Row]:
+    """The collectives of a compiled module's entry computation, in the order of its schedule."""
+    module = hlo.parse(text)
+    entry = module.computations[module.entry].instructions
+    position = {name: i for i, name in enumerate(entry)}
+    inside = {name: list(_inside(module, name)) for name in entry}
+    ancestors: dict[str, frozenset[str]] = {}
+    for name, instruction in entry.items():  # operands come first
+        own = [o for o in instruction.operands if o in entry]
+        ancestors[name] = frozenset(own).union(*(ancestors[o] for o in own))
+    backward = {n for n in entry if any("transpose(" in x.op_name for _, x in inside[n])}
+    work = {n for n, x in entry.items() if x.opcode not in _NO_WORK and not _is_part(x)}
+
+    table = []
+    for name, instruction in entry.items():
+        sent = [(c, x) for c, x in inside[name] if _base(x) in COLLECTIVES]
+        if (
+            not sent
+            or _is_end(instruction)
+            or "async_collective_fusion" in str(instruction.callees)
+        ):
+            continue
+        end = _end(name, entry)
+        between = {n for n in work if end and position[name] < position[n] < position[end]}
+        table.append(
+            Row(
+                op=_base(sent[0][1]),
+                operand_bytes=sum(s.nbytes for c, x in sent for s in c.operand_shapes(x)),
+                after_backward=bool(ancestors[name] & backward),
+                is_async=end is not None,
+                between=len(between),
+                between_backward=len(between & backward),
+            )
+        )
+    return table
+
+
+_NO_WORK = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
+# TPUs cut a collective into pieces and fuse these with the computations between two fusions of
+# these names.
+_FUSED_START, _FUSED_DONE = "async-collective-start", "async-collective-done"
+
+
+def _base(instruction: hlo.Instruction) -> str:
+    return instruction.opcode.removesuffix("-start")
+
+
+def _is_end(instruction: hlo.Instruction) -> bool:
+    ends = ("-done", "-update")
+    return instruction.opcode.endswith(ends) or instruction.name.startswith(_FUSED_DONE)
+
+
+def _is_part(instruction: hlo.Instruction) -> bool:
+    return instruction.opcode.endswith("-start") or _is_end(instruction)
+
+
+def _inside(module: hlo.Module, name: str) -> Iterable[tuple[hlo.Computation, hlo.Instruction]]:
+    """An entry instruction and those of all computations that it calls, each with its own."""
+    entry = module.computations[module.entry]
+    todo = [(entry, entry.instructions[name])]
+    while todo:
+        computation, instruction = todo.pop()
+        yield computation, instruction
+        for role, callees in instruction.callees.items():
+            if role != "to_apply" or instruction.opcode == "call":
+                for callee in map(module.computations.__getitem__, callees):
+                    todo += [(callee, x) for x in callee.instructions.values()]
+
+
+def _end(start: str, entry: dict[str, hlo.Instruction]) -> str | None:
+    """What waits for an asynchronous collective; None for a synchronous one."""
+    if start.startswith(_FUSED_START):
+        return start.replace(_FUSED_START, _FUSED_DONE)
+    if not entry[start].opcode.endswith(("-start", "-update")):
+        return None
+    ends = (n for n, x in entry.items() if start in x.operands and _is_end(x))
+    end = next(ends, None)
+    return _end(end, entry) if end and entry[end].opcode.endswith("-update") else end
+
+
+_ASYNC: dict[str, str | bool] = {
+    "xla_enable_async_all_reduce": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true",
+}
+
+
+def make_step(args: argparse.Namespace, delay: Literal[0, 1], mesh: Mesh) -> tuple[Any, Any, Any]:
+    """A training step of a multi-layer perceptron, its first state and a batch."""
+    method = METHODS[args.method]
+    settings = {} if args.method == "dense" else {"bucket_size": args.bucket_size}
+    tx = optax.chain(method(delay=delay, **settings), optax.sgd(0.01))
+    if args.method == "dense":  # all in one bucket, so that it is delayed as the others are
+        tx = optax.chain(
+            jaxsparse.error_feedback(
+                jaxsparse.DenseReducer(), delay=delay, bucket_size=args.bucket_size
+            ),
+            optax.sgd(0.01),
+        )
+
+    def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        for kernel in params:
+            x = jnp.tanh(x @ kernel)
+        return jnp.mean(jnp.square(x))
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(jaxsparse.local(params), x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), opt_state
+        return new, jax.lax.pmean(value, "data")
+
+    run = jaxsparse.data_parallel(step, mesh, donate_argnums=0)
+    workers = mesh.shape["data"]
+
+    def start() -> Any:
+        rng = np.random.default_rng(0)
+        kernel = rng.normal(size=(args.layers, args.width, args.width)) / args.width**0.5
+        params = [jnp.asarray(k, jnp.float32) for k in kernel]
+        return jaxsparse.shard((params, tx.init(params)), mesh)
+
+    params = [jax.ShapeDtypeStruct((args.width,) * 2, jnp.float32)] * args.layers
+    shapes = jax.eval_shape(lambda p: jaxsparse.shard((p, tx.init(p)), workers), params)
+    specs = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        shapes,
+        jaxsparse.specs(shapes),
+    )
+    batch = jax.ShapeDtypeStruct(
+        (workers * args.batch, args.width),
+        jnp.float32,
+        sharding=NamedSharding(mesh, PartitionSpec("data")),
+    )
+    return run, start, run.lower(specs, batch).compile(_ASYNC if args.async_all_reduce else None)
+
+
+def show(table: Iterable[Row]) -> None:
+    for row in table:
+        if row.is_async:
+            beside = f"{row.between} computations run beside it, {row.between_backward} backward"
+        else:
+            beside = "synchronous"
+        depends = "after the backward pass" if row.after_backward else "needs no gradient"
+        print(f"  {row.op:20} {row.operand_bytes:>12,} B  {depends:24} {beside}")
+
+
+def main() -> None:
+    args = flags().parse_args()
+    if args.topology:
+        from jax.experimental import topologies
+
+        devices: Any = topologies.get_topology_desc(args.topology, platform="tpu").devices
+        found = {"jax": jax.__version__, "topology": args.topology, "kind": devices[0].device_kind}
+        print(", ".join(f"{name} {value}" for name, value in found.items()))
+    else:
+        devices, found = jax.devices(), where()
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+
+    result: dict[str, Any] = {"where": found, "settings": vars(args), "delays": {}}
+    runs = {}
+    for delay in (0, 1):
+        run, start, compiled = make_step(args, delay, mesh)
+        table = rows(compiled.as_text())
+        memory = compiled.memory_analysis()
+        print(f"delay={delay}: {memory.temp_size_in_bytes:,} bytes of temporaries")
+        show(table)
+        result["delays"][delay] = {
+            "collectives": [row._asdict() for row in table],
+            "temporary_bytes": memory.temp_size_in_bytes,
+        }
+        runs[delay] = run, start
+    if args.repeats and not args.topology:
+        seconds = time_steps(runs, args, mesh)
+        for delay, samples in seconds.items():
+            print(f"delay={delay}: {1e3 * statistics.median(samples):.1f} ms a step")
+            result["delays"][delay]["seconds"] = samples
+    save(result, args.json)
+
+
+def time_steps(
+    runs: dict[int, Any], args: argparse.Namespace, mesh: Mesh
+) -> dict[int, list[float]]:
+    states = {delay: start() for delay, (_, start) in runs.items()}
+    batch = jnp.ones((mesh.shape["data"] * args.batch, args.width), jnp.float32)
+
+    def advance(delay: int) -> Any:
+        states[delay], loss = runs[delay][0](states[delay], batch)
+        return loss
+
+    named: dict[str, Callable[[], Any]] = {
+        str(delay): functools.partial(advance, delay) for delay in runs
+    }
+    return {int(name): times for name, times in interleaved(named, args.repeats).items()}
+
+
+def flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--method", choices=METHODS, default="spardl", help="(default: spardl)")
+    add("--layers", type=int, default=4, help="(default: 4)")
+    add("--width", type=int, default=512, help="units of a layer (default: 512)")
+    add("--batch", type=int, default=32, help="rows of a worker (default: 32)")
+    add("--bucket-size", type=int, default=None, help="elements (default: all in one)")
+    add("--repeats", type=int, default=0, help="timed steps (default: 0)")
+    add("--topology", help="TPUs to compile for, such as v5e:2x4")
+    add("--async-all-reduce", action="store_true", help="sets XLA's options for it, on TPUs")
+    add("--json", help="where to write the results")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,396 @@
+"""Which of SparCML's all-reduces is fastest, by density and number of workers (its figure 3).
+
+    python benchmarks/sparcml_order.py
+    python benchmarks/sparcml_order.py --latency 1.5e-6 --bandwidth 1e10  # near the paper's Aries
+    python benchmarks/sparcml_order.py --figure benchmarks/figures/sparcml_order.png
+    python benchmarks/sparcml_order.py --measured times.json
+
+From the alpha-beta model, without sums and selections: rounds times latency, and words received
+over bandwidth. "published" has the paper's rounds, and the words that its algorithms send if each
+worker's k indices are drawn uniformly, as in its experiments: messages are as long as what is in
+them. "library" has what this library's messages have room for, which is fixed when a program is
+compiled. Measured times, if given, are rows {"algorithm", "workers", "density", "size", "seconds"}
+in a JSON list, or in the "results" of an object.
+"""
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from timing import save, size_of
+
+from jaxsparse import SparCMLReducer
+from jaxsparse.cost import Link, Traffic, dense_all_reduce
+
+LETTERS = {
+    "recursive_double": "R",
+    "split_allgather": "S",
+    "dsar_split_allgather": "D",
+    "ring": "s",
+    "all_gather": "G",
+    "dense": "d",
+}
+# As the paper names them; it has no all-gather of all entries.
+PUBLISHED = {
+    "recursive_double": "SSAR_Recursive_double",
+    "split_allgather": "SSAR_Split_allgather",
+    "dsar_split_allgather": "DSAR_Split_allgather",
+    "ring": "ring, sparse",
+    "dense": "ring, dense",
+}
+EDGE = 1.02  # times nearer to each other than this have no order
+DAINT = 0.00781  # density of figure 3, left: 4 of 512
+
+
+class Cell(NamedTuple):
+    """One density on one number of workers."""
+
+    density: float
+    workers: int
+    published: dict[str, Traffic]
+    library: dict[str, Traffic]
+
+
+def published(k: int, size: int, workers: int) -> dict[str, Traffic]:
+    """Rounds and expected words of the paper's algorithms, for uniform indices.
+
+    Section 5.3. An entry is two words. Partial sums become dense where that is shorter (section
+    5.1), but not what SSAR_Split_allgather gathers, since that never switches (5.2). For numbers of
+    workers that are no power of two the paper has no formula; the logarithm is rounded up.
+    """
+    log, others = (workers - 1).bit_length(), workers - 1
+
+    def union(of: float) -> float:
+        """Elements that so many workers have together."""
+        return -size * math.expm1(of * math.log1p(-k / size)) if k < size else size
+
+    def words(entries: float, room: float) -> float:
+        return min(2 * entries, room)
+
+    part = size / workers
+    split = others * words(k / workers, part)
+    doubled = sum(words(union(2.0**stage), size) for stage in range(log))
+    lap = sum(words(union(step + 1) / workers, part) for step in range(others))
+    total = union(workers) / workers
+    return {
+        "recursive_double": Traffic(log, doubled),
+        "split_allgather": Traffic(others + log, split + others * 2 * total),
+        "dsar_split_allgather": Traffic(others + log, split + others * part),
+        "ring": Traffic(2 * others, lap + others * words(total, part)),
+        "dense": dense_all_reduce(size, workers),
+    }
+
+
+def library(k: int, args: argparse.Namespace, workers: int) -> dict[str, Traffic]:
+    """What `SparCMLReducer` pays for k entries a worker."""
+    reducer = SparCMLReducer(capacity_factor=args.capacity_factor, union_factor=args.union_factor)
+    traffic = reducer.traffic(k, args.size, workers)
+    return {**traffic, "dense": dense_all_reduce(args.size, workers)}
+
+
+def cells(args: argparse.Namespace) -> list[Cell]:
+    found = []
+    for density, workers in itertools.product(args.densities, args.workers):
+        k = max(1, round(density * args.size))
+        found.append(
+            Cell(
+                density,
+                workers,
+                published(k, args.size, workers),
+                library(k, args, workers),
+            )
+        )
+    return found
+
+
+def order(link: Link, traffic: dict[str, Traffic]) -> list[str]:
+    """Algorithms, fastest first."""
+    return sorted(traffic, key=lambda name: link.seconds(traffic[name]))
+
+
+def slower(link: Link, traffic: dict[str, Traffic], one: str, other: str) -> bool:
+    """Whether `one` takes longer than `other`, by more than the edge."""
+    return link.seconds(traffic[one]) > EDGE * link.seconds(traffic[other])
+
+
+def reversed_pairs(link: Link, cell: Cell) -> list[tuple[str, str]]:
+    """Pairs of algorithms whose order is another than published: (faster here, faster there)."""
+    return [
+        (here, there)
+        for here, there in itertools.permutations(PUBLISHED, 2)
+        if slower(link, cell.library, there, here) and slower(link, cell.published, here, there)
+    ]
+
+
+def ranking(link: Link, traffic: dict[str, Traffic]) -> str:
+    """Letters of the three fastest, fastest first; = between those of the same time."""
+    names = order(link, traffic)
+    text = LETTERS[names[0]]
+    for before, name in itertools.pairwise(names[:3]):
+        text += ("" if slower(link, traffic, name, before) else "=") + LETTERS[name]
+    return text
+
+
+def show_fastest(link: Link, table: list[Cell], args: argparse.Namespace) -> None:
+    """The three fastest of each cell, in both models."""
+    for title in ("published", "library"):
+        print(f"\nthe three fastest, {title}; milliseconds of the fastest")
+        print("density  " + "".join(f"{f'W = {W}':>14}" for W in args.workers))
+        for density in args.densities:
+            line = f"{100 * density:>7.3g} %"
+            for cell in (cell for cell in table if cell.density == density):
+                traffic: dict[str, Traffic] = getattr(cell, title)
+                best = 1e3 * link.seconds(traffic[order(link, traffic)[0]])
+                line += f"{best:>8.3g} {ranking(link, traffic):<5}"
+            print(line)
+    print("\n" + ", ".join(f"{letter}: {name}" for name, letter in LETTERS.items()))
+
+
+def room(name: str, where: list[Cell]) -> str:
+    """Words that this library pays, in multiples of the published ones."""
+    more = [cell.library[name].words / cell.published[name].words for cell in where]
+    low, high = (f"{each:.2g}" for each in (min(more), max(more)))
+    return f"{low} x" if low == high else f"{low} to {high} x"
+
+
+def show_differences(link: Link, table: list[Cell]) -> list[dict[str, Any]]:
+    """Where the library's order is not the published one, and what makes it so."""
+    differences = [
+        {"density": cell.density, "workers": cell.workers, "faster": here, "published": there}
+        for cell in table
+        for here, there in reversed_pairs(link, cell)
+    ]
+    pairs = len(table) * math.comb(len(PUBLISHED), 2)
+    print(
+        f"\norder of pairs of algorithms, library against published: {len(differences)} of {pairs}"
+        f" reversed (times within {EDGE - 1:.0%} have no order)"
+    )
+    by_pair: dict[tuple[str, str], list[Cell]] = {}
+    for cell in table:
+        for pair in reversed_pairs(link, cell):
+            by_pair.setdefault(pair, []).append(cell)
+    for (here, there), where in sorted(by_pair.items(), key=lambda item: -len(item[1])):
+        print(
+            f"  {here} is before {there} in {len(where)} cells, W = "
+            f"{min(c.workers for c in where)} to {max(c.workers for c in where)}, density "
+            f"{min(c.density for c in where):.2%} to {max(c.density for c in where):.2%}; words "
+            f"over published: {room(here, where)} and {room(there, where)}"
+        )
+    print(
+        "  Messages are as long as the room in them: recursive_double and ring have room for\n"
+        "  disjoint supports, and so has the second half of split_allgather unless --union-factor\n"
+        "  bounds it; the first half of both split algorithms has --capacity-factor times an even\n"
+        "  share. No message is longer than a dense one, here, which in the paper's\n"
+        "  SSAR_Split_allgather they can be. What exceeds a factor stays in the residual."
+    )
+    return differences
+
+
+def claims(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What the paper says of figure 3 (section 8.1), in both models, on this link."""
+    many, few = max(args.workers), min(args.workers)
+    some = min(args.workers, key=lambda W: abs(W - 8))
+
+    def of(density: float, workers: int, which: str) -> Callable[[str], float]:
+        k = max(1, round(density * args.size))
+        traffic = (
+            published(k, args.size, workers) if which == "published" else library(k, args, workers)
+        )
+        return lambda name: link.seconds(traffic[name])
+
+    sparse, full = min(args.densities), max(args.densities)
+
+    def gap(density: float, workers: int, which: str) -> float:
+        at = of(density, workers, which)
+        return at("recursive_double") / at("split_allgather")
+
+    def small(which: str) -> bool:
+        k = max(1, args.size // 10**6)
+        at = of(k / args.size, some, which)
+        return at("recursive_double") <= min(map(at, PUBLISHED))
+
+    statements: list[tuple[str, Callable[[str], bool]]] = [
+        (f"SSAR_Recursive_double is the fastest for little data (1 of 10^6, W = {some})", small),
+        (
+            f"its advantage shrinks, or its lag grows, from W = {few} to {many} at {DAINT:.2%}",
+            lambda which: gap(DAINT, many, which) > gap(DAINT, few, which),
+        ),
+        (
+            f"SSAR_Split_allgather is before DSAR_Split_allgather at {sparse:.2%}, W = {some}",
+            lambda which: (
+                of(sparse, some, which)("split_allgather")
+                < of(sparse, some, which)("dsar_split_allgather")
+            ),
+        ),
+        (
+            f"... and no longer at {full:.2%}, W = {many}",
+            lambda which: (
+                EDGE * of(full, many, which)("split_allgather")
+                >= of(full, many, which)("dsar_split_allgather")
+            ),
+        ),
+        (
+            "SSAR_Recursive_double / SSAR_Split_allgather grows more with W than with density",
+            lambda which: (
+                gap(DAINT, many, which) / gap(DAINT, few, which)
+                > gap(full, some, which) / gap(sparse, some, which)
+            ),
+        ),
+        (
+            f"a ring is the fastest on a fast network of few workers (W = {few}, {DAINT:.2%})",
+            lambda which: (
+                min(of(DAINT, few, which)("dense"), of(DAINT, few, which)("ring"))
+                <= min(map(of(DAINT, few, which), PUBLISHED))
+            ),
+        ),
+        (
+            f"no ring is the fastest on many workers (W = {many}, {DAINT:.2%})",
+            lambda which: (
+                min(of(DAINT, many, which)("dense"), of(DAINT, many, which)("ring"))
+                > min(map(of(DAINT, many, which), ("recursive_double", "split_allgather")))
+            ),
+        ),
+        (
+            f"DSAR_Split_allgather beats the dense ring, by at most 2 (bandwidth; {full:.2%}, "
+            f"W = {some})",
+            lambda which: (
+                1
+                < of(full, some, which)("dense") / of(full, some, which)("dsar_split_allgather")
+                <= 2
+            ),
+        ),
+    ]
+    print("\nwhat the paper says of figure 3, on this link        published  library")
+    results = []
+    for text, holds in statements:
+        found = {which: holds(which) for which in ("published", "library")}
+        marks = "        ".join("yes" if found[which] else "NO " for which in found)
+        print(f"  {marks}  {text}")
+        results.append({"statement": text, **found})
+    print(
+        "  A ring has the most rounds and no fewer words than others, so in the model it is never\n"
+        "  first. The paper's times include sums and copies, which the model leaves out."
+    )
+    return results
+
+
+def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measured times beside the model's, and whether their orders agree."""
+    content = json.loads(args.measured.read_text())
+    rows = content if isinstance(content, list) else content["results"]
+    groups: dict[tuple[float, int, int], dict[str, float]] = {}
+    for row in rows:
+        key = float(row["density"]), int(row["workers"]), int(row["size"])
+        groups.setdefault(key, {})[row["algorithm"]] = float(row["seconds"])
+    print(f"\n{'measured':<24} {'density':>8} {'W':>5} {'ms':>9} {'model':>9} {'ratio':>6}")
+    results, agree, pairs = [], 0, 0
+    for (density, workers, size), seconds in sorted(groups.items()):
+        at = argparse.Namespace(**{**vars(args), "size": size})
+        traffic = library(max(1, round(density * size)), at, workers)
+        if unknown := seconds.keys() - traffic.keys():
+            raise SystemExit(f"{args.measured}: algorithm {unknown} is none of {list(traffic)}")
+        for name, measured in sorted(seconds.items(), key=lambda item: item[1]):
+            model = link.seconds(traffic[name])
+            print(
+                f"{name:<24} {density:>8.3%} {workers:>5} {1e3 * measured:>9.3g} "
+                f"{1e3 * model:>9.3g} {measured / model:>6.2f}"
+            )
+            results.append(
+                {
+                    "algorithm": name,
+                    "workers": workers,
+                    "density": density,
+                    "size": size,
+                    "seconds": measured,
+                    "model": model,
+                }
+            )
+        for one, other in itertools.combinations(seconds, 2):
+            if slower(link, traffic, one, other) or slower(link, traffic, other, one):
+                pairs += 1
+                agree += slower(link, traffic, one, other) == (seconds[one] > seconds[other])
+    print(f"order of pairs as in the model: {agree} of {pairs}")
+    return results
+
+
+def draw(link: Link, args: argparse.Namespace) -> None:
+    """The two panels of figure 3."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.2), dpi=80, layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    some = min(args.workers, key=lambda W: abs(W - 8))
+
+    def lines(axes: Any, places: Sequence[float], at: Callable[[float], tuple[int, int]]) -> None:
+        for color, name in enumerate(PUBLISHED):
+            for style, model in (("-", library), (":", published)):
+                times = []
+                for place in places:
+                    k, workers = at(place)
+                    given: Any = args if model is library else args.size
+                    times.append(link.seconds(model(k, given, workers)[name]))
+                label = PUBLISHED[name] if style == "-" else None
+                axes.plot(places, times, style, color=f"C{color}", label=label, marker=".")
+
+    lines(left, args.workers, lambda W: (round(DAINT * args.size), int(W)))
+    percent = [100 * density for density in args.densities]
+    lines(right, percent, lambda share: (max(1, round(share / 100 * args.size)), some))
+    left.set(xscale="log", yscale="log", xlabel="workers", ylabel="seconds, by the model")
+    left.set_title(f"density {DAINT:.3%}", fontsize=10)
+    right.set(xscale="log", xlabel="density, %")
+    right.set_title(f"{some} workers; dotted: published, uniform indices", fontsize=10)
+    left.legend(fontsize=8)
+    args.figure.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.figure)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    factor = lambda text: None if text == "none" else float(text)
+    add("--size", type=size_of, default=2**24, help="elements, as a number or 2^24")
+    add("--latency", type=float, default=50e-6, metavar="SECONDS")
+    add("--bandwidth", type=float, default=1.25e8, metavar="BYTES", help="a second")
+    add("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
+    densities = [1e-4, 3e-4, 1e-3, 3e-3, DAINT, 3e-2, 1e-1]
+    add("--densities", type=float, nargs="+", default=densities, help="shares, not per cent")
+    add("--capacity-factor", type=factor, default=2.0, help="of SparCMLReducer, or none")
+    add("--union-factor", type=factor, default=None, help="of SparCMLReducer, or none")
+    add("--measured", type=Path, metavar="JSON", help="times to compare the model with")
+    add("--figure", type=Path, metavar="PNG", help="also draw the paper's two panels")
+    add("--json", metavar="FILE", help="also write all results here")
+    args = parser.parse_args()
+    if min(args.workers) < 2 or not all(0 < density <= 1 for density in args.densities):
+        parser.error("give --workers of at least 2, and --densities in (0, 1]")
+    args.workers, args.densities = sorted(set(args.workers)), sorted(set(args.densities))
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    link = Link(args.latency, args.bandwidth)
+    print(
+        f"{args.size:,} elements, {link}, capacity_factor={args.capacity_factor}, "
+        f"union_factor={args.union_factor}"
+    )
+    table = cells(args)
+    show_fastest(link, table, args)
+    found: dict[str, Any] = {"claims": claims(link, args)}
+    found["reversed"] = show_differences(link, table)
+    if args.measured:
+        found["measured"] = compare(link, args)
+    if args.figure:
+        draw(link, args)
+    found["cells"] = [cell._asdict() for cell in table]
+    found["arguments"] = {name: str(value) for name, value in vars(args).items()}
+    save(found, args.json)
+
+
+if __name__ == "__main__":
+    main()
