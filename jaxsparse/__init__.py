@@ -40,6 +40,7 @@ from jaxsparse.reducers.sparcml import SparCMLReducer
 from jaxsparse.reducers.spardl import SparDLReducer
 from jaxsparse.reducers.top_k import TopKReducer
 from jaxsparse.reducers.true_top_k import TrueTopKReducer
+from jaxsparse.resharding import reshard
 from jaxsparse.sharding import local, shard
 from jaxsparse.sketch import SketchSpec
 from jaxsparse.stages import Stages, warm_up
@@ -115,6 +116,7 @@ __all__ = [
     "qsgd",
     "quantize",
     "random_k",
+    "reshard",
     "s2_reducer",
     "select",
     "select_tensors",

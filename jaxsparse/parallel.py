@@ -174,7 +174,9 @@ def _check_arguments(
             if shape[0] != workers:
                 raise ValueError(
                     f"{name} is per-worker state for {shape[0]} workers, but there are {workers}: "
-                    "spread it once before the first step with jaxsparse.shard(state, mesh)"
+                    "spread it once before the first step with jaxsparse.shard(state, mesh), or "
+                    "carry it over from another number of workers with "
+                    "jaxsparse.reshard(state, mesh)"
                 )
 
 

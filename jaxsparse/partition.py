@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from jaxsparse import layout as layouts
 from jaxsparse.feedback import Levels, Planned, planned_feedback
@@ -27,6 +27,7 @@ def partition(
     dense_axis: str | None = None,
     sharded: bool = False,
     delay: Literal[0, 1] | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     momentum: float | Array | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -50,6 +51,7 @@ def partition(
         sharded: gradients are shards, averaged over `dense_axis` already. The policy sees their
             shapes, and key paths that end in the mark: "['kernel'].jaxsparse_sharded".
         delay: 1 applies this step what was exchanged before its gradients.
+        accumulator_dtype: of residuals and momenta; see `error_feedback`.
         momentum: momentum correction, of all leaves, masked as each leaf's reducer says.
         bucket_size: upper limit for the elements of one bucket; buckets of a reducer with a
             `block_size` are multiples of it.
@@ -103,7 +105,9 @@ def partition(
             shards += own_shards
         return Planned(layout, tuple(reducers), tuple(shards))
 
-    return planned_feedback(plan, levels, momentum=momentum, delay=delay)
+    return planned_feedback(
+        plan, levels, momentum=momentum, delay=delay, accumulator_dtype=accumulator_dtype
+    )
 
 
 def _compiled(

@@ -22,6 +22,7 @@ AxisName = str | tuple[str, ...]
 # The keys under which the marked arrays appear in key paths. Frameworks that flatten a tree and
 # forget its node types (nnx.split, Orbax) still keep the path.
 _KEY = "jaxsparse_per_worker"
+_SHARD_KEY = "jaxsparse_per_shard"
 _SHARDED_KEY = "jaxsparse_sharded"
 
 
@@ -112,13 +113,30 @@ class PerWorker(_Mark):
         return jax.tree.map(one, tree, is_leaf=_is_per_worker)
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class PerShard(PerWorker):
+    """A `PerWorker` array of one shard: it belongs to one place along the fast axis of two.
+
+    Error feedback with a `dense_axis` marks its state so, which keeps it from being mistaken for
+    that of workers which all hold the same coordinates.
+    """
+
+    __slots__ = ()
+    key = _SHARD_KEY
+
+
 def _is_per_worker(node: Any) -> bool:
     return isinstance(node, PerWorker)
 
 
 def is_marked(path: KeyPath) -> bool:
     """Whether the leaf at `path` is per-worker."""
-    return _has(_KEY, path)
+    return _has(_KEY, path) or is_of_shard(path)
+
+
+def is_of_shard(path: KeyPath) -> bool:
+    """Whether the leaf at `path` belongs to one place along the fast axis."""
+    return _has(_SHARD_KEY, path)
 
 
 def is_sharded(path: KeyPath) -> bool:

@@ -106,7 +106,9 @@ def shard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
         if x.shape[0] != 1:
             raise ValueError(
                 f"a PerWorker array of shape {x.shape} is already spread over {x.shape[0]} "
-                f"workers and cannot be spread over {workers}: start from tx.init(params)"
+                f"workers and cannot be spread over {workers}: carry the state over to another "
+                "number of workers with jaxsparse.reshard(state, mesh), or start from "
+                "tx.init(params)"
             )
         return jnp.broadcast_to(x, (workers, *x.shape[1:]))
 

@@ -24,7 +24,7 @@ LAYERS = [
     ["collectives.wire"],
     ["per_worker"],
     ["sharding"],
-    ["parallel"],
+    ["parallel", "resharding"],
     ["collectives.group", "collectives.outcome", "collectives.parcel", "collectives.tally"],
     ["collectives.bruck_all_gather", "collectives.split"],
     ["collectives.spar_reduce_scatter"],

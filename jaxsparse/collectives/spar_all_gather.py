@@ -99,11 +99,15 @@ class Adaptation(NamedTuple):
         """
         onward = (entries > k) != (self.step > 0)
         step = jnp.where(onward, jnp.where(self.flag, 2 * self.step, self.step), -self.step / 2)
+        step = Adaptation(self.h, step, onward & ~self.flag).within(k, teams).step
+        return Adaptation(self.h + step, step, onward & ~self.flag).within(k, teams)
+
+    def within(self, k: int, teams: int) -> "Adaptation":
+        """With h and the length of the step kept between their bounds, see `adapt`."""
         shortest = 0.01 * (k - k / teams)
-        length = jnp.clip(jnp.abs(step), shortest, k - k / teams)
-        step = jnp.where(step > 0, length, -length)
-        flag = onward & ~self.flag
-        return Adaptation(jnp.clip(self.h + step, max(1, k / teams), k), step, flag)
+        length = jnp.clip(jnp.abs(self.step), shortest, k - k / teams)
+        step = jnp.where(self.step > 0, length, -length)
+        return Adaptation(jnp.clip(self.h, max(1, k / teams), k), step, self.flag)
 
 
 def bruck(

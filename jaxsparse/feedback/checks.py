@@ -77,6 +77,7 @@ def check_state(
     *,
     has_momentum: bool,
     is_delayed: bool,
+    dtype: Any,
 ) -> None:
     """Raises ValueError if the state was made for other gradients or settings."""
     sizes = tuple(node.value.shape[-1] for node in state.residual)
@@ -84,6 +85,12 @@ def check_state(
         raise ValueError(
             f"the state holds residuals of sizes {sizes}, the gradients fill buckets of sizes "
             f"{shards}: pass the state that init(params) made for the same tree and settings"
+        )
+    kept = {str(leaf.dtype) for leaf in jax.tree.leaves((state.residual, state.momentum))}
+    if kept - {str(dtype)}:
+        raise ValueError(
+            f"the state holds residuals or momenta in {sorted(kept)}, and accumulator_dtype is "
+            f"{dtype}: pass the state that init(params) made for the same settings"
         )
     momenta = len(state.momentum), _size(state.dense_momentum)
     if momenta != ((len(sizes), dense_size) if has_momentum else (0, None)):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse.collectives import wire
-from jaxsparse.per_worker import PerWorker
+from jaxsparse.per_worker import PerShard, PerWorker
 from jaxsparse.reducers.base import (
     Budget,
     Info,
@@ -58,6 +58,11 @@ class Levels:
                 "sharded=True without a dense_axis: name the axis that the parameters are sharded "
                 'over, such as dense_axis="local"'
             )
+
+    @property
+    def mark(self) -> type[PerWorker]:
+        """Of arrays that differ between workers."""
+        return PerWorker if self.dense_axis is None else PerShard
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -192,7 +197,7 @@ class Levels:
 
     def wrap(self, tree: Any) -> Any:
         """Marks one worker's arrays, for a state."""
-        return PerWorker.wrap(self.varying(tree))
+        return self.mark.wrap(self.varying(tree))
 
     def store(self, tree: Any) -> Any:
         """Marks what is equal along `axis_name` but differs between shards, for a state.

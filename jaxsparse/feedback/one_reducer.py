@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from jaxsparse import layout as layouts
 from jaxsparse.feedback.levels import Levels
@@ -18,6 +18,7 @@ def error_feedback(
     dense_axis: str | None = None,
     sharded: bool = False,
     delay: Literal[0, 1] | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     momentum: float | Array | None = None,
     is_dense: layouts.IsDense | None = None,
     bucket_size: int | None = None,
@@ -100,6 +101,10 @@ def error_feedback(
         sharded: gradients are shards, averaged over `dense_axis` already.
         delay: 1 applies this step what was exchanged before its gradients; 0 (None is the same, and
             no number to `optax.inject_hyperparams`) exchanges them.
+        accumulator_dtype: of the residual and momentum of compressed leaves between steps: float32
+            (None is the same), or "bfloat16", which halves their memory. They are then rounded up
+            or down at random: each step loses or adds less than 2**-7 of each element's residual,
+            and nothing on average. Whatever the dtype, and that of gradients, sums are float32.
         momentum: factor in [0, 1), a float or a (traced) scalar array; None saves the buffer.
         is_dense: given a leaf's key path and shape, whether it travels uncompressed. By default
             vectors, scalars and anything below 1024 elements do.
@@ -134,4 +139,6 @@ def error_feedback(
             )
         return Planned(layout, *levels.split(reducer, layout.bucket_sizes, layout.dense_size))
 
-    return planned_feedback(plan, levels, momentum=momentum, delay=delay)
+    return planned_feedback(
+        plan, levels, momentum=momentum, delay=delay, accumulator_dtype=accumulator_dtype
+    )

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from jaxsparse import layout as layouts
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import exchange
+from jaxsparse.feedback import accumulators, exchange
 from jaxsparse.feedback.checks import (
     check_delay,
     check_local,
@@ -39,6 +39,7 @@ def planned_feedback(
     *,
     momentum: float | Array | None,
     delay: int | None,
+    accumulator_dtype: DTypeLike | None,
 ) -> optax.GradientTransformationExtraArgs:
     """See `error_feedback`; the plan says which leaves are exchanged how.
 
@@ -47,9 +48,12 @@ def planned_feedback(
         levels: the axes of workers.
         momentum: factor in [0, 1), a float or a (traced) scalar array; None saves the buffer.
         delay: steps, 0 (or None) or 1, between a gradient and its exchange.
+        accumulator_dtype: of residuals and momenta, float32 (or None) or bfloat16.
     """
     check_momentum(momentum)
     is_delayed = check_delay(delay)
+    dtype = accumulators.check_dtype(accumulator_dtype)
+    is_narrow = dtype != jnp.float32
     has_momentum = momentum is not None
 
     def init(params: Any) -> ErrorFeedbackState:
@@ -57,8 +61,8 @@ def planned_feedback(
         layout, reducers, shards = plan(params)
 
         def zeros(size: int, of_mean: bool = False) -> Any:
-            buffer = jnp.zeros((size,), jnp.float32)
-            return levels.store(buffer) if of_mean else PerWorker.wrap(buffer)
+            buffer = jnp.zeros((size,), dtype)
+            return levels.store(buffer) if of_mean else levels.mark.wrap(buffer)
 
         dense = jnp.zeros((layout.dense_size,), jnp.float32)
         return ErrorFeedbackState(
@@ -70,7 +74,8 @@ def planned_feedback(
             reducers=tuple(levels.store(r.init(d)) for r, d in zip(reducers, shards)),
             skipped=jnp.int32(0),
             info=info(0),
-            pending=PerWorker.wrap(dense) if is_delayed else (),
+            pending=levels.mark.wrap(dense) if is_delayed else (),
+            roundings=jnp.uint32(0) if is_narrow else (),
         )
 
     def update(
@@ -82,14 +87,19 @@ def planned_feedback(
         layout, reducers, shards = plan(updates)
         check_shards(updates, layout, levels)
         check_state(
-            state, shards, layout.dense_size, has_momentum=has_momentum, is_delayed=is_delayed
+            state,
+            shards,
+            layout.dense_size,
+            has_momentum=has_momentum,
+            is_delayed=is_delayed,
+            dtype=dtype,
         )
         of_mean = tuple(map(needs_zeros, reducers))
         settings = exchange.Settings(levels, reducers, layout.bucket_sizes, of_mean, momentum)
         before = [
             exchange.Bucket(
-                residual=PerWorker.unwrap(state.residual[i]),
-                momentum=_load_momentum(state.momentum[i], of_mean[i], levels)
+                residual=PerWorker.unwrap(state.residual[i]).astype(jnp.float32),
+                momentum=_load_momentum(state.momentum[i], of_mean[i], levels).astype(jnp.float32)
                 if has_momentum
                 else None,
                 reducer=levels.load(
@@ -119,14 +129,25 @@ def planned_feedback(
                 r if zeros else r + levels.own(m - low, r.size)
                 for r, m, low, zeros in zip(residuals, done.means, rounded, of_mean)
             ]
+        momenta = [b.momentum for b in done.buckets]
+        if is_narrow:
+            # Equal copies of a mean's momentum have to be rounded alike.
+            keys = functools.partial(accumulators.key_of, state.roundings)
+            residuals = [
+                accumulators.rounded(r, keys(2 * i, levels.axes)) for i, r in enumerate(residuals)
+            ]
+            momenta = [
+                accumulators.rounded(m, keys(2 * i + 1, () if mean else levels.axes))
+                for i, (m, mean) in enumerate(zip(momenta, of_mean))
+                if m is not None
+            ]
         counts = levels.total(
             done.infos, layout.bucket_sizes, shards, _dense_elements(updates, layout, levels)
         )
         new_state = ErrorFeedbackState(
             residual=tuple(map(levels.wrap, residuals)),
             momentum=tuple(
-                levels.store(b.momentum) if mean else levels.wrap(b.momentum)
-                for b, mean in zip(done.buckets, of_mean)
+                levels.store(m) if mean else levels.wrap(m) for m, mean in zip(momenta, of_mean)
             )
             if has_momentum
             else (),
@@ -139,6 +160,11 @@ def planned_feedback(
             skipped=state.skipped + jnp.where(done.ok, jnp.int32(0), jnp.int32(1)),
             info=counts if is_delayed else exchange.select(done.ok, counts, state.info),
             pending=levels.wrap(done.dense.pending) if is_delayed else (),
+            # A skipped step leaves the state as it was.
+            roundings=state.roundings
+            + jnp.where(jnp.bool_(is_delayed) | done.ok, jnp.uint32(1), jnp.uint32(0))
+            if is_narrow
+            else (),
         )
         return _typed_as(update_tree, updates, levels), new_state
 

@@ -128,6 +128,10 @@ class SparDLReducer:
 
 
 def _started(state: spar_all_gather.Adaptation, k: int, teams: int) -> spar_all_gather.Adaptation:
-    """The state, or before the first exchange what Alg. 2 starts with."""
+    """The state, or before the first exchange what Alg. 2 starts with.
+
+    A state that was adapted among another number of workers is brought within today's bounds.
+    """
     start = spar_all_gather.Adaptation.start(k, teams)
-    return jax.tree.map(lambda now, first: jnp.where(state.h > 0, now, first), state, start)
+    now = state.within(k, teams)
+    return jax.tree.map(lambda now, first: jnp.where(state.h > 0, now, first), now, start)

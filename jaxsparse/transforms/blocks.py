@@ -3,7 +3,7 @@
 from typing import Literal
 
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from jaxsparse.feedback import error_feedback
 from jaxsparse.layout import IsDense
@@ -21,6 +21,7 @@ def omni_reduce(
     axis_name: str | None = "data",
     dense_axis: str | None = None,
     delay: Literal[0, 1] | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -48,6 +49,8 @@ def omni_reduce(
         axis_name: see `error_feedback`, as for all that follow.
         dense_axis: the fast axis of a mesh with two levels.
         delay: 1 applies this step what was exchanged before its gradients.
+        accumulator_dtype: of residual and momentum: float32 (None), or "bfloat16" for half the
+            memory.
         momentum: with a density momentum correction, masked where this worker sent; without, that
             of the mean: gradients with momentum would be zero nowhere.
         is_dense: which leaves travel uncompressed. Leaves are laid end to end: those before an
@@ -75,6 +78,7 @@ def omni_reduce(
         axis_name=axis_name,
         dense_axis=dense_axis,
         delay=delay,
+        accumulator_dtype=accumulator_dtype,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,
@@ -89,6 +93,7 @@ def sparse_all_gather(
     axis_name: str | None = "data",
     dense_axis: str | None = None,
     delay: Literal[0, 1] | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -116,6 +121,8 @@ def sparse_all_gather(
         axis_name: see `error_feedback`, as for all that follow.
         dense_axis: the fast axis of a mesh with two levels.
         delay: 1 applies this step what was exchanged before its gradients.
+        accumulator_dtype: of residual and momentum: float32 (None), or "bfloat16" for half the
+            memory.
         momentum: with a density momentum correction, masked where this worker sent; without, that
             of the mean: gradients with momentum would be zero nowhere.
         is_dense: which leaves travel uncompressed. See `omni_reduce` for how blocks lie.
@@ -133,6 +140,7 @@ def sparse_all_gather(
         axis_name=axis_name,
         dense_axis=dense_axis,
         delay=delay,
+        accumulator_dtype=accumulator_dtype,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
@@ -29,6 +29,7 @@ def dgc(
     axis_name: str | None = "data",
     dense_axis: str | None = None,
     delay: Literal[0, 1] | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -56,6 +57,8 @@ def dgc(
         axis_name: see `error_feedback`, as for all that follow.
         dense_axis: the fast axis of a mesh with two levels.
         delay: 1 applies this step what was exchanged before its gradients.
+        accumulator_dtype: of residual and momentum: float32 (None), or "bfloat16" for half the
+            memory.
         is_dense: which leaves travel uncompressed.
         bucket_size: upper limit for the elements of a bucket.
 
@@ -76,6 +79,7 @@ def dgc(
         axis_name=axis_name,
         dense_axis=dense_axis,
         delay=delay,
+        accumulator_dtype=accumulator_dtype,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,

@@ -3,7 +3,7 @@
 from typing import Literal
 
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from jaxsparse.feedback import error_feedback
 from jaxsparse.layout import IsDense
@@ -21,6 +21,7 @@ def qsgd(
     axis_name: str | None = "data",
     dense_axis: str | None = None,
     delay: Literal[0, 1] | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     layout_bucket_size: int | None = None,
@@ -42,6 +43,8 @@ def qsgd(
         axis_name: see `error_feedback`, as for all that follow.
         dense_axis: the fast axis of a mesh with two levels.
         delay: 1 applies this step what was exchanged before its gradients.
+        accumulator_dtype: of residual and momentum: float32 (None), or "bfloat16" for half the
+            memory.
         momentum: before quantising, without masking: with "stochastic" what momentum behind the
             transformation is, but smoother input to quantise.
         is_dense: which leaves travel uncompressed.
@@ -64,6 +67,7 @@ def qsgd(
         axis_name=axis_name,
         dense_axis=dense_axis,
         delay=delay,
+        accumulator_dtype=accumulator_dtype,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=layout_bucket_size,
@@ -76,6 +80,7 @@ def sign_sgd(
     axis_name: str | None = "data",
     dense_axis: str | None = None,
     delay: Literal[0, 1] | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     layout_bucket_size: int | None = None,
@@ -92,6 +97,8 @@ def sign_sgd(
         axis_name: see `error_feedback`, as for all that follow.
         dense_axis: the fast axis of a mesh with two levels.
         delay: 1 applies this step what was exchanged before its gradients.
+        accumulator_dtype: of residual and momentum: float32 (None), or "bfloat16" for half the
+            memory.
         momentum: momentum correction without masking.
         is_dense: which leaves travel uncompressed.
         layout_bucket_size: upper limit for the elements of a bucket of the layout.
@@ -104,6 +111,7 @@ def sign_sgd(
         axis_name=axis_name,
         dense_axis=dense_axis,
         delay=delay,
+        accumulator_dtype=accumulator_dtype,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=layout_bucket_size,

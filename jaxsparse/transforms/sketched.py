@@ -23,6 +23,7 @@ def sketched_sgd(
     axis_name: str | None = "data",
     dense_axis: str | None = None,
     delay: Literal[0, 1] | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -53,6 +54,8 @@ def sketched_sgd(
         axis_name: see `error_feedback`, as for all that follow.
         dense_axis: the fast axis of a mesh with two levels.
         delay: 1 applies this step what was exchanged before its gradients.
+        accumulator_dtype: of residual and momentum: float32 (None), or "bfloat16" for half the
+            memory.
         momentum: momentum correction with momentum factor masking. It belongs here, not in the
             optimizer that follows.
         is_dense: which leaves travel uncompressed.
@@ -93,6 +96,7 @@ def sketched_sgd(
         axis_name=axis_name,
         dense_axis=dense_axis,
         delay=delay,
+        accumulator_dtype=accumulator_dtype,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,

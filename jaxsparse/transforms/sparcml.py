@@ -3,7 +3,7 @@
 from typing import Literal
 
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from jaxsparse import codecs, network
 from jaxsparse.feedback import error_feedback
@@ -29,6 +29,7 @@ def sparcml(
     axis_name: str | None = "data",
     dense_axis: str | None = None,
     delay: Literal[0, 1] | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     layout_bucket_size: int | None = None,
@@ -58,6 +59,8 @@ def sparcml(
         axis_name: see `error_feedback`, as for all that follow.
         dense_axis: the fast axis of a mesh with two levels.
         delay: 1 applies this step what was exchanged before its gradients.
+        accumulator_dtype: of residual and momentum: float32 (None), or "bfloat16" for half the
+            memory.
         momentum: momentum correction with masking where this worker sent.
         is_dense: which leaves travel uncompressed.
         layout_bucket_size: upper limit for the elements of a bucket of the layout.
@@ -86,6 +89,7 @@ def sparcml(
         axis_name=axis_name,
         dense_axis=dense_axis,
         delay=delay,
+        accumulator_dtype=accumulator_dtype,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=layout_bucket_size,

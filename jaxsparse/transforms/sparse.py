@@ -3,7 +3,7 @@
 from typing import Literal
 
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from jaxsparse import codecs
 from jaxsparse.feedback import error_feedback
@@ -24,6 +24,7 @@ def top_k(
     axis_name: str | None = "data",
     dense_axis: str | None = None,
     delay: Literal[0, 1] | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -42,6 +43,8 @@ def top_k(
         axis_name: see `error_feedback`, as for all that follow.
         dense_axis: the fast axis of a mesh with two levels.
         delay: 1 applies this step what was exchanged before its gradients.
+        accumulator_dtype: of residual and momentum: float32 (None), or "bfloat16" for half the
+            memory.
         momentum: momentum correction with momentum factor masking where this worker sent.
         is_dense: which leaves travel uncompressed.
         bucket_size: upper limit for the elements of a bucket.
@@ -62,6 +65,7 @@ def top_k(
         axis_name=axis_name,
         dense_axis=dense_axis,
         delay=delay,
+        accumulator_dtype=accumulator_dtype,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,
@@ -77,6 +81,7 @@ def gtopk(
     axis_name: str | None = "data",
     dense_axis: str | None = None,
     delay: Literal[0, 1] | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -94,6 +99,8 @@ def gtopk(
         axis_name: see `error_feedback`, as for all that follow.
         dense_axis: the fast axis of a mesh with two levels.
         delay: 1 applies this step what was exchanged before its gradients.
+        accumulator_dtype: of residual and momentum: float32 (None), or "bfloat16" for half the
+            memory.
         momentum: momentum correction with masking where a worker's own entry was delivered.
         is_dense: which leaves travel uncompressed.
         bucket_size: upper limit for the elements of a bucket.
@@ -106,6 +113,7 @@ def gtopk(
         axis_name=axis_name,
         dense_axis=dense_axis,
         delay=delay,
+        accumulator_dtype=accumulator_dtype,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,
@@ -123,6 +131,7 @@ def ok_topk(
     axis_name: str | None = "data",
     dense_axis: str | None = None,
     delay: Literal[0, 1] | None = None,
+    accumulator_dtype: DTypeLike | None = None,
     momentum: float | Array | None = None,
     is_dense: IsDense | None = None,
     bucket_size: int | None = None,
@@ -149,6 +158,8 @@ def ok_topk(
         axis_name: see `error_feedback`, as for all that follow.
         dense_axis: the fast axis of a mesh with two levels.
         delay: 1 applies this step what was exchanged before its gradients.
+        accumulator_dtype: of residual and momentum: float32 (None), or "bfloat16" for half the
+            memory.
         momentum: momentum correction with masking where a worker's own entry was delivered.
         is_dense: which leaves travel uncompressed.
         bucket_size: upper limit for the elements of a bucket.
@@ -167,6 +178,7 @@ def ok_topk(
         axis_name=axis_name,
         dense_axis=dense_axis,
         delay=delay,
+        accumulator_dtype=accumulator_dtype,
         momentum=momentum,
         is_dense=is_dense,
         bucket_size=bucket_size,

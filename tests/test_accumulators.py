@@ -1,0 +1,155 @@
+"""Residuals and momenta in bfloat16: rounded at random, so that nothing is lost on average."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsparse
+from jaxsparse import data_parallel, hashing, shard
+from jaxsparse.feedback import accumulators
+from jaxsparse.reducers.omni_reduce import OmniReduceReducer
+
+W = 3
+PARAMS = {"w": jnp.zeros((50, 40)), "b": jnp.zeros(7)}
+
+
+def gradients(seed, scale=1.0):
+    draw = lambda p: jax.random.normal(jax.random.key(seed), (W, *p.shape)) * jnp.float32(scale)
+    return jax.tree.map(draw, PARAMS)
+
+
+def stepper(tx, mesh=W):
+    @functools.partial(data_parallel, mesh=mesh, batch_argnums=0)
+    def step(grads, state):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    return step
+
+
+def test_rounding_is_unbiased_to_neighbours_and_exact_where_it_can_be():
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=3000) * 10.0 ** rng.integers(-30, 30, 3000)).astype(np.float32)
+    x[:6] = [0.0, -0.0, 1.0, -3.5, 3.4e38, -3.4e38]
+    keys = jax.vmap(lambda i: hashing.combine(i, 7))(jnp.arange(4000, dtype=jnp.uint32))
+    draws = jax.jit(jax.vmap(accumulators.rounded, (None, 0)))(x, keys)
+    assert draws.dtype == jnp.bfloat16
+    draws = np.asarray(draws).astype(np.float64)
+    bits = x.view(np.uint32) & np.uint32(0xFFFF0000)
+    below = bits.view(np.float32).astype(np.float64)  # towards zero
+    ulp = np.abs(np.float64(1) * below) * 2.0**-7
+    inside = np.abs(x) < 3.38e38
+    assert (np.abs(draws - below) <= ulp)[:, inside].all()
+    np.testing.assert_array_equal(draws[:, :4], np.tile(x[:4], (4000, 1)))
+    assert np.signbit(draws[:, 1]).all()
+    assert np.isfinite(draws).all()
+    # The mean of n draws of one bit strays by less than ulp / (2 sqrt(n)), 5 times that for 3000.
+    error = (draws.mean(axis=0) - x)[inside]
+    assert (np.abs(error) <= 5 * ulp[inside] / (2 * np.sqrt(4000)) + 1e-40).all()
+
+
+@pytest.mark.parametrize("momentum", [None, 0.5], ids=["", "momentum"])
+def test_small_gradients_arrive_beside_large_residuals(momentum):
+    """To the nearest, 1e-3 added to 1 would be lost for ever; at random, sums come out right."""
+    tx = jaxsparse.error_feedback(
+        Hoard(), accumulator_dtype="bfloat16", momentum=momentum, is_dense=lambda *_: False
+    )
+    grads = {"w": jnp.full((W, 2000), 1e-3)}
+    state = shard(tx.init({"w": jnp.zeros(2000)}), W)
+    state = state._replace(residual=(jaxsparse.PerWorker(jnp.ones((W, 2000), jnp.bfloat16)),))
+    step = stepper(tx)
+    for _ in range(300):
+        _, state = step(grads, state)
+    assert state.residual[0].value.dtype == jnp.bfloat16
+    mean = np.asarray(state.residual[0].value).astype(np.float64).mean()
+    expected = 1 + 0.3 * (1 if momentum is None else 2)
+    assert abs(mean - expected) < 0.01
+    # Workers draw apart from each other.
+    assert (state.residual[0].value[0] != state.residual[0].value[1]).mean() > 0.5
+
+
+class Hoard(jaxsparse.TopKReducer):
+    """Delivers nothing, so that residuals only grow."""
+
+    def __init__(self):
+        super().__init__(density=0.01)
+
+    def __call__(self, x, state, *, axis_name):
+        return (
+            super()
+            .__call__(x, state, axis_name=axis_name)
+            ._replace(mean=jnp.zeros_like(x), residual=x, sent=None)
+        )
+
+
+def test_a_skipped_step_leaves_every_bit():
+    tx = jaxsparse.top_k(0.05, momentum=0.9, accumulator_dtype=jnp.bfloat16)
+    step = stepper(tx)
+    _, state = step(gradients(0), shard(tx.init(PARAMS), W))
+    assert int(state.roundings) == 1
+    broken = jax.tree.map(lambda g: g.at[1, 0].set(jnp.nan), gradients(1))
+    updates, after = step(broken, state)
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(updates))
+    assert int(after.skipped) == 1
+    same = jax.tree.map(np.array_equal, state._replace(skipped=0), after._replace(skipped=0))
+    assert all(jax.tree.leaves(same))
+
+
+def test_training_state_is_half_as_large_and_sums_are_kept_on_average():
+    make = functools.partial(jaxsparse.top_k, 0.05)
+    narrow, wide = make(accumulator_dtype="bfloat16"), make()
+    size = lambda tx: sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(PARAMS).residual))
+    assert size(narrow) * 2 == size(wide) == 2000 * 4
+    step, state = stepper(narrow), shard(narrow.init(PARAMS), W)
+    owed = np.zeros(2000)
+    for seed in range(20):
+        updates, state = step(gradients(seed), state)
+        owed += np.asarray(gradients(seed)["w"], np.float64).mean(axis=0).ravel()
+        owed -= np.asarray(updates["w"], np.float64).ravel()
+    rest = np.asarray(state.residual[0].value).astype(np.float64).mean(axis=0)
+    gap = owed - rest
+    assert np.abs(gap).max() < 20 * 2.0**-7 * np.abs(rest).max()
+    # Of values below 8: an ulp is at most 2**-5, so one draw deviates by 2**-6 at most, and
+    # 60 draws, averaged over three workers, by 2**-6 sqrt(20 / 3).
+    assert np.sqrt(np.mean(gap**2)) < 2.0**-6 * np.sqrt(20 / 3)
+    assert abs(gap.mean()) < 4 * 2.0**-6 * np.sqrt(20 / 3 / 2000)
+
+
+def test_copies_of_a_mean_stay_equal():
+    """Momentum of the mean is kept by each host, rounded alike; residuals of hosts apart."""
+    axes = ("hosts", "local")
+    mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    tx = jaxsparse.error_feedback(
+        OmniReduceReducer(block_size=10, density=None, union_density=0.5),  # half finds no room
+        axis_name="hosts",
+        dense_axis="local",
+        momentum=0.9,
+        accumulator_dtype="bfloat16",
+    )
+    run = functools.partial(data_parallel, mesh=mesh, axis_name=axes)
+    state = run(tx.init, batch_argnums=())(PARAMS)
+    step = run(
+        lambda grads, state: tx.update(jax.tree.map(lambda g: g[0], grads), state), batch_argnums=0
+    )
+    grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(3), (4, *p.shape)), PARAMS)
+    for _ in range(2):
+        _, state = step(grads, state)
+    (momentum,), (residual,) = state.momentum, state.residual
+    assert momentum.value.dtype == residual.value.dtype == jnp.bfloat16
+    by_host = np.asarray(momentum.value).reshape(2, 2, -1)
+    np.testing.assert_array_equal(by_host[0], by_host[1])
+    assert np.asarray(by_host).any()
+    by_host = np.asarray(residual.value).reshape(2, 2, -1)
+    assert (by_host[0] != by_host[1]).any()
+
+
+def test_other_dtypes_and_states_are_refused():
+    for dtype in ("float16", "int8", "halves", jnp.float64):
+        with pytest.raises(ValueError, match=r"accumulator_dtype=.* must be 'float32'"):
+            jaxsparse.top_k(0.05, accumulator_dtype=dtype)
+    tx = jaxsparse.top_k(0.05, axis_name=None, accumulator_dtype="bfloat16")
+    state = jaxsparse.top_k(0.05, axis_name=None).init(PARAMS)
+    with pytest.raises(ValueError, match=r"holds residuals .*float32.* accumulator_dtype is bfl"):
+        tx.update(PARAMS, state)

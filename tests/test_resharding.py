@@ -1,0 +1,218 @@
+"""A state carried to another number of workers: what residuals owe the mean is conserved."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxsparse
+from jaxsparse import PerWorker, data_parallel, reshard, shard
+
+AXES = ("hosts", "local")
+COUNTS = (1, 2, 3, 5, 6, 8, 16, 256)
+
+
+def mesh_of(shape, axes):
+    return jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+
+
+def overlaps(before, after):
+    """A of `reshard`'s docstring, from its definition."""
+    result = np.zeros((after, before))
+    for j, i in itertools.product(range(after), range(before)):
+        shared = min((j + 1) / after, (i + 1) / before) - max(j / after, i / before)
+        result[j, i] = after * max(0.0, shared)
+    return result
+
+
+@pytest.mark.parametrize("before", COUNTS)
+@pytest.mark.parametrize("after", COUNTS)
+def test_rows_are_averaged_by_overlap(before, after):
+    rng = np.random.default_rng(before * 1000 + after)
+    x = rng.normal(size=(before, 40)).astype(np.float32) * 10.0 ** rng.integers(-20, 20, 40)
+    x = x.astype(np.float32)
+    y = np.asarray(reshard({"residual": PerWorker(x)}, after)["residual"].value)
+    assert y.shape == (after, 40)
+    assert y.dtype == np.float32
+    scale = np.abs(x).max(axis=0)
+    np.testing.assert_allclose(y / scale, overlaps(before, after) @ x / scale, rtol=0, atol=1e-7)
+    # Rows of A sum to 1 and columns to W' / W: so the mean over workers stays.
+    gap = y.mean(axis=0, dtype=np.float64) - x.mean(axis=0, dtype=np.float64)
+    assert (np.abs(gap) <= 2.0**-24 * scale).all()
+    if after % before == 0:
+        np.testing.assert_array_equal(y, np.repeat(x, after // before, axis=0))
+
+
+def test_copies_stay_copies_and_dtypes_stay():
+    x = np.random.default_rng(0).normal(size=20).astype(np.float32)
+    for before, after in itertools.permutations((1, 3, 7, 8), 2):
+        tree = {
+            "equal": PerWorker(np.tile(x, (before, 1))),
+            "narrow": PerWorker(jnp.tile(x.astype(jnp.bfloat16), (before, 1))),
+            "flag": PerWorker(np.ones((before, 2), bool)),
+            "complex": PerWorker(np.tile(x * 1j, (before, 1)).astype(np.complex64)),
+            "nothing": PerWorker(np.zeros((before, 0), np.float32)),
+            "none": None,
+            "count": np.int32(3),
+            "key": jax.random.key(1),
+        }
+        carried = reshard(tree, after)
+        assert jax.tree.structure(carried) == jax.tree.structure(tree)
+        for name in ("equal", "narrow", "flag", "complex", "nothing"):
+            old, new = tree[name].value, carried[name].value
+            assert new.dtype == old.dtype
+            assert new.shape == (after, *old.shape[1:])
+            np.testing.assert_array_equal(new, np.repeat(np.asarray(old[:1]), after, axis=0))
+        assert carried["count"] == 3
+        assert carried["key"] == tree["key"]
+
+
+def test_bfloat16_rows_are_averaged_not_copied():
+    x = jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 0.0]], jnp.bfloat16)
+    carried = reshard(PerWorker(x), 1).value
+    np.testing.assert_array_equal(carried, jnp.asarray([[3.0, 2.0]], jnp.bfloat16))
+
+
+def test_on_a_mesh_it_is_placed_as_shard_does():
+    mesh = mesh_of((6,), ("data",))
+    tree = {"residual": PerWorker(jnp.arange(8.0)[:, None]), "params": jnp.ones(3)}
+    carried = reshard(tree, mesh)
+    assert [s.data.shape for s in carried["residual"].value.addressable_shards] == [(1, 1)] * 6
+    assert carried["params"].sharding.is_fully_replicated
+    again = shard(carried, mesh)  # needless, and harmless
+    np.testing.assert_array_equal(again["residual"].value, carried["residual"].value)
+    np.testing.assert_allclose(
+        carried["residual"].value[:, 0], overlaps(8, 6) @ np.arange(8.0), rtol=1e-6
+    )
+
+
+def test_each_shard_goes_among_hosts():
+    """2 x 2 to 3 x 2 devices: rows are those of host 0, then host 1."""
+    old, new = mesh_of((2, 2), AXES), mesh_of((3, 2), AXES)
+    params = {"w": jnp.ones((60, 50))}
+    tx = jaxsparse.spardl(0.1, axis_name="hosts", dense_axis="local", momentum=0.9)
+    state = data_parallel(tx.init, old, axis_name=AXES, batch_argnums=())(params)
+    rows = np.random.default_rng(0).normal(size=(4, 1500)).astype(np.float32)
+    state = state._replace(residual=(type(state.residual[0])(rows),))
+    carried = reshard(state, new, AXES).residual[0].value
+    expected = np.einsum("jh,hld->jld", overlaps(2, 3), rows.reshape(2, 2, 1500))
+    np.testing.assert_allclose(carried.reshape(3, 2, 1500), expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="of a shard of a mesh with two levels"):
+        reshard(state, 6)
+
+
+def sums_of_updates(tx, state, params, grads, workers):
+    @functools.partial(data_parallel, mesh=workers, batch_argnums=0)
+    def step(grads, state):
+        grads = jax.tree.map(lambda g: g[0], grads)
+        return tx.update(grads, state, params)
+
+    total = jax.tree.map(np.zeros_like, params)
+    for g in grads:
+        updates, state = step(g, state)
+        total = jax.tree.map(lambda t, u: t + np.asarray(u, np.float64), total, updates)
+    return total, state
+
+
+@pytest.mark.parametrize(
+    ("tx", "counts"),
+    [
+        pytest.param(jaxsparse.top_k(0.05, delay=1, bucket_size=700), (3, 2), id="delay, buckets"),
+        pytest.param(jaxsparse.top_k(0.05), (8, 6, 8, 1, 16), id="top_k", marks=pytest.mark.slow),
+        *(
+            pytest.param(tx, (8, 6, 8, 1, 16), id=name, marks=pytest.mark.thorough)
+            for name, tx in {
+                "spardl": jaxsparse.spardl(0.1),
+                "ok_topk": jaxsparse.ok_topk(0.05),
+                "sketched_sgd": jaxsparse.sketched_sgd(k=20, cols=100),
+            }.items()
+        ),
+    ],
+)
+def test_updates_and_what_is_owed_add_up_to_the_gradients(tx, counts):
+    """Sum of updates + mean of residuals == sum of mean gradients, whatever numbers of workers."""
+    rng = np.random.default_rng(0)
+    params = {"w": np.zeros((40, 30), np.float32), "b": np.zeros(5, np.float32)}
+    state = tx.init(params)
+    owed = jax.tree.map(lambda p: np.zeros(p.shape), params)
+    for workers in counts:
+        grads = [random_gradients(rng, params, workers) for _ in range(3)]
+        for g in grads:
+            owed = jax.tree.map(lambda o, x: o + x.mean(axis=0, dtype=np.float64), owed, g)
+        total, state = sums_of_updates(tx, reshard(state, workers), params, grads, workers)
+        owed = jax.tree.map(np.subtract, owed, total)
+        mean = lambda node: np.asarray(node.value).mean(axis=0, dtype=np.float64)
+        rest = np.concatenate([mean(residual) for residual in state.residual])
+        pending = mean(state.pending) if state.pending != () else 0
+        assert np.abs(owed["w"].ravel() - rest).max() < 2e-6, workers
+        assert np.abs(rest).max() > 0.1  # much is owed each time
+        assert np.abs(owed["b"] - pending).max() < 2e-6
+
+
+def random_gradients(rng, params, workers):
+    draw = lambda p: rng.normal(size=(workers, *p.shape)).astype(np.float32)
+    return jax.tree.map(draw, params)
+
+
+def test_h_of_another_number_of_workers_is_brought_within_bounds():
+    """B-SAG's h counts entries of a block, which is the larger the fewer workers there are."""
+    from jaxsparse.collectives.spar_all_gather import Adaptation
+
+    state = Adaptation(jnp.float32(500), jnp.float32(-100), jnp.bool_(True))
+    h, step, flag = state.within(60, 3)
+    assert (float(h), float(step), bool(flag)) == (60, -40, True)
+    inside = Adaptation(jnp.float32(31), jnp.float32(2.5), jnp.bool_(False))
+    assert inside.within(60, 3) == inside
+
+
+class TestRefused:
+    def test_different_numbers_of_workers(self):
+        tree = [PerWorker(np.zeros((2, 3))), PerWorker(np.zeros((4, 3)))]
+        with pytest.raises(ValueError, match="of different numbers of workers"):
+            reshard(tree, 3)
+
+    def test_integers_that_differ(self):
+        with pytest.raises(
+            ValueError, match=r"leaf\['rank'\].*is int64 and differs between workers"
+        ):
+            reshard({"rank": PerWorker(np.arange(4))}, 3)
+        same = reshard({"rank": PerWorker(np.arange(4, dtype=np.int32))}, 4)
+        np.testing.assert_array_equal(same["rank"].value, np.arange(4))
+
+    def test_keys(self):
+        with pytest.raises(ValueError, match="holds keys, one a worker"):
+            reshard(PerWorker(jax.random.split(jax.random.key(0), 4)), 2)
+
+    def test_no_axis_for_workers(self):
+        with pytest.raises(ValueError, match=r"marked PerWorker but has shape \(\)"):
+            reshard(PerWorker(np.float32(1)), 2)
+
+    def test_devices_of_the_fast_axis(self):
+        tree = PerWorker(np.zeros((6, 3), np.float32))
+        with pytest.raises(ValueError, match="only the number of hosts can change"):
+            reshard(tree, mesh_of((2, 4), AXES), AXES)
+
+    def test_without_it(self):
+        tx = jaxsparse.top_k(0.05)
+        params = {"w": jnp.zeros((40, 30))}
+        state = shard(tx.init(params), 8)
+        with pytest.raises(ValueError, match=r"spread over 8.*jaxsparse\.reshard\(state, mesh\)"):
+            shard(state, 6)
+        step = data_parallel(lambda state: state, 6, batch_argnums=())
+        with pytest.raises(ValueError, match=r"for 8 workers.*jaxsparse\.reshard\(state, mesh\)"):
+            step(state)
+
+
+def test_a_train_state_with_an_optimizer():
+    from flax.training.train_state import TrainState
+
+    tx = optax.chain(jaxsparse.top_k(0.05, momentum=0.9), optax.adam(1e-3))
+    params = {"w": jnp.ones((40, 30))}
+    state = shard(TrainState.create(apply_fn=None, params=params, tx=tx), 4)
+    carried = reshard(state, 6)
+    assert carried.opt_state[0].momentum[0].value.shape == (6, 1200)
+    assert carried.opt_state[1][0].mu["w"].shape == (40, 30)
