@@ -3,10 +3,15 @@
 The data are scikit-learn's 8x8 digits (nothing is downloaded), the workers eight emulated devices:
 
     python examples/linen_trainer.py --method sketched_sgd --accumulate 4
+
+With `--csv FILE` it also writes what the exchange delivers and holds back at each step, and shows
+some of it beside the progress.
 """
 
 import argparse
+import csv
 import functools
+from pathlib import Path
 from typing import Any
 
 import digits
@@ -16,9 +21,11 @@ import optax
 from digits import number
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from rich.progress import track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import jaxsparse
+
+SHOWN = ("loss", "residual_norm", "delivered_share")  # beside the progress
 
 
 class MLP(nn.Module):
@@ -33,8 +40,8 @@ class MLP(nn.Module):
 
 
 def step(
-    state: TrainState, batch: digits.Digits, key: jax.Array, *, accumulate: int
-) -> tuple[TrainState, jax.Array]:
+    state: TrainState, batch: digits.Digits, key: jax.Array, *, accumulate: int, report: bool
+) -> tuple[TrainState, jax.Array, jaxsparse.Diagnostics | None]:
     """What one worker does, given its share of the batch and its own residual."""
     params = jaxsparse.local(state.params)  # keeps gradients local until they are exchanged
     # The key is the same everywhere: without the worker's number all would drop the same units.
@@ -54,8 +61,16 @@ def step(
     zeros = jax.tree.map(jnp.zeros_like, params)
     total, losses = jax.lax.scan(add_gradient, zeros, (micros, keys))
 
-    state = state.apply_gradients(grads=jax.tree.map(lambda g: g / accumulate, total))
-    return state, jax.lax.pmean(losses.mean(), "data")
+    # As state.apply_gradients does it, but the updates are at hand to be reported.
+    grads = jax.tree.map(lambda g: g / accumulate, total)
+    updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
+    state = state.replace(
+        step=state.step + 1,
+        params=optax.apply_updates(state.params, updates),
+        opt_state=opt_state,
+    )
+    diagnostics = jaxsparse.diagnose(opt_state, updates) if report else None
+    return state, jax.lax.pmean(losses.mean(), "data"), diagnostics
 
 
 def main() -> None:
@@ -82,13 +97,24 @@ def main() -> None:
     state = jaxsparse.shard(state, workers.run)
 
     batches = functools.partial(digits.batches, train_set, batch_size, args.steps, args.seed)
-    parallel = jaxsparse.data_parallel(
-        functools.partial(step, accumulate=args.accumulate), workers.run, donate_argnums=0
-    )
+    one_step = functools.partial(step, accumulate=args.accumulate, report=args.csv is not None)
+    parallel = jaxsparse.data_parallel(one_step, workers.run, donate_argnums=0)
     moved = jaxsparse.cost.wire_bytes(parallel, state, next(batches()), dropout_key)
-    for batch in track(batches(), args.method, total=args.steps):
-        state, loss = parallel(state, batch, dropout_key)
-        loss = float(loss)  # waits: emulated devices may deadlock on queued steps
+    rows = []
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
+    with Progress(TextColumn(args.method), *columns) as progress:
+        task = progress.add_task("", total=args.steps, shown="")
+        for i, batch in enumerate(batches(), start=1):
+            state, loss, diagnostics = parallel(state, batch, dropout_key)
+            row = {"step": i, "loss": float(loss)}  # waits: queued steps may deadlock here
+            if diagnostics is not None:
+                row |= {name: x.item() for name, x in diagnostics._asdict().items()}
+                row["received_bytes"] = moved.received
+                rows.append(row)
+            shown = "  ".join(f"{name} {row[name]:.4g}" for name in SHOWN if name in row)
+            progress.update(task, advance=1, shown=shown)
+    if args.csv is not None:
+        write_csv(args.csv, rows)
 
     logits = jax.jit(model.apply)({"params": state.params}, test_set.images)
     accuracy = jnp.mean(logits.argmax(axis=-1) == test_set.labels)
@@ -97,6 +123,14 @@ def main() -> None:
         f"{args.method}: train loss {loss:.4f}, test accuracy {100 * accuracy:.1f} %, "
         + ("simulated, so nothing was sent" if args.simulate else sent)
     )
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def flags() -> argparse.ArgumentParser:
@@ -126,6 +160,7 @@ def flags() -> argparse.ArgumentParser:
     add("--lr", type=number(float, 0), default=0.1, help="(default: 0.1)")
     add("--hidden", type=number(int, 32), default=384, help="(default: 384)")
     add("--seed", type=number(int, 0), default=0, help="(default: 0)")
+    add("--csv", type=Path, metavar="FILE", help="written with a line of diagnostics for each step")
     return parser
 
 

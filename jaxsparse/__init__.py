@@ -20,6 +20,7 @@ from jaxsparse import (
 )
 from jaxsparse.autotune import Autotuned, autotune
 from jaxsparse.blocks import BlockStream
+from jaxsparse.diagnostics import Diagnostics, diagnose
 from jaxsparse.feedback import ErrorFeedbackState, error_feedback
 from jaxsparse.parallel import data_parallel
 from jaxsparse.partition import partition
@@ -40,6 +41,7 @@ from jaxsparse.reducers.sparcml import SparCMLReducer
 from jaxsparse.reducers.spardl import SparDLReducer
 from jaxsparse.reducers.top_k import TopKReducer
 from jaxsparse.reducers.true_top_k import TrueTopKReducer
+from jaxsparse.replicas import check_replicas
 from jaxsparse.resharding import reshard
 from jaxsparse.sharding import local, shard
 from jaxsparse.sketch import SketchSpec
@@ -72,6 +74,7 @@ __all__ = [
     "BlockGatherReducer",
     "BlockStream",
     "DenseReducer",
+    "Diagnostics",
     "DragonnReducer",
     "ErrorFeedbackState",
     "GTopKReducer",
@@ -98,12 +101,14 @@ __all__ = [
     "TrueTopKReducer",
     "autotune",
     "blocks",
+    "check_replicas",
     "codecs",
     "collectives",
     "cost",
     "data_parallel",
     "dense",
     "dgc",
+    "diagnose",
     "dragonn",
     "error_feedback",
     "gtopk",

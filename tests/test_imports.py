@@ -22,7 +22,7 @@ LAYERS = [
     ["sketch.heavy", "sketch.blocks"],
     ["sketch", "layout"],
     ["collectives.wire"],
-    ["per_worker"],
+    ["per_worker", "replicas"],
     ["sharding"],
     ["parallel", "resharding"],
     ["collectives.group", "collectives.outcome", "collectives.parcel", "collectives.tally"],
@@ -34,7 +34,7 @@ LAYERS = [
     ["reducers.residuals", "reducers.blocks"],
     ["reducers"],
     ["feedback"],
-    ["transforms", "partition", "autotune", "tensors"],
+    ["transforms", "partition", "autotune", "tensors", "diagnostics"],
     ["cost"],
     ["__main__"],
 ]

@@ -1,0 +1,169 @@
+"""What is delivered and held back, reported on demand; and whether replicas are equal."""
+
+import csv
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from test_examples import run
+
+import jaxsparse
+from jaxsparse import check_replicas, data_parallel, diagnose, shard
+from jaxsparse.per_worker import Sharded
+
+AXES = ("hosts", "local")
+PARAMS = {"w": jnp.zeros((50, 40)), "b": jnp.zeros(7)}
+P = jax.sharding.PartitionSpec
+
+
+def mesh_of(shape, axes=("data",)):
+    return jax.make_mesh(shape, axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+
+
+def gradients(workers, scale):
+    rng = np.random.default_rng(0)
+    draw = lambda p: (rng.normal(size=(workers, *p.shape)) * scale).astype(np.float32)
+    return jax.tree.map(draw, PARAMS)
+
+
+def norm(x):
+    return np.linalg.norm(np.asarray(x, np.float64).ravel())
+
+
+@pytest.mark.parametrize("mesh", [3, mesh_of((3,))], ids=["vmap", "shard_map"])
+def test_norms_and_counts(mesh):
+    tx = jaxsparse.top_k(0.01, bucket_size=1100)
+
+    @functools.partial(data_parallel, mesh=mesh, batch_argnums=0)
+    def step(grads, state):
+        updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state)
+        return updates, state, diagnose((state, "anything else"), updates)
+
+    for scale in (1.0, 1e30, 1e-30):
+        state = shard(tx.init(PARAMS), mesh)
+        updates, state, report = step(gradients(3, scale), state)
+        rows = np.concatenate([np.asarray(r.value, np.float64) for r in state.residual], axis=1)
+        expected = np.sqrt(np.mean([norm(row) ** 2 for row in rows]))
+        np.testing.assert_allclose(report.residual_norm, expected, rtol=1e-5)
+        expected = np.sqrt(sum(norm(u) ** 2 for u in jax.tree.leaves(updates)))
+        np.testing.assert_allclose(report.update_norm, expected, rtol=1e-5)
+        nonzero = sum(np.count_nonzero(u) for u in jax.tree.leaves(updates))
+        assert int(report.delivered) == nonzero
+        np.testing.assert_allclose(report.delivered_share, nonzero / 2007, rtol=1e-6)
+        assert (int(report.overflow), int(report.skipped)) == (0, 0)
+
+
+def test_by_itself_it_finds_states_in_a_trainer_and_adds_them_up():
+    dense, sparse = jaxsparse.dense(), jaxsparse.spardl(0.01)
+    both = optax.partition({"w": sparse, "b": dense}, {"w": "w", "b": "b"})
+    tx = optax.chain(both, optax.adam(1e-3))
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    run = data_parallel(diagnose, 3, batch_argnums=())
+    report = run(shard(state, 3))
+    assert [float(report.residual_norm), int(report.delivered), int(report.skipped)] == [0, 0, 0]
+    assert report.update_norm is report.delivered_share is None
+    with pytest.raises(ValueError, match="state, of type dict, holds no state of a jaxsparse"):
+        run({"w": jnp.zeros(3)})
+
+
+def test_of_a_single_worker_and_under_nnx():
+    tx = jaxsparse.top_k(0.01, axis_name=None)
+    model = nnx.Linear(40, 50, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.chain(tx, optax.sgd(0.1)), wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    nnx.jit(lambda optimizer, model: optimizer.update(model, grads))(optimizer, model)
+    report = jax.jit(functools.partial(diagnose, axis_name=None))(optimizer.opt_state)
+    # All but 20 of 2000 ones are held back; the bias is delivered.
+    np.testing.assert_allclose(report.residual_norm, np.sqrt(1980), rtol=1e-6)
+    assert int(report.delivered) == 20 + 50
+
+
+def test_shards_of_two_levels_add_up():
+    mesh = mesh_of((2, 2), AXES)
+    tx = jaxsparse.top_k(0.01, axis_name="hosts", dense_axis="local")
+    run = functools.partial(data_parallel, mesh=mesh, axis_name=AXES)
+    state = run(tx.init, batch_argnums=())(PARAMS)
+
+    @functools.partial(run, batch_argnums=0)
+    def step(grads, state):
+        updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state)
+        return updates, state, diagnose(state, updates, axis_name=AXES)
+
+    updates, state, report = step(gradients(4, 1.0), state)
+    rows = np.asarray(state.residual[0].value).reshape(2, -1)  # one of each host
+    np.testing.assert_allclose(report.residual_norm, norm(rows) / np.sqrt(2), rtol=1e-5)
+    expected = np.sqrt(sum(norm(u) ** 2 for u in jax.tree.leaves(updates)))
+    np.testing.assert_allclose(report.update_norm, expected, rtol=1e-5)
+
+    @functools.partial(run, batch_argnums=())
+    def of_sharded(state, updates):
+        return diagnose(state, updates, axis_name=AXES)
+
+    report = of_sharded(state, {"w": Sharded(updates["w"]), "b": updates["b"]})
+    np.testing.assert_allclose(report.update_norm, expected, rtol=1e-5)
+    np.testing.assert_allclose(report.delivered_share, int(report.delivered) / 2007, rtol=1e-6)
+
+
+def test_the_linen_trainer_writes_them(tmp_path):
+    flags = ["--devices", 2, "--hidden", 32, "--steps", 3, "--accumulate", 1, "--compression", 2]
+    run("linen_trainer.py", *flags, "--csv", "out/log.csv", cwd=tmp_path)
+    with (tmp_path / "out/log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2", "3"]
+    for row in rows:
+        assert float(row["residual_norm"]) > 0
+        assert float(row["update_norm"]) > 0
+        assert 0 < float(row["delivered_share"]) < 0.5
+        assert float(row["received_bytes"]) > 1000
+        assert row["skipped"] == row["overflow"] == "0"
+
+
+class TestReplicas:
+    mesh = mesh_of((2, 2), AXES)
+
+    def array(self, spec, values):
+        """Of shape (2, 3), from what each device holds."""
+        sharding = jax.sharding.NamedSharding(self.mesh, spec)
+        pieces = [jax.device_put(v, d) for v, d in zip(values, self.mesh.devices.flat)]
+        return jax.make_array_from_single_device_arrays((2, 3), sharding, pieces)
+
+    def test_equal_ones_pass(self):
+        x = jnp.float32([[1, -0.0, np.nan], [2, 3, np.inf]])
+        tree = {
+            "whole": self.array(P(), [x] * 4),
+            "halves": self.array(P("local"), [x[:1], x[1:]] * 2),
+            "own": self.array(P(AXES[0], None), [x[:1], x[:1], x[1:], x[1:]]),
+            "key": jax.device_put(jax.random.key(0), jax.sharding.NamedSharding(self.mesh, P())),
+            "bf16": self.array(P(), [x.astype(jnp.bfloat16)] * 4),
+            "number": 3,
+            "single": jnp.ones(3),
+            "empty": jax.device_put(np.zeros((0, 3)), jax.sharding.NamedSharding(self.mesh, P())),
+        }
+        check_replicas(tree)
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_one_bit_is_found(self, dtype):
+        x = jnp.asarray([[1, 0, 3], [4, 5, 6]], dtype)
+        other = x.at[0, 1].set(-0.0)
+        tree = {"params": [self.array(P(), [x, x, other, x])]}
+        with pytest.raises(
+            RuntimeError,
+            match=r"\['params'\]\[0\] differs between .*0 and .*2 in 1 of 6 elements, first at "
+            r"\(0, 1\): 0(\.0)? and -0(\.0)?\. Replicas have drifted",
+        ):
+            check_replicas(tree)
+
+    def test_shards_are_compared_with_their_own_copies(self):
+        x = jnp.float32([[1, 2, 3], [4, 5, 6]])
+        changed = self.array(P("local"), [x[:1], x[1:], x[:1], x[1:] + 1])
+        with pytest.raises(RuntimeError, match=r"differs between .*1 and .*3 in 3 of 3"):
+            check_replicas(changed)
+
+    def test_not_within_a_step(self):
+        with pytest.raises(ValueError, match="call it on the step's outputs"):
+            jax.jit(lambda x: check_replicas(x))(jnp.ones(3))
