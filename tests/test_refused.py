@@ -1,0 +1,86 @@
+"""README's table of what is refused: each message is provoked, and none is missing."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_errors as misuse
+from test_errors import PARAMS, sketched, update
+from workers import mesh
+
+import jaxsparse
+from jaxsparse import PerWorker, data_parallel, diagnose, reshard, shard
+from jaxsparse.quantize import QSGD
+from jaxsparse.reducers.quantized import QuantizedReducer
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+AXES = ("hosts", "local")
+
+
+def two_levels():
+    return jax.make_mesh((2, 2), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def state_of_shards(**settings):
+    tx = jaxsparse.spardl(0.1, axis_name="hosts", dense_axis="local", **settings)
+    init = data_parallel(tx.init, two_levels(), axis_name=AXES, batch_argnums=())
+    return init(PARAMS)
+
+
+def another_accumulator():
+    state = shard(jaxsparse.top_k(0.1, accumulator_dtype="bfloat16").init(PARAMS), 3)
+    update(jaxsparse.top_k(0.1), state=(PARAMS, state))
+
+
+def copies_that_differ():
+    pieces = [jax.device_put(jnp.full(2, i), d) for i, d in enumerate(jax.devices()[:2])]
+    everywhere = jax.sharding.NamedSharding(mesh(2), jax.P())
+    array = jax.make_array_from_single_device_arrays((2,), everywhere, pieces)
+    jaxsparse.check_replicas(array)
+
+
+REFUSED = {
+    "is equal on all workers": misuse.summed_gradient,
+    "is not bound here": misuse.outside_the_parallel_step,
+    "spread it once before the first step": misuse.unspread_state,
+    "carry the state over to another number of workers": misuse.spread_twice,
+    "the state holds residuals of sizes": misuse.state_of_another_tree,
+    "the state holds residuals or momenta in": another_accumulator,
+    "differs between workers": misuse.differing_output,
+    "cannot share equally": misuse.uneven_batch,
+    "is partitioned over devices": misuse.partitioned_over_another_axis,
+    "needs the size of dense_axis": lambda: jaxsparse.spardl(0.1, dense_axis="x").init(PARAMS),
+    "of a shard of a mesh with two levels": lambda: reshard(state_of_shards(), 6),
+    "only the number of hosts can change": lambda: reshard(
+        PerWorker(np.zeros((3, 5))), two_levels(), AXES
+    ),
+    "there is no mean to carry over": lambda: reshard(PerWorker(np.arange(4)), 3),
+    "would be compressed": lambda: sketched().init({"b": jnp.zeros(3)}),
+    "ask for less compression": lambda: jaxsparse.sketched_sgd(400).init(PARAMS),
+    "it is static": lambda: jax.jit(lambda d: jaxsparse.top_k(d).init(PARAMS))(0.1),
+    "has dtype int32": lambda: sketched().init({"n": jnp.zeros((40, 30), jnp.int32)}),
+    "must lie between 1 and": lambda: sketched(k=1201).init(PARAMS),
+    "does not divide the": lambda: update(jaxsparse.spardl(0.1, teams=2)),
+    "adapts its messages": lambda: state_of_shards(teams=2, gather="bruck"),
+    "must lie in [0, 1)": lambda: sketched(momentum=1.0),
+    "fed back it grows from step to step": lambda: QuantizedReducer(
+        QSGD(2, scale="l2"), rounding="nearest"
+    ),
+    "holds no state of a jaxsparse transformation": lambda: diagnose(PARAMS),
+    "Replicas have drifted apart": copies_that_differ,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_the_readme_says_is_refused(message):
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(message)):
+        REFUSED[message]()
+
+
+def test_the_readme_lists_just_these():
+    section = README.read_text().split("## What is refused, and why")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)
+    assert listed == list(REFUSED)
