@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, reshard, shard
+from jaxsparse.collectives.spar_all_gather import Adaptation
 
 AXES = ("hosts", "local")
 COUNTS = (1, 2, 3, 5, 6, 8, 16, 256)
@@ -160,8 +163,6 @@ def random_gradients(rng, params, workers):
 
 def test_h_of_another_number_of_workers_is_brought_within_bounds():
     """B-SAG's h counts entries of a block, which is the larger the fewer workers there are."""
-    from jaxsparse.collectives.spar_all_gather import Adaptation
-
     state = Adaptation(jnp.float32(500), jnp.float32(-100), jnp.bool_(True))
     h, step, flag = state.within(60, 3)
     assert (float(h), float(step), bool(flag)) == (60, -40, True)
@@ -208,11 +209,25 @@ class TestRefused:
 
 
 def test_a_train_state_with_an_optimizer():
-    from flax.training.train_state import TrainState
-
     tx = optax.chain(jaxsparse.top_k(0.05, momentum=0.9), optax.adam(1e-3))
     params = {"w": jnp.ones((40, 30))}
     state = shard(TrainState.create(apply_fn=None, params=params, tx=tx), 4)
     carried = reshard(state, 6)
     assert carried.opt_state[0].momentum[0].value.shape == (6, 1200)
     assert carried.opt_state[1][0].mu["w"].shape == (40, 30)
+
+
+def test_an_nnx_state_and_a_restored_dictionary():
+    tx = jaxsparse.top_k(0.05, axis_name="data")
+    model = nnx.Linear(40, 30, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    graphdef, state = nnx.split((model, optimizer))
+    carried = reshard(shard(state, 4), 6)
+    _, optimizer = nnx.merge(graphdef, carried)
+    assert optimizer.opt_state.residual[0].value.shape == (6, 1200)
+
+    # What is restored without its types still has the mark in its paths.
+    restored = {"residual": {"jaxsparse_per_worker": np.ones((4, 5), np.float32)}, "step": 3}
+    carried = reshard(restored, 2)
+    assert carried["residual"]["jaxsparse_per_worker"].shape == (2, 5)
+    assert carried["step"] == 3
