@@ -20,6 +20,8 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption("--thorough", action="store_true", help="also run those marked thorough")
+    parser.addoption("--fuzz", type=int, default=0, help="cases of tests/test_fuzz.py to run, too")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="of these cases")
 
 
 def pytest_collection_modifyitems(config, items):

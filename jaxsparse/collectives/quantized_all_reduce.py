@@ -15,6 +15,7 @@ from jaxsparse.quantize import (
     quantize,
     to_message,
 )
+from jaxsparse.quantize.packing import check_size
 
 
 def quantized_all_reduce(
@@ -50,8 +51,9 @@ def quantized_all_reduce(
         overflows has none that is finite.
 
     Raises:
-        ValueError: the quantizer takes no key, or needs one.
+        ValueError: the quantizer takes no key, or needs one, or indices of `x` do not fit int32.
     """
+    check_size("x.size", x.size)
     if key is None:
         check_feedback(quantizer, stochastic=False)
     workers, rank = wire.axis_size(axis_name), wire.axis_index(axis_name)

@@ -12,6 +12,8 @@ from jaxsparse.collectives import wire
 from jaxsparse.feedback.levels import Levels
 from jaxsparse.reducers.base import Info, Reduced, Reducer
 
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
 
 class Bucket(NamedTuple):
     """One worker's state of its shard of one bucket."""
@@ -124,7 +126,7 @@ def delayed(
     pending = dense_before.pending
     assert pending is not None
     # An empty message would be sent, too.
-    total = wire.psum(pending, levels.summed_axes) if dense.size else pending
+    total = wire.psum(pending, levels.summed_axes) if dense.size else jnp.zeros((0,), jnp.float32)
     dense_mean = total / levels.summands
     means: list[Array] = []
     exchanged: list[Reduced] = []
@@ -196,6 +198,8 @@ def _mean_momentum(
     """The update with the mean's momentum, and the momentum; without `ok`, zeros and as before."""
     if momentum is not None and before is not None:
         mean = jnp.asarray(momentum, jnp.float32) * before + mean
+        # An overflow would stay for ever.
+        mean = jnp.clip(mean, -_LARGEST, _LARGEST)
         before = select(ok, mean, before)
     return select(ok, mean, jnp.zeros_like(mean)), before
 

@@ -126,7 +126,7 @@ def planned_feedback(
             # What rounding to the leaves' dtypes takes from the update is not delivered either.
             rounded, _ = layout.flatten(update_tree)
             residuals = [
-                r if zeros else r + levels.own(m - low, r.size)
+                r if zeros else _add(r, levels.own(m - low, r.size))
                 for r, m, low, zeros in zip(residuals, done.means, rounded, of_mean)
             ]
         momenta = [b.momentum for b in done.buckets]
@@ -169,6 +169,11 @@ def planned_feedback(
         return _typed_as(update_tree, updates, levels), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _add(residual: Array, lost: Array) -> Array:
+    """Their sum; where nothing is lost, the bits of the residual, as after a skipped step."""
+    return jnp.where(lost == 0, residual, residual + lost)  # -0 + 0 is +0
 
 
 def _dense_elements(updates: Any, layout: layouts.Layout, levels: Levels) -> int:

@@ -93,4 +93,7 @@ def check_bits(bits: int) -> None:
 def check_size(name: str, size: int) -> None:
     """Raises ValueError unless `size` elements can be indexed, and are at least one."""
     if not 1 <= size < 2**31:
-        raise ValueError(f"{name}={size} must lie between 1 and 2**31 - 1: split or skip it")
+        raise ValueError(
+            f"{name}={size} must lie between 1 and 2**31 - 1: skip a vector that is empty, split a "
+            "longer one (layout_bucket_size of a transformation does)"
+        )

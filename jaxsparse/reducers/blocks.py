@@ -10,6 +10,7 @@ from jaxsparse.blocks import BlockStream
 from jaxsparse.collectives.union import union
 from jaxsparse.reducers.density import check_density, entries
 from jaxsparse.select.blocks import block_top_k
+from jaxsparse.select.checks import check_vector
 from jaxsparse.select.compaction import compact_ranked
 from jaxsparse.settings import static_float
 
@@ -85,6 +86,7 @@ def select_blocks(
         density: share of the blocks to select, those of largest l2 norm; None for all that have
             an element other than 0.
     """
+    check_vector("x", x)  # what is counted are elements, too
     number = blocks.count(x.size, block_size)
     if density is None or (k := selected_count(x.size, block_size, density)) == number:
         return blocks.non_zero(x, block_size)

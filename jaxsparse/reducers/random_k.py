@@ -11,6 +11,7 @@ from jaxsparse import hashing
 from jaxsparse.collectives import wire
 from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds, info
 from jaxsparse.reducers.density import check_density, entries
+from jaxsparse.select.checks import check_vector
 from jaxsparse.settings import static_seed
 
 
@@ -50,6 +51,7 @@ class RandomKReducer:
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`. Sums that overflow count as not sent."""
+        check_vector("x", x)
         key = jax.random.fold_in(jax.random.key(self.seed), state)
         k = entries(self.density, x.size)
         chosen = hashing.permute(jnp.arange(k, dtype=jnp.int32), x.size, key)

@@ -16,6 +16,7 @@ from jaxsparse.reducers.base import Laws, Reduced
 from jaxsparse.reducers.density import check_density, entries
 from jaxsparse.reducers.residuals import settle
 from jaxsparse.reducers.selection import Selection, check_selection, selector
+from jaxsparse.select.checks import check_vector
 from jaxsparse.settings import static_int
 from jaxsparse.stream import to_dense
 
@@ -83,6 +84,7 @@ class SparDLReducer:
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
+        check_vector("x", x)
         team, across = Group.teams(axis_name, self.teams)
         n, size = team.size, -(-x.size // team.size)
         k = min(size, entries(self.density, x.size, parts=n))

@@ -1,0 +1,621 @@
+"""Random transformations on random gradients, and the contract that each step must keep.
+
+A `Program` is what is compiled: a transformation, a tree, a number of workers. A `Data` describes
+the gradients of a few steps. Both print as what makes them again.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from workers import QUICK_COMPILE
+
+import jaxsparse
+from jaxsparse import PerWorker, codecs, data_parallel, shard
+from jaxsparse.collectives import wire
+
+STEPS = 3
+# Of one float32 operation: its relative error, and what it loses of numbers below the normal ones.
+# XLA's CPU backend takes subnormal operands for zeros and makes zeros of subnormal results, in
+# arithmetic and comparisons; copies, signs, selections, sorts and conversions to and from 16 bits
+# keep them.
+ROUNDING, FLUSHED = 2.0**-24, 2.0**-126
+LARGEST = float(np.finfo(np.float32).max)
+
+
+class Leaf(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self):
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    name: str  # of the transformation
+    settings: dict
+    workers: int
+    leaves: tuple[Leaf, ...]
+    compressed: str = "all"  # leaves: "all", "matrices" or the "default" rule's
+    momentum: float | None = None
+    delay: int = 0
+
+    def make(self):
+        settings = dict(self.settings)
+        if self.name != "dense" and self.compressed != "default":
+            settings["is_dense"] = self._is_dense
+        make = getattr(jaxsparse, self.name)
+        return make(**settings, momentum=self.momentum, delay=self.delay)
+
+    def _is_dense(self, path, shape):
+        if self.name == "dense":
+            return True
+        if self.compressed == "default":
+            return len(shape) <= 1 or math.prod(shape) < 1024
+        return self.compressed == "matrices" and len(shape) != 2
+
+    def nested(self, leaves):
+        """A tree of the leaves, in the order of `jax.tree.leaves`."""
+        first, *rest = leaves
+        return {"first": first, "rest": [rest[:1], {"deep": tuple(rest[1:])}]}
+
+    @property
+    def size(self):
+        return sum(leaf.size for leaf in self.leaves)
+
+    def cut(self, x):
+        """The parts of the last axis that are the leaves'."""
+        return np.split(x, np.cumsum([leaf.size for leaf in self.leaves])[:-1], axis=-1)
+
+    @property
+    def is_compressed(self):
+        """Of each element of the tree."""
+        return np.repeat(
+            [not self._is_dense("", leaf.shape) for leaf in self.leaves],
+            [leaf.size for leaf in self.leaves],
+        )
+
+    def by_leaf(self, of):
+        """of(dtype) of each element's leaf."""
+        return np.repeat(
+            [float(of(leaf.dtype)) for leaf in self.leaves], [leaf.size for leaf in self.leaves]
+        )
+
+    @property
+    def is_stochastic(self):
+        quantizes = self.name == "qsgd" or self.settings.get("bits") is not None
+        return quantizes and self.settings.get("rounding", "stochastic") == "stochastic"
+
+    @property
+    def conserves(self):
+        return self.name != "s2_reducer" and not self.is_stochastic
+
+    @property
+    def shares_scales(self):
+        """Whether an element's error may be relative to others of its bucket."""
+        return self.name in ("qsgd", "sign_sgd") or self.settings.get("bits") is not None
+
+
+def draw_program(seed: int, number: int) -> Program:
+    """The `number`-th program of a seed; every transformation has its turn."""
+    rng = np.random.default_rng([seed, number])
+    names = list(SETTINGS)
+    name = names[number % len(names)]
+    compressed = _pick(rng, "all", "all", "matrices", "default")
+    leaves = tuple(_leaf(rng) for _ in range(rng.integers(0, 5)))
+    if compressed != "all":
+        leaves = (*leaves, Leaf(_pick(rng, (33, 32), (3, 400), (1024, 1)), _dtype(rng)))
+    leaves = (Leaf(_pick(rng, (1,), (11,), (9, 70), ()), _dtype(rng)), *leaves)
+    program = Program(
+        name,
+        {},
+        int(_pick(rng, 1, 2, 3, 4, 5, 6, 7, 8, 12)),
+        leaves,
+        compressed,
+        _pick(rng, None, None, 0.9, 0.5),
+        int(rng.random() < 0.2),
+    )
+    size = int(program.is_compressed.sum())
+    settings = SETTINGS[name](rng, max(size, 1), program.workers)
+    if name != "dense":
+        key = "layout_bucket_size" if name in ("sparcml", "qsgd", "sign_sgd") else "bucket_size"
+        settings[key] = _pick(rng, None, None, None, -(-size // 2), max(1, size // 2))
+    return dataclasses.replace(program, settings=settings)
+
+
+def _pick(rng, *choices):
+    return choices[rng.integers(len(choices))]
+
+
+def _dtype(rng):
+    return _pick(rng, "float32", "float32", "bfloat16", "float16")
+
+
+def _leaf(rng):
+    return Leaf(_pick(rng, (), (0,), (3, 0), (1,), (1, 1), (7,), (20, 13), (5, 4, 3)), _dtype(rng))
+
+
+def _density(rng, size):
+    """From one entry to all."""
+    share = _pick(rng, 1 / size, 1.0, *10 ** rng.uniform(-2.5, 0, 4))
+    return float(share)
+
+
+def _codec(rng):
+    return _pick(
+        rng, codecs.COO, codecs.COO, codecs.Packed(), codecs.Packed(jnp.dtype(jnp.float16))
+    )
+
+
+def _selection(rng):
+    return _pick(
+        rng, "fast", "fast", "exact", "sampled", jaxsparse.Sampled(5), jaxsparse.Bisection(3)
+    )
+
+
+def _count(rng, size):
+    return int(_pick(rng, 1, size, *rng.integers(1, size + 1, 2)))
+
+
+def _density_or_stages(rng, size):
+    one = _density(rng, size)
+    if rng.random() < 0.9:
+        return one
+    return jaxsparse.Stages((min(1.0, 4 * one), one), (1,))
+
+
+def _blocks(rng, size, room):
+    # Room for a bucket of any size: what there is none for is refused.
+    density = _pick(rng, None, _density(rng, size))
+    space = _pick(rng, None, _density(rng, size)) if density else _density(rng, size)
+    return {"density": density, "block_size": int(_pick(rng, 1, 4, 13, 256)), room: space}
+
+
+def _spardl(rng, size, workers):
+    teams = _pick(rng, *(t for t in range(1, workers + 1) if workers % t == 0))
+    is_power = teams & (teams - 1) == 0
+    return {
+        "density": _density_or_stages(rng, size),
+        "teams": teams,
+        "gather": _pick(rng, "recursive", "bruck") if is_power else "bruck",
+        "codec": _codec(rng),
+        "selection": _selection(rng),
+    }
+
+
+def _sparcml(rng, size, workers):
+    bucket = int(_pick(rng, 4, 16, 512))
+    bits = _pick(rng, None, None, None, 2, 4, 8)
+    quantized = _pick(rng, "sums", "entries")
+    algorithms = ["auto", "dsar_split_allgather"]
+    if bits is None or quantized == "entries":
+        algorithms += ["recursive_double", "split_allgather", "all_gather", "ring"]
+    algorithm = _pick(rng, *algorithms)
+    return {
+        "k": _count(rng, min(bucket, 8)),
+        "bucket_size": bucket,
+        "algorithm": algorithm,
+        "bits": bits,
+        "quantized": quantized,
+        "rounding": _pick(rng, "stochastic", "nearest"),
+        "capacity_factor": _pick(rng, None, 0.3, 1.0, 2.0),
+        "union_factor": _pick(rng, None, 0.5, 1.0),
+        "codec": _codec(rng),
+    }
+
+
+def _sketched(rng, size, workers):
+    selection = _pick(rng, "top_k", "top_k", "heavymix")
+    return {
+        "k": _count(rng, max(1, size // 4)),
+        "cols": _count(rng, max(1, size // 3)),
+        "rows": int(rng.integers(1, 6)),
+        "oversampling": 1 if selection == "heavymix" else int(rng.integers(1, 5)),
+        "selection": selection,
+        "table_dtype": _pick(rng, "float32", "float32", "bfloat16", "float16"),
+    }
+
+
+def _ok_topk(rng, size, workers):
+    return {
+        "density": _density_or_stages(rng, size),
+        "refresh_every": int(rng.integers(1, 4)),
+        "rebalance_every": int(rng.integers(1, 4)),
+        "capacity_factor": float(_pick(rng, 1.0, 1.3, 2.0, 8.0)),
+        "codec": _codec(rng),
+        "selection": _selection(rng),
+    }
+
+
+def _s2(rng, size, workers):
+    return {
+        **_blocks(rng, size, "union_density"),
+        "rows": int(rng.integers(1, 4)),
+        "sketch_ratio": float(_pick(rng, 0.2, 0.5, 1.0)),
+    }
+
+
+def _dragonn(rng, size, workers):
+    extract = _pick(rng, "hash", "slot_max")
+    return {
+        "density": _density(rng, size),
+        "extract": extract,
+        "samples": _pick(rng, None, 9) if extract == "hash" else None,
+        "codec": _codec(rng),
+    }
+
+
+def _qsgd(rng, size, workers):
+    rounding = _pick(rng, "stochastic", "nearest")
+    return {
+        "bits": int(_pick(rng, 2, 4, 8)),
+        "bucket_size": int(_pick(rng, 1, 6, 64, 1024)),
+        "scale": _pick(rng, "max", "max", "l2"),
+        "rounding": rounding,
+    }
+
+
+def _top_k(rng, size, workers):
+    return {
+        "density": _density_or_stages(rng, size),
+        "codec": _codec(rng),
+        "selection": _selection(rng),
+    }
+
+
+SETTINGS = {  # of a random generator, the number of compressed elements, and that of workers
+    "dense": lambda rng, size, workers: {},
+    "true_top_k": lambda rng, size, workers: {"k": _count(rng, size)},
+    "sketched_sgd": _sketched,
+    "top_k": _top_k,
+    "gtopk": _top_k,
+    "ok_topk": _ok_topk,
+    "sparcml": _sparcml,
+    "spardl": _spardl,
+    "dgc": _top_k,
+    "dragonn": _dragonn,
+    "ms_topk": lambda rng, size, workers: {
+        "density": _density_or_stages(rng, size),
+        "passes": int(rng.integers(0, 33)),
+        "codec": _codec(rng),
+    },
+    "random_k": lambda rng, size, workers: {"density": _density(rng, size)},
+    "s2_reducer": _s2,
+    "omni_reduce": lambda rng, size, workers: _blocks(rng, size, "union_density"),
+    "sparse_all_gather": lambda rng, size, workers: _blocks(rng, size, "capacity_density"),
+    "qsgd": _qsgd,
+    "sign_sgd": lambda rng, size, workers: {"bucket_size": int(_pick(rng, 1, 6, 64, 1024))},
+}
+
+
+class Fault(NamedTuple):
+    """One number that is none, in one worker's gradient."""
+
+    step: int
+    worker: float  # share of all workers
+    place: float  # share of the tree
+    value: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The gradients of STEPS steps, drawn from `seed`."""
+
+    seed: int
+    support: str
+    filled: float  # share of the elements that a support has, where it says how many
+    exponent: float  # of the usual magnitude, to the base 10
+    spread: float  # of magnitudes, in decades
+    ties: bool  # all magnitudes are equal
+    negative_zeros: bool
+    repeats: bool  # all steps have the same gradients
+    fault: Fault | None
+
+    def gradients(self, program: Program) -> np.ndarray:
+        """float64[STEPS, W, d], of numbers that the leaves' dtypes have."""
+        rng = np.random.default_rng(self.seed)
+        workers, size = program.workers, program.size
+        shape = (1 if self.repeats else STEPS, workers, size)
+        decades = 0 if self.ties else self.spread * rng.standard_normal(shape)
+        # The momentum of a mean adds up to 1 / (1 - momentum) times that, and would be clipped.
+        limit = LARGEST * (1 - (program.momentum or 0.0))
+        x = 10.0 ** np.clip(self.exponent + decades, -50, 38.5) * rng.choice([-1.0, 1.0], shape)
+        if self.support == "cancelling":
+            x[:, 1::2] = -x[:, : workers - 1 : 2]
+        x *= self._mask(rng, workers, size)
+        x = np.broadcast_to(x, (STEPS, workers, size)).copy()
+        if self.negative_zeros:
+            x[(x == 0) & (rng.random(x.shape) < 0.5)] = -0.0
+        parts = zip(program.cut(np.clip(x, -limit, limit)), program.leaves)
+        x = np.concatenate([in_dtype(part, leaf.dtype) for part, leaf in parts], axis=-1)
+        if self.fault is not None and size:
+            step, worker, place, value = self.fault
+            x[step, int(worker * workers), int(place * size)] = value
+        return x
+
+    def _mask(self, rng, workers, size):
+        if self.support == "random":
+            return rng.random((workers, size)) < self.filled
+        if self.support == "identical":
+            return np.broadcast_to(rng.random(size) < self.filled, (workers, size))
+        if self.support == "disjoint":
+            return rng.integers(0, workers, size) == np.arange(workers)[:, None]
+        if self.support == "clustered":
+            start = rng.integers(0, max(size, 1), (workers, 1))
+            return (np.arange(size) - start) % max(size, 1) < math.ceil(self.filled * size)
+        if self.support == "one worker":
+            return np.arange(workers)[:, None] == rng.integers(workers)
+        return np.float64(self.support != "empty")
+
+
+SUPPORTS = (
+    "all", "random", "identical", "disjoint", "clustered", "one worker", "cancelling", "empty"
+)  # fmt: skip
+
+_faults = st.builds(
+    Fault,
+    st.integers(0, STEPS - 1),
+    st.floats(0, 0.99),
+    st.floats(0, 0.99),
+    st.sampled_from([math.nan, math.inf, -math.inf]),
+)
+cases = st.builds(
+    Data,
+    seed=st.integers(0, 2**32 - 1),
+    support=st.sampled_from(SUPPORTS),
+    filled=st.sampled_from([0.01, 0.1, 0.5, 0.9]),
+    exponent=st.one_of(st.floats(-3, 3), st.floats(-30, 30), st.sampled_from([-45, -38, -37, 38])),
+    spread=st.sampled_from([0.3, 1.0, 3.0, 12.0]),
+    ties=st.booleans(),
+    negative_zeros=st.booleans(),
+    repeats=st.booleans(),
+    fault=st.one_of(st.none(), st.none(), st.none(), _faults),
+)
+
+
+def in_dtype(x, dtype):
+    """`x` rounded to a float dtype, what that cannot hold clipped, in float64."""
+    limit = float(jnp.finfo(dtype).max)
+    return np.clip(x, -limit, limit).astype(jnp.dtype(dtype)).astype(np.float64)
+
+
+def _poisoned(x, axis_name):
+    """`wire.replicated`, but a value that differs between workers becomes an enormous one.
+
+    Under vmap it would otherwise pass for the first worker's.
+    """
+    rows = jax.lax.all_gather(x, axis_name)
+    bits = jax.lax.bitcast_convert_type(rows, jnp.uint32)
+    agree = jnp.all(bits == bits[:1], axis=0)
+    enormous = 2**30 if jnp.issubdtype(x.dtype, jnp.integer) else LARGEST
+    return jnp.where(agree, rows[0], jnp.asarray(enormous, x.dtype))
+
+
+class Outcome(NamedTuple):
+    """Of all steps."""
+
+    updates: np.ndarray  # float64[STEPS, d]
+    states: list  # one more: the first is the initial one
+
+
+def compiled(program: Program):
+    """A function from gradients to an `Outcome`; raises ValueError if the program is refused."""
+    tx = program.make()
+    params = program.nested([jnp.zeros(leaf.shape, leaf.dtype) for leaf in program.leaves])
+    start = shard(tx.init(params), program.workers)
+
+    def step(state, gradients):
+        return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
+
+    parallel = data_parallel(step, program.workers)
+
+    has_sketch = program.name in ("sketched_sgd", "s2_reducer")
+
+    @functools.partial(jax.jit, compiler_options=None if has_sketch else QUICK_COMPILE)
+    def run(state, gradients):
+        def one(state, gradients):
+            updates, state = parallel(state, gradients)
+            return state, (updates, state)
+
+        return jax.lax.scan(one, state, gradients)[1]
+
+    def outcome(gradients: np.ndarray) -> Outcome:
+        parts = [
+            part.astype(jnp.dtype(leaf.dtype)).reshape(*part.shape[:2], *leaf.shape)
+            for part, leaf in zip(program.cut(gradients), program.leaves)
+        ]
+        updates, states = jax.device_get(run(start, program.nested(parts)))
+        parts = [x.astype(np.float64).reshape(STEPS, -1) for x in jax.tree.leaves(updates)]
+        at = lambda i: jax.tree.map(lambda x: x[i], states)
+        return Outcome(
+            np.concatenate(parts, axis=-1), [jax.device_get(start), *map(at, range(STEPS))]
+        )
+
+    with mock.patch.object(wire, "replicated", _poisoned):
+        outcome(np.zeros((STEPS, program.workers, program.size)))  # traced here
+    return outcome
+
+
+class Books(NamedTuple):
+    """The numbers of a state, in float64; n elements are compressed, m are not."""
+
+    residual: np.ndarray  # [W, n]
+    momentum: np.ndarray  # [W, n], or [n] of the mean; zeros without momentum
+    dense_momentum: np.ndarray  # [m]
+    pending: np.ndarray  # [W, m]; zeros without delay
+
+    @classmethod
+    def of(cls, program, state):
+        def joined(tree, *shape):
+            arrays = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
+            return np.concatenate(arrays, axis=-1) if arrays else np.zeros(shape)
+
+        workers, n = program.workers, int(program.is_compressed.sum())
+        of_mean = any(not isinstance(node, PerWorker) for node in state.momentum)
+        return cls(
+            joined(state.residual, workers, n),
+            joined(state.momentum, *(() if of_mean else (workers,)), n),
+            joined(state.dense_momentum, program.size - n),
+            joined(state.pending, workers, program.size - n),
+        )
+
+
+def check(program: Program, data: Data, outcome) -> None:
+    """Runs the steps and raises AssertionError where one breaks the contract.
+
+    For every element, with v the residuals, u the gradients with momentum, and A the sum over
+    workers of the magnitudes that enter (residual, momentum, gradient):
+
+        sum of (v + u) before == W update + sum of v after,  to (4 W + 16) (2**-24 A + W 2**-126)
+
+    A worker's own v + u takes three roundings, the sum W - 1 and the mean two. What is kept back or
+    rounded away at one of the stages of an exchange, of which there are at most W + 1 (a ring's),
+    takes three (taken out, divided among those who keep it, added to what they kept before) of
+    shares that make at most A together, and the sum that is left one. Rounding to a leaf's dtype
+    takes three more. Each of these operations can also flush a number below 2**-126 to zero, on
+    each worker. Where elements share a scale, A is the sum of the workers' largest ones, twice.
+    """
+    gradients = data.gradients(program)
+    updates, states = outcome(gradients)
+    for step in range(STEPS):
+        _check_step(program, gradients[step], updates[step], states[step], states[step + 1])
+
+
+def _check_step(program, gradients, update, before, after):
+    was, now = Books.of(program, before), Books.of(program, after)
+    packed, decay = program.is_compressed, program.momentum or 0.0
+    g, dense = gradients[:, packed], gradients[:, ~packed]
+    own = was.momentum if was.momentum.ndim == 2 else np.zeros_like(g)
+
+    entering = np.abs(was.residual) + decay * np.abs(own) + np.abs(g)
+    summed = np.abs(was.pending if program.delay else dense).sum(0)
+    summed = summed + decay * np.abs(was.dense_momentum)
+    skipped = int(after.skipped) - int(before.skipped)
+    assert skipped in (0, 1)
+    if not np.all(np.isfinite(gradients)):
+        assert skipped, "a gradient that is not finite must skip the step"
+    elif skipped:
+        largest = max(entering.max(initial=0), summed.max(initial=0))
+        assert largest > 0.99 * LARGEST, "a finite step was skipped"
+    assert np.all(np.isfinite(update)), "an update is not finite"
+    if skipped and not program.delay:
+        assert not np.any(update), "a skipped step's update must be zero"
+        _check_same_bits(before._replace(skipped=after.skipped), after)
+        return
+    if skipped and summed.max(initial=0) > 0.99 * LARGEST:
+        return  # a delayed sum that overflows is dropped, and this step's gradients are not
+    if skipped:
+        g, dense, entering = np.zeros_like(g), np.zeros_like(dense), np.abs(was.residual)
+    if program.delay:
+        np.testing.assert_array_equal(now.pending, dense)
+        dense = was.pending
+    _check_dense(program, dense, was.dense_momentum, now.dense_momentum, update)
+    if not packed.any():
+        return
+
+    assert np.all(np.isfinite(now.residual)), "a residual is not finite"
+    if was.momentum.ndim == 1 or not decay:
+        u = g
+    elif not program.delay:
+        u = decay * own + g
+        _check_masked(now.momentum, u, entering)
+    else:
+        u = np.zeros_like(g) if skipped else now.momentum
+        _check_masked(now.momentum - g, own if skipped else decay * own, entering)
+    x, added = (was.residual, u) if program.delay else (was.residual + u, np.zeros_like(u))
+    mean, of_mean = update[packed], np.zeros(np.count_nonzero(packed))
+    if was.momentum.ndim == 1:
+        of_mean = decay * np.abs(was.momentum) + np.abs(now.momentum)
+        mean = now.momentum - decay * was.momentum
+        # XLA may compute it twice, and round it in two ways.
+        bound = 4 * (ROUNDING * of_mean + FLUSHED)
+        _check_delivered(program, packed, now.momentum, bound, update)
+    _check_sums(program, x, added, entering + of_mean, mean, now.residual)
+    if program.name not in ("s2_reducer", "sign_sgd"):
+        something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))
+        assert not np.any(something & np.all(x == 0, axis=0)), "what no worker has was delivered"
+    _check_counts(program, x, added, update[packed], now.residual, after.info)
+
+
+def _check_same_bits(before, after):
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after)):
+        same = np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        assert same, f"a skipped step changed the state at {jax.tree_util.keystr(path)}"
+
+
+def _check_masked(momentum, expected, entering):
+    """Momentum is what is expected, or zero."""
+    error = np.minimum(np.abs(momentum), np.abs(momentum - expected))
+    assert np.all(error <= 4 * (ROUNDING * entering + FLUSHED)), "momentum is neither u nor masked"
+
+
+def _bound(program, scale):
+    return (4 * program.workers + 16) * (ROUNDING * scale + program.workers * FLUSHED)
+
+
+def _check_dense(program, gradients, momentum_before, momentum, update):
+    """Elements that are not compressed have exact means."""
+    decay = program.momentum or 0.0
+    expected = gradients.mean(0) + decay * momentum_before
+    bound = _bound(program, np.abs(gradients).sum(0) + decay * np.abs(momentum_before))
+    if decay:
+        assert np.all(np.abs(momentum - expected) <= bound), "not the mean's momentum"
+    _check_delivered(program, ~program.is_compressed, expected, bound, update)
+
+
+def _check_delivered(program, where, expected, bound, update):
+    """The update is `expected`, but for the rounding to leaves' dtypes, and clipped to these."""
+    limit = program.by_leaf(lambda dtype: jnp.finfo(dtype).max)[where]
+    eps = program.by_leaf(lambda dtype: 0 if dtype == "float32" else jnp.finfo(dtype).eps)[where]
+    tiny = program.by_leaf(lambda dtype: jnp.finfo(dtype).tiny)[where]
+    expected = np.clip(expected, -limit, limit)
+    error = np.abs(update[where] - expected)
+    assert np.all(error <= bound + eps / 2 * np.maximum(np.abs(expected), tiny)), "not the mean"
+
+
+def _check_sums(program, x, added, entering, mean, residual):
+    """What goes into an exchange comes out of it, or is kept; and nothing else does."""
+    scale = (entering + np.abs(added)).sum(0)
+    if program.shares_scales:
+        scale = np.full_like(scale, 2 * entering.max(axis=1, initial=0).sum())
+    bound = _bound(program, scale)
+    if program.conserves:
+        came, left = (x + added).sum(0), program.workers * mean + residual.sum(0)
+        error = np.abs(came - left)
+        i = int(np.argmax(error / bound))
+        assert error[i] <= bound[i], (
+            f"of compressed element {i} {came[i]} went in and {left[i]} is accounted for: off by "
+            f"{error[i] / bound[i]:.3g} bounds"
+        )
+
+
+# They may sum densely, and then count everything, or carry the momentum of the mean.
+_COUNT_MORE = ("dense", "sketched_sgd", "s2_reducer", "omni_reduce", "sparse_all_gather")
+
+
+def _check_counts(program, x, added, update, residual, info):
+    dense = program.size - update.size
+    sends_all = program.settings.get("density", 0) is None  # momentum is then the mean's
+    delivered, overflow = int(info.delivered), int(info.overflow)
+    assert delivered <= program.size
+    magnitudes = np.abs(x[x != 0])
+    is_normal = magnitudes.min(initial=1) > 1e-29 and magnitudes.max(initial=0) < 1e37
+    is_single = all(leaf.dtype == "float32" for leaf in program.leaves)
+    if not sends_all:
+        assert delivered >= np.count_nonzero(update) + dense
+    if program.name not in _COUNT_MORE and not program.shares_scales and is_normal and is_single:
+        assert delivered == np.count_nonzero(update) + dense
+    kept = residual - added
+    assert overflow >= 0
+    if overflow and program.name != "sparcml" and is_normal:
+        assert np.any(kept), "entries found no room, but none is kept"
+    if sends_all and not overflow and is_normal:
+        assert not np.any(kept), "blocks are kept, but none is counted"

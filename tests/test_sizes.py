@@ -1,0 +1,198 @@
+"""More elements than an int32 counts, one element, none; one entry to all; one worker to 256."""
+
+import inspect
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fuzzing import SUPPORTS, Data, Leaf, Program, check, compiled
+from workers import few, some
+
+import jaxsparse
+from jaxsparse import data_parallel, layout, shard, transforms
+
+MOST = 2**31 - 1
+# Of each transformation: a budget of one entry (or block), and of d.
+BUDGETS = {
+    "dense": lambda share, d: {},
+    "true_top_k": lambda share, d: {"k": max(1, round(share * d))},
+    "sketched_sgd": lambda share, d: {
+        "k": max(1, round(share * d)),
+        "cols": max(1, round(share * d / 2)),
+        "rows": 3,
+        "oversampling": 2,
+    },
+    "sparcml": lambda share, d: {
+        "k": max(1, round(share * min(d, 512))),
+        "capacity_factor": None,
+        "algorithm": "split_allgather",
+    },
+    "s2_reducer": lambda share, d: {"density": share, "block_size": 1, "sketch_ratio": 1.0},
+    "omni_reduce": lambda share, d: {"density": share, "block_size": 1},
+    "sparse_all_gather": lambda share, d: {"density": share, "block_size": 1},
+    "qsgd": lambda share, d: {"rounding": "nearest"},
+    "sign_sgd": lambda share, d: {},
+}
+NAMES = sorted(name for name, make in vars(transforms).items() if inspect.isfunction(make))
+COMMON = ("top_k", "spardl", "sparcml", "qsgd")  # one of each way to exchange
+DATA = [
+    Data(
+        seed=i,
+        support=support,
+        filled=0.5,
+        exponent=float(i % 3),
+        spread=1.0,
+        ties=i % 4 == 3,
+        negative_zeros=i % 2 == 1,
+        repeats=i % 3 == 1,
+        fault=None,
+    )
+    for i, support in enumerate(SUPPORTS)
+]
+
+
+def budget(name, share, size):
+    return BUDGETS.get(name, lambda share, d: {"density": share})(share, size)
+
+
+def bucket_setting(name):
+    """The name of the setting that bounds the buckets of the layout, if there is one."""
+    accepted = inspect.signature(getattr(jaxsparse, name)).parameters
+    return next((key for key in ("layout_bucket_size", "bucket_size") if key in accepted), None)
+
+
+def transformation(name, size, axis_name="data", bucket_size=None):
+    settings = budget(name, 1e-3, size)
+    if name in ("s2_reducer", "omni_reduce", "sparse_all_gather"):
+        settings["block_size"] = 256
+    if key := bucket_setting(name):
+        settings[key] = bucket_size
+    return getattr(jaxsparse, name)(**settings, axis_name=axis_name, momentum=0.9)
+
+
+TREES = {
+    "one leaf": {"kernel": (2**16, 2**15 + 1), "bias": (7,)},
+    "five leaves": {**{f"kernel{i}": (2**14, 2**15) for i in range(4)}, "last": (33, 32)},
+}
+
+
+def traced(tx, shapes, workers):
+    """Traces `init` and `update`, which takes neither memory nor time."""
+    tree = {
+        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16 if "kernel" in name else jnp.float32)
+        for name, shape in shapes.items()
+    }
+    if workers is None:
+        return jax.eval_shape(tx.update, tree, jax.eval_shape(tx.init, tree))
+    state = jax.eval_shape(lambda params: shard(tx.init(params), workers), tree)
+
+    def step(state, gradients):
+        return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
+
+    spread = jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype), tree)
+    return jax.eval_shape(data_parallel(step, workers), state, spread)
+
+
+@pytest.mark.parametrize("shapes", few(TREES, ("one leaf",)))
+@pytest.mark.parametrize("workers", few((3, 1, None), (3,)))
+@pytest.mark.parametrize("name", some(NAMES, ("random_k", *COMMON)))
+def test_more_elements_than_an_int32_counts(name, workers, shapes):
+    """In one bucket they are refused, with the remedy, and with it they are not."""
+    shapes = TREES[shapes]
+    size = sum(math.prod(shape) for shape in shapes.values())
+    assert size > MOST
+    axis_name = None if workers is None else "data"
+    tx = transformation(name, size, axis_name, bucket_size=MOST)
+    updates, state = traced(tx, shapes, workers)
+    assert {key: x.shape for key, x in updates.items()} == shapes
+    if not (remedy := bucket_setting(name)):
+        return  # no index counts elements
+    assert len(state.residual) == 2
+    with pytest.raises(ValueError, match=rf"{size - 7 * ('bias' in shapes)}.*{remedy}"):
+        traced(transformation(name, size, axis_name), shapes, workers)
+
+
+TINY = (
+    Leaf((), "float32"),
+    Leaf((0,), "bfloat16"),
+    Leaf((1,), "float16"),
+    Leaf((3, 0), "float32"),
+    Leaf((1, 1), "bfloat16"),
+    Leaf((11,), "float32"),
+    Leaf((2, 4), "float16"),
+    Leaf((3,), "bfloat16"),
+)
+
+
+def run(name, share, workers, leaves=TINY, **settings):
+    size = sum(leaf.size for leaf in leaves)
+    program = Program(name, budget(name, share, size) | settings, workers, leaves, momentum=0.5)
+    outcome = compiled(program)
+    for data in DATA:
+        check(program, data, outcome)
+    return program, outcome
+
+
+@pytest.mark.parametrize("name", some(NAMES, COMMON))
+def test_one_entry_of_a_tree_with_leaves_of_one_element_and_of_none(name):
+    run(name, 1e-6, 3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("share", [2 / 25, 0.5, 24 / 25, 1.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_some_entries_or_all(name, share):
+    run(name, share, 3)
+
+
+@pytest.mark.parametrize("workers", few((256, 100, 13), (256,)))
+@pytest.mark.parametrize("name", few(NAMES, ("top_k",)))
+def test_hundreds_of_workers(name, workers):
+    run(name, 0.4, workers, (Leaf((2, 3), "float32"),))
+
+
+@pytest.mark.parametrize("dtype", few(("bfloat16", "float16"), ("bfloat16",)))
+@pytest.mark.parametrize("name", few(NAMES, ("gtopk",)))
+def test_parameters_in_16_bits(name, dtype):
+    run(name, 0.1, 4, (Leaf((7, 9), dtype), Leaf((5,), dtype)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tree", [{}, {"kernel": jnp.zeros((0, 5))}], ids=["no leaf", "no element"])
+def test_a_tree_without_elements_is_refused(name, tree):
+    with pytest.raises(ValueError, match=r"gradient tree has [01] leaves and no elements"):
+        transformation(name, 1000).init(tree)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_more_than_there_is_is_refused(name):
+    for share in (0.0, 1.5):
+        settings = budget(name, share, 10)
+        if "density" in settings:
+            with pytest.raises(ValueError, match=rf"density={share}"):
+                getattr(jaxsparse, name)(**settings)
+
+
+@pytest.mark.thorough
+def test_elements_beyond_an_int32_are_found_in_their_buckets():
+    """Really run, in 8 GiB: a whole step of as many elements would take 40."""
+    shape = (2**16, 2**15 + 1)
+    planned = layout.plan({"kernel": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}, bucket_size=2**27)
+    size = math.prod(shape)
+    ends = np.cumsum(planned.bucket_sizes)
+    assert ends[-1] == size > MOST
+    places = np.array([0, ends[-2] - 1, ends[-2], MOST - 1, MOST, MOST + 1, size - 1])
+    leaf = np.zeros(size, jnp.bfloat16)
+    leaf[places] = 1 + np.arange(len(places))
+    leaf = jnp.asarray(leaf.reshape(shape))
+
+    chosen = len(ends) - 2, len(ends) - 1
+    cut = jax.jit(lambda leaf: [planned.flatten({"kernel": leaf})[0][i] for i in chosen])
+    for number, bucket in zip(chosen, cut(leaf)):
+        start = ends[number] - planned.bucket_sizes[number]
+        inside = (places >= start) & (places < ends[number])
+        found = np.flatnonzero(bucket)
+        np.testing.assert_array_equal(found + start, places[inside])
+        np.testing.assert_array_equal(np.asarray(bucket)[found], 1 + np.flatnonzero(inside))
