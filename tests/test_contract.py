@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from workers import MESH_SIZES, few, mesh, on_workers
+from workers import MESH_SIZES, few, mesh, on_workers, some
 
 from jaxsparse import (
     BlockGatherReducer,
@@ -104,7 +104,7 @@ CASES = {
         QuantizedReducer(quantize.Sign(64), "nearest"),
     ),
 }
-VARIANTS = {  # of cases that always run
+VARIANTS = {  # of cases that always run: those that differ by what a reducer shares with others
     "sketched_even_rows",
     "heavymix",
     "top_k_packed",
@@ -117,16 +117,20 @@ VARIANTS = {  # of cases that always run
 }
 
 
-def each(names):
-    """One test for each, those of a case in one process: it compiles their programs once."""
-    marks = {
-        name: [pytest.mark.xdist_group(name)] + [pytest.mark.slow] * (name in VARIANTS)
-        for name in names
-    }
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=m) for n, m in marks.items()])
+# One for each way to select and to exchange.
+REPRESENTATIVES = ("dense", "top_k", "sketched", "spardl", "sparcml", "omni_reduce", "qsgd")
+
+
+def each(names, usual=None, slow=None):
+    """One test for each; without `usual` names for all but the variants, which are slow."""
+    usual = [name for name in names if name not in VARIANTS] if usual is None else usual
+    return pytest.mark.parametrize("name", some(names, usual, slow))
 
 
 reducers = each(CASES)
+# For what the layers around a reducer do, or its collectives alone, these are enough by default.
+representatives = each(CASES, REPRESENTATIVES, [name for name in CASES if name not in VARIANTS])
+few_representatives = each(CASES, REPRESENTATIVES, slow=())
 
 
 def gradients(workers, steps=STEPS, size=SIZE):
@@ -233,7 +237,7 @@ def test_the_ways_to_run_are_equal(name, where):
     jax.tree.map(equal, one, other)
 
 
-@reducers
+@representatives
 def test_no_axis_is_one_worker(name):
     g = gradients(1, steps=1)[0, 0]
     reducer = CASES[name].reducer
@@ -244,7 +248,7 @@ def test_no_axis_is_one_worker(name):
     np.testing.assert_array_equal(mean + residual, g)
 
 
-@reducers
+@few_representatives
 @pytest.mark.parametrize("workers", few((3, 8), (3,)))
 def test_full_budget_is_the_dense_mean(name, workers):
     if not CASES[name].full.laws.dense_at_full_budget:
@@ -255,7 +259,7 @@ def test_full_budget_is_the_dense_mean(name, workers):
     np.testing.assert_array_equal(np.asarray(reduced.residual).sum(0), np.zeros(SIZE))
 
 
-@reducers
+@few_representatives
 @pytest.mark.parametrize("size", few((1, 2), (2,)))
 def test_tiny_vectors(name, size):
     reducer = CASES[name].reducer
@@ -308,7 +312,7 @@ def _compiled_step(name, momentum):
     return data_parallel(step, mesh(3)), shard(state, mesh(3))
 
 
-@reducers
+@representatives
 @pytest.mark.parametrize("momentum", few((None, 0.9), (0.9,)))
 def test_the_transformation_keeps_types_and_traces_once(name, momentum):
     run, state = _compiled_step(name, momentum)
@@ -319,7 +323,7 @@ def test_the_transformation_keeps_types_and_traces_once(name, momentum):
     assert list(map(jax.typeof, jax.tree.leaves(state))) == types
 
 
-@reducers
+@representatives
 def test_a_non_finite_gradient_on_one_worker_skips_the_step_on_all(name):
     run, state = _compiled_step(name, 0.9)
     before = run(state, jnp.arange(1.0, 7.0))

@@ -14,7 +14,7 @@ import optax
 import pytest
 import test_two_level as two_level
 from test_contract import CASES, rounds
-from workers import on_workers, some
+from workers import few, on_workers, some
 
 import jaxsparse
 from jaxsparse import PerWorker, TopKReducer, data_parallel, error_feedback, local, shard
@@ -70,7 +70,7 @@ def runner(name, momentum, delay, bucket_size=None, workers=3, way="vmap"):
             ("dense", 0.5, None),
         ],
         [("true_top_k", 0.5, 300)],
-        slow=[("all blocks", 0.5, None), ("spardl", 0.5, 300)],
+        slow=[("all blocks", 0.5, None)],
     ),
     ids=str,
 )
@@ -104,7 +104,7 @@ CONSERVING = [name for name, case in CASES.items() if case.reducer.laws.conserve
 
 @pytest.mark.parametrize(
     "name",
-    some(CONSERVING, ["top_k"], slow=["sketched", "spardl", "ok_topk", "omni_reduce", "dragonn"]),
+    some(CONSERVING, ["top_k"], slow=["sketched", "spardl", "omni_reduce"]),
 )
 @pytest.mark.parametrize("way", some(["vmap", "shard_map"], ["shard_map"], slow=()))
 def test_nothing_is_lost_over_a_run(name, way):
@@ -113,7 +113,9 @@ def test_nothing_is_lost_over_a_run(name, way):
     check_conservation(name, grads, updates, state, 3)
 
 
-@pytest.mark.parametrize("name", some(["random_k", "spardl", "ok_topk"], ["random_k"]))
+@pytest.mark.parametrize(
+    "name", some(["random_k", "spardl", "ok_topk"], ["random_k"], slow=["spardl"])
+)
 def test_nothing_is_lost_between_hosts(name):
     state, steps = two_level.runner(CASES[name].reducer, 601, None, delay=1)
     grads = two_level.gradients(two_level.TREES[601])
@@ -177,7 +179,7 @@ def test_rounding_to_half_precision_stays_in_the_residual():
     np.testing.assert_allclose(total, np.asarray(grads, np.float64).sum((0, 1)), atol=1e-4)
 
 
-@pytest.mark.parametrize("delay", some([0, 1], [1]))
+@pytest.mark.parametrize("delay", few([0, 1], [1]))
 def test_a_quadratic_is_minimised_with_and_without_delay(delay):
     target = jnp.asarray(np.random.default_rng(0).normal(size=(3, 40)), jnp.float32)
 
@@ -232,7 +234,7 @@ def test_a_state_without_the_pending_gradients_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spardl", "sketched_sgd"])
+@pytest.mark.parametrize("method", few(["spardl", "sketched_sgd"], ["sketched_sgd"]))
 def test_the_compiled_exchange_depends_on_no_gradient(tmp_path, method):
     """But for the flag, which travels with the loss, by benchmarks/overlap.py as a user runs it."""
     script = ROOT / "benchmarks" / "overlap.py"

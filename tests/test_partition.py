@@ -50,7 +50,7 @@ def train(tx, workers, steps=3):
 
 
 def test_each_group_is_exchanged_as_if_alone():
-    updates, state = train(partition(RULES, momentum=0.5), 3)
+    updates, state = train(partition(RULES, momentum=0.5), 2)
     for rule, reducer in RULES.items():
         names = rule.split("|")
         alone = error_feedback(
@@ -58,10 +58,10 @@ def test_each_group_is_exchanged_as_if_alone():
             momentum=0.5,
             is_dense=lambda path, shape, names=names: not any(n in path for n in names),
         )
-        expected, _ = train(alone, 3)
+        expected, _ = train(alone, 2)
         for name in [*names, "bias"]:
             np.testing.assert_array_equal(updates[name], expected[name], err_msg=name)
-    assert [node.value.shape for node in state.residual] == [(3, 1, 400), (3, 1, 820)]
+    assert [node.value.shape for node in state.residual] == [(2, 1, 400), (2, 1, 820)]
 
 
 def test_a_function_and_a_mapping_are_the_same():
@@ -70,8 +70,14 @@ def test_a_function_and_a_mapping_are_the_same():
             return None
         return TopKReducer(0.1) if shape == (50, 8) else SparDLReducer(0.05)
 
-    one, other = train(partition(policy), 2)[0], train(partition(RULES), 2)[0]
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    def traced(policy):
+        tx = partition(policy)
+        step = lambda grads: tx.update(grads, tx.init(grads))
+        grads = jax.tree.map(lambda g: g[0], gradients(2))
+        return str(jax.make_jaxpr(jax.vmap(step, axis_name="data"))(grads))
+
+    assert traced(policy) == traced(RULES)
+    assert traced(policy) != traced(RULES | {"embed": TopKReducer(0.2)})
 
 
 def test_the_first_rule_that_matches_counts_and_the_default_takes_the_rest():
@@ -102,7 +108,7 @@ def test_payload_is_the_sum_of_the_groups():
 
 
 def test_a_budget_for_one_group_counts_the_dense_leaves_and_for_several_does_not():
-    budget = SketchedBudget(5.0, SketchedReducer(k=1, cols=1), None, None)
+    budget = SketchedBudget(5.0, SketchedReducer(k=1, cols=1, rows=3), None, None)
     shapes = {"embed": (300, 16), "kernel": (64, 50), "bias": (300,)}
     alone = cost.wire_bytes(compiled_step(partition({"e": budget}), mesh(2), shapes)).payload
     wanted = 4 * (300 * 16 + 64 * 50 + 300) / 5
@@ -113,6 +119,7 @@ def test_a_budget_for_one_group_counts_the_dense_leaves_and_for_several_does_not
     assert wanted - 4 * 9 < payload <= wanted
 
 
+@pytest.mark.slow
 def test_no_more_memory_than_one_group():
     """What is flattened is flattened once."""
     shapes = {"embed": (2**16, 64), "kernel": (2**16, 64)}
@@ -138,10 +145,10 @@ def test_composes_with_an_optimizer_and_stages():
         updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    run = data_parallel(step, mesh(3))
-    state = shard((params, tx.init(params)), mesh(3))
+    run = data_parallel(step, mesh(2))
+    state = shard((params, tx.init(params)), mesh(2))
     for _ in range(3):
-        state = run(state, jnp.ones(3, jnp.float32))
+        state = run(state, jnp.ones(2, jnp.float32))
     assert all(np.all(np.asarray(leaf) < 1) for leaf in [state[0]["bias"]])
     assert np.any(np.asarray(state[0]["embed"]) < 1)
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, PartitionSpec
-from workers import mesh
+from workers import mesh, some
 
 import jaxsparse
 from jaxsparse import PerWorker, cost, data_parallel, local, shard, specs
@@ -109,7 +109,7 @@ def train(framework, where, check_vma=True):
 
 
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
-@pytest.mark.parametrize("where", RUNS_ON)
+@pytest.mark.parametrize("where", some(RUNS_ON, ["auto", "simulated"]))
 def test_a_trainer_learns(framework, where):
     losses, state = train(framework, where)
     assert losses[-1] < losses[0] - 0.1

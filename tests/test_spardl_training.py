@@ -65,7 +65,9 @@ def follow(reducer, unit):
     return x.astype(np.float64), mean[:, 0].astype(np.float64), residual.astype(np.float64), state
 
 
-@pytest.mark.parametrize("form", some(FORMS, FORMS[-1:]), ids=str)
+@pytest.mark.parametrize(
+    "form", some(FORMS, [(14, "bruck")], slow=[(1, "recursive"), (2, "recursive")]), ids=str
+)
 def test_nothing_is_lost_in_50_steps(form):
     teams, gather = form
     unit = WORKERS * teams
@@ -85,7 +87,9 @@ def test_nothing_is_lost_in_50_steps(form):
         assert len(np.unique(np.rint(state.h))) > 2  # it adapts meanwhile
 
 
-@pytest.mark.parametrize("form", some([(1, "recursive"), (7, "bruck")], []), ids=str)
+@pytest.mark.parametrize(
+    "form", some([(1, "recursive"), (7, "bruck")], [], slow=[(7, "bruck")]), ids=str
+)
 def test_partial_and_local_residuals_leak(form):
     teams, gather = form
     leaks = {}

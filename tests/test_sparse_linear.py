@@ -280,6 +280,7 @@ def test_errors_name_the_flag(example, flags, message, tmp_path, monkeypatch, ca
 def test_the_command_writes_table_curves_and_figure(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]), "COLUMNS": "80"}
+    env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     flags = ["--small", "--workers", "3", "--model", "svm", "--out", "a/b"]
     flags += ["--exchange", "dense", "auto", "--bandwidth", "0.01"]
     done = subprocess.run(

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from test_bytes import COMPRESSED, DENSE, compiled_step
-from workers import few, mesh
+from workers import mesh, some
 
 import jaxsparse
 from jaxsparse import OmniReduceReducer, Stages, cost, data_parallel, partition, shard, warm_up
@@ -52,7 +52,7 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize("name", few(MAKE, ("ok_topk", "spardl")))
+@pytest.mark.parametrize("name", some(MAKE, ("top_k",), slow=("spardl", "ok_topk")))
 def test_the_stage_in_force_is_taken(name):
     values = (20, 5, 1) if name == "sparcml" else (0.2, 0.05, 0.01)
     tx = MAKE[name](Stages(values, (2, 3)))
@@ -96,8 +96,8 @@ def test_bytes_follow_the_stage():
 def test_autotune_times_every_candidate():
     params = {"kernel": jax.ShapeDtypeStruct((64, 65), jnp.float32)}
     make = lambda teams: jaxsparse.spardl(0.01, teams=teams, gather="bruck")
-    best, seconds = jaxsparse.autotune(make, [1, 2, 3, 6], params, mesh_of_6(), repeats=2)
-    assert set(seconds) == {1, 2, 3, 6}
+    best, seconds = jaxsparse.autotune(make, [1, 3], params, mesh_of_6(), repeats=2)
+    assert set(seconds) == {1, 3}
     assert best == min(seconds, key=seconds.get)
     assert all(time > 0 for time in seconds.values())
     with pytest.raises(ValueError, match=r"candidates=\[\] is empty"):
@@ -121,8 +121,8 @@ def test_a_staged_density_trains_in_a_chain():
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    run = jaxsparse.data_parallel(step, mesh(3))
-    state = jaxsparse.shard((params, tx.init(params)), mesh(3))
+    run = jaxsparse.data_parallel(step, mesh(2))
+    state = jaxsparse.shard((params, tx.init(params)), mesh(2))
     for _ in range(6):
-        state = jax.block_until_ready(run(state, jnp.zeros(3)))
+        state = jax.block_until_ready(run(state, jnp.zeros(2)))
     assert int(state[1][0].reducers[0].step) == 6

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 from test_bytes import SIZES, compiled_step
-from test_contract import CASES, SIZE, VARIANTS, has_sketch
+from test_contract import CASES, SIZE, has_sketch
 from workers import QUICK_COMPILE, few, mesh, some
 
 import jaxsparse
@@ -53,9 +53,10 @@ def summary(moved):
 
 
 USUAL = {"gtopk", "omni_reduce", "ok_topk"}  # all kinds of collectives, and branches
+SLOW = {"spardl", "sketched", "s2", "sparcml", "block_gather", "qsgd"}
 
 
-@pytest.mark.parametrize("name", some(list(CASES), USUAL, slow=set(CASES) - VARIANTS))
+@pytest.mark.parametrize("name", some(list(CASES), USUAL, slow=SLOW))
 @pytest.mark.parametrize("workers", few([3, 8], [3]))
 def test_equals_what_is_compiled(name, workers):
     reducer = CASES[name].reducer
