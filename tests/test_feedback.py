@@ -380,12 +380,20 @@ def test_finite_values_whose_sum_overflows_stay_in_residuals(case):
     assert float(state.residual[0].value[0, 0]) > 1e38
 
 
-def test_delay_and_momentum_without_uncompressed_leaves():
+@pytest.mark.parametrize("where", [2, mesh(2)], ids=["vmap", "shard_map"])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_momentum_without_uncompressed_elements(where, delay):
+    params = {"w": jnp.zeros(40), "nothing": jnp.zeros((0, 3))}
     tx = jaxsparse.error_feedback(
-        jaxsparse.TopKReducer(0.1), momentum=0.5, delay=1, is_dense=lambda *_: False
+        jaxsparse.TopKReducer(0.1), momentum=0.5, delay=delay, is_dense=lambda path, _: "no" in path
     )
-    step = data_parallel(lambda g, s: tx.update({"w": g[0]}, s), 2, batch_argnums=0)
-    state = shard(tx.init({"w": jnp.zeros(40)}), 2)
+    state = shard(tx.init(params), where)
+    assert all(leaf.size for leaf in jax.tree.leaves(state))  # Orbax saves no empty arrays
+
+    def step(grads, state):
+        return tx.update({"w": grads[0], "nothing": local(params["nothing"])}, state)
+
+    step = data_parallel(step, where, batch_argnums=0)
     for _ in range(2):
         updates, state = step(jnp.ones((2, 40)), state)
     assert jnp.count_nonzero(updates["w"]) == 4

@@ -1,9 +1,10 @@
-"""The example in several processes: equal training, shares of the data, the loss of a process."""
+"""The example in several processes: equal training, shares of the data, losses, checkpoints."""
 
 import argparse
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from workers import few, mesh
 
+from jaxsparse import PerWorker, shard
 from jaxsparse.launch import launch
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +35,7 @@ ENV = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 @pytest.fixture(scope="module")
 def modules():
     """The example's own modules, which it imports from beside it."""
-    names = ("processes", "shares", "train", "digits")
+    names = ("checkpoints", "processes", "shares", "train", "digits")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
         others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
@@ -49,12 +52,17 @@ def run(processes, devices, *flags, folder):
     command = [sys.executable, str(FOLDER / "train.py"), *TINY, *flags]
     command += ["--json", str(folder / f"{processes}.json")]
     shown = []
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     outcome = launch(
         command,
         processes,
         devices_per_process=devices,
         timeout=120,
-        env=ENV,
+        env=ENV | cache,
         on_output=lambda line, stream: shown.append(line),
     )
     assert outcome.returncode == 0, str(outcome)
@@ -88,9 +96,9 @@ def by_hand(tmp_path):
     """Starts processes that find each other by flags, and waits until all train."""
     started = []
 
-    def start(processes):
+    def start(processes, *flags):
         place = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(processes)]
-        place += [*TINY, "--method", "dense", "--steps", "1000000", "--eval-every", "10"]
+        place += [*TINY, "--method", "dense", "--steps", "1000000", "--eval-every", "10", *flags]
         for i in range(processes):
             with (tmp_path / str(i)).open("w") as output:
                 command = [sys.executable, "-u", FOLDER / "train.py", *place, "--process-id"]
@@ -132,6 +140,259 @@ def test_a_silent_host_ends_the_others_within_half_a_minute(tmp_path, by_hand, v
         said = (tmp_path / str(i)).read_text()
         assert "another task died" in said
         assert victim == 0 or f"stopped sending heartbeats):\n{victim}\n" in said
+
+
+def steps_in(folder):
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def read(folder, step):
+    """Path and array of each leaf of a state."""
+    with ocp.CheckpointManager(
+        folder, item_handlers={"state": ocp.StandardCheckpointHandler()}
+    ) as saved:
+        shapes = saved.item_metadata(step)["state"].tree
+        target = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        restore = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+        return jax.tree_util.tree_leaves_with_path(saved.restore(step, args=restore).state)
+
+
+def without_seconds(points):
+    return [{name: x for name, x in point.items() if name != "seconds"} for point in points]
+
+
+@pytest.mark.parametrize(
+    ("processes", "devices"), [(1, 4), pytest.param(2, 1, marks=pytest.mark.slow)]
+)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, processes, devices):
+    flags = ["--steps", "12", "--eval-every", "4", "--checkpoint-every", "5", "--keep", "9"]
+    flags += ["--density", "0.1", "--resume", "--checkpoint-dir"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    straight, shown = run(processes, devices, *flags, str(whole), folder=tmp_path)
+    assert shown[0] == f"no checkpoint in {whole}: from the start"
+    assert steps_in(whole) == [5, 10, 12]
+    shutil.copytree(whole, stopped, ignore=shutil.ignore_patterns("10", "12"))
+    resumed, shown = run(processes, devices, *flags, str(stopped), folder=tmp_path)
+    assert shown[0] == "resumed after step 5 of 12"
+    assert [line.partition(":")[0] for line in shown[2:]] == ["step 8", "step 12"]
+    assert [point["step"] for point in resumed["points"]] == [4, 8, 12]
+    assert without_seconds(resumed["points"]) == without_seconds(straight["points"])
+    assert steps_in(stopped) == [5, 10, 12]
+    ours, theirs = read(stopped, 12), read(whole, 12)
+    assert len(ours) > 8
+    assert any("jaxsparse_per_worker" in jax.tree_util.keystr(path) for path, _ in ours)
+    for (path, mine), (other_path, other) in zip(ours, theirs, strict=True):
+        assert path == other_path
+        np.testing.assert_array_equal(mine, other, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.slow
+def test_killed_among_four_it_goes_on_among_three(tmp_path):
+    folder = tmp_path / "checkpoints"
+    command = [sys.executable, str(FOLDER / "train.py"), *TINY, "--steps", "200"]
+    command += ["--eval-every", "10", "--checkpoint-every", "5", "--density", "0.1"]
+    command += [
+        "--json",
+        str(tmp_path / "report.json"),
+        "--checkpoint-dir",
+        str(folder),
+        "--resume",
+    ]
+    pid = tmp_path / "pid"
+    times = []
+
+    def kill(line, stream):
+        if line.startswith("step 30:"):
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+            times.append(time.monotonic())
+
+    note = ("sh", "-c", f'echo $$ > {pid}; exec "$@"', "sh")
+    died = launch(
+        command,
+        4,
+        timeout=300,
+        env=ENV,
+        wrap=lambda rank: note if rank == 2 else (),
+        on_output=kill,
+    )
+    assert time.monotonic() - times[0] < 20
+    assert (died.failed, died.returncode) == (2, 128 + signal.SIGKILL)
+    assert died.reason.startswith("rank 2 was killed by SIGKILL after ")
+    last = steps_in(folder)[-1]
+    # That of step 25 may not have been complete; that of 20 was, when 25 was begun.
+    assert 20 <= last < 200
+
+    shown = []
+    outcome = launch(
+        command, 3, timeout=300, env=ENV, on_output=lambda line, stream: shown.append(line)
+    )
+    assert outcome.returncode == 0, str(outcome)
+    assert shown[0] == f"resumed after step {last} of 200"
+    assert shown[1].startswith("4 workers saved it: what their residuals hold back is carried over")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["workers"] == 3
+    assert [point["step"] for point in report["points"]] == list(range(10, 201, 10))
+    assert not list(folder.glob("*tmp*"))
+    residuals = [
+        value.shape[0]
+        for path, value in read(folder, 200)
+        if "jaxsparse_per_worker" in jax.tree_util.keystr(path)
+    ]
+    assert residuals
+    assert set(residuals) == {3}
+
+
+@pytest.mark.thorough
+def test_processes_that_see_different_directories_are_told(tmp_path):
+    command = [sys.executable, str(FOLDER / "train.py"), *TINY, "--checkpoint-dir", "checkpoints"]
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    outcome = launch(
+        command,
+        2,
+        timeout=120,
+        env=ENV,
+        wrap=lambda rank: ("sh", "-c", f'cd {tmp_path / str(rank)}; exec "$@"', "sh"),
+        on_output=None,
+    )
+    assert outcome.returncode == 2
+    assert all("that processes [1] do not see" in lines for lines in outcome.last_lines)
+
+
+@pytest.mark.thorough
+def test_an_announced_preemption_is_saved(tmp_path, by_hand):
+    folder = tmp_path / "checkpoints"
+    processes = by_hand(2, "--checkpoint-dir", str(folder), "--checkpoint-every", "1000000")
+    assert steps_in(folder) == []
+    processes[1].send_signal(signal.SIGTERM)  # what schedulers send before they kill
+    deadline = time.monotonic() + 60
+    while not steps_in(folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+class TestCheckpoints:
+    """The example's own, in one process."""
+
+    FLAGS = ("--steps", "9", "--checkpoint-every", "1", "--keep", "9")
+
+    @pytest.fixture
+    def opened(self, modules, tmp_path):
+        """Opens the directory as a run with these flags does."""
+        everything = []
+
+        def open_as(*flags):
+            parser = modules["train"].flags()
+            args = parser.parse_args([*self.FLAGS, "--checkpoint-dir", str(tmp_path), *flags])
+            everything.append(modules["train"].Checkpoints(args, parser))
+            return everything[-1]
+
+        yield open_as
+        for each in everything:
+            each.close()
+
+    @staticmethod
+    def state(workers, fill=0.0):
+        residual = np.arange(workers * 6, dtype=np.float32).reshape(workers, 2, 3) + fill
+        params = {"w": np.full(5, fill, np.float32), "count": np.int32(fill)}
+        return shard((params, PerWorker(residual)), mesh(workers))
+
+    @pytest.fixture
+    def steps(self, modules, opened):
+        """Saves steps 1 to 3 of four workers, whose parameters are the step."""
+        progress = modules["train"].Progress
+        saved = opened()
+        for step in (1, 2, 3):
+            saved.save(self.state(4, step), progress(step, 4, 0.5, [{"step": 1}]))
+        saved.close()
+
+    def resume(self, modules, saved, workers):
+        start = modules["train"].Progress(0, workers, 0.0, [])
+        return saved.resume(self.state(workers), start, mesh(workers))
+
+    def test_as_many_workers(self, modules, opened, steps):
+        state, progress = self.resume(modules, opened("--resume"), 4)
+        assert progress == (3, 4, 0.5, [{"step": 1}])
+        for mine, other in zip(jax.tree.leaves(state), jax.tree.leaves(self.state(4, 3.0))):
+            assert mine.sharding == other.sharding
+            np.testing.assert_array_equal(mine, other)
+
+    @pytest.mark.parametrize("workers", [3, 8])
+    def test_other_workers_hold_the_same_mean(self, modules, opened, steps, capsys, workers):
+        (params, residual), progress = self.resume(modules, opened("--resume"), workers)
+        assert f"carried over to {workers}" in capsys.readouterr().out
+        assert (progress.step, progress.workers) == (3, 4)
+        old = self.state(4, 3.0)[1].value
+        assert residual.value.shape == (workers, 2, 3)
+        assert residual.value.sharding.spec == PartitionSpec("data")
+        np.testing.assert_allclose(residual.value.mean(axis=0), old.mean(axis=0), rtol=1e-6)
+        np.testing.assert_array_equal(params["w"], 3)
+
+    def test_the_first_start(self, modules, opened, capsys):
+        state, progress = self.resume(modules, opened("--resume"), 4)
+        assert progress.step == 0
+        assert "from the start" in capsys.readouterr().out
+        np.testing.assert_array_equal(state[1].value, self.state(4)[1].value)
+
+    @pytest.mark.parametrize("name", ["9", "9.orbax-checkpoint-tmp"])
+    @pytest.mark.parametrize("missing", ["everything", "marker"])
+    def test_incomplete_ones_are_passed_over(self, modules, opened, steps, tmp_path, name, missing):
+        if missing == "everything":
+            (tmp_path / name).mkdir()
+        else:
+            shutil.copytree(tmp_path / "3", tmp_path / name)
+            marker = tmp_path / name / "_CHECKPOINT_METADATA"
+            content = json.loads(marker.read_text())
+            assert content["commit_timestamp_nsecs"] > 0
+            marker.write_text(json.dumps(content | {"commit_timestamp_nsecs": None}))
+        saved = opened("--resume")
+        _, progress = self.resume(modules, saved, 4)
+        assert progress.step == 3
+        # Nothing is in the way of the step of that name.
+        for step in range(4, 10):
+            saved.save(self.state(4, step), progress._replace(step=step))
+        saved.close()
+        assert steps_in(tmp_path) == list(range(1, 10))
+        aside = [path.name for path in tmp_path.iterdir() if not path.name.isdigit()]
+        assert len(aside) == (name == "9")
+        assert all(other.startswith("incomplete-9-") for other in aside)
+        np.testing.assert_array_equal(self.resume(modules, opened("--resume"), 4)[0][0]["w"], 9)
+
+    def test_when_it_saves(self, modules, opened, tmp_path):
+        saved = opened("--checkpoint-every", "4", "--keep", "2")
+        for step in range(1, 10):
+            saved.save(self.state(4), modules["train"].Progress(step, 4, 0.0, []))
+        saved.close()
+        assert steps_in(tmp_path) == [8, 9]
+
+    def test_a_second_run_is_refused(self, opened, steps, capsys):
+        with pytest.raises(SystemExit):
+            opened()
+        assert "holds a run that came to step 3: add --resume" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("flag", "value", "saved"),
+        [
+            ("--method", "top_k", "spardl"),
+            ("--hidden", "17", "964"),
+            ("--steps", "10", "9"),
+            ("--lr", "0.2", "0.1"),
+            ("--batch-size", "255", "256"),
+            ("--seed", "1", "0"),
+        ],
+    )
+    def test_other_settings_are_refused(self, modules, opened, steps, capsys, flag, value, saved):
+        with pytest.raises(SystemExit):
+            self.resume(modules, opened("--resume", flag, value), 4)
+        message = capsys.readouterr().err
+        assert f"{flag} {value}: the run in " in message
+        assert f"has {flag} {saved}. Give that" in message
+
+    def test_resume_needs_a_directory(self, modules, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--resume"])
+        with pytest.raises(SystemExit):
+            modules["train"].main()
+        assert "--resume: name the run's --checkpoint-dir" in capsys.readouterr().err
 
 
 FIND = "import jax; jax.distributed.initialize(); print(jax.process_index(), jax.process_count())"

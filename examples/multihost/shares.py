@@ -23,16 +23,18 @@ def to_global(own: Digits, rows: int, sharding: NamedSharding) -> Digits:
 
 
 def batches(
-    data: Digits, size: int, steps: int, seed: int, sharding: NamedSharding
+    data: Digits, size: int, steps: int, seed: int, sharding: NamedSharding, skip: int = 0
 ) -> Iterator[Digits]:
-    """Random batches of all processes together.
+    """Random batches of all processes together, but for the first `skip` of the `steps`.
 
     All draw the same row numbers, so a run does not depend on how many processes share it, but
     each reads only its own rows.
     """
     own = own_rows(size, sharding)
     rng = np.random.default_rng(seed)
-    for _ in range(steps):
+    for _ in range(skip):
+        rng.integers(len(data.labels), size=size)
+    for _ in range(steps - skip):
         chosen = rng.integers(len(data.labels), size=size)[own]
         yield to_global(Digits(data.images[chosen], data.labels[chosen]), size, sharding)
 

@@ -16,14 +16,17 @@ from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+import checkpoints
 import digits
 import jax
 import jax.numpy as jnp
 import optax
 import processes
 import shares
+from checkpoints import Checkpoints, Progress
 from digits import number
 from flax import linen as nn
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
@@ -55,6 +58,12 @@ class MLP(nn.Module):
         return nn.Dense(10)(images)
 
 
+class TrainState(NamedTuple):
+    params: Any
+    opt_state: Any
+    loss: jaxsparse.PerWorker  # summed over the steps since the last point
+
+
 class Point(NamedTuple):
     """Where training stood."""
 
@@ -84,6 +93,7 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     split = NamedSharding(mesh, PartitionSpec("data"))
     size = digits.shared_batch(args.batch_size, mesh.size)
     train_set, test_set = digits.load()
+    say = print if jax.process_index() == 0 else lambda *_, **__: None
 
     model = MLP(args.hidden)
     params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, 64)))["params"]
@@ -92,72 +102,81 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
     try:
         tx = optax.chain(make_method(args, parameters), optax.sgd(schedule))
-        state = jaxsparse.shard((params, tx.init(params)), mesh)
+        state = jaxsparse.shard(TrainState(params, tx.init(params), no_loss()), mesh)
     except ValueError as error:
         parser.error(f"--method {args.method}, --density, --compression: {error}")
 
-    def step(state: Any, batch: digits.Digits) -> tuple[Any, jaxsparse.PerWorker]:
+    progress = Progress(0, mesh.size, 0.0, [])
+    saved = None if args.checkpoint_dir is None else Checkpoints(args, parser)
+    if saved is not None and args.resume:
+        state, progress = saved.resume(state, progress, mesh)
+    done, _, seconds, points = progress
+
+    def step(state: TrainState, batch: digits.Digits) -> TrainState:
         """What one worker does, given its share of the batch and its own residual."""
-        params, opt_state = state
 
         def loss_of(params: Any) -> jax.Array:
             logits = model.apply({"params": params}, batch.images)
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
 
         # local() keeps the gradients this worker's own until the method exchanges them.
-        loss, grads = jax.value_and_grad(loss_of)(jaxsparse.local(params))
-        updates, opt_state = tx.update(grads, opt_state, params)
+        loss, grads = jax.value_and_grad(loss_of)(jaxsparse.local(state.params))
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
         # The loss is averaged when it is reported: the exchange is all that a step communicates.
-        return (optax.apply_updates(params, updates), opt_state), jaxsparse.PerWorker.wrap(loss)
+        total = jaxsparse.PerWorker(state.loss.value + loss)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state, total)
 
     @jax.jit
     def count_right(params: Any, batch: digits.Digits) -> jax.Array:
         logits: Any = model.apply({"params": params}, batch.images)
         return jnp.sum(logits.argmax(axis=-1) == batch.labels)
 
-    batches = shares.batches(train_set, size, args.steps, args.seed, split)
     test_batch = shares.whole(test_set, split)
     first = next(shares.batches(train_set, size, 1, args.seed, split))
     run = jaxsparse.data_parallel(step, mesh, donate_argnums=0).lower(state, first).compile()
     moved = jaxsparse.cost.wire_bytes(run)
 
-    say = print if jax.process_index() == 0 else lambda *_, **__: None
     say(
         f"{args.method}: {parameters:,} parameters, {mesh.size} workers in "
         f"{jax.process_count()} processes, {moved.received:,.0f} bytes received per worker and "
         f"step in {moved.rounds} collective(s)",
         flush=True,
     )
-    points: list[Point] = []
-    losses: list[jax.Array] = []
-    seconds = 0.0
-    for i, batch in enumerate(batches, start=1):
+    batches = shares.batches(train_set, size, args.steps, args.seed, split, skip=done)
+    multihost_utils.sync_global_devices("compiled")  # or the first step waits for the others
+    for i, batch in enumerate(batches, start=done + 1):
         began = time.perf_counter()
-        state, loss = jax.block_until_ready(run(state, batch))
+        state = jax.block_until_ready(run(state, batch))
         seconds += time.perf_counter() - began
-        losses.append(loss.value)
         if i % args.eval_every == 0 or i == args.steps:
-            right = count_right(state[0], test_batch)
-            point = Point(i, seconds, mean(losses), int(right) / len(test_set.labels))
+            right = count_right(state.params, test_batch)
+            loss = mean(state.loss) / (i - (points[-1]["step"] if points else 0))
+            point = Point(i, seconds, loss, int(right) / len(test_set.labels))
             say(
                 f"step {i}: {seconds:.2f} s, train loss {point.loss:.4f}, "
                 f"test accuracy {100 * point.accuracy:.1f} %",
                 flush=True,
             )
-            points.append(point)
-            losses = []
+            points.append(point._asdict())
+            state = state._replace(loss=jaxsparse.shard(no_loss(), mesh))
+        if saved is not None:
+            saved.save(state, Progress(i, mesh.size, seconds, points))
+    if saved is not None:
+        saved.close()
     if args.json is not None and jax.process_index() == 0:
         save(args, mesh, parameters, moved, points)
 
 
-@jax.jit
-def _mean(losses: list[jax.Array]) -> jax.Array:
-    return jnp.mean(jnp.stack(losses))
+def no_loss() -> jaxsparse.PerWorker:
+    return jaxsparse.PerWorker.wrap(jnp.float32(0))
 
 
-def mean(losses: list[jax.Array]) -> float:
-    """Of arrays that no process holds whole: all have to call it."""
-    return float(_mean(losses))
+_mean = jax.jit(jnp.mean)
+
+
+def mean(loss: jaxsparse.PerWorker) -> float:
+    """Over workers, of whom no process holds all: all have to call it."""
+    return float(_mean(loss.value))
 
 
 def save(
@@ -165,7 +184,7 @@ def save(
     mesh: Mesh,
     parameters: int,
     moved: jaxsparse.cost.WireBytes,
-    points: Sequence[Point],
+    points: Sequence[dict[str, Any]],
 ) -> None:
     result = {
         "settings": vars(args),
@@ -175,7 +194,7 @@ def save(
         "payload_bytes": moved.payload,
         "received_bytes": moved.received,
         "rounds": moved.rounds,
-        "points": [point._asdict() for point in points],
+        "points": points,
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(result, indent=2, default=str))
@@ -184,6 +203,8 @@ def save(
 def main() -> None:
     parser = flags()
     args = parser.parse_args()
+    if args.resume and args.checkpoint_dir is None:
+        parser.error("--resume: name the run's --checkpoint-dir")
     processes.join(args, parser)
     with fail_at_once():
         train(args, parser)
@@ -223,6 +244,8 @@ def flags() -> argparse.ArgumentParser:
         help="width of the two hidden layers (default: 964, a million parameters)",
     )
     add("--seed", type=number(int, 0), default=0, help="(default: 0)")
+
+    checkpoints.add_flags(parser)
 
     add = parser.add_argument_group("results").add_argument
     add("--eval-every", type=number(int, 1), default=20, metavar="STEPS", help="(default: 20)")

@@ -93,14 +93,14 @@ def check_state(
             f"{dtype}: pass the state that init(params) made for the same settings"
         )
     momenta = len(state.momentum), _size(state.dense_momentum)
-    if momenta != ((len(sizes), dense_size) if has_momentum else (0, None)):
+    if momenta != ((len(sizes), dense_size or None) if has_momentum else (0, None)):
         raise ValueError(
             f"the state holds momentum for {momenta[0]} buckets and {momenta[1]} dense elements, "
             f"the gradients fill {len(sizes)} and {dense_size}, and momentum is "
             f"{'on' if has_momentum else 'off'}: pass the state that init(params) made for the "
             "same tree and settings"
         )
-    if _size(state.pending) != (dense_size if is_delayed else None):
+    if _size(state.pending) != (dense_size or None if is_delayed else None):
         raise ValueError(
             f"the state holds {_size(state.pending)} delayed dense elements, and the gradients "
             f"have {dense_size} with delay={int(is_delayed)}: pass the state that init(params) "

@@ -69,12 +69,12 @@ def planned_feedback(
             residual=tuple(map(zeros, shards)),
             momentum=tuple(map(zeros, shards, map(needs_zeros, reducers))) if has_momentum else (),
             dense_momentum=(levels.store(dense) if levels.sharded else dense)
-            if has_momentum
+            if has_momentum and dense.size
             else (),
             reducers=tuple(levels.store(r.init(d)) for r, d in zip(reducers, shards)),
             skipped=jnp.int32(0),
             info=info(0),
-            pending=levels.mark.wrap(dense) if is_delayed else (),
+            pending=levels.mark.wrap(dense) if is_delayed and dense.size else (),
             roundings=jnp.uint32(0) if is_narrow else (),
         )
 
@@ -108,14 +108,16 @@ def planned_feedback(
             )
             for i in range(len(reducers))
         ]
-        dense_before = exchange.Dense(
-            _load_momentum(state.dense_momentum, True, levels if levels.sharded else Levels(None))
-            if has_momentum
-            else None,
-            PerWorker.unwrap(state.pending) if is_delayed else None,
-        )
-
         buckets, dense = layout.flatten(updates)
+        # Orbax saves no empty arrays, so that the state has none.
+        dense_before = exchange.Dense(*(jnp.zeros((0,), jnp.float32) for _ in range(2)))
+        if dense.size:
+            mean_levels = levels if levels.sharded else Levels(None)
+            dense_before = exchange.Dense(
+                _load_momentum(state.dense_momentum, True, mean_levels) if has_momentum else None,
+                PerWorker.unwrap(state.pending) if is_delayed else None,
+            )
+
         gradients = exchange.scatter(buckets, shards, levels)
         run = exchange.delayed if is_delayed else exchange.immediate
         done = run(gradients, dense, before, dense_before, settings)
@@ -154,12 +156,12 @@ def planned_feedback(
             dense_momentum=(
                 levels.store(done.dense.momentum) if levels.sharded else done.dense.momentum
             )
-            if has_momentum
+            if has_momentum and dense.size
             else (),
             reducers=tuple(levels.store(b.reducer) for b in done.buckets),
             skipped=state.skipped + jnp.where(done.ok, jnp.int32(0), jnp.int32(1)),
             info=counts if is_delayed else exchange.select(done.ok, counts, state.info),
-            pending=levels.wrap(done.dense.pending) if is_delayed else (),
+            pending=levels.wrap(done.dense.pending) if is_delayed and dense.size else (),
             # A skipped step leaves the state as it was.
             roundings=state.roundings
             + jnp.where(jnp.bool_(is_delayed) | done.ok, jnp.uint32(1), jnp.uint32(0))

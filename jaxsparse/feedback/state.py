@@ -18,9 +18,9 @@ class ErrorFeedbackState(NamedTuple):
     # float32 or bfloat16 [1, d_i] as a worker sees it: not delivered so far
     residual: tuple[PerWorker, ...]
     momentum: tuple[Any, ...]  # PerWorker of the same, or of the mean; () without momentum
-    dense_momentum: Any  # float32[n], replicated: the mean's momentum; () without momentum
+    dense_momentum: Any  # float32[n], the mean's momentum, replicated; () if n = 0 or without
     reducers: tuple[Any, ...]  # one carried state a bucket
     skipped: Int[Array, ""]  # int32: steps skipped because a gradient was not finite
     info: Info  # of the last step that was not skipped, summed over buckets and shards
-    pending: Any = ()  # PerWorker of float32[1, n], the last dense gradient; () without delay
+    pending: Any = ()  # PerWorker float32[1, n], the last dense gradient; () if n = 0 or without
     roundings: Any = ()  # uint32: how often residuals were rounded to bfloat16; () if they are not

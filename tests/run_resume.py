@@ -1,0 +1,162 @@
+"""Trains with several transformations, stops, and goes on in another process.
+
+A script for `test_checkpoint.py`:
+
+    run_resume.py straight FOLDER CASE...   20 steps; the states after 10 are saved with Orbax
+    run_resume.py resumed FOLDER CASE...    from there to 20; the same bits, or an error
+    run_resume.py killed FOLDER             saves on and on until killed, checks what it finds
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import jaxsparse
+from jaxsparse import PerWorker, data_parallel, shard, warm_up
+
+WORKERS = 4
+STEPS = 20
+SAVED_AT = 10
+PARAMS = {
+    "w": np.ones((50, 40), np.float32),
+    "v": np.ones((30, 30), np.float32),
+    "b": np.ones(50, np.float32),  # dense
+}
+
+# What changes with time changes between the steps 10 and 20, too.
+CASES = {
+    "dense": lambda: jaxsparse.dense(momentum=0.9),
+    "sketched_sgd": lambda: jaxsparse.sketched_sgd(k=30, cols=100, momentum=0.9),
+    "true_top_k": lambda: jaxsparse.true_top_k(30, momentum=0.9),
+    "spardl": lambda: jaxsparse.spardl(0.05, momentum=0.9),
+    "spardl_adaptive": lambda: jaxsparse.spardl(0.05, teams=2, gather="bruck", momentum=0.9),
+    "sparcml": lambda: jaxsparse.sparcml(k=8, bits=4, momentum=0.9),
+    "ok_topk": lambda: jaxsparse.ok_topk(0.05, refresh_every=8, rebalance_every=7, momentum=0.9),
+    "gtopk": lambda: jaxsparse.gtopk(0.05, momentum=0.9),
+    "top_k": lambda: jaxsparse.top_k(0.05, momentum=0.9),
+    "dgc": lambda: jaxsparse.dgc(0.05, clip_norm=10.0),
+    "dragonn": lambda: jaxsparse.dragonn(0.05, momentum=0.9),
+    "ms_topk": lambda: jaxsparse.ms_topk(0.05, momentum=0.9),
+    "random_k": lambda: jaxsparse.random_k(0.05, momentum=0.9),
+    "s2_reducer": lambda: jaxsparse.s2_reducer(0.1, block_size=16, momentum=0.9),
+    "omni_reduce": lambda: jaxsparse.omni_reduce(0.1, block_size=16, momentum=0.9),
+    "sparse_all_gather": lambda: jaxsparse.sparse_all_gather(0.1, block_size=16, momentum=0.9),
+    "qsgd": lambda: jaxsparse.qsgd(momentum=0.9),
+    "sign_sgd": lambda: jaxsparse.sign_sgd(momentum=0.9),
+    "warm_up": lambda: jaxsparse.top_k(warm_up(0.02, steps=15, stages=2)),
+    "delay": lambda: jaxsparse.top_k(0.05, delay=1, momentum=0.9, bucket_size=2000),
+    "no_dense": lambda: jaxsparse.top_k(0.05, delay=1, momentum=0.9, is_dense=lambda *_: False),
+    "bfloat16": lambda: jaxsparse.top_k(0.05, accumulator_dtype="bfloat16", momentum=0.9),
+    "partition": lambda: jaxsparse.partition(
+        {"w": jaxsparse.TopKReducer(0.05), "v": jaxsparse.QuantizedReducer()}, momentum=0.9
+    ),
+}
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((WORKERS,), ("data",))
+
+
+def optimizer(name):
+    return optax.chain(CASES[name](), optax.sgd(optax.cosine_decay_schedule(0.1, STEPS)))
+
+
+def start(name):
+    return shard((PARAMS, optimizer(name).init(PARAMS)), mesh())
+
+
+@functools.cache
+def program(name):
+    tx = optimizer(name)
+
+    def step(state, targets):
+        params, opt_state = state
+        grads = jax.tree.map(lambda p, t: p - t[0], jaxsparse.local(params), targets)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return data_parallel(step, mesh(), donate_argnums=0)
+
+
+def train(name, state, first, last):
+    """Steps `first` to `last` - 1 from `state`, which is donated."""
+    for i in range(first, last):
+        rng = np.random.default_rng(i)
+        targets = {n: rng.standard_t(2, (WORKERS, *p.shape)) for n, p in PARAMS.items()}
+        targets = jax.tree.map(np.float32, targets)
+        state = jax.block_until_ready(program(name)(state, targets))
+    return state
+
+
+def manager(folder):
+    return ocp.CheckpointManager(folder / "states")
+
+
+def arrays(state):
+    """Paths and NumPy arrays of dtypes that `np.savez` knows."""
+    narrow = lambda x: x.dtype == jnp.bfloat16
+    return [
+        (jax.tree_util.keystr(path), np.asarray(x, np.float32 if narrow(x) else x.dtype))
+        for path, x in jax.tree_util.tree_leaves_with_path(state)
+    ]
+
+
+def straight(folder, names):
+    states = {name: train(name, start(name), 0, SAVED_AT) for name in names}
+    with manager(folder) as saved:
+        saved.save(SAVED_AT, args=ocp.args.StandardSave(states))
+        # Each step writes over its donated input, while Orbax may still be writing files.
+        states = {name: train(name, states[name], SAVED_AT, STEPS) for name in names}
+    for name, state in states.items():
+        np.savez(folder / f"{name}.npz", *(x for _, x in arrays(state)))
+
+
+def resumed(folder, names):
+    targets = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        {name: start(name) for name in names},
+    )
+    with manager(folder) as saved:
+        assert saved.latest_step() == SAVED_AT
+        states = saved.restore(SAVED_AT, args=ocp.args.StandardRestore(targets))
+    for name in names:
+        state = train(name, states[name], SAVED_AT, STEPS)
+        with np.load(folder / f"{name}.npz") as expected:
+            for (path, x), other in zip(arrays(state), expected.values(), strict=True):
+                np.testing.assert_array_equal(x, other, err_msg=name + path)
+        print(name, "equal", flush=True)
+
+
+def killed(folder):
+    """Each state holds the number of its step throughout."""
+    sys.path[:0] = [str(Path(__file__).parents[1] / "examples" / n) for n in ("", "multihost")]
+    import train
+
+    parser = train.flags()
+    flags = ["--resume", "--checkpoint-every", "1", "--steps", "1000000", "--checkpoint-dir"]
+    saved = train.Checkpoints(parser.parse_args([*flags, str(folder)]), parser)
+
+    def filled(step):
+        params = {str(i): jnp.full((500, 500), step, jnp.float32) for i in range(4)}
+        residual = PerWorker(jnp.full((WORKERS, 500, 500), step, jnp.float32))
+        return jax.device_put(shard((params, residual), mesh()))
+
+    state, progress = saved.resume(filled(0), train.Progress(0, WORKERS, 0.0, []), mesh())
+    for leaf in jax.tree.leaves(state):
+        np.testing.assert_array_equal(leaf, progress.step)
+    print("found", progress.step, flush=True)
+    for step in range(progress.step + 1, 1000000):
+        saved.save(filled(step), train.Progress(step, WORKERS, 0.0, []))
+
+
+if __name__ == "__main__":
+    what, path, *names = sys.argv[1:]
+    run = {"straight": straight, "resumed": resumed, "killed": killed}[what]
+    run(Path(path), *([names] if names else []))

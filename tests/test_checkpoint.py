@@ -1,0 +1,219 @@
+"""States through Orbax: into a new process bit for bit, to other workers, past a SIGKILL."""
+
+import functools
+import inspect
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import run_resume
+from sklearn.datasets import load_digits
+from workers import mesh
+
+import jaxsparse
+from jaxsparse import PerWorker, data_parallel, reshard, shard
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "tests" / "run_resume.py"
+ENV = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+    "PYTHONPATH": str(ROOT),
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": str(run_resume.WORKERS),
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+}
+QUICK = ("spardl_adaptive", "warm_up", "delay")
+
+
+def test_every_transformation_is_resumed_below():
+    named = {name for name, _ in inspect.getmembers(jaxsparse.transforms, inspect.isfunction)}
+    assert named >= {"dense", "spardl"}
+    assert named <= set(run_resume.CASES)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK, id="three"),
+        pytest.param(
+            tuple(name for name in run_resume.CASES if name not in QUICK),
+            id="others",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_new_process_goes_on_with_the_same_bits(tmp_path, names):
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    for what in ("straight", "resumed"):
+        done = subprocess.run(
+            [sys.executable, SCRIPT, what, tmp_path, *names],
+            env=ENV | cache,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{name} equal" for name in names]
+
+
+@pytest.mark.slow
+def test_kills_leave_complete_checkpoints_only(tmp_path):
+    """The script compares what it finds with the number of its step, whenever it was killed."""
+    folder = tmp_path / "checkpoints"
+    rng = np.random.default_rng(0)
+    last, interrupted = 0, 0
+    for _ in range(4):
+        with subprocess.Popen(
+            [sys.executable, SCRIPT, "killed", folder], env=ENV, stdout=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                for line in process.stdout:
+                    if line.startswith("found"):
+                        break
+                else:
+                    pytest.fail("it did not load what was there")
+                found = int(line.split()[1])
+                assert found >= last
+                deadline = time.monotonic() + 60
+                while not (folder / str(found + 2)).exists():
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                time.sleep(rng.uniform(0, 0.1))
+            finally:
+                process.kill()
+        interrupted += any("tmp" in path.name for path in folder.iterdir())
+        last = found + 2
+    assert last >= 8
+    assert interrupted > 0  # at least one was killed while it wrote
+
+
+def abstract(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def to_host(tree, folder):
+    """The state as NumPy arrays, through a checkpoint."""
+    with ocp.CheckpointManager(folder) as saved:
+        saved.save(1, args=ocp.args.StandardSave(tree))
+    target = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
+    with ocp.CheckpointManager(folder) as saved:
+        return saved.restore(1, args=ocp.args.StandardRestore(target))
+
+
+def test_other_workers_need_reshard(tmp_path):
+    """Neither Orbax nor the library makes up residuals."""
+    # A tree of one array: Orbax forgets the coroutines of others when one fails.
+    tx = jaxsparse.top_k(0.05)
+    residual = tx.init({"w": jnp.ones((40, 30))}).residual
+    host = to_host(shard(residual, run_resume.mesh()), tmp_path)
+    three = shard(residual, mesh(3))
+    target = jax.tree.map(abstract, three)
+    with (
+        ocp.CheckpointManager(tmp_path) as saved,
+        pytest.raises(ValueError, match=r"Requested shape: \(3, 1200\) is not compatible with"),
+    ):
+        saved.restore(1, args=ocp.args.StandardRestore(target))
+    with pytest.raises(ValueError, match=r"jaxsparse\.reshard\(state, mesh\)"):
+        shard(host, mesh(3))
+    carried = reshard(host, mesh(3))
+    assert jax.tree.leaves(jax.tree.map(abstract, carried)) == jax.tree.leaves(target)
+
+
+COUNTS = (8, 6, 8, 1, 16)  # of workers, one after another
+STEPS = 20  # with each
+BATCH = 48
+RATE = 0.1
+METHODS = {
+    "plain": jaxsparse.top_k(0.02),
+    "momentum": jaxsparse.top_k(0.02, momentum=0.9),
+}
+
+
+@functools.cache
+def program(method, workers):
+    def step(state, images, labels):
+        params, method_state = state
+
+        def loss_of(params):
+            hidden = jax.nn.relu(images @ params["in"] + params["in_bias"][None])
+            logits = hidden @ params["out"] + params["out_bias"][None]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(jaxsparse.local(params))
+        updates, method_state = METHODS[method].update(grads, method_state)
+        params = jax.tree.map(lambda p, u: p - RATE * u, params, updates)
+        return (params, method_state), PerWorker.wrap((loss, grads)), updates
+
+    return data_parallel(step, workers, batch_argnums=(1, 2))
+
+
+def train(method, seed, counts, folder):
+    """Through a checkpoint and `reshard` at each change of `counts`.
+
+    Returns:
+        Losses, each step's; and for each count, of the only leaf that is sparse: the sum of all
+        gradients' means so far, that of all updates, and the mean of the residuals.
+    """
+    images, labels = load_digits(return_X_y=True)
+    images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
+    rng = np.random.default_rng(seed)
+    params = {
+        "in": rng.normal(0, 0.2, (64, 32)),
+        "in_bias": np.zeros(32),
+        "out": rng.normal(0, 0.2, (32, 10)),
+        "out_bias": np.zeros(10),
+    }
+    params = jax.tree.map(np.float32, params)
+    state = shard((params, METHODS[method].init(params)), counts[0])
+    losses, sums = [], []
+    owed = delivered = 0.0
+    for i, workers in enumerate(counts):
+        if i and workers != counts[i - 1]:
+            state = reshard(to_host(state, folder / str(i)), workers)
+        for _ in range(STEPS):
+            rows = rng.integers(len(labels), size=BATCH)
+            state, local, updates = program(method, workers)(state, images[rows], labels[rows])
+            loss, grads = jax.tree.map(
+                lambda x: np.asarray(x.value).mean(axis=0, dtype=np.float64),
+                local,
+                is_leaf=lambda x: isinstance(x, PerWorker),
+            )
+            losses.append(float(loss))
+            owed = owed + grads["in"].ravel()
+            delivered = delivered + np.asarray(updates["in"], np.float64).ravel()
+        (residual,) = state[1].residual
+        sums.append((owed, delivered, np.asarray(residual.value).mean(axis=0, dtype=np.float64)))
+    return np.array(losses), sums
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_from_8_workers_to_6_8_1_and_16(tmp_path):
+    _, sums = train("plain", 0, COUNTS, tmp_path)
+    for workers, (owed, delivered, rest) in zip(COUNTS, sums, strict=True):
+        scale = np.abs(owed).max()
+        assert np.abs(rest).max() > 0.01 * scale  # something is held back each time
+        np.testing.assert_allclose(
+            delivered + rest, owed, rtol=0, atol=3e-6 * scale, err_msg=str(workers)
+        )
+
+
+@pytest.mark.slow
+def test_training_goes_on_without_a_bump(tmp_path):
+    """Over 5 steps each, losses are within the spread of seeds, as if nothing had changed."""
+    grouped = lambda losses: losses.reshape(-1, 5).mean(axis=1)
+    seeds = [grouped(train("momentum", seed, (8,) * len(COUNTS), tmp_path)[0]) for seed in range(6)]
+    changed = grouped(train("momentum", 0, COUNTS, tmp_path)[0])
+    mean, spread = np.mean(seeds, axis=0), np.std(seeds, axis=0, ddof=1)
+    assert mean[-1] < mean[0] / 3
+    assert (np.abs(changed - mean) < 3 * spread).all()
