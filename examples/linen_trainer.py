@@ -9,8 +9,10 @@ some of it beside the progress.
 """
 
 import argparse
+import contextlib
 import csv
 import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +102,8 @@ def main() -> None:
     one_step = functools.partial(step, accumulate=args.accumulate, report=args.csv is not None)
     parallel = jaxsparse.data_parallel(one_step, workers.run, donate_argnums=0)
     moved = jaxsparse.cost.wire_bytes(parallel, state, next(batches()), dropout_key)
-    rows = []
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
-    with Progress(TextColumn(args.method), *columns) as progress:
+    with Progress(TextColumn(args.method), *columns) as progress, log(args.csv) as write:
         task = progress.add_task("", total=args.steps, shown="")
         for i, batch in enumerate(batches(), start=1):
             state, loss, diagnostics = parallel(state, batch, dropout_key)
@@ -110,11 +111,9 @@ def main() -> None:
             if diagnostics is not None:
                 row |= {name: x.item() for name, x in diagnostics._asdict().items()}
                 row["received_bytes"] = moved.received
-                rows.append(row)
+                write(row)
             shown = "  ".join(f"{name} {row[name]:.4g}" for name in SHOWN if name in row)
             progress.update(task, advance=1, shown=shown)
-    if args.csv is not None:
-        write_csv(args.csv, rows)
 
     logits = jax.jit(model.apply)({"params": state.params}, test_set.images)
     accuracy = jnp.mean(logits.argmax(axis=-1) == test_set.labels)
@@ -125,12 +124,24 @@ def main() -> None:
     )
 
 
-def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+@contextlib.contextmanager
+def log(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What writes a row to the file at once, so that a run that is stopped leaves those it has."""
+    if path is None:
+        yield lambda row: None
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    with path.open("w", newline="", buffering=1) as file:
+        writer: Any = None
+
+        def write(row: dict[str, Any]) -> None:
+            nonlocal writer
+            if writer is None:
+                writer = csv.DictWriter(file, row)
+                writer.writeheader()
+            writer.writerow(row)
+
+        yield write
 
 
 def flags() -> argparse.ArgumentParser:

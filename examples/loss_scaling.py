@@ -85,8 +85,9 @@ def make_step(method: Any, optimizer: Any, raise_every: int):
         # on the counter, so all take the same branch.
         is_good = optax.tree.get(exchange, "skipped") == optax.tree.get(state.exchange, "skipped")
 
-        # The update of a skipped step is zero. The optimizer would still age its moments by it, so
-        # keep them; jaxsparse's own state needs no such care.
+        # The update of a skipped step is zero (with delay=1 it is not: then apply it, and guard the
+        # scale only). The optimizer would still age its moments by it, so keep them; jaxsparse's
+        # own state needs no such care.
         updates, optimizer_state = optimizer.update(updates, state.optimizer, state.params)
         keep = lambda new, old: jnp.where(is_good, new, old)
         state = State(

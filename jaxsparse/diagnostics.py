@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import ErrorFeedbackState
-from jaxsparse.per_worker import AxisName, is_of_shard, is_sharded
+from jaxsparse.per_worker import AxisName, is_sharded, shards_of
 from jaxsparse.reducers.base import saturating_sum
 
 
@@ -20,7 +20,8 @@ class Diagnostics(NamedTuple):
 
     residual_norm: Float[Array, ""]  # root mean square over workers of their residuals' l2 norms
     update_norm: Float[Array, ""] | None  # l2 norm of the updates; None without these
-    delivered: Int[Array, ""]  # int32: coordinates that the last update carried
+    delivered: Int[Array, ""]  # int32: coordinates that the last update carried; skipped steps
+    # don't count, here and for `overflow`
     delivered_share: Float[Array, ""] | None  # of all coordinates; None without updates
     overflow: Int[Array, ""]  # int32: entries kept back in the last step for want of capacity
     skipped: Int[Array, ""]  # int32: steps skipped so far because something was not finite
@@ -36,8 +37,8 @@ def diagnose(
         diagnose = jaxsparse.data_parallel(jaxsparse.diagnose, mesh, batch_argnums=())
         print(diagnose(opt_state))
 
-    It reads residuals and updates twice and sends two messages of two numbers each, and where it is
-    not called it costs nothing. The bytes of a step do not change from one to the next, and are
+    It reads residuals and updates twice and sends a few numbers, and where it is not called it
+    costs nothing. The bytes of a step do not change from one to the next, and are
     read once from the compiled step, by `jaxsparse.cost.wire_bytes`.
 
     Args:
@@ -54,14 +55,15 @@ def diagnose(
     if not found:
         raise ValueError(
             f"state, of type {type(state).__name__}, holds no state of a jaxsparse transformation: "
-            "pass the optimizer's state, as tx.init made it"
+            "pass the optimizer's state, as tx.init made it (of nnx.split, nnx.merge(...) first, "
+            "and then optimizer.opt_state)"
         )
     axes = (axis_name,) if axis_name is None or isinstance(axis_name, str) else axis_name
     sizes = [wire.axis_size(axis) for axis in axes]
     workers, shards = math.prod(sizes), math.prod(sizes[1:])
 
     residuals = [
-        (x, sizes[0] if is_of_shard(path) else workers)
+        (x, sizes[0] if shards_of(path) else workers)
         for one in found
         for path, x in jax.tree_util.tree_flatten_with_path(one.residual)[0]
     ]

@@ -22,7 +22,7 @@ AxisName = str | tuple[str, ...]
 # The keys under which the marked arrays appear in key paths. Frameworks that flatten a tree and
 # forget its node types (nnx.split, Orbax) still keep the path.
 _KEY = "jaxsparse_per_worker"
-_SHARD_KEY = "jaxsparse_per_shard"
+_SHARD_KEY = "jaxsparse_per_shard_of_"
 _SHARDED_KEY = "jaxsparse_sharded"
 
 
@@ -115,14 +115,36 @@ class PerWorker(_Mark):
 
 @jax.tree_util.register_pytree_with_keys_class
 class PerShard(PerWorker):
-    """A `PerWorker` array of one shard: it belongs to one place along the fast axis of two.
+    """A `PerWorker` array of one of several shards: of one place along the fast axis of two.
 
     Error feedback with a `dense_axis` marks its state so, which keeps it from being mistaken for
-    that of workers which all hold the same coordinates.
+    that of workers which all hold the same coordinates, or of other shards.
+
+    Attributes:
+        value: as of `PerWorker`.
+        shards: how many there are, the size of the fast axis.
     """
 
-    __slots__ = ()
-    key = _SHARD_KEY
+    __slots__ = ("shards",)
+
+    def __init__(self, value: Any, shards: int):
+        super().__init__(value)
+        self.shards = shards
+
+    @property
+    def key(self) -> str:  # type: ignore[override]
+        """Tells the number, too."""
+        return f"{_SHARD_KEY}{self.shards}"
+
+    def tree_flatten_with_keys(self):
+        return ((GetAttrKey(self.key), self.value),), self.shards
+
+    def tree_flatten(self):
+        return (self.value,), self.shards
+
+    @classmethod
+    def tree_unflatten(cls, shards, children):
+        return cls(children[0], shards)
 
 
 def _is_per_worker(node: Any) -> bool:
@@ -131,21 +153,22 @@ def _is_per_worker(node: Any) -> bool:
 
 def is_marked(path: KeyPath) -> bool:
     """Whether the leaf at `path` is per-worker."""
-    return _has(_KEY, path) or is_of_shard(path)
+    return _KEY in _names(path) or shards_of(path) is not None
 
 
-def is_of_shard(path: KeyPath) -> bool:
-    """Whether the leaf at `path` belongs to one place along the fast axis."""
-    return _has(_SHARD_KEY, path)
+def shards_of(path: KeyPath) -> int | None:
+    """Of how many shards the leaf at `path` holds one; None if it is of none."""
+    marks = [name for name in _names(path) if name.startswith(_SHARD_KEY)]
+    return int(marks[0].removeprefix(_SHARD_KEY)) if marks else None
 
 
 def is_sharded(path: KeyPath) -> bool:
     """Whether the leaf at `path` is cut over the fast axis."""
-    return _has(_SHARDED_KEY, path) and not is_marked(path)
+    return _SHARDED_KEY in _names(path) and not is_marked(path)
 
 
-def _has(key: str, path: KeyPath) -> bool:
-    return any(getattr(k, "name", getattr(k, "key", None)) == key for k in path)
+def _names(path: KeyPath) -> list[str]:
+    return [str(getattr(k, "name", getattr(k, "key", ""))) for k in path]
 
 
 def unpacked(axis_name: AxisName) -> AxisName:

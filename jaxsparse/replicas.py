@@ -16,15 +16,21 @@ def check_replicas(tree: Any) -> None:
     apart, by a sum whose order differs between devices or by hardware that errs. Call it after a
     step while debugging, or now and then in long runs. It copies every replica to the host.
 
+    What is marked as different between workers is not compared, though on two levels hosts keep
+    equal copies of some of it; nor are arrays that each process made for itself.
+
     Args:
-        tree: arrays as the trainer sees them, such as a `TrainState`. What only one device holds
-            (`PerWorker` arrays) has no copies to compare. In several processes all must call it,
-            with the same tree.
+        tree: arrays as the trainer sees them, such as a `TrainState`. In several processes all must
+            call it, with the same tree.
 
     Raises:
-        RuntimeError: naming the first array whose copies differ, where, and on which devices.
+        RuntimeError: in all processes, naming the first array whose copies differ, where, and on
+            which devices.
         ValueError: called on traced arrays, inside a compiled function.
     """
+    problems = []
+    digests = [np.zeros(2, np.uint32)]  # the first one tells whether there is a problem here
+    names = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = f"leaf{keystr(path)}"
         if isinstance(leaf, jax.core.Tracer):
@@ -32,66 +38,65 @@ def check_replicas(tree: Any) -> None:
                 f"{name} is traced: check_replicas compares what devices hold, so call it on the "
                 "step's outputs, outside of jax.jit and of the step"
             )
-        if isinstance(leaf, jax.Array):
-            _check(name, leaf)
-
-
-def _check(name: str, x: jax.Array) -> None:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    pieces = x.sharding.devices_indices_map(x.shape)
-    places = list(dict.fromkeys(map(str, pieces.values())))
-    if len(places) == len(pieces):
-        return
-    first: dict[str, Any] = {}
-    problem = ""
-    for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id):
-        other = first.setdefault(str(shard.index), shard)
-        if other is not shard and not problem:
-            problem = _difference(name, other, shard)
-    if not x.is_fully_addressable:
-        problem = _between_processes(name, first, places, problem)
-    if problem:
+        if not isinstance(leaf, jax.Array):
+            continue
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        pieces: Any = leaf.sharding.devices_indices_map(leaf.shape)
+        places = list(dict.fromkeys(map(str, pieces.values())))
+        if len(places) == len(pieces):
+            continue
+        first: dict[str, Any] = {}
+        for shard in sorted(leaf.addressable_shards, key=lambda shard: shard.device.id):
+            other = first.setdefault(str(shard.index), shard)
+            if other is not shard:
+                problems += _difference(name, other, shard)
+        # Whether there is more to compare follows from the sharding, equally in all processes.
+        if len({device.process_index for device in pieces}) > 1:
+            names += [name] * len(places)
+            digests += [_digest(first.get(place)) for place in places]
+    if jax.process_count() > 1:
+        digests[0][:] = bool(problems)
+        problems += _between_processes(names, np.stack(digests))
+    if problems:
         raise RuntimeError(
-            f"{problem}. Replicas have drifted apart: look for a sum whose order differs between "
-            "devices, a branch on a local value, or state that was restored on some of them only"
+            f"{problems[0]}. Replicas have drifted apart: look for a sum whose order differs "
+            "between devices, a branch on a local value, or state that was restored on some of "
+            "them only"
         )
 
 
-def _difference(name: str, one: Any, other: Any) -> str:
+def _difference(name: str, one: Any, other: Any) -> list[str]:
     a, b = (np.atleast_1d(np.asarray(shard.data)) for shard in (one, other))
     differs = (_bytes(a) != _bytes(b)).any(axis=-1)
     if not differs.any():
-        return ""
+        return []
     at = tuple(int(i) for i in np.argwhere(differs)[0])
-    return (
+    return [
         f"{name} differs between {one.device} and {other.device} in {differs.sum()} of {a.size} "
         f"elements, first at {at}: {a[at]} and {b[at]}"
-    )
+    ]
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x)[..., None].view(np.uint8)
 
 
-def _between_processes(name: str, own: dict[str, Any], places: list[str], problem: str) -> str:
-    """The problem found here or elsewhere; all processes take part, so that all of them raise."""
-    digests = np.zeros((len(places) + 1, 2), np.uint32)
-    digests[-1] = bool(problem)
-    for row, place in zip(digests, places):
-        if place in own:
-            data = _bytes(np.asarray(own[place].data)).tobytes()
-            row[:] = np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint32)
-            row[0] |= 1  # 0 is for what a process does not hold
+def _digest(shard: Any) -> np.ndarray:
+    """Of a shard's bits, not 0; 0 of one that this process does not hold."""
+    if shard is None:
+        return np.zeros(2, np.uint32)
+    data = _bytes(np.asarray(shard.data)).tobytes()
+    digest = np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint32)
+    return digest | np.array([1, 0], np.uint32)
+
+
+def _between_processes(names: list[str], digests: np.ndarray) -> list[str]:
     everywhere = np.asarray(multihost_utils.process_allgather(digests))
-    if problem:
-        return problem
-    if everywhere[:, -1].any():
-        process = int(np.argmax(everywhere[:, -1, 0]))
-        return f"{name} differs between devices of process {process}"
-    for of_place in everywhere.swapaxes(0, 1):
+    for name, of_place in zip(names, everywhere.swapaxes(0, 1)[1:]):
         holders = np.flatnonzero(of_place[:, 0])
         for holder in holders[1:]:
             if (of_place[holder] != of_place[holders[0]]).any():
-                return f"{name} differs between processes {holders[0]} and {holder}"
-    return ""
+                return [f"{name} differs between processes {holders[0]} and {holder}"]
+    with_problem = np.flatnonzero(everywhere[:, 0, 0])
+    return [f"an array differs between devices of process {i}" for i in with_problem[:1]]

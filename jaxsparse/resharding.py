@@ -13,7 +13,7 @@ from jaxsparse.per_worker import (
     AxisName,
     check_wrapped,
     is_marked,
-    is_of_shard,
+    shards_of,
     unpacked,
 )
 from jaxsparse.sharding import count_workers, shard
@@ -36,8 +36,9 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
     and reducers' counters, stays as it is; what reducers adapt to the number of workers, they adapt
     again.
 
-    The averages are taken in float64 and rounded once, to each array's dtype: means over workers
-    are kept to half a unit in the last place, and to the bit if W' is a multiple of W.
+    The averages are taken in float64 and rounded to the nearest in each array's dtype, so that
+    means over workers are kept to about half a unit in the last place of the largest row; and to
+    the bit if W' is a multiple of W.
 
     On a mesh with two levels it is the number of hosts that changes, each shard among those of its
     place along the fast axis, whose size has to stay.
@@ -56,7 +57,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
 
     Raises:
         ValueError: see `jaxsparse.shard`; or arrays hold different numbers of workers, a number
-            that the fast axis does not divide, shards where there is no fast axis, integers or
+            that the fast axis does not divide, another number of shards than it has, integers or
             flags that differ between workers, or keys (of these there is no mean); or an array is
             spread over other processes, too.
 
@@ -78,7 +79,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in leaves:
         if is_marked(path):
-            _check(f"leaf{keystr(path)}", leaf, workers, places, is_of_shard(path))
+            _check(f"leaf{keystr(path)}", leaf, workers, places, shards_of(path))
     _check_equal_counts({f"leaf{keystr(p)}": x.shape[0] for p, x in leaves if is_marked(p)})
 
     others = tree_map_with_path(lambda path, x: None if is_marked(path) else x, tree)
@@ -121,13 +122,13 @@ def _average(x: np.ndarray, workers: int, places: int, wanted: range) -> np.ndar
     return result
 
 
-def _check(name: str, x: Any, workers: int, places: int, is_shard: bool) -> None:
+def _check(name: str, x: Any, workers: int, places: int, shards: int | None) -> None:
     check_wrapped(name, x)
-    if is_shard and places == 1:
+    if shards is not None and shards != places:
         raise ValueError(
-            f"{name} is of a shard of a mesh with two levels: pass the new mesh and both axes, "
-            'reshard(state, mesh, axis_name=("hosts", "local")). The number of devices along the '
-            "fast axis has to stay"
+            f"{name} is of {shards} shards along the fast axis of a mesh with two levels, and here "
+            f"there are {places}. Only hosts can come and go: pass a mesh with {shards} devices "
+            'along its fast axis, and both axes: reshard(state, mesh, ("hosts", "local"))'
         )
     if x.shape[0] % places:
         raise ValueError(

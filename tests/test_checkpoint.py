@@ -89,13 +89,22 @@ def test_kills_leave_complete_checkpoints_only(tmp_path):
                 while not (folder / str(found + 2)).exists():
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
-                time.sleep(rng.uniform(0, 0.1))
+                # Sometimes at once, while the next one is written; sometimes whenever it may be.
+                if rng.random() < 0.5:
+                    while not half_written(folder):
+                        assert time.monotonic() < deadline
+                else:
+                    time.sleep(rng.uniform(0, 0.1))
             finally:
                 process.kill()
-        interrupted += any("tmp" in path.name for path in folder.iterdir())
+        interrupted += half_written(folder)
         last = found + 2
     assert last >= 8
     assert interrupted > 0  # at least one was killed while it wrote
+
+
+def half_written(folder):
+    return any("tmp" in path.name for path in folder.iterdir())
 
 
 def abstract(x):

@@ -2,6 +2,10 @@
 
 import csv
 import functools
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,7 @@ import jaxsparse
 from jaxsparse import check_replicas, data_parallel, diagnose, shard
 from jaxsparse.per_worker import Sharded
 
+ROOT = pathlib.Path(__file__).parents[1]
 AXES = ("hosts", "local")
 PARAMS = {"w": jnp.zeros((50, 40)), "b": jnp.zeros(7)}
 P = jax.sharding.PartitionSpec
@@ -167,3 +172,21 @@ class TestReplicas:
     def test_not_within_a_step(self):
         with pytest.raises(ValueError, match="call it on the step's outputs"):
             jax.jit(lambda x: check_replicas(x))(jnp.ones(3))
+
+    @pytest.mark.slow
+    def test_processes_learn_of_differences_elsewhere(self, tmp_path):
+        script = pathlib.Path(__file__).parent / "run_replicas.py"
+        command = [sys.executable, "-m", "jaxsparse.launch", "-n", 2, "-d", 2, "--timeout", 120]
+        done = subprocess.run(
+            [*map(str, command), "--logs", tmp_path, "--", sys.executable, script],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [
+            "equal: equal",
+            "between: leaf['v'] differs between processes 0 and 1",
+            "within: an array differs between devices of process 1",
+        ]

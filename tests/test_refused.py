@@ -53,7 +53,7 @@ REFUSED = {
     "cannot share equally": misuse.uneven_batch,
     "is partitioned over devices": misuse.partitioned_over_another_axis,
     "needs the size of dense_axis": lambda: jaxsparse.spardl(0.1, dense_axis="x").init(PARAMS),
-    "of a shard of a mesh with two levels": lambda: reshard(state_of_shards(), 6),
+    "shards along the fast axis of a mesh with two levels": lambda: reshard(state_of_shards(), 6),
     "only the number of hosts can change": lambda: reshard(
         PerWorker(np.zeros((3, 5))), two_levels(), AXES
     ),

@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, reshard, shard
 from jaxsparse.collectives.spar_all_gather import Adaptation
+from jaxsparse.per_worker import PerShard
 
 AXES = ("hosts", "local")
 COUNTS = (1, 2, 3, 5, 6, 8, 16, 256)
@@ -100,12 +101,32 @@ def test_each_shard_goes_among_hosts():
     tx = jaxsparse.spardl(0.1, axis_name="hosts", dense_axis="local", momentum=0.9)
     state = data_parallel(tx.init, old, axis_name=AXES, batch_argnums=())(params)
     rows = np.random.default_rng(0).normal(size=(4, 1500)).astype(np.float32)
-    state = state._replace(residual=(type(state.residual[0])(rows),))
+    state = state._replace(residual=jax.tree.map(lambda _: rows, state.residual))
     carried = reshard(state, new, AXES).residual[0].value
     expected = np.einsum("jh,hld->jld", overlaps(2, 3), rows.reshape(2, 2, 1500))
     np.testing.assert_allclose(carried.reshape(3, 2, 1500), expected, rtol=1e-6)
-    with pytest.raises(ValueError, match="of a shard of a mesh with two levels"):
-        reshard(state, 6)
+    for other, axes in (
+        (6, "data"),
+        (mesh_of((2, 4), AXES), AXES),
+        (mesh_of((4, 1), AXES), AXES),
+        (mesh_of((4,), ("hosts",)), "hosts"),
+    ):
+        with pytest.raises(
+            ValueError, match=r"\['?.*of 2 shards along the fast axis.*here there are"
+        ):
+            reshard(state, other, axes)
+
+
+def test_state_of_other_shards_is_refused_though_it_may_have_their_sizes():
+    tx = jaxsparse.top_k(0.1, axis_name="hosts", dense_axis="local")
+    params = {"w": jnp.ones((60, 50))}
+    mesh = mesh_of((2, 2), AXES)
+    run = functools.partial(data_parallel, mesh=mesh, axis_name=AXES, batch_argnums=())
+    state = run(tx.init)(params)
+    rows = state.residual[0].value
+    state = state._replace(residual=(PerShard(rows, 3),))
+    with pytest.raises(ValueError, match="of 3 shards along the fast axis, where there are 2"):
+        run(lambda s: tx.update(jaxsparse.local(params, AXES), s)[1])(state)
 
 
 def sums_of_updates(tx, state, params, grads, workers):

@@ -12,6 +12,8 @@ from workers import on_workers, some
 
 from jaxsparse import GTopKReducer, OkTopkReducer, PerWorker, Stages, codecs
 from jaxsparse.collectives import wire
+from jaxsparse.collectives.offers import about_top_k
+from jaxsparse.collectives.regions import Regions
 from jaxsparse.reducers.staged import StagedReducer
 
 SIZE = 61
@@ -124,6 +126,85 @@ def test_ok_topk_balances_its_regions():
     ((_, reduced),) = run(OkTopkReducer(0.01, capacity_factor=2.0), x)
     assert reduced.info.overflow[0] == 0
     assert reduced.info.delivered[0] == 40
+
+
+def test_ok_topk_draws_regions_of_other_workers_anew():
+    """A state that came from more workers, or fewer, at a step that would have kept regions."""
+    size = 2000
+    reducer = OkTopkReducer(0.02, capacity_factor=4.0)
+
+    def step(x, state):
+        return reducer(x, state, axis_name="data")
+
+    def spread(state, workers):
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), state)
+
+    state = reducer.init(size)
+    for i, workers in enumerate((4, 3)):
+        x = np.rint(np.random.default_rng(i).normal(size=(workers, size)) * 100)
+        x = x.astype(np.float32) * workers  # so that means are exact
+        reduced = on_workers(step, workers, "vmap")(x, spread(state, workers))
+        total = workers * np.asarray(reduced.mean[0])
+        np.testing.assert_array_equal(total + np.asarray(reduced.residual).sum(0), x.sum(0))
+        assert reduced.info.delivered[0] == np.count_nonzero(total) > 0
+        assert reduced.info.overflow[0] == 0
+        state = jax.tree.map(lambda leaf: leaf[0], reduced.state)
+        place, regions = np.asarray(state.agreed.place), Regions(size, workers)
+        assert len(set(place.tolist())) == regions.buckets
+        assert place.max() < workers * regions.places
+        assert state.agreed.workers == workers
+
+
+def test_regions_balance_whatever_the_counts():
+    regions = Regions(1024 * 7 - 3, 8)
+    rng = np.random.default_rng(0)
+    draw = jax.jit(regions.draw)
+    for counts in (
+        rng.integers(0, 100, 1024),
+        np.where(rng.random(1024) < 0.05, 50, 0),
+        (3000 / np.arange(1, 1025)).astype(int)[rng.permutation(1024)],
+        np.where(np.arange(1024) == 5, 4000, 6),  # who has the heavy one need have no others
+        np.zeros(1024, int),
+    ):
+        place = np.asarray(draw(jnp.asarray(counts, jnp.int32)))
+        assert len(set(place.tolist())) == 1024
+        assert 0 <= place.min() <= place.max() < 8 * regions.places
+        loads = np.bincount(place // regions.places, weights=counts, minlength=8)
+        assert loads.max() <= max(1.15 * loads.mean(), counts.max() * 1.15)
+        positions = np.arange(regions.positions, dtype=np.int32)
+        elements = np.asarray(regions.elements(jnp.asarray(place), jnp.asarray(positions)))
+        inside = elements[elements < regions.size]
+        np.testing.assert_array_equal(np.sort(inside), np.arange(regions.size))
+    with pytest.raises(ValueError, match="positions in the regions of 3 workers, but indices are"):
+        Regions(2**31 - 1, 3)
+
+
+@pytest.mark.parametrize("size", [2000, 2**16])
+def test_offers_are_about_the_k_largest(size):
+    k = size // 50
+    offer = jax.jit(lambda x: about_top_k(x, k))
+    rng = np.random.default_rng(0)
+    normal = rng.normal(size=size).astype(np.float32)
+    few_values = np.where(normal > 0, 1, -1).astype(np.float32)  # all of them reach the threshold
+    sparse = normal * (rng.random(size) < 0.004)
+    for x, least, most in ((normal, 0.75 * k, 1.25 * k), (few_values, k, k), (sparse, 0, k)):
+        stream = jax.tree.map(np.asarray, offer(x))
+        kept = stream.indices[stream.indices < size]
+        assert least <= len(kept) <= most
+        assert len(set(kept.tolist())) == len(kept)
+        np.testing.assert_array_equal(stream.values[stream.indices < size], x[kept])
+        assert not stream.values[stream.indices == size].any()
+        left = np.delete(x, kept)
+        assert np.abs(left).max() <= np.abs(x[kept]).min()
+    assert len(kept) == np.count_nonzero(sparse)
+
+
+def test_few_offers_of_a_large_vector_are_not_sampled():
+    x = np.random.default_rng(0).normal(size=2**17).astype(np.float32)
+    stream = jax.jit(lambda x: about_top_k(x, 100))(x)
+    assert stream.capacity == 100
+    energy = np.sort(np.square(x))[-100:].sum()
+    assert np.square(stream.values).sum() > 0.97 * energy
 
 
 def test_settings_are_checked():

@@ -122,12 +122,11 @@ class Checkpoints:
         copying was interrupted may have the final name: it is renamed, to be out of the way.
         """
         while True:
-            steps = self._manager.all_steps()
-            newest = max(steps, default=-1)
-            is_complete = (
-                newest >= 0 and self._manager.metadata(newest).commit_timestamp_nsecs is not None
-            )
-            # A file system over a network may show them different files.
+            # A file system over a network may show other processes other files.
+            newest, is_complete = -1, False
+            if jax.process_index() == 0:
+                newest = max(self._manager.all_steps(), default=-1)
+                is_complete = newest >= 0 and self._is_complete(newest)
             newest, is_complete = multihost_utils.broadcast_one_to_all(
                 np.array([newest, is_complete])
             ).tolist()
@@ -141,6 +140,9 @@ class Checkpoints:
                 (self._directory / str(newest)).rename(self._directory / name)
             multihost_utils.sync_global_devices("renamed")
             self._manager.reload()
+
+    def _is_complete(self, step: int) -> bool:
+        return self._manager.metadata(step).commit_timestamp_nsecs is not None
 
     def resume(self, fresh: T, start: Progress, mesh: Mesh) -> tuple[T, Progress]:
         """State and progress of the last complete checkpoint; as given if there is none.
@@ -182,10 +184,9 @@ class Checkpoints:
         has_moved = progress.workers != mesh.size
 
         def target(x: jax.Array, spec: PartitionSpec) -> Any:
-            if not has_moved:
+            if not has_moved or spec == PartitionSpec():
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-            is_own = spec != PartitionSpec()
-            shape = (progress.workers, *x.shape[1:]) if is_own else x.shape
+            shape = (progress.workers, *x.shape[1:])
             return np.broadcast_to(np.zeros((), x.dtype), shape)  # stands for it, in one element
 
         targets = jax.tree.map(target, fresh, jaxsparse.specs(fresh))
@@ -197,10 +198,10 @@ class Checkpoints:
     def _check(self, settings: dict[str, Any]) -> None:
         """Ends the program if the run that is resumed had other settings."""
         for name, value in self._settings.items():
-            if settings[name] != value:
+            if (saved := settings.get(name)) != value:
                 flag = "--" + name.replace("_", "-")
                 self._parser.error(
-                    f"{flag} {value}: the run in {self._directory} has {flag} {settings[name]}. "
+                    f"{flag} {value}: the run in {self._directory} has {flag} {saved}. "
                     "Give that to go on with it, or name another --checkpoint-dir"
                 )
 

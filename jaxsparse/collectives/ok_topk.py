@@ -1,5 +1,6 @@
 """Ok-Topk: sums of balanced regions above reused thresholds (Li and Hoefler, PPoPP 2022)."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -9,167 +10,234 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse import codecs, network, select
 from jaxsparse.collectives import wire
+from jaxsparse.collectives.offers import about_top_k
+from jaxsparse.collectives.regions import Regions, bucket_count, into_regions
 from jaxsparse.collectives.spar_all_gather import largest
 from jaxsparse.collectives.spar_reduce_scatter import Select
-from jaxsparse.collectives.split import into_bins
+from jaxsparse.select.counting import folded
 from jaxsparse.stream import SparseStream, from_dense
+from jaxsparse.tiles import zeros
 
-# Regions end at multiples of 1 / _BUCKETS of the vector, by whose counts they are balanced.
-_BUCKETS = 1024
 # Of a magnitude, settled in each round of the search for the threshold of the sums.
 _BITS = 8
 
 
-class Regions(NamedTuple):
+class Agreed(NamedTuple):
     """What workers agree on for many steps. Equal on all workers."""
 
-    counts: Int[Array, " buckets"]  # int32: offers of all workers, by place
+    place: Int[Array, " buckets"]  # int32: of each bucket in the regions of so many
+    workers: Int[Array, ""]  # int32
     threshold: Float[Array, ""]  # of the sums' magnitudes
     is_crowded: Bool[Array, ""]  # offers found no room: draw new regions
     is_stale: Bool[Array, ""]  # too many or too few sums passed: take a new threshold
 
     @classmethod
-    def start(cls, size: int) -> "Regions":
+    def start(cls, size: int) -> "Agreed":
         """Before the first step, which draws regions and takes a threshold."""
-        counts = jnp.zeros((min(size, _BUCKETS),), jnp.int32)
-        return cls(counts, jnp.float32(0), jnp.bool_(True), jnp.bool_(True))
+        place = jnp.arange(bucket_count(size), dtype=jnp.int32)
+        return cls(place, jnp.int32(0), jnp.float32(0), jnp.bool_(True), jnp.bool_(True))
 
 
 class OkTopk(NamedTuple):
     """Outcome of `ok_topk`."""
 
-    total: Float[Array, " d"]  # equal on all workers
+    mean: Float[Array, " d"]  # of the sums that were delivered; equal on all workers
     residual: Float[Array, " d"]  # what this worker has to feed back
-    sent: Bool[Array, " d"]  # entries of its own that `total` contains
+    sent: Bool[Array, " d"]  # entries of its own that `mean` contains
+    delivered: Int[Array, ""]  # int32: elements of `mean` other than 0
     overflow: Int[Array, ""]  # int32: entries, of all workers, that found no room
-    regions: Regions
+    agreed: Agreed
 
 
 def ok_topk(
     x: Float[Array, " d"],
     k: int,
-    regions: Regions,
+    agreed: Agreed,
     *,
     refresh: Bool[Array, ""] | bool,
     rebalance: Bool[Array, ""] | bool,
     axis_name: str | None,
     codec: codecs.Codec = codecs.COO,
     capacity_factor: float = 2.0,
-    top_k: Select = select.fast_top_k,
+    top_k: Select = about_top_k,
 ) -> OkTopk:
-    """Sums of workers' k largest entries, as far as they are above a threshold.
+    """Means of workers' k largest entries, as far as their sums are above a threshold.
 
     Workers offer their entries to the owners of W regions that hold about equally many; owners add
     them up, hand on the large sums so that all workers have equally many, and these are gathered.
     The threshold is that of the k largest sums when it is taken, and is reused then. (The paper
-    reuses workers' own thresholds, too; here selecting k entries takes no longer than comparing
-    with one, and offers never exceed k.)
+    reuses workers' own thresholds, too, for a step in which selecting is a pass over x; here they
+    are taken anew from samples, which takes less than that pass.)
 
-    Each message has room for C = ceil(capacity_factor k / W) entries. Offers that find none stay
-    with their workers; if too many sums pass the threshold, each owner delivers its share of what
-    there is room for, the largest ones. Both are counted. Rounds and words: see
-    `ok_topk_traffic`.
+    Each message has room for C = ceil(capacity_factor k / W) entries, or those of a region if they
+    are fewer. Offers that find none stay with their workers; if too many sums pass the threshold,
+    each owner delivers its share of what there is room for, the largest ones. Both are counted.
+    Rounds and words: see `ok_topk_traffic`.
 
     Args:
         x: float32.
-        k: entries offered by each worker, and wanted in the result.
-        regions: from the step before.
+        k: entries offered by each worker, more or less as `top_k` does it, and wanted in the
+            result.
+        agreed: from the step before.
         refresh: whether to take a new threshold even if the old one served; equal on all workers.
         rebalance: whether to draw new regions even if the old ones served; equal on all workers.
         axis_name: whose workers take part.
         codec: of the messages.
-        capacity_factor: room in messages. The smaller, the fewer words and the more overflow.
+        capacity_factor: room in messages. The smaller, the fewer words and the more overflow; with
+            a factor of 1 offers of more than k entries never fit.
         top_k: picks the entries.
     """
     workers, size = wire.axis_size(axis_name), x.size
-    room = min(size, math.ceil(capacity_factor * k / workers))
-    offers = top_k(x, k)
-    offers = offers._replace(indices=jnp.where(offers.values != 0, offers.indices, size))
-    counts = jax.lax.cond(
-        regions.is_crowded | rebalance,
-        lambda: wire.psum(_histogram(offers.indices, size), axis_name),
-        lambda: regions.counts,
+    regions = Regions(size, workers)
+    room = _room(k, regions, capacity_factor)
+    limit = workers * room
+    offers = _in_order(x, top_k(x, k))
+    starts = regions.starts(offers.indices)
+    place = jax.lax.cond(
+        agreed.is_crowded | rebalance | (agreed.workers != workers),
+        lambda: regions.draw(wire.psum(starts[1:] - starts[:-1], axis_name)),
+        lambda: agreed.place,
     )
 
     # To the owners.
-    owner = _owners(counts, workers)[_bucket(offers, size)]
-    owner = jnp.where(offers.indices < size, owner, workers)
-    bins, fits = into_bins(offers, owner, workers, room, empty=size)
-    arrived = _exchange(bins, size, axis_name, codec)
-    sums = jnp.zeros_like(x).at[arrived.indices.ravel()].add(arrived.values.ravel(), mode="drop")
+    bins, fits, crowded_out = into_regions(offers, starts, place, regions, room)
+    arrived = _exchange(bins, regions.length, axis_name, codec)
+    sums = _added(jnp.zeros_like(x, shape=(regions.length,)), arrived)
     threshold = jax.lax.cond(
-        regions.is_stale | refresh,
-        lambda: _kth_largest(sums, k, min(size, workers * room), axis_name),
-        lambda: regions.threshold,
+        agreed.is_stale | refresh,
+        lambda: _kth_largest(sums, k, min(regions.length, limit), axis_name),
+        lambda: agreed.threshold,
     )
 
-    # From the owners, evenly to all: the sum at position p of all goes to worker p // room.
-    is_large = (jnp.abs(sums) >= threshold) & (sums != 0)
-    count = jnp.count_nonzero(is_large).astype(jnp.int32)
+    # From the owners, evenly to all: the sum at place p of all goes to worker p // room.
+    count = _count_large(sums, threshold)
     all_counts = wire.all_gather(count, axis_name)
-    passing, limit = jnp.sum(all_counts), workers * room
+    passing = jnp.sum(all_counts)
     share = jnp.minimum(1.0, limit / jnp.maximum(passing, 1).astype(jnp.float32))
-    quotas = jnp.floor(all_counts.astype(jnp.float32) * share).astype(jnp.int32)
+    # A little more than the share: rounded down, equal counts could all become 0. What then comes
+    # to lie past the limit is not held.
+    share = all_counts.astype(jnp.float32) * share * (1 + 2.0**-20)
+    quotas = jnp.floor(share).astype(jnp.int32)
     quotas = jnp.where(passing <= limit, all_counts, quotas)
-    large = _largest(sums, is_large, min(size, limit), passing > limit)
+    large = _large(sums, threshold, count, room, limit, passing > limit)
     mine = wire.axis_index(axis_name)
-    rank = jnp.arange(large.capacity, dtype=jnp.int32)
-    position = (jnp.cumsum(quotas) - quotas)[mine] + rank
-    is_held = (large.indices < size) & (rank < quotas[mine]) & (position < limit)
-    slot = jnp.where(is_held, position, limit)
+    first = jnp.minimum((jnp.cumsum(quotas) - quotas)[mine], limit)
+    rank = jnp.arange(limit, dtype=jnp.int32)
+    is_held = (large.indices < regions.length) & (rank < quotas[mine]) & (first + rank < limit)
+    positions = jnp.where(is_held, mine * regions.length + large.indices, regions.positions)
     rounded = codec.rounded(large.values)
     spread = SparseStream(
-        jnp.full((limit,), size, jnp.int32).at[slot].set(large.indices, mode="drop"),
-        jnp.zeros((limit,), x.dtype).at[slot].set(rounded, mode="drop"),
+        _shifted(positions, first, regions.positions),
+        _shifted(jnp.where(is_held, rounded, 0), first, 0),
     )
     spread = SparseStream(*(part.reshape(workers, room) for part in spread))
-    held = _exchange(spread, size, axis_name, codec)
+    held = _exchange(spread, regions.positions, axis_name, codec)
     # A slot is filled by one worker, if any; but the codec may have moved it.
-    held = _front(SparseStream(held.indices.ravel(), held.values.ravel()), room, size)
+    held = _front(SparseStream(held.indices.ravel(), held.values.ravel()), room, regions.positions)
 
-    crowded_out = jnp.sum(~fits & (offers.indices < size), dtype=jnp.int32)
     left_out = count - jnp.count_nonzero(is_held).astype(jnp.int32)
     report = jnp.stack([crowded_out, left_out]).astype(jnp.uint32)
-    messages = jnp.concatenate([codec.encode(held, size), report])
+    messages = jnp.concatenate([codec.encode(held, regions.positions), report])
     messages = wire.all_gather(messages, axis_name)
     crowded_out, left_out = jnp.sum(messages[:, -2:], axis=0).astype(jnp.int32)
-    decode = lambda words: codec.decode(words[:-2], room, size, x.dtype)
+    decode = lambda words: codec.decode(words[:-2], room, regions.positions, x.dtype)
     streams = jax.vmap(decode)(messages)
-    total = jnp.zeros((size,), x.dtype)
-    total = total.at[streams.indices.ravel()].add(streams.values.ravel(), mode="drop")
-    total = jnp.where(jnp.isfinite(total), total, 0)
+    means = streams.values.ravel() / workers
+    means = jnp.where(jnp.isfinite(means), means, 0)
+    elements = regions.elements(place, streams.indices.ravel())
+    mean = jnp.zeros((size,), x.dtype).at[elements].set(means, mode="drop")
+    delivered = jnp.sum((means != 0) & (elements < size), dtype=jnp.int32)
 
-    delivered = total != 0
-    offered_here = jnp.where(fits, offers.indices, size)
-    sent = delivered & jnp.zeros_like(delivered).at[offered_here].set(True, mode="drop")
-    residual = jnp.where(sent, 0, x)
+    # All that differs from x is where entries are: no pass over all of it.
+    arrives = lambda indices: mean.at[indices].get(mode="fill", fill_value=0) != 0
+    index = jnp.where(fits & arrives(offers.indices), offers.indices, size)
+    residual = x.at[index].set(offers.values - codec.rounded(offers.values), mode="drop")
+    sent = jnp.zeros_like(x, jnp.bool_).at[index].set(True, mode="drop")
     if not codec.is_exact:
-        lost = offers.values - codec.rounded(offers.values)
-        lost = jnp.zeros_like(x).at[offered_here].add(lost, mode="drop")
-        lost = lost.at[large.indices].add(large.values - rounded, mode="drop")
-        residual = jnp.where(delivered, residual + lost, residual)
+        index = regions.elements(place, positions)
+        lost = jnp.where(arrives(index), large.values - rounded, 0)
+        residual = residual.at[index].add(lost, mode="drop")
     is_stale = (passing > limit) | (2 * passing < k)
+    many = zeros((), jnp.int32, (agreed.workers,)) + workers
     return OkTopk(
-        total,
+        mean,
         residual,
         sent,
+        delivered,
         crowded_out + left_out,
-        Regions(counts, threshold, crowded_out > 0, is_stale),
+        Agreed(place, many, threshold, crowded_out > 0, is_stale),
     )
 
 
-def _largest(sums: Array, is_large: Array, capacity: int, too_many: Array) -> SparseStream:
-    """Those that are large, or nearly the largest of them in falling order if they are too many."""
+def _added(sums: Array, arrived: SparseStream) -> Array:
+    """One worker's entries after the other's: within one scatter a GPU would add in any order."""
 
-    def those() -> SparseStream:
-        return from_dense(sums, select.compact(is_large, capacity))
+    def add(sums: Array, row: SparseStream) -> tuple[Array, None]:
+        return sums.at[row.indices].add(row.values, mode="drop"), None
+
+    return jax.lax.scan(add, sums, arrived)[0]
+
+
+def _room(k: int, regions: Regions, capacity_factor: float) -> int:
+    return min(regions.length, math.ceil(capacity_factor * k / regions.workers))
+
+
+def _in_order(x: Array, stream: SparseStream) -> SparseStream:
+    """The entries of `x` other than 0 in increasing order of their indices."""
+    indices = jnp.where(stream.values != 0, stream.indices, x.size)
+    is_sorted = jnp.all(indices[1:] >= indices[:-1])
+    # XLA on CPU sorts indices alone 9 times faster than with values.
+    return jax.lax.cond(
+        is_sorted,
+        lambda: SparseStream(indices, stream.values),
+        lambda: from_dense(x, jnp.sort(indices)),
+    )
+
+
+def _is_large(sums: Array, threshold: Array) -> Array:
+    return (jnp.abs(sums) >= threshold) & (sums != 0)
+
+
+def _count_large(sums: Array, threshold: Array) -> Array:
+    add = functools.partial(jnp.sum, dtype=jnp.uint32)
+    count = folded(add, jnp.add, lambda x: _is_large(x, threshold).astype(jnp.uint32), sums)
+    return count.astype(jnp.int32)
+
+
+def _large(
+    sums: Array, threshold: Array, count: Array, room: int, limit: int, too_many: Array
+) -> SparseStream:
+    """Sums that reach the threshold, in `limit` slots.
+
+    In increasing order of their indices; or nearly the largest of them, in falling order, if of all
+    workers' there are too many.
+    """
+    is_large = _is_large(sums, threshold)
+
+    def padded(stream: SparseStream) -> SparseStream:
+        empty = limit - stream.capacity
+        indices = jnp.pad(stream.indices, (0, empty), constant_values=sums.size)
+        return SparseStream(indices, jnp.pad(stream.values, (0, empty)))
+
+    def reaching(capacity: int) -> SparseStream:
+        return padded(from_dense(sums, select.compact(is_large, capacity)))
 
     def the_largest() -> SparseStream:
+        capacity = min(sums.size, limit)
         stream = select.fast_top_k(jnp.where(is_large, sums, 0), capacity)
         index = jnp.where(stream.values != 0, stream.indices, sums.size)
-        return largest(SparseStream(index, stream.values), capacity)[0]
+        return padded(largest(SparseStream(index, stream.values), capacity)[0])
 
-    return jax.lax.cond(too_many, the_largest, those)
+    # A pass over the slots takes longer than over the sums, and few owners fill more than `room`.
+    branches = [lambda: reaching(room), lambda: reaching(min(sums.size, limit)), the_largest]
+    which = jnp.where(too_many, 2, (count > room).astype(jnp.int32))
+    return jax.lax.switch(which, branches)
+
+
+def _shifted(x: Array, by: Array, empty: int) -> Array:
+    """`x` moved up by so many slots, of which what is moved past the end is empty."""
+    filled = jnp.full((2 * x.size,), empty, x.dtype)
+    return jax.lax.dynamic_update_slice(filled, x, (by,))[: x.size]
 
 
 def ok_topk_traffic(
@@ -186,27 +254,11 @@ def ok_topk_traffic(
     With C = capacity_factor k / W that is capacity_factor times the published 6 k (W - 1) / W,
     which holds as long as regions and counts are balanced; here it is a bound, not an average.
     """
-    room = min(size, math.ceil(capacity_factor * k / workers))
-    words = (workers - 1) * (3 * codec.words(room, size) + 3)
+    regions = Regions(size, workers)
+    room = _room(k, regions, capacity_factor)
+    offers, sums = codec.words(room, regions.length), codec.words(room, regions.positions)
+    words = (workers - 1) * (offers + 2 * sums + 3)
     return network.Traffic(2 * (workers - 1) + 2 * (workers - 1).bit_length(), words)
-
-
-def _bucket(stream: SparseStream, size: int) -> Array:
-    return jnp.minimum(stream.indices, size - 1) // -(-size // min(size, _BUCKETS))
-
-
-def _histogram(indices: Array, size: int) -> Array:
-    buckets = min(size, _BUCKETS)
-    number = jnp.where(indices < size, indices // -(-size // buckets), buckets)
-    return jnp.zeros((buckets,), jnp.int32).at[number].add(1, mode="drop")
-
-
-def _owners(counts: Array, workers: int) -> Array:
-    """Of each bucket, so that owners' buckets are consecutive and hold about as many entries."""
-    weights = jnp.where(jnp.any(counts > 0), counts, 1).astype(jnp.float32)
-    middle = jnp.cumsum(weights) - weights / 2
-    share = jnp.maximum(jnp.sum(weights), 1) / workers
-    return jnp.minimum(middle / share, workers - 1).astype(jnp.int32)
 
 
 def _exchange(

@@ -78,6 +78,7 @@ def check_state(
     has_momentum: bool,
     is_delayed: bool,
     dtype: Any,
+    parts: int | None,
 ) -> None:
     """Raises ValueError if the state was made for other gradients or settings."""
     sizes = tuple(node.value.shape[-1] for node in state.residual)
@@ -85,6 +86,12 @@ def check_state(
         raise ValueError(
             f"the state holds residuals of sizes {sizes}, the gradients fill buckets of sizes "
             f"{shards}: pass the state that init(params) made for the same tree and settings"
+        )
+    made_for = {getattr(node, "shards", None) for node in state.residual} - {parts}
+    if made_for:
+        raise ValueError(
+            f"the state is of {made_for.pop()} shards along the fast axis, where there are {parts} "
+            "(None: on one level): pass the state that init(params) made on this mesh"
         )
     kept = {str(leaf.dtype) for leaf in jax.tree.leaves((state.residual, state.momentum))}
     if kept - {str(dtype)}:

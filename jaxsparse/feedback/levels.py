@@ -59,10 +59,12 @@ class Levels:
                 'over, such as dense_axis="local"'
             )
 
-    @property
-    def mark(self) -> type[PerWorker]:
-        """Of arrays that differ between workers."""
-        return PerWorker if self.dense_axis is None else PerShard
+    def mark(self, tree: Any) -> Any:
+        """One worker's arrays, marked as different between workers."""
+        wrapped = PerWorker.wrap(tree)
+        if self.dense_axis is None:
+            return wrapped
+        return jax.tree.map(lambda x: PerShard(x.value, self.shards), wrapped, is_leaf=_marked)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -197,7 +199,7 @@ class Levels:
 
     def wrap(self, tree: Any) -> Any:
         """Marks one worker's arrays, for a state."""
-        return self.mark.wrap(self.varying(tree))
+        return self.mark(self.varying(tree))
 
     def store(self, tree: Any) -> Any:
         """Marks what is equal along `axis_name` but differs between shards, for a state.

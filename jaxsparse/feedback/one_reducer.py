@@ -91,7 +91,8 @@ def error_feedback(
     pass (SparCML's non-blocking mode) where the backend's collectives are asynchronous. Updates are
     those of delay=0 a step later, and the first one is zero; uncompressed leaves wait in `pending`.
     Only a flag, that this step's gradients are finite, has to wait for them. If they are not, they
-    are left out on all workers, and last step's exchange still counts.
+    are left out on all workers, and last step's exchange still counts: its update is to be applied,
+    although `skipped` rises.
 
     Args:
         reducer: how the buckets are exchanged: a `Reducer`, or a budget that makes one for each.

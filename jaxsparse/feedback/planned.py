@@ -62,7 +62,7 @@ def planned_feedback(
 
         def zeros(size: int, of_mean: bool = False) -> Any:
             buffer = jnp.zeros((size,), dtype)
-            return levels.store(buffer) if of_mean else levels.mark.wrap(buffer)
+            return levels.store(buffer) if of_mean else levels.mark(buffer)
 
         dense = jnp.zeros((layout.dense_size,), jnp.float32)
         return ErrorFeedbackState(
@@ -74,7 +74,7 @@ def planned_feedback(
             reducers=tuple(levels.store(r.init(d)) for r, d in zip(reducers, shards)),
             skipped=jnp.int32(0),
             info=info(0),
-            pending=levels.mark.wrap(dense) if is_delayed and dense.size else (),
+            pending=levels.mark(dense) if is_delayed and dense.size else (),
             roundings=jnp.uint32(0) if is_narrow else (),
         )
 
@@ -93,6 +93,7 @@ def planned_feedback(
             has_momentum=has_momentum,
             is_delayed=is_delayed,
             dtype=dtype,
+            parts=None if levels.dense_axis is None else levels.shards,
         )
         of_mean = tuple(map(needs_zeros, reducers))
         settings = exchange.Settings(levels, reducers, layout.bucket_sizes, of_mean, momentum)

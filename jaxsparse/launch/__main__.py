@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 timeout=args.timeout,
                 coordinator_host=args.coordinator_host,
                 port=args.port,
+                grace=args.grace,
                 logs=args.logs,
             )
     except StartError as error:
@@ -68,6 +69,14 @@ def _flags() -> argparse.ArgumentParser:
         help="emulated CPU devices, or GPUs, of each (default: 1)",
     )
     add("--timeout", type=float, metavar="SECONDS", help="of the whole run (default: no limit)")
+    add(
+        "--grace",
+        type=float,
+        default=3.0,
+        metavar="SECONDS",
+        help="from SIGTERM to SIGKILL when ranks are ended, such as for a last checkpoint "
+        "(default: 3)",
+    )
     add(
         "--logs",
         type=Path,

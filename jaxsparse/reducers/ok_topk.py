@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import codecs
-from jaxsparse.collectives import wire
-from jaxsparse.collectives.ok_topk import Regions, ok_topk
+from jaxsparse.collectives.offers import about_top_k
+from jaxsparse.collectives.ok_topk import Agreed, ok_topk
 from jaxsparse.reducers.base import Laws, Reduced, info
 from jaxsparse.reducers.density import check_density, entries
 from jaxsparse.reducers.selection import Selection, check_selection, selector
@@ -20,7 +20,7 @@ class OkTopkState(NamedTuple):
     """What is reused from step to step."""
 
     step: UInt32[Array, ""]
-    regions: Regions
+    agreed: Agreed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,8 @@ class OkTopkReducer:
         capacity_factor: room in messages, in multiples of an even share. What finds no room stays
             in residuals and is counted.
         codec: of the messages.
-        selection: "fast" or "exact" top-k of each worker's own vector.
+        selection: of each worker's own vector: "fast" offers what reaches a sampled threshold, on
+            average so many; others as many at most.
     """
 
     density: float
@@ -64,7 +65,7 @@ class OkTopkReducer:
 
     @property
     def laws(self) -> Laws:
-        """Room for everything is there at density 1 and factor W only."""
+        """Between refreshes sums below the old threshold stay behind, whatever the density."""
         return Laws(conserves=True, dense_at_full_budget=False)
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["OkTopkReducer", ...]:
@@ -73,7 +74,7 @@ class OkTopkReducer:
 
     def init(self, size: int) -> OkTopkState:
         """A step counter, and regions yet to be drawn."""
-        return OkTopkState(jnp.uint32(0), Regions.start(size))
+        return OkTopkState(jnp.uint32(0), Agreed.start(size))
 
     def __call__(
         self, x: Float[Array, " d"], state: OkTopkState, *, axis_name: str | None
@@ -82,19 +83,19 @@ class OkTopkReducer:
         result = ok_topk(
             x,
             entries(self.density, x.size),
-            state.regions,
+            state.agreed,
             refresh=state.step % jnp.uint32(self.refresh_every) == 0,
             rebalance=state.step % jnp.uint32(self.rebalance_every) == 0,
             axis_name=axis_name,
             codec=self.codec,
             capacity_factor=self.capacity_factor,
-            top_k=selector(self.selection),
+            top_k=about_top_k if self.selection == "fast" else selector(self.selection),
         )
-        new_state = OkTopkState(state.step + jnp.uint32(1), result.regions)
+        new_state = OkTopkState(state.step + jnp.uint32(1), result.agreed)
         return Reduced(
-            result.total / wire.axis_size(axis_name),
+            result.mean,
             result.residual,
             result.sent,
             new_state,
-            info(jnp.count_nonzero(result.total), result.overflow),
+            info(result.delivered, result.overflow),
         )

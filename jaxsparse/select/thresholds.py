@@ -75,9 +75,14 @@ def sampled_threshold(
     check_vector("x", x)
     check_k(k, x.size)
     if samples is None:
-        samples = max(_MIN_SAMPLES, x.size // _MAX_SHARE, _LARGE_SAMPLES * x.size // k)
+        samples = sample_size(x.size, k)
     samples = check_samples(samples)
     return _sampled_threshold(x, k, min(samples, x.size), check_seed(seed))
+
+
+def sample_size(size: int, k: int) -> int:
+    """How many elements `sampled_threshold` samples by default."""
+    return max(_MIN_SAMPLES, size // _MAX_SHARE, _LARGE_SAMPLES * size // k)
 
 
 def check_samples(samples: int) -> int:

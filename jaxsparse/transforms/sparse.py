@@ -138,10 +138,10 @@ def ok_topk(
 ) -> optax.GradientTransformationExtraArgs:
     """Ok-Topk (Li and Hoefler, PPoPP 2022): entries above thresholds, summed in balanced regions.
 
-    Each worker offers its k = density d largest entries; owners of W regions, which hold about as
-    many offers, add them up; sums above a threshold are delivered. Regions and threshold are reused
-    for many steps, and taken anew earlier after a step in which they did not serve: too many sums
-    for the room in messages, or fewer than k / 2.
+    Each worker offers about its k = density d largest entries; owners of W regions, which hold
+    about as many offers, add them up; sums above a threshold are delivered. Regions and threshold
+    are reused for many steps, and taken anew earlier after a step in which they did not serve: too
+    many sums for the room in messages, or fewer than k / 2.
 
     Per step 6 C (W - 1) words in COO, with C = capacity_factor k / W, in four collectives: up to
     capacity_factor times what is published, since shapes are static and room is paid for whether it
@@ -154,7 +154,8 @@ def ok_topk(
         rebalance_every: steps after which regions are drawn anew, at the latest.
         capacity_factor: room in messages, in multiples of an even share.
         codec: of the messages.
-        selection: "fast" or "exact" top-k of each worker's own vector.
+        selection: of each worker's own vector: "fast" offers what reaches a sampled threshold, on
+            average k; others offer k at most.
         axis_name: see `error_feedback`, as for all that follow.
         dense_axis: the fast axis of a mesh with two levels.
         delay: 1 applies this step what was exchanged before its gradients.

@@ -1,0 +1,259 @@
+"""The kernels of gpu.py: times beside the least that their memory traffic takes, and traces."""
+
+import functools
+import importlib
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from gpu_stage import Program, Stage, Times, donated_double, timed
+
+from jaxsparse import quantize, select, sketch
+
+_BLOCK = 256
+_QSGD = quantize.QSGD(4)
+
+
+class Inputs:
+    """Of all kernels at one size: cubed normals, of which k entries are to be found."""
+
+    def __init__(self, size: int, density: float):
+        self.size = size
+        self.k = max(1, int(density * size))
+        self.blocks = -(-size // _BLOCK)
+        self.block_k = max(1, int(density * self.blocks))
+        self.spec = sketch.SketchSpec(rows=5, cols=max(1, size // 64))
+        # That k of them reach on average.
+        self.threshold = statistics.NormalDist().inv_cdf(1 - self.k / size / 2) ** 3
+        self.key = jax.random.key(1)
+
+    @functools.cached_property
+    def x(self) -> jax.Array:
+        """float32[size]."""
+        return jax.jit(lambda key: jax.random.normal(key, (self.size,)) ** 3)(jax.random.key(0))
+
+    @functools.cached_property
+    def mask(self) -> jax.Array:
+        """Where x reaches the threshold."""
+        return jax.jit(lambda x: jnp.abs(x) >= self.threshold)(self.x)
+
+    @functools.cached_property
+    def table(self) -> jax.Array:
+        """The sketch of x."""
+        return sketch.encode(self.x, self.spec)
+
+    @functools.cached_property
+    def levels(self) -> jax.Array:
+        """Integers of 4 bits."""
+        return jax.jit(lambda x: jnp.clip(x, -7, 7).astype(jnp.int32))(self.x)
+
+    @functools.cached_property
+    def quantized(self) -> quantize.Quantized:
+        """In 4 bits a value."""
+        return quantize.quantize(self.x, _QSGD, None)
+
+
+class Kernel(NamedTuple):
+    """One row of the table."""
+
+    traffic: Callable[[Inputs], float]  # bytes that have to move, whatever the algorithm
+    program: Callable[[Inputs], Program]
+    target: float | None = None  # times that traffic at the bandwidth of a copy
+
+
+def _selected(i: Inputs) -> float:
+    return 4 * i.size + 8 * i.k
+
+
+def _table(i: Inputs) -> float:
+    return 4 * i.spec.rows * i.spec.cols
+
+
+def _packed(i: Inputs) -> float:
+    return i.size * _QSGD.bits / 8 + 4 * i.size / _QSGD.bucket_size
+
+
+# The vector that heavy_hitters looks for them in is never stored; it counts as read once all the
+# same, or nothing at all would have to move.
+KERNELS = {
+    "hash_extract": Kernel(
+        _selected,
+        lambda i: (
+            lambda x, t: select.hash_extract(x, t, i.k),
+            (i.x, jnp.float32(i.threshold)),
+        ),
+        3,
+    ),
+    "slot_max": Kernel(_selected, lambda i: (lambda x: select.slot_max(x, i.k), (i.x,)), 3),
+    "sketch.encode": Kernel(
+        lambda i: 4 * i.size + _table(i),
+        lambda i: (lambda x: sketch.encode(x, i.spec), (i.x,)),
+        4,
+    ),
+    "heavy_hitters": Kernel(
+        _selected,
+        lambda i: (lambda table: sketch.heavy_hitters(table, i.spec, i.size, i.k), (i.table,)),
+        8,
+    ),
+    "threshold_top_k": Kernel(
+        _selected, lambda i: (lambda x: select.threshold_top_k(x, i.k), (i.x,)), 6
+    ),
+    "fast_top_k": Kernel(_selected, lambda i: (lambda x: select.fast_top_k(x, i.k), (i.x,))),
+    "compact": Kernel(
+        lambda i: i.size + 4 * i.k, lambda i: (lambda m: select.compact(m, i.k), (i.mask,))
+    ),
+    "block_top_k": Kernel(
+        lambda i: 4 * i.size + 8 * _BLOCK * i.block_k,  # the blocks found are read and written
+        lambda i: (lambda x: select.block_top_k(x, i.block_k, _BLOCK), (i.x,)),
+    ),
+    "sketch.decode": Kernel(
+        lambda i: 4 * i.size + _table(i),
+        lambda i: (lambda table: sketch.decode(table, i.spec, i.size), (i.table,)),
+    ),
+    "QSGD, 4 bits": Kernel(
+        lambda i: 4 * i.size + _packed(i),
+        lambda i: (
+            lambda x, key: quantize.quantize(x, _QSGD, key),
+            (i.x, i.key),
+        ),
+    ),
+    "QSGD, back": Kernel(
+        lambda i: 4 * i.size + _packed(i),
+        lambda i: (
+            lambda q: quantize.dequantize(q, _QSGD, i.size),
+            (i.quantized,),
+        ),
+    ),
+    "pack": Kernel(
+        lambda i: 4 * i.size + i.size * _QSGD.bits / 8,
+        lambda i: (lambda levels: quantize.pack(levels, _QSGD.bits), (i.levels,)),
+    ),
+    "sampled_top_k": Kernel(_selected, lambda i: (lambda x: select.sampled_top_k(x, i.k), (i.x,))),
+    "lax.top_k": Kernel(_selected, lambda i: (lambda x: jax.lax.top_k(jnp.abs(x), i.k)[1], (i.x,))),
+}
+
+
+def table(stage: Stage) -> None:
+    """Times all kernels, size by size; the first sizes are the ones that matter."""
+    torch, why = _torch(stage.args.platform)
+    if torch is None:
+        stage.record(note=why)
+        print(why, flush=True)
+    for exponent in stage.args.sizes:
+        inputs = Inputs(2**exponent, stage.args.density)
+        wanted = {name: kernel for name, kernel in KERNELS.items() if stage.wanted(name)}
+        programs: dict[str, Program] = {}
+        for name, kernel in wanted.items():
+            program = stage.attempt(f"{name} at 2^{exponent}", kernel.program, inputs)
+            if program is not None:
+                programs[name] = program
+        for name, compiled in stage.compiled_apart(programs):
+            run = functools.partial(compiled, *programs[name][1])
+            _row(stage, exponent, inputs, name, functools.partial(timed, run))
+        if torch is not None:
+            for name, torch_run in _torch_runs(torch, inputs, stage.args.platform).items():
+                if stage.wanted(name):
+                    measure = functools.partial(_torch_timed, torch, torch_run)
+                    _row(stage, exponent, inputs, name, measure)
+
+
+def _row(
+    stage: Stage, exponent: int, inputs: Inputs, name: str, measure: Callable[[], Times]
+) -> None:
+    """The time of one kernel, and of a copy just before: clocks of a chip change."""
+    both = stage.attempt(
+        f"{name} at 2^{exponent}", lambda: (timed(donated_double(inputs.size)), measure())
+    )
+    if both is None:
+        return
+    floor, times = both
+    sketched = name == "torch count sketch"
+    kernel = KERNELS["sketch.encode" if sketched else "lax.top_k" if "torch" in name else name]
+    bandwidth = 8 * inputs.size / floor.median
+    of_floor = times.median * bandwidth / kernel.traffic(inputs)
+    target = None if "torch" in name else kernel.target
+    stage.record(
+        name=name,
+        size=exponent,
+        k=inputs.k,
+        ms=1e3 * times.median,
+        min_ms=1e3 * times.least,
+        bandwidth=bandwidth,
+        over_floor=of_floor,
+        over_donated=times.median / floor.median,
+        target=target,
+    )
+    mark = f"  over its target of {target}" if target and of_floor > target else ""
+    print(
+        f"2^{exponent:<3} {name:<20} {1e3 * times.median:>10.3f} ms  "
+        f"{of_floor:>7.2f} of the floor{mark}",
+        flush=True,
+    )
+
+
+def _torch(platform: str) -> tuple[Any, str]:
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return None, "torch is not installed: its rows are left out"
+    if platform == "gpu" and not torch.cuda.is_available():
+        return None, f"torch {torch.__version__} sees no GPU: its rows are left out"
+    return torch, ""
+
+
+def _torch_runs(torch: Any, inputs: Inputs, platform: str) -> dict[str, Callable[[], Any]]:
+    """The top-k of torch, and a count sketch with stored hashes, as usual there."""
+    made: dict[str, Any] = {}
+    where = "cuda" if platform == "gpu" else "cpu"
+
+    def x() -> Any:
+        if "x" not in made:
+            made["x"] = torch.randn(inputs.size, device=where) ** 3
+        return made["x"]
+
+    def top_k() -> Any:
+        return torch.topk(x().abs(), inputs.k, sorted=False)
+
+    def count_sketch() -> Any:
+        rows, cols = inputs.spec.rows, inputs.spec.cols
+        if "buckets" not in made:
+            shape = (rows, inputs.size)
+            made["buckets"] = torch.randint(cols, shape, device=where)
+            made["signs"] = 2 * torch.randint(2, shape, device=where, dtype=torch.int8) - 1
+        sketched = torch.zeros(rows, cols, device=where)
+        for row in range(rows):
+            sketched[row].scatter_add_(0, made["buckets"][row], x() * made["signs"][row])
+        return sketched
+
+    return {"torch.topk": top_k, "torch count sketch": count_sketch}
+
+
+def _torch_timed(torch: Any, run: Callable[[], Any]) -> Times:
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    try:
+        return timed(run, lambda out: synchronize())
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # for JAX, which shares the memory
+
+
+def trace(stage: Stage) -> None:
+    """Profiles the kernels that are slowest by their floors at the largest size."""
+    inputs = Inputs(2 ** max(stage.args.sizes), stage.args.density)
+    programs = {name: KERNELS[name].program(inputs) for name in stage.args.slowest}
+    for name, compiled in stage.compiled(programs):
+        arguments = programs[name][1]
+        folder = f"{stage.args.trace}/{name.replace(' ', '_').replace(',', '')}"
+
+        def profile(compiled=compiled, arguments=arguments, folder=folder):
+            jax.block_until_ready(compiled(*arguments))
+            with jax.profiler.trace(folder):
+                for _ in range(3):
+                    jax.block_until_ready(compiled(*arguments))
+            return True
+
+        if stage.attempt(f"trace of {name}", profile):
+            stage.record(name=name, folder=folder)
+            print(f"trace of {name} in {folder}", flush=True)

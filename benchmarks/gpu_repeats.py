@@ -1,0 +1,98 @@
+"""The decodes of gpu.py, run again and again on one input: replicas must stay bitwise equal.
+
+Data are no integers, whose sums are exact in any order and would hide an order that changes.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from gpu_kernels import Inputs
+from gpu_stage import Program, Stage
+
+from jaxsparse import cost, quantize, select, sketch
+from jaxsparse.cost import systems
+from jaxsparse.stream import SparseStream, to_dense
+
+_DENSITY = 0.01
+# What has no promise to keep: one scatter adds entries of one index in any order.
+DUPLICATES = "to_dense, 8 entries an index (no promise)"
+
+
+def _kernels(size: int) -> dict[str, Program]:
+    i = Inputs(size, _DENSITY)
+    distinct = select.top_k(i.x, i.k)
+    repeated = SparseStream(jnp.tile(distinct.indices, 8), jnp.concatenate([i.x[: i.k]] * 8))
+    scattered = lambda stream: to_dense(stream, size)
+    qsgd = quantize.QSGD(4)
+    return {
+        "sketch.encode": (lambda x: sketch.encode(x, i.spec), (i.x,)),
+        "sketch.decode": (lambda t: sketch.decode(t, i.spec, size), (i.table,)),
+        "heavy_hitters": (lambda t: sketch.heavy_hitters(t, i.spec, size, i.k), (i.table,)),
+        "heavymix": (
+            lambda t, key: sketch.heavy_hitters(t, i.spec, size, i.k, rule="heavymix", key=key),
+            (i.table, i.key),
+        ),
+        "sketch.l2_norm": (sketch.l2_norm, (i.table,)),
+        "to_dense": (scattered, (distinct,)),
+        DUPLICATES: (scattered, (repeated,)),
+        "hash_extract": (lambda x: select.hash_extract(x, i.threshold, i.k), (i.x,)),
+        "slot_max": (lambda x: select.slot_max(x, i.k), (i.x,)),
+        "threshold_top_k": (lambda x: select.threshold_top_k(x, i.k), (i.x,)),
+        "fast_top_k": (lambda x: select.fast_top_k(x, i.k), (i.x,)),
+        "QSGD": (lambda x, key: quantize.quantize(x, qsgd, key), (i.x, i.key)),
+        "QSGD, back": (lambda q: quantize.dequantize(q, qsgd, size), (i.quantized,)),
+    }
+
+
+def _means(size: int, workers: int) -> dict[str, Program]:
+    x = jax.random.normal(jax.random.key(2), (workers, size)) ** 3
+    programs: dict[str, Program] = {}
+    for name in systems.SYSTEMS:
+        reducer = systems.choose(
+            name, _DENSITY, size=size, workers=workers, link=cost.Link()
+        ).reducer(size)
+
+        def exchange(x, reducer=reducer):
+            reduced = reducer(x, reducer.init(size), axis_name="data")
+            return {"mean": reduced.mean, "residual": reduced.residual}
+
+        programs[f"mean of {name}"] = (jax.vmap(exchange, axis_name="data"), (x,))
+    return programs
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32) if x.dtype == jnp.float32 else x
+
+
+@jax.jit
+def _different(a: Any, b: Any) -> Any:
+    """Elements whose bits differ."""
+    counts = jax.tree.map(lambda x, y: jnp.sum(_bits(x) != _bits(y)), a, b)
+    return sum(jax.tree.leaves(counts))
+
+
+def repeats(stage: Stage) -> None:
+    """Runs each program a number of times and counts the elements that differ from the first."""
+    size, times = 2**stage.args.repeat_size, stage.args.repeats
+    programs = _kernels(size) | _means(size, stage.args.workers)
+    programs = {name: program for name, program in programs.items() if stage.wanted(name)}
+    for name, compiled in stage.compiled(programs):
+        arguments = programs[name][1]
+
+        def check(compiled=compiled, arguments=arguments):
+            first = compiled(*arguments)
+            unlike = [int(_different(compiled(*arguments), first)) for _ in range(times - 1)]
+            apart = 0
+            if isinstance(first, dict):
+                mean = first["mean"]
+                apart = int(_different(mean, jnp.broadcast_to(mean[:1], mean.shape)))
+            return {"runs": sum(n > 0 for n in unlike), "most": max(unlike, default=0)} | {
+                "between_replicas": apart
+            }
+
+        found = stage.attempt(f"{name}, {times} times", check)
+        if found is not None:
+            stage.record(name=name, size=size, times=times, promised=name != DUPLICATES, **found)
+            unequal = found["runs"] or found["between_replicas"]
+            print(f"{name:<45} {f'DIFFERS: {found}' if unequal else 'equal'}", flush=True)

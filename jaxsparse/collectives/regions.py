@@ -1,0 +1,158 @@
+"""Which worker adds up which part of a vector, so that all have about as much to do (Ok-Topk)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxsparse.stream import SparseStream
+from jaxsparse.tiles import zeros
+
+# The vector is cut into as many, of equal length, by whose counts regions are balanced.
+_BUCKETS = 1024
+
+
+def bucket_count(size: int) -> int:
+    """Buckets that a vector of `size` elements is cut into."""
+    return min(size, _BUCKETS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Regions:
+    """Regions of W workers: of as many places for buckets, wherever these lie in the vector.
+
+    (The paper's are intervals, of which one may be nearly all of the vector; regions of one length
+    make what a worker adds up 3/2 d / W elements long, whatever the gradients.) There are half as
+    many places again as buckets, so that who owns a heavy bucket need own no others. Positions are
+    elements in the order of places, region after region.
+
+    Attributes:
+        size: elements of the vector, d.
+        workers: W.
+    """
+
+    size: int
+    workers: int
+
+    def __post_init__(self):
+        if self.positions >= 2**31:
+            raise ValueError(
+                f"a vector of {self.size} elements takes {self.positions} positions in the regions "
+                f"of {self.workers} workers, but indices are int32: split it (bucket_size of "
+                "the transformation does)"
+            )
+
+    @property
+    def buckets(self) -> int:
+        """Their number; the last ones may be shorter or empty."""
+        return bucket_count(self.size)
+
+    @property
+    def bucket(self) -> int:
+        """Elements of one."""
+        return -(-self.size // self.buckets)
+
+    @property
+    def places(self) -> int:
+        """Of one region, for its buckets; some are empty."""
+        even = -(-self.buckets // self.workers)
+        roomy = -(-3 * self.buckets // (2 * self.workers))
+        fits = self.workers * roomy * self.bucket < 2**31
+        return roomy if fits and self.workers > 1 else even
+
+    @property
+    def length(self) -> int:
+        """Positions of one region."""
+        return self.places * self.bucket
+
+    @property
+    def positions(self) -> int:
+        """Of all regions; there are at least as many as elements."""
+        return self.workers * self.length
+
+    def draw(self, counts: Int[Array, " buckets"]) -> Int[Array, " buckets"]:
+        """A place for each bucket: the heaviest first, to the owner with the least so far.
+
+        Args:
+            counts: entries in each.
+        """
+        order = jnp.argsort(-counts)
+        most = jnp.int32(2**31 - 1)
+
+        def deal(i: Array, dealt: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            place, loads, used = dealt
+            owner = jnp.argmin(jnp.where(used < self.places, loads, most)).astype(jnp.int32)
+            place = place.at[order[i]].set(owner * self.places + used[owner])
+            return place, loads.at[owner].add(counts[order[i]]), used.at[owner].add(1)
+
+        place = zeros((self.buckets,), jnp.int32, (counts,))
+        none = zeros((self.workers,), jnp.int32, (counts,))
+        return jax.lax.fori_loop(0, self.buckets, deal, (place, none, none))[0]
+
+    def bucket_of(self, indices: Int[Array, " n"]) -> Int[Array, " n"]:
+        """The bucket of each element; the last one of what lies past the end."""
+        return jnp.minimum(indices, self.size - 1) // self.bucket
+
+    def starts(self, indices: Int[Array, " k"]) -> Int[Array, " buckets+1"]:
+        """Which of increasing indices is the first of each bucket; the end of the last."""
+        bounds = jnp.arange(self.buckets + 1, dtype=jnp.int32) * self.bucket
+        bounds = jnp.minimum(bounds, self.size)
+        return jnp.searchsorted(indices, bounds).astype(jnp.int32)
+
+    def elements(
+        self, place: Int[Array, " buckets"], positions: Int[Array, " n"]
+    ) -> Int[Array, " n"]:
+        """The index of each position; `size` of those past the end."""
+        bucket_at = jnp.full((self.workers * self.places,), self.buckets, jnp.int32)
+        bucket_at = bucket_at.at[place].set(jnp.arange(self.buckets, dtype=jnp.int32))
+        is_entry = positions < self.positions
+        at = jnp.where(is_entry, positions // self.bucket, 0)
+        bucket = bucket_at.at[at].get(mode="promise_in_bounds")
+        return jnp.where(is_entry, bucket * self.bucket + positions % self.bucket, self.size)
+
+
+def into_regions(
+    stream: SparseStream,
+    starts: Int[Array, " buckets+1"],
+    place: Int[Array, " buckets"],
+    regions: Regions,
+    room: int,
+) -> tuple[SparseStream, Array, Array]:
+    """Entries by owner, in the order of their positions, without a sort.
+
+    Args:
+        stream: entries in increasing order of their indices.
+        starts: of buckets in it.
+        place: of each bucket.
+        regions: the owners'.
+        room: for as many entries of an owner; the first ones.
+
+    Returns:
+        Streams of shape (W, room), of positions within regions; which entries are in them; and how
+        many are not.
+    """
+    counts = starts[1:] - starts[:-1]
+    by_owner = jnp.zeros((regions.workers * regions.places,), jnp.int32).at[place].set(counts)
+    by_owner = by_owner.reshape(regions.workers, regions.places)
+    ends = jnp.cumsum(by_owner, axis=1)
+    # What is to be added to a slot's number to make its rank among its owner's entries, and to an
+    # index to make it a position.
+    to_rank = (ends - by_owner).ravel()[place] - starts[:-1]
+    number = jnp.arange(regions.buckets, dtype=jnp.int32)
+    owner = place // regions.places
+    to_position = (place % regions.places - number) * regions.bucket
+
+    bucket = regions.bucket_of(stream.indices)
+    at = lambda table: table.at[bucket].get(mode="promise_in_bounds")
+    rank = jnp.arange(stream.capacity, dtype=jnp.int32) + at(to_rank)
+    fits = (stream.indices < regions.size) & (rank < room)
+    slots = regions.workers * room
+    slot = jnp.where(fits, at(owner) * room + rank, slots)
+    indices = jnp.full((slots,), regions.length, jnp.int32)
+    indices = indices.at[slot].set(stream.indices + at(to_position), mode="drop")
+    values = jnp.zeros((slots,), stream.values.dtype)
+    values = values.at[slot].set(stream.values, mode="drop")
+    shape = (regions.workers, room)
+    left = jnp.sum(jnp.maximum(ends[:, -1] - room, 0), dtype=jnp.int32)
+    return SparseStream(indices.reshape(shape), values.reshape(shape)), fits, left

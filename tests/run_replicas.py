@@ -1,0 +1,40 @@
+"""Run in two processes by test_diagnostics: prints what `check_replicas` says of each case."""
+
+import jax
+import numpy as np
+
+import jaxsparse
+from jaxsparse.launch import fail_at_once
+
+
+def array(values):
+    """Of shape (3,), replicated, from what each device of this process holds."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    pieces = [jax.device_put(v, d) for v, d in zip(values, jax.local_devices())]
+    return jax.make_array_from_single_device_arrays((3,), everywhere, pieces)
+
+
+def say(name, tree):
+    try:
+        jaxsparse.check_replicas(tree)
+    except RuntimeError as error:
+        print(f"{name}: {str(error).split('. ')[0]}", flush=True)
+    else:
+        print(f"{name}: equal", flush=True)
+
+
+def main():
+    jax.distributed.initialize()
+    rank = jax.process_index()
+    x = np.float32([1, 2, 3])
+    here = jax.device_put(x + rank, jax.local_devices()[0])
+    say("equal", {"w": array([x, x]), "own": here})
+    say("between", {"w": array([x, x]), "v": array([x + rank, x + rank])})
+    # Only process 1 sees it in its own devices; the other one must not be left waiting.
+    say("within", {"w": array([x, x]), "v": array([x, x + rank])})
+
+
+if __name__ == "__main__":
+    with fail_at_once():
+        main()

@@ -1,0 +1,107 @@
+"""benchmarks/gpu.py on a CPU: it ends in time, and says what it left out and what is wrong."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "gpu.py"
+TINY = ["--platform", "cpu", "--sizes", "10", "11", "--repeat-size", "10", "--params", "40_000"]
+
+
+def run(*arguments, timeout):
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return subprocess.run(
+        [sys.executable, SCRIPT, *TINY, *map(str, arguments)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.slow
+def test_all_stages_run_to_their_end(tmp_path):
+    found, text = tmp_path / "found.json", tmp_path / "found.md"
+    only = ["slot_max", "mean of top_k", "dense"]
+    done = run(
+        *("--minutes", 4, "--suites", "hashing", "--only", *only, "--repeats", 3),
+        *("--trace", tmp_path / "trace", "--json", found, "--markdown", text),
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(found.read_text())["results"]
+    assert list(results) == ["device", "tests", "repeats", "kernels", "steps", "trace"]
+    assert not [row for rows in results.values() for row in rows if "skipped" in row]
+    named = {stage: [row for row in rows if "name" in row] for stage, rows in results.items()}
+    (suite,) = named["tests"]
+    assert suite["passed"] > 5
+    assert suite["failed"] == 0
+    assert {row["name"] for row in named["repeats"]} >= {"slot_max", "mean of top_k"}
+    assert all(row["times"] == 3 and row["runs"] == 0 for row in named["repeats"])
+    assert {(row["name"], row["size"]) for row in named["kernels"]} == {
+        ("slot_max", 10),
+        ("slot_max", 11),
+    }
+    assert all(row["ms"] > 0 and row["over_floor"] > 0 for row in named["kernels"])
+    (update,) = named["steps"]
+    # Parameters, and the gradients of 8 workers, at least.
+    assert update["planned_bytes"] > 9 * 4 * 16 * (2 * 1024 + 1024)
+    assert any((tmp_path / "trace").rglob("*.xplane.pb"))
+    block = text.read_text()
+    assert done.stdout.endswith(f"\n{block}\n")
+    assert block.startswith("## cpu\n")
+    for title in ("Correctness", "Replicas", "Kernels at 2^11", "Updates of 40000", "Traces"):
+        assert f"\n### {title}" in block
+
+
+@pytest.mark.slow
+def test_it_ends_in_time_and_names_what_it_left_out(tmp_path):
+    start = time.monotonic()
+    done = run("--minutes", 0.2, "--stages", "kernels", "steps", timeout=60)
+    assert time.monotonic() - start < 20
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "- skipped for lack of time: stage steps" in done.stdout
+
+
+def test_outcomes_are_read_from_pytests_output_however_far_it_came(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import gpu
+    import gpu_tests
+
+    lines = [
+        "tests/test_a.py::test_one[fast_top_k exact] PASSED            [ 33%]",
+        "tests/test_a.py::test_two FAILED                              [ 66%]",
+        "[gw1] [ 75%] ERROR tests/test_a.py::test_three[x y] ",
+        "ERROR tests/test_b.py",
+        "FAILED tests/test_a.py::test_two - assert 1 == 2",
+        "tests/test_a.py::test_four ",
+    ]
+    found = dict(gpu_tests.outcomes(lines))
+    assert found == {
+        "tests/test_a.py::test_one[fast_top_k exact]": "PASSED",
+        "tests/test_a.py::test_two": "FAILED",
+        "tests/test_a.py::test_three[x y]": "ERROR",
+        "tests/test_b.py": "ERROR",
+    }
+    suite = {"stage": "tests", "name": "a", "failed": 3, "failures": ["test_two"]}
+    decode = {"stage": "repeats", "name": "b", "promised": True, "runs": 2, "between_replicas": 0}
+    results = {"tests": [suite], "repeats": [decode, {**decode, "promised": False}]}
+    assert gpu.wrong(results) == ["tests: ['test_two']", "repeats: b differs"]
+
+
+@pytest.mark.slow
+def test_without_a_gpu_nothing_is_measured_on_the_cpu_instead():
+    if jax.default_backend() != "cpu":
+        pytest.skip("there is one")
+    done = run("--platform", "gpu", "--minutes", 1, timeout=60)
+    assert done.returncode == 1
+    assert "--platform=gpu, but JAX runs on" in done.stderr
+    assert "no device was reached" in done.stdout
+    assert "Correctness" not in done.stdout

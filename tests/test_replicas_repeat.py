@@ -1,0 +1,29 @@
+"""Decoding gives the same bits again and again, and on all workers: or replicas drift apart.
+
+Also runs on a GPU, where sums of atomics have no order. Data are real numbers, for integers' sums
+are exact in any order, and there are enough of them that entries of several workers meet.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_contract import CASES, runner
+from workers import few
+
+WORKERS = 8
+SIZE = 20_011
+TIMES = 20
+
+
+@pytest.mark.parametrize("name", few(CASES, ("top_k", "sketched")))
+def test_repeated_exchanges_are_bitwise_equal(name):
+    x = np.random.default_rng(0).normal(size=(WORKERS, 2, SIZE)).astype(np.float32) ** 3
+    run = runner(CASES[name].reducer, WORKERS, "vmap", SIZE)
+    x = jnp.asarray(x)
+    first = jax.tree.map(np.asarray, run(x))
+    mean = first[1].mean
+    assert np.any(mean)
+    np.testing.assert_array_equal(mean, np.broadcast_to(mean[:1], mean.shape))
+    for _ in range(TIMES - 1):
+        jax.tree.map(np.testing.assert_array_equal, run(x), first)
