@@ -606,7 +606,7 @@ def _check_counts(program, x, added, update, residual, info):
     sends_all = program.settings.get("density", 0) is None  # momentum is then the mean's
     delivered, overflow = int(info.delivered), int(info.overflow)
     assert delivered <= program.size
-    magnitudes = np.abs(x[x != 0])
+    magnitudes = np.abs(np.concatenate([x[x != 0], added[added != 0]]))
     is_normal = magnitudes.min(initial=1) > 1e-29 and magnitudes.max(initial=0) < 1e37
     is_single = all(leaf.dtype == "float32" for leaf in program.leaves)
     if not sends_all:

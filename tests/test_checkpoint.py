@@ -67,7 +67,7 @@ def test_a_new_process_goes_on_with_the_same_bits(tmp_path, names):
     assert done.stdout.splitlines() == [f"{name} equal" for name in names]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_kills_leave_complete_checkpoints_only(tmp_path):
     """The script compares what it finds with the number of its step, whenever it was killed."""
     folder = tmp_path / "checkpoints"

@@ -130,10 +130,11 @@ def test_quickstart_names_the_flag_that_is_wrong_and_the_remedy(tmp_path, flags,
     # simulated workers train as eight do, but for rounding.
     few(
         [
-            ["--simulate", 2, "--steps", 300, "--seeds", 1, 2],
+            ["--simulate", 2, "--steps", 300, "--seeds", 1],
+            ["--simulate", 2, "--steps", 300, "--seeds", 1, 2, 3],
             ["--devices", 8, "--seeds", 1, 2, 3],
         ],
-        [["--simulate", 2, "--steps", 300, "--seeds", 1, 2]],
+        [["--simulate", 2, "--steps", 300, "--seeds", 1]],
     ),
     ids=lambda flags: " ".join(map(str, flags)),
 )

@@ -26,7 +26,7 @@ def run(*arguments, timeout):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_all_stages_run_to_their_end(tmp_path):
     found, text = tmp_path / "found.json", tmp_path / "found.md"
     only = ["slot_max", "mean of top_k", "dense"]

@@ -159,7 +159,7 @@ def test_small_run_reports_perplexity_bytes_and_overflow(tmp_path):
     assert width > 500
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_method_trains_on_a_file_of_tokens_with_three_workers(tmp_path):
     rng = np.random.default_rng(0)
     lines = [" ".join(f"w{i}" for i in rng.zipf(1.3, size=30) % 900) for _ in range(200)]

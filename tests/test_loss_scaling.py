@@ -21,7 +21,7 @@ def test_the_scale_falls_from_too_high_and_training_goes_on(tmp_path):
     assert float(re.search(r"accuracy ([\d.]+) %", last)[1]) > 80
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_scale_that_fits_skips_nothing_and_is_raised(tmp_path):
     flags = ["--simulate", 4, "--hidden", 64, "--steps", 20, "--scale", 8, "--raise-every", 10]
     printed = run("loss_scaling.py", *flags, cwd=tmp_path)

@@ -339,7 +339,7 @@ def test_signs_need_feedback():
             np.testing.assert_allclose(x.sum(axis=1), start.reshape(2, 2).sum(axis=1), rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_digits_with_feedback_are_learnt_as_by_dense_and_without_they_are_not(tmp_path):
     methods = ["dense", "2 bits", "2 bits, feedback", "2 bits, nearest, none"]
     methods += ["sign, feedback", "sign, none", "--seeds", "0", "1"]
