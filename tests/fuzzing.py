@@ -587,6 +587,11 @@ def _check_sums(program, x, added, entering, mean, residual):
     if program.shares_scales:
         scale = np.full_like(scale, 2 * entering.max(axis=1, initial=0).sum())
     bound = _bound(program, scale)
+    if program.settings.get("density", 0) is None:
+        # What leaves' dtypes round away is not fed back, as of any gradient.
+        packed = program.is_compressed
+        eps = lambda dtype: 0 if dtype == "float32" else jnp.finfo(dtype).eps
+        bound += program.workers * program.by_leaf(eps)[packed] / 2 * np.abs(mean) * (1 + 2**-7)
     if program.conserves:
         came, left = (x + added).sum(0), program.workers * mean + residual.sum(0)
         error = np.abs(came - left)

@@ -421,3 +421,18 @@ def test_a_skipped_step_keeps_the_sign_of_zero_beside_16_bit_leaves():
     _, after = jax.jit(tx.update)({"w": jnp.full(4, jnp.nan, jnp.bfloat16)}, state)
     before = np.asarray(state.residual[0].value).view(np.uint32)
     np.testing.assert_array_equal(np.asarray(after.residual[0].value).view(np.uint32), before)
+
+
+@pytest.mark.parametrize("algorithm", ["split_allgather", "ring"])
+def test_a_partial_sum_that_overflows_and_finds_no_room_does_not_stay_inf(algorithm):
+    room = {"union_factor": 0.5} if algorithm == "split_allgather" else {}
+    tx = jaxsparse.sparcml(
+        4, 8, algorithm=algorithm, capacity_factor=1.0, is_dense=lambda *_: False, **room
+    )
+    step = data_parallel(lambda g, s: tx.update({"w": g[0]}, s), 2, batch_argnums=0)
+    state = shard(tx.init({"w": jnp.zeros(32)}), 2)
+    for value in (3e38, 0.0, 0.0):
+        updates, state = step(jnp.full((2, 32), value), state)
+        assert np.isfinite(updates["w"]).all()
+        assert np.isfinite(state.residual[0].value).all()
+    assert int(state.skipped) == 0

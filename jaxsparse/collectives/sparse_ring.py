@@ -6,7 +6,7 @@ from jaxtyping import Array, DTypeLike
 from jaxsparse import codecs, network, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.group import Group
-from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.outcome import AllReduced, left_of
 from jaxsparse.collectives.parcel import Parcel
 from jaxsparse.collectives.split import capacity_of, check_factor
 from jaxsparse.collectives.tally import split_counts, with_count
@@ -110,4 +110,4 @@ def _fit(x: Array, parcel: Parcel, is_bounded: bool) -> tuple[Array, Array, Arra
         return x, jnp.zeros_like(x), jnp.int32(0)
     kept = to_dense(select.top_k(x, parcel.capacity), x.size) if is_bounded else x
     sent = parcel.rounded(kept)
-    return sent, x - sent, jnp.count_nonzero(x != kept).astype(jnp.int32)
+    return sent, left_of(x, sent), jnp.count_nonzero(x != kept).astype(jnp.int32)

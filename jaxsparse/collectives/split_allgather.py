@@ -7,7 +7,7 @@ from jaxtyping import DTypeLike
 
 from jaxsparse import codecs, network, select
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.outcome import AllReduced, left_of
 from jaxsparse.collectives.parcel import Parcel
 from jaxsparse.collectives.split import capacity_of, check_factor, own_range, split, split_parcel
 from jaxsparse.collectives.tally import split_counts, with_count
@@ -58,10 +58,10 @@ def split_allgather(
     if union_factor is not None and not parcel.is_dense:
         kept = to_dense(select.top_k(total, parcel.capacity), m)
         overflow += jnp.count_nonzero(total != kept).astype(jnp.int32)
-        residual, total = own_range(residual, axis_name, total - kept), kept
+        residual, total = own_range(residual, axis_name, left_of(total, kept)), kept
     if not parcel.is_exact:
         rounded = parcel.rounded(total)
-        residual, total = own_range(residual, axis_name, total - rounded), rounded
+        residual, total = own_range(residual, axis_name, left_of(total, rounded)), rounded
     message = with_count(parcel.pack(total), overflow if is_bounded else None)
     messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
     return AllReduced(parcel.ranges(messages)[:size], residual[:size], overflow)

@@ -55,7 +55,9 @@ def deliver_streams(
     """
     finite = jnp.isfinite(result.total)
     mean = jnp.where(finite, result.total, 0) / workers
-    residual = x - to_dense(stream, x.size) + result.residual
+    # Shares of what others put forward can be more than float32 holds; an inf would never leave.
+    largest = jnp.finfo(x.dtype).max
+    residual = jnp.clip(x - to_dense(stream, x.size) + result.residual, -largest, largest)
     residual = jnp.where(finite, residual, x)
     sent = marked(stream, x.size) & (residual != x)
     return Reduced(mean, residual, sent, state, info(jnp.count_nonzero(mean), result.overflow))
