@@ -590,8 +590,9 @@ def _check_sums(program, x, added, entering, mean, residual):
     if program.settings.get("density", 0) is None:
         # What leaves' dtypes round away is not fed back, as of any gradient.
         packed = program.is_compressed
-        eps = lambda dtype: 0 if dtype == "float32" else jnp.finfo(dtype).eps
-        bound += program.workers * program.by_leaf(eps)[packed] / 2 * np.abs(mean) * (1 + 2**-7)
+        eps = program.by_leaf(lambda t: 0 if t == "float32" else jnp.finfo(t).eps)[packed]
+        tiny = program.by_leaf(lambda t: jnp.finfo(t).tiny)[packed]
+        bound += program.workers * eps / 2 * np.maximum(np.abs(mean) * (1 + 2**-7), tiny)
     if program.conserves:
         came, left = (x + added).sum(0), program.workers * mean + residual.sum(0)
         error = np.abs(came - left)
