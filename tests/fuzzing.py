@@ -593,6 +593,12 @@ def _check_sums(program, x, added, entering, mean, residual):
         eps = program.by_leaf(lambda t: 0 if t == "float32" else jnp.finfo(t).eps)[packed]
         tiny = program.by_leaf(lambda t: jnp.finfo(t).tiny)[packed]
         bound += program.workers * eps / 2 * np.maximum(np.abs(mean) * (1 + 2**-7), tiny)
+        # Nor what lies beyond their range.
+        limit = program.by_leaf(lambda t: jnp.finfo(t).max)[packed]
+        bound = np.where(np.abs(mean) >= limit, np.inf, bound)
+    if program.name == "sparcml":
+        # A partial sum that overflows and finds no room is cut to what float32 holds.
+        bound = np.where(scale >= LARGEST, scale, bound)
     if program.conserves:
         came, left = (x + added).sum(0), program.workers * mean + residual.sum(0)
         error = np.abs(came - left)
