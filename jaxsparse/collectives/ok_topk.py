@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse import codecs, network, select
 from jaxsparse.collectives import wire
+from jaxsparse.collectives.kth_largest import kth_largest
 from jaxsparse.collectives.offers import about_top_k
 from jaxsparse.collectives.regions import Regions, bucket_count, into_regions
 from jaxsparse.collectives.spar_all_gather import largest
@@ -17,9 +18,6 @@ from jaxsparse.collectives.spar_reduce_scatter import Select
 from jaxsparse.select.counting import folded
 from jaxsparse.stream import SparseStream, from_dense
 from jaxsparse.tiles import zeros
-
-# Of a magnitude, settled in each round of the search for the threshold of the sums.
-_BITS = 8
 
 
 class Agreed(NamedTuple):
@@ -105,7 +103,7 @@ def ok_topk(
     sums = _added(jnp.zeros_like(x, shape=(regions.length,)), arrived)
     threshold = jax.lax.cond(
         agreed.is_stale | refresh,
-        lambda: _kth_largest(sums, k, min(regions.length, limit), axis_name),
+        lambda: kth_largest(sums, k, min(regions.length, limit), axis_name),
         lambda: agreed.threshold,
     )
 
@@ -277,29 +275,3 @@ def _front(stream: SparseStream, capacity: int, size: int) -> SparseStream:
         stream.indices.at[slots].get(mode="fill", fill_value=size),
         stream.values.at[slots].get(mode="fill", fill_value=0),
     )
-
-
-def _kth_largest(sums: Array, k: int, capacity: int, axis_name: str | None) -> Array:
-    """The k-th largest magnitude of all workers' sums; 0 if there are fewer than k.
-
-    Args:
-        sums: of which this worker has at most `capacity` that are not 0.
-        k: the rank.
-        capacity: for as many words memory is read again and again.
-        axis_name: whose workers take part.
-    """
-    entries = from_dense(sums, select.compact(sums != 0, capacity))
-    magnitude = jax.lax.bitcast_convert_type(jnp.abs(entries.values), jnp.uint32)
-    bins = 2**_BITS
-    found, wanted = jnp.uint32(0), jnp.int32(k)
-    for shift in range(32 - _BITS, -1, -_BITS):
-        # Counted are those that begin like the one sought, as far as it is known.
-        above = jnp.uint32(shift + _BITS)
-        known = (magnitude >> above) == (found >> above) if shift + _BITS < 32 else magnitude >= 0
-        digit = (magnitude >> jnp.uint32(shift)).astype(jnp.int32) % bins
-        counts = jnp.zeros((bins,), jnp.int32).at[jnp.where(known, digit, bins)].add(1, mode="drop")
-        from_here = jnp.cumsum(wire.psum(counts, axis_name)[::-1])[::-1]  # falls
-        best = jnp.maximum(jnp.sum(from_here >= wanted, dtype=jnp.int32) - 1, 0)
-        wanted -= jnp.where(best + 1 < bins, from_here[jnp.minimum(best + 1, bins - 1)], 0)
-        found |= best.astype(jnp.uint32) << jnp.uint32(shift)
-    return jax.lax.bitcast_convert_type(found, jnp.float32)
