@@ -6,7 +6,8 @@
 Stages run in this order, each in a process of its own, so that one that hangs or runs out of memory
 costs no more than its share of the time: tests (pytest, chosen for one device), repeats (decodes
 are bitwise the same at each run), kernels (times beside their memory traffic), steps (whole updates
-of simulated workers), trace. What there is no time for is named; the exit code is 1 if a test
+of simulated workers), forms (the kernels of which CPU and GPU have forms of their own, in those of
+the other), trace. What there is no time for is named; the exit code is 1 if a test
 failed, replicas would drift apart, or something broke. Needs no installation of jaxsparse, and
 torch only for its own rows. On a CPU programs are compiled fast, not to run fast: such a run shows
 that the command works.
@@ -29,7 +30,7 @@ import gpu_report
 import gpu_tests
 
 # Of the time that is left when a stage starts; a stage that needs less leaves it to the others.
-SHARES = {"tests": 0.4, "repeats": 0.3, "kernels": 0.6, "steps": 0.8, "trace": 1.0}
+SHARES = {"tests": 0.4, "repeats": 0.3, "kernels": 0.6, "steps": 0.7, "forms": 0.7, "trace": 1.0}
 _LEAST = 8.0  # seconds without which no stage starts
 _REPORT = 2.0  # for the tables at the end
 
@@ -123,6 +124,7 @@ def run_stage(args: argparse.Namespace) -> None:
         "repeats": gpu_repeats.repeats,
         "kernels": gpu_kernels.table,
         "steps": gpu_steps.steps,
+        "forms": gpu_kernels.other_forms,
         "trace": gpu_kernels.trace,
     }
     functions[args.stage](stage)
@@ -209,7 +211,7 @@ def wrong(results: dict[str, list[dict]]) -> list[str]:
     for row in (row for rows in results.values() for row in rows):
         if row.get("failed"):
             found.append(f"{row['stage']}: {row.get('why') or row['failures'] or row['failed']}")
-        if row.get("promised") and (row["runs"] or row["between_replicas"]):
+        if row.get("between_replicas") or (row.get("repeatable") and row["runs"]):
             found.append(f"repeats: {row['name']} differs")
     return found
 
@@ -222,6 +224,7 @@ def block(args: argparse.Namespace, results: dict[str, list[dict]]) -> str:
         "repeats": lambda rows: [gpu_report.of_repeats(rows)],
         "kernels": gpu_report.of_kernels,
         "steps": lambda rows: [gpu_report.of_steps(rows)],
+        "forms": lambda rows: [gpu_report.of_forms(rows, results.get("kernels", []))],
         "trace": lambda rows: [gpu_report.of_trace(rows)],
     }
     for name, make in makers.items():

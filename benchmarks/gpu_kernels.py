@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from gpu_stage import Program, Stage, Times, donated_double, timed
 
-from jaxsparse import quantize, select, sketch
+from jaxsparse import platforms, quantize, select, sketch
 
 _BLOCK = 256
+_FORMS_SIZE = 22  # 2^22: loops over tiles of 2^27 take a GPU most of the time there is
 _QSGD = quantize.QSGD(4)
 
 
@@ -29,30 +30,34 @@ class Inputs:
         self.threshold = statistics.NormalDist().inv_cdf(1 - self.k / size / 2) ** 3
         self.key = jax.random.key(1)
 
+    def made(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(*args)."""
+        return jax.jit(function)(*args)
+
     @functools.cached_property
     def x(self) -> jax.Array:
         """float32[size]."""
-        return jax.jit(lambda key: jax.random.normal(key, (self.size,)) ** 3)(jax.random.key(0))
+        return self.made(lambda key: jax.random.normal(key, (self.size,)) ** 3, jax.random.key(0))
 
     @functools.cached_property
     def mask(self) -> jax.Array:
         """Where x reaches the threshold."""
-        return jax.jit(lambda x: jnp.abs(x) >= self.threshold)(self.x)
+        return self.made(lambda x: jnp.abs(x) >= self.threshold, self.x)
 
     @functools.cached_property
     def table(self) -> jax.Array:
         """The sketch of x."""
-        return sketch.encode(self.x, self.spec)
+        return self.made(lambda x: sketch.encode(x, self.spec), self.x)
 
     @functools.cached_property
     def levels(self) -> jax.Array:
         """Integers of 4 bits."""
-        return jax.jit(lambda x: jnp.clip(x, -7, 7).astype(jnp.int32))(self.x)
+        return self.made(lambda x: jnp.clip(x, -7, 7).astype(jnp.int32), self.x)
 
     @functools.cached_property
     def quantized(self) -> quantize.Quantized:
         """In 4 bits a value."""
-        return quantize.quantize(self.x, _QSGD, None)
+        return self.made(lambda x: quantize.quantize(x, _QSGD, None), self.x)
 
 
 class Kernel(NamedTuple):
@@ -135,6 +140,13 @@ KERNELS = {
 }
 
 
+# Those of which CPU and GPU have forms of their own.
+TWO_FORMS = (
+    *("hash_extract", "slot_max", "sketch.encode", "sketch.decode", "heavy_hitters"),
+    *("threshold_top_k", "fast_top_k", "compact"),
+)
+
+
 def table(stage: Stage) -> None:
     """Times all kernels, size by size; the first sizes are the ones that matter."""
     torch, why = _torch(stage.args.platform)
@@ -143,20 +155,37 @@ def table(stage: Stage) -> None:
         print(why, flush=True)
     for exponent in stage.args.sizes:
         inputs = Inputs(2**exponent, stage.args.density)
-        wanted = {name: kernel for name, kernel in KERNELS.items() if stage.wanted(name)}
-        programs: dict[str, Program] = {}
-        for name, kernel in wanted.items():
-            program = stage.attempt(f"{name} at 2^{exponent}", kernel.program, inputs)
-            if program is not None:
-                programs[name] = program
-        for name, compiled in stage.compiled_apart(programs):
-            run = functools.partial(compiled, *programs[name][1])
-            _row(stage, exponent, inputs, name, functools.partial(timed, run))
+        _time_all(stage, exponent, inputs, KERNELS)
         if torch is not None:
             for name, torch_run in _torch_runs(torch, inputs, stage.args.platform).items():
                 if stage.wanted(name):
                     measure = functools.partial(_torch_timed, torch, torch_run)
                     _row(stage, exponent, inputs, name, measure)
+
+
+def other_forms(stage: Stage) -> None:
+    """Times the forms that this device does not take by itself, at one size of those wanted.
+
+    A process of its own: what it traces must not be found by others.
+    """
+    chosen = "default" if stage.args.platform == "gpu" else "cuda"
+    platforms.platform_dependent = lambda *operands, **forms: forms[chosen](*operands)
+    sizes = stage.args.sizes
+    exponent = max((size for size in sizes if size <= _FORMS_SIZE), default=min(sizes))
+    inputs = Inputs(2**exponent, stage.args.density)
+    _time_all(stage, exponent, inputs, {name: KERNELS[name] for name in TWO_FORMS})
+
+
+def _time_all(stage: Stage, exponent: int, inputs: Inputs, kernels: dict[str, Kernel]) -> None:
+    programs: dict[str, Program] = {}
+    for name, kernel in kernels.items():
+        if stage.wanted(name):
+            program = stage.attempt(f"{name} at 2^{exponent}", kernel.program, inputs)
+            if program is not None:
+                programs[name] = program
+    for name, compiled in stage.compiled_apart(programs):
+        run = functools.partial(compiled, *programs[name][1])
+        _row(stage, exponent, inputs, name, functools.partial(timed, run))
 
 
 def _row(

@@ -112,6 +112,18 @@ def of_kernels(records: list[Record]) -> list[Table]:
     return [full, short]
 
 
+def of_forms(records: list[Record], kernels: list[Record]) -> Table:
+    """Forms for the other kind of device, beside the ones that were meant for this one."""
+    own = {(r["name"], r["size"]): r["ms"] for r in _named(kernels)}
+    rows = []
+    for r in _named(records):
+        ms = own.get((r["name"], r["size"]))
+        usual = [f"{ms:.3f}", f"{r['ms'] / ms:.1f}"] if ms else ["", ""]
+        rows.append([r["name"], f"2^{r['size']}", f"{r['ms']:.3f}", *usual])
+    headers = ["kernel", "size", "ms", "ms of this device's form", "ratio"]
+    return Table("Forms that other devices get", headers, rows, _notes(records))
+
+
 def of_steps(records: list[Record]) -> Table:
     """Updates, and their memory."""
     found = _named(records)

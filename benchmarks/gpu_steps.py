@@ -17,7 +17,7 @@ _LAYERS, _WIDTH = 16, 1024
 _FLOATS = 6.5
 
 
-def _methods(density: float, params: int) -> dict[str, Any]:
+def methods(density: float, params: int) -> dict[str, Any]:
     vectors = _LAYERS * _WIDTH  # which travel dense
     # Of Sketched-SGD: 4 k words of table and as many of candidates for k coordinates.
     sent = min(1.0, 8 * density) * params + vectors
@@ -52,7 +52,7 @@ class Update(NamedTuple):
     gradients: Callable[[jax.Array], Any]
 
 
-def _update(tx: optax.GradientTransformation, params: int, workers: int) -> Update:
+def update_of(tx: optax.GradientTransformation, params: int, workers: int) -> Update:
     rows = max(1, params // _LAYERS // _WIDTH)
     shapes: dict[str, tuple[int, ...]] = {f"kernel{i}": (rows, _WIDTH) for i in range(_LAYERS)}
     shapes |= {f"bias{i}": (_WIDTH,) for i in range(_LAYERS)}
@@ -87,8 +87,8 @@ def steps(stage: Stage) -> None:
         stage.record(note=note)
         print(note, flush=True)
     made = {
-        name: _update(tx, params, workers)
-        for name, tx in _methods(stage.args.density, params).items()
+        name: update_of(tx, params, workers)
+        for name, tx in methods(stage.args.density, params).items()
         if stage.wanted(name)
     }
     programs: dict[str, Program] = {}

@@ -21,6 +21,7 @@ _ONE_DEVICE = (
 )
 # The most telling first.
 SUITES: dict[str, list[str]] = {
+    "forms": ["tests/test_gpu_forms.py", "--thorough"],
     "contract": [
         *("tests/test_replicas_repeat.py", "tests/test_contract.py", "--thorough", "-k"),
         "bitwise or among_simulated",

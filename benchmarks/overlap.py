@@ -3,8 +3,10 @@
     python benchmarks/overlap.py
     python benchmarks/overlap.py --method top_k --layers 8 --repeats 20
 
-With libtpu installed, but no TPU, what XLA's scheduler makes of it there:
+With libtpu installed, but no TPU, or JAX's plugin for CUDA, but no GPU, what XLA's scheduler makes
+of it there:
 
+    python benchmarks/overlap.py --topology h200:4
     python benchmarks/overlap.py --topology v5e:2x4
     python benchmarks/overlap.py --topology v5e:2x4 --method dense --async-all-reduce
 
@@ -29,10 +31,12 @@ import statistics
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
+import gpu_target
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from timing import interleaved, save, where
 
@@ -216,9 +220,12 @@ def show(table: Iterable[Row]) -> None:
 def main() -> None:
     args = flags().parse_args()
     if args.topology:
-        from jax.experimental import topologies
-
-        devices: Any = topologies.get_topology_desc(args.topology, platform="tpu").devices
+        devices: Any
+        kind, _, count = args.topology.partition(":")
+        if kind == "h200" and count.isdecimal():
+            devices = gpu_target.h200(int(count))
+        else:
+            devices = topologies.get_topology_desc(args.topology, platform="tpu").devices
         found = {"jax": jax.__version__, "topology": args.topology, "kind": devices[0].device_kind}
         print(", ".join(f"{name} {value}" for name, value in found.items()))
     else:
@@ -273,7 +280,7 @@ def flags() -> argparse.ArgumentParser:
     add("--batch", type=int, default=32, help="rows of a worker (default: 32)")
     add("--bucket-size", type=int, default=None, help="elements (default: all in one)")
     add("--repeats", type=int, default=0, help="timed steps (default: 0)")
-    add("--topology", help="TPUs to compile for, such as v5e:2x4")
+    add("--topology", help="GPUs or TPUs to compile for, such as h200:4 or v5e:2x4")
     add("--async-all-reduce", action="store_true", help="sets XLA's options for it, on TPUs")
     add("--json", help="where to write the results")
     return parser

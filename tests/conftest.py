@@ -10,6 +10,8 @@ os.environ["XLA_FLAGS"] = (
 import jax
 import pytest
 
+from jaxsparse import platforms
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
@@ -20,8 +22,16 @@ if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption("--thorough", action="store_true", help="also run those marked thorough")
+    parser.addoption(
+        "--gpu-forms", action="store_true", help="run what is for GPUs, wherever the tests run"
+    )
     parser.addoption("--fuzz", type=int, default=0, help="cases of tests/test_fuzz.py to run, too")
     parser.addoption("--fuzz-seed", type=int, default=0, help="of these cases")
+
+
+def pytest_configure(config):
+    if config.getoption("--gpu-forms"):
+        platforms.platform_dependent = lambda *operands, cuda, **others: cuda(*operands)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -198,6 +198,8 @@ def test_records_keep_every_row(bench, tmp_path):
     read = bench.records.Records(path)
     assert [(r["system"], r["seconds"]) for r in read.rows] == [("dense", 9.0), ("top_k", 1.0)]
     assert list(tmp_path.iterdir()) == [path]
+    assert read.has(row("dense", 1.0, 1.0))
+    assert not read.has(row("dense", 1.0, 1.0, rate="1gbit"))
     path.write_text(json.dumps({"something": "else"}))
     with pytest.raises(ValueError, match="no file of this benchmark's results"):
         bench.records.Records(path)

@@ -37,7 +37,8 @@ def test_all_stages_run_to_their_end(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(found.read_text())["results"]
-    assert list(results) == ["device", "tests", "repeats", "kernels", "steps", "trace"]
+    stages = ["device", "tests", "repeats", "kernels", "steps", "forms", "trace"]
+    assert list(results) == stages
     assert not [row for rows in results.values() for row in rows if "skipped" in row]
     named = {stage: [row for row in rows if "name" in row] for stage, rows in results.items()}
     (suite,) = named["tests"]
@@ -50,6 +51,7 @@ def test_all_stages_run_to_their_end(tmp_path):
         ("slot_max", 11),
     }
     assert all(row["ms"] > 0 and row["over_floor"] > 0 for row in named["kernels"])
+    assert [(row["name"], row["size"]) for row in named["forms"]] == [("slot_max", 11)]
     (update,) = named["steps"]
     # Parameters, and the gradients of 8 workers, at least.
     assert update["planned_bytes"] > 9 * 4 * 16 * (2 * 1024 + 1024)
@@ -57,7 +59,14 @@ def test_all_stages_run_to_their_end(tmp_path):
     block = text.read_text()
     assert done.stdout.endswith(f"\n{block}\n")
     assert block.startswith("## cpu\n")
-    for title in ("Correctness", "Replicas", "Kernels at 2^11", "Updates of 40000", "Traces"):
+    for title in (
+        "Correctness",
+        "Replicas",
+        "Kernels at 2^11",
+        "Updates of 40000",
+        "Forms",
+        "Traces",
+    ):
         assert f"\n### {title}" in block
 
 
@@ -91,9 +100,78 @@ def test_outcomes_are_read_from_pytests_output_however_far_it_came(monkeypatch):
         "tests/test_b.py": "ERROR",
     }
     suite = {"stage": "tests", "name": "a", "failed": 3, "failures": ["test_two"]}
-    decode = {"stage": "repeats", "name": "b", "promised": True, "runs": 2, "between_replicas": 0}
-    results = {"tests": [suite], "repeats": [decode, {**decode, "promised": False}]}
-    assert gpu.wrong(results) == ["tests: ['test_two']", "repeats: b differs"]
+    decode = {"stage": "repeats", "name": "b", "repeatable": True, "runs": 2, "between_replicas": 0}
+    any_order = {**decode, "name": "c", "repeatable": False}
+    drifting = {**any_order, "name": "d", "between_replicas": 1}
+    results = {"tests": [suite], "repeats": [decode, any_order, drifting]}
+    assert gpu.wrong(results) == [
+        *("tests: ['test_two']", "repeats: b differs", "repeats: d differs"),
+    ]
+
+
+HLO = """HloModule counted
+
+add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+taken (x: f32[1000], i: s32[10]) -> f32[10] {
+  %x = f32[1000]{0} parameter(0)
+  %i = s32[10]{0} parameter(1)
+  ROOT %some = f32[10]{0} gather(%x, %i), slice_sizes={1}
+}
+
+body (state: (s32[], f32[1000])) -> (s32[], f32[1000]) {
+  %state = (s32[], f32[1000]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%state), index=0
+  %v = f32[1000]{0} get-tuple-element(%state), index=1
+  %w = f32[1000]{0} negate(%v)
+  ROOT %next = (s32[], f32[1000]{0}) tuple(%n, %w)
+}
+
+condition (state: (s32[], f32[1000])) -> pred[] {
+  %state = (s32[], f32[1000]{0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+rare (z: f32[1000]) -> f32[1000] {
+  %z = f32[1000]{0} parameter(0)
+  %once = f32[1000]{0} negate(%z)
+  ROOT %twice = f32[1000]{0} negate(%once)
+}
+
+usual (z: f32[1000]) -> f32[1000] {
+  ROOT %z = f32[1000]{0} parameter(0)
+}
+
+ENTRY main (x: f32[1000], i: s32[10], p: pred[]) -> f32[10] {
+  %x = f32[1000]{0} parameter(0)
+  %i = s32[10]{0} parameter(1)
+  %p = pred[] parameter(2)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[1000]{0}) tuple(%zero, %x)
+  %loop = (s32[], f32[1000]{0}) while(%start), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+  %y = f32[1000]{0} get-tuple-element(%loop), index=1
+  %z = f32[1000]{0} conditional(%p, %y, %y), true_computation=%rare, false_computation=%usual
+  ROOT %picked = f32[10]{0} fusion(%z, %i), kind=kLoop, calls=%taken
+}
+"""
+
+
+def test_kernels_and_bytes_are_counted_in_what_is_compiled(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import gpu_compiled
+
+    from jaxsparse.cost import hlo
+
+    found = gpu_compiled.work(hlo.parse(HLO), "main")
+    assert found.kernels == 5 + 0 + 1
+    assert found.loops == ("5 x 1",)
+    # Each turn reads and writes the vector; ten elements are read by sectors of 32 bytes.
+    assert found.bytes == 5 * 8000 + (10 * 32 + 40 + 40)
 
 
 @pytest.mark.slow

@@ -9,15 +9,17 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 
 # Each may import only from rows above its own.
 LAYERS = [
-    ["_compat", "settings", "bits", "hashing", "magnitude", "operations", "tiles"],
+    ["_compat", "settings", "bits", "hashing", "magnitude", "operations", "platforms", "tiles"],
     ["stream", "blocks", "quantize", "stages", "network", "launch"],
     ["codecs"],
     ["select.checks", "select.counting"],
-    ["select.compaction", "select.exact", "select.buckets", "select.blocks"],
+    ["select.kth_largest"],
+    ["select.compaction", "select.exact", "select.buckets", "select.blocks", "select.maxima"],
     ["select.streaming", "select.slots", "select.thresholds"],
     ["select.fast", "select.by_threshold"],
     ["select"],
     ["sketch.tiles"],
+    ["sketch.adding", "sketch.estimates"],
     ["sketch.codec"],
     ["sketch.heavy", "sketch.blocks"],
     ["sketch", "layout"],

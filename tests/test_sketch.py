@@ -12,7 +12,7 @@ from workers import few
 
 from jaxsparse import sketch
 from jaxsparse.hashing import permute
-from jaxsparse.select.streaming import streaming_top_k
+from jaxsparse.select.streaming import Values, streaming_top_k
 from jaxsparse.sketch import SketchSpec
 from jaxsparse.sketch.heavy import mix_in_random
 
@@ -336,12 +336,10 @@ def test_heavy_regions_are_not_lost_to_each_other(region):
     magnitudes[heavy] = 1 + np.random.default_rng(0).uniform(size=k)
     values = jnp.asarray(magnitudes)
 
-    def tile_values(tile, length):
-        return jax.lax.dynamic_slice(values, (tile * 2000,), (length,))
-
     @jax.jit
     def recall(seed):
-        chosen = streaming_top_k(tile_values, LARGE, 2000, k, seed=seed, like=(values,))
+        stored = Values.of_vector(values, 2000)
+        chosen = streaming_top_k(stored, LARGE, 2000, k, seed=seed, like=(values,))
         return jnp.mean(values[chosen] >= 1)
 
     recalls = np.asarray([recall(jnp.uint32(seed)) for seed in range(10)])
@@ -363,8 +361,8 @@ def test_indices_are_recovered_where_slots_are_fullest():
     """The last of 255 tiles that share slots, so its number needs all bits that it has."""
     size, tile, k = 255 * 15 * 50, 50, 20
     values = jnp.zeros(size).at[-k:].set(1.0)
-    tile_values = lambda b, length: jax.lax.dynamic_slice(values, (b * tile,), (length,))
-    chosen = streaming_top_k(tile_values, size, tile, k, seed=jnp.uint32(0), like=(values,))
+    stored = Values.of_vector(values, tile)
+    chosen = streaming_top_k(stored, size, tile, k, seed=jnp.uint32(0), like=(values,))
     np.testing.assert_array_equal(np.sort(chosen), np.arange(size - k, size))
 
 

@@ -37,6 +37,10 @@ class Records:
                 "name another one"
             ) from error
 
+    def has(self, cell: dict[str, Any]) -> bool:
+        """Whether there is a row of this cell, given by its fields, hosts and rate."""
+        return any(all(row[name] == cell[name] for name in _CELL) for row in self.rows)
+
     def add(self, row: dict[str, Any]) -> None:
         """One measured cell."""
         self.rows = _replaced(self.rows, row, _CELL)

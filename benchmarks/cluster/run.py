@@ -101,6 +101,7 @@ def flags() -> argparse.ArgumentParser:
         "are at least 3 (default: 4)")  # fmt: skip
     add("--json", type=Path, default=Path("cluster.json"), help="results, which are added to those "
         "that are there (default: cluster.json)")  # fmt: skip
+    add("--missing", action="store_true", help="only cells that this file does not have yet")
     add("--store", type=Path, default=Path.home() / ".cache" / "jaxsparse" / "cluster",
         help="folder that keeps compiled programs")  # fmt: skip
     add("--logs", type=Path, help="folder for what all ranks print (default: kept on failure)")
@@ -150,6 +151,13 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     cells, refused = wanted(args, parser)
     for cell, reason in refused.items():
         print(f"left out: {cell}: {reason}")
+    if args.missing:
+        records = Records(args.json)
+        where = {"hosts": args.hosts, "rate": args.rate.name}
+        cells = [cell for cell in cells if not records.has(cell._asdict() | where)]
+        if not cells:
+            print(f"{args.json} has all of them already")
+            return 0
     if not cells:
         parser.error("nothing is left to measure")
     args.store.mkdir(parents=True, exist_ok=True)

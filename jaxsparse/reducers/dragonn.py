@@ -13,7 +13,8 @@ from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds
 from jaxsparse.reducers.density import check_density, entries
 from jaxsparse.reducers.residuals import deliver_streams
-from jaxsparse.select.slots import hash_extract, slot_max
+from jaxsparse.select.maxima import slot_max
+from jaxsparse.select.slots import hash_extract
 from jaxsparse.select.thresholds import check_samples, sampled_threshold
 from jaxsparse.settings import static_seed
 from jaxsparse.stream import SparseStream

@@ -20,12 +20,12 @@ from jaxsparse.select.by_threshold import bisection_top_k, sampled_top_k, thresh
 from jaxsparse.select.compaction import compact
 from jaxsparse.select.exact import check_k, top_k
 from jaxsparse.select.fast import fast_top_k
+from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.slots import (
     Extraction,
     counted_hash_extract,
     hash_extract,
     hash_slots,
-    slot_max,
 )
 from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
 

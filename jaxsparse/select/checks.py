@@ -5,6 +5,7 @@ from jax import Array
 from jaxtyping import Integer, UInt32
 
 from jaxsparse.hashing import as_uint32
+from jaxsparse.settings import static_int
 
 
 def check_vector(name: str, x: Array) -> None:
@@ -26,3 +27,14 @@ def check_seed(seed: Integer[Array, ""] | int) -> UInt32[Array, ""]:
         if dtype is None or seed.ndim or not jnp.issubdtype(dtype, jnp.integer):
             raise ValueError(f"seed={seed!r} must be an integer scalar: pass an int or a uint32")
     return as_uint32(seed)
+
+
+def check_slots(slots: int, size: int) -> int:
+    """The number of slots as an int; a ValueError unless it is from 1 to `size`."""
+    slots = static_int("slots", slots)
+    if not 1 <= slots <= size:
+        raise ValueError(
+            f"slots={slots} must lie between 1 and the vector's size, {size}: choose "
+            "density * size, rounded up"
+        )
+    return slots

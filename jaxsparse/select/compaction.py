@@ -6,13 +6,14 @@ the slots of the result.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Int, Shaped, UInt32
 
+from jaxsparse.platforms import by_platform
 from jaxsparse.select.checks import check_vector
 from jaxsparse.tiles import zeros
 
@@ -79,19 +80,23 @@ def compact_ranked(masks: Sequence[Bool[Array, " n"]], capacity: int) -> Int[Arr
     blocks = words.shape[0] // len(masks)  # of each mask
 
     counts = lax.population_count(words).astype(jnp.int32)
-    within = _running_sum(counts)  # elements up to and with each word of its block
+    # Elements up to and with each word of its block.
+    within = by_platform(
+        counts,
+        default=functools.partial(_running_sum, barrier=lax.optimization_barrier),
+        gpu=functools.partial(_running_sum, barrier=lambda rows: rows),
+    )
     in_block = within[:, -1]
     ends = jnp.cumsum(in_block)
-    starts = ends - in_block
-
-    # Each block's number goes to its first slot, and from there to the slots after it.
-    first_slot = jnp.where(in_block > 0, starts, capacity)
-    numbers = lax.iota(jnp.int32, len(in_block))
-    block = zeros((capacity,), jnp.int32, tuple(masks))
-    block = lax.cummax(block.at[first_slot].max(numbers, mode="drop"))
+    block = by_platform(
+        ends,
+        default=functools.partial(_blocks_by_maximum, capacity=capacity),
+        gpu=functools.partial(_blocks_by_search, capacity=capacity),
+    )
 
     slot = lax.iota(jnp.int32, capacity)
-    word, rank = _find_word(within.ravel(), block * _BITS, slot - _at(starts, block))
+    rank = slot - _at(ends - in_block, block)
+    word, rank = _find_word(within.ravel(), block * _BITS, rank)
     bit = _find_bit(_at(words.ravel(), word), rank)
     position = (block % blocks * _BITS + word % _BITS) * _BITS + bit
     return jnp.where(slot < ends[-1], position, size)
@@ -125,13 +130,38 @@ def _transpose(words: UInt32[Array, "blocks 32"]) -> UInt32[Array, "blocks 32"]:
     return words
 
 
-def _running_sum(rows: Int[Array, "n 32"]) -> Int[Array, "n 32"]:
-    """The running sum along each row."""
+def _running_sum(
+    rows: Int[Array, "n 32"], *, barrier: Callable[[Array], Array]
+) -> Int[Array, "n 32"]:
+    """The running sum along each row.
+
+    Without barriers XLA fuses the steps, each of which then computes the one before twice: on a
+    CPU too much work, on a GPU less than it takes to start four further kernels.
+    """
     for step in (1, 2, 4, 8, 16):
         before = jnp.pad(rows[:, :-step], ((0, 0), (step, 0)))
-        # Or XLA fuses the steps, each of which would compute the one before twice.
-        rows = lax.optimization_barrier(rows + before)
+        rows = barrier(rows + before)
     return rows
+
+
+def _blocks_by_maximum(ends: Int[Array, " blocks"], *, capacity: int) -> Int[Array, " capacity"]:
+    """The block that holds the element of each slot, from elements up to and with each block.
+
+    Of slots without an element the last one that has any, or 0. A block's number goes to its first
+    slot, and from there to the slots after it.
+    """
+    starts = jnp.pad(ends[:-1], (1, 0))
+    first_slot = jnp.where(ends > starts, starts, capacity)
+    numbers = lax.iota(jnp.int32, len(ends))
+    block = zeros((capacity,), jnp.int32, (ends,))
+    return lax.cummax(block.at[first_slot].max(numbers, mode="drop"))
+
+
+def _blocks_by_search(ends: Int[Array, " blocks"], *, capacity: int) -> Int[Array, " capacity"]:
+    """`_blocks_by_maximum` with no scan over the slots, which takes a GPU dozens of kernels."""
+    slot = jnp.minimum(lax.iota(jnp.int32, capacity), jnp.maximum(ends[-1] - 1, 0))
+    block = jnp.searchsorted(ends, slot, side="right", method="scan_unrolled")
+    return jnp.where(ends[-1] > 0, block.astype(jnp.int32), 0)
 
 
 def _find_word(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped, UInt32
 
+from jaxsparse.platforms import by_platform
 from jaxsparse.tiles import over_tiles, zeros
 
 __all__ = ["count_reaching", "folded", "magnitude_bits", "to_bits"]
@@ -39,14 +40,24 @@ def folded(
     value: Callable[[Array], UInt32[Array, " n"]],
     x: Shaped[Array, " d"],
 ) -> UInt32[Array, ""]:
-    """reduce(value(x)), of which 0 is neutral; on CPU ten times faster.
-
-    XLA's CPU backend reduces a vector element by element, but the rows of a matrix in lanes.
-    """
-    tiles = -(-x.size // _TILE)
-    tile = x.size // tiles // _ROWS * _ROWS
-    if tile < _ROWS * _ROWS:
+    """reduce(value(x)), of which 0 is neutral; on CPU ten times faster."""
+    if _tile(x.size) < _ROWS * _ROWS:
         return reduce(value(x))
+    return by_platform(
+        x,
+        default=functools.partial(_in_lanes, reduce, join, value),
+        gpu=lambda x: reduce(value(x)),
+    )
+
+
+def _in_lanes(
+    reduce: Callable[..., Array],
+    join: Callable[[Array, Array], Array],
+    value: Callable[[Array], UInt32[Array, " n"]],
+    x: Shaped[Array, " d"],
+) -> UInt32[Array, ""]:
+    """XLA's CPU backend reduces a vector element by element, but the rows of a matrix in lanes."""
+    tile = _tile(x.size)
 
     def step(b: Array, lanes: Array, length: int) -> Array:
         part = value(jax.lax.dynamic_slice(x, (b * tile,), (length,)))
@@ -56,6 +67,10 @@ def folded(
 
     start = zeros((tile // _ROWS,), jnp.uint32, (value(x[:1]),))
     return reduce(over_tiles(x.size, tile, step, start))
+
+
+def _tile(size: int) -> int:
+    return size // -(-size // _TILE) // _ROWS * _ROWS
 
 
 def magnitude_bits(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:

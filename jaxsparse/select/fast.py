@@ -3,13 +3,12 @@
 import functools
 
 import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Float, Integer, UInt32
 
 from jaxsparse.select.checks import check_seed, check_vector
 from jaxsparse.select.exact import check_k
-from jaxsparse.select.streaming import streaming_top_k
+from jaxsparse.select.streaming import Values, streaming_top_k
 from jaxsparse.stream import SparseStream
 
 __all__ = ["fast_top_k"]
@@ -61,9 +60,6 @@ def fast_top_k(
 @functools.partial(jax.jit, static_argnames="k")
 def _fast_top_k(x: Float[Array, " d"], k: int, seed: UInt32[Array, ""]) -> SparseStream:
     tile = min(max(-(-x.size // _TILES), _MIN_TILE), _MAX_TILE, x.size)
-
-    def tile_values(number, length):
-        return lax.dynamic_slice(x, (number * tile,), (length,)).astype(jnp.float32)
-
-    indices = streaming_top_k(tile_values, x.size, tile, k, seed=seed, like=(x,))
+    values = Values.of_vector(x, tile)
+    indices = streaming_top_k(values, x.size, tile, k, seed=seed, like=(x,))
     return SparseStream(indices, x[indices])

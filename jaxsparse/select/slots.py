@@ -14,24 +14,19 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import as_uint32, bounded, combine, keyed
-from jaxsparse.select.checks import check_seed, check_vector
+from jaxsparse.platforms import by_platform
+from jaxsparse.select.checks import check_seed, check_slots, check_vector
 from jaxsparse.select.compaction import compact
-from jaxsparse.select.counting import magnitude_bits
-from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream, from_dense
-from jaxsparse.tiles import over_tiles, zeros
+from jaxsparse.tiles import zeros
 
-__all__ = ["Extraction", "counted_hash_extract", "hash_extract", "hash_slots", "slot_max"]
+__all__ = ["Extraction", "counted_hash_extract", "hash_extract", "hash_slots"]
 
 # Elements that are compacted before they are hashed, for each slot. More pass only where a
 # threshold is far off, or where many elements tie with it.
 _ROOM = 2
 # Elements of a step where more than that pass.
 _SCATTERED = 2**16
-# Of slot_max: shorter tiles cost more for the step than for the elements.
-_MIN_TILE = 2**14
-# Starts of tiles are hashed under (seed, number), those of a tile's rows under one word more.
-_ROW = 1
 
 
 class Extraction(NamedTuple):
@@ -55,7 +50,7 @@ def hash_extract(
     slots, whatever the magnitudes.
 
     Costs a pass over x, and for 2 m elements a place, a hash and a write. Where more pass, these
-    for all of x, several times as long.
+    for all of x, several times as long; on a GPU always, for all of x at once.
 
     Args:
         x: float vector of d elements. NaN does not pass.
@@ -110,7 +105,7 @@ def counted_hash_extract(
         2
     """
     check_vector("x", x)
-    slots = _check_slots(slots, x.size)
+    slots = check_slots(slots, x.size)
     if jnp.ndim(threshold):
         raise ValueError(
             f"threshold has shape {jnp.shape(threshold)}, but must be a scalar: pass one for all"
@@ -154,15 +149,42 @@ def _extract(
     like: tuple[Array, ...],
 ) -> Extraction:
     """`counted_hash_extract` with any hash; `like` as in `zeros`."""
-    size = x.size
 
-    def write(held, indices, chosen):
+    def write(held: Array, indices: Array, chosen: Array) -> Array:
         slot = jnp.where(chosen, slot_of(indices), slots)
         return held.at[slot].max(indices, mode="drop")
 
-    positions = compact(_passes(x, threshold), min(_ROOM * slots, size))
+    empty = zeros((slots,), jnp.int32, like) - 1
+    held, passed = by_platform(
+        x,
+        threshold,
+        empty,
+        default=functools.partial(_write_compacted, write=write),
+        gpu=functools.partial(_write_all, write=write),
+    )
+    return Extraction(from_dense(x, jnp.where(held < 0, x.size, held)), passed)
+
+
+_Write = Callable[[Array, Array, Array], Array]  # into held: of these indices, those chosen
+
+
+def _write_all(
+    x: Float[Array, " d"], threshold: Float[Array, ""], held: Int[Array, " m"], *, write: _Write
+) -> tuple[Int[Array, " m"], Int[Array, ""]]:
+    """A write for each element, nearly all of which are dropped; no order changes a maximum."""
+    chosen = _passes(x, threshold)
+    held = write(held, lax.iota(jnp.int32, x.size), chosen)
+    return held, jnp.sum(chosen, dtype=jnp.int32)
+
+
+def _write_compacted(
+    x: Float[Array, " d"], threshold: Float[Array, ""], held: Int[Array, " m"], *, write: _Write
+) -> tuple[Int[Array, " m"], Int[Array, ""]]:
+    """`_write_all`, but dropped writes cost a CPU as much as others."""
+    size = x.size
+    positions = compact(_passes(x, threshold), min(_ROOM * held.size, size))
     chosen = positions < size
-    held = write(zeros((slots,), jnp.int32, like) - 1, positions, chosen)
+    held = write(held, positions, chosen)
     passed = jnp.sum(chosen, dtype=jnp.int32)
 
     if len(positions) < size:
@@ -181,110 +203,8 @@ def _extract(
 
         passed = jnp.where(chosen[-1], 0, passed)
         held, passed = lax.fori_loop(jnp.int32(0), steps, scatter, (held, passed))
-
-    return Extraction(from_dense(x, jnp.where(held < 0, size, held)), passed)
-
-
-def slot_max(
-    x: Float[Array, " d"], slots: int, *, seed: Integer[Array, ""] | int = 0
-) -> SparseStream:
-    """The largest magnitude of each of `slots` random sets of about d / slots elements.
-
-    Needs no threshold, fills every slot, and costs a pass over x. One of the m largest is kept if
-    it meets no larger one: the r-th largest with probability about exp(-r / m). Of m = 1 % of
-    cubed normals 85 % of the energy (sum of squares) of the m largest is kept, where
-    `hash_extract` keeps 63 % and `fast_top_k`, in about twice the time, 99 %.
-
-    Rows of m elements are laid cyclically around the slots, each from a random one. (Below 2**14
-    slots several rows make a tile, which is first laid around itself.) So elements of a row don't
-    meet, and any others do with probability 1 / m; heavy regions of two rows meet as a whole.
-    Magnitudes are ranked to a relative 2**-22 d / max(m, 2**14), or 2**-22 if that is more: 2**-15
-    at a density of 1 % and 2**-12 at 0.1 %. Of equal ones any is kept.
-
-    Args:
-        x: float vector of d elements, without NaN. float64 is ranked as float32.
-        slots: m, number of entries to keep, 1 <= m <= d.
-        seed: integer below 2**32, of the sets; may be traced. Needs to change from step to step,
-            or the same elements meet at each.
-
-    Returns:
-        m entries in the order of slots: distinct int32 indices, and the values of `x` there, in
-        its dtype. No slot is empty, but its value may be 0.
-
-    Raises:
-        ValueError: `x` is not a vector, slots is out of range, or seed is not an integer scalar.
-
-    After DRAGONN (Wang et al., 2022), section 3.1, with the largest writer in place of the last.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> slot_max(jnp.array([1.0, -3.0, 2.0]), 1).values.tolist()
-        [-3.0]
-    """
-    check_vector("x", x)
-    return _slot_max(x, _check_slots(slots, x.size), check_seed(seed))
-
-
-@functools.partial(jax.jit, static_argnames="slots")
-def _slot_max(x: Float[Array, " d"], slots: int, seed: UInt32[Array, ""]) -> SparseStream:
-    # The first tile is a whole one, so that every slot gets an element.
-    rows = min(-(-_MIN_TILE // slots), x.size // slots)
-    tile = rows * slots
-    # A key is a magnitude with its lowest bits replaced by the number of the element's tile, so
-    # one unsigned maximum keeps both.
-    id_bits = (-(-x.size // tile) - 1).bit_length()
-
-    def start(b):
-        return bounded(combine(seed, b), tile).astype(jnp.int32)
-
-    def fold(b, best, length):
-        key = magnitude_bits(lax.dynamic_slice(x, (b * tile,), (length,)))
-        key &= jnp.uint32(2**31 - 2**id_bits)
-        key |= b.astype(jnp.uint32)
-        key = jnp.maximum(key, lax.dynamic_slice(best, (start(b),), (length,)))
-        return lax.dynamic_update_slice(best, key, (start(b),))
-
-    best = over_tiles(x.size, tile, fold, zeros((2 * tile,), jnp.uint32, (x, seed)))
-    best = jnp.maximum(best[:tile], best[tile:])
-    b = (best & jnp.uint32(2**id_bits - 1)).astype(jnp.int32)
-    indices = b * tile + (lax.iota(jnp.int32, tile) - start(b)) % tile
-    values = _at(x, indices)
-    if rows > 1:
-        indices, values = _largest_of_rows(
-            indices.reshape(rows, slots), values.reshape(rows, slots), seed
-        )
-    return SparseStream(indices, values)
-
-
-def _largest_of_rows(
-    indices: Int[Array, "rows m"], values: Float[Array, "rows m"], seed: UInt32[Array, ""]
-) -> tuple[Int[Array, " m"], Float[Array, " m"]]:
-    """The entry of largest magnitude of each column, after each row is turned at random."""
-    rows, slots = indices.shape
-    row = lax.broadcasted_iota(jnp.int32, (rows, slots), 0)
-    slot = lax.broadcasted_iota(jnp.int32, (rows, slots), 1)
-    start = bounded(combine(seed, row, _ROW), slots).astype(jnp.int32)
-    entry = row * slots + (slot - start) % slots
-    magnitude = magnitude_bits(_at(values.ravel(), entry))
-    winner = jnp.argmax(magnitude, axis=0)[None]
-    entry = jnp.take_along_axis(entry, winner, axis=0)[0]
-    return _at(indices.ravel(), entry), _at(values.ravel(), entry)
+    return held, passed
 
 
 def _passes(x: Float[Array, " n"], threshold: Float[Array, ""]) -> Bool[Array, " n"]:
     return jnp.abs(x.astype(threshold.dtype)) >= threshold
-
-
-def _at(x: Array, indices: Int[Array, "..."]) -> Array:
-    """x[indices], of indices in bounds, which are not checked."""
-    return x.at[indices].get(mode="promise_in_bounds")
-
-
-def _check_slots(slots: int, size: int) -> int:
-    slots = static_int("slots", slots)
-    if not 1 <= slots <= size:
-        raise ValueError(
-            f"slots={slots} must lie between 1 and the vector's size, {size}: choose "
-            "density * size, rounded up"
-        )
-    return slots

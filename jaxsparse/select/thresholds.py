@@ -14,6 +14,7 @@ from jaxsparse.hashing import bounded, combine, keyed
 from jaxsparse.select.checks import check_seed, check_vector
 from jaxsparse.select.counting import count_reaching, folded, magnitude_bits, to_bits
 from jaxsparse.select.exact import check_k
+from jaxsparse.select.kth_largest import kth_largest
 from jaxsparse.settings import static_int
 from jaxsparse.tiles import zeros
 
@@ -27,7 +28,7 @@ _MIN_SAMPLES = 2**14
 _MAX_SHARE = 1000  # the sample is at least d over this
 # After the pass at the mean they narrow six octaves to a hundredth of one.
 DEFAULT_PASSES = 10
-# One at the mean, and each further one halves a range of 31 bits.
+# One at the mean, and each further one halves a range of 31 bits: the k-th largest itself.
 EXACT_PASSES = 32
 
 
@@ -158,6 +159,10 @@ def check_passes(passes: int) -> int:
 def bisection(
     x: Float[Array, " d"], k: int, passes: int
 ) -> tuple[UInt32[Array, ""], UInt32[Array, ""]]:
+    """Bits of magnitudes low < high: at least k elements reach low, fewer reach high."""
+    if passes >= EXACT_PASSES:
+        low = kth_largest(x, k, bits=31, key=magnitude_bits)
+        return low, low + jnp.uint32(1)
     # A sum that overflows is infinite, above which few are.
     mean = jnp.sum(jnp.abs(x.astype(jnp.float32))) * jnp.float32(1 / x.size)
     return _bisect(x, k, to_bits(mean), passes)
@@ -166,10 +171,7 @@ def bisection(
 def _bisect(
     x: Float[Array, " d"], k: int, first: UInt32[Array, ""], passes: int
 ) -> tuple[UInt32[Array, ""], UInt32[Array, ""]]:
-    """Bits of magnitudes low < high: at least k elements reach low, fewer reach high.
-
-    `first` is tried before the middle of the range is.
-    """
+    """`bisection`, in which `first` is tried before the middle of the range is."""
     low = zeros((), jnp.uint32, (x, first))
     high = folded(jnp.max, jnp.maximum, magnitude_bits, x) + jnp.uint32(1)
 

@@ -5,11 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt32
 
 from jaxsparse.blocks import BlockStream
-from jaxsparse.sketch.codec import check_table, tile_estimates
-from jaxsparse.sketch.tiles import Seed, SketchSpec, flip, places, resolve, tile_index
+from jaxsparse.platforms import by_platform
+from jaxsparse.sketch.adding import add_all, add_one, empty, wrapped
+from jaxsparse.sketch.codec import check_table
+from jaxsparse.sketch.estimates import estimates_at, tile_estimates
+from jaxsparse.sketch.tiles import Seed, SketchSpec, resolve
 from jaxsparse.tiles import zeros
 
 __all__ = ["decode_blocks", "encode_blocks"]
@@ -43,21 +46,30 @@ def encode_blocks(
     (1, 8)
     """
     _check_blocks(stream, spec)
-    seed = resolve(spec, seed)
+    return by_platform(
+        stream.values,
+        stream.indices,
+        resolve(spec, seed),
+        default=functools.partial(_encode_in_turn, spec=spec),
+        gpu=lambda values, blocks, seed: add_all(values, blocks, spec, seed),
+    )
 
+
+def _encode_in_turn(
+    values: Float[Array, "k block_size"],
+    indices: Int[Array, " k"],
+    seed: UInt32[Array, ""],
+    *,
+    spec: SketchSpec,
+) -> Float[Array, "rows cols"]:
     def add(slot: Int[Array, ""], table: Array) -> Array:
-        values = lax.dynamic_index_in_dim(stream.values, slot, keepdims=False).astype(jnp.float32)
-        block = lax.dynamic_index_in_dim(stream.indices, slot, keepdims=False)
-        for row, bucket, sign in places(spec, seed, block, tile_index(spec, block, spec.tile)):
-            window = lax.dynamic_slice(table, (jnp.int32(row), bucket), (1, spec.tile))
-            window += flip(values, sign)[None]
-            table = lax.dynamic_update_slice(table, window, (jnp.int32(row), bucket))
-        return table
+        block = lax.dynamic_index_in_dim(indices, slot, keepdims=False)
+        return add_one(
+            table, lax.dynamic_index_in_dim(values, slot, keepdims=False), block, spec, seed
+        )
 
-    # Blocks that start near the end of a row run on into `tile` further columns.
-    table = zeros((spec.rows, spec.cols + spec.tile), jnp.float32, (*stream, seed))
-    table = lax.fori_loop(jnp.int32(0), jnp.int32(stream.capacity), add, table)
-    return table[:, : spec.cols].at[:, : spec.tile].add(table[:, spec.cols :])
+    table = empty(spec, (values, indices, seed))
+    return wrapped(lax.fori_loop(jnp.int32(0), jnp.int32(indices.size), add, table), spec)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "count"))
@@ -97,19 +109,45 @@ def decode_blocks(
         raise ValueError(
             f"indices have shape {indices.shape} and dtype {indices.dtype}: pass int32[n]"
         )
-    seed = resolve(spec, seed)
+    values = by_platform(
+        table,
+        indices,
+        resolve(spec, seed),
+        default=functools.partial(_decode_in_turn, spec=spec),
+        gpu=functools.partial(_decode_at_once, spec=spec),
+    )
+    if count is not None:
+        values = jnp.where((indices < count)[:, None], values, 0)
+    return BlockStream(indices, values)
+
+
+def _decode_in_turn(
+    table: Float[Array, "rows cols"],
+    indices: Int[Array, " n"],
+    seed: UInt32[Array, ""],
+    *,
+    spec: SketchSpec,
+) -> Float[Array, "n block_size"]:
     estimates = tile_estimates(table, spec, seed)
 
     def put(slot: Int[Array, ""], out: Array) -> Array:
         block = lax.dynamic_index_in_dim(indices, slot, keepdims=False)
-        values = estimates(block, spec.tile)
-        if count is not None:
-            values = jnp.where(block < count, values, 0)
-        return lax.dynamic_update_slice(out, values[None], (slot, jnp.int32(0)))
+        return lax.dynamic_update_slice(
+            out, estimates(block, spec.tile)[None], (slot, jnp.int32(0))
+        )
 
     values = zeros((indices.size, spec.tile), jnp.float32, (table, indices, seed))
-    values = lax.fori_loop(jnp.int32(0), jnp.int32(indices.size), put, values)
-    return BlockStream(indices, values)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(indices.size), put, values)
+
+
+def _decode_at_once(
+    table: Float[Array, "rows cols"],
+    indices: Int[Array, " n"],
+    seed: UInt32[Array, ""],
+    *,
+    spec: SketchSpec,
+) -> Float[Array, "n block_size"]:
+    return estimates_at(table, spec, seed, indices[:, None], lax.iota(jnp.int32, spec.tile)[None])
 
 
 def _check_blocks(stream: BlockStream, spec: SketchSpec) -> None:

@@ -5,10 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Integer
+from jaxtyping import Float, Integer, UInt32
 
 from jaxsparse.hashing import as_uint32
-from jaxsparse.sketch.tiles import Seed, SketchSpec, flip, places, resolve, tile_index
+from jaxsparse.platforms import by_platform
+from jaxsparse.sketch.adding import add_all, add_one, empty, wrapped
+from jaxsparse.sketch.estimates import estimates_at, median, tile_estimates
+from jaxsparse.sketch.tiles import Seed, SketchSpec, resolve
 from jaxsparse.tiles import over_tiles, zeros
 
 
@@ -17,6 +20,9 @@ def encode(
     x: Float[Array, " d"], spec: SketchSpec, *, seed: Seed = None
 ) -> Float[Array, "rows cols"]:
     """Sketches a vector, linearly: sketches of x and y sum to that of x + y, to rounding.
+
+    On a GPU sums are taken in any order: the last bits may differ from run to run (unless
+    `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which takes longer).
 
     Args:
         x: float32, bfloat16 or float16[d], 1 <= d < 2**31; accumulated in float32.
@@ -39,20 +45,29 @@ def encode(
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
         raise ValueError(f"x has dtype {x.dtype}: pass x.astype(jnp.float32)")
     check_size("x.size", x.size)
-    seed = resolve(spec, seed)
+    return by_platform(
+        x,
+        resolve(spec, seed),
+        default=functools.partial(_encode_in_turn, spec=spec),
+        gpu=functools.partial(_encode_at_once, spec=spec),
+    )
 
-    def add(tile, table, length):
-        values = lax.dynamic_slice(x, (tile * spec.tile,), (length,)).astype(jnp.float32)
-        for row, bucket, sign in places(spec, seed, tile, tile_index(spec, tile, length)):
-            window = lax.dynamic_slice(table, (jnp.int32(row), bucket), (1, length))
-            window += flip(values, sign)[None]
-            table = lax.dynamic_update_slice(table, window, (jnp.int32(row), bucket))
-        return table
 
-    # Tiles that start near the end of a row run on into `tile` further columns.
-    table = zeros((spec.rows, spec.cols + spec.tile), jnp.float32, (x, seed))
-    table = over_tiles(x.size, spec.tile, add, table)
-    return table[:, : spec.cols].at[:, : spec.tile].add(table[:, spec.cols :])
+def _encode_in_turn(
+    x: Float[Array, " d"], seed: UInt32[Array, ""], *, spec: SketchSpec
+) -> Float[Array, "rows cols"]:
+    def add(tile: Array, table: Array, length: int) -> Array:
+        values = lax.dynamic_slice(x, (tile * spec.tile,), (length,))
+        return add_one(table, values, tile, spec, seed)
+
+    return wrapped(over_tiles(x.size, spec.tile, add, empty(spec, (x, seed))), spec)
+
+
+def _encode_at_once(
+    x: Float[Array, " d"], seed: UInt32[Array, ""], *, spec: SketchSpec
+) -> Float[Array, "rows cols"]:
+    values = jnp.pad(x, (0, -x.size % spec.tile)).reshape(-1, spec.tile)
+    return add_all(values, lax.iota(jnp.int32, len(values)), spec, seed)
 
 
 @jax.jit
@@ -109,12 +124,31 @@ def decode(
     table = check_table(table, spec)
     check_size("size", size)
     seed = resolve(spec, seed)
+    return by_platform(
+        table,
+        seed,
+        default=functools.partial(_decode_in_turn, spec=spec, size=size),
+        gpu=functools.partial(_decode_at_once, spec=spec, size=size),
+    )
+
+
+def _decode_in_turn(
+    table: Float[Array, "rows cols"], seed: UInt32[Array, ""], *, spec: SketchSpec, size: int
+) -> Float[Array, " size"]:
     estimates = tile_estimates(table, spec, seed)
 
-    def put(tile, out, length):
+    def put(tile: Array, out: Array, length: int) -> Array:
         return lax.dynamic_update_slice(out, estimates(tile, length), (tile * spec.tile,))
 
     return over_tiles(size, spec.tile, put, zeros((size,), jnp.float32, (table, seed)))
+
+
+def _decode_at_once(
+    table: Float[Array, "rows cols"], seed: UInt32[Array, ""], *, spec: SketchSpec, size: int
+) -> Float[Array, " size"]:
+    tile = lax.iota(jnp.int32, -(-size // spec.tile))[:, None]
+    within = lax.iota(jnp.int32, spec.tile)[None]
+    return estimates_at(table, spec, seed, tile, within).ravel()[:size]
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -150,14 +184,9 @@ def decode_at(
         raise ValueError(
             f"indices have shape {indices.shape} and dtype {indices.dtype}: pass int32[n]"
         )
-    seed, index = resolve(spec, seed), as_uint32(indices)
+    index = as_uint32(indices)
     tile, within = index // jnp.uint32(spec.tile), index % jnp.uint32(spec.tile)
-    rows = []
-    for row, bucket, sign in places(spec, seed, tile, index):
-        col = bucket + within.astype(jnp.int32)
-        col = jnp.where(col < spec.cols, col, col - spec.cols)
-        rows.append(flip(table[row, col], sign))
-    return _median(rows)
+    return estimates_at(table, spec, resolve(spec, seed), tile, within)
 
 
 @jax.jit
@@ -182,49 +211,7 @@ def l2_norm(table: Float[Array, "rows cols"]) -> Float[Array, ""]:
         raise ValueError(f"table has shape {table.shape}: pass the [rows, cols] of encode")
     largest = jnp.max(jnp.abs(table))
     scale = jnp.where(largest > 0, largest, 1)  # or squares of 1e30 and 1e-30 leave float32
-    return scale * _median(list(jnp.sqrt(jnp.sum(jnp.square(table / scale), axis=1))))
-
-
-def tile_estimates(table, spec, seed):
-    """A function of tile number and length that decodes this tile."""
-    # A tile that starts near the end of a row reads on from its beginning.
-    table = jnp.concatenate([table, table[:, : spec.tile]], axis=1)
-
-    def estimates(tile, length):
-        rows = []
-        for row, bucket, sign in places(spec, seed, tile, tile_index(spec, tile, length)):
-            rows.append(
-                flip(lax.dynamic_slice(table, (jnp.int32(row), bucket), (1, length))[0], sign)
-            )
-        return _median(rows)
-
-    return estimates
-
-
-def _median(rows):
-    """Elementwise median, by dropping the smallest and the largest again and again.
-
-    The smallest of n // 2 + 2 elements has more than half of all n above it, so it can go before
-    the others are looked at; likewise the largest.
-    """
-    n = len(rows)
-    window, later = rows[: n // 2 + 2], rows[n // 2 + 2 :]
-    for _ in range((n - 1) // 2):
-        for i in range(len(window) - 1):
-            window[i], window[i + 1] = _ordered(window[i], window[i + 1])
-        window.pop()
-        for i in reversed(range(len(window) - 1)):
-            window[i], window[i + 1] = _ordered(window[i], window[i + 1])
-        window = window[1:] + later[:1]
-        later = later[1:]
-    return window[0] if n % 2 else 0.5 * window[0] + 0.5 * window[1]
-
-
-def _ordered(a, b):
-    # One instruction each, where jnp.minimum takes three to propagate NaN: a bucket lost to NaN is
-    # an outlier like others, and a coordinate that is NaN is so in all rows.
-    less = a < b
-    return jnp.where(less, a, b), jnp.where(less, b, a)
+    return scale * median(list(jnp.sqrt(jnp.sum(jnp.square(table / scale), axis=1))))
 
 
 def check_size(name: str, size: int) -> None:

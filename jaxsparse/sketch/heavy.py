@@ -12,8 +12,9 @@ from jaxtyping import Bool, Float, Int, Key
 
 from jaxsparse.hashing import combine, permute
 from jaxsparse.select.compaction import compact_ranked
-from jaxsparse.select.streaming import streaming_top_k
-from jaxsparse.sketch.codec import check_size, check_table, decode_at, l2_norm, tile_estimates
+from jaxsparse.select.streaming import Values, streaming_top_k
+from jaxsparse.sketch.codec import check_size, check_table, decode_at, l2_norm
+from jaxsparse.sketch.estimates import estimates_at, tile_estimates
 from jaxsparse.sketch.tiles import Seed, SketchSpec, resolve
 from jaxsparse.tiles import zeros
 
@@ -74,7 +75,10 @@ def heavy_hitters(
     hash_seed = resolve(spec, seed)
     estimate = lambda indices: decode_at(table, spec, indices, seed=hash_seed)
     indices = streaming_top_k(
-        tile_estimates(table, spec, hash_seed),
+        Values(
+            tile_estimates(table, spec, hash_seed),
+            functools.partial(estimates_at, table, spec, hash_seed),
+        ),
         size,
         spec.tile,
         k,

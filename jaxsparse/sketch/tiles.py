@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, Integer, UInt32
 from jaxsparse.hashing import as_uint32, bounded, combine, keyed
 from jaxsparse.settings import static_int
 
-__all__ = ["Seed", "SketchSpec", "flip", "places", "resolve", "tile_index"]
+__all__ = ["Seed", "SketchSpec", "all_places", "flip", "places", "resolve", "tile_index"]
 
 # Shorter tiles are closer to independent buckets, longer ones have less overhead: this one is
 # within a tenth of the fastest, and small enough for a second-level cache.
@@ -99,9 +99,44 @@ def places(
     """
     for row in range(spec.rows):
         if row % 32 == 0:  # one hash has the signs of 32 rows
-            word = keyed(index, combine(seed, _SIGN, row // 32))
-        bucket = bounded(combine(seed, row, tile), spec.cols).astype(jnp.int32)
-        yield row, bucket, (word << jnp.uint32(row % 32)) & jnp.uint32(0x80000000)
+            word = _word(seed, row, index)
+        yield row, _bucket(spec, seed, row, tile), _sign(word, row)
+
+
+def all_places(
+    spec: SketchSpec, seed: UInt32[Array, ""], tile: Int[Array, " n"], index: UInt32[Array, "n t"]
+) -> tuple[Int[Array, "n rows"], UInt32[Array, "n rows t"]]:
+    """What `places` yields of whole tiles, in two arrays: first buckets and signs.
+
+    Args:
+        spec: rows and cols.
+        seed: of all hashes.
+        tile: numbers of tiles.
+        index: of their elements.
+    """
+    row = lax.iota(jnp.int32, spec.rows)
+    buckets = _bucket(spec, seed, row[None], tile[:, None])
+    row = row[None, :, None]
+    return buckets, _sign(_word(seed, row, index[:, None]), row)
+
+
+def _bucket(
+    spec: SketchSpec,
+    seed: UInt32[Array, ""],
+    row: Int[Array, "..."] | int,
+    tile: Integer[Array, "..."],
+) -> Int[Array, "..."]:
+    return bounded(combine(seed, row, tile), spec.cols).astype(jnp.int32)
+
+
+def _word(
+    seed: UInt32[Array, ""], row: Int[Array, "..."] | int, index: UInt32[Array, "..."]
+) -> UInt32[Array, "..."]:
+    return keyed(index, combine(seed, _SIGN, row // 32))
+
+
+def _sign(word: UInt32[Array, "..."], row: Int[Array, "..."] | int) -> UInt32[Array, "..."]:
+    return (word << as_uint32(row % 32)) & jnp.uint32(0x80000000)
 
 
 def flip(x: Float[Array, " n"], sign: UInt32[Array, " n"]) -> Float[Array, " n"]:
@@ -109,6 +144,9 @@ def flip(x: Float[Array, " n"], sign: UInt32[Array, " n"]) -> Float[Array, " n"]
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ sign, jnp.float32)
 
 
-def tile_index(spec: SketchSpec, tile: Int[Array, ""], length: int) -> UInt32[Array, " length"]:
-    """Indices of a tile's first `length` elements."""
-    return as_uint32(tile * spec.tile) + lax.iota(jnp.uint32, length)
+def tile_index(
+    spec: SketchSpec, tile: Int[Array, ""] | Int[Array, "n 1"], length: int
+) -> UInt32[Array, "*n length"]:
+    """Indices of a tile's first `length` elements, or of several tiles'."""
+    within = lax.iota(jnp.uint32, length)
+    return as_uint32(tile * spec.tile) + (within[None] if tile.ndim else within)

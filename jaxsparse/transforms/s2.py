@@ -46,6 +46,9 @@ def s2_reducer(
     ratios.) From a ratio of 1 on with `union_density`, or wherever the table would be no smaller
     than the blocks there is room for, these are summed exactly.
 
+    On a GPU replicas stay equal, but a run that is repeated may differ in the last bits: see
+    `sketch.encode`.
+
     Args:
         density: share of the blocks that each worker selects, in (0, 1], or `Stages` of it; None
             for all that are not zero.

@@ -34,7 +34,8 @@ def sketched_sgd(
     oversampling * k candidates, psum those exactly, and apply the k largest. Per step and worker
     this psums rows * cols + oversampling * k words, plus the dense leaves and one more, whatever
     the number of workers. Update and residual are means and in gradient units: where the paper
-    sums, we average.
+    sums, we average. On a GPU replicas stay equal, but a run that is repeated may differ in the
+    last bits: see `sketch.encode`.
 
     Args:
         compression: wanted ratio of *payload words*: the words of all gradient leaves over the

@@ -1,0 +1,226 @@
+"""What GPUs run in place of loops over tiles: the same results, on CPU, and no loops.
+
+`pytest --gpu-forms` runs any other test with these forms.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from workers import few, on_workers
+
+from jaxsparse import select, sketch
+from jaxsparse.blocks import BlockStream
+from jaxsparse.select import compaction, counting, kth_largest, maxima, slots, streaming
+from jaxsparse.sketch import adding, blocks, codec, estimates
+
+
+def cubed(size, seed=0, dtype=jnp.float32):
+    x = np.random.default_rng(seed).normal(size=size).astype(np.float32) ** 3
+    return jnp.asarray(x).astype(dtype)
+
+
+def assert_same(forms, *operands):
+    """That two functions return the same bits."""
+    plain, gpu = (jax.jit(form)(*operands) for form in forms)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(gpu), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    return plain
+
+
+# --- counting ---
+
+
+@pytest.mark.parametrize("size", few([64, 1003, 2**20 + 77], (1003, 2**20 + 77)))
+def test_sums_and_maxima(size):
+    x = jnp.asarray(np.random.default_rng(size).integers(2**31, size=size), jnp.uint32)
+    halved = lambda x: x >> jnp.uint32(1)
+    for reduce, join in (counting._sum, jnp.add), (jnp.max, jnp.maximum):
+        in_lanes = functools.partial(counting._in_lanes, reduce, join, halved)
+        assert_same((in_lanes, lambda x, reduce=reduce: reduce(halved(x))), x)
+
+
+@pytest.mark.parametrize("bits", [31, 23, 4, 1])
+@pytest.mark.parametrize("k", [1, 40, 1003])
+def test_kth_largest(bits, k):
+    x = np.random.default_rng(bits).integers(2**bits, size=1003).astype(np.uint32)
+    x[::7] = x[0]  # ties
+    forms = (kth_largest._by_bits, kth_largest._by_digits)
+    forms = [functools.partial(f, k=k, bits=bits, key=lambda x: x) for f in forms]
+    assert int(assert_same(forms, jnp.asarray(x))) == np.sort(x)[-k]
+
+
+@pytest.mark.parametrize("k", [1, 500, 1003])
+def test_kth_largest_of_magnitudes(k):
+    x = cubed(1003).at[:300].set(0).at[5].set(jnp.inf)
+    forms = (kth_largest._by_bits, kth_largest._by_digits)
+    forms = [functools.partial(f, k=k, bits=31, key=counting.magnitude_bits) for f in forms]
+    found = np.uint32(assert_same(forms, x)).view(np.float32)
+    assert found == np.sort(np.abs(x))[-k]
+
+
+# --- compaction ---
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.3, 1])
+@pytest.mark.parametrize("capacity", [1, 100, 5000])
+def test_blocks_of_slots(share, capacity):
+    counts = np.random.default_rng(0).binomial(32, share, size=(120, 32)).astype(np.int32)
+    counts[3:40] = 0
+    sums = [
+        functools.partial(compaction._running_sum, barrier=barrier)
+        for barrier in (jax.lax.optimization_barrier, lambda rows: rows)
+    ]
+    within = assert_same(sums, jnp.asarray(counts))
+    np.testing.assert_array_equal(within, np.cumsum(counts, axis=1))
+    finders = compaction._blocks_by_maximum, compaction._blocks_by_search
+    finders = [functools.partial(find, capacity=capacity) for find in finders]
+    assert_same(finders, jnp.cumsum(within[:, -1]))
+
+
+# --- slots ---
+
+
+HASHED = [(1, 1), (1000, 10), (5003, 5003), (200_000, 100)]
+
+
+@pytest.mark.parametrize("shape", few(HASHED, HASHED[1:3]), ids=str)
+@pytest.mark.parametrize("threshold", [0.0, 8.0])
+def test_hash_extract(shape, threshold):
+    size, m = shape
+    x, t = cubed(size).at[::11].set(jnp.nan), jnp.float32(threshold)
+
+    def write(held, indices, chosen):
+        slot = jnp.where(chosen, slots.hash_slots(indices, m, 3), m)
+        return held.at[slot].max(indices, mode="drop")
+
+    forms = slots._write_compacted, slots._write_all
+    forms = [functools.partial(form, write=write) for form in forms]
+    assert_same(forms, x, t, jnp.full((m,), -1, jnp.int32))
+
+
+@pytest.mark.parametrize("tile", few([7, 64, 1003], (7, 64)))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_slot_max(tile, dtype):
+    for seed in range(3):
+        x = cubed(1003, seed, dtype)
+        id_bits = (-(-x.size // tile) - 1).bit_length()
+        forms = maxima._fold, maxima._gather
+        forms = [functools.partial(form, tile=tile, id_bits=id_bits) for form in forms]
+        assert_same(forms, x, jnp.uint32(seed))
+
+
+# --- sketches ---
+
+SPECS = [
+    sketch.SketchSpec(rows=5, cols=200),
+    sketch.SketchSpec(rows=4, cols=97, tile_size=16),
+    sketch.SketchSpec(rows=33, cols=64, tile_size=64),
+]
+
+
+@pytest.mark.parametrize("spec", few(SPECS, SPECS[:2]), ids=str)
+@pytest.mark.parametrize("size", few([1, 16, 1003], (16, 1003)))
+def test_encode_to_rounding(spec, size):
+    x = cubed(size, dtype=jnp.bfloat16)
+    forms = codec._encode_in_turn, codec._encode_at_once
+    one, other = (jax.jit(functools.partial(form, spec=spec))(x, jnp.uint32(7)) for form in forms)
+    assert one.shape == other.shape == (spec.rows, spec.cols)
+    bound = 1e-6 * float(jnp.sum(jnp.abs(x.astype(jnp.float32))))
+    np.testing.assert_allclose(one, other, rtol=0, atol=bound)
+    # Of integers any order gives the same.
+    x = jnp.round(x.astype(jnp.float32))
+    assert_same([functools.partial(form, spec=spec) for form in forms], x, jnp.uint32(7))
+
+
+@pytest.mark.parametrize("spec", few(SPECS, SPECS[:2]), ids=str)
+@pytest.mark.parametrize("size", few([1, 16, 1003], (16, 1003)))
+def test_decode(spec, size):
+    table = cubed(spec.rows * spec.cols).reshape(spec.rows, spec.cols)
+    forms = codec._decode_in_turn, codec._decode_at_once
+    forms = [functools.partial(form, spec=spec, size=size) for form in forms]
+    assert_same(forms, table, jnp.uint32(7))
+
+
+@pytest.mark.parametrize("spec", few(SPECS, SPECS[:2]), ids=str)
+def test_blocks(spec):
+    rng = np.random.default_rng(0)
+    indices = jnp.asarray(rng.permutation(40)[:9], jnp.int32).at[4].set(40)
+    values = jnp.asarray(rng.integers(-9, 9, size=(9, spec.tile)), jnp.bfloat16)
+    seed = jnp.uint32(1)
+    forms = blocks._encode_in_turn, lambda v, i, s, spec: adding.add_all(v, i, spec, s)
+    forms = [functools.partial(form, spec=spec) for form in forms]
+    table = assert_same(forms, values, indices, seed)
+    np.testing.assert_array_equal(
+        table, sketch.encode_blocks(BlockStream(indices, values), spec, seed=1)
+    )
+    forms = blocks._decode_in_turn, blocks._decode_at_once
+    assert_same([functools.partial(form, spec=spec) for form in forms], table, indices, seed)
+
+
+@pytest.mark.parametrize("k", few([1, 20, 90, 1003], (20, 90)))  # 90: a slot for each element
+@pytest.mark.parametrize("tile", [16, 200])
+def test_slots_of_heavy_hitters(k, tile):
+    spec = sketch.SketchSpec(rows=5, cols=200, tile_size=tile)
+    grid = streaming._Grid.of(1003, tile, k)
+    for seed in map(jnp.uint32, range(3)):
+        table = cubed(1000, int(seed)).reshape(5, 200)
+
+        def fold(table, seed):
+            tiles = estimates.tile_estimates(table, spec, seed)
+            return streaming._fold(streaming.Values(tiles, None), grid, (table,), seed)
+
+        def gather(table, seed):
+            at = functools.partial(estimates.estimates_at, table, spec, seed)
+            return streaming._gather(streaming.Values(None, at), grid, seed)
+
+        elements = lambda form: lambda *a: form(*a).ravel()[: None if grid.per_group > 1 else 1003]
+        assert_same([elements(fold), elements(gather)], table, seed)
+
+
+# --- what is compiled for a GPU ---
+
+SPEC = SPECS[0]
+X = 20_003
+# Loops of each function, of few turns: the digits of a k-th largest.
+COMPILED = {
+    "encode": (lambda x: sketch.encode(x, SPEC), 0),
+    "decode": (lambda x: sketch.decode(x[:1000].reshape(5, 200), SPEC, X), 0),
+    "heavy_hitters": (lambda x: sketch.heavy_hitters(x[:1000].reshape(5, 200), SPEC, X, 50), 1),
+    "encode_blocks": (
+        lambda x: sketch.encode_blocks(
+            BlockStream(jnp.arange(100, dtype=jnp.int32), x[:20_000].reshape(100, 200)), SPEC
+        ),
+        0,
+    ),
+    "decode_blocks": (
+        lambda x: sketch.decode_blocks(
+            x[:1000].reshape(5, 200), SPEC, jnp.arange(100, dtype=jnp.int32)
+        ),
+        0,
+    ),
+    "hash_extract": (lambda x: select.hash_extract(x, 1.0, 100), 0),
+    "slot_max": (lambda x: select.slot_max(x, 100), 0),
+    "fast_top_k": (lambda x: select.fast_top_k(x, 100), 1),
+    "compact": (lambda x: select.compact(x > 1, 100), 0),
+    # Of the sample, of the candidates, and of all if those are too few or too many; one is the
+    # search for a candidate's block, with one turn for the only block.
+    "threshold_top_k": (lambda x: select.threshold_top_k(x, 100), 4),
+    "bucket_top_k": (lambda x: select.bucket_top_k(x), 0),
+    "block_top_k": (lambda x: select.block_top_k(x, 5, 256), 0),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_loops_over_tiles(name, workers):
+    function, loops = COMPILED[name]
+    shape = jax.ShapeDtypeStruct((X,), jnp.float32)
+    if workers:
+        function = on_workers(function, workers, has_sketch=True)
+        shape = jax.ShapeDtypeStruct((workers, X), jnp.float32)
+    lowered = jax.jit(function).trace(shape).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("stablehlo.while") == loops
