@@ -5,7 +5,8 @@
 
 Times need the GPU. But what is compiled for one can be counted: kernels that a call starts, turns
 of loops, memory besides arguments and results, and about how many bytes go through the memory, as a
-multiple of those that must. JAX's plugin for CUDA compiles for the H200 without any device.
+multiple of those that must: a lower bound of the time, if not a prediction. JAX's plugin for CUDA
+compiles for the H200 without any device.
 """
 
 import argparse
@@ -154,18 +155,25 @@ def compiled(program: Program, device: Any, donate: tuple[int, ...] = ()) -> Com
 
 
 def kernels(args: argparse.Namespace, device: Any) -> gpu_report.Table:
-    """All kernels at one size."""
+    """All kernels at one size, beside what a GPU would start of the forms for CPUs."""
     inputs = Shapes(2**args.size, args.density)
     rows = []
     for name, kernel in gpu_kernels.KERNELS.items():
         if args.only and not any(word in name for word in args.only):
             continue
+        of_cpu = ""
+        if name in gpu_kernels.TWO_FORMS:
+            gpu_kernels.choose_forms("default")
+            of_cpu = f"{compiled(kernel.program(inputs), device).work.kernels}"
+            gpu_kernels.choose_forms("cuda")
         found = compiled(kernel.program(inputs), device)
         moved = found.work.bytes / kernel.traffic(inputs)
-        cells = [str(found.work.kernels), ", ".join(found.work.loops) or "none", f"{moved:.2f}"]
+        loops = ", ".join(found.work.loops) or "none"
+        cells = [of_cpu, str(found.work.kernels), loops, f"{moved:.2f}"]
         rows.append([name, *cells, f"{found.temporary / 2**20:.1f}"])
         print(f"{name}: {rows[-1][1:]}, compiled in {found.seconds:.1f} s", flush=True)
-    headers = ["kernel", "started", "loops: turns x started", "bytes over the least", "MiB besides"]
+    headers = ["kernel", "started in a CPU's form", "started", "loops: turns x started"]
+    headers += ["bytes over the least", "MiB besides"]
     return gpu_report.Table(f"Kernels at 2^{args.size} float32", headers, rows, [])
 
 

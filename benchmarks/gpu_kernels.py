@@ -163,13 +163,18 @@ def table(stage: Stage) -> None:
                     _row(stage, exponent, inputs, name, measure)
 
 
+def choose_forms(platform: str) -> None:
+    """Makes all that is traced from here on take one platform's forms: "default" or "cuda"."""
+    platforms.platform_dependent = lambda *operands, **forms: forms[platform](*operands)
+    jax.clear_caches()
+
+
 def other_forms(stage: Stage) -> None:
     """Times the forms that this device does not take by itself, at one size of those wanted.
 
     A process of its own: what it traces must not be found by others.
     """
-    chosen = "default" if stage.args.platform == "gpu" else "cuda"
-    platforms.platform_dependent = lambda *operands, **forms: forms[chosen](*operands)
+    choose_forms("default" if stage.args.platform == "gpu" else "cuda")
     sizes = stage.args.sizes
     exponent = max((size for size in sizes if size <= _FORMS_SIZE), default=min(sizes))
     inputs = Inputs(2**exponent, stage.args.density)
