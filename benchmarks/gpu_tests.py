@@ -1,6 +1,7 @@
 """The correctness tests that make sense on one device, as a subprocess of gpu.py."""
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -69,6 +70,11 @@ def environment(platform: str) -> dict[str, str]:
         "JAX_DISABLE_MOST_OPTIMIZATIONS": {"cpu": "1", "gpu": "0"}[platform],
         "PYTHONUNBUFFERED": "1",
     }
+    if platform == "gpu":
+        # These compile sums of floats to loops of compare-and-swap unless told, see README.md.
+        slow = importlib.metadata.version("jaxlib") in ("0.10.2", "0.11.0")
+        flags = ["--xla_backend_extra_options=-nvptx-allow-ftz-atomics"] if slow else []
+        defaults["XLA_FLAGS"] = " ".join(flags)
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     given = {"JAX_PLATFORMS": platforms, "PYTHONPATH": os.pathsep.join(paths)}
     return defaults | os.environ | given

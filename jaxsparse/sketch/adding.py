@@ -57,9 +57,11 @@ def add_all(
     buckets, signs = all_places(spec, seed, tiles, index)
     updates = flip(values.astype(jnp.float32)[:, None], signs)
     rows = jnp.broadcast_to(lax.iota(jnp.int32, spec.rows)[None], buckets.shape)
+    # Else the offset of a tile would be hashed once an element.
+    corners = lax.optimization_barrier(jnp.stack([rows, buckets], axis=2))
     table = lax.scatter_add(
         empty(spec, (values, tiles, seed)),
-        jnp.stack([rows, buckets], axis=2),
+        corners,
         updates,
         lax.ScatterDimensionNumbers(
             update_window_dims=(2,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
