@@ -75,8 +75,8 @@ def parse_args() -> argparse.Namespace:
         type=exponent,
         nargs="+",
         metavar="E",
-        default=[27, 16, 24, 20, 28, 22, 18],
-        help="of the kernels' vectors: 2^E elements, the first ones first (27 16 24 20 28 22 18)",
+        default=[27, 22, 16, 24, 20, 28, 18],
+        help="of the kernels' vectors: 2^E elements, the first ones first (27 22 16 24 20 28 18)",
     )
     parser.add_argument("--density", type=float, default=0.001, help="k / size (0.001)")
     parser.add_argument("--repeats", type=int, default=20, help="of each decode (20)")

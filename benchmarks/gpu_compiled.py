@@ -5,13 +5,13 @@
 
 Times need the GPU. But what is compiled for one can be counted: kernels that a call starts, turns
 of loops, memory besides arguments and results, and about how many bytes go through the memory, as a
-multiple of those that must: a lower bound of the time, if not a prediction. JAX's plugin for CUDA
-compiles for the H200 without any device.
+multiple of those that must. JAX's plugin for CUDA compiles for the H200 without any device.
 """
 
 import argparse
 import datetime
 import math
+import re
 import shlex
 import sys
 import time
@@ -36,7 +36,7 @@ from jaxsparse.cost.trips import trip_count
 _SECTOR = 32  # bytes that are read at least
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
-    *("opt-barrier", "partition-id", "copy-done", "add-dependency"),
+    *("opt-barrier", "partition-id", "add-dependency"),
 }
 
 
@@ -44,35 +44,43 @@ class Work(NamedTuple):
     """Of one call of a computation; of branches the one with the fewest kernels counts."""
 
     kernels: int
-    bytes: float  # through the memory, if nothing of one kernel is left in the cache for the next
-    loops: tuple[str, ...]  # "turns x kernels of a turn"; ? is a number that depends on data
+    bytes: float  # an estimate: as if nothing of one kernel were left in the cache for the next
+    loops: tuple[str, ...]  # "turns x kernels of a turn [loops in it]"; ?: depends on data
 
 
 def work(module: hlo.Module, name: str) -> Work:
     """What the instructions of a computation add up to.
 
-    A loop whose number of turns depends on data counts as one turn.
+    A loop whose number of turns depends on data counts as one turn, and a sort as one kernel, which
+    it is not: "sort" is among the loops then.
     """
     kernels, moved, loops = 0, 0.0, list[str]()
     computation = module.computations[name]
     for instruction in computation.instructions.values():
-        if instruction.opcode in _FREE:
+        if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
             continue
         if instruction.opcode == "while":
             turns = trip_count(module, computation, instruction)
             body = work(module, instruction.callees["body"][0])
-            loops += [f"{turns if turns is not None else '?'} x {body.kernels}", *body.loops]
-            part = Work((turns or 1) * body.kernels, (turns or 1) * body.bytes, ())
+            inside = f" [{', '.join(body.loops)}]" if body.loops else ""
+            loops.append(f"{'?' if turns is None else turns} x {body.kernels}{inside}")
+            times = 1 if turns is None else turns
+            part = Work(times * body.kernels, times * body.bytes, ())
         elif instruction.opcode == "conditional":
             roles = ("true_computation", "false_computation", "branch_computations")
             branches = [b for role in roles for b in instruction.callees.get(role, ())]
             part = min((work(module, b) for b in branches), key=lambda part: part.kernels)
-            loops += part.loops
         elif instruction.opcode == "call":
             part = work(module, instruction.callees["to_apply"][0])
-            loops += part.loops
         else:
             part = Work(1, _traffic(module, computation, instruction), ())
+            inner = (
+                module.computations[instruction.callees["calls"][0]].instructions.values()
+                if (instruction.opcode == "fusion")
+                else (instruction,)
+            )
+            loops += ["sort" for each in inner if each.opcode == "sort"]
+        loops += part.loops
         kernels, moved = kernels + part.kernels, moved + part.bytes
     return Work(kernels, moved, tuple(loops))
 
@@ -80,20 +88,39 @@ def work(module: hlo.Module, name: str) -> Work:
 def _traffic(
     module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction
 ) -> float:
-    """Bytes that a kernel reads and writes. Of what is only gathered, the sectors that it needs."""
-    total = float(sum(shape.nbytes for shape in hlo.parse_type(instruction.type)))
+    """Bytes that a kernel reads and writes; of what it takes parts of, the parts."""
     sizes = [
         sum(s.nbytes for s in hlo.parse_type(computation.instructions[name].type))
         for name in instruction.operands
     ]
     if instruction.opcode != "fusion":
-        return total + sum(sizes)
+        return sum(sizes) + _size(instruction)
     fused = module.computations[instruction.callees["calls"][0]]
+    total = 0.0
     for parameter in fused.instructions.values():
         if parameter.opcode == "parameter":
             needed = _needed(fused, parameter.name)
             total += min(sizes[int(parameter.arguments[0])], needed)
-    return total
+    roots = fused.root.operands if fused.root.opcode == "tuple" else (fused.root.name,)
+    return total + sum(_written(fused, name) for name in roots)
+
+
+def _size(instruction: hlo.Instruction) -> float:
+    return float(sum(shape.nbytes for shape in hlo.parse_type(instruction.type)))
+
+
+def _written(fused: hlo.Computation, name: str) -> float:
+    """Bytes of a result of a fusion that it writes: of what is updated in place, the update."""
+    root = fused.instructions[name]
+    if root.opcode == "bitcast":
+        return _written(fused, root.operands[0])
+    if root.opcode == "dynamic-update-slice":
+        return _size(fused.instructions[root.operands[1]])
+    if root.opcode == "scatter":
+        # Each update reads and writes a sector, or as many as it fills.
+        indices, updates = (fused.instructions[operand] for operand in root.operands[1:3])
+        return min(2 * _sectors(_size(updates), _size(indices) / 4), 2 * _size(root))
+    return _size(root)
 
 
 def _needed(fused: hlo.Computation, name: str) -> float:
@@ -102,18 +129,26 @@ def _needed(fused: hlo.Computation, name: str) -> float:
     for user in fused.instructions.values():
         if name not in user.operands:
             continue
-        elements = sum(math.prod(s.dims) for s in hlo.parse_type(user.type))
+        is_first = user.operands[0] == name
         if user.opcode == "bitcast":
             total += _needed(fused, user.name)
         elif user.opcode in ("slice", "dynamic-slice"):
-            total += 4 * elements
-        elif user.opcode == "gather" and user.operands[0] == name:
-            total += _SECTOR * elements
-        elif user.opcode == "scatter" and user.operands[0] == name:
-            total += 0  # it is written in place, which counts as the result
+            total += _size(user)
+        elif user.opcode == "gather" and is_first:
+            found = re.search(r"slice_sizes=\{([\d,]+)\}", user.structure)
+            assert found is not None
+            elements = math.prod(s for shape in hlo.parse_type(user.type) for s in shape.dims)
+            total += _sectors(_size(user), elements / math.prod(map(int, found[1].split(","))))
+        elif user.opcode in ("scatter", "dynamic-update-slice") and is_first:
+            pass  # updated in place, which counts as written
         else:
             return math.inf
     return total
+
+
+def _sectors(size: float, pieces: float) -> float:
+    """Bytes that are moved for pieces anywhere that have `size` bytes together."""
+    return max(size, _SECTOR * pieces)
 
 
 class Shapes(gpu_kernels.Inputs):
@@ -165,7 +200,7 @@ def kernels(args: argparse.Namespace, device: Any) -> gpu_report.Table:
         if name in gpu_kernels.TWO_FORMS:
             gpu_kernels.choose_forms("default")
             of_cpu = f"{compiled(kernel.program(inputs), device).work.kernels}"
-            gpu_kernels.choose_forms("cuda")
+            gpu_kernels.choose_forms("cuda")  # as for all that follow
         found = compiled(kernel.program(inputs), device)
         moved = found.work.bytes / kernel.traffic(inputs)
         loops = ", ".join(found.work.loops) or "none"

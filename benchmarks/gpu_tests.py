@@ -70,13 +70,12 @@ def environment(platform: str) -> dict[str, str]:
         "JAX_DISABLE_MOST_OPTIMIZATIONS": {"cpu": "1", "gpu": "0"}[platform],
         "PYTHONUNBUFFERED": "1",
     }
-    if platform == "gpu":
+    flags = os.environ.get("XLA_FLAGS", "")
+    if platform == "gpu" and importlib.metadata.version("jaxlib") in ("0.10.2", "0.11.0"):
         # These compile sums of floats to loops of compare-and-swap unless told, see README.md.
-        slow = importlib.metadata.version("jaxlib") in ("0.10.2", "0.11.0")
-        flags = ["--xla_backend_extra_options=-nvptx-allow-ftz-atomics"] if slow else []
-        defaults["XLA_FLAGS"] = " ".join(flags)
+        flags += " --xla_backend_extra_options=-nvptx-allow-ftz-atomics"
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    given = {"JAX_PLATFORMS": platforms, "PYTHONPATH": os.pathsep.join(paths)}
+    given = {"JAX_PLATFORMS": platforms, "PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags}
     return defaults | os.environ | given
 
 

@@ -1,4 +1,4 @@
-"""Loops over a vector tile by tile: what does not fit into a cache at once."""
+"""A vector tile by tile: loops, for what does not fit into a cache, and tiles laid around slots."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Int
 
-__all__ = ["over_tiles", "zeros"]
+__all__ = ["laid_around", "over_tiles", "zeros"]
 
 Carry = TypeVar("Carry")
 
@@ -23,6 +23,17 @@ def over_tiles(
             jnp.int32(0), jnp.int32(full), lambda b, carry: step(b, carry, tile), carry
         )
     return step(jnp.int32(full), carry, rest) if rest else carry
+
+
+def laid_around(start: Int[Array, "*tiles 1"], tile: int) -> Int[Array, "*tiles tile"]:
+    """Which element of a tile lies at each of `tile` slots, if its first one lies at slot `start`.
+
+    >>> laid_around(jnp.array([[0], [2]]), 3).tolist()
+    [[0, 1, 2], [1, 2, 0]]
+    """
+    shape = (1,) * (start.ndim - 1) + (tile,)
+    within = lax.broadcasted_iota(jnp.int32, shape, start.ndim - 1) - start
+    return jnp.where(within < 0, within + tile, within)
 
 
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: tuple[Array, ...]) -> Array:

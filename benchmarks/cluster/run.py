@@ -101,7 +101,7 @@ def flags() -> argparse.ArgumentParser:
         "are at least 3 (default: 4)")  # fmt: skip
     add("--json", type=Path, default=Path("cluster.json"), help="results, which are added to those "
         "that are there (default: cluster.json)")  # fmt: skip
-    add("--missing", action="store_true", help="only cells that this file does not have yet")
+    add("--missing", action="store_true", help="only what this file does not have yet")
     add("--store", type=Path, default=Path.home() / ".cache" / "jaxsparse" / "cluster",
         help="folder that keeps compiled programs")  # fmt: skip
     add("--logs", type=Path, help="folder for what all ranks print (default: kept on failure)")
@@ -151,6 +151,8 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     cells, refused = wanted(args, parser)
     for cell, reason in refused.items():
         print(f"left out: {cell}: {reason}")
+    if not cells:
+        parser.error("nothing is left to measure")
     if args.missing:
         records = Records(args.json)
         where = {"hosts": args.hosts, "rate": args.rate.name}
@@ -158,8 +160,6 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if not cells:
             print(f"{args.json} has all of them already")
             return 0
-    if not cells:
-        parser.error("nothing is left to measure")
     args.store.mkdir(parents=True, exist_ok=True)
     args.store.chmod(0o700)
     plan = {
@@ -183,6 +183,9 @@ def train(args: argparse.Namespace) -> int:
     """Runs the example of several hosts with each method."""
     records = Records(args.json)
     for method in args.methods:
+        where = {"method": method, "hosts": args.hosts, "rate": args.rate.name}
+        if args.missing and any(where.items() <= run.items() for run in records.training):
+            continue
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "run.json"
             given = ("--method", method, "--json", str(path))
@@ -191,7 +194,6 @@ def train(args: argparse.Namespace) -> int:
             if outcome.returncode:
                 return outcome.returncode
             run = json.loads(path.read_text())
-        where = {"method": method, "hosts": args.hosts, "rate": args.rate.name}
         records.add_training(where | run)
     return 0
 

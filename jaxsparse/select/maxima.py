@@ -12,7 +12,7 @@ from jaxsparse.platforms import by_platform
 from jaxsparse.select.checks import check_seed, check_slots, check_vector
 from jaxsparse.select.counting import magnitude_bits
 from jaxsparse.stream import SparseStream
-from jaxsparse.tiles import over_tiles, zeros
+from jaxsparse.tiles import laid_around, over_tiles, zeros
 
 __all__ = ["slot_max"]
 
@@ -108,8 +108,7 @@ def _gather(
     b = lax.iota(jnp.int32, -(-x.size // tile))
     # Else the offset of a tile would be hashed once an element.
     start = lax.optimization_barrier(_start(seed, b, tile))[:, None]
-    within = lax.iota(jnp.int32, tile)[None] - start
-    within = jnp.where(within < 0, within + tile, within)
+    within = laid_around(start, tile)
     b = b[:, None]
     is_element = within < x.size - b * tile
     key = _key(_at(x, b * tile + jnp.where(is_element, within, 0)), b, id_bits)

@@ -17,7 +17,7 @@ from jaxsparse.hashing import bounded, combine
 from jaxsparse.platforms import by_platform
 from jaxsparse.select.compaction import compact_ranked
 from jaxsparse.select.kth_largest import kth_largest
-from jaxsparse.tiles import over_tiles, zeros
+from jaxsparse.tiles import laid_around, over_tiles, zeros
 
 __all__ = ["streaming_top_k"]
 
@@ -33,9 +33,9 @@ _MAX_PER_SLOT = 2**_ID_BITS - 1
 class Values(NamedTuple):
     """Two ways to the same float32 values of a vector, which need not be stored."""
 
-    tile: Callable[[Int[Array, ""], int], Float[Array, " n"]]
+    of_tile: Callable[[Int[Array, ""], int], Float[Array, " n"]]
     """Of a tile's first n elements, from its number and n; must not see past the vector's end."""
-    at: Callable[[Int[Array, "..."], Int[Array, "*shape"]], Float[Array, "*shape"]]
+    anywhere: Callable[[Int[Array, "..."], Int[Array, "*shape"]], Float[Array, "*shape"]]
     """Of elements anywhere, from the numbers of their tiles, which may broadcast, and their places
     within these; of the last tile also places past the vector's end, with any value."""
 
@@ -46,11 +46,11 @@ class Values(NamedTuple):
         def of_tile(number: Array, length: int) -> Array:
             return lax.dynamic_slice(x, (number * tile,), (length,)).astype(jnp.float32)
 
-        def at(number: Array, within: Array) -> Array:
+        def anywhere(number: Array, within: Array) -> Array:
             indices = jnp.minimum(within, x.size - 1 - number * tile) + number * tile
             return x.at[indices].get(mode="promise_in_bounds").astype(jnp.float32)
 
-        return cls(of_tile, at)
+        return cls(of_tile, anywhere)
 
 
 def streaming_top_k(
@@ -124,7 +124,7 @@ class _Grid(NamedTuple):
     def start(self, seed: UInt32[Array, ""], b: Int[Array, "*tiles"]) -> Int[Array, "*tiles"]:
         """The slot, of its group, of the first element of tile b."""
         if self.per_group == 1:
-            return jnp.zeros_like(b)
+            return zeros(b.shape, jnp.int32, (b, seed))  # as varying over devices as hashes
         return bounded(combine(seed, b), self.tile).astype(jnp.int32)
 
     def key(self, value: Float[Array, "*shape"], b: Int[Array, "..."]) -> UInt32[Array, "*shape"]:
@@ -144,7 +144,7 @@ def _fold(
     around = grid.tile if shared else 0  # slots past a group's end, folded onto its beginning
 
     def fold(b: Array, slots: Array, length: int) -> Array:
-        key = grid.key(values.tile(b, length), b)
+        key = grid.key(values.of_tile(b, length), b)
         corner = (b % grid.groups, grid.start(seed, b))
         if shared:
             key = jnp.maximum(key, lax.dynamic_slice(slots, corner, (1, length))[0])
@@ -164,7 +164,6 @@ def _gather(values: Values, grid: _Grid, seed: UInt32[Array, ""]) -> UInt32[Arra
     length = jnp.where(exists, jnp.minimum(grid.size - b * grid.tile, grid.tile), 0)
     # Else the offset of a tile would be hashed once an element.
     start, length = lax.optimization_barrier((grid.start(seed, b), length))
-    within = lax.iota(jnp.int32, grid.tile)[None, None] - start
-    within = jnp.where(within < 0, within + grid.tile, within)
-    key = grid.key(values.at(b, within), b)
+    within = laid_around(start, grid.tile)
+    key = grid.key(values.anywhere(b, within), b)
     return jnp.max(jnp.where(within < length, key, 0), axis=0)

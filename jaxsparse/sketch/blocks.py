@@ -25,7 +25,8 @@ def encode_blocks(
     """Sketches a block-sparse vector: to rounding, `encode` of the dense vector it stands for.
 
     A block is a tile of the sketch: each row adds it, contiguous, at a random offset. Tables of
-    different vectors, with blocks wherever, merge by addition.
+    different vectors, with blocks wherever, merge by addition. On a GPU sums are taken in any
+    order: see `encode`.
 
     Args:
         stream: k blocks; float32, bfloat16 or float16, accumulated in float32. Slots of zeros add
@@ -113,11 +114,9 @@ def decode_blocks(
         table,
         indices,
         resolve(spec, seed),
-        default=functools.partial(_decode_in_turn, spec=spec),
-        gpu=functools.partial(_decode_at_once, spec=spec),
+        default=functools.partial(_decode_in_turn, spec=spec, count=count),
+        gpu=functools.partial(_decode_at_once, spec=spec, count=count),
     )
-    if count is not None:
-        values = jnp.where((indices < count)[:, None], values, 0)
     return BlockStream(indices, values)
 
 
@@ -127,14 +126,16 @@ def _decode_in_turn(
     seed: UInt32[Array, ""],
     *,
     spec: SketchSpec,
+    count: int | None,
 ) -> Float[Array, "n block_size"]:
     estimates = tile_estimates(table, spec, seed)
 
     def put(slot: Int[Array, ""], out: Array) -> Array:
         block = lax.dynamic_index_in_dim(indices, slot, keepdims=False)
-        return lax.dynamic_update_slice(
-            out, estimates(block, spec.tile)[None], (slot, jnp.int32(0))
-        )
+        values = estimates(block, spec.tile)
+        if count is not None:
+            values = jnp.where(block < count, values, 0)
+        return lax.dynamic_update_slice(out, values[None], (slot, jnp.int32(0)))
 
     values = zeros((indices.size, spec.tile), jnp.float32, (table, indices, seed))
     return lax.fori_loop(jnp.int32(0), jnp.int32(indices.size), put, values)
@@ -146,8 +147,11 @@ def _decode_at_once(
     seed: UInt32[Array, ""],
     *,
     spec: SketchSpec,
+    count: int | None,
 ) -> Float[Array, "n block_size"]:
-    return estimates_at(table, spec, seed, indices[:, None], lax.iota(jnp.int32, spec.tile)[None])
+    blocks = indices[:, None]
+    values = estimates_at(table, spec, seed, blocks, lax.iota(jnp.int32, spec.tile)[None])
+    return values if count is None else jnp.where(blocks < count, values, 0)
 
 
 def _check_blocks(stream: BlockStream, spec: SketchSpec) -> None:
