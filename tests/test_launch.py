@@ -191,10 +191,20 @@ def test_the_limit_names_who_still_ran(tmp_path):
     assert str(outcome).count("busy") == 2
 
 
+@pytest.fixture
+def heeded(number):
+    """A signal that is not ignored, as SIGINT is where tests are a shell's job in the background."""
+    inherited = signal.signal(number, signal.default_int_handler)
+    yield number
+    signal.signal(number, inherited)
+
+
 @pytest.mark.parametrize(("number", "returncode"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_launcher_ends_its_ranks_when_stopped(tmp_path, monkeypatch, capfd, number, returncode):
+def test_the_launcher_ends_its_ranks_when_stopped(
+    tmp_path, monkeypatch, capfd, number, returncode, heeded
+):
     monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(number)
+    before = signal.getsignal(heeded)
     # Rank 1 stops the launcher, which may still be busy with starting it.
     stop = f"while [ ! -s pid0 ]; do :; done; kill -{number} $PPID"
     script = f"sleep 100 & echo $! $$ > pid{RANK}; [ {RANK} = 0 ] || {{ {stop}; }}; wait"
