@@ -193,7 +193,7 @@ def test_the_limit_names_who_still_ran(tmp_path):
 
 @pytest.fixture
 def heeded(number):
-    """A signal that is not ignored, as SIGINT is where tests are a shell's job in the background."""
+    """A signal that is not ignored, as SIGINT is in jobs that a shell runs in the background."""
     inherited = signal.signal(number, signal.default_int_handler)
     yield number
     signal.signal(number, inherited)
