@@ -52,6 +52,22 @@ def to_dense(stream: SparseStream, size: int, op: Operation = "sum") -> Num[Arra
     return operations.scatter(op, empty, stream.indices, stream.values)
 
 
+def add_to(x: Num[Array, " d"], stream: SparseStream) -> Num[Array, " d"]:
+    """The sum `x + to_dense(stream, x.size)`, without a second dense vector.
+
+    Args:
+        x: vector of d elements.
+        stream: entries of such a vector; those of one index are added in any order.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> stream = SparseStream(jnp.array([2, 0, 4]), jnp.array([5.0, 1.0, 0.0]))
+        >>> add_to(jnp.ones(4), stream).tolist()
+        [2.0, 1.0, 6.0, 1.0]
+    """
+    return operations.scatter("sum", x, stream.indices, stream.values)
+
+
 def merge_duplicates(stream: SparseStream, size: int, op: Operation = "sum") -> SparseStream:
     """One entry for each index, in increasing order of indices, then empty slots between them.
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jaxsparse import codecs, network
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.spar_all_gather import largest
-from jaxsparse.stream import SparseStream, add, to_dense
+from jaxsparse.stream import SparseStream, add, add_to, to_dense
 
 
 class Merged(NamedTuple):
@@ -52,8 +52,8 @@ def gtopk(
         if codec.is_exact:
             return stream, discarded
         sent = jnp.where(holds, codec.rounded(stream.values), stream.values)
-        lost = to_dense(stream._replace(values=stream.values - sent), size)
-        return stream._replace(values=sent), discarded + lost / holders
+        lost = stream._replace(values=(stream.values - sent) / holders)
+        return stream._replace(values=sent), add_to(discarded, lost)
 
     def swap(pairs: list[tuple[int, int]]) -> SparseStream:
         message = wire.permute(codec.encode(stream, size), axis_name, pairs)
@@ -64,7 +64,7 @@ def gtopk(
             jnp.where(takes_part, arrived.indices, size), jnp.where(takes_part, arrived.values, 0)
         )
         kept, cut = largest(add(stream, arrived, size), k)
-        return kept, discarded + to_dense(cut, size) / holders
+        return kept, add_to(discarded, cut._replace(values=cut.values / holders))
 
     if extra:
         stream, discarded = leave(stream, ~is_main, 1)

@@ -16,7 +16,7 @@ from jaxsparse.collectives.regions import Regions, bucket_count, into_regions
 from jaxsparse.collectives.spar_all_gather import largest
 from jaxsparse.collectives.spar_reduce_scatter import Select
 from jaxsparse.select.counting import folded
-from jaxsparse.stream import SparseStream, from_dense
+from jaxsparse.stream import SparseStream, add_to, from_dense
 from jaxsparse.tiles import zeros
 
 
@@ -171,7 +171,7 @@ def _added(sums: Array, arrived: SparseStream) -> Array:
     """One worker's entries after the other's: within one scatter a GPU would add in any order."""
 
     def add(sums: Array, row: SparseStream) -> tuple[Array, None]:
-        return sums.at[row.indices].add(row.values, mode="drop"), None
+        return add_to(sums, row), None
 
     return jax.lax.scan(add, sums, arrived)[0]
 

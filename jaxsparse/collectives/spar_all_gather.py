@@ -14,7 +14,7 @@ from jaxsparse import codecs
 from jaxsparse.collectives.bruck_all_gather import bruck_all_gather
 from jaxsparse.collectives.group import Group
 from jaxsparse.collectives.spar_reduce_scatter import Select
-from jaxsparse.stream import SparseStream, add, to_dense
+from jaxsparse.stream import SparseStream, add, add_to, to_dense
 
 # B-SAG's messages have one of this many capacities, evenly spaced on a logarithmic scale.
 _RUNGS = 4
@@ -65,12 +65,13 @@ def recursive(
     holders = 1
     while holders < teams.size:
         rounded = codec.rounded(block.values)
-        lost = to_dense(block._replace(values=block.values - rounded), size)
+        lost = block._replace(values=(block.values - rounded) / holders)
+        discarded = add_to(discarded, lost)
         block = block._replace(values=rounded)
         message = teams.exchange(codec.encode(block, size), holders)
         arrived = codec.decode(message, block.capacity, size, block.values.dtype)
         block, cut = largest(add(block, arrived, size), k)
-        discarded += lost / holders + to_dense(cut, size) / (2 * holders)
+        discarded = add_to(discarded, cut._replace(values=cut.values / (2 * holders)))
         holders *= 2
     return Gathered(block, discarded)
 
@@ -157,8 +158,7 @@ def bruck(
         total = to_dense(decode(messages[0]), size)
         # One after the other: within one scatter, duplicates have no order.
         for i in range(1, teams.size):
-            arrived = decode(messages[i])
-            total = total.at[arrived.indices].add(arrived.values, mode="drop")
+            total = add_to(total, decode(messages[i]))
         return total
 
     branches = [lambda capacity=capacity: gather(capacity) for capacity in rungs]

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse import codecs
 from jaxsparse.collectives.group import Group
-from jaxsparse.stream import SparseStream, to_dense
+from jaxsparse.stream import SparseStream
 
 # Of a vector and k: k of its entries, with distinct indices.
 Select = Callable[[Float[Array, " m"], int], SparseStream]
@@ -47,8 +47,8 @@ def spar_reduce_scatter(
         The own block, not yet rounded by the codec, and what was left behind on the way.
     """
     n, m = rows.shape
+    # Nothing is added to a block that has left, so `sums` ends as what was left behind of each.
     sums, rank = rows, group.rank
-    discarded = jnp.zeros_like(rows)
     selected = jnp.zeros_like(rows, jnp.bool_)
     distance = 1
     while 2 * distance < n:
@@ -56,24 +56,24 @@ def spar_reduce_scatter(
     while distance >= 1 and n > 1:
         count = min(2 * distance, n) - distance
         leaving = (rank + distance + jnp.arange(count)) % n
-        cut: SparseStream = jax.lax.map(lambda row: select(row, k), sums[leaving])
-        sent = codec.rounded(cut.values)
-        discarded = discarded.at[leaving].set(
-            jax.vmap(_without)(sums[leaving], cut.indices, sent), unique_indices=True
-        )
+        cut: SparseStream = jax.lax.map(lambda i, sums=sums: select(sums[i], k), leaving)
+        sums = _add(sums, leaving, cut.indices, -codec.rounded(cut.values))
         selected = selected.at[leaving[:, None], cut.indices].set(True)
         messages = jax.vmap(lambda s: codec.encode(s, m))(cut)
         messages = group.shift(messages, distance)
         arrived = jax.vmap(lambda w: codec.decode(w, k, m, rows.dtype))(messages)
-        staying = (rank + jnp.arange(count)) % n
-        sums = sums.at[staying].add(
-            jax.vmap(lambda s: to_dense(s, m))(arrived), unique_indices=True
-        )
+        sums = _add(sums, (rank + jnp.arange(count)) % n, *arrived)
         distance //= 2
     own = select(sums[rank], k)
-    discarded = discarded.at[rank].set(_without(sums[rank], own.indices, own.values))
-    return Scattered(own, discarded, selected.at[rank, own.indices].set(True))
+    sums = sums.at[rank, own.indices].add(-own.values, mode="drop")
+    return Scattered(own, sums, selected.at[rank, own.indices].set(True))
 
 
-def _without(x: Array, indices: Array, taken: Array) -> Array:
-    return x.at[indices].add(-taken, mode="drop")
+def _add(
+    rows: Float[Array, "n m"],
+    numbers: Int[Array, " c"],
+    indices: Int[Array, "c k"],
+    values: Float[Array, "c k"],
+) -> Float[Array, "n m"]:
+    """Adds entries to some of the rows, whose numbers are given."""
+    return rows.at[numbers[:, None], indices].add(values, mode="drop")

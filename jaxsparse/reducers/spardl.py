@@ -110,8 +110,8 @@ class SparDLReducer:
             extra = [count.astype(jnp.uint32)[None]]
 
         # Workers of equal rank in all teams round the same block.
-        lost = to_dense(own._replace(values=own.values - self.codec.rounded(own.values)), size)
-        discarded = discarded.at[team.rank].add(lost / self.teams)
+        lost = (own.values - self.codec.rounded(own.values)) / self.teams
+        discarded = discarded.at[team.rank, own.indices].add(lost, mode="drop")
         message = jnp.concatenate([self.codec.encode(own, size), *extra])
         messages = bruck_all_gather(message, team)
         if extra:

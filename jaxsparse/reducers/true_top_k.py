@@ -11,7 +11,7 @@ from jaxsparse.collectives import wire
 from jaxsparse.layout import split_evenly
 from jaxsparse.reducers.base import Laws, Reduced, info
 from jaxsparse.settings import static_int
-from jaxsparse.stream import SparseStream
+from jaxsparse.stream import SparseStream, to_dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,7 @@ def deliver(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
     there cancel, and keeping them conserves their sum. So does one whose sum overflows.
     """
     kept = kept._replace(values=jnp.where(jnp.isfinite(kept.values), kept.values, 0))
-    mean = jnp.zeros_like(kept.values, shape=x.shape)
-    mean = mean.at[kept.indices].add(kept.values, mode="drop")
+    mean = to_dense(kept, x.size)
     sent = mean != 0
     residual = jnp.where(sent, jnp.zeros_like(x), x)
     return Reduced(mean, residual, sent, state, info(jnp.count_nonzero(kept.values)))
