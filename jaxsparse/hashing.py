@@ -1,10 +1,12 @@
 """Counter-based hashes of 32-bit integers: any element's hash, at any time, with no table stored.
 
-Everything stays in uint32, because JAX without x64 silently narrows uint64 to it.
+Everything stays in uint32, because JAX without x64 silently narrows uint64 to it. Constants are of
+NumPy: those of JAX are arrays, which take tracing longer than all that is done with them.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Int, Integer, Key, UInt32
 
@@ -31,9 +33,9 @@ def mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     >>> mix(jnp.uint32([0, 1, 2])).tolist()
     [0, 114555507, 229111015]
     """
-    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x21F0AAAD)
-    x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0xD35A2D97)
-    return x ^ (x >> jnp.uint32(15))
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x21F0AAAD)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0xD35A2D97)
+    return x ^ (x >> np.uint32(15))
 
 
 def combine(*words: Integer[Array, "..."] | int) -> UInt32[Array, "..."]:
@@ -50,7 +52,7 @@ def combine(*words: Integer[Array, "..."] | int) -> UInt32[Array, "..."]:
     """
     state = jnp.uint32(0)
     for word in words:
-        state = mix(state ^ as_uint32(word)) + jnp.uint32(_GOLDEN)
+        state = mix(state ^ as_uint32(word)) + np.uint32(_GOLDEN)
     return state
 
 
@@ -72,7 +74,7 @@ def keyed(
     >>> keyed(jnp.arange(4, dtype=jnp.uint32), combine(7)).shape
     (4,)
     """
-    return mix((index * jnp.uint32(_GOLDEN)) ^ key)
+    return mix((index * np.uint32(_GOLDEN)) ^ key)
 
 
 def bounded(h: UInt32[Array, "*shape"], n: int) -> UInt32[Array, "*shape"]:
@@ -88,8 +90,8 @@ def bounded(h: UInt32[Array, "*shape"], n: int) -> UInt32[Array, "*shape"]:
     >>> bounded(jnp.uint32([0, 2**31, 2**32 - 1]), 10).tolist()
     [0, 5, 9]
     """
-    half, ones = jnp.uint32(16), jnp.uint32(0xFFFF)
-    n_low, n_high = jnp.uint32(n & 0xFFFF), jnp.uint32(n >> 16)
+    half, ones = np.uint32(16), np.uint32(0xFFFF)
+    n_low, n_high = np.uint32(n & 0xFFFF), np.uint32(n >> 16)
     h_low, h_high = h & ones, h >> half
     # The high word of the 64-bit product, from 16-bit halves; no sum below exceeds 2**32 - 1.
     cross = h_low * n_high
@@ -120,12 +122,12 @@ def permute(i: Int[Array, " m"], n: int, key: Key[Array, ""]) -> Int[Array, " m"
 
     def turn(x):
         for multiplier, increment in words:
-            x = x * (multiplier | jnp.uint32(1)) + increment
-            x &= jnp.uint32(2**bits - 1)
-            x ^= x >> jnp.uint32((bits + 1) // 2)
+            x = x * (multiplier | np.uint32(1)) + increment
+            x &= np.uint32(2**bits - 1)
+            x ^= x >> np.uint32((bits + 1) // 2)
         return x
 
-    outside = lambda x: x >= jnp.uint32(n)
+    outside = lambda x: x >= np.uint32(n)
     walk = lambda x: jnp.where(outside(x), turn(x), x)
     x = lax.while_loop(lambda x: jnp.any(outside(x)), walk, turn(as_uint32(i)))
     return x.astype(jnp.int32)
@@ -137,4 +139,4 @@ def as_uint32(word: Integer[Array, "*shape"] | int) -> UInt32[Array, "*shape"]:
     >>> as_uint32(-1).item() == 2**32 - 1
     True
     """
-    return jnp.uint32(word % 2**32) if isinstance(word, int) else word.astype(jnp.uint32)
+    return np.uint32(word % 2**32) if isinstance(word, int) else word.astype(jnp.uint32)

@@ -41,7 +41,7 @@ def test_every_transformation_is_resumed_below():
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(QUICK, id="three"),
+        pytest.param(QUICK, id="three", marks=pytest.mark.slow),
         pytest.param(
             tuple(name for name in run_resume.CASES if name not in QUICK),
             id="others",

@@ -114,6 +114,7 @@ def test_shards_of_two_levels_add_up():
     np.testing.assert_allclose(report.delivered_share, int(report.delivered) / 2007, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_linen_trainer_writes_them(tmp_path):
     flags = ["--devices", 2, "--hidden", 32, "--steps", 3, "--accumulate", 1, "--compression", 2]
     run("linen_trainer.py", *flags, "--csv", "out/log.csv", cwd=tmp_path)

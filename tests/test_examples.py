@@ -90,8 +90,14 @@ def test_simulated_workers_train_like_devices(tmp_path, workers):
             *(8, ["--method", "dense", "--accumulate", 1], PARAMETERS + 2, 1),
             marks=pytest.mark.thorough,
         ),
-        (8, ["--method", "dense", "--accumulate", 4], PARAMETERS + 2, 1),
-        (3, ["--method", "sketched_sgd", "--accumulate", 5], PARAMETERS // 10 + 1, 3),
+        pytest.param(
+            *(8, ["--method", "dense", "--accumulate", 4], PARAMETERS + 2, 1),
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            *(3, ["--method", "sketched_sgd", "--accumulate", 5], PARAMETERS // 10 + 1, 3),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_linen_trainer_exchanges_once_however_many_micro_batches(
@@ -113,7 +119,10 @@ def test_linen_trainer_exchanges_once_however_many_micro_batches(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--devices", 1], "--devices: 1 is out of range: give at least 2"),
+        pytest.param(
+            *(["--devices", 1], "--devices: 1 is out of range: give at least 2"),
+            marks=pytest.mark.thorough,
+        ),
         (["--compression", 2000], "--compression: compression=2000.0 .* ask for less compression"),
     ],
 )

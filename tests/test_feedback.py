@@ -334,7 +334,7 @@ def two_workers(simulated):
     return jaxsparse.data_parallel(step, where), state
 
 
-@pytest.mark.parametrize("position", [0, 50_000, 99_999])
+@pytest.mark.parametrize("position", few([0, 50_000, 99_999], [99_999]))
 @pytest.mark.parametrize("simulated", [False, True])
 def test_one_nan_in_many_elements_skips_the_step(position, simulated):
     """XLA's maximum on CPU loses NaN, the more surely the longer the vector."""
@@ -380,7 +380,7 @@ def test_finite_values_whose_sum_overflows_stay_in_residuals(case):
     assert float(state.residual[0].value[0, 0]) > 1e38
 
 
-@pytest.mark.parametrize("where", [2, mesh(2)], ids=["vmap", "shard_map"])
+@pytest.mark.parametrize("where", few([2, mesh(2)], [mesh(2)]), ids=["vmap", "shard_map"])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_momentum_without_uncompressed_elements(where, delay):
     params = {"w": jnp.zeros(40), "nothing": jnp.zeros((0, 3))}

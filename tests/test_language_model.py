@@ -136,6 +136,7 @@ def test_embedding_gradient_has_the_rows_of_the_inputs_and_no_others(model):
         assert np.all(np.any(grads.output.kernel[...] != 0, axis=0))  # no word is left out
 
 
+@pytest.mark.slow
 def test_small_run_reports_perplexity_bytes_and_overflow(tmp_path):
     printed = run("--small", "--methods", "s2", "--seeds", 0, 1, cwd=tmp_path)
     out = tmp_path / "out/language_model"

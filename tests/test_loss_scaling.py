@@ -6,6 +6,7 @@ import pytest
 from test_examples import run
 
 
+@pytest.mark.slow
 def test_the_scale_falls_from_too_high_and_training_goes_on(tmp_path):
     flags = ["--devices", 3, "--hidden", 64, "--steps", 60, "--raise-every", 20, "--lr", 0.005]
     printed = run("loss_scaling.py", *flags, cwd=tmp_path)

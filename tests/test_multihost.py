@@ -162,7 +162,8 @@ def without_seconds(points):
 
 
 @pytest.mark.parametrize(
-    ("processes", "devices"), [(1, 4), pytest.param(2, 1, marks=pytest.mark.slow)]
+    ("processes", "devices"),
+    [pytest.param(1, 4, marks=pytest.mark.thorough), pytest.param(2, 1, marks=pytest.mark.slow)],
 )
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, processes, devices):
     flags = ["--steps", "12", "--eval-every", "4", "--checkpoint-every", "5", "--keep", "9"]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import WAYS, on_workers
+from workers import WAYS, few, on_workers
 
 from jaxsparse.quantize import QSGD, Quantized, check_feedback, dequantize, pack, quantize, unpack
 
@@ -60,7 +60,7 @@ def test_pack_is_the_definition_and_keeps_every_level(bits, size):
     np.testing.assert_array_equal(unpacked, levels)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", few(SIZES, (1, 31, 1000)))
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("bits", BITS)
 def test_rounding_to_nearest_is_the_reference(bits, scale, size):
@@ -76,7 +76,7 @@ def test_rounding_to_nearest_is_the_reference(bits, scale, size):
     np.testing.assert_allclose(dequantize(Quantized(words, scales), spec, size), values, rtol=1e-6)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", few(SIZES, (1, 33, 1000)))
 @pytest.mark.parametrize("bits", BITS)
 def test_a_vector_of_levels_is_kept_exactly(bits, size, key):
     spec = QSGD(bits, bucket_size=10)
@@ -157,7 +157,7 @@ def worst(spec, stochastic):
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
-@pytest.mark.parametrize("bucket_size", [4, 16, 200, 1024])
+@pytest.mark.parametrize("bucket_size", few([4, 16, 200, 1024], [4, 200]))
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("bits", BITS)
 def test_errors_stay_within_the_bound_and_reach_it(bits, scale, bucket_size, stochastic, key):

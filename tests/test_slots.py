@@ -260,7 +260,7 @@ def rows_and_results(name):
 
 
 @every_extraction
-@pytest.mark.parametrize("way", ["shard_map", "vmap"])
+@pytest.mark.parametrize("way", few(["shard_map", "vmap"], ["shard_map"]))
 @pytest.mark.parametrize("workers", few([1, 2, 3, 5], [3]))
 def test_traced_seeds_on_workers(name, way, workers):
     rows, numbers, expected = rows_and_results(name)

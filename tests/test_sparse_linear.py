@@ -277,6 +277,7 @@ def test_errors_name_the_flag(example, flags, message, tmp_path, monkeypatch, ca
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_command_writes_table_curves_and_figure(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]), "COLUMNS": "80"}

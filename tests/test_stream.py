@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from workers import few
 
 from jaxsparse import codecs, operations, stream
 from jaxsparse.stream import SparseStream
@@ -30,7 +31,7 @@ def as_dict(entries, size, op):
     ("op", "dtype"),
     [("sum", np.float32), ("max", np.float32), ("min", np.int32), ("or", np.uint32)],
 )
-@pytest.mark.parametrize("k", [0, 1, 2, 40])
+@pytest.mark.parametrize("k", few([0, 1, 2, 40], [1, 40]))
 def test_entries_with_the_same_index_are_combined(k, op, dtype):
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -74,7 +75,7 @@ def test_coordinates_are_exact(size, dtype):
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", few(SIZES, [1, 2**16, 200_000]))
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_packed_messages(size, dtype):
     codec = codecs.Packed(dtype)

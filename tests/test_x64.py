@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import functools
 import jax, jax.numpy as jnp, numpy as np
@@ -58,6 +60,7 @@ print("passed")
 """
 
 
+@pytest.mark.slow
 def test_a_scan_of_steps_keeps_its_types():
     environment = {**os.environ, "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"

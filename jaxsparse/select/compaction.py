@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int, Shaped, UInt32
 
@@ -109,7 +110,7 @@ def _pack(mask: Bool[Array, " n"]) -> UInt32[Array, "blocks 32"]:
     # every block of bits is transposed.
     words = square[:, 0].astype(jnp.uint32)
     for row in range(1, _BITS):
-        words |= square[:, row].astype(jnp.uint32) << jnp.uint32(row)
+        words |= square[:, row].astype(jnp.uint32) << np.uint32(row)
     return _transpose(words)
 
 
@@ -124,8 +125,8 @@ def _transpose(words: UInt32[Array, "blocks 32"]) -> UInt32[Array, "blocks 32"]:
     ):
         pairs = words.reshape(-1, _BITS // (2 * half), 2, half)
         top, bottom = pairs[:, :, 0], pairs[:, :, 1]
-        swap = ((top >> jnp.uint32(half)) ^ bottom) & jnp.uint32(low_bits)
-        top, bottom = top ^ (swap << jnp.uint32(half)), bottom ^ swap
+        swap = ((top >> np.uint32(half)) ^ bottom) & np.uint32(low_bits)
+        top, bottom = top ^ (swap << np.uint32(half)), bottom ^ swap
         words = jnp.stack([top, bottom], axis=2).reshape(-1, _BITS)
     return words
 
@@ -180,10 +181,10 @@ def _find_bit(word: UInt32[Array, " k"], rank: Int[Array, " k"]) -> Int[Array, "
     """The place of the rank-th set bit, counted from the lowest."""
     place = jnp.zeros_like(word)
     for step in (16, 8, 4, 2, 1):
-        low = (word >> place) & jnp.uint32(2**step - 1)
+        low = (word >> place) & np.uint32(2**step - 1)
         count = lax.population_count(low).astype(jnp.int32)
         right = count <= rank
-        place = jnp.where(right, place + jnp.uint32(step), place)
+        place = jnp.where(right, place + np.uint32(step), place)
         rank = jnp.where(right, rank - count, rank)
     return place.astype(jnp.int32)
 
