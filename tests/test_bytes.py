@@ -138,7 +138,7 @@ D = 2**24
         ({}, 5.5, 16),
         ({"momentum": 0.9}, 6.5, 16),
         pytest.param({}, 5.5, 1, marks=pytest.mark.thorough),
-        pytest.param({"momentum": 0.9}, 6.5, 1, marks=pytest.mark.slow),
+        pytest.param({"momentum": 0.9}, 6.5, 1, marks=pytest.mark.thorough),
         pytest.param({"bucket_size": D // 8}, 4.6, 16, marks=pytest.mark.slow),
         pytest.param({"bucket_size": D // 8}, 4.6, 1, marks=pytest.mark.thorough),
     ],

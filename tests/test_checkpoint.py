@@ -45,7 +45,7 @@ def test_every_transformation_is_resumed_below():
         pytest.param(
             tuple(name for name in run_resume.CASES if name not in QUICK),
             id="others",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.thorough,
         ),
     ],
 )

@@ -129,7 +129,7 @@ def each(names, usual=None, slow=None):
 
 reducers = each(CASES)
 # For what the layers around a reducer do, or its collectives alone, these are enough by default.
-representatives = each(CASES, REPRESENTATIVES, [name for name in CASES if name not in VARIANTS])
+representatives = each(CASES, REPRESENTATIVES, slow=("ok_topk", "s2"))
 few_representatives = each(CASES, REPRESENTATIVES, slow=())
 
 

@@ -364,7 +364,7 @@ SPARSE = {
     some(
         [(name, codec) for name in SPARSE for codec in (codecs.COO, codecs.Packed())],
         [("top_k", codecs.COO), ("spardl", codecs.COO), ("sparcml", codecs.COO)],
-        slow=[("gtopk", codecs.COO), ("ok_topk", codecs.COO), ("spardl", codecs.Packed())],
+        slow=[("ok_topk", codecs.COO)],
     ),
     ids=str,
 )

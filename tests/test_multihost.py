@@ -187,7 +187,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, processes, devices):
         np.testing.assert_array_equal(mine, other, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_among_four_it_goes_on_among_three(tmp_path):
     folder = tmp_path / "checkpoints"
     command = [sys.executable, str(FOLDER / "train.py"), *TINY, "--steps", "200"]

@@ -111,7 +111,10 @@ def train(framework, where, check_vma=True):
 TRAINED = [(framework, where) for framework in ("linen", "nnx") for where in RUNS_ON]
 
 
-@pytest.mark.parametrize("trained", some(TRAINED, [("linen", "auto"), ("nnx", "simulated")]))
+@pytest.mark.parametrize(
+    "trained",
+    some(TRAINED, [("linen", "auto"), ("nnx", "simulated")], slow=[("linen", "explicit")]),
+)
 def test_a_trainer_learns(trained):
     framework, where = trained
     losses, state = train(framework, where)

@@ -97,7 +97,7 @@ def traced(tx, shapes, workers):
 
 @pytest.mark.parametrize("shapes", few(TREES, ("one leaf",)))
 @pytest.mark.parametrize("workers", few((3, 1, None), (3,)))
-@pytest.mark.parametrize("name", some(NAMES, ("random_k", *COMMON)))
+@pytest.mark.parametrize("name", some(NAMES, ("random_k", *COMMON), slow=("ok_topk", "s2_reducer")))
 def test_more_elements_than_an_int32_counts(name, workers, shapes):
     """In one bucket they are refused, with the remedy, and with it they are not."""
     shapes = TREES[shapes]
@@ -135,7 +135,7 @@ def run(name, share, workers, leaves=TINY, **settings):
     return program, outcome
 
 
-@pytest.mark.parametrize("name", some(NAMES, COMMON))
+@pytest.mark.parametrize("name", some(NAMES, COMMON, slow=("ok_topk", "s2_reducer", "gtopk")))
 def test_one_entry_of_a_tree_with_leaves_of_one_element_and_of_none(name):
     run(name, 1e-6, 3)
 

@@ -52,7 +52,7 @@ MAKE = {
 }
 
 
-@pytest.mark.parametrize("name", some(MAKE, ("top_k",), slow=("spardl", "ok_topk")))
+@pytest.mark.parametrize("name", some(MAKE, ("top_k",), slow=("spardl",)))
 def test_the_stage_in_force_is_taken(name):
     values = (20, 5, 1) if name == "sparcml" else (0.2, 0.05, 0.01)
     tx = MAKE[name](Stages(values, (2, 3)))

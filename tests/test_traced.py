@@ -53,7 +53,7 @@ def summary(moved):
 
 
 USUAL = {"gtopk", "omni_reduce", "ok_topk"}  # all kinds of collectives, and branches
-SLOW = {"spardl", "sketched", "s2", "sparcml", "block_gather", "qsgd"}
+SLOW = {"spardl", "sparcml"}
 
 
 @pytest.mark.parametrize("name", some(list(CASES), USUAL, slow=SLOW))
