@@ -52,7 +52,8 @@ def combine(*words: Integer[Array, "..."] | int) -> UInt32[Array, "..."]:
     """
     state = jnp.uint32(0)
     for word in words:
-        state = mix(state ^ as_uint32(word)) + np.uint32(_GOLDEN)
+        bits = np.uint32(word % 2**32) if isinstance(word, int) else as_uint32(word)
+        state = mix(state ^ bits) + np.uint32(_GOLDEN)
     return state
 
 
@@ -139,4 +140,6 @@ def as_uint32(word: Integer[Array, "*shape"] | int) -> UInt32[Array, "*shape"]:
     >>> as_uint32(-1).item() == 2**32 - 1
     True
     """
-    return np.uint32(word % 2**32) if isinstance(word, int) else word.astype(jnp.uint32)
+    if isinstance(word, int):
+        return jnp.uint32(word % 2**32)
+    return lax.convert_element_type(word, jnp.uint32)

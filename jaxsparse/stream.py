@@ -57,7 +57,8 @@ def add_to(x: Num[Array, " d"], stream: SparseStream) -> Num[Array, " d"]:
 
     Args:
         x: vector of d elements.
-        stream: entries of such a vector; those of one index are added in any order.
+        stream: entries of such a vector; those of one index are added in any order, on a GPU in
+            another one at each run.
 
     Example:
         >>> import jax.numpy as jnp

@@ -116,7 +116,7 @@ def test_sums_on_devices(name, workers):
     some(
         [("max", "float32"), ("min", "int32"), ("or", "uint32"), ("max", "uint32")],
         [("max", "float32")],
-        slow=[("or", "uint32")],
+        slow=[("min", "int32"), ("or", "uint32")],
     ),
     ids=" ".join,
 )

@@ -270,7 +270,7 @@ def test_tiny_vectors(name, size):
 
 
 @pytest.mark.thorough
-@each(name for name, case in CASES.items() if case.reducer.laws.conserves)
+@each([name for name, case in CASES.items() if case.reducer.laws.conserves])
 def test_rounding_error_only_on_real_numbers(name):
     workers = 7
     x = np.random.default_rng(0).normal(size=(workers, 1, SIZE)).astype(np.float32)

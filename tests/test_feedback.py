@@ -364,7 +364,7 @@ SPARSE = {
     some(
         [(name, codec) for name in SPARSE for codec in (codecs.COO, codecs.Packed())],
         [("top_k", codecs.COO), ("spardl", codecs.COO), ("sparcml", codecs.COO)],
-        slow=[("ok_topk", codecs.COO)],
+        slow=[("ok_topk", codecs.COO), ("gtopk", codecs.COO), ("spardl", codecs.Packed())],
     ),
     ids=str,
 )

@@ -113,7 +113,11 @@ TRAINED = [(framework, where) for framework in ("linen", "nnx") for where in RUN
 
 @pytest.mark.parametrize(
     "trained",
-    some(TRAINED, [("linen", "auto"), ("nnx", "simulated")], slow=[("linen", "explicit")]),
+    some(
+        TRAINED,
+        [("linen", "auto"), ("nnx", "simulated")],
+        slow=[("linen", "explicit"), ("nnx", "auto")],
+    ),
 )
 def test_a_trainer_learns(trained):
     framework, where = trained

@@ -53,7 +53,7 @@ def summary(moved):
 
 
 USUAL = {"gtopk", "omni_reduce", "ok_topk"}  # all kinds of collectives, and branches
-SLOW = {"spardl", "sparcml"}
+SLOW = {"spardl", "sparcml", "sketched", "s2", "block_gather"}
 
 
 @pytest.mark.parametrize("name", some(list(CASES), USUAL, slow=SLOW))

@@ -28,7 +28,8 @@ def some(values, usual, slow=None):
 
     What is left runs with --thorough.
     """
-    marked = []
+    values, marked = list(values), []
+    assert all(value in values for value in (*usual, *(slow or ()))), (values, usual, slow)
     for value in values:
         mark = pytest.mark.slow if slow is None or value in slow else pytest.mark.thorough
         marked.append(value if value in usual else pytest.param(value, marks=mark))

@@ -75,5 +75,8 @@ def _add(
     indices: Int[Array, "c k"],
     values: Float[Array, "c k"],
 ) -> Float[Array, "n m"]:
-    """Adds entries to some of the rows, whose numbers are given."""
+    """Adds entries to some of the rows, whose numbers are given; empty slots are left out.
+
+    No row has two entries of one index, which a GPU would add in any order.
+    """
     return rows.at[numbers[:, None], indices].add(values, mode="drop")
