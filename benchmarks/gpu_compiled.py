@@ -76,7 +76,7 @@ def work(module: hlo.Module, name: str) -> Work:
             part = Work(1, _traffic(module, computation, instruction), ())
             inner = (
                 module.computations[instruction.callees["calls"][0]].instructions.values()
-                if (instruction.opcode == "fusion")
+                if instruction.opcode == "fusion"
                 else (instruction,)
             )
             loops += ["sort" for each in inner if each.opcode == "sort"]

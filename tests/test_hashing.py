@@ -92,3 +92,17 @@ def test_permute_draws_singles_and_pairs_uniformly(n, key):
     expected = len(keys) / cells
     off_diagonal = pairs[~np.eye(n, dtype=bool)]
     assert np.sum((off_diagonal - expected) ** 2) / expected < cells + 5 * np.sqrt(2 * cells)
+
+
+@pytest.mark.parametrize("number", [5, np.int32(5), np.uint32(5), np.array([5])], ids=repr)
+def test_numbers_of_any_kind_are_hashed_alike(number):
+    """NumPy's own arithmetic would warn of each overflow, and give no arrays of JAX."""
+    for hashed in (
+        hashing.combine(1, number),
+        hashing.keyed(hashing.as_uint32(number), hashing.combine(7)),
+    ):
+        assert isinstance(hashed, jax.Array)
+    expected = hashing.keyed(jnp.uint32([5]), hashing.combine(7))
+    np.testing.assert_array_equal(
+        jnp.ravel(hashing.keyed(hashing.as_uint32(number), hashing.combine(7))), expected
+    )

@@ -534,15 +534,17 @@ def test_seed_may_vary_where_the_table_does_not():
 
 def test_nothing_of_the_vectors_size_is_stored_or_sorted(request):
     """Encoding takes no copy, and choosing 1 % takes a fraction of one; neither sorts."""
-    if request.config.getoption("--gpu-forms") or jax.default_backend() != "cpu":
-        pytest.skip("for a GPU benchmarks/gpu_compiled.py tells what is stored")
-    size, spec = 2**20, SketchSpec(5, 2**12)
+    on_cpu = jax.default_backend() == "cpu"
+    # For a GPU XLA stores what is small enough for its cache.
+    size, spec = (2**20, SketchSpec(5, 2**12)) if on_cpu else (2**24, SketchSpec(5, 2**14))
     x = jax.ShapeDtypeStruct((size,), jnp.float32)
     table = jax.ShapeDtypeStruct((spec.rows, spec.cols), jnp.float32)
     encode = sketch.encode.lower(x, spec)
     choose = sketch.heavy_hitters.lower(table, spec, size, size // 100)
     for lowered, share in (encode, 0.1), (choose, 0.4):
         assert not re.search(r"\.sort|top_k", lowered.as_text())
+        if on_cpu and request.config.getoption("--gpu-forms"):
+            continue  # a CPU stores what a GPU computes where it is read
         assert lowered.compile().memory_analysis().temp_size_in_bytes < share * 4 * size
 
 
