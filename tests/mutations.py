@@ -294,7 +294,9 @@ def environment(copy: Path) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def failure(copy: Path, arguments: list[str], seconds: float) -> str | None:
+def failure(
+    copy: Path, arguments: list[str], seconds: float, may_be_none: bool = False
+) -> str | None:
     """Which test fails first; None if none does."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no"]
     with subprocess.Popen(
@@ -313,7 +315,9 @@ def failure(copy: Path, arguments: list[str], seconds: float) -> str | None:
         finally:
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)
-    if run.returncode in (0, 5):  # 5: no test was selected
+    if run.returncode == 5 and not may_be_none:
+        raise SystemExit(f"no test is selected by {shlex.join(arguments)}")
+    if run.returncode in (0, 5):
         return None
     named = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     return named[1] if named else (output.strip().splitlines() or ["no output"])[-1]
@@ -340,7 +344,7 @@ def caught_by(
             return failure(copy, [*options, *tests], seconds)
         first = likely(copy, fault)
         others = [f"--ignore={name}" for name in first]
-        return failure(copy, [*options, *first], seconds) or failure(
+        return failure(copy, [*options, *first], seconds, may_be_none=True) or failure(
             copy, [*options, *others], deadline - time.monotonic()
         )
     finally:
@@ -393,7 +397,9 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> None:
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one fault")
     parser.add_argument("--jobs", type=int, default=1, help="faults tried at the same time")
     parser.add_argument("--workers", type=int, default=2, help="of pytest, for each fault")
-    parser.add_argument("--pytest", default="", help="more arguments of pytest, in one string")
+    parser.add_argument(
+        "--pytest", default="", help="pytest's arguments in one string, as --pytest='-k gather'"
+    )
     parser.add_argument(
         "--skip-unchanged", action="store_true", help="trust that the tests pass without a fault"
     )

@@ -143,3 +143,8 @@ def test_tests_that_fail_anyway_show_nothing(tree):
     (tree / "tests/test_room.py").write_text("def test_room():\n  assert False\n")
     with pytest.raises(SystemExit, match=r"without any fault: tests/test_room.py::test_room"):
         mutations.main(["--count", "2", "--workers", "0"], root=tree)
+
+
+def test_a_run_without_tests_shows_nothing(tree):
+    with pytest.raises(SystemExit, match="no test is selected by -n 0 -k none"):
+        mutations.main(["--count", "2", "--workers", "0", "--pytest", "-k none"], root=tree)
