@@ -21,9 +21,8 @@ from jaxsparse import (
 )
 from jaxsparse.autotune import autotune
 from jaxsparse.diagnostics import diagnose
-from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.parallel import data_parallel
-from jaxsparse.partition import partition
 from jaxsparse.per_worker import PerWorker, Sharded, specs
 from jaxsparse.replicas import check_replicas
 from jaxsparse.resharding import reshard
