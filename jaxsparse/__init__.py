@@ -48,6 +48,7 @@ from jaxsparse.sketch import SketchSpec
 from jaxsparse.stages import Stages, warm_up
 from jaxsparse.stream import SparseStream
 from jaxsparse.tensors import select_tensors
+from jaxsparse.training.failing import fail_at_once
 from jaxsparse.transforms import (
     dense,
     dgc,
@@ -111,6 +112,7 @@ __all__ = [
     "diagnose",
     "dragonn",
     "error_feedback",
+    "fail_at_once",
     "gtopk",
     "layout",
     "local",

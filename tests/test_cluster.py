@@ -346,7 +346,7 @@ def test_what_is_killed_ends_the_run(bench, tmp_path, ended):
                 "--store", str(tmp_path / "store")) as running:  # fmt: skip
         for line in running.stdout:
             lines.append(line)
-            if line.startswith("permutation"):
+            if line.startswith("[0] permutation"):
                 break
         else:
             pytest.fail("".join(lines))
