@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jaxsparse import cost
 from jaxsparse.cost.report import Collective, Conditional, WireBytes
@@ -144,6 +145,40 @@ def test_bandwidths_are_held_to_the_rate_of_the_link(bench):
     assert network.link.bandwidth == rate.payload
     assert network.link == network.of("collective-permute")
     assert bench.prediction.fitted(measured, bench.namespaces.Rate("none")) is measured
+
+
+@pytest.fixture
+def compilation_cache(tmp_path):
+    """A folder in which JAX keeps whatever it compiles."""
+    settings = {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(tmp_path / "cache"),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+
+    def update(values):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        reset_cache()
+
+    update(settings)
+    yield tmp_path / "cache"
+    update(before)
+
+
+def test_a_program_that_jax_has_cached_can_be_stored(bench, compilation_cache, tmp_path):
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    cell = bench.cells.Cell("exchange", "top_k", 3000, 0.1)
+    made = bench.programs.program(cell, mesh, alone=False)
+    made.function.lower(*made.carried, *made.fixed).compile()
+    assert list(compilation_cache.glob("*body*"))
+    store = bench.programs.Store(tmp_path, 1)
+    store.compile(cell, False, mesh)
+    carried, fixed = bench.programs.arguments(made)
+    mean, residual, *_ = store.load(cell, False, mesh).run(*carried, *fixed)
+    np.testing.assert_allclose(mean + residual[0], fixed[0][0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("what", ["exchange", "step"])
