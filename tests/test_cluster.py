@@ -168,27 +168,17 @@ def compilation_cache(tmp_path):
     update(before)
 
 
-def test_a_program_that_jax_has_cached_can_be_stored(bench, compilation_cache, tmp_path):
-    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-    cell = bench.cells.Cell("exchange", "top_k", 3000, 0.1)
-    made = bench.programs.program(cell, mesh, alone=False)
-    made.function.lower(*made.carried, *made.fixed).compile()
-    assert list(compilation_cache.glob("*body*"))
-    store = bench.programs.Store(tmp_path, 1)
-    store.compile(cell, False, mesh)
-    carried, fixed = bench.programs.arguments(made)
-    mean, residual, *_ = store.load(cell, False, mesh).run(*carried, *fixed)
-    np.testing.assert_allclose(mean + residual[0], fixed[0][0], rtol=1e-6)
-
-
 @pytest.mark.parametrize("what", ["exchange", "step"])
-def test_a_stored_program_runs_as_it_was(bench, what, tmp_path):
+def test_a_stored_program_runs_as_it_was(bench, what, tmp_path, compilation_cache):
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     cell = bench.cells.Cell(what, "top_k", 3000, 0.1)
+    made = bench.programs.program(cell, mesh, alone=False)
+    if what == "exchange":  # the one that can't be stored when it comes from the cache
+        made.function.lower(*made.carried, *made.fixed).compile()
+        assert list(compilation_cache.iterdir())
     store = bench.programs.Store(tmp_path, 1)
     store.compile(cell, False, mesh)
     loaded = store.load(cell, False, mesh)
-    made = bench.programs.program(cell, mesh, alone=False)
     carried, fixed = bench.programs.arguments(made)
     before = list(map(np.array, carried))
     after = loaded.run(*carried, *fixed)
