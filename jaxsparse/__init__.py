@@ -30,6 +30,7 @@ from jaxsparse.sharding import local, shard
 from jaxsparse.stages import Stages, warm_up
 from jaxsparse.systems import *
 from jaxsparse.tensors import select_tensors
+from jaxsparse.training.failing import fail_at_once
 
 __all__ = [
     "PerWorker",
@@ -44,6 +45,7 @@ __all__ = [
     "data_parallel",
     "diagnose",
     "error_feedback",
+    "fail_at_once",
     "layout",
     "local",
     "partition",

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from contract import CASES, conserves, rounds
-from example_runs import run as run_example
+from running import run as run_example
 from two_level import (
     AXES,
     STEPS,

@@ -93,10 +93,9 @@ def exchange(
             u = _corrected(gradient, b.momentum, momentum, zeros)
             x = _select(ok, residual + u, residual)
         reduced = reducer(x, b.reducer, axis_name=axes.axis_name)
-        mean = (
-            reduced.mean if is_delayed else _select(ok, reduced.mean, jnp.zeros_like(reduced.mean))
-        )
-        kept = b.momentum
+        mean, kept = reduced.mean, b.momentum
+        if not is_delayed:
+            mean = _select(ok, mean, jnp.zeros_like(mean))
         if zeros:
             mean, kept = _mean_momentum(mean, kept, ok, momentum)
         elif kept is not None:
