@@ -13,7 +13,7 @@ from flax.training.train_state import TrainState
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, reshard, shard
-from jaxsparse.collectives.spar_all_gather import Adaptation
+from jaxsparse.collectives.spardl import Adaptation
 from jaxsparse.per_worker import PerShard
 
 AXES = ("hosts", "local")

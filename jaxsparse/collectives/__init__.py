@@ -9,12 +9,10 @@ from jaxsparse.collectives.all_gather_sum import (
     all_gather_sum as all_gather_sum,
     all_gather_sum_traffic as all_gather_sum_traffic,
 )
-from jaxsparse.collectives.bruck_all_gather import bruck_all_gather as bruck_all_gather
 from jaxsparse.collectives.dsar_split_allgather import (
     dsar_split_allgather as dsar_split_allgather,
     dsar_split_allgather_traffic as dsar_split_allgather_traffic,
 )
-from jaxsparse.collectives.group import Group as Group
 from jaxsparse.collectives.gtopk import gtopk as gtopk, gtopk_traffic as gtopk_traffic
 from jaxsparse.collectives.ok_topk import ok_topk as ok_topk, ok_topk_traffic as ok_topk_traffic
 from jaxsparse.collectives.outcome import AllReduced as AllReduced
@@ -26,7 +24,7 @@ from jaxsparse.collectives.recursive_double import (
     recursive_double as recursive_double,
     recursive_double_traffic as recursive_double_traffic,
 )
-from jaxsparse.collectives.spar_reduce_scatter import spar_reduce_scatter as spar_reduce_scatter
+from jaxsparse.collectives.spardl import spar_reduce_scatter as spar_reduce_scatter
 from jaxsparse.collectives.sparse_ring import (
     sparse_ring as sparse_ring,
     sparse_ring_traffic as sparse_ring_traffic,
@@ -36,3 +34,4 @@ from jaxsparse.collectives.split_allgather import (
     split_allgather_traffic as split_allgather_traffic,
 )
 from jaxsparse.collectives.union import union as union, union_traffic as union_traffic
+from jaxsparse.collectives.wire import Group as Group, bruck_all_gather as bruck_all_gather

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxsparse import codecs, network
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.spar_all_gather import largest
+from jaxsparse.collectives.spardl import largest
 from jaxsparse.stream import SparseStream, add, add_to, to_dense
 
 

@@ -13,8 +13,7 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.kth_largest import kth_largest
 from jaxsparse.collectives.offers import about_top_k
 from jaxsparse.collectives.regions import Regions, bucket_count, into_regions
-from jaxsparse.collectives.spar_all_gather import largest
-from jaxsparse.collectives.spar_reduce_scatter import Select
+from jaxsparse.collectives.spardl import Select, largest
 from jaxsparse.select.counting import folded
 from jaxsparse.stream import SparseStream, add_to, from_dense
 from jaxsparse.tiles import zeros

@@ -5,11 +5,11 @@ from jaxtyping import Array, DTypeLike
 
 from jaxsparse import codecs, network, select
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.group import Group
 from jaxsparse.collectives.outcome import AllReduced, left_of
 from jaxsparse.collectives.parcel import Parcel
 from jaxsparse.collectives.split import capacity_of, check_factor
 from jaxsparse.collectives.tally import split_counts, with_count
+from jaxsparse.collectives.wire import Group
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream, to_dense
 

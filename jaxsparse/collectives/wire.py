@@ -8,7 +8,8 @@ then what it is among one worker, and nothing is sent.
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -247,3 +248,80 @@ def reduce_scatter(x: Array, axis_name: str | None) -> Array:
     if workers := _alone.get():
         return _stand_in(x[0]) * jnp.asarray(workers, x.dtype)
     return jax.lax.psum_scatter(x, axis_name, scatter_dimension=0, tiled=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Divides the workers of an axis into groups of `size`, which all do the same at once.
+
+    They are expressed by permutations, because `axis_index_groups` do not exist under `jax.vmap`.
+    Members of a group are `stride` ranks apart: with T teams of n consecutive workers,
+    Group(axis, n, 1) are the teams and Group(axis, T, n) those of the same rank in each team.
+    """
+
+    axis_name: str | None
+    size: int
+    stride: int = 1
+
+    @classmethod
+    def whole(cls, axis_name: str | None) -> "Group":
+        """All workers of the axis in one group."""
+        return cls(axis_name, axis_size(axis_name))
+
+    @classmethod
+    def teams(cls, axis_name: str | None, teams: int) -> "tuple[Group, Group]":
+        """Teams of consecutive workers, and the groups of those of equal rank in each team.
+
+        Raises:
+            ValueError: the workers can't be divided into so many teams.
+        """
+        workers = axis_size(axis_name)
+        if teams < 1 or workers % teams:
+            divisors = [t for t in range(1, workers + 1) if workers % t == 0]
+            raise ValueError(
+                f"teams={teams} does not divide the {workers} workers of axis {axis_name!r}: "
+                f"use one of {divisors}"
+            )
+        team = workers // teams
+        return cls(axis_name, team), cls(axis_name, teams, team)
+
+    @property
+    def rank(self) -> Int[Array, ""]:
+        """This worker's place in its group."""
+        return axis_index(self.axis_name) // self.stride % self.size
+
+    def shift(self, x: Array, distance: int) -> Array:
+        """Sends `x` to the member `distance` further round the group; returns what arrives."""
+        return self._move(x, lambda place: (place + distance) % self.size)
+
+    def exchange(self, x: Array, distance: int) -> Array:
+        """Swaps `x` with member rank XOR distance, both powers of two."""
+        return self._move(x, lambda place: place ^ distance)
+
+    def _move(self, x: Array, target: Callable[[int], int]) -> Array:
+        pairs = []
+        for worker in range(axis_size(self.axis_name)):
+            place = worker // self.stride % self.size
+            pairs.append((worker, worker + (target(place) - place) * self.stride))
+        return permute(x, self.axis_name, pairs)
+
+
+def bruck_all_gather(x: Array, group: Group) -> Array:
+    """Every member's `x`, stacked in order of rank (Bruck et al., 1997; SparDL, section II).
+
+    Rounds: ceil(log2 n). Words received: (n - 1) times those of `x`.
+
+    Args:
+        x: any array, of the same shape on all workers.
+        group: whom to gather from, n members.
+
+    Returns:
+        Array of shape (n, *x.shape), equal on all members. In absolute order, so that sums over
+        its rows round alike everywhere.
+    """
+    n = group.size
+    blocks = x[None]  # of members rank, rank + 1, ...
+    while (held := blocks.shape[0]) < n:
+        arriving = group.shift(blocks[: n - held], -held)
+        blocks = jnp.concatenate([blocks, arriving])
+    return blocks[(jnp.arange(n) - group.rank) % n]

@@ -67,7 +67,8 @@ def exchange(
     if is_delayed:
         if dense.size:  # an empty message would be sent, too
             assert before.pending is not None
-            dense_mean = wire.psum(before.pending, axes.summed) / axes.summands()
+            workers = axes.summands()
+            dense_mean = wire.psum(before.pending, axes.summed) / workers
     else:
         sums = [
             b.residual + _corrected(g, b.momentum, momentum, zeros)
@@ -167,8 +168,8 @@ def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array
     """Whether all is finite on all workers, and the mean of the dense leaves, in one message."""
     finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
     broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
-    message = jnp.concatenate([dense, broken[None]])
-    exchanged = wire.psum(message, axes.summed) / axes.summands()
+    workers = axes.summands()
+    exchanged = wire.psum(jnp.concatenate([dense, broken[None]]), axes.summed) / workers
     # A sum of finite gradients can overflow, too.
     ok = _all_finite(exchanged) & (exchanged[-1] == 0)
     if axes.sharded:

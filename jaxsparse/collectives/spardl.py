@@ -1,9 +1,16 @@
-"""Spar-All-Gather: sums blocks over teams within a fixed budget (SparDL, III-D).
+"""SparDL's collectives (Zhao et al., ICDE 2024), which never exceed a budget of k entries a block.
 
-R-SAG for a power of two of teams, B-SAG for any number.
+Spar-Reduce-Scatter (section III-B) cuts each block before it is sent. Spar-All-Gather (III-D) sums
+blocks over teams: R-SAG for a power of two of teams, B-SAG for any number.
+
+Spar-Reduce-Scatter works in one buffer: nothing is added to a block that has left, so the sums end
+as what was left behind of each, and what arrives is added entry by entry. B-SAG's step never gets
+shorter than its first: halved at each turn it would end at nothing while h is right.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,10 +18,79 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse import codecs
-from jaxsparse.collectives.bruck_all_gather import bruck_all_gather
-from jaxsparse.collectives.group import Group
-from jaxsparse.collectives.spar_reduce_scatter import Select
+from jaxsparse.collectives.wire import Group, bruck_all_gather
 from jaxsparse.stream import SparseStream, add, add_to, to_dense
+
+# Of a vector and k: k of its entries, with distinct indices.
+Select = Callable[[Float[Array, " m"], int], SparseStream]
+
+
+class Scattered(NamedTuple):
+    """What a worker holds after Spar-Reduce-Scatter among n workers, in blocks of m elements."""
+
+    block: SparseStream  # the largest of the sums of its own block; indices within the block
+    discarded: Float[Array, "n m"]  # what it itself cut off or rounded away, at any stage
+    selected: Bool[Array, "n m"]  # entries that it sent, or kept of its own block
+
+
+def spar_reduce_scatter(
+    rows: Float[Array, "n m"], k: int, group: Group, *, select: Select, codec: codecs.Codec
+) -> Scattered:
+    """Member i of each group receives the sum of row i, of which nobody ever sends more than k.
+
+    Blocks are numbered from the worker's own, 0. With D = 2^(l - i) at step i of
+    l = ceil(log2 n), blocks D to min(2D, n) - 1 go to the member D further on, where they are its
+    blocks 0, 1, ... So all n work, for any n, and each block is sent once. A block is cut to its k
+    largest entries when it is about to be sent, and not after each addition (the paper's
+    "optimization for SRS"); the own block last of all.
+
+    Rounds: ceil(log2 n). Words received: (n - 1) codec.words(k, m), in COO 2 k (n - 1).
+
+    Args:
+        rows: float32, one block for each member.
+        k: entries of a block that are sent, 1 <= k <= m.
+        group: the workers that take part, n of them.
+        select: picks the k largest entries, or nearly so.
+        codec: of the messages.
+
+    Returns:
+        The own block, not yet rounded by the codec, and what was left behind on the way.
+    """
+    n, m = rows.shape
+    # Nothing is added to a block that has left, so `sums` ends as what was left behind of each.
+    sums, rank = rows, group.rank
+    selected = jnp.zeros_like(rows, jnp.bool_)
+    encode = functools.partial(codec.encode, size=m)
+    decode = functools.partial(codec.decode, capacity=k, size=m, dtype=rows.dtype)
+    distance = 1
+    while 2 * distance < n:
+        distance *= 2
+    while distance >= 1 and n > 1:
+        count = min(2 * distance, n) - distance
+        leaving = (rank + distance + jnp.arange(count)) % n
+        cut: SparseStream = jax.lax.map(lambda i, sums=sums: select(sums[i], k), leaving)
+        sums = _add(sums, leaving, cut.indices, -codec.rounded(cut.values))
+        selected = selected.at[leaving[:, None], cut.indices].set(True)
+        messages = group.shift(jax.vmap(encode)(cut), distance)
+        sums = _add(sums, (rank + jnp.arange(count)) % n, *jax.vmap(decode)(messages))
+        distance //= 2
+    own = select(sums[rank], k)
+    sums = sums.at[rank, own.indices].add(-own.values, mode="drop")
+    return Scattered(own, sums, selected.at[rank, own.indices].set(True))
+
+
+def _add(
+    rows: Float[Array, "n m"],
+    numbers: Int[Array, " c"],
+    indices: Int[Array, "c k"],
+    values: Float[Array, "c k"],
+) -> Float[Array, "n m"]:
+    """Adds entries to some of the rows, whose numbers are given; empty slots are left out.
+
+    No row has two entries of one index, which a GPU would add in any order.
+    """
+    return rows.at[numbers[:, None], indices].add(values, mode="drop")
+
 
 # B-SAG's messages have one of this many capacities, evenly spaced on a logarithmic scale.
 _RUNGS = 4
