@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gpu_kernels import Inputs
 from gpu_stage import Program, Stage
 
-from jaxsparse import cost, quantize, select, sketch
+from jaxsparse import planner, quantize, select, sketch
 from jaxsparse.cost import systems
 from jaxsparse.stream import SparseStream, to_dense
 
@@ -53,7 +53,7 @@ def exchanges(size: int, workers: int) -> dict[str, Callable[[jax.Array], Any]]:
     programs: dict[str, Callable[[jax.Array], Any]] = {}
     for name in systems.SYSTEMS:
         reducer = systems.choose(
-            name, _DENSITY, size=size, workers=workers, link=cost.Link()
+            name, _DENSITY, size=size, workers=workers, link=planner.Link()
         ).reducer(size)
 
         def exchange(x, reducer=reducer):

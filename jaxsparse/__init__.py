@@ -10,13 +10,13 @@ from jaxsparse import (
     blocks,
     codecs,
     collectives,
-    cost,
     layout,
+    planner,
     quantize,
     select,
     sketch,
     stream,
-    tensors,
+    traffic,
 )
 from jaxsparse.autotune import Autotuned, autotune
 from jaxsparse.blocks import BlockStream
@@ -25,6 +25,7 @@ from jaxsparse.feedback import ErrorFeedbackState, error_feedback
 from jaxsparse.parallel import data_parallel
 from jaxsparse.partition import partition
 from jaxsparse.per_worker import PerWorker, Sharded, specs
+from jaxsparse.planner import select_tensors
 from jaxsparse.reducers.base import Info, Laws, Reduced, Reducer
 from jaxsparse.reducers.block_gather import BlockGatherReducer
 from jaxsparse.reducers.dense import DenseReducer
@@ -47,7 +48,6 @@ from jaxsparse.sharding import local, shard
 from jaxsparse.sketch import SketchSpec
 from jaxsparse.stages import Stages, warm_up
 from jaxsparse.stream import SparseStream
-from jaxsparse.tensors import select_tensors
 from jaxsparse.transforms import (
     dense,
     dgc,
@@ -104,7 +104,6 @@ __all__ = [
     "check_replicas",
     "codecs",
     "collectives",
-    "cost",
     "data_parallel",
     "dense",
     "dgc",
@@ -118,6 +117,7 @@ __all__ = [
     "ok_topk",
     "omni_reduce",
     "partition",
+    "planner",
     "qsgd",
     "quantize",
     "random_k",
@@ -134,8 +134,8 @@ __all__ = [
     "sparse_all_gather",
     "specs",
     "stream",
-    "tensors",
     "top_k",
+    "traffic",
     "true_top_k",
     "warm_up",
 ]

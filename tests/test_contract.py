@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from recorders import record
 from workers import MESH_SIZES, few, mesh, on_workers, some
 
 from jaxsparse import (
@@ -241,7 +242,7 @@ def test_the_ways_to_run_are_equal(name, where):
 def test_no_axis_is_one_worker(name):
     g = gradients(1, steps=1)[0, 0]
     reducer = CASES[name].reducer
-    with wire.record() as messages:
+    with record() as messages:
         reduced = jax.jit(functools.partial(reducer, axis_name=None))(g, reducer.init(SIZE))
     assert messages == []
     mean, residual = np.asarray(reduced.mean), np.asarray(reduced.residual)

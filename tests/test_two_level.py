@@ -19,7 +19,6 @@ from jaxsparse import (
     SparDLReducer,
     Stages,
     TopKReducer,
-    cost,
     data_parallel,
     local,
     shard,
@@ -244,7 +243,7 @@ def compiled(tx, shapes, **settings):
         updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state)
         return PerWorker.wrap(updates), state
 
-    return cost.wire_bytes(on_grid(step, **settings).lower(state, grads).compile())
+    return traffic.wire_bytes(on_grid(step, **settings).lower(state, grads).compile())
 
 
 def test_the_slow_axis_carries_a_shard_and_the_fast_one_the_vector():

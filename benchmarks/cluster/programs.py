@@ -22,7 +22,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
-from jaxsparse import cost
+from jaxsparse import traffic
 from jaxsparse.collectives import wire
 
 _BATCH, _INPUTS, _CLASSES = 8, 64, 10  # of the model that is trained: examples of a worker
@@ -42,7 +42,7 @@ class Loaded(NamedTuple):
     """A compiled program, and what it moves."""
 
     run: Callable[..., Any]
-    moved: cost.WireBytes
+    moved: traffic.WireBytes
 
 
 def program(cell: Cell, mesh: Mesh, *, alone: bool) -> Program:
@@ -223,7 +223,7 @@ class Store:
         """Puts it there."""
         made = program(cell, mesh, alone=alone)
         compiled = made.function.lower(*made.carried, *made.fixed).compile()
-        content = serialize_executable.serialize(compiled), cost.wire_bytes(compiled)
+        content = serialize_executable.serialize(compiled), traffic.wire_bytes(compiled)
         path = self.path(cell, alone)
         partial = path.with_suffix(f".{jax.process_index()}")
         partial.write_bytes(pickle.dumps(content))

@@ -75,7 +75,7 @@ _PUBLIC = {
     "reducers": "jaxsparse",
     "codecs": "jaxsparse.codecs",
     "quantize": "jaxsparse.quantize",
-    "network": "jaxsparse.cost",
+    "network": "jaxsparse.planner",
 }
 
 

@@ -7,9 +7,8 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxsparse import blocks, network
+from jaxsparse import blocks
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.union import union_traffic
 from jaxsparse.hashing import combine
 from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds, info
 from jaxsparse.reducers.blocks import (
@@ -174,13 +173,6 @@ class S2Reducer:
         outcome = info(jnp.count_nonzero(mean), kept.overflow)
         residual = rows.reshape(-1)[: x.size]
         return Reduced(mean, residual, None, state + jnp.uint32(1), outcome)
-
-    def traffic(self, size: int, workers: int) -> network.Traffic:
-        """Rounds and words for `size` elements: the union's, and a psum of the table."""
-        summed = network.dense_all_reduce(self.words(size, workers), workers)
-        if self.words(size, workers) == size:
-            return summed
-        return union_traffic(blocks.count(size, self.block_size), workers) + summed
 
 
 def _marked(indices: Int[Array, " capacity"], count: int) -> Bool[Array, " {count}"]:

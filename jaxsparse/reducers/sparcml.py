@@ -1,6 +1,7 @@
 """SparCML (Renggli et al., SC 2019)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -10,20 +11,19 @@ from jaxtyping import Array, Float
 
 from jaxsparse import codecs, network, quantize, select
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.all_gather_sum import all_gather_sum, all_gather_sum_traffic
-from jaxsparse.collectives.dsar_split_allgather import (
-    dsar_split_allgather,
-    dsar_split_allgather_traffic,
-)
+from jaxsparse.collectives.all_gather_sum import all_gather_sum
+from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather
 from jaxsparse.collectives.outcome import AllReduced
-from jaxsparse.collectives.recursive_double import recursive_double, recursive_double_traffic
-from jaxsparse.collectives.sparse_ring import sparse_ring, sparse_ring_traffic
+from jaxsparse.collectives.recursive_double import recursive_double
+from jaxsparse.collectives.sparse_ring import sparse_ring
 from jaxsparse.collectives.split import check_factor
-from jaxsparse.collectives.split_allgather import split_allgather, split_allgather_traffic
+from jaxsparse.collectives.split_allgather import split_allgather
+from jaxsparse.profiles import SystemProfile
 from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds
 from jaxsparse.reducers.residuals import deliver_streams
 from jaxsparse.settings import static_int, static_seed
 from jaxsparse.stream import SparseStream
+from jaxsparse.traffic import WireBytes, traced_bytes
 
 Algorithm = Literal[
     "auto",
@@ -33,6 +33,14 @@ Algorithm = Literal[
     "all_gather",
     "ring",
 ]
+# That "auto" chooses from, in order of simplicity. A ring receives no less than "split_allgather",
+# and waits for as many messages.
+ALGORITHMS: tuple[Algorithm, ...] = (
+    "all_gather",
+    "recursive_double",
+    "split_allgather",
+    "dsar_split_allgather",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +50,8 @@ class SparCMLReducer:
     Attributes:
         k: entries of each bucket that a worker sends.
         bucket_size: consecutive elements in a bucket (of the selection; not of the layout).
-        algorithm: of the all-reduce; "auto" takes the one that is fastest on `link` by the
-            alpha-beta model, or "dsar_split_allgather" where `bits` ask for it.
+        algorithm: of the all-reduce; "auto" takes the one that is fastest on `link` as the planner
+            predicts it (see `choose`), or "dsar_split_allgather" where `bits` ask for it.
         bits: 2, 4 or 8 quantise, by QSGD; None does not.
         quantized: what is quantised: the "sums" in the second half of the dense algorithm, which
             saves bytes (section 6), or each worker's "entries" before they are summed (Alg. 1),
@@ -127,7 +135,7 @@ class SparCMLReducer:
             levels = quantize.quantize(stream.values, spec, own)
             sent = stream._replace(values=quantize.dequantize(levels, spec, stream.capacity))
         workers = wire.axis_size(axis_name)
-        name = self.choose(stream.capacity, x.size, workers)
+        name = self.choose(x.size, workers)
         result = self._run(name, sent, x.size, axis_name, key)
         # What stochastic rounding takes from entries is forgotten, what rounding to nearest is not.
         delivered = sent if self.rounding == "nearest" else stream
@@ -142,33 +150,33 @@ class SparCMLReducer:
         wanted = self.bits is not None and self.quantized == "sums"
         return quantize.QSGD(self.bits) if wanted and self.bits is not None else None
 
-    def traffic(self, k: int, size: int, workers: int) -> dict[str, network.Traffic]:
-        """Rounds and words of each algorithm, for k entries of `size` elements.
+    def choose(self, size: int, workers: int) -> str:
+        """The algorithm for vectors of `size` elements: as set, or the fastest as predicted.
 
-        In order of simplicity, which decides where the model finds no difference.
+        Predicted is what the planner predicts: latency and bandwidth of `link` for the messages of
+        the traced program, in the rounds that `jaxsparse.network.rounds` has for each collective;
+        and what a worker computes, by `SystemProfile.shipped`, which is of a CPU. Give an algorithm
+        where the device is another and computing decides. "ring" is never chosen.
         """
-        common = (k, size, workers, self.codec)
-        dense = dsar_split_allgather_traffic(
-            *common, capacity_factor=self.capacity_factor, quantizer=self._quantizer
-        )
-        if self._quantizer is not None:
-            return {"dsar_split_allgather": dense}
-        return {
-            "recursive_double": recursive_double_traffic(*common),
-            "all_gather": all_gather_sum_traffic(*common),
-            "dsar_split_allgather": dense,
-            "split_allgather": split_allgather_traffic(
-                *common, capacity_factor=self.capacity_factor, union_factor=self.union_factor
-            ),
-            "ring": sparse_ring_traffic(*common),
-        }
-
-    def choose(self, k: int, size: int, workers: int) -> str:
-        """The algorithm for k entries of `size` elements: as set, or the fastest by the model."""
         if self.algorithm != "auto":
             return self.algorithm
-        traffic = self.traffic(k, size, workers)
-        return min(traffic, key=lambda name: self.link.seconds(traffic[name]))
+        if self._quantizer is not None:
+            return "dsar_split_allgather"
+        entries, network_of_link = self._entries(size), network.Network(self.link)
+        # Neither changes the messages.
+        reducer = dataclasses.replace(self, link=network.Link(), seed=0)
+        profile = SystemProfile.shipped()
+
+        def seconds(name: str) -> float:
+            moved = _messages(reducer, name, size, workers)
+            computing = profile.seconds(f"sparcml:{name}", size, workers, entries / size)
+            return network_of_link.seconds(moved) + computing
+
+        return min(ALGORITHMS, key=seconds)
+
+    def _entries(self, size: int) -> int:
+        """Of a worker's stream."""
+        return self.k * (size // self.bucket_size) + min(self.k, size % self.bucket_size)
 
     def _run(
         self, name: str, stream: SparseStream, size: int, axis_name: str | None, key: Array | None
@@ -195,3 +203,14 @@ class SparCMLReducer:
         return algorithms[name](
             stream, size, axis_name=axis_name, codec=self.codec, **extra.get(name, {})
         )
+
+
+@functools.lru_cache(maxsize=1024)
+def _messages(reducer: SparCMLReducer, name: str, size: int, workers: int) -> WireBytes:
+    """What an algorithm moves; traced once, in some 10 to 50 ms."""
+    entries = reducer._entries(size)
+    stream = jax.eval_shape(
+        lambda: SparseStream(jnp.zeros(entries, jnp.int32), jnp.zeros(entries, jnp.float32))
+    )
+    run = lambda stream: reducer._run(name, stream, size, "data", None)
+    return traced_bytes(run, stream, workers)

@@ -39,7 +39,7 @@ def dragonn(
     filled. The bytes that a worker receives grow with the number of workers: for few of them (up
     to about sqrt(1 / density)), large tensors and slow links. Which tensors are worth it can be
     decided by what selecting and decoding take on the device at hand, against what the network
-    would: `is_dense=jaxsparse.tensors.select_tensors(...).is_dense`.
+    would: `is_dense=jaxsparse.select_tensors(...).is_dense`.
 
     Args:
         density: m as a share of each bucket's elements, in (0, 1], or `Stages` of it, as

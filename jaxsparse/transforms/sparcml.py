@@ -53,7 +53,7 @@ def sparcml(
         capacity_factor: room for entries for one owner, in multiples of an even share; what finds
             none stays in the residual and is counted. None makes room for all.
         union_factor: room for sums of one owner in "split_allgather"; None makes room for all.
-        link: the network that "auto" reckons with; None for `jaxsparse.cost.Link()`.
+        link: the network that "auto" reckons with; None for `jaxsparse.planner.Link()`.
         codec: of sparse messages.
         seed: of stochastic rounding.
         axis_name: see `error_feedback`, as for all that follow.

@@ -6,11 +6,11 @@ from typing import Any
 
 from jaxsparse import layout as layouts
 from jaxsparse import network as networks
-from jaxsparse.cost.codecs import CodecProfile
-from jaxsparse.cost.leaf_groups import Group, LeafGroups
-from jaxsparse.cost.plans import BY_GROUP, Plan
-from jaxsparse.cost.predicting import Model, Predictor
 from jaxsparse.cost.systems import SYSTEMS
+from jaxsparse.planner.leaf_groups import Group, LeafGroups
+from jaxsparse.planner.plans import BY_GROUP, Plan
+from jaxsparse.planner.predicting import Model, Predictor
+from jaxsparse.profiles import SystemProfile
 from jaxsparse.reducers.density import check_density
 from jaxsparse.settings import static_float, static_int
 
@@ -21,7 +21,7 @@ def plan(
     *,
     network: networks.Network | networks.Link,
     density: float = 0.01,
-    codecs: CodecProfile | None = None,
+    profile: SystemProfile | None = None,
     memory_bandwidth: float | None = None,
     step_seconds: float = 0.0,
     groups: Mapping[str, Group | None] | None = None,
@@ -32,22 +32,22 @@ def plan(
 
     Network times are those of the alpha-beta model for the collectives of the traced program, dense
     leaves and the flag of finite gradients included; times of computing are interpolated in
-    measured ones, which of `sparcml` are those of the algorithm that suits a `Link()`, whatever the
-    network. What is compressed travels as one vector, or from 2**31 elements on, which int32 can't
-    index, in buckets of 2**30 at most. Steps are usual ones: what Ok-Topk does in one of 32 is left
-    out. Nothing is said of contention, of stragglers, or of accuracy.
+    measured ones. A system that the profile lacks is not predicted, and not chosen. What is
+    compressed travels as one vector, or from 2**31 elements on, which int32 can't index, in buckets
+    of 2**30 at most. Steps are usual ones: what Ok-Topk does in one of 32 is left out. Nothing is
+    said of contention, of stragglers, or of accuracy.
 
     Args:
         params: a tree of arrays or `jax.ShapeDtypeStruct`s like the gradients, or the number of
             elements of one matrix.
         workers: W.
-        network: measured (`jaxsparse.cost.measure_network`, `Network.load`), or a `Link` of
+        network: measured (`jaxsparse.planner.measure_network`, `Network.load`), or a `Link` of
             latency in seconds and bandwidth in bytes a second.
         density: share of the compressed elements that a step delivers, in (0, 1]; see
             `jaxsparse.cost.systems.choose` for what each system makes of it.
-        codecs: times of computing on the device; None for those of the CPU that
-            `CodecProfile.shipped` has.
-        memory_bandwidth: bytes a second: `codecs` are scaled to it, as if all were passes over
+        profile: times of computing on the device; None for those of the CPU that
+            `SystemProfile.shipped` has.
+        memory_bandwidth: bytes a second: the profile is scaled to it, as if all were passes over
             memory. So a GPU's times are extrapolated from a CPU's, roughly.
         step_seconds: of forward and backward pass, which are the same whatever the system.
         groups: from regular expressions on key paths, of which the first one found counts, to
@@ -83,19 +83,14 @@ def plan(
     if not 0 <= step_seconds < math.inf:
         raise ValueError(f"step_seconds={step_seconds} must be finite and at least 0")
     check_density(density)
-    model = Model(_network(network), workers, _codecs(codecs, memory_bandwidth))
+    model = Model(_network(network), workers, _profile(profile, memory_bandwidth))
     planner = Predictor(model, LeafGroups.of(params, groups, is_dense), density)
 
-    conditions = [_written(model.network), f"computing: {model.codecs}"]
-    if codecs is None:
+    conditions = [_written(model.network), f"computing: {model.profile}"]
+    if profile is None:
         conditions.append(
             "  which is another device than yours: measure that by python -m jaxsparse profile"
             + (", or give its memory bandwidth" if memory_bandwidth is None else "")
-        )
-    if "sparcml" in names and model.network.link != networks.Link():
-        conditions.append(
-            f"  sparcml's is that of its algorithm for {_link_written(networks.Link())}: on this "
-            "network it may choose another"
         )
     by_dense = planner.dense()
     found, left_out = [by_dense], []
@@ -145,26 +140,23 @@ def _network(given: Any) -> networks.Network:
         return networks.Network(given)
     if not isinstance(given, networks.Network):
         raise ValueError(
-            f"network={given!r} must be a Network (jaxsparse.cost.measure_network, Network.load) "
-            "or a Link(latency=..., bandwidth=...) in seconds and bytes a second"
+            f"network={given!r} must be a Network (jaxsparse.planner.measure_network, "
+            "Network.load) or a Link(latency=..., bandwidth=...) in seconds and bytes a second"
         )
     return given
 
 
-def _codecs(given: CodecProfile | None, memory_bandwidth: float | None) -> CodecProfile:
-    codecs = CodecProfile.shipped() if given is None else given
-    if not isinstance(codecs, CodecProfile):
+def _profile(given: SystemProfile | None, memory_bandwidth: float | None) -> SystemProfile:
+    profile = SystemProfile.shipped() if given is None else given
+    if not isinstance(profile, SystemProfile):
         raise ValueError(
-            f"codecs={given!r} must be a CodecProfile: measure one by "
-            "jaxsparse.cost.profile_codecs(), or CodecProfile.load a saved one"
+            f"profile={given!r} must be a SystemProfile: measure one by "
+            "jaxsparse.planner.profile_systems(), or SystemProfile.load a saved one"
         )
-    return codecs if memory_bandwidth is None else codecs.scaled(memory_bandwidth)
+    return profile if memory_bandwidth is None else profile.scaled(memory_bandwidth)
 
 
 def _written(network: networks.Network) -> str:
-    text = f"network: {_link_written(network.link)}"
+    link = network.link
+    text = f"network: latency {1e6 * link.latency:g} us, {8e-9 * link.bandwidth:g} Gbit/s"
     return text if network.device == "unknown" else f"{text}; measured: {network.device}"
-
-
-def _link_written(link: networks.Link) -> str:
-    return f"latency {1e6 * link.latency:g} us, {8e-9 * link.bandwidth:g} Gbit/s"

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxsparse.tensors import Point, Profile, profile, select_tensors
+from jaxsparse.tensors.measure import _line
 
-from jaxsparse import codecs, cost
+from jaxsparse import codecs, planner
 from jaxsparse.feedback import error_feedback
 from jaxsparse.layout import small_or_vector
 from jaxsparse.reducers.top_k import TopKReducer
 from jaxsparse.stream import SparseStream
-from jaxsparse.tensors import Point, Profile, profile, select_tensors
-from jaxsparse.tensors.measure import _line
 
 
 def shape(*sizes):
@@ -56,7 +56,7 @@ MEASURED = Profile(
 
 
 def select(tree, workers=8, link=None, density=0.001, profile=MEASURED, **settings):
-    link = cost.Link() if link is None else link
+    link = planner.Link() if link is None else link
     return select_tensors(
         tree, workers=workers, link=link, density=density, profile=profile, **settings
     )
@@ -91,7 +91,7 @@ def test_decisions_are_those_of_the_equation(rule):
     for alpha, bandwidth, workers, density in itertools.product(
         LATENCIES, BANDWIDTHS, WORKERS, DENSITIES
     ):
-        selection = select(tree, workers, cost.Link(alpha, bandwidth), density, is_dense=rule)
+        selection = select(tree, workers, planner.Link(alpha, bandwidth), density, is_dense=rule)
         seen = np.array([(t.dense, t.exchange, t.codec) for t in selection.tensors]).T
         full, sparse, gamma = by_the_equation(sizes, workers, alpha, bandwidth, density)
         codec = [
@@ -117,7 +117,7 @@ def test_decisions_are_those_of_the_equation(rule):
 def test_the_saving_peaks_near_the_root_of_two_over_gamma(gamma):
     free = Profile((Point(1, 0.0, 0.0, 0.0),))
     tree = {"w": shape(1000, 10000)}
-    link = cost.Link(latency=1e-12)
+    link = planner.Link(latency=1e-12)
     saving = {
         workers: select(tree, workers, link, gamma / 2, free).tensors[0].saving
         for workers in range(2, 200)
@@ -148,7 +148,7 @@ def test_selection_is_the_is_dense_of_a_transformation():
     tree = {"a": jnp.ones((64, 32)), "big": jnp.ones((300, 300)), "empty": jnp.ones((0, 3))}
     free = Profile((Point(2048, 1e-3, 0.0, 0.0), Point(90_000, 1e-5, 0.0, 0.0)))
     for chosen, dense in ((free, 2048), (Profile((Point(1, 1.0, 0.0, 0.0),)), 92_048)):
-        selection = select(tree, profile=chosen, link=cost.Link(1e-6, 1e8))
+        selection = select(tree, profile=chosen, link=planner.Link(1e-6, 1e8))
         tx = error_feedback(TopKReducer(0.01), axis_name=None, is_dense=selection.is_dense)
         updates, state = jax.jit(tx.update)(tree, tx.init(tree))
         assert np.count_nonzero(updates["big"]) + np.count_nonzero(updates["a"]) == (

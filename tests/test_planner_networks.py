@@ -11,9 +11,9 @@ import sys
 import jax
 import numpy as np
 import pytest
+from jaxsparse.cost.networks import fit_link, measure_network
 from workers import few, mesh, some
 
-from jaxsparse.cost.networks import fit_link, measure_network
 from jaxsparse.network import Link, Network, Timing, rounds
 
 OPS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
@@ -199,9 +199,9 @@ PROCESS = """
 import sys
 import jax
 jax.distributed.initialize({address!r}, num_processes=2, process_id=int(sys.argv[1]))
-from jaxsparse import cost
+from jaxsparse import planner
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
-network = cost.measure_network(mesh, words=(1, 1000, 100_000), repeats=5, seconds=2)
+network = planner.measure_network(mesh, words=(1, 1000, 100_000), repeats=5, seconds=2)
 network.save(sys.argv[2])
 jax.distributed.shutdown()
 """

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
-from jaxsparse.cost import hlo
-from jaxsparse.cost.groups import group_size, moved_pairs
-from jaxsparse.cost.report import Collective, Conditional, WireBytes
-from jaxsparse.cost.trips import trip_count
+from jaxsparse.traffic import hlo
+from jaxsparse.traffic.replica_groups import group_size, moved_pairs
+from jaxsparse.traffic.report import (
+    RECEIVED,
+    Collective,
+    Conditional,
+    WireBytes,
+    merged,
+    scaled,
+)
+from jaxsparse.traffic.trip_counts import trip_count
 
-# Bytes that one of W workers receives per byte of operand.
-RECEIVED: dict[str, Callable[[int], float]] = {
-    "all-reduce": lambda W: 2 * (W - 1) / W,  # as a ring: reduce-scatter, then all-gather
-    "reduce-scatter": lambda W: (W - 1) / W,
-    "all-gather": lambda W: W - 1,
-    "all-to-all": lambda W: (W - 1) / W,
-    "ragged-all-to-all": lambda W: 1,  # of the output buffer: how full it gets is data
-    "collective-permute": lambda W: 1,
-    "collective-broadcast": lambda W: 1,
-}
 # Opcodes whose called computation runs exactly once each time they do.
 _CALLS = ("call", "fusion", "async")
 
@@ -210,25 +205,3 @@ def _conditional(
         return WireBytes()
     conditional = Conditional(instruction.name, 1, branches, instruction.op_name)
     return WireBytes(branches[conditional.dearest].collectives, (conditional,))
-
-
-def merged(parts: Iterable[WireBytes]) -> WireBytes:
-    """What programs move one after the other."""
-    parts = list(parts)
-    return WireBytes(
-        tuple(c for part in parts for c in part.collectives),
-        tuple(c for part in parts for c in part.conditionals),
-    )
-
-
-def scaled(moved: WireBytes, times: int) -> WireBytes:
-    """What a program moves that runs `times` times."""
-    return WireBytes(
-        tuple(dataclasses.replace(c, count=c.count * times) for c in moved.collectives),
-        tuple(
-            dataclasses.replace(
-                c, count=c.count * times, branches=tuple(scaled(b, times) for b in c.branches)
-            )
-            for c in moved.conditionals
-        ),
-    )

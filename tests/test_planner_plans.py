@@ -10,16 +10,16 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from workers import few
-
-import jaxsparse
-import jaxsparse.__main__ as shell
-from jaxsparse.cost import systems, units
 from jaxsparse.cost.codecs import CodecProfile, Floor, Point
 from jaxsparse.cost.leaf_groups import Group
 from jaxsparse.cost.planner import plan
 from jaxsparse.cost.predicting import usual
 from jaxsparse.cost.traced import traced_bytes
+from workers import few
+
+import jaxsparse
+import jaxsparse.__main__ as shell
+from jaxsparse.cost import systems, units
 from jaxsparse.network import Link, Network
 
 SLOW, FAST = Link(50e-6, 1.25e6), Link(1e-9, 1e15)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from jaxsparse.cost.hlo import Instruction, Module
+from jaxsparse.traffic.hlo import Instruction, Module
 
 _EXPLICIT = re.compile(r"\{\s*((?:\{[\d,\s]*\}[,\s]*)*)\}")
 _IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[[\d,]+\](?:T\([\d,]+\))?")

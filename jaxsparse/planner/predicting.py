@@ -1,23 +1,23 @@
 """Seconds of an exchange: the network's from a model, the device's from a profile."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import optax
 
 from jaxsparse import network as networks
-from jaxsparse.cost.codecs import CodecProfile
-from jaxsparse.cost.leaf_groups import REST, Group, LeafGroups, Members
-from jaxsparse.cost.plans import BY_GROUP, GroupChoice, Prediction
-from jaxsparse.cost.report import WireBytes
 from jaxsparse.cost.systems import OF_BLOCKS, OF_BUCKETS, SYSTEMS, Choice, choose
-from jaxsparse.cost.traced import traced_bytes
 from jaxsparse.feedback import error_feedback
 from jaxsparse.layout import split_evenly
 from jaxsparse.partition import partition
-from jaxsparse.reducers.base import Budget
+from jaxsparse.planner.computing import measured_as
+from jaxsparse.planner.leaf_groups import REST, Group, LeafGroups, Members
+from jaxsparse.planner.plans import BY_GROUP, GroupChoice, Prediction
+from jaxsparse.profiles import SystemProfile
+from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.reducers.dense import DenseReducer
+from jaxsparse.traffic import WireBytes, traced_bytes
 from jaxsparse.transforms.baselines import dense
 
 # Indices are int32: longer vectors travel in buckets.
@@ -29,31 +29,43 @@ class Model(NamedTuple):
 
     network: networks.Network
     workers: int
-    codecs: CodecProfile
+    profile: SystemProfile
 
     def seconds(self, moved: WireBytes) -> float:
         """On the network, in a usual step."""
-        return usual(self.network.seconds, moved)
+        return self.network.seconds(moved.usual)
+
+    def _buckets(self, budget: Budget, size: int) -> list[tuple[Reducer, int]]:
+        """The reducers of all buckets, with their elements."""
+        count = 1 if size <= _LONGEST or isinstance(budget, DenseReducer) else -(-size // _BUCKET)
+        sizes = tuple(split_evenly(size, [1] * count))
+        return list(zip(budget.split(sizes), sizes))
 
     def exchange(self, budget: Budget, size: int) -> float:
         """On the network, for `size` elements, in a usual step."""
-        count = 1 if size <= _LONGEST or isinstance(budget, DenseReducer) else -(-size // _BUCKET)
-        sizes = tuple(split_evenly(size, [1] * count))
-        moved = (traced_bytes(r, n, self.workers) for r, n in zip(budget.split(sizes), sizes))
+        moved = (traced_bytes(r, n, self.workers) for r, n in self._buckets(budget, size))
         return sum(map(self.seconds, moved))
 
     def added_to_dense(self, size: int, elements: int) -> float:
         """What `elements` more take in a dense message of `size`, which is sent anyway."""
-        whole = lambda size: self.exchange(DenseReducer(), size) + self.dense_codec(size)
+        whole = lambda size: self.exchange(DenseReducer(), size) + self.dense_computing(size)
         return whole(size + elements) - whole(size)
 
-    def codec(self, system: str, size: int, density: float) -> float:
-        """Of computing."""
-        return self.codecs.seconds(system, size, self.workers, density)
+    def computing(self, system: str, budget: Budget, size: int, density: float) -> float:
+        """Of computing.
 
-    def dense_codec(self, size: int) -> float:
+        Raises:
+            ValueError: the system was not measured.
+        """
+        reducer, part = self._buckets(budget, size)[0]
+        name = measured_as(system, reducer, part, self.workers)
+        if name not in self.profile.systems:
+            raise ValueError("no measured profile")
+        return self.profile.seconds(name, size, self.workers, density)
+
+    def dense_computing(self, size: int) -> float:
         """Of computing, for a dense message; nothing for the flag alone."""
-        return self.codec("dense", size, 1.0) if size > 1 else 0.0
+        return self.profile.seconds("dense", size, self.workers, 1.0) if size > 1 else 0.0
 
 
 class Predictor:
@@ -69,8 +81,8 @@ class Predictor:
 
     def dense(self) -> Prediction:
         """All leaves in one message."""
-        codec = self.model.dense_codec(self.compressed + self.dense_size)
-        return self._prediction("dense", dense(), codec, "jaxsparse.dense()")
+        computing = self.model.dense_computing(self.compressed + self.dense_size)
+        return self._prediction("dense", dense(), computing, "jaxsparse.dense()")
 
     def one(self, name: str, caveat: str) -> Prediction:
         """All leaves that may be compressed, by one system."""
@@ -87,15 +99,15 @@ class Predictor:
         tx = error_feedback(
             choice.budget, is_dense=self.whole.travels_dense, bucket_size=self.bucket_size
         )
-        codec = self.model.codec(name, self.compressed, self.density)
-        codec += self.model.dense_codec(self.dense_size)
+        computing = self.model.computing(name, choice.budget, self.compressed, self.density)
+        computing += self.model.dense_computing(self.dense_size)
         more = [] if self.leaves.is_dense is None else ["is_dense=is_dense"]
         if self.bucket_size is not None:
             layout = "layout_bucket_size" if name in OF_BUCKETS else "bucket_size"
             more.append(f"{layout}={self.bucket_size}")
         call, _, given = choice.transformation[:-1].partition("(")
         written = f"{call}({', '.join([given, *more] if given else more)})"
-        return self._prediction(name, tx, codec, written, caveat)
+        return self._prediction(name, tx, computing, written, caveat)
 
     def by_group(
         self, names: Sequence[str], is_asked_for: bool
@@ -109,24 +121,22 @@ class Predictor:
         dense_size = always_dense = self.leaves.elements(None)
         choices: list[GroupChoice] = []
         budgets: dict[str, Budget | None] = {}
-        codec = 0.0
+        computing = 0.0
         for name, members in groups.items():
             if name is None:
                 continue
-            choice, budget, computing = self._choose(
-                name, members, always_dense, names, is_asked_for
-            )
+            choice, budget, seconds = self._choose(name, members, always_dense, names, is_asked_for)
             choices.append(choice)
             budgets[name] = budget
-            codec += computing
+            computing += seconds
             dense_size += members.elements if budget is None else 0
-        codec += self.model.dense_codec(dense_size)
+        computing += self.model.dense_computing(dense_size)
         if len({budget for budget in budgets.values() if budget is not None}) == 1:
             choices, budgets = self._as_only_one(choices, budgets, dense_size)
         tx = partition(self.leaves.policy(budgets), bucket_size=self.bucket_size)
         reducers = {choice.group: choice.expression for choice in choices}
         written = self.leaves.written(reducers, self.bucket_size)
-        return tuple(choices), self._prediction(BY_GROUP, tx, codec, written)
+        return tuple(choices), self._prediction(BY_GROUP, tx, computing, written)
 
     def _as_only_one(
         self,
@@ -183,7 +193,7 @@ class Predictor:
         """The choice for a group by itself, its budget and what that computes."""
         model, (kind, leaves, size) = self.model, members
         density = self.density if kind.density is None else kind.density
-        computed = density if kind.touched is None else kind.touched
+        delivered = density if kind.touched is None else kind.touched
         dense_seconds = model.added_to_dense(always_dense + 1, size)
         best: tuple[float, str, Budget | None, float] = (dense_seconds, "dense", None, 0.0)
         written = "None"
@@ -193,45 +203,25 @@ class Predictor:
                 continue
             try:
                 choice = self._chosen(name, kind, size)
-                codec = model.codec(name, size, computed)
-                seconds = codec + model.exchange(choice.budget, size)
+                computing = model.computing(name, choice.budget, size, delivered)
+                seconds = computing + model.exchange(choice.budget, size)
             except ValueError:  # of the whole tree, left_out says why
                 continue
             if seconds < best[0]:
-                best = (seconds, name, choice.budget, codec)
+                best = (seconds, name, choice.budget, computing)
                 written = choice.expression
-        seconds, name, budget, codec = best
+        seconds, name, budget, computing = best
         row = GroupChoice(group, leaves, size, name, seconds, dense_seconds, written)
-        return row, budget, codec
+        return row, budget, computing
 
     def _prediction(
         self,
         name: str,
         tx: optax.GradientTransformation,
-        codec: float,
+        computing: float,
         written: str,
         caveat: str = "",
     ) -> Prediction:
         moved = traced_bytes(tx, self.leaves.tree, self.model.workers)
-        rounds = round(usual(lambda m: m.rounds, moved))
-        received = usual(lambda m: m.received, moved)
-        seconds = self.model.seconds(moved)
-        return Prediction(name, rounds, received, seconds, codec, written, caveat)
-
-
-def usual(amount: Callable[[WireBytes], float], moved: WireBytes) -> float:
-    """An amount, such as bytes or seconds, with the cheapest branch of each conditional.
-
-    Reducers branch where they do more in some steps: the cheapest is what most steps take. Totals
-    of `WireBytes` are those of the dearest. Both are so by received bytes, whatever the amount, so
-    that amounts of one program are of the same branches.
-
-    Args:
-        amount: of what a program moves, by its totals: for example `Network.seconds`.
-        moved: by the program.
-    """
-    total = amount(moved)
-    for conditional in moved.conditionals:
-        cheapest = min(conditional.branches, key=lambda b: (b.received, b.rounds))
-        total += usual(amount, cheapest) - amount(conditional.branches[conditional.dearest])
-    return total
+        seconds, usual = self.model.seconds(moved), moved.usual
+        return Prediction(name, usual.rounds, usual.received, seconds, computing, written, caveat)

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxsparse.cost.codecs import CodecProfile, Floor, Point
+from jaxsparse.cost.computing import exchange_seconds, profile_codecs
 
 import jaxsparse.__main__ as shell
 from jaxsparse import DenseReducer, TopKReducer
 from jaxsparse.cost import systems
-from jaxsparse.cost.codecs import CodecProfile, Floor, Point
-from jaxsparse.cost.computing import exchange_seconds, profile_codecs
 
 SIZES, WORKERS, DENSITIES = (2**10, 2**14), (2, 8, 32), (0.001, 0.01)
 
