@@ -10,6 +10,7 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 # Each may import only from rows above its own.
 LAYERS = [
     ["_compat", "settings", "bits", "hashing", "magnitude", "operations", "platforms", "tiles"],
+    ["printing", "profiles"],
     ["stream", "blocks", "quantize", "stages", "network", "launch"],
     ["codecs"],
     ["select.checks", "select.counting"],
@@ -25,7 +26,7 @@ LAYERS = [
     ["sketch", "layout"],
     ["collectives.wire"],
     ["per_worker", "replicas"],
-    ["sharding"],
+    ["sharding", "traffic"],
     ["parallel", "resharding"],
     ["collectives.group", "collectives.outcome", "collectives.parcel", "collectives.tally"],
     ["collectives.bruck_all_gather", "collectives.split"],
@@ -36,8 +37,8 @@ LAYERS = [
     ["reducers.residuals", "reducers.blocks"],
     ["reducers"],
     ["feedback"],
-    ["transforms", "partition", "autotune", "tensors", "diagnostics"],
-    ["cost"],
+    ["transforms", "partition", "autotune", "diagnostics", "cost"],
+    ["planner"],
     ["__main__"],
 ]
 

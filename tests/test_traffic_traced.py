@@ -93,7 +93,9 @@ def test_it_can_be_asked_within_an_exchange():
         found.append(traced_bytes(TopKReducer(0.01), 1000, 16))
         return x
 
-    data_parallel(ask, mesh(3), batch_argnums=0).lower(jnp.ones((3, 4)))
+    data_parallel(lambda x: wire.psum(ask(x), "data"), mesh(3), batch_argnums=0).lower(
+        jnp.ones((3, 4))
+    )
     jax.jit(jax.vmap(ask, axis_name="data")).lower(jnp.ones((3, 4)))
     with wire.dry_run(5):
         jax.jit(ask).lower(jnp.ones(4))

@@ -17,6 +17,7 @@ from jaxsparse.planner.plans import BY_GROUP, GroupChoice, Prediction
 from jaxsparse.profiles import SystemProfile
 from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.reducers.dense import DenseReducer
+from jaxsparse.reducers.sparcml import SparCMLReducer
 from jaxsparse.traffic import WireBytes, traced_bytes
 from jaxsparse.transforms.baselines import dense
 
@@ -35,7 +36,7 @@ class Model(NamedTuple):
         """On the network, in a usual step."""
         return self.network.seconds(moved.usual)
 
-    def _buckets(self, budget: Budget, size: int) -> list[tuple[Reducer, int]]:
+    def buckets(self, budget: Budget, size: int) -> list[tuple[Reducer, int]]:
         """The reducers of all buckets, with their elements."""
         count = 1 if size <= _LONGEST or isinstance(budget, DenseReducer) else -(-size // _BUCKET)
         sizes = tuple(split_evenly(size, [1] * count))
@@ -43,7 +44,7 @@ class Model(NamedTuple):
 
     def exchange(self, budget: Budget, size: int) -> float:
         """On the network, for `size` elements, in a usual step."""
-        moved = (traced_bytes(r, n, self.workers) for r, n in self._buckets(budget, size))
+        moved = (traced_bytes(r, n, self.workers) for r, n in self.buckets(budget, size))
         return sum(map(self.seconds, moved))
 
     def added_to_dense(self, size: int, elements: int) -> float:
@@ -57,7 +58,7 @@ class Model(NamedTuple):
         Raises:
             ValueError: the system was not measured.
         """
-        reducer, part = self._buckets(budget, size)[0]
+        reducer, part = self.buckets(budget, size)[0]
         name = measured_as(system, reducer, part, self.workers)
         if name not in self.profile.systems:
             raise ValueError("no measured profile")
@@ -88,14 +89,7 @@ class Predictor:
         """All leaves that may be compressed, by one system."""
         if not self.compressed:
             raise ValueError("no leaf may be compressed: see is_dense")
-        choice = choose(
-            name,
-            self.density,
-            size=self.compressed,
-            workers=self.model.workers,
-            link=self.model.network.link,
-            dense_size=self.dense_size,
-        )
+        choice = self._chosen(name, Group(), self.compressed, self.dense_size)
         tx = error_feedback(
             choice.budget, is_dense=self.whole.travels_dense, bucket_size=self.bucket_size
         )
@@ -162,16 +156,28 @@ class Predictor:
         )
 
     def _chosen(self, system: str, group: Group, size: int, dense_size: int = 0) -> Choice:
-        """The system's settings for a group."""
-        return choose(
+        """The system's settings for a group; SparCML's algorithm by this network and profile."""
+        choice = choose(
             system,
             self.density if group.density is None else group.density,
             size=size,
             workers=self.model.workers,
-            link=self.model.network.link,
             touched=group.touched,
             block_size=group.block_size,
             dense_size=dense_size,
+        )
+        if not isinstance(choice.budget, SparCMLReducer):
+            return choice
+        part = self.model.buckets(choice.budget, size)[0][1]
+        algorithm = choice.budget.choose(
+            part,
+            self.model.workers,
+            measured=self.model.network,
+            profile=self.model.profile,
+        )
+        return Choice(
+            dataclasses.replace(choice.budget, algorithm=algorithm),
+            f"{choice.transformation[:-1]}, algorithm={algorithm!r})",
         )
 
     def as_whole(self, best: Prediction, dense: Prediction) -> tuple[GroupChoice, ...]:
