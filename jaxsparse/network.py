@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 from jaxsparse.profiles import Measured
 from jaxsparse.settings import static_float, static_int
+from jaxsparse.traffic import WireBytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,26 +90,6 @@ class Timing(NamedTuple):
         return rounds(self.op, self.workers)
 
 
-class _Collective(Protocol):
-    """What `jaxsparse.traffic.Collective` says of one collective."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def received_bytes(self) -> float: ...
-    @property
-    def count(self) -> int: ...
-
-
-class _Moved(Protocol):
-    """What `jaxsparse.traffic.WireBytes` says of a program."""
-
-    @property
-    def collectives(self) -> Iterable[_Collective]: ...
-
-
 _OPS = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
 
 
@@ -168,7 +149,7 @@ class Network(Measured):
         own = getattr(self, op.removeprefix("ragged-").replace("-", "_"), None)
         return own if isinstance(own, Link) else self.link
 
-    def seconds(self, moved: _Moved) -> float:
+    def seconds(self, moved: WireBytes) -> float:
         """Time of all collectives of a program, one after the other.
 
         Args:

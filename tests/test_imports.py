@@ -11,7 +11,7 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 LAYERS = [
     ["_compat", "settings", "bits", "hashing", "magnitude", "operations", "platforms", "tiles"],
     ["printing", "profiles"],
-    ["stream", "blocks", "quantize", "stages", "network", "launch"],
+    ["stream", "blocks", "quantize", "stages", "launch"],
     ["codecs"],
     ["select.checks", "select.counting"],
     ["select.kth_largest"],
@@ -27,7 +27,7 @@ LAYERS = [
     ["collectives.wire"],
     ["per_worker", "replicas"],
     ["sharding", "traffic"],
-    ["parallel", "resharding"],
+    ["parallel", "resharding", "network"],
     ["collectives.group", "collectives.outcome", "collectives.parcel", "collectives.tally"],
     ["collectives.bruck_all_gather", "collectives.split"],
     ["collectives.spar_reduce_scatter"],

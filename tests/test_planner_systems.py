@@ -9,7 +9,7 @@ import pytest
 
 import jaxsparse.__main__ as shell
 from jaxsparse import DenseReducer, TopKReducer
-from jaxsparse.planner.computing import exchange_seconds, profile_systems
+from jaxsparse.planner.computing import profile_systems, time_exchange
 from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.reducers.sparcml import ALGORITHMS
 
@@ -123,7 +123,7 @@ def test_the_whole_exchange_is_computed(monkeypatch):
     seen = []
     real = jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda x: seen.append(x) or real(x))
-    exchange_seconds(TopKReducer(0.05), 601, 3, repeats=1, warm_up=0)
+    time_exchange(TopKReducer(0.05), 601, 3, repeats=1, warm_up=0)
     (_, residual), mean = seen[0]
     x = jax.random.normal(jax.random.key(601), (601,)) ** 3
     with wire.dry_run(3):
@@ -132,7 +132,7 @@ def test_the_whole_exchange_is_computed(monkeypatch):
     np.testing.assert_allclose(residual, expected.residual, rtol=1e-6)
     assert jnp.count_nonzero(mean) == 31
     seen.clear()
-    exchange_seconds(DenseReducer(), 601, 3, repeats=1, warm_up=0)
+    time_exchange(DenseReducer(), 601, 3, repeats=1, warm_up=0)
     (_, residual), mean = seen[0]
     assert residual.size == 0
     np.testing.assert_allclose(mean, x, rtol=1e-6)

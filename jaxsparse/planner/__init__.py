@@ -4,9 +4,9 @@ from jaxsparse.network import Link as Link
 from jaxsparse.network import Network as Network
 from jaxsparse.network import Timing as Timing
 from jaxsparse.network import rounds as rounds
-from jaxsparse.planner.computing import exchange_seconds as exchange_seconds
 from jaxsparse.planner.computing import profile_systems as profile_systems
 from jaxsparse.planner.computing import profile_tensors as profile_tensors
+from jaxsparse.planner.computing import time_exchange as time_exchange
 from jaxsparse.planner.leaf_groups import Group as Group
 from jaxsparse.planner.networks import fit_link as fit_link
 from jaxsparse.planner.networks import measure_network as measure_network
@@ -38,7 +38,6 @@ __all__ = [
     "TensorSelection",
     "TensorTimes",
     "Timing",
-    "exchange_seconds",
     "fit_link",
     "measure_network",
     "plan",
@@ -46,4 +45,5 @@ __all__ = [
     "profile_tensors",
     "rounds",
     "select_tensors",
+    "time_exchange",
 ]

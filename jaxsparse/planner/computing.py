@@ -30,16 +30,16 @@ from jaxsparse.stream import SparseStream, to_dense
 Extract = Callable[[Float[Array, " d"], int], SparseStream]
 
 
-class _Timed(NamedTuple):
-    """Medians over the timed steps, in seconds."""
+class ExchangeTime(NamedTuple):
+    """What one exchange computes: medians over the timed steps, in seconds."""
 
     exchange: float
     floor: float  # a donated x * 2 on as many float32, in between: the least that a pass costs
 
 
-def exchange_seconds(
+def time_exchange(
     reducer: Reducer, size: int, workers: int, *, repeats: int = 9, warm_up: int = 2
-) -> float:
+) -> ExchangeTime:
     """Times what one of `workers` workers computes in an exchange, on this process's first device.
 
     One step adds the residual to a gradient and runs the reducer; nothing is sent (see
@@ -56,16 +56,9 @@ def exchange_seconds(
         repeats: timed steps.
         warm_up: steps before these.
 
-    Returns:
-        The median, in seconds.
-
     Raises:
         ValueError: settings out of range, or the reducer can't run with them.
     """
-    return _timed(reducer, size, workers, repeats, warm_up).exchange
-
-
-def _timed(reducer: Reducer, size: int, workers: int, repeats: int, warm_up: int = 2) -> _Timed:
     size, workers = static_int("size", size), static_int("workers", workers)
     repeats, warm_up = static_int("repeats", repeats), static_int("warm_up", warm_up)
     for name, value in (("size", size), ("workers", workers), ("repeats", repeats)):
@@ -100,7 +93,7 @@ def _timed(reducer: Reducer, size: int, workers: int, repeats: int, warm_up: int
         return doubled
 
     seconds = interleaved({"exchange": exchange, "floor": floor}, repeats, warm_up)
-    return _Timed(statistics.median(seconds["exchange"]), statistics.median(seconds["floor"]))
+    return ExchangeTime(*map(statistics.median, seconds.values()))
 
 
 def measured_as(system: str, reducer: Reducer, size: int, workers: int) -> str:
@@ -122,7 +115,7 @@ def profile_systems(
     repeats: int = 9,
     progress: Callable[[str], Any] | None = None,
 ) -> SystemProfile:
-    """Times systems on this process's first device: see `exchange_seconds`.
+    """Times systems on this process's first device: see `time_exchange`.
 
     All of them, some 250 programs, take about 7 minutes on a CPU with two cores, most of it to
     compile. Leave it otherwise idle. `sparcml` is timed with each of the algorithms that "auto"
@@ -158,7 +151,7 @@ def profile_systems(
             try:
                 reducer = choose(name, share, size=size, workers=count).reducer(size)
                 variants = _variants(reducer)
-                found = [_timed(each, size, count, repeats) for each in variants]
+                found = [time_exchange(each, size, count, repeats=repeats) for each in variants]
             except ValueError as error:
                 _tell(progress, f"{name}, {where}: left out: {error}")
                 continue
