@@ -21,6 +21,7 @@ from jaxsparse import (
     layout,
     local,
     shard,
+    traffic,
 )
 from jaxsparse.partition import partition
 

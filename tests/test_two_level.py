@@ -22,6 +22,7 @@ from jaxsparse import (
     data_parallel,
     local,
     shard,
+    traffic,
 )
 from jaxsparse import specs as specs_of
 from jaxsparse.feedback import Levels, error_feedback

@@ -183,6 +183,8 @@ class SparCMLReducer:
             return self.algorithm
         if self._quantizer is not None:
             return "dsar_split_allgather"
+        if workers == 1:  # which sends nothing
+            return "all_gather"
         where = network.Network(self.link) if measured is None else measured
         known = SystemProfile.shipped() if profile is None else profile
         density = self._entries(size) / size
@@ -190,10 +192,10 @@ class SparCMLReducer:
         reducer = dataclasses.replace(self, link=network.Link(), seed=0)
 
         def seconds(name: str) -> float:
-            moved, system = _messages(reducer, name, size, workers), f"sparcml:{name}"
-            timed = system in known.systems
-            computing = known.seconds(system, size, workers, density) if timed else 0.0
-            return where.seconds(moved) + computing
+            on_network = where.seconds(_messages(reducer, name, size, workers))
+            if not timed:
+                return on_network
+            return on_network + known.seconds(f"sparcml:{name}", size, workers, density)
 
         timed = [name for name in ALGORITHMS if f"sparcml:{name}" in known.systems]
         return min(timed or ALGORITHMS, key=seconds)
