@@ -131,7 +131,7 @@ def test_groups_that_cannot_be_combined_are_left_out(monkeypatch):
     def fail(*args, **settings):
         raise ValueError("no room")
 
-    monkeypatch.setattr("jaxsparse.planner.predicting.partition", fail)
+    monkeypatch.setattr("jaxsparse.planner.planning.partition", fail)
     found = planned(TREE, groups={"embedding": None})
     assert dict(found.left_out)["by group"] == "no room"
     assert found.best == "spardl"

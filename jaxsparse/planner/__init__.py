@@ -22,28 +22,3 @@ from jaxsparse.planner.tensors import select_tensors as select_tensors
 from jaxsparse.profiles import Floor as Floor
 from jaxsparse.profiles import SystemPoint as SystemPoint
 from jaxsparse.profiles import SystemProfile as SystemProfile
-
-__all__ = [
-    "Floor",
-    "Group",
-    "GroupChoice",
-    "Link",
-    "Network",
-    "Plan",
-    "Prediction",
-    "SystemPoint",
-    "SystemProfile",
-    "TensorPoint",
-    "TensorProfile",
-    "TensorSelection",
-    "TensorTimes",
-    "Timing",
-    "fit_link",
-    "measure_network",
-    "plan",
-    "profile_systems",
-    "profile_tensors",
-    "rounds",
-    "select_tensors",
-    "time_exchange",
-]

@@ -1,18 +1,34 @@
-"""Which system is fastest for a model on a network, or whether dense is: predicted, not run."""
+"""Which system is fastest for a model on a network, or whether dense is: predicted, not run.
 
+The network's seconds come from a model, the device's from a profile.
+"""
+
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import optax
 
 from jaxsparse import layout as layouts
 from jaxsparse import network as networks
-from jaxsparse.cost.systems import SYSTEMS
-from jaxsparse.planner.leaf_groups import Group, LeafGroups
-from jaxsparse.planner.plans import BY_GROUP, Plan
-from jaxsparse.planner.predicting import Model, Predictor
+from jaxsparse.cost.systems import OF_BLOCKS, OF_BUCKETS, SYSTEMS, Choice, choose
+from jaxsparse.feedback import error_feedback
+from jaxsparse.partition import partition
+from jaxsparse.planner.computing import measured_as
+from jaxsparse.planner.leaf_groups import REST, Group, LeafGroups, Members
+from jaxsparse.planner.plans import BY_GROUP, GroupChoice, Plan, Prediction
 from jaxsparse.profiles import SystemProfile
+from jaxsparse.reducers.base import Budget, Reducer
+from jaxsparse.reducers.dense import DenseReducer
 from jaxsparse.reducers.density import check_density
+from jaxsparse.reducers.sparcml import SparCMLReducer
 from jaxsparse.settings import static_float, static_int
+from jaxsparse.traffic import WireBytes, traced_bytes
+from jaxsparse.transforms.baselines import dense
+
+# Indices are int32: longer vectors travel in buckets.
+_LONGEST, _BUCKET = 2**31 - 1, 2**30
 
 
 def plan(
@@ -83,8 +99,8 @@ def plan(
     if not 0 <= step_seconds < math.inf:
         raise ValueError(f"step_seconds={step_seconds} must be finite and at least 0")
     check_density(density)
-    model = Model(_network(network), workers, _profile(profile, memory_bandwidth))
-    planner = Predictor(model, LeafGroups.of(params, groups, is_dense), density)
+    model = _Model(_network(network), workers, _profile(profile, memory_bandwidth))
+    planner = _Predictor(model, LeafGroups.of(params, groups, is_dense), density)
 
     conditions = [_written(model.network), f"computing: {model.profile}"]
     if profile is None:
@@ -160,3 +176,211 @@ def _written(network: networks.Network) -> str:
     link = network.link
     text = f"network: latency {1e6 * link.latency:g} us, {8e-9 * link.bandwidth:g} Gbit/s"
     return text if network.device == "unknown" else f"{text}; measured: {network.device}"
+
+
+class _Model(NamedTuple):
+    """What predictions rest on."""
+
+    network: networks.Network
+    workers: int
+    profile: SystemProfile
+
+    def seconds(self, moved: WireBytes) -> float:
+        """On the network, in a usual step."""
+        return self.network.seconds(moved.usual)
+
+    def buckets(self, budget: Budget, size: int) -> list[tuple[Reducer, int]]:
+        """The reducers of all buckets, with their elements."""
+        count = 1 if size <= _LONGEST or isinstance(budget, DenseReducer) else -(-size // _BUCKET)
+        sizes = tuple(layouts.split_evenly(size, [1] * count))
+        return list(zip(budget.split(sizes), sizes))
+
+    def exchange(self, budget: Budget, size: int) -> float:
+        """On the network, for `size` elements, in a usual step."""
+        moved = (traced_bytes(r, n, self.workers) for r, n in self.buckets(budget, size))
+        return sum(map(self.seconds, moved))
+
+    def added_to_dense(self, size: int, elements: int) -> float:
+        """What `elements` more take in a dense message of `size`, which is sent anyway."""
+        whole = lambda size: self.exchange(DenseReducer(), size) + self.dense_computing(size)
+        return whole(size + elements) - whole(size)
+
+    def computing(self, system: str, budget: Budget, size: int, density: float) -> float:
+        """Of computing.
+
+        Raises:
+            ValueError: the system was not measured.
+        """
+        reducer, part = self.buckets(budget, size)[0]
+        name = measured_as(system, reducer, part, self.workers)
+        if name not in self.profile.systems:
+            raise ValueError("no measured profile")
+        return self.profile.seconds(name, size, self.workers, density)
+
+    def dense_computing(self, size: int) -> float:
+        """Of computing, for a dense message; nothing for the flag alone."""
+        return self.profile.seconds("dense", size, self.workers, 1.0) if size > 1 else 0.0
+
+
+class _Predictor:
+    """Predictions for one tree."""
+
+    def __init__(self, model: _Model, leaves: LeafGroups, density: float):
+        self.model, self.leaves, self.density = model, leaves, density
+        # One transformation for the whole tree knows no groups.
+        self.whole = dataclasses.replace(leaves, rules={})
+        self.dense_size = self.whole.elements(None)
+        self.compressed = self.whole.elements(REST)
+        self.bucket_size = _BUCKET if self.compressed > _LONGEST else None
+
+    def dense(self) -> Prediction:
+        """All leaves in one message."""
+        computing = self.model.dense_computing(self.compressed + self.dense_size)
+        return self._prediction("dense", dense(), computing, "jaxsparse.dense()")
+
+    def one(self, name: str, caveat: str) -> Prediction:
+        """All leaves that may be compressed, by one system."""
+        if not self.compressed:
+            raise ValueError("no leaf may be compressed: see is_dense")
+        choice = self._chosen(name, Group(), self.compressed, self.dense_size)
+        tx = error_feedback(
+            choice.budget, is_dense=self.whole.travels_dense, bucket_size=self.bucket_size
+        )
+        computing = self.model.computing(name, choice.budget, self.compressed, self.density)
+        computing += self.model.dense_computing(self.dense_size)
+        more = [] if self.leaves.is_dense is None else ["is_dense=is_dense"]
+        if self.bucket_size is not None:
+            layout = "layout_bucket_size" if name in OF_BUCKETS else "bucket_size"
+            more.append(f"{layout}={self.bucket_size}")
+        call, _, given = choice.transformation[:-1].partition("(")
+        written = f"{call}({', '.join([given, *more] if given else more)})"
+        return self._prediction(name, tx, computing, written, caveat)
+
+    def by_group(
+        self, names: Sequence[str], is_asked_for: bool
+    ) -> tuple[tuple[GroupChoice, ...], Prediction]:
+        """The fastest system for each group, and what they take together.
+
+        Raises:
+            ValueError: they can't be combined.
+        """
+        groups = self.leaves.members()
+        dense_size = always_dense = self.leaves.elements(None)
+        choices: list[GroupChoice] = []
+        budgets: dict[str, Budget | None] = {}
+        computing = 0.0
+        for name, members in groups.items():
+            if name is None:
+                continue
+            choice, budget, seconds = self._choose(name, members, always_dense, names, is_asked_for)
+            choices.append(choice)
+            budgets[name] = budget
+            computing += seconds
+            dense_size += members.elements if budget is None else 0
+        computing += self.model.dense_computing(dense_size)
+        if len({budget for budget in budgets.values() if budget is not None}) == 1:
+            choices, budgets = self._as_only_one(choices, budgets, dense_size)
+        tx = partition(self.leaves.policy(budgets), bucket_size=self.bucket_size)
+        reducers = {choice.group: choice.expression for choice in choices}
+        written = self.leaves.written(reducers, self.bucket_size)
+        return tuple(choices), self._prediction(BY_GROUP, tx, computing, written)
+
+    def _as_only_one(
+        self,
+        choices: Sequence[GroupChoice],
+        budgets: Mapping[str, Budget | None],
+        dense_size: int,
+    ) -> tuple[list[GroupChoice], dict[str, Budget | None]]:
+        """The same choices where all groups that are compressed have equal budgets.
+
+        `partition` makes one vector of them, and counts the dense leaves against its budget.
+        """
+        compressed = [choice for choice in choices if budgets[choice.group] is not None]
+        size = sum(choice.elements for choice in compressed)
+        system, group = compressed[0].system, self.leaves.rules.get(compressed[0].group) or Group()
+        again = self._chosen(system, group, size, dense_size)
+        names = [choice.group for choice in compressed]
+        return (
+            [
+                choice._replace(expression=again.expression) if choice.group in names else choice
+                for choice in choices
+            ],
+            {name: again.budget if name in names else None for name in budgets},
+        )
+
+    def _chosen(self, system: str, group: Group, size: int, dense_size: int = 0) -> Choice:
+        """The system's settings for a group; SparCML's algorithm by this network and profile."""
+        choice = choose(
+            system,
+            self.density if group.density is None else group.density,
+            size=size,
+            workers=self.model.workers,
+            touched=group.touched,
+            block_size=group.block_size,
+            dense_size=dense_size,
+        )
+        if not isinstance(choice.budget, SparCMLReducer):
+            return choice
+        part = self.model.buckets(choice.budget, size)[0][1]
+        algorithm = choice.budget.choose(
+            part,
+            self.model.workers,
+            measured=self.model.network,
+            profile=self.model.profile,
+        )
+        return Choice(
+            dataclasses.replace(choice.budget, algorithm=algorithm),
+            f"{choice.transformation[:-1]}, algorithm={algorithm!r})",
+        )
+
+    def as_whole(self, best: Prediction, dense: Prediction) -> tuple[GroupChoice, ...]:
+        """The choice where one system serves the whole tree."""
+        leaves = self.whole.members().get(REST)
+        if leaves is None:
+            return ()
+        times = (best.exchange, dense.exchange)
+        return (GroupChoice(REST, *leaves[1:], best.system, *times, best.transformation),)
+
+    def _choose(
+        self,
+        group: str,
+        members: Members,
+        always_dense: int,
+        names: Sequence[str],
+        is_asked_for: bool,
+    ) -> tuple[GroupChoice, Budget | None, float]:
+        """The choice for a group by itself, its budget and what that computes."""
+        model, (kind, leaves, size) = self.model, members
+        density = self.density if kind.density is None else kind.density
+        delivered = density if kind.touched is None else kind.touched
+        dense_seconds = model.added_to_dense(always_dense + 1, size)
+        best: tuple[float, str, Budget | None, float] = (dense_seconds, "dense", None, 0.0)
+        written = "None"
+        possible = names if kind.touched is None else [n for n in OF_BLOCKS if n in names]
+        for name in possible:
+            if SYSTEMS[name].caveat and not (is_asked_for or kind.touched):
+                continue
+            try:
+                choice = self._chosen(name, kind, size)
+                computing = model.computing(name, choice.budget, size, delivered)
+                seconds = computing + model.exchange(choice.budget, size)
+            except ValueError:  # of the whole tree, left_out says why
+                continue
+            if seconds < best[0]:
+                best = (seconds, name, choice.budget, computing)
+                written = choice.expression
+        seconds, name, budget, computing = best
+        row = GroupChoice(group, leaves, size, name, seconds, dense_seconds, written)
+        return row, budget, computing
+
+    def _prediction(
+        self,
+        name: str,
+        tx: optax.GradientTransformation,
+        computing: float,
+        written: str,
+        caveat: str = "",
+    ) -> Prediction:
+        moved = traced_bytes(tx, self.leaves.tree, self.model.workers)
+        seconds, usual = self.model.seconds(moved), moved.usual
+        return Prediction(name, usual.rounds, usual.received, seconds, computing, written, caveat)

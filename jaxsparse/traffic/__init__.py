@@ -5,11 +5,3 @@ from jaxsparse.traffic.report import Collective as Collective
 from jaxsparse.traffic.report import Conditional as Conditional
 from jaxsparse.traffic.report import WireBytes as WireBytes
 from jaxsparse.traffic.traced import traced_bytes as traced_bytes
-
-__all__ = [
-    "Collective",
-    "Conditional",
-    "WireBytes",
-    "traced_bytes",
-    "wire_bytes",
-]
