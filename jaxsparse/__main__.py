@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxsparse.cost.systems import SYSTEMS
 from jaxsparse.network import Link, Network
 from jaxsparse.planner import units
 from jaxsparse.planner.computing import profile_systems
 from jaxsparse.planner.planning import plan
 from jaxsparse.planner.plans import Plan, compared
 from jaxsparse.profiles import SystemProfile
+from jaxsparse.systems import WITH_VARIANTS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_systems(add: Callable[..., Any]) -> None:
-    add("--systems", nargs="+", metavar="NAME", help=f"some of {', '.join(SYSTEMS)}")
+    add("--systems", nargs="+", metavar="NAME", help=f"some of {', '.join(WITH_VARIANTS)}")
 
 
 def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:

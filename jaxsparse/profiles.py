@@ -88,7 +88,7 @@ class Floor(NamedTuple):
 class SystemPoint(NamedTuple):
     """What one system computes in one exchange."""
 
-    system: str  # a name; "sparcml:ALGORITHM" for each of SparCML's
+    system: str  # of `jaxsparse.systems.WITH_VARIANTS`; "sparcml:ALGORITHM" for each of SparCML's
     elements: int  # float32 elements of the vector; one of the floors' sizes
     workers: int
     density: float | None  # None: the system does the same at any

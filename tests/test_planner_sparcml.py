@@ -2,17 +2,18 @@
 
 import json
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 from workers import few, mesh
 
-from jaxsparse import SparCMLReducer, codecs, data_parallel
-from jaxsparse.cost.systems import choose
+from jaxsparse import codecs, data_parallel
 from jaxsparse.network import Link, Network
 from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
-from jaxsparse.reducers.sparcml import ALGORITHMS
+from jaxsparse.systems import SparCML, choose
+from jaxsparse.systems.sparcml import ALGORITHMS
 from jaxsparse.traffic import traced_bytes
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "cluster" / "results.json"
@@ -40,7 +41,7 @@ def measured():
 
 def reducer_of(density, size, workers, link):
     budget = choose("sparcml", density, size=size, workers=workers).budget
-    return SparCMLReducer(budget.k, budget.bucket_size, link=link)
+    return SparCML(budget.k, budget.group_size, link=link)
 
 
 def test_the_choice_against_measured_times():
@@ -74,11 +75,9 @@ def test_recursive_doubling_is_not_taken_where_it_was_slow():
 
 
 def predicted(reducer, name, size, workers):
-    single = SparCMLReducer(
-        reducer.k, reducer.bucket_size, name, codec=reducer.codec, link=reducer.link
-    )
+    single = SparCML(reducer.k, reducer.group_size, name, codec=reducer.codec, link=reducer.link)
     moved = traced_bytes(single, size, workers)
-    entries = reducer.k * (size // reducer.bucket_size)
+    entries = reducer.k * (size // reducer.group_size)
     computing = SystemProfile.shipped().seconds(f"sparcml:{name}", size, workers, entries / size)
     return Network(reducer.link).seconds(moved) + computing
 
@@ -87,7 +86,7 @@ def predicted(reducer, name, size, workers):
 @pytest.mark.parametrize("link", [Link(1e-6, 1e8), Link(1e-2, 1e10)], ids=["slow", "far"])
 def test_it_is_the_planner_s_minimum(workers, link):
     size = 2**16
-    reducer = SparCMLReducer(link=link, codec=codecs.Packed())
+    reducer = SparCML(link=link, codec=codecs.Packed())
     times = {name: predicted(reducer, name, size, workers) for name in ALGORITHMS}
     assert times[reducer.choose(size, workers)] == min(times.values())
 
@@ -99,7 +98,7 @@ def test_a_ring_never_receives_less(workers, factor, k):
     """Nor waits for fewer messages: so there is no need to choose from it."""
     size, network = 512 * 40 + 7, Network(Link(1.0, 1e30))
     ring, split = (
-        traced_bytes(SparCMLReducer(k, 512, name, capacity_factor=factor), size, workers)
+        traced_bytes(SparCML(k, 512, name, capacity_factor=factor), size, workers)
         for name in ("ring", "split_allgather")
     )
     assert ring.received >= split.received - 4 * (workers - 1)  # a count beside the entries
@@ -108,17 +107,17 @@ def test_a_ring_never_receives_less(workers, factor, k):
 
 def test_settings_that_leave_no_choice():
     far = Link(latency=1e-2, bandwidth=1e10)
-    assert SparCMLReducer(link=far, bits=4).choose(2**16, 8) == "dsar_split_allgather"
-    assert SparCMLReducer(link=far, algorithm="ring").choose(2**16, 8) == "ring"
-    assert SparCMLReducer(link=far).choose(2**16, 1) == "all_gather"
+    assert SparCML(link=far, bits=4).choose(2**16, 8) == "dsar_split_allgather"
+    assert SparCML(link=far, algorithm="ring").choose(2**16, 8) == "ring"
+    assert SparCML(link=far).choose(2**16, 1) == "all_gather"
     # Latency decides: the fewest messages.
-    assert SparCMLReducer(link=far).choose(2**16, 8) == "recursive_double"
+    assert SparCML(link=far).choose(2**16, 8) == "recursive_double"
     # Bandwidth decides, and supports overlap: ranges.
     slow = Link(latency=1e-6, bandwidth=1e6)
-    reducer = SparCMLReducer(link=slow, union_factor=2.0)
+    reducer = SparCML(link=slow, union_factor=2.0)
     assert reducer.choose(2**24, 64) == "split_allgather"
     # So many entries that their union is dense.
-    assert SparCMLReducer(64, link=slow).choose(2**20, 64) == "dsar_split_allgather"
+    assert SparCML(64, link=slow).choose(2**20, 64) == "dsar_split_allgather"
 
 
 def test_it_is_chosen_once_where_the_step_is_traced(monkeypatch):
@@ -129,7 +128,8 @@ def test_it_is_chosen_once_where_the_step_is_traced(monkeypatch):
         traced.append(args)
         return traced_bytes(*args, **settings)
 
-    monkeypatch.setattr("jaxsparse.reducers.sparcml.traced_bytes", counting)
+    # The package has a function of the module's name.
+    monkeypatch.setattr(sys.modules["jaxsparse.systems.sparcml"], "traced_bytes", counting)
     size = 5000  # of no other test
 
     def lower(reducer):
@@ -138,8 +138,8 @@ def test_it_is_chosen_once_where_the_step_is_traced(monkeypatch):
         data_parallel(lambda x: run(x[0]), mesh(3), batch_argnums=0).lower(x)
         jax.jit(jax.vmap(run, axis_name="data")).lower(x)
 
-    lower(SparCMLReducer())
-    lower(SparCMLReducer(seed=7, link=Link(1e-2, 1e10)))
+    lower(SparCML())
+    lower(SparCML(seed=7, link=Link(1e-2, 1e10)))
     assert len(traced) == len(ALGORITHMS)
 
 
@@ -148,6 +148,6 @@ def test_algorithms_without_times_are_left_out():
     points.append(SystemPoint("sparcml:split_allgather", 2**16, 8, None, 9.0))
     part = SystemProfile(tuple(points), (Floor(2**16, 1e-5),))
     far = Network(Link(latency=1e-2, bandwidth=1e10))
-    assert SparCMLReducer().choose(2**16, 8, measured=far, profile=part) == "split_allgather"
+    assert SparCML().choose(2**16, 8, measured=far, profile=part) == "split_allgather"
     none = SystemProfile((SystemPoint("dense", 8, 8, None, 1.0),), (Floor(8, 1e-5),))
-    assert SparCMLReducer().choose(2**16, 8, measured=far, profile=none) == "recursive_double"
+    assert SparCML().choose(2**16, 8, measured=far, profile=none) == "recursive_double"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jaxsparse.__main__ as shell
-from jaxsparse import DenseReducer, TopKReducer
 from jaxsparse.planner.computing import profile_systems, time_exchange
 from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
-from jaxsparse.reducers.sparcml import ALGORITHMS
+from jaxsparse.systems import Dense, TopK
+from jaxsparse.systems.sparcml import ALGORITHMS
 
 SIZES, WORKERS, DENSITIES = (2**10, 2**14), (2, 8, 32), (0.001, 0.01)
 
@@ -123,16 +123,16 @@ def test_the_whole_exchange_is_computed(monkeypatch):
     seen = []
     real = jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda x: seen.append(x) or real(x))
-    time_exchange(TopKReducer(0.05), 601, 3, repeats=1, warm_up=0)
+    time_exchange(TopK(0.05), 601, 3, repeats=1, warm_up=0)
     (_, residual), mean = seen[0]
     x = jax.random.normal(jax.random.key(601), (601,)) ** 3
     with wire.dry_run(3):
-        expected = TopKReducer(0.05)(x, (), axis_name="data")
+        expected = TopK(0.05)(x, (), axis_name="data")
     np.testing.assert_allclose(mean, expected.mean, rtol=1e-6)
     np.testing.assert_allclose(residual, expected.residual, rtol=1e-6)
     assert jnp.count_nonzero(mean) == 31
     seen.clear()
-    time_exchange(DenseReducer(), 601, 3, repeats=1, warm_up=0)
+    time_exchange(Dense(), 601, 3, repeats=1, warm_up=0)
     (_, residual), mean = seen[0]
     assert residual.size == 0
     np.testing.assert_allclose(mean, x, rtol=1e-6)

@@ -16,8 +16,8 @@ from jaxsparse.feedback import error_feedback
 from jaxsparse.layout import small_or_vector
 from jaxsparse.planner import TensorPoint, TensorProfile, profile_tensors, select_tensors
 from jaxsparse.planner.computing import _line
-from jaxsparse.reducers.top_k import TopKReducer
 from jaxsparse.stream import SparseStream
+from jaxsparse.systems import TopK
 
 
 def shape(*sizes):
@@ -149,7 +149,7 @@ def test_selection_is_the_is_dense_of_a_transformation():
     free = TensorProfile((TensorPoint(2048, 1e-3, 0.0, 0.0), TensorPoint(90_000, 1e-5, 0.0, 0.0)))
     for chosen, dense in ((free, 2048), (TensorProfile((TensorPoint(1, 1.0, 0.0, 0.0),)), 92_048)):
         selection = select(tree, profile=chosen, link=planner.Link(1e-6, 1e8))
-        tx = error_feedback(TopKReducer(0.01), axis_name=None, is_dense=selection.is_dense)
+        tx = error_feedback(TopK(0.01), axis_name=None, is_dense=selection.is_dense)
         updates, state = jax.jit(tx.update)(tree, tx.init(tree))
         assert np.count_nonzero(updates["big"]) + np.count_nonzero(updates["a"]) == (
             92_048 if dense == 92_048 else 2048 + 900

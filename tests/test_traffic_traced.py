@@ -12,10 +12,10 @@ from published_traffic import sparse_ring_traffic
 from workers import QUICK_COMPILE, few, mesh, some
 
 import jaxsparse
-from jaxsparse import SparCMLReducer, TopKReducer, data_parallel, shard, specs
+from jaxsparse import data_parallel, shard, specs
 from jaxsparse.collectives import wire
-from jaxsparse.cost.systems import SYSTEMS, choose
 from jaxsparse.network import Link, Network, rounds
+from jaxsparse.systems import WITH_VARIANTS, SparCML, TopK, choose
 from jaxsparse.traffic import traced_bytes, wire_bytes
 
 SIZE = 3001
@@ -59,7 +59,7 @@ SLOW = {"spardl", "sparcml", "sketched_sgd", "s2_reducer", "sparse_all_gather"}
 SKETCHES = {"sketched_sgd", "s2_reducer"}
 
 
-@pytest.mark.parametrize("name", some(list(SYSTEMS), USUAL, slow=SLOW))
+@pytest.mark.parametrize("name", some(list(WITH_VARIANTS), USUAL, slow=SLOW))
 @pytest.mark.parametrize("workers", few([3, 8], [3]))
 def test_equals_what_is_compiled(name, workers):
     asked = {"size": SIZE, "workers": workers, "block_size": 16}
@@ -72,9 +72,9 @@ def test_equals_what_is_compiled(name, workers):
 
 TRANSFORMATIONS = {
     "dense": lambda: jaxsparse.dense(momentum=0.9),
-    "sketched": lambda: jaxsparse.sketched_sgd(k=50, cols=211, momentum=0.9),
+    "sketched_sgd": lambda: jaxsparse.sketched_sgd(k=50, cols=211, momentum=0.9),
     "spardl, buckets": lambda: jaxsparse.spardl(0.01, bucket_size=30_000),
-    "partition": lambda: jaxsparse.partition({"kernel": TopKReducer(0.01)}),
+    "partition": lambda: jaxsparse.partition({"kernel": TopK(0.01)}),
 }
 
 
@@ -90,7 +90,7 @@ def test_it_can_be_asked_within_an_exchange():
     found = []
 
     def ask(x):
-        found.append(traced_bytes(TopKReducer(0.01), 1000, 16))
+        found.append(traced_bytes(TopK(0.01), 1000, 16))
         return x
 
     data_parallel(lambda x: wire.psum(ask(x), "data"), mesh(3), batch_argnums=0).lower(
@@ -99,7 +99,7 @@ def test_it_can_be_asked_within_an_exchange():
     jax.jit(jax.vmap(ask, axis_name="data")).lower(jnp.ones((3, 4)))
     with wire.dry_run(5):
         jax.jit(ask).lower(jnp.ones(4))
-    assert found == [traced_bytes(TopKReducer(0.01), 1000, 16)] * 3
+    assert found == [traced_bytes(TopK(0.01), 1000, 16)] * 3
     assert found[0].payload == 80
 
 
@@ -116,14 +116,14 @@ def test_dense_leaves_and_the_flag_are_counted():
 
 
 def test_many_workers():
-    reducer = SparCMLReducer(k=1, bucket_size=64, algorithm="ring")
+    reducer = SparCML(k=1, group_size=64, algorithm="ring")
     moved = traced_bytes(reducer, 4096, 128)
     traffic = sparse_ring_traffic(64, 4096, 128)
     assert (moved.rounds, moved.received) == (traffic.rounds, 4 * traffic.words)
 
 
 def test_one_worker_moves_nothing():
-    moved = traced_bytes(TopKReducer(0.1), 100, 1)
+    moved = traced_bytes(TopK(0.1), 100, 1)
     assert (moved.payload, moved.received, moved.rounds) == (0, 0, 0)
 
 
@@ -202,10 +202,10 @@ def test_several_axes():
 @pytest.mark.parametrize(
     ("exchange", "shapes", "workers", "error", "match"),
     [
-        (TopKReducer(0.1), 100, 0, ValueError, "workers=0 must be at least 1"),
-        (TopKReducer(0.1), 100, 2.0, ValueError, "workers=2.0 must be an int"),
-        (TopKReducer(0.1), 0, 2, ValueError, "shapes=0 must be at least 1"),
-        (TopKReducer(0.1), PARAMS, 2, ValueError, "must be an int"),
+        (TopK(0.1), 100, 0, ValueError, "workers=0 must be at least 1"),
+        (TopK(0.1), 100, 2.0, ValueError, "workers=2.0 must be an int"),
+        (TopK(0.1), 0, 2, ValueError, "shapes=0 must be at least 1"),
+        (TopK(0.1), PARAMS, 2, ValueError, "must be an int"),
         (jaxsparse.top_k(0.1, axis_name="x"), PARAMS, 2, ValueError, "'x' is not bound"),
         ("top_k", 100, 2, TypeError, "must be a reducer, a gradient transformation or a function"),
     ],
@@ -216,7 +216,7 @@ def test_bad_settings(exchange, shapes, workers, error, match):
 
 
 def test_seconds_on_a_network():
-    moved = traced_bytes(TopKReducer(0.1), 100, 4)
+    moved = traced_bytes(TopK(0.1), 100, 4)
     network = Network(Link(1.0, 1e3), all_gather=Link(2.0, 1e2))
     assert network.seconds(moved) == pytest.approx(3 * 2.0 + moved.received / 1e2)
     both = moved_by(lambda x: psum(x).sum() + psum(x[:1]).sum())

@@ -15,17 +15,16 @@ from jaxtyping import Array, Float
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.parcel import Parcel
-from jaxsparse.cost.systems import SYSTEMS, choose
 from jaxsparse.planner.tensors import TensorPoint, TensorProfile
 from jaxsparse.planner.timing import here, interleaved
 from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.reducers.dense import DenseReducer
 from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.reducers.dragonn import extractor
-from jaxsparse.reducers.sparcml import ALGORITHMS, SparCMLReducer
 from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream, to_dense
+from jaxsparse.systems import WITH_VARIANTS, Dense, SparCML, choose
+from jaxsparse.systems.dragonn import extractor
+from jaxsparse.systems.sparcml import ALGORITHMS
 
 Extract = Callable[[Float[Array, " d"], int], SparseStream]
 
@@ -44,7 +43,7 @@ def time_exchange(
 
     One step adds the residual to a gradient and runs the reducer; nothing is sent (see
     `wire.dry_run`): what would arrive is what this worker sends. State and residual are carried
-    from step to step, and donated; `DenseReducer` has no residual. The gradient, normal cubed, is
+    from step to step, and donated; `Dense` has no residual. The gradient, normal cubed, is
     the same at each step, and so is the sum, for the residual is scaled by 0: without the other
     workers most of what is selected would never be delivered, and pile up. Steps that do more than
     most, such as those in which Ok-Topk takes new thresholds (one in 32), don't show in a median.
@@ -64,7 +63,7 @@ def time_exchange(
     for name, value in (("size", size), ("workers", workers), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    has_residual = not isinstance(reducer, DenseReducer)
+    has_residual = not isinstance(reducer, Dense)
 
     def step(carried: Any, mean: Array, gradient: Array, scale: Array) -> tuple[Any, Array]:
         del mean  # its memory holds the next one
@@ -101,7 +100,7 @@ def measured_as(system: str, reducer: Reducer, size: int, workers: int) -> str:
 
     It is the system's own, but for SparCML's, whose algorithms compute unlike much.
     """
-    if isinstance(reducer, SparCMLReducer):
+    if isinstance(reducer, SparCML):
         return f"{system}:{reducer.choose(size, workers)}"
     return system
 
@@ -122,7 +121,7 @@ def profile_systems(
     chooses from.
 
     Args:
-        systems: names from `jaxsparse.cost.systems.SYSTEMS`; None for all. Dense, which every
+        systems: names from `jaxsparse.systems.WITH_VARIANTS`; None for all. Dense, which every
             prediction needs, is always among them.
         sizes: elements of the vectors. Beyond the largest times are taken to grow in proportion.
         workers: numbers of workers.
@@ -136,15 +135,15 @@ def profile_systems(
     Raises:
         ValueError: a system is unknown, settings are out of range, or no system can run with them.
     """
-    names = list(dict.fromkeys(["dense", *(SYSTEMS if systems is None else systems)]))
+    names = list(dict.fromkeys(["dense", *(WITH_VARIANTS if systems is None else systems)]))
     for name in names:
-        if name not in SYSTEMS:
-            raise ValueError(f"system {name!r} is unknown: use one of {', '.join(SYSTEMS)}")
+        if name not in WITH_VARIANTS:
+            raise ValueError(f"system {name!r} is unknown: use one of {', '.join(WITH_VARIANTS)}")
     densities = [float(density)] if isinstance(density, int | float) else sorted(density)
     points: list[SystemPoint] = []
     floors: dict[int, list[float]] = {size: [] for size in sizes}
     for name, size, count in itertools.product(names, floors, workers):
-        follows = SYSTEMS[name].follows_density
+        follows = WITH_VARIANTS[name].follows_density
         for share in densities if follows else densities[:1]:
             where = f"{size:,} elements, {count} workers"
             where += f", density {share:g}" if follows else ""
@@ -179,7 +178,7 @@ def profile_systems(
 
 def _variants(reducer: Reducer) -> list[Reducer]:
     """The reducer, or each algorithm that it may choose."""
-    if isinstance(reducer, SparCMLReducer):
+    if isinstance(reducer, SparCML):
         return [dataclasses.replace(reducer, algorithm=name) for name in ALGORITHMS]
     return [reducer]
 

@@ -10,22 +10,17 @@ from typing import Any, NamedTuple
 
 import optax
 
-from jaxsparse import layout as layouts
-from jaxsparse import network as networks
-from jaxsparse.cost.systems import OF_BLOCKS, OF_BUCKETS, SYSTEMS, Choice, choose
-from jaxsparse.feedback import error_feedback
-from jaxsparse.partition import partition
+from jaxsparse import layout as layouts, network as networks
+from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.planner.computing import measured_as
 from jaxsparse.planner.leaf_groups import REST, Group, LeafGroups, Members
 from jaxsparse.planner.plans import BY_GROUP, GroupChoice, Plan, Prediction
 from jaxsparse.profiles import SystemProfile
 from jaxsparse.reducers.base import Budget, Reducer
-from jaxsparse.reducers.dense import DenseReducer
 from jaxsparse.reducers.density import check_density
-from jaxsparse.reducers.sparcml import SparCMLReducer
 from jaxsparse.settings import static_float, static_int
+from jaxsparse.systems import WITH_VARIANTS, Choice, Dense, SparCML, choose, dense
 from jaxsparse.traffic import WireBytes, traced_bytes
-from jaxsparse.transforms.baselines import dense
 
 # Indices are int32: longer vectors travel in buckets.
 _LONGEST, _BUCKET = 2**31 - 1, 2**30
@@ -60,7 +55,7 @@ def plan(
         network: measured (`jaxsparse.planner.measure_network`, `Network.load`), or a `Link` of
             latency in seconds and bandwidth in bytes a second.
         density: share of the compressed elements that a step delivers, in (0, 1]; see
-            `jaxsparse.cost.systems.choose` for what each system makes of it.
+            `jaxsparse.systems.choose` for what each system makes of it.
         profile: times of computing on the device; None for those of the CPU that
             `SystemProfile.shipped` has.
         memory_bandwidth: bytes a second: the profile is scaled to it, as if all were passes over
@@ -71,7 +66,7 @@ def plan(
             none is found in are a group, too.
         is_dense: given a leaf's key path and shape, whether it travels dense in any case. By
             default vectors, scalars and anything below 1024 elements do.
-        systems: names to predict, keys of `jaxsparse.cost.systems.SYSTEMS`, and thereby to choose
+        systems: names to predict, keys of `jaxsparse.systems.WITH_VARIANTS`, and thereby to choose
             from; dense is always among them. None for all, of which those with a caveat are not
             chosen.
 
@@ -112,7 +107,9 @@ def plan(
     found, left_out = [by_dense], []
     for name in names:
         try:
-            found.append(planner.one(name, "" if systems is not None else SYSTEMS[name].caveat))
+            found.append(
+                planner.one(name, "" if systems is not None else WITH_VARIANTS[name].caveat)
+            )
         except ValueError as error:
             left_out.append((name, str(error)))
     choices = None
@@ -144,10 +141,12 @@ def plan(
 
 def _names(systems: Sequence[str] | None) -> list[str]:
     """Without dense, which is always predicted."""
-    names = list(SYSTEMS) if systems is None else list(dict.fromkeys(systems))
+    names = list(WITH_VARIANTS) if systems is None else list(dict.fromkeys(systems))
     for name in names:
-        if name not in SYSTEMS:
-            raise ValueError(f"systems has {name!r}, which is unknown: use {', '.join(SYSTEMS)}")
+        if name not in WITH_VARIANTS:
+            raise ValueError(
+                f"systems has {name!r}, which is unknown: use {', '.join(WITH_VARIANTS)}"
+            )
     return [name for name in names if name != "dense"]
 
 
@@ -191,7 +190,7 @@ class _Model(NamedTuple):
 
     def buckets(self, budget: Budget, size: int) -> list[tuple[Reducer, int]]:
         """The reducers of all buckets, with their elements."""
-        count = 1 if size <= _LONGEST or isinstance(budget, DenseReducer) else -(-size // _BUCKET)
+        count = 1 if size <= _LONGEST or isinstance(budget, Dense) else -(-size // _BUCKET)
         sizes = tuple(layouts.split_evenly(size, [1] * count))
         return list(zip(budget.split(sizes), sizes))
 
@@ -202,7 +201,7 @@ class _Model(NamedTuple):
 
     def added_to_dense(self, size: int, elements: int) -> float:
         """What `elements` more take in a dense message of `size`, which is sent anyway."""
-        whole = lambda size: self.exchange(DenseReducer(), size) + self.dense_computing(size)
+        whole = lambda size: self.exchange(Dense(), size) + self.dense_computing(size)
         return whole(size + elements) - whole(size)
 
     def computing(self, system: str, budget: Budget, size: int, density: float) -> float:
@@ -250,8 +249,7 @@ class _Predictor:
         computing += self.model.dense_computing(self.dense_size)
         more = [] if self.leaves.is_dense is None else ["is_dense=is_dense"]
         if self.bucket_size is not None:
-            layout = "layout_bucket_size" if name in OF_BUCKETS else "bucket_size"
-            more.append(f"{layout}={self.bucket_size}")
+            more.append(f"bucket_size={self.bucket_size}")
         call, _, given = choice.transformation[:-1].partition("(")
         written = f"{call}({', '.join([given, *more] if given else more)})"
         return self._prediction(name, tx, computing, written, caveat)
@@ -319,7 +317,7 @@ class _Predictor:
             block_size=group.block_size,
             dense_size=dense_size,
         )
-        if not isinstance(choice.budget, SparCMLReducer):
+        if not isinstance(choice.budget, SparCML):
             return choice
         part = self.model.buckets(choice.budget, size)[0][1]
         algorithm = choice.budget.choose(
@@ -328,10 +326,7 @@ class _Predictor:
             measured=self.model.network,
             profile=self.model.profile,
         )
-        return Choice(
-            dataclasses.replace(choice.budget, algorithm=algorithm),
-            f"{choice.transformation[:-1]}, algorithm={algorithm!r})",
-        )
+        return choice._replace(settings={**choice.settings, "algorithm": algorithm})
 
     def as_whole(self, best: Prediction, dense: Prediction) -> tuple[GroupChoice, ...]:
         """The choice where one system serves the whole tree."""
@@ -356,9 +351,9 @@ class _Predictor:
         dense_seconds = model.added_to_dense(always_dense + 1, size)
         best: tuple[float, str, Budget | None, float] = (dense_seconds, "dense", None, 0.0)
         written = "None"
-        possible = names if kind.touched is None else [n for n in OF_BLOCKS if n in names]
+        possible = [n for n in names if kind.touched is None or WITH_VARIANTS[n].is_of_blocks]
         for name in possible:
-            if SYSTEMS[name].caveat and not (is_asked_for or kind.touched):
+            if WITH_VARIANTS[name].caveat and not (is_asked_for or kind.touched):
                 continue
             try:
                 choice = self._chosen(name, kind, size)

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxsparse.printing import aligned
-from jaxsparse.printing import milliseconds as _ms
+from jaxsparse.printing import aligned, milliseconds as _ms
 
 BY_GROUP = "by group"  # in place of a system's name
 
@@ -13,7 +12,7 @@ BY_GROUP = "by group"  # in place of a system's name
 class Prediction(NamedTuple):
     """What one system is predicted to take in a step."""
 
-    system: str  # a key of `jaxsparse.cost.systems.SYSTEMS`, or "by group"
+    system: str  # a key of `jaxsparse.systems.WITH_VARIANTS`, or "by group"
     rounds: int  # collectives, one after the other
     received: float  # bytes that a worker receives
     network: float  # seconds on the network

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import codecs, network
-from jaxsparse import layout as layouts
+from jaxsparse import codecs, layout as layouts, network
 from jaxsparse.collectives.parcel import Parcel
 from jaxsparse.printing import aligned, milliseconds
 from jaxsparse.profiles import Measured

@@ -3,16 +3,30 @@
 A reducer makes, from each worker's vector, an estimate of the mean over workers that costs few
 bytes, and says what it did not deliver. `sum_w x_w == W * mean + sum_w residual_w` holds it
 together: nothing is lost, only late.
+
+It is a reducer, and not a pair of compress and decompress, because residuals may arise inside a
+collective, and masks may be global.
 """
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+import abc
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse.collectives import wire
+from jaxsparse.settings import static_seed
 
 _MOST = 2**31 - 1  # that an int32 holds
+
+# How well sum_w x_w == W * mean + sum_w residual_w holds: for values whose sums and means float32
+# holds; but for the rounding of values on the wire; on average over random draws; or not at all.
+Conservation = Literal["exact", "to rounding", "in expectation", "leaks"]
 
 
 class Info(NamedTuple):
@@ -25,27 +39,10 @@ class Info(NamedTuple):
 
 
 def info(delivered: Any, overflow: Any = 0) -> Info:
-    """An `Info` of int32 scalars."""
+    """An `Info` of int32 scalars; a static number that is too large for one is cut."""
+    if isinstance(delivered, int):
+        delivered = min(delivered, _MOST)
     return Info(jnp.asarray(delivered, jnp.int32), jnp.asarray(overflow, jnp.int32))
-
-
-def count(elements: int) -> Int[Array, ""]:
-    """A static number of elements as an int32, or the largest one if it is larger."""
-    return jnp.int32(min(elements, _MOST))
-
-
-def saturating_sum(counts: Int[Array, "n *k"], axis_name: str | None = None) -> Int[Array, " *k"]:
-    """The sum of counts over their first axis and over workers; 2**31 - 1 if it is more.
-
-    Args:
-        counts: int32, not negative; at most 2**15 of all workers.
-        axis_name: the axis of workers; None for these alone.
-    """
-    # Sums of halves don't overflow.
-    halves = jnp.stack([counts >> 16, counts & 0xFFFF]).sum(axis=1, dtype=jnp.int32)
-    upper, lower = wire.psum(wire.varying(halves, axis_name), axis_name)
-    upper += lower >> 16
-    return jnp.where(upper > _MOST >> 16, jnp.int32(_MOST), (upper << 16) | (lower & 0xFFFF))
 
 
 class Reduced(NamedTuple):
@@ -58,17 +55,44 @@ class Reduced(NamedTuple):
     info: Info
 
 
-class Laws(NamedTuple):
-    """What a reducer promises, and the contract test therefore checks."""
+class Leaf(NamedTuple):
+    """One leaf of the gradient, all of whose elements are in a bucket."""
 
-    conserves: bool  # sum_w x_w == W * mean + sum_w residual_w, to rounding
-    dense_at_full_budget: bool  # with everything affordable, mean is the dense mean
+    path: str  # its key path, as `jax.tree_util.keystr` prints it
+    shape: tuple[int, ...]
 
 
-@runtime_checkable
-class Budget(Protocol):
-    """Makes the reducers of all buckets from what they may spend together."""
+class Matrix(NamedTuple):
+    """How one leaf's elements lie as equal matrices, one after the other, each row-major."""
 
+    stack: int  # how many there are: the layers of a scanned stack, or 1
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        """Elements of all of them."""
+        return math.prod(self)
+
+
+class Budget(abc.ABC):
+    """Makes the reducers of all buckets from what they may spend together.
+
+    A budget is apart from a reducer because a wanted compression is met by the whole tree, dense
+    leaves included, and can be divided only once the layout is known.
+    """
+
+    @property
+    def alignment(self) -> int:
+        """Elements that buckets must be multiples of, but for the last: a block, if it has any."""
+        return 1
+
+    @property
+    def whole_leaves(self) -> bool:
+        """Whether no leaf may straddle buckets: reducers are told leaves by `with_leaves`."""
+        return False
+
+    @abc.abstractmethod
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
         """One reducer for each bucket.
 
@@ -79,54 +103,141 @@ class Budget(Protocol):
         Raises:
             ValueError: the budget can't be met.
         """
-        ...
 
 
-@runtime_checkable
-class Reducer(Budget, Protocol):
-    """Exchanges one flat vector. Implementations are frozen dataclasses of static settings.
+@dataclasses.dataclass(frozen=True)
+class Reducer(Budget):
+    """Exchanges one flat vector. Derived classes are frozen dataclasses of static settings.
 
-    As a `Budget`, a reducer whose settings are totals for the whole tree divides them.
+    They override what differs from the defaults here. A reducer whose settings are totals for the
+    whole tree divides them in `split`, as a `Budget`.
     """
 
     @property
-    def laws(self) -> Laws:
-        """What it promises with its settings."""
-        ...
+    def conservation(self) -> Conservation:
+        """How well it keeps the law at the top of this file; the contract test checks that."""
+        return "exact"
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """Whether the mean is the dense mean if everything is affordable."""
+        return True
+
+    @property
+    def needs_zeros(self) -> bool:
+        """Whether it sends whatever is not zero, so that no momentum may go in.
+
+        Momentum, or what rounding to a leaf's dtype takes, would make every row that was ever
+        touched non-zero for ever. So the momentum is that of the mean, and such rounding is
+        forgotten, as for dense leaves.
+        """
+        return False
+
+    @property
+    def adapts_messages(self) -> bool:
+        """Whether the shape of its messages follows what was exchanged before.
+
+        So shards that are exchanged side by side may send different ones. For a collective-permute,
+        which is one for all devices, they would wait for each other for ever.
+        """
+        return False
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
+        """The same for each bucket."""
+        return (self,) * len(sizes)
+
+    def with_leaves(self, leaves: tuple[Leaf, ...]) -> "Reducer":
+        """The same for a bucket of these leaves, end to end; called if `whole_leaves`."""
+        del leaves
+        return self
 
     def init(self, size: int) -> Any:
-        """One worker's initial state for vectors of `size` elements.
+        """One worker's initial state for vectors of `size` elements; by default none.
 
         Arrays that will differ between workers are `PerWorker`, all others replicated.
         """
-        ...
+        del size
+        return ()
 
+    @abc.abstractmethod
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """Exchanges float32 `x` along `axis_name` (None: among one worker, nothing is sent)."""
-        ...
 
 
-def alignment(budget: Budget) -> int:
-    """Elements that buckets must be multiples of: a block of reducers that have blocks."""
-    return getattr(budget, "block_size", 1)
+@dataclasses.dataclass(frozen=True)
+class SeededReducer(Reducer):
+    """A reducer that draws at random: each bucket has a seed of its own.
 
-
-def needs_zeros(reducer: Reducer) -> bool:
-    """Whether it sends whatever is not zero, so that only gradients, and not momentum, may go in.
-
-    The momentum is then that of the mean, and what rounding to a leaf's dtype takes is forgotten,
-    as for dense leaves.
+    Attributes:
+        seed: 0 <= seed < 2**32, of the draws, which are fresh at each exchange.
     """
-    return getattr(reducer, "needs_zeros", False)
+
+    seed: int = dataclasses.field(default=0, kw_only=True)
+
+    def __post_init__(self):
+        object.__setattr__(self, "seed", static_seed("seed", self.seed))
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
+        """The same for each bucket, but for the seed."""
+        seeds = bucket_seeds(self.seed, len(sizes))
+        return tuple(dataclasses.replace(self, seed=seed) for seed in seeds)
+
+    def init(self, size: int) -> Any:
+        """The number of exchanges so far, uint32, for fresh draws."""
+        del size
+        return jnp.uint32(0)
 
 
-def adapts_messages(reducer: Reducer) -> bool:
-    """Whether the shape of its messages follows what was exchanged before.
+@dataclasses.dataclass(frozen=True)
+class MatrixReducer(Reducer):
+    """A reducer that sees its vector as the matrices that the leaves are, as low-rank methods do.
 
-    So shards that are exchanged side by side may send different ones. For a collective-permute,
-    which is one for all devices, they would wait for each other for ever.
+    Attributes:
+        stacked: a regular expression; the leaves in whose key path it is found are stacks of
+            matrices, one for each layer of a scanned model, along their first axis.
+        matrices: of each leaf of the bucket, in order: set by error feedback, which knows the
+            layout. None, as for a bare vector, makes it one row.
     """
-    return getattr(reducer, "adapts_messages", False)
+
+    stacked: str | None = dataclasses.field(default=None, kw_only=True)
+    matrices: tuple[Matrix, ...] | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def whole_leaves(self) -> bool:
+        """Part of a matrix is none."""
+        return True
+
+    def with_leaves(self, leaves: tuple[Leaf, ...]) -> "MatrixReducer":
+        """The same for the matrices of these leaves."""
+        return dataclasses.replace(self, matrices=tuple(map(self.matrix, leaves)))
+
+    def matrix(self, leaf: Leaf) -> Matrix:
+        """How a leaf is seen: (..., in, out) as rows of `out` elements, the layout of Flax kernels.
+
+        >>> reducer = MatrixReducer.__new__(MatrixReducer)
+        >>> object.__setattr__(reducer, "stacked", "layers")
+        >>> reducer.matrix(Leaf("['conv']", (3, 3, 16, 32)))
+        Matrix(stack=1, rows=144, columns=32)
+        >>> reducer.matrix(Leaf("['layers']['kernel']", (12, 64, 256)))
+        Matrix(stack=12, rows=64, columns=256)
+        """
+        is_stack = self.stacked is not None and re.search(self.stacked, leaf.path) is not None
+        stack, shape = (leaf.shape[0], leaf.shape[1:]) if is_stack else (1, leaf.shape)
+        columns = shape[-1] if shape else 1
+        return Matrix(stack, math.prod(shape[:-1]), columns)
+
+    def cut(self, x: Float[Array, " d"]) -> list[Float[Array, "stack rows columns"]]:
+        """The matrices of each leaf."""
+        matrices = (Matrix(1, 1, x.size),) if self.matrices is None else self.matrices
+        ends = itertools.accumulate(matrix.size for matrix in matrices)
+        return [
+            jax.lax.slice(x, (end - matrix.size,), (end,)).reshape(matrix)
+            for matrix, end in zip(matrices, ends)
+        ]
+
+    def joined(self, parts: Sequence[Float[Array, "stack rows columns"]]) -> Float[Array, " d"]:
+        """The inverse of `cut`."""
+        return jnp.concatenate([part.reshape(-1) for part in parts])
 
 
 def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:

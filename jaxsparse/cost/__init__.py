@@ -1,1 +1,0 @@
-"""All systems with settings that can be compared."""

@@ -1,0 +1,195 @@
+"""SparDL (Zhao et al., ICDE 2024)."""
+
+import dataclasses
+from typing import Any, Literal, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from jaxsparse import codecs
+from jaxsparse.collectives import spar_all_gather, wire
+from jaxsparse.collectives.bruck_all_gather import bruck_all_gather
+from jaxsparse.collectives.group import Group
+from jaxsparse.collectives.spar_reduce_scatter import spar_reduce_scatter
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.reducers.base import Conservation, Reduced, Reducer
+from jaxsparse.reducers.delivery import deliver_merged
+from jaxsparse.reducers.density import check_density, entries
+from jaxsparse.reducers.staged import staged
+from jaxsparse.select.checks import check_vector
+from jaxsparse.select.selection import Selection, check_selection, selector
+from jaxsparse.settings import static_int
+from jaxsparse.stages import Stages
+from jaxsparse.stream import to_dense
+from jaxsparse.systems.row import Case, System
+
+
+@dataclasses.dataclass(frozen=True)
+class SparDL(Reducer):
+    """Spar-Reduce-Scatter within teams, Spar-All-Gather between them, all-gather within them.
+
+    With n = W / teams blocks of m = ceil(d / n) elements, L = ceil(density d / n) entries of each
+    are delivered, whatever the workers' supports: the budget is met by cutting, never overrun.
+    Its fields are the arguments of `spardl`.
+    """
+
+    density: float
+    teams: int = 1
+    gather: Literal["recursive", "bruck"] = "recursive"
+    residuals: Literal["global", "partial", "local"] = "global"
+    codec: codecs.Codec = codecs.COO
+    selection: Selection = "fast"
+
+    def __post_init__(self):
+        check_density(self.density)
+        codecs.check_codec(self.codec)
+        check_selection(self.selection)
+        object.__setattr__(self, "teams", static_int("teams", self.teams))
+        if self.gather not in ("recursive", "bruck"):
+            raise ValueError(f"gather={self.gather!r} is unknown: use 'recursive' or 'bruck'")
+        if self.residuals not in ("global", "partial", "local"):
+            raise ValueError(
+                f"residuals={self.residuals!r} is unknown: use 'global', 'partial' or 'local'"
+            )
+
+    @property
+    def conservation(self) -> Conservation:
+        """All mass is conserved with global residuals only."""
+        if self.residuals != "global":
+            return "leaks"
+        return "exact" if self.codec.is_exact else "to rounding"
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """B-SAG's h never asks for all."""
+        return self.codec.is_exact and (self.teams == 1 or self.gather == "recursive")
+
+    @property
+    def adapts_messages(self) -> bool:
+        """B-SAG's follow h."""
+        return self.gather == "bruck" and self.teams > 1
+
+    def init(self, size: int) -> Any:
+        """B-SAG's h, step and flag; else no state."""
+        if self.gather == "recursive" or self.teams == 1:
+            return ()
+        # What it starts with depends on the number of workers, unknown here: see `_started`.
+        return spar_all_gather.Adaptation(jnp.float32(0), jnp.float32(0), jnp.bool_(False))
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """See `Reducer`."""
+        check_vector("x", x)
+        team, across = Group.teams(axis_name, self.teams)
+        n, size = team.size, -(-x.size // team.size)
+        k = min(size, entries(self.density, x.size, parts=n))
+        pick = selector(self.selection)
+
+        rows = jnp.pad(x, (0, n * size - x.size)).reshape(n, size)
+        withheld = jnp.zeros_like(rows)
+        if self.residuals != "global":
+            first = jax.lax.map(lambda row: to_dense(pick(row, k), size), rows)
+            rows, withheld = first, rows - first
+        own, discarded, selected = spar_reduce_scatter(rows, k, team, select=pick, codec=self.codec)
+
+        extra = []  # words beside the entries
+        if self.teams > 1 and self.gather == "recursive":
+            own, cut = spar_all_gather.recursive(own, size, k, across, codec=self.codec)
+            discarded = discarded.at[team.rank].add(cut)
+        elif self.teams > 1:
+            state = _started(state, k, self.teams)
+            (own, cut), count = spar_all_gather.bruck(
+                own, size, k, across, state, select=pick, codec=self.codec
+            )
+            discarded = discarded.at[team.rank].add(cut)
+            extra = [count.astype(jnp.uint32)[None]]
+
+        # Workers of equal rank in all teams round the same block.
+        lost = (own.values - self.codec.rounded(own.values)) / self.teams
+        discarded = discarded.at[team.rank, own.indices].add(lost, mode="drop")
+        message = jnp.concatenate([self.codec.encode(own, size), *extra])
+        messages = bruck_all_gather(message, team)
+        if extra:
+            counts = wire.replicated(messages[:, -1].astype(jnp.float32), axis_name)
+            state = state.adapt(jnp.mean(counts), k, self.teams)
+            messages = messages[:, :-1]
+        streams = jax.vmap(lambda words: self.codec.decode(words, k, size, x.dtype))(messages)
+        total = jax.vmap(lambda stream: to_dense(stream, size))(streams)
+
+        flat = lambda blocks: blocks.reshape(-1)[: x.size]
+        total = wire.replicated(flat(total), axis_name)
+        if self.residuals == "global":
+            return deliver_merged(x, total, flat(discarded), flat(selected), state, n * self.teams)
+        reduced = deliver_merged(x, total, flat(withheld), flat(selected), state, n * self.teams)
+        return reduced if self.residuals == "partial" else reduced._replace(residual=flat(withheld))
+
+
+def _started(state: spar_all_gather.Adaptation, k: int, teams: int) -> spar_all_gather.Adaptation:
+    """The state, or before the first exchange what Alg. 2 starts with.
+
+    A state that was adapted among another number of workers is brought within today's bounds.
+    """
+    start = spar_all_gather.Adaptation.start(k, teams)
+    now = state.within(k, teams)
+    return jax.tree.map(lambda now, first: jnp.where(state.h > 0, now, first), now, start)
+
+
+@exchange_options()
+def spardl(
+    density: float | Stages[float],
+    *,
+    teams: int = 1,
+    gather: Literal["recursive", "bruck"] = "recursive",
+    residuals: Literal["global", "partial", "local"] = "global",
+    codec: codecs.Codec = codecs.COO,
+    selection: Selection = "fast",
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """SparDL (Zhao et al., ICDE 2024): a sparse all-reduce that never exceeds its budget.
+
+    With one team, 2 ceil(log2 W) exchanges and 4 k (W - 1) / W words in COO, for any number of
+    workers and whatever their supports; k = density d, rounded up to a multiple of W. With T teams
+    2 ceil(log2(W / T)) + ceil(log2 T) exchanges and 4 k (W - T) / W words, and between teams
+    2 k log2(T) T / W ("recursive") or between 2 k (T - 1) / W and T times that ("bruck", in four
+    steps that follow what it adapts).
+
+    Args:
+        density: share of each bucket's elements that is delivered, in (0, 1], or `Stages` of it,
+            as `jaxsparse.warm_up` makes them.
+        teams: into how many teams the workers divide: fewer rounds, more words. To be chosen by
+            `jaxsparse.autotune`.
+        gather: how teams add up their blocks: "recursive" for a power of two of teams, "bruck",
+            which adapts what it sends, for any number, but not beside a `dense_axis`.
+        residuals: "global" loses nothing; "partial" and "local" leak, and are here for comparison.
+        codec: of the messages: `codecs.COO` is exact, `codecs.Packed()` halves the bytes and feeds
+            the rounding back.
+        selection: "fast" keeps nearly the largest entries of a block, "exact" the largest.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: settings out of range; from `update`: `teams` does not divide the workers, or
+            is no power of two for gather="recursive".
+    """
+
+    def make(density: float) -> SparDL:
+        return SparDL(density, teams, gather, residuals, codec, selection)
+
+    return error_feedback(staged(make, density), **options)
+
+
+SPARDL = System(
+    spardl,
+    SparDL,
+    summary="[SparDL](https://arxiv.org/abs/2304.00737): reduce-scatter and all-gather that never "
+    "exceed k entries",
+    received="16 k (W-1)/W",
+    cases={
+        "": Case({"density": 0.03}, {"density": 1.0}),
+        "packed": Case(
+            {"density": 0.03, "codec": codecs.Packed()}, {"density": 1.0, "codec": codecs.Packed()}
+        ),
+    },
+    variants={"packed": {"codec": codecs.Packed()}},
+)
