@@ -15,7 +15,7 @@ from jaxsparse.stream import to_dense
 Exchange = Callable[..., AllReduced]  # of a stream and the vector's size
 
 
-def dense(stream: jaxsparse.SparseStream, size: int, *, axis_name: str) -> AllReduced:
+def dense(stream: jaxsparse.stream.SparseStream, size: int, *, axis_name: str) -> AllReduced:
     """All-reduce of the whole gradient, zeros and all."""
     mine = to_dense(stream, size)
     return AllReduced(jax.lax.psum(mine, axis_name), jnp.zeros_like(mine), jnp.int32(0))
@@ -31,7 +31,7 @@ def fastest(room: Room, k: int, size: int, workers: int, link: jaxsparse.planner
     """The least time on the network by the alpha-beta model, for k entries of `size` elements."""
     network = jaxsparse.planner.Network(link)
     stream = jax.eval_shape(
-        lambda: jaxsparse.SparseStream(jnp.zeros(k, jnp.int32), jnp.zeros(k, jnp.float32))
+        lambda: jaxsparse.stream.SparseStream(jnp.zeros(k, jnp.int32), jnp.zeros(k, jnp.float32))
     )
 
     def seconds(exchange: Exchange) -> float:

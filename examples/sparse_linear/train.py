@@ -76,7 +76,7 @@ def step_of(task: Task, exchange: Exchange) -> Callable[..., tuple[jax.Array, ..
         touched = weights.reshape(-1, columns).at[batch.touched].get(mode="fill", fill_value=0)
         loss, gradient = jax.value_and_grad(loss_of)(touched, batch)
         indices = batch.touched[:, None] * columns + jnp.arange(columns, dtype=jnp.int32)[None]
-        stream = jaxsparse.SparseStream(
+        stream = jaxsparse.stream.SparseStream(
             jnp.minimum(indices, task.size).reshape(-1), gradient.reshape(-1)
         )
         summed = exchange(stream, task.size, axis_name="data")
