@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxsparse
-from jaxsparse import codecs, cost
+from jaxsparse import codecs, traffic
 from jaxsparse.collectives import (
     all_gather_sum,
     dsar_split_allgather,
@@ -50,7 +50,7 @@ class Row(NamedTuple):
     reason: str  # for a difference
 
 
-def wire(f: Callable[..., Any], workers: int, *shapes: jax.ShapeDtypeStruct) -> cost.WireBytes:
+def wire(f: Callable[..., Any], workers: int, *shapes: jax.ShapeDtypeStruct) -> traffic.WireBytes:
     """What f of one worker's arrays sends."""
     mesh = Mesh(np.array(jax.devices()[:workers]), ("data",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("data")
@@ -60,10 +60,10 @@ def wire(f: Callable[..., Any], workers: int, *shapes: jax.ShapeDtypeStruct) -> 
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
     arguments = [jax.ShapeDtypeStruct((workers, *s.shape), s.dtype) for s in shapes]
-    return cost.wire_bytes(jax.jit(mapped).lower(*arguments).compile())
+    return traffic.wire_bytes(jax.jit(mapped).lower(*arguments).compile())
 
 
-def words(sent: cost.WireBytes) -> tuple[float, float]:
+def words(sent: traffic.WireBytes) -> tuple[float, float]:
     """Received words if the cheapest, and if the dearest branches are taken."""
     saved = sum(
         c.branches[c.dearest].received - min(b.received for b in c.branches)
@@ -77,7 +77,9 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
     W, log = workers, math.ceil(math.log2(workers))
     table = []
 
-    def add(name: str, sent: cost.WireBytes, published: tuple[float, float], reason: str) -> None:
+    def add(
+        name: str, sent: traffic.WireBytes, published: tuple[float, float], reason: str
+    ) -> None:
         table.append(Row(name, sent.rounds, words(sent), published, reason))
 
     def stream(name: str, collective: Any, published: Any, reason: str = "", **settings: Any):

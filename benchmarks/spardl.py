@@ -112,7 +112,7 @@ def train(method: optax.GradientTransformation, args: argparse.Namespace) -> Out
     mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices("cpu"))
     on_mesh = jaxsparse.data_parallel(step, mesh)
     one = jax.tree.map(lambda x: x[0], batches(args, seed=0))
-    payload = jaxsparse.cost.wire_bytes(on_mesh, create(0), one).payload
+    payload = jaxsparse.traffic.wire_bytes(on_mesh, create(0), one).payload
     layout = jaxsparse.layout.plan(init(0, args.hidden))
     words = int(payload) // 4 - layout.dense_size - 1  # and the flag that gradients are finite
 

@@ -101,7 +101,7 @@ def main() -> None:
     batches = functools.partial(digits.batches, train_set, batch_size, args.steps, args.seed)
     one_step = functools.partial(step, accumulate=args.accumulate, report=args.csv is not None)
     parallel = jaxsparse.data_parallel(one_step, workers.run, donate_argnums=0)
-    moved = jaxsparse.cost.wire_bytes(parallel, state, next(batches()), dropout_key)
+    moved = jaxsparse.traffic.wire_bytes(parallel, state, next(batches()), dropout_key)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
     with Progress(TextColumn(args.method), *columns) as progress, log(args.csv) as write:
         task = progress.add_task("", total=args.steps, shown="")

@@ -10,26 +10,26 @@ from jaxsparse import (
     blocks,
     codecs,
     collectives,
-    cost,
     layout,
+    planner,
     quantize,
     select,
     sketch,
     stream,
     systems,
-    tensors,
+    traffic,
 )
 from jaxsparse.autotune import autotune
 from jaxsparse.diagnostics import diagnose
 from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.parallel import data_parallel
 from jaxsparse.per_worker import PerWorker, Sharded, specs
+from jaxsparse.planner import select_tensors
 from jaxsparse.replicas import check_replicas
 from jaxsparse.resharding import reshard
 from jaxsparse.sharding import local, shard
 from jaxsparse.stages import Stages, warm_up
 from jaxsparse.systems import *
-from jaxsparse.tensors import select_tensors
 from jaxsparse.training.failing import fail_at_once
 
 __all__ = [
@@ -41,7 +41,6 @@ __all__ = [
     "check_replicas",
     "codecs",
     "collectives",
-    "cost",
     "data_parallel",
     "diagnose",
     "error_feedback",
@@ -49,6 +48,7 @@ __all__ = [
     "layout",
     "local",
     "partition",
+    "planner",
     "quantize",
     "reshard",
     "select",
@@ -58,7 +58,7 @@ __all__ = [
     "specs",
     "stream",
     "systems",
-    "tensors",
+    "traffic",
     "warm_up",
 ]
 __all__ += systems.__all__

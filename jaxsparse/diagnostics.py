@@ -39,7 +39,7 @@ def diagnose(
 
     It reads residuals and updates twice and sends a few numbers, and where it is not called it
     costs nothing. The bytes of a step do not change from one to the next, and are
-    read once from the compiled step, by `jaxsparse.cost.wire_bytes`.
+    read once from the compiled step, by `jaxsparse.traffic.wire_bytes`.
 
     Args:
         state: an Optax state, or any tree that contains one, such as a `TrainState`.

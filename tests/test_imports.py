@@ -11,7 +11,7 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 LAYERS = [
     ["_compat", "settings", "bits", "hashing", "magnitude", "operations", "platforms", "tiles"],
     ["training.failing"],
-    ["stream", "blocks", "quantize", "stages", "network"],
+    ["stream", "blocks", "quantize", "stages", "printing", "profiles"],
     ["codecs"],
     ["select.checks", "select.counting"],
     ["select.kth_largest"],
@@ -27,8 +27,8 @@ LAYERS = [
     ["sketch", "layout"],
     ["collectives.wire"],
     ["per_worker", "replicas"],
-    ["sharding"],
-    ["parallel", "resharding"],
+    ["sharding", "traffic"],
+    ["parallel", "resharding", "network"],
     ["collectives.outcome", "collectives.parcel", "collectives.tally"],
     ["collectives.split"],
     ["collectives"],
@@ -41,8 +41,7 @@ LAYERS = [
     ["systems.dense"],
     ["systems.top_k", "systems.true_top_k", "systems.omni_reduce", "systems.qsgd"],
     ["systems"],
-    ["tensors"],
-    ["cost"],
+    ["planner"],
     ["__main__"],
 ]
 

@@ -23,7 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
-from jaxsparse import cost
+from jaxsparse import traffic
 from jaxsparse.collectives import wire
 
 _BATCH, _INPUTS, _CLASSES = 8, 64, 10  # of the model that is trained: examples of a worker
@@ -43,7 +43,7 @@ class Loaded(NamedTuple):
     """A compiled program, and what it moves."""
 
     run: Callable[..., Any]
-    moved: cost.WireBytes
+    moved: traffic.WireBytes
 
 
 def program(cell: Cell, mesh: Mesh, *, alone: bool) -> Program:
@@ -239,7 +239,7 @@ class Store:
         lowered = made.function.lower(*made.carried, *made.fixed)
         with _newly_compiled():
             compiled = lowered.compile()
-        content = serialize_executable.serialize(compiled), cost.wire_bytes(compiled)
+        content = serialize_executable.serialize(compiled), traffic.wire_bytes(compiled)
         path = self.path(cell, alone)
         partial = path.with_suffix(f".{jax.process_index()}")
         partial.write_bytes(pickle.dumps(content))

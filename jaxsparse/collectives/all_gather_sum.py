@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxsparse import codecs, network
+from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.outcome import AllReduced
 from jaxsparse.collectives.parcel import Parcel
@@ -21,8 +21,7 @@ def all_gather_sum(
 ) -> AllReduced:
     """Every worker receives every worker's entries and combines them, in order of rank.
 
-    One all-gather: the simplest, and the dearest for many workers. Rounds and words: see
-    `all_gather_sum_traffic`.
+    One all-gather of (W - 1) 2k words in COO: the simplest, and the dearest for many workers.
 
     Args:
         stream: k entries.
@@ -48,11 +47,3 @@ def all_gather_sum(
         message = codec.encode(stream._replace(values=rounded), size)
     messages = wire.all_gather(message, axis_name)
     return AllReduced(parcel.merge_all(messages), residual, jnp.int32(0))
-
-
-def all_gather_sum_traffic(
-    k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO
-) -> network.Traffic:
-    """ceil(log2 W) rounds, (W - 1) 2k words in COO."""
-    parcel = Parcel(size, k, "sum", jnp.float32, codec)
-    return network.Traffic((workers - 1).bit_length(), (workers - 1) * parcel.words)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsparse import codecs, network
+from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.spardl import largest
 from jaxsparse.stream import SparseStream, add, add_to, to_dense
@@ -81,12 +81,3 @@ def gtopk(
         arrived = swap([(i, power + i) for i in range(extra)])
         stream = SparseStream(*(jnp.where(is_main, a, b) for a, b in zip(stream, arrived)))
     return Merged(wire.replicated(to_dense(stream, size), axis_name), discarded)
-
-
-def gtopk_traffic(
-    k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO
-) -> network.Traffic:
-    """log2 W rounds of 2k words in COO, and 2 more if W is no power of two."""
-    power = 1 << (workers.bit_length() - 1)
-    rounds = power.bit_length() - 1 + (2 if workers != power else 0)
-    return network.Traffic(rounds, rounds * codec.words(k, size))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse import codecs, network, select
+from jaxsparse import codecs, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.kth_largest import kth_largest
 from jaxsparse.collectives.offers import about_top_k
@@ -69,7 +69,8 @@ def ok_topk(
     Each message has room for C = ceil(capacity_factor k / W) entries, or those of a region if they
     are fewer. Offers that find none stay with their workers; if too many sums pass the threshold,
     each owner delivers its share of what there is room for, the largest ones. Both are counted.
-    Rounds and words: see `ok_topk_traffic`.
+    A step with old regions and threshold takes 6 C (W - 1) words in COO: capacity_factor times the
+    published 6 k (W - 1) / W.
 
     Args:
         x: float32.
@@ -235,27 +236,6 @@ def _shifted(x: Array, by: Array, empty: int) -> Array:
     """`x` moved up by so many slots, of which what is moved past the end is empty."""
     filled = jnp.full((2 * x.size,), empty, x.dtype)
     return jax.lax.dynamic_update_slice(filled, x, (by,))[: x.size]
-
-
-def ok_topk_traffic(
-    k: int,
-    size: int,
-    workers: int,
-    codec: codecs.Codec = codecs.COO,
-    capacity_factor: float = 2.0,
-) -> network.Traffic:
-    """Of a step with old regions and threshold: 6 C (W - 1) words in COO, and 3 (W - 1) of counts.
-
-    In 2 (W - 1) + 2 ceil(log2 W) rounds.
-
-    With C = capacity_factor k / W that is capacity_factor times the published 6 k (W - 1) / W,
-    which holds as long as regions and counts are balanced; here it is a bound, not an average.
-    """
-    regions = Regions(size, workers)
-    room = _room(k, regions, capacity_factor)
-    offers, sums = codec.words(room, regions.length), codec.words(room, regions.positions)
-    words = (workers - 1) * (offers + 2 * sums + 3)
-    return network.Traffic(2 * (workers - 1) + 2 * (workers - 1).bit_length(), words)
 
 
 def _exchange(

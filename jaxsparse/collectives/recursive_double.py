@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxsparse import codecs, network
+from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.outcome import AllReduced
 from jaxsparse.collectives.parcel import Parcel
@@ -25,7 +25,9 @@ def recursive_double(
     SparCML's delta on. If W is not a power of two, P < W, the W - P last workers first give their
     entries to the first ones, and are sent the result at the end.
 
-    Rounds and words: see `recursive_double_traffic`.
+    It takes log2 W rounds, and 2 more if W is no power of two. The published words (section 5.3.2)
+    are between log2(W) 2k, if all supports are equal, and (W - 1) 2k, if they are disjoint: static
+    shapes pay for the latter.
 
     Args:
         stream: k entries; an index may repeat.
@@ -76,19 +78,6 @@ def recursive_double(
         message = wire.permute(parcel.pack(x), axis_name, pairs)
         x = jnp.where(rank >= power, parcel.merge(parcel.empty(), message), x)
     return AllReduced(wire.replicated(x, axis_name), residual, jnp.int32(0))
-
-
-def recursive_double_traffic(
-    k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO
-) -> network.Traffic:
-    """log2 W rounds, and 2 more if W is no power of two; the words of the messages' capacities.
-
-    The published range (section 5.3.2) is log2(W) 2k words if all supports are equal to
-    (W - 1) 2k if they are disjoint: static shapes pay for the latter.
-    """
-    capacities = _capacities(k, size, workers)
-    words = [Parcel(size, c, "sum", jnp.float32, codec).words for c in capacities]
-    return network.Traffic(len(capacities), sum(words))
 
 
 def _power(workers: int) -> int:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
-from jaxsparse import codecs, network, select
+from jaxsparse import codecs, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.outcome import AllReduced, left_of
 from jaxsparse.collectives.parcel import Parcel
@@ -25,7 +25,7 @@ def sparse_ring(
 ) -> AllReduced:
     """Partial sums of W ranges travel round a ring and grow, then the sums travel round once more.
 
-    Rounds and words: see `sparse_ring_traffic`.
+    It takes 2 (W - 1) rounds.
 
     Args:
         stream: k entries; an index may repeat.
@@ -69,20 +69,6 @@ def sparse_ring(
     total = wire.replicated(parcel.ranges(stacked)[:size], axis_name)
     overflow = wire.replicated(overflow, axis_name)
     return AllReduced(total, residual.reshape(-1)[:size], overflow)
-
-
-def sparse_ring_traffic(
-    k: int,
-    size: int,
-    workers: int,
-    codec: codecs.Codec = codecs.COO,
-    capacity_factor: float | None = None,
-) -> network.Traffic:
-    """2 (W - 1) rounds; words of the messages' capacities."""
-    parcels = _parcels(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
-    last = parcels[-1].words + (capacity_factor is not None)
-    words = sum(parcel.words for parcel in parcels[:-1]) + (workers - 1) * last
-    return network.Traffic(2 * (workers - 1), words)
 
 
 def _parcels(

@@ -5,11 +5,11 @@ import math
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from jaxsparse import codecs, network, select
+from jaxsparse import codecs, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.outcome import AllReduced, left_of
 from jaxsparse.collectives.parcel import Parcel
-from jaxsparse.collectives.split import capacity_of, check_factor, own_range, split, split_parcel
+from jaxsparse.collectives.split import capacity_of, check_factor, own_range, split
 from jaxsparse.collectives.tally import split_counts, with_count
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream, to_dense
@@ -27,8 +27,10 @@ def split_allgather(
 ) -> AllReduced:
     """Entries go to the owner of their range, who sends the combined ones to all.
 
-    Rounds and words: see `split_allgather_traffic`. Messages have room for all entries there can
-    be, unless a factor bounds them, and are dense arrays from SparCML's delta on.
+    Messages have room for all entries there can be, unless a factor bounds them, and are dense
+    arrays from SparCML's delta on. The published words (section 5.3.2) are between 2 (W - 1)/W 2k,
+    if all supports are equal, and W 2k, if they are disjoint. Without factors it is more than the
+    latter here, since all k entries of a worker may be for one owner.
 
     Args:
         stream: k entries; an index may repeat.
@@ -65,29 +67,6 @@ def split_allgather(
     message = with_count(parcel.pack(total), overflow if is_bounded else None)
     messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
     return AllReduced(parcel.ranges(messages)[:size], residual[:size], overflow)
-
-
-def split_allgather_traffic(
-    k: int,
-    size: int,
-    workers: int,
-    codec: codecs.Codec = codecs.COO,
-    capacity_factor: float | None = None,
-    union_factor: float | None = None,
-) -> network.Traffic:
-    """W - 1 + ceil(log2 W) rounds; words of the messages' capacities, (W - 1) times each half.
-
-    The published range (section 5.3.2) is 2 (W - 1)/W 2k words if all supports are equal to W 2k
-    if they are disjoint. Static shapes without factors pay more than the latter, since all k
-    entries of a worker may be for one owner.
-    """
-    first = split_parcel(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
-    second = _gather_parcel(
-        k, size, workers, "sum", jnp.float32, codec, capacity_factor, union_factor
-    )
-    is_bounded = capacity_factor is not None or union_factor is not None
-    words = (workers - 1) * (first.words + second.words + is_bounded)
-    return network.Traffic(workers - 1 + (workers - 1).bit_length(), words)
 
 
 def _gather_parcel(

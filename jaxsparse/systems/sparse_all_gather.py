@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, UInt32
 
-from jaxsparse import blocks, codecs, network
+from jaxsparse import blocks, codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.tally import split_counts, with_count
 from jaxsparse.feedback import error_feedback
@@ -104,12 +104,6 @@ class SparseAllGather(Reducer):
         number = blocks.count(size, self.block_size)
         zeros = jnp.zeros_like(messages, jnp.float32, shape=(number, self.block_size))
         return jax.lax.scan(add, zeros, messages)[0].reshape(-1)[:size]
-
-    def traffic(self, size: int, workers: int) -> network.Traffic:
-        """Rounds and words for `size` elements: ceil(log2 W), and (W - 1) messages."""
-        if self._is_dense(size, workers):
-            return network.dense_all_reduce(size, workers)
-        return network.Traffic((workers - 1).bit_length(), (workers - 1) * self._words(size))
 
     def _selected(self, size: int) -> int:
         """The most blocks that a worker can want to send."""

@@ -1,17 +1,81 @@
-"""What systems compute in an exchange, as a function of size, workers and density."""
+"""What was measured, kept in files of one format; and what systems compute in an exchange."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from jaxsparse.settings import static_float, static_int
 
-_VERSION = 1
-_TEXTS = ("device", "jax", "date", "settings")
-_SHIPPED = Path(__file__).with_name("codecs.json")
+_VERSION = 3
+_SHIPPED = Path(__file__).with_name("profile.json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Where and when something was measured, and the file that it is kept in.
+
+    The file is JSON: the version, the kind, these texts, the units and the other fields of the
+    class. Tables are rows of values. Reading a file checks it as making the object does.
+
+    Attributes:
+        device: that was measured, in words.
+        jax: the version of JAX.
+        date: of the measurement, ISO 8601.
+        settings: what else was measured, in words.
+    """
+
+    kind: ClassVar[str]
+    units: ClassVar[dict[str, str]]
+    how: ClassVar[str]  # to measure one
+
+    device: str = "unknown"
+    jax: str = "unknown"
+    date: str = "unknown"
+    settings: str = "unknown"
+
+    def __str__(self) -> str:
+        texts = [self.device, f"jax {self.jax}", self.date, self.settings]
+        return ", ".join(text for text in texts if "unknown" not in text) or "unknown"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a JSON file that `load` reads."""
+        content = {"jaxsparse_profile": _VERSION, "kind": self.kind, "units": self.units}
+        content |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        lines = (f' "{name}": {_written(value)}' for name, value in content.items())
+        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a file that `save` wrote.
+
+        Raises:
+            ValueError: it is no such file.
+            OSError: it can't be read.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            for name, known in (("jaxsparse_profile", _VERSION), ("kind", cls.kind)):
+                if content[name] != known:
+                    raise ValueError(f"its {name} is {content[name]!r}, not {known!r}")
+            return cls(**{field.name: content[field.name] for field in dataclasses.fields(cls)})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{os.fspath(path)} is no profile of {cls.kind} that can be read "
+                f"({type(error).__name__}: {error}): measure one by {cls.how}"
+            ) from error
+
+
+def _written(value: Any) -> str:
+    """JSON, with the rows of a table on lines of their own."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if not isinstance(value, tuple):
+        return json.dumps(value)
+    return "[" + ",".join(f"\n  {json.dumps(row)}" for row in value) + "\n ]"
 
 
 class Floor(NamedTuple):
@@ -21,10 +85,10 @@ class Floor(NamedTuple):
     seconds: float
 
 
-class Point(NamedTuple):
+class SystemPoint(NamedTuple):
     """What one system computes in one exchange."""
 
-    system: str  # a key of `jaxsparse.systems.WITH_VARIANTS`
+    system: str  # of `jaxsparse.systems.WITH_VARIANTS`; "sparcml:ALGORITHM" for each of SparCML's
     elements: int  # float32 elements of the vector; one of the floors' sizes
     workers: int
     density: float | None  # None: the system does the same at any
@@ -32,8 +96,8 @@ class Point(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CodecProfile:
-    """Times of encoding, decoding and residuals, at some sizes, workers and densities.
+class SystemProfile(Measured):
+    """Times of selecting, encoding, decoding and residuals, at some sizes, workers and densities.
 
     Between these, logarithms of times follow straight lines in the logarithm of each. Beyond the
     largest size times grow in proportion to it; below the smallest they stay as they are there.
@@ -43,27 +107,26 @@ class CodecProfile:
     Attributes:
         points: at least one.
         floors: one for each size of the points.
-        device: that was measured, in words.
-        jax: the version of JAX.
-        date: of the measurement, ISO 8601.
-        settings: what else was measured, in words.
 
     Raises:
         ValueError: there is no point, one has no floor of its size, or a value is out of range.
 
     Example:
-        >>> points = [Point("top_k", 1000, workers, 0.01, 4.0 * workers) for workers in (2, 8)]
-        >>> profile = CodecProfile(tuple(points), (Floor(1000, 1e-6),))
+        >>> points = [SystemPoint("top_k", 1000, W, 0.01, 4.0 * W) for W in (2, 8)]
+        >>> profile = SystemProfile(tuple(points), (Floor(1000, 1e-6),))
         >>> round(profile.seconds("top_k", 3000, workers=4, density=0.01), 9)
         4.8e-05
     """
 
-    points: tuple[Point, ...]
+    kind: ClassVar[str] = "systems"
+    units: ClassVar[dict[str, str]] = {
+        "floors": "elements, seconds",
+        "points": "system, elements, workers, density, time in multiples of the floor",
+    }
+    how: ClassVar[str] = "python -m jaxsparse profile --out FILE"
+
+    points: tuple[SystemPoint, ...]
     floors: tuple[Floor, ...]
-    device: str = "unknown"
-    jax: str = "unknown"
-    date: str = "unknown"
-    settings: str = "unknown"
 
     def __post_init__(self):
         floors = tuple(
@@ -71,7 +134,7 @@ class CodecProfile:
             for size, seconds in self.floors
         )
         points = tuple(
-            Point(
+            SystemPoint(
                 str(system),
                 static_int("elements", size),
                 static_int("workers", workers),
@@ -97,9 +160,7 @@ class CodecProfile:
         return tuple(dict.fromkeys(point.system for point in self.points))
 
     def __str__(self) -> str:
-        known = [self.device, f"jax {self.jax}", self.date, self.settings]
-        bandwidth = f"{self.memory_bandwidth / 1e9:,.4g} GB/s of memory"
-        return ", ".join([*(text for text in known if "unknown" not in text), bandwidth])
+        return f"{super().__str__()}, {self.memory_bandwidth / 1e9:,.4g} GB/s of memory"
 
     @property
     def memory_bandwidth(self) -> float:
@@ -107,7 +168,7 @@ class CodecProfile:
         largest = self.floors[-1]
         return 8 * largest.elements / largest.seconds
 
-    def scaled(self, memory_bandwidth: float) -> "CodecProfile":
+    def scaled(self, memory_bandwidth: float) -> "SystemProfile":
         """The same passes at another device's memory bandwidth, in bytes a second.
 
         Raises:
@@ -137,7 +198,7 @@ class CodecProfile:
         if not of_system:
             raise ValueError(
                 f"system {system!r} is not in this profile, which has {', '.join(self.systems)}: "
-                "measure it by jaxsparse.cost.profile_codecs(systems=[...])"
+                "measure it by jaxsparse.planner.profile_systems(systems=[...])"
             )
         for name, value in (("size", size), ("workers", workers), ("density", density)):
             _positive(name, value)
@@ -155,42 +216,9 @@ class CodecProfile:
         }
         return _between(by_density, density)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file that `load` reads."""
-        head = {"jaxsparse_codec_profile": _VERSION} | {t: getattr(self, t) for t in _TEXTS}
-        rows = lambda values: ",\n  ".join(json.dumps(value) for value in values)
-        points = [(*point[:-1], float(f"{point.passes:.4g}")) for point in self.points]
-        floors = [(floor.elements, float(f"{floor.seconds:.4g}")) for floor in self.floors]
-        Path(path).write_text(
-            f'{json.dumps(head, indent=1)[:-2]},\n "units": "floors: elements, seconds; points: '
-            'system, elements, workers, density, time in multiples of the floor",\n'
-            f' "floors": [\n  {rows(floors)}\n ],\n "points": [\n  {rows(points)}\n ]\n}}\n'
-        )
-
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "CodecProfile":
-        """Reads a file that `save` wrote.
-
-        Raises:
-            ValueError: it is no such file.
-            OSError: it can't be read.
-        """
-        try:
-            content = json.loads(Path(path).read_text())
-            version = content["jaxsparse_codec_profile"]
-            if version != _VERSION:
-                raise ValueError(f"it has version {version!r}, this library reads {_VERSION}")
-            points = tuple(Point(*point) for point in content["points"])
-            floors = tuple(Floor(*floor) for floor in content["floors"])
-            return cls(points, floors, **{name: str(content[name]) for name in _TEXTS})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{os.fspath(path)} is no codec profile that can be read ({type(error).__name__}: "
-                f"{error}): measure one by python -m jaxsparse profile --out FILE"
-            ) from error
-
-    @classmethod
-    def shipped(cls) -> "CodecProfile":
+    @functools.cache
+    def shipped(cls) -> Self:
         """The profile that comes with the library, of a CPU with two cores."""
         return cls.load(_SHIPPED)
 

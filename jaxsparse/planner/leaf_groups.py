@@ -90,8 +90,8 @@ class LeafGroups:
                 raise ValueError(f"groups: {rule!r} is no regular expression ({error})") from None
             if group is not None and not isinstance(group, Group):
                 raise ValueError(
-                    f"groups[{rule!r}]={group!r} must be a jaxsparse.cost.Group(...), or None for "
-                    "dense"
+                    f"groups[{rule!r}]={group!r} must be a jaxsparse.planner.Group(...), or "
+                    "None for dense"
                 )
         layouts.plan(params)  # raises where a transformation would
         found = cls(jax.eval_shape(lambda tree: tree, params), rules or {}, is_dense)

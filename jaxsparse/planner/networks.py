@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from jaxsparse.collectives import wire
 from jaxsparse.network import Link, Network, Timing
+from jaxsparse.planner.timing import elapsed
 from jaxsparse.settings import static_float, static_int
 from jaxsparse.sharding import count_workers
 
@@ -67,7 +68,7 @@ def measure_network(
 
     Returns:
         A link for each kind, `link` being that of permutations, which are single messages. Its
-        `seconds` predict other programs; for another number of workers by `jaxsparse.cost.rounds`.
+        `seconds` predict other programs; of other numbers of workers by `jaxsparse.network.rounds`.
 
     Raises:
         ValueError: the mesh has no such axis or less than two workers along it, or a setting is
@@ -101,13 +102,13 @@ def measure_network(
                 continue
             program = _placed(run, size, mesh, axis_name)
             jax.block_until_ready(program())  # compiles, and opens connections
-            elapsed = _elapsed(program, barrier, 1)
+            spent = _elapsed(program, barrier, 1)
             least = _LEAST_REPEATS if i < 2 else 1
-            more = min(repeats, max(least, int(share / elapsed[0]))) - 1
+            more = min(repeats, max(least, int(share / spent[0]))) - 1
             if more > 0:
-                elapsed += _elapsed(program, barrier, more)
-            left = max(left - sum(elapsed), 0.0)
-            timing = Timing(run.op, workers, received, statistics.median(elapsed))
+                spent += _elapsed(program, barrier, more)
+            left = max(left - sum(spent), 0.0)
+            timing = Timing(run.op, workers, received, statistics.median(spent))
             timings.append(timing)
             by_run[name].append(timing)
     links = {run.op: fit_link([t for t in timings if t.op == run.op]) for run in runs.values()}
@@ -170,7 +171,7 @@ def fit_link(timings: Sequence[Timing]) -> Link:
 def _predicted(timings: Sequence[Timing], received: float) -> float:
     """Seconds of a collective like those timed, with so many bytes."""
     link = fit_link(timings)
-    return timings[0].rounds * link.latency + received / link.bandwidth
+    return link.seconds(timings[0].rounds, received)
 
 
 def _runs(workers: int, axis_name: str) -> dict[str, _Run]:
@@ -232,9 +233,7 @@ def _elapsed(program: Callable[[], Any], barrier: Callable[[], Any], repeats: in
     seconds = []
     for _ in range(repeats):
         jax.block_until_ready(barrier())
-        start = time.perf_counter()
-        jax.block_until_ready(program())
-        seconds.append(time.perf_counter() - start)
+        seconds.append(elapsed(program))
     if jax.process_count() == 1:
         return seconds
     everyone = multihost_utils.process_allgather(np.array(seconds, np.float32))

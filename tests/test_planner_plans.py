@@ -13,28 +13,30 @@ from workers import few
 import jaxsparse
 import jaxsparse.__main__ as shell
 from jaxsparse import systems
-from jaxsparse.cost import units
-from jaxsparse.cost.codecs import CodecProfile, Floor, Point
-from jaxsparse.cost.leaf_groups import Group
-from jaxsparse.cost.planner import plan
-from jaxsparse.cost.predicting import usual
-from jaxsparse.cost.traced import traced_bytes
 from jaxsparse.network import Link, Network
+from jaxsparse.planner import units
+from jaxsparse.planner.leaf_groups import Group
+from jaxsparse.planner.planning import plan
+from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
+from jaxsparse.systems.sparcml import ALGORITHMS
+from jaxsparse.traffic import traced_bytes
 
 SLOW, FAST = Link(50e-6, 1.25e6), Link(1e-9, 1e15)
 
 
 def profile(passes=10.0, floor=1e-9):
     """Every system takes as many passes, dense one; a nanosecond an element."""
-    points = [
-        Point(name, 2**10, 4, None, passes) for name in systems.WITH_VARIANTS if name != "dense"
-    ]
-    points.append(Point("dense", 2**10, 4, None, 1.0))
-    return CodecProfile(tuple(points), (Floor(2**10, floor * 2**10),))
+    names = {*systems.WITH_VARIANTS, *(f"sparcml:{name}" for name in ALGORITHMS)} - {
+        "dense",
+        "sparcml",
+    }
+    points = [SystemPoint(name, 2**10, 4, None, passes) for name in sorted(names)]
+    points.append(SystemPoint("dense", 2**10, 4, None, 1.0))
+    return SystemProfile(tuple(points), (Floor(2**10, floor * 2**10),))
 
 
 def planned(params=10**6, workers=3, network=SLOW, names=("spardl",), **settings):
-    settings = {"codecs": profile(), "systems": names, **settings}
+    settings = {"profile": profile(), "systems": names, **settings}
     return plan(params, workers, network=network, **settings)
 
 
@@ -127,16 +129,26 @@ def test_groups_that_cannot_be_combined_are_left_out(monkeypatch):
     def fail(*args, **settings):
         raise ValueError("no room")
 
-    monkeypatch.setattr("jaxsparse.cost.predicting.partition", fail)
+    monkeypatch.setattr("jaxsparse.planner.planning.partition", fail)
     found = planned(TREE, groups={"embedding": None})
     assert dict(found.left_out)["by group"] == "no room"
     assert found.best == "spardl"
     assert [choice.system for choice in found.groups] == ["spardl"]
 
 
-def test_sparcml_s_times_are_of_another_network():
-    assert "sparcml's is that of its algorithm" in str(planned(names=["sparcml"]))
-    assert "sparcml's is" not in str(planned(names=["sparcml"], network=Link()))
+@pytest.mark.parametrize("algorithm", few(ALGORITHMS, ALGORITHMS[:3:2]))
+def test_sparcml_s_algorithm_is_chosen_by_the_profile_that_is_given(algorithm):
+    points = [SystemPoint("dense", 10, 2, None, 1.0)]
+    for name in ALGORITHMS:
+        passes = 1.0 if name == algorithm else 1e9
+        points.append(SystemPoint(f"sparcml:{name}", 10, 2, None, passes))
+    given = SystemProfile(tuple(points), (Floor(10, 1e-9),))
+    found = planned(names=["sparcml"], profile=given, network=FAST)["sparcml"]
+    assert found.transformation == f"jaxsparse.sparcml(5, algorithm='{algorithm}')"
+    tx = eval(found.transformation, {"jaxsparse": jaxsparse})
+    moved = traced_bytes(tx, {"a": jax.ShapeDtypeStruct((1, 10**6), jnp.float32)}, 3)
+    assert found.received == pytest.approx(moved.received)
+    assert found.computing == pytest.approx(given.seconds(f"sparcml:{algorithm}", 10**6, 3, 0.01))
 
 
 def test_more_elements_than_int32_can_index():
@@ -175,9 +187,9 @@ def test_totals_add_up():
         assert row.network == pytest.approx(
             Network(SLOW, all_reduce=Link(1e-3, 1e6)).seconds(moved)
         )
-        assert row.codec == pytest.approx(passes * 1e-9 * size, rel=1e-5)
-        assert found.step(name) == pytest.approx(0.25 + row.network + row.codec)
-        assert found.delayed_step(name) == pytest.approx(row.codec + max(0.25, row.network))
+        assert row.computing == pytest.approx(passes * 1e-9 * size, rel=1e-5)
+        assert found.step(name) == pytest.approx(0.25 + row.network + row.computing)
+        assert found.delayed_step(name) == pytest.approx(row.computing + max(0.25, row.network))
     dense = 4 / 1e-3 * 1e-3 * 1e-3 + 2 * 2 / 3 * 4 * (size + 1) / 1e6
     assert found["dense"].network == pytest.approx(dense)
 
@@ -188,7 +200,7 @@ def test_usual_steps_have_the_cheapest_branches():
     found = planned(names=["ok_topk"])["ok_topk"]
     assert moved.conditionals
     assert found.rounds == 5  # the flag, two all-to-alls, a gather of counts and one of entries
-    assert found.received == usual(lambda m: m.received, moved) < moved.received
+    assert found.received == moved.usual.received < moved.received
 
 
 def test_leaves_that_are_small_travel_dense_in_all_systems():
@@ -208,7 +220,7 @@ def test_leaves_that_are_small_travel_dense_in_all_systems():
 def few_systems(monkeypatch):
     names = ("spardl", "random_k", "dense", "omni_reduce", "sparse_all_gather")
     few = {name: systems.WITH_VARIANTS[name] for name in names}
-    monkeypatch.setattr("jaxsparse.cost.planner.WITH_VARIANTS", few)
+    monkeypatch.setattr("jaxsparse.planner.planning.WITH_VARIANTS", few)
 
 
 @pytest.mark.usefixtures("few_systems")
@@ -241,11 +253,11 @@ def test_caveats_are_heeded_unless_a_system_is_asked_for():
 
 
 def test_it_says_that_the_shipped_profile_is_of_another_device():
-    found = planned(codecs=None, memory_bandwidth=2e12)
+    found = planned(profile=None, memory_bandwidth=2e12)
     assert "extrapolated from cpu" in str(found)
     assert "another device than yours" in str(found)
     assert "another device" not in str(planned())
-    assert found["spardl"].codec < planned(codecs=None)["spardl"].codec
+    assert found["spardl"].computing < planned(profile=None)["spardl"].computing
 
 
 def test_what_cannot_be_planned_says_why():
@@ -254,8 +266,11 @@ def test_what_cannot_be_planned_says_why():
     assert "sketched_sgd" in str(found)
     with pytest.raises(KeyError, match=r"ask for less than 0\.125"):
         found["sketched_sgd"]
-    part = CodecProfile((Point("dense", 10, 2, None, 1.0),), (Floor(10, 1e-6),))
-    assert "not in this profile" in dict(planned(codecs=part).left_out)["spardl"]
+    part = SystemProfile((SystemPoint("dense", 10, 2, None, 1.0),), (Floor(10, 1e-6),))
+    unknown = planned(profile=part, names=["spardl", "sparcml"])
+    assert unknown.best == "dense"
+    assert dict(unknown.left_out) == dict.fromkeys(["spardl", "sparcml"], "no measured profile")
+    assert re.search(r"\nspardl +not predicted: no measured profile\n", str(unknown))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +284,7 @@ def test_what_cannot_be_planned_says_why():
         ({"params": 0}, "params=0 must be at least 1"),
         ({"params": 1e6}, "params=1000000.0 must be an int"),
         ({"memory_bandwidth": 0}, "memory_bandwidth=0 must be positive"),
-        ({"codecs": 3}, "codecs=3 must be a CodecProfile"),
+        ({"profile": 3}, "profile=3 must be a SystemProfile"),
         ({"params": TREE, "groups": {"(": Group()}}, "is no regular expression"),
         ({"params": TREE, "groups": {"head": Group()}}, r"no leaf .* is left for \['head'\]"),
         ({"params": TREE, "groups": {"mlp": 0.1}}, r"groups\['mlp'\]=0.1 must be"),
@@ -322,9 +337,9 @@ ARGUMENTS += ["--systems", "spardl", "qsgd"]
 
 
 def test_the_shell_prints_a_table(capsys, tmp_path):
-    path = tmp_path / "codecs.json"
+    path = tmp_path / "profile.json"
     profile().save(path)
-    assert shell.main([*ARGUMENTS, "--codecs", str(path), "--step", "120ms"]) == 0
+    assert shell.main([*ARGUMENTS, "--profile", str(path), "--step", "120ms"]) == 0
     printed = capsys.readouterr().out
     assert "jaxsparse.spardl(0.01)" in printed
     assert "with delay=1" in printed
@@ -332,7 +347,7 @@ def test_the_shell_prints_a_table(capsys, tmp_path):
     assert "0.01 Gbit/s" in printed
     Network(Link(1e-3, 1e6)).save(tmp_path / "network.json")
     by_file = [*ARGUMENTS[:5], "--network", str(tmp_path / "network.json"), "--json"]
-    assert shell.main([*by_file, "--systems", "spardl", "--codecs", str(path)]) == 0
+    assert shell.main([*by_file, "--systems", "spardl", "--profile", str(path)]) == 0
     content = json.loads(capsys.readouterr().out)
     expected = planned(workers=4, network=Link(1e-3, 1e6))
     assert content["best"] == "spardl"
@@ -342,9 +357,9 @@ def test_the_shell_prints_a_table(capsys, tmp_path):
 
 
 def test_the_shell_compares_bandwidths(capsys, tmp_path):
-    path = tmp_path / "codecs.json"
+    path = tmp_path / "profile.json"
     profile().save(path)
-    several = ["--bandwidth", "10mbit", "1TB/s", "--systems", "spardl", "--codecs", str(path)]
+    several = ["--bandwidth", "10mbit", "1TB/s", "--systems", "spardl", "--profile", str(path)]
     assert shell.main([*ARGUMENTS[:5], *several]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert "| exchange, ms | 10mbit | 1TB/s |" in printed
@@ -359,7 +374,7 @@ def test_the_shell_compares_bandwidths(capsys, tmp_path):
         (["--latency", "5"], "argument --latency: '5' is no time: write 50us"),
         (["--network", "net.json"], "give either --bandwidth"),
         (["--systems", "none"], "systems has 'none', which is unknown"),
-        (["--codecs", "missing.json"], "missing.json"),
+        (["--profile", "missing.json"], "missing.json"),
     ],
 )
 def test_the_shell_names_the_flag(changed, message, capsys):

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable
+import math
+import re
 from typing import Any
 
 import jax
 
-from jaxsparse.cost import hlo
-from jaxsparse.cost.groups import group_size, moved_pairs
-from jaxsparse.cost.report import Collective, Conditional, WireBytes
-from jaxsparse.cost.trips import trip_count
+from jaxsparse.traffic import hlo
+from jaxsparse.traffic.report import (
+    RECEIVED,
+    Collective,
+    Conditional,
+    WireBytes,
+    merged,
+    scaled,
+)
+from jaxsparse.traffic.trip_counts import trip_count
 
-# Bytes that one of W workers receives per byte of operand.
-RECEIVED: dict[str, Callable[[int], float]] = {
-    "all-reduce": lambda W: 2 * (W - 1) / W,  # as a ring: reduce-scatter, then all-gather
-    "reduce-scatter": lambda W: (W - 1) / W,
-    "all-gather": lambda W: W - 1,
-    "all-to-all": lambda W: (W - 1) / W,
-    "ragged-all-to-all": lambda W: 1,  # of the output buffer: how full it gets is data
-    "collective-permute": lambda W: 1,
-    "collective-broadcast": lambda W: 1,
-}
 # Opcodes whose called computation runs exactly once each time they do.
 _CALLS = ("call", "fusion", "async")
+
+# Forms of a collective's groups.
+_EXPLICIT = re.compile(r"\{\s*((?:\{[\d,\s]*\}[,\s]*)*)\}")
+_IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[[\d,]+\](?:T\([\d,]+\))?")
+# Two spellings of the same thing: mesh['a'=4,'b'=2] {'a'} and @mesh<a=4,b=2> {a}; device_ids only
+# reorders the members, and an axis written 'a':(1)2 is a factor 2 of the axis.
+_MESH = re.compile(
+    r"@?mesh[\[<]([^\]>]*)[\]>](?:,\s*device_ids=\((?:[^()]|\([^()]*\))*\))?\s*\{([^{}]*)\}"
+)
+_MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
+_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\s*\{\s*\d+\s*,\s*\d+\s*\},?)*)\s*\}")
+_GROUP_AXIS = re.compile(r"'?([^',:]+)'?(?::\(\d+\)(\d+))?")
 
 
 def wire_bytes(program: Any, *args: Any, **kwargs: Any) -> WireBytes:
@@ -154,10 +162,10 @@ def _collective(
     op = instruction.opcode.removesuffix("-start")
     shapes = computation.operand_shapes(instruction)
     if op == "collective-permute":
-        members = {worker for pair in moved_pairs(instruction) for worker in pair}
+        members = {worker for pair in _moved_pairs(instruction) for worker in pair}
         size = max(len(members), 1)
     else:
-        size = group_size(instruction, module)
+        size = _group_size(instruction, module)
     if op == "ragged-all-to-all":
         # The operands are input, output and four vectors of offsets and sizes. Only the first is
         # data to send; the second says where it lands.
@@ -212,23 +220,62 @@ def _conditional(
     return WireBytes(branches[conditional.dearest].collectives, (conditional,))
 
 
-def merged(parts: Iterable[WireBytes]) -> WireBytes:
-    """What programs move one after the other."""
-    parts = list(parts)
-    return WireBytes(
-        tuple(c for part in parts for c in part.collectives),
-        tuple(c for part in parts for c in part.conditionals),
+def _group_size(instruction: hlo.Instruction, module: hlo.Module) -> int:
+    """Members of the largest group of a collective.
+
+    Raises:
+      ValueError: its `replica_groups` are absent or printed in a format that is not known.
+    """
+    _, found, text = instruction.structure.partition("replica_groups=")
+    workers = module.replicas * module.partitions
+    if iota := _IOTA.match(text):
+        ids, size = int(iota[1]) * int(iota[2]), int(iota[2])
+    elif mesh := _MESH.match(text):
+        axes = {axis.strip(): int(extent) for axis, extent in _MESH_AXIS.findall(mesh[1])}
+        members = [(a.strip(), part) for a, part in _GROUP_AXIS.findall(mesh[2]) if a.strip()]
+        if unknown := [axis for axis, part in members if not part and axis not in axes]:
+            raise ValueError(_unknown(instruction, f"axes {unknown} are not in the mesh"))
+        size = math.prod(int(part or axes.get(axis, 1)) for axis, part in members)
+        ids = math.prod(axes.values())
+    elif explicit := _EXPLICIT.match(text):
+        groups = [re.findall(r"\d+", group) for group in re.findall(r"\{([^{}]*)\}", explicit[1])]
+        if not groups:
+            return workers
+        size = max(len(group) for group in groups)
+        ids = 1 + max((int(i) for group in groups for i in group), default=0)
+    else:
+        problem = f"found {text[:60]!r}" if found else "found none"
+        raise ValueError(_unknown(instruction, problem))
+    # Without use_global_device_ids the ids of a reducing collective with a channel name replicas,
+    # and each of those stands for all of its partitions.
+    by_replica = (
+        instruction.opcode.removesuffix("-start") in ("all-reduce", "all-gather", "reduce-scatter")
+        and "channel_id=" in instruction.structure
+        and not instruction.flag("use_global_device_ids")
+        and ids <= module.replicas
     )
+    return max(size, 1) * (module.partitions if by_replica else 1)
 
 
-def scaled(moved: WireBytes, times: int) -> WireBytes:
-    """What a program moves that runs `times` times."""
-    return WireBytes(
-        tuple(dataclasses.replace(c, count=c.count * times) for c in moved.collectives),
-        tuple(
-            dataclasses.replace(
-                c, count=c.count * times, branches=tuple(scaled(b, times) for b in c.branches)
-            )
-            for c in moved.conditionals
-        ),
+def _moved_pairs(instruction: hlo.Instruction) -> list[tuple[int, int]]:
+    """Pairs (source, target) of a collective-permute whose data leaves the worker.
+
+    Raises:
+      ValueError: the instruction has no `source_target_pairs`, or moves slices of its operands.
+    """
+    match = _PAIRS.search(instruction.structure)
+    if not match or "slice_sizes=" in instruction.structure:
+        raise ValueError(
+            f"collective-permute {instruction.name!r}: only whole operands and the form "
+            "source_target_pairs={{0,1},...} are understood; report the HLO line to have it added"
+        )
+    pairs = [(int(s), int(t)) for s, t in re.findall(r"(\d+)\s*,\s*(\d+)", match[1])]
+    return [(source, target) for source, target in pairs if source != target]
+
+
+def _unknown(instruction: hlo.Instruction, problem: str) -> str:
+    return (
+        f"{instruction.opcode} {instruction.name!r}: cannot read its replica_groups, {problem}; "
+        "known forms are {{0,1},{2,3}}, {}, [2,4]<=[8] and mesh['data'=8] {'data'}; report the HLO "
+        "line to have a new one added"
     )

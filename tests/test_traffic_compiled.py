@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxsparse.cost import Collective, Conditional, WireBytes, wire_bytes
-from jaxsparse.cost.hlo import parse, parse_type
+from jaxsparse.traffic import Collective, Conditional, WireBytes, wire_bytes
+from jaxsparse.traffic.hlo import parse, parse_type
 
 W = 8
 RING = [(i, (i + 1) % W) for i in range(W)]

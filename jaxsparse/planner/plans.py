@@ -1,8 +1,10 @@
 """What `plan` returns: predicted times of systems, and a choice. Prints as a table."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
+
+from jaxsparse.printing import aligned, milliseconds as _ms
 
 BY_GROUP = "by group"  # in place of a system's name
 
@@ -14,14 +16,14 @@ class Prediction(NamedTuple):
     rounds: int  # collectives, one after the other
     received: float  # bytes that a worker receives
     network: float  # seconds on the network
-    codec: float  # seconds that a worker computes
+    computing: float  # seconds of a worker
     transformation: str  # as Python writes it
     caveat: str = ""  # why it is not chosen by time alone
 
     @property
     def exchange(self) -> float:
-        """Seconds of network and codec."""
-        return self.network + self.codec
+        """Seconds on the network and of computing."""
+        return self.network + self.computing
 
 
 class GroupChoice(NamedTuple):
@@ -98,7 +100,7 @@ class Plan:
 
         What is computed for the exchange competes with that for the device, and is added.
         """
-        return self[system].codec + max(self.step_seconds, self[system].network)
+        return self[system].computing + max(self.step_seconds, self[system].network)
 
     def speedup(self, system: str) -> float:
         """How many times shorter a step is than with dense."""
@@ -118,23 +120,21 @@ class Plan:
         if caveats:
             lines += ["", "Not chosen by time alone, unless they are asked for by name:"]
             lines += [f"  {p.system}: {p.caveat}" for p in caveats]
-        if self.left_out:
-            lines += ["", "Without a prediction:"]
-            lines += [f"  {system}: {reason}" for system, reason in self.left_out]
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
         with_step = self.step_seconds > 0
-        head = ["system", "rounds", "received MB", "network ms", "codec ms", "exchange ms"]
+        head = ["system", "rounds", "received MB", "network ms", "computing ms", "exchange ms"]
         head += ["step ms", "with delay=1"] * with_step + ["speedup"]
         rows = [head]
         for p in self.predictions:
-            times = [p.network, p.codec, p.exchange]
+            times = [p.network, p.computing, p.exchange]
             if with_step:
                 times += [self.step(p.system), self.delayed_step(p.system)]
             cells = [p.system, str(p.rounds), f"{p.received / 1e6:,.3f}", *map(_ms, times)]
             rows.append([*cells, f"{self.speedup(p.system):.2f}x"])
-        return _aligned(rows, right=range(1, len(head)))
+        not_predicted = [(system, f"not predicted: {reason}") for system, reason in self.left_out]
+        return [*aligned(rows, right=range(1, len(head))), *aligned(not_predicted, right=())]
 
     def _choices(self) -> list[str]:
         if self.best == "dense":
@@ -148,7 +148,7 @@ class Plan:
             rows.append([*cells, _ms(g.seconds), _ms(g.dense_seconds)])
         return [
             *found,
-            *_aligned(rows, right=(1, 2, 4, 5)),
+            *aligned(rows, right=(1, 2, 4, 5)),
             "",
             "Accuracy is not predicted: all but dense change what a step delivers. Train to see.",
         ]
@@ -169,22 +169,9 @@ def compared(plans: Mapping[str, Plan]) -> str:
             _ms(found.exchange) if (found := plan.find(system)) else "-" for plan in plans.values()
         ]
         rows.append([system, *cells])
+    for system, reason in first.left_out:
+        rows.append([system, f"not predicted: {reason}", *[""] * (len(plans) - 1)])
     rows.append(["best", *(plan.best for plan in plans.values())])
     speedups = [f"{plan.speedup(plan.best):.2f}x" for plan in plans.values()]
     rows.append(["a step's speedup over dense", *speedups])
     return "\n".join([*first.conditions[1:], "", *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.2f}"
-
-
-def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from workers import few, mesh, some
 
-from jaxsparse.cost.networks import fit_link, measure_network
 from jaxsparse.network import Link, Network, Timing, rounds
+from jaxsparse.planner.networks import fit_link, measure_network
 
 OPS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 SIZES = (4, 4096, 65536, 1 << 20)
@@ -83,13 +83,14 @@ def test_a_network_is_saved_and_loaded(tmp_path):
     assert hash(NETWORK) == hash(Network.load(path))
     content = json.loads(path.read_text())
     for key, value in (
-        ("jaxsparse_network", 99),
-        ("links", {"psum": {"latency": 1.0, "bandwidth": 1.0}}),
-        ("timings", [{"op": "all-gather"}]),
-        ("links", 3),
+        ("jaxsparse_profile", 99),
+        ("kind", "systems"),
+        ("link", {"latency": 1.0, "width": 1.0}),
+        ("timings", [["all-gather"]]),
+        ("all_gather", 3),
     ):
         path.write_text(json.dumps(content | {key: value}))
-        with pytest.raises(ValueError, match="no network that can be read"):
+        with pytest.raises(ValueError, match="no profile of networks that can be read"):
             Network.load(path)
 
 
@@ -156,8 +157,8 @@ def emulated(monkeypatch):
         program.run, program.words = run, words
         return program
 
-    monkeypatch.setattr("jaxsparse.cost.networks._elapsed", elapsed)
-    monkeypatch.setattr("jaxsparse.cost.networks._placed", placed)
+    monkeypatch.setattr("jaxsparse.planner.networks._elapsed", elapsed)
+    monkeypatch.setattr("jaxsparse.planner.networks._placed", placed)
     return link, barriers, repeated
 
 
@@ -199,9 +200,9 @@ PROCESS = """
 import sys
 import jax
 jax.distributed.initialize({address!r}, num_processes=2, process_id=int(sys.argv[1]))
-from jaxsparse import cost
+from jaxsparse import planner
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
-network = cost.measure_network(mesh, words=(1, 1000, 100_000), repeats=5, seconds=2)
+network = planner.measure_network(mesh, words=(1, 1000, 100_000), repeats=5, seconds=2)
 network.save(sys.argv[2])
 jax.distributed.shutdown()
 """

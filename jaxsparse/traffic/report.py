@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from jaxsparse.printing import aligned
+
+# Bytes that one of W workers receives per byte of operand.
+RECEIVED: dict[str, Callable[[int], float]] = {
+    "all-reduce": lambda W: 2 * (W - 1) / W,  # as a ring: reduce-scatter, then all-gather
+    "reduce-scatter": lambda W: (W - 1) / W,
+    "all-gather": lambda W: W - 1,
+    "all-to-all": lambda W: (W - 1) / W,
+    "ragged-all-to-all": lambda W: 1,  # of the output buffer: how full it gets is data
+    "collective-permute": lambda W: 1,
+    "collective-broadcast": lambda W: 1,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +109,21 @@ class WireBytes:
         """Collectives executed in one run, leaving out groups of one worker."""
         return sum(c.count for c in self.collectives if c.group_size > 1)
 
+    @property
+    def usual(self) -> WireBytes:
+        """The same with the cheapest branch of every conditional in place of the dearest.
+
+        Reducers branch where they do more in some steps: the cheapest branch is what most steps
+        take. Both are so by received bytes.
+        """
+        collectives = list(self.collectives)
+        for conditional in self.conditionals:
+            for each in conditional.branches[conditional.dearest].collectives:
+                collectives.remove(each)
+            cheapest = min(conditional.branches, key=lambda b: (b.received, b.rounds))
+            collectives += cheapest.usual.collectives
+        return WireBytes(tuple(collectives))
+
     def __str__(self) -> str:
         head = ("collective", "count", "W", "payload B", "received B", "operands", "from")
         rows: list[tuple[str, ...]] = [head]
@@ -106,14 +134,7 @@ class WireBytes:
             rows.append((c.op, *map(str, numbers), received, operands, c.op_name or c.name))
         totals = (str(self.rounds), "", str(self.payload), _number(self.received))
         rows.append(("total", *totals, "", ""))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if 1 <= i <= 4 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths))
-            ).rstrip()
-            for row in rows
-        ]
+        lines = aligned(rows, right=range(1, 5))
         return "\n".join([*lines, *self._conditional_lines("")])
 
     def _conditional_lines(self, indent: str) -> Iterable[str]:
@@ -131,3 +152,25 @@ class WireBytes:
 
 def _number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
+
+
+def merged(parts: Iterable[WireBytes]) -> WireBytes:
+    """What programs move one after the other."""
+    parts = list(parts)
+    return WireBytes(
+        tuple(c for part in parts for c in part.collectives),
+        tuple(c for part in parts for c in part.conditionals),
+    )
+
+
+def scaled(moved: WireBytes, times: int) -> WireBytes:
+    """What a program moves that runs `times` times."""
+    return WireBytes(
+        tuple(dataclasses.replace(c, count=c.count * times) for c in moved.collectives),
+        tuple(
+            dataclasses.replace(
+                c, count=c.count * times, branches=tuple(scaled(b, times) for b in c.branches)
+            )
+            for c in moved.conditionals
+        ),
+    )

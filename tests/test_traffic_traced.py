@@ -1,45 +1,44 @@
 """What an exchange will move, read from the traced program, against what is compiled."""
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from contract import CASES, SIZE, has_sketch
 from jax import lax
 from jax.sharding import PartitionSpec
-from steps import SIZES, compiled_step
+from published_traffic import sparse_ring_traffic
 from workers import QUICK_COMPILE, few, mesh, some
 
 import jaxsparse
-from jaxsparse import shard, specs
-from jaxsparse.collectives import sparse_ring_traffic, wire
-from jaxsparse.cost.traced import traced_bytes
-from jaxsparse.cost.traffic import wire_bytes
+from jaxsparse import data_parallel, shard, specs
+from jaxsparse.collectives import wire
 from jaxsparse.network import Link, Network, rounds
-from jaxsparse.reducers.base import Reduced, Reducer, info
-from jaxsparse.systems import SparCML, TopK
+from jaxsparse.systems import WITH_VARIANTS, SparCML, TopK, choose
+from jaxsparse.traffic import traced_bytes, wire_bytes
 
-PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SIZES.items()}
+SIZE = 3001
+PARAMS = {
+    "kernel": jax.ShapeDtypeStruct((300, 201), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((201,), jnp.float32),
+}
 
 
-def compiled(reducer, workers):
-    """What the compiled exchange of one vector moves."""
-    state = jax.eval_shape(lambda: shard(reducer.init(SIZE), workers))
+def compiled(exchange, init, shapes, workers, has_sketch=False):
+    """What the compiled `exchange(x, init(x))` moves."""
+    state = jax.eval_shape(lambda x: shard(init(x), workers), shapes)
 
     def body(x, state):
-        reduced = reducer(x[0], state, axis_name="data")
-        return [wire.varying(leaf, "data")[None] for leaf in jax.tree.leaves(reduced)]
+        outputs = exchange(jax.tree.map(lambda leaf: leaf[0], x), state)
+        return [wire.varying(leaf, "data")[None] for leaf in jax.tree.leaves(outputs)]
 
     spec = PartitionSpec("data")
     f = jax.jit(
         jax.shard_map(body, mesh=mesh(workers), in_specs=(spec, specs(state)), out_specs=spec),
-        compiler_options=None if has_sketch(reducer) else QUICK_COMPILE,
+        compiler_options=None if has_sketch else QUICK_COMPILE,
     )
-    x = jax.ShapeDtypeStruct((workers, SIZE), jnp.float32)
+    x = jax.tree.map(lambda s: jax.ShapeDtypeStruct((workers, *s.shape), s.dtype), shapes)
     return wire_bytes(f.lower(x, state).compile())
 
 
@@ -57,13 +56,18 @@ def summary(moved):
 
 USUAL = {"gtopk", "omni_reduce", "ok_topk"}  # all kinds of collectives, and branches
 SLOW = {"spardl", "sparcml", "sketched_sgd", "s2_reducer", "sparse_all_gather"}
+SKETCHES = {"sketched_sgd", "s2_reducer"}
 
 
-@pytest.mark.parametrize("name", some(list(CASES), USUAL, slow=SLOW))
+@pytest.mark.parametrize("name", some(list(WITH_VARIANTS), USUAL, slow=SLOW))
 @pytest.mark.parametrize("workers", few([3, 8], [3]))
 def test_equals_what_is_compiled(name, workers):
-    reducer = CASES[name].reducer
-    assert summary(traced_bytes(reducer, SIZE, workers)) == summary(compiled(reducer, workers))
+    asked = {"size": SIZE, "workers": workers, "block_size": 16}
+    reducer = choose(name, 0.02, **asked).reducer(SIZE)
+    run, init = lambda x, state: reducer(x, state, axis_name="data"), lambda x: reducer.init(SIZE)
+    shape = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+    moved = compiled(run, init, shape, workers, has_sketch=name in SKETCHES)
+    assert summary(traced_bytes(reducer, SIZE, workers)) == summary(moved)
 
 
 TRANSFORMATIONS = {
@@ -77,7 +81,26 @@ TRANSFORMATIONS = {
 @pytest.mark.parametrize("name", some(list(TRANSFORMATIONS), ["partition"], slow=["dense"]))
 def test_an_update_equals_what_is_compiled(name):
     tx = TRANSFORMATIONS[name]()
-    assert summary(traced_bytes(tx, PARAMS, 3)) == summary(wire_bytes(compiled_step(tx, mesh(3))))
+    moved = compiled(lambda x, state: tx.update(x, state, x), tx.init, PARAMS, 3, "sketch" in name)
+    assert summary(traced_bytes(tx, PARAMS, 3)) == summary(moved)
+
+
+def test_it_can_be_asked_within_an_exchange():
+    """By what is itself being traced, by shard_map or vmap, or run dry."""
+    found = []
+
+    def ask(x):
+        found.append(traced_bytes(TopK(0.01), 1000, 16))
+        return x
+
+    data_parallel(lambda x: wire.psum(ask(x), "data"), mesh(3), batch_argnums=0).lower(
+        jnp.ones((3, 4))
+    )
+    jax.jit(jax.vmap(ask, axis_name="data")).lower(jnp.ones((3, 4)))
+    with wire.dry_run(5):
+        jax.jit(ask).lower(jnp.ones(4))
+    assert found == [traced_bytes(TopK(0.01), 1000, 16)] * 3
+    assert found[0].payload == 80
 
 
 def test_dense_leaves_and_the_flag_are_counted():
@@ -104,19 +127,8 @@ def test_one_worker_moves_nothing():
     assert (moved.payload, moved.received, moved.rounds) == (0, 0, 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Program(Reducer):
-    """A reducer around any function of one worker's vector."""
-
-    f: Callable
-
-    def __call__(self, x, state, *, axis_name):
-        y = jnp.sum(self.f(x).astype(jnp.float32))
-        return Reduced(x * y, x, None, state, info(0))
-
-
 def moved_by(f, workers=4, size=16):
-    return traced_bytes(Program(f), size, workers)
+    return traced_bytes(f, jax.ShapeDtypeStruct((size,), jnp.float32), workers)
 
 
 def psum(x):
@@ -179,13 +191,11 @@ def test_a_loop_of_unknown_length_raises():
 
 
 def test_several_axes():
-    class Levels(Program):
-        def __call__(self, x, state, *, axis_name):
-            inner = lax.psum(x, "local")
-            return super().__call__(lax.psum(inner, axis_name), state, axis_name=axis_name)
+    def f(x):
+        x = lax.psum(lax.psum(x, "local"), "hosts")
+        return lax.all_gather(wire.varying(wire.varying(x, "local"), "hosts"), ("hosts", "local"))
 
-    reducer = Levels(lambda x: lax.all_gather(x, ("hosts", "local")))
-    moved = traced_bytes(reducer, 16, {"hosts": 4, "local": 2}, axis_name="hosts")
+    moved = moved_by(f, {"hosts": 4, "local": 2})
     assert [each.group_size for each in moved.collectives] == [2, 4, 8]
 
 
@@ -197,7 +207,7 @@ def test_several_axes():
         (TopK(0.1), 0, 2, ValueError, "shapes=0 must be at least 1"),
         (TopK(0.1), PARAMS, 2, ValueError, "must be an int"),
         (jaxsparse.top_k(0.1, axis_name="x"), PARAMS, 2, ValueError, "'x' is not bound"),
-        (psum, 100, 2, TypeError, "must be a reducer or a gradient transformation"),
+        ("top_k", 100, 2, TypeError, "must be a reducer, a gradient transformation or a function"),
     ],
 )
 def test_bad_settings(exchange, shapes, workers, error, match):

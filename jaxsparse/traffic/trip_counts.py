@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TypeAlias
 
-from jaxsparse.cost.hlo import Computation, Instruction, Module
+from jaxsparse.traffic.hlo import Computation, Instruction, Module
 
 # An integer, a tuple of values, or None for what depends on data.
 Value: TypeAlias = "int | tuple[Value, ...] | None"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,30 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse.collectives import wire
-from jaxsparse.cost.report import Collective, Conditional, WireBytes
-from jaxsparse.cost.traffic import RECEIVED, merged, scaled
 from jaxsparse.per_worker import map_marked
-from jaxsparse.reducers.base import Reducer
 from jaxsparse.settings import static_int
+from jaxsparse.traffic.report import (
+    RECEIVED,
+    Collective,
+    Conditional,
+    WireBytes,
+    merged,
+    scaled,
+)
 
 _DTYPES = {"bool": "pred", "float": "f", "int": "s", "uint": "u", "bfloat": "bf", "complex": "c"}
 
 
+@runtime_checkable
+class _Reducer(Protocol):
+    """What is needed here of a reducer, which is defined further up."""
+
+    def init(self, size: int) -> Any: ...
+    def __call__(self, x: Any, state: Any, *, axis_name: str | None) -> Any: ...
+
+
 def traced_bytes(
-    exchange: Reducer | optax.GradientTransformation,
+    exchange: _Reducer | optax.GradientTransformation | Callable[[Any], Any],
     shapes: int | Any,
     workers: int | Mapping[str, int],
     *,
@@ -43,13 +56,14 @@ def traced_bytes(
     what it proves needless, and on CPU widens 16-bit floats in sums.
 
     Args:
-        exchange: a reducer, or a gradient transformation, of which one `update` is traced.
-        shapes: for a reducer, the elements d of its vector; for a transformation, the parameters:
-            a tree of arrays or `jax.ShapeDtypeStruct`s.
+        exchange: a reducer; a gradient transformation, of which one `update` is traced; or a
+            function of one worker's arrays, in one tree.
+        shapes: for a reducer, the elements d of its vector; for a transformation, the parameters,
+            and for a function what it takes: a tree of arrays or `jax.ShapeDtypeStruct`s.
         workers: W >= 1 along `axis_name`, or the workers along each axis of a mesh that has
             several, as in `{"hosts": 16, "local": 8}`. An axis of one worker moves nothing.
-        axis_name: that a reducer exchanges over. A transformation has its own setting, which must
-            be the same, or an axis of the mesh.
+        axis_name: that a reducer exchanges over. What a transformation or function names itself
+            must be the same, or an axis of the mesh.
 
     Returns:
         The collectives, the conditionals and their totals, in bytes for one exchange.
@@ -57,7 +71,7 @@ def traced_bytes(
     Raises:
         ValueError: a setting is out of range, the axis is not that of the transformation, a loop
             that communicates has no static length, or a primitive that names the axis is unknown.
-        TypeError: `exchange` is neither a reducer nor a transformation.
+        TypeError: `exchange` is none of the three.
 
     Example:
         >>> from jaxsparse import TopKReducer
@@ -66,25 +80,28 @@ def traced_bytes(
         (80000, 81840000)
     """
     mesh = _mesh(workers, axis_name)
+    run: Callable[[Any, Any], Any]
+    init: Callable[[Any], Any]
     if isinstance(exchange, optax.GradientTransformation):
         tx = exchange
-        program = _traced(lambda x, state: tx.update(x, state, x), tx.init, shapes, mesh)
-    elif isinstance(exchange, Reducer):
+        run, init = lambda x, state: tx.update(x, state, x), tx.init
+    elif isinstance(exchange, _Reducer):
         size, reducer = static_int("shapes", shapes), exchange
         if size < 1:
             raise ValueError(f"shapes={size} must be at least 1: pass the elements of the vector")
-        program = _traced(
-            functools.partial(reducer, axis_name=axis_name),
-            lambda x: reducer.init(size),
-            jax.ShapeDtypeStruct((size,), jnp.float32),
-            mesh,
-        )
+        shapes = jax.ShapeDtypeStruct((size,), jnp.float32)
+        run, init = functools.partial(reducer, axis_name=axis_name), lambda x: reducer.init(size)
+    elif callable(exchange):
+        function = exchange
+        run, init = lambda x, _: function(x), lambda x: ()
     else:
         raise TypeError(
-            f"exchange={exchange!r} must be a reducer or a gradient transformation: pass "
-            "jaxsparse.TopKReducer(0.01) or jaxsparse.top_k(0.01), or a whole step, compiled, to "
-            "jaxsparse.cost.wire_bytes"
+            f"exchange={exchange!r} must be a reducer, a gradient transformation or a function: "
+            "pass jaxsparse.top_k(0.01), or a whole step, compiled, to jaxsparse.traffic.wire_bytes"
         )
+    # An exchange may itself be traced already, or run dry, where this is called.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), wire.dry_run(None):
+        program = _traced(run, init, shapes, mesh)
     return _traffic(program, dict(mesh.shape), {})
 
 
@@ -127,7 +144,7 @@ def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]
         if _is_unknown(name, parameters, extents):
             raise ValueError(
                 f"{name} ({_where(equation)}) names a mesh axis, and what it moves is not known: "
-                "read the compiled program with jaxsparse.cost.wire_bytes instead"
+                "read the compiled program with jaxsparse.traffic.wire_bytes instead"
             )
         if name in _compat.OPCODES:
             parts.append(_collective(equation, extents))
