@@ -91,20 +91,37 @@ def test_every_single_position_is_found():
 
 
 @pytest.mark.parametrize("size", few([1, 31, 1024, 3000], [31, 3000]))
-def test_masks_are_taken_one_after_another(size):
-    kind = np.random.default_rng(size).integers(0, 4, size)
-    masks = [kind == i for i in range(3)]
-    expected = np.concatenate([np.flatnonzero(mask) for mask in masks])
-    compact = jax.jit(compact_ranked, static_argnums=1)
+def test_ranks_are_taken_one_after_another(size):
+    kind = np.random.default_rng(size).integers(0, 4, size).astype(np.int32)
+    expected = np.concatenate([np.flatnonzero(kind == rank) for rank in range(3)])
+    compact = jax.jit(
+        lambda kind, capacity: compact_ranked(kind, jnp.equal, 3, capacity), static_argnums=1
+    )
     for capacity in (1, (size + 1) // 2, size):
-        found = compact([jnp.asarray(mask) for mask in masks], capacity)
+        found = compact(jnp.asarray(kind), capacity)
         padded = np.pad(expected, (0, capacity), constant_values=size)[:capacity]
         np.testing.assert_array_equal(found, padded)
 
 
-@pytest.mark.parametrize("capacity", [-1, 2.0, True])
-def test_a_bad_capacity_is_refused(capacity):
-    with pytest.raises(ValueError, match=f"capacity={capacity} must be an int of at least 0"):
+@pytest.mark.parametrize("enough", [1, 100, 1000])
+def test_enough_is_enough(enough):
+    """Of what is found at least so many are the first ones; no slot has anything else."""
+    kind = np.random.default_rng(0).integers(0, 4, 3000).astype(np.int32)
+    first = np.concatenate([np.flatnonzero(kind == rank) for rank in range(3)])
+    compact = lambda kind: compact_ranked(kind, jnp.equal, 3, 3000, enough=enough)
+    for found in jax.jit(compact)(kind), jax.jit(jax.vmap(compact))(np.stack([kind, kind]))[1]:
+        count = int(np.sum(np.asarray(found) < 3000))
+        assert count >= enough
+        np.testing.assert_array_equal(
+            found, np.pad(first[:count], (0, 3000 - count), constant_values=3000)
+        )
+
+
+@pytest.mark.parametrize(
+    ("capacity", "error"), [(-1, "at least 0"), (2.0, "an int: it is static"), (True, "an int")]
+)
+def test_a_bad_capacity_is_refused(capacity, error):
+    with pytest.raises(ValueError, match=f"capacity={capacity} must be {error}"):
         select.compact(jnp.ones(3, bool), capacity)
 
 

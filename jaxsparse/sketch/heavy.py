@@ -123,7 +123,10 @@ def mix_in_random(
     kept = zeros((size,), jnp.bool_, (indices, heavy)).at[indices].set(heavy)
     new, drawn_heavy = ~kept[drawn], is_heavy(drawn)
     # In this order: the heavy ones to keep, new ones that are not heavy, new ones that are.
-    none, no_drawn = jnp.zeros_like(heavy), jnp.zeros_like(new)
-    ranked = [(heavy, no_drawn), (none, new & ~drawn_heavy), (none, new & drawn_heavy)]
-    masks = [jnp.concatenate(pair) for pair in ranked]
-    return jnp.concatenate([indices, drawn])[compact_ranked(masks, k)]
+    unwanted = jnp.int32(3)
+    drawn_rank = jnp.where(drawn_heavy, jnp.int32(2), jnp.int32(1))
+    ranks = jnp.concatenate(
+        [jnp.where(heavy, jnp.int32(0), unwanted), jnp.where(new, drawn_rank, unwanted)]
+    )
+    kept = compact_ranked(ranks, jnp.equal, 3, k)
+    return jnp.concatenate([indices, drawn])[kept]
