@@ -99,7 +99,7 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
         add(name, sent, published, reason)
 
     def dense(x: jax.Array) -> Any:
-        return jaxsparse.DenseReducer()(x, (), axis_name="data").mean
+        return jaxsparse.systems.Dense()(x, (), axis_name="data").mean
 
     ring = 2 * (W - 1) / W * size
     sent = wire(dense, workers, jax.ShapeDtypeStruct((size,), jnp.float32))
@@ -150,13 +150,13 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
     density = k / size
     reducer(
         "ok_topk, factor 1",
-        jaxsparse.OkTopkReducer(density, capacity_factor=1.0),
+        jaxsparse.systems.OkTopk(density, capacity_factor=1.0),
         (2 * k * (W - 1) / W, 6 * k * (W - 1) / W),
         "counts; thresholds and regions every 32, 64 steps",
     )
     spardl = (4 * k * (W - 1) / W,) * 2
-    reducer("spardl", jaxsparse.SparDLReducer(density), spardl)
-    packed = jaxsparse.SparDLReducer(density, codec=codecs.Packed())
+    reducer("spardl", jaxsparse.systems.SparDL(density), spardl)
+    packed = jaxsparse.systems.SparDL(density, codec=codecs.Packed())
     reducer("spardl, Packed", packed, spardl, "4 bytes an entry")
     for T in range(2, W + 1):
         if W % T:
@@ -164,13 +164,13 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
         if not T & (T - 1):
             formula = 2 * k * ((2 * W - 2 * T) / W + T / W * math.log2(T))
             reducer(
-                f"spardl, R-SAG, {T} teams", jaxsparse.SparDLReducer(density, T), (formula,) * 2
+                f"spardl, R-SAG, {T} teams", jaxsparse.systems.SparDL(density, T), (formula,) * 2
             )
         low = 2 * k * (T * W + W - 2 * T) / (W * T)
         high = 2 * k * (T * T + 2 * W - 3 * T) / W
         reducer(
             f"spardl, B-SAG, {T} teams",
-            jaxsparse.SparDLReducer(density, T, "bruck"),
+            jaxsparse.systems.SparDL(density, T, "bruck"),
             (low, high),
             "all-gather of k whatever h; 1 word counts entries" if T < W else "",
         )

@@ -77,7 +77,7 @@ def _table(i: Inputs) -> float:
 
 
 def _packed(i: Inputs) -> float:
-    return i.size * _QSGD.bits / 8 + 4 * i.size / _QSGD.bucket_size
+    return i.size * _QSGD.bits / 8 + 4 * i.size / _QSGD.group_size
 
 
 # The vector that heavy_hitters looks for them in is never stored; it counts as read once all the

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from gpu_kernels import Inputs
 from gpu_stage import Program, Stage
 
-from jaxsparse import cost, quantize, select, sketch
-from jaxsparse.cost import systems
+from jaxsparse import cost, quantize, select, sketch, systems
 from jaxsparse.stream import SparseStream, to_dense
 
 _DENSITY = 0.01
@@ -51,7 +50,7 @@ def _kernels(size: int) -> dict[str, Program]:
 def exchanges(size: int, workers: int) -> dict[str, Callable[[jax.Array], Any]]:
     """By each system, of vectors [workers, size]; of workers that one device simulates."""
     programs: dict[str, Callable[[jax.Array], Any]] = {}
-    for name in systems.SYSTEMS:
+    for name in systems.WITH_VARIANTS:
         reducer = systems.choose(
             name, _DENSITY, size=size, workers=workers, link=cost.Link()
         ).reducer(size)

@@ -166,7 +166,7 @@ def make_step(args: argparse.Namespace, delay: Literal[0, 1], mesh: Mesh) -> tup
     if args.method == "dense":  # all in one bucket, so that it is delayed as the others are
         tx = optax.chain(
             jaxsparse.error_feedback(
-                jaxsparse.DenseReducer(), delay=delay, bucket_size=args.bucket_size
+                jaxsparse.systems.Dense(), delay=delay, bucket_size=args.bucket_size
             ),
             optax.sgd(0.01),
         )

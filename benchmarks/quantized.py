@@ -23,10 +23,10 @@ import optax
 import jaxsparse
 from jaxsparse import error_feedback
 from jaxsparse.quantize import QSGD, Sign
-from jaxsparse.reducers.base import Laws, Reduced, Reducer
-from jaxsparse.reducers.dense import DenseReducer
-from jaxsparse.reducers.quantized import QuantizedReducer
-from jaxsparse.reducers.random_k import RandomKReducer
+from jaxsparse.reducers.base import Conservation, Reduced, Reducer
+from jaxsparse.systems.dense import Dense
+from jaxsparse.systems.qsgd import Quantized
+from jaxsparse.systems.random_k import RandomK
 
 sys.path.insert(0, str(Path(__file__).parent))
 spardl: Any = importlib.import_module("spardl")
@@ -35,14 +35,14 @@ WORKERS = spardl.WORKERS
 
 
 @dataclasses.dataclass(frozen=True)
-class WithoutFeedback:
+class WithoutFeedback(Reducer):
     """A reducer whose residual is thrown away."""
 
     reducer: Any
 
     @property
-    def laws(self) -> Laws:
-        return self.reducer.laws._replace(conserves=False)
+    def conservation(self) -> Conservation:
+        return "leaks"
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
         return tuple(map(WithoutFeedback, self.reducer.split(sizes, dense_size)))
@@ -56,18 +56,18 @@ class WithoutFeedback:
 
 
 METHODS: dict[str, Any] = {
-    "dense": DenseReducer(),
-    "8 bits": QuantizedReducer(QSGD(8)),
-    "4 bits": QuantizedReducer(QSGD(4)),
-    "2 bits": QuantizedReducer(QSGD(2)),
-    "2 bits, l2": QuantizedReducer(QSGD(2, scale="l2")),
-    "4 bits, feedback": QuantizedReducer(QSGD(4), "nearest"),
-    "2 bits, feedback": QuantizedReducer(QSGD(2), "nearest"),
-    "2 bits, nearest, none": WithoutFeedback(QuantizedReducer(QSGD(2), "nearest")),
-    "sign, feedback": QuantizedReducer(Sign(), "nearest"),
-    "sign, none": WithoutFeedback(QuantizedReducer(Sign(), "nearest")),
-    "random-k, 10 %": RandomKReducer(0.1),
-    "random-k, none": WithoutFeedback(RandomKReducer(0.1)),
+    "dense": Dense(),
+    "8 bits": Quantized(QSGD(8)),
+    "4 bits": Quantized(QSGD(4)),
+    "2 bits": Quantized(QSGD(2)),
+    "2 bits, l2": Quantized(QSGD(2, scale="l2")),
+    "4 bits, feedback": Quantized(QSGD(4), "nearest"),
+    "2 bits, feedback": Quantized(QSGD(2), "nearest"),
+    "2 bits, nearest, none": WithoutFeedback(Quantized(QSGD(2), "nearest")),
+    "sign, feedback": Quantized(Sign(), "nearest"),
+    "sign, none": WithoutFeedback(Quantized(Sign(), "nearest")),
+    "random-k, 10 %": RandomK(0.1),
+    "random-k, none": WithoutFeedback(RandomK(0.1)),
 }
 
 

@@ -26,8 +26,8 @@ import numpy as np
 import optax
 
 import jaxsparse
-from jaxsparse.reducers.s2 import S2Reducer
-from jaxsparse.transforms.s2 import s2_reducer
+from jaxsparse.systems import s2_reducer
+from jaxsparse.systems.s2_reducer import S2
 
 spardl: Any = importlib.import_module("spardl")  # the model; beside this file
 digits: Any = spardl.digits
@@ -105,7 +105,7 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
     for sizing in args.sizings:
         for ratio in args.ratios:
             settings = dict(rows=args.rows, sketch_ratio=ratio, sizing=sizing)
-            reducer = S2Reducer(args.block_size, args.density, **settings)
+            reducer = S2(args.density, args.block_size, **settings)
 
             def make(settings: Any = settings) -> optax.GradientTransformationExtraArgs:
                 size, momentum = args.block_size, args.momentum

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 from timing import save, size_of
 
-from jaxsparse import SparCMLReducer
 from jaxsparse.cost import Link, Traffic, dense_all_reduce
+from jaxsparse.systems import SparCML
 
 LETTERS = {
     "recursive_double": "R",
@@ -86,8 +86,8 @@ def published(k: int, size: int, workers: int) -> dict[str, Traffic]:
 
 
 def library(k: int, args: argparse.Namespace, workers: int) -> dict[str, Traffic]:
-    """What `SparCMLReducer` pays for k entries a worker."""
-    reducer = SparCMLReducer(capacity_factor=args.capacity_factor, union_factor=args.union_factor)
+    """What `SparCML` pays for k entries a worker."""
+    reducer = SparCML(capacity_factor=args.capacity_factor, union_factor=args.union_factor)
     traffic = reducer.traffic(k, args.size, workers)
     return {**traffic, "dense": dense_all_reduce(args.size, workers)}
 
@@ -360,8 +360,8 @@ def parse_args() -> argparse.Namespace:
     add("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
     densities = [1e-4, 3e-4, 1e-3, 3e-3, DAINT, 3e-2, 1e-1]
     add("--densities", type=float, nargs="+", default=densities, help="shares, not per cent")
-    add("--capacity-factor", type=factor, default=2.0, help="of SparCMLReducer, or none")
-    add("--union-factor", type=factor, default=None, help="of SparCMLReducer, or none")
+    add("--capacity-factor", type=factor, default=2.0, help="of SparCML, or none")
+    add("--union-factor", type=factor, default=None, help="of SparCML, or none")
     add("--measured", type=Path, metavar="JSON", help="times to compare the model with")
     add("--figure", type=Path, metavar="PNG", help="also draw the paper's two panels")
     add("--json", metavar="FILE", help="also write all results here")

@@ -29,12 +29,13 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import jaxsparse
-from jaxsparse import SparDLReducer, codecs
+from jaxsparse import codecs
 from jaxsparse.collectives import spar_all_gather
 from jaxsparse.collectives.group import Group
 from jaxsparse.collectives.spar_reduce_scatter import spar_reduce_scatter
 from jaxsparse.reducers.density import entries
-from jaxsparse.reducers.selection import selector
+from jaxsparse.select.selection import selector
+from jaxsparse.systems import SparDL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 digits: Any = importlib.import_module("digits")
@@ -128,7 +129,7 @@ class Trace(NamedTuple):
     h: jax.Array  # that B-SAG sent with
 
 
-def follow(reducer: SparDLReducer, args: argparse.Namespace, seeds: list[int]) -> list[Trace]:
+def follow(reducer: SparDL, args: argparse.Namespace, seeds: list[int]) -> list[Trace]:
     """Trains by plain SGD through `reducer`, all parameters in one vector, once for each seed."""
     _, unravel = ravel_pytree(init(0, args.hidden))
 
@@ -165,18 +166,18 @@ def follow(reducer: SparDLReducer, args: argparse.Namespace, seeds: list[int]) -
     return [run(ravel_pytree(init(s, args.hidden))[0], batches(args, s)) for s in seeds]
 
 
-def wanted(reducer: SparDLReducer, size: int) -> int:
+def wanted(reducer: SparDL, size: int) -> int:
     """Entries of a block that are delivered, L, of vectors of `size` elements."""
     return entries(reducer.density, size, parts=WORKERS // reducer.teams)
 
 
-def started(reducer: SparDLReducer, size: int, state: Any) -> spar_all_gather.Adaptation:
+def started(reducer: SparDL, size: int, state: Any) -> spar_all_gather.Adaptation:
     """The state that B-SAG's first exchange works with, where there was none."""
     first = spar_all_gather.Adaptation.start(wanted(reducer, size), reducer.teams)
     return jax.tree.map(lambda now, start: jnp.where(state.h > 0, now, start), state, first)
 
 
-def gathered(reducer: SparDLReducer, x: jax.Array, state: Any) -> jax.Array:
+def gathered(reducer: SparDL, x: jax.Array, state: Any) -> jax.Array:
     """Entries of this worker's block after B-SAG's gather, by the steps of the reducer's call."""
     team, across = Group.teams("data", reducer.teams)
     k, size = wanted(reducer, x.size), -(-x.size // team.size)
@@ -219,7 +220,7 @@ def residuals(args: argparse.Namespace) -> list[dict[str, Any]]:
             tx = jaxsparse.spardl(
                 args.density, teams=teams, gather=gather, residuals=kept, momentum=args.momentum
             )
-            reducer = SparDLReducer(args.density, teams, gather, kept)
+            reducer = SparDL(args.density, teams, gather, kept)
             leak = np.asarray(follow(reducer, args, args.seeds[:1])[0].leak, np.float64)
             name = rule if teams == 1 else f"{rule}, {teams} teams"
             line = show(name, train(tx, args), f"  {leak.mean():>10.1e} {leak.max():>8.1e}")
@@ -257,7 +258,7 @@ def follow_entries(args: argparse.Namespace) -> list[dict[str, Any]]:
     size = ravel_pytree(init(0, args.hidden))[0].size
     results = []
     for density in args.densities:
-        reducer = SparDLReducer(density, args.teams, "bruck")
+        reducer = SparDL(density, args.teams, "bruck")
         for seed, traced in zip(args.seeds, follow(reducer, args, args.seeds)):
             trace = jax.tree.map(lambda x: np.asarray(x, np.float64), traced)
             k = wanted(reducer, size)

@@ -94,8 +94,8 @@ def main() -> None:
     train_set, test_set = digits.load()
 
     reducer: Any = {
-        "dense": jaxsparse.DenseReducer(),
-        "spardl": jaxsparse.SparDLReducer(args.density),
+        "dense": jaxsparse.systems.Dense(),
+        "spardl": jaxsparse.systems.SparDL(args.density),
     }[args.method]
     # What is small goes uncompressed, and it is the shard that counts: of the last kernel 96 x 10
     # elements by default, fewer than 1024, travel with the biases.

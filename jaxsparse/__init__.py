@@ -16,89 +16,26 @@ from jaxsparse import (
     select,
     sketch,
     stream,
+    systems,
     tensors,
 )
-from jaxsparse.autotune import Autotuned, autotune
-from jaxsparse.blocks import BlockStream
-from jaxsparse.diagnostics import Diagnostics, diagnose
-from jaxsparse.feedback import ErrorFeedbackState, error_feedback
+from jaxsparse.autotune import autotune
+from jaxsparse.diagnostics import diagnose
+from jaxsparse.feedback import error_feedback
 from jaxsparse.parallel import data_parallel
 from jaxsparse.partition import partition
 from jaxsparse.per_worker import PerWorker, Sharded, specs
-from jaxsparse.reducers.base import Info, Laws, Reduced, Reducer
-from jaxsparse.reducers.block_gather import BlockGatherReducer
-from jaxsparse.reducers.dense import DenseReducer
-from jaxsparse.reducers.dragonn import DragonnReducer
-from jaxsparse.reducers.gtopk import GTopKReducer
-from jaxsparse.reducers.ok_topk import OkTopkReducer
-from jaxsparse.reducers.omni_reduce import OmniReduceReducer
-from jaxsparse.reducers.quantized import QuantizedReducer
-from jaxsparse.reducers.random_k import RandomKReducer
-from jaxsparse.reducers.s2 import S2Reducer
-from jaxsparse.reducers.selection import Bisection, Sampled
-from jaxsparse.reducers.sketched import SketchedBudget, SketchedReducer
-from jaxsparse.reducers.sparcml import SparCMLReducer
-from jaxsparse.reducers.spardl import SparDLReducer
-from jaxsparse.reducers.top_k import TopKReducer
-from jaxsparse.reducers.true_top_k import TrueTopKReducer
 from jaxsparse.replicas import check_replicas
 from jaxsparse.resharding import reshard
 from jaxsparse.sharding import local, shard
-from jaxsparse.sketch import SketchSpec
 from jaxsparse.stages import Stages, warm_up
-from jaxsparse.stream import SparseStream
+from jaxsparse.systems import *
 from jaxsparse.tensors import select_tensors
-from jaxsparse.transforms import (
-    dense,
-    dgc,
-    dragonn,
-    gtopk,
-    ms_topk,
-    ok_topk,
-    omni_reduce,
-    qsgd,
-    random_k,
-    s2_reducer,
-    sign_sgd,
-    sketched_sgd,
-    sparcml,
-    spardl,
-    sparse_all_gather,
-    top_k,
-    true_top_k,
-)
 
 __all__ = [
-    "Autotuned",
-    "Bisection",
-    "BlockGatherReducer",
-    "BlockStream",
-    "DenseReducer",
-    "Diagnostics",
-    "DragonnReducer",
-    "ErrorFeedbackState",
-    "GTopKReducer",
-    "Info",
-    "Laws",
-    "OkTopkReducer",
-    "OmniReduceReducer",
     "PerWorker",
-    "QuantizedReducer",
-    "RandomKReducer",
-    "Reduced",
-    "Reducer",
-    "S2Reducer",
-    "Sampled",
     "Sharded",
-    "SketchSpec",
-    "SketchedBudget",
-    "SketchedReducer",
-    "SparCMLReducer",
-    "SparDLReducer",
-    "SparseStream",
     "Stages",
-    "TopKReducer",
-    "TrueTopKReducer",
     "autotune",
     "blocks",
     "check_replicas",
@@ -106,36 +43,21 @@ __all__ = [
     "collectives",
     "cost",
     "data_parallel",
-    "dense",
-    "dgc",
     "diagnose",
-    "dragonn",
     "error_feedback",
-    "gtopk",
     "layout",
     "local",
-    "ms_topk",
-    "ok_topk",
-    "omni_reduce",
     "partition",
-    "qsgd",
     "quantize",
-    "random_k",
     "reshard",
-    "s2_reducer",
     "select",
     "select_tensors",
     "shard",
-    "sign_sgd",
     "sketch",
-    "sketched_sgd",
-    "sparcml",
-    "spardl",
-    "sparse_all_gather",
     "specs",
     "stream",
+    "systems",
     "tensors",
-    "top_k",
-    "true_top_k",
     "warm_up",
 ]
+__all__ += systems.__all__

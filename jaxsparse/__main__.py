@@ -12,8 +12,8 @@ from jaxsparse.cost.codecs import CodecProfile
 from jaxsparse.cost.computing import profile_codecs
 from jaxsparse.cost.planner import plan
 from jaxsparse.cost.plans import Plan, compared
-from jaxsparse.cost.systems import SYSTEMS
 from jaxsparse.network import Link, Network
+from jaxsparse.systems import WITH_VARIANTS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_systems(add: Callable[..., Any]) -> None:
-    add("--systems", nargs="+", metavar="NAME", help=f"some of {', '.join(SYSTEMS)}")
+    add("--systems", nargs="+", metavar="NAME", help=f"some of {', '.join(WITH_VARIANTS)}")
 
 
 def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:

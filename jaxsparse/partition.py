@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import optax
-from jaxtyping import Array, DTypeLike
 
 from jaxsparse import layout as layouts
 from jaxsparse.feedback import Levels, Planned, planned_feedback
-from jaxsparse.reducers.base import Budget, Reducer, alignment
-from jaxsparse.reducers.staged import StagedReducer
+from jaxsparse.feedback.options import Options, exchange_options
+from jaxsparse.reducers.base import Budget, Reducer
+from jaxsparse.reducers.staged import Staged
 from jaxsparse.stages import Stages
 
 # Given a leaf's key path, as printed by jax.tree_util.keystr, and its shape: how it is exchanged.
@@ -19,17 +19,9 @@ Rule = Budget | Stages[Reducer] | None
 Policy = Callable[[str, tuple[int, ...]], Rule]
 
 
+@exchange_options(without=("is_dense",))
 def partition(
-    policy: Policy | Mapping[str, Rule],
-    default: Rule = None,
-    *,
-    axis_name: str | None = "data",
-    dense_axis: str | None = None,
-    sharded: bool = False,
-    delay: Literal[0, 1] | None = None,
-    accumulator_dtype: DTypeLike | None = None,
-    momentum: float | Array | None = None,
-    bucket_size: int | None = None,
+    policy: Policy | Mapping[str, Rule], default: Rule = None, **options: Unpack[Options]
 ) -> optax.GradientTransformationExtraArgs:
     """Error feedback around a reducer for each group of leaves.
 
@@ -38,7 +30,7 @@ def partition(
     in one message. What `error_feedback` says of residuals, momentum and composition holds here.
 
     Parallax's hybrid (Kim et al., EuroSys 2019), sparse gradients by gather and dense ones by
-    all-reduce, is `partition({"embedding": jaxsparse.BlockGatherReducer(...)})`.
+    all-reduce, is `partition({"embedding": jaxsparse.systems.SparseAllGather(...)})`.
 
     Args:
         policy: a function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape that
@@ -46,15 +38,7 @@ def partition(
             these, of which the first one found anywhere in the path counts. A reducer that changes
             during training is `Stages` of reducers.
         default: of leaves that no expression of the mapping matches.
-        axis_name: see `error_feedback`, as for the three that follow.
-        dense_axis: the fast axis of a mesh with two levels.
-        sharded: gradients are shards, averaged over `dense_axis` already. The policy sees their
-            shapes, and key paths that end in the mark: "['kernel'].jaxsparse_sharded".
-        delay: 1 applies this step what was exchanged before its gradients.
-        accumulator_dtype: of residuals and momenta; see `error_feedback`.
-        momentum: momentum correction, of all leaves, masked as each leaf's reducer says.
-        bucket_size: upper limit for the elements of one bucket; buckets of a reducer with a
-            `block_size` are multiples of it.
+        **options: as for all transformations.
 
     Raises:
         ValueError: from here: an expression is not valid. From `init` and `update`: an expression
@@ -62,14 +46,14 @@ def partition(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from jaxsparse.reducers.top_k import TopKReducer
-        >>> tx = partition({"embedding": TopKReducer(0.01)}, axis_name=None)
+        >>> from jaxsparse.systems import TopK
+        >>> tx = partition({"embedding": TopK(0.01)}, axis_name=None)
         >>> grads = {"embedding": jnp.ones((64, 32)), "kernel": jnp.ones((32, 32))}
         >>> updates, state = tx.update(grads, tx.init(grads))
         >>> int(updates["embedding"].sum()), int(updates["kernel"].sum())
         (21, 1024)
     """
-    levels = Levels(axis_name, dense_axis, sharded)
+    levels = Levels.of(options)
     rules = None if callable(policy) else _compiled(policy)
 
     def plan(tree: Any) -> Planned:
@@ -85,7 +69,12 @@ def partition(
                     return _checked(reducer, path)
             return _checked(default, path)
 
-        layout = layouts.plan_groups(tree, group_of, bucket_size=bucket_size, alignment=alignment)
+        layout = layouts.plan_groups(
+            tree,
+            group_of,
+            bucket_size=options.get("bucket_size"),
+            alignment=lambda group: group.alignment,
+        )
         if unused:
             raise ValueError(
                 f"policy: no leaf is left for {sorted(rule.pattern for rule in unused)}; the "
@@ -106,7 +95,11 @@ def partition(
         return Planned(layout, tuple(reducers), tuple(shards))
 
     return planned_feedback(
-        plan, levels, momentum=momentum, delay=delay, accumulator_dtype=accumulator_dtype
+        plan,
+        levels,
+        momentum=options.get("momentum"),
+        delay=options.get("delay"),
+        accumulator_dtype=options.get("accumulator_dtype"),
     )
 
 
@@ -116,7 +109,7 @@ def _compiled(
     if not isinstance(policy, Mapping) or not all(isinstance(rule, str) for rule in policy):
         raise ValueError(
             f"policy={policy!r} must be a function of path and shape, or a mapping from regular "
-            'expressions to reducers: {"embedding": jaxsparse.S2Reducer(...)}'
+            'expressions to reducers: {"embedding": jaxsparse.systems.S2(...)}'
         )
     try:
         return {re.compile(rule): reducer for rule, reducer in policy.items()}
@@ -133,12 +126,12 @@ def _checked(reducer: Any, path: str) -> Budget | None:
     if isinstance(reducer, Stages):
         for stage in reducer.values:
             _checked(stage, path)
-        reducer = StagedReducer(reducer)
+        reducer = Staged(reducer)
     # Strings have a split, too.
     if isinstance(reducer, type | str) or not isinstance(reducer, Budget):
         raise ValueError(
             f"policy gives {reducer!r} for leaf{path}: give a reducer, such as "
-            "jaxsparse.SparDLReducer(0.01), or None for uncompressed"
+            "jaxsparse.systems.SparDL(0.01), or None for uncompressed"
         )
     try:
         hash(reducer)

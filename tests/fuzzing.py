@@ -19,6 +19,7 @@ from workers import QUICK_COMPILE
 import jaxsparse
 from jaxsparse import PerWorker, codecs, data_parallel, shard
 from jaxsparse.collectives import wire
+from jaxsparse.select import selection
 
 STEPS = 3
 # Of one float32 operation: its relative error, and what it loses of numbers below the normal ones.
@@ -125,9 +126,9 @@ def draw_program(seed: int, number: int) -> Program:
     )
     size = int(program.is_compressed.sum())
     settings = SETTINGS[name](rng, max(size, 1), program.workers)
+    limit = _pick(rng, None, None, None, -(-size // 2), max(1, size // 2))
     if name != "dense":
-        key = "layout_bucket_size" if name in ("sparcml", "qsgd", "sign_sgd") else "bucket_size"
-        settings[key] = _pick(rng, None, None, None, -(-size // 2), max(1, size // 2))
+        settings["bucket_size"] = limit
     return dataclasses.replace(program, settings=settings)
 
 
@@ -157,7 +158,7 @@ def _codec(rng):
 
 def _selection(rng):
     return _pick(
-        rng, "fast", "fast", "exact", "sampled", jaxsparse.Sampled(5), jaxsparse.Bisection(3)
+        rng, "fast", "fast", "exact", "sampled", selection.Sampled(5), selection.Bisection(3)
     )
 
 
@@ -192,7 +193,7 @@ def _spardl(rng, size, workers):
 
 
 def _sparcml(rng, size, workers):
-    bucket = int(_pick(rng, 4, 16, 512))
+    group = int(_pick(rng, 4, 16, 512))
     bits = _pick(rng, None, None, None, 2, 4, 8)
     quantized = _pick(rng, "sums", "entries")
     algorithms = ["auto", "dsar_split_allgather"]
@@ -200,8 +201,8 @@ def _sparcml(rng, size, workers):
         algorithms += ["recursive_double", "split_allgather", "all_gather", "ring"]
     algorithm = _pick(rng, *algorithms)
     return {
-        "k": _count(rng, min(bucket, 8)),
-        "bucket_size": bucket,
+        "k": _count(rng, min(group, 8)),
+        "group_size": group,
         "algorithm": algorithm,
         "bits": bits,
         "quantized": quantized,
@@ -257,7 +258,7 @@ def _qsgd(rng, size, workers):
     rounding = _pick(rng, "stochastic", "nearest")
     return {
         "bits": int(_pick(rng, 2, 4, 8)),
-        "bucket_size": int(_pick(rng, 1, 6, 64, 1024)),
+        "group_size": int(_pick(rng, 1, 6, 64, 1024)),
         "scale": _pick(rng, "max", "max", "l2"),
         "rounding": rounding,
     }
@@ -292,7 +293,7 @@ SETTINGS = {  # of a random generator, the number of compressed elements, and th
     "omni_reduce": lambda rng, size, workers: _blocks(rng, size, "union_density"),
     "sparse_all_gather": lambda rng, size, workers: _blocks(rng, size, "capacity_density"),
     "qsgd": _qsgd,
-    "sign_sgd": lambda rng, size, workers: {"bucket_size": int(_pick(rng, 1, 6, 64, 1024))},
+    "sign_sgd": lambda rng, size, workers: {"group_size": int(_pick(rng, 1, 6, 64, 1024))},
 }
 
 

@@ -20,7 +20,7 @@ STEPS = 3
 
 
 def check(name, expected):
-    import test_contract as contract
+    import contract
     from workers import mesh
 
     workers = jax.device_count()

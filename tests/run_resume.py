@@ -54,7 +54,7 @@ CASES = {
     "no_dense": lambda: jaxsparse.top_k(0.05, delay=1, momentum=0.9, is_dense=lambda *_: False),
     "bfloat16": lambda: jaxsparse.top_k(0.05, accumulator_dtype="bfloat16", momentum=0.9),
     "partition": lambda: jaxsparse.partition(
-        {"w": jaxsparse.TopKReducer(0.05), "v": jaxsparse.QuantizedReducer()}, momentum=0.9
+        {"w": jaxsparse.systems.TopK(0.05), "v": jaxsparse.systems.Quantized()}, momentum=0.9
     ),
 }
 

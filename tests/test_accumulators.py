@@ -10,7 +10,7 @@ import pytest
 import jaxsparse
 from jaxsparse import data_parallel, hashing, shard
 from jaxsparse.feedback import accumulators
-from jaxsparse.reducers.omni_reduce import OmniReduceReducer
+from jaxsparse.systems.omni_reduce import OmniReduce
 
 W = 3
 PARAMS = {"w": jnp.zeros((50, 40)), "b": jnp.zeros(7)}
@@ -70,7 +70,7 @@ def test_small_gradients_arrive_beside_large_residuals(momentum):
     assert (state.residual[0].value[0] != state.residual[0].value[1]).mean() > 0.5
 
 
-class Hoard(jaxsparse.TopKReducer):
+class Hoard(jaxsparse.systems.TopK):
     """Delivers nothing, so that residuals only grow."""
 
     def __init__(self):
@@ -122,7 +122,7 @@ def test_copies_of_a_mean_stay_equal():
     axes = ("hosts", "local")
     mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
     tx = jaxsparse.error_feedback(
-        OmniReduceReducer(block_size=10, density=None, union_density=0.5),  # half finds no room
+        OmniReduce(block_size=10, density=None, union_density=0.5),  # half finds no room
         axis_name="hosts",
         dense_axis="local",
         momentum=0.9,

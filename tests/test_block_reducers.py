@@ -10,24 +10,23 @@ from workers import MESH_SIZES, few, on_workers
 
 from jaxsparse import cost
 from jaxsparse.collectives import wire
-from jaxsparse.reducers.block_gather import BlockGatherReducer
 from jaxsparse.reducers.blocks import contribution, select_blocks, take, union_capacity
-from jaxsparse.reducers.omni_reduce import OmniReduceReducer
-from jaxsparse.reducers.s2 import S2Reducer
-from jaxsparse.transforms.blocks import omni_reduce, sparse_all_gather
-from jaxsparse.transforms.s2 import s2_reducer
+from jaxsparse.systems import omni_reduce, s2_reducer, sparse_all_gather
+from jaxsparse.systems.omni_reduce import OmniReduce
+from jaxsparse.systems.s2_reducer import S2
+from jaxsparse.systems.sparse_all_gather import SparseAllGather
 
 SIZE, BLOCK = 403, 8  # 51 blocks, the last one of 3 elements
 BLOCKS = 51
 SEEDS, STEPS = 4, 6
 
 REDUCERS = {
-    "omni, natural": OmniReduceReducer(BLOCK, union_density=0.4),
-    "omni, selected": OmniReduceReducer(BLOCK, 0.05),
-    "omni, little room": OmniReduceReducer(BLOCK, 0.2, 0.15),
-    "gather, natural": BlockGatherReducer(BLOCK, capacity_density=0.18),
-    "gather, selected": BlockGatherReducer(BLOCK, 0.05),
-    "gather, little room": BlockGatherReducer(BLOCK, 0.1, 0.05),
+    "omni, natural": OmniReduce(block_size=BLOCK, union_density=0.4),
+    "omni, selected": OmniReduce(0.05, BLOCK),
+    "omni, little room": OmniReduce(0.2, BLOCK, 0.15),
+    "gather, natural": SparseAllGather(block_size=BLOCK, capacity_density=0.18),
+    "gather, selected": SparseAllGather(0.05, BLOCK),
+    "gather, little room": SparseAllGather(0.1, BLOCK, 0.05),
 }
 
 
@@ -59,7 +58,7 @@ def taken(mask, capacity, step):
 def described(reducer, x, step):
     """Total, residuals and overflow of one exchange of x (W, d)."""
     masks = np.array([selection(row, reducer.density) for row in x])
-    if isinstance(reducer, OmniReduceReducer):
+    if isinstance(reducer, OmniReduce):
         room = union_capacity(SIZE, BLOCK, reducer.density, reducer.union_density, len(x))
         union = masks.any(0)
         sent = masks & np.isin(np.arange(BLOCKS), taken(union, room, step))
@@ -239,12 +238,12 @@ def messages(reducer, size, workers):
 @pytest.mark.parametrize(
     "reducer",
     [
-        OmniReduceReducer(4, union_density=1.0),
-        OmniReduceReducer(4, 0.5),  # of two workers
-        OmniReduceReducer(256, 0.01),  # a block longer than the vector
-        BlockGatherReducer(4, 1.0),
-        BlockGatherReducer(4, None, 0.8),
-        BlockGatherReducer(256, 0.01),
+        OmniReduce(block_size=4, union_density=1.0),
+        OmniReduce(0.5, 4),  # of two workers
+        OmniReduce(0.01, 256),  # a block longer than the vector
+        SparseAllGather(1.0, 4),
+        SparseAllGather(None, 4, 0.8),
+        SparseAllGather(0.01, 256),
     ],
     ids=str,
 )
@@ -255,19 +254,19 @@ def test_all_is_summed_where_that_is_no_dearer(reducer):
 
 
 def test_messages_of_sparse_exchanges():
-    assert messages(OmniReduceReducer(4, union_density=0.2), 400, 8) == [
+    assert messages(OmniReduce(block_size=4, union_density=0.2), 400, 8) == [
         ("all_to_all", 8 * 4),
         ("all_gather", 4),
         ("psum", 20 * 4 * 4),
     ]
     # Block numbers and values, and a count where they may not all fit.
-    assert messages(BlockGatherReducer(4, 0.05), 400, 3) == [("all_gather", 4 * 5 * 5)]
-    assert messages(BlockGatherReducer(4, None, 0.05), 400, 3) == [("all_gather", 4 * (5 * 5 + 1))]
+    assert messages(SparseAllGather(0.05, 4), 400, 3) == [("all_gather", 4 * 5 * 5)]
+    assert messages(SparseAllGather(None, 4, 0.05), 400, 3) == [("all_gather", 4 * (5 * 5 + 1))]
 
 
 @pytest.mark.parametrize("size", few((1, 2, 5), (5,)))
 @pytest.mark.parametrize(
-    "reducer", [OmniReduceReducer(1, None, 0.2), BlockGatherReducer(1, None, 0.2)], ids=str
+    "reducer", [OmniReduce(None, 1, 0.2), SparseAllGather(None, 1, 0.2)], ids=str
 )
 def test_tiny_vectors(reducer, size):
     workers = 3
@@ -280,7 +279,7 @@ def test_tiny_vectors(reducer, size):
 
 
 @pytest.mark.parametrize(
-    "reducer", [OmniReduceReducer(2, 0.2), BlockGatherReducer(2, 0.2)], ids=["omni", "gather"]
+    "reducer", [OmniReduce(0.2, 2), SparseAllGather(0.2, 2)], ids=["omni", "gather"]
 )
 def test_sums_that_overflow_are_not_sent(reducer):
     x = np.zeros((2, 20), np.float32)
@@ -308,18 +307,18 @@ def test_momentum_is_masked_only_after_selection(make):
 
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="density=None and union_density=None leave no bound"):
-        OmniReduceReducer()
+        OmniReduce()
     with pytest.raises(ValueError, match="density=None and capacity_density=None leave no bound"):
         sparse_all_gather()
-    for reducer in (OmniReduceReducer, BlockGatherReducer):
+    for reducer in (OmniReduce, SparseAllGather):
         with pytest.raises(ValueError, match=r"density=1\.5 must lie in \(0, 1\]"):
             reducer(8, 1.5)
         with pytest.raises(ValueError, match=r"block_size=0 must be at least 1"):
             reducer(0, 0.1)
     with pytest.raises(ValueError, match=r"union_density=0 must lie in \(0, 1\]: 0\.1 makes room"):
-        OmniReduceReducer(8, None, 0)
+        OmniReduce(None, 8, 0)
     with pytest.raises(ValueError, match=r"capacity_density='a' must be a number"):
-        BlockGatherReducer(8, None, "a")
+        SparseAllGather(None, 8, "a")
 
 
 NATURAL = {
@@ -366,7 +365,7 @@ def test_rows_that_were_touched_once_are_not_sent_for_ever(name, dtype):
 
 @pytest.mark.parametrize(
     "reducer",
-    [OmniReduceReducer(16, 0.6), BlockGatherReducer(4, 0.9), S2Reducer(16, 0.6, sketch_ratio=9.0)],
+    [OmniReduce(0.6, 16), SparseAllGather(0.9, 4), S2(0.6, 16, sketch_ratio=9.0)],
     ids=str,
 )
 def test_sums_that_overflow_are_kept_where_all_is_sent_densely(reducer):

@@ -5,38 +5,12 @@ import os
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
+from steps import COMPRESSED, DENSE, compiled_step
 from workers import few, mesh, some
 
 import jaxsparse
-from jaxsparse import cost, data_parallel, local, shard
-
-SIZES = {"kernel": (300, 201), "bias": (201,)}
-COMPRESSED, DENSE = 300 * 201, 201
-
-
-def compiled_step(tx, where, shapes=SIZES, donate=()):
-    """A compiled training step whose only communication is the transformation's."""
-    tx = optax.chain(tx, optax.sgd(0.1))
-
-    def step(state, batch):
-        params, opt_state = state
-
-        def loss(params):
-            return sum(jnp.sum(p * p) for p in jax.tree.leaves(params)) * batch.mean()
-
-        updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    workers = where.shape["data"]
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    state = jax.eval_shape(lambda p: shard((p, tx.init(p)), workers), params)
-    run = data_parallel(step, where, donate_argnums=donate)
-    return run.lower(state, jax.ShapeDtypeStruct((workers,), jnp.float32)).compile()
-
+from jaxsparse import cost
 
 SENT = {  # words of one step beside the dense leaves and the finite flag
     "dense": (lambda: jaxsparse.dense(), COMPRESSED),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jaxsparse.__main__ as shell
-from jaxsparse import DenseReducer, TopKReducer
-from jaxsparse.cost import systems
+from jaxsparse import systems
 from jaxsparse.cost.codecs import CodecProfile, Floor, Point
 from jaxsparse.cost.computing import exchange_seconds, profile_codecs
+from jaxsparse.systems import Dense, TopK
 
 SIZES, WORKERS, DENSITIES = (2**10, 2**14), (2, 8, 32), (0.001, 0.01)
 
@@ -112,7 +112,7 @@ def test_unknown_system():
 
 def test_what_is_shipped_has_all_systems():
     profile = CodecProfile.shipped()
-    assert set(profile.systems) == set(systems.SYSTEMS)
+    assert set(profile.systems) == set(systems.WITH_VARIANTS)
     for name in profile.systems:
         for workers in (2, 16, 1024):
             assert 0 < profile.seconds(name, 10**8, workers, 0.01) < 600
@@ -125,16 +125,16 @@ def test_the_whole_exchange_is_computed(monkeypatch):
     seen = []
     real = jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda x: seen.append(x) or real(x))
-    exchange_seconds(TopKReducer(0.05), 601, 3, repeats=1, warm_up=0)
+    exchange_seconds(TopK(0.05), 601, 3, repeats=1, warm_up=0)
     (_, residual), mean = seen[0]
     x = jax.random.normal(jax.random.key(601), (601,)) ** 3
     with wire.dry_run(3):
-        expected = TopKReducer(0.05)(x, (), axis_name="data")
+        expected = TopK(0.05)(x, (), axis_name="data")
     np.testing.assert_allclose(mean, expected.mean, rtol=1e-6)
     np.testing.assert_allclose(residual, expected.residual, rtol=1e-6)
     assert jnp.count_nonzero(mean) == 31
     seen.clear()
-    exchange_seconds(DenseReducer(), 601, 3, repeats=1, warm_up=0)
+    exchange_seconds(Dense(), 601, 3, repeats=1, warm_up=0)
     (_, residual), mean = seen[0]
     assert residual.size == 0
     np.testing.assert_allclose(mean, x, rtol=1e-6)

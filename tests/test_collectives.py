@@ -187,7 +187,7 @@ def test_rounding_stays_in_the_residual(name, workers, dtype):
 def test_quantised_gather(workers, bits):
     data = streams("random", workers)
     exact = data.dense().sum(0)
-    spec = quantize.QSGD(bits, bucket_size=32)
+    spec = quantize.QSGD(bits, group_size=32)
     total, residual, _ = run("dsar_split_allgather", data, quantizer=spec)
     np.testing.assert_allclose(total + residual.sum(0), exact, atol=1e-4)
 

@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_feedback import train
+from training import train
 from workers import few, mesh
 
 from jaxsparse import Stages, data_parallel, local, shard
-from jaxsparse.transforms.dgc import dgc
-from jaxsparse.transforms.ms_topk import ms_topk
+from jaxsparse.systems import dgc, ms_topk
 
 WORKERS, SHAPE, STEPS, K = 3, (40, 30), 6, 24
 DENSITY = K / (40 * 30)

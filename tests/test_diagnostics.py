@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from example_runs import run
 from flax import nnx
 from flax.training.train_state import TrainState
-from test_examples import run
 
 import jaxsparse
 from jaxsparse import check_replicas, data_parallel, diagnose, shard

@@ -6,18 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_spardl import SUPPORTS, vectors
-from test_top_k_family import run, shares_by_quarter, total
+from supports import SUPPORTS, run, shares_by_quarter, total, vectors
 from workers import few
 
 from jaxsparse import codecs, hashing
 from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.reducers.delivery import deliver_streams
 from jaxsparse.reducers.density import entries
-from jaxsparse.reducers.dragonn import DragonnReducer, extractor
-from jaxsparse.reducers.residuals import deliver_streams
 from jaxsparse.select.slots import hash_extract, hash_slots
 from jaxsparse.stages import Stages
-from jaxsparse.transforms.dragonn import dragonn
+from jaxsparse.systems import dragonn
+from jaxsparse.systems.dragonn import Dragonn, extractor
 
 SIZE = 61
 DENSITY = 0.1
@@ -30,7 +29,7 @@ def slots_of(workers, slots):
     """Where each index is hashed to, by step and worker: (STEPS, W, SIZE)."""
 
     def one(step, rank):
-        seed = hashing.combine(DragonnReducer().hash_seed(step, rank), 1)
+        seed = hashing.combine(Dragonn().hash_seed(step, rank), 1)
         return hash_slots(jnp.arange(SIZE, dtype=jnp.int32), slots, seed)
 
     over_workers = jax.vmap(one, (None, 0))
@@ -60,7 +59,7 @@ USUAL = [(8, "vmap"), (3, "shard_map")]
 @pytest.mark.parametrize("where", few(WHERE, USUAL), ids=str)
 def test_equals_its_description(where):
     workers, way = where
-    reducer = DragonnReducer(DENSITY)
+    reducer = Dragonn(DENSITY)
     slots = entries(DENSITY, SIZE)
     lost = 0
     for seed, supports in enumerate(SUPPORTS):
@@ -88,7 +87,7 @@ def test_slot_max_conserves_what_is_rounded():
 
 
 def check_slot_max(workers, way, codec):
-    reducer = DragonnReducer(DENSITY, "slot_max", codec=codec)
+    reducer = Dragonn(DENSITY, "slot_max", codec=codec)
     for seed, supports in enumerate(SUPPORTS):
         steps = [vectors(supports, workers, SIZE, seed + i, scale=16) for i in range(STEPS)]
         for x, reduced in run(reducer, np.stack(steps, 1), way):
@@ -150,14 +149,14 @@ def test_each_slot_holds_an_entry_that_hashes_there_and_passes():
 def test_zeros_take_no_slots(extract):
     x = np.zeros((3, SIZE))
     x[:, 7], x[:, 50] = 1, -2
-    ((_, reduced),) = run(DragonnReducer(DENSITY, extract), x)
+    ((_, reduced),) = run(Dragonn(DENSITY, extract), x)
     assert np.all(reduced.sent.sum(1) >= 1)
     assert set(np.flatnonzero(reduced.mean[0])) <= {7, 50}
 
 
 def test_hashes_differ_between_workers_and_steps():
     x, slots, count = jax.random.normal(jax.random.key(0), (2000,)), 100, 8
-    reducer = DragonnReducer(0.05, seed=5)
+    reducer = Dragonn(0.05, seed=5)
     extract = lambda step, rank: extractor("hash")(x, slots, reducer.hash_seed(step, rank)).indices
     numbers, zeros = jnp.arange(count, dtype=jnp.uint32), jnp.zeros(count, jnp.uint32)
     run = jax.jit(jax.vmap(extract))
@@ -174,7 +173,7 @@ def test_nothing_starves(extract, kind):
     x = np.random.default_rng(0).normal(size=(workers, steps, size))
     if kind == "constant":
         x[:] = 1.0
-    counts, outcomes = shares_by_quarter(DragonnReducer(density, extract), x)
+    counts, outcomes = shares_by_quarter(Dragonn(density, extract), x)
     shares = counts.sum(0) / counts.sum()
     assert np.all(abs(shares - 0.25) < 0.05), shares
     delivered = np.sum([r.mean[0] != 0 for r in outcomes], 0)

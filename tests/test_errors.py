@@ -4,43 +4,33 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from misuse import (
+    ONE,
+    PARAMS,
+    differing_output,
+    outside_the_parallel_step,
+    partitioned_over_another_axis,
+    sketched,
+    spread_twice,
+    state_of_another_tree,
+    summed_gradient,
+    uneven_batch,
+    unspread_state,
+    update,
+)
 from workers import mesh
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, local, shard
 from jaxsparse.quantize import QSGD
-from jaxsparse.reducers.dragonn import DragonnReducer
-from jaxsparse.reducers.quantized import QuantizedReducer
-from jaxsparse.reducers.random_k import RandomKReducer
-from jaxsparse.reducers.s2 import S2Reducer
-from jaxsparse.reducers.sparcml import SparCMLReducer
 from jaxsparse.settings import static_float, static_int
-
-PARAMS = {"w": jnp.ones((40, 30)), "b": jnp.zeros(3)}
-ONE = jnp.float32(1)
-
-
-def sketched(**settings):
-    return jaxsparse.sketched_sgd(**{"k": 5, "cols": 40, **settings})
-
-
-def update(tx, params=PARAMS, where=3, state=None, gradient_of=local, **settings):
-    """One step of `tx` in the usual trainer."""
-
-    def step(state, batch):
-        params, opt_state = state
-        gradient = jax.grad(lambda p: sum(jnp.sum(x) for x in jax.tree.leaves(p)) * batch.mean())
-        updates, opt_state = tx.update(gradient(gradient_of(params)), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    if state is None:
-        state = shard((params, tx.init(params)), where)
-    return data_parallel(step, where, **settings)(state, jnp.arange(6.0))
-
+from jaxsparse.systems.dragonn import Dragonn
+from jaxsparse.systems.qsgd import Quantized
+from jaxsparse.systems.random_k import RandomK
+from jaxsparse.systems.s2_reducer import S2
+from jaxsparse.systems.sparcml import SparCML
 
 SETTINGS = {
     "k too small": (lambda: sketched(k=0).init(PARAMS), r"k=0 must lie between 1 and .* 1200"),
@@ -89,7 +79,7 @@ SETTINGS = {
         r"capacity_factor=inf must be finite",
     ),
     "algorithm": (lambda: jaxsparse.sparcml(algorithm="tree"), r"algorithm='tree' is unknown"),
-    "k of a bucket": (lambda: jaxsparse.sparcml(5, 4), r"k=5 must lie between 1 and bucket_size=4"),
+    "k of a group": (lambda: jaxsparse.sparcml(5, 4), r"k=5 must lie between 1 and group_size=4"),
     "cols": (lambda: sketched(cols=-3), r"cols=-3"),
     "oversampling": (lambda: sketched(oversampling=0), r"oversampling=0 must be at least 1"),
     "oversampling of heavymix": (
@@ -195,11 +185,11 @@ def test_settings_that_are_no_arrays_have_nothing_to_do_with_injecting(value):
 
 
 SEEDED = {
-    "random_k": lambda seed: RandomKReducer(0.1, seed=seed),
-    "dragonn": lambda seed: DragonnReducer(0.1, seed=seed),
-    "quantized": lambda seed: QuantizedReducer(seed=seed),
-    "sparcml": lambda seed: SparCMLReducer(seed=seed),
-    "s2": lambda seed: S2Reducer(seed=seed),
+    "random_k": lambda seed: RandomK(0.1, seed=seed),
+    "dragonn": lambda seed: Dragonn(0.1, seed=seed),
+    "quantized": lambda seed: Quantized(seed=seed),
+    "sparcml": lambda seed: SparCML(seed=seed),
+    "s2": lambda seed: S2(seed=seed),
 }
 
 
@@ -220,16 +210,6 @@ def several_axes():
     update(sketched(axis_name=("data", "model")))
 
 
-def outside_the_parallel_step():
-    tx = sketched()
-    tx.update(PARAMS, tx.init(PARAMS))
-
-
-def unspread_state():
-    tx = sketched()
-    update(tx, state=(PARAMS, tx.init(PARAMS)))
-
-
 def whole_state_in_one_worker():
     tx = sketched()
     state = shard(tx.init(PARAMS), 3)
@@ -244,15 +224,6 @@ def state_for_other_workers():
     update(tx, where=3, state=shard((PARAMS, tx.init(PARAMS)), 2))
 
 
-def spread_twice():
-    shard(shard(sketched().init(PARAMS), 2), 3)
-
-
-def state_of_another_tree():
-    tx = sketched()
-    update(tx, state=shard((PARAMS, tx.init({"w": jnp.ones((50, 50))})), 3))
-
-
 def state_of_another_momentum():
     update(sketched(momentum=0.9), state=shard((PARAMS, sketched().init(PARAMS)), 3))
 
@@ -260,10 +231,6 @@ def state_of_another_momentum():
 def dense_state_of_another_tree():
     tx = jaxsparse.dense(momentum=0.9)
     update(tx, state=shard((PARAMS, tx.init({"b": jnp.ones(3)})), 3))
-
-
-def summed_gradient():
-    update(sketched(), where=mesh(3), gradient_of=lambda params: params)
 
 
 def averaged_gradient():
@@ -276,10 +243,6 @@ def averaged_gradient():
         return tx.update(jax.lax.pmean(gradient, "data"), state)[1]
 
     data_parallel(step, mesh(3))(shard(tx.init(PARAMS), mesh(3)), jnp.ones(3))
-
-
-def uneven_batch():
-    data_parallel(lambda x: x.sum(), 4, batch_argnums=0)({"image": jnp.ones((6, 2))})
 
 
 def scalar_batch():
@@ -300,11 +263,6 @@ def shard_over_an_axis_not_in_mesh():
 
 def no_workers():
     data_parallel(lambda x: x, 0)
-
-
-def partitioned_over_another_axis():
-    grid = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
-    shard({"w": jax.device_put(PARAMS["w"], NamedSharding(grid, P(None, "model")))}, grid)
 
 
 def partitioned_over_the_axis_of_the_workers():
@@ -335,10 +293,6 @@ def unwrapped_simulated_output():
 def unwrapped_unchecked_output():
     run = data_parallel(lambda x: PerWorker(x.max()), mesh(3), batch_argnums=0, check_vma=False)
     run(jnp.ones(6))
-
-
-def differing_output():
-    data_parallel(lambda x: {"loss": x.mean()}, mesh(3), batch_argnums=0)(jnp.arange(3.0))
 
 
 def differing_simulated_output():

@@ -1,37 +1,19 @@
 """The examples, run as a user runs them: in a process of their own, from any directory."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
+from example_runs import run
 from workers import few
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--hidden", "128", "--steps", "12", "--eval-every", "4"]
 PARAMETERS = 64 * 128 + 128 * 128 + 128 * 10 + 2 * 128 + 10
 DENSE = 4 * (PARAMETERS + 1)  # with the flag that gradients are finite
-
-
-def run(script, *flags, cwd, rc=0, compiles_quickly=True):
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    if compiles_quickly:
-        env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *map(str, flags)],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == rc, done.stdout + done.stderr
-    return done.stdout if rc == 0 else done.stderr
 
 
 def quickstart(*flags, cwd, **settings):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+from training import train
 from workers import few, mesh, some
 
 import jaxsparse
@@ -16,25 +17,6 @@ from jaxsparse import PerWorker, codecs, cost, data_parallel, local, shard
 
 def padded(rows, size=601):
     return jnp.pad(jnp.asarray(rows, jnp.float32), ((0, 0), (0, size - len(rows[0]))))
-
-
-def train(tx, params, workers, gradients, run_on=None):
-    """Feeds each worker its own gradients; the updates and the final state (W workers on top)."""
-
-    def step(state, gradient):
-        params, opt_state = state
-        gradient = jax.tree.map(lambda g: g[0], gradient)  # a worker's share: (1, ...)
-        updates, opt_state = tx.update(gradient, opt_state, params)
-        return updates, (optax.apply_updates(params, updates), opt_state)
-
-    run_on = workers if run_on is None else run_on
-    run = data_parallel(step, run_on)
-    state = shard((params, tx.init(params)), run_on)
-    history = []
-    for gradient in gradients:
-        updates, state = run(state, gradient)
-        history.append(updates)
-    return history, state
 
 
 # Sketched-SGD's Alg. 3 in two steps for two workers, worked out by hand.
@@ -385,7 +367,10 @@ def test_finite_values_whose_sum_overflows_stay_in_residuals(case):
 def test_momentum_without_uncompressed_elements(where, delay):
     params = {"w": jnp.zeros(40), "nothing": jnp.zeros((0, 3))}
     tx = jaxsparse.error_feedback(
-        jaxsparse.TopKReducer(0.1), momentum=0.5, delay=delay, is_dense=lambda path, _: "no" in path
+        jaxsparse.systems.TopK(0.1),
+        momentum=0.5,
+        delay=delay,
+        is_dense=lambda path, _: "no" in path,
     )
     state = shard(tx.init(params), where)
     assert all(leaf.size for leaf in jax.tree.leaves(state))  # Orbax saves no empty arrays
@@ -414,7 +399,7 @@ def test_momentum_of_the_mean_does_not_overflow_for_good():
 
 def test_a_skipped_step_keeps_the_sign_of_zero_beside_16_bit_leaves():
     tx = jaxsparse.error_feedback(
-        jaxsparse.TopKReducer(0.5), axis_name=None, is_dense=lambda *_: False
+        jaxsparse.systems.TopK(0.5), axis_name=None, is_dense=lambda *_: False
     )
     state = tx.init({"w": jnp.zeros(4, jnp.bfloat16)})
     state = state._replace(residual=(PerWorker(jnp.float32([[-0.0, 0, -1, 1]])),))

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from test_examples import run
+from example_runs import run
 
 
 @pytest.mark.slow

@@ -5,28 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_bytes import compiled_step
+from steps import compiled_step
 from workers import mesh, on_workers
 
-from jaxsparse import (
-    DenseReducer,
-    SketchedBudget,
-    SketchedReducer,
-    SparDLReducer,
-    Stages,
-    TopKReducer,
-    TrueTopKReducer,
-    cost,
-    data_parallel,
-    error_feedback,
-    layout,
-    local,
-    shard,
-)
+from jaxsparse import Stages, cost, data_parallel, error_feedback, layout, local, shard
 from jaxsparse.partition import partition
+from jaxsparse.systems import Dense, SketchedBudget, SketchedSGD, SparDL, TopK, TrueTopK
 
 SHAPES = {"embed": (50, 8), "kernel": (30, 20), "out": (20, 11), "bias": (20,)}
-RULES = {"embed": TopKReducer(0.1), "kernel|out": SparDLReducer(0.05)}
+RULES = {"embed": TopK(0.1), "kernel|out": SparDL(0.05)}
 
 
 def gradients(workers, steps=3):
@@ -68,7 +55,7 @@ def test_a_function_and_a_mapping_are_the_same():
     def policy(path, shape):
         if len(shape) < 2:
             return None
-        return TopKReducer(0.1) if shape == (50, 8) else SparDLReducer(0.05)
+        return TopK(0.1) if shape == (50, 8) else SparDL(0.05)
 
     def traced(policy):
         tx = partition(policy)
@@ -77,20 +64,20 @@ def test_a_function_and_a_mapping_are_the_same():
         return str(jax.make_jaxpr(jax.vmap(step, axis_name="data"))(grads))
 
     assert traced(policy) == traced(RULES)
-    assert traced(policy) != traced(RULES | {"embed": TopKReducer(0.2)})
+    assert traced(policy) != traced(RULES | {"embed": TopK(0.2)})
 
 
 def test_the_first_rule_that_matches_counts_and_the_default_takes_the_rest():
-    tx = partition({"embed": None, "e": TopKReducer(1.0)}, DenseReducer())
+    tx = partition({"embed": None, "e": TopK(1.0)}, Dense())
     sizes = [
         node.value.shape[1]
         for node in tx.init({k: jnp.zeros(v) for k, v in SHAPES.items()}).residual
     ]
-    assert sizes == [20 + 220, 600]  # bias and out: DenseReducer; kernel; embed goes dense
+    assert sizes == [20 + 220, 600]  # bias and out: Dense; kernel; embed goes dense
 
 
 def test_a_rule_for_an_empty_leaf_is_no_error():
-    rules = {"a": TopKReducer(0.1), "e": TopKReducer(0.2)}
+    rules = {"a": TopK(0.1), "e": TopK(0.2)}
     state = partition(rules).init({"a": jnp.ones((40, 40)), "e": jnp.ones((0, 4))})
     assert [node.value.shape for node in state.residual] == [(1, 1600)]
 
@@ -99,8 +86,8 @@ def test_payload_is_the_sum_of_the_groups():
     shapes = {"embed": (300, 16), "kernel": (64, 50), "bias": (33,)}
     tx = partition(
         {
-            "embed": TrueTopKReducer(7),
-            "kernel": SketchedReducer(k=10, cols=100, rows=3, oversampling=2),
+            "embed": TrueTopK(7),
+            "kernel": SketchedSGD(k=10, cols=100, rows=3, oversampling=2),
         }
     )
     sent = cost.wire_bytes(compiled_step(tx, mesh(2), shapes))
@@ -108,12 +95,12 @@ def test_payload_is_the_sum_of_the_groups():
 
 
 def test_a_budget_for_one_group_counts_the_dense_leaves_and_for_several_does_not():
-    budget = SketchedBudget(5.0, SketchedReducer(k=1, cols=1, rows=3), None, None)
+    budget = SketchedBudget(5.0, SketchedSGD(k=1, cols=1, rows=3), None, None)
     shapes = {"embed": (300, 16), "kernel": (64, 50), "bias": (300,)}
     alone = cost.wire_bytes(compiled_step(partition({"e": budget}), mesh(2), shapes)).payload
     wanted = 4 * (300 * 16 + 64 * 50 + 300) / 5
     assert wanted - 4 * 9 < alone <= wanted
-    both = partition({"embed": budget, "kernel": TrueTopKReducer(1)})
+    both = partition({"embed": budget, "kernel": TrueTopK(1)})
     payload = cost.wire_bytes(compiled_step(both, mesh(2), shapes)).payload
     wanted = 4 * (300 * 16 / 5 + 64 * 50 + 300 + 1)
     assert wanted - 4 * 9 < payload <= wanted
@@ -127,14 +114,14 @@ def test_no_more_memory_than_one_group():
     def peak(tx):
         return compiled_step(tx, mesh(2), shapes, donate=0).memory_analysis().temp_size_in_bytes
 
-    reducer = TopKReducer(0.01)
-    apart = partition({"embed": TopKReducer(0.01, selection="exact"), "kernel": reducer})
-    assert peak(apart) <= 1.01 * peak(error_feedback(TopKReducer(0.01, selection="exact")))
+    reducer = TopK(0.01)
+    apart = partition({"embed": TopK(0.01, selection="exact"), "kernel": reducer})
+    assert peak(apart) <= 1.01 * peak(error_feedback(TopK(0.01, selection="exact")))
 
 
 def test_composes_with_an_optimizer_and_stages():
     tx = optax.chain(
-        partition({"embed": TopKReducer(0.1), "k": SparDLReducer(0.1)}),
+        partition({"embed": TopK(0.1), "k": SparDL(0.1)}),
         optax.sgd(1e-2, momentum=0.9),
     )
     params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
@@ -156,14 +143,14 @@ def test_composes_with_an_optimizer_and_stages():
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({"embedding": TopKReducer(0.1)}, "no leaf is left for .'embedding'.*embed"),
+        ({"embedding": TopK(0.1)}, "no leaf is left for .'embedding'.*embed"),
         ({"embed": None, "bed": None}, "no leaf is left for .'bed'"),
         ("embed", "policy='embed' must be a function"),
         ([("embed", None)], "policy=.* must be a function"),
         ({b"embed": None}, "policy=.* must be a function"),
         ({"embed": Stages((0.1, 0.2), (3,))}, "policy gives 0.1 for leaf"),
         ({"embed": 0.01}, "policy gives 0.01 for leaf.*give a reducer"),
-        ({"embed": TopKReducer}, "policy gives <class"),
+        ({"embed": TopK}, "policy gives <class"),
         (lambda path, shape: "dense", "policy gives 'dense' for leaf"),
         ({"['embed'": None}, "is no regular expression"),
     ],
@@ -174,7 +161,7 @@ def test_bad_policies_are_refused(policy, message):
 
 
 def test_unhashable_reducers_are_refused():
-    class Mine(DenseReducer):
+    class Mine(Dense):
         __hash__ = None
 
     with pytest.raises(ValueError, match=r"not hashable.*frozen"):
@@ -202,6 +189,6 @@ def test_buckets_of_blocks_hold_whole_blocks(limit):
 
 
 def test_a_reducer_may_come_in_stages():
-    reducers = Stages((TopKReducer(0.5), TopKReducer(0.1)), (2,))
+    reducers = Stages((TopK(0.5), TopK(0.1)), (2,))
     updates, _ = train(partition({"embed": reducers}), 1)
     assert np.count_nonzero(updates["embed"][0], axis=(1, 2)).tolist() == [200, 200, 40]

@@ -3,11 +3,11 @@
 import sys
 from pathlib import Path
 
+import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_contract as contract
 from run_contract import STEPS
 
 from jaxsparse.launch import launch

@@ -34,10 +34,10 @@ def packed(levels, bits):
 def nearest(x, spec):
     """Levels and scales in float64, and where rounding in float32 can't tell the level."""
     levels, scales, unclear = [], [], []
-    for start in range(0, len(x), spec.bucket_size):
-        bucket = x[start : start + spec.bucket_size].astype(np.float64)
-        scale = np.max(np.abs(bucket)) if spec.scale == "max" else np.linalg.norm(bucket)
-        position = spec.levels * bucket / scale if scale else bucket
+    for start in range(0, len(x), spec.group_size):
+        group = x[start : start + spec.group_size].astype(np.float64)
+        scale = np.max(np.abs(group)) if spec.scale == "max" else np.linalg.norm(group)
+        position = spec.levels * group / scale if scale else group
         levels += [np.round(position)]
         unclear += [np.abs(np.abs(position) % 1 - 0.5) < 1e-4]
         scales += [scale]
@@ -64,7 +64,7 @@ def test_pack_is_the_definition_and_keeps_every_level(bits, size):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("bits", BITS)
 def test_rounding_to_nearest_is_the_reference(bits, scale, size):
-    spec = QSGD(bits, bucket_size=32, scale=scale)
+    spec = QSGD(bits, group_size=32, scale=scale)
     x = normal(size)
     words, scales = quantize(jnp.asarray(x), spec, None)
     levels, expected_scales, unclear = nearest(x, spec)
@@ -79,9 +79,9 @@ def test_rounding_to_nearest_is_the_reference(bits, scale, size):
 @pytest.mark.parametrize("size", few(SIZES, (1, 33, 1000)))
 @pytest.mark.parametrize("bits", BITS)
 def test_a_vector_of_levels_is_kept_exactly(bits, size, key):
-    spec = QSGD(bits, bucket_size=10)
+    spec = QSGD(bits, group_size=10)
     levels = np.random.default_rng(size).integers(-spec.levels, spec.levels + 1, size)
-    levels[::10] = spec.levels  # each bucket's scale
+    levels[::10] = spec.levels  # each group's scale
     for seed in (None, key):
         words, scales = quantize(jnp.asarray(levels, jnp.float32), spec, seed)
         if seed is None or bits < 8:  # 127 (v / 127) is off by a rounding for some v
@@ -90,20 +90,20 @@ def test_a_vector_of_levels_is_kept_exactly(bits, size, key):
 
 
 @pytest.mark.parametrize("size", [*SIZES, 2048, 2049])
-@pytest.mark.parametrize("bucket_size", [1, 7, 1024])
+@pytest.mark.parametrize("group_size", [1, 7, 1024])
 @pytest.mark.parametrize("bits", BITS)
-def test_as_many_words_travel_as_claimed(bits, bucket_size, size, key):
-    spec = QSGD(bits, bucket_size)
+def test_as_many_words_travel_as_claimed(bits, group_size, size, key):
+    spec = QSGD(bits, group_size)
     quantized = jax.eval_shape(lambda x: quantize(x, spec, key), jnp.asarray(normal(size)))
     assert sum(part.size for part in quantized) == spec.words(size)
     assert all(part.dtype.itemsize == 4 for part in quantized)
-    assert spec.words(size) == np.ceil(size * bits / 32) + np.ceil(size / bucket_size)
+    assert spec.words(size) == np.ceil(size * bits / 32) + np.ceil(size / group_size)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("bits", BITS)
 def test_stochastic_rounding_is_unbiased_and_as_noisy_as_its_cell_says(bits, scale, key):
-    spec = QSGD(bits, bucket_size=64, scale=scale)
+    spec = QSGD(bits, group_size=64, scale=scale)
     x, trials = normal(150), 1000
     draw = jax.jit(jax.vmap(functools.partial(round_trip, jnp.asarray(x), spec)))
     errors = np.asarray(draw(jax.random.split(key, trials)), np.float64) - x
@@ -121,7 +121,7 @@ def test_stochastic_rounding_is_unbiased_and_as_noisy_as_its_cell_says(bits, sca
 
 
 def test_neighbours_keys_and_buckets_are_rounded_independently(key):
-    spec, size, trials = QSGD(bits=2, bucket_size=8), 32, 2000
+    spec, size, trials = QSGD(bits=2, group_size=8), 32, 2000
     x = np.full(size, 0.5, np.float32)
     x[::8] = 1
     keys = jax.random.split(key, trials)
@@ -135,7 +135,7 @@ def test_neighbours_keys_and_buckets_are_rounded_independently(key):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("bits", BITS)
 def test_no_value_moves_by_more_than_a_cell_and_to_nearest_by_more_than_itself(bits, scale, key):
-    spec = QSGD(bits, bucket_size=100, scale=scale)
+    spec = QSGD(bits, group_size=100, scale=scale)
     x = normal(1000) ** 3
     cell = np.repeat(nearest(x, spec)[1], 100) / spec.levels
     slack = 1e-6 * cell * spec.levels
@@ -144,8 +144,8 @@ def test_no_value_moves_by_more_than_a_cell_and_to_nearest_by_more_than_itself(b
 
 
 def worst(spec, stochastic):
-    """A bucket at which the bound is attained: see `QSGD.error_bound`."""
-    B, s = spec.bucket_size, spec.levels
+    """A group at which the bound is attained: see `QSGD.error_bound`."""
+    B, s = spec.group_size, spec.levels
     if spec.scale == "l2":
         return np.full(B, 1, np.float32)
     if not stochastic:
@@ -157,24 +157,24 @@ def worst(spec, stochastic):
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
-@pytest.mark.parametrize("bucket_size", few([4, 16, 200, 1024], [4, 200]))
+@pytest.mark.parametrize("group_size", few([4, 16, 200, 1024], [4, 200]))
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("bits", BITS)
-def test_errors_stay_within_the_bound_and_reach_it(bits, scale, bucket_size, stochastic, key):
-    spec = QSGD(bits, bucket_size, scale)
+def test_errors_stay_within_the_bound_and_reach_it(bits, scale, group_size, stochastic, key):
+    spec = QSGD(bits, group_size, scale)
     bound = spec.error_bound(stochastic=stochastic)
     keys = jax.random.split(key, 100)
-    for x in (normal(bucket_size), worst(spec, stochastic), normal(bucket_size) ** 5):
+    for x in (normal(group_size), worst(spec, stochastic), normal(group_size) ** 5):
         one = functools.partial(round_trip, jnp.asarray(x), spec)
         drawn = jax.vmap(one)(keys) if stochastic else one()[None]
         energy = np.sum(x.astype(np.float64) ** 2)
         ratios = np.sum((np.asarray(drawn, np.float64) - x) ** 2, axis=1) / energy
         noise = 5 * ratios.std() / np.sqrt(len(ratios))
         assert ratios.mean() <= bound * (1 + 1e-4) + noise
-        attained = scale == "max" or bucket_size >= 4 * spec.levels**2
+        attained = scale == "max" or group_size >= 4 * spec.levels**2
         if attained and np.all(x[1:] == x[1]):
             assert ratios.mean() >= bound * (1 - 2e-3) - noise
-    B, s = bucket_size, spec.levels
+    B, s = group_size, spec.levels
     if scale == "l2":
         assert bound <= min(B / s**2, B**0.5 / s)  # the paper's Lemma 3.1
 
@@ -201,7 +201,7 @@ def fed_back(spec, stochastic, gradients, key):
 
 
 @pytest.mark.parametrize(
-    ("bits", "scale", "bucket_size", "stochastic", "safe", "largest"),
+    ("bits", "scale", "group_size", "stochastic", "safe", "largest"),
     [
         (2, "max", 1024, True, False, None),
         (2, "max", 8, True, True, 1.1),
@@ -219,9 +219,9 @@ def fed_back(spec, stochastic, gradients, key):
     ],
 )
 def test_feedback_over_200_steps_is_as_the_rule_says(
-    bits, scale, bucket_size, stochastic, safe, largest, key
+    bits, scale, group_size, stochastic, safe, largest, key
 ):
-    spec = QSGD(bits, bucket_size, scale)
+    spec = QSGD(bits, group_size, scale)
     ratio, last = fed_back(spec, stochastic, normal((200, 2048)), key)
     assert spec.bounded_feedback(stochastic=stochastic) == safe
     if safe:
@@ -237,7 +237,7 @@ def test_feedback_over_200_steps_is_as_the_rule_says(
     ("bits", "stochastic"), [(2, False), (4, True), (4, False), (8, True), (8, False)]
 )
 def test_under_max_no_residual_exceeds_its_share_of_the_largest_gradient(bits, stochastic, key):
-    spec = QSGD(bits, bucket_size=1024)
+    spec = QSGD(bits, group_size=1024)
     # One large value and many small ones: the worst for the norm, as the error bound has it.
     gradients = np.tile(np.array([1] + [0.05] * 1023, np.float32), (200, 1))
     r = 1 / spec.levels if stochastic else 0.5 / spec.levels
@@ -246,7 +246,7 @@ def test_under_max_no_residual_exceeds_its_share_of_the_largest_gradient(bits, s
 
 
 def test_to_nearest_under_the_norm_equal_values_are_never_sent():
-    spec = QSGD(bits=4, bucket_size=196, scale="l2")
+    spec = QSGD(bits=4, group_size=196, scale="l2")
     assert not np.any(round_trip(np.ones(196, np.float32), spec))
     assert np.all(round_trip(np.ones(195, np.float32), QSGD(4, 195, "l2")))
     assert not spec.bounded_feedback(stochastic=False)
@@ -261,12 +261,12 @@ def test_to_nearest_under_the_norm_equal_values_are_never_sent():
 )
 def test_every_fix_that_a_refusal_names_is_one(bits, scale, stochastic):
     spec = QSGD(bits, 10**6, scale)
-    start = f"scale='{scale}' with bits={bits}, bucket_size=1000000"
+    start = f"scale='{scale}' with bits={bits}, group_size=1000000"
     with pytest.raises(ValueError, match=start) as refusal:
         check_feedback(spec, stochastic=stochastic)
     text = str(refusal.value).split("Use ")[1]
     assert ("nearest" in text) == (stochastic and scale == "max")
-    largest = int(re.search(r"bucket_size=(\d+)", text)[1])
+    largest = int(re.search(r"group_size=(\d+)", text)[1])
     assert QSGD(bits, largest, scale).bounded_feedback(stochastic=stochastic)
     assert not QSGD(bits, largest + 1, scale).bounded_feedback(stochastic=stochastic)
     for other in re.findall(r"bits=(\d)", text):
@@ -280,10 +280,10 @@ def test_every_fix_that_a_refusal_names_is_one(bits, scale, stochastic):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", [1e38, 3.4e38, 1e-38, 1e-37, 0.0])
 def test_huge_tiny_and_zero_buckets(size, bits, scale, with_key, key):
-    spec = QSGD(bits, bucket_size=1024, scale=scale)
+    spec = QSGD(bits, group_size=1024, scale=scale)
     x = np.float32(size) * np.sign(normal(3000)) * np.random.default_rng(1).uniform(0, 1, 3000)
     x = x.astype(np.float32)
-    x[:1024] = 0  # a bucket of zeros beside the others
+    x[:1024] = 0  # a group of zeros beside the others
     x[1024::1024] = size
     found = np.asarray(round_trip(x, spec, key if with_key else None), np.float64)
     assert np.all(np.isfinite(found))
@@ -339,8 +339,8 @@ def vector(size=33):
 
 ERRORS = {
     "bits": (lambda: QSGD(bits=3), r"bits=3 is not supported: use 2, 4 or 8"),
-    "bucket_size": (lambda: QSGD(bucket_size=0), r"bucket_size=0 must be at least 1"),
-    "fraction": (lambda: QSGD(bucket_size=10.5), r"bucket_size=10.5 must be an int"),
+    "group_size": (lambda: QSGD(group_size=0), r"group_size=0 must be at least 1"),
+    "fraction": (lambda: QSGD(group_size=10.5), r"group_size=10.5 must be an int"),
     "scale": (lambda: QSGD(scale="l1"), r"scale='l1' is unknown: use 'max' or 'l2'"),
     "matrix": (
         lambda: quantize(jnp.ones((2, 3)), QSGD(), None),
@@ -355,9 +355,9 @@ ERRORS = {
         lambda: dequantize(quantize(vector(), QSGD(), None), QSGD(), 0),
         r"size=0 must lie between 1",
     ),
-    "buckets": (
+    "groups": (
         lambda: dequantize(quantize(vector(), QSGD(4, 10), None), QSGD(4, 20), 33),
-        r"scales have shape \(4,\), but size=33 in buckets of 20 has 2: pass the spec and size",
+        r"scales have shape \(4,\), but size=33 in groups of 20 has 2: pass the spec and size",
     ),
     "words": (
         lambda: dequantize(quantize(vector(), QSGD(4), None), QSGD(8), 33),

@@ -22,8 +22,8 @@ from jaxsparse.collectives.quantized_all_reduce import (
 )
 from jaxsparse.feedback import error_feedback
 from jaxsparse.quantize import QSGD, Quantizer, Sign, dequantize, quantize, to_message
-from jaxsparse.reducers.quantized import QuantizedReducer
-from jaxsparse.transforms.quantized import qsgd, sign_sgd
+from jaxsparse.systems import qsgd, sign_sgd
+from jaxsparse.systems.qsgd import Quantized
 
 ROOT = Path(__file__).parents[1]
 WHERE = [(w, way) for way in ("vmap", "shard_map", "shard_map_unchecked") for w in (1, 2, 3, 5, 8)]
@@ -34,21 +34,21 @@ def normal(shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def in_buckets(x, size):
+def in_groups(x, size):
     return [x[start : start + size] for start in range(0, len(x), size)]
 
 
-def signs(x, bucket_size):
-    """Karimireddy et al., (||x||_1 / d) sign(x), bucket by bucket; sign(0) = 1."""
-    parts = [np.where(b >= 0, 1, -1) * np.abs(b).mean() for b in in_buckets(x, bucket_size)]
+def signs(x, group_size):
+    """Karimireddy et al., (||x||_1 / d) sign(x), group by group; sign(0) = 1."""
+    parts = [np.where(b >= 0, 1, -1) * np.abs(b).mean() for b in in_groups(x, group_size)]
     return np.concatenate([np.zeros(0), *parts])
 
 
-def nearest(x, bits, bucket_size):
+def nearest(x, bits, group_size):
     """QSGD under "max", rounded to nearest."""
     s = 2 ** (bits - 1) - 1
     parts = [np.zeros(0)]
-    for b in in_buckets(x, bucket_size):
+    for b in in_groups(x, group_size):
         scale = np.abs(b).max()
         parts += [np.round(b / scale * s) * scale / s if scale else b]
     return np.concatenate(parts)
@@ -68,10 +68,10 @@ def all_reduced(x, rule):
     return total, residuals
 
 
-SIGN = Sign(bucket_size=8)
+SIGN = Sign(group_size=8)
 RULES = {
-    SIGN: functools.partial(signs, bucket_size=8),
-    QSGD(4, 8): functools.partial(nearest, bits=4, bucket_size=8),
+    SIGN: functools.partial(signs, group_size=8),
+    QSGD(4, 8): functools.partial(nearest, bits=4, group_size=8),
 }
 
 
@@ -93,7 +93,7 @@ def test_signs_are_the_definition(size):
     x = normal(size)
     x[::3] = 0
     x[1::7] = -0.0
-    spec = Sign(bucket_size=16)
+    spec = Sign(group_size=16)
     quantized = quantize(jnp.asarray(x), spec, None)
     found = np.asarray(dequantize(quantized, spec, size))
     np.testing.assert_allclose(found, signs(x.astype(np.float64), 16), rtol=1e-6)
@@ -104,14 +104,14 @@ def test_signs_are_the_definition(size):
 
 @pytest.mark.parametrize("count", [0, 3, 16, 17, 40])
 def test_padding_does_not_count_in_a_mean(count):
-    spec, x = Sign(bucket_size=16), normal(40)
+    spec, x = Sign(group_size=16), normal(40)
     x[count:] = 0
     padded = dequantize(quantize(jnp.asarray(x), spec, None, jnp.int32(count)), spec, 40)
     np.testing.assert_allclose(padded[:count], signs(x[:count], 16), rtol=1e-6)
 
 
 def test_signs_are_a_contraction_and_no_more():
-    spec = Sign(bucket_size=16)
+    spec = Sign(group_size=16)
     one = np.zeros(16, np.float32)
     one[3] = -2
     for x in (one, normal(16), normal(16) ** 5, np.ones(16, np.float32)):
@@ -131,7 +131,7 @@ def test_signs_of_huge_values_and_of_those_that_are_not_finite():
     assert not np.isfinite(found[32:]).any()
 
 
-SIGN16 = Sign(bucket_size=16)
+SIGN16 = Sign(group_size=16)
 
 
 @pytest.mark.parametrize("where", few(WHERE, USUAL), ids=str)
@@ -170,7 +170,7 @@ def some_sizes(workers):
 def test_one_worker_sends_and_rounds_nothing():
     x = normal(40)
     with wire.record() as messages:
-        for reducer in (QuantizedReducer(QSGD(2)), QuantizedReducer(SIGN, "nearest")):
+        for reducer in (Quantized(QSGD(2)), Quantized(SIGN, "nearest")):
             reduced = reducer(jnp.asarray(x), reducer.init(40), axis_name=None)
             np.testing.assert_array_equal(reduced.mean, x)
             assert not reduced.residual.any()
@@ -229,7 +229,7 @@ def test_workers_round_independently():
 
 
 def test_each_step_rounds_anew():
-    reducer = QuantizedReducer(QSGD(2, 8))
+    reducer = Quantized(QSGD(2, 8))
     gradients = np.broadcast_to(normal((3, 1, 40)), (3, 5, 40))
     _, reduced = feedback_loop(reducer, 3)(gradients)
     np.testing.assert_array_equal(reduced.state[0], np.arange(1, 6))
@@ -237,7 +237,7 @@ def test_each_step_rounds_anew():
     assert len(np.unique(reduced.mean[0], axis=0)) == 5
     _, again = feedback_loop(reducer, 3)(gradients)
     np.testing.assert_array_equal(again.mean, reduced.mean)
-    _, other = feedback_loop(QuantizedReducer(QSGD(2, 8), seed=1), 3)(gradients)
+    _, other = feedback_loop(Quantized(QSGD(2, 8), seed=1), 3)(gradients)
     assert np.any(other.mean != reduced.mean)
 
 
@@ -248,7 +248,7 @@ BOUNDED = [(Sign(256), 1.5), (QSGD(2, 256), 3.0), (QSGD(4, 256), 0.25)]
 @pytest.mark.parametrize(("quantizer", "largest"), BOUNDED, ids=str)
 def test_the_residual_stays_bounded_over_200_steps(quantizer, largest, workers):
     gradients = normal((workers, 200, 8 * 256))
-    _, reduced = feedback_loop(QuantizedReducer(quantizer, "nearest"), workers)(gradients)
+    _, reduced = feedback_loop(Quantized(quantizer, "nearest"), workers)(gradients)
     residual = np.asarray(reduced.residual, np.float64).sum(axis=0)
     scale = np.linalg.norm(gradients.sum(axis=0), axis=-1)
     ratios = np.linalg.norm(residual, axis=-1) / scale
@@ -263,8 +263,8 @@ def test_the_residual_stays_bounded_over_200_steps(quantizer, largest, workers):
 @pytest.mark.parametrize("quantizer", [Sign(8), QSGD(4, 8)], ids=str)
 def test_sums_that_overflow_are_kept(quantizer):
     x = normal((3, 1, 48))
-    x[:, 0, 20] = 3e38  # in the first bucket of the second range
-    _, reduced = feedback_loop(QuantizedReducer(quantizer, "nearest"), 3)(x)
+    x[:, 0, 20] = 3e38  # in the first group of the second range
+    _, reduced = feedback_loop(Quantized(quantizer, "nearest"), 3)(x)
     mean, residual = np.asarray(reduced.mean)[0, 0], np.asarray(reduced.residual)[:, 0]
     assert not mean[16:24].any()
     np.testing.assert_array_equal(residual[:, 16:24], x[:, 0, 16:24])
@@ -293,10 +293,8 @@ def test_words_on_the_wire_are_as_reckoned(quantizer, workers):
 
 
 def test_momentum_with_stochastic_rounding_is_plain_momentum():
-    # All of a bucket's values are equal, and stay so: no rounding.
-    tx = error_feedback(
-        QuantizedReducer(QSGD(2, 8)), momentum=0.9, is_dense=lambda path, shape: False
-    )
+    # All of a group's values are equal, and stay so: no rounding.
+    tx = error_feedback(Quantized(QSGD(2, 8)), momentum=0.9, is_dense=lambda path, shape: False)
     gradients = np.repeat(normal((3, 4, 6)), 8, axis=2)
 
     def updates(gradients):
@@ -312,7 +310,7 @@ def test_momentum_with_stochastic_rounding_is_plain_momentum():
 
 def test_signs_need_feedback():
     """Karimireddy et al., Counterexample 2: f(x) = e |x_1 + x_2| + |x_1 - x_2|, twice."""
-    reducer, workers, e = QuantizedReducer(Sign(), "nearest"), 2, 0.5
+    reducer, workers, e = Quantized(Sign(), "nearest"), 2, 0.5
 
     def step(carried, i, has_feedback):
         x, residual = carried
@@ -367,16 +365,16 @@ def test_digits_with_feedback_are_learnt_as_by_dense_and_without_they_are_not(tm
 
 
 ERRORS = {
-    "bucket_size": (lambda: Sign(0), "bucket_size=0 must be at least 1"),
-    "bucket_size's type": (lambda: sign_sgd(bucket_size=2.5), "bucket_size=2.5 must be an int"),
+    "group_size": (lambda: Sign(0), "group_size=0 must be at least 1"),
+    "group_size's type": (lambda: sign_sgd(group_size=2.5), "group_size=2.5 must be an int"),
     "key": (
         lambda: quantize(jnp.ones(3), Sign(), jax.random.key(0)),
-        r"Sign\(bucket_size=1024\) rounds without one: pass key=None",
+        r"Sign\(group_size=1024\) rounds without one: pass key=None",
     ),
-    "quantizer": (lambda: QuantizedReducer(4), "quantizer=4 is none: use quantize.QSGD"),
+    "quantizer": (lambda: Quantized(4), "quantizer=4 is none: use quantize.QSGD"),
     "rounding": (lambda: qsgd(rounding="up"), "rounding='up' is unknown: use 'stochastic' or"),
     "sign": (
-        lambda: QuantizedReducer(Sign()),
+        lambda: Quantized(Sign()),
         r"rounding='stochastic', but Sign\(.*deterministic: use 'nearest'",
     ),
     "feedback": (

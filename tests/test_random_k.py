@@ -8,9 +8,9 @@ from workers import feedback_loop, few, on_workers
 
 from jaxsparse import cost
 from jaxsparse.collectives import wire
-from jaxsparse.reducers.random_k import RandomKReducer
 from jaxsparse.stages import Stages
-from jaxsparse.transforms.random_k import random_k
+from jaxsparse.systems import random_k
+from jaxsparse.systems.random_k import RandomK
 
 WHERE = [(w, way) for way in ("vmap", "shard_map", "shard_map_unchecked") for w in (1, 2, 3, 5, 8)]
 SIZE, STEPS = 61, 12
@@ -33,7 +33,7 @@ def test_what_is_drawn_is_delivered_and_the_rest_kept(where):
     workers, way = where
     k = 7  # 0.1 of 61, rounded up
     for seed in range(3):
-        x, reduced = run(RandomKReducer(0.1), integers(workers, seed), way)
+        x, reduced = run(RandomK(0.1), integers(workers, seed), way)
         for field in (reduced.mean, reduced.sent, reduced.state):
             np.testing.assert_array_equal(field, np.broadcast_to(field[:1], field.shape))
         sent = reduced.sent
@@ -51,7 +51,7 @@ def test_what_is_drawn_is_delivered_and_the_rest_kept(where):
 
 def test_every_index_gets_its_turn():
     steps, k = 2000, 7
-    _, reduced = run(RandomKReducer(0.1), integers(1, steps=steps))
+    _, reduced = run(RandomK(0.1), integers(1, steps=steps))
     drawn = reduced.sent[0]
     p = k / SIZE
     turns = drawn.sum(axis=0)
@@ -62,14 +62,14 @@ def test_every_index_gets_its_turn():
     pairs = (SIZE - 1) * p * (k - 1) / (SIZE - 1)
     assert after == pytest.approx(k * p, abs=5 * (k * p / steps) ** 0.5)
     assert beside == pytest.approx(pairs, abs=5 * (pairs / steps) ** 0.5)
-    other = run(RandomKReducer(0.1, seed=1), integers(1, steps=steps))[1].sent[0]
+    other = run(RandomK(0.1, seed=1), integers(1, steps=steps))[1].sent[0]
     assert (drawn & other).sum() / steps == pytest.approx(k * p, abs=5 * (k * p / steps) ** 0.5)
 
 
 @pytest.mark.parametrize("workers", [2, 8])
 def test_k_words_travel_and_no_indices(workers):
     size, k = 1001, 101
-    reducer = RandomKReducer(0.1)
+    reducer = RandomK(0.1)
     exchange = on_workers(lambda x: reducer(x, jnp.uint32(3), axis_name="data").mean, workers)
     moved = cost.wire_bytes(exchange.lower(jnp.zeros((workers, size), jnp.float32)).compile())
     assert [c.op for c in moved.collectives] == ["all-reduce"]
@@ -77,7 +77,7 @@ def test_k_words_travel_and_no_indices(workers):
 
 
 def test_all_is_the_dense_mean():
-    x, reduced = run(RandomKReducer(1.0), integers(3))
+    x, reduced = run(RandomK(1.0), integers(3))
     np.testing.assert_array_equal(reduced.mean[0], x.mean(axis=0))
     assert not reduced.residual.any()
     assert reduced.sent.all()
@@ -85,7 +85,7 @@ def test_all_is_the_dense_mean():
 
 def test_one_worker_sends_nothing():
     x = jnp.arange(1.0, 21.0)
-    reducer = RandomKReducer(0.25)
+    reducer = RandomK(0.25)
     with wire.record() as messages:
         reduced = reducer(x, reducer.init(20), axis_name=None)
     assert messages == []
@@ -96,7 +96,7 @@ def test_one_worker_sends_nothing():
 def test_sums_that_overflow_are_kept():
     x = np.ones((3, 1, 20), np.float32)
     x[:, 0, 4] = 3e38
-    _, reduced = run(RandomKReducer(1.0), x)
+    _, reduced = run(RandomK(1.0), x)
     expected = np.ones(20)
     expected[4] = 0
     np.testing.assert_allclose(reduced.mean[0, 0], expected, rtol=1e-6)
@@ -118,9 +118,9 @@ def test_density_in_stages():
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (lambda: RandomKReducer(0.0), r"density=0.0 must lie in \(0, 1\]"),
+        (lambda: RandomK(0.0), r"density=0.0 must lie in \(0, 1\]"),
         (lambda: random_k(2.0), r"density=2.0 must lie in \(0, 1\]"),
-        (lambda: RandomKReducer(0.1, seed=0.5), "seed=0.5 must be an int"),
+        (lambda: RandomK(0.1, seed=0.5), "seed=0.5 must be an int"),
     ],
 )
 def test_errors_name_the_argument_its_value_and_the_fix(wrong, text):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from workers import few, on_workers
 
-from jaxsparse import SketchedBudget, SketchedReducer, TrueTopKReducer
+from jaxsparse.systems import SketchedBudget, SketchedSGD, TrueTopK
 
 SIZE = 2003
 
@@ -19,14 +19,14 @@ def exchange(reducer, vectors, way="shard_map"):
 def test_numpy_integers_are_ints():
     settings = {"k": 5, "cols": 40, "rows": 3, "oversampling": 2, "seed": 7}
     numpy = {name: np.int64(value) for name, value in settings.items()}
-    sketched = SketchedReducer(**numpy)
-    assert repr(sketched) == repr(SketchedReducer(**settings))
-    assert repr(SketchedReducer(**{**numpy, "seed": np.uint32(7)})) == repr(sketched)
+    sketched = SketchedSGD(**numpy)
+    assert repr(sketched) == repr(SketchedSGD(**settings))
+    assert repr(SketchedSGD(**{**numpy, "seed": np.uint32(7)})) == repr(sketched)
     for given in ("k", "cols"):
         budgets = [SketchedBudget(4, sketched, **{given: n}) for n in (9, np.int32(9))]
         assert repr(budgets[0].split((SIZE,))) == repr(budgets[1].split((SIZE,)))
     x = np.random.default_rng(0).normal(size=(2, SIZE))
-    for reducer in (sketched, TrueTopKReducer(k=np.int64(5))):
+    for reducer in (sketched, TrueTopK(k=np.int64(5))):
         assert np.count_nonzero(exchange(reducer, x, "vmap").mean[0]) == 5
 
 
@@ -40,7 +40,7 @@ def test_values_beyond_float16_are_exchanged_exactly(way, seed):
     x[:, 80:90] = 21_840  # a third of its largest value, rounded up
     x[:, :60] = big * np.array([[1], [-1], [0]])  # infinities would cancel to NaN
     x[:, 300] = 9_999
-    reducer = SketchedReducer(k=21, cols=256, oversampling=2, table_dtype="float16", seed=seed)
+    reducer = SketchedSGD(k=21, cols=256, oversampling=2, table_dtype="float16", seed=seed)
     assert reducer.words(SIZE) < SIZE
     outcome = exchange(reducer, x, way)
     mean, residual = np.asarray(outcome.mean[0], np.float64), np.asarray(outcome.residual)

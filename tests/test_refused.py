@@ -5,16 +5,16 @@ import re
 
 import jax
 import jax.numpy as jnp
+import misuse
 import numpy as np
 import pytest
-import test_errors as misuse
-from test_errors import PARAMS, sketched, update
+from misuse import PARAMS, sketched, update
 from workers import mesh
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, diagnose, reshard, shard
 from jaxsparse.quantize import QSGD
-from jaxsparse.reducers.quantized import QuantizedReducer
+from jaxsparse.systems.qsgd import Quantized
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 AXES = ("hosts", "local")
@@ -66,7 +66,7 @@ REFUSED = {
     "does not divide the": lambda: update(jaxsparse.spardl(0.1, teams=2)),
     "adapts its messages": lambda: state_of_shards(teams=2, gather="bruck"),
     "must lie in [0, 1)": lambda: sketched(momentum=1.0),
-    "fed back it grows from step to step": lambda: QuantizedReducer(
+    "fed back it grows from step to step": lambda: Quantized(
         QSGD(2, scale="l2"), rounding="nearest"
     ),
     "holds no state of a jaxsparse transformation": lambda: diagnose(PARAMS),

@@ -10,8 +10,8 @@ import reference_sketch as reference
 from workers import MESH_SIZES, WAYS, feedback_loop, few, on_workers
 
 from jaxsparse import cost
-from jaxsparse.reducers.s2 import S2Reducer
-from jaxsparse.transforms.s2 import s2_reducer
+from jaxsparse.systems import s2_reducer
+from jaxsparse.systems.s2_reducer import S2
 
 SIZE, BLOCK = 601, 8  # 76 blocks, the last of one element
 COUNT = 76
@@ -62,8 +62,8 @@ def described(monkeypatch, x, k, rows, cols, seed):
 
 
 WHERE = [(workers, way) for workers in MESH_SIZES for way in WAYS]
-SKETCHED = S2Reducer(BLOCK, 0.1, rows=3, seed=5)
-EXACT = S2Reducer(BLOCK, 0.1, sketch_ratio=3.0)
+SKETCHED = S2(0.1, BLOCK, rows=3, seed=5)
+EXACT = S2(0.1, BLOCK, sketch_ratio=3.0)
 CASES = [(reducer, workers, way) for reducer in (SKETCHED, EXACT) for workers, way in WHERE]
 USUAL = [(SKETCHED, 8, "vmap"), (SKETCHED, 5, "shard_map"), (EXACT, 3, "vmap")]
 
@@ -93,7 +93,7 @@ def test_it_is_its_description(case, monkeypatch):
 @pytest.mark.parametrize("ratio", [0.2, 3.0], ids=["sketched", "exact"])
 @pytest.mark.parametrize("workers", few([2, 5], [5]))
 def test_what_finds_no_room_is_kept_and_counted(workers, ratio):
-    reducer = S2Reducer(BLOCK, 0.2, sketch_ratio=ratio, union_density=0.25)
+    reducer = S2(0.2, BLOCK, sketch_ratio=ratio, union_density=0.25)
     plan = reducer.plan(SIZE, workers)
     assert plan[:2] == (16, 19)
     first = np.zeros((8, workers, SIZE), np.float32)
@@ -133,7 +133,7 @@ def test_gradients_sparse_by_nature(case):
     x *= spread(rng.random((1, workers, COUNT)) < 0.06)
     union = np.any(as_blocks(x[0]) != 0, axis=(0, 2))
     assert 5 < union.sum() < 19
-    reducer = S2Reducer(BLOCK, None, sketch_ratio=ratio, union_density=union_density)
+    reducer = S2(None, BLOCK, sketch_ratio=ratio, union_density=union_density)
     ((_, reduced),) = by_step(reducer, x)
     assert not reduced.residual.any()
     assert not reduced.info.overflow.any()
@@ -145,9 +145,9 @@ def test_gradients_sparse_by_nature(case):
 
 
 def test_everything_is_the_dense_mean():
-    reducer = S2Reducer(BLOCK, 1.0, sketch_ratio=1.0)
-    assert reducer.laws.dense_at_full_budget
-    assert not S2Reducer().laws.dense_at_full_budget
+    reducer = S2(1.0, BLOCK, sketch_ratio=1.0)
+    assert reducer.dense_at_full_budget
+    assert not S2().dense_at_full_budget
     x = gradients(5, steps=1)
     ((_, reduced),) = by_step(reducer, x)
     np.testing.assert_array_equal(reduced.mean[0], x[0].mean(0))
@@ -210,9 +210,7 @@ def test_the_sketch_is_unbiased_and_as_noisy_as_documented(case):
     (rows, sizing, expected), workers = case, 16
     x = disjoint(workers)
     room = 0.1 if sizing == "union" else None  # the 48 blocks of all workers
-    reducer = S2Reducer(
-        BLOCK, 3 / 480, rows=rows, sizing=sizing, union_density=room, sketch_ratio=0.5
-    )
+    reducer = S2(BLOCK, 3 / 480, rows=rows, sizing=sizing, union_density=room, sketch_ratio=0.5)
     means = np.asarray(repeated(reducer, workers)(jnp.asarray(x)), np.float64)
     truth = x.sum(0, dtype=np.float64) / workers
     assert not means[:, truth == 0].any()
@@ -226,7 +224,7 @@ def test_the_sketch_is_unbiased_and_as_noisy_as_documented(case):
 
 
 def test_tables_are_sized_as_documented():
-    words = lambda workers=8, size=2**20, **settings: S2Reducer(**settings).words(size, workers)
+    words = lambda workers=8, size=2**20, **settings: S2(**settings).words(size, workers)
     count, k = 4096, 128
     expected_union = count * (1 - (1 - k / count) ** 8)
     assert words() == pytest.approx(0.5 * 256 * expected_union, abs=1)
@@ -260,6 +258,6 @@ def test_settings_are_checked():
     ]
     for settings, message in cases:
         with pytest.raises(ValueError, match=message):
-            S2Reducer(**settings)
+            S2(**settings)
         with pytest.raises(ValueError, match=message):
             s2_reducer(**settings)

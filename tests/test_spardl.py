@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_collectives as reference
+from supports import SUPPORTS, vectors
 from workers import few, on_workers, some
 
-from jaxsparse import SparDLReducer, codecs
+from jaxsparse import codecs
 from jaxsparse.collectives.spar_all_gather import Adaptation, ladder
+from jaxsparse.systems import SparDL
 
 
 @functools.cache
@@ -30,25 +32,6 @@ def total(reduced, scale):
         reduced.mean, np.broadcast_to(reduced.mean[0], reduced.mean.shape)
     )
     return np.rint(reduced.mean[0].astype(np.float64) * workers / scale) * scale
-
-
-SUPPORTS = ("random", "disjoint", "identical", "empty", "clustered")
-
-
-def vectors(supports, workers, size, seed, scale=1):
-    """Integers times `scale` with distinct magnitudes, on supports of about a quarter."""
-    rng = np.random.default_rng(seed)
-    values = (rng.permutation(workers * size) + 1).reshape(workers, size)
-    values = values * rng.choice([-1, 1], (workers, size)) * float(scale)
-    index, worker = np.arange(size), np.arange(workers)[:, None]
-    mask = {
-        "random": rng.random((workers, size)) < 0.25,
-        "disjoint": index % workers == worker,
-        "identical": np.broadcast_to(rng.random(size) < 0.25, (workers, size)),
-        "empty": np.broadcast_to(False, (workers, size)),
-        "clustered": np.broadcast_to(index < size // 4, (workers, size)),
-    }[supports]
-    return np.where(mask, values, 0)
 
 
 def divisors(workers):
@@ -88,7 +71,7 @@ SLOW += [(14, 7, "bruck")]
 @pytest.mark.parametrize("form", some(FORMS, USUAL, SLOW), ids=str)
 def test_equals_the_paper(form):
     workers, teams, gather = form
-    reducer = SparDLReducer(0.1, teams=teams, gather=gather, selection="exact")
+    reducer = SparDL(0.1, teams=teams, gather=gather, selection="exact")
     for seed, supports in enumerate(SUPPORTS):
         scale = workers * teams
         check(reducer, vectors(supports, workers, 61, seed, scale), scale)
@@ -107,7 +90,7 @@ def test_equals_the_paper(form):
 )
 def test_equals_the_paper_on_devices(form):
     workers, teams, gather = form
-    reducer = SparDLReducer(0.1, teams=teams, gather=gather, selection="exact")
+    reducer = SparDL(0.1, teams=teams, gather=gather, selection="exact")
     for seed, supports in enumerate(SUPPORTS):
         scale = workers * teams
         check(reducer, vectors(supports, workers, 61, seed, scale), scale, "shard_map")
@@ -116,7 +99,7 @@ def test_equals_the_paper_on_devices(form):
 def test_three_workers_by_hand():
     x = np.array([[5, 1, 2, 0, 0, 3], [1, 4, 0, 6, 2, 0], [0, 2, 3, 1, 7, 1]])
     for way in ("vmap", "shard_map"):
-        reduced = run(SparDLReducer(0.5), x, way)
+        reduced = run(SparDL(0.5), x, way)
         assert total(reduced, 1).tolist() == [0, 7, 0, 6, 9, 0]
         assert reduced.residual.tolist() == [
             [5, 0, 2, 0, 0, 3],
@@ -129,7 +112,7 @@ def test_eight_teams_by_hand():
     """The paper's half of what is discarded would give back more than there was."""
     x = np.array([[0, 2]] * 2 + [[1, 0]] * 2 + [[4, 0]] * 4)
     for way in ("vmap", "shard_map"):
-        reduced = run(SparDLReducer(0.5, teams=8), x, way)
+        reduced = run(SparDL(0.5, teams=8), x, way)
         assert reduced.mean[0].tolist() == [2, 0]
         assert reduced.residual.tolist() == [[0.5, 2]] * 2 + [[0.5, 0]] * 2 + [[0, 0]] * 4
 
@@ -166,15 +149,15 @@ def test_the_ladder_covers_all_of_h(k, teams):
 def test_errors_name_what_is_wrong():
     x = np.zeros((6, 12))
     with pytest.raises(ValueError, match=r"teams=4 does not divide the 6 workers.*\[1, 2, 3, 6\]"):
-        run(SparDLReducer(0.1, teams=4), x)
+        run(SparDL(0.1, teams=4), x)
     with pytest.raises(ValueError, match=r"teams=3 is not a power of two.*gather='bruck'"):
-        run(SparDLReducer(0.1, teams=3), x)
+        run(SparDL(0.1, teams=3), x)
     with pytest.raises(ValueError, match="gather='ring' is unknown"):
-        SparDLReducer(0.1, gather="ring")
+        SparDL(0.1, gather="ring")
     with pytest.raises(ValueError, match="residuals='none' is unknown"):
-        SparDLReducer(0.1, residuals="none")
+        SparDL(0.1, residuals="none")
     with pytest.raises(ValueError, match=r"density=1.5 must lie in \(0, 1\]"):
-        SparDLReducer(1.5)
+        SparDL(1.5)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +167,7 @@ def test_errors_name_what_is_wrong():
     ("workers", "teams", "gather"), [(5, 1, "recursive"), (8, 4, "recursive"), (6, 3, "bruck")]
 )
 def test_rounding_is_conserved(workers, teams, gather, codec):
-    reducer = SparDLReducer(0.1, teams, gather, codec=codec)
+    reducer = SparDL(0.1, teams, gather, codec=codec)
     for seed in range(3):
         x = np.random.default_rng(seed).normal(size=(workers, 301)) ** 3
         reduced = run(reducer, x)

@@ -14,7 +14,7 @@ import pytest
 from workers import some
 
 from jaxsparse.collectives.spar_all_gather import Adaptation
-from jaxsparse.reducers.spardl import SparDLReducer
+from jaxsparse.systems.spardl import SparDL
 
 ROOT = Path(__file__).parents[1]
 WORKERS, STEPS, SIZE = 14, 50, 997
@@ -23,7 +23,7 @@ FORMS = [(1, "recursive"), (2, "recursive"), (2, "bruck"), (7, "bruck"), (14, "b
 
 def make(teams, gather, residuals="global"):
     # "exact" picks the same of so few elements, and compiles in half the time.
-    return SparDLReducer(0.05, teams, gather, residuals, selection="exact")
+    return SparDL(0.05, teams, gather, residuals, selection="exact")
 
 
 @functools.cache

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_bytes import COMPRESSED, DENSE, compiled_step
+from steps import COMPRESSED, DENSE, compiled_step
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import OmniReduceReducer, Stages, cost, data_parallel, partition, shard, warm_up
-from jaxsparse.reducers.staged import StagedReducer
+from jaxsparse import Stages, cost, data_parallel, partition, shard, warm_up
+from jaxsparse.reducers.staged import Staged
+from jaxsparse.systems import OmniReduce
 
 
 def test_warm_up_falls_exponentially():
@@ -38,9 +39,9 @@ def test_errors_name_what_is_wrong():
         warm_up(0.01, steps=3)
     with pytest.raises(ValueError, match=r"density=0.0 must lie in \(0, 1\]"):
         jaxsparse.top_k(Stages((0.1, 0.0), (10,)))
-    different = Stages((jaxsparse.TopKReducer(0.1), jaxsparse.OkTopkReducer(0.1)), (10,))
+    different = Stages((jaxsparse.systems.TopK(0.1), jaxsparse.systems.OkTopk(0.1)), (10,))
     with pytest.raises(ValueError, match="carry different states"):
-        StagedReducer(different).init(100)
+        Staged(different).init(100)
 
 
 MAKE = {
@@ -71,7 +72,7 @@ def test_the_stage_in_force_is_taken(name):
 
 
 def test_one_stage_may_mask_momentum_and_another_not():
-    reducers = (OmniReduceReducer(density=0.25), OmniReduceReducer(density=0.01))
+    reducers = (OmniReduce(density=0.25), OmniReduce(density=0.01))
     # Room for the blocks of 8 workers would be room for all, so the first one is dense.
     tx = partition({"e": Stages(reducers, (1,))}, momentum=0.5)
     grads = {"e": jnp.ones((16, 512))}

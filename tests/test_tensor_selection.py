@@ -14,8 +14,8 @@ import pytest
 from jaxsparse import codecs, cost
 from jaxsparse.feedback import error_feedback
 from jaxsparse.layout import small_or_vector
-from jaxsparse.reducers.top_k import TopKReducer
 from jaxsparse.stream import SparseStream
+from jaxsparse.systems.top_k import TopK
 from jaxsparse.tensors import Point, Profile, profile, select_tensors
 from jaxsparse.tensors.measure import _line
 
@@ -149,7 +149,7 @@ def test_selection_is_the_is_dense_of_a_transformation():
     free = Profile((Point(2048, 1e-3, 0.0, 0.0), Point(90_000, 1e-5, 0.0, 0.0)))
     for chosen, dense in ((free, 2048), (Profile((Point(1, 1.0, 0.0, 0.0),)), 92_048)):
         selection = select(tree, profile=chosen, link=cost.Link(1e-6, 1e8))
-        tx = error_feedback(TopKReducer(0.01), axis_name=None, is_dense=selection.is_dense)
+        tx = error_feedback(TopK(0.01), axis_name=None, is_dense=selection.is_dense)
         updates, state = jax.jit(tx.update)(tree, tx.init(tree))
         assert np.count_nonzero(updates["big"]) + np.count_nonzero(updates["a"]) == (
             92_048 if dense == 92_048 else 2048 + 900

@@ -9,18 +9,18 @@ import pytest
 from workers import few, on_workers
 
 from jaxsparse import codecs
-from jaxsparse.reducers.gtopk import GTopKReducer
-from jaxsparse.reducers.ok_topk import OkTopkReducer
-from jaxsparse.reducers.selection import Bisection, Sampled
-from jaxsparse.reducers.spardl import SparDLReducer
-from jaxsparse.reducers.top_k import TopKReducer
 from jaxsparse.select.by_threshold import (
     _threshold_top_k,
     bisection_top_k,
     sampled_top_k,
     threshold_top_k,
 )
+from jaxsparse.select.selection import Bisection, Sampled
 from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
+from jaxsparse.systems.gtopk import GTopK
+from jaxsparse.systems.ok_topk import OkTopk
+from jaxsparse.systems.spardl import SparDL
+from jaxsparse.systems.top_k import TopK
 
 SIZE = 1024
 LARGE = 40_000  # sampled for real: more than twice the smallest sample
@@ -262,23 +262,23 @@ def test_settings_are_checked():
         with pytest.raises(ValueError, match="must be a vector"):
             select(jnp.ones((2, 2)), 1)
     with pytest.raises(ValueError, match=r"selection=Sampled is unknown|selection=<class"):
-        TopKReducer(0.1, selection=Sampled)
+        TopK(0.1, selection=Sampled)
 
 
 # --- Reducers cope with empty slots ---
 
 TOO_FEW = Sampled(samples=8)  # a rough threshold: often fewer than k reach it
 REDUCERS = {
-    "top_k": TopKReducer(0.05, selection=TOO_FEW),
-    "top_k packed": TopKReducer(0.05, codecs.Packed(), TOO_FEW),
-    "gtopk": GTopKReducer(0.05, selection=TOO_FEW),
-    "ok_topk": OkTopkReducer(0.05, selection=TOO_FEW),
-    "spardl": SparDLReducer(0.05, selection=TOO_FEW),
-    "spardl recursive": SparDLReducer(0.05, teams=2, selection=TOO_FEW),
-    "spardl bruck": SparDLReducer(0.05, teams=2, gather="bruck", selection=TOO_FEW),
-    "spardl packed": SparDLReducer(0.05, codec=codecs.Packed(), selection=TOO_FEW),
-    "gtopk packed": GTopKReducer(0.05, codec=codecs.Packed(), selection=TOO_FEW),
-    "top_k bisection": TopKReducer(0.05, selection="bisection"),
+    "top_k": TopK(0.05, selection=TOO_FEW),
+    "top_k packed": TopK(0.05, codecs.Packed(), TOO_FEW),
+    "gtopk": GTopK(0.05, selection=TOO_FEW),
+    "ok_topk": OkTopk(0.05, selection=TOO_FEW),
+    "spardl": SparDL(0.05, selection=TOO_FEW),
+    "spardl recursive": SparDL(0.05, teams=2, selection=TOO_FEW),
+    "spardl bruck": SparDL(0.05, teams=2, gather="bruck", selection=TOO_FEW),
+    "spardl packed": SparDL(0.05, codec=codecs.Packed(), selection=TOO_FEW),
+    "gtopk packed": GTopK(0.05, codec=codecs.Packed(), selection=TOO_FEW),
+    "top_k bisection": TopK(0.05, selection="bisection"),
 }
 USUAL = ["top_k packed", "gtopk", "spardl"]
 
@@ -311,7 +311,7 @@ def test_nothing_is_lost_with_empty_slots(name, way):
 
 @functools.cache
 def sending(selection):
-    reducer = TopKReducer(1.0, selection=selection)
+    reducer = TopK(1.0, selection=selection)
     return on_workers(lambda x: reducer(x, (), axis_name="data").mean, 2, "vmap")
 
 

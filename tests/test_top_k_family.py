@@ -1,62 +1,20 @@
 """gTop-k and Ok-Topk against their descriptions."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_collectives as reference
-from test_spardl import SUPPORTS, vectors
+from supports import SUPPORTS, run, shares_by_quarter, total, vectors
 from workers import few, on_workers, some
 
-from jaxsparse import GTopKReducer, OkTopkReducer, PerWorker, Stages, codecs
-from jaxsparse.collectives import wire
+from jaxsparse import Stages, codecs
 from jaxsparse.collectives.offers import about_top_k
 from jaxsparse.collectives.regions import Regions
-from jaxsparse.reducers.staged import StagedReducer
+from jaxsparse.reducers.staged import Staged
+from jaxsparse.systems import GTopK, OkTopk
 
 SIZE = 61
-
-
-@functools.cache
-def exchange(reducer, workers, way):
-    """Feeds residuals back over the leading axis of x (steps, d)."""
-
-    def step(carried, gradient):
-        state, residual = carried
-        x = residual + gradient
-        reduced = reducer(x, state, axis_name="data")
-        return (reduced.state, reduced.residual), (x, reduced)
-
-    def run(gradients):
-        is_per_worker = lambda leaf: isinstance(leaf, PerWorker)
-        state = jax.tree.map(
-            lambda leaf: wire.varying(leaf, "data") if is_per_worker(leaf) else leaf,
-            reducer.init(gradients.shape[1]),
-            is_leaf=is_per_worker,
-        )
-        return jax.lax.scan(step, (state, jnp.zeros_like(gradients[0])), gradients)[1]
-
-    return on_workers(run, workers, way)
-
-
-def run(reducer, x, way="vmap"):
-    """By step: what went in (W, d), and the outcome."""
-    steps = x[:, None] if x.ndim == 2 else x
-    xs, reduced = exchange(reducer, len(x), way)(steps.astype(np.float32))
-    return [
-        jax.tree.map(lambda leaf, i=i: np.asarray(leaf[:, i]), (xs, reduced))
-        for i in range(steps.shape[1])
-    ]
-
-
-def total(reduced, scale):
-    workers = len(reduced.mean)
-    np.testing.assert_array_equal(
-        reduced.mean, np.broadcast_to(reduced.mean[:1], reduced.mean.shape)
-    )
-    return np.rint(reduced.mean[0].astype(np.float64) * workers / scale) * scale
 
 
 WHERE = [(workers, "vmap") for workers in (*range(1, 10), 12, 14, 16)]
@@ -67,7 +25,7 @@ USUAL = [(3, "vmap"), (8, "vmap"), (5, "shard_map")]
 @pytest.mark.parametrize("where", some(WHERE, USUAL, slow=[(6, "vmap"), (8, "shard_map")]), ids=str)
 def test_gtopk_equals_its_description(where):
     workers, way = where
-    reducer = GTopKReducer(0.1, selection="exact")
+    reducer = GTopK(0.1, selection="exact")
     for seed, supports in enumerate(SUPPORTS):
         x = vectors(supports, workers, SIZE, seed, scale=16)
         ((_, reduced),) = run(reducer, x, way)
@@ -80,7 +38,7 @@ def test_gtopk_equals_its_description(where):
 def test_gtopk_as_published_leaks():
     x = np.array([[6, 0], [6, 0], [2, 0], [0, 9]])
     for residuals, lost in (("global", 0), ("published", 2)):
-        ((_, reduced),) = run(GTopKReducer(0.5, residuals), x)
+        ((_, reduced),) = run(GTopK(0.5, residuals), x)
         assert total(reduced, 1).tolist() == [12, 0]
         assert x.sum() - 12 - reduced.residual.sum() == lost
 
@@ -89,7 +47,7 @@ def test_gtopk_as_published_leaks():
 def test_ok_topk_equals_its_description(where):
     workers, way = where
     room = 4.0 * workers  # for everything
-    reducer = OkTopkReducer(0.1, refresh_every=2, capacity_factor=room, selection="exact")
+    reducer = OkTopk(0.1, refresh_every=2, capacity_factor=room, selection="exact")
     for seed, supports in enumerate(SUPPORTS):
         steps = [vectors(supports, workers, SIZE, seed + i) for i in range(3)]
         threshold = None
@@ -105,7 +63,7 @@ def test_ok_topk_equals_its_description(where):
 @pytest.mark.parametrize("workers", few([3, 8], [3]))
 @pytest.mark.parametrize("codec", [codecs.COO, codecs.Packed()])
 def test_ok_topk_keeps_and_counts_what_finds_no_room(workers, codec):
-    reducer = OkTopkReducer(0.1, capacity_factor=1.0, codec=codec)
+    reducer = OkTopk(0.1, capacity_factor=1.0, codec=codec)
     overflowed = 0
     for seed, supports in enumerate(SUPPORTS):
         steps = [vectors(supports, workers, SIZE, seed + i) for i in range(3)]
@@ -123,7 +81,7 @@ def test_ok_topk_balances_its_regions():
     rng = np.random.default_rng(0)
     x = np.zeros((workers, size))
     x[:, :300] = rng.permutation(workers * 300).reshape(workers, 300) + 1
-    ((_, reduced),) = run(OkTopkReducer(0.01, capacity_factor=2.0), x)
+    ((_, reduced),) = run(OkTopk(0.01, capacity_factor=2.0), x)
     assert reduced.info.overflow[0] == 0
     assert reduced.info.delivered[0] == 40
 
@@ -132,7 +90,7 @@ def test_ok_topk_balances_its_regions():
 def test_ok_topk_draws_regions_of_other_workers_anew():
     """A state that came from more workers, or fewer, at a step that would have kept regions."""
     size = 2000
-    reducer = OkTopkReducer(0.02, capacity_factor=4.0)
+    reducer = OkTopk(0.02, capacity_factor=4.0)
 
     def step(x, state):
         return reducer(x, state, axis_name="data")
@@ -210,22 +168,15 @@ def test_few_offers_of_a_large_vector_are_not_sampled():
 
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="refresh_every=0 must be at least 1 step"):
-        OkTopkReducer(0.1, refresh_every=0)
+        OkTopk(0.1, refresh_every=0)
     with pytest.raises(ValueError, match=r"capacity_factor=0\.5 must be finite and at least 1"):
-        OkTopkReducer(0.1, capacity_factor=0.5)
+        OkTopk(0.1, capacity_factor=0.5)
     with pytest.raises(ValueError, match="residuals='partial' is unknown"):
-        GTopKReducer(0.1, "partial")
+        GTopK(0.1, "partial")
     with pytest.raises(ValueError, match="selection='slow' is unknown"):
-        GTopKReducer(0.1, selection="slow")
+        GTopK(0.1, selection="slow")
     with pytest.raises(ValueError, match=r"density=0 must lie in \(0, 1\]"):
-        GTopKReducer(0)
-
-
-def shares_by_quarter(reducer, steps):
-    """Of what is delivered, how much in each quarter of the vector; and the last Info."""
-    outcomes = run(reducer, steps)
-    counts = [np.count_nonzero(r.mean[0].reshape(4, -1), axis=1) for _, r in outcomes]
-    return np.array(counts), [r for _, r in outcomes]
+        GTopK(0)
 
 
 def noise(workers, steps, size, scale=lambda step: 1.0):
@@ -246,7 +197,7 @@ def noise(workers, steps, size, scale=lambda step: 1.0):
 def test_ok_topk_serves_all_of_the_vector_between_refreshes(name, scale):
     workers, size = 8, 2000
     steps = noise(workers, 24, size, scale)
-    counts, _ = shares_by_quarter(OkTopkReducer(0.02), steps)
+    counts, _ = shares_by_quarter(OkTopk(0.02), steps)
     k = 40
     late = counts[8:]
     assert np.all(late.sum(1) <= 2 * k)
@@ -260,8 +211,8 @@ def test_ok_topk_serves_all_of_the_vector_between_refreshes(name, scale):
 
 @pytest.mark.slow
 def test_ok_topk_follows_a_new_density():
-    stages = Stages((OkTopkReducer(0.25), OkTopkReducer(0.01)), (4,))
-    counts, outcomes = shares_by_quarter(StagedReducer(stages), noise(4, 12, 2000))
+    stages = Stages((OkTopk(0.25), OkTopk(0.01)), (4,))
+    counts, outcomes = shares_by_quarter(Staged(stages), noise(4, 12, 2000))
     assert np.all(counts[6:].sum(1) <= 40)
     assert counts[6:].sum(1).mean() >= 12
     assert np.count_nonzero(counts[4:].sum(0)) == 4

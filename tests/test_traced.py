@@ -1,24 +1,27 @@
 """What an exchange will move, read from the traced program, against what is compiled."""
 
+import dataclasses
 from collections import Counter
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from contract import CASES, SIZE, has_sketch
 from jax import lax
 from jax.sharding import PartitionSpec
-from test_bytes import SIZES, compiled_step
-from test_contract import CASES, SIZE, has_sketch
+from steps import SIZES, compiled_step
 from workers import QUICK_COMPILE, few, mesh, some
 
 import jaxsparse
-from jaxsparse import SparCMLReducer, TopKReducer, shard, specs
+from jaxsparse import shard, specs
 from jaxsparse.collectives import sparse_ring_traffic, wire
 from jaxsparse.cost.traced import traced_bytes
 from jaxsparse.cost.traffic import wire_bytes
 from jaxsparse.network import Link, Network, rounds
-from jaxsparse.reducers.base import Laws, Reduced, info
+from jaxsparse.reducers.base import Reduced, Reducer, info
+from jaxsparse.systems import SparCML, TopK
 
 PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SIZES.items()}
 
@@ -53,7 +56,7 @@ def summary(moved):
 
 
 USUAL = {"gtopk", "omni_reduce", "ok_topk"}  # all kinds of collectives, and branches
-SLOW = {"spardl", "sparcml", "sketched", "s2", "block_gather"}
+SLOW = {"spardl", "sparcml", "sketched_sgd", "s2_reducer", "sparse_all_gather"}
 
 
 @pytest.mark.parametrize("name", some(list(CASES), USUAL, slow=SLOW))
@@ -65,9 +68,9 @@ def test_equals_what_is_compiled(name, workers):
 
 TRANSFORMATIONS = {
     "dense": lambda: jaxsparse.dense(momentum=0.9),
-    "sketched": lambda: jaxsparse.sketched_sgd(k=50, cols=211, momentum=0.9),
+    "sketched_sgd": lambda: jaxsparse.sketched_sgd(k=50, cols=211, momentum=0.9),
     "spardl, buckets": lambda: jaxsparse.spardl(0.01, bucket_size=30_000),
-    "partition": lambda: jaxsparse.partition({"kernel": TopKReducer(0.01)}),
+    "partition": lambda: jaxsparse.partition({"kernel": TopK(0.01)}),
 }
 
 
@@ -90,30 +93,22 @@ def test_dense_leaves_and_the_flag_are_counted():
 
 
 def test_many_workers():
-    reducer = SparCMLReducer(k=1, bucket_size=64, algorithm="ring")
+    reducer = SparCML(k=1, group_size=64, algorithm="ring")
     moved = traced_bytes(reducer, 4096, 128)
     traffic = sparse_ring_traffic(64, 4096, 128)
     assert (moved.rounds, moved.received) == (traffic.rounds, 4 * traffic.words)
 
 
 def test_one_worker_moves_nothing():
-    moved = traced_bytes(TopKReducer(0.1), 100, 1)
+    moved = traced_bytes(TopK(0.1), 100, 1)
     assert (moved.payload, moved.received, moved.rounds) == (0, 0, 0)
 
 
-class Program:
+@dataclasses.dataclass(frozen=True)
+class Program(Reducer):
     """A reducer around any function of one worker's vector."""
 
-    laws = Laws(conserves=False, dense_at_full_budget=False)
-
-    def __init__(self, f):
-        self.f = f
-
-    def split(self, sizes, dense_size=0):
-        return (self,) * len(sizes)
-
-    def init(self, size):
-        return ()
+    f: Callable
 
     def __call__(self, x, state, *, axis_name):
         y = jnp.sum(self.f(x).astype(jnp.float32))
@@ -197,10 +192,10 @@ def test_several_axes():
 @pytest.mark.parametrize(
     ("exchange", "shapes", "workers", "error", "match"),
     [
-        (TopKReducer(0.1), 100, 0, ValueError, "workers=0 must be at least 1"),
-        (TopKReducer(0.1), 100, 2.0, ValueError, "workers=2.0 must be an int"),
-        (TopKReducer(0.1), 0, 2, ValueError, "shapes=0 must be at least 1"),
-        (TopKReducer(0.1), PARAMS, 2, ValueError, "must be an int"),
+        (TopK(0.1), 100, 0, ValueError, "workers=0 must be at least 1"),
+        (TopK(0.1), 100, 2.0, ValueError, "workers=2.0 must be an int"),
+        (TopK(0.1), 0, 2, ValueError, "shapes=0 must be at least 1"),
+        (TopK(0.1), PARAMS, 2, ValueError, "must be an int"),
         (jaxsparse.top_k(0.1, axis_name="x"), PARAMS, 2, ValueError, "'x' is not bound"),
         (psum, 100, 2, TypeError, "must be a reducer or a gradient transformation"),
     ],
@@ -211,7 +206,7 @@ def test_bad_settings(exchange, shapes, workers, error, match):
 
 
 def test_seconds_on_a_network():
-    moved = traced_bytes(TopKReducer(0.1), 100, 4)
+    moved = traced_bytes(TopK(0.1), 100, 4)
     network = Network(Link(1.0, 1e3), all_gather=Link(2.0, 1e2))
     assert network.seconds(moved) == pytest.approx(3 * 2.0 + moved.received / 1e2)
     both = moved_by(lambda x: psum(x).sum() + psum(x[:1]).sum())

@@ -10,7 +10,7 @@ import sys
 import pytest
 from workers import few
 
-from jaxsparse import SparCMLReducer, codecs, cost, quantize
+from jaxsparse import codecs, cost, quantize
 from jaxsparse.collectives import (
     all_gather_sum_traffic,
     dsar_split_allgather_traffic,
@@ -20,6 +20,7 @@ from jaxsparse.collectives import (
     sparse_ring_traffic,
     split_allgather_traffic,
 )
+from jaxsparse.systems import SparCML
 
 SIZE, K = 84_000, 840  # K is a multiple of all worker counts: nothing is rounded up
 BENCHMARK = pathlib.Path(__file__).parent.parent / "benchmarks" / "collectives.py"
@@ -112,8 +113,8 @@ def test_words_and_exchanges(workers):
 
 
 def chosen(workers, size, link, **settings):
-    reducer = SparCMLReducer(link=link, **settings)
-    return reducer.choose(reducer.k * (size // reducer.bucket_size), size, workers)
+    reducer = SparCML(link=link, **settings)
+    return reducer.choose(reducer.k * (size // reducer.group_size), size, workers)
 
 
 def test_auto_takes_the_fastest_by_the_model():
@@ -129,7 +130,7 @@ def test_auto_takes_the_fastest_by_the_model():
     assert chosen(8, 2**16, far, algorithm="ring") == "ring"
     # The model's minimum, and not a rule of thumb.
     for workers in (2, 5, 16, 100):
-        reducer = SparCMLReducer(link=slow, codec=codecs.Packed())
+        reducer = SparCML(link=slow, codec=codecs.Packed())
         prices = reducer.traffic(512, 2**16, workers)
         best = min(map(slow.seconds, prices.values()))
         assert slow.seconds(prices[reducer.choose(512, 2**16, workers)]) == best

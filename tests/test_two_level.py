@@ -9,139 +9,35 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_contract import CASES, rounds
-from test_examples import run as run_example
+from contract import CASES, conserves, rounds
+from example_runs import run as run_example
+from two_level import (
+    AXES,
+    STEPS,
+    TREES,
+    H,
+    L,
+    P,
+    W,
+    bucket_sizes,
+    check_conservation,
+    flat,
+    gradients,
+    grid,
+    on_grid,
+    run,
+    whole,
+)
 from workers import QUICK_COMPILE, few, some
 
-from jaxsparse import (
-    DenseReducer,
-    PerWorker,
-    SparDLReducer,
-    Stages,
-    TopKReducer,
-    cost,
-    data_parallel,
-    local,
-    shard,
-)
-from jaxsparse import specs as specs_of
+from jaxsparse import PerWorker, Stages, cost, data_parallel, local, shard, specs as specs_of
 from jaxsparse.feedback import Levels, error_feedback
 from jaxsparse.partition import partition
 from jaxsparse.per_worker import Sharded
-from jaxsparse.reducers.base import alignment, info, needs_zeros, saturating_sum
-from jaxsparse.transforms import dense, spardl
+from jaxsparse.reducers.base import info, saturating_sum
+from jaxsparse.systems import Dense, SparDL, TopK, dense, spardl
 
-AXES = ("hosts", "local")
-H, L, STEPS = 2, 4, 3
-W = H * L
-P = jax.sharding.PartitionSpec
-
-
-@functools.cache
-def grid():
-    return jax.make_mesh((H, L), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
-def on_grid(step, **settings):
-    return data_parallel(step, grid(), axis_name=AXES, **settings)
-
-
-class Tree(NamedTuple):
-    """Shapes of a gradient; "bias" goes dense."""
-
-    shapes: dict
-    bucket_size: int | None = None
-
-
-TREES = {
-    601: Tree({"kernel": (25, 24), "scale": (), "bias": (7,)}),
-    1030: Tree({"kernel": (515, 2), "bias": (1,)}, 400),
-    3: Tree({"kernel": (3,), "bias": ()}),
-}
-
-
-def gradients(tree, seed=0):
-    """Integers of all workers and steps, whose means are integers."""
-    rng = np.random.default_rng(seed)
-    return {
-        name: jnp.asarray(W * rng.integers(-50, 51, (W, STEPS, *shape)), jnp.float32)
-        for name, shape in tree.shapes.items()
-    }
-
-
-def zeros(tree):
-    return {name: jnp.zeros(shape) for name, shape in tree.shapes.items()}
-
-
-def is_bias(path, shape):
-    return "bias" in path
-
-
-@functools.cache
-def runner(reducer, size, momentum, check_vma=True, delay=0):
-    """The first state, and what runs some steps from a state on; updates come from each device."""
-    tree = TREES[size]
-    tx = error_feedback(
-        reducer,
-        axis_name="hosts",
-        dense_axis="local",
-        momentum=momentum,
-        delay=delay,
-        is_dense=is_bias,
-        bucket_size=tree.bucket_size,
-    )
-
-    def step(state, gradients):
-        own = jax.tree.map(lambda g: g[0], gradients)
-        state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], state, own)
-        return PerWorker.wrap(updates), updates, state
-
-    state = on_grid(tx.init, batch_argnums=())(zeros(tree))
-    return state, on_grid(step, check_vma=check_vma)
-
-
-def run(reducer, size=601, momentum=None, check_vma=True, grads=None):
-    state, steps = runner(reducer, size, momentum, check_vma)
-    grads = gradients(TREES[size]) if grads is None else grads
-    each, updates, state = jax.device_get(steps(state, grads))
-    for name, marked in each.items():
-        np.testing.assert_array_equal(
-            marked.value, np.broadcast_to(updates[name], marked.value.shape)
-        )
-    return grads, updates, state
-
-
-def flat(tree, lead):
-    """All compressed leaves end to end, behind `lead` axes."""
-    names = sorted(name for name in tree if name != "bias")
-    return np.concatenate(
-        [np.asarray(tree[n], np.float64).reshape(*tree[n].shape[:lead], -1) for n in names], lead
-    )
-
-
-def whole(shards, size):
-    """Rows of shards by host and device as one vector a host."""
-    return np.asarray(shards, np.float64).reshape(H, -1)[:, :size]
-
-
-def bucket_sizes(size):
-    limit = TREES[size].bucket_size or size
-    count = -(-size // limit)
-    return [size // count + (i < size % count) for i in range(count)]
-
-
-def check_conservation(grads, updates, state, size, exact=True):
-    total = flat(grads, 2).sum((0, 1))
-    kept = [whole(node.value, d).sum(0) for node, d in zip(state.residual, bucket_sizes(size))]
-    delivered = W * flat(updates, 1).sum(0) + L * np.concatenate(kept)
-    if exact:
-        np.testing.assert_array_equal(total, delivered)
-    else:
-        np.testing.assert_allclose(total, delivered, atol=0.1)
-    np.testing.assert_array_equal(np.asarray(grads["bias"]).mean(0), np.asarray(updates["bias"]))
-
-
-CONSERVING = [name for name, case in CASES.items() if case.reducer.laws.conserves]
+CONSERVING = [name for name, case in CASES.items() if conserves(case.reducer)]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +45,7 @@ CONSERVING = [name for name, case in CASES.items() if case.reducer.laws.conserve
     some(
         CONSERVING,
         ["random_k"],  # with a state, and quick to compile
-        slow=["sketched", "dense", "qsgd_nearest", "spardl"],
+        slow=["sketched_sgd", "dense", "qsgd_nearest", "spardl"],
     ),
 )
 @pytest.mark.parametrize("check_vma", few([True, False], [True]))
@@ -169,8 +65,8 @@ def oracle(reducer, size, momentum, grads):
     means = flat(grads, 2).reshape(H, L, STEPS, -1).mean(1).astype(np.float32)
     updates, residuals = [], []
     for d in bucket_sizes(size):
-        unit = L * alignment(reducer)
-        length = -(-d // unit) * alignment(reducer)
+        unit = L * reducer.alignment
+        length = -(-d // unit) * reducer.alignment
         own = np.pad(means[..., :d], ((0, 0), (0, 0), (0, L * length - d)))
         own = own.reshape(H, STEPS, L, length).transpose(2, 0, 1, 3)
         tx = error_feedback(
@@ -197,10 +93,10 @@ ORACLES = [
     ("dense", 1030, 0.5),
     ("spardl", 1030, None),
     ("ok_topk", 601, 0.5),
-    ("s2", 601, 0.5),
+    ("s2_reducer", 601, 0.5),
     ("true_top_k", 601, 0.5),
     ("top_k", 3, None),
-    ("sketched", 601, 0.5),
+    ("sketched_sgd", 601, 0.5),
 ]
 
 
@@ -213,7 +109,7 @@ def test_a_shard_is_exchanged_as_a_vector_of_its_own(case):
     np.testing.assert_array_equal(flat(updates, 1), expected)
     for node, residual, d in zip(state.residual, residuals, bucket_sizes(size)):
         np.testing.assert_array_equal(whole(node.value, d), residual)
-    if momentum is not None and needs_zeros(reducer):
+    if momentum is not None and reducer.needs_zeros:
         assert state.momentum[0].value.shape == state.residual[0].value.shape
     expected = np.asarray(grads["bias"], np.float64).mean(0)
     for before, after in zip(range(STEPS - 1), range(1, STEPS)):
@@ -263,9 +159,7 @@ def test_the_slow_axis_carries_a_shard_and_the_fast_one_the_vector():
 @pytest.mark.slow
 def test_the_fast_axis_carries_nothing_of_shards():
     n, k = 129, 166
-    sharded = error_feedback(
-        SparDLReducer(0.01), axis_name="hosts", dense_axis="local", sharded=True
-    )
+    sharded = error_feedback(SparDL(0.01), axis_name="hosts", dense_axis="local", sharded=True)
     sent = compiled(sharded, {"kernel": (128, 129), "bias": (n,)})
     on_fast = [c for c in sent.collectives if c.group_size == L]
     assert sum(c.payload_bytes for c in on_fast) <= 16
@@ -363,7 +257,7 @@ def test_delayed_shards_lose_nothing():
 
 def test_groups_in_half_precision_lose_nothing():
     tx = partition(
-        {"a": Stages((DenseReducer(), TopKReducer(1.0)), (9,)), "b": TopKReducer(0.25)},
+        {"a": Stages((Dense(), TopK(1.0)), (9,)), "b": TopK(0.25)},
         axis_name="hosts",
         dense_axis="local",
     )
@@ -470,7 +364,7 @@ def two_fast_axes():
 
 
 def sharded_over_nothing():
-    error_feedback(TopKReducer(0.1), sharded=True)
+    error_feedback(TopK(0.1), sharded=True)
 
 
 def messages_that_differ_between_shards():
@@ -481,7 +375,7 @@ def messages_that_differ_between_shards():
 
 
 def update_kernel(gradient, sharded=True):
-    tx = error_feedback(TopKReducer(0.1), axis_name="hosts", dense_axis="local", sharded=sharded)
+    tx = error_feedback(TopK(0.1), axis_name="hosts", dense_axis="local", sharded=sharded)
     step = lambda p: tx.update({"kernel": gradient(p["kernel"])}, tx.init(p))[0]
     on_grid(step, batch_argnums=())(KERNEL)
 

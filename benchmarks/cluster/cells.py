@@ -5,15 +5,15 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxsparse.cost.systems import SYSTEMS, choose
 from jaxsparse.reducers.base import Budget
-from jaxsparse.reducers.ok_topk import OkTopkReducer
-from jaxsparse.reducers.sketched import SketchedBudget, SketchedReducer
-from jaxsparse.reducers.sparcml import SparCMLReducer
+from jaxsparse.systems import WITH_VARIANTS, choose
+from jaxsparse.systems.ok_topk import OkTopk
+from jaxsparse.systems.sketched_sgd import SketchedBudget, SketchedSGD
+from jaxsparse.systems.sparcml import SparCML
 
 # All that make sense on dense gradients; sketched_sgd:40 is sketched_sgd at compression 40.
 EVERY = (
-    *(name for name in SYSTEMS if name != "true_top_k"),
+    *(name for name in WITH_VARIANTS if name != "true_top_k"),
     "sketched_sgd:40",
 )
 # Selection and exchange of the research code that PEERS lists, and ours at 4 bytes an entry.
@@ -29,7 +29,7 @@ class Cell(NamedTuple):
     """One measurement."""
 
     what: str  # "exchange" of one vector, or "step" of a training run
-    system: str  # a key of `cost.systems.SYSTEMS`, or one with a setting after a colon
+    system: str  # a key of `systems.WITH_VARIANTS`, or one with a setting after a colon
     params: int  # elements, or parameters of the model
     density: float
 
@@ -48,9 +48,9 @@ def budget(cell: Cell, workers: int) -> Budget:
         return choose(name, cell.density, size=cell.params, workers=workers).budget
     if name == "sparcml":
         usual = choose("sparcml", cell.density, size=cell.params, workers=workers).budget
-        assert isinstance(usual, SparCMLReducer)
+        assert isinstance(usual, SparCML)
         # The names are checked by the reducer.
-        return SparCMLReducer(usual.k, usual.bucket_size, setting)  # type: ignore[arg-type]
+        return SparCML(usual.k, usual.group_size, setting)  # type: ignore[arg-type]
     if name in ("sketched_sgd", "ok_topk", "ok_topk_packed"):
         try:
             number = float(setting)
@@ -60,9 +60,9 @@ def budget(cell: Cell, workers: int) -> Budget:
                 "compression, ok_topk:1 for a capacity_factor"
             ) from None
         if name == "sketched_sgd":
-            return SketchedBudget(number, SketchedReducer(k=1, cols=1))
+            return SketchedBudget(number, SketchedSGD(k=1, cols=1))
         usual = choose(name, cell.density, size=cell.params, workers=workers).budget
-        assert isinstance(usual, OkTopkReducer)
+        assert isinstance(usual, OkTopk)
         return dataclasses.replace(usual, capacity_factor=number)
     raise ValueError(
         f"system {cell.system!r} is unknown: only sketched_sgd:COMPRESSION, "
@@ -73,7 +73,7 @@ def budget(cell: Cell, workers: int) -> Budget:
 def is_fixed(system: str) -> bool:
     """Whether it sends the same whatever the density."""
     name, _, setting = system.partition(":")
-    return not SYSTEMS[name].follows_density or (name == "sketched_sgd" and bool(setting))
+    return not WITH_VARIANTS[name].follows_density or (name == "sketched_sgd" and bool(setting))
 
 
 def grid(

@@ -40,8 +40,8 @@ def policies(args: argparse.Namespace, union: int) -> dict[str, Policy]:
     """The methods; `union` is how many words a step's batch may touch, of all workers together."""
     words = args.vocabulary
     own = min(words, args.windows // args.workers * args.length)
-    gather = jaxsparse.BlockGatherReducer(block_size=args.width, capacity_density=own / words)
-    s2 = jaxsparse.S2Reducer(
+    gather = jaxsparse.systems.SparseAllGather(block_size=args.width, capacity_density=own / words)
+    s2 = jaxsparse.systems.S2(
         block_size=args.width,
         density=None,  # all rows that are not zero
         union_density=union / words,
@@ -51,7 +51,7 @@ def policies(args: argparse.Namespace, union: int) -> dict[str, Policy]:
         "dense": {},
         "gather": {EMBEDDING: gather},
         "s2": {EMBEDDING: s2},
-        "s2 + spardl": {EMBEDDING: s2, MATRICES: jaxsparse.SparDLReducer(args.density)},
+        "s2 + spardl": {EMBEDDING: s2, MATRICES: jaxsparse.systems.SparDL(args.density)},
     }
 
 

@@ -30,7 +30,7 @@ def _factors(room: Room, k: int, workers: int) -> tuple[float, float]:
 def fastest(room: Room, k: int, size: int, workers: int, link: jaxsparse.cost.Link) -> str:
     """The least time by SparCML's alpha-beta model, for k entries of `size` elements."""
     capacity, union = _factors(room, k, workers)
-    reducer = jaxsparse.SparCMLReducer(capacity_factor=capacity, union_factor=union)
+    reducer = jaxsparse.systems.SparCML(capacity_factor=capacity, union_factor=union)
     traffic = {"dense": jaxsparse.cost.dense_all_reduce(size, workers)}
     traffic |= reducer.traffic(k, size, workers)
     return min(traffic, key=lambda name: link.seconds(traffic[name]))

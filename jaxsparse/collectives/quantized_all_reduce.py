@@ -37,7 +37,7 @@ def quantized_all_reduce(
 
     Args:
         x: float32.
-        quantizer: of both halves; its buckets begin anew in each range.
+        quantizer: of both halves; its groups begin anew in each range.
         axis_name: whose workers take part.
         key: of stochastic rounding, the same on all workers and fresh at each step: the total is
             then unbiased, and what it lacks is *not* in the residual. None rounds
@@ -47,7 +47,7 @@ def quantized_all_reduce(
             rounding, so that each error goes through one contraction.
 
     Returns:
-        The total, equal on all workers, the residual, and no overflow. A bucket with a sum that
+        The total, equal on all workers, the residual, and no overflow. A group with a sum that
         overflows has none that is finite.
 
     Raises:

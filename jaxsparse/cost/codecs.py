@@ -24,7 +24,7 @@ class Floor(NamedTuple):
 class Point(NamedTuple):
     """What one system computes in one exchange."""
 
-    system: str  # a key of `jaxsparse.cost.systems.SYSTEMS`
+    system: str  # a key of `jaxsparse.systems.WITH_VARIANTS`
     elements: int  # float32 elements of the vector; one of the floors' sizes
     workers: int
     density: float | None  # None: the system does the same at any

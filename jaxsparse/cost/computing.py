@@ -14,10 +14,9 @@ from jaxtyping import Array
 
 from jaxsparse.collectives import wire
 from jaxsparse.cost.codecs import CodecProfile, Floor, Point
-from jaxsparse.cost.systems import SYSTEMS, choose
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.reducers.dense import DenseReducer
 from jaxsparse.settings import static_int
+from jaxsparse.systems import WITH_VARIANTS, Dense, choose
 
 
 class _Timed(NamedTuple):
@@ -34,7 +33,7 @@ def exchange_seconds(
 
     One step adds the residual to a gradient and runs the reducer; nothing is sent (see
     `wire.dry_run`): what would arrive is what this worker sends. State and residual are carried
-    from step to step, and donated; `DenseReducer` has no residual. The gradient, normal cubed, is
+    from step to step, and donated; `Dense` has no residual. The gradient, normal cubed, is
     the same at each step, and so is the sum, for the residual is scaled by 0: without the other
     workers most of what is selected would never be delivered, and pile up. Steps that do more than
     most, such as those in which Ok-Topk takes new thresholds (one in 32), don't show in a median.
@@ -61,7 +60,7 @@ def _timed(reducer: Reducer, size: int, workers: int, repeats: int, warm_up: int
     for name, value in (("size", size), ("workers", workers), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    has_residual = not isinstance(reducer, DenseReducer)
+    has_residual = not isinstance(reducer, Dense)
 
     def step(carried: Any, mean: Array, gradient: Array, scale: Array) -> tuple[Any, Array]:
         del mean  # its memory holds the next one
@@ -107,7 +106,7 @@ def profile_codecs(
     compile. Leave it otherwise idle. `sparcml` is timed with the algorithm that suits a `Link()`.
 
     Args:
-        systems: names from `jaxsparse.cost.systems.SYSTEMS`; None for all. Dense, which every
+        systems: names from `jaxsparse.systems.WITH_VARIANTS`; None for all. Dense, which every
             prediction needs, is always among them.
         sizes: elements of the vectors. Beyond the largest times are taken to grow in proportion.
         workers: numbers of workers.
@@ -121,15 +120,15 @@ def profile_codecs(
     Raises:
         ValueError: a system is unknown, settings are out of range, or no system can run with them.
     """
-    names = list(dict.fromkeys(["dense", *(SYSTEMS if systems is None else systems)]))
+    names = list(dict.fromkeys(["dense", *(WITH_VARIANTS if systems is None else systems)]))
     for name in names:
-        if name not in SYSTEMS:
-            raise ValueError(f"system {name!r} is unknown: use one of {', '.join(SYSTEMS)}")
+        if name not in WITH_VARIANTS:
+            raise ValueError(f"system {name!r} is unknown: use one of {', '.join(WITH_VARIANTS)}")
     densities = [float(density)] if isinstance(density, int | float) else sorted(density)
     points: list[Point] = []
     floors: dict[int, list[float]] = {size: [] for size in sizes}
     for name, size, count in itertools.product(names, floors, workers):
-        follows = SYSTEMS[name].follows_density
+        follows = WITH_VARIANTS[name].follows_density
         for share in densities if follows else densities[:1]:
             try:
                 reducer = choose(name, share, size=size, workers=count).reducer(size)

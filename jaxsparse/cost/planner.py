@@ -4,15 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxsparse import layout as layouts
-from jaxsparse import network as networks
+from jaxsparse import layout as layouts, network as networks
 from jaxsparse.cost.codecs import CodecProfile
 from jaxsparse.cost.leaf_groups import Group, LeafGroups
 from jaxsparse.cost.plans import BY_GROUP, Plan
 from jaxsparse.cost.predicting import Model, Predictor
-from jaxsparse.cost.systems import SYSTEMS
 from jaxsparse.reducers.density import check_density
 from jaxsparse.settings import static_float, static_int
+from jaxsparse.systems import WITH_VARIANTS
 
 
 def plan(
@@ -44,7 +43,7 @@ def plan(
         network: measured (`jaxsparse.cost.measure_network`, `Network.load`), or a `Link` of
             latency in seconds and bandwidth in bytes a second.
         density: share of the compressed elements that a step delivers, in (0, 1]; see
-            `jaxsparse.cost.systems.choose` for what each system makes of it.
+            `jaxsparse.systems.choose` for what each system makes of it.
         codecs: times of computing on the device; None for those of the CPU that
             `CodecProfile.shipped` has.
         memory_bandwidth: bytes a second: `codecs` are scaled to it, as if all were passes over
@@ -55,7 +54,7 @@ def plan(
             none is found in are a group, too.
         is_dense: given a leaf's key path and shape, whether it travels dense in any case. By
             default vectors, scalars and anything below 1024 elements do.
-        systems: names to predict, keys of `jaxsparse.cost.systems.SYSTEMS`, and thereby to choose
+        systems: names to predict, keys of `jaxsparse.systems.WITH_VARIANTS`, and thereby to choose
             from; dense is always among them. None for all, of which those with a caveat are not
             chosen.
 
@@ -101,7 +100,9 @@ def plan(
     found, left_out = [by_dense], []
     for name in names:
         try:
-            found.append(planner.one(name, "" if systems is not None else SYSTEMS[name].caveat))
+            found.append(
+                planner.one(name, "" if systems is not None else WITH_VARIANTS[name].caveat)
+            )
         except ValueError as error:
             left_out.append((name, str(error)))
     choices = None
@@ -133,10 +134,12 @@ def plan(
 
 def _names(systems: Sequence[str] | None) -> list[str]:
     """Without dense, which is always predicted."""
-    names = list(SYSTEMS) if systems is None else list(dict.fromkeys(systems))
+    names = list(WITH_VARIANTS) if systems is None else list(dict.fromkeys(systems))
     for name in names:
-        if name not in SYSTEMS:
-            raise ValueError(f"systems has {name!r}, which is unknown: use {', '.join(SYSTEMS)}")
+        if name not in WITH_VARIANTS:
+            raise ValueError(
+                f"systems has {name!r}, which is unknown: use {', '.join(WITH_VARIANTS)}"
+            )
     return [name for name in names if name != "dense"]
 
 

@@ -10,7 +10,7 @@ BY_GROUP = "by group"  # in place of a system's name
 class Prediction(NamedTuple):
     """What one system is predicted to take in a step."""
 
-    system: str  # a key of `jaxsparse.cost.systems.SYSTEMS`, or "by group"
+    system: str  # a key of `jaxsparse.systems.WITH_VARIANTS`, or "by group"
     rounds: int  # collectives, one after the other
     received: float  # bytes that a worker receives
     network: float  # seconds on the network

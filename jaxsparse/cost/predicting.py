@@ -11,14 +11,12 @@ from jaxsparse.cost.codecs import CodecProfile
 from jaxsparse.cost.leaf_groups import REST, Group, LeafGroups, Members
 from jaxsparse.cost.plans import BY_GROUP, GroupChoice, Prediction
 from jaxsparse.cost.report import WireBytes
-from jaxsparse.cost.systems import OF_BLOCKS, OF_BUCKETS, SYSTEMS, Choice, choose
 from jaxsparse.cost.traced import traced_bytes
 from jaxsparse.feedback import error_feedback
 from jaxsparse.layout import split_evenly
 from jaxsparse.partition import partition
 from jaxsparse.reducers.base import Budget
-from jaxsparse.reducers.dense import DenseReducer
-from jaxsparse.transforms.baselines import dense
+from jaxsparse.systems import WITH_VARIANTS, Choice, Dense, choose, dense
 
 # Indices are int32: longer vectors travel in buckets.
 _LONGEST, _BUCKET = 2**31 - 1, 2**30
@@ -37,14 +35,14 @@ class Model(NamedTuple):
 
     def exchange(self, budget: Budget, size: int) -> float:
         """On the network, for `size` elements, in a usual step."""
-        count = 1 if size <= _LONGEST or isinstance(budget, DenseReducer) else -(-size // _BUCKET)
+        count = 1 if size <= _LONGEST or isinstance(budget, Dense) else -(-size // _BUCKET)
         sizes = tuple(split_evenly(size, [1] * count))
         moved = (traced_bytes(r, n, self.workers) for r, n in zip(budget.split(sizes), sizes))
         return sum(map(self.seconds, moved))
 
     def added_to_dense(self, size: int, elements: int) -> float:
         """What `elements` more take in a dense message of `size`, which is sent anyway."""
-        whole = lambda size: self.exchange(DenseReducer(), size) + self.dense_codec(size)
+        whole = lambda size: self.exchange(Dense(), size) + self.dense_codec(size)
         return whole(size + elements) - whole(size)
 
     def codec(self, system: str, size: int, density: float) -> float:
@@ -91,8 +89,7 @@ class Predictor:
         codec += self.model.dense_codec(self.dense_size)
         more = [] if self.leaves.is_dense is None else ["is_dense=is_dense"]
         if self.bucket_size is not None:
-            layout = "layout_bucket_size" if name in OF_BUCKETS else "bucket_size"
-            more.append(f"{layout}={self.bucket_size}")
+            more.append(f"bucket_size={self.bucket_size}")
         call, _, given = choice.transformation[:-1].partition("(")
         written = f"{call}({', '.join([given, *more] if given else more)})"
         return self._prediction(name, tx, codec, written, caveat)
@@ -187,9 +184,9 @@ class Predictor:
         dense_seconds = model.added_to_dense(always_dense + 1, size)
         best: tuple[float, str, Budget | None, float] = (dense_seconds, "dense", None, 0.0)
         written = "None"
-        possible = names if kind.touched is None else [n for n in OF_BLOCKS if n in names]
+        possible = [n for n in names if kind.touched is None or WITH_VARIANTS[n].is_of_blocks]
         for name in possible:
-            if SYSTEMS[name].caveat and not (is_asked_for or kind.touched):
+            if WITH_VARIANTS[name].caveat and not (is_asked_for or kind.touched):
                 continue
             try:
                 choice = self._chosen(name, kind, size)

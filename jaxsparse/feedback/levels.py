@@ -15,17 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse.collectives import wire
+from jaxsparse.feedback.options import Options
 from jaxsparse.per_worker import PerShard, PerWorker
-from jaxsparse.reducers.base import (
-    Budget,
-    Info,
-    Reducer,
-    adapts_messages,
-    alignment,
-    count,
-    info,
-    saturating_sum,
-)
+from jaxsparse.reducers.base import Budget, Info, Reducer, count, info, saturating_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +50,15 @@ class Levels:
                 "sharded=True without a dense_axis: name the axis that the parameters are sharded "
                 'over, such as dense_axis="local"'
             )
+
+    @classmethod
+    def of(cls, options: Options) -> "Levels":
+        """Those that the options name."""
+        return cls(
+            options.get("axis_name", "data"),
+            options.get("dense_axis"),
+            options.get("sharded", False),
+        )
 
     def mark(self, tree: Any) -> Any:
         """One worker's arrays, marked as different between workers."""
@@ -118,10 +119,10 @@ class Levels:
             ValueError: the budget does not fit, or shards could wait for each other for ever.
         """
         parts = self.shards
-        shards = tuple(self._shard_size(size, alignment(budget)) for size in sizes)
+        shards = tuple(self._shard_size(size, budget.alignment) for size in sizes)
         each = tuple(size for size in shards for _ in range(parts))
         reducers = tuple(budget.split(each, dense_size * parts)[::parts])
-        if self.dense_axis is not None and any(map(adapts_messages, reducers)):
+        if self.dense_axis is not None and any(reducer.adapts_messages for reducer in reducers):
             raise ValueError(
                 f"gather='bruck' of {budget} adapts its messages to what each shard along "
                 f"dense_axis={self.dense_axis!r} delivers, and devices whose messages differ would "

@@ -1,27 +1,19 @@
 """Error feedback around one reducer, as one Optax transformation."""
 
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import optax
-from jaxtyping import Array, DTypeLike
 
 from jaxsparse import layout as layouts
 from jaxsparse.feedback.levels import Levels
+from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.feedback.planned import Planned, planned_feedback
-from jaxsparse.reducers.base import Budget, alignment
+from jaxsparse.reducers.base import Budget
 
 
+@exchange_options()
 def error_feedback(
-    reducer: Budget,
-    *,
-    axis_name: str | None = "data",
-    dense_axis: str | None = None,
-    sharded: bool = False,
-    delay: Literal[0, 1] | None = None,
-    accumulator_dtype: DTypeLike | None = None,
-    momentum: float | Array | None = None,
-    is_dense: layouts.IsDense | None = None,
-    bucket_size: int | None = None,
+    reducer: Budget, **options: Unpack[LeafOptions]
 ) -> optax.GradientTransformationExtraArgs:
     """Exchanges gradients through `reducer`; what was not delivered is added to the next ones.
 
@@ -96,22 +88,7 @@ def error_feedback(
 
     Args:
         reducer: how the buckets are exchanged: a `Reducer`, or a budget that makes one for each.
-        axis_name: the axis over which workers are mapped, of a mesh with two levels the slow one;
-            None for a single worker.
-        dense_axis: the fast axis of a mesh with two levels, over which nothing is compressed.
-        sharded: gradients are shards, averaged over `dense_axis` already.
-        delay: 1 applies this step what was exchanged before its gradients; 0 (None is the same, and
-            no number to `optax.inject_hyperparams`) exchanges them.
-        accumulator_dtype: of the residual and momentum of compressed leaves between steps: float32
-            (None is the same), or "bfloat16", which halves their memory. They are then rounded up
-            or down at random: each step loses or adds less than 2**-7 of each element's residual,
-            and nothing on average. Whatever the dtype, and that of gradients, sums are float32.
-        momentum: factor in [0, 1), a float or a (traced) scalar array; None saves the buffer.
-        is_dense: given a leaf's key path and shape, whether it travels uncompressed. By default
-            vectors, scalars and anything below 1024 elements do.
-        bucket_size: upper limit for the elements of a bucket. More buckets are exchanged one after
-            the other, with less memory in flight; the reducer's budget is split in proportion to
-            their sizes.
+        **options: as for all transformations.
 
     Returns:
         A transformation whose `init` needs no axis (but `dense_axis`) and returns one worker's
@@ -125,12 +102,13 @@ def error_feedback(
             belongs to another tree or to several workers, the gradients are already summed, or
             with `sharded` a compressed leaf is no shard.
     """
-    levels = Levels(axis_name, dense_axis, sharded)
+    levels = Levels.of(options)
+    is_dense, bucket_size = options.get("is_dense"), options.get("bucket_size")
 
     def plan(tree: Any) -> Planned:
         rule = layouts.small_or_vector if is_dense is None else is_dense
         layout = layouts.plan(
-            tree, is_dense=rule, bucket_size=bucket_size, alignment=alignment(reducer)
+            tree, is_dense=rule, bucket_size=bucket_size, alignment=reducer.alignment
         )
         if not layout.buckets and is_dense is None:
             raise ValueError(
@@ -141,5 +119,9 @@ def error_feedback(
         return Planned(layout, *levels.split(reducer, layout.bucket_sizes, layout.dense_size))
 
     return planned_feedback(
-        plan, levels, momentum=momentum, delay=delay, accumulator_dtype=accumulator_dtype
+        plan,
+        levels,
+        momentum=options.get("momentum"),
+        delay=options.get("delay"),
+        accumulator_dtype=options.get("accumulator_dtype"),
     )

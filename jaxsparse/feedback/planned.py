@@ -22,7 +22,7 @@ from jaxsparse.feedback.checks import (
 from jaxsparse.feedback.levels import Levels
 from jaxsparse.feedback.state import ErrorFeedbackState
 from jaxsparse.per_worker import PerWorker, is_sharded
-from jaxsparse.reducers.base import Reducer, info, needs_zeros
+from jaxsparse.reducers.base import Reducer, info
 
 
 class Planned(NamedTuple):
@@ -67,7 +67,9 @@ def planned_feedback(
         dense = jnp.zeros((layout.dense_size,), jnp.float32)
         return ErrorFeedbackState(
             residual=tuple(map(zeros, shards)),
-            momentum=tuple(map(zeros, shards, map(needs_zeros, reducers))) if has_momentum else (),
+            momentum=tuple(map(zeros, shards, (r.needs_zeros for r in reducers)))
+            if has_momentum
+            else (),
             dense_momentum=(levels.store(dense) if levels.sharded else dense)
             if has_momentum and dense.size
             else (),
@@ -95,7 +97,7 @@ def planned_feedback(
             dtype=dtype,
             parts=None if levels.dense_axis is None else levels.shards,
         )
-        of_mean = tuple(map(needs_zeros, reducers))
+        of_mean = tuple(reducer.needs_zeros for reducer in reducers)
         settings = exchange.Settings(levels, reducers, layout.bucket_sizes, of_mean, momentum)
         before = [
             exchange.Bucket(

@@ -17,7 +17,6 @@ rank r sees devices r n to r n + n - 1 (`JAX_LOCAL_DEVICE_IDS`) for n devices a 
 """
 
 from jaxsparse.launch.leaving import fail_at_once as fail_at_once
-from jaxsparse.launch.running import Outcome as Outcome
-from jaxsparse.launch.running import launch as launch
+from jaxsparse.launch.running import Outcome as Outcome, launch as launch
 
 __all__ = ["Outcome", "fail_at_once", "launch"]

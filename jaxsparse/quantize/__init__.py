@@ -4,16 +4,17 @@ A quantiser is a frozen dataclass of settings, `QSGD` or `Sign`; `quantize` and 
 either, and `check_feedback` tells with which settings the error may be fed back.
 """
 
-from jaxsparse.quantize.packing import pack as pack
-from jaxsparse.quantize.packing import unpack as unpack
+from jaxsparse.quantize.packing import pack as pack, unpack as unpack
 from jaxsparse.quantize.qsgd import QSGD as QSGD
-from jaxsparse.quantize.quantizer import Quantized as Quantized
-from jaxsparse.quantize.quantizer import Quantizer as Quantizer
-from jaxsparse.quantize.quantizer import check_feedback as check_feedback
-from jaxsparse.quantize.quantizer import dequantize as dequantize
-from jaxsparse.quantize.quantizer import from_message as from_message
-from jaxsparse.quantize.quantizer import quantize as quantize
-from jaxsparse.quantize.quantizer import to_message as to_message
+from jaxsparse.quantize.quantizer import (
+    Quantized as Quantized,
+    Quantizer as Quantizer,
+    check_feedback as check_feedback,
+    dequantize as dequantize,
+    from_message as from_message,
+    quantize as quantize,
+    to_message as to_message,
+)
 from jaxsparse.quantize.sign import Sign as Sign
 
 __all__ = [

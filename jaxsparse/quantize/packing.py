@@ -95,5 +95,5 @@ def check_size(name: str, size: int) -> None:
     if not 1 <= size < 2**31:
         raise ValueError(
             f"{name}={size} must lie between 1 and 2**31 - 1: skip a vector that is empty, split a "
-            "longer one (layout_bucket_size of a transformation does)"
+            "longer one (bucket_size of a transformation does)"
         )

@@ -1,6 +1,6 @@
 """QSGD quantisation (Alistarh et al., 2017).
 
-Values are cut into buckets with one scale each. A value v becomes the integer level s v / scale,
+Values are cut into groups with one scale each. A value v becomes the integer level s v / scale,
 rounded into -s .. s with s = 2**(bits - 1) - 1: stochastically, so that E[Q(v)] = v, or to
 nearest without a key.
 """
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxsparse.hashing import keyed
 from jaxsparse.magnitude import largest_magnitude
 from jaxsparse.quantize.packing import check_bits, pack, packed_words, unpack
-from jaxsparse.quantize.quantizer import Quantized, check_bucket_size, in_buckets
+from jaxsparse.quantize.quantizer import Quantized, check_group_size, in_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,24 +26,24 @@ class QSGD:
 
     Attributes:
         bits: per value on the wire: 2, 4 or 8.
-        bucket_size: values that share a scale, the paper's d of a bucket; B below.
-        scale: "max", the largest magnitude of the bucket, which is sent without error; no other
-            error exceeds max / s. "l2", the norm of the bucket, QSGD's own: more zeros, and larger
+        group_size: values that share a scale, the paper's d of a group; B below.
+        scale: "max", the largest magnitude of the group, which is sent without error; no other
+            error exceeds max / s. "l2", the norm of the group, QSGD's own: more zeros, and larger
             errors.
 
     Raises:
-        ValueError: bits is not 2, 4 or 8, bucket_size is below 1, or scale is unknown.
+        ValueError: bits is not 2, 4 or 8, group_size is below 1, or scale is unknown.
     """
 
     bits: Literal[2, 4, 8] = 4
-    bucket_size: int = 1024
+    group_size: int = 1024
     scale: Literal["max", "l2"] = "max"
 
     takes_key: ClassVar[bool] = True
 
     def __post_init__(self):
         check_bits(self.bits)
-        check_bucket_size(self.bucket_size)
+        check_group_size(self.group_size)
         if self.scale not in ("max", "l2"):
             raise ValueError(f"scale={self.scale!r} is unknown: use 'max' or 'l2'")
 
@@ -53,19 +53,19 @@ class QSGD:
         return 2 ** (self.bits - 1) - 1
 
     def words(self, size: int) -> int:
-        """Words of 32 bits on the wire for `size` values: packed levels and a scale per bucket.
+        """Words of 32 bits on the wire for `size` values: packed levels and a scale per group.
 
         >>> QSGD(bits=4).words(10_000)
         1260
         """
-        return packed_words(size, self.bits) + -(-size // self.bucket_size)
+        return packed_words(size, self.bits) + -(-size // self.group_size)
 
     def error_bound(self, *, stochastic: bool = True) -> float:
         """The factor f in E||Q(x) - x||^2 <= f ||x||^2, for any x.
 
         With D = scale / s, a value v in the first cell has error variance v (D - v), one in a
         further cell the same as that of its remainder, and never more than D^2 / 4; to nearest
-        the squared error is at most min(v^2, D^2 / 4). Maximising the sum over the bucket gives
+        the squared error is at most min(v^2, D^2 / 4). Maximising the sum over the group gives
 
                     stochastic                              to nearest
             max     (sqrt(1 + (B - 1) / s^2) - 1) / 2       (B - 1) / (B - 1 + 4 s^2)
@@ -80,7 +80,7 @@ class QSGD:
         >>> QSGD(bits=8, scale="l2").error_bound() < 0.016
         True
         """
-        B, s = self.bucket_size, self.levels
+        B, s = self.group_size, self.levels
         if self.scale == "max":
             others = (B - 1) / s**2
             return (math.sqrt(1 + others) - 1) / 2 if stochastic else others / (others + 4)
@@ -93,7 +93,7 @@ class QSGD:
 
         Either of two contractions shows it. Under "max" no residual exceeds r max|x| with
         r = 1 / s, or 1 / (2 s) to nearest; x being gradient plus residual, r < 1 keeps all of them
-        below r / (1 - r) times the largest gradient of the bucket. Otherwise `error_bound` must be
+        below r / (1 - r) times the largest gradient of the group. Otherwise `error_bound` must be
         below 1. This holds for all settings but "max" with 2 bits, a key and B > 8 (at B = 1024 the
         residual of normal gradients grows to some 12 times their norm), and "l2" with B >= 4 s^2:
         with a key the residual grows exponentially, and to nearest equal values are never sent.
@@ -116,7 +116,7 @@ class QSGD:
             "scale='max'": dataclasses.replace(self, scale="max"),
             "bits=4": dataclasses.replace(self, bits=4),
             "bits=8": dataclasses.replace(self, bits=8),
-            f"bucket_size={largest}": dataclasses.replace(self, bucket_size=largest),
+            f"group_size={largest}": dataclasses.replace(self, group_size=largest),
         }
         fixes = [
             fix
@@ -127,7 +127,7 @@ class QSGD:
             fixes.insert(0, "rounding to nearest (no key)")
         rounding = "stochastic rounding" if stochastic else "rounding to nearest"
         return (
-            f"scale={self.scale!r} with bits={self.bits}, bucket_size={self.bucket_size} and "
+            f"scale={self.scale!r} with bits={self.bits}, group_size={self.group_size} and "
             f"{rounding}: the error can have {self.error_bound(stochastic=stochastic):.3g} times "
             "the energy of what is quantised, and fed back it grows from step to step. Use "
             f"{' or '.join(fixes)}, or no error feedback"
@@ -138,9 +138,9 @@ class QSGD:
     ) -> Quantized:
         """See `Quantizer`; to nearest ties go to even, and |v - Q(v)| <= |v| for every value."""
         del count  # a padding of zeros changes neither maximum nor norm
-        buckets = in_buckets(x, self.bucket_size)
+        groups = in_groups(x, self.group_size)
         limits = jnp.finfo(jnp.float32)
-        largest = largest_magnitude(buckets, axis=1)
+        largest = largest_magnitude(groups, axis=1)
         empty = largest < 2 * limits.tiny  # false for NaN, which must not vanish
         largest = jnp.where(empty, 1, largest)
         scales = largest
@@ -148,9 +148,9 @@ class QSGD:
             # Of values scaled to at most 1: their squares neither overflow nor vanish. A norm
             # beyond float32 is cut: any scale that no value exceeds is unbiased, and less has less
             # error.
-            norms = jnp.sqrt(jnp.sum(jnp.square(_shares(buckets, largest)), axis=1))
+            norms = jnp.sqrt(jnp.sum(jnp.square(_shares(groups, largest)), axis=1))
             scales = jnp.minimum(largest * norms, limits.max)
-        position = jnp.abs(_shares(buckets, scales)) * self.levels
+        position = jnp.abs(_shares(groups, scales)) * self.levels
         position = position.reshape(-1)[: x.size]
         if key is None:
             level = jnp.round(position)
@@ -169,15 +169,15 @@ class QSGD:
         """See `Quantizer`: scale * level / s."""
         levels = unpack(quantized.words, self.bits, size).astype(jnp.float32)
         # Shares are at most 1: the product does not overflow.
-        shares = in_buckets(levels / self.levels, self.bucket_size)
+        shares = in_groups(levels / self.levels, self.group_size)
         return (shares * quantized.scales[:, None]).reshape(-1)[:size]
 
 
 def _shares(
-    buckets: Float[Array, "buckets values"], scales: Float[Array, " buckets"]
-) -> Float[Array, "buckets values"]:
+    groups: Float[Array, "groups values"], scales: Float[Array, " groups"]
+) -> Float[Array, "groups values"]:
     """Values by their scale: 4 / scale is a normal number for all scales that `quantize` lets pass.
 
     XLA multiplies by 1 / scale when asked to divide, which is subnormal, so zero, from 2**126 on.
     """
-    return buckets * (4 / scales)[:, None] * 0.25
+    return groups * (4 / scales)[:, None] * 0.25

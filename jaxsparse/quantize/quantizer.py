@@ -14,11 +14,11 @@ from jaxsparse.settings import static_int
 __all__ = [
     "Quantized",
     "Quantizer",
-    "check_bucket_size",
     "check_feedback",
+    "check_group_size",
     "dequantize",
     "from_message",
-    "in_buckets",
+    "in_groups",
     "quantize",
     "to_message",
 ]
@@ -28,7 +28,7 @@ class Quantized(NamedTuple):
     """A quantised vector: `words` and `scales` are all that travels."""
 
     words: UInt32[Array, " words"]  # of all values, a few bits each
-    scales: Float[Array, " buckets"]  # float32, ceil(d / bucket_size)
+    scales: Float[Array, " groups"]  # float32, ceil(d / group_size)
 
 
 @runtime_checkable
@@ -36,7 +36,7 @@ class Quantizer(Protocol):
     """Static settings of a quantiser. Call it by the functions below, which check their input."""
 
     @property
-    def bucket_size(self) -> int:
+    def group_size(self) -> int:
         """Consecutive values that share a scale."""
         ...
 
@@ -94,7 +94,7 @@ def quantize(
 ) -> Quantized:
     """Quantises a vector.
 
-    A bucket whose magnitudes are all below 2.3e-38, twice float32's least normal number, counts as
+    A group whose magnitudes are all below 2.3e-38, twice float32's least normal number, counts as
     zero. One with a value that is not finite comes back with none that is.
 
     Args:
@@ -149,11 +149,11 @@ def dequantize(quantized: Quantized, spec: Quantizer, size: int) -> Float[Array,
     [0.0, 5.0]
     """
     check_size("size", size)
-    buckets = -(-size // spec.bucket_size)
-    if quantized.scales.shape != (buckets,):
+    groups = -(-size // spec.group_size)
+    if quantized.scales.shape != (groups,):
         raise ValueError(
-            f"scales have shape {quantized.scales.shape}, but size={size} in buckets of "
-            f"{spec.bucket_size} has {buckets}: pass the spec and size of quantize"
+            f"scales have shape {quantized.scales.shape}, but size={size} in groups of "
+            f"{spec.group_size} has {groups}: pass the spec and size of quantize"
         )
     return spec.dequantize(quantized, size)
 
@@ -166,18 +166,18 @@ def to_message(quantized: Quantized) -> UInt32[Array, " words"]:
 
 def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> Quantized:
     """What `to_message` was given, of `size` values."""
-    words = message.size - -(-size // spec.bucket_size)
+    words = message.size - -(-size // spec.group_size)
     scales = lax.bitcast_convert_type(message[words:], jnp.float32)
     return Quantized(message[:words], scales)
 
 
-def check_bucket_size(bucket_size: int) -> None:
+def check_group_size(group_size: int) -> None:
     """Raises ValueError unless it is an int of at least 1."""
-    if static_int("bucket_size", bucket_size) < 1:
-        raise ValueError(f"bucket_size={bucket_size} must be at least 1")
+    if static_int("group_size", group_size) < 1:
+        raise ValueError(f"group_size={group_size} must be at least 1")
 
 
-def in_buckets(x: Float[Array, " d"], bucket_size: int) -> Float[Array, "buckets values"]:
-    """The vector in rows of a bucket, the last one filled up with zeros."""
-    width = min(bucket_size, x.size)
+def in_groups(x: Float[Array, " d"], group_size: int) -> Float[Array, "groups values"]:
+    """The vector in rows of a group, the last one filled up with zeros."""
+    width = min(group_size, x.size)
     return jnp.pad(x, (0, -x.size % width)).reshape(-1, width)

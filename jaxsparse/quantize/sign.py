@@ -1,4 +1,4 @@
-"""One bit a value: its sign, with the mean magnitude of a bucket."""
+"""One bit a value: its sign, with the mean magnitude of a group."""
 
 import dataclasses
 from typing import ClassVar
@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from jaxsparse import bits
-from jaxsparse.quantize.quantizer import Quantized, check_bucket_size, in_buckets
+from jaxsparse.quantize.quantizer import Quantized, check_group_size, in_groups
 
 
 @dataclasses.dataclass(frozen=True)
 class Sign:
-    """C(x) = (||x||_1 / B) sign(x) in each bucket of B values; deterministic and biased.
+    """C(x) = (||x||_1 / B) sign(x) in each group of B values; deterministic and biased.
 
     Zero counts as positive, so that every value takes one bit. A contraction whatever the data:
     ||C(x) - x||^2 = ||x||^2 - ||x||_1^2 / B <= (1 - 1 / B) ||x||^2. It needs error feedback:
@@ -22,35 +22,35 @@ class Sign:
     al., NeurIPS 2019).
 
     Attributes:
-        bucket_size: values that share a scale, B; the last bucket may have fewer, and its mean is
+        group_size: values that share a scale, B; the last group may have fewer, and its mean is
             over these. 1024 cost 3 % more words than signs alone.
 
     Raises:
-        ValueError: bucket_size is not an int of at least 1.
+        ValueError: group_size is not an int of at least 1.
     """
 
-    bucket_size: int = 1024
+    group_size: int = 1024
 
     takes_key: ClassVar[bool] = False
 
     def __post_init__(self):
-        check_bucket_size(self.bucket_size)
+        check_group_size(self.group_size)
 
     def words(self, size: int) -> int:
-        """Words of 32 bits on the wire for `size` values: a bit each, and a scale per bucket.
+        """Words of 32 bits on the wire for `size` values: a bit each, and a scale per group.
 
         >>> Sign().words(10_000)
         323
         """
-        return bits.words(size) + -(-size // self.bucket_size)
+        return bits.words(size) + -(-size // self.group_size)
 
     def error_bound(self) -> float:
         """The factor f in ||C(x) - x||^2 <= f ||x||^2, attained by a single non-zero value.
 
-        >>> Sign(bucket_size=4).error_bound()
+        >>> Sign(group_size=4).error_bound()
         0.75
         """
-        return 1 - 1 / self.bucket_size
+        return 1 - 1 / self.group_size
 
     def bounded_feedback(self, *, stochastic: bool = False) -> bool:
         """Always: see `error_bound`."""
@@ -64,16 +64,16 @@ class Sign:
         self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""] | None
     ) -> Quantized:
         """See `Quantizer`."""
-        buckets = in_buckets(x, self.bucket_size)
-        number, width = buckets.shape
+        groups = in_groups(x, self.group_size)
+        number, width = groups.shape
         start = width * jnp.arange(number, dtype=jnp.int32)
         inside = jnp.clip((jnp.int32(x.size) if count is None else count) - start, 1, width)
         # Shares of the mean: a sum of magnitudes could overflow where their mean does not.
-        shares = jnp.abs(buckets) * (1 / inside.astype(jnp.float32))[:, None]
+        shares = jnp.abs(groups) * (1 / inside.astype(jnp.float32))[:, None]
         return Quantized(bits.pack_bits(x >= 0), jnp.sum(shares, axis=1))
 
     def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
         """See `Quantizer`."""
-        positive = in_buckets(bits.unpack_bits(quantized.words, size), self.bucket_size)
+        positive = in_groups(bits.unpack_bits(quantized.words, size), self.group_size)
         scales = quantized.scales[:, None]
         return jnp.where(positive, scales, -scales).reshape(-1)[:size]

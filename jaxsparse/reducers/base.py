@@ -3,16 +3,28 @@
 A reducer makes, from each worker's vector, an estimate of the mean over workers that costs few
 bytes, and says what it did not deliver. `sum_w x_w == W * mean + sum_w residual_w` holds it
 together: nothing is lost, only late.
+
+It is a reducer, and not a pair of compress and decompress, because residuals may arise inside a
+collective, and masks may be global.
 """
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+import abc
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse.collectives import wire
+from jaxsparse.settings import static_seed
 
 _MOST = 2**31 - 1  # that an int32 holds
+
+# How well sum_w x_w == W * mean + sum_w residual_w holds: for values whose sums and means float32
+# holds; but for the rounding of values on the wire; on average over random draws; or not at all.
+Conservation = Literal["exact", "to rounding", "in expectation", "leaks"]
 
 
 class Info(NamedTuple):
@@ -58,17 +70,37 @@ class Reduced(NamedTuple):
     info: Info
 
 
-class Laws(NamedTuple):
-    """What a reducer promises, and the contract test therefore checks."""
+class Matrix(NamedTuple):
+    """How one leaf's elements lie as equal matrices, one after the other, each row-major."""
 
-    conserves: bool  # sum_w x_w == W * mean + sum_w residual_w, to rounding
-    dense_at_full_budget: bool  # with everything affordable, mean is the dense mean
+    stack: int  # how many there are: the layers of a scanned stack, or 1
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        """Elements of all of them."""
+        return math.prod(self)
 
 
-@runtime_checkable
-class Budget(Protocol):
-    """Makes the reducers of all buckets from what they may spend together."""
+class Budget(abc.ABC):
+    """Makes the reducers of all buckets from what they may spend together.
 
+    A budget is apart from a reducer because a wanted compression is met by the whole tree, dense
+    leaves included, and can be divided only once the layout is known.
+    """
+
+    @property
+    def alignment(self) -> int:
+        """Elements that buckets must be multiples of, but for the last: a block, if it has any."""
+        return 1
+
+    @property
+    def takes_matrices(self) -> bool:
+        """Whether buckets must hold whole leaves, whose shapes it is told: see `MatrixReducer`."""
+        return False
+
+    @abc.abstractmethod
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
         """One reducer for each bucket.
 
@@ -79,54 +111,121 @@ class Budget(Protocol):
         Raises:
             ValueError: the budget can't be met.
         """
-        ...
 
 
-@runtime_checkable
-class Reducer(Budget, Protocol):
-    """Exchanges one flat vector. Implementations are frozen dataclasses of static settings.
+@dataclasses.dataclass(frozen=True)
+class Reducer(Budget):
+    """Exchanges one flat vector. Derived classes are frozen dataclasses of static settings.
 
-    As a `Budget`, a reducer whose settings are totals for the whole tree divides them.
+    They override what differs from the defaults here. A reducer whose settings are totals for the
+    whole tree divides them in `split`, as a `Budget`.
     """
 
     @property
-    def laws(self) -> Laws:
-        """What it promises with its settings."""
-        ...
+    def conservation(self) -> Conservation:
+        """How well it keeps the law at the top of this file; the contract test checks that."""
+        return "exact"
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """Whether the mean is the dense mean if everything is affordable."""
+        return True
+
+    @property
+    def needs_zeros(self) -> bool:
+        """Whether it sends whatever is not zero, so that no momentum may go in.
+
+        Momentum, or what rounding to a leaf's dtype takes, would make every row that was ever
+        touched non-zero for ever. So the momentum is that of the mean, and such rounding is
+        forgotten, as for dense leaves.
+        """
+        return False
+
+    @property
+    def adapts_messages(self) -> bool:
+        """Whether the shape of its messages follows what was exchanged before.
+
+        So shards that are exchanged side by side may send different ones. For a collective-permute,
+        which is one for all devices, they would wait for each other for ever.
+        """
+        return False
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
+        """The same for each bucket."""
+        return (self,) * len(sizes)
+
+    def with_matrices(self, matrices: "tuple[Matrix, ...]") -> "Reducer":
+        """If it `takes_matrices`: the same for a bucket of whole leaves that lie as these."""
+        del matrices
+        return self
 
     def init(self, size: int) -> Any:
-        """One worker's initial state for vectors of `size` elements.
+        """One worker's initial state for vectors of `size` elements; by default none.
 
         Arrays that will differ between workers are `PerWorker`, all others replicated.
         """
-        ...
+        del size
+        return ()
 
+    @abc.abstractmethod
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """Exchanges float32 `x` along `axis_name` (None: among one worker, nothing is sent)."""
-        ...
 
 
-def alignment(budget: Budget) -> int:
-    """Elements that buckets must be multiples of: a block of reducers that have blocks."""
-    return getattr(budget, "block_size", 1)
+@dataclasses.dataclass(frozen=True)
+class SeededReducer(Reducer):
+    """A reducer that draws at random: each bucket has a seed of its own.
 
-
-def needs_zeros(reducer: Reducer) -> bool:
-    """Whether it sends whatever is not zero, so that only gradients, and not momentum, may go in.
-
-    The momentum is then that of the mean, and what rounding to a leaf's dtype takes is forgotten,
-    as for dense leaves.
+    Attributes:
+        seed: 0 <= seed < 2**32, of the draws, which are fresh at each exchange.
     """
-    return getattr(reducer, "needs_zeros", False)
+
+    seed: int = dataclasses.field(default=0, kw_only=True)
+
+    def __post_init__(self):
+        object.__setattr__(self, "seed", static_seed("seed", self.seed))
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
+        """The same for each bucket, but for the seed."""
+        seeds = bucket_seeds(self.seed, len(sizes))
+        return tuple(dataclasses.replace(self, seed=seed) for seed in seeds)
+
+    def init(self, size: int) -> Any:
+        """The number of exchanges so far, uint32, for fresh draws."""
+        del size
+        return jnp.uint32(0)
 
 
-def adapts_messages(reducer: Reducer) -> bool:
-    """Whether the shape of its messages follows what was exchanged before.
+@dataclasses.dataclass(frozen=True)
+class MatrixReducer(Reducer):
+    """A reducer that sees the matrices of its leaves in its vector.
 
-    So shards that are exchanged side by side may send different ones. For a collective-permute,
-    which is one for all devices, they would wait for each other for ever.
+    Error feedback calls `with_matrices` once the layout is known, and lets no leaf straddle
+    buckets. Called without, as on a bare vector, the reducer sees one row.
+
+    Attributes:
+        matrices: of each leaf of the bucket, in order; their sizes add up to the vector's.
     """
-    return getattr(reducer, "adapts_messages", False)
+
+    matrices: tuple[Matrix, ...] = dataclasses.field(default=(), kw_only=True)
+
+    @property
+    def takes_matrices(self) -> bool:
+        """Yes."""
+        return True
+
+    def with_matrices(self, matrices: tuple[Matrix, ...]) -> "MatrixReducer":
+        """The same for a bucket of these matrices."""
+        return dataclasses.replace(self, matrices=matrices)
+
+    def cut(self, x: Float[Array, " d"]) -> list[Float[Array, "stack rows columns"]]:
+        """The matrices of each leaf. `jnp.concatenate([m.ravel() for m in ...])` is the inverse."""
+        parts, start = [], 0
+        for matrix in self.matrices or (Matrix(1, 1, x.size),):
+            part = jax.lax.slice(x, (start,), (start + matrix.size,))
+            parts.append(part.reshape(matrix))
+            start += matrix.size
+        return parts
 
 
 def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:

@@ -12,15 +12,7 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import _compat
 from jaxsparse.collectives import wire
-from jaxsparse.reducers.base import (
-    Budget,
-    Laws,
-    Reduced,
-    Reducer,
-    adapts_messages,
-    alignment,
-    needs_zeros,
-)
+from jaxsparse.reducers.base import Conservation, Matrix, Reduced, Reducer
 from jaxsparse.stages import Stages
 
 T = TypeVar("T")
@@ -33,8 +25,12 @@ class StagedState(NamedTuple):
     reducer: Any
 
 
+# From the strongest promise to the weakest.
+_CONSERVATION: tuple[Conservation, ...] = ("exact", "to rounding", "in expectation", "leaks")
+
+
 @dataclasses.dataclass(frozen=True)
-class StagedReducer:
+class Staged(Reducer):
     """Takes the stage's reducer, by the number of exchanges so far (skipped steps don't count).
 
     Attributes:
@@ -44,30 +40,44 @@ class StagedReducer:
     stages: Stages[Reducer]
 
     @property
-    def block_size(self) -> int:
+    def conservation(self) -> Conservation:
+        """What all stages promise."""
+        return max((r.conservation for r in self.stages.values), key=_CONSERVATION.index)
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """If all stages promise it."""
+        return all(reducer.dense_at_full_budget for reducer in self.stages.values)
+
+    @property
+    def alignment(self) -> int:
         """Of whole blocks in all stages."""
-        return math.lcm(*map(alignment, self.stages.values))
+        return math.lcm(*(reducer.alignment for reducer in self.stages.values))
 
     @property
     def needs_zeros(self) -> bool:
         """If any stage does."""
-        return any(map(needs_zeros, self.stages.values))
+        return any(reducer.needs_zeros for reducer in self.stages.values)
 
     @property
     def adapts_messages(self) -> bool:
         """If any stage does; the stage itself is the same for all shards."""
-        return any(map(adapts_messages, self.stages.values))
+        return any(reducer.adapts_messages for reducer in self.stages.values)
 
     @property
-    def laws(self) -> Laws:
-        """What all stages promise."""
-        laws = [reducer.laws for reducer in self.stages.values]
-        return Laws(*(all(promises) for promises in zip(*laws)))
+    def takes_matrices(self) -> bool:
+        """If any stage does."""
+        return any(reducer.takes_matrices for reducer in self.stages.values)
 
-    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["StagedReducer", ...]:
+    def with_matrices(self, matrices: tuple[Matrix, ...]) -> "Staged":
+        """Each stage with the same."""
+        stages = tuple(reducer.with_matrices(matrices) for reducer in self.stages.values)
+        return Staged(Stages(stages, self.stages.boundaries))
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
         """Each stage splits for itself."""
         buckets = zip(*(reducer.split(sizes, dense_size) for reducer in self.stages.values))
-        return tuple(StagedReducer(Stages(bucket, self.stages.boundaries)) for bucket in buckets)
+        return tuple(Staged(Stages(bucket, self.stages.boundaries)) for bucket in buckets)
 
     def init(self, size: int) -> StagedState:
         """The first stage's state, and a counter."""
@@ -84,7 +94,7 @@ class StagedReducer:
         self, x: Float[Array, " d"], state: StagedState, *, axis_name: str | None
     ) -> Reduced:
         """See `Reducer`."""
-        masks = []  # whether each stage masks momentum, known once all have been traced
+        masks: list[bool] = []  # whether each stage masks momentum, known once all have been traced
 
         def run(reducer: Reducer, x: Array, inner: Any) -> Reduced:
             reduced = reducer(x, inner, axis_name=axis_name)
@@ -109,8 +119,8 @@ class StagedReducer:
         )
 
 
-def staged(make: Callable[[T], Reducer], setting: T | Stages[T]) -> Budget:
-    """make(setting), or a `StagedReducer` of make(value) for each of its stages."""
+def staged(make: Callable[[T], Reducer], setting: T | Stages[T]) -> Reducer:
+    """make(setting), or a `Staged` of make(value) for each of its stages."""
     if not isinstance(setting, Stages):
         return make(setting)
-    return StagedReducer(Stages(tuple(map(make, setting.values)), setting.boundaries))
+    return Staged(Stages(tuple(map(make, setting.values)), setting.boundaries))

@@ -15,8 +15,7 @@ def check_vector(name: str, x: Array) -> None:
     if x.size >= 2**31:
         raise ValueError(
             f"{name} has {x.size} elements, but indices are int32: split it into vectors of less "
-            "than 2**31 (bucket_size of a transformation does; where that is a setting of the "
-            "method itself, layout_bucket_size)"
+            "than 2**31 (bucket_size of a transformation does)"
         )
 
 

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float
 from jaxsparse import codecs
 from jaxsparse.collectives.parcel import Parcel
 from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.reducers.dragonn import extractor
 from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream, to_dense
+from jaxsparse.systems.dragonn import extractor
 from jaxsparse.tensors.profiles import Point, Profile
 
 Extract = Callable[[Float[Array, " d"], int], SparseStream]

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import codecs, network
-from jaxsparse import layout as layouts
+from jaxsparse import codecs, layout as layouts, network
 from jaxsparse.collectives.parcel import Parcel
 from jaxsparse.reducers.density import check_density, entries
 from jaxsparse.settings import static_int

@@ -2,16 +2,19 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+import optax
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse import blocks, network
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.union import union_traffic
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.hashing import combine
-from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds, info
+from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, info
 from jaxsparse.reducers.blocks import (
     agree,
     check_densities,
@@ -19,12 +22,15 @@ from jaxsparse.reducers.blocks import (
     selected_count,
     union_capacity,
 )
-from jaxsparse.reducers.dense import DenseReducer
-from jaxsparse.reducers.omni_reduce import OmniReduceReducer
+from jaxsparse.reducers.staged import staged
 from jaxsparse.select.compaction import compact
-from jaxsparse.settings import static_float, static_int, static_seed
+from jaxsparse.settings import static_float, static_int
 from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
 from jaxsparse.sketch.tiles import SketchSpec
+from jaxsparse.stages import Stages
+from jaxsparse.systems.dense import Dense
+from jaxsparse.systems.omni_reduce import OmniReduce
+from jaxsparse.systems.row import Case, System, block_settings
 
 
 class Plan(NamedTuple):
@@ -36,7 +42,7 @@ class Plan(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class S2Reducer:
+class S2(SeededReducer):
     """Sums count sketches of each worker's blocks, and reads the blocks of any worker from them.
 
     Per exchange: the union of the workers' supports, one bit a block, then a psum of the rows x
@@ -46,39 +52,24 @@ class S2Reducer:
     the residual is what was not selected (or found no room), never the sketch's error.
 
     Where a table would be no smaller than the blocks that there is room for, these are psummed
-    exactly (`OmniReduceReducer`); where they would be no smaller than the vector, all of it is. One
-    worker sends nothing, and nothing is sketched.
-
-    Attributes:
-        block_size: elements of a block.
-        density: share of the blocks that each worker selects, those of largest l2 norm, in (0, 1].
-            None: all that are not zero.
-        rows: of the sketch. For a given number of words, 1 has the least error energy; with more,
-            the median protects small elements against a few large ones.
-        sketch_ratio: the paper's lambda: rows * cols over non-zero elements.
-        sizing: of which non-zero elements: "union", of all workers' blocks, as expected for
-            supports at random, or union_density if that is given; "local", the paper's, of one
-            worker's: with W disjoint supports the energy of the error is W times that of "union".
-        union_density: share of the blocks for which there is room in the union; what exceeds it
-            stays in the residual. None: W density, which always suffices. density=None needs it.
-        seed: 0 <= seed < 2**32, of the hashes.
+    exactly (`OmniReduce`); where they would be no smaller than the vector, all of it is. One
+    worker sends nothing, and nothing is sketched. Its fields are the arguments of `s2_reducer`.
 
     Raises:
         ValueError: a setting is out of range, or union_density is missing.
     """
 
-    block_size: int = 256
     density: float | None = 1 / 32
+    block_size: int = 256
     rows: int = 1
     sketch_ratio: float = 0.5
     sizing: Literal["union", "local"] = "union"
     union_density: float | None = None
-    seed: int = 0
 
     def __post_init__(self):
+        super().__post_init__()
         for name in ("block_size", "rows"):
             object.__setattr__(self, name, static_int(name, getattr(self, name)))
-        object.__setattr__(self, "seed", static_seed("seed", self.seed))
         blocks.check_block_size(self.block_size)
         check_densities(self.density, "union_density", self.union_density)
         if not 0 < static_float("sketch_ratio", self.sketch_ratio) < math.inf:
@@ -96,28 +87,29 @@ class S2Reducer:
         SketchSpec(self.rows, self.block_size, self.seed)  # raises where these are wrong
 
     @property
-    def laws(self) -> Laws:
-        """Sums are conserved in expectation; all blocks fit a table of ratio 1, which is exact."""
-        return Laws(conserves=False, dense_at_full_budget=self.sketch_ratio >= 1)
+    def conservation(self) -> Conservation:
+        """The sketch's estimates are unbiased, and their error is not fed back."""
+        return "in expectation"
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """All blocks fit a table of ratio 1, which is exact."""
+        return self.sketch_ratio >= 1
+
+    @property
+    def alignment(self) -> int:
+        """Whole blocks."""
+        return self.block_size
 
     @property
     def needs_zeros(self) -> bool:
         """Without a density, blocks are sent because they are not zero."""
         return self.density is None
 
-    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["S2Reducer", ...]:
-        """The same for each bucket, but for the seed."""
-        seeds = bucket_seeds(self.seed, len(sizes))
-        return tuple(dataclasses.replace(self, seed=seed) for seed in seeds)
-
-    def init(self, size: int) -> UInt32[Array, ""]:
-        """The number of exchanges so far, from which hashes are derived."""
-        return jnp.uint32(0)
-
     def plan(self, size: int, workers: int) -> Plan:
         """The sizes of an exchange of `size` elements among `workers`.
 
-        >>> S2Reducer(block_size=8, density=0.25).plan(800, workers=2)
+        >>> S2(block_size=8, density=0.25).plan(800, workers=2)
         Plan(selected=25, capacity=50, cols=175)
         """
         count = blocks.count(size, self.block_size)
@@ -146,10 +138,10 @@ class S2Reducer:
         """See `Reducer`."""
         workers = wire.axis_size(axis_name)
         if self.words(x.size, workers) == x.size:
-            return DenseReducer()(x, state + jnp.uint32(1), axis_name=axis_name)
+            return Dense()(x, state + jnp.uint32(1), axis_name=axis_name)
         plan = self.plan(x.size, workers)
         if plan.cols is None or workers == 1:
-            exact = OmniReduceReducer(self.block_size, self.density, self.union_density)
+            exact = OmniReduce(self.density, self.block_size, self.union_density)
             return exact(x, state, axis_name=axis_name)._replace(sent=None)
 
         selected = select_blocks(x, self.block_size, self.density)
@@ -186,3 +178,89 @@ class S2Reducer:
 def _marked(indices: Int[Array, " capacity"], count: int) -> Bool[Array, " {count}"]:
     """Which of `count` blocks the indices name."""
     return jnp.zeros_like(indices, jnp.bool_, shape=(count,)).at[indices].set(True, mode="drop")
+
+
+@exchange_options()
+def s2_reducer(
+    density: float | Stages[float] | None = 1 / 32,
+    *,
+    block_size: int = 256,
+    rows: int = 1,
+    sketch_ratio: float = 0.5,
+    sizing: Literal["union", "local"] = "union",
+    union_density: float | None = None,
+    seed: int = 0,
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """S2 Reducer (Ge et al., 2021): count sketches of sparse blocks, summed by all-reduce.
+
+    For dense models each worker selects its blocks of largest norm; what it did not select is fed
+    back. For gradients that are sparse by nature, such as those of embeddings, give
+    `density=None`, the embedding's width for `block_size`, and in `union_density` the share of the
+    rows that a step touches on any worker: all blocks that are not zero are sent.
+
+    Per step: the union of supports, an all-to-all and an all-gather of 2 (W - 1)/W bits a block;
+    and a psum of sketch_ratio times the elements of the blocks that W random supports would cover,
+    or of `union_density`. That is 1 / sketch_ratio less than `omni_reduce` with the same settings
+    sends, and the price is noise: the sketch's estimates are unbiased, but the energy of their
+    error is 1 / sketch_ratio times the energy of the sum for one row (2 at 0.5), and 2.5 and 2.7
+    for 3 and 5. It averages out over steps, the better the lower the learning rate is, and
+    error feedback can't take it back. (The paper's Theorem 2, a contraction, does not hold at such
+    ratios.) From a ratio of 1 on with `union_density`, or wherever the table would be no smaller
+    than the blocks there is room for, these are summed exactly.
+
+    On a GPU replicas stay equal, but a run that is repeated may differ in the last bits: see
+    `sketch.encode`.
+
+    Args:
+        density: share of the blocks that each worker selects, in (0, 1], or `Stages` of it; None
+            for all that are not zero.
+        block_size: consecutive elements that are selected and hashed together.
+        rows: of the sketch.
+        sketch_ratio: the paper's lambda, words of the sketch over elements of non-zero blocks.
+        sizing: of which blocks: "union" of all workers' or, as in the paper, one worker's "local"
+            ones, which has up to W times the noise, and diverges at learning rates at which the
+            other does not (`benchmarks/s2_reducer.py`).
+        union_density: share of the blocks there is room for, on all workers together. What
+            exceeds it waits in the residual, and is counted in the state's `info.overflow`.
+        seed: of the hashes, which are fresh at each step.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tx = s2_reducer(None, block_size=32, union_density=0.25, axis_name=None)
+        >>> grads = {"embedding": jnp.zeros((64, 32)).at[jnp.array([3, 40])].set(1.0)}
+        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> jnp.flatnonzero(jnp.any(updates["embedding"] != 0, axis=1)).tolist()
+        [3, 40]
+    """
+
+    def make(density: float | None) -> S2:
+        return S2(density, block_size, rows, sketch_ratio, sizing, union_density, seed=seed)
+
+    return error_feedback(make(None) if density is None else staged(make, density), **options)
+
+
+S2_REDUCER = System(
+    s2_reducer,
+    S2,
+    summary="S2 Reducer (2021): a sketch of the blocks that are not zero; unbiased, noisy",
+    received="8 rows cols (W-1)/W, and d/(4 block_size)",
+    cases={
+        "": Case(
+            {
+                "density": 0.1,
+                "block_size": 8,
+                "rows": 3,
+                "union_density": 0.15,
+                "sketch_ratio": 0.4,
+            },
+            {"density": None, "block_size": 8, "union_density": 1.0, "sketch_ratio": 1.0},
+        )
+    },
+    settings=lambda request: block_settings(request, "union_density"),
+    caveat="delivers noisy estimates, and selects whole blocks",
+)

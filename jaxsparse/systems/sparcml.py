@@ -2,10 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs, network, quantize, select
@@ -20,10 +21,15 @@ from jaxsparse.collectives.recursive_double import recursive_double, recursive_d
 from jaxsparse.collectives.sparse_ring import sparse_ring, sparse_ring_traffic
 from jaxsparse.collectives.split import check_factor
 from jaxsparse.collectives.split_allgather import split_allgather, split_allgather_traffic
-from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds
-from jaxsparse.reducers.residuals import deliver_streams
-from jaxsparse.settings import static_int, static_seed
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer
+from jaxsparse.reducers.delivery import deliver_streams
+from jaxsparse.reducers.staged import staged
+from jaxsparse.settings import static_int
+from jaxsparse.stages import Stages
 from jaxsparse.stream import SparseStream
+from jaxsparse.systems.row import Case, Request, Settings, System, one_in
 
 Algorithm = Literal[
     "auto",
@@ -36,31 +42,14 @@ Algorithm = Literal[
 
 
 @dataclasses.dataclass(frozen=True)
-class SparCMLReducer:
-    """Top-k of every bucket of consecutive elements, summed by one of several all-reduces.
+class SparCML(SeededReducer):
+    """Top-k of every group of consecutive elements, summed by one of several all-reduces.
 
-    Attributes:
-        k: entries of each bucket that a worker sends.
-        bucket_size: consecutive elements in a bucket (of the selection; not of the layout).
-        algorithm: of the all-reduce; "auto" takes the one that is fastest on `link` by the
-            alpha-beta model, or "dsar_split_allgather" where `bits` ask for it.
-        bits: 2, 4 or 8 quantise, by QSGD; None does not.
-        quantized: what is quantised: the "sums" in the second half of the dense algorithm, which
-            saves bytes (section 6), or each worker's "entries" before they are summed (Alg. 1),
-            which in this library travel as they are without and save none.
-        rounding: "stochastic" is unbiased, and its error is forgotten, as in the paper; "nearest"
-            is not, and its error is fed back.
-        capacity_factor: room in messages of the split phase, in multiples of an even share. Buckets
-            spread entries evenly, so that 2 leaves nothing behind unless they are few.
-        union_factor: room for the sums of an owner in "split_allgather", in multiples of k / W;
-            None for all there can be.
-        link: the network that "auto" reckons with.
-        codec: of sparse messages.
-        seed: 0 <= seed < 2**32, of stochastic rounding.
+    Its fields are the arguments of `sparcml`.
     """
 
     k: int = 4
-    bucket_size: int = 512
+    group_size: int = 512
     algorithm: Algorithm = "auto"
     bits: Literal[2, 4, 8] | None = None
     quantized: Literal["sums", "entries"] = "sums"
@@ -69,14 +58,13 @@ class SparCMLReducer:
     union_factor: float | None = None
     link: network.Link = network.Link()  # noqa: RUF009 - frozen
     codec: codecs.Codec = codecs.COO
-    seed: int = 0
 
     def __post_init__(self):
-        for name in ("k", "bucket_size"):
+        super().__post_init__()
+        for name in ("k", "group_size"):
             object.__setattr__(self, name, static_int(name, getattr(self, name)))
-        object.__setattr__(self, "seed", static_seed("seed", self.seed))
-        if not 1 <= self.k <= self.bucket_size:
-            raise ValueError(f"k={self.k} must lie between 1 and bucket_size={self.bucket_size}")
+        if not 1 <= self.k <= self.group_size:
+            raise ValueError(f"k={self.k} must lie between 1 and group_size={self.group_size}")
         for name, known in (
             ("algorithm", get_args(Algorithm)),
             ("quantized", ("sums", "entries")),
@@ -98,16 +86,17 @@ class SparCMLReducer:
                 )
 
     @property
-    def laws(self) -> Laws:
-        """Stochastic rounding conserves in expectation only."""
-        conserves = self.bits is None or self.rounding == "nearest"
-        whole = self.bits is None and self.codec.is_exact and self.capacity_factor is None
-        return Laws(conserves, dense_at_full_budget=whole and self.union_factor is None)
+    def conservation(self) -> Conservation:
+        """The error of stochastic rounding is forgotten."""
+        if self._is_random:
+            return "in expectation"
+        return "exact" if self.bits is None and self.codec.is_exact else "to rounding"
 
-    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["SparCMLReducer", ...]:
-        """The same for each bucket of the layout, but for the seed."""
-        seeds = bucket_seeds(self.seed, len(sizes))
-        return tuple(dataclasses.replace(self, seed=seed) for seed in seeds)
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """If nothing is rounded, and there is room for all."""
+        has_room = self.capacity_factor is None and self.union_factor is None
+        return self.bits is None and self.codec.is_exact and has_room
 
     def init(self, size: int) -> Any:
         """The number of exchanges so far, for the keys of stochastic rounding; else no state."""
@@ -115,7 +104,7 @@ class SparCMLReducer:
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
-        stream = select.bucket_top_k(x, self.k, self.bucket_size)
+        stream = select.bucket_top_k(x, self.k, self.group_size)
         key = None
         if self._is_random:
             key = jax.random.fold_in(jax.random.key(self.seed), state)
@@ -195,3 +184,106 @@ class SparCMLReducer:
         return algorithms[name](
             stream, size, axis_name=axis_name, codec=self.codec, **extra.get(name, {})
         )
+
+
+@exchange_options()
+def sparcml(
+    k: int | Stages[int] = 4,
+    group_size: int = 512,
+    *,
+    algorithm: Algorithm = "auto",
+    bits: Literal[2, 4, 8] | None = None,
+    quantized: Literal["sums", "entries"] = "sums",
+    rounding: Literal["stochastic", "nearest"] = "stochastic",
+    capacity_factor: float | None = 2.0,
+    union_factor: float | None = None,
+    link: network.Link | None = None,
+    codec: codecs.Codec = codecs.COO,
+    seed: int = 0,
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """SparCML's Top-k SGD (Renggli et al., SC 2019, Alg. 1): k of every 512 elements, summed.
+
+    In units of gradients and means: chain `optax.sgd(lr)` behind it. (The paper accumulates
+    lr * gradient and applies sums; `optax.chain(optax.scale(lr * workers), sparcml(...),
+    optax.scale(-1))` is that, for a constant lr.)
+
+    Args:
+        k: entries of each group that a worker sends, or `Stages` of it.
+        group_size: consecutive elements in a group.
+        algorithm: "recursive_double", "split_allgather" (both SSAR), "dsar_split_allgather",
+            "all_gather", "ring", or the one of them that is fastest on `link` by the model.
+        bits: 2, 4 or 8 quantise by QSGD; None does not.
+        quantized: "sums", in the dense second half of "dsar_split_allgather", which saves bytes, or
+            "entries", before they are summed, which saves none here.
+        rounding: "stochastic", unbiased and its error forgotten, or "nearest", its error fed back.
+        capacity_factor: room for entries for one owner, in multiples of an even share; what finds
+            none stays in the residual and is counted. None makes room for all.
+        union_factor: room for sums of one owner in "split_allgather"; None makes room for all.
+        link: the network that "auto" reckons with; None for `jaxsparse.cost.Link()`.
+        codec: of sparse messages.
+        seed: of stochastic rounding.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: settings out of range, or `bits` with an algorithm that has no dense half.
+    """
+
+    def make(k: int) -> SparCML:
+        return SparCML(
+            k=k,
+            group_size=group_size,
+            algorithm=algorithm,
+            bits=bits,
+            quantized=quantized,
+            rounding=rounding,
+            capacity_factor=capacity_factor,
+            union_factor=union_factor,
+            link=network.Link() if link is None else link,
+            codec=codec,
+            seed=seed,
+        )
+
+    return error_feedback(staged(make, k), **options)
+
+
+def _settings(request: Request) -> Settings:
+    k, group_size = one_in(request.density, 512)
+    settings: dict[str, Any] = {"k": k}
+    if group_size != 512:
+        settings["group_size"] = group_size
+    if request.link not in (None, network.Link()):
+        settings["link"] = request.link
+    return settings
+
+
+SPARCML = System(
+    sparcml,
+    SparCML,
+    summary="[SparCML](https://arxiv.org/abs/1802.08021): k of every 512 elements, exactly summed "
+    "by the all-reduce that suits the network",
+    received="by algorithm",
+    cases={
+        "": Case({"k": 2, "group_size": 64}, {"k": 64, "group_size": 64, "capacity_factor": None}),
+        "split": Case(
+            {
+                "k": 2,
+                "group_size": 64,
+                "algorithm": "split_allgather",
+                "capacity_factor": 1.0,
+                "union_factor": 1.0,
+            },
+            {
+                "k": 64,
+                "group_size": 64,
+                "algorithm": "split_allgather",
+                "capacity_factor": None,
+            },
+        ),
+        "nearest": Case(
+            {"k": 2, "group_size": 64, "bits": 4, "rounding": "nearest"},
+            {"k": 64, "group_size": 64, "bits": 4, "rounding": "nearest"},
+        ),
+    },
+    settings=_settings,
+)

@@ -1,10 +1,11 @@
 """SparDL (Zhao et al., ICDE 2024)."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs
@@ -12,33 +13,27 @@ from jaxsparse.collectives import spar_all_gather, wire
 from jaxsparse.collectives.bruck_all_gather import bruck_all_gather
 from jaxsparse.collectives.group import Group
 from jaxsparse.collectives.spar_reduce_scatter import spar_reduce_scatter
-from jaxsparse.reducers.base import Laws, Reduced
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.reducers.base import Conservation, Reduced, Reducer
+from jaxsparse.reducers.delivery import deliver_merged
 from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.reducers.residuals import settle
-from jaxsparse.reducers.selection import Selection, check_selection, selector
+from jaxsparse.reducers.staged import staged
 from jaxsparse.select.checks import check_vector
+from jaxsparse.select.selection import Selection, check_selection, selector
 from jaxsparse.settings import static_int
+from jaxsparse.stages import Stages
 from jaxsparse.stream import to_dense
+from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
-class SparDLReducer:
+class SparDL(Reducer):
     """Spar-Reduce-Scatter within teams, Spar-All-Gather between them, all-gather within them.
 
     With n = W / teams blocks of m = ceil(d / n) elements, L = ceil(density d / n) entries of each
     are delivered, whatever the workers' supports: the budget is met by cutting, never overrun.
-
-    Attributes:
-        density: share of the elements that is delivered, in (0, 1].
-        teams: into how many teams the workers divide. More of them save rounds, up to
-            log2(teams), and cost words.
-        gather: how teams add up their blocks: "recursive" (R-SAG) for a power of two of teams,
-            "bruck" (B-SAG, adaptive) for any number, but not with a `dense_axis`.
-        residuals: "global" feeds back all that is not delivered. The others leak and are here for
-            comparison: "partial" forgets what other workers cut of an entry that is delivered in
-            part, "local" all but what a worker itself left out at first.
-        codec: of the messages.
-        selection: "fast" or "exact" top-k.
+    Its fields are the arguments of `spardl`.
     """
 
     density: float
@@ -61,19 +56,21 @@ class SparDLReducer:
             )
 
     @property
-    def laws(self) -> Laws:
-        """All mass is conserved with global residuals only; B-SAG's h never asks for all."""
-        whole = self.codec.is_exact and (self.teams == 1 or self.gather == "recursive")
-        return Laws(conserves=self.residuals == "global", dense_at_full_budget=whole)
+    def conservation(self) -> Conservation:
+        """All mass is conserved with global residuals only."""
+        if self.residuals != "global":
+            return "leaks"
+        return "exact" if self.codec.is_exact else "to rounding"
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """B-SAG's h never asks for all."""
+        return self.codec.is_exact and (self.teams == 1 or self.gather == "recursive")
 
     @property
     def adapts_messages(self) -> bool:
         """B-SAG's follow h."""
         return self.gather == "bruck" and self.teams > 1
-
-    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["SparDLReducer", ...]:
-        """The same for each bucket."""
-        return (self,) * len(sizes)
 
     def init(self, size: int) -> Any:
         """B-SAG's h, step and flag; else no state."""
@@ -124,8 +121,8 @@ class SparDLReducer:
         flat = lambda blocks: blocks.reshape(-1)[: x.size]
         total = wire.replicated(flat(total), axis_name)
         if self.residuals == "global":
-            return settle(x, total, flat(discarded), flat(selected), state, n * self.teams)
-        reduced = settle(x, total, flat(withheld), flat(selected), state, n * self.teams)
+            return deliver_merged(x, total, flat(discarded), flat(selected), state, n * self.teams)
+        reduced = deliver_merged(x, total, flat(withheld), flat(selected), state, n * self.teams)
         return reduced if self.residuals == "partial" else reduced._replace(residual=flat(withheld))
 
 
@@ -137,3 +134,62 @@ def _started(state: spar_all_gather.Adaptation, k: int, teams: int) -> spar_all_
     start = spar_all_gather.Adaptation.start(k, teams)
     now = state.within(k, teams)
     return jax.tree.map(lambda now, first: jnp.where(state.h > 0, now, first), now, start)
+
+
+@exchange_options()
+def spardl(
+    density: float | Stages[float],
+    *,
+    teams: int = 1,
+    gather: Literal["recursive", "bruck"] = "recursive",
+    residuals: Literal["global", "partial", "local"] = "global",
+    codec: codecs.Codec = codecs.COO,
+    selection: Selection = "fast",
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """SparDL (Zhao et al., ICDE 2024): a sparse all-reduce that never exceeds its budget.
+
+    With one team, 2 ceil(log2 W) exchanges and 4 k (W - 1) / W words in COO, for any number of
+    workers and whatever their supports; k = density d, rounded up to a multiple of W. With T teams
+    2 ceil(log2(W / T)) + ceil(log2 T) exchanges and 4 k (W - T) / W words, and between teams
+    2 k log2(T) T / W ("recursive") or between 2 k (T - 1) / W and T times that ("bruck", in four
+    steps that follow what it adapts).
+
+    Args:
+        density: share of each bucket's elements that is delivered, in (0, 1], or `Stages` of it,
+            as `jaxsparse.warm_up` makes them.
+        teams: into how many teams the workers divide: fewer rounds, more words. To be chosen by
+            `jaxsparse.autotune`.
+        gather: how teams add up their blocks: "recursive" for a power of two of teams, "bruck",
+            which adapts what it sends, for any number, but not beside a `dense_axis`.
+        residuals: "global" loses nothing; "partial" and "local" leak, and are here for comparison.
+        codec: of the messages: `codecs.COO` is exact, `codecs.Packed()` halves the bytes and feeds
+            the rounding back.
+        selection: "fast" keeps nearly the largest entries of a block, "exact" the largest.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: settings out of range; from `update`: `teams` does not divide the workers, or
+            is no power of two for gather="recursive".
+    """
+
+    def make(density: float) -> SparDL:
+        return SparDL(density, teams, gather, residuals, codec, selection)
+
+    return error_feedback(staged(make, density), **options)
+
+
+SPARDL = System(
+    spardl,
+    SparDL,
+    summary="[SparDL](https://arxiv.org/abs/2304.00737): reduce-scatter and all-gather that never "
+    "exceed k entries",
+    received="16 k (W-1)/W",
+    cases={
+        "": Case({"density": 0.03}, {"density": 1.0}),
+        "packed": Case(
+            {"density": 0.03, "codec": codecs.Packed()}, {"density": 1.0, "codec": codecs.Packed()}
+        ),
+    },
+    variants={"packed": {"codec": codecs.Packed()}},
+)

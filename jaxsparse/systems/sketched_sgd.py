@@ -1,24 +1,28 @@
 """Sketched-SGD (Ivkin et al., NeurIPS 2019)."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, DTypeLike, Float, UInt32
 
 from jaxsparse import select, sketch
 from jaxsparse.collectives import wire
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.layout import narrow, split_evenly
-from jaxsparse.reducers.base import Laws, Reduced, bucket_seeds
-from jaxsparse.reducers.dense import DenseReducer
-from jaxsparse.reducers.true_top_k import deliver
+from jaxsparse.reducers.base import Budget, Reduced, Reducer, SeededReducer, bucket_seeds
 from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream
+from jaxsparse.systems.dense import Dense
+from jaxsparse.systems.row import Case, Request, Settings, System
+from jaxsparse.systems.true_top_k import deliver_means
 
 
 @dataclasses.dataclass(frozen=True)
-class SketchedReducer:
+class SketchedSGD(SeededReducer):
     """Heavy coordinates of the mean, found in a summed count sketch and then fetched exactly.
 
     Per exchange of d elements: psum of the rows x cols table, then psum of the exact values at
@@ -33,7 +37,6 @@ class SketchedReducer:
         oversampling: candidates fetched exactly per coordinate delivered, the paper's P. Alg. 1
             knows none: with selection="heavymix" it must be 1.
         selection: "top_k" for Alg. 3, "heavymix" for Alg. 1.
-        seed: of the hashes; each exchange derives fresh ones, the same on all workers.
         table_dtype: of the table on the wire. In a narrower one than float32, each of W workers
             clips its table to the largest power of two that the sum can hold W times.
     """
@@ -43,12 +46,11 @@ class SketchedReducer:
     rows: int = 5
     oversampling: int = 4
     selection: Literal["top_k", "heavymix"] = "top_k"
-    seed: int = 0
     table_dtype: DTypeLike = jnp.float32
-    laws: ClassVar[Laws] = Laws(conserves=True, dense_at_full_budget=True)
 
     def __post_init__(self):
-        for name in ("k", "cols", "rows", "oversampling", "seed"):
+        super().__post_init__()
+        for name in ("k", "cols", "rows", "oversampling"):
             object.__setattr__(self, name, static_int(name, getattr(self, name)))
         if self.selection not in ("top_k", "heavymix"):
             raise ValueError(
@@ -66,7 +68,7 @@ class SketchedReducer:
             )
         sketch.SketchSpec(self.rows, self.cols, self.seed)  # raises where these are wrong
 
-    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple["SketchedReducer", ...]:
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
         """The k and cols are split in proportion to the buckets' sizes, at least 1 each."""
         if not sizes:
             return ()
@@ -96,7 +98,7 @@ class SketchedReducer:
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
         if self.words(x.size) == x.size:
-            return DenseReducer()(x, state, axis_name=axis_name)
+            return Dense()(x, state, axis_name=axis_name)
         spec = sketch.SketchSpec(self.rows, self.cols, self.seed)
         key = jax.random.fold_in(jax.random.key(self.seed), state)
         hash_seed = jax.random.bits(key, dtype=jnp.uint32)
@@ -116,7 +118,7 @@ class SketchedReducer:
         kept = select.threshold_top_k(exact, self.k)
         indices = candidates.at[kept.indices].get(mode="fill", fill_value=x.size)
         kept = SparseStream(indices, kept.values)
-        return deliver(x, kept, state + jnp.uint32(1))
+        return deliver_means(x, kept, state + jnp.uint32(1))
 
 
 # Of the words that a wanted compression leaves, this share buys candidates and the rest the table:
@@ -125,19 +127,19 @@ _CANDIDATES_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
-class SketchedBudget:
+class SketchedBudget(Budget):
     """Chooses k or cols or both so that the step meets a wanted compression.
 
     Attributes:
         compression: words of all gradient leaves over words psummed in a step, dense leaves
             counted in both.
-        k: as in `SketchedReducer`; None to choose it.
-        cols: as in `SketchedReducer`; None to choose it.
+        k: as in `SketchedSGD`; None to choose it.
+        cols: as in `SketchedSGD`; None to choose it.
         settings: the reducer's other settings; its k and cols are ignored.
     """
 
     compression: float
-    settings: SketchedReducer
+    settings: SketchedSGD
     k: int | None = None
     cols: int | None = None
 
@@ -153,8 +155,8 @@ class SketchedBudget:
                 "leave one of them out"
             )
 
-    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[SketchedReducer, ...]:
-        """The chosen k and cols are split as `SketchedReducer.split` does.
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
+        """The chosen k and cols are split as `SketchedSGD.split` does.
 
         Raises:
             ValueError: the dense leaves, or the given k or cols, exceed the budget.
@@ -177,3 +179,135 @@ class SketchedBudget:
                 f"cols={cols}: ask for less compression, or let fewer leaves go dense"
             )
         return dataclasses.replace(settings, k=k, cols=cols).split(sizes, dense_size)
+
+
+def sketched(
+    compression: float | None = None,
+    *,
+    k: int | None = None,
+    rows: int = 5,
+    cols: int | None = None,
+    oversampling: int | None = None,
+    selection: Literal["top_k", "heavymix"] = "top_k",
+    seed: int = 0,
+    table_dtype: DTypeLike = "float32",
+) -> Budget:
+    """The reducer or budget of `sketched_sgd`, of the same arguments."""
+    if oversampling is None:
+        oversampling = 4 if selection == "top_k" else 1
+    settings = SketchedSGD(
+        k=1 if k is None else k,
+        cols=1 if cols is None else cols,
+        rows=rows,
+        oversampling=oversampling,
+        selection=selection,
+        seed=seed,
+        table_dtype=table_dtype,
+    )
+    if compression is not None:
+        return SketchedBudget(compression, settings, k, cols)
+    if k is None or cols is None:
+        raise ValueError(f"k={k} and cols={cols}: give both, or a compression that sets the rest")
+    return settings
+
+
+@exchange_options()
+def sketched_sgd(
+    compression: float | None = None,
+    *,
+    k: int | None = None,
+    rows: int = 5,
+    cols: int | None = None,
+    oversampling: int | None = None,
+    selection: Literal["top_k", "heavymix"] = "top_k",
+    seed: int = 0,
+    table_dtype: DTypeLike = "float32",
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """Sketched-SGD (Ivkin et al., NeurIPS 2019, Alg. 3): heavy coordinates of the mean gradient.
+
+    Workers psum a count sketch of momentum-corrected, error-corrected gradients, agree on
+    oversampling * k candidates, psum those exactly, and apply the k largest. Per step and worker
+    this psums rows * cols + oversampling * k words, plus the dense leaves and one more, whatever
+    the number of workers. Update and residual are means and in gradient units: where the paper
+    sums, we average. On a GPU replicas stay equal, but a run that is repeated may differ in the
+    last bits: see `sketch.encode`.
+
+    Args:
+        compression: wanted ratio of *payload words*: the words of all gradient leaves over the
+            words psummed in a step, dense leaves counted in both. (The paper counts what a server
+            sends back, too: 2d / (|S| + Pk + k), about twice this number.) It chooses whichever of
+            `k` and `cols` is not given; with both given it must be None.
+        k: coordinates updated per step, of the whole tree.
+        rows: rows of the sketch.
+        cols: columns of the sketch, of the whole tree.
+        oversampling: candidates fetched exactly per coordinate updated, the paper's P (16 to 36
+            there). Default 4, and 1 with "heavymix", which has none.
+        selection: "top_k" takes the largest estimates (Alg. 3); "heavymix" those above the norm's
+            1/sqrt(k), filled up at random (Alg. 1).
+        seed: of the hash functions, which are fresh at each step.
+        table_dtype: bfloat16 or float16 halve the table (section 6) where the backend can sum
+            them; XLA on CPU widens them to float32 on the wire. Exact values stay float32.
+        **options: as for all transformations.
+
+    Returns:
+        The transformation; chain an optimizer after it.
+
+    Raises:
+        ValueError: settings out of range, or too many or too few of `compression`, `k`, `cols`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> tx = optax.chain(
+        ...     sketched_sgd(k=2, cols=16, rows=3, axis_name=None, momentum=0.9), optax.sgd(0.1)
+        ... )
+        >>> params = {"kernel": jnp.ones((64, 32)), "bias": jnp.ones(32)}
+        >>> state = tx.init(params)
+        >>> updates, state = jax.jit(tx.update)(params, state)
+        >>> int(jnp.count_nonzero(updates["kernel"])), int(jnp.count_nonzero(updates["bias"]))
+        (2, 32)
+    """
+    budget = sketched(
+        compression,
+        k=k,
+        rows=rows,
+        cols=cols,
+        oversampling=oversampling,
+        selection=selection,
+        seed=seed,
+        table_dtype=table_dtype,
+    )
+    return error_feedback(budget, **options)
+
+
+def _settings(request: Request) -> Settings:
+    # Half of the words buy candidates, P for each coordinate delivered.
+    oversampling = SketchedSGD(k=1, cols=1).oversampling
+    words = 2 * oversampling * request.density * request.size
+    if words >= request.size:
+        raise ValueError(
+            f"density={request.density:g} times {oversampling} candidates and as many words of the "
+            f"sketch is all of the vector: ask for less than {1 / (2 * oversampling)}"
+        )
+    # Dense leaves count in both, and what is written is what a user would copy.
+    dense_size = request.dense_size
+    compression = float(f"{(request.size + dense_size) / (words + dense_size):.8g}")
+    return {"compression": compression}
+
+
+SKETCHED_SGD = System(
+    sketched_sgd,
+    sketched,
+    summary="[Sketched-SGD](https://arxiv.org/abs/1903.04488): count sketch, then the exact values "
+    "of its candidates",
+    received="8 (rows cols + P k) (W-1)/W",
+    cases={
+        "": Case({"k": 11, "cols": 53}, {"k": 601, "cols": 601}),
+        "even_rows": Case({"k": 11, "cols": 53, "rows": 4, "seed": 3}, {"k": 601, "cols": 1}),
+        "heavymix": Case(
+            {"k": 31, "cols": 53, "selection": "heavymix"},
+            {"k": 601, "cols": 7, "selection": "heavymix"},
+        ),
+    },
+    settings=_settings,
+)

@@ -1,0 +1,152 @@
+"""The table of systems: one a file, which holds its reducer, its transformation and its row.
+
+All that goes over every system reads `SYSTEMS`: the planner, the benchmarks, the contract and other
+tests, and README's table. A new system is one file, its import, its row and its name here.
+"""
+
+from jaxsparse import network
+from jaxsparse.reducers.density import check_density
+from jaxsparse.settings import static_int
+from jaxsparse.systems.dense import DENSE, Dense as Dense, dense
+from jaxsparse.systems.dgc import DGC, dgc
+from jaxsparse.systems.dragonn import DRAGONN, Dragonn as Dragonn, dragonn
+from jaxsparse.systems.gtopk import GTOPK, GTopK as GTopK, gtopk
+from jaxsparse.systems.ms_topk import MS_TOPK, ms_topk
+from jaxsparse.systems.ok_topk import OK_TOPK, OkTopk as OkTopk, ok_topk
+from jaxsparse.systems.omni_reduce import OMNI_REDUCE, OmniReduce as OmniReduce, omni_reduce
+from jaxsparse.systems.qsgd import QSGD, Quantized as Quantized, qsgd
+from jaxsparse.systems.random_k import RANDOM_K, RandomK as RandomK, random_k
+from jaxsparse.systems.row import (
+    Case as Case,
+    Choice as Choice,
+    Request as Request,
+    System as System,
+)
+from jaxsparse.systems.s2_reducer import S2 as S2, S2_REDUCER, s2_reducer
+from jaxsparse.systems.sign_sgd import SIGN_SGD, sign_sgd
+from jaxsparse.systems.sketched_sgd import (
+    SKETCHED_SGD,
+    SketchedBudget as SketchedBudget,
+    SketchedSGD as SketchedSGD,
+    sketched_sgd,
+)
+from jaxsparse.systems.sparcml import SPARCML, SparCML as SparCML, sparcml
+from jaxsparse.systems.spardl import SPARDL, SparDL as SparDL, spardl
+from jaxsparse.systems.sparse_all_gather import (
+    SPARSE_ALL_GATHER,
+    SparseAllGather as SparseAllGather,
+    sparse_all_gather,
+)
+from jaxsparse.systems.top_k import TOP_K, TopK as TopK, top_k
+from jaxsparse.systems.true_top_k import TRUE_TOP_K, TrueTopK as TrueTopK, true_top_k
+
+# In the order in which tables show them.
+SYSTEMS: dict[str, System] = {
+    system.name: system
+    for system in (
+        DENSE,
+        TRUE_TOP_K,
+        SKETCHED_SGD,
+        SPARDL,
+        SPARCML,
+        OK_TOPK,
+        GTOPK,
+        TOP_K,
+        DGC,
+        DRAGONN,
+        MS_TOPK,
+        RANDOM_K,
+        S2_REDUCER,
+        OMNI_REDUCE,
+        SPARSE_ALL_GATHER,
+        QSGD,
+        SIGN_SGD,
+    )
+}
+
+# The same, and behind each its variants, such as "spardl_packed": what planner and benchmarks rank.
+WITH_VARIANTS: dict[str, System] = {
+    name: row for system in SYSTEMS.values() for name, row in system.with_variants()
+}
+
+# What `jaxsparse` itself exports, too: the transformations.
+__all__ = [
+    "dense",
+    "dgc",
+    "dragonn",
+    "gtopk",
+    "ms_topk",
+    "ok_topk",
+    "omni_reduce",
+    "qsgd",
+    "random_k",
+    "s2_reducer",
+    "sign_sgd",
+    "sketched_sgd",
+    "sparcml",
+    "spardl",
+    "sparse_all_gather",
+    "top_k",
+    "true_top_k",
+]
+
+
+def choose(
+    name: str,
+    density: float,
+    *,
+    size: int,
+    workers: int,
+    link: network.Link | None = None,
+    touched: float | None = None,
+    block_size: int = 256,
+    dense_size: int = 0,
+) -> Choice:
+    """A system with settings that deliver about `density * size` elements of the mean in a step.
+
+    Settings are the defaults but for these: `sketched_sgd` delivers as many coordinates, for which
+    it psums eight times as many words; `sparcml` takes k of groups of 512, or one of larger ones;
+    `qsgd` (4 bits) and `sign_sgd` deliver everything. A name that ends in "_packed" has 4-byte
+    entries.
+
+    Args:
+        name: a key of `WITH_VARIANTS`.
+        density: share of the elements that a step delivers, in (0, 1].
+        size: elements of the vector.
+        workers: their number.
+        link: the network that `sparcml` chooses its algorithm for; None for `Link()`.
+        touched: share of the blocks that are not zero on one worker, in (0, 1], if most are:
+            systems of blocks then send these, and there is room for `workers` times as many where
+            workers share it. None: gradients are dense, and blocks are selected.
+        block_size: elements of a block: the width of an embedding.
+        dense_size: elements of leaves that travel dense beside the vector, which the compression of
+            `sketched_sgd` counts.
+
+    Returns:
+        The system and its settings, and how to write it.
+
+    Raises:
+        ValueError: no such system, settings out of range, or the system can't be used with them.
+
+    Example:
+        >>> choose("sketched_sgd", 0.01, size=10**6, workers=8).transformation
+        'jaxsparse.sketched_sgd(12.5)'
+        >>> choose("sparcml", 0.01, size=10**6, workers=8).expression
+        'jaxsparse.systems.SparCML(k=5)'
+    """
+    if name not in WITH_VARIANTS:
+        raise ValueError(f"system {name!r} is unknown: use one of {', '.join(WITH_VARIANTS)}")
+    check_density(density)
+    size, workers = static_int("size", size), static_int("workers", workers)
+    dense_size = static_int("dense_size", dense_size)
+    for setting, value, least in (
+        ("size", size, 1),
+        ("workers", workers, 1),
+        ("dense_size", dense_size, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{setting}={value} must be at least {least}")
+    request = Request(density, size, workers, link, touched, block_size, dense_size)
+    choice = Choice(WITH_VARIANTS[name], WITH_VARIANTS[name].settings(request))
+    _ = choice.budget  # raises where the settings are out of range
+    return choice

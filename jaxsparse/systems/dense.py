@@ -1,0 +1,65 @@
+"""Dense all-reduce: what every other system is compared with."""
+
+import dataclasses
+from typing import Any, Unpack
+
+import optax
+from jaxtyping import Array, Float
+
+from jaxsparse.collectives import wire
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.reducers.base import Reduced, Reducer, count
+from jaxsparse.reducers.delivery import deliver
+from jaxsparse.systems.row import Case, System
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Reducer):
+    """The exact mean by one psum of all d words.
+
+    It masks no momentum: everything is sent at each step, and a momentum that is zeroed wherever
+    something was sent would not be one.
+    """
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """See `Reducer`."""
+        total = wire.psum(x, axis_name)
+        workers = wire.axis_size(axis_name)
+        return deliver(x, total, 0.0, None, state, workers, delivered=count(x.size))
+
+
+@exchange_options()
+def dense(**options: Unpack[LeafOptions]) -> optax.GradientTransformationExtraArgs:
+    """The exact mean gradient by all-reduce: the baseline, switched to by changing one word.
+
+    All leaves travel in one message, unless `is_dense` or `bucket_size` is given: what `is_dense`
+    does not pick (by default matrices) then travels in buckets, with a residual that stays zero.
+    `momentum` is heavy-ball momentum, the same as `optax.trace(momentum)` behind it.
+
+    Args:
+        **options: as for all transformations.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tx = dense(axis_name=None, momentum=0.5)
+        >>> state = tx.init(jnp.zeros(2))
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(jnp.ones(2), state)
+        >>> updates.tolist()
+        [1.5, 1.5]
+    """
+    if options.get("is_dense") is None and options.get("bucket_size") is None:
+        options["is_dense"] = lambda path, shape: True
+    return error_feedback(Dense(), **options)
+
+
+DENSE = System(
+    dense,
+    Dense,
+    summary="exact mean by all-reduce",
+    received="8 d (W-1)/W",
+    cases={"": Case({}, {})},
+    settings=lambda request: {},
+    follows_density=False,
+)

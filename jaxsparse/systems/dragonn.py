@@ -1,0 +1,172 @@
+"""DRAGONN: entries above a sampled threshold, extracted by hashing."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, Unpack, get_args
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, UInt32
+
+from jaxsparse import codecs, hashing
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.all_gather_sum import all_gather_sum
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer
+from jaxsparse.reducers.delivery import deliver_streams
+from jaxsparse.reducers.density import check_density, entries
+from jaxsparse.reducers.staged import staged
+from jaxsparse.select.maxima import slot_max
+from jaxsparse.select.slots import hash_extract
+from jaxsparse.select.thresholds import check_samples, sampled_threshold
+from jaxsparse.stages import Stages
+from jaxsparse.stream import SparseStream
+from jaxsparse.systems.row import Case, System
+
+Extract = Literal["hash", "slot_max"]
+# Of a vector, the number of slots and a seed.
+Extractor = Callable[[Float[Array, " d"], int, UInt32[Array, ""]], SparseStream]
+
+
+def extractor(name: Extract, samples: int | None = None) -> Extractor:
+    """The function that fills slots.
+
+    Args:
+        name: see `dragonn`.
+        samples: see `dragonn`.
+    """
+    if name == "slot_max":
+        return lambda x, slots, seed: slot_max(x, slots, seed=seed)
+
+    def hashed(x: Array, slots: int, seed: Array) -> SparseStream:
+        threshold = sampled_threshold(x, slots, samples=samples, seed=seed)
+        # Zeros must not pass, where fewer elements than slots are other than 0.
+        threshold = jnp.maximum(threshold, jnp.finfo(jnp.float32).tiny)
+        # Another seed: places in the sample have nothing to do with slots.
+        return hash_extract(x, threshold, slots, seed=hashing.combine(seed, 1))
+
+    return hashed
+
+
+@dataclasses.dataclass(frozen=True)
+class Dragonn(SeededReducer):
+    """Each worker's entries above a sampled threshold, in hashed slots, gathered by all.
+
+    DRAGONN (Wang et al., ICML 2022), section 3.2, Alg. 1, with its sparse decoding (section 4.3).
+    Of the entries that pass the threshold and share a slot one is sent. The others are unsent like
+    any below the threshold: they stay in the residual and are not counted in `info.overflow`, for
+    adding that up over workers would take an exchange. Hashes are fresh at each exchange and
+    differ between workers, so that none loses for ever, or everywhere. Its fields are
+    the arguments of `dragonn`.
+    """
+
+    density: float = 0.001
+    extract: Extract = "hash"
+    samples: int | None = None
+    codec: codecs.Codec = codecs.COO
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_density(self.density)
+        if self.extract not in get_args(Extract):
+            raise ValueError(f"extract={self.extract!r} is unknown: use one of {get_args(Extract)}")
+        if self.samples is not None:
+            object.__setattr__(self, "samples", check_samples(self.samples))
+            if self.extract != "hash":
+                raise ValueError(
+                    f"samples={self.samples} are for the threshold of extract='hash', which "
+                    f"{self.extract!r} lacks: leave them out"
+                )
+        codecs.check_codec(self.codec)
+
+    @property
+    def conservation(self) -> Conservation:
+        """The codec's rounding is fed back, too."""
+        return "exact" if self.codec.is_exact else "to rounding"
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """Slots collide at any density, so that some entries always wait."""
+        return False
+
+    def hash_seed(self, step: UInt32[Array, ""], rank: Array | int) -> UInt32[Array, ""]:
+        """Of one worker's slots at one exchange."""
+        return hashing.combine(self.seed, step, rank)
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """See `Reducer`."""
+        seed = self.hash_seed(state, wire.axis_index(axis_name))
+        slots = entries(self.density, x.size)
+        stream = extractor(self.extract, self.samples)(x, slots, seed)
+        result = all_gather_sum(
+            stream, x.size, axis_name=axis_name, codec=self.codec, distinct=True
+        )
+        return deliver_streams(x, stream, result, state + jnp.uint32(1), wire.axis_size(axis_name))
+
+
+@exchange_options()
+def dragonn(
+    density: float | Stages[float] = 0.001,
+    *,
+    extract: Extract = "hash",
+    samples: int | None = None,
+    codec: codecs.Codec = codecs.COO,
+    seed: int = 0,
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """DRAGONN (Wang et al., ICML 2022): large entries, extracted by hashing instead of counting.
+
+    Each worker estimates from a sample the magnitude that m = density d elements reach, writes the
+    elements that do into m random slots, and sends these; all decode the messages of all into one
+    dense vector. Momentum correction and masking are those of Deep Gradient Compression.
+
+    Per step 2 m (W - 1) words in COO, as `top_k`, which it resembles but for the cost of selecting:
+    one pass, with no running count of what was selected. With "hash" about 63 % of the slots are
+    filled. The bytes that a worker receives grow with the number of workers: for few of them (up
+    to about sqrt(1 / density)), large tensors and slow links. Which tensors are worth it can be
+    decided by what selecting and decoding take on the device at hand, against what the network
+    would: `is_dense=jaxsparse.tensors.select_tensors(...).is_dense`.
+
+    Args:
+        density: m as a share of each bucket's elements, in (0, 1], or `Stages` of it, as
+            `jaxsparse.warm_up` makes them.
+        extract: "hash" as published, or "slot_max", which sends the largest of the elements that
+            share a slot, fills nearly all slots, and needs no threshold.
+        samples: elements from which "hash" estimates its threshold; None for the default of
+            `jaxsparse.select.sampled_threshold`.
+        codec: of the messages: `codecs.COO` is exact, `codecs.Packed()` halves the bytes and feeds
+            the rounding back.
+        seed: of the hashes.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tx = dragonn(0.001, axis_name=None)
+        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
+        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> bool(1 <= (updates["kernel"] != 0).sum() <= 3)
+        True
+    """
+
+    def make(density: float) -> Dragonn:
+        return Dragonn(density, extract, samples, codec, seed=seed)
+
+    return error_feedback(staged(make, density), **options)
+
+
+DRAGONN = System(
+    dragonn,
+    Dragonn,
+    summary="DRAGONN (ICML 2022): entries hashed into k slots, the cheapest selection",
+    received="8 k (W-1)",
+    cases={
+        "": Case({"density": 0.03}, {"density": 1.0}),
+        "slot_max": Case(
+            {"density": 0.03, "extract": "slot_max"}, {"density": 1.0, "extract": "slot_max"}
+        ),
+    },
+)

@@ -1,0 +1,63 @@
+"""MSTopk (Shi et al., MLSys 2021): top-k by bisection."""
+
+from typing import Unpack
+
+import optax
+
+from jaxsparse import codecs
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.select.selection import Bisection
+from jaxsparse.select.thresholds import DEFAULT_PASSES
+from jaxsparse.stages import Stages
+from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.top_k import TopK, top_k
+
+
+def bisected(
+    density: float, passes: int = DEFAULT_PASSES, codec: codecs.Codec = codecs.COO
+) -> TopK:
+    """The reducer of `ms_topk`, of the same arguments."""
+    return TopK(density, codec, Bisection(passes))
+
+
+@exchange_options()
+def ms_topk(
+    density: float | Stages[float],
+    *,
+    passes: int = DEFAULT_PASSES,
+    codec: codecs.Codec = codecs.COO,
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """MSTopk (Shi et al., MLSys 2021): `top_k` by bisection instead of a sort.
+
+    A threshold is bracketed in a fixed number of passes; k = density d entries above it or nearly
+    so are gathered by all. Per step and worker as `top_k`: 2 (W - 1) k words in COO. (The paper
+    gathers within hosts first, and then between them; here there is one level.)
+
+    Args:
+        density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it.
+        passes: trial thresholds; see `jaxsparse.select.bisection_threshold`.
+        codec: of the messages.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tx = ms_topk(0.001, axis_name=None)
+        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
+        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates["kernel"][-1, -3:].tolist()
+        [2045.0, 2046.0, 2047.0]
+    """
+    return top_k(density, codec=codec, selection=Bisection(passes), **options)
+
+
+MS_TOPK = System(
+    ms_topk,
+    bisected,
+    summary="MSTopk (MLSys 2021): TopkA by bisection",
+    received="8 k (W-1)",
+    cases={"": Case({"density": 0.03}, {"density": 1.0})},
+)

@@ -1,0 +1,150 @@
+"""Ok-Topk (Li and Hoefler, PPoPP 2022)."""
+
+import dataclasses
+import math
+from typing import NamedTuple, Unpack
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, UInt32
+
+from jaxsparse import codecs
+from jaxsparse.collectives.offers import about_top_k
+from jaxsparse.collectives.ok_topk import Agreed, ok_topk as ok_topk_all_reduce
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.reducers.base import Conservation, Reduced, Reducer, info
+from jaxsparse.reducers.density import check_density, entries
+from jaxsparse.reducers.staged import staged
+from jaxsparse.select.selection import Selection, check_selection, selector
+from jaxsparse.settings import static_float, static_int
+from jaxsparse.stages import Stages
+from jaxsparse.systems.row import Case, System
+
+
+class OkTopkState(NamedTuple):
+    """What is reused from step to step."""
+
+    step: UInt32[Array, ""]
+    agreed: Agreed
+
+
+@dataclasses.dataclass(frozen=True)
+class OkTopk(Reducer):
+    """Entries above a threshold, summed by the owners of balanced regions, the largest delivered.
+
+    Its fields are the arguments of `ok_topk`.
+    """
+
+    density: float
+    refresh_every: int = 32
+    rebalance_every: int = 64
+    capacity_factor: float = 2.0
+    codec: codecs.Codec = codecs.COO
+    selection: Selection = "fast"
+
+    def __post_init__(self):
+        check_density(self.density)
+        codecs.check_codec(self.codec)
+        for name in ("refresh_every", "rebalance_every"):
+            steps = static_int(name, getattr(self, name))
+            if steps < 1:
+                raise ValueError(f"{name}={steps} must be at least 1 step")
+        check_selection(self.selection)
+        if not 1 <= static_float("capacity_factor", self.capacity_factor) < math.inf:
+            raise ValueError(
+                f"capacity_factor={self.capacity_factor} must be finite and at least 1, an even "
+                "share"
+            )
+
+    @property
+    def conservation(self) -> Conservation:
+        """The codec's rounding is fed back, too."""
+        return "exact" if self.codec.is_exact else "to rounding"
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """Between refreshes sums below the old threshold stay behind, whatever the density."""
+        return False
+
+    def init(self, size: int) -> OkTopkState:
+        """A step counter, and regions yet to be drawn."""
+        return OkTopkState(jnp.uint32(0), Agreed.start(size))
+
+    def __call__(
+        self, x: Float[Array, " d"], state: OkTopkState, *, axis_name: str | None
+    ) -> Reduced:
+        """See `Reducer`."""
+        result = ok_topk_all_reduce(
+            x,
+            entries(self.density, x.size),
+            state.agreed,
+            refresh=state.step % jnp.uint32(self.refresh_every) == 0,
+            rebalance=state.step % jnp.uint32(self.rebalance_every) == 0,
+            axis_name=axis_name,
+            codec=self.codec,
+            capacity_factor=self.capacity_factor,
+            top_k=about_top_k if self.selection == "fast" else selector(self.selection),
+        )
+        new_state = OkTopkState(state.step + jnp.uint32(1), result.agreed)
+        return Reduced(
+            result.mean,
+            result.residual,
+            result.sent,
+            new_state,
+            info(result.delivered, result.overflow),
+        )
+
+
+@exchange_options()
+def ok_topk(
+    density: float | Stages[float],
+    *,
+    refresh_every: int = 32,
+    rebalance_every: int = 64,
+    capacity_factor: float = 2.0,
+    codec: codecs.Codec = codecs.COO,
+    selection: Selection = "fast",
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """Ok-Topk (Li and Hoefler, PPoPP 2022): entries above thresholds, summed in balanced regions.
+
+    Each worker offers about its k = density d largest entries; owners of W regions, which hold
+    about as many offers, add them up; sums above a threshold are delivered. Regions and threshold
+    are reused for many steps, and taken anew earlier after a step in which they did not serve: too
+    many sums for the room in messages, or fewer than k / 2.
+
+    Per step 6 C (W - 1) words in COO, with C = capacity_factor k / W, in four collectives: up to
+    capacity_factor times what is published, since shapes are static and room is paid for whether it
+    is filled or not. New thresholds take four rounds of 256 counts, new regions an all-reduce of
+    1024. What finds no room stays in residuals and is counted in the state's `info.overflow`.
+
+    Args:
+        density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it.
+        refresh_every: steps after which the threshold is taken anew, exactly, at the latest.
+        rebalance_every: steps after which regions are drawn anew, at the latest.
+        capacity_factor: room in messages, in multiples of an even share.
+        codec: of the messages.
+        selection: of each worker's own vector: "fast" offers what reaches a sampled threshold, on
+            average k; others offer k at most.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: settings out of range.
+    """
+
+    def make(density: float) -> OkTopk:
+        return OkTopk(density, refresh_every, rebalance_every, capacity_factor, codec, selection)
+
+    return error_feedback(staged(make, density), **options)
+
+
+OK_TOPK = System(
+    ok_topk,
+    OkTopk,
+    summary="[Ok-Topk](https://arxiv.org/abs/2201.07598): thresholds that are reused, balanced "
+    "regions",
+    received="24 C (W-1), C = 2 k/W",
+    cases={"": Case({"density": 0.03}, {"density": 1.0})},
+    variants={"packed": {"codec": codecs.Packed()}},
+)

@@ -1,0 +1,167 @@
+"""OmniReduce (Fei et al., SIGCOMM 2021): all-reduce of the blocks that are not zero everywhere."""
+
+import dataclasses
+from typing import Unpack
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, UInt32
+
+from jaxsparse import blocks, network
+from jaxsparse.blocks import BlockStream
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.union import union_traffic
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.reducers.base import Reduced, Reducer, info
+from jaxsparse.reducers.blocks import (
+    agree,
+    check_densities,
+    contribution,
+    kept_back,
+    select_blocks,
+    union_capacity,
+)
+from jaxsparse.reducers.delivery import finite_sums
+from jaxsparse.reducers.staged import staged
+from jaxsparse.stages import Stages
+from jaxsparse.systems.dense import Dense
+from jaxsparse.systems.row import Case, System, block_settings
+
+
+@dataclasses.dataclass(frozen=True)
+class OmniReduce(Reducer):
+    """Workers agree on the union of their blocks, then one psum sums the values of these.
+
+    The paper's aggregators stream the blocks that any worker has, and skip the others; here the
+    union is found first, as bits, and travels in a static number of slots. Blocks beyond these stay
+    in the residuals of those who have them, in turns, and are counted. Where the slots would hold
+    the whole vector, it is summed densely instead, and nothing is selected or kept back.
+
+    Momentum is masked where this worker sent if `density` is given, as for top-k; without, it is
+    that of the mean. Its fields are the arguments of `omni_reduce`.
+    """
+
+    density: float | None = None
+    block_size: int = 256
+    union_density: float | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "block_size", blocks.check_block_size(self.block_size))
+        check_densities(self.density, "union_density", self.union_density)
+
+    @property
+    def alignment(self) -> int:
+        """Whole blocks."""
+        return self.block_size
+
+    @property
+    def needs_zeros(self) -> bool:
+        """Without a density, blocks are sent because they are not zero."""
+        return self.density is None
+
+    def init(self, size: int) -> UInt32[Array, ""]:
+        """A count of steps, by which blocks without room take turns."""
+        return jnp.uint32(0)
+
+    def __call__(
+        self, x: Float[Array, " d"], state: UInt32[Array, ""], *, axis_name: str | None
+    ) -> Reduced:
+        """See `Reducer`."""
+        workers = wire.axis_size(axis_name)
+        capacity = self._capacity(x.size, workers)
+        next_state = state + jnp.uint32(1)
+        if self._is_dense(capacity, x.size):
+            return Dense()(x, next_state, axis_name=axis_name)
+
+        selected = select_blocks(x, self.block_size, self.density)
+        kept = agree(selected, capacity, self.block_size, state, axis_name)
+        own = contribution(x, selected, kept.indices, self.block_size)
+        total = wire.psum(own.values, axis_name)
+
+        residual = kept_back(x, own, total)
+        total, _ = finite_sums(total)
+        mean = blocks.to_dense(BlockStream(kept.indices, total / workers), x.size)
+        sent = None if self.density is None else residual != x
+        outcome = info(jnp.count_nonzero(total), kept.overflow)
+        return Reduced(mean, residual, sent, next_state, outcome)
+
+    def traffic(self, size: int, workers: int) -> network.Traffic:
+        """Rounds and words for `size` elements: the union's, and a psum of the slots."""
+        capacity = self._capacity(size, workers)
+        if self._is_dense(capacity, size):
+            return network.dense_all_reduce(size, workers)
+        summed = network.dense_all_reduce(capacity * self.block_size, workers)
+        return union_traffic(blocks.count(size, self.block_size), workers) + summed
+
+    def _capacity(self, size: int, workers: int) -> int:
+        return union_capacity(size, self.block_size, self.density, self.union_density, workers)
+
+    def _is_dense(self, capacity: int, size: int) -> bool:
+        return capacity * self.block_size >= size
+
+
+@exchange_options()
+def omni_reduce(
+    density: float | Stages[float] | None = None,
+    *,
+    block_size: int = 256,
+    union_density: float | None = None,
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """OmniReduce (Fei et al., SIGCOMM 2021): only blocks that are non-zero on some worker are sent.
+
+    For gradients that are sparse by nature, such as those of embeddings: set `block_size` to the
+    embedding's width, so that a block is a row, and `union_density` to the share of rows that a
+    step touches on all workers together. The mean is then exact, and nothing is selected. For dense
+    gradients `density` selects each worker's largest blocks, with error feedback.
+
+    Per step a union of bit masks, 2 (W - 1)/W words for every 32 blocks, and a psum of the union's
+    slots: payload 4 union_density d bytes, or 4 min(1, W density) d where that is less. Slots are
+    static, and paid for whether they are filled or not. What finds none waits in the residual, for
+    ceil(1 / union_density) steps at most, and is counted in the state's `info.overflow`. Where the
+    slots would hold all of d, all of it is summed densely. Compared with `sparse_all_gather` it
+    pays where supports overlap, or workers are many.
+
+    Args:
+        density: share of its blocks that each worker selects, those of largest l2 norm, in (0, 1],
+            or `Stages` of it; None for all that are not zero.
+        block_size: elements of a block.
+        union_density: share of the blocks that there is room for, in (0, 1]. None for all that
+            `density` can select; required without it.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: settings out of range, or neither `density` nor `union_density` is given.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tx = omni_reduce(block_size=32, union_density=0.1, axis_name=None)
+        >>> grads = {"embedding": jnp.zeros((64, 32)).at[jnp.array([3, 50])].set(1.0)}
+        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> bool((updates["embedding"] == grads["embedding"]).all()), int(state.info.delivered)
+        (True, 64)
+    """
+
+    def make(density: float | None) -> OmniReduce:
+        return OmniReduce(density, block_size, union_density)
+
+    return error_feedback(make(None) if density is None else staged(make, density), **options)
+
+
+OMNI_REDUCE = System(
+    omni_reduce,
+    OmniReduce,
+    summary="[OmniReduce](https://dl.acm.org/doi/10.1145/3452296.3472904): a psum of the union's "
+    "blocks",
+    received="8 (elements there is room for) (W-1)/W, and d/(4 block_size)",
+    cases={
+        "": Case({"density": 0.1, "block_size": 8}, {"density": 1.0, "block_size": 8}),
+        "little_room": Case(
+            {"block_size": 8, "union_density": 0.1}, {"block_size": 8, "union_density": 1.0}
+        ),
+    },
+    settings=lambda request: block_settings(request, "union_density"),
+    is_of_blocks=True,
+    caveat="selects whole blocks, which of dense gradients keep less than as many elements",
+)

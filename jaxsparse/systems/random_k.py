@@ -1,0 +1,94 @@
+"""Random-k SGD: the same random coordinates on all workers."""
+
+import dataclasses
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from jaxsparse import hashing
+from jaxsparse.collectives import wire
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.reducers.base import Reduced, SeededReducer, info
+from jaxsparse.reducers.delivery import finite_sums
+from jaxsparse.reducers.density import check_density, entries
+from jaxsparse.reducers.staged import staged
+from jaxsparse.select.checks import check_vector
+from jaxsparse.stages import Stages
+from jaxsparse.systems.row import Case, System
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomK(SeededReducer):
+    """k coordinates drawn from a key that all workers share: a psum of k values, and no indices.
+
+    rand_k of Stich, Cordonnier and Jaggi (Sparsified SGD with Memory, NeurIPS 2018, Definition
+    2.1): unscaled, because what is not sent is fed back. Drawn anew at each exchange, without
+    replacement. Its fields are the arguments of `random_k`.
+    """
+
+    density: float
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_density(self.density)
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """See `Reducer`. Sums that overflow count as not sent."""
+        check_vector("x", x)
+        key = jax.random.fold_in(jax.random.key(self.seed), state)
+        k = entries(self.density, x.size)
+        chosen = hashing.permute(jnp.arange(k, dtype=jnp.int32), x.size, key)
+        total, finite = finite_sums(wire.psum(x.at[chosen].get(unique_indices=True), axis_name))
+        mean = total / wire.axis_size(axis_name)
+        dense = jnp.zeros_like(mean, shape=x.shape).at[chosen].set(mean, unique_indices=True)
+        sent = jnp.zeros_like(finite, shape=x.shape).at[chosen].set(finite, unique_indices=True)
+        residual = jnp.where(sent, jnp.zeros_like(x), x)
+        state = state + jnp.uint32(1)
+        return Reduced(dense, residual, sent, state, info(jnp.count_nonzero(mean)))
+
+
+@exchange_options()
+def random_k(
+    density: float | Stages[float],
+    *,
+    seed: int = 0,
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """Random-k SGD (Stich et al., NeurIPS 2018): k random coordinates, the same on all workers.
+
+    Per step one all-reduce of k = density d words, with no indices, for any number of workers. It
+    selects blindly: a coordinate waits for 1 / density steps on average, and to train as well as
+    with top-k takes a far higher density.
+
+    Args:
+        density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it, as
+            `jaxsparse.warm_up` makes them.
+        seed: of the draws.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tx = random_k(0.25, axis_name=None)
+        >>> grads = {"kernel": jnp.ones((64, 32))}
+        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates["kernel"].sum().item()
+        512.0
+    """
+    return error_feedback(staged(lambda density: RandomK(density, seed=seed), density), **options)
+
+
+RANDOM_K = System(
+    random_k,
+    RandomK,
+    summary="the same random coordinates on all workers, no indices",
+    received="8 k (W-1)/W",
+    cases={"": Case({"density": 0.03}, {"density": 1.0})},
+    caveat="selects blindly: to train as well it needs a far higher density",
+)

@@ -1,0 +1,49 @@
+"""EF-signSGD (Karimireddy et al., ICML 2019): one bit a value."""
+
+from typing import Unpack
+
+import optax
+
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.quantize import Sign
+from jaxsparse.systems.qsgd import Quantized
+from jaxsparse.systems.row import Case, System
+
+
+def signed(group_size: int = 1024) -> Quantized:
+    """The reducer of `sign_sgd`, of the same argument."""
+    return Quantized(Sign(group_size), "nearest")
+
+
+@exchange_options()
+def sign_sgd(
+    *,
+    group_size: int = 1024,
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """EF-signSGD (Karimireddy et al., ICML 2019): a bit a value, and error feedback.
+
+    Each value becomes plus or minus the mean magnitude of its group, and so does each sum on its
+    way back, as in dist-EF-blockSGD (Zheng et al., NeurIPS 2019). Per step a worker receives
+    2 (W - 1)/W (1 / 32 + 1 / group_size) d words: a 31st of a dense all-reduce's.
+
+    Args:
+        group_size: consecutive values that share a scale.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: settings out of range.
+    """
+    return error_feedback(signed(group_size), **options)
+
+
+SIGN_SGD = System(
+    sign_sgd,
+    signed,
+    summary="[EF-signSGD](https://arxiv.org/abs/1901.09847): one bit a value",
+    received="d (W-1)/W (1/4 + 8/group_size)",
+    cases={"": Case({"group_size": 64}, {"group_size": 64})},
+    settings=lambda request: {},
+    follows_density=False,
+)

@@ -1,0 +1,89 @@
+"""True top-k: the largest coordinates of the exact mean, the ceiling of what a sketch can find."""
+
+import dataclasses
+from typing import Any, Unpack
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from jaxsparse import select
+from jaxsparse.collectives import wire
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.layout import split_evenly
+from jaxsparse.reducers.base import Reduced, Reducer, info
+from jaxsparse.reducers.delivery import finite_sums
+from jaxsparse.reducers.density import entries
+from jaxsparse.settings import static_int
+from jaxsparse.stream import SparseStream, to_dense
+from jaxsparse.systems.row import Case, System
+
+
+@dataclasses.dataclass(frozen=True)
+class TrueTopK(Reducer):
+    """The k largest coordinates of the dense mean (Sketched-SGD, section 4, remark 2).
+
+    The whole vector is summed, and most of the sum is thrown away. Its field is the argument of
+    `true_top_k`.
+    """
+
+    k: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "k", static_int("k", self.k))
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
+        """The k is split in proportion to the buckets' sizes, each receiving at least 1."""
+        if not sizes:
+            return ()
+        select.check_k(self.k, sum(sizes))
+        return tuple(TrueTopK(max(1, k)) for k in split_evenly(self.k, sizes))
+
+    def init(self, size: int) -> Any:
+        """No state."""
+        select.check_k(self.k, size)
+        return ()
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """See `Reducer`."""
+        mean = wire.psum(x, axis_name) / wire.axis_size(axis_name)
+        return deliver_means(x, select.threshold_top_k(mean, self.k), state)
+
+
+def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
+    """The outcome of delivering exact means, `kept`, at distinct coordinates.
+
+    A coordinate whose exact mean is zero counts as not sent, as in Alg. 3: the workers' values
+    there cancel, and keeping them conserves their sum. So does one whose sum overflows.
+    """
+    kept = kept._replace(values=finite_sums(kept.values)[0])
+    mean = to_dense(kept, x.size)
+    sent = mean != 0
+    residual = jnp.where(sent, jnp.zeros_like(x), x)
+    return Reduced(mean, residual, sent, state, info(jnp.count_nonzero(kept.values)))
+
+
+@exchange_options()
+def true_top_k(k: int, **options: Unpack[LeafOptions]) -> optax.GradientTransformationExtraArgs:
+    """The k largest coordinates of the mean gradient, with error feedback: saves no bytes.
+
+    The ceiling for `sketched_sgd` at the same k (its section 4, remark 2): it shows what training
+    is like if the heavy coordinates are found for certain.
+
+    Args:
+        k: coordinates updated per step, of the whole tree.
+        **options: as for all transformations.
+    """
+    return error_feedback(TrueTopK(k), **options)
+
+
+TRUE_TOP_K = System(
+    true_top_k,
+    TrueTopK,
+    summary="top k of the exact mean, error feedback: the ceiling for sketches",
+    received="8 d (W-1)/W",
+    cases={"": Case({"k": 19}, {"k": 601})},
+    settings=lambda request: {"k": entries(request.density, request.size)},
+    caveat="saves no bytes: a reference for accuracy",
+)

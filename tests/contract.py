@@ -1,0 +1,130 @@
+"""What every reducer promises, for all tests that check it; systems join by their rows."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from workers import on_workers, some
+
+from jaxsparse import PerWorker, codecs
+from jaxsparse.collectives import wire
+from jaxsparse.systems import SYSTEMS, Quantized
+
+SIZE = 601  # prime: no worker count, block or column count divides it
+STEPS = 3
+
+
+class Case(NamedTuple):
+    system: str
+    reducer: object  # with a small budget for SIZE elements
+    full: object  # with budget for everything
+
+
+def _bare(system, settings):
+    return system.reducer(**settings).split((SIZE,))[0]
+
+
+# By name, a variant's being that of the system and its own.
+CASES = {
+    "_".join(filter(None, (name, variant))): Case(
+        name, _bare(system, case.small), _bare(system, case.full)
+    )
+    for name, system in SYSTEMS.items()
+    for variant, case in system.cases.items()
+}
+VARIANTS = {name for name, case in CASES.items() if name != case.system}
+
+# One for each way to select and to exchange.
+REPRESENTATIVES = ("dense", "top_k", "sketched_sgd", "spardl", "sparcml", "omni_reduce", "qsgd")
+
+
+def each(names, usual=None, slow=None):
+    """One test for each; without `usual` names for all but the variants, which are slow."""
+    usual = [name for name in names if name not in VARIANTS] if usual is None else usual
+    return some(names, usual, slow)
+
+
+def gradients(workers, steps=STEPS, size=SIZE):
+    """Heavy-tailed integers times W: their sums, and means, are exact in float32.
+
+    (But for the W whose reciprocal rounds badly, such as 7: XLA multiplies by the reciprocal.)
+    """
+    rng = np.random.default_rng(workers)
+    heavy = np.round(rng.standard_t(2, (steps, workers, size)) * 3).clip(-500, 500)
+    return (heavy * workers).astype(np.float32)
+
+
+@functools.cache
+def runner(reducer, workers, way, size=SIZE):
+    """Feeds each step's residual back; what went in and came out, stacked by worker and step."""
+
+    def step(carried, gradient):
+        state, residual = carried
+        x = residual + gradient
+        reduced = reducer(x, state, axis_name="data")
+        if way == "shard_map":
+            for leaf in jax.tree.leaves((reduced.mean, reduced.info)):
+                assert not wire.is_varying(leaf, "data"), "must be typed replicated"
+        return (reduced.state, reduced.residual), (x, reduced)
+
+    def run(gradients):  # (steps, d)
+        per_worker = lambda leaf: isinstance(leaf, PerWorker)
+        state = jax.tree.map(
+            lambda leaf: wire.varying(leaf, "data") if per_worker(leaf) else leaf,
+            reducer.init(size),
+            is_leaf=per_worker,
+        )
+        start = state, jnp.zeros_like(gradients[0])
+        return jax.lax.scan(step, start, gradients)[1]
+
+    return on_workers(run, workers, way, has_sketch=has_sketch(reducer))
+
+
+def run(name, workers, way="shard_map", full=False, steps=STEPS):
+    case = CASES[name]
+    stacked = jnp.asarray(gradients(workers, steps).swapaxes(0, 1))
+    return runner(case.full if full else case.reducer, workers, way)(stacked)
+
+
+def by_step(results):
+    steps = jax.tree.leaves(results)[0].shape[1]
+    return [jax.tree.map(lambda leaf, i=i: leaf[:, i], results) for i in range(steps)]
+
+
+def conserves(reducer):
+    """Whether sums are conserved at each exchange, exactly or to rounding."""
+    return reducer.conservation in ("exact", "to rounding")
+
+
+def has_sketch(reducer):
+    """Whether a median of rows is taken, which XLA's older code generator writes out."""
+    return hasattr(reducer, "rows")
+
+
+def check_laws(reducer, results, workers):
+    for x, reduced in by_step(results):
+        mean = np.asarray(reduced.mean)
+        np.testing.assert_array_equal(mean, np.broadcast_to(mean[0], mean.shape))
+        assert reduced.mean.dtype == reduced.residual.dtype == jnp.float32
+        assert reduced.sent is None or reduced.sent.dtype == jnp.bool_
+        if conserves(reducer):
+            kept = workers * mean[0].astype(np.float64)
+            kept += np.asarray(reduced.residual, np.float64).sum(0)
+            if reducer.conservation == "exact":
+                np.testing.assert_array_equal(np.asarray(x, np.float64).sum(0), kept)
+            else:  # what is delivered are no multiples of W, and means inexact
+                np.testing.assert_allclose(np.asarray(x, np.float64).sum(0), kept, atol=1e-2)
+        assert np.all(np.asarray(reduced.info.delivered) == reduced.info.delivered[0])
+
+
+def quantizes(reducer):
+    """Whether values are rounded to levels, which XLA computes differently as it fuses."""
+    return isinstance(reducer, Quantized) or getattr(reducer, "bits", None) is not None
+
+
+def rounds(reducer):
+    """Whether values are rounded on the wire."""
+    codec = getattr(reducer, "codec", codecs.COO)
+    return not codec.is_exact or quantizes(reducer)

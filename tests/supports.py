@@ -1,0 +1,76 @@
+"""Sparse vectors of many kinds, exchanged by a reducer over steps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from workers import on_workers
+
+from jaxsparse import PerWorker
+from jaxsparse.collectives import wire
+
+SUPPORTS = ("random", "disjoint", "identical", "empty", "clustered")
+
+
+def vectors(supports, workers, size, seed, scale=1):
+    """Integers times `scale` with distinct magnitudes, on supports of about a quarter."""
+    rng = np.random.default_rng(seed)
+    values = (rng.permutation(workers * size) + 1).reshape(workers, size)
+    values = values * rng.choice([-1, 1], (workers, size)) * float(scale)
+    index, worker = np.arange(size), np.arange(workers)[:, None]
+    mask = {
+        "random": rng.random((workers, size)) < 0.25,
+        "disjoint": index % workers == worker,
+        "identical": np.broadcast_to(rng.random(size) < 0.25, (workers, size)),
+        "empty": np.broadcast_to(False, (workers, size)),
+        "clustered": np.broadcast_to(index < size // 4, (workers, size)),
+    }[supports]
+    return np.where(mask, values, 0)
+
+
+@functools.cache
+def exchange(reducer, workers, way):
+    """Feeds residuals back over the leading axis of x (steps, d)."""
+
+    def step(carried, gradient):
+        state, residual = carried
+        x = residual + gradient
+        reduced = reducer(x, state, axis_name="data")
+        return (reduced.state, reduced.residual), (x, reduced)
+
+    def run(gradients):
+        is_per_worker = lambda leaf: isinstance(leaf, PerWorker)
+        state = jax.tree.map(
+            lambda leaf: wire.varying(leaf, "data") if is_per_worker(leaf) else leaf,
+            reducer.init(gradients.shape[1]),
+            is_leaf=is_per_worker,
+        )
+        return jax.lax.scan(step, (state, jnp.zeros_like(gradients[0])), gradients)[1]
+
+    return on_workers(run, workers, way)
+
+
+def run(reducer, x, way="vmap"):
+    """By step: what went in (W, d), and the outcome."""
+    steps = x[:, None] if x.ndim == 2 else x
+    xs, reduced = exchange(reducer, len(x), way)(steps.astype(np.float32))
+    return [
+        jax.tree.map(lambda leaf, i=i: np.asarray(leaf[:, i]), (xs, reduced))
+        for i in range(steps.shape[1])
+    ]
+
+
+def total(reduced, scale):
+    workers = len(reduced.mean)
+    np.testing.assert_array_equal(
+        reduced.mean, np.broadcast_to(reduced.mean[:1], reduced.mean.shape)
+    )
+    return np.rint(reduced.mean[0].astype(np.float64) * workers / scale) * scale
+
+
+def shares_by_quarter(reducer, steps):
+    """Of what is delivered, how much in each quarter of the vector; and the last Info."""
+    outcomes = run(reducer, steps)
+    counts = [np.count_nonzero(r.mean[0].reshape(4, -1), axis=1) for _, r in outcomes]
+    return np.array(counts), [r for _, r in outcomes]
