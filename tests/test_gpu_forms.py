@@ -66,25 +66,26 @@ def test_kth_largest_of_magnitudes(k):
 
 
 @pytest.mark.parametrize("share", few([0, 0.001, 0.3, 1], [0.001, 1]))
-@pytest.mark.parametrize("capacity", [1, 100, 5000])
-def test_blocks_of_slots(share, capacity):
+@pytest.mark.parametrize(("capacity", "first"), [(1, 0), (100, 40), (5000, 0)])
+def test_blocks_of_slots(share, capacity, first):
     counts = np.random.default_rng(0).binomial(32, share, size=(120, 32)).astype(np.int32)
     counts[3:40] = 0
     within = assert_same([counting.sums_along, compaction._sum_along], jnp.asarray(counts))
     np.testing.assert_array_equal(within, np.cumsum(counts, axis=1))
     total = int(np.sum(counts))
     finders = compaction._blocks_by_marks, compaction._blocks_by_search
+    first = jnp.int32(first)
 
     def filled(find):
         def found(counts):
-            ends, block = find(counts, capacity=capacity)
-            return ends, block[:total]
+            ends, block = find(counts, first, capacity=capacity)
+            return ends, block[: max(total - first, 0)]
 
         return found
 
     ends, block = assert_same(map(filled, finders), within[:, -1])
     np.testing.assert_array_equal(ends, np.cumsum(within[:, -1]))
-    expected = np.repeat(np.arange(120), within[:, -1])[:capacity]
+    expected = np.repeat(np.arange(120), within[:, -1])[first : first + capacity]
     np.testing.assert_array_equal(block, expected)
 
 

@@ -103,6 +103,14 @@ def test_ranks_are_taken_one_after_another(size):
         np.testing.assert_array_equal(found, padded)
 
 
+@pytest.mark.parametrize("first", [0, 7, 700, 3000])
+def test_some_are_left_out_before(first):
+    mask = np.random.default_rng(0).uniform(size=3000) < 0.3
+    compact = lambda mask, first: compact_ranked(mask, lambda m, _: m, 1, 400, first=first)
+    found = jax.jit(compact)(mask, jnp.int32(first))
+    np.testing.assert_array_equal(found, positions(mask, 3400)[first : first + 400])
+
+
 @pytest.mark.parametrize("enough", [1, 100, 1000])
 def test_enough_is_enough(enough):
     """Of what is found at least so many are the first ones; no slot has anything else."""

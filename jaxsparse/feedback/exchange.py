@@ -94,14 +94,17 @@ def immediate(
         if means:
             gradient, means[-1] = _after(gradient, means[-1], levels)
         u = _corrected(gradient, b.momentum, momentum, mean_only)
+        kept = b.momentum
+        if kept is not None and not mean_only:
+            # What is exchanged is made of it, lest XLA should make it again after the exchange, of
+            # two vectors kept until then.
+            kept = u = select(ok, u, kept)
         x = select(ok, b.residual + u, b.residual)
         reduced = reducer(x, b.reducer, axis_name=levels.axis_name)
         mean = select(ok, reduced.mean, jnp.zeros_like(reduced.mean))
-        kept = b.momentum
         if mean_only:
             mean, kept = _mean_momentum(mean, kept, ok, momentum)
         elif kept is not None:
-            kept = select(ok, u, kept)
             kept = select(ok, _masked(kept, reduced), kept)
         means.append(levels.gather(mean, size))
         after.append(

@@ -75,8 +75,8 @@ def threshold_top_k(
     bisection. If that went wrong, which a count tells (fewer than k or more than 2 k candidates;
     for random data some 1 in 100 samples), the whole vector is bisected: four times the work.
 
-    Under `vmap` both ways are computed, unless `x` is not batched. Up to 16,384 elements are
-    sorted.
+    Under `vmap` that is done for all if for one. Up to 16,384 elements are sorted, and all are
+    bisected at once if k is a quarter of them or more.
 
     Args:
         x: float vector of d elements, without NaN. float64 is ranked as float32.
@@ -101,6 +101,8 @@ def threshold_top_k(
     check_k(k, x.size)
     if x.size <= _SORTED:
         return _without_zeros(top_k(x, k), x.size)
+    if 4 * k >= x.size:  # candidates would be half of all
+        return _without_zeros(_bisection_top_k(x, k, EXACT_PASSES), x.size)
     aim = min(-(-7 * k // 5), x.size)  # as far from k as from 2 k, by their ratios
     return _threshold_top_k(x, k, sampled_threshold(x, aim, seed=seed))
 

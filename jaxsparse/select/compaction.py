@@ -65,6 +65,7 @@ def compact_ranked(
     capacity: int,
     *,
     enough: int | None = None,
+    first: Int[Array, ""] | int = 0,
 ) -> Int[Array, " capacity"]:
     """Positions of the first `capacity` elements of rank 0, then of rank 1, and so on.
 
@@ -75,6 +76,7 @@ def compact_ranked(
         capacity: slots.
         enough: once there are so many elements, further ranks need not be looked for, and on a CPU
             are not. None: the capacity.
+        first: elements that are left out before those.
 
     Returns:
         int32[capacity]: first all of rank 0, increasing, then those of rank 1, and so on; slots
@@ -101,15 +103,16 @@ def compact_ranked(
     within = by_platform(counts, default=sums_along, gpu=_sum_along)
     ends, block = by_platform(
         within[:, -1],
+        jnp.asarray(first, jnp.int32),
         default=functools.partial(_blocks_by_marks, capacity=capacity),
         gpu=functools.partial(_blocks_by_search, capacity=capacity),
     )
-    slot = lax.iota(jnp.int32, capacity)
+    slot = lax.iota(jnp.int32, capacity) + first
     rank = slot - _at(ends - within[:, -1], block)
     word, rank = _find_word(within.ravel(), block * _BITS, rank)
     bit = _find_bit(_at(words.ravel(), word), rank)
-    blocks = len(words) // ranks
-    position = (block % blocks * _BITS + word % _BITS) * _BITS + bit
+    # Words of one rank have as many bits as elements, and none is negative.
+    position = lax.rem(word, jnp.int32(len(words) // ranks * _BITS)) * _BITS + bit
     return jnp.where(slot < ends[-1], position, size)
 
 
@@ -216,26 +219,28 @@ def _sum_along(rows: Int[Array, "n 32"]) -> Int[Array, "n 32"]:
 
 
 def _blocks_by_marks(
-    counts: Int[Array, " blocks"], *, capacity: int
+    counts: Int[Array, " blocks"], first: Int[Array, ""], *, capacity: int
 ) -> tuple[Int[Array, " blocks"], Int[Array, " capacity"]]:
     """Elements up to and with each block; the block that holds the element of each slot.
 
-    Of slots without an element any block. Each block marks its first slot: how many have begun up
-    to a slot tells the last of them, for those without an element begin where the next one does.
+    The first slot's is the element number `first`. Of slots without an element any block. Each
+    block marks its first slot: how many have begun up to a slot tells the last of them, for those
+    without an element begin where the next one does.
     """
     ends = running_sum(counts, most=_BLOCK, total=len(counts) * _BLOCK)
     blocks = len(counts)
-    starts = jnp.pad(ends[:-1], (1, 0))
+    starts = jnp.maximum(jnp.pad(ends[:-1], (1, 0)) - first, 0)
     marks = zeros((capacity,), jnp.int32, (ends,)).at[starts].add(1, mode="drop")
     return ends, running_sum(marks, most=blocks, total=blocks) - 1
 
 
 def _blocks_by_search(
-    counts: Int[Array, " blocks"], *, capacity: int
+    counts: Int[Array, " blocks"], first: Int[Array, ""], *, capacity: int
 ) -> tuple[Int[Array, " blocks"], Int[Array, " capacity"]]:
     """`_blocks_by_marks` with no sum over the slots, which takes a GPU dozens of kernels."""
     ends = jnp.cumsum(counts)
-    slot = jnp.minimum(lax.iota(jnp.int32, capacity), jnp.maximum(ends[-1] - 1, 0))
+    slot = lax.iota(jnp.int32, capacity) + first
+    slot = jnp.minimum(slot, jnp.maximum(ends[-1] - 1, 0))
     block = jnp.searchsorted(ends, slot, side="right", method="scan_unrolled")
     return ends, jnp.where(ends[-1] > 0, block.astype(jnp.int32), 0)
 

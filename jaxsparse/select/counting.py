@@ -6,13 +6,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jaxsparse.platforms import by_platform
 from jaxsparse.tiles import over_tiles, zeros
 
 __all__ = [
     "count_reaching",
+    "count_where",
     "folded",
     "magnitude_bits",
     "running_sum",
@@ -43,6 +44,14 @@ def count_reaching(
         return (trial - jnp.uint32(1) - key(part)) >> jnp.uint32(31)
 
     return folded(_sum, jnp.add, reaches, x)
+
+
+def count_where(
+    x: Shaped[Array, " d"], is_counted: Callable[[Array], Bool[Array, " n"]]
+) -> Int[Array, ""]:
+    """The number of elements that `is_counted` is true of, as an int32."""
+    counted = lambda part: is_counted(part).astype(jnp.uint32)
+    return folded(_sum, jnp.add, counted, x).astype(jnp.int32)
 
 
 def folded(

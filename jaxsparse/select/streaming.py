@@ -102,8 +102,11 @@ def streaming_top_k(
         return winners
 
     place = (slots[winners] & jnp.uint32(2**id_bits - 1)).astype(jnp.int32) - 1
-    b = place * grid.groups + winners // tile
-    return b * tile + (winners % tile - grid.start(seed, b)) % tile
+    # None is negative, which `//` and `%` would take further operations for.
+    tile_ = jnp.int32(tile)
+    b = place * grid.groups + lax.div(winners, tile_)
+    within = lax.rem(winners, tile_) - grid.start(seed, b)
+    return b * tile + jnp.where(within < 0, within + tile, within)
 
 
 class _Grid(NamedTuple):
