@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
-from jaxsparse.select.checks import check_vector
+from jaxsparse.select.checks import check_k, check_seed, check_vector
 from jaxsparse.select.compaction import first_of_ranges
 from jaxsparse.select.counting import magnitude_bits, to_bits
-from jaxsparse.select.exact import check_k, top_k
+from jaxsparse.select.exact import top_k
 from jaxsparse.select.thresholds import (
     DEFAULT_PASSES,
     EXACT_PASSES,
@@ -60,7 +60,7 @@ def sampled_top_k(
         [0, 1, 3]
     """
     check_vector("x", x)
-    check_k(k, x.size)
+    k = check_k(k, x.size)
     aim = min(-(-5 * k // 4), x.size)
     threshold = sampled_threshold(x, aim, samples=samples, seed=seed)
     return _largest_reaching(x, k, threshold)
@@ -98,7 +98,7 @@ def threshold_top_k(
         [1, 2]
     """
     check_vector("x", x)
-    check_k(k, x.size)
+    k, seed = check_k(k, x.size), check_seed(seed)
     if x.size <= _SORTED:
         return _without_zeros(top_k(x, k), x.size)
     if 4 * k >= x.size:  # candidates would be half of all
@@ -190,7 +190,7 @@ def bisection_top_k(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASS
         [1, 2]
     """
     check_vector("x", x)
-    check_k(k, x.size)
+    k = check_k(k, x.size)
     return _bisection_top_k(x, k, check_passes(passes))
 
 

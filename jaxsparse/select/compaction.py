@@ -27,7 +27,6 @@ _BITS = 32
 _BLOCK = _BITS * _BITS
 
 
-@functools.partial(jax.jit, static_argnames="capacity")
 def compact(mask: Bool[Array, " n"], capacity: int) -> Int[Array, " capacity"]:
     """Positions of the first `capacity` True elements, in increasing order.
 
@@ -55,6 +54,11 @@ def compact(mask: Bool[Array, " n"], capacity: int) -> Int[Array, " capacity"]:
         raise ValueError(f"mask has dtype {mask.dtype}, but must be bool: pass mask != 0")
     if static_int("capacity", capacity) < 0:
         raise ValueError(f"capacity={capacity} must be at least 0: it is the result's static size")
+    return _compact(mask, static_int("capacity", capacity))
+
+
+@functools.partial(jax.jit, static_argnames="capacity")
+def _compact(mask: Bool[Array, " n"], capacity: int) -> Int[Array, " capacity"]:
     return compact_ranked(mask, lambda mask, rank: mask, 1, capacity)
 
 

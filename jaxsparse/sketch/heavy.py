@@ -8,9 +8,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from jaxsparse.hashing import combine, permute
+from jaxsparse.select.checks import check_k
 from jaxsparse.select.compaction import compact_ranked
 from jaxsparse.select.streaming import Values, streaming_top_k
 from jaxsparse.sketch.codec import check_size, check_table, decode_at, l2_norm
@@ -22,7 +23,6 @@ from jaxsparse.tiles import zeros
 _SLOTS = 2**32 - 2
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "size", "k", "rule"))
 def heavy_hitters(
     table: Float[Array, "rows cols"],
     spec: SketchSpec,
@@ -68,11 +68,24 @@ def heavy_hitters(
     """
     table = check_table(table, spec)
     check_size("size", size)
-    if not 1 <= k <= size:
-        raise ValueError(f"k={k} must be in 1 .. size={size}: choose it there")
+    k = check_k(k, size, f"size={size}")
     if rule not in ("top_k", "heavymix"):
         raise ValueError(f"rule={rule!r} is unknown: use 'top_k' or 'heavymix'")
-    hash_seed = resolve(spec, seed)
+    if rule == "heavymix" and key is None:
+        raise ValueError("key=None, but 'heavymix' draws at random: pass all workers one key")
+    return _heavy_hitters(table, spec, size, k, rule, key, resolve(spec, seed))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "size", "k", "rule"))
+def _heavy_hitters(
+    table: Float[Array, "rows cols"],
+    spec: SketchSpec,
+    size: int,
+    k: int,
+    rule: str,
+    key: Key[Array, ""] | None,
+    hash_seed: UInt32[Array, ""],
+) -> tuple[Int[Array, " k"], Float[Array, " k"]]:
     estimate = lambda indices: decode_at(table, spec, indices, seed=hash_seed)
     indices = streaming_top_k(
         Values(
@@ -86,8 +99,7 @@ def heavy_hitters(
         like=(table, hash_seed),
     )
     if rule == "heavymix":
-        if key is None:
-            raise ValueError("key=None, but 'heavymix' draws at random: pass all workers one key")
+        assert key is not None
         threshold = l2_norm(table) / math.sqrt(k)
         is_heavy = lambda indices: jnp.abs(estimate(indices)) >= threshold
         indices = mix_in_random(indices, is_heavy(indices), size, is_heavy, key=key)
