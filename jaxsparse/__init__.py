@@ -21,9 +21,8 @@ from jaxsparse import (
 )
 from jaxsparse.autotune import autotune
 from jaxsparse.diagnostics import diagnose
-from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.parallel import data_parallel
-from jaxsparse.partition import partition
 from jaxsparse.per_worker import PerWorker, Sharded, specs
 from jaxsparse.replicas import check_replicas
 from jaxsparse.resharding import reshard
@@ -31,6 +30,7 @@ from jaxsparse.sharding import local, shard
 from jaxsparse.stages import Stages, warm_up
 from jaxsparse.systems import *
 from jaxsparse.tensors import select_tensors
+from jaxsparse.training.failing import fail_at_once
 
 __all__ = [
     "PerWorker",
@@ -45,6 +45,7 @@ __all__ = [
     "data_parallel",
     "diagnose",
     "error_feedback",
+    "fail_at_once",
     "layout",
     "local",
     "partition",

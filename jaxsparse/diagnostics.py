@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import ErrorFeedbackState
+from jaxsparse.feedback.exchange import saturating_sum
 from jaxsparse.per_worker import AxisName, is_sharded, shards_of
-from jaxsparse.reducers.base import saturating_sum
 
 
 class Diagnostics(NamedTuple):

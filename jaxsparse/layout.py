@@ -7,7 +7,7 @@ are laid end to end in one dense vector, in the same order. Empty leaves travel 
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,14 +18,18 @@ from jaxsparse.settings import static_int
 
 # Of one leaf: its key path, as printed by jax.tree_util.keystr, and its shape.
 IsDense = Callable[[str, tuple[int, ...]], bool]
-# Likewise, the group it belongs to; None: it travels uncompressed.
-GroupOf = Callable[[str, tuple[int, ...]], Hashable | None]
 
 
 def small_or_vector(path: str, shape: tuple[int, ...]) -> bool:
     """The default rule for what goes dense: biases and norms (vectors, scalars), tiny matrices."""
     del path
     return len(shape) <= 1 or math.prod(shape) < 1024
+
+
+def everything(path: str, shape: tuple[int, ...]) -> bool:
+    """The rule by which all leaves go dense."""
+    del path, shape
+    return True
 
 
 class _Piece(NamedTuple):
@@ -56,6 +60,10 @@ class Layout(NamedTuple):
     def dense_size(self) -> int:
         """Elements that are not compressed."""
         return _size(self.dense)
+
+    def leaves(self, bucket: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Key paths and shapes of the leaves that have a piece in a bucket."""
+        return [(self.paths[p.leaf], self.shapes[p.leaf]) for p in self.buckets[bucket]]
 
     def flatten(self, tree: Any) -> tuple[list[Float[Array, " d"]], Float[Array, " n"]]:
         """The buckets and the dense vector of `tree`, in float32."""
@@ -146,28 +154,52 @@ def plan(
         >>> layout.bucket_sizes, layout.dense_size
         ((2048,), 8)
     """
-    return plan_groups(
-        tree,
-        lambda path, shape: None if is_dense(path, shape) else 0,
-        bucket_size=bucket_size,
-        alignment=lambda group: alignment,
-    )
+    groups = [None if is_dense(path, shape) else 0 for path, shape in named_leaves(tree)]
+    return plan_groups(tree, groups, bucket_size=bucket_size, alignment={0: alignment})
+
+
+def named_leaves(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """The key path of each leaf, as `jax.tree_util.keystr` prints it, and its shape.
+
+    Raises:
+        ValueError: a leaf is not of a float dtype, or there are no elements.
+    """
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in paths]
+    for name, leaf in leaves:
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ValueError(
+                f"leaf{name} has dtype {jnp.result_type(leaf)}: only floating-point gradients can "
+                "be exchanged. Differentiate with respect to float parameters only, or keep the "
+                "leaf out of the gradient tree"
+            )
+    named = [(name, jnp.shape(leaf)) for name, leaf in leaves]
+    if not any(math.prod(shape) for _, shape in named):
+        raise ValueError(
+            f"the gradient tree has {len(leaves)} leaves and no elements: nothing to exchange. "
+            "Check the filter (nnx.Param?) that selects the trained parameters"
+        )
+    return named
 
 
 def plan_groups(
     tree: Any,
-    group_of: GroupOf,
+    groups: Sequence[Hashable | None],
     *,
     bucket_size: int | None = None,
-    alignment: Callable[[Any], int] = lambda group: 1,
+    alignment: Mapping[Hashable, int] = {},
+    whole_leaves: Container[Hashable] = (),
 ) -> Layout:
     """As `plan`, with buckets for each of several groups of leaves.
 
     Args:
         tree: see `plan`.
-        group_of: given a leaf's key path and shape, any hashable but None; None leaves it dense.
+        groups: of each leaf, in the order of `jax.tree.leaves`, any hashable but None; None leaves
+            it dense.
         bucket_size: upper limit for the elements of one bucket; None makes one a group.
-        alignment: as in `plan`, by group.
+        alignment: as in `plan`, by group; 1 for those it lacks.
+        whole_leaves: groups of which no leaf may straddle buckets; a leaf larger than the limit
+            then has one for itself.
 
     Returns:
         The layout. Its `groups` has the group of each bucket, in order of their first leaves.
@@ -181,43 +213,42 @@ def plan_groups(
             raise ValueError(
                 f"bucket_size={bucket_size} must be at least 1, or None for one bucket"
             )
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    names = [jax.tree_util.keystr(path) for path, _ in paths]
-    leaves = [leaf for _, leaf in paths]
-    for name, leaf in zip(names, leaves):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise ValueError(
-                f"leaf{name} has dtype {jnp.result_type(leaf)}: only floating-point gradients can "
-                "be exchanged. Differentiate with respect to float parameters only, or keep the "
-                "leaf out of the gradient tree"
-            )
-    shapes = tuple(jnp.shape(leaf) for leaf in leaves)
-    if not any(math.prod(shape) for shape in shapes):
-        raise ValueError(
-            f"the gradient tree has {len(leaves)} leaves and no elements: nothing to exchange. "
-            "Check the filter (nnx.Param?) that selects the trained parameters"
-        )
+    named = named_leaves(tree)
+    leaves, treedef = jax.tree.flatten(tree)
     dense: list[_Piece] = []
     members: dict[Hashable, list[_Piece]] = {}
-    for i, (name, shape) in enumerate(zip(names, shapes)):
-        group = group_of(name, shape)
+    for i, ((_, shape), group) in enumerate(zip(named, groups, strict=True)):
         if size := math.prod(shape):
             pieces = dense if group is None else members.setdefault(group, [])
             pieces.append(_Piece(i, 0, size))
     buckets = [
         (bucket, group)
         for group, pieces in members.items()
-        for bucket in _cut(pieces, bucket_size, alignment(group))
+        for bucket in (
+            _deal(pieces, bucket_size)
+            if group in whole_leaves
+            else _cut(pieces, bucket_size, alignment.get(group, 1))
+        )
     ]
     return Layout(
         treedef=treedef,
-        paths=tuple(names),
-        shapes=shapes,
+        paths=tuple(name for name, _ in named),
+        shapes=tuple(shape for _, shape in named),
         dtypes=tuple(jnp.result_type(leaf) for leaf in leaves),
         buckets=tuple(bucket for bucket, _ in buckets),
         groups=tuple(group for _, group in buckets),
         dense=tuple(dense),
     )
+
+
+def _deal(pieces: Sequence[_Piece], limit: int | None) -> list[tuple[_Piece, ...]]:
+    """Whole leaves in order, a bucket closed before one that would take it beyond `limit`."""
+    buckets: list[list[_Piece]] = [[]]
+    for piece in pieces:
+        if limit is not None and buckets[-1] and _size([*buckets[-1], piece]) > limit:
+            buckets.append([])
+        buckets[-1].append(piece)
+    return list(map(tuple, buckets))
 
 
 def _cut(pieces: Sequence[_Piece], limit: int | None, alignment: int) -> list[tuple[_Piece, ...]]:

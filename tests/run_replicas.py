@@ -4,7 +4,6 @@ import jax
 import numpy as np
 
 import jaxsparse
-from jaxsparse.launch import fail_at_once
 
 
 def array(values):
@@ -36,5 +35,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with fail_at_once():
+    with jaxsparse.fail_at_once():
         main()

@@ -9,7 +9,7 @@ import pytest
 
 import jaxsparse
 from jaxsparse import data_parallel, hashing, shard
-from jaxsparse.feedback import accumulators
+from jaxsparse.feedback import store as accumulators
 from jaxsparse.systems.omni_reduce import OmniReduce
 
 W = 3

@@ -4,7 +4,6 @@ import csv
 import functools
 import os
 import pathlib
-import subprocess
 import sys
 
 import jax
@@ -12,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from example_runs import run
 from flax import nnx
 from flax.training.train_state import TrainState
+from running import ROOT, in_processes, run
 
 import jaxsparse
 from jaxsparse import check_replicas, data_parallel, diagnose, shard
 from jaxsparse.per_worker import Sharded
 
-ROOT = pathlib.Path(__file__).parents[1]
 AXES = ("hosts", "local")
 PARAMS = {"w": jnp.zeros((50, 40)), "b": jnp.zeros(7)}
 P = jax.sharding.PartitionSpec
@@ -175,19 +173,13 @@ class TestReplicas:
             jax.jit(lambda x: check_replicas(x))(jnp.ones(3))
 
     @pytest.mark.slow
-    def test_processes_learn_of_differences_elsewhere(self, tmp_path):
-        script = pathlib.Path(__file__).parent / "run_replicas.py"
-        command = [sys.executable, "-m", "jaxsparse.launch", "-n", 2, "-d", 2, "--timeout", 120]
-        done = subprocess.run(
-            [*map(str, command), "--logs", tmp_path, "--", sys.executable, script],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == [
-            "equal: equal",
-            "between: leaf['v'] differs between processes 0 and 1",
-            "within: an array differs between devices of process 1",
-        ]
+    def test_processes_learn_of_differences_elsewhere(self):
+        script = pathlib.Path(__file__).with_name("run_replicas.py")
+        env = os.environ | {"PYTHONPATH": str(ROOT)}  # with XLA_FLAGS, which must not matter
+        command = [sys.executable, script]
+        outcome, lines = in_processes(command, 2, devices=2, timeout=120, env=env)
+        assert outcome.status == 0, outcome.report
+        both = ["equal: equal", "between: leaf['v'] differs between processes 0 and 1"]
+        assert lines[0] == [*both, "within: an array differs between devices of process 1"]
+        assert lines[1][:-1] == both
+        assert lines[1][-1].startswith("within: leaf['v'] differs between ")

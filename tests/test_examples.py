@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from example_runs import run
+from running import run
 from workers import few
 
 ROOT = Path(__file__).parents[1]

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from example_runs import run
+from running import run
 
 
 @pytest.mark.slow

@@ -10,26 +10,19 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from running import ENV as OWN, MULTIHOST, QUICK, in_processes, launch
 from workers import few, mesh
 
 from jaxsparse import PerWorker, shard
-from jaxsparse.launch import launch
 
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "examples" / "multihost"
 TINY = ["--hidden", "16", "--steps", "4", "--eval-every", "2", "--batch-size", "24"]
-ENV = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
-    "PYTHONPATH": str(ROOT),
-    "JAX_PLATFORMS": "cpu",
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-}
+ENV = OWN | QUICK | {"JAX_PLATFORMS": "cpu"}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +30,7 @@ def modules():
     """The example's own modules, which it imports from beside it."""
     names = ("checkpoints", "processes", "shares", "train", "digits")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
+        patch.syspath_prepend(MULTIHOST)
         others = {name: sys.modules.pop(name) for name in names if name in sys.modules}
         path = list(sys.path)
         train = importlib.import_module("train")
@@ -49,24 +42,17 @@ def modules():
 
 
 def run(processes, devices, *flags, folder):
-    command = [sys.executable, str(FOLDER / "train.py"), *TINY, *flags]
+    command = [sys.executable, str(MULTIHOST / "train.py"), *TINY, *flags]
     command += ["--json", str(folder / f"{processes}.json")]
-    shown = []
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    outcome = launch(
-        command,
-        processes,
-        devices_per_process=devices,
-        timeout=120,
-        env=ENV | cache,
-        on_output=lambda line, stream: shown.append(line),
-    )
-    assert outcome.returncode == 0, str(outcome)
-    return json.loads((folder / f"{processes}.json").read_text()), shown
+    env = ENV | cache
+    outcome, lines = in_processes(command, processes, devices=devices, timeout=120, env=env)
+    assert outcome.status == 0, outcome.report
+    return json.loads((folder / f"{processes}.json").read_text()), lines[0]
 
 
 @pytest.mark.slow
@@ -101,7 +87,7 @@ def by_hand(tmp_path):
         place += [*TINY, "--method", "dense", "--steps", "1000000", "--eval-every", "10", *flags]
         for i in range(processes):
             with (tmp_path / str(i)).open("w") as output:
-                command = [sys.executable, "-u", FOLDER / "train.py", *place, "--process-id"]
+                command = [sys.executable, "-u", MULTIHOST / "train.py", *place, "--process-id"]
                 started.append(
                     subprocess.Popen(
                         [*command, str(i)], env=ENV, stdout=output, stderr=subprocess.STDOUT
@@ -190,7 +176,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, processes, devices):
 @pytest.mark.thorough
 def test_killed_among_four_it_goes_on_among_three(tmp_path):
     folder = tmp_path / "checkpoints"
-    command = [sys.executable, str(FOLDER / "train.py"), *TINY, "--steps", "200"]
+    command = [sys.executable, str(MULTIHOST / "train.py"), *TINY, "--steps", "200"]
     command += ["--eval-every", "10", "--checkpoint-every", "5", "--density", "0.1"]
     command += [
         "--json",
@@ -202,8 +188,8 @@ def test_killed_among_four_it_goes_on_among_three(tmp_path):
     pid = tmp_path / "pid"
     times = []
 
-    def kill(line, stream):
-        if line.startswith("step 30:"):
+    def kill(rank, line):
+        if rank == 0 and line.startswith("step 30:"):
             os.kill(int(pid.read_text()), signal.SIGKILL)
             times.append(time.monotonic())
 
@@ -214,20 +200,17 @@ def test_killed_among_four_it_goes_on_among_three(tmp_path):
         timeout=300,
         env=ENV,
         wrap=lambda rank: note if rank == 2 else (),
-        on_output=kill,
+        on_line=kill,
     )
     assert time.monotonic() - times[0] < 20
-    assert (died.failed, died.returncode) == (2, 128 + signal.SIGKILL)
-    assert died.reason.startswith("rank 2 was killed by SIGKILL after ")
+    assert (died.failed, died.status) == (2, 128 + signal.SIGKILL)
+    assert died.report.startswith("rank 2 was killed by SIGKILL\n")
     last = steps_in(folder)[-1]
     # That of step 25 may not have been complete; that of 20 was, when 25 was begun.
     assert 20 <= last < 200
 
-    shown = []
-    outcome = launch(
-        command, 3, timeout=300, env=ENV, on_output=lambda line, stream: shown.append(line)
-    )
-    assert outcome.returncode == 0, str(outcome)
+    outcome, (shown, *_) = in_processes(command, 3, timeout=300, env=ENV)
+    assert outcome.status == 0, outcome.report
     assert shown[0] == f"resumed after step {last} of 200"
     assert shown[1].startswith("4 workers saved it: what their residuals hold back is carried over")
     report = json.loads((tmp_path / "report.json").read_text())
@@ -245,19 +228,13 @@ def test_killed_among_four_it_goes_on_among_three(tmp_path):
 
 @pytest.mark.thorough
 def test_processes_that_see_different_directories_are_told(tmp_path):
-    command = [sys.executable, str(FOLDER / "train.py"), *TINY, "--checkpoint-dir", "checkpoints"]
+    command = [sys.executable, MULTIHOST / "train.py", *TINY, "--checkpoint-dir", "checkpoints"]
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    outcome = launch(
-        command,
-        2,
-        timeout=120,
-        env=ENV,
-        wrap=lambda rank: ("sh", "-c", f'cd {tmp_path / str(rank)}; exec "$@"', "sh"),
-        on_output=None,
-    )
-    assert outcome.returncode == 2
-    assert all("that processes [1] do not see" in lines for lines in outcome.last_lines)
+    there = lambda rank: ("sh", "-c", f'cd {tmp_path / str(rank)}; exec "$@"', "sh")
+    outcome, lines = in_processes(command, 2, timeout=120, env=ENV, wrap=there)
+    assert outcome.status == 2
+    assert all("that processes [1] do not see" in "\n".join(each) for each in lines)
 
 
 @pytest.mark.thorough
@@ -272,10 +249,28 @@ def test_an_announced_preemption_is_saved(tmp_path, by_hand):
         time.sleep(0.1)
 
 
+@pytest.fixture(scope="module")
+def three_steps(modules, tmp_path_factory):
+    """A directory with steps 1 to 3 of four workers, whose parameters are the step."""
+    folder = tmp_path_factory.mktemp("three_steps")
+    saved = TestCheckpoints.open(modules, folder)
+    for step in (1, 2, 3):
+        progress = modules["train"].Progress(step, 4, 0.5, [{"step": 1}])
+        saved.save(TestCheckpoints.state(4, step), progress)
+    saved.close()
+    return folder
+
+
 class TestCheckpoints:
     """The example's own, in one process."""
 
     FLAGS = ("--steps", "9", "--checkpoint-every", "1", "--keep", "9")
+
+    @classmethod
+    def open(cls, modules, folder, *flags):
+        parser = modules["train"].flags()
+        args = parser.parse_args([*cls.FLAGS, "--checkpoint-dir", str(folder), *flags])
+        return modules["train"].Checkpoints(args, parser)
 
     @pytest.fixture
     def opened(self, modules, tmp_path):
@@ -283,9 +278,7 @@ class TestCheckpoints:
         everything = []
 
         def open_as(*flags):
-            parser = modules["train"].flags()
-            args = parser.parse_args([*self.FLAGS, "--checkpoint-dir", str(tmp_path), *flags])
-            everything.append(modules["train"].Checkpoints(args, parser))
+            everything.append(self.open(modules, tmp_path, *flags))
             return everything[-1]
 
         yield open_as
@@ -299,13 +292,8 @@ class TestCheckpoints:
         return shard((params, PerWorker(residual)), mesh(workers))
 
     @pytest.fixture
-    def steps(self, modules, opened):
-        """Saves steps 1 to 3 of four workers, whose parameters are the step."""
-        progress = modules["train"].Progress
-        saved = opened()
-        for step in (1, 2, 3):
-            saved.save(self.state(4, step), progress(step, 4, 0.5, [{"step": 1}]))
-        saved.close()
+    def steps(self, three_steps, tmp_path):
+        shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
 
     def resume(self, modules, saved, workers):
         start = modules["train"].Progress(0, workers, 0.0, [])
@@ -350,10 +338,9 @@ class TestCheckpoints:
         _, progress = self.resume(modules, saved, 4)
         assert progress.step == 3
         # Nothing is in the way of the step of that name.
-        for step in range(4, 10):
-            saved.save(self.state(4, step), progress._replace(step=step))
+        saved.save(self.state(4, 9), progress._replace(step=9))
         saved.close()
-        assert steps_in(tmp_path) == list(range(1, 10))
+        assert steps_in(tmp_path) == [1, 2, 3, 9]
         aside = [path.name for path in tmp_path.iterdir() if not path.name.isdigit()]
         assert len(aside) == (name == "9")
         assert all(other.startswith("incomplete-9-") for other in aside)

@@ -9,7 +9,7 @@ from steps import compiled_step
 from workers import mesh, on_workers
 
 from jaxsparse import Stages, cost, data_parallel, error_feedback, layout, local, shard
-from jaxsparse.partition import partition
+from jaxsparse.feedback import partition
 from jaxsparse.systems import Dense, SketchedBudget, SketchedSGD, SparDL, TopK, TrueTopK
 
 SHAPES = {"embed": (50, 8), "kernel": (30, 20), "out": (20, 11), "bias": (20,)}
@@ -173,9 +173,9 @@ def test_buckets_of_blocks_hold_whole_blocks(limit):
     tree = {"a": jnp.zeros((5, 50)), "b": jnp.zeros((4, 50)), "c": jnp.zeros(7)}
     plan = layout.plan_groups(
         tree,
-        lambda path, shape: len(shape) or None,
+        [2, 2, 1],
         bucket_size=limit,
-        alignment=lambda g: 50 if g == 2 else 1,
+        alignment={2: 50},
     )
     sizes = [size for size, group in zip(plan.bucket_sizes, plan.groups) if group == 2]
     assert sum(sizes) == 450

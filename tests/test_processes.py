@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from run_contract import STEPS
-
-from jaxsparse.launch import launch
+from running import in_processes
 
 WORKERS = 4
 TIMEOUT = 400
@@ -38,16 +37,11 @@ def simulated(names, path):
 
 def check(names, expected, processes, devices):
     script = Path(__file__).with_name("run_contract.py")
-    lines = []
-    outcome = launch(
-        [sys.executable, str(script), str(expected), *names],
-        processes,
-        devices_per_process=devices,
-        timeout=TIMEOUT,
-        on_output=lambda line, stream: lines.append(line),
-    )
-    assert outcome.returncode == 0, outcome
-    assert [line for line in lines if line.endswith("equal")] == [f"{n} equal" for n in names]
+    command = [sys.executable, script, expected, *names]
+    outcome, lines = in_processes(command, processes, devices=devices, timeout=TIMEOUT)
+    assert outcome.status == 0, outcome.report
+    for each in lines:
+        assert [line for line in each if line.endswith("equal")] == [f"{n} equal" for n in names]
 
 
 def test_processes_compute_what_simulated_workers_do(tmp_path):

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from contract import CASES, conserves, rounds
-from example_runs import run as run_example
+from running import run as run_example
 from two_level import (
     AXES,
     STEPS,
@@ -31,10 +31,11 @@ from two_level import (
 from workers import QUICK_COMPILE, few, some
 
 from jaxsparse import PerWorker, Stages, cost, data_parallel, local, shard, specs as specs_of
-from jaxsparse.feedback import Levels, error_feedback
-from jaxsparse.partition import partition
+from jaxsparse.feedback import Axes, error_feedback, partition
+from jaxsparse.feedback.exchange import saturating_sum, total
+from jaxsparse.feedback.plan import Plan
 from jaxsparse.per_worker import Sharded
-from jaxsparse.reducers.base import info, saturating_sum
+from jaxsparse.reducers.base import info
 from jaxsparse.systems import Dense, SparDL, TopK, dense, spardl
 
 CONSERVING = [name for name, case in CASES.items() if conserves(case.reducer)]
@@ -291,11 +292,11 @@ def test_counts_saturate():
     counts[:, 1] = most
     expected = counts.sum(0).clip(max=most)
     assert 20 < np.sum(expected == most) < 180
-    total = jax.jit(saturating_sum)(jnp.asarray(counts, jnp.int32))
-    np.testing.assert_array_equal(total, expected)
+    summed = jax.jit(saturating_sum)(jnp.asarray(counts, jnp.int32))
+    np.testing.assert_array_equal(summed, expected)
     sizes = 2**31, 5
-    total = jax.jit(lambda: Levels(None).total([info(most), info(5)], sizes, sizes, 2**31))()
-    assert total == (most, 0)
+    plan = Plan(None, (), (), sizes, sizes, 1, 2**31, 2**31)
+    assert jax.jit(lambda: total([info(most), info(5)], plan, Axes(None)))() == (most, 0)
 
 
 def test_training_by_fsdp_equals_training_on_one_axis():

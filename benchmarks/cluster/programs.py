@@ -9,7 +9,7 @@ import functools
 import hashlib
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from cells import Cell, budget
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
@@ -196,6 +197,19 @@ def arguments(made: Program) -> tuple[list[jax.Array], list[jax.Array]]:
     return arrays[: len(made.carried)], arrays[len(made.carried) :]
 
 
+@contextlib.contextmanager
+def _newly_compiled() -> Iterator[None]:
+    """Turns JAX's compilation cache off: what comes out of it can't be serialized again."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX reads the setting once, until this
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
 class Store:
     """Compiled programs in a folder.
 
@@ -222,7 +236,9 @@ class Store:
     def compile(self, cell: Cell, alone: bool, mesh: Mesh) -> None:
         """Puts it there."""
         made = program(cell, mesh, alone=alone)
-        compiled = made.function.lower(*made.carried, *made.fixed).compile()
+        lowered = made.function.lower(*made.carried, *made.fixed)
+        with _newly_compiled():
+            compiled = lowered.compile()
         content = serialize_executable.serialize(compiled), cost.wire_bytes(compiled)
         path = self.path(cell, alone)
         partial = path.with_suffix(f".{jax.process_index()}")

@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "multihost"))
+
 import namespaces
 import transfer
+from launch import Outcome, launch
 from records import Records
-
-from jaxsparse.launch import Outcome, launch
 
 _FOLDER = Path(__file__).parent
 _TRAIN = _FOLDER.parents[1] / "examples" / "multihost" / "train.py"
@@ -104,7 +105,6 @@ def flags() -> argparse.ArgumentParser:
     add("--missing", action="store_true", help="only what this file does not have yet")
     add("--store", type=Path, default=Path.home() / ".cache" / "jaxsparse" / "cluster",
         help="folder that keeps compiled programs")  # fmt: skip
-    add("--logs", type=Path, help="folder for what all ranks print (default: kept on failure)")
     add("--timeout", type=float, default=3600.0, help="limit in seconds (default: 3600)")
     add("--no-pin", action="store_true", help="leave scheduling to the kernel, see README.md")
     add("--check", action="store_true", help="only show that links have their rate")
@@ -175,8 +175,8 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         json.dump(plan, file)
         file.flush()
         outcome = start(args, str(_FOLDER / "worker.py"), file.name)
-    print(f"{outcome}\n{args.json} has all rows that were measured", flush=True)
-    return outcome.returncode
+    print(f"{outcome.report}\n{args.json} has all rows that were measured", flush=True)
+    return outcome.status
 
 
 def train(args: argparse.Namespace) -> int:
@@ -190,9 +190,9 @@ def train(args: argparse.Namespace) -> int:
             path = Path(folder) / "run.json"
             given = ("--method", method, "--json", str(path))
             outcome = start(args, str(_TRAIN), *given)
-            print(outcome, flush=True)
-            if outcome.returncode:
-                return outcome.returncode
+            print(outcome.report, flush=True)
+            if outcome.status:
+                return outcome.status
             run = json.loads(path.read_text())
         records.add_training(where | run)
     return 0
@@ -211,10 +211,9 @@ def start(args: argparse.Namespace, *script: str) -> Outcome:
             (sys.executable, *script),
             args.hosts,
             timeout=args.timeout,
-            coordinator_host=up.address(0),
-            wrap=before,
             env={**_MEMORY, **os.environ, "JAX_PLATFORMS": "cpu"},
-            logs=args.logs,
+            wrap=before,
+            host=up.address(0),
         )
 
 

@@ -21,9 +21,8 @@ from prediction import fitted, usual_seconds
 from programs import Loaded, Program, Store, arguments, program
 from records import Records
 
-from jaxsparse import cost
+from jaxsparse import cost, fail_at_once
 from jaxsparse.collectives import wire
-from jaxsparse.launch import fail_at_once
 
 _LEAST = 3  # repetitions
 _WORDS = (1, 2**10, 2**14, 2**17, 2**20)  # that links are measured with

@@ -8,7 +8,7 @@ import jax
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "processes",
-        "Under Slurm, Open MPI, Kubernetes and jaxsparse.launch the first three are found; give "
+        "Under Slurm, Open MPI, Kubernetes and launch.py the first three are found; give "
         "all of them or none.",
     )
     add = group.add_argument

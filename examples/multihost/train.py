@@ -1,7 +1,7 @@
 """Trains a Flax linen classifier of scikit-learn's digits in one or many processes.
 
     python examples/multihost/train.py
-    python -m jaxsparse.launch -n 4 -- python examples/multihost/train.py --method spardl
+    python examples/multihost/launch.py -n 4 -- python examples/multihost/train.py --method spardl
 
 README.md beside this file has the commands for Slurm, Open MPI, Kubernetes and bare machines.
 """
@@ -30,7 +30,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
-from jaxsparse.launch import fail_at_once
 
 BY_DENSITY = (
     "dgc",
@@ -206,7 +205,7 @@ def main() -> None:
     if args.resume and args.checkpoint_dir is None:
         parser.error("--resume: name the run's --checkpoint-dir")
     processes.join(args, parser)
-    with fail_at_once():
+    with jaxsparse.fail_at_once():
         train(args, parser)
 
 

@@ -70,7 +70,7 @@ def dsar_split_allgather(
     def unpack(words: Array) -> Array:
         if quantizer is None:
             return codecs.from_bits(words, total.dtype)
-        scales = -(-m // quantizer.bucket_size)
+        scales = -(-m // quantizer.group_size)
         levels, rest = words[: words.size - scales], words[words.size - scales :]
         parts = quantize.Quantized(levels, codecs.from_bits(rest, jnp.float32))
         return quantize.dequantize(parts, quantizer, m)

@@ -12,9 +12,8 @@ from jaxsparse.cost.leaf_groups import REST, Group, LeafGroups, Members
 from jaxsparse.cost.plans import BY_GROUP, GroupChoice, Prediction
 from jaxsparse.cost.report import WireBytes
 from jaxsparse.cost.traced import traced_bytes
-from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.layout import split_evenly
-from jaxsparse.partition import partition
 from jaxsparse.reducers.base import Budget
 from jaxsparse.systems import WITH_VARIANTS, Choice, Dense, choose, dense
 

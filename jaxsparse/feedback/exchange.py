@@ -1,4 +1,4 @@
-"""One step's exchange of all buckets and dense leaves: of these gradients, or of the last ones."""
+"""One step's exchange of all buckets and dense leaves: arrays in, arrays out."""
 
 import functools
 from collections.abc import Sequence
@@ -6,191 +6,193 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from jaxsparse.collectives import wire
-from jaxsparse.feedback.levels import Levels
-from jaxsparse.reducers.base import Info, Reduced, Reducer
+from jaxsparse.feedback.axes import Axes
+from jaxsparse.feedback.plan import Plan
+from jaxsparse.reducers.base import Info, Reduced
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
+_MOST = 2**31 - 1  # that an int32 holds
 
 
 class Bucket(NamedTuple):
-    """One worker's state of its shard of one bucket."""
+    """What one worker carries of its shard of one bucket."""
 
     residual: Array
     momentum: Array | None  # its own, or that of the mean; None if there is none
     reducer: Any
 
 
-class Dense(NamedTuple):
-    """The state of the uncompressed leaves."""
+class Carried(NamedTuple):
+    """What one worker carries from step to step, in float32."""
 
-    momentum: Array | None  # of the mean
-    pending: Array | None  # the last gradient, not exchanged yet; None without delay
+    buckets: list[Bucket]
+    dense_momentum: Array | None  # of the uncompressed leaves' mean
+    pending: Array | None  # the last uncompressed gradient, not exchanged yet; None without delay
 
 
 class Exchanged(NamedTuple):
-    """What a step delivers, and its new state."""
+    """What a step delivers, and what is carried on."""
 
     means: list[Array]  # one a bucket, whole
     dense_mean: Array
-    buckets: list[Bucket]
-    dense: Dense
-    infos: list[Info]
+    carried: Carried
+    info: Info
     ok: Bool[Array, ""]  # whether all was finite everywhere
 
 
 class Settings(NamedTuple):
-    """What `immediate` and `delayed` need to know, for each bucket and in all."""
+    """How to exchange, whatever the tree."""
 
-    levels: Levels
-    reducers: Sequence[Reducer]
-    sizes: Sequence[int]  # elements of each bucket, whole
-    of_mean: Sequence[bool]  # whether the momentum is that of the mean
-    momentum: float | Array | None
+    axes: Axes
+    momentum: float | Array | None = None
+    is_delayed: bool = False
 
 
-def scatter(gradients: Sequence[Array], shards: Sequence[int], levels: Levels) -> list[Array]:
-    """This device's shards of the buckets' means over the fast axis, one after the other."""
-    own: list[Array] = []
-    for gradient, size in zip(gradients, shards):
-        if own and levels.dense_axis is not None:
-            gradient, own[-1] = jax.lax.optimization_barrier((gradient, own[-1]))
-        own.append(levels.scatter(gradient, size))
-    return own
-
-
-def immediate(
-    gradients: Sequence[Array],
-    dense: Array,
-    before: Sequence[Bucket],
-    dense_before: Dense,
-    settings: Settings,
+def exchange(
+    buckets: Sequence[Array], dense: Array, before: Carried, plan: Plan, settings: Settings
 ) -> Exchanged:
-    """Exchanges residuals and these gradients."""
-    levels, reducers, sizes, of_mean, momentum = settings
-    # Whether what is to be exchanged is finite is agreed on in the same message as the dense
-    # leaves, before the buckets are exchanged. A skipped step then exchanges the old residual
-    # in vain, but no copy of the old state need be kept, as it would be to decide afterwards.
-    sums = [
-        b.residual + _corrected(g, b.momentum, momentum, mean)
-        for g, b, mean in zip(gradients, before, of_mean)
-    ]
-    finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
-    broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
-    message = jnp.concatenate([dense, broken[None]])
-    exchanged = wire.psum(message, levels.summed_axes) / levels.summands
-    # A sum of finite gradients can overflow, too.
-    ok = _all_finite(exchanged) & (exchanged[-1] == 0)
-    if levels.sharded:
-        (ok,) = levels.none_of(~ok)
-    dense_mean, dense_momentum = _mean_momentum(exchanged[:-1], dense_before.momentum, ok, momentum)
+    """Exchanges residuals with this step's gradients, or with a delay what was there before them.
+
+    Whether gradients are finite is agreed on in the same message as the dense leaves, before the
+    buckets are exchanged: a skipped step then costs no message of its own, and exchanges the old
+    residual in vain. To decide afterwards would keep a copy of the old state, one to two d floats
+    of memory. With a delay only that flag waits for the gradients.
+    """
+    axes, momentum, is_delayed = settings
+    gradients = _shards(buckets, plan, axes)
+    ok, dense_mean, dense_ok = jnp.bool_(True), dense, jnp.bool_(True)
+    if is_delayed:
+        if dense.size:  # an empty message would be sent, too
+            assert before.pending is not None
+            dense_mean = wire.psum(before.pending, axes.summed) / axes.summands()
+    else:
+        sums = [
+            b.residual + _corrected(g, b.momentum, momentum, zeros)
+            for g, b, zeros in zip(gradients, before.buckets, plan.needs_zeros)
+        ]
+        ok, dense_mean = _agreed(sums, dense, axes)
+        dense_ok = ok
 
     means: list[Array] = []
     after: list[Bucket] = []
-    infos = []
-    for gradient, b, reducer, size, mean_only in zip(gradients, before, reducers, sizes, of_mean):
-        if means:
-            gradient, means[-1] = _after(gradient, means[-1], levels)
-        u = _corrected(gradient, b.momentum, momentum, mean_only)
-        kept = b.momentum
-        if kept is not None and not mean_only:
-            # What is exchanged is made of it, lest XLA should make it again after the exchange, of
-            # two vectors kept until then.
-            kept = u = select(ok, u, kept)
-        x = select(ok, b.residual + u, b.residual)
-        reduced = reducer(x, b.reducer, axis_name=levels.axis_name)
-        mean = select(ok, reduced.mean, jnp.zeros_like(reduced.mean))
-        if mean_only:
+    infos: list[Info] = []
+    for gradient, b, reducer, zeros, size in zip(
+        gradients, before.buckets, plan.reducers, plan.needs_zeros, plan.sizes
+    ):
+        residual = b.residual
+        if means and is_delayed:
+            residual, means[-1] = _after(residual, means[-1], axes)
+        elif means:
+            gradient, means[-1] = _after(gradient, means[-1], axes)
+        x, kept = residual, b.momentum
+        if not is_delayed:
+            u = _corrected(gradient, kept, momentum, zeros)
+            if kept is not None and not zeros:
+                # What is exchanged is made of it. Else XLA makes it only after the exchange, of two
+                # vectors that are kept until then.
+                kept = u = _select(ok, u, kept)
+            x = _select(ok, residual + u, residual)
+        reduced = reducer(x, b.reducer, axis_name=axes.axis_name)
+        mean = reduced.mean
+        if not is_delayed:
+            mean = _select(ok, mean, jnp.zeros_like(mean))
+        if zeros:
             mean, kept = _mean_momentum(mean, kept, ok, momentum)
         elif kept is not None:
-            kept = select(ok, _masked(kept, reduced), kept)
-        means.append(levels.gather(mean, size))
-        after.append(
-            Bucket(select(ok, reduced.residual, x), kept, select(ok, reduced.state, b.reducer))
-        )
+            kept = _select(ok, _masked(kept, reduced), kept)
+        means.append(axes.gather(mean, size) if axes.scatters else mean)
         infos.append(reduced.info)
-    return Exchanged(means, dense_mean, after, Dense(dense_momentum, None), infos, ok)
+        if is_delayed:
+            after.append(Bucket(reduced.residual, kept, reduced.state))
+        else:
+            state = _select(ok, reduced.state, b.reducer)
+            after.append(Bucket(_select(ok, reduced.residual, x), kept, state))
 
-
-def delayed(
-    gradients: Sequence[Array],
-    dense: Array,
-    before: Sequence[Bucket],
-    dense_before: Dense,
-    settings: Settings,
-) -> Exchanged:
-    """Exchanges what was there before these gradients, to which only a flag of theirs is added.
-
-    So all exchanges but that of the flag may run beside the computation of the gradients.
-    """
-    levels, reducers, sizes, of_mean, momentum = settings
-    pending = dense_before.pending
-    assert pending is not None
-    # An empty message would be sent, too.
-    total = wire.psum(pending, levels.summed_axes) if dense.size else jnp.zeros((0,), jnp.float32)
-    dense_mean = total / levels.summands
-    means: list[Array] = []
-    exchanged: list[Reduced] = []
-    kept_momenta: list[Array | None] = []
-    always = jnp.bool_(True)
-    for b, reducer, size, mean_only in zip(before, reducers, sizes, of_mean):
-        x = b.residual
-        if means:
-            x, means[-1] = _after(x, means[-1], levels)
-        reduced = reducer(x, b.reducer, axis_name=levels.axis_name)
-        mean, kept = reduced.mean, b.momentum
-        if mean_only:
-            mean, kept = _mean_momentum(mean, kept, always, momentum)
-        elif kept is not None:
-            kept = _masked(kept, reduced)
-        means.append(levels.gather(mean, size))
-        exchanged.append(reduced)
-        kept_momenta.append(kept)
-
-    us = [
-        _corrected(g, kept, momentum, mean_only)
-        for g, kept, mean_only in zip(gradients, kept_momenta, of_mean)
-    ]
-    sums = [reduced.residual + u for reduced, u in zip(exchanged, us)]
-    finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
-    ok, dense_ok = levels.none_of(~finite, ~_all_finite(dense_mean))
+    pending = None
+    if is_delayed:
+        added = [
+            _corrected(g, b.momentum, momentum, zeros)
+            for g, b, zeros in zip(gradients, after, plan.needs_zeros)
+        ]
+        sums = [b.residual + u for b, u in zip(after, added)]
+        finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
+        ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
+        after = [
+            b._replace(
+                residual=_select(ok, x, b.residual),
+                momentum=b.momentum if b.momentum is None or zeros else _select(ok, u, b.momentum),
+            )
+            for b, x, u, zeros in zip(after, sums, added, plan.needs_zeros)
+        ]
+        pending = _select(ok, dense, jnp.zeros_like(dense))
     dense_mean, dense_momentum = _mean_momentum(
-        dense_mean, dense_before.momentum, dense_ok, momentum
+        dense_mean, before.dense_momentum, dense_ok, momentum
     )
-    after = [
-        Bucket(
-            select(ok, x, reduced.residual),
-            kept if kept is None or mean_only else select(ok, u, kept),
-            reduced.state,
-        )
-        for x, reduced, u, kept, mean_only in zip(sums, exchanged, us, kept_momenta, of_mean)
-    ]
-    return Exchanged(
-        means,
-        dense_mean,
-        after,
-        Dense(dense_momentum, select(ok, dense, jnp.zeros_like(dense))),
-        [reduced.info for reduced in exchanged],
-        ok & dense_ok,
-    )
+    carried = Carried(after, dense_momentum, pending)
+    return Exchanged(means, dense_mean, carried, total(infos, plan, axes), ok & dense_ok)
 
 
-def _after(x: Array, mean: Array, levels: Levels) -> tuple[Array, Array]:
+def keep_rounding(done: Exchanged, rounded: Sequence[Array], plan: Plan, axes: Axes) -> Exchanged:
+    """What rounding to the leaves' dtypes takes from the means is not delivered either.
+
+    Args:
+        done: the exchange.
+        rounded: the means as the leaves' dtypes hold them, in float32.
+        plan: of the tree.
+        axes: of the workers.
+    """
+    buckets = []
+    for b, zeros, mean, low in zip(done.carried.buckets, plan.needs_zeros, done.means, rounded):
+        if not zeros:
+            lost = axes.own(mean - low, b.residual.size) if axes.scatters else mean - low
+            # Where nothing is lost, the bits of the residual, for -0 + 0 is +0.
+            b = b._replace(residual=jnp.where(lost == 0, b.residual, b.residual + lost))
+        buckets.append(b)
+    return done._replace(carried=done.carried._replace(buckets=buckets))
+
+
+def _shards(buckets: Sequence[Array], plan: Plan, axes: Axes) -> list[Array]:
+    """This device's shards of the buckets' means over the fast axis, one after the other."""
+    if not axes.scatters:
+        return list(buckets)
+    own: list[Array] = []
+    for gradient, size in zip(buckets, plan.shards):
+        if own:
+            gradient, own[-1] = jax.lax.optimization_barrier((gradient, own[-1]))
+        own.append(axes.scatter(gradient, size))
+    return own
+
+
+def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
+    """Whether all is finite on all workers, and the mean of the dense leaves, in one message."""
+    finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
+    broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
+    message = jnp.concatenate([dense, broken[None]])
+    exchanged = wire.psum(message, axes.summed) / axes.summands()
+    # A sum of finite gradients can overflow, too.
+    ok = _all_finite(exchanged) & (exchanged[-1] == 0)
+    if axes.sharded:
+        (ok,) = axes.none_of(~ok)
+    return ok, exchanged[:-1]
+
+
+def _after(x: Array, mean: Array, axes: Axes) -> tuple[Array, Array]:
     """`x`, to be used once `mean` is there, and `mean`.
 
     Without the barrier XLA may start all buckets at once, or combine their messages, and the memory
     that splitting saves is lost again. The mean comes out of it, too: XLA would drop what does not.
     """
     x, after = jax.lax.optimization_barrier((x, mean))
-    for axis in levels.axes:
+    for axis in axes.all:
         if wire.tracks_replication(axis) and not wire.is_varying(mean, axis):
             after = wire.replicated(after, axis)  # a barrier types all as the most varying
     return x, after
 
 
-def select(ok: Array, new: Any, old: Any) -> Any:
+def _select(ok: Array, new: Any, old: Any) -> Any:
     """`new` where ok, else `old`, leaf by leaf."""
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
@@ -198,20 +200,23 @@ def select(ok: Array, new: Any, old: Any) -> Any:
 def _mean_momentum(
     mean: Array, before: Array | None, ok: Array, momentum: float | Array | None
 ) -> tuple[Array, Array | None]:
-    """The update with the mean's momentum, and the momentum; without `ok`, zeros and as before."""
+    """The update with the mean's momentum, and the momentum; without `ok`, zeros and as before.
+
+    Momentum is linear: that of the mean is the mean of all workers', so one replicated copy serves.
+    """
     if momentum is not None and before is not None:
         mean = jnp.asarray(momentum, jnp.float32) * before + mean
         # An overflow would stay for ever.
         mean = jnp.clip(mean, -_LARGEST, _LARGEST)
-        before = select(ok, mean, before)
-    return select(ok, mean, jnp.zeros_like(mean)), before
+        before = _select(ok, mean, before)
+    return _select(ok, mean, jnp.zeros_like(mean)), before
 
 
 def _corrected(
-    gradient: Array, before: Array | None, momentum: float | Array | None, of_mean: bool
+    gradient: Array, before: Array | None, momentum: float | Array | None, needs_zeros: bool
 ) -> Array:
     """The gradient with momentum, u."""
-    if momentum is None or before is None or of_mean:
+    if momentum is None or before is None or needs_zeros:
         return gradient
     return jnp.asarray(momentum, jnp.float32) * before + gradient
 
@@ -223,3 +228,42 @@ def _all_finite(x: Array) -> Array:
 
 def _masked(u: Array, reduced: Reduced) -> Array:
     return u if reduced.sent is None else jnp.where(reduced.sent, jnp.zeros_like(u), u)
+
+
+def count(elements: int) -> Int[Array, ""]:
+    """A static number of elements as an int32, or the largest one if it is larger."""
+    return jnp.int32(min(elements, _MOST))
+
+
+def saturating_sum(counts: Int[Array, "n *k"], axis_name: str | None = None) -> Int[Array, " *k"]:
+    """The sum of counts over their first axis and over workers; 2**31 - 1 if it is more.
+
+    Args:
+        counts: int32, not negative; at most 2**15 of all workers.
+        axis_name: the axis of workers; None for these alone.
+    """
+    # Sums of halves don't overflow.
+    halves = jnp.stack([counts >> 16, counts & 0xFFFF]).sum(axis=1, dtype=jnp.int32)
+    if axis_name is not None:
+        halves = wire.psum(wire.varying(halves, axis_name), axis_name)
+    upper, lower = halves
+    upper += lower >> 16
+    return jnp.where(upper > _MOST >> 16, jnp.int32(_MOST), (upper << 16) | (lower & 0xFFFF))
+
+
+def total(infos: Sequence[Info], plan: Plan, axes: Axes) -> Info:
+    """The sums over buckets and shards, and uncompressed elements; padding does not count."""
+    delivered, overflow = [jnp.int32(0)], [jnp.int32(0)]
+    for one, size, shard in zip(infos, plan.sizes, plan.shards):
+        held = count(shard)
+        if axes.scatters:  # how many elements of this device's shard are the bucket's
+            full, rest = divmod(size, max(shard, 1))
+            rank = wire.axis_index(axes.dense_axis)
+            partly = jnp.where(rank == full, count(rest), jnp.int32(0))
+            held = jnp.where(rank < full, held, partly)
+        delivered.append(jnp.minimum(one.delivered, held))
+        overflow.append(one.overflow)
+    counts = jnp.stack([jnp.stack(delivered), jnp.stack(overflow)], axis=1)
+    compressed, kept_back = saturating_sum(counts, axes.dense_axis)
+    both = jnp.stack([compressed, count(plan.dense_elements)])
+    return Info(saturating_sum(both), kept_back)

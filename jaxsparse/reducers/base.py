@@ -10,14 +10,16 @@ collective, and masks may be global.
 
 import abc
 import dataclasses
+import itertools
 import math
+import re
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse.collectives import wire
 from jaxsparse.settings import static_seed
 
 _MOST = 2**31 - 1  # that an int32 holds
@@ -37,27 +39,10 @@ class Info(NamedTuple):
 
 
 def info(delivered: Any, overflow: Any = 0) -> Info:
-    """An `Info` of int32 scalars."""
+    """An `Info` of int32 scalars; a static number that is too large for one is cut."""
+    if isinstance(delivered, int):
+        delivered = min(delivered, _MOST)
     return Info(jnp.asarray(delivered, jnp.int32), jnp.asarray(overflow, jnp.int32))
-
-
-def count(elements: int) -> Int[Array, ""]:
-    """A static number of elements as an int32, or the largest one if it is larger."""
-    return jnp.int32(min(elements, _MOST))
-
-
-def saturating_sum(counts: Int[Array, "n *k"], axis_name: str | None = None) -> Int[Array, " *k"]:
-    """The sum of counts over their first axis and over workers; 2**31 - 1 if it is more.
-
-    Args:
-        counts: int32, not negative; at most 2**15 of all workers.
-        axis_name: the axis of workers; None for these alone.
-    """
-    # Sums of halves don't overflow.
-    halves = jnp.stack([counts >> 16, counts & 0xFFFF]).sum(axis=1, dtype=jnp.int32)
-    upper, lower = wire.psum(wire.varying(halves, axis_name), axis_name)
-    upper += lower >> 16
-    return jnp.where(upper > _MOST >> 16, jnp.int32(_MOST), (upper << 16) | (lower & 0xFFFF))
 
 
 class Reduced(NamedTuple):
@@ -68,6 +53,13 @@ class Reduced(NamedTuple):
     sent: Bool[Array, " d"] | None  # where momentum is to be masked; None: nowhere
     state: Any  # the reducer's own carried state
     info: Info
+
+
+class Leaf(NamedTuple):
+    """One leaf of the gradient, all of whose elements are in a bucket."""
+
+    path: str  # its key path, as `jax.tree_util.keystr` prints it
+    shape: tuple[int, ...]
 
 
 class Matrix(NamedTuple):
@@ -96,8 +88,8 @@ class Budget(abc.ABC):
         return 1
 
     @property
-    def takes_matrices(self) -> bool:
-        """Whether buckets must hold whole leaves, whose shapes it is told: see `MatrixReducer`."""
+    def whole_leaves(self) -> bool:
+        """Whether no leaf may straddle buckets: reducers are told leaves by `with_leaves`."""
         return False
 
     @abc.abstractmethod
@@ -154,9 +146,9 @@ class Reducer(Budget):
         """The same for each bucket."""
         return (self,) * len(sizes)
 
-    def with_matrices(self, matrices: "tuple[Matrix, ...]") -> "Reducer":
-        """If it `takes_matrices`: the same for a bucket of whole leaves that lie as these."""
-        del matrices
+    def with_leaves(self, leaves: tuple[Leaf, ...]) -> "Reducer":
+        """The same for a bucket of these leaves, end to end; called if `whole_leaves`."""
+        del leaves
         return self
 
     def init(self, size: int) -> Any:
@@ -198,34 +190,54 @@ class SeededReducer(Reducer):
 
 @dataclasses.dataclass(frozen=True)
 class MatrixReducer(Reducer):
-    """A reducer that sees the matrices of its leaves in its vector.
-
-    Error feedback calls `with_matrices` once the layout is known, and lets no leaf straddle
-    buckets. Called without, as on a bare vector, the reducer sees one row.
+    """A reducer that sees its vector as the matrices that the leaves are, as low-rank methods do.
 
     Attributes:
-        matrices: of each leaf of the bucket, in order; their sizes add up to the vector's.
+        stacked: a regular expression; the leaves in whose key path it is found are stacks of
+            matrices, one for each layer of a scanned model, along their first axis.
+        matrices: of each leaf of the bucket, in order: set by error feedback, which knows the
+            layout. None, as for a bare vector, makes it one row.
     """
 
-    matrices: tuple[Matrix, ...] = dataclasses.field(default=(), kw_only=True)
+    stacked: str | None = dataclasses.field(default=None, kw_only=True)
+    matrices: tuple[Matrix, ...] | None = dataclasses.field(default=None, kw_only=True)
 
     @property
-    def takes_matrices(self) -> bool:
-        """Yes."""
+    def whole_leaves(self) -> bool:
+        """Part of a matrix is none."""
         return True
 
-    def with_matrices(self, matrices: tuple[Matrix, ...]) -> "MatrixReducer":
-        """The same for a bucket of these matrices."""
-        return dataclasses.replace(self, matrices=matrices)
+    def with_leaves(self, leaves: tuple[Leaf, ...]) -> "MatrixReducer":
+        """The same for the matrices of these leaves."""
+        return dataclasses.replace(self, matrices=tuple(map(self.matrix, leaves)))
+
+    def matrix(self, leaf: Leaf) -> Matrix:
+        """How a leaf is seen: (..., in, out) as rows of `out` elements, the layout of Flax kernels.
+
+        >>> reducer = MatrixReducer.__new__(MatrixReducer)
+        >>> object.__setattr__(reducer, "stacked", "layers")
+        >>> reducer.matrix(Leaf("['conv']", (3, 3, 16, 32)))
+        Matrix(stack=1, rows=144, columns=32)
+        >>> reducer.matrix(Leaf("['layers']['kernel']", (12, 64, 256)))
+        Matrix(stack=12, rows=64, columns=256)
+        """
+        is_stack = self.stacked is not None and re.search(self.stacked, leaf.path) is not None
+        stack, shape = (leaf.shape[0], leaf.shape[1:]) if is_stack else (1, leaf.shape)
+        columns = shape[-1] if shape else 1
+        return Matrix(stack, math.prod(shape[:-1]), columns)
 
     def cut(self, x: Float[Array, " d"]) -> list[Float[Array, "stack rows columns"]]:
-        """The matrices of each leaf. `jnp.concatenate([m.ravel() for m in ...])` is the inverse."""
-        parts, start = [], 0
-        for matrix in self.matrices or (Matrix(1, 1, x.size),):
-            part = jax.lax.slice(x, (start,), (start + matrix.size,))
-            parts.append(part.reshape(matrix))
-            start += matrix.size
-        return parts
+        """The matrices of each leaf."""
+        matrices = (Matrix(1, 1, x.size),) if self.matrices is None else self.matrices
+        ends = itertools.accumulate(matrix.size for matrix in matrices)
+        return [
+            jax.lax.slice(x, (end - matrix.size,), (end,)).reshape(matrix)
+            for matrix, end in zip(matrices, ends)
+        ]
+
+    def joined(self, parts: Sequence[Float[Array, "stack rows columns"]]) -> Float[Array, " d"]:
+        """The inverse of `cut`."""
+        return jnp.concatenate([part.reshape(-1) for part in parts])
 
 
 def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:

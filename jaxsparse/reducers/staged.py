@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import _compat
 from jaxsparse.collectives import wire
-from jaxsparse.reducers.base import Conservation, Matrix, Reduced, Reducer
+from jaxsparse.reducers.base import Conservation, Leaf, Reduced, Reducer
 from jaxsparse.stages import Stages
 
 T = TypeVar("T")
@@ -65,13 +65,13 @@ class Staged(Reducer):
         return any(reducer.adapts_messages for reducer in self.stages.values)
 
     @property
-    def takes_matrices(self) -> bool:
+    def whole_leaves(self) -> bool:
         """If any stage does."""
-        return any(reducer.takes_matrices for reducer in self.stages.values)
+        return any(reducer.whole_leaves for reducer in self.stages.values)
 
-    def with_matrices(self, matrices: tuple[Matrix, ...]) -> "Staged":
+    def with_leaves(self, leaves: tuple[Leaf, ...]) -> "Staged":
         """Each stage with the same."""
-        stages = tuple(reducer.with_matrices(matrices) for reducer in self.stages.values)
+        stages = tuple(reducer.with_leaves(leaves) for reducer in self.stages.values)
         return Staged(Stages(stages, self.stages.boundaries))
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:

@@ -6,10 +6,11 @@ from typing import Any, Unpack
 import optax
 from jaxtyping import Array, Float
 
+from jaxsparse import layout as layouts
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Reduced, Reducer, count
+from jaxsparse.reducers.base import Reduced, Reducer
 from jaxsparse.reducers.delivery import deliver
 from jaxsparse.systems.row import Case, System
 
@@ -26,7 +27,7 @@ class Dense(Reducer):
         """See `Reducer`."""
         total = wire.psum(x, axis_name)
         workers = wire.axis_size(axis_name)
-        return deliver(x, total, 0.0, None, state, workers, delivered=count(x.size))
+        return deliver(x, total, 0.0, None, state, workers, delivered=x.size)
 
 
 @exchange_options()
@@ -50,7 +51,7 @@ def dense(**options: Unpack[LeafOptions]) -> optax.GradientTransformationExtraAr
         [1.5, 1.5]
     """
     if options.get("is_dense") is None and options.get("bucket_size") is None:
-        options["is_dense"] = lambda path, shape: True
+        options["is_dense"] = layouts.everything
     return error_feedback(Dense(), **options)
 
 

@@ -9,7 +9,7 @@ import optax
 
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import ErrorFeedbackState, Levels
+from jaxsparse.feedback import Axes, ErrorFeedbackState
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.layout import narrow
 from jaxsparse.magnitude import largest_magnitude
@@ -75,7 +75,7 @@ def dgc(
     feedback = top_k(density, codec=codec, selection=selection, **options)
     if clip_norm is None:
         return feedback
-    levels = Levels.of(options)
+    axes = Axes.of(options)
     limit = static_float("clip_norm", clip_norm)
     if not 0 < limit < math.inf:
         raise ValueError(f"clip_norm={clip_norm} must be positive and finite; None doesn't clip")
@@ -83,8 +83,8 @@ def dgc(
     def update(
         updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ErrorFeedbackState]:
-        if _all_local(updates, levels.axes):  # or `feedback` raises an error
-            updates = _clipped(updates, limit / math.sqrt(levels.summands))
+        if _all_local(updates, axes.all):  # or `feedback` raises an error
+            updates = _clipped(updates, limit / math.sqrt(axes.summands()))
         return feedback.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(feedback.init, update)

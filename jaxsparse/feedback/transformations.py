@@ -1,14 +1,27 @@
-"""Error feedback around one reducer, as one Optax transformation."""
+"""Error feedback around one reducer or several, as Optax transformations."""
 
+from collections.abc import Mapping
 from typing import Any, Unpack
 
+import jax
+import jax.numpy as jnp
 import optax
 
-from jaxsparse import layout as layouts
-from jaxsparse.feedback.levels import Levels
-from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.feedback.planned import Planned, planned_feedback
+from jaxsparse.feedback.axes import Axes
+from jaxsparse.feedback.exchange import Settings, exchange, keep_rounding
+from jaxsparse.feedback.options import LeafOptions, Options, exchange_options
+from jaxsparse.feedback.plan import (
+    Policy,
+    Rule,
+    Rules,
+    by_policy,
+    check_shards,
+    make_plan,
+    one_rule,
+)
+from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator
 from jaxsparse.reducers.base import Budget
+from jaxsparse.settings import static_int
 
 
 @exchange_options()
@@ -102,26 +115,101 @@ def error_feedback(
             belongs to another tree or to several workers, the gradients are already summed, or
             with `sharded` a compressed leaf is no shard.
     """
-    levels = Levels.of(options)
-    is_dense, bucket_size = options.get("is_dense"), options.get("bucket_size")
+    return _feedback(one_rule(reducer, options.get("is_dense")), options)
 
-    def plan(tree: Any) -> Planned:
-        rule = layouts.small_or_vector if is_dense is None else is_dense
-        layout = layouts.plan(
-            tree, is_dense=rule, bucket_size=bucket_size, alignment=reducer.alignment
+
+@exchange_options(without=("is_dense",))
+def partition(
+    policy: Policy | Mapping[str, Rule], default: Rule = None, **options: Unpack[Options]
+) -> optax.GradientTransformationExtraArgs:
+    """Error feedback around a reducer for each group of leaves.
+
+    Leaves with equal reducers are laid end to end and exchanged as one vector, so a reducer whose
+    settings are totals (`SketchedReducer`) has them for its group. All uncompressed leaves travel
+    in one message. What `error_feedback` says of residuals, momentum and composition holds here.
+
+    Parallax's hybrid (Kim et al., EuroSys 2019), sparse gradients by gather and dense ones by
+    all-reduce, is `partition({"embedding": jaxsparse.systems.SparseAllGather(...)})`.
+
+    Args:
+        policy: a function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape that
+            returns its reducer, or None for uncompressed; or a mapping from regular expressions to
+            these, of which the first one found anywhere in the path counts. A reducer that changes
+            during training is `Stages` of reducers.
+        default: of leaves that no expression of the mapping matches.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: from here: an expression is not valid. From `init` and `update`: an expression
+            matches no leaf, a reducer is none, or see `error_feedback`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxsparse.systems import TopK
+        >>> tx = partition({"embedding": TopK(0.01)}, axis_name=None)
+        >>> grads = {"embedding": jnp.ones((64, 32)), "kernel": jnp.ones((32, 32))}
+        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> int(updates["embedding"].sum()), int(updates["kernel"].sum())
+        (21, 1024)
+    """
+    return _feedback(by_policy(policy, default), options)
+
+
+def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExtraArgs:
+    """The transformation of leaves that go as the rules say."""
+    axes, momentum = Axes.of(options), options.get("momentum")
+    _check_momentum(momentum)
+    is_delayed = _is_delayed(options.get("delay"))
+    settings = Settings(axes, momentum, is_delayed)
+    dtype = accumulator(options.get("accumulator_dtype"))
+    store = Store(axes, momentum is not None, is_delayed, dtype)
+
+    bucket_size = options.get("bucket_size")
+
+    def init(params: Any) -> ErrorFeedbackState:
+        return store.init(make_plan(params, rules, axes, bucket_size))
+
+    def update(
+        updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, ErrorFeedbackState]:
+        del params, extra_args
+        axes.check(updates)
+        plan = make_plan(updates, rules, axes, bucket_size)
+        if axes.sharded:
+            check_shards(updates, plan, axes)
+        carried = store.load(state, plan)
+        buckets, dense = plan.layout.flatten(updates)
+        done = exchange(buckets, dense, carried, plan, settings)
+        delivered = plan.layout.unflatten(done.means, done.dense_mean)
+        if any(dtype != jnp.float32 for dtype in plan.layout.dtypes):
+            done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan, axes)
+        if axes.sharded:
+            delivered = axes.typed_as(delivered, updates)
+        return delivered, store.save(done, state, plan)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_momentum(momentum: Any) -> None:
+    """Raises ValueError unless it is None or a scalar in [0, 1); of traced ones, the shape only."""
+    if momentum is None:
+        return
+    if jnp.ndim(momentum) != 0:
+        raise ValueError(
+            f"momentum has shape {jnp.shape(momentum)}: pass a scalar in [0, 1), the same for all "
+            "leaves (optax.multi_transform treats leaves differently)"
         )
-        if not layout.buckets and is_dense is None:
-            raise ValueError(
-                f"no leaf would be compressed: all {len(layout.shapes)} are vectors, scalars or "
-                "smaller than 1024 elements, which go dense by default. Pass "
-                "is_dense=lambda path, shape: False to compress them all, or use jaxsparse.dense()"
-            )
-        return Planned(layout, *levels.split(reducer, layout.bucket_sizes, layout.dense_size))
+    if not isinstance(momentum, jax.core.Tracer) and not 0 <= float(momentum) < 1:
+        raise ValueError(f"momentum={momentum} must lie in [0, 1); use None for no momentum")
 
-    return planned_feedback(
-        plan,
-        levels,
-        momentum=options.get("momentum"),
-        delay=options.get("delay"),
-        accumulator_dtype=options.get("accumulator_dtype"),
-    )
+
+def _is_delayed(delay: Any) -> bool:
+    """Whether the exchange is delayed; a ValueError unless it is 0, 1 or None (for 0)."""
+    if delay is None:
+        return False
+    steps = static_int("delay", delay)
+    if steps not in (0, 1):
+        raise ValueError(
+            f"delay={steps} must be 0, for the mean of this step's gradients, or 1, for last step's"
+        )
+    return steps == 1

@@ -1,0 +1,160 @@
+"""The axes of workers: one that is compressed over, and perhaps a fast one that is not.
+
+On a mesh of hosts and their devices each bucket is cut into L shards, one for each device of the
+fast axis. Shards are summed over the fast axis by a reduce-scatter, exchanged by a reducer over the
+slow one, and put together by an all-gather. Parameters that are sharded over the fast axis
+themselves need neither of the two. This is in the feedback, and no reducer around a reducer, so
+that residual and momentum are 1/L as large on each device; for that `init` has to know L.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxsparse.collectives import wire
+from jaxsparse.feedback.options import Options
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Which axes there are; L is 1 without a `dense_axis`.
+
+    Attributes:
+        axis_name: the axis that reducers exchange over; None for a single worker.
+        dense_axis: the fast axis, over which shards are summed exactly; None if there is none.
+        sharded: whether gradients are this device's shards, already averaged over `dense_axis`.
+    """
+
+    axis_name: str | None
+    dense_axis: str | None = None
+    sharded: bool = False
+
+    def __post_init__(self):
+        if self.dense_axis is not None and (
+            not isinstance(self.dense_axis, str) or self.dense_axis == self.axis_name
+        ):
+            raise ValueError(
+                f"dense_axis={self.dense_axis!r} must be the name of one other axis than "
+                f"axis_name={self.axis_name!r}, or None: axis_name is the slow axis, dense_axis "
+                'the fast one, as in axis_name="hosts", dense_axis="local"'
+            )
+        if not isinstance(self.sharded, bool):
+            raise ValueError(f"sharded={self.sharded!r} must be True or False")
+        if self.sharded and self.dense_axis is None:
+            raise ValueError(
+                "sharded=True without a dense_axis: name the axis that the parameters are sharded "
+                'over, such as dense_axis="local"'
+            )
+
+    @classmethod
+    def of(cls, options: Options) -> "Axes":
+        """Those that the options name."""
+        return cls(
+            options.get("axis_name", "data"),
+            options.get("dense_axis"),
+            options.get("sharded", False),
+        )
+
+    @functools.cached_property
+    def all(self) -> tuple[str, ...]:
+        """All axes."""
+        return tuple(axis for axis in (self.axis_name, self.dense_axis) if axis is not None)
+
+    @functools.cached_property
+    def summed(self) -> tuple[str, ...]:
+        """Axes over which uncompressed leaves are yet to be summed."""
+        return tuple(a for a in self.all if not (self.sharded and a == self.dense_axis))
+
+    @functools.cached_property
+    def scatters(self) -> bool:
+        """Whether whole gradients are cut into shards here."""
+        return self.dense_axis is not None and not self.sharded
+
+    def summands(self) -> int:
+        """Workers over whose uncompressed leaves the mean is yet to be taken.
+
+        Raises:
+            ValueError: an axis is not bound where this is traced.
+        """
+        workers = wire.axis_size(self.axis_name)
+        shards = 1 if self.dense_axis is None else wire.axis_size(self.dense_axis)
+        return workers if self.sharded else workers * shards
+
+    def shards(self) -> int:
+        """L.
+
+        Raises:
+            ValueError: L is not known where this is traced.
+        """
+        if self.dense_axis is None:
+            return 1
+        try:
+            return wire.axis_size(self.dense_axis)
+        except ValueError:
+            raise ValueError(
+                f"init needs the size of dense_axis={self.dense_axis!r}, for the state of one "
+                "shard. Run it on the mesh: state = jaxsparse.data_parallel(tx.init, mesh, "
+                f"axis_name={self.all!r}, batch_argnums=())(params)"
+            ) from None
+
+    def scatter(self, x: Float[Array, " d"], size: int) -> Float[Array, " size"]:
+        """This device's shard of the mean of `x` over the fast axis."""
+        shards = self.shards()
+        return wire.reduce_scatter(_rows(x, shards, size), self.dense_axis) / shards
+
+    def gather(self, shard: Float[Array, " size"], size: int) -> Float[Array, " d"]:
+        """All `size` elements of the bucket that `shard` is this device's part of."""
+        return wire.all_gather(shard, self.dense_axis).reshape(-1)[:size]
+
+    def own(self, x: Float[Array, " d"], size: int) -> Float[Array, " size"]:
+        """This device's shard of `x`."""
+        rank = wire.axis_index(self.dense_axis)
+        return jax.lax.dynamic_index_in_dim(_rows(x, self.shards(), size), rank, keepdims=False)
+
+    def none_of(self, *broken: Bool[Array, ""]) -> tuple[Bool[Array, ""], ...]:
+        """For each flag, whether it is set nowhere: the same on all workers."""
+        flags = jnp.stack([jnp.where(flag, jnp.float32(1), jnp.float32(0)) for flag in broken])
+        total = wire.psum(self.varying(flags), self.all)
+        return tuple(total[i] == 0 for i in range(len(broken)))
+
+    def varying(self, tree: Any) -> Any:
+        """`tree` typed as different on all devices."""
+        for axis in self.all:
+            tree = wire.varying(tree, axis)
+        return tree
+
+    def check(self, updates: Any) -> None:
+        """Raises ValueError if an axis is not bound, or gradients have been summed already."""
+        self.summands()
+        for axis in self.summed:
+            if not wire.tracks_replication(axis):
+                continue
+            axes = self.summed if len(self.summed) > 1 else axis
+            for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+                if leaf.size and not wire.is_varying(leaf, axis):
+                    raise ValueError(
+                        f"gradient{jax.tree_util.keystr(path)} is equal on all workers of axis "
+                        f"{axis!r}: JAX has already summed it, uncompressed, because it was taken "
+                        "with respect to replicated parameters. Differentiate with respect to "
+                        f"jaxsparse.local(params, {axes!r}) instead, and do not average gradients "
+                        "yourself. (If it is a constant, make it local with jaxsparse.local, too)"
+                    )
+
+    def typed_as(self, updates: Any, gradients: Any) -> Any:
+        """Updates whose gradients were equal along the fast axis, typed as equal there."""
+        axis = self.dense_axis
+        if axis is None or not wire.tracks_replication(axis):
+            return updates
+        return jax.tree.map(
+            lambda u, g: u if wire.is_varying(g, axis) else wire.replicated(u, axis),
+            updates,
+            gradients,
+        )
+
+
+def _rows(x: Array, shards: int, size: int) -> Array:
+    return jnp.pad(x, (0, shards * size - x.size)).reshape(shards, size)

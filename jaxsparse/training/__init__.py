@@ -1,0 +1,1 @@
+"""What a training program needs around its step."""

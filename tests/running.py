@@ -1,0 +1,41 @@
+"""Runs programs in processes of their own: one, or several by the multi-host example's launcher."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "multihost"))
+
+from launch import launch as launch
+
+sys.path.pop()
+
+ROOT = Path(__file__).parents[1]
+MULTIHOST = ROOT / "examples" / "multihost"
+# Children have the devices that a test gives them, and not those of conftest.py.
+ENV = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
+    "PYTHONPATH": str(ROOT)
+}
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+def run(script, *flags, cwd, rc=0, compiles_quickly=True):
+    """What an example printed: to stdout, or to stderr where it has to fail."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), *map(str, flags)],
+        cwd=cwd,
+        env=ENV | {"COLUMNS": "80"} | (QUICK if compiles_quickly else {}),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == rc, done.stdout + done.stderr
+    return done.stdout if rc == 0 else done.stderr
+
+
+def in_processes(command, processes, **settings):
+    """The outcome of a run of several processes, and the lines that each printed."""
+    lines = [[] for _ in range(processes)]
+    take = lambda rank, line: lines[rank].append(line)
+    outcome = launch(list(map(str, command)), processes, on_line=take, **settings)
+    return outcome, lines

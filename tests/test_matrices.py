@@ -1,0 +1,135 @@
+"""Reducers that see matrices: each leaf whole, in its own shape, or as a stack."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsparse import data_parallel, error_feedback, partition, shard
+from jaxsparse.collectives import wire
+from jaxsparse.reducers.base import Leaf, Matrix, MatrixReducer
+from jaxsparse.reducers.delivery import deliver
+from jaxsparse.stages import Stages
+from jaxsparse.systems import TopK
+
+SHAPES = {
+    "bias": (7,),
+    "conv": (3, 3, 4, 5),
+    "dense": (6, 5),
+    "layers": (4, 3, 8),
+}
+MATRICES = {"conv": (1, 36, 5), "dense": (1, 6, 5), "layers": (4, 3, 8)}
+WORKERS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstRows(MatrixReducer):
+    """Delivers the first row of each matrix of a stack, and keeps the others."""
+
+    def __call__(self, x, state, *, axis_name):
+        sent = self.joined([m.at[:, 1:].set(0) for m in self.cut(x)])
+        total = wire.psum(sent, axis_name)
+        return deliver(x, total, x - sent, None, state, wire.axis_size(axis_name))
+
+
+def gradients():
+    rng = np.random.default_rng(0)
+    draw = lambda shape: WORKERS * rng.integers(-9, 10, (WORKERS, *shape)).astype(np.float32)
+    return {name: draw(shape) for name, shape in SHAPES.items()}
+
+
+def delivered(tx, steps=1):
+    """The updates of a step with gradients, or of later ones without."""
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+
+    def step(state, gradients):
+        return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
+
+    run, state, found = data_parallel(step, WORKERS), shard(tx.init(params), WORKERS), []
+    for i in range(steps):
+        updates, state = run(state, jax.tree.map(lambda g, i=i: g * (i == 0), gradients()))
+        found.append(jax.device_get(updates))
+    return found, state
+
+
+def first_rows(name):
+    mean = gradients()[name].mean(0)
+    matrices = mean.reshape(MATRICES[name]).copy()
+    matrices[:, 1:] = 0
+    return matrices.reshape(SHAPES[name])
+
+
+@pytest.mark.parametrize("bucket_size", [None, 100, 1])
+def test_each_leaf_is_seen_in_its_own_shape(bucket_size):
+    rule = lambda path, shape: len(shape) < 2
+    tx = error_feedback(FirstRows(stacked="layers"), is_dense=rule, bucket_size=bucket_size)
+    (updates,), state = delivered(tx)
+    for name in MATRICES:
+        np.testing.assert_array_equal(updates[name], first_rows(name))
+    np.testing.assert_array_equal(updates["bias"], gradients()["bias"].mean(0))
+    # Leaves are whole in their buckets: 180 and 30 and 96 elements.
+    sizes = {None: [306], 100: [180, 30, 96], 1: [180, 30, 96]}[bucket_size]
+    assert [node.value.shape[1] for node in state.residual] == sizes
+
+
+def test_a_bucket_is_filled_with_whole_leaves():
+    tx = error_feedback(FirstRows(), is_dense=lambda *_: False, bucket_size=215)
+    state = tx.init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+    assert [node.value.shape[1] for node in state.residual] == [187, 126]
+
+
+def test_a_matrix_without_a_stack_has_one_first_row():
+    tx = error_feedback(FirstRows(), is_dense=lambda path, shape: "layers" not in path)
+    (updates,), _ = delivered(tx)
+    expected = np.zeros((12, 8), np.float32)
+    expected[0] = gradients()["layers"].mean(0)[0, 0]
+    np.testing.assert_array_equal(updates["layers"], expected.reshape(4, 3, 8))
+
+
+def test_beside_others_in_a_partition_and_in_stages():
+    stages = Stages((FirstRows(), FirstRows(stacked="layers")), (1,))
+    tx = partition({"conv": TopK(1.0), "layers": stages})
+    (first, second), _ = delivered(tx, steps=2)
+    np.testing.assert_array_equal(first["conv"], gradients()["conv"].mean(0))
+    mean = gradients()["layers"].mean(0)
+    as_one, as_stack = np.zeros_like(mean), first_rows("layers")
+    as_one[0, 0] = mean[0, 0]
+    np.testing.assert_array_equal(first["layers"], as_one)
+    as_stack[0, 0] = 0  # was delivered before
+    np.testing.assert_array_equal(second["layers"], as_stack)
+
+
+def test_nothing_is_lost():
+    (updates,), state = delivered(error_feedback(FirstRows(), is_dense=lambda *_: False))
+    order = sorted(SHAPES)
+    total = np.concatenate([gradients()[name].sum(0).ravel() for name in order])
+    mean = np.concatenate([updates[name].ravel() for name in order])
+    kept = np.asarray(state.residual[0].value).sum(0)
+    np.testing.assert_array_equal(total, WORKERS * mean + kept)
+
+
+def test_how_leaves_are_seen():
+    reducer = FirstRows(stacked=r"layers|blocks")
+    for path, shape, matrix in (
+        ("['w']", (3, 4), (1, 3, 4)),
+        ("['w']", (2, 3, 4), (1, 6, 4)),
+        ("['layers']['w']", (2, 3, 4), (2, 3, 4)),
+        ("['blocks']['b']", (2, 3), (2, 1, 3)),
+        ("['b']", (3,), (1, 1, 3)),
+        ("['s']", (), (1, 1, 1)),
+    ):
+        assert reducer.matrix(Leaf(path, shape)) == Matrix(*matrix)
+    parts = reducer.cut(jnp.arange(6.0))
+    assert [part.shape for part in parts] == [(1, 1, 6)]
+
+
+def test_shards_of_a_fast_axis_are_no_matrices():
+    tx = error_feedback(
+        FirstRows(), axis_name="hosts", dense_axis="local", is_dense=lambda *_: False
+    )
+    with pytest.raises(ValueError, match="whole matrices, which dense_axis cuts into shards"):
+        jax.vmap(
+            lambda x: tx.init({"w": x}), axis_name="local", axis_size=2, in_axes=None, out_axes=None
+        )(jnp.zeros((3, 4)))
