@@ -74,11 +74,10 @@ def test_blocks_of_slots(share, capacity, first):
     np.testing.assert_array_equal(within, np.cumsum(counts, axis=1))
     total = int(np.sum(counts))
     finders = compaction._blocks_by_marks, compaction._blocks_by_search
-    first = jnp.int32(first)
 
     def filled(find):
         def found(counts):
-            ends, block = find(counts, first, capacity=capacity)
+            ends, block = find(counts, jnp.int32(first), capacity=capacity)
             return ends, block[: max(total - first, 0)]
 
         return found

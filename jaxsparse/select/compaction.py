@@ -183,6 +183,7 @@ def _pack_all(
     return jnp.concatenate(list(packed))
 
 
+@jax.jit  # traced once for all ranks, on CPU and GPU
 def _pack(mask: Bool[Array, " n"]) -> UInt32[Array, "blocks 32"]:
     """Bit i of word w of block b is element 1024 b + 32 w + i; False past the end."""
     square = jnp.pad(mask, (0, -mask.size % _BLOCK)).reshape(-1, _BITS, _BITS)
