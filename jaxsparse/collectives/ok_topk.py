@@ -1,6 +1,5 @@
 """Ok-Topk: sums of balanced regions above reused thresholds (Li and Hoefler, PPoPP 2022)."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -14,7 +13,8 @@ from jaxsparse.collectives.kth_largest import kth_largest
 from jaxsparse.collectives.offers import about_top_k
 from jaxsparse.collectives.regions import Regions, bucket_count, into_regions
 from jaxsparse.collectives.spardl import Select, largest
-from jaxsparse.select.counting import folded
+from jaxsparse.select.compaction import compact_ranked
+from jaxsparse.select.counting import count_where
 from jaxsparse.stream import SparseStream, add_to, from_dense
 from jaxsparse.tiles import zeros
 
@@ -197,9 +197,7 @@ def _is_large(sums: Array, threshold: Array) -> Array:
 
 
 def _count_large(sums: Array, threshold: Array) -> Array:
-    add = functools.partial(jnp.sum, dtype=jnp.uint32)
-    count = folded(add, jnp.add, lambda x: _is_large(x, threshold).astype(jnp.uint32), sums)
-    return count.astype(jnp.int32)
+    return count_where(sums, lambda sums: _is_large(sums, threshold))
 
 
 def _large(
@@ -210,26 +208,30 @@ def _large(
     In increasing order of their indices; or nearly the largest of them, in falling order, if of all
     workers' there are too many.
     """
-    is_large = _is_large(sums, threshold)
 
-    def padded(stream: SparseStream) -> SparseStream:
-        empty = limit - stream.capacity
-        indices = jnp.pad(stream.indices, (0, empty), constant_values=sums.size)
-        return SparseStream(indices, jnp.pad(stream.values, (0, empty)))
+    # A pass over all slots takes longer than over the sums, and few owners fill more than `room`.
+    def reaching() -> SparseStream:
+        def more(i: Array, indices: Array) -> Array:
+            # Together, or XLA takes the mask out of the loop, and stores it.
+            again, turn = jax.lax.optimization_barrier((sums, i))
+            mask = lambda sums, _: _is_large(sums, threshold)
+            found = compact_ranked(again, mask, 1, room, first=turn * room)
+            return jnp.where(jnp.arange(limit // room)[:, None] == i, found[None], indices)
 
-    def reaching(capacity: int) -> SparseStream:
-        return padded(from_dense(sums, select.compact(is_large, capacity)))
+        empty = zeros((limit // room, room), jnp.int32, (sums, count)) + sums.size
+        turns = jnp.minimum(-(-count // room), limit // room)
+        return from_dense(sums, jax.lax.fori_loop(0, turns, more, empty).ravel())
 
     def the_largest() -> SparseStream:
         capacity = min(sums.size, limit)
-        stream = select.fast_top_k(jnp.where(is_large, sums, 0), capacity)
+        stream = select.fast_top_k(jnp.where(_is_large(sums, threshold), sums, 0), capacity)
         index = jnp.where(stream.values != 0, stream.indices, sums.size)
-        return padded(largest(SparseStream(index, stream.values), capacity)[0])
+        stream = largest(SparseStream(index, stream.values), capacity)[0]
+        empty = limit - capacity
+        indices = jnp.pad(stream.indices, (0, empty), constant_values=sums.size)
+        return SparseStream(indices, jnp.pad(stream.values, (0, empty)))
 
-    # A pass over the slots takes longer than over the sums, and few owners fill more than `room`.
-    branches = [lambda: reaching(room), lambda: reaching(min(sums.size, limit)), the_largest]
-    which = jnp.where(too_many, 2, (count > room).astype(jnp.int32))
-    return jax.lax.switch(which, branches)
+    return jax.lax.cond(too_many, the_largest, reaching)
 
 
 def _shifted(x: Array, by: Array, empty: int) -> Array:

@@ -88,19 +88,22 @@ def exchange(
             residual, means[-1] = _after(residual, means[-1], axes)
         elif means:
             gradient, means[-1] = _after(gradient, means[-1], axes)
-        u = b.momentum
-        x = residual
+        x, kept = residual, b.momentum
         if not is_delayed:
-            u = _corrected(gradient, b.momentum, momentum, zeros)
+            u = _corrected(gradient, kept, momentum, zeros)
+            if kept is not None and not zeros:
+                # What is exchanged is made of it. Else XLA makes it only after the exchange, of two
+                # vectors that are kept until then.
+                kept = u = _select(ok, u, kept)
             x = _select(ok, residual + u, residual)
         reduced = reducer(x, b.reducer, axis_name=axes.axis_name)
-        mean, kept = reduced.mean, b.momentum
+        mean = reduced.mean
         if not is_delayed:
             mean = _select(ok, mean, jnp.zeros_like(mean))
         if zeros:
             mean, kept = _mean_momentum(mean, kept, ok, momentum)
         elif kept is not None:
-            kept = _select(ok, _masked(_select(ok, u, kept), reduced), kept)
+            kept = _select(ok, _masked(kept, reduced), kept)
         means.append(axes.gather(mean, size) if axes.scatters else mean)
         infos.append(reduced.info)
         if is_delayed:

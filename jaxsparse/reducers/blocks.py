@@ -118,7 +118,8 @@ def take(
     turns = -(-mask.size // capacity)
     start = ((step % jnp.uint32(turns)) * jnp.uint32(capacity)).astype(jnp.int32)
     ahead = jnp.arange(mask.size, dtype=jnp.int32) >= start
-    return compact_ranked([mask & ahead, mask & ~ahead], capacity)
+    rank = jnp.where(mask, jnp.where(ahead, jnp.int32(0), jnp.int32(1)), jnp.int32(2))
+    return compact_ranked(rank, jnp.equal, 2, capacity)
 
 
 def agree(
