@@ -37,6 +37,7 @@ from jaxsparse.collectives import (
     sparse_ring,
     split_allgather,
 )
+from jaxsparse.reducers.base import Reducer
 from jaxsparse.stream import SparseStream
 
 
@@ -90,7 +91,7 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
         shapes = jax.ShapeDtypeStruct((k,), jnp.int32), jax.ShapeDtypeStruct((k,), jnp.float32)
         add(name, wire(f, workers, *shapes), published, reason)
 
-    def reducer(name: str, reducer: jaxsparse.Reducer, published: Any, reason: str = ""):
+    def reducer(name: str, reducer: Reducer, published: Any, reason: str = ""):
         def f(x: jax.Array) -> Any:
             # Not known to the compiler, or it would drop the branches of later steps.
             state = jax.lax.optimization_barrier(reducer.init(size))

@@ -33,8 +33,8 @@ from jaxsparse import codecs
 from jaxsparse.collectives import spardl as collectives
 from jaxsparse.collectives.spardl import spar_reduce_scatter
 from jaxsparse.collectives.wire import Group
-from jaxsparse.reducers.density import entries
 from jaxsparse.select.selection import selector
+from jaxsparse.settings import entries
 from jaxsparse.systems import SparDL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

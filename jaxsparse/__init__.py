@@ -19,18 +19,18 @@ from jaxsparse import (
     systems,
     traffic,
 )
-from jaxsparse.autotune import autotune
-from jaxsparse.diagnostics import diagnose
 from jaxsparse.feedback import error_feedback, partition
-from jaxsparse.parallel import data_parallel
-from jaxsparse.per_worker import PerWorker, Sharded, specs
 from jaxsparse.planner import select_tensors
-from jaxsparse.replicas import check_replicas
-from jaxsparse.resharding import reshard
-from jaxsparse.sharding import local, shard
-from jaxsparse.stages import Stages, warm_up
+from jaxsparse.planner.autotune import autotune
+from jaxsparse.reducers.stages import Stages, warm_up
 from jaxsparse.systems import *
+from jaxsparse.training.diagnostics import diagnose
 from jaxsparse.training.failing import fail_at_once
+from jaxsparse.training.marks import PerWorker, Sharded, specs
+from jaxsparse.training.parallel import data_parallel
+from jaxsparse.training.replicas import check_replicas
+from jaxsparse.training.resharding import reshard
+from jaxsparse.training.sharding import local, shard
 
 __all__ = [
     "PerWorker",

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jaxsparse import bits, blocks, codecs
+from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.collectives.ok_topk import Regions
-from jaxsparse.collectives.parcel import Parcel
-from jaxsparse.collectives.split import split_parcel
+from jaxsparse.collectives.split import split_format
 
 # The package has functions of the same names.
 ok_topk, recursive_double, sparse_ring, split_allgather, union = (
@@ -47,7 +47,7 @@ def recursive_double_traffic(k, size, workers, codec=codecs.COO):
     (W - 1) 2k if they are disjoint: static shapes pay for the latter.
     """
     capacities = recursive_double._capacities(k, size, workers)
-    words = [Parcel(size, c, "sum", jnp.float32, codec).words for c in capacities]
+    words = [MessageFormat(size, c, "sum", jnp.float32, codec).words for c in capacities]
     return Traffic(len(capacities), sum(words))
 
 
@@ -60,8 +60,8 @@ def split_allgather_traffic(
     if they are disjoint. Static shapes without factors pay more than the latter, since all k
     entries of a worker may be for one owner.
     """
-    first = split_parcel(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
-    second = split_allgather._gather_parcel(
+    first = split_format(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
+    second = split_allgather._gather_format(
         k, size, workers, "sum", jnp.float32, codec, capacity_factor, union_factor
     )
     is_bounded = capacity_factor is not None or union_factor is not None
@@ -76,7 +76,7 @@ def dsar_split_allgather_traffic(
 
     The published range (section 5.3.3) counts 0 to 2k words for the first half.
     """
-    first = split_parcel(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
+    first = split_format(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
     second = first.size if quantizer is None else quantizer.words(first.size)
     words = (workers - 1) * (first.words + second + (capacity_factor is not None))
     return Traffic(workers - 1 + (workers - 1).bit_length(), words)
@@ -84,15 +84,15 @@ def dsar_split_allgather_traffic(
 
 def all_gather_sum_traffic(k, size, workers, codec=codecs.COO):
     """ceil(log2 W) rounds, (W - 1) 2k words in COO."""
-    parcel = Parcel(size, k, "sum", jnp.float32, codec)
-    return Traffic((workers - 1).bit_length(), (workers - 1) * parcel.words)
+    message_format = MessageFormat(size, k, "sum", jnp.float32, codec)
+    return Traffic((workers - 1).bit_length(), (workers - 1) * message_format.words)
 
 
 def sparse_ring_traffic(k, size, workers, codec=codecs.COO, capacity_factor=None):
     """2 (W - 1) rounds; words of the messages' capacities."""
     parcels = sparse_ring._parcels(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
     last = parcels[-1].words + (capacity_factor is not None)
-    words = sum(parcel.words for parcel in parcels[:-1]) + (workers - 1) * last
+    words = sum(message_format.words for message_format in parcels[:-1]) + (workers - 1) * last
     return Traffic(2 * (workers - 1), words)
 
 

@@ -8,7 +8,7 @@ from recorders import record
 from workers import feedback_loop, few, on_workers
 
 from jaxsparse import traffic
-from jaxsparse.stages import Stages
+from jaxsparse.reducers.stages import Stages
 from jaxsparse.systems import random_k
 from jaxsparse.systems.random_k import RandomK
 

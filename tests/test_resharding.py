@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, reshard, shard
 from jaxsparse.collectives.spardl import Adaptation
-from jaxsparse.per_worker import PerShard
+from jaxsparse.training.marks import PerShard
 
 AXES = ("hosts", "local")
 COUNTS = (1, 2, 3, 5, 6, 8, 16, 256)

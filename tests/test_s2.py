@@ -211,7 +211,7 @@ def test_the_sketch_is_unbiased_and_as_noisy_as_documented(case):
     (rows, sizing, expected), workers = case, 16
     x = disjoint(workers)
     room = 0.1 if sizing == "union" else None  # the 48 blocks of all workers
-    reducer = S2(BLOCK, 3 / 480, rows=rows, sizing=sizing, union_density=room, sketch_ratio=0.5)
+    reducer = S2(3 / 480, BLOCK, rows=rows, sizing=sizing, union_density=room, sketch_ratio=0.5)
     means = np.asarray(repeated(reducer, workers)(jnp.asarray(x)), np.float64)
     truth = x.sum(0, dtype=np.float64) / workers
     assert not means[:, truth == 0].any()

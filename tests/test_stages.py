@@ -10,7 +10,7 @@ from workers import mesh, some
 
 import jaxsparse
 from jaxsparse import Stages, data_parallel, partition, shard, traffic, warm_up
-from jaxsparse.reducers.staged import Staged
+from jaxsparse.reducers.stages import Staged
 from jaxsparse.systems import OmniReduce
 
 

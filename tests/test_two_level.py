@@ -34,9 +34,9 @@ from jaxsparse import PerWorker, Stages, data_parallel, local, shard, specs as s
 from jaxsparse.feedback import Axes, error_feedback, partition
 from jaxsparse.feedback.exchange import saturating_sum, total
 from jaxsparse.feedback.plan import Plan
-from jaxsparse.per_worker import Sharded
 from jaxsparse.reducers.base import info
 from jaxsparse.systems import Dense, SparDL, TopK, dense, spardl
+from jaxsparse.training.marks import Sharded
 
 CONSERVING = [name for name, case in CASES.items() if conserves(case.reducer)]
 

@@ -10,8 +10,8 @@ which on CPU cost more than that from a density of 0.3 % on.
 from jaxsparse.collectives.all_gather_sum import all_gather_sum as all_gather_sum
 from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather as dsar_split_allgather
 from jaxsparse.collectives.gtopk import gtopk as gtopk
+from jaxsparse.collectives.messages import AllReduced as AllReduced
 from jaxsparse.collectives.ok_topk import ok_topk as ok_topk
-from jaxsparse.collectives.outcome import AllReduced as AllReduced
 from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce as quantized_all_reduce
 from jaxsparse.collectives.recursive_double import recursive_double as recursive_double
 from jaxsparse.collectives.spardl import spar_reduce_scatter as spar_reduce_scatter

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.outcome import AllReduced
-from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.collectives.messages import AllReduced, MessageFormat
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream, merge_duplicates, to_dense
 
@@ -34,16 +33,16 @@ def all_gather_sum(
     Raises:
         ValueError: the op is unknown, not defined for the dtype, or not for this codec.
     """
-    parcel = Parcel(size, stream.capacity, op, stream.values.dtype, codec)
+    message_format = MessageFormat(size, stream.capacity, op, stream.values.dtype, codec)
     residual = jnp.zeros_like(stream.values, shape=(size,))
-    if parcel.is_dense:
-        message = parcel.pack(to_dense(stream, size, op))
+    if message_format.is_dense:
+        message = message_format.pack(to_dense(stream, size, op))
     else:
         if not distinct:  # on a GPU equal indices within a scatter have no order: replicas drift
             stream = merge_duplicates(stream, size, op)
         rounded = codec.rounded(stream.values)
-        if not parcel.is_exact:
+        if not message_format.is_exact:
             residual = residual.at[stream.indices].add(stream.values - rounded, mode="drop")
         message = codec.encode(stream._replace(values=rounded), size)
     messages = wire.all_gather(message, axis_name)
-    return AllReduced(parcel.merge_all(messages), residual, jnp.int32(0))
+    return AllReduced(message_format.merge_all(messages), residual, jnp.int32(0))

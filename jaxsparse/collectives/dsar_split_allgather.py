@@ -6,9 +6,8 @@ from jaxtyping import Array, Key
 
 from jaxsparse import codecs, quantize
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.messages import AllReduced, split_counts, with_count
 from jaxsparse.collectives.split import own_range, split
-from jaxsparse.collectives.tally import split_counts, with_count
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream
 

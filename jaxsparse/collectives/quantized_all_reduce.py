@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.quantize import (
     Quantizer,
     check_feedback,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, DTypeLike, Int, Num
 
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.operations import Operation
 from jaxsparse.settings import static_float
 from jaxsparse.stream import SparseStream, merge_duplicates, to_dense
@@ -47,7 +47,7 @@ def capacity_of(k: int, workers: int, factor: float | None) -> int:
     return k if factor is None else min(k, math.ceil(factor * k / workers))
 
 
-def split_parcel(
+def split_format(
     k: int,
     size: int,
     workers: int,
@@ -55,11 +55,11 @@ def split_parcel(
     dtype: DTypeLike,
     codec: codecs.Codec,
     capacity_factor: float | None,
-) -> Parcel:
+) -> MessageFormat:
     """The messages of the split phase."""
     check_factor("capacity_factor", capacity_factor, op)
     capacity = capacity_of(k, workers, capacity_factor)
-    return Parcel(-(-size // workers), capacity, op, dtype, codec)
+    return MessageFormat(-(-size // workers), capacity, op, dtype, codec)
 
 
 def split(
@@ -81,27 +81,27 @@ def split(
     """
     workers = wire.axis_size(axis_name)
     k, dtype = stream.capacity, stream.values.dtype
-    parcel = split_parcel(k, size, workers, op, dtype, codec, capacity_factor)
-    m = parcel.size
+    message_format = split_format(k, size, workers, op, dtype, codec, capacity_factor)
+    m = message_format.size
     zeros = jnp.zeros_like(stream.values, shape=(workers * m,))
-    if parcel.is_dense:
+    if message_format.is_dense:
         rows = to_dense(stream, workers * m, op).reshape(workers, m)
-        messages = wire.all_to_all(jax.vmap(parcel.pack)(rows), axis_name)
+        messages = wire.all_to_all(jax.vmap(message_format.pack)(rows), axis_name)
         residual, overflow = zeros, jnp.int32(0)
     else:
         if op == "or":
             stream = merge_duplicates(stream, size, op)
         owner = jnp.where(stream.indices < size, stream.indices // m, workers)
         local = stream._replace(indices=stream.indices % m)
-        bins, fits = into_bins(local, owner, workers, parcel.capacity, empty=m)
+        bins, fits = into_bins(local, owner, workers, message_format.capacity, empty=m)
         sent = jnp.where(fits, codec.rounded(stream.values), 0)
         residual = zeros
-        if not parcel.is_exact or capacity_factor is not None:
+        if not message_format.is_exact or capacity_factor is not None:
             residual = zeros.at[stream.indices].add(stream.values - sent, mode="drop")
         overflow = jnp.sum(~fits & (stream.indices < size), dtype=jnp.int32)
         encode = lambda bin: codec.encode(bin, m)
         messages = wire.all_to_all(jax.vmap(encode)(bins), axis_name)
-    return Split(parcel.merge_all(messages), residual, overflow)
+    return Split(message_format.merge_all(messages), residual, overflow)
 
 
 def into_bins(

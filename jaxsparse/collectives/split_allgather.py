@@ -7,10 +7,14 @@ from jaxtyping import DTypeLike
 
 from jaxsparse import codecs, select
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.outcome import AllReduced, left_of
-from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.collectives.messages import (
+    AllReduced,
+    MessageFormat,
+    left_of,
+    split_counts,
+    with_count,
+)
 from jaxsparse.collectives.split import capacity_of, check_factor, own_range, split
-from jaxsparse.collectives.tally import split_counts, with_count
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream, to_dense
 
@@ -52,24 +56,24 @@ def split_allgather(
     total, residual, overflow = split(
         stream, size, axis_name=axis_name, op=op, codec=codec, capacity_factor=capacity_factor
     )
-    parcel = _gather_parcel(
+    message_format = _gather_format(
         stream.capacity, size, workers, op, total.dtype, codec, capacity_factor, union_factor
     )
-    m = parcel.size
+    m = message_format.size
     is_bounded = capacity_factor is not None or union_factor is not None
-    if union_factor is not None and not parcel.is_dense:
-        kept = to_dense(select.top_k(total, parcel.capacity), m)
+    if union_factor is not None and not message_format.is_dense:
+        kept = to_dense(select.top_k(total, message_format.capacity), m)
         overflow += jnp.count_nonzero(total != kept).astype(jnp.int32)
         residual, total = own_range(residual, axis_name, left_of(total, kept)), kept
-    if not parcel.is_exact:
-        rounded = parcel.rounded(total)
+    if not message_format.is_exact:
+        rounded = message_format.rounded(total)
         residual, total = own_range(residual, axis_name, left_of(total, rounded)), rounded
-    message = with_count(parcel.pack(total), overflow if is_bounded else None)
+    message = with_count(message_format.pack(total), overflow if is_bounded else None)
     messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
-    return AllReduced(parcel.ranges(messages)[:size], residual[:size], overflow)
+    return AllReduced(message_format.ranges(messages)[:size], residual[:size], overflow)
 
 
-def _gather_parcel(
+def _gather_format(
     k: int,
     size: int,
     workers: int,
@@ -78,9 +82,9 @@ def _gather_parcel(
     codec: codecs.Codec,
     capacity_factor: float | None,
     union_factor: float | None,
-) -> Parcel:
+) -> MessageFormat:
     check_factor("union_factor", union_factor, op)
     m = -(-size // workers)
     arriving = workers * capacity_of(k, workers, capacity_factor)
     room = arriving if union_factor is None else math.ceil(union_factor * k / workers)
-    return Parcel(m, min(m, arriving, room), op, dtype, codec)
+    return MessageFormat(m, min(m, arriving, room), op, dtype, codec)

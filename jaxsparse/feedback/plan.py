@@ -9,10 +9,9 @@ import jax
 from jaxsparse import layout as layouts
 from jaxsparse.collectives import wire
 from jaxsparse.feedback.axes import Axes
-from jaxsparse.per_worker import is_sharded
 from jaxsparse.reducers.base import Budget, Leaf, Reducer
-from jaxsparse.reducers.staged import Staged
-from jaxsparse.stages import Stages
+from jaxsparse.reducers.stages import Staged, Stages
+from jaxsparse.training.marks import is_sharded
 
 # How one leaf is exchanged. None: uncompressed.
 Rule = Budget | Stages[Reducer] | None

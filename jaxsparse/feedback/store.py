@@ -16,8 +16,8 @@ from jaxsparse.collectives import wire
 from jaxsparse.feedback.axes import Axes
 from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged
 from jaxsparse.feedback.plan import Plan
-from jaxsparse.per_worker import PerShard, PerWorker
 from jaxsparse.reducers.base import Info
+from jaxsparse.training.marks import PerShard, PerWorker
 
 _SIGN = 0x80000000
 _DROPPED = 0x0000FFFF  # the bits of a float32 that a bfloat16 does not have

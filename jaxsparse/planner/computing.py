@@ -14,13 +14,12 @@ from jaxtyping import Array, Float
 
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.planner.tensors import TensorPoint, TensorProfile
 from jaxsparse.planner.timing import here, interleaved
 from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.settings import static_int
+from jaxsparse.settings import check_density, entries, static_int
 from jaxsparse.stream import SparseStream, to_dense
 from jaxsparse.systems import WITH_VARIANTS, Dense, SparCML, choose
 from jaxsparse.systems.dragonn import extractor
@@ -257,7 +256,7 @@ def _distinct(name: str, values: Sequence[int], least: int) -> list[int]:
 def _tensor_point(
     size: int, workers: list[int], k: int, extract: Extract, codec: codecs.Codec, repeats: int
 ) -> TensorPoint:
-    parcel = Parcel(size, k, "sum", jnp.float32, codec)
+    parcel = MessageFormat(size, k, "sum", jnp.float32, codec)
 
     @jax.jit
     def encode(x: Array) -> tuple[Array, Array]:

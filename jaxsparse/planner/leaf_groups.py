@@ -14,8 +14,7 @@ from jaxsparse import layout as layouts
 from jaxsparse.blocks import check_block_size
 from jaxsparse.reducers.base import Budget
 from jaxsparse.reducers.blocks import check_room
-from jaxsparse.reducers.density import check_density
-from jaxsparse.settings import static_int
+from jaxsparse.settings import check_density, static_int
 
 REST = "all other leaves"
 

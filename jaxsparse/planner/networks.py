@@ -18,7 +18,7 @@ from jaxsparse.collectives import wire
 from jaxsparse.network import Link, Network, Timing
 from jaxsparse.planner.timing import elapsed
 from jaxsparse.settings import static_float, static_int
-from jaxsparse.sharding import count_workers
+from jaxsparse.training.sharding import count_workers
 
 # What a link is given for terms that the times show nothing of.
 _NO_LATENCY, _NO_LIMIT = 1e-9, 1e15

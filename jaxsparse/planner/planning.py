@@ -17,8 +17,7 @@ from jaxsparse.planner.leaf_groups import REST, Group, LeafGroups, Members
 from jaxsparse.planner.plans import BY_GROUP, GroupChoice, Plan, Prediction
 from jaxsparse.profiles import SystemProfile
 from jaxsparse.reducers.base import Budget, Reducer
-from jaxsparse.reducers.density import check_density
-from jaxsparse.settings import static_float, static_int
+from jaxsparse.settings import check_density, static_float, static_int
 from jaxsparse.systems import WITH_VARIANTS, Choice, Dense, SparCML, choose, dense
 from jaxsparse.traffic import WireBytes, traced_bytes
 

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse import codecs, layout as layouts, network
-from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.printing import aligned, milliseconds
 from jaxsparse.profiles import Measured
-from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.settings import static_float, static_int
+from jaxsparse.settings import check_density, entries, static_float, static_int
 
 _ms = functools.partial(milliseconds, digits=3)
 
@@ -325,7 +324,7 @@ def select_tensors(
         path, shape = jax.tree_util.keystr(key_path), jnp.shape(leaf)
         if size := math.prod(shape):
             k = entries(density, size)
-            words = Parcel(size, k, "sum", jnp.float32, codec).words
+            words = MessageFormat(size, k, "sum", jnp.float32, codec).words
             encode = profile.encode_seconds(size)
             tensors.append(
                 TensorTimes(

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.reducers.base import Reduced, info
 from jaxsparse.select.counting import count_where
 from jaxsparse.stream import SparseStream

@@ -22,6 +22,7 @@ from jaxsparse.select.compaction import compact
 from jaxsparse.select.exact import top_k
 from jaxsparse.select.fast import fast_top_k
 from jaxsparse.select.maxima import slot_max
+from jaxsparse.select.selection import Bisection, Sampled
 from jaxsparse.select.slots import (
     Extraction,
     counted_hash_extract,
@@ -31,7 +32,9 @@ from jaxsparse.select.slots import (
 from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
 
 __all__ = [
+    "Bisection",
     "Extraction",
+    "Sampled",
     "bisection_threshold",
     "bisection_top_k",
     "block_top_k",

@@ -22,8 +22,7 @@ from jaxsparse.reducers.blocks import (
     union_capacity,
 )
 from jaxsparse.reducers.delivery import finite_sums
-from jaxsparse.reducers.staged import staged
-from jaxsparse.stages import Stages
+from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System, block_settings
 

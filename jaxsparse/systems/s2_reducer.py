@@ -21,12 +21,11 @@ from jaxsparse.reducers.blocks import (
     selected_count,
     union_capacity,
 )
-from jaxsparse.reducers.staged import staged
+from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.compaction import compact
 from jaxsparse.settings import static_float, static_int
 from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
 from jaxsparse.sketch.tiles import SketchSpec
-from jaxsparse.stages import Stages
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.omni_reduce import OmniReduce
 from jaxsparse.systems.row import Case, System, block_settings

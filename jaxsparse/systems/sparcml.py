@@ -14,7 +14,7 @@ from jaxsparse import codecs, network, quantize, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather
-from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.recursive_double import recursive_double
 from jaxsparse.collectives.sparse_ring import sparse_ring
 from jaxsparse.collectives.split import check_factor
@@ -24,9 +24,8 @@ from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.profiles import SystemProfile
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer
 from jaxsparse.reducers.delivery import deliver_streams
-from jaxsparse.reducers.staged import staged
+from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.settings import static_int
-from jaxsparse.stages import Stages
 from jaxsparse.stream import SparseStream
 from jaxsparse.systems.row import Case, Request, Settings, System, one_in
 from jaxsparse.traffic import WireBytes, traced_bytes

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import blocks, codecs
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.tally import split_counts, with_count
+from jaxsparse.collectives.messages import split_counts, with_count
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Reduced, Reducer, info
@@ -22,9 +22,8 @@ from jaxsparse.reducers.blocks import (
     take,
 )
 from jaxsparse.reducers.delivery import finite_sums
-from jaxsparse.reducers.density import entries
-from jaxsparse.reducers.staged import staged
-from jaxsparse.stages import Stages
+from jaxsparse.reducers.stages import Stages, staged
+from jaxsparse.settings import entries
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System, block_settings
 

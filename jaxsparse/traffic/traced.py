@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxsparse import _compat
 from jaxsparse.collectives import wire
-from jaxsparse.per_worker import map_marked
 from jaxsparse.settings import static_int
 from jaxsparse.traffic.report import (
     RECEIVED,
@@ -25,6 +24,7 @@ from jaxsparse.traffic.report import (
     merged,
     scaled,
 )
+from jaxsparse.training.marks import map_marked
 
 _DTYPES = {"bool": "pred", "float": "f", "int": "s", "uint": "u", "bfloat": "bf", "complex": "c"}
 

@@ -11,8 +11,8 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxsparse.parallel import data_parallel
-from jaxsparse.sharding import local, shard
+from jaxsparse.training.parallel import data_parallel
+from jaxsparse.training.sharding import local, shard
 
 T = TypeVar("T")
 

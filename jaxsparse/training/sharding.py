@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
 from jaxsparse.collectives import wire
-from jaxsparse.per_worker import (
+from jaxsparse.training.marks import (
     AxisName,
     check_wrapped,
     fast_axis,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import ErrorFeedbackState
 from jaxsparse.feedback.exchange import saturating_sum
-from jaxsparse.per_worker import AxisName, is_sharded, shards_of
+from jaxsparse.training.marks import AxisName, is_sharded, shards_of
 
 
 class Diagnostics(NamedTuple):

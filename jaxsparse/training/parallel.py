@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
 from jaxsparse.collectives import wire
-from jaxsparse.per_worker import (
+from jaxsparse.training.marks import (
     AxisName,
     check_wrapped,
     fast_axis,
@@ -19,7 +19,7 @@ from jaxsparse.per_worker import (
     specs,
     unpacked,
 )
-from jaxsparse.sharding import check_even, count_workers
+from jaxsparse.training.sharding import check_even, count_workers
 
 
 def data_parallel(

@@ -1,18 +1,47 @@
-"""A partial result on its way: as a stream, or as a dense array once that is no longer."""
+"""Messages of the sparse all-reduces, and what these return.
+
+A message carries a partial result: as a stream, or as a dense array once that is no longer. A count
+rides along in its last word, and so takes no round of its own.
+"""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Num, UInt32
+from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
 from jaxsparse import codecs, operations, select
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream, from_dense
 
 
+class AllReduced(NamedTuple):
+    """The entries of all workers' streams over vectors of d elements, combined.
+
+    For sums, `sum over workers of to_dense(stream) == total + sum over workers of residual`.
+    """
+
+    total: Num[Array, " d"]  # equal on all workers; the neutral element where nobody has an entry
+    residual: Num[Array, " d"]  # this worker's share of what `total` lacks; zeros but for sums
+    overflow: Int[Array, ""]  # int32: entries, of all workers, that found no room; equal on all
+
+
+def left_of(total: Num[Array, " d"], sent: Num[Array, " d"]) -> Num[Array, " d"]:
+    """What is left of partial sums for a residual.
+
+    A sum that overflowed and is not sent is cut to what its dtype holds: the values that it is of
+    are on other workers, and an inf would stay in the residual for good.
+    """
+    left = jnp.where(total == sent, jnp.zeros_like(total), total - sent)
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        return left
+    largest = jnp.finfo(total.dtype).max
+    return jnp.clip(left, -largest, largest)
+
+
 @dataclasses.dataclass(frozen=True)
-class Parcel:
+class MessageFormat:
     """Messages that carry vectors of `size` elements with at most `capacity` entries.
 
     Entries are the elements other than the operation's neutral one. From the capacity at which a
@@ -99,3 +128,21 @@ class Parcel:
     def ranges(self, messages: UInt32[Array, "n words"]) -> Num[Array, " n*size"]:
         """The vectors of all messages, end to end."""
         return jax.vmap(lambda words: self.merge(self.empty(), words))(messages).reshape(-1)
+
+
+def with_count(
+    message: UInt32[Array, " words"], count: Int[Array, ""] | None
+) -> UInt32[Array, " words+1"]:
+    """The message with this worker's count behind it; None adds nothing."""
+    if count is None:
+        return message
+    return jnp.concatenate([message, count.astype(jnp.uint32)[None]])
+
+
+def split_counts(
+    messages: UInt32[Array, "n words+1"], is_counted: bool
+) -> tuple[UInt32[Array, "n words"], Int[Array, ""]]:
+    """The messages of n workers without their counts, and the sum of these, or 0."""
+    if not is_counted:
+        return messages, jnp.int32(0)
+    return messages[:, :-1], jnp.sum(messages[:, -1]).astype(jnp.int32)

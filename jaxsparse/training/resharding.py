@@ -9,14 +9,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
-from jaxsparse.per_worker import (
+from jaxsparse.training.marks import (
     AxisName,
     check_wrapped,
     is_marked,
     shards_of,
     unpacked,
 )
-from jaxsparse.sharding import count_workers, shard
+from jaxsparse.training.sharding import count_workers, shard
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from jaxsparse.per_worker import PerWorker
+        >>> from jaxsparse.training.marks import PerWorker
         >>> state = {"residual": PerWorker(jnp.float32([[0, 3], [3, 3], [6, 0]]))}
         >>> reshard(state, 2)["residual"].value.tolist()
         [[1.0, 3.0], [5.0, 1.0]]
