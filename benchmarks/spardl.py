@@ -185,7 +185,7 @@ def gathered(reducer: SparDL, x: jax.Array, state: Any) -> jax.Array:
     pick, codec = selector(reducer.selection), reducer.codec
     block = spar_reduce_scatter(rows, k, team, select=pick, codec=codec).block
     state = started(reducer, x.size, state)
-    _, count = collectives.bruck(block, size, k, across, state, select=pick, codec=codec)
+    _, _, count = collectives.bruck(block, size, k, across, state, select=pick, codec=codec)
     return count.astype(jnp.float32)
 
 

@@ -96,13 +96,6 @@ def _add(
 _RUNGS = 4
 
 
-class Gathered(NamedTuple):
-    """What a worker holds after Spar-All-Gather of blocks of m elements."""
-
-    block: SparseStream  # the sum over teams, cut; equal on the workers of equal rank in all teams
-    discarded: Float[Array, " m"]  # this worker's share of what was cut off and rounded away
-
-
 def largest(stream: SparseStream, k: int) -> tuple[SparseStream, SparseStream]:
     """The k entries of largest magnitude, in falling order, and the stream without them."""
     k = min(k, stream.capacity)
@@ -113,7 +106,7 @@ def largest(stream: SparseStream, k: int) -> tuple[SparseStream, SparseStream]:
 
 def recursive(
     block: SparseStream, size: int, k: int, teams: Group, *, codec: codecs.Codec
-) -> Gathered:
+) -> tuple[SparseStream, Float[Array, " m"]]:
     """R-SAG: recursive doubling over teams, cutting to the k largest after each exchange.
 
     After exchange t, 2^(t+1) workers hold the same sum and cut the same entries: each keeps
@@ -128,6 +121,10 @@ def recursive(
         k: entries kept at each stage.
         teams: the workers of equal rank in each team.
         codec: of the messages.
+
+    Returns:
+        The sum over teams, cut, equal on the workers of equal rank in all teams; and this worker's
+        share of what was cut off and rounded away.
 
     Raises:
         ValueError: the number of teams is not a power of two.
@@ -149,7 +146,7 @@ def recursive(
         block, cut = largest(add(block, arrived, size), k)
         discarded = add_to(discarded, cut._replace(values=cut.values / (2 * holders)))
         holders *= 2
-    return Gathered(block, discarded)
+    return block, discarded
 
 
 class Adaptation(NamedTuple):
@@ -196,7 +193,7 @@ def bruck(
     *,
     select: Select,
     codec: codecs.Codec,
-) -> tuple[Gathered, Int[Array, ""]]:
+) -> tuple[SparseStream, Float[Array, " m"], Int[Array, ""]]:
     """B-SAG: each worker sends its h largest entries to all teams, and the sum is cut to k.
 
     The messages' capacity is the lowest of a ladder of 4 between k / teams and k that holds h
@@ -214,7 +211,7 @@ def bruck(
         codec: of the messages.
 
     Returns:
-        The sum, and int32: how many entries it had before it was cut.
+        As `recursive`, and int32: how many entries the sum had before it was cut.
     """
     rungs = ladder(k, teams.size)
     h = jnp.round(state.h).astype(jnp.int32)
@@ -243,7 +240,7 @@ def bruck(
     kept = select(total, k)
     cut = total.at[kept.indices].set(0, mode="drop")
     entries = jnp.count_nonzero(total).astype(jnp.int32)
-    return Gathered(kept, discarded + cut / teams.size), entries
+    return kept, discarded + cut / teams.size, entries
 
 
 def ladder(k: int, teams: int) -> list[int]:

@@ -4,26 +4,17 @@ SparCML, section 5.3.2: the split phase of SSAR_Split_allgather and DSAR_Split_a
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Int, Num
+from jaxtyping import Array, Bool, DTypeLike, Int
 
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.messages import MessageFormat
+from jaxsparse.collectives.messages import AllReduced, MessageFormat
 from jaxsparse.operations import Operation
 from jaxsparse.settings import static_float
 from jaxsparse.stream import SparseStream, merge_duplicates, to_dense
-
-
-class Split(NamedTuple):
-    """What a worker holds after the split phase, in ranges of m = ceil(d / W) elements."""
-
-    total: Num[Array, " m"]  # its own range, complete
-    residual: Num[Array, " W*m"]  # what it could not send, or was rounded away
-    overflow: Int[Array, ""]  # int32: entries of its own that found no room
 
 
 def check_factor(name: str, factor: float | None, op: Operation) -> None:
@@ -70,11 +61,15 @@ def split(
     op: Operation,
     codec: codecs.Codec,
     capacity_factor: float | None,
-) -> Split:
+) -> AllReduced:
     """Sends each entry to the owner of its range, who combines what arrives.
 
     Worker w owns elements w m to (w + 1) m - 1; the last ones may own fewer. (The paper gives the
     last worker the remainder of d / W, which would make all messages as long as its.)
+
+    Returned are, for ranges of m = ceil(d / W) elements, the total of the own range, complete; what
+    this worker could not send, or was rounded away, in all W m elements; and entries of its own
+    that found no room.
 
     One all-to-all. Words received: (W - 1) times those of a message with room for k entries, or
     for ceil(capacity_factor k / W).
@@ -101,7 +96,7 @@ def split(
         overflow = jnp.sum(~fits & (stream.indices < size), dtype=jnp.int32)
         encode = lambda bin: codec.encode(bin, m)
         messages = wire.all_to_all(jax.vmap(encode)(bins), axis_name)
-    return Split(message_format.merge_all(messages), residual, overflow)
+    return AllReduced(message_format.merge_all(messages), residual, overflow)
 
 
 def into_bins(

@@ -57,7 +57,9 @@ class GTopK(Reducer):
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
         stream = selector(self.selection)(x, entries(self.density, x.size))
-        total, discarded = gtopk_all_reduce(stream, x.size, axis_name=axis_name, codec=self.codec)
+        total, discarded, _ = gtopk_all_reduce(
+            stream, x.size, axis_name=axis_name, codec=self.codec
+        )
         unselected = x - to_dense(stream, x.size)
         if self.residuals == "published":
             discarded = jnp.zeros_like(x)

@@ -99,7 +99,7 @@ class SparDL(Reducer):
             discarded = discarded.at[team.rank].add(cut)
         elif self.teams > 1:
             state = _started(state, k, self.teams)
-            (own, cut), count = collectives.bruck(
+            own, cut, count = collectives.bruck(
                 own, size, k, across, state, select=pick, codec=self.codec
             )
             discarded = discarded.at[team.rank].add(cut)
