@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from workers import few
 
-from jaxsparse import codecs, operations, stream
+from jaxsparse import codecs, stream
 from jaxsparse.stream import SparseStream
 
 NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}
@@ -44,7 +44,7 @@ def test_entries_with_the_same_index_are_combined(k, op, dtype):
         assert sorted(expected) == filled.tolist()  # each once, in order
         assert not np.asarray(both.values)[np.asarray(both.indices) == 13].any()
         dense = np.asarray(stream.to_dense(both, 13, op))
-        empty = np.asarray(operations.neutral(op, dtype))
+        empty = np.asarray(stream.neutral(op, dtype))
         assert dense.tolist() == [expected.get(i, empty) for i in range(13)]
 
 

@@ -13,10 +13,9 @@ from jaxsparse.collectives.kth_largest import kth_largest
 from jaxsparse.collectives.offers import about_top_k
 from jaxsparse.collectives.regions import Regions, bucket_count, into_regions
 from jaxsparse.collectives.spardl import Select, largest
+from jaxsparse.platforms import count_where, zeros
 from jaxsparse.select.compaction import compact_ranked
-from jaxsparse.select.counting import count_where
 from jaxsparse.stream import SparseStream, add_to, from_dense
-from jaxsparse.tiles import zeros
 
 
 class Agreed(NamedTuple):

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jaxsparse.platforms import zeros
 from jaxsparse.stream import SparseStream
-from jaxsparse.tiles import zeros
 
 # The vector is cut into as many, of equal length, by whose counts regions are balanced.
 _BUCKETS = 1024

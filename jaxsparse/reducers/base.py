@@ -10,17 +10,15 @@ collective, and masks may be global.
 
 import abc
 import dataclasses
-import itertools
-import math
-import re
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxsparse.collectives.messages import AllReduced
+from jaxsparse.platforms import count_where
 from jaxsparse.settings import static_seed
+from jaxsparse.stream import SparseStream, to_dense
 
 _MOST = 2**31 - 1  # that an int32 holds
 
@@ -60,19 +58,6 @@ class Leaf(NamedTuple):
 
     path: str  # its key path, as `jax.tree_util.keystr` prints it
     shape: tuple[int, ...]
-
-
-class Matrix(NamedTuple):
-    """How one leaf's elements lie as equal matrices, one after the other, each row-major."""
-
-    stack: int  # how many there are: the layers of a scanned stack, or 1
-    rows: int
-    columns: int
-
-    @property
-    def size(self) -> int:
-        """Elements of all of them."""
-        return math.prod(self)
 
 
 class Budget(abc.ABC):
@@ -188,55 +173,124 @@ class SeededReducer(Reducer):
         return jnp.uint32(0)
 
 
-@dataclasses.dataclass(frozen=True)
-class MatrixReducer(Reducer):
-    """A reducer that sees its vector as the matrices that the leaves are, as low-rank methods do.
-
-    Attributes:
-        stacked: a regular expression; the leaves in whose key path it is found are stacks of
-            matrices, one for each layer of a scanned model, along their first axis.
-        matrices: of each leaf of the bucket, in order: set by error feedback, which knows the
-            layout. None, as for a bare vector, makes it one row.
-    """
-
-    stacked: str | None = dataclasses.field(default=None, kw_only=True)
-    matrices: tuple[Matrix, ...] | None = dataclasses.field(default=None, kw_only=True)
-
-    @property
-    def whole_leaves(self) -> bool:
-        """Part of a matrix is none."""
-        return True
-
-    def with_leaves(self, leaves: tuple[Leaf, ...]) -> "MatrixReducer":
-        """The same for the matrices of these leaves."""
-        return dataclasses.replace(self, matrices=tuple(map(self.matrix, leaves)))
-
-    def matrix(self, leaf: Leaf) -> Matrix:
-        """How a leaf is seen: (..., in, out) as rows of `out` elements, the layout of Flax kernels.
-
-        A convolution's (3, 3, 16, 32) is one matrix of 144 rows, a stack of (12, 64, 256) twelve
-        matrices of 64 rows.
-        """
-        is_stack = self.stacked is not None and re.search(self.stacked, leaf.path) is not None
-        stack, shape = (leaf.shape[0], leaf.shape[1:]) if is_stack else (1, leaf.shape)
-        columns = shape[-1] if shape else 1
-        return Matrix(stack, math.prod(shape[:-1]), columns)
-
-    def cut(self, x: Float[Array, " d"]) -> list[Float[Array, "stack rows columns"]]:
-        """The matrices of each leaf."""
-        matrices = (Matrix(1, 1, x.size),) if self.matrices is None else self.matrices
-        ends = itertools.accumulate(matrix.size for matrix in matrices)
-        return [
-            jax.lax.slice(x, (end - matrix.size,), (end,)).reshape(matrix)
-            for matrix, end in zip(matrices, ends)
-        ]
-
-    def joined(self, parts: Sequence[Float[Array, "stack rows columns"]]) -> Float[Array, " d"]:
-        """The inverse of `cut`."""
-        return jnp.concatenate([part.reshape(-1) for part in parts])
-
-
 def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:
     """Seeds, one for each bucket: equal ones would draw alike in buckets of one size."""
     # Multiples of an odd number are distinct modulo 2**32, and far apart for this one.
     return tuple((seed + bucket * 0x9E3779B9) % 2**32 for bucket in range(count))
+
+
+# Which worker keeps what an exchange did not deliver.
+
+
+def finite_sums(total: Array) -> tuple[Array, Bool[Array, "..."]]:
+    """Sums with zeros where they overflow, and where they do not.
+
+    Sums that overflow count as not sent: whoever had a part in them keeps it. An inf in the mean
+    would otherwise be applied, and one in a residual would never leave.
+    """
+    finite = jnp.isfinite(total)
+    return jnp.where(finite, total, 0), finite
+
+
+def deliver(
+    x: Float[Array, " d"],
+    total: Float[Array, " d"],
+    residual: Float[Array, " d"] | float,
+    sent: Bool[Array, " d"] | None,
+    state: Any,
+    workers: int,
+    *,
+    delivered: Any = None,
+    overflow: Any = 0,
+) -> Reduced:
+    """The outcome of an exchange that summed `total`; sums that overflow count as not sent.
+
+    Args:
+        x: float32, what this worker wanted to be summed.
+        total: float32, what was, equal on all workers.
+        residual: float32, this worker's share of what `total` lacks.
+        sent: where momentum is to be masked, unless the sum overflows; None: nowhere.
+        state: the reducer's.
+        workers: their number, W.
+        delivered: coordinates that the mean carries; None counts those that are not 0.
+        overflow: entries kept back for want of capacity.
+    """
+    if delivered is None:
+        delivered = count_where(total, lambda total: finite_sums(total)[0] / workers != 0)
+    total, finite = finite_sums(total)
+    mean = total / workers
+    sent = None if sent is None else sent & finite
+    return Reduced(mean, jnp.where(finite, residual, x), sent, state, info(delivered, overflow))
+
+
+def deliver_merged(
+    x: Float[Array, " d"],
+    total: Float[Array, " d"],
+    discarded: Float[Array, " d"],
+    selected: Bool[Array, " d"],
+    state: Any,
+    workers: int,
+) -> Reduced:
+    """The outcome if each worker `discarded` its part of the mass that `total` lacks.
+
+    Where something arrived, a worker feeds back what it has itself discarded on the way; where
+    nothing did, all workers have their own copies, which cover any such discards (SparDL, Alg. 1).
+    What arrived is told by a sum other than 0, not by a list of selected indices: sums that cancel,
+    or overflow, count as not arrived, and the copies conserve them as well.
+
+    Args:
+        x: float32, what this worker wanted to be summed.
+        total: float32, what was, equal on all workers.
+        discarded: float32, this worker's share; read only where `total` is not 0.
+        selected: what this worker put forward.
+        state: the reducer's.
+        workers: their number, W.
+    """
+    arrived = finite_sums(total)[0] != 0
+    residual = jnp.where(arrived, discarded, x)
+    delivered = count_where(total, lambda total: finite_sums(total)[0] != 0)
+    return deliver(x, total, residual, arrived & selected, state, workers, delivered=delivered)
+
+
+def deliver_streams(
+    x: Float[Array, " d"], stream: SparseStream, result: AllReduced, state: Any, workers: int
+) -> Reduced:
+    """The outcome of a sparse all-reduce of entries of `x`.
+
+    A worker keeps what it did not select, and its share of what the all-reduce left.
+
+    Args:
+        x: float32, what this worker wanted to be summed.
+        stream: the entries of `x` that it put forward, with distinct indices.
+        result: of the all-reduce.
+        state: the reducer's.
+        workers: their number, W.
+    """
+    largest = jnp.finfo(x.dtype).max
+    at = lambda dense: dense.at[stream.indices].get(mode="fill", fill_value=0)
+    # Shares of what others put forward can be more than float32 holds; an inf would never leave.
+    cut = lambda residual: jnp.clip(residual, -largest, largest)
+    # Entries are few: a second dense vector, of their values, would take passes and memory.
+    kept = cut(at(x) - stream.values + at(result.residual))
+    residual = cut(x + result.residual).at[stream.indices].set(kept, mode="drop")
+    sent = marked(stream._replace(values=jnp.where(kept != at(x), stream.values, 0)), x.size)
+    return deliver(x, result.total, residual, sent, state, workers, overflow=result.overflow)
+
+
+def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
+    """The outcome of delivering exact means, `kept`, at distinct coordinates.
+
+    A coordinate whose exact mean is zero counts as not sent, as in Alg. 3: the workers' values
+    there cancel, and keeping them conserves their sum. So does one whose sum overflows.
+    """
+    kept = kept._replace(values=finite_sums(kept.values)[0])
+    mean = to_dense(kept, x.size)
+    sent = mean != 0
+    residual = jnp.where(sent, jnp.zeros_like(x), x)
+    return Reduced(mean, residual, sent, state, info(jnp.count_nonzero(kept.values)))
+
+
+def marked(stream: SparseStream, size: int) -> Bool[Array, " d"]:
+    """Where the stream has entries other than 0."""
+    index = jnp.where(stream.values != 0, stream.indices, size)
+    return jnp.zeros_like(stream.values, jnp.bool_, shape=(size,)).at[index].set(True, mode="drop")

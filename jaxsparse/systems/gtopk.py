@@ -12,10 +12,9 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.gtopk import gtopk as gtopk_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer
-from jaxsparse.reducers.delivery import deliver_merged, marked
+from jaxsparse.reducers.base import Conservation, Reduced, Reducer, deliver_merged, marked
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import Selection, check_selection, selector
+from jaxsparse.select.selection import SELECTORS, Selection, check_selection
 from jaxsparse.settings import check_density, entries
 from jaxsparse.stream import to_dense
 from jaxsparse.systems.row import Case, System
@@ -56,7 +55,7 @@ class GTopK(Reducer):
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
-        stream = selector(self.selection)(x, entries(self.density, x.size))
+        stream = SELECTORS[self.selection](x, entries(self.density, x.size))
         total, discarded, _ = gtopk_all_reduce(
             stream, x.size, axis_name=axis_name, codec=self.codec
         )

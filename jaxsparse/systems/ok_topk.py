@@ -15,7 +15,7 @@ from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer, info
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import Selection, check_selection, selector
+from jaxsparse.select.selection import SELECTORS, Selection, check_selection
 from jaxsparse.settings import check_density, entries, static_float, static_int
 from jaxsparse.systems.row import Case, System
 
@@ -82,7 +82,7 @@ class OkTopk(Reducer):
             axis_name=axis_name,
             codec=self.codec,
             capacity_factor=self.capacity_factor,
-            top_k=about_top_k if self.selection == "fast" else selector(self.selection),
+            top_k=about_top_k if self.selection == "fast" else SELECTORS[self.selection],
         )
         new_state = OkTopkState(state.step + jnp.uint32(1), result.agreed)
         return Reduced(
