@@ -1,4 +1,8 @@
-"""What error feedback is doing, computed when asked for and carried nowhere."""
+"""What error feedback is doing, computed when asked for and carried nowhere.
+
+It is a function and no part of the state, because a norm costs passes over the residual that a step
+which nobody looks at should not pay.
+"""
 
 import functools
 import math
