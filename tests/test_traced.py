@@ -12,7 +12,7 @@ from contract import CASES, SIZE, has_sketch
 from jax import lax
 from jax.sharding import PartitionSpec
 from steps import SIZES, compiled_step
-from workers import QUICK_COMPILE, few, mesh, some
+from workers import QUICK_COMPILE, mesh, some
 
 import jaxsparse
 from jaxsparse import shard, specs
@@ -56,11 +56,10 @@ def summary(moved):
 
 
 USUAL = {"gtopk", "omni_reduce", "ok_topk"}  # all kinds of collectives, and branches
-SLOW = {"spardl", "sparcml", "sketched_sgd", "s2_reducer", "sparse_all_gather"}
 
 
-@pytest.mark.parametrize("name", some(list(CASES), USUAL, slow=SLOW))
-@pytest.mark.parametrize("workers", few([3, 8], [3]))
+@pytest.mark.parametrize("name", some(CASES, USUAL))
+@pytest.mark.parametrize("workers", some([3, 8], [3]))
 def test_equals_what_is_compiled(name, workers):
     reducer = CASES[name].reducer
     assert summary(traced_bytes(reducer, SIZE, workers)) == summary(compiled(reducer, workers))
@@ -74,7 +73,7 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", some(list(TRANSFORMATIONS), ["partition"], slow=["dense"]))
+@pytest.mark.parametrize("name", some(TRANSFORMATIONS, ["partition"]))
 def test_an_update_equals_what_is_compiled(name):
     tx = TRANSFORMATIONS[name]()
     assert summary(traced_bytes(tx, PARAMS, 3)) == summary(wire_bytes(compiled_step(tx, mesh(3))))
