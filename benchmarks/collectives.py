@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxsparse
-from jaxsparse import codecs, cost
+from jaxsparse import codecs, traffic
 from jaxsparse.collectives import (
     all_gather_sum,
     dsar_split_allgather,
@@ -37,6 +37,7 @@ from jaxsparse.collectives import (
     sparse_ring,
     split_allgather,
 )
+from jaxsparse.reducers.base import Reducer
 from jaxsparse.stream import SparseStream
 
 
@@ -50,7 +51,7 @@ class Row(NamedTuple):
     reason: str  # for a difference
 
 
-def wire(f: Callable[..., Any], workers: int, *shapes: jax.ShapeDtypeStruct) -> cost.WireBytes:
+def wire(f: Callable[..., Any], workers: int, *shapes: jax.ShapeDtypeStruct) -> traffic.WireBytes:
     """What f of one worker's arrays sends."""
     mesh = Mesh(np.array(jax.devices()[:workers]), ("data",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("data")
@@ -60,10 +61,10 @@ def wire(f: Callable[..., Any], workers: int, *shapes: jax.ShapeDtypeStruct) -> 
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)
     arguments = [jax.ShapeDtypeStruct((workers, *s.shape), s.dtype) for s in shapes]
-    return cost.wire_bytes(jax.jit(mapped).lower(*arguments).compile())
+    return traffic.wire_bytes(jax.jit(mapped).lower(*arguments).compile())
 
 
-def words(sent: cost.WireBytes) -> tuple[float, float]:
+def words(sent: traffic.WireBytes) -> tuple[float, float]:
     """Received words if the cheapest, and if the dearest branches are taken."""
     saved = sum(
         c.branches[c.dearest].received - min(b.received for b in c.branches)
@@ -77,7 +78,9 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
     W, log = workers, math.ceil(math.log2(workers))
     table = []
 
-    def add(name: str, sent: cost.WireBytes, published: tuple[float, float], reason: str) -> None:
+    def add(
+        name: str, sent: traffic.WireBytes, published: tuple[float, float], reason: str
+    ) -> None:
         table.append(Row(name, sent.rounds, words(sent), published, reason))
 
     def stream(name: str, collective: Any, published: Any, reason: str = "", **settings: Any):
@@ -88,7 +91,7 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
         shapes = jax.ShapeDtypeStruct((k,), jnp.int32), jax.ShapeDtypeStruct((k,), jnp.float32)
         add(name, wire(f, workers, *shapes), published, reason)
 
-    def reducer(name: str, reducer: jaxsparse.Reducer, published: Any, reason: str = ""):
+    def reducer(name: str, reducer: Reducer, published: Any, reason: str = ""):
         def f(x: jax.Array) -> Any:
             # Not known to the compiler, or it would drop the branches of later steps.
             state = jax.lax.optimization_barrier(reducer.init(size))

@@ -20,11 +20,11 @@ import numpy as np
 import timing
 
 from jaxsparse import codecs
-from jaxsparse.collectives.parcel import Parcel
-from jaxsparse.reducers.density import entries
+from jaxsparse.collectives.messages import MessageFormat
+from jaxsparse.settings import entries
 
 
-def decode_dense(parcel: Parcel, messages: jax.Array) -> jax.Array:
+def decode_dense(parcel: MessageFormat, messages: jax.Array) -> jax.Array:
     def add(total, message):
         # Without the barrier XLA adds the entries to `total`: it decodes sparsely by itself.
         decoded = jax.lax.optimization_barrier(parcel.merge(parcel.empty(), message))
@@ -67,7 +67,7 @@ def measure(size: int, workers: Sequence[int], densities: Sequence[float], repea
     results = []
     for density in densities:
         k = entries(density, size)
-        parcel = Parcel(size, k, "sum", jnp.float32, codecs.COO)
+        parcel = MessageFormat(size, k, "sum", jnp.float32, codecs.COO)
         sparse = jax.jit(parcel.merge_all)
         dense = jax.jit(lambda messages, parcel=parcel: decode_dense(parcel, messages))
         for count in workers:

@@ -30,8 +30,8 @@ from gpu import exponent
 from gpu_stage import Program
 from jax.sharding import SingleDeviceSharding
 
-from jaxsparse.cost import hlo
-from jaxsparse.cost.trips import trip_count
+from jaxsparse.traffic import hlo
+from jaxsparse.traffic.trip_counts import trip_count
 
 _SECTOR = 32  # bytes that are read at least
 _FREE = {

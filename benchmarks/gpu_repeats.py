@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gpu_kernels import Inputs
 from gpu_stage import Program, Stage
 
-from jaxsparse import cost, quantize, select, sketch, systems
+from jaxsparse import planner, quantize, select, sketch, systems
 from jaxsparse.stream import SparseStream, to_dense
 
 _DENSITY = 0.01
@@ -52,7 +52,7 @@ def exchanges(size: int, workers: int) -> dict[str, Callable[[jax.Array], Any]]:
     programs: dict[str, Callable[[jax.Array], Any]] = {}
     for name in systems.WITH_VARIANTS:
         reducer = systems.choose(
-            name, _DENSITY, size=size, workers=workers, link=cost.Link()
+            name, _DENSITY, size=size, workers=workers, link=planner.Link()
         ).reducer(size)
 
         def exchange(x, reducer=reducer):

@@ -41,7 +41,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from timing import interleaved, save, where
 
 import jaxsparse
-from jaxsparse.cost import hlo
+from jaxsparse.traffic import hlo
 
 COLLECTIVES = {
     "all-gather",

@@ -83,7 +83,7 @@ def received_words(tx: optax.GradientTransformation, hidden: int) -> int:
 
     params = spardl.init(0, hidden)
     state = jaxsparse.shard((params, tx.init(params)), WORKERS)
-    moved = jaxsparse.cost.wire_bytes(
+    moved = jaxsparse.traffic.wire_bytes(
         jaxsparse.data_parallel(step, mesh), state, jnp.ones(WORKERS)
     ).received
     uncompressed = jaxsparse.layout.plan(params).dense_size + 1  # and the flag: all are finite

@@ -17,14 +17,17 @@ import argparse
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from timing import save, size_of
 
-from jaxsparse.cost import Link, Traffic, dense_all_reduce
-from jaxsparse.systems import SparCML
+from jaxsparse.planner import Link
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from published_traffic import Traffic, dense_traffic, sparcml_traffic
 
 LETTERS = {
     "recursive_double": "R",
@@ -81,15 +84,14 @@ def published(k: int, size: int, workers: int) -> dict[str, Traffic]:
         "split_allgather": Traffic(others + log, split + others * 2 * total),
         "dsar_split_allgather": Traffic(others + log, split + others * part),
         "ring": Traffic(2 * others, lap + others * words(total, part)),
-        "dense": dense_all_reduce(size, workers),
+        "dense": dense_traffic(size, workers),
     }
 
 
 def library(k: int, args: argparse.Namespace, workers: int) -> dict[str, Traffic]:
-    """What `SparCML` pays for k entries a worker."""
-    reducer = SparCML(capacity_factor=args.capacity_factor, union_factor=args.union_factor)
-    traffic = reducer.traffic(k, args.size, workers)
-    return {**traffic, "dense": dense_all_reduce(args.size, workers)}
+    """What this library pays for k entries a worker."""
+    traffic = sparcml_traffic(k, args.size, workers, args.capacity_factor, args.union_factor)
+    return {**traffic, "dense": dense_traffic(args.size, workers)}
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -109,12 +111,12 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 def order(link: Link, traffic: dict[str, Traffic]) -> list[str]:
     """Algorithms, fastest first."""
-    return sorted(traffic, key=lambda name: link.seconds(traffic[name]))
+    return sorted(traffic, key=lambda name: traffic[name].seconds(link))
 
 
 def slower(link: Link, traffic: dict[str, Traffic], one: str, other: str) -> bool:
     """Whether `one` takes longer than `other`, by more than the edge."""
-    return link.seconds(traffic[one]) > EDGE * link.seconds(traffic[other])
+    return traffic[one].seconds(link) > EDGE * traffic[other].seconds(link)
 
 
 def reversed_pairs(link: Link, cell: Cell) -> list[tuple[str, str]]:
@@ -144,7 +146,7 @@ def show_fastest(link: Link, table: list[Cell], args: argparse.Namespace) -> Non
             line = f"{100 * density:>7.3g} %"
             for cell in (cell for cell in table if cell.density == density):
                 traffic: dict[str, Traffic] = getattr(cell, title)
-                best = 1e3 * link.seconds(traffic[order(link, traffic)[0]])
+                best = 1e3 * traffic[order(link, traffic)[0]].seconds(link)
                 line += f"{best:>8.3g} {ranking(link, traffic):<5}"
             print(line)
     print("\n" + ", ".join(f"{letter}: {name}" for name, letter in LETTERS.items()))
@@ -200,7 +202,7 @@ def claims(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
         traffic = (
             published(k, args.size, workers) if which == "published" else library(k, args, workers)
         )
-        return lambda name: link.seconds(traffic[name])
+        return lambda name: traffic[name].seconds(link)
 
     sparse, full = min(args.densities), max(args.densities)
 
@@ -294,7 +296,7 @@ def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
         if unknown := seconds.keys() - traffic.keys():
             raise SystemExit(f"{args.measured}: algorithm {unknown} is none of {list(traffic)}")
         for name, measured in sorted(seconds.items(), key=lambda item: item[1]):
-            model = link.seconds(traffic[name])
+            model = traffic[name].seconds(link)
             print(
                 f"{name:<24} {density:>8.3%} {workers:>5} {1e3 * measured:>9.3g} "
                 f"{1e3 * model:>9.3g} {measured / model:>6.2f}"
@@ -332,7 +334,7 @@ def draw(link: Link, args: argparse.Namespace) -> None:
                 for place in places:
                     k, workers = at(place)
                     given: Any = args if model is library else args.size
-                    times.append(link.seconds(model(k, given, workers)[name]))
+                    times.append(model(k, given, workers)[name].seconds(link))
                 label = PUBLISHED[name] if style == "-" else None
                 axes.plot(places, times, style, color=f"C{color}", label=label, marker=".")
 

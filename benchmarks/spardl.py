@@ -30,11 +30,11 @@ from jax.flatten_util import ravel_pytree
 
 import jaxsparse
 from jaxsparse import codecs
-from jaxsparse.collectives import spar_all_gather
-from jaxsparse.collectives.group import Group
-from jaxsparse.collectives.spar_reduce_scatter import spar_reduce_scatter
-from jaxsparse.reducers.density import entries
+from jaxsparse.collectives import spardl as collectives
+from jaxsparse.collectives.spardl import spar_reduce_scatter
+from jaxsparse.collectives.wire import Group
 from jaxsparse.select.selection import selector
+from jaxsparse.settings import entries
 from jaxsparse.systems import SparDL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -112,7 +112,7 @@ def train(method: optax.GradientTransformation, args: argparse.Namespace) -> Out
     mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices("cpu"))
     on_mesh = jaxsparse.data_parallel(step, mesh)
     one = jax.tree.map(lambda x: x[0], batches(args, seed=0))
-    payload = jaxsparse.cost.wire_bytes(on_mesh, create(0), one).payload
+    payload = jaxsparse.traffic.wire_bytes(on_mesh, create(0), one).payload
     layout = jaxsparse.layout.plan(init(0, args.hidden))
     words = int(payload) // 4 - layout.dense_size - 1  # and the flag that gradients are finite
 
@@ -171,9 +171,9 @@ def wanted(reducer: SparDL, size: int) -> int:
     return entries(reducer.density, size, parts=WORKERS // reducer.teams)
 
 
-def started(reducer: SparDL, size: int, state: Any) -> spar_all_gather.Adaptation:
+def started(reducer: SparDL, size: int, state: Any) -> collectives.Adaptation:
     """The state that B-SAG's first exchange works with, where there was none."""
-    first = spar_all_gather.Adaptation.start(wanted(reducer, size), reducer.teams)
+    first = collectives.Adaptation.start(wanted(reducer, size), reducer.teams)
     return jax.tree.map(lambda now, start: jnp.where(state.h > 0, now, start), state, first)
 
 
@@ -185,7 +185,7 @@ def gathered(reducer: SparDL, x: jax.Array, state: Any) -> jax.Array:
     pick, codec = selector(reducer.selection), reducer.codec
     block = spar_reduce_scatter(rows, k, team, select=pick, codec=codec).block
     state = started(reducer, x.size, state)
-    _, count = spar_all_gather.bruck(block, size, k, across, state, select=pick, codec=codec)
+    _, _, count = collectives.bruck(block, size, k, across, state, select=pick, codec=codec)
     return count.astype(jnp.float32)
 
 

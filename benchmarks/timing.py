@@ -2,24 +2,11 @@
 
 import datetime
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat of each run, after one that compiles."""
-    for run in runs.values():
-        jax.block_until_ready(run())
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+from jaxsparse.planner.timing import interleaved as interleaved
 
 
 def size_of(text: str) -> int:

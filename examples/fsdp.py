@@ -72,7 +72,7 @@ def make_step(tx: optax.GradientTransformation):
     return step
 
 
-def bytes_by_axis(sent: jaxsparse.cost.WireBytes) -> dict[str, float]:
+def bytes_by_axis(sent: jaxsparse.traffic.WireBytes) -> dict[str, float]:
     """Bytes that a device receives in a step; a group of four is one host's."""
     total = {"hosts": 0.0, "local": 0.0}
     for collective in sent.collectives:
@@ -114,7 +114,7 @@ def main() -> None:
 
     batch_size = digits.shared_batch(args.batch_size, HOSTS * LOCAL)
     batches = list(digits.batches(train_set, batch_size, args.steps, args.seed))
-    received = bytes_by_axis(jaxsparse.cost.wire_bytes(step, state, batches[0]))
+    received = bytes_by_axis(jaxsparse.traffic.wire_bytes(step, state, batches[0]))
     for batch in track(batches, args.method):
         state, loss = step(state, batch)
         loss = float(loss)  # waits: emulated devices may deadlock on queued steps

@@ -26,6 +26,7 @@ from flax.training.train_state import TrainState
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import jaxsparse
+from jaxsparse.training.diagnostics import Diagnostics
 
 SHOWN = ("loss", "residual_norm", "delivered_share")  # beside the progress
 
@@ -43,7 +44,7 @@ class MLP(nn.Module):
 
 def step(
     state: TrainState, batch: digits.Digits, key: jax.Array, *, accumulate: int, report: bool
-) -> tuple[TrainState, jax.Array, jaxsparse.Diagnostics | None]:
+) -> tuple[TrainState, jax.Array, Diagnostics | None]:
     """What one worker does, given its share of the batch and its own residual."""
     params = jaxsparse.local(state.params)  # keeps gradients local until they are exchanged
     # The key is the same everywhere: without the worker's number all would drop the same units.
@@ -101,7 +102,7 @@ def main() -> None:
     batches = functools.partial(digits.batches, train_set, batch_size, args.steps, args.seed)
     one_step = functools.partial(step, accumulate=args.accumulate, report=args.csv is not None)
     parallel = jaxsparse.data_parallel(one_step, workers.run, donate_argnums=0)
-    moved = jaxsparse.cost.wire_bytes(parallel, state, next(batches()), dropout_key)
+    moved = jaxsparse.traffic.wire_bytes(parallel, state, next(batches()), dropout_key)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
     with Progress(TextColumn(args.method), *columns) as progress, log(args.csv) as write:
         task = progress.add_task("", total=args.steps, shown="")

@@ -94,7 +94,7 @@ def train(
     parallel = jaxsparse.data_parallel(step, workers.run, donate_argnums=0)
     # Nothing is sent among workers on one device: read then what a mesh would send.
     on_mesh = jaxsparse.data_parallel(step, workers.mesh) if args.simulate else parallel
-    payload = jaxsparse.cost.wire_bytes(on_mesh, state, next(batches(seed=0))).payload
+    payload = jaxsparse.traffic.wire_bytes(on_mesh, state, next(batches(seed=0))).payload
 
     curves: list[list[tuple[int, float, float]]] = []
     seconds: list[float] = []

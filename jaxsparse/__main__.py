@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxsparse.cost import units
-from jaxsparse.cost.codecs import CodecProfile
-from jaxsparse.cost.computing import profile_codecs
-from jaxsparse.cost.planner import plan
-from jaxsparse.cost.plans import Plan, compared
 from jaxsparse.network import Link, Network
+from jaxsparse.planner import units
+from jaxsparse.planner.computing import profile_systems
+from jaxsparse.planner.planning import plan
+from jaxsparse.planner.plans import Plan, compared
+from jaxsparse.profiles import SystemProfile
 from jaxsparse.systems import WITH_VARIANTS
 
 
@@ -61,14 +61,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--network", metavar="FILE", help="a measured Network, instead of the two")
     add("--density", type=float, default=0.01, help="share of the elements delivered (0.01)")
     add("--step", type=_read(units.seconds), default=0.0, help="forward and backward pass: 120ms")
-    add("--codecs", metavar="FILE", help="a profile of the device, by the profile command")
+    add("--profile", metavar="FILE", help="a profile of the device, by the profile command")
     add("--memory-bandwidth", type=_read(units.bytes_per_second), help="of the device: 2TB/s")
     _add_systems(add)
     add("--json", action="store_true", help="print JSON instead of a table")
 
     profiling = commands.add_parser(
         "profile",
-        help="measure what the systems compute on this machine, for plan --codecs",
+        help="measure what the systems compute on this machine, for plan --profile",
         description="Times what one worker computes in an exchange; some minutes on a CPU.",
     )
     profiling.set_defaults(run=_profile)
@@ -110,7 +110,7 @@ def _plan(args: argparse.Namespace) -> None:
             args.workers,
             network=network,
             density=args.density,
-            codecs=CodecProfile.load(args.codecs) if args.codecs else None,
+            profile=SystemProfile.load(args.profile) if args.profile else None,
             memory_bandwidth=args.memory_bandwidth,
             step_seconds=args.step,
             systems=args.systems,
@@ -148,7 +148,7 @@ def _as_dict(found: Plan) -> dict[str, Any]:
 
 
 def _profile(args: argparse.Namespace) -> None:
-    profile_codecs(
+    profile_systems(
         args.systems,
         sizes=args.sizes,
         workers=args.workers,

@@ -1,27 +1,13 @@
 """The alpha-beta model: what an exchange takes on a link of given latency and bandwidth."""
 
 import dataclasses
-import json
 import math
-import os
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
+from jaxsparse.profiles import Measured
 from jaxsparse.settings import static_float, static_int
-
-
-class Traffic(NamedTuple):
-    """What one worker has to wait for and to receive."""
-
-    rounds: int  # messages one after the other, each of which costs the latency
-    words: float  # 4-byte words that it receives
-
-    def __add__(self, other: object) -> "Traffic":
-        """One exchange after the other."""
-        if not isinstance(other, Traffic):
-            return NotImplemented
-        return Traffic(self.rounds + other.rounds, self.words + other.words)
+from jaxsparse.traffic import WireBytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +22,7 @@ class Link:
         ValueError: one is not positive and finite.
 
     Example:
-        >>> Link(latency=0.25, bandwidth=8.0).seconds(Traffic(rounds=2, words=4))
+        >>> Link(latency=0.25, bandwidth=8.0).seconds(rounds=2, received=16)
         2.5
     """
 
@@ -50,14 +36,9 @@ class Link:
                 raise ValueError(f"{name}={value} must be positive and finite")
             object.__setattr__(self, name, value)
 
-    def seconds(self, traffic: Traffic) -> float:
-        """Rounds times latency and words over bandwidth."""
-        return traffic.rounds * self.latency + 4 * traffic.words / self.bandwidth
-
-
-def dense_all_reduce(size: int, workers: int) -> Traffic:
-    """A ring all-reduce of `size` words (reduce-scatter, then all-gather)."""
-    return Traffic(2 * (workers - 1), 2 * (workers - 1) / workers * size)
+    def seconds(self, rounds: float, received: float) -> float:
+        """Time of messages one after the other, and of the bytes that a worker receives."""
+        return rounds * self.latency + received / self.bandwidth
 
 
 # Messages one after the other in which collectives of W workers run, by XLA's opcode.
@@ -80,8 +61,8 @@ def rounds(op: str, workers: int) -> int:
     instead: ceil(log2 W)). An all-to-all posts W - 1 messages, whose costs at the sender and
     the receiver add up. A permutation is one message, a broadcast ceil(log2 W).
 
-    The published formulas, and with them the `*_traffic` functions of `jaxsparse.collectives`,
-    count ceil(log2 W) rounds for an all-gather: a tree, which neither of the two builds for it.
+    Published formulas count ceil(log2 W) rounds for an all-gather: a tree, which neither of the two
+    builds for it.
 
     Args:
         op: XLA's opcode, for example `all-reduce`.
@@ -100,7 +81,7 @@ class Timing(NamedTuple):
 
     op: str  # XLA's opcode
     workers: int  # of its group
-    received: float  # bytes that a worker receives, as `jaxsparse.cost.wire_bytes` counts them
+    received: float  # bytes that a worker receives, as `jaxsparse.traffic.wire_bytes` counts them
     seconds: float  # median time until the last worker is done
 
     @property
@@ -109,33 +90,11 @@ class Timing(NamedTuple):
         return rounds(self.op, self.workers)
 
 
-class _Collective(Protocol):
-    """What `jaxsparse.cost.Collective` says of one collective."""
-
-    @property
-    def op(self) -> str: ...
-    @property
-    def group_size(self) -> int: ...
-    @property
-    def received_bytes(self) -> float: ...
-    @property
-    def count(self) -> int: ...
-
-
-class _Moved(Protocol):
-    """What `jaxsparse.cost.WireBytes` says of a program."""
-
-    @property
-    def collectives(self) -> Iterable[_Collective]: ...
-
-
-_VERSION = 1
 _OPS = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
-_TEXTS = ("device", "jax", "date", "settings")
 
 
 @dataclasses.dataclass(frozen=True)
-class Network:
+class Network(Measured):
     """A link for each kind of collective, since libraries do not run all equally well.
 
     Attributes:
@@ -147,10 +106,6 @@ class Network:
         reduce_scatter: of reduce-scatters.
         workers: that were measured, None where unknown.
         timings: that the links were fitted to.
-        device: that was measured, in words.
-        jax: the version of JAX.
-        date: of the measurement, ISO 8601.
-        settings: what else was measured, in words.
 
     Raises:
         ValueError: a link is no `Link`, or a timing has no positive time.
@@ -161,6 +116,13 @@ class Network:
         0.25
     """
 
+    kind: ClassVar[str] = "networks"
+    units: ClassVar[dict[str, str]] = {
+        "links": "latency in seconds, bandwidth in bytes a second",
+        "timings": "op, workers, bytes received, seconds",
+    }
+    how: ClassVar[str] = "jaxsparse.planner.measure_network(mesh), and save() it"
+
     link: Link = Link()
     all_reduce: Link | None = None
     all_gather: Link | None = None
@@ -169,14 +131,13 @@ class Network:
     reduce_scatter: Link | None = None
     workers: int | None = None
     timings: tuple[Timing, ...] = ()
-    device: str = "unknown"
-    jax: str = "unknown"
-    date: str = "unknown"
-    settings: str = "unknown"
 
     def __post_init__(self):
         for name in ("link", *_OPS):
             given = getattr(self, name)
+            if isinstance(given, Mapping):  # of a file
+                given = Link(**given)
+                object.__setattr__(self, name, given)
             if not isinstance(given, Link) and (name == "link" or given is not None):
                 raise ValueError(f"{name}={given!r} must be a Link(latency=..., bandwidth=...)")
         if self.workers is not None:
@@ -188,12 +149,12 @@ class Network:
         own = getattr(self, op.removeprefix("ragged-").replace("-", "_"), None)
         return own if isinstance(own, Link) else self.link
 
-    def seconds(self, moved: _Moved) -> float:
+    def seconds(self, moved: WireBytes) -> float:
         """Time of all collectives of a program, one after the other.
 
         Args:
-            moved: what `jaxsparse.cost.wire_bytes` or `jaxsparse.cost.traced_bytes` returned. Of
-                a conditional the dearest branch counts.
+            moved: what `jaxsparse.traffic.wire_bytes` or `traced_bytes` returned. Of a conditional
+                the dearest branch counts.
 
         Returns:
             The sum, over collectives, of `rounds` times latency and received bytes over bandwidth.
@@ -201,49 +162,9 @@ class Network:
         total = 0.0
         for each in moved.collectives:
             if each.group_size > 1:
-                link = self.of(each.op)
-                wait = rounds(each.op, each.group_size) * link.latency
-                total += each.count * (wait + each.received_bytes / link.bandwidth)
+                waits = rounds(each.op, each.group_size)
+                total += each.count * self.of(each.op).seconds(waits, each.received_bytes)
         return total
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file that `load` reads."""
-        content = {
-            "jaxsparse_network": _VERSION,
-            **{name: getattr(self, name) for name in _TEXTS},
-            "workers": self.workers,
-            "units": {"latency": "seconds", "bandwidth": "bytes a second", "received": "bytes"},
-            "links": {
-                name: dataclasses.asdict(link)
-                for name in ("link", *_OPS)
-                if (link := getattr(self, name)) is not None
-            },
-            "timings": [timing._asdict() for timing in self.timings],
-        }
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Network":
-        """Reads a file that `save` wrote.
-
-        Raises:
-            ValueError: it is no such file.
-            OSError: it can't be read.
-        """
-        try:
-            content = json.loads(Path(path).read_text())
-            version = content["jaxsparse_network"]
-            if version != _VERSION:
-                raise ValueError(f"it has version {version!r}, this library reads {_VERSION}")
-            given: dict[str, Any] = {name: str(content[name]) for name in _TEXTS}
-            given |= {name: Link(**link) for name, link in content["links"].items()}
-            timings = tuple(Timing(**timing) for timing in content["timings"])
-            return cls(workers=content["workers"], timings=timings, **given)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{os.fspath(path)} is no network that can be read ({type(error).__name__}: "
-                f"{error}): measure one by jaxsparse.cost.measure_network(mesh) and save() it"
-            ) from error
 
 
 def _checked(timing: Any) -> Timing:

@@ -10,7 +10,7 @@ from steps import COMPRESSED, DENSE, compiled_step
 from workers import few, mesh, some
 
 import jaxsparse
-from jaxsparse import cost
+from jaxsparse import traffic
 
 SKETCHED = {"k": 50, "rows": 3, "cols": 211, "oversampling": 7}
 SENT = {  # words of one step beside the dense leaves and the finite flag
@@ -34,7 +34,7 @@ SENT = {  # words of one step beside the dense leaves and the finite flag
 @pytest.mark.parametrize("workers", few([2, 5, 8], [5]))
 def test_payload(name, workers):
     make, words = SENT[name]
-    sent = cost.wire_bytes(compiled_step(make(), mesh(workers)))
+    sent = traffic.wire_bytes(compiled_step(make(), mesh(workers)))
     assert {c.op for c in sent.collectives} == {"all-reduce"}
     assert {c.group_size for c in sent.collectives} == {workers}
     assert sent.payload == 4 * (words + DENSE + 1)
@@ -42,7 +42,7 @@ def test_payload(name, workers):
 
 
 def test_one_worker_sends_nothing():
-    assert cost.wire_bytes(compiled_step(SENT["sketched"][0](), mesh(1))).payload == 0
+    assert traffic.wire_bytes(compiled_step(SENT["sketched"][0](), mesh(1))).payload == 0
 
 
 GIVEN = ({}, {"k": 60}, {"cols": 150}, {"selection": "heavymix"})
@@ -60,7 +60,7 @@ GIVEN = ({}, {"k": 60}, {"cols": 150}, {"selection": "heavymix"})
 def test_compression_is_met_and_used(case):
     compression, given = case
     tx = jaxsparse.sketched_sgd(compression, **given)
-    payload = cost.wire_bytes(compiled_step(tx, mesh(2))).payload
+    payload = traffic.wire_bytes(compiled_step(tx, mesh(2))).payload
     wanted = 4 * (COMPRESSED + DENSE) / compression
     assert wanted - 4 * (5 + 4) < payload <= wanted  # less than one column and one k unused
 
@@ -70,11 +70,11 @@ import json, sys
 sys.path.insert(0, {tests!r})
 import jax
 import jaxsparse
-from jaxsparse import cost
+from jaxsparse import traffic
 from steps import compiled_step
 mesh = jax.make_mesh(({workers},), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 tx = jaxsparse.sketched_sgd(**{settings!r})
-sent = cost.wire_bytes(compiled_step(tx, mesh))
+sent = traffic.wire_bytes(compiled_step(tx, mesh))
 print(json.dumps([sent.payload, [c.group_size for c in sent.collectives]]))
 """
 

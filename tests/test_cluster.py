@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from jaxsparse import cost
-from jaxsparse.cost.report import Collective, Conditional, WireBytes
+from jaxsparse import planner
+from jaxsparse.traffic import Collective, Conditional, WireBytes
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "cluster"
 
@@ -122,7 +122,7 @@ def test_the_usual_branch_is_predicted(bench):
     both = WireBytes(
         moved(8.0).collectives + dear.collectives, (Conditional("c", 1, (dear, cheap)),)
     )
-    network = cost.Network(cost.Link(latency=0.5, bandwidth=4.0))
+    network = planner.Network(planner.Link(latency=0.5, bandwidth=4.0))
     # Two all-gathers in 4 messages each, of 8 and 4 bytes.
     assert bench.prediction.usual_seconds(both, network) == pytest.approx(2 * 4 * 0.5 + 2 + 1)
     # A branch that branches: of `both`, but for what its dear branch moves.
@@ -132,13 +132,13 @@ def test_the_usual_branch_is_predicted(bench):
 
 def test_bandwidths_are_held_to_the_rate_of_the_link(bench):
     rate = bench.namespaces.Rate("100mbit")
-    timing = lambda received, seconds: cost.Timing("all-reduce", 3, received, seconds)
+    timing = lambda received, seconds: planner.Timing("all-reduce", 3, received, seconds)
     # A fit to short times only, of 4 messages each that wait 10 ms.
-    single = cost.Timing("collective-permute", 3, 4.0, 0.002)
+    single = planner.Timing("collective-permute", 3, 4.0, 0.002)
     sums = [timing(received, 4 * 0.01 + received / rate.payload) for received in (4.0, 4e3, 8e3)]
     timings = (*sums, single)
-    lost = cost.Link(latency=1e-6, bandwidth=1e5)
-    measured = cost.Network(cost.Link(0.002, 1e9), all_reduce=lost, timings=timings)
+    lost = planner.Link(latency=1e-6, bandwidth=1e5)
+    measured = planner.Network(planner.Link(0.002, 1e9), all_reduce=lost, timings=timings)
     network = bench.prediction.fitted(measured, rate)
     assert network.of("all-reduce").bandwidth == 0.5 * rate.payload
     assert 0.0095 < network.of("all-reduce").latency < 0.0105

@@ -22,10 +22,10 @@ from contract import (
     run,
     runner,
 )
+from recorders import record
 from workers import MESH_SIZES, mesh, some
 
 from jaxsparse import PerWorker, data_parallel, error_feedback, local, shard
-from jaxsparse.collectives import wire
 
 WAYS_TO_RUN = [(3, "vmap"), (3, "shard_map_unchecked"), (8, "vmap")]
 
@@ -71,7 +71,7 @@ def test_the_ways_to_run_are_equal(name, where):
 def test_no_axis_is_one_worker(name):
     g = gradients(1, steps=1)[0, 0]
     reducer = CASES[name].reducer
-    with wire.record() as messages:
+    with record() as messages:
         reduced = jax.jit(functools.partial(reducer, axis_name=None))(g, reducer.init(SIZE))
     assert messages == []
     mean, residual = np.asarray(reduced.mean), np.asarray(reduced.residual)

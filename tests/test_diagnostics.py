@@ -17,7 +17,7 @@ from running import ROOT, in_processes, run
 
 import jaxsparse
 from jaxsparse import check_replicas, data_parallel, diagnose, shard
-from jaxsparse.per_worker import Sharded
+from jaxsparse.training.marks import Sharded
 
 AXES = ("hosts", "local")
 PARAMS = {"w": jnp.zeros((50, 40)), "b": jnp.zeros(7)}

@@ -10,11 +10,11 @@ from supports import SUPPORTS, run, shares_by_quarter, total, vectors
 from workers import few
 
 from jaxsparse import codecs, hashing
-from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.reducers.delivery import deliver_streams
-from jaxsparse.reducers.density import entries
+from jaxsparse.reducers.stages import Stages
 from jaxsparse.select.slots import hash_extract, hash_slots
-from jaxsparse.stages import Stages
+from jaxsparse.settings import entries
 from jaxsparse.systems import dragonn
 from jaxsparse.systems.dragonn import Dragonn, extractor
 

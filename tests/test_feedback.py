@@ -12,7 +12,7 @@ from training import train
 from workers import few, mesh, some
 
 import jaxsparse
-from jaxsparse import PerWorker, codecs, cost, data_parallel, local, shard
+from jaxsparse import PerWorker, codecs, data_parallel, local, shard, traffic
 
 
 def padded(rows, size=601):
@@ -246,7 +246,8 @@ def test_accumulation_inside_the_step_exchanges_once():
         accumulated(state, BATCH),
         whole(state, BATCH),
     )
-    bytes_of = [cost.wire_bytes(run.lower(state, BATCH).compile()) for run in (accumulated, whole)]
+    compiled = [run.lower(state, BATCH).compile() for run in (accumulated, whole)]
+    bytes_of = list(map(traffic.wire_bytes, compiled))
     assert bytes_of[0].rounds == bytes_of[1].rounds == 3
     assert bytes_of[0].payload == bytes_of[1].payload
 

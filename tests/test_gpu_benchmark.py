@@ -165,7 +165,7 @@ def test_kernels_and_bytes_are_counted_in_what_is_compiled(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import gpu_compiled
 
-    from jaxsparse.cost import hlo
+    from jaxsparse.traffic import hlo
 
     found = gpu_compiled.work(hlo.parse(HLO), "main")
     assert found.kernels == 5 + 0 + 1

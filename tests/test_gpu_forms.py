@@ -66,19 +66,37 @@ def test_kth_largest_of_magnitudes(k):
 
 
 @pytest.mark.parametrize("share", few([0, 0.001, 0.3, 1], [0.001, 1]))
-@pytest.mark.parametrize("capacity", [1, 100, 5000])
-def test_blocks_of_slots(share, capacity):
+@pytest.mark.parametrize(("capacity", "first"), [(1, 0), (100, 40), (5000, 0)])
+def test_blocks_of_slots(share, capacity, first):
     counts = np.random.default_rng(0).binomial(32, share, size=(120, 32)).astype(np.int32)
     counts[3:40] = 0
-    sums = [
-        functools.partial(compaction._running_sum, barrier=barrier)
-        for barrier in (jax.lax.optimization_barrier, lambda rows: rows)
-    ]
-    within = assert_same(sums, jnp.asarray(counts))
+    within = assert_same([counting.sums_along, compaction._sum_along], jnp.asarray(counts))
     np.testing.assert_array_equal(within, np.cumsum(counts, axis=1))
-    finders = compaction._blocks_by_maximum, compaction._blocks_by_search
-    finders = [functools.partial(find, capacity=capacity) for find in finders]
-    assert_same(finders, jnp.cumsum(within[:, -1]))
+    total = int(np.sum(counts))
+    finders = compaction._blocks_by_marks, compaction._blocks_by_search
+
+    def filled(find):
+        def found(counts):
+            ends, block = find(counts, jnp.int32(first), capacity=capacity)
+            return ends, block[: max(total - first, 0)]
+
+        return found
+
+    ends, block = assert_same(map(filled, finders), within[:, -1])
+    np.testing.assert_array_equal(ends, np.cumsum(within[:, -1]))
+    expected = np.repeat(np.arange(120), within[:, -1])[first : first + capacity]
+    np.testing.assert_array_equal(block, expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_packed_ranks(ranks):
+    kind = jnp.asarray(np.random.default_rng(ranks).integers(0, 4, 5003), jnp.int32)
+    forms = (
+        functools.partial(compaction._pack_in_turn, mask=jnp.equal, ranks=ranks, enough=5003),
+        functools.partial(compaction._pack_all, mask=jnp.equal, ranks=ranks),
+    )
+    words = assert_same(forms, kind)
+    assert int(jnp.sum(jax.lax.population_count(words))) == int(jnp.sum(kind < ranks))
 
 
 # --- slots ---
@@ -245,7 +263,7 @@ COMPILED = {
     "fast_top_k": (lambda x: select.fast_top_k(x, 100), 1),
     "compact": (lambda x: select.compact(x > 1, 100), 0),
     # Of the sample, of the candidates, and of all if those are too few or too many; one is the
-    # search for a candidate's block, with one turn for the only block.
+    # search for candidates, which takes a second turn then.
     "threshold_top_k": (lambda x: select.threshold_top_k(x, 100), 4),
     "bucket_top_k": (lambda x: select.bucket_top_k(x), 0),
     "block_top_k": (lambda x: select.block_top_k(x, 5, 256), 0),

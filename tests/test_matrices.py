@@ -11,7 +11,7 @@ from jaxsparse import data_parallel, error_feedback, partition, shard
 from jaxsparse.collectives import wire
 from jaxsparse.reducers.base import Leaf, Matrix, MatrixReducer
 from jaxsparse.reducers.delivery import deliver
-from jaxsparse.stages import Stages
+from jaxsparse.reducers.stages import Stages
 from jaxsparse.systems import TopK
 
 SHAPES = {

@@ -8,7 +8,7 @@ import pytest
 from steps import compiled_step
 from workers import mesh, on_workers
 
-from jaxsparse import Stages, cost, data_parallel, error_feedback, layout, local, shard
+from jaxsparse import Stages, data_parallel, error_feedback, layout, local, shard, traffic
 from jaxsparse.feedback import partition
 from jaxsparse.systems import Dense, SketchedBudget, SketchedSGD, SparDL, TopK, TrueTopK
 
@@ -90,18 +90,18 @@ def test_payload_is_the_sum_of_the_groups():
             "kernel": SketchedSGD(k=10, cols=100, rows=3, oversampling=2),
         }
     )
-    sent = cost.wire_bytes(compiled_step(tx, mesh(2), shapes))
+    sent = traffic.wire_bytes(compiled_step(tx, mesh(2), shapes))
     assert sent.payload == 4 * (300 * 16 + 3 * 100 + 2 * 10 + 33 + 1)
 
 
 def test_a_budget_for_one_group_counts_the_dense_leaves_and_for_several_does_not():
     budget = SketchedBudget(5.0, SketchedSGD(k=1, cols=1, rows=3), None, None)
     shapes = {"embed": (300, 16), "kernel": (64, 50), "bias": (300,)}
-    alone = cost.wire_bytes(compiled_step(partition({"e": budget}), mesh(2), shapes)).payload
+    alone = traffic.wire_bytes(compiled_step(partition({"e": budget}), mesh(2), shapes)).payload
     wanted = 4 * (300 * 16 + 64 * 50 + 300) / 5
     assert wanted - 4 * 9 < alone <= wanted
     both = partition({"embed": budget, "kernel": TrueTopK(1)})
-    payload = cost.wire_bytes(compiled_step(both, mesh(2), shapes)).payload
+    payload = traffic.wire_bytes(compiled_step(both, mesh(2), shapes)).payload
     wanted = 4 * (300 * 16 / 5 + 64 * 50 + 300 + 1)
     assert wanted - 4 * 9 < payload <= wanted
 

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recorders import record
 from workers import feedback_loop, few, on_workers
 
-from jaxsparse import cost
-from jaxsparse.collectives import wire
-from jaxsparse.stages import Stages
+from jaxsparse import traffic
+from jaxsparse.reducers.stages import Stages
 from jaxsparse.systems import random_k
 from jaxsparse.systems.random_k import RandomK
 
@@ -71,7 +71,7 @@ def test_k_words_travel_and_no_indices(workers):
     size, k = 1001, 101
     reducer = RandomK(0.1)
     exchange = on_workers(lambda x: reducer(x, jnp.uint32(3), axis_name="data").mean, workers)
-    moved = cost.wire_bytes(exchange.lower(jnp.zeros((workers, size), jnp.float32)).compile())
+    moved = traffic.wire_bytes(exchange.lower(jnp.zeros((workers, size), jnp.float32)).compile())
     assert [c.op for c in moved.collectives] == ["all-reduce"]
     assert moved.payload == 4 * k
 
@@ -86,7 +86,7 @@ def test_all_is_the_dense_mean():
 def test_one_worker_sends_nothing():
     x = jnp.arange(1.0, 21.0)
     reducer = RandomK(0.25)
-    with wire.record() as messages:
+    with record() as messages:
         reduced = reducer(x, reducer.init(20), axis_name=None)
     assert messages == []
     np.testing.assert_array_equal(reduced.mean + reduced.residual, x)

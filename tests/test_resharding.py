@@ -13,8 +13,8 @@ from flax.training.train_state import TrainState
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, reshard, shard
-from jaxsparse.collectives.spar_all_gather import Adaptation
-from jaxsparse.per_worker import PerShard
+from jaxsparse.collectives.spardl import Adaptation
+from jaxsparse.training.marks import PerShard
 
 AXES = ("hosts", "local")
 COUNTS = (1, 2, 3, 5, 6, 8, 16, 256)

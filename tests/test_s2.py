@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_sketch as reference
+from published_traffic import s2_traffic
 from workers import MESH_SIZES, WAYS, feedback_loop, few, on_workers
 
-from jaxsparse import cost
+from jaxsparse import traffic
 from jaxsparse.systems import s2_reducer
 from jaxsparse.systems.s2_reducer import S2
 
@@ -210,7 +211,7 @@ def test_the_sketch_is_unbiased_and_as_noisy_as_documented(case):
     (rows, sizing, expected), workers = case, 16
     x = disjoint(workers)
     room = 0.1 if sizing == "union" else None  # the 48 blocks of all workers
-    reducer = S2(BLOCK, 3 / 480, rows=rows, sizing=sizing, union_density=room, sketch_ratio=0.5)
+    reducer = S2(3 / 480, BLOCK, rows=rows, sizing=sizing, union_density=room, sketch_ratio=0.5)
     means = np.asarray(repeated(reducer, workers)(jnp.asarray(x)), np.float64)
     truth = x.sum(0, dtype=np.float64) / workers
     assert not means[:, truth == 0].any()
@@ -241,7 +242,8 @@ def test_tables_are_sized_as_documented():
 def test_words_are_those_of_the_compiled_program(reducer):
     step = on_workers(lambda x: reducer(x, reducer.init(SIZE), axis_name="data"), 3)
     program = step.lower(jax.ShapeDtypeStruct((3, SIZE), jnp.float32)).compile()
-    assert cost.wire_bytes(program).received == pytest.approx(4 * reducer.traffic(SIZE, 3).words)
+    words = s2_traffic(reducer, SIZE, 3).words
+    assert traffic.wire_bytes(program).received == pytest.approx(4 * words)
 
 
 def test_settings_are_checked():

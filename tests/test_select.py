@@ -1,6 +1,8 @@
 """Selections and sparse streams, against NumPy."""
 
 import functools
+import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import numpy as np
 import pytest
 from workers import few
 
-from jaxsparse import select, stream
+from jaxsparse import select, sketch, stream
+from jaxsparse.blocks import BlockStream
 from jaxsparse.select.compaction import compact_ranked
 
 
@@ -91,20 +94,45 @@ def test_every_single_position_is_found():
 
 
 @pytest.mark.parametrize("size", few([1, 31, 1024, 3000], [31, 3000]))
-def test_masks_are_taken_one_after_another(size):
-    kind = np.random.default_rng(size).integers(0, 4, size)
-    masks = [kind == i for i in range(3)]
-    expected = np.concatenate([np.flatnonzero(mask) for mask in masks])
-    compact = jax.jit(compact_ranked, static_argnums=1)
+def test_ranks_are_taken_one_after_another(size):
+    kind = np.random.default_rng(size).integers(0, 4, size).astype(np.int32)
+    expected = np.concatenate([np.flatnonzero(kind == rank) for rank in range(3)])
+    compact = jax.jit(
+        lambda kind, capacity: compact_ranked(kind, jnp.equal, 3, capacity), static_argnums=1
+    )
     for capacity in (1, (size + 1) // 2, size):
-        found = compact([jnp.asarray(mask) for mask in masks], capacity)
+        found = compact(jnp.asarray(kind), capacity)
         padded = np.pad(expected, (0, capacity), constant_values=size)[:capacity]
         np.testing.assert_array_equal(found, padded)
 
 
-@pytest.mark.parametrize("capacity", [-1, 2.0, True])
-def test_a_bad_capacity_is_refused(capacity):
-    with pytest.raises(ValueError, match=f"capacity={capacity} must be an int of at least 0"):
+@pytest.mark.parametrize("first", [0, 7, 700, 3000])
+def test_some_are_left_out_before(first):
+    mask = np.random.default_rng(0).uniform(size=3000) < 0.3
+    compact = lambda mask, first: compact_ranked(mask, lambda m, _: m, 1, 400, first=first)
+    found = jax.jit(compact)(mask, jnp.int32(first))
+    np.testing.assert_array_equal(found, positions(mask, 3400)[first : first + 400])
+
+
+@pytest.mark.parametrize("enough", [1, 100, 1000])
+def test_enough_is_enough(enough):
+    """Of what is found at least so many are the first ones; no slot has anything else."""
+    kind = np.random.default_rng(0).integers(0, 4, 3000).astype(np.int32)
+    first = np.concatenate([np.flatnonzero(kind == rank) for rank in range(3)])
+    compact = lambda kind: compact_ranked(kind, jnp.equal, 3, 3000, enough=enough)
+    for found in jax.jit(compact)(kind), jax.jit(jax.vmap(compact))(np.stack([kind, kind]))[1]:
+        count = int(np.sum(np.asarray(found) < 3000))
+        assert count >= enough
+        np.testing.assert_array_equal(
+            found, np.pad(first[:count], (0, 3000 - count), constant_values=3000)
+        )
+
+
+@pytest.mark.parametrize(
+    ("capacity", "error"), [(-1, "at least 0"), (2.0, "an int: it is static"), (True, "an int")]
+)
+def test_a_bad_capacity_is_refused(capacity, error):
+    with pytest.raises(ValueError, match=f"capacity={capacity} must be {error}"):
         select.compact(jnp.ones(3, bool), capacity)
 
 
@@ -314,6 +342,88 @@ def test_bucket_arguments_are_checked():
         select.bucket_top_k(x, 1.5, 4)
     with pytest.raises(ValueError, match=r"x has shape \(2, 5\).*x.ravel\(\)"):
         select.bucket_top_k(x.reshape(2, 5), 1, 4)
+
+
+# --- arguments of all that take a k or a seed ---
+
+X = jnp.arange(8.0)
+SPEC = sketch.SketchSpec(rows=2, cols=8)
+TABLE = jnp.ones((2, 8))
+BLOCKS = jnp.arange(2, dtype=jnp.int32)
+OF_K = {
+    "top_k": lambda k: select.top_k(X, k),
+    "threshold_top_k": lambda k: select.threshold_top_k(X, k),
+    "sampled_top_k": lambda k: select.sampled_top_k(X, k),
+    "sampled_threshold": lambda k: select.sampled_threshold(X, k),
+    "bisection_top_k": lambda k: select.bisection_top_k(X, k),
+    "bisection_threshold": lambda k: select.bisection_threshold(X, k),
+    "fast_top_k": lambda k: select.fast_top_k(X, k),
+    "bucket_top_k": lambda k: select.bucket_top_k(X, k, 8),
+    "block_top_k": lambda k: select.block_top_k(X, k, 1),
+    "heavy_hitters": lambda k: sketch.heavy_hitters(TABLE, SPEC, 8, k),
+}
+OF_SEED = {
+    "threshold_top_k": lambda seed: select.threshold_top_k(jnp.zeros(20_000), 2, seed=seed),
+    "sampled_top_k": lambda seed: select.sampled_top_k(X, 2, seed=seed),
+    "sampled_threshold": lambda seed: select.sampled_threshold(X, 2, seed=seed),
+    "fast_top_k": lambda seed: select.fast_top_k(X, 2, seed=seed),
+    "slot_max": lambda seed: select.slot_max(X, 2, seed=seed),
+    "hash_extract": lambda seed: select.hash_extract(X, 1.0, 2, seed=seed),
+    "counted_hash_extract": lambda seed: select.counted_hash_extract(X, 1.0, 2, seed=seed),
+    "hash_slots": lambda seed: select.hash_slots(jnp.arange(3), 2, seed=seed),
+    "encode": lambda seed: sketch.encode(X, SPEC, seed=seed),
+    "decode": lambda seed: sketch.decode(TABLE, SPEC, 8, seed=seed),
+    "decode_at": lambda seed: sketch.decode_at(TABLE, SPEC, BLOCKS, seed=seed),
+    "heavy_hitters": lambda seed: sketch.heavy_hitters(TABLE, SPEC, 8, 2, seed=seed),
+    "encode_blocks": lambda seed: sketch.encode_blocks(
+        BlockStream(BLOCKS, jnp.ones((2, 8))), SPEC, seed=seed
+    ),
+    "decode_blocks": lambda seed: sketch.decode_blocks(TABLE, SPEC, BLOCKS, seed=seed),
+}
+
+
+def takes(module, name):
+    """The module's public functions with an argument of this name."""
+    functions = {f: getattr(module, f) for f in module.__all__ if not f.startswith("check")}
+    return {
+        f
+        for f, function in functions.items()
+        if not isinstance(function, type) and name in inspect.signature(function).parameters
+    }
+
+
+def test_every_function_of_a_k_or_a_seed_is_tested():
+    assert set(OF_K) == takes(select, "k") | takes(sketch, "k")
+    assert set(OF_SEED) == takes(select, "seed") | takes(sketch, "seed")
+
+
+@pytest.mark.parametrize("name", OF_K)
+def test_k_is_checked_alike(name):
+    call = OF_K[name]
+    # Of equal ints a compiled function is the same, so 1 comes before True.
+    for one in 1, np.int64(1), np.uint8(1):
+        for a, b in zip(jax.tree.leaves(call(one)), jax.tree.leaves(call(1)), strict=True):
+            np.testing.assert_array_equal(a, b)
+    for k in (True, np.bool_(True), 1.0, "1", jnp.int32(1)):
+        with pytest.raises(ValueError, match=re.escape(f"k={k!r} must be an int: it is static")):
+            call(k)
+    for k in (0, 9):
+        with pytest.raises(ValueError, match=f"k={k} must lie between 1 and .*8.*: choose it"):
+            call(k)
+
+
+@pytest.mark.parametrize("name", OF_SEED)
+def test_seeds_are_checked_alike(name):
+    call = OF_SEED[name]
+    for seed in (2**32 - 5, np.int64(-5), np.uint32(2**32 - 5), jnp.int32(-5)):
+        for a, b in zip(jax.tree.leaves(call(seed)), jax.tree.leaves(call(-5)), strict=True):
+            np.testing.assert_array_equal(a, b)
+    call(1)
+    for seed in (True, np.bool_(True), 1.5, jnp.zeros(2, jnp.uint32), jnp.bool_(True)):
+        with pytest.raises(
+            ValueError, match=r"seed=[\s\S]* must be an integer scalar: pass an int"
+        ):
+            call(seed)
 
 
 # --- all of them, under JAX's transformations ---

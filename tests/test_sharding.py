@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import PerWorker, cost, data_parallel, local, shard, specs
+from jaxsparse import PerWorker, data_parallel, local, shard, specs, traffic
 
 P = PartitionSpec
 FEATURES = np.random.default_rng(0).normal(size=(24, 8)).astype(np.float32)
@@ -256,7 +256,7 @@ def test_step_is_traced_once_per_shape():
 def test_no_dense_all_reduce_of_a_compressed_bucket_is_left():
     run = data_parallel(linen_step, mesh(8), batch_argnums=(1, 2))
     compiled = run.lower(shard(linen_state(), mesh(8)), FEATURES, LABELS).compile()
-    sent = cost.wire_bytes(compiled)
+    sent = traffic.wire_bytes(compiled)
     compressed, dense, sketch, candidates, loss = 8 * 64 + 64 * 2, 64 + 2, 5 * 60, 4 * 40, 1
     assert sent.payload == 4 * (dense + 1 + sketch + candidates + loss)
     assert max(c.payload_bytes for c in sent.collectives) < 4 * compressed

@@ -11,7 +11,7 @@ from supports import SUPPORTS, vectors
 from workers import few, on_workers, some
 
 from jaxsparse import codecs
-from jaxsparse.collectives.spar_all_gather import Adaptation, ladder
+from jaxsparse.collectives.spardl import Adaptation, ladder
 from jaxsparse.systems import SparDL
 
 

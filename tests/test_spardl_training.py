@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from workers import some
 
-from jaxsparse.collectives.spar_all_gather import Adaptation
+from jaxsparse.collectives.spardl import Adaptation
 from jaxsparse.systems.spardl import SparDL
 
 ROOT = Path(__file__).parents[1]

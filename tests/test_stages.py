@@ -9,8 +9,8 @@ from steps import COMPRESSED, DENSE, compiled_step
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import Stages, cost, data_parallel, partition, shard, warm_up
-from jaxsparse.reducers.staged import Staged
+from jaxsparse import Stages, data_parallel, partition, shard, traffic, warm_up
+from jaxsparse.reducers.stages import Staged
 from jaxsparse.systems import OmniReduce
 
 
@@ -87,7 +87,7 @@ def test_one_stage_may_mask_momentum_and_another_not():
 
 def test_bytes_follow_the_stage():
     density = Stages((0.25, 0.01), (10,))
-    sent = cost.wire_bytes(compiled_step(jaxsparse.top_k(density), mesh(2)))
+    sent = traffic.wire_bytes(compiled_step(jaxsparse.top_k(density), mesh(2)))
     (conditional,) = sent.conditionals
     k = [-(-COMPRESSED // 4), -(-COMPRESSED // 100)]
     assert [b.payload for b in conditional.branches] == [8 * n for n in k]

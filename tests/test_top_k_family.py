@@ -11,7 +11,7 @@ from workers import few, on_workers, some
 from jaxsparse import Stages, codecs
 from jaxsparse.collectives.offers import about_top_k
 from jaxsparse.collectives.regions import Regions
-from jaxsparse.reducers.staged import Staged
+from jaxsparse.reducers.stages import Staged
 from jaxsparse.systems import GTopK, OkTopk
 
 SIZE = 61

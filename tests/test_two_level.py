@@ -30,13 +30,13 @@ from two_level import (
 )
 from workers import QUICK_COMPILE, few, some
 
-from jaxsparse import PerWorker, Stages, cost, data_parallel, local, shard, specs as specs_of
+from jaxsparse import PerWorker, Stages, data_parallel, local, shard, specs as specs_of, traffic
 from jaxsparse.feedback import Axes, error_feedback, partition
 from jaxsparse.feedback.exchange import saturating_sum, total
 from jaxsparse.feedback.plan import Plan
-from jaxsparse.per_worker import Sharded
 from jaxsparse.reducers.base import info
 from jaxsparse.systems import Dense, SparDL, TopK, dense, spardl
+from jaxsparse.training.marks import Sharded
 
 CONSERVING = [name for name, case in CASES.items() if conserves(case.reducer)]
 
@@ -137,7 +137,7 @@ def compiled(tx, shapes, **settings):
         updates, state = tx.update(jax.tree.map(lambda g: g[0], grads), state)
         return PerWorker.wrap(updates), state
 
-    return cost.wire_bytes(on_grid(step, **settings).lower(state, grads).compile())
+    return traffic.wire_bytes(on_grid(step, **settings).lower(state, grads).compile())
 
 
 def test_the_slow_axis_carries_a_shard_and_the_fast_one_the_vector():

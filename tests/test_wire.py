@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recorders import record
 from workers import MESH_SIZES, WAYS, on_workers
 
-from jaxsparse import cost
+from jaxsparse import traffic
 from jaxsparse.collectives import wire
 
 AXIS = "data"
@@ -63,7 +64,7 @@ def test_partial_permutations_deliver_zeros_elsewhere(way, pairs):
 
 def test_one_worker_without_an_axis_sends_nothing():
     x, table = rows(1, 4)[0], rows(1, 1, 4)[0]
-    with wire.record() as messages:
+    with record() as messages:
         np.testing.assert_array_equal(wire.psum(x, None), x)
         np.testing.assert_array_equal(wire.pmax(x, None), x)
         np.testing.assert_array_equal(wire.all_gather(x, None), x[None])
@@ -89,7 +90,7 @@ def test_half_precision_travels_unchanged(dtype, way):
 @pytest.mark.parametrize("op", [wire.all_gather, wire.all_to_all])
 def test_half_precision_costs_two_bytes_a_word(op):
     compiled = on_workers(lambda x: op(x, AXIS), 8).lower(jnp.ones((8, 8, 16), jnp.bfloat16))
-    assert cost.wire_bytes(compiled.compile()).payload == 8 * 16 * 2
+    assert traffic.wire_bytes(compiled.compile()).payload == 8 * 16 * 2
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -123,10 +124,10 @@ def test_recorded_bytes_are_the_compiled_ones():
     def f(x):
         return wire.psum(x, AXIS), wire.all_gather(x[:3], AXIS), wire.permute(x, AXIS, [(0, 1)])
 
-    with wire.record() as outer, wire.record() as messages:
+    with record() as outer, record() as messages:
         compiled = on_workers(f, 5).lower(jnp.ones((5, 7))).compile()
     assert [m.op for m in messages] == ["psum", "all_gather", "permute"]
-    assert sum(m.payload_bytes for m in messages) == cost.wire_bytes(compiled).payload
+    assert sum(m.payload_bytes for m in messages) == traffic.wire_bytes(compiled).payload
     assert outer == messages
 
 

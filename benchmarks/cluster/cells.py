@@ -38,7 +38,7 @@ def budget(cell: Cell, workers: int) -> Budget:
     """The reducer, or what makes the reducers of a whole tree.
 
     Programs are compiled before any rate is known, so `sparcml` without a setting runs the
-    algorithm that suits a `cost.Link()`, whatever the rate; those of `SPARCML` run each.
+    algorithm that suits a `planner.Link()`, whatever the rate; those of `SPARCML` run each.
 
     Raises:
         ValueError: the system is unknown, or can't be used like this.

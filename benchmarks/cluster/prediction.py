@@ -6,14 +6,14 @@ from typing import Any
 
 from namespaces import Rate
 
-from jaxsparse import cost
+from jaxsparse import planner, traffic
 
 _OPS = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
 # What some collectives make of a link, at worst.
 _LEAST_SHARE = 0.5
 
 
-def fitted(network: cost.Network, rate: Rate) -> cost.Network:
+def fitted(network: planner.Network, rate: Rate) -> planner.Network:
     """The measured network with bandwidths that its links can have.
 
     The rate of a shaped link is known. On a busy machine, where messages wait for a core, a fit to
@@ -31,18 +31,18 @@ def fitted(network: cost.Network, rate: Rate) -> cost.Network:
         op = name.replace("_", "-")
         bandwidth = min(rate.payload, max(_LEAST_SHARE * rate.payload, network.of(op).bandwidth))
         waits = [
-            (timing.seconds - timing.received / bandwidth) / cost.rounds(op, timing.workers)
+            (timing.seconds - timing.received / bandwidth) / planner.rounds(op, timing.workers)
             for timing in network.timings
             if timing.op == op
         ]
         if waits:
-            links[name] = cost.Link(max(1e-6, statistics.median(waits)), bandwidth)
+            links[name] = planner.Link(max(1e-6, statistics.median(waits)), bandwidth)
     return dataclasses.replace(network, link=links["collective_permute"], **links)
 
 
-def usual_seconds(moved: cost.WireBytes, network: cost.Network) -> float:
+def usual_seconds(moved: traffic.WireBytes, network: planner.Network) -> float:
     """Seconds of a program of which each conditional takes its cheapest branch.
 
     The dear ones, in which Ok-Topk takes new thresholds, are taken in one step of 32.
     """
-    return cost.usual(network.seconds, moved)
+    return network.seconds(moved.usual)

@@ -23,7 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
-from jaxsparse import cost
+from jaxsparse import traffic
 from jaxsparse.collectives import wire
 
 _BATCH, _INPUTS, _CLASSES = 8, 64, 10  # of the model that is trained: examples of a worker
@@ -43,7 +43,7 @@ class Loaded(NamedTuple):
     """A compiled program, and what it moves."""
 
     run: Callable[..., Any]
-    moved: cost.WireBytes
+    moved: traffic.WireBytes
 
 
 def program(cell: Cell, mesh: Mesh, *, alone: bool) -> Program:
@@ -200,7 +200,7 @@ def arguments(made: Program) -> tuple[list[jax.Array], list[jax.Array]]:
 @contextlib.contextmanager
 def _newly_compiled() -> Iterator[None]:
     """Turns JAX's compilation cache off: what comes out of it can't be serialized again."""
-    before = jax.config.jax_enable_compilation_cache
+    before = jax.config.read("jax_enable_compilation_cache")
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX reads the setting once, until this
     try:
@@ -239,7 +239,7 @@ class Store:
         lowered = made.function.lower(*made.carried, *made.fixed)
         with _newly_compiled():
             compiled = lowered.compile()
-        content = serialize_executable.serialize(compiled), cost.wire_bytes(compiled)
+        content = serialize_executable.serialize(compiled), traffic.wire_bytes(compiled)
         path = self.path(cell, alone)
         partial = path.with_suffix(f".{jax.process_index()}")
         partial.write_bytes(pickle.dumps(content))

@@ -21,7 +21,7 @@ from prediction import fitted, usual_seconds
 from programs import Loaded, Program, Store, arguments, program
 from records import Records
 
-from jaxsparse import cost, fail_at_once
+from jaxsparse import fail_at_once, planner
 from jaxsparse.collectives import wire
 
 _LEAST = 3  # repetitions
@@ -104,7 +104,7 @@ class Bench:
         moved = (counters() - before - (repeats + 1) * self._barrier_bytes) / repeats
         return self.everyone(seconds).max(axis=0), self.everyone(moved)
 
-    def measure(self, cell: Cell, store: Store, network: cost.Network) -> dict[str, Any]:
+    def measure(self, cell: Cell, store: Store, network: planner.Network) -> dict[str, Any]:
         """The row of a cell."""
         others = Others(self.plan.root)
         made = program(cell, self.mesh, alone=False)
@@ -130,7 +130,7 @@ class Bench:
             "measured_over_predicted": middle / predicted,
             "collectives": loaded.moved.rounds,
             "messages": sum(
-                c.count * cost.rounds(c.op, c.group_size)
+                c.count * planner.rounds(c.op, c.group_size)
                 for c in loaded.moved.collectives
                 if c.group_size > 1
             ),
@@ -170,7 +170,7 @@ def compile_all(cells: list[Cell], store: Store, mesh: Mesh) -> None:
     multihost_utils.sync_global_devices("compiled")
 
 
-def describe(network: cost.Network) -> dict[str, Any]:
+def describe(network: planner.Network) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "network.json"
         network.save(path)
@@ -185,7 +185,7 @@ def main() -> None:
     store = Store(Path(plan.store), bench.mesh.size)
     compile_all(cells, store, bench.mesh)
     # Up to sizes at which the rate, and not the first burst, is what counts.
-    measured = cost.measure_network(bench.mesh, words=_WORDS, seconds=15.0)
+    measured = planner.measure_network(bench.mesh, words=_WORDS, seconds=15.0)
     network = fitted(measured, Rate(plan.rate))
     records = Records(Path(plan.results))
     if bench.is_first:

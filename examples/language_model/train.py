@@ -28,10 +28,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 import jaxsparse
+from jaxsparse.reducers.base import Reducer
 
 METHODS = ("dense", "gather", "s2", "s2 + spardl")
 # How each leaf of the model is exchanged, by a part of its name; all others go dense.
-Policy = dict[str, jaxsparse.Reducer]
+Policy = dict[str, Reducer]
 EMBEDDING = "embedding"
 MATRICES = "(gates|recurrent|output).*kernel"
 
@@ -123,7 +124,7 @@ def train(
 
     parallel = jaxsparse.data_parallel(step, mesh, donate_argnums=0)
     batches = functools.partial(corpus.batches, texts.train, args.windows, args.length, args.steps)
-    sent = jaxsparse.cost.wire_bytes(parallel, state, next(batches(seed=0)))
+    sent = jaxsparse.traffic.wire_bytes(parallel, state, next(batches(seed=0)))
 
     curves: list[list[tuple[int, float]]] = []
     seconds: list[float] = []
@@ -163,7 +164,7 @@ def embedding_bytes(policy: Policy, shape: tuple[int, int], mesh: Mesh) -> float
 
     parallel = jaxsparse.data_parallel(exchange, mesh, batch_argnums=())
     state = jaxsparse.shard(tx.init(params), mesh)
-    return jaxsparse.cost.wire_bytes(parallel, state, params).received
+    return jaxsparse.traffic.wire_bytes(parallel, state, params).received
 
 
 def load(args: argparse.Namespace) -> corpus.Corpus:

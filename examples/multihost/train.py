@@ -133,7 +133,7 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     test_batch = shares.whole(test_set, split)
     first = next(shares.batches(train_set, size, 1, args.seed, split))
     run = jaxsparse.data_parallel(step, mesh, donate_argnums=0).lower(state, first).compile()
-    moved = jaxsparse.cost.wire_bytes(run)
+    moved = jaxsparse.traffic.wire_bytes(run)
 
     say(
         f"{args.method}: {parameters:,} parameters, {mesh.size} workers in "
@@ -182,7 +182,7 @@ def save(
     args: argparse.Namespace,
     mesh: Mesh,
     parameters: int,
-    moved: jaxsparse.cost.WireBytes,
+    moved: jaxsparse.traffic.WireBytes,
     points: Sequence[dict[str, Any]],
 ) -> None:
     result = {

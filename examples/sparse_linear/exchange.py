@@ -15,7 +15,7 @@ from jaxsparse.stream import to_dense
 Exchange = Callable[..., AllReduced]  # of a stream and the vector's size
 
 
-def dense(stream: jaxsparse.SparseStream, size: int, *, axis_name: str) -> AllReduced:
+def dense(stream: jaxsparse.stream.SparseStream, size: int, *, axis_name: str) -> AllReduced:
     """All-reduce of the whole gradient, zeros and all."""
     mine = to_dense(stream, size)
     return AllReduced(jax.lax.psum(mine, axis_name), jnp.zeros_like(mine), jnp.int32(0))
@@ -27,13 +27,19 @@ def _factors(room: Room, k: int, workers: int) -> tuple[float, float]:
     return (room.to_owner - 0.5) * workers / k, (room.of_owner - 0.5) * workers / k
 
 
-def fastest(room: Room, k: int, size: int, workers: int, link: jaxsparse.cost.Link) -> str:
-    """The least time by SparCML's alpha-beta model, for k entries of `size` elements."""
-    capacity, union = _factors(room, k, workers)
-    reducer = jaxsparse.systems.SparCML(capacity_factor=capacity, union_factor=union)
-    traffic = {"dense": jaxsparse.cost.dense_all_reduce(size, workers)}
-    traffic |= reducer.traffic(k, size, workers)
-    return min(traffic, key=lambda name: link.seconds(traffic[name]))
+def fastest(room: Room, k: int, size: int, workers: int, link: jaxsparse.planner.Link) -> str:
+    """The least time on the network by the alpha-beta model, for k entries of `size` elements."""
+    network = jaxsparse.planner.Network(link)
+    stream = jax.eval_shape(
+        lambda: jaxsparse.stream.SparseStream(jnp.zeros(k, jnp.int32), jnp.zeros(k, jnp.float32))
+    )
+
+    def seconds(exchange: Exchange) -> float:
+        run = functools.partial(exchange, size=size, axis_name="data")
+        return network.seconds(jaxsparse.traffic.traced_bytes(run, stream, workers))
+
+    known = exchanges(room, k, workers)
+    return min(known, key=lambda name: seconds(known[name]))
 
 
 def exchanges(room: Room, k: int, workers: int) -> dict[str, Exchange]:

@@ -76,7 +76,7 @@ def step_of(task: Task, exchange: Exchange) -> Callable[..., tuple[jax.Array, ..
         touched = weights.reshape(-1, columns).at[batch.touched].get(mode="fill", fill_value=0)
         loss, gradient = jax.value_and_grad(loss_of)(touched, batch)
         indices = batch.touched[:, None] * columns + jnp.arange(columns, dtype=jnp.int32)[None]
-        stream = jaxsparse.SparseStream(
+        stream = jaxsparse.stream.SparseStream(
             jnp.minimum(indices, task.size).reshape(-1), gradient.reshape(-1)
         )
         summed = exchange(stream, task.size, axis_name="data")
@@ -102,7 +102,7 @@ def train(
     """
     step = jaxsparse.data_parallel(step_of(task, exchange), mesh, donate_argnums=0)
     weights = jaxsparse.shard(jnp.zeros(task.size, jnp.float32), mesh)
-    moved = jaxsparse.cost.wire_bytes(step, weights, next(iter(task.batches)))
+    moved = jaxsparse.traffic.wire_bytes(step, weights, next(iter(task.batches)))
     steps = task.batches.steps
     curve: list[tuple[int, float]] = []
     losses: list[float] = []
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     tasks = [Task(model, dataset, batches, args.lr) for model in dict.fromkeys(args.model)]
     entries, size = tasks[0].entries, tasks[0].size
-    link = jaxsparse.cost.Link(args.latency * 1e-6, args.bandwidth * 1e9 / 8)
+    link = jaxsparse.planner.Link(args.latency * 1e-6, args.bandwidth * 1e9 / 8)
     best = fastest(batches.room, entries, size, args.workers, link)
 
     rows, features = dataset.train.features.shape

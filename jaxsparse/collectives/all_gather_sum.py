@@ -2,10 +2,9 @@
 
 import jax.numpy as jnp
 
-from jaxsparse import codecs, network
+from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.outcome import AllReduced
-from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.collectives.messages import AllReduced, MessageFormat
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream, merge_duplicates, to_dense
 
@@ -21,8 +20,7 @@ def all_gather_sum(
 ) -> AllReduced:
     """Every worker receives every worker's entries and combines them, in order of rank.
 
-    One all-gather: the simplest, and the dearest for many workers. Rounds and words: see
-    `all_gather_sum_traffic`.
+    One all-gather of (W - 1) 2k words in COO: the simplest, and the dearest for many workers.
 
     Args:
         stream: k entries.
@@ -35,24 +33,16 @@ def all_gather_sum(
     Raises:
         ValueError: the op is unknown, not defined for the dtype, or not for this codec.
     """
-    parcel = Parcel(size, stream.capacity, op, stream.values.dtype, codec)
+    message_format = MessageFormat(size, stream.capacity, op, stream.values.dtype, codec)
     residual = jnp.zeros_like(stream.values, shape=(size,))
-    if parcel.is_dense:
-        message = parcel.pack(to_dense(stream, size, op))
+    if message_format.is_dense:
+        message = message_format.pack(to_dense(stream, size, op))
     else:
         if not distinct:  # on a GPU equal indices within a scatter have no order: replicas drift
             stream = merge_duplicates(stream, size, op)
         rounded = codec.rounded(stream.values)
-        if not parcel.is_exact:
+        if not message_format.is_exact:
             residual = residual.at[stream.indices].add(stream.values - rounded, mode="drop")
         message = codec.encode(stream._replace(values=rounded), size)
     messages = wire.all_gather(message, axis_name)
-    return AllReduced(parcel.merge_all(messages), residual, jnp.int32(0))
-
-
-def all_gather_sum_traffic(
-    k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO
-) -> network.Traffic:
-    """ceil(log2 W) rounds, (W - 1) 2k words in COO."""
-    parcel = Parcel(size, k, "sum", jnp.float32, codec)
-    return network.Traffic((workers - 1).bit_length(), (workers - 1) * parcel.words)
+    return AllReduced(message_format.merge_all(messages), residual, jnp.int32(0))

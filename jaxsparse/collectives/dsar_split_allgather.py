@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from jaxsparse import codecs, network, quantize
+from jaxsparse import codecs, quantize
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.outcome import AllReduced
-from jaxsparse.collectives.split import own_range, split, split_parcel
-from jaxsparse.collectives.tally import split_counts, with_count
+from jaxsparse.collectives.messages import AllReduced, split_counts, with_count
+from jaxsparse.collectives.split import own_range, split
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream
 
@@ -26,8 +25,8 @@ def dsar_split_allgather(
 ) -> AllReduced:
     """As `split_allgather`, but owners send their ranges as dense arrays.
 
-    For supports that fill in so much that the sum is dense. Rounds and words: see
-    `dsar_split_allgather_traffic`.
+    For supports that fill in so much that the sum is dense: (W - 1)/W d words in the second half,
+    if it is not quantised.
 
     Args:
         stream: k entries; an index may repeat.
@@ -77,21 +76,3 @@ def dsar_split_allgather(
 
     ranges = jax.vmap(unpack)(messages)
     return AllReduced(ranges.reshape(-1)[:size], residual[:size], overflow)
-
-
-def dsar_split_allgather_traffic(
-    k: int,
-    size: int,
-    workers: int,
-    codec: codecs.Codec = codecs.COO,
-    capacity_factor: float | None = None,
-    quantizer: quantize.QSGD | None = None,
-) -> network.Traffic:
-    """W - 1 + ceil(log2 W) rounds; words of the first half's capacities and (W - 1)/W d dense.
-
-    The published range (section 5.3.3) counts 0 to 2k words for the first half.
-    """
-    first = split_parcel(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
-    second = first.size if quantizer is None else quantizer.words(first.size)
-    words = (workers - 1) * (first.words + second + (capacity_factor is not None))
-    return network.Traffic(workers - 1 + (workers - 1).bit_length(), words)

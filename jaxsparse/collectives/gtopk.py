@@ -1,21 +1,13 @@
 """gTop-k: top-k of sums of top-k, in log2 W exchanges (Shi et al., ICDCS 2019)."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from jaxsparse import codecs, network
+from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.spar_all_gather import largest
+from jaxsparse.collectives.messages import AllReduced
+from jaxsparse.collectives.spardl import largest
 from jaxsparse.stream import SparseStream, add, add_to, to_dense
-
-
-class Merged(NamedTuple):
-    """Sum of the streams, of at most k entries."""
-
-    total: Float[Array, " d"]  # equal on all workers
-    discarded: Float[Array, " d"]  # this worker's share of what was cut off or rounded away
 
 
 def gtopk(
@@ -24,7 +16,7 @@ def gtopk(
     *,
     axis_name: str | None,
     codec: codecs.Codec = codecs.COO,
-) -> Merged:
+) -> AllReduced:
     """Pairs of workers at distance 1, 2, 4, ... swap k entries, add them, and keep the k largest.
 
     The paper merges up a tree and broadcasts the result down it, 2 log2 W rounds and 4 k log2 W
@@ -40,6 +32,10 @@ def gtopk(
         size: elements of the vector, d.
         axis_name: whose workers take part.
         codec: of the messages.
+
+    Returns:
+        The sum of the streams, of at most k entries; the residual is this worker's share of what
+        was cut off or rounded away; there is room for all that is sent.
     """
     workers = wire.axis_size(axis_name)
     power = 1 << (workers.bit_length() - 1)
@@ -80,13 +76,5 @@ def gtopk(
         stream, discarded = leave(stream, is_main, power)
         arrived = swap([(i, power + i) for i in range(extra)])
         stream = SparseStream(*(jnp.where(is_main, a, b) for a, b in zip(stream, arrived)))
-    return Merged(wire.replicated(to_dense(stream, size), axis_name), discarded)
-
-
-def gtopk_traffic(
-    k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO
-) -> network.Traffic:
-    """log2 W rounds of 2k words in COO, and 2 more if W is no power of two."""
-    power = 1 << (workers.bit_length() - 1)
-    rounds = power.bit_length() - 1 + (2 if workers != power else 0)
-    return network.Traffic(rounds, rounds * codec.words(k, size))
+    total = wire.replicated(to_dense(stream, size), axis_name)
+    return AllReduced(total, discarded, jnp.int32(0))

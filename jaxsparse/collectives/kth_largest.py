@@ -26,15 +26,20 @@ def kth_largest(
     entries = from_dense(sums, select.compact(sums != 0, capacity))
     magnitude = jax.lax.bitcast_convert_type(jnp.abs(entries.values), jnp.uint32)
     bins = 2**_BITS
-    found, wanted = jnp.uint32(0), jnp.int32(k)
-    for shift in range(32 - _BITS, -1, -_BITS):
-        # Counted are those that begin like the one sought, as far as it is known.
-        above = jnp.uint32(shift + _BITS)
-        known = (magnitude >> above) == (found >> above) if shift + _BITS < 32 else magnitude >= 0
-        digit = (magnitude >> jnp.uint32(shift)).astype(jnp.int32) % bins
+
+    def settle(i: Array, search: tuple[Array, Array]) -> tuple[Array, Array]:
+        found, wanted = search
+        shift = jnp.uint32(32 - _BITS) - _BITS * i.astype(jnp.uint32)
+        # Count the magnitudes whose leading digits match those found so far. (A shift by 32 bits,
+        # for the first digit, has no result; two shifts have.)
+        known = (magnitude ^ found) >> shift >> jnp.uint32(_BITS) == 0
+        digit = (magnitude >> shift).astype(jnp.int32) & (bins - 1)
         counts = jnp.zeros((bins,), jnp.int32).at[jnp.where(known, digit, bins)].add(1, mode="drop")
         from_here = jnp.cumsum(wire.psum(counts, axis_name)[::-1])[::-1]  # falls
         best = jnp.maximum(jnp.sum(from_here >= wanted, dtype=jnp.int32) - 1, 0)
         wanted -= jnp.where(best + 1 < bins, from_here[jnp.minimum(best + 1, bins - 1)], 0)
-        found |= best.astype(jnp.uint32) << jnp.uint32(shift)
+        return found | best.astype(jnp.uint32) << shift, wanted
+
+    digits = 32 // _BITS
+    found, _ = jax.lax.fori_loop(0, digits, settle, (jnp.uint32(0), jnp.int32(k)))
     return jax.lax.bitcast_convert_type(found, jnp.float32)

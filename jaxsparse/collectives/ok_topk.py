@@ -1,6 +1,5 @@
 """Ok-Topk: sums of balanced regions above reused thresholds (Li and Hoefler, PPoPP 2022)."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -8,14 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse import codecs, network, select
+from jaxsparse import codecs, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.kth_largest import kth_largest
 from jaxsparse.collectives.offers import about_top_k
 from jaxsparse.collectives.regions import Regions, bucket_count, into_regions
-from jaxsparse.collectives.spar_all_gather import largest
-from jaxsparse.collectives.spar_reduce_scatter import Select
-from jaxsparse.select.counting import folded
+from jaxsparse.collectives.spardl import Select, largest
+from jaxsparse.select.compaction import compact_ranked
+from jaxsparse.select.counting import count_where
 from jaxsparse.stream import SparseStream, add_to, from_dense
 from jaxsparse.tiles import zeros
 
@@ -70,7 +69,8 @@ def ok_topk(
     Each message has room for C = ceil(capacity_factor k / W) entries, or those of a region if they
     are fewer. Offers that find none stay with their workers; if too many sums pass the threshold,
     each owner delivers its share of what there is room for, the largest ones. Both are counted.
-    Rounds and words: see `ok_topk_traffic`.
+    A step with old regions and threshold takes 6 C (W - 1) words in COO: capacity_factor times the
+    published 6 k (W - 1) / W.
 
     Args:
         x: float32.
@@ -197,9 +197,7 @@ def _is_large(sums: Array, threshold: Array) -> Array:
 
 
 def _count_large(sums: Array, threshold: Array) -> Array:
-    add = functools.partial(jnp.sum, dtype=jnp.uint32)
-    count = folded(add, jnp.add, lambda x: _is_large(x, threshold).astype(jnp.uint32), sums)
-    return count.astype(jnp.int32)
+    return count_where(sums, lambda sums: _is_large(sums, threshold))
 
 
 def _large(
@@ -210,53 +208,36 @@ def _large(
     In increasing order of their indices; or nearly the largest of them, in falling order, if of all
     workers' there are too many.
     """
-    is_large = _is_large(sums, threshold)
 
-    def padded(stream: SparseStream) -> SparseStream:
-        empty = limit - stream.capacity
-        indices = jnp.pad(stream.indices, (0, empty), constant_values=sums.size)
-        return SparseStream(indices, jnp.pad(stream.values, (0, empty)))
+    # A pass over all slots takes longer than over the sums, and few owners fill more than `room`.
+    def reaching() -> SparseStream:
+        def more(i: Array, indices: Array) -> Array:
+            # Together, or XLA takes the mask out of the loop, and stores it.
+            again, turn = jax.lax.optimization_barrier((sums, i))
+            mask = lambda sums, _: _is_large(sums, threshold)
+            found = compact_ranked(again, mask, 1, room, first=turn * room)
+            return jnp.where(jnp.arange(limit // room)[:, None] == i, found[None], indices)
 
-    def reaching(capacity: int) -> SparseStream:
-        return padded(from_dense(sums, select.compact(is_large, capacity)))
+        empty = zeros((limit // room, room), jnp.int32, (sums, count)) + sums.size
+        turns = jnp.minimum(-(-count // room), limit // room)
+        return from_dense(sums, jax.lax.fori_loop(0, turns, more, empty).ravel())
 
     def the_largest() -> SparseStream:
         capacity = min(sums.size, limit)
-        stream = select.fast_top_k(jnp.where(is_large, sums, 0), capacity)
+        stream = select.fast_top_k(jnp.where(_is_large(sums, threshold), sums, 0), capacity)
         index = jnp.where(stream.values != 0, stream.indices, sums.size)
-        return padded(largest(SparseStream(index, stream.values), capacity)[0])
+        stream = largest(SparseStream(index, stream.values), capacity)[0]
+        empty = limit - capacity
+        indices = jnp.pad(stream.indices, (0, empty), constant_values=sums.size)
+        return SparseStream(indices, jnp.pad(stream.values, (0, empty)))
 
-    # A pass over the slots takes longer than over the sums, and few owners fill more than `room`.
-    branches = [lambda: reaching(room), lambda: reaching(min(sums.size, limit)), the_largest]
-    which = jnp.where(too_many, 2, (count > room).astype(jnp.int32))
-    return jax.lax.switch(which, branches)
+    return jax.lax.cond(too_many, the_largest, reaching)
 
 
 def _shifted(x: Array, by: Array, empty: int) -> Array:
     """`x` moved up by so many slots, of which what is moved past the end is empty."""
     filled = jnp.full((2 * x.size,), empty, x.dtype)
     return jax.lax.dynamic_update_slice(filled, x, (by,))[: x.size]
-
-
-def ok_topk_traffic(
-    k: int,
-    size: int,
-    workers: int,
-    codec: codecs.Codec = codecs.COO,
-    capacity_factor: float = 2.0,
-) -> network.Traffic:
-    """Of a step with old regions and threshold: 6 C (W - 1) words in COO, and 3 (W - 1) of counts.
-
-    In 2 (W - 1) + 2 ceil(log2 W) rounds.
-
-    With C = capacity_factor k / W that is capacity_factor times the published 6 k (W - 1) / W,
-    which holds as long as regions and counts are balanced; here it is a bound, not an average.
-    """
-    regions = Regions(size, workers)
-    room = _room(k, regions, capacity_factor)
-    offers, sums = codec.words(room, regions.length), codec.words(room, regions.positions)
-    words = (workers - 1) * (offers + 2 * sums + 3)
-    return network.Traffic(2 * (workers - 1) + 2 * (workers - 1).bit_length(), words)
 
 
 def _exchange(

@@ -1,12 +1,15 @@
-"""All-reduce of dense vectors in a few bits a value: by ranges, each quantised twice."""
+"""All-reduce of dense vectors in a few bits a value: by ranges, each quantised twice.
+
+Owners leave out the first rounding of their own range, which never travels: a second contraction on
+top of the first one doubled the residual.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from jaxsparse import network
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.quantize import (
     Quantizer,
     check_feedback,
@@ -86,15 +89,3 @@ def quantized_all_reduce(
         return AllReduced(sums, jnp.zeros_like(x), none)
     lost = jnp.where(own, (total - unpack(message))[None], rows - jax.vmap(unpack)(messages))
     return AllReduced(sums, lost.reshape(-1)[:size], none)
-
-
-def quantized_all_reduce_traffic(size: int, workers: int, quantizer: Quantizer) -> network.Traffic:
-    """W - 1 + ceil(log2 W) rounds; 2 (W - 1) words(ceil(d / W)): 2 (W - 1) / W of a vector's.
-
-    Example:
-        >>> from jaxsparse.quantize import Sign
-        >>> quantized_all_reduce_traffic(2**20, 8, Sign())
-        Traffic(rounds=10, words=59136)
-    """
-    words = 0 if workers == 1 else 2 * (workers - 1) * quantizer.words(-(-size // workers))
-    return network.Traffic(workers - 1 + (workers - 1).bit_length(), words)

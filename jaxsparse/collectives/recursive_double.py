@@ -3,10 +3,9 @@
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxsparse import codecs, network
+from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.outcome import AllReduced
-from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.collectives.messages import AllReduced, MessageFormat
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream, to_dense
 
@@ -25,7 +24,9 @@ def recursive_double(
     SparCML's delta on. If W is not a power of two, P < W, the W - P last workers first give their
     entries to the first ones, and are sent the result at the end.
 
-    Rounds and words: see `recursive_double_traffic`.
+    It takes log2 W rounds, and 2 more if W is no power of two. The published words (section 5.3.2)
+    are between log2(W) 2k, if all supports are equal, and (W - 1) 2k, if they are disjoint: static
+    shapes pay for the latter.
 
     Args:
         stream: k entries; an index may repeat.
@@ -43,52 +44,39 @@ def recursive_double(
     workers = wire.axis_size(axis_name)
     power, k = _power(workers), stream.capacity
     extra, rank = workers - power, wire.axis_index(axis_name)
-    Parcel(size, k, op, stream.values.dtype, codec)  # raises, even if nothing is to be sent
+    MessageFormat(size, k, op, stream.values.dtype, codec)  # raises, even if nothing is to be sent
     parcels = [
-        Parcel(size, capacity, op, stream.values.dtype, codec)
+        MessageFormat(size, capacity, op, stream.values.dtype, codec)
         for capacity in _capacities(k, size, workers)
     ]
     x = to_dense(stream, size, op)
     residual = jnp.zeros_like(x)
 
-    def leave(holds: Array, holders: int) -> tuple[Parcel, Array, Array]:
-        """The next parcel, x as those workers send it that hold it, and the new residual."""
-        parcel = parcels.pop(0)
-        if parcel.is_exact:
-            return parcel, x, residual
-        sent = jnp.where(holds, parcel.rounded(x), x)
-        return parcel, sent, residual + (x - sent) / holders
+    def leave(holds: Array, holders: int) -> tuple[MessageFormat, Array, Array]:
+        """The next format, x as those who hold it send it, and the new residual."""
+        message_format = parcels.pop(0)
+        if message_format.is_exact:
+            return message_format, x, residual
+        sent = jnp.where(holds, message_format.rounded(x), x)
+        return message_format, sent, residual + (x - sent) / holders
 
     if extra:
-        parcel, x, residual = leave(rank >= power, 1)
+        message_format, x, residual = leave(rank >= power, 1)
         pairs = [(power + i, i) for i in range(extra)]
-        message = wire.permute(parcel.pack(x), axis_name, pairs)
-        x = jnp.where(rank < extra, parcel.merge(x, message), x)
+        message = wire.permute(message_format.pack(x), axis_name, pairs)
+        x = jnp.where(rank < extra, message_format.merge(x, message), x)
     distance = 1
     while distance < power:
-        parcel, x, residual = leave(rank < power, distance)
+        message_format, x, residual = leave(rank < power, distance)
         pairs = [(i, i ^ distance) for i in range(power)]
-        x = parcel.merge(x, wire.permute(parcel.pack(x), axis_name, pairs))
+        x = message_format.merge(x, wire.permute(message_format.pack(x), axis_name, pairs))
         distance *= 2
     if extra:
-        parcel, x, residual = leave(rank < power, power)
+        message_format, x, residual = leave(rank < power, power)
         pairs = [(i, power + i) for i in range(extra)]
-        message = wire.permute(parcel.pack(x), axis_name, pairs)
-        x = jnp.where(rank >= power, parcel.merge(parcel.empty(), message), x)
+        message = wire.permute(message_format.pack(x), axis_name, pairs)
+        x = jnp.where(rank >= power, message_format.merge(message_format.empty(), message), x)
     return AllReduced(wire.replicated(x, axis_name), residual, jnp.int32(0))
-
-
-def recursive_double_traffic(
-    k: int, size: int, workers: int, codec: codecs.Codec = codecs.COO
-) -> network.Traffic:
-    """log2 W rounds, and 2 more if W is no power of two; the words of the messages' capacities.
-
-    The published range (section 5.3.2) is log2(W) 2k words if all supports are equal to
-    (W - 1) 2k if they are disjoint: static shapes pay for the latter.
-    """
-    capacities = _capacities(k, size, workers)
-    words = [Parcel(size, c, "sum", jnp.float32, codec).words for c in capacities]
-    return network.Traffic(len(capacities), sum(words))
 
 
 def _power(workers: int) -> int:

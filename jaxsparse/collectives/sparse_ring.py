@@ -3,13 +3,17 @@
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
-from jaxsparse import codecs, network, select
+from jaxsparse import codecs, select
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.group import Group
-from jaxsparse.collectives.outcome import AllReduced, left_of
-from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.collectives.messages import (
+    AllReduced,
+    MessageFormat,
+    left_of,
+    split_counts,
+    with_count,
+)
 from jaxsparse.collectives.split import capacity_of, check_factor
-from jaxsparse.collectives.tally import split_counts, with_count
+from jaxsparse.collectives.wire import Group
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream, to_dense
 
@@ -25,7 +29,7 @@ def sparse_ring(
 ) -> AllReduced:
     """Partial sums of W ranges travel round a ring and grow, then the sums travel round once more.
 
-    Rounds and words: see `sparse_ring_traffic`.
+    It takes 2 (W - 1) rounds.
 
     Args:
         stream: k entries; an index may repeat.
@@ -48,41 +52,27 @@ def sparse_ring(
     residual, overflow = jnp.zeros_like(rows), jnp.int32(0)
 
     for step in range(n - 1):
-        parcel, row = parcels[step], (rank - step) % n
-        sent, lost, cut = _fit(rows[row], parcel, capacity_factor is not None)
+        message_format, row = parcels[step], (rank - step) % n
+        sent, lost, cut = _fit(rows[row], message_format, capacity_factor is not None)
         residual, overflow = residual.at[row].add(lost), overflow + cut
-        message = ring.shift(parcel.pack(sent), 1)
+        message = ring.shift(message_format.pack(sent), 1)
         arrived = (rank - step - 1) % n
-        rows = rows.at[arrived].set(parcel.merge(rows[arrived], message))
+        rows = rows.at[arrived].set(message_format.merge(rows[arrived], message))
     own = (rank + 1) % n
-    parcel = parcels[-1]
-    sent, lost, cut = _fit(rows[own], parcel, capacity_factor is not None)
+    message_format = parcels[-1]
+    sent, lost, cut = _fit(rows[own], message_format, capacity_factor is not None)
     residual, overflow = residual.at[own].add(lost), overflow + cut
 
     is_bounded = capacity_factor is not None
-    messages = [with_count(parcel.pack(sent), overflow if is_bounded else None)]
+    messages = [with_count(message_format.pack(sent), overflow if is_bounded else None)]
     for _ in range(n - 1):
         messages.append(ring.shift(messages[-1], 1))
     # Message i started at rank - i, whose range is number rank - i + 1.
     stacked = jnp.stack(messages)[(rank + 1 - jnp.arange(n)) % n]
     stacked, overflow = split_counts(stacked, is_bounded)
-    total = wire.replicated(parcel.ranges(stacked)[:size], axis_name)
+    total = wire.replicated(message_format.ranges(stacked)[:size], axis_name)
     overflow = wire.replicated(overflow, axis_name)
     return AllReduced(total, residual.reshape(-1)[:size], overflow)
-
-
-def sparse_ring_traffic(
-    k: int,
-    size: int,
-    workers: int,
-    codec: codecs.Codec = codecs.COO,
-    capacity_factor: float | None = None,
-) -> network.Traffic:
-    """2 (W - 1) rounds; words of the messages' capacities."""
-    parcels = _parcels(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
-    last = parcels[-1].words + (capacity_factor is not None)
-    words = sum(parcel.words for parcel in parcels[:-1]) + (workers - 1) * last
-    return network.Traffic(2 * (workers - 1), words)
 
 
 def _parcels(
@@ -93,7 +83,7 @@ def _parcels(
     dtype: DTypeLike,
     codec: codecs.Codec,
     capacity_factor: float | None,
-) -> list[Parcel]:
+) -> list[MessageFormat]:
     """Of the steps of the first lap, and of the second lap."""
     check_factor("capacity_factor", capacity_factor, op)
     m = -(-size // workers)
@@ -101,13 +91,13 @@ def _parcels(
         (step + 1) * k if capacity_factor is None else capacity_of(k, workers, capacity_factor)
         for step in range(workers)
     ]
-    return [Parcel(m, min(m, capacity), op, dtype, codec) for capacity in capacities]
+    return [MessageFormat(m, min(m, capacity), op, dtype, codec) for capacity in capacities]
 
 
-def _fit(x: Array, parcel: Parcel, is_bounded: bool) -> tuple[Array, Array, Array]:
+def _fit(x: Array, message_format: MessageFormat, is_bounded: bool) -> tuple[Array, Array, Array]:
     """`x` as it can be sent, what it lacks, and how many entries that are for want of room."""
-    if parcel.op != "sum" or parcel.is_dense:
+    if message_format.op != "sum" or message_format.is_dense:
         return x, jnp.zeros_like(x), jnp.int32(0)
-    kept = to_dense(select.top_k(x, parcel.capacity), x.size) if is_bounded else x
-    sent = parcel.rounded(kept)
+    kept = to_dense(select.top_k(x, message_format.capacity), x.size) if is_bounded else x
+    sent = message_format.rounded(kept)
     return sent, left_of(x, sent), jnp.count_nonzero(x != kept).astype(jnp.int32)

@@ -4,26 +4,17 @@ SparCML, section 5.3.2: the split phase of SSAR_Split_allgather and DSAR_Split_a
 """
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Int, Num
+from jaxtyping import Array, Bool, DTypeLike, Int
 
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.parcel import Parcel
+from jaxsparse.collectives.messages import AllReduced, MessageFormat
 from jaxsparse.operations import Operation
 from jaxsparse.settings import static_float
 from jaxsparse.stream import SparseStream, merge_duplicates, to_dense
-
-
-class Split(NamedTuple):
-    """What a worker holds after the split phase, in ranges of m = ceil(d / W) elements."""
-
-    total: Num[Array, " m"]  # its own range, complete
-    residual: Num[Array, " W*m"]  # what it could not send, or was rounded away
-    overflow: Int[Array, ""]  # int32: entries of its own that found no room
 
 
 def check_factor(name: str, factor: float | None, op: Operation) -> None:
@@ -47,7 +38,7 @@ def capacity_of(k: int, workers: int, factor: float | None) -> int:
     return k if factor is None else min(k, math.ceil(factor * k / workers))
 
 
-def split_parcel(
+def split_format(
     k: int,
     size: int,
     workers: int,
@@ -55,11 +46,11 @@ def split_parcel(
     dtype: DTypeLike,
     codec: codecs.Codec,
     capacity_factor: float | None,
-) -> Parcel:
+) -> MessageFormat:
     """The messages of the split phase."""
     check_factor("capacity_factor", capacity_factor, op)
     capacity = capacity_of(k, workers, capacity_factor)
-    return Parcel(-(-size // workers), capacity, op, dtype, codec)
+    return MessageFormat(-(-size // workers), capacity, op, dtype, codec)
 
 
 def split(
@@ -70,38 +61,42 @@ def split(
     op: Operation,
     codec: codecs.Codec,
     capacity_factor: float | None,
-) -> Split:
+) -> AllReduced:
     """Sends each entry to the owner of its range, who combines what arrives.
 
     Worker w owns elements w m to (w + 1) m - 1; the last ones may own fewer. (The paper gives the
     last worker the remainder of d / W, which would make all messages as long as its.)
+
+    Returned are, for ranges of m = ceil(d / W) elements, the total of the own range, complete; what
+    this worker could not send, or was rounded away, in all W m elements; and entries of its own
+    that found no room.
 
     One all-to-all. Words received: (W - 1) times those of a message with room for k entries, or
     for ceil(capacity_factor k / W).
     """
     workers = wire.axis_size(axis_name)
     k, dtype = stream.capacity, stream.values.dtype
-    parcel = split_parcel(k, size, workers, op, dtype, codec, capacity_factor)
-    m = parcel.size
+    message_format = split_format(k, size, workers, op, dtype, codec, capacity_factor)
+    m = message_format.size
     zeros = jnp.zeros_like(stream.values, shape=(workers * m,))
-    if parcel.is_dense:
+    if message_format.is_dense:
         rows = to_dense(stream, workers * m, op).reshape(workers, m)
-        messages = wire.all_to_all(jax.vmap(parcel.pack)(rows), axis_name)
+        messages = wire.all_to_all(jax.vmap(message_format.pack)(rows), axis_name)
         residual, overflow = zeros, jnp.int32(0)
     else:
         if op == "or":
             stream = merge_duplicates(stream, size, op)
         owner = jnp.where(stream.indices < size, stream.indices // m, workers)
         local = stream._replace(indices=stream.indices % m)
-        bins, fits = into_bins(local, owner, workers, parcel.capacity, empty=m)
+        bins, fits = into_bins(local, owner, workers, message_format.capacity, empty=m)
         sent = jnp.where(fits, codec.rounded(stream.values), 0)
         residual = zeros
-        if not parcel.is_exact or capacity_factor is not None:
+        if not message_format.is_exact or capacity_factor is not None:
             residual = zeros.at[stream.indices].add(stream.values - sent, mode="drop")
         overflow = jnp.sum(~fits & (stream.indices < size), dtype=jnp.int32)
         encode = lambda bin: codec.encode(bin, m)
         messages = wire.all_to_all(jax.vmap(encode)(bins), axis_name)
-    return Split(parcel.merge_all(messages), residual, overflow)
+    return AllReduced(message_format.merge_all(messages), residual, overflow)
 
 
 def into_bins(

@@ -5,12 +5,16 @@ import math
 import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
-from jaxsparse import codecs, network, select
+from jaxsparse import codecs, select
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.outcome import AllReduced, left_of
-from jaxsparse.collectives.parcel import Parcel
-from jaxsparse.collectives.split import capacity_of, check_factor, own_range, split, split_parcel
-from jaxsparse.collectives.tally import split_counts, with_count
+from jaxsparse.collectives.messages import (
+    AllReduced,
+    MessageFormat,
+    left_of,
+    split_counts,
+    with_count,
+)
+from jaxsparse.collectives.split import capacity_of, check_factor, own_range, split
 from jaxsparse.operations import Operation
 from jaxsparse.stream import SparseStream, to_dense
 
@@ -27,8 +31,10 @@ def split_allgather(
 ) -> AllReduced:
     """Entries go to the owner of their range, who sends the combined ones to all.
 
-    Rounds and words: see `split_allgather_traffic`. Messages have room for all entries there can
-    be, unless a factor bounds them, and are dense arrays from SparCML's delta on.
+    Messages have room for all entries there can be, unless a factor bounds them, and are dense
+    arrays from SparCML's delta on. The published words (section 5.3.2) are between 2 (W - 1)/W 2k,
+    if all supports are equal, and W 2k, if they are disjoint. Without factors it is more than the
+    latter here, since all k entries of a worker may be for one owner.
 
     Args:
         stream: k entries; an index may repeat.
@@ -50,47 +56,24 @@ def split_allgather(
     total, residual, overflow = split(
         stream, size, axis_name=axis_name, op=op, codec=codec, capacity_factor=capacity_factor
     )
-    parcel = _gather_parcel(
+    message_format = _gather_format(
         stream.capacity, size, workers, op, total.dtype, codec, capacity_factor, union_factor
     )
-    m = parcel.size
+    m = message_format.size
     is_bounded = capacity_factor is not None or union_factor is not None
-    if union_factor is not None and not parcel.is_dense:
-        kept = to_dense(select.top_k(total, parcel.capacity), m)
+    if union_factor is not None and not message_format.is_dense:
+        kept = to_dense(select.top_k(total, message_format.capacity), m)
         overflow += jnp.count_nonzero(total != kept).astype(jnp.int32)
         residual, total = own_range(residual, axis_name, left_of(total, kept)), kept
-    if not parcel.is_exact:
-        rounded = parcel.rounded(total)
+    if not message_format.is_exact:
+        rounded = message_format.rounded(total)
         residual, total = own_range(residual, axis_name, left_of(total, rounded)), rounded
-    message = with_count(parcel.pack(total), overflow if is_bounded else None)
+    message = with_count(message_format.pack(total), overflow if is_bounded else None)
     messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
-    return AllReduced(parcel.ranges(messages)[:size], residual[:size], overflow)
+    return AllReduced(message_format.ranges(messages)[:size], residual[:size], overflow)
 
 
-def split_allgather_traffic(
-    k: int,
-    size: int,
-    workers: int,
-    codec: codecs.Codec = codecs.COO,
-    capacity_factor: float | None = None,
-    union_factor: float | None = None,
-) -> network.Traffic:
-    """W - 1 + ceil(log2 W) rounds; words of the messages' capacities, (W - 1) times each half.
-
-    The published range (section 5.3.2) is 2 (W - 1)/W 2k words if all supports are equal to W 2k
-    if they are disjoint. Static shapes without factors pay more than the latter, since all k
-    entries of a worker may be for one owner.
-    """
-    first = split_parcel(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
-    second = _gather_parcel(
-        k, size, workers, "sum", jnp.float32, codec, capacity_factor, union_factor
-    )
-    is_bounded = capacity_factor is not None or union_factor is not None
-    words = (workers - 1) * (first.words + second.words + is_bounded)
-    return network.Traffic(workers - 1 + (workers - 1).bit_length(), words)
-
-
-def _gather_parcel(
+def _gather_format(
     k: int,
     size: int,
     workers: int,
@@ -99,9 +82,9 @@ def _gather_parcel(
     codec: codecs.Codec,
     capacity_factor: float | None,
     union_factor: float | None,
-) -> Parcel:
+) -> MessageFormat:
     check_factor("union_factor", union_factor, op)
     m = -(-size // workers)
     arriving = workers * capacity_of(k, workers, capacity_factor)
     room = arriving if union_factor is None else math.ceil(union_factor * k / workers)
-    return Parcel(m, min(m, arriving, room), op, dtype, codec)
+    return MessageFormat(m, min(m, arriving, room), op, dtype, codec)

@@ -1,9 +1,13 @@
-"""The union of the workers' supports, as an OR of bit masks (OmniReduce, S2 Reducer)."""
+"""The union of the workers' supports, as an OR of bit masks (OmniReduce, S2 Reducer).
+
+Masks travel as bits, by an all-to-all and an all-gather: counts in a psum would need
+floor(log2 W) + 1 bits a block.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
 
-from jaxsparse import bits, network
+from jaxsparse import bits
 from jaxsparse.collectives import wire
 
 
@@ -42,18 +46,6 @@ def union(mask: Bool[Array, " blocks"], axis_name: str | None) -> Bool[Array, " 
         own = _any(wire.all_to_all(ranges, axis_name))
         combined = wire.all_gather(own, axis_name).reshape(-1)[: packed.size]
     return bits.unpack_bits(combined, mask.size)
-
-
-def union_traffic(blocks: int, workers: int) -> network.Traffic:
-    """W - 1 + ceil(log2 W) rounds and 2 (W - 1) ceil(n / W) words, with n = ceil(blocks / 32).
-
-    Or ceil(log2 W) rounds and (W - 1) n words, if those are no more.
-    """
-    words = bits.words(blocks)
-    gather = (workers - 1).bit_length()
-    if _is_gathered_whole(words, workers):
-        return network.Traffic(gather, (workers - 1) * words)
-    return network.Traffic(workers - 1 + gather, 2 * (workers - 1) * -(-words // workers))
 
 
 def _is_gathered_whole(words: int, workers: int) -> bool:

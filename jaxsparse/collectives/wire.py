@@ -8,8 +8,9 @@ then what it is among one worker, and nothing is sent.
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,55 +21,16 @@ from jaxsparse import _compat
 T = TypeVar("T")
 
 
-class Message(NamedTuple):
-    """One collective as written at trace time, before XLA optimises it."""
-
-    op: str
-    payload_bytes: int  # operand bytes that one worker hands over
-
-
-_messages: contextvars.ContextVar[list[Message] | None] = contextvars.ContextVar(
-    "jaxsparse_messages", default=None
-)
-
-
-@contextlib.contextmanager
-def record() -> Iterator[list[Message]]:
-    """Collects the messages that are traced inside the block.
-
-    A collective inside a loop is listed once, and every branch of a conditional is listed: the
-    compiled program, read by `jaxsparse.cost.wire_bytes`, is the authority on both.
-
-    Yields:
-        The list that the messages are appended to, which an enclosing `record` receives too.
-    """
-    outer = _messages.get()
-    messages: list[Message] = []
-    token = _messages.set(messages)
-    try:
-        yield messages
-    finally:
-        _messages.reset(token)
-        if outer is not None:
-            outer.extend(messages)
-
-
-def _log(op: str, x: Array) -> None:
-    messages = _messages.get()
-    if messages is not None:
-        messages.append(Message(op, x.size * x.dtype.itemsize))
-
-
 _alone: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxsparse_alone", default=None)
 
 
 @contextlib.contextmanager
-def dry_run(workers: int) -> Iterator[None]:
+def dry_run(workers: int | None) -> Iterator[None]:
     """What is traced inside computes as the first of `workers` workers, and sends nothing.
 
     Whatever would arrive is replaced by what this worker sends, as if all held the same. So one
     device alone can time what an exchange computes, for any number of workers. The axis need not be
-    bound.
+    bound. With None for `workers` it is sent after all: so a part of a dry run can be real.
     """
     token = _alone.set(workers)
     try:
@@ -165,7 +127,6 @@ def psum(x: Array, axis_name: str | tuple[str, ...] | None) -> Array:
     """
     if axis_name is None or axis_name == ():
         return x
-    _log("psum", x)
     if workers := _alone.get():
         axes = 1 if isinstance(axis_name, str) else len(axis_name)
         return _stand_in(x) * jnp.asarray(workers**axes, x.dtype)
@@ -176,7 +137,6 @@ def pmax(x: Array, axis_name: str | None) -> Array:
     """Maximum over workers, replicated."""
     if axis_name is None:
         return x
-    _log("pmax", x)
     if _alone.get():
         return _stand_in(x)
     return jax.lax.pmax(x, axis_name)
@@ -196,7 +156,6 @@ def all_gather(x: Array, axis_name: str | None) -> Array:
     """Every worker's `x`, stacked in rank order: shape (W, *x.shape), replicated."""
     if axis_name is None:
         return x[None]
-    _log("all_gather", x)
     if workers := _alone.get():
         return _stand_in(jnp.broadcast_to(x, (workers, *x.shape)))
     gathered = _from_bits(jax.lax.all_gather(_as_bits(x), axis_name), x.dtype)
@@ -212,7 +171,6 @@ def permute(x: Array, axis_name: str | None, pairs: Sequence[tuple[int, int]]) -
         return x if 0 in destinations else jnp.zeros_like(x)
     if not pairs:
         return jnp.zeros_like(x)
-    _log("permute", x)
     if _alone.get():
         return _stand_in(x) if 0 in destinations else jnp.zeros_like(x)
     bits = _as_bits(x)
@@ -232,7 +190,6 @@ def all_to_all(x: Array, axis_name: str | None) -> Array:
     """Row j of `x` goes to worker j; row i of the result came from worker i. Shape (W, ...)."""
     if axis_name is None:
         return x
-    _log("all_to_all", x)
     if _alone.get():
         return _stand_in(jnp.broadcast_to(x[:1], x.shape))
     moved = jax.lax.all_to_all(_as_bits(x), axis_name, split_axis=0, concat_axis=0, tiled=True)
@@ -243,7 +200,83 @@ def reduce_scatter(x: Array, axis_name: str | None) -> Array:
     """Worker j receives the sum over workers of row j of `x`: shape x.shape[1:]."""
     if axis_name is None:
         return x[0]
-    _log("reduce_scatter", x)
     if workers := _alone.get():
         return _stand_in(x[0]) * jnp.asarray(workers, x.dtype)
     return jax.lax.psum_scatter(x, axis_name, scatter_dimension=0, tiled=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Divides the workers of an axis into groups of `size`, which all do the same at once.
+
+    They are expressed by permutations, because `axis_index_groups` do not exist under `jax.vmap`.
+    Members of a group are `stride` ranks apart: with T teams of n consecutive workers,
+    Group(axis, n, 1) are the teams and Group(axis, T, n) those of the same rank in each team.
+    """
+
+    axis_name: str | None
+    size: int
+    stride: int = 1
+
+    @classmethod
+    def whole(cls, axis_name: str | None) -> "Group":
+        """All workers of the axis in one group."""
+        return cls(axis_name, axis_size(axis_name))
+
+    @classmethod
+    def teams(cls, axis_name: str | None, teams: int) -> "tuple[Group, Group]":
+        """Teams of consecutive workers, and the groups of those of equal rank in each team.
+
+        Raises:
+            ValueError: the workers can't be divided into so many teams.
+        """
+        workers = axis_size(axis_name)
+        if teams < 1 or workers % teams:
+            divisors = [t for t in range(1, workers + 1) if workers % t == 0]
+            raise ValueError(
+                f"teams={teams} does not divide the {workers} workers of axis {axis_name!r}: "
+                f"use one of {divisors}"
+            )
+        team = workers // teams
+        return cls(axis_name, team), cls(axis_name, teams, team)
+
+    @property
+    def rank(self) -> Int[Array, ""]:
+        """This worker's place in its group."""
+        return axis_index(self.axis_name) // self.stride % self.size
+
+    def shift(self, x: Array, distance: int) -> Array:
+        """Sends `x` to the member `distance` further round the group; returns what arrives."""
+        return self._move(x, lambda place: (place + distance) % self.size)
+
+    def exchange(self, x: Array, distance: int) -> Array:
+        """Swaps `x` with member rank XOR distance, both powers of two."""
+        return self._move(x, lambda place: place ^ distance)
+
+    def _move(self, x: Array, target: Callable[[int], int]) -> Array:
+        pairs = []
+        for worker in range(axis_size(self.axis_name)):
+            place = worker // self.stride % self.size
+            pairs.append((worker, worker + (target(place) - place) * self.stride))
+        return permute(x, self.axis_name, pairs)
+
+
+def bruck_all_gather(x: Array, group: Group) -> Array:
+    """Every member's `x`, stacked in order of rank (Bruck et al., 1997; SparDL, section II).
+
+    Rounds: ceil(log2 n). Words received: (n - 1) times those of `x`.
+
+    Args:
+        x: any array, of the same shape on all workers.
+        group: whom to gather from, n members.
+
+    Returns:
+        Array of shape (n, *x.shape), equal on all members. In absolute order, so that sums over
+        its rows round alike everywhere.
+    """
+    n = group.size
+    blocks = x[None]  # of members rank, rank + 1, ...
+    while (held := blocks.shape[0]) < n:
+        arriving = group.shift(blocks[: n - held], -held)
+        blocks = jnp.concatenate([blocks, arriving])
+    return blocks[(jnp.arange(n) - group.rank) % n]

@@ -8,7 +8,6 @@ that residual and momentum are 1/L as large on each device; for that `init` has 
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -27,11 +26,17 @@ class Axes:
         axis_name: the axis that reducers exchange over; None for a single worker.
         dense_axis: the fast axis, over which shards are summed exactly; None if there is none.
         sharded: whether gradients are this device's shards, already averaged over `dense_axis`.
+        all: all axes.
+        summed: axes over which uncompressed leaves are yet to be summed.
+        scatters: whether whole gradients are cut into shards here.
     """
 
     axis_name: str | None
     dense_axis: str | None = None
     sharded: bool = False
+    all: tuple[str, ...] = dataclasses.field(init=False)
+    summed: tuple[str, ...] = dataclasses.field(init=False)
+    scatters: bool = dataclasses.field(init=False)
 
     def __post_init__(self):
         if self.dense_axis is not None and (
@@ -49,6 +54,11 @@ class Axes:
                 "sharded=True without a dense_axis: name the axis that the parameters are sharded "
                 'over, such as dense_axis="local"'
             )
+        named = tuple(axis for axis in (self.axis_name, self.dense_axis) if axis is not None)
+        summed = tuple(a for a in named if not (self.sharded and a == self.dense_axis))
+        object.__setattr__(self, "all", named)
+        object.__setattr__(self, "summed", summed)
+        object.__setattr__(self, "scatters", self.dense_axis is not None and not self.sharded)
 
     @classmethod
     def of(cls, options: Options) -> "Axes":
@@ -58,21 +68,6 @@ class Axes:
             options.get("dense_axis"),
             options.get("sharded", False),
         )
-
-    @functools.cached_property
-    def all(self) -> tuple[str, ...]:
-        """All axes."""
-        return tuple(axis for axis in (self.axis_name, self.dense_axis) if axis is not None)
-
-    @functools.cached_property
-    def summed(self) -> tuple[str, ...]:
-        """Axes over which uncompressed leaves are yet to be summed."""
-        return tuple(a for a in self.all if not (self.sharded and a == self.dense_axis))
-
-    @functools.cached_property
-    def scatters(self) -> bool:
-        """Whether whole gradients are cut into shards here."""
-        return self.dense_axis is not None and not self.sharded
 
     def summands(self) -> int:
         """Workers over whose uncompressed leaves the mean is yet to be taken.

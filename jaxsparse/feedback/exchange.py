@@ -67,7 +67,8 @@ def exchange(
     if is_delayed:
         if dense.size:  # an empty message would be sent, too
             assert before.pending is not None
-            dense_mean = wire.psum(before.pending, axes.summed) / axes.summands()
+            workers = axes.summands()
+            dense_mean = wire.psum(before.pending, axes.summed) / workers
     else:
         sums = [
             b.residual + _corrected(g, b.momentum, momentum, zeros)
@@ -87,19 +88,22 @@ def exchange(
             residual, means[-1] = _after(residual, means[-1], axes)
         elif means:
             gradient, means[-1] = _after(gradient, means[-1], axes)
-        u = b.momentum
-        x = residual
+        x, kept = residual, b.momentum
         if not is_delayed:
-            u = _corrected(gradient, b.momentum, momentum, zeros)
+            u = _corrected(gradient, kept, momentum, zeros)
+            if kept is not None and not zeros:
+                # What is exchanged is made of it. Else XLA makes it only after the exchange, of two
+                # vectors that are kept until then.
+                kept = u = _select(ok, u, kept)
             x = _select(ok, residual + u, residual)
         reduced = reducer(x, b.reducer, axis_name=axes.axis_name)
-        mean, kept = reduced.mean, b.momentum
+        mean = reduced.mean
         if not is_delayed:
             mean = _select(ok, mean, jnp.zeros_like(mean))
         if zeros:
             mean, kept = _mean_momentum(mean, kept, ok, momentum)
         elif kept is not None:
-            kept = _select(ok, _masked(_select(ok, u, kept), reduced), kept)
+            kept = _select(ok, _masked(kept, reduced), kept)
         means.append(axes.gather(mean, size) if axes.scatters else mean)
         infos.append(reduced.info)
         if is_delayed:
@@ -167,8 +171,8 @@ def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array
     """Whether all is finite on all workers, and the mean of the dense leaves, in one message."""
     finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
     broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
-    message = jnp.concatenate([dense, broken[None]])
-    exchanged = wire.psum(message, axes.summed) / axes.summands()
+    workers = axes.summands()
+    exchanged = wire.psum(jnp.concatenate([dense, broken[None]]), axes.summed) / workers
     # A sum of finite gradients can overflow, too.
     ok = _all_finite(exchanged) & (exchanged[-1] == 0)
     if axes.sharded:

@@ -9,10 +9,9 @@ import jax
 from jaxsparse import layout as layouts
 from jaxsparse.collectives import wire
 from jaxsparse.feedback.axes import Axes
-from jaxsparse.per_worker import is_sharded
 from jaxsparse.reducers.base import Budget, Leaf, Reducer
-from jaxsparse.reducers.staged import Staged
-from jaxsparse.stages import Stages
+from jaxsparse.reducers.stages import Staged, Stages
+from jaxsparse.training.marks import is_sharded
 
 # How one leaf is exchanged. None: uncompressed.
 Rule = Budget | Stages[Reducer] | None
@@ -45,24 +44,26 @@ def make_plan(tree: Any, rules: Rules, axes: Axes, bucket_size: int | None) -> P
     """
     budgets = rules(layouts.named_leaves(tree))
     groups = dict.fromkeys(budget for budget in budgets if budget is not None)
+    shape = {budget: (budget.alignment, budget.whole_leaves) for budget in groups}
     layout = layouts.plan_groups(
         tree,
         budgets,
         bucket_size=bucket_size,
-        alignment={budget: budget.alignment for budget in groups},
-        whole_leaves={budget for budget in groups if budget.whole_leaves},
+        alignment={budget: alignment for budget, (alignment, _) in shape.items()},
+        whole_leaves={budget for budget, (_, whole) in shape.items() if whole},
     )
-    sizes, all_dense, parts = layout.bucket_sizes, layout.dense_size, axes.shards()
+    sizes, all_dense = layout.bucket_sizes, layout.dense_size
+    parts = 1 if axes.dense_axis is None else axes.shards()
     of_group = [[i for i, own in enumerate(layout.groups) if own == group] for group in groups]
     dense_size = all_dense if sum(map(bool, of_group)) == 1 else 0
     reducers: list[Reducer] = []
     shards: list[int] = []
-    for budget, own in zip(groups, of_group):
+    for (budget, (alignment, whole)), own in zip(shape.items(), of_group):
         pieces = [sizes[i] for i in own]
         if axes.scatters:
-            pieces = [_shard_size(size, parts, budget) for size in pieces]
+            pieces = [_shard_size(size, parts, budget, alignment, whole) for size in pieces]
         made = _split(budget, pieces, parts, dense_size, axes)
-        if budget.whole_leaves:
+        if whole:
             leaves = [tuple(Leaf(*leaf) for leaf in layout.leaves(i)) for i in own]
             made = [reducer.with_leaves(each) for reducer, each in zip(made, leaves)]
         reducers += made
@@ -100,13 +101,13 @@ def _split(
     return reducers
 
 
-def _shard_size(size: int, parts: int, budget: Budget) -> int:
-    if budget.whole_leaves:
+def _shard_size(size: int, parts: int, budget: Budget, alignment: int, whole: bool) -> int:
+    if whole:
         raise ValueError(
             f"{budget} works on whole matrices, which dense_axis cuts into shards: exchange over "
             "one axis, or give it shards of parameters (sharded=True)"
         )
-    return -(-size // (parts * budget.alignment)) * budget.alignment
+    return -(-size // (parts * alignment)) * alignment
 
 
 def _of_all_shards(tree: Any, layout: layouts.Layout, axes: Axes, parts: int) -> int:

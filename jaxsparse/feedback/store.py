@@ -16,8 +16,8 @@ from jaxsparse.collectives import wire
 from jaxsparse.feedback.axes import Axes
 from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged
 from jaxsparse.feedback.plan import Plan
-from jaxsparse.per_worker import PerShard, PerWorker
 from jaxsparse.reducers.base import Info
+from jaxsparse.training.marks import PerShard, PerWorker
 
 _SIGN = 0x80000000
 _DROPPED = 0x0000FFFF  # the bits of a float32 that a bfloat16 does not have
@@ -256,7 +256,8 @@ def _check(state: ErrorFeedbackState, plan: Plan, store: Store) -> None:
             f"the state is of {made_for.pop()} shards along the fast axis, where there are {parts} "
             "(None: on one level): pass the state that init(params) made on this mesh"
         )
-    kept = {str(leaf.dtype) for leaf in jax.tree.leaves((state.residual, state.momentum))}
+    nodes = (*state.residual, *state.momentum)
+    kept = {str((node.value if _is_marked(node) else node).dtype) for node in nodes}
     if kept - {str(dtype)}:
         raise ValueError(
             f"the state holds residuals or momenta in {sorted(kept)}, and accumulator_dtype is "

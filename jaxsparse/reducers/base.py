@@ -214,12 +214,8 @@ class MatrixReducer(Reducer):
     def matrix(self, leaf: Leaf) -> Matrix:
         """How a leaf is seen: (..., in, out) as rows of `out` elements, the layout of Flax kernels.
 
-        >>> reducer = MatrixReducer.__new__(MatrixReducer)
-        >>> object.__setattr__(reducer, "stacked", "layers")
-        >>> reducer.matrix(Leaf("['conv']", (3, 3, 16, 32)))
-        Matrix(stack=1, rows=144, columns=32)
-        >>> reducer.matrix(Leaf("['layers']['kernel']", (12, 64, 256)))
-        Matrix(stack=12, rows=64, columns=256)
+        A convolution's (3, 3, 16, 32) is one matrix of 144 rows, a stack of (12, 64, 256) twelve
+        matrices of 64 rows.
         """
         is_stack = self.stacked is not None and re.search(self.stacked, leaf.path) is not None
         stack, shape = (leaf.shape[0], leaf.shape[1:]) if is_stack else (1, leaf.shape)

@@ -8,11 +8,10 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxsparse import blocks
 from jaxsparse.blocks import BlockStream
 from jaxsparse.collectives.union import union
-from jaxsparse.reducers.density import check_density, entries
 from jaxsparse.select.blocks import block_top_k
 from jaxsparse.select.checks import check_vector
 from jaxsparse.select.compaction import compact_ranked
-from jaxsparse.settings import static_float
+from jaxsparse.settings import check_density, entries, static_float
 
 
 class Kept(NamedTuple):
@@ -118,7 +117,8 @@ def take(
     turns = -(-mask.size // capacity)
     start = ((step % jnp.uint32(turns)) * jnp.uint32(capacity)).astype(jnp.int32)
     ahead = jnp.arange(mask.size, dtype=jnp.int32) >= start
-    return compact_ranked([mask & ahead, mask & ~ahead], capacity)
+    rank = jnp.where(mask, jnp.where(ahead, jnp.int32(0), jnp.int32(1)), jnp.int32(2))
+    return compact_ranked(rank, jnp.equal, 2, capacity)
 
 
 def agree(

@@ -5,9 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxsparse.collectives.outcome import AllReduced
+from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.reducers.base import Reduced, info
-from jaxsparse.stream import SparseStream, to_dense
+from jaxsparse.select.counting import count_where
+from jaxsparse.stream import SparseStream
 
 
 def finite_sums(total: Array) -> tuple[Array, Bool[Array, "..."]]:
@@ -43,11 +44,11 @@ def deliver(
         delivered: coordinates that the mean carries; None counts those that are not 0.
         overflow: entries kept back for want of capacity.
     """
+    if delivered is None:
+        delivered = count_where(total, lambda total: finite_sums(total)[0] / workers != 0)
     total, finite = finite_sums(total)
     mean = total / workers
     sent = None if sent is None else sent & finite
-    if delivered is None:
-        delivered = jnp.count_nonzero(mean)
     return Reduced(mean, jnp.where(finite, residual, x), sent, state, info(delivered, overflow))
 
 
@@ -76,7 +77,7 @@ def deliver_merged(
     """
     arrived = finite_sums(total)[0] != 0
     residual = jnp.where(arrived, discarded, x)
-    delivered = jnp.count_nonzero(arrived)
+    delivered = count_where(total, lambda total: finite_sums(total)[0] != 0)
     return deliver(x, total, residual, arrived & selected, state, workers, delivered=delivered)
 
 
@@ -94,10 +95,14 @@ def deliver_streams(
         state: the reducer's.
         workers: their number, W.
     """
-    # Shares of what others put forward can be more than float32 holds; an inf would never leave.
     largest = jnp.finfo(x.dtype).max
-    residual = jnp.clip(x - to_dense(stream, x.size) + result.residual, -largest, largest)
-    sent = marked(stream, x.size) & (residual != x)
+    at = lambda dense: dense.at[stream.indices].get(mode="fill", fill_value=0)
+    # Shares of what others put forward can be more than float32 holds; an inf would never leave.
+    cut = lambda residual: jnp.clip(residual, -largest, largest)
+    # Entries are few: a second dense vector, of their values, would take passes and memory.
+    kept = cut(at(x) - stream.values + at(result.residual))
+    residual = cut(x + result.residual).at[stream.indices].set(kept, mode="drop")
+    sent = marked(stream._replace(values=jnp.where(kept != at(x), stream.values, 0)), x.size)
     return deliver(x, result.total, residual, sent, state, workers, overflow=result.overflow)
 
 

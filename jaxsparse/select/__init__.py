@@ -17,10 +17,12 @@ All have static sizes and work under jit, vmap and shard_map.
 from jaxsparse.select.blocks import block_top_k
 from jaxsparse.select.buckets import bucket_top_k
 from jaxsparse.select.by_threshold import bisection_top_k, sampled_top_k, threshold_top_k
+from jaxsparse.select.checks import check_k
 from jaxsparse.select.compaction import compact
-from jaxsparse.select.exact import check_k, top_k
+from jaxsparse.select.exact import top_k
 from jaxsparse.select.fast import fast_top_k
 from jaxsparse.select.maxima import slot_max
+from jaxsparse.select.selection import Bisection, Sampled
 from jaxsparse.select.slots import (
     Extraction,
     counted_hash_extract,
@@ -30,7 +32,9 @@ from jaxsparse.select.slots import (
 from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
 
 __all__ = [
+    "Bisection",
     "Extraction",
+    "Sampled",
     "bisection_threshold",
     "bisection_top_k",
     "block_top_k",

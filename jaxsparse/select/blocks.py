@@ -9,12 +9,11 @@ from jaxtyping import Array, Float
 from jaxsparse import blocks
 from jaxsparse.blocks import BlockStream
 from jaxsparse.magnitude import largest_magnitude
-from jaxsparse.select.checks import check_vector
+from jaxsparse.select.checks import check_k, check_vector
 
 __all__ = ["block_top_k"]
 
 
-@functools.partial(jax.jit, static_argnames=("k", "block_size"))
 def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
     """The k blocks of largest l2 norm, exactly, in order of falling norm.
 
@@ -39,11 +38,12 @@ def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
     check_vector("x", x)
     block_size = blocks.check_block_size(block_size)
     count = blocks.count(x.size, block_size)
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= count:
-        raise ValueError(
-            f"k={k!r} must be an int from 1 to {count}, the number of blocks of {block_size} in "
-            f"{x.size} elements"
-        )
+    limit = f"{count}, the number of blocks of {block_size} in {x.size} elements"
+    return _block_top_k(x, check_k(k, count, limit), block_size)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "block_size"))
+def _block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
     _, indices = jax.lax.top_k(_norms(x, block_size), k)
     return blocks.from_dense(x, indices, block_size)
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Int32
 
-from jaxsparse.select.checks import check_vector
+from jaxsparse.select.checks import check_k, check_vector
+from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream
 
 __all__ = ["bucket_top_k"]
@@ -20,7 +21,6 @@ _VECTOR = 8
 _MAX_ROUNDS = 16
 
 
-@functools.partial(jax.jit, static_argnames=("k", "bucket_size"))
 def bucket_top_k(x: Float[Array, " d"], k: int = 4, bucket_size: int = 512) -> SparseStream:
     """The k entries of largest magnitude of every `bucket_size` consecutive elements, exactly.
 
@@ -48,16 +48,14 @@ def bucket_top_k(x: Float[Array, " d"], k: int = 4, bucket_size: int = 512) -> S
         [1, 2, 4]
     """
     check_vector("x", x)
-    for name, value in ("k", k), ("bucket_size", bucket_size):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(
-                f"{name}={value!r} must be an int: it is static (list it in static_args under "
-                "optax.inject_hyperparams)"
-            )
+    bucket_size = static_int("bucket_size", bucket_size)
     if bucket_size < 1:
         raise ValueError(f"bucket_size={bucket_size} must be at least 1: 512 is usual")
-    if not 1 <= k <= bucket_size:
-        raise ValueError(f"k={k} must lie between 1 and bucket_size={bucket_size}: choose it there")
+    return _bucket_top_k(x, check_k(k, bucket_size, f"bucket_size={bucket_size}"), bucket_size)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "bucket_size"))
+def _bucket_top_k(x: Float[Array, " d"], k: int, bucket_size: int) -> SparseStream:
     rest = x.size % bucket_size
     whole = x.size - rest
     indices = []

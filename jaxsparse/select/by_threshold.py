@@ -1,15 +1,16 @@
 """The k largest elements, in no order, by a threshold instead of a sort."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
-from jaxsparse.select.checks import check_vector
-from jaxsparse.select.compaction import compact
+from jaxsparse.select.checks import check_k, check_seed, check_vector
+from jaxsparse.select.compaction import first_of_ranges
 from jaxsparse.select.counting import magnitude_bits, to_bits
-from jaxsparse.select.exact import check_k, top_k
+from jaxsparse.select.exact import top_k
 from jaxsparse.select.thresholds import (
     DEFAULT_PASSES,
     EXACT_PASSES,
@@ -18,6 +19,7 @@ from jaxsparse.select.thresholds import (
     sampled_threshold,
 )
 from jaxsparse.stream import SparseStream, from_dense
+from jaxsparse.tiles import zeros
 
 __all__ = ["bisection_top_k", "sampled_top_k", "threshold_top_k"]
 
@@ -58,7 +60,7 @@ def sampled_top_k(
         [0, 1, 3]
     """
     check_vector("x", x)
-    check_k(k, x.size)
+    k = check_k(k, x.size)
     aim = min(-(-5 * k // 4), x.size)
     threshold = sampled_threshold(x, aim, samples=samples, seed=seed)
     return _largest_reaching(x, k, threshold)
@@ -73,8 +75,8 @@ def threshold_top_k(
     bisection. If that went wrong, which a count tells (fewer than k or more than 2 k candidates;
     for random data some 1 in 100 samples), the whole vector is bisected: four times the work.
 
-    Under `vmap` both ways are computed, unless `x` is not batched. Up to 16,384 elements are
-    sorted.
+    Under `vmap` that is done for all if for one. Up to 16,384 elements are sorted, and all are
+    bisected at once if k is a quarter of them or more.
 
     Args:
         x: float vector of d elements, without NaN. float64 is ranked as float32.
@@ -96,47 +98,61 @@ def threshold_top_k(
         [1, 2]
     """
     check_vector("x", x)
-    check_k(k, x.size)
+    k, seed = check_k(k, x.size), check_seed(seed)
     if x.size <= _SORTED:
         return _without_zeros(top_k(x, k), x.size)
+    if 4 * k >= x.size:  # candidates would be half of all
+        return _without_zeros(_bisection_top_k(x, k, EXACT_PASSES), x.size)
     aim = min(-(-7 * k // 5), x.size)  # as far from k as from 2 k, by their ratios
     return _threshold_top_k(x, k, sampled_threshold(x, aim, seed=seed))
 
 
+class _Search(NamedTuple):
+    turn: Int[Array, ""]  # int32
+    is_done: Bool[Array, ""]
+    threshold: UInt32[Array, ""]  # in bits
+    candidates: Int[Array, " room"]
+
+
 @functools.partial(jax.jit, static_argnames="k")
 def _threshold_top_k(x: Float[Array, " d"], k: int, threshold: Float[Array, ""]) -> SparseStream:
-    candidates, all_fit = _reaching(x, k, threshold)
-    enough = (candidates[k - 1] < x.size) | (threshold == 0)
-    return jax.lax.cond(
-        all_fit & enough,
-        lambda x, candidates: _largest_of(from_dense(x, candidates), k),
-        lambda x, candidates: _without_zeros(_bisection_top_k(x, k, EXACT_PASSES), x.size),
-        x,
-        candidates,
+    def search(last: _Search) -> _Search:
+        t = jax.lax.cond(
+            last.turn > 0, lambda: bisection(x, k, EXACT_PASSES)[0], lambda: last.threshold
+        )
+        candidates = _reaching(x, k, t)
+        enough = (candidates[k - 1] < x.size) | (t == 0)
+        # The last one is above the threshold only if others may have found no room.
+        last_one = x.at[candidates[-1]].get(mode="fill", fill_value=0)
+        all_fit = magnitude_bits(last_one) <= t
+        return _Search(last.turn + 1, enough & all_fit, t, candidates)
+
+    like = (x, threshold)
+    start = _Search(
+        jnp.int32(0),
+        zeros((), jnp.bool_, like),
+        zeros((), jnp.uint32, like) + to_bits(threshold),
+        zeros((min(2 * k, x.size),), jnp.int32, like),
     )
+    # What the sampled threshold does not find the exact one does.
+    found = jax.lax.while_loop(lambda last: ~last.is_done & (last.turn < 2), search, start)
+    return _largest_of(from_dense(x, found.candidates), k)
 
 
 @functools.partial(jax.jit, static_argnames="k")
 def _largest_reaching(x: Float[Array, " d"], k: int, threshold: Float[Array, ""]) -> SparseStream:
-    return _largest_of(from_dense(x, _reaching(x, k, threshold)[0]), k)
+    return _largest_of(from_dense(x, _reaching(x, k, to_bits(threshold))), k)
 
 
-def _reaching(
-    x: Float[Array, " d"], k: int, threshold: Float[Array, ""]
-) -> tuple[Int[Array, " room"], Bool[Array, ""]]:
-    """Positions of up to 2 k elements, none of them 0, and whether none above had to be left out.
+def _reaching(x: Float[Array, " d"], k: int, threshold: UInt32[Array, ""]) -> Int[Array, " room"]:
+    """Positions of up to 2 k elements, none of them 0.
 
     First those above the threshold, then those at it, which are only looked for if they are needed.
     """
-    room, t = min(2 * k, x.size), to_bits(threshold)
-    above = compact(magnitude_bits(x) > t, room)
-    # Passes that are only needed where several elements are as large as the threshold.
-    reaching = jax.lax.cond(
-        (jnp.sum(above < x.size, dtype=jnp.int32) < k) & (t > 0),
-        lambda: _then(above, compact(magnitude_bits(x) == t, room), x.size),
-        lambda: above,
-    )
-    return reaching, above[-1] == x.size
+    at = jnp.maximum(threshold, jnp.uint32(1))
+    room = min(2 * k, x.size)
+    bounds = threshold + jnp.uint32(1), at
+    return first_of_ranges(x, magnitude_bits, bounds, room, enough=k)
 
 
 def _largest_of(stream: SparseStream, k: int) -> SparseStream:
@@ -174,24 +190,11 @@ def bisection_top_k(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASS
         [1, 2]
     """
     check_vector("x", x)
-    check_k(k, x.size)
+    k = check_k(k, x.size)
     return _bisection_top_k(x, k, check_passes(passes))
 
 
 @functools.partial(jax.jit, static_argnames=("k", "passes"))
 def _bisection_top_k(x: Float[Array, " d"], k: int, passes: int) -> SparseStream:
     low, high = bisection(x, k, passes)
-    above = compact(magnitude_bits(x) >= high, k)
-    # Together XLA makes the two masks five times slower than one after the other.
-    again, above = jax.lax.optimization_barrier((x, above))
-    magnitude = magnitude_bits(again)
-    between = compact((magnitude >= low) & (magnitude < high), k)
-    return from_dense(x, _then(above, between, x.size))
-
-
-def _then(first: Int[Array, " k"], second: Int[Array, " k"], size: int) -> Int[Array, " k"]:
-    """The first k positions of both, whose empty slots, of index `size`, come last."""
-    slot = jnp.arange(first.size, dtype=jnp.int32)
-    count = jnp.sum(first < size, dtype=jnp.int32)
-    place = jnp.where(slot < count, slot, first.size + slot - count)
-    return jnp.concatenate([first, second])[place]
+    return from_dense(x, first_of_ranges(x, magnitude_bits, (high, low), k))

@@ -19,12 +19,28 @@ def check_vector(name: str, x: Array) -> None:
         )
 
 
+def check_k(k: int, size: int, limit: str | None = None) -> int:
+    """The number of elements to keep as an int; a ValueError unless it is one, 1 <= k <= size.
+
+    Call it outside `jax.jit`, which takes True for 1 once it has seen that.
+
+    Args:
+        k: a Python or NumPy int.
+        size: the largest k.
+        limit: how the error names it; None: as the vector's size.
+    """
+    k = static_int("k", k)
+    if not 1 <= k <= size:
+        limit = limit or f"the vector's size, {size}"
+        raise ValueError(f"k={k} must lie between 1 and {limit}: choose it there")
+    return k
+
+
 def check_seed(seed: Integer[Array, ""] | int) -> UInt32[Array, ""]:
     """The seed as uint32; a ValueError unless it is an int or an integer scalar."""
-    if not isinstance(seed, int):
-        dtype = getattr(seed, "dtype", None)
-        if dtype is None or seed.ndim or not jnp.issubdtype(dtype, jnp.integer):
-            raise ValueError(f"seed={seed!r} must be an integer scalar: pass an int or a uint32")
+    dtype = jnp.int32 if type(seed) is int else getattr(seed, "dtype", None)
+    if dtype is None or jnp.ndim(seed) or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"seed={seed!r} must be an integer scalar: pass an int or a uint32")
     return as_uint32(seed)
 
 

@@ -16,22 +16,23 @@ from jaxtyping import Bool, Int, Shaped, UInt32
 
 from jaxsparse.platforms import by_platform
 from jaxsparse.select.checks import check_vector
+from jaxsparse.select.counting import running_sum, sums_along
+from jaxsparse.settings import static_int
 from jaxsparse.tiles import zeros
 
-__all__ = ["compact", "compact_ranked"]
+__all__ = ["compact", "compact_ranked", "first_of_ranges"]
 
 # Bits a word; also words a block, so that a block is a square of bits.
 _BITS = 32
 _BLOCK = _BITS * _BITS
 
 
-@functools.partial(jax.jit, static_argnames="capacity")
 def compact(mask: Bool[Array, " n"], capacity: int) -> Int[Array, " capacity"]:
     """Positions of the first `capacity` True elements, in increasing order.
 
     The same as `jnp.nonzero(mask, size=capacity, fill_value=mask.size)[0]`, but some thirty
     times faster on CPU where a hundredth is True. The work is one pass over the mask, a few over
-    its n / 32 words, and a running maximum and seven gathers for each slot.
+    its n / 32 words, and a running sum and seven gathers for each slot.
 
     Args:
         mask: bool[n], n < 2**31.
@@ -51,58 +52,138 @@ def compact(mask: Bool[Array, " n"], capacity: int) -> Int[Array, " capacity"]:
     check_vector("mask", mask)
     if mask.dtype != jnp.bool_:
         raise ValueError(f"mask has dtype {mask.dtype}, but must be bool: pass mask != 0")
-    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 0:
-        raise ValueError(
-            f"capacity={capacity!r} must be an int of at least 0: it is the result's static size"
-        )
-    return compact_ranked([mask], capacity)
+    if static_int("capacity", capacity) < 0:
+        raise ValueError(f"capacity={capacity} must be at least 0: it is the result's static size")
+    return _compact(mask, static_int("capacity", capacity))
 
 
-def compact_ranked(masks: Sequence[Bool[Array, " n"]], capacity: int) -> Int[Array, " capacity"]:
-    """Positions of the first `capacity` True elements of several masks, one mask after another.
+@functools.partial(jax.jit, static_argnames="capacity")
+def _compact(mask: Bool[Array, " n"], capacity: int) -> Int[Array, " capacity"]:
+    return compact_ranked(mask, lambda mask, rank: mask, 1, capacity)
+
+
+def compact_ranked(
+    x: Shaped[Array, " n"],
+    mask: Callable[[Array, Int[Array, ""] | int], Bool[Array, " n"]],
+    ranks: int,
+    capacity: int,
+    *,
+    enough: int | None = None,
+    first: Int[Array, ""] | int = 0,
+) -> Int[Array, " capacity"]:
+    """Positions of the first `capacity` elements of rank 0, then of rank 1, and so on.
 
     Args:
-        masks: bool[n] each, n < 2**31; no element True in two of them.
+        x: n elements, n < 2**31.
+        mask: which elements of `x` have a rank; no element has two.
+        ranks: their number, at most 7.
         capacity: slots.
+        enough: once there are so many elements, further ranks need not be looked for, and on a CPU
+            are not. None: the capacity.
+        first: elements that are left out before those.
 
     Returns:
-        int32[capacity]: first all of the first mask, increasing, then those of the second, and so
-        on; slots without an element hold n.
+        int32[capacity]: first all of rank 0, increasing, then those of rank 1, and so on; slots
+        without an element hold n.
 
-    >>> masks = [jnp.array([False, False, True]), jnp.array([True, False, False])]
-    >>> compact_ranked(masks, 3).tolist()
+    >>> kind = jnp.array([1, 2, 0])
+    >>> compact_ranked(kind, lambda kind, rank: kind == rank, 2, 3).tolist()
     [2, 0, 3]
     """
-    size = masks[0].size
+    size = x.size
     if not size or not capacity:
-        return zeros((capacity,), jnp.int32, tuple(masks))
-    # Apart: packing several masks of one vector at once takes XLA five times as long.
-    words = jnp.concatenate([lax.optimization_barrier(_pack(mask)) for mask in masks])
-    blocks = words.shape[0] // len(masks)  # of each mask
-
-    counts = lax.population_count(words).astype(jnp.int32)
+        return zeros((capacity,), jnp.int32, (x,))
+    if ranks == 1:
+        words = _pack(mask(x, 0))
+    else:
+        enough = capacity if enough is None else enough
+        words = by_platform(
+            x,
+            default=functools.partial(_pack_in_turn, mask=mask, ranks=ranks, enough=enough),
+            gpu=functools.partial(_pack_all, mask=mask, ranks=ranks),
+        )
+    counts = lax.population_count(lax.optimization_barrier(words)).astype(jnp.int32)
     # Elements up to and with each word of its block.
-    within = by_platform(
-        counts,
-        default=functools.partial(_running_sum, barrier=lax.optimization_barrier),
-        gpu=functools.partial(_running_sum, barrier=lambda rows: rows),
-    )
-    in_block = within[:, -1]
-    ends = jnp.cumsum(in_block)
-    block = by_platform(
-        ends,
-        default=functools.partial(_blocks_by_maximum, capacity=capacity),
+    within = by_platform(counts, default=sums_along, gpu=_sum_along)
+    ends, block = by_platform(
+        within[:, -1],
+        jnp.asarray(first, jnp.int32),
+        default=functools.partial(_blocks_by_marks, capacity=capacity),
         gpu=functools.partial(_blocks_by_search, capacity=capacity),
     )
-
-    slot = lax.iota(jnp.int32, capacity)
-    rank = slot - _at(ends - in_block, block)
+    slot = lax.iota(jnp.int32, capacity) + first
+    rank = slot - _at(ends - within[:, -1], block)
     word, rank = _find_word(within.ravel(), block * _BITS, rank)
     bit = _find_bit(_at(words.ravel(), word), rank)
-    position = (block % blocks * _BITS + word % _BITS) * _BITS + bit
+    # Words of one rank have as many bits as elements, and none is negative.
+    position = lax.rem(word, jnp.int32(len(words) // ranks * _BITS)) * _BITS + bit
     return jnp.where(slot < ends[-1], position, size)
 
 
+def first_of_ranges(
+    x: Shaped[Array, " n"],
+    key: Callable[[Array], UInt32[Array, " n"]],
+    bounds: Sequence[UInt32[Array, ""]],
+    capacity: int,
+    *,
+    enough: int | None = None,
+) -> Int[Array, " capacity"]:
+    """`compact_ranked` by the ranges of keys: from the first bound on, from the next one, ...
+
+    Args:
+        x: n elements.
+        key: of elements, below 2**31.
+        bounds: falling.
+        capacity: slots.
+        enough: see `compact_ranked`.
+    """
+    lower = jnp.stack(bounds)
+    length = jnp.concatenate([jnp.uint32([2**31]), lower[:-1]]) - lower
+
+    def mask(x: Array, rank: Array | int) -> Array:
+        return key(x) - lower[rank] < length[rank]  # what is below wraps round
+
+    return compact_ranked(x, mask, len(bounds), capacity, enough=enough)
+
+
+def _pack_in_turn(
+    x: Shaped[Array, " n"], *, mask: Callable[..., Array], ranks: int, enough: int
+) -> UInt32[Array, "ranks*blocks 32"]:
+    """The masks' bits, those of one rank after the other; none once there are enough.
+
+    A loop, because XLA takes five times as long for several masks of one vector at once, and longer
+    to compile them.
+    """
+    blocks = -(-x.size // _BLOCK)
+    like = (mask(x[:1], 0),)
+
+    def is_short(packed: tuple[Array, Array, Array]) -> Array:
+        rank, found, _ = packed
+        return (rank < ranks) & (found < enough)
+
+    def pack(packed: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        rank, found, words = packed
+        # Together, or XLA takes what a mask makes of x alone out of the loop, and stores it.
+        more = _pack(mask(*lax.optimization_barrier((x, rank))))
+        # In lanes, then across them.
+        count = jnp.sum(lax.population_count(more).astype(jnp.int32), axis=0, dtype=jnp.int32)
+        words = jnp.where(lax.iota(jnp.int32, ranks)[:, None, None] == rank, more[None], words)
+        return rank + 1, found + jnp.sum(count, dtype=jnp.int32), words
+
+    words = zeros((ranks, blocks, _BITS), jnp.uint32, like)
+    none = jnp.int32(0), zeros((), jnp.int32, like)
+    return lax.while_loop(is_short, pack, (*none, words))[2].reshape(-1, _BITS)
+
+
+def _pack_all(
+    x: Shaped[Array, " n"], *, mask: Callable[..., Array], ranks: int
+) -> UInt32[Array, "ranks*blocks 32"]:
+    """`_pack_in_turn` without a loop, and of all ranks."""
+    packed = (lax.optimization_barrier(_pack(mask(x, rank))) for rank in range(ranks))
+    return jnp.concatenate(list(packed))
+
+
+@jax.jit  # traced once for all ranks, on CPU and GPU
 def _pack(mask: Bool[Array, " n"]) -> UInt32[Array, "blocks 32"]:
     """Bit i of word w of block b is element 1024 b + 32 w + i; False past the end."""
     square = jnp.pad(mask, (0, -mask.size % _BLOCK)).reshape(-1, _BITS, _BITS)
@@ -131,38 +212,42 @@ def _transpose(words: UInt32[Array, "blocks 32"]) -> UInt32[Array, "blocks 32"]:
     return words
 
 
-def _running_sum(
-    rows: Int[Array, "n 32"], *, barrier: Callable[[Array], Array]
-) -> Int[Array, "n 32"]:
+def _sum_along(rows: Int[Array, "n 32"]) -> Int[Array, "n 32"]:
     """The running sum along each row.
 
-    Without barriers XLA fuses the steps, each of which then computes the one before twice: on a
-    CPU too much work, on a GPU less than it takes to start four further kernels.
+    A CPU multiplies by a triangle instead (`sums_along`): of these steps XLA makes one fusion after
+    the other, each of which computes the ones before again.
     """
     for step in (1, 2, 4, 8, 16):
-        before = jnp.pad(rows[:, :-step], ((0, 0), (step, 0)))
-        rows = barrier(rows + before)
+        rows += jnp.pad(rows[:, :-step], ((0, 0), (step, 0)))
     return rows
 
 
-def _blocks_by_maximum(ends: Int[Array, " blocks"], *, capacity: int) -> Int[Array, " capacity"]:
-    """The block that holds the element of each slot, from elements up to and with each block.
+def _blocks_by_marks(
+    counts: Int[Array, " blocks"], first: Int[Array, ""], *, capacity: int
+) -> tuple[Int[Array, " blocks"], Int[Array, " capacity"]]:
+    """Elements up to and with each block; the block that holds the element of each slot.
 
-    Of slots without an element the last one that has any, or 0. A block's number goes to its first
-    slot, and from there to the slots after it.
+    The first slot's is the element number `first`. Of slots without an element any block. Each
+    block marks its first slot: how many have begun up to a slot tells the last of them, for those
+    without an element begin where the next one does.
     """
-    starts = jnp.pad(ends[:-1], (1, 0))
-    first_slot = jnp.where(ends > starts, starts, capacity)
-    numbers = lax.iota(jnp.int32, len(ends))
-    block = zeros((capacity,), jnp.int32, (ends,))
-    return lax.cummax(block.at[first_slot].max(numbers, mode="drop"))
+    ends = running_sum(counts, most=_BLOCK, total=len(counts) * _BLOCK)
+    blocks = len(counts)
+    starts = jnp.maximum(jnp.pad(ends[:-1], (1, 0)) - first, 0)
+    marks = zeros((capacity,), jnp.int32, (ends,)).at[starts].add(1, mode="drop")
+    return ends, running_sum(marks, most=blocks, total=blocks) - 1
 
 
-def _blocks_by_search(ends: Int[Array, " blocks"], *, capacity: int) -> Int[Array, " capacity"]:
-    """`_blocks_by_maximum` with no scan over the slots, which takes a GPU dozens of kernels."""
-    slot = jnp.minimum(lax.iota(jnp.int32, capacity), jnp.maximum(ends[-1] - 1, 0))
+def _blocks_by_search(
+    counts: Int[Array, " blocks"], first: Int[Array, ""], *, capacity: int
+) -> tuple[Int[Array, " blocks"], Int[Array, " capacity"]]:
+    """`_blocks_by_marks` with no sum over the slots, which takes a GPU dozens of kernels."""
+    ends = jnp.cumsum(counts)
+    slot = lax.iota(jnp.int32, capacity) + first
+    slot = jnp.minimum(slot, jnp.maximum(ends[-1] - 1, 0))
     block = jnp.searchsorted(ends, slot, side="right", method="scan_unrolled")
-    return jnp.where(ends[-1] > 0, block.astype(jnp.int32), 0)
+    return ends, jnp.where(ends[-1] > 0, block.astype(jnp.int32), 0)
 
 
 def _find_word(

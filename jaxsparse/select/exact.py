@@ -6,24 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsparse.select.checks import check_vector
+from jaxsparse.select.checks import check_k, check_vector
 from jaxsparse.stream import SparseStream
 
-__all__ = ["check_k", "top_k"]
+__all__ = ["top_k"]
 
 
-def check_k(k: int, size: int) -> None:
-    """Raises ValueError unless k is an int, 1 <= k <= size."""
-    if not isinstance(k, int):
-        raise ValueError(
-            f"k={k!r} must be an int: it is static (list it in static_args under "
-            "optax.inject_hyperparams)"
-        )
-    if not 1 <= k <= size:
-        raise ValueError(f"k={k} must lie between 1 and the vector's size, {size}")
-
-
-@functools.partial(jax.jit, static_argnames="k")
 def top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     """The k entries of largest magnitude, exactly, in order of falling magnitude.
 
@@ -45,6 +33,10 @@ def top_k(x: Float[Array, " d"], k: int) -> SparseStream:
         [1, 2]
     """
     check_vector("x", x)
-    check_k(k, x.size)
+    return _top_k(x, check_k(k, x.size))
+
+
+@functools.partial(jax.jit, static_argnames="k")
+def _top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     _, indices = jax.lax.top_k(jnp.abs(x), k)
     return SparseStream(indices, x[indices])

@@ -6,8 +6,7 @@ import jax
 from jax import Array
 from jaxtyping import Float, Integer, UInt32
 
-from jaxsparse.select.checks import check_seed, check_vector
-from jaxsparse.select.exact import check_k
+from jaxsparse.select.checks import check_k, check_seed, check_vector
 from jaxsparse.select.streaming import Values, streaming_top_k
 from jaxsparse.stream import SparseStream
 
@@ -53,8 +52,7 @@ def fast_top_k(
         [1, 2]
     """
     check_vector("x", x)
-    check_k(k, x.size)
-    return _fast_top_k(x, k, check_seed(seed))
+    return _fast_top_k(x, check_k(k, x.size), check_seed(seed))
 
 
 @functools.partial(jax.jit, static_argnames="k")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Shaped, UInt32
 
 from jaxsparse.platforms import by_platform
@@ -52,8 +53,8 @@ def _by_digits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32
 
     def set_digit(i: Array, t: Array) -> Array:
         unit = jnp.uint32(1) << (_DIGIT_BITS * (digits - 1 - i)).astype(jnp.uint32)
-        trials = t + unit * (jax.lax.iota(jnp.uint32, several) + jnp.uint32(1))
-        reaches = tuple((key(x) >= trial).astype(jnp.uint32) for trial in trials)
+        keys, trials = key(x), (t + unit * np.uint32(digit + 1) for digit in range(several))
+        reaches = tuple((keys >= trial).astype(jnp.uint32) for trial in trials)
         counts = jax.lax.reduce(reaches, (jnp.uint32(0),) * several, add, (0,))
         # The larger the trial, the fewer reach it.
         reached = jnp.stack(counts) >= jnp.uint32(k)

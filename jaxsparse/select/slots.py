@@ -130,7 +130,7 @@ def hash_slots(
     >>> sorted(set(hash_slots(jnp.arange(50), 3).tolist()))
     [0, 1, 2]
     """
-    return bounded(keyed(as_uint32(indices), combine(seed)), slots).astype(jnp.int32)
+    return bounded(keyed(as_uint32(indices), combine(check_seed(seed))), slots).astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames="slots")

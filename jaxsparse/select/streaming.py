@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, UInt32
 
 from jaxsparse.hashing import bounded, combine
 from jaxsparse.platforms import by_platform
-from jaxsparse.select.compaction import compact_ranked
+from jaxsparse.select.compaction import first_of_ranges
 from jaxsparse.select.kth_largest import kth_largest
 from jaxsparse.tiles import laid_around, over_tiles, zeros
 
@@ -95,16 +95,18 @@ def streaming_top_k(
     # At least k slots are taken: each element has its own, or every group a whole tile.
     magnitude = slots >> jnp.uint32(id_bits)
     threshold = kth_largest(magnitude, k, bits=31 - id_bits)
-    above, equal = magnitude > threshold, magnitude == threshold
-    if shared:
-        equal &= slots > 0
-    winners = compact_ranked([above, equal], k)
+    above = (threshold + jnp.uint32(1)) << jnp.uint32(id_bits)
+    equal = jnp.maximum(threshold << jnp.uint32(id_bits), jnp.uint32(shared))  # 0: an empty slot
+    winners = first_of_ranges(slots, lambda slots: slots, (above, equal), k)
     if not shared:
         return winners
 
     place = (slots[winners] & jnp.uint32(2**id_bits - 1)).astype(jnp.int32) - 1
-    b = place * grid.groups + winners // tile
-    return b * tile + (winners % tile - grid.start(seed, b)) % tile
+    # None is negative, which `//` and `%` would take further operations for.
+    tile_ = jnp.int32(tile)
+    b = place * grid.groups + lax.div(winners, tile_)
+    within = lax.rem(winners, tile_) - grid.start(seed, b)
+    return b * tile + jnp.where(within < 0, within + tile, within)
 
 
 class _Grid(NamedTuple):

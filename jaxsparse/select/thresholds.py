@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import bounded, combine, keyed
-from jaxsparse.select.checks import check_seed, check_vector
+from jaxsparse.select.checks import check_k, check_seed, check_vector
 from jaxsparse.select.counting import count_reaching, folded, magnitude_bits, to_bits
-from jaxsparse.select.exact import check_k
 from jaxsparse.select.kth_largest import kth_largest
 from jaxsparse.settings import static_int
 from jaxsparse.tiles import zeros
@@ -74,7 +73,7 @@ def sampled_threshold(
         2.0
     """
     check_vector("x", x)
-    check_k(k, x.size)
+    k = check_k(k, x.size)
     if samples is None:
         samples = sample_size(x.size, k)
     samples = check_samples(samples)
@@ -140,7 +139,7 @@ def bisection_threshold(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_
         True
     """
     check_vector("x", x)
-    check_k(k, x.size)
+    k = check_k(k, x.size)
     low, high = bisection(x, k, check_passes(passes))
     # One above infinity would be NaN.
     infinity = jnp.uint32(0x7F800000)

@@ -18,7 +18,6 @@ from jaxsparse.tiles import zeros
 __all__ = ["decode_blocks", "encode_blocks"]
 
 
-@functools.partial(jax.jit, static_argnames="spec")
 def encode_blocks(
     stream: BlockStream, spec: SketchSpec, *, seed: Seed = None
 ) -> Float[Array, "rows cols"]:
@@ -46,11 +45,18 @@ def encode_blocks(
     >>> encode_blocks(stream, SketchSpec(rows=1, cols=8, tile_size=4)).shape
     (1, 8)
     """
+    return _encode_blocks(stream, spec, resolve(spec, seed))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _encode_blocks(
+    stream: BlockStream, spec: SketchSpec, seed: UInt32[Array, ""]
+) -> Float[Array, "rows cols"]:
     _check_blocks(stream, spec)
     return by_platform(
         stream.values,
         stream.indices,
-        resolve(spec, seed),
+        seed,
         default=functools.partial(_encode_in_turn, spec=spec),
         gpu=lambda values, blocks, seed: add_all(values, blocks, spec, seed),
     )
@@ -73,7 +79,6 @@ def _encode_in_turn(
     return wrapped(lax.fori_loop(jnp.int32(0), jnp.int32(indices.size), add, table), spec)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "count"))
 def decode_blocks(
     table: Float[Array, "rows cols"],
     spec: SketchSpec,
@@ -105,6 +110,17 @@ def decode_blocks(
     >>> decode_blocks(encode_blocks(stream, spec), spec, jnp.array([7])).values.tolist()
     [[1.0, 1.0, 1.0, 1.0]]
     """
+    return _decode_blocks(table, spec, indices, count, resolve(spec, seed))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "count"))
+def _decode_blocks(
+    table: Float[Array, "rows cols"],
+    spec: SketchSpec,
+    indices: Int[Array, " n"],
+    count: int | None,
+    seed: UInt32[Array, ""],
+) -> BlockStream:
     table = check_table(table, spec)
     if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
@@ -113,7 +129,7 @@ def decode_blocks(
     values = by_platform(
         table,
         indices,
-        resolve(spec, seed),
+        seed,
         default=functools.partial(_decode_in_turn, spec=spec, count=count),
         gpu=functools.partial(_decode_at_once, spec=spec, count=count),
     )

@@ -15,7 +15,6 @@ from jaxsparse.sketch.tiles import Seed, SketchSpec, resolve
 from jaxsparse.tiles import over_tiles, zeros
 
 
-@functools.partial(jax.jit, static_argnames="spec")
 def encode(
     x: Float[Array, " d"], spec: SketchSpec, *, seed: Seed = None
 ) -> Float[Array, "rows cols"]:
@@ -40,6 +39,13 @@ def encode(
     >>> encode(jnp.ones(100), SketchSpec(rows=5, cols=20)).shape
     (5, 20)
     """
+    return _encode(x, spec, resolve(spec, seed))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _encode(
+    x: Float[Array, " d"], spec: SketchSpec, seed: UInt32[Array, ""]
+) -> Float[Array, "rows cols"]:
     if x.ndim != 1:
         raise ValueError(f"x has shape {x.shape}, but a vector is sketched: pass x.ravel()")
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
@@ -47,7 +53,7 @@ def encode(
     check_size("x.size", x.size)
     return by_platform(
         x,
-        resolve(spec, seed),
+        seed,
         default=functools.partial(_encode_in_turn, spec=spec),
         gpu=functools.partial(_encode_at_once, spec=spec),
     )
@@ -95,7 +101,6 @@ def merge(*tables: Float[Array, "rows cols"]) -> Float[Array, "rows cols"]:
     return functools.reduce(jnp.add, tables)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "size"))
 def decode(
     table: Float[Array, "rows cols"], spec: SketchSpec, size: int, *, seed: Seed = None
 ) -> Float[Array, " size"]:
@@ -121,9 +126,15 @@ def decode(
     >>> decode(encode(jnp.array([0.0, 7.0]), spec), spec, 2)[1].item()
     7.0
     """
+    return _decode(table, spec, size, resolve(spec, seed))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "size"))
+def _decode(
+    table: Float[Array, "rows cols"], spec: SketchSpec, size: int, seed: UInt32[Array, ""]
+) -> Float[Array, " size"]:
     table = check_table(table, spec)
     check_size("size", size)
-    seed = resolve(spec, seed)
     return by_platform(
         table,
         seed,
@@ -151,7 +162,6 @@ def _decode_at_once(
     return estimates_at(table, spec, seed, tile, within).ravel()[:size]
 
 
-@functools.partial(jax.jit, static_argnames="spec")
 def decode_at(
     table: Float[Array, "rows cols"],
     spec: SketchSpec,
@@ -179,6 +189,16 @@ def decode_at(
     >>> decode_at(encode(jnp.array([0.0, 7.0]), spec), spec, jnp.array([1])).tolist()
     [7.0]
     """
+    return _decode_at(table, spec, indices, resolve(spec, seed))
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _decode_at(
+    table: Float[Array, "rows cols"],
+    spec: SketchSpec,
+    indices: Integer[Array, " n"],
+    seed: UInt32[Array, ""],
+) -> Float[Array, " n"]:
     table = check_table(table, spec)
     if indices.ndim != 1 or not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
@@ -186,7 +206,7 @@ def decode_at(
         )
     index = as_uint32(indices)
     tile, within = index // jnp.uint32(spec.tile), index % jnp.uint32(spec.tile)
-    return estimates_at(table, spec, resolve(spec, seed), tile, within)
+    return estimates_at(table, spec, seed, tile, within)
 
 
 @jax.jit

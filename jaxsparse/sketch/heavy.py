@@ -8,9 +8,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from jaxsparse.hashing import combine, permute
+from jaxsparse.select.checks import check_k
 from jaxsparse.select.compaction import compact_ranked
 from jaxsparse.select.streaming import Values, streaming_top_k
 from jaxsparse.sketch.codec import check_size, check_table, decode_at, l2_norm
@@ -22,7 +23,6 @@ from jaxsparse.tiles import zeros
 _SLOTS = 2**32 - 2
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "size", "k", "rule"))
 def heavy_hitters(
     table: Float[Array, "rows cols"],
     spec: SketchSpec,
@@ -68,11 +68,24 @@ def heavy_hitters(
     """
     table = check_table(table, spec)
     check_size("size", size)
-    if not 1 <= k <= size:
-        raise ValueError(f"k={k} must be in 1 .. size={size}: choose it there")
+    k = check_k(k, size, f"size={size}")
     if rule not in ("top_k", "heavymix"):
         raise ValueError(f"rule={rule!r} is unknown: use 'top_k' or 'heavymix'")
-    hash_seed = resolve(spec, seed)
+    if rule == "heavymix" and key is None:
+        raise ValueError("key=None, but 'heavymix' draws at random: pass all workers one key")
+    return _heavy_hitters(table, spec, size, k, rule, key, resolve(spec, seed))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "size", "k", "rule"))
+def _heavy_hitters(
+    table: Float[Array, "rows cols"],
+    spec: SketchSpec,
+    size: int,
+    k: int,
+    rule: str,
+    key: Key[Array, ""] | None,
+    hash_seed: UInt32[Array, ""],
+) -> tuple[Int[Array, " k"], Float[Array, " k"]]:
     estimate = lambda indices: decode_at(table, spec, indices, seed=hash_seed)
     indices = streaming_top_k(
         Values(
@@ -86,8 +99,7 @@ def heavy_hitters(
         like=(table, hash_seed),
     )
     if rule == "heavymix":
-        if key is None:
-            raise ValueError("key=None, but 'heavymix' draws at random: pass all workers one key")
+        assert key is not None
         threshold = l2_norm(table) / math.sqrt(k)
         is_heavy = lambda indices: jnp.abs(estimate(indices)) >= threshold
         indices = mix_in_random(indices, is_heavy(indices), size, is_heavy, key=key)
@@ -123,7 +135,10 @@ def mix_in_random(
     kept = zeros((size,), jnp.bool_, (indices, heavy)).at[indices].set(heavy)
     new, drawn_heavy = ~kept[drawn], is_heavy(drawn)
     # In this order: the heavy ones to keep, new ones that are not heavy, new ones that are.
-    none, no_drawn = jnp.zeros_like(heavy), jnp.zeros_like(new)
-    ranked = [(heavy, no_drawn), (none, new & ~drawn_heavy), (none, new & drawn_heavy)]
-    masks = [jnp.concatenate(pair) for pair in ranked]
-    return jnp.concatenate([indices, drawn])[compact_ranked(masks, k)]
+    unwanted = jnp.int32(3)
+    drawn_rank = jnp.where(drawn_heavy, jnp.int32(2), jnp.int32(1))
+    ranks = jnp.concatenate(
+        [jnp.where(heavy, jnp.int32(0), unwanted), jnp.where(new, drawn_rank, unwanted)]
+    )
+    kept = compact_ranked(ranks, jnp.equal, 3, k)
+    return jnp.concatenate([indices, drawn])[kept]

@@ -8,7 +8,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import as_uint32, bounded, combine, keyed
-from jaxsparse.settings import static_int
+from jaxsparse.select.checks import check_seed
+from jaxsparse.settings import static_int, static_seed
 
 __all__ = ["Seed", "SketchSpec", "all_places", "flip", "places", "resolve", "tile_index"]
 
@@ -47,20 +48,20 @@ class SketchSpec:
     tile_size: int | None = None
 
     def __post_init__(self):
-        for name, low, high in ("rows", 1, 2**16), ("cols", 1, 2**30), ("seed", 0, 2**32):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
+        for name, high in ("rows", 2**16), ("cols", 2**30):
+            value = static_int(name, getattr(self, name))
+            if not 1 <= value < high:
+                raise ValueError(f"{name}={value} must be in 1 .. {high - 1}: choose it there")
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "seed", static_seed("seed", self.seed))
+        if self.tile_size is not None:
+            tile = static_int("tile_size", self.tile_size)
+            if not 1 <= tile <= self.cols:
                 raise ValueError(
-                    f"{name}={value!r} must be an int: it is static (list it in "
-                    "static_args under optax.inject_hyperparams)"
+                    f"tile_size={tile} must be in 1 .. {self.cols}, cols: a tile is shorter than a "
+                    "row"
                 )
-            if not low <= value < high:
-                raise ValueError(f"{name}={value} must be in {low} .. {high - 1}: choose it there")
-        tile = self.tile_size
-        if tile is not None and not 1 <= static_int("tile_size", tile) <= self.cols:
-            raise ValueError(
-                f"tile_size={tile} must be in 1 .. {self.cols}, cols: a tile is shorter than a row"
-            )
+            object.__setattr__(self, "tile_size", tile)
 
     @property
     def tile(self) -> int:
@@ -70,14 +71,7 @@ class SketchSpec:
 
 def resolve(spec: SketchSpec, seed: Seed) -> UInt32[Array, ""]:
     """The seed in force, as uint32; a ValueError if it is not an integer scalar."""
-    if seed is None:
-        return jnp.uint32(spec.seed)
-    seed = jnp.asarray(seed)
-    if seed.ndim or not jnp.issubdtype(seed.dtype, jnp.integer):
-        raise ValueError(
-            f"seed has shape {seed.shape} and dtype {seed.dtype}: pass a uint32 or int32 scalar"
-        )
-    return as_uint32(seed)
+    return check_seed(spec.seed if seed is None else seed)
 
 
 def places(

@@ -5,8 +5,7 @@ tests, and README's table. A new system is one file, its import, its row and its
 """
 
 from jaxsparse import network
-from jaxsparse.reducers.density import check_density
-from jaxsparse.settings import static_int
+from jaxsparse.settings import check_density, static_int
 from jaxsparse.systems.dense import DENSE, Dense as Dense, dense
 from jaxsparse.systems.dgc import DGC, dgc
 from jaxsparse.systems.dragonn import DRAGONN, Dragonn as Dragonn, dragonn

@@ -13,9 +13,9 @@ from jaxsparse.feedback import Axes, ErrorFeedbackState
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.layout import narrow
 from jaxsparse.magnitude import largest_magnitude
+from jaxsparse.reducers.stages import Stages
 from jaxsparse.select.selection import Selection
 from jaxsparse.settings import static_float
-from jaxsparse.stages import Stages
 from jaxsparse.systems.row import Case, System
 from jaxsparse.systems.top_k import TopK, top_k
 

@@ -15,12 +15,11 @@ from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer
 from jaxsparse.reducers.delivery import deliver_streams
-from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.reducers.staged import staged
+from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.slots import hash_extract
 from jaxsparse.select.thresholds import check_samples, sampled_threshold
-from jaxsparse.stages import Stages
+from jaxsparse.settings import check_density, entries
 from jaxsparse.stream import SparseStream
 from jaxsparse.systems.row import Case, System
 

@@ -14,10 +14,9 @@ from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer
 from jaxsparse.reducers.delivery import deliver_merged, marked
-from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.reducers.staged import staged
+from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.selection import Selection, check_selection, selector
-from jaxsparse.stages import Stages
+from jaxsparse.settings import check_density, entries
 from jaxsparse.stream import to_dense
 from jaxsparse.systems.row import Case, System
 
@@ -58,7 +57,9 @@ class GTopK(Reducer):
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
         stream = selector(self.selection)(x, entries(self.density, x.size))
-        total, discarded = gtopk_all_reduce(stream, x.size, axis_name=axis_name, codec=self.codec)
+        total, discarded, _ = gtopk_all_reduce(
+            stream, x.size, axis_name=axis_name, codec=self.codec
+        )
         unselected = x - to_dense(stream, x.size)
         if self.residuals == "published":
             discarded = jnp.zeros_like(x)

@@ -6,9 +6,9 @@ import optax
 
 from jaxsparse import codecs
 from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.reducers.stages import Stages
 from jaxsparse.select.selection import Bisection
 from jaxsparse.select.thresholds import DEFAULT_PASSES
-from jaxsparse.stages import Stages
 from jaxsparse.systems.row import Case, System
 from jaxsparse.systems.top_k import TopK, top_k
 

@@ -14,11 +14,9 @@ from jaxsparse.collectives.ok_topk import Agreed, ok_topk as ok_topk_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer, info
-from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.reducers.staged import staged
+from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.selection import Selection, check_selection, selector
-from jaxsparse.settings import static_float, static_int
-from jaxsparse.stages import Stages
+from jaxsparse.settings import check_density, entries, static_float, static_int
 from jaxsparse.systems.row import Case, System
 
 

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, UInt32
 
-from jaxsparse import blocks, network
+from jaxsparse import blocks
 from jaxsparse.blocks import BlockStream
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.union import union_traffic
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Reduced, Reducer, info
@@ -23,8 +22,7 @@ from jaxsparse.reducers.blocks import (
     union_capacity,
 )
 from jaxsparse.reducers.delivery import finite_sums
-from jaxsparse.reducers.staged import staged
-from jaxsparse.stages import Stages
+from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System, block_settings
 
@@ -85,14 +83,6 @@ class OmniReduce(Reducer):
         sent = None if self.density is None else residual != x
         outcome = info(jnp.count_nonzero(total), kept.overflow)
         return Reduced(mean, residual, sent, next_state, outcome)
-
-    def traffic(self, size: int, workers: int) -> network.Traffic:
-        """Rounds and words for `size` elements: the union's, and a psum of the slots."""
-        capacity = self._capacity(size, workers)
-        if self._is_dense(capacity, size):
-            return network.dense_all_reduce(size, workers)
-        summed = network.dense_all_reduce(capacity * self.block_size, workers)
-        return union_traffic(blocks.count(size, self.block_size), workers) + summed
 
     def _capacity(self, size: int, workers: int) -> int:
         return union_capacity(size, self.block_size, self.density, self.union_density, workers)

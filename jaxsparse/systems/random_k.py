@@ -14,10 +14,9 @@ from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Reduced, SeededReducer, info
 from jaxsparse.reducers.delivery import finite_sums
-from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.reducers.staged import staged
+from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.checks import check_vector
-from jaxsparse.stages import Stages
+from jaxsparse.settings import check_density, entries
 from jaxsparse.systems.row import Case, System
 
 

@@ -106,7 +106,7 @@ class Choice(NamedTuple):
 
 
 # Where the public names are, by the package that a class is in.
-_PUBLIC = {"network": "jaxsparse.cost"}
+_PUBLIC = {"network": "jaxsparse.planner"}
 
 
 def written(value: Any) -> str:

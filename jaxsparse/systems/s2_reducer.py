@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse import blocks, network
+from jaxsparse import blocks
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.union import union_traffic
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.hashing import combine
@@ -22,12 +21,11 @@ from jaxsparse.reducers.blocks import (
     selected_count,
     union_capacity,
 )
-from jaxsparse.reducers.staged import staged
+from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.compaction import compact
 from jaxsparse.settings import static_float, static_int
 from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
 from jaxsparse.sketch.tiles import SketchSpec
-from jaxsparse.stages import Stages
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.omni_reduce import OmniReduce
 from jaxsparse.systems.row import Case, System, block_settings
@@ -166,13 +164,6 @@ class S2(SeededReducer):
         outcome = info(jnp.count_nonzero(mean), kept.overflow)
         residual = rows.reshape(-1)[: x.size]
         return Reduced(mean, residual, None, state + jnp.uint32(1), outcome)
-
-    def traffic(self, size: int, workers: int) -> network.Traffic:
-        """Rounds and words for `size` elements: the union's, and a psum of the table."""
-        summed = network.dense_all_reduce(self.words(size, workers), workers)
-        if self.words(size, workers) == size:
-            return summed
-        return union_traffic(blocks.count(size, self.block_size), workers) + summed
 
 
 def _marked(indices: Int[Array, " capacity"], count: int) -> Bool[Array, " {count}"]:

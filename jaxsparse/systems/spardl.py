@@ -1,6 +1,7 @@
 """SparDL (Zhao et al., ICDE 2024)."""
 
 import dataclasses
+import functools
 from typing import Any, Literal, Unpack
 
 import jax
@@ -9,20 +10,16 @@ import optax
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs
-from jaxsparse.collectives import spar_all_gather, wire
-from jaxsparse.collectives.bruck_all_gather import bruck_all_gather
-from jaxsparse.collectives.group import Group
-from jaxsparse.collectives.spar_reduce_scatter import spar_reduce_scatter
+from jaxsparse.collectives import spardl as collectives, wire
+from jaxsparse.collectives.wire import Group, bruck_all_gather
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer
 from jaxsparse.reducers.delivery import deliver_merged
-from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.reducers.staged import staged
+from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.checks import check_vector
 from jaxsparse.select.selection import Selection, check_selection, selector
-from jaxsparse.settings import static_int
-from jaxsparse.stages import Stages
+from jaxsparse.settings import check_density, entries, static_int
 from jaxsparse.stream import to_dense
 from jaxsparse.systems.row import Case, System
 
@@ -77,7 +74,7 @@ class SparDL(Reducer):
         if self.gather == "recursive" or self.teams == 1:
             return ()
         # What it starts with depends on the number of workers, unknown here: see `_started`.
-        return spar_all_gather.Adaptation(jnp.float32(0), jnp.float32(0), jnp.bool_(False))
+        return collectives.Adaptation(jnp.float32(0), jnp.float32(0), jnp.bool_(False))
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
@@ -92,15 +89,17 @@ class SparDL(Reducer):
         if self.residuals != "global":
             first = jax.lax.map(lambda row: to_dense(pick(row, k), size), rows)
             rows, withheld = first, rows - first
-        own, discarded, selected = spar_reduce_scatter(rows, k, team, select=pick, codec=self.codec)
+        own, discarded, selected = collectives.spar_reduce_scatter(
+            rows, k, team, select=pick, codec=self.codec
+        )
 
         extra = []  # words beside the entries
         if self.teams > 1 and self.gather == "recursive":
-            own, cut = spar_all_gather.recursive(own, size, k, across, codec=self.codec)
+            own, cut = collectives.recursive(own, size, k, across, codec=self.codec)
             discarded = discarded.at[team.rank].add(cut)
         elif self.teams > 1:
             state = _started(state, k, self.teams)
-            (own, cut), count = spar_all_gather.bruck(
+            own, cut, count = collectives.bruck(
                 own, size, k, across, state, select=pick, codec=self.codec
             )
             discarded = discarded.at[team.rank].add(cut)
@@ -115,23 +114,22 @@ class SparDL(Reducer):
             counts = wire.replicated(messages[:, -1].astype(jnp.float32), axis_name)
             state = state.adapt(jnp.mean(counts), k, self.teams)
             messages = messages[:, :-1]
-        streams = jax.vmap(lambda words: self.codec.decode(words, k, size, x.dtype))(messages)
-        total = jax.vmap(lambda stream: to_dense(stream, size))(streams)
-
+        decode = functools.partial(self.codec.decode, capacity=k, size=size, dtype=x.dtype)
+        total = jax.vmap(functools.partial(to_dense, size=size))(jax.vmap(decode)(messages))
+        total = wire.replicated(total.reshape(-1)[: x.size], axis_name)
         flat = lambda blocks: blocks.reshape(-1)[: x.size]
-        total = wire.replicated(flat(total), axis_name)
         if self.residuals == "global":
             return deliver_merged(x, total, flat(discarded), flat(selected), state, n * self.teams)
         reduced = deliver_merged(x, total, flat(withheld), flat(selected), state, n * self.teams)
         return reduced if self.residuals == "partial" else reduced._replace(residual=flat(withheld))
 
 
-def _started(state: spar_all_gather.Adaptation, k: int, teams: int) -> spar_all_gather.Adaptation:
+def _started(state: collectives.Adaptation, k: int, teams: int) -> collectives.Adaptation:
     """The state, or before the first exchange what Alg. 2 starts with.
 
     A state that was adapted among another number of workers is brought within today's bounds.
     """
-    start = spar_all_gather.Adaptation.start(k, teams)
+    start = collectives.Adaptation.start(k, teams)
     now = state.within(k, teams)
     return jax.tree.map(lambda now, first: jnp.where(state.h > 0, now, first), now, start)
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, UInt32
 
-from jaxsparse import blocks, codecs, network
+from jaxsparse import blocks, codecs
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.tally import split_counts, with_count
+from jaxsparse.collectives.messages import split_counts, with_count
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Reduced, Reducer, info
@@ -22,9 +22,8 @@ from jaxsparse.reducers.blocks import (
     take,
 )
 from jaxsparse.reducers.delivery import finite_sums
-from jaxsparse.reducers.density import entries
-from jaxsparse.reducers.staged import staged
-from jaxsparse.stages import Stages
+from jaxsparse.reducers.stages import Stages, staged
+from jaxsparse.settings import entries
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System, block_settings
 
@@ -104,12 +103,6 @@ class SparseAllGather(Reducer):
         number = blocks.count(size, self.block_size)
         zeros = jnp.zeros_like(messages, jnp.float32, shape=(number, self.block_size))
         return jax.lax.scan(add, zeros, messages)[0].reshape(-1)[:size]
-
-    def traffic(self, size: int, workers: int) -> network.Traffic:
-        """Rounds and words for `size` elements: ceil(log2 W), and (W - 1) messages."""
-        if self._is_dense(size, workers):
-            return network.dense_all_reduce(size, workers)
-        return network.Traffic((workers - 1).bit_length(), (workers - 1) * self._words(size))
 
     def _selected(self, size: int) -> int:
         """The most blocks that a worker can want to send."""

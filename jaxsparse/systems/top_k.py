@@ -13,10 +13,9 @@ from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer
 from jaxsparse.reducers.delivery import deliver_streams
-from jaxsparse.reducers.density import check_density, entries
-from jaxsparse.reducers.staged import staged
+from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.selection import Selection, check_selection, selector
-from jaxsparse.stages import Stages
+from jaxsparse.settings import check_density, entries
 from jaxsparse.systems.row import Case, System
 
 

@@ -14,8 +14,7 @@ from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.layout import split_evenly
 from jaxsparse.reducers.base import Reduced, Reducer, info
 from jaxsparse.reducers.delivery import finite_sums
-from jaxsparse.reducers.density import entries
-from jaxsparse.settings import static_int
+from jaxsparse.settings import entries, static_int
 from jaxsparse.stream import SparseStream, to_dense
 from jaxsparse.systems.row import Case, System
 

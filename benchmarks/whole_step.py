@@ -1,0 +1,185 @@
+"""Whole training steps of every system: time, peak memory and what compiling them takes.
+
+The state is donated; d elements are in one kernel, beside a small bias; workers are emulated
+devices. The loss is the sum of squares of the parameters, so that the exchange takes nearly all of
+the time. Each system's step takes turns with dense's, and the table has the ratio of their medians.
+Programs are compiled as users do, and as the tests do (`jax_disable_most_optimizations`); tracing
+includes lowering.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import timing
+
+import jaxsparse
+from jaxsparse import codecs, data_parallel, local, shard
+
+# For a density of about 1 %; of blocks, too.
+SYSTEMS: dict[str, Callable[[int], optax.GradientTransformationExtraArgs]] = {
+    "dense": lambda d: jaxsparse.dense(),
+    "dense, momentum": lambda d: jaxsparse.dense(momentum=0.9),
+    "true_top_k": lambda d: jaxsparse.true_top_k(d // 100),
+    "sketched_sgd": lambda d: jaxsparse.sketched_sgd(12.5),
+    "heavymix": lambda d: jaxsparse.sketched_sgd(12.5, selection="heavymix"),
+    "spardl": lambda d: jaxsparse.spardl(0.01),
+    "spardl, packed": lambda d: jaxsparse.spardl(0.01, codec=codecs.Packed()),
+    "ok_topk": lambda d: jaxsparse.ok_topk(0.01),
+    "ok_topk, packed": lambda d: jaxsparse.ok_topk(0.01, codec=codecs.Packed()),
+    "sparcml": lambda d: jaxsparse.sparcml(5, 512),
+    "gtopk": lambda d: jaxsparse.gtopk(0.01),
+    "top_k": lambda d: jaxsparse.top_k(0.01),
+    "top_k, packed": lambda d: jaxsparse.top_k(0.01, codec=codecs.Packed()),
+    "top_k, momentum": lambda d: jaxsparse.top_k(0.01, momentum=0.9),
+    "dgc": lambda d: jaxsparse.dgc(0.01),
+    "dgc, clipped": lambda d: jaxsparse.dgc(0.01, clip_norm=1.0),
+    "ms_topk": lambda d: jaxsparse.ms_topk(0.01),
+    "dragonn": lambda d: jaxsparse.dragonn(0.01),
+    "random_k": lambda d: jaxsparse.random_k(0.01),
+    "s2_reducer": lambda d: jaxsparse.s2_reducer(0.01),
+    "omni_reduce": lambda d: jaxsparse.omni_reduce(0.01),
+    "sparse_all_gather": lambda d: jaxsparse.sparse_all_gather(0.01),
+    "qsgd": lambda d: jaxsparse.qsgd(4),
+    "sign_sgd": lambda d: jaxsparse.sign_sgd(),
+}
+
+
+class Step:
+    """One system's step, from its transformation to the compiled program."""
+
+    def __init__(self, name: str, size: int, mesh: jax.sharding.Mesh):
+        self.tx = optax.chain(SYSTEMS[name](size), optax.sgd(0.1))
+        self.mesh, self.workers = mesh, mesh.shape["data"]
+        self.shapes = {"kernel": (size // 1024, 1024), "bias": (1024,)}
+
+    def __call__(self, state: Any, batch: jax.Array) -> Any:
+        """One worker's step."""
+        params, opt_state = state
+        loss = lambda p: sum(jnp.sum(x * x) for x in jax.tree.leaves(p)) * batch.mean()
+        updates, opt_state = self.tx.update(jax.grad(loss)(local(params)), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def compiled(self) -> tuple[Any, float, float]:
+        """The program, and the seconds of tracing with lowering, and of compiling."""
+        jax.clear_caches()
+        arrays = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in self.shapes.items()}
+        state = jax.eval_shape(lambda p: shard((p, self.tx.init(p)), self.workers), arrays)
+        run = data_parallel(self, self.mesh, donate_argnums=0)
+        batch = jax.ShapeDtypeStruct((self.workers,), jnp.float32)
+        start = time.perf_counter()
+        lowered = run.lower(state, batch)
+        traced = time.perf_counter()
+        program = lowered.compile()
+        return program, traced - start, time.perf_counter() - traced
+
+    def runner(self, program: Any) -> Callable[[], Any]:
+        """Runs one step after the other, each on the state that the last one left."""
+        keys = jax.random.split(jax.random.key(0), len(self.shapes))
+        params = {n: jax.random.normal(k, s) ** 3 for k, (n, s) in zip(keys, self.shapes.items())}
+        state = [shard((params, self.tx.init(params)), self.mesh)]
+        batch = shard(jnp.ones(self.workers), self.mesh)
+        spec = jax.sharding.PartitionSpec("data")
+        batch = jax.device_put(batch, jax.sharding.NamedSharding(self.mesh, spec))
+
+        def run() -> Any:
+            state[0] = program(state[0], batch)
+            return state[0]
+
+        return run
+
+
+def peak(program: Any) -> int:
+    """Bytes of arguments, outputs and temporaries together."""
+    memory = program.memory_analysis()
+    return int(
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
+def measure(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dict[str, Any]:
+    """All columns of one row."""
+    row: dict[str, Any] = {"system": name}
+    jax.config.update("jax_disable_most_optimizations", True)
+    row["tests_trace_s"], row["tests_compile_s"] = least(name, mesh, args)[1:]
+    jax.config.update("jax_disable_most_optimizations", False)
+    program, row["trace_s"], row["compile_s"] = least(name, mesh, args)
+    row["instructions"] = sum(" = " in line for line in program.as_text().splitlines())
+    row["peak_d"] = peak(program) / (4 * args.size)
+    if not args.only_compile:
+        steps = {key: Step(key, args.size, mesh) for key in ("dense", name)}
+        runs = {
+            key: step.runner(program if key == name else step.compiled()[0])
+            for key, step in steps.items()
+        }
+        seconds = timing.interleaved(runs, args.repeats)
+        row["time_s"], dense = (statistics.median(seconds[key]) for key in (name, "dense"))
+        row["over_dense"] = row["time_s"] / dense
+    return row
+
+
+def least(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> tuple[Any, float, float]:
+    """The program, and the least seconds of several compilations, each from the beginning."""
+    programs, traced, compiled = zip(
+        *(Step(name, args.size, mesh).compiled() for _ in range(args.compilations))
+    )
+    return programs[0], min(traced), min(compiled)
+
+
+COLUMNS = {
+    "system": "{}",
+    "tests_trace_s": "{:.2f}",
+    "tests_compile_s": "{:.2f}",
+    "trace_s": "{:.2f}",
+    "compile_s": "{:.2f}",
+    "instructions": "{}",
+    "peak_d": "{:.2f}",
+    "over_dense": "{:.2f}",
+    "time_s": "{:.3f}",
+}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
+    parser.add_argument("--size", type=timing.size_of, default=2**24, metavar="D", help="or 2^24")
+    parser.add_argument("--workers", type=int, default=2, help="emulated devices")
+    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each system")
+    parser.add_argument("--compilations", type=int, default=2, help="of which the least is told")
+    parser.add_argument("--only-compile", action="store_true", help="no steps are run")
+    parser.add_argument("--json", metavar="FILE", help="also write all results here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    # Devices are made when JAX is first used.
+    flag = f" --xla_force_host_platform_device_count={args.workers}"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + flag
+    jax.config.update("jax_enable_compilation_cache", False)
+    where = timing.where()
+    print(f"d = {args.size}, {args.workers} workers, medians of {args.repeats} steps")
+    mesh = jax.make_mesh((args.workers,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    columns = {k: v for k, v in COLUMNS.items() if not args.only_compile or k in list(COLUMNS)[:7]}
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
+    results = []
+    for name in args.systems:
+        results.append(measure(name, mesh, args))
+        cells = (form.format(results[-1][key]) for key, form in columns.items())
+        print("| " + " | ".join(cells) + " |", flush=True)
+    timing.save({**where, "arguments": vars(args), "results": results}, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Which system suits a model and a network: both measured, the exchange predicted, and a choice."""
+
+from jaxsparse.network import Link as Link, Network as Network, Timing as Timing, rounds as rounds
+from jaxsparse.planner.computing import (
+    profile_systems as profile_systems,
+    profile_tensors as profile_tensors,
+    time_exchange as time_exchange,
+)
+from jaxsparse.planner.leaf_groups import Group as Group
+from jaxsparse.planner.networks import fit_link as fit_link, measure_network as measure_network
+from jaxsparse.planner.planning import plan as plan
+from jaxsparse.planner.plans import (
+    GroupChoice as GroupChoice,
+    Plan as Plan,
+    Prediction as Prediction,
+)
+from jaxsparse.planner.tensors import (
+    TensorPoint as TensorPoint,
+    TensorProfile as TensorProfile,
+    TensorSelection as TensorSelection,
+    TensorTimes as TensorTimes,
+    select_tensors as select_tensors,
+)
+from jaxsparse.profiles import (
+    Floor as Floor,
+    SystemPoint as SystemPoint,
+    SystemProfile as SystemProfile,
+)

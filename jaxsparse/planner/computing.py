@@ -1,0 +1,289 @@
+"""Timing what an exchange computes on this device: encoding, decoding, residuals; no network."""
+
+import dataclasses
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxsparse import codecs
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.messages import MessageFormat
+from jaxsparse.planner.tensors import TensorPoint, TensorProfile
+from jaxsparse.planner.timing import here, interleaved
+from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
+from jaxsparse.reducers.base import Reducer
+from jaxsparse.settings import check_density, entries, static_int
+from jaxsparse.stream import SparseStream, to_dense
+from jaxsparse.systems import WITH_VARIANTS, Dense, SparCML, choose
+from jaxsparse.systems.dragonn import extractor
+from jaxsparse.systems.sparcml import ALGORITHMS
+
+Extract = Callable[[Float[Array, " d"], int], SparseStream]
+
+
+class ExchangeTime(NamedTuple):
+    """What one exchange computes: medians over the timed steps, in seconds."""
+
+    exchange: float
+    floor: float  # a donated x * 2 on as many float32, in between: the least that a pass costs
+
+
+def time_exchange(
+    reducer: Reducer, size: int, workers: int, *, repeats: int = 9, warm_up: int = 2
+) -> ExchangeTime:
+    """Times what one of `workers` workers computes in an exchange, on this process's first device.
+
+    One step adds the residual to a gradient and runs the reducer; nothing is sent (see
+    `wire.dry_run`): what would arrive is what this worker sends. State and residual are carried
+    from step to step, and donated; `Dense` has no residual. The gradient, normal cubed, is
+    the same at each step, and so is the sum, for the residual is scaled by 0: without the other
+    workers most of what is selected would never be delivered, and pile up. Steps that do more than
+    most, such as those in which Ok-Topk takes new thresholds (one in 32), don't show in a median.
+
+    Args:
+        reducer: for `size` elements.
+        size: elements of the vector.
+        workers: W, any number.
+        repeats: timed steps.
+        warm_up: steps before these.
+
+    Raises:
+        ValueError: settings out of range, or the reducer can't run with them.
+    """
+    size, workers = static_int("size", size), static_int("workers", workers)
+    repeats, warm_up = static_int("repeats", repeats), static_int("warm_up", warm_up)
+    for name, value in (("size", size), ("workers", workers), ("repeats", repeats)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    has_residual = not isinstance(reducer, Dense)
+
+    def step(carried: Any, mean: Array, gradient: Array, scale: Array) -> tuple[Any, Array]:
+        del mean  # its memory holds the next one
+        state, residual = carried
+        x = gradient + scale * residual if has_residual else gradient
+        reduced = reducer(x, state, axis_name="data")
+        return (reduced.state, reduced.residual if has_residual else residual), reduced.mean
+
+    gradient = jax.jit(lambda key: jax.random.normal(key, (size,)) ** 3)(jax.random.key(size))
+    carried = (reducer.init(size), jnp.zeros((size if has_residual else 0,), jnp.float32))
+    mean, doubled, scale = jnp.zeros_like(gradient), jnp.zeros_like(gradient), jnp.float32(0)
+    # Arguments that are not read would otherwise be dropped, and their memory not be reused.
+    jitted = jax.jit(step, donate_argnums=(0, 1), keep_unused=True)
+    with wire.dry_run(workers):
+        run = jitted.lower(carried, mean, gradient, scale).compile()
+    double = jax.jit(lambda x: x * 2, donate_argnums=0).lower(doubled).compile()
+
+    def exchange() -> Any:
+        nonlocal carried, mean
+        carried, mean = run(carried, mean, gradient, scale)
+        return carried, mean
+
+    def floor() -> Array:
+        nonlocal doubled
+        doubled = double(doubled)
+        return doubled
+
+    seconds = interleaved({"exchange": exchange, "floor": floor}, repeats, warm_up)
+    return ExchangeTime(*map(statistics.median, seconds.values()))
+
+
+def measured_as(system: str, reducer: Reducer, size: int, workers: int) -> str:
+    """The name that a `SystemProfile` has for what a system computes.
+
+    It is the system's own, but for SparCML's, whose algorithms compute unlike much.
+    """
+    if isinstance(reducer, SparCML):
+        return f"{system}:{reducer.choose(size, workers)}"
+    return system
+
+
+def profile_systems(
+    systems: Sequence[str] | None = None,
+    *,
+    sizes: Sequence[int] = (2**18, 2**22),
+    workers: Sequence[int] = (4, 16, 64),
+    density: float | Sequence[float] = (0.001, 0.01),
+    repeats: int = 9,
+    progress: Callable[[str], Any] | None = None,
+) -> SystemProfile:
+    """Times systems on this process's first device: see `time_exchange`.
+
+    All of them, some 250 programs, take about 7 minutes on a CPU with two cores, most of it to
+    compile. Leave it otherwise idle. `sparcml` is timed with each of the algorithms that "auto"
+    chooses from.
+
+    Args:
+        systems: names from `jaxsparse.systems.WITH_VARIANTS`; None for all. Dense, which every
+            prediction needs, is always among them.
+        sizes: elements of the vectors. Beyond the largest times are taken to grow in proportion.
+        workers: numbers of workers.
+        density: of what a step delivers; one, or several.
+        repeats: timed steps of each.
+        progress: called with a line for each measurement.
+
+    Returns:
+        The profile. What a system can't do, for instance at a density, is left out of it.
+
+    Raises:
+        ValueError: a system is unknown, settings are out of range, or no system can run with them.
+    """
+    names = list(dict.fromkeys(["dense", *(WITH_VARIANTS if systems is None else systems)]))
+    for name in names:
+        if name not in WITH_VARIANTS:
+            raise ValueError(f"system {name!r} is unknown: use one of {', '.join(WITH_VARIANTS)}")
+    densities = [float(density)] if isinstance(density, int | float) else sorted(density)
+    points: list[SystemPoint] = []
+    floors: dict[int, list[float]] = {size: [] for size in sizes}
+    for name, size, count in itertools.product(names, floors, workers):
+        follows = WITH_VARIANTS[name].follows_density
+        for share in densities if follows else densities[:1]:
+            where = f"{size:,} elements, {count} workers"
+            where += f", density {share:g}" if follows else ""
+            try:
+                reducer = choose(name, share, size=size, workers=count).reducer(size)
+                variants = _variants(reducer)
+                found = [time_exchange(each, size, count, repeats=repeats) for each in variants]
+            except ValueError as error:
+                _tell(progress, f"{name}, {where}: left out: {error}")
+                continue
+            for each, timed in zip(variants, found):
+                system = measured_as(name, each, size, count)
+                passes = _rounded(timed.exchange / timed.floor)
+                known = share if follows else None
+                points.append(SystemPoint(system, size, count, known, passes))
+                floors[size].append(timed.floor)
+                _tell(
+                    progress,
+                    f"{system}, {where}: {1e3 * timed.exchange:.3f} ms, {passes:.1f} passes",
+                )
+    return SystemProfile(
+        tuple(points),
+        tuple(
+            Floor(size, _rounded(statistics.median(times)))
+            for size, times in floors.items()
+            if times
+        ),
+        **here(),
+        settings=f"normal cubed, medians of {repeats} steps",
+    )
+
+
+def _variants(reducer: Reducer) -> list[Reducer]:
+    """The reducer, or each algorithm that it may choose."""
+    if isinstance(reducer, SparCML):
+        return [dataclasses.replace(reducer, algorithm=name) for name in ALGORITHMS]
+    return [reducer]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _tell(progress: Callable[[str], Any] | None, line: str) -> None:
+    if progress is not None:
+        progress(line)
+
+
+def profile_tensors(
+    extract: Extract | None = None,
+    *,
+    sizes: Sequence[int] = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24),
+    workers: Sequence[int] = (2, 8, 32),
+    density: float = 0.001,
+    codec: codecs.Codec = codecs.COO,
+    repeats: int = 10,
+) -> TensorProfile:
+    """Times encoding and decoding, as compiled, on this process's first device.
+
+    Encoding is the selection, the message and the new residual; decoding turns the messages of all
+    workers into one dense vector. Both are medians, of normal data. Takes about a minute on a
+    CPU, much of it to compile. Leave the device otherwise idle.
+
+    Args:
+        extract: of a vector and k its sparse stream of k entries, such as `select.fast_top_k`;
+            None takes that of `dragonn`.
+        sizes: elements of the tensors, each at least 1. Predictions are best between them.
+        workers: numbers of messages to decode, at least two: the time of an entry is their slope.
+        density: k as a share of the elements, in (0, 1]; k is rounded up.
+        codec: of the messages.
+        repeats: timed runs of each program.
+
+    Raises:
+        ValueError: settings out of range.
+    """
+    check_density(density)
+    codecs.check_codec(codec)
+    repeats = static_int("repeats", repeats)
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats} must be at least 1")
+    sizes, workers = _distinct("sizes", sizes, 1), _distinct("workers", workers, 2)
+    if extract is None:
+        hashed = extractor("hash")
+        extract = lambda x, k: hashed(x, k, jnp.uint32(0))
+    points = [
+        _tensor_point(size, workers, entries(density, size), extract, codec, repeats)
+        for size in sizes
+    ]
+    return TensorProfile(
+        tuple(points),
+        **here(),
+        settings=f"workers={workers}",
+        density=density,
+        codec=repr(codec),
+    )
+
+
+def _distinct(name: str, values: Sequence[int], least: int) -> list[int]:
+    """In increasing order."""
+    try:
+        distinct = sorted({static_int(name, value) for value in values})
+    except TypeError:  # no sequence
+        distinct = []
+    if len(distinct) < least or distinct[0] < 1:
+        raise ValueError(
+            f"{name}={values!r} must be {least} or more distinct ints from 1 on: pass a sequence"
+        )
+    return distinct
+
+
+def _tensor_point(
+    size: int, workers: list[int], k: int, extract: Extract, codec: codecs.Codec, repeats: int
+) -> TensorPoint:
+    parcel = MessageFormat(size, k, "sum", jnp.float32, codec)
+
+    @jax.jit
+    def encode(x: Array) -> tuple[Array, Array]:
+        stream = extract(x, k)
+        sent = to_dense(stream, size)
+        message = parcel.pack(sent) if parcel.is_dense else codec.encode(stream, size)
+        return message, x - sent
+
+    keys = jax.random.split(jax.random.key(0), workers[-1])
+    normal = jax.jit(lambda key: jax.random.normal(key, (size,), jnp.float32))
+    messages = jnp.stack([encode(normal(key))[0] for key in keys])
+    decode = jax.jit(parcel.merge_all)
+    runs: dict[str, Callable[[], Any]] = {"encode": functools.partial(encode, normal(keys[0]))}
+    for count in workers:
+        runs[f"decode {count}"] = functools.partial(decode, messages[:count])
+    encoding, *decoding = map(statistics.median, interleaved(runs, repeats).values())
+    fixed, slope = _line([count * k for count in workers], decoding)
+    return TensorPoint(size, encoding, fixed, slope)
+
+
+def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Intercept and slope, neither negative, of the line with the least relative squares."""
+    xs, ys = np.asarray(x, float), np.asarray(y, float)
+    candidates = [(0.0, float(np.sum(xs / ys) / np.sum((xs / ys) ** 2)))]
+    candidates.append((float(np.sum(1 / ys) / np.sum(1 / ys**2)), 0.0))
+    slope, fixed = np.polyfit(xs, ys, 1, w=1 / ys)
+    if fixed >= 0 and slope >= 0:
+        candidates.append((float(fixed), float(slope)))
+    error = lambda line: float(np.sum(((line[0] + line[1] * xs) / ys - 1) ** 2))
+    return min(candidates, key=error)

@@ -1,0 +1,155 @@
+"""Groups of leaves that may each travel in a way of their own."""
+
+import dataclasses
+import math
+import numbers
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsparse import layout as layouts
+from jaxsparse.blocks import check_block_size
+from jaxsparse.reducers.base import Budget
+from jaxsparse.reducers.blocks import check_room
+from jaxsparse.settings import check_density, static_int
+
+REST = "all other leaves"
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Leaves that are exchanged in a way of their own.
+
+    Attributes:
+        density: share of the elements that a step delivers, in (0, 1]; None for the plan's.
+        touched: share of the blocks that are not zero on one worker, in (0, 1], where gradients are
+            sparse by nature, such as those of embeddings: these are then sent exactly, by
+            `omni_reduce`, `sparse_all_gather` (whichever of these may be chosen) or dense. None:
+            gradients are dense.
+        block_size: elements of a block: the width of the embedding.
+    """
+
+    density: float | None = None
+    touched: float | None = None
+    block_size: int = 256
+
+    def __post_init__(self):
+        if self.density is not None:
+            check_density(self.density)
+        check_room("touched", self.touched)
+        object.__setattr__(self, "block_size", check_block_size(self.block_size))
+
+
+class Members(NamedTuple):
+    """A group's leaves."""
+
+    group: Group
+    leaves: int
+    elements: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafGroups:
+    """A tree of shapes, and which of its leaves travel dense or with which group.
+
+    Attributes:
+        tree: of `jax.ShapeDtypeStruct`s.
+        rules: from regular expressions to groups; None for dense.
+        is_dense: which leaves travel dense in any case; None for the default.
+    """
+
+    tree: Any
+    rules: Mapping[str, Group | None]
+    is_dense: layouts.IsDense | None
+
+    @classmethod
+    def of(
+        cls,
+        params: Any,
+        rules: Mapping[str, Group | None] | None,
+        is_dense: layouts.IsDense | None,
+    ) -> "LeafGroups":
+        """Of a tree of arrays, or of a number of elements: one matrix.
+
+        Raises:
+            ValueError: an expression is not valid, its group is none, or no leaf is left for it.
+        """
+        if isinstance(params, numbers.Number):
+            size = static_int("params", params)
+            if size < 1:
+                raise ValueError(f"params={size} must be at least 1: give the number of elements")
+            params = {"params": jax.ShapeDtypeStruct((1, size), jnp.float32)}
+        for rule, group in (rules or {}).items():
+            try:
+                re.compile(rule)
+            except re.error as error:
+                raise ValueError(f"groups: {rule!r} is no regular expression ({error})") from None
+            if group is not None and not isinstance(group, Group):
+                raise ValueError(
+                    f"groups[{rule!r}]={group!r} must be a jaxsparse.planner.Group(...), or "
+                    "None for dense"
+                )
+        layouts.plan(params)  # raises where a transformation would
+        found = cls(jax.eval_shape(lambda tree: tree, params), rules or {}, is_dense)
+        found.members()  # raises where a group has none
+        return found
+
+    def travels_dense(self, path: str, shape: tuple[int, ...]) -> bool:
+        """Whether a leaf is in no group."""
+        return self.group_of(path, shape) is None
+
+    def elements(self, name: str | None) -> int:
+        """Of a group; of None those that travel dense."""
+        members = self.members().get(name)
+        return members.elements if members else 0
+
+    def group_of(self, path: str, shape: tuple[int, ...]) -> str | None:
+        """The name of a leaf's group; None for leaves that travel dense."""
+        rule = layouts.small_or_vector if self.is_dense is None else self.is_dense
+        if rule(path, shape):
+            return None
+        for expression, group in self.rules.items():
+            if re.search(expression, path):
+                return None if group is None else expression
+        return REST
+
+    def members(self) -> dict[str | None, Members]:
+        """All groups that have elements; under None those that travel dense.
+
+        Raises:
+            ValueError: there is a group without leaves.
+        """
+        found: dict[str | None, Members] = {}
+        for key_path, leaf in jax.tree_util.tree_flatten_with_path(self.tree)[0]:
+            if size := math.prod(leaf.shape):
+                name = self.group_of(jax.tree_util.keystr(key_path), leaf.shape)
+                group = self.rules.get(name or "") or Group()
+                before = found.get(name, Members(group, 0, 0))
+                found[name] = Members(group, before.leaves + 1, before.elements + size)
+        if unused := [rule for rule, group in self.rules.items() if group and rule not in found]:
+            raise ValueError(f"groups: no leaf that may be compressed is left for {unused}")
+        return found
+
+    def written(self, reducers: Mapping[str, str], bucket_size: int | None = None) -> str:
+        """The transformation, as Python code that assigns it to tx.
+
+        Args:
+            reducers: of each group, as Python writes it; "None" for dense.
+            bucket_size: of the transformation.
+        """
+        rule = "jaxsparse.layout.small_or_vector" if self.is_dense is None else "is_dense"
+        lines = ["def policy(path, shape):", f"    if {rule}(path, shape):", "        return None"]
+        for expression, group in self.rules.items():
+            reducer = "None" if group is None else reducers[expression]
+            lines += [f"    if re.search({expression!r}, path):", f"        return {reducer}"]
+        lines.append(f"    return {reducers.get(REST, 'None')}")
+        head = ["import re", "", "import jaxsparse", ""]
+        limit = "" if bucket_size is None else f", bucket_size={bucket_size}"
+        return "\n".join([*head, *lines, "", f"tx = jaxsparse.partition(policy{limit})"])
+
+    def policy(self, budgets: Mapping[str, Budget | None]) -> Any:
+        """The same as a function for `jaxsparse.partition`."""
+        return lambda path, shape: budgets.get(self.group_of(path, shape) or "")

@@ -1,0 +1,380 @@
+"""Which system is fastest for a model on a network, or whether dense is: predicted, not run.
+
+The network's seconds come from a model, the device's from a profile.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optax
+
+from jaxsparse import layout as layouts, network as networks
+from jaxsparse.feedback import error_feedback, partition
+from jaxsparse.planner.computing import measured_as
+from jaxsparse.planner.leaf_groups import REST, Group, LeafGroups, Members
+from jaxsparse.planner.plans import BY_GROUP, GroupChoice, Plan, Prediction
+from jaxsparse.profiles import SystemProfile
+from jaxsparse.reducers.base import Budget, Reducer
+from jaxsparse.settings import check_density, static_float, static_int
+from jaxsparse.systems import WITH_VARIANTS, Choice, Dense, SparCML, choose, dense
+from jaxsparse.traffic import WireBytes, traced_bytes
+
+# Indices are int32: longer vectors travel in buckets.
+_LONGEST, _BUCKET = 2**31 - 1, 2**30
+
+
+def plan(
+    params: Any,
+    workers: int,
+    *,
+    network: networks.Network | networks.Link,
+    density: float = 0.01,
+    profile: SystemProfile | None = None,
+    memory_bandwidth: float | None = None,
+    step_seconds: float = 0.0,
+    groups: Mapping[str, Group | None] | None = None,
+    is_dense: layouts.IsDense | None = None,
+    systems: Sequence[str] | None = None,
+) -> Plan:
+    """Predicts what a step's exchange takes with dense all-reduce and with every system.
+
+    Network times are those of the alpha-beta model for the collectives of the traced program, dense
+    leaves and the flag of finite gradients included; times of computing are interpolated in
+    measured ones. A system that the profile lacks is not predicted, and not chosen. What is
+    compressed travels as one vector, or from 2**31 elements on, which int32 can't index, in buckets
+    of 2**30 at most. Steps are usual ones: what Ok-Topk does in one of 32 is left out. Nothing is
+    said of contention, of stragglers, or of accuracy.
+
+    Args:
+        params: a tree of arrays or `jax.ShapeDtypeStruct`s like the gradients, or the number of
+            elements of one matrix.
+        workers: W.
+        network: measured (`jaxsparse.planner.measure_network`, `Network.load`), or a `Link` of
+            latency in seconds and bandwidth in bytes a second.
+        density: share of the compressed elements that a step delivers, in (0, 1]; see
+            `jaxsparse.systems.choose` for what each system makes of it.
+        profile: times of computing on the device; None for those of the CPU that
+            `SystemProfile.shipped` has.
+        memory_bandwidth: bytes a second: the profile is scaled to it, as if all were passes over
+            memory. So a GPU's times are extrapolated from a CPU's, roughly.
+        step_seconds: of forward and backward pass, which are the same whatever the system.
+        groups: from regular expressions on key paths, of which the first one found counts, to
+            groups of leaves that may travel in a way of their own; None for dense. All leaves that
+            none is found in are a group, too.
+        is_dense: given a leaf's key path and shape, whether it travels dense in any case. By
+            default vectors, scalars and anything below 1024 elements do.
+        systems: names to predict, keys of `jaxsparse.systems.WITH_VARIANTS`, and thereby to choose
+            from; dense is always among them. None for all, of which those with a caveat are not
+            chosen.
+
+    Returns:
+        The predictions and the choices, which print as a table.
+
+    Raises:
+        ValueError: settings out of range, an unknown system, an expression that no leaf is left
+            for, or see `jaxsparse.layout.plan`.
+
+    Example:
+        >>> from jaxsparse.network import Link
+        >>> slow = plan(10**7, 8, network=Link(50e-6, 12.5e6), systems=["spardl"])
+        >>> slow.best, slow.transformation
+        ('spardl', 'jaxsparse.spardl(0.01)')
+        >>> fast = plan(10**7, 8, network=Link(1e-6, 1e12), systems=["spardl"])
+        >>> fast.best
+        'dense'
+    """
+    names = _names(systems)
+    workers = static_int("workers", workers)
+    if workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
+    step_seconds = static_float("step_seconds", step_seconds)
+    if not 0 <= step_seconds < math.inf:
+        raise ValueError(f"step_seconds={step_seconds} must be finite and at least 0")
+    check_density(density)
+    model = _Model(_network(network), workers, _profile(profile, memory_bandwidth))
+    planner = _Predictor(model, LeafGroups.of(params, groups, is_dense), density)
+
+    conditions = [_written(model.network), f"computing: {model.profile}"]
+    if profile is None:
+        conditions.append(
+            "  which is another device than yours: measure that by python -m jaxsparse profile"
+            + (", or give its memory bandwidth" if memory_bandwidth is None else "")
+        )
+    by_dense = planner.dense()
+    found, left_out = [by_dense], []
+    for name in names:
+        try:
+            found.append(
+                planner.one(name, "" if systems is not None else WITH_VARIANTS[name].caveat)
+            )
+        except ValueError as error:
+            left_out.append((name, str(error)))
+    choices = None
+    if groups:
+        try:
+            choices, together = planner.by_group(names, is_asked_for=systems is not None)
+        except ValueError as error:
+            left_out.append((BY_GROUP, str(error)))
+        else:
+            found.append(together)
+    # Sorting is stable: nothing that is not faster comes before dense.
+    found.sort(key=lambda prediction: prediction.exchange)
+    best = next(prediction for prediction in found if not prediction.caveat)
+    if choices is None:
+        choices = planner.as_whole(best, by_dense)
+    return Plan(
+        predictions=tuple(found),
+        groups=choices,
+        best=best.system,
+        left_out=tuple(left_out),
+        elements=planner.compressed + planner.dense_size,
+        dense_elements=planner.dense_size,
+        workers=workers,
+        density=density,
+        step_seconds=step_seconds,
+        conditions=tuple(conditions),
+    )
+
+
+def _names(systems: Sequence[str] | None) -> list[str]:
+    """Without dense, which is always predicted."""
+    names = list(WITH_VARIANTS) if systems is None else list(dict.fromkeys(systems))
+    for name in names:
+        if name not in WITH_VARIANTS:
+            raise ValueError(
+                f"systems has {name!r}, which is unknown: use {', '.join(WITH_VARIANTS)}"
+            )
+    return [name for name in names if name != "dense"]
+
+
+def _network(given: Any) -> networks.Network:
+    if isinstance(given, networks.Link):
+        return networks.Network(given)
+    if not isinstance(given, networks.Network):
+        raise ValueError(
+            f"network={given!r} must be a Network (jaxsparse.planner.measure_network, "
+            "Network.load) or a Link(latency=..., bandwidth=...) in seconds and bytes a second"
+        )
+    return given
+
+
+def _profile(given: SystemProfile | None, memory_bandwidth: float | None) -> SystemProfile:
+    profile = SystemProfile.shipped() if given is None else given
+    if not isinstance(profile, SystemProfile):
+        raise ValueError(
+            f"profile={given!r} must be a SystemProfile: measure one by "
+            "jaxsparse.planner.profile_systems(), or SystemProfile.load a saved one"
+        )
+    return profile if memory_bandwidth is None else profile.scaled(memory_bandwidth)
+
+
+def _written(network: networks.Network) -> str:
+    link = network.link
+    text = f"network: latency {1e6 * link.latency:g} us, {8e-9 * link.bandwidth:g} Gbit/s"
+    return text if network.device == "unknown" else f"{text}; measured: {network.device}"
+
+
+class _Model(NamedTuple):
+    """What predictions rest on."""
+
+    network: networks.Network
+    workers: int
+    profile: SystemProfile
+
+    def seconds(self, moved: WireBytes) -> float:
+        """On the network, in a usual step."""
+        return self.network.seconds(moved.usual)
+
+    def buckets(self, budget: Budget, size: int) -> list[tuple[Reducer, int]]:
+        """The reducers of all buckets, with their elements."""
+        count = 1 if size <= _LONGEST or isinstance(budget, Dense) else -(-size // _BUCKET)
+        sizes = tuple(layouts.split_evenly(size, [1] * count))
+        return list(zip(budget.split(sizes), sizes))
+
+    def exchange(self, budget: Budget, size: int) -> float:
+        """On the network, for `size` elements, in a usual step."""
+        moved = (traced_bytes(r, n, self.workers) for r, n in self.buckets(budget, size))
+        return sum(map(self.seconds, moved))
+
+    def added_to_dense(self, size: int, elements: int) -> float:
+        """What `elements` more take in a dense message of `size`, which is sent anyway."""
+        whole = lambda size: self.exchange(Dense(), size) + self.dense_computing(size)
+        return whole(size + elements) - whole(size)
+
+    def computing(self, system: str, budget: Budget, size: int, density: float) -> float:
+        """Of computing.
+
+        Raises:
+            ValueError: the system was not measured.
+        """
+        reducer, part = self.buckets(budget, size)[0]
+        name = measured_as(system, reducer, part, self.workers)
+        if name not in self.profile.systems:
+            raise ValueError("no measured profile")
+        return self.profile.seconds(name, size, self.workers, density)
+
+    def dense_computing(self, size: int) -> float:
+        """Of computing, for a dense message; nothing for the flag alone."""
+        return self.profile.seconds("dense", size, self.workers, 1.0) if size > 1 else 0.0
+
+
+class _Predictor:
+    """Predictions for one tree."""
+
+    def __init__(self, model: _Model, leaves: LeafGroups, density: float):
+        self.model, self.leaves, self.density = model, leaves, density
+        # One transformation for the whole tree knows no groups.
+        self.whole = dataclasses.replace(leaves, rules={})
+        self.dense_size = self.whole.elements(None)
+        self.compressed = self.whole.elements(REST)
+        self.bucket_size = _BUCKET if self.compressed > _LONGEST else None
+
+    def dense(self) -> Prediction:
+        """All leaves in one message."""
+        computing = self.model.dense_computing(self.compressed + self.dense_size)
+        return self._prediction("dense", dense(), computing, "jaxsparse.dense()")
+
+    def one(self, name: str, caveat: str) -> Prediction:
+        """All leaves that may be compressed, by one system."""
+        if not self.compressed:
+            raise ValueError("no leaf may be compressed: see is_dense")
+        choice = self._chosen(name, Group(), self.compressed, self.dense_size)
+        tx = error_feedback(
+            choice.budget, is_dense=self.whole.travels_dense, bucket_size=self.bucket_size
+        )
+        computing = self.model.computing(name, choice.budget, self.compressed, self.density)
+        computing += self.model.dense_computing(self.dense_size)
+        more = [] if self.leaves.is_dense is None else ["is_dense=is_dense"]
+        if self.bucket_size is not None:
+            more.append(f"bucket_size={self.bucket_size}")
+        call, _, given = choice.transformation[:-1].partition("(")
+        written = f"{call}({', '.join([given, *more] if given else more)})"
+        return self._prediction(name, tx, computing, written, caveat)
+
+    def by_group(
+        self, names: Sequence[str], is_asked_for: bool
+    ) -> tuple[tuple[GroupChoice, ...], Prediction]:
+        """The fastest system for each group, and what they take together.
+
+        Raises:
+            ValueError: they can't be combined.
+        """
+        groups = self.leaves.members()
+        dense_size = always_dense = self.leaves.elements(None)
+        choices: list[GroupChoice] = []
+        budgets: dict[str, Budget | None] = {}
+        computing = 0.0
+        for name, members in groups.items():
+            if name is None:
+                continue
+            choice, budget, seconds = self._choose(name, members, always_dense, names, is_asked_for)
+            choices.append(choice)
+            budgets[name] = budget
+            computing += seconds
+            dense_size += members.elements if budget is None else 0
+        computing += self.model.dense_computing(dense_size)
+        if len({budget for budget in budgets.values() if budget is not None}) == 1:
+            choices, budgets = self._as_only_one(choices, budgets, dense_size)
+        tx = partition(self.leaves.policy(budgets), bucket_size=self.bucket_size)
+        reducers = {choice.group: choice.expression for choice in choices}
+        written = self.leaves.written(reducers, self.bucket_size)
+        return tuple(choices), self._prediction(BY_GROUP, tx, computing, written)
+
+    def _as_only_one(
+        self,
+        choices: Sequence[GroupChoice],
+        budgets: Mapping[str, Budget | None],
+        dense_size: int,
+    ) -> tuple[list[GroupChoice], dict[str, Budget | None]]:
+        """The same choices where all groups that are compressed have equal budgets.
+
+        `partition` makes one vector of them, and counts the dense leaves against its budget.
+        """
+        compressed = [choice for choice in choices if budgets[choice.group] is not None]
+        size = sum(choice.elements for choice in compressed)
+        system, group = compressed[0].system, self.leaves.rules.get(compressed[0].group) or Group()
+        again = self._chosen(system, group, size, dense_size)
+        names = [choice.group for choice in compressed]
+        return (
+            [
+                choice._replace(expression=again.expression) if choice.group in names else choice
+                for choice in choices
+            ],
+            {name: again.budget if name in names else None for name in budgets},
+        )
+
+    def _chosen(self, system: str, group: Group, size: int, dense_size: int = 0) -> Choice:
+        """The system's settings for a group; SparCML's algorithm by this network and profile."""
+        choice = choose(
+            system,
+            self.density if group.density is None else group.density,
+            size=size,
+            workers=self.model.workers,
+            touched=group.touched,
+            block_size=group.block_size,
+            dense_size=dense_size,
+        )
+        if not isinstance(choice.budget, SparCML):
+            return choice
+        part = self.model.buckets(choice.budget, size)[0][1]
+        algorithm = choice.budget.choose(
+            part,
+            self.model.workers,
+            measured=self.model.network,
+            profile=self.model.profile,
+        )
+        return choice._replace(settings={**choice.settings, "algorithm": algorithm})
+
+    def as_whole(self, best: Prediction, dense: Prediction) -> tuple[GroupChoice, ...]:
+        """The choice where one system serves the whole tree."""
+        leaves = self.whole.members().get(REST)
+        if leaves is None:
+            return ()
+        times = (best.exchange, dense.exchange)
+        return (GroupChoice(REST, *leaves[1:], best.system, *times, best.transformation),)
+
+    def _choose(
+        self,
+        group: str,
+        members: Members,
+        always_dense: int,
+        names: Sequence[str],
+        is_asked_for: bool,
+    ) -> tuple[GroupChoice, Budget | None, float]:
+        """The choice for a group by itself, its budget and what that computes."""
+        model, (kind, leaves, size) = self.model, members
+        density = self.density if kind.density is None else kind.density
+        delivered = density if kind.touched is None else kind.touched
+        dense_seconds = model.added_to_dense(always_dense + 1, size)
+        best: tuple[float, str, Budget | None, float] = (dense_seconds, "dense", None, 0.0)
+        written = "None"
+        possible = [n for n in names if kind.touched is None or WITH_VARIANTS[n].is_of_blocks]
+        for name in possible:
+            if WITH_VARIANTS[name].caveat and not (is_asked_for or kind.touched):
+                continue
+            try:
+                choice = self._chosen(name, kind, size)
+                computing = model.computing(name, choice.budget, size, delivered)
+                seconds = computing + model.exchange(choice.budget, size)
+            except ValueError:  # of the whole tree, left_out says why
+                continue
+            if seconds < best[0]:
+                best = (seconds, name, choice.budget, computing)
+                written = choice.expression
+        seconds, name, budget, computing = best
+        row = GroupChoice(group, leaves, size, name, seconds, dense_seconds, written)
+        return row, budget, computing
+
+    def _prediction(
+        self,
+        name: str,
+        tx: optax.GradientTransformation,
+        computing: float,
+        written: str,
+        caveat: str = "",
+    ) -> Prediction:
+        moved = traced_bytes(tx, self.leaves.tree, self.model.workers)
+        seconds, usual = self.model.seconds(moved), moved.usual
+        return Prediction(name, usual.rounds, usual.received, seconds, computing, written, caveat)

@@ -1,0 +1,177 @@
+"""What `plan` returns: predicted times of systems, and a choice. Prints as a table."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxsparse.printing import aligned, milliseconds as _ms
+
+BY_GROUP = "by group"  # in place of a system's name
+
+
+class Prediction(NamedTuple):
+    """What one system is predicted to take in a step."""
+
+    system: str  # a key of `jaxsparse.systems.WITH_VARIANTS`, or "by group"
+    rounds: int  # collectives, one after the other
+    received: float  # bytes that a worker receives
+    network: float  # seconds on the network
+    computing: float  # seconds of a worker
+    transformation: str  # as Python writes it
+    caveat: str = ""  # why it is not chosen by time alone
+
+    @property
+    def exchange(self) -> float:
+        """Seconds on the network and of computing."""
+        return self.network + self.computing
+
+
+class GroupChoice(NamedTuple):
+    """How the leaves of one group are to travel."""
+
+    group: str  # the regular expression, or "all other leaves"
+    leaves: int
+    elements: int
+    system: str
+    seconds: float  # of its exchange by itself; what "dense" adds to the message of dense leaves
+    dense_seconds: float  # the latter
+    # As Python writes it, for `jaxsparse.partition`, "None" for dense; of the only group the whole
+    # transformation.
+    expression: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Outcome of `plan`.
+
+    Attributes:
+        predictions: one a system, the shortest exchange first.
+        groups: the choice for each group of leaves.
+        best: the name of the system to use: "dense" where nothing is faster, "by group" where
+            different systems for different groups are.
+        left_out: systems without a prediction, and why.
+        elements: of all leaves.
+        dense_elements: of those leaves that travel dense in any case.
+        workers: their number.
+        density: share of the other elements that a step delivers.
+        step_seconds: of forward and backward pass, which no system changes.
+        conditions: what was assumed, a line each.
+    """
+
+    predictions: tuple[Prediction, ...]
+    groups: tuple[GroupChoice, ...]
+    best: str
+    left_out: tuple[tuple[str, str], ...]
+    elements: int
+    dense_elements: int
+    workers: int
+    density: float
+    step_seconds: float = 0.0
+    conditions: tuple[str, ...] = ()
+
+    def __getitem__(self, system: str) -> Prediction:
+        """The prediction for one system.
+
+        Raises:
+            KeyError: there is none.
+        """
+        if found := self.find(system):
+            return found
+        raise KeyError(
+            f"{system!r} has no prediction: "
+            + dict(self.left_out).get(system, "it was not among the systems that were asked for")
+        )
+
+    def find(self, system: str) -> Prediction | None:
+        """The prediction for one system, or None."""
+        return next((p for p in self.predictions if p.system == system), None)
+
+    @property
+    def transformation(self) -> str:
+        """The best system, as Python writes it."""
+        return self[self.best].transformation
+
+    def step(self, system: str) -> float:
+        """Seconds of a whole step: forward and backward pass, then the exchange."""
+        return self.step_seconds + self[system].exchange
+
+    def delayed_step(self, system: str) -> float:
+        """Seconds of a step with `delay=1`: the network beside the backward pass.
+
+        What is computed for the exchange competes with that for the device, and is added.
+        """
+        return self[system].computing + max(self.step_seconds, self[system].network)
+
+    def speedup(self, system: str) -> float:
+        """How many times shorter a step is than with dense."""
+        return self.step("dense") / self.step(system)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.elements:,} elements, of which {self.dense_elements:,} travel dense in any "
+            f"case; {self.workers} workers; density {self.density:g}",
+            *self.conditions,
+            "",
+            *self._table(),
+            "",
+            *self._choices(),
+        ]
+        caveats = [p for p in self.predictions if p.caveat]
+        if caveats:
+            lines += ["", "Not chosen by time alone, unless they are asked for by name:"]
+            lines += [f"  {p.system}: {p.caveat}" for p in caveats]
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        with_step = self.step_seconds > 0
+        head = ["system", "rounds", "received MB", "network ms", "computing ms", "exchange ms"]
+        head += ["step ms", "with delay=1"] * with_step + ["speedup"]
+        rows = [head]
+        for p in self.predictions:
+            times = [p.network, p.computing, p.exchange]
+            if with_step:
+                times += [self.step(p.system), self.delayed_step(p.system)]
+            cells = [p.system, str(p.rounds), f"{p.received / 1e6:,.3f}", *map(_ms, times)]
+            rows.append([*cells, f"{self.speedup(p.system):.2f}x"])
+        not_predicted = [(system, f"not predicted: {reason}") for system, reason in self.left_out]
+        return [*aligned(rows, right=range(1, len(head))), *aligned(not_predicted, right=())]
+
+    def _choices(self) -> list[str]:
+        if self.best == "dense":
+            found = ["best: use dense. No system that may be chosen is predicted to be faster."]
+        else:
+            found = [f"best: {self.best}, {self.speedup(self.best):.2f}x"]
+        found += ["", *(f"    {line}" for line in self.transformation.splitlines()), ""]
+        rows = [["each group by itself", "leaves", "elements", "fastest by", "ms", "dense ms"]]
+        for g in self.groups:
+            cells = [g.group, str(g.leaves), f"{g.elements:,}", g.system]
+            rows.append([*cells, _ms(g.seconds), _ms(g.dense_seconds)])
+        return [
+            *found,
+            *aligned(rows, right=(1, 2, 4, 5)),
+            "",
+            "Accuracy is not predicted: all but dense change what a step delivers. Train to see.",
+        ]
+
+
+def compared(plans: Mapping[str, Plan]) -> str:
+    """Milliseconds of the exchange in several plans, as a Markdown table.
+
+    Args:
+        plans: of the same systems, by the heads of their columns; rows are in the order of the
+            first.
+    """
+    first = next(iter(plans.values()))
+    rows = [["exchange, ms", *plans], ["---"] * (1 + len(plans))]
+    for prediction in first.predictions:
+        system = prediction.system
+        cells = [
+            _ms(found.exchange) if (found := plan.find(system)) else "-" for plan in plans.values()
+        ]
+        rows.append([system, *cells])
+    for system, reason in first.left_out:
+        rows.append([system, f"not predicted: {reason}", *[""] * (len(plans) - 1)])
+    rows.append(["best", *(plan.best for plan in plans.values())])
+    speedups = [f"{plan.speedup(plan.best):.2f}x" for plan in plans.values()]
+    rows.append(["a step's speedup over dense", *speedups])
+    return "\n".join([*first.conditions[1:], "", *(f"| {' | '.join(row)} |" for row in rows)])

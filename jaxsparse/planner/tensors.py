@@ -1,0 +1,359 @@
+"""Which tensors to compress: by what compressing costs on a device, measured, and what it saves."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsparse import codecs, layout as layouts, network
+from jaxsparse.collectives.messages import MessageFormat
+from jaxsparse.printing import aligned, milliseconds
+from jaxsparse.profiles import Measured
+from jaxsparse.settings import check_density, entries, static_float, static_int
+
+_ms = functools.partial(milliseconds, digits=3)
+
+
+class TensorPoint(NamedTuple):
+    """What tensors of one size cost."""
+
+    elements: int  # float32 elements, d
+    encode: float  # seconds
+    decode: float  # seconds, whatever the number of entries
+    decode_per_entry: float  # seconds for each of the W m entries of all workers' messages
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorProfile(Measured):
+    """What encoding and decoding cost at some sizes of a tensor; between them by straight lines.
+
+    Beyond the largest size times grow in proportion to the elements; below the smallest they stay
+    as they are there. A single line, `fixed + per_element d`, fits worse where tensors outgrow
+    caches or what the allocator keeps: on a CPU, sizes 2^12 to 2^24, it was off by a factor of 1.7
+    (encoding) and 2.3 (decoding), in the geometric mean, at every other size, which was left out of
+    the fit; lines between the measured sizes were off by 1.2 and 1.4.
+
+    Attributes:
+        points: in increasing order of size, at least one.
+        density: entries of a message as a share of the elements, in (0, 1]; None where unknown.
+        codec: of the messages, its `repr`; None where unknown.
+
+    Raises:
+        ValueError: there is no point, one is not a `TensorPoint`, sizes do not increase, a time is
+            negative or not finite, or the density or codec is neither None nor as above.
+
+    Example:
+        >>> points = TensorPoint(1000, 1e-5, 1e-5, 1e-9), TensorPoint(3000, 5e-5, 3e-5, 1e-9)
+        >>> profile = TensorProfile(points)
+        >>> round(profile.encode_seconds(2000), 9)
+        3e-05
+        >>> round(profile.decode_seconds(6000, entries=1000), 9)
+        6.1e-05
+    """
+
+    kind: ClassVar[str] = "tensors"
+    units: ClassVar[dict[str, str]] = {
+        "points": "float32 elements of a tensor; seconds to encode it; seconds to decode messages "
+        "into it, whatever their entries; seconds to decode for each entry of all messages"
+    }
+    how: ClassVar[str] = "jaxsparse.planner.profile_tensors(), and save() it"
+
+    points: tuple[TensorPoint, ...]
+    density: float | None = None
+    codec: str | None = None
+
+    def __post_init__(self):
+        points = tuple(map(_checked, _fields("points", self.points)))
+        sizes = [point.elements for point in points]
+        if not points or sizes[0] < 1 or sorted(set(sizes)) != sizes:
+            raise ValueError(
+                f"points have elements={sizes}: give at least one size, all at least 1 and in "
+                "increasing order"
+            )
+        object.__setattr__(self, "points", points)
+        if self.density is not None:
+            check_density(self.density)
+            object.__setattr__(self, "density", float(self.density))
+        if self.codec is not None and not isinstance(self.codec, str):
+            raise ValueError(f"codec={self.codec!r} must be a text: pass repr(codec), or None")
+
+    def __str__(self) -> str:
+        words = [super().__str__()]
+        if self.density is not None:
+            words.append(f"density {self.density:g}")
+        if self.codec is not None:
+            words.append(self.codec)
+        return ", ".join(words)
+
+    def encode_seconds(self, elements: int) -> float:
+        """Seconds to encode a tensor of `elements`."""
+        return self._between("encode", elements)
+
+    def decode_seconds(self, elements: int, entries: int) -> float:
+        """Seconds to decode messages of `entries`, together, into a tensor of `elements`.
+
+        The DRAGONN paper's sparse decoding (section 4.3): a d + b W m, with no term W d.
+        """
+        # Of an entry the time does not grow beyond the largest size.
+        largest = self.points[-1].elements
+        per_entry = self._between("decode_per_entry", min(elements, largest))
+        return self._between("decode", elements) + per_entry * entries
+
+    def _between(self, name: str, elements: int) -> float:
+        sizes = [point.elements for point in self.points]
+        times = [getattr(point, name) for point in self.points]
+        beyond = max(1.0, elements / sizes[-1])
+        return beyond * float(np.interp(elements, sizes, times))
+
+
+def _fields(name: str, value: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError:
+        raise ValueError(
+            f"{name}={value!r} is no sequence: give "
+            f"TensorProfile((TensorPoint({', '.join(TensorPoint._fields)}), ...))"
+        ) from None
+
+
+def _checked(point: Any) -> TensorPoint:
+    values = _fields("point", point)
+    if len(values) != len(TensorPoint._fields):
+        raise ValueError(
+            f"point={point!r} must have {len(TensorPoint._fields)} values: give "
+            f"TensorPoint({', '.join(TensorPoint._fields)})"
+        )
+    elements, *times = values
+    seconds = [static_float(name, time) for name, time in zip(TensorPoint._fields[1:], times)]
+    for name, time in zip(TensorPoint._fields[1:], seconds):
+        if not 0 <= time < math.inf:
+            raise ValueError(f"{name}={time} at elements={elements} must be finite and at least 0")
+    return TensorPoint(static_int("elements", elements), *seconds)
+
+
+class TensorTimes(NamedTuple):
+    """What one leaf is predicted to take, in seconds."""
+
+    path: str  # as jax.tree_util.keystr prints it
+    shape: tuple[int, ...]
+    dense: float  # T_full: exchanged by ring all-reduce
+    exchange: float  # T_spr: compressed, exchanged by ring all-gather
+    codec: float  # T_comp: encoding its message and decoding those of all workers
+    may_compress: bool = True  # or whether it travels dense in any case
+
+    @property
+    def elements(self) -> int:
+        """Of the leaf, d."""
+        return math.prod(self.shape)
+
+    @property
+    def compressed(self) -> float:
+        """All that compressing takes."""
+        return self.exchange + self.codec
+
+    @property
+    def saving(self) -> float:
+        """By compressing; negative where that is slower."""
+        return self.dense - self.compressed
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether it may be and it pays: T_comp < T_full - T_spr, eq. (1)."""
+        return self.may_compress and self.codec < self.dense - self.exchange
+
+    @property
+    def selected(self) -> float:
+        """As it travels."""
+        return self.compressed if self.is_compressed else self.dense
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSelection:
+    """Outcome of `select_tensors`; prints as a table.
+
+    Attributes:
+        tensors: one a leaf, in the order of `jax.tree.leaves`, without empty ones.
+        conditions: what was assumed, in words.
+    """
+
+    tensors: tuple[TensorTimes, ...]
+    conditions: str = ""
+
+    def is_dense(self, path: str, shape: tuple[int, ...]) -> bool:
+        """Whether the leaf travels uncompressed: pass this method as a transformation's `is_dense`.
+
+        Raises:
+            ValueError: the tree has no such leaf.
+        """
+        if 0 in shape:  # nothing to select
+            return True
+        tensor = self._by_path.get(path)
+        if tensor is None or tensor.shape != tuple(shape):
+            was = "no such leaf" if tensor is None else f"it had shape {tensor.shape}"
+            raise ValueError(
+                f"leaf{path} of shape {tuple(shape)} was not selected among ({was}): call "
+                "select_tensors with the tree that is trained"
+            )
+        return not tensor.is_compressed
+
+    @property
+    def dense_seconds(self) -> float:
+        """With all leaves dense."""
+        return math.fsum(tensor.dense for tensor in self.tensors)
+
+    @property
+    def compressed_seconds(self) -> float:
+        """With all leaves compressed that may be."""
+        return math.fsum(t.compressed if t.may_compress else t.dense for t in self.tensors)
+
+    @property
+    def seconds(self) -> float:
+        """As selected."""
+        return math.fsum(tensor.selected for tensor in self.tensors)
+
+    def __str__(self) -> str:
+        header = ("leaf", "elements", "dense ms", "exchange ms", "codec ms", "saving ms", "travels")
+        rows = [
+            (
+                tensor.path,
+                f"{tensor.elements:,}",
+                *map(_ms, (tensor.dense, tensor.exchange, tensor.codec, tensor.saving)),
+                "compressed" if tensor.is_compressed else "dense",
+            )
+            for tensor in self.tensors
+        ]
+        lines = aligned([header, *rows], right=range(1, len(header) - 1))
+        count = sum(tensor.is_compressed for tensor in self.tensors)
+        totals = (
+            f"all dense {_ms(self.dense_seconds)} ms, "
+            f"all compressed {_ms(self.compressed_seconds)} ms, "
+            f"selected {_ms(self.seconds)} ms ({count} of {len(self.tensors)} compressed)"
+        )
+        return "\n".join([*lines, totals, *([self.conditions] if self.conditions else [])])
+
+    @functools.cached_property
+    def _by_path(self) -> dict[str, TensorTimes]:
+        return {tensor.path: tensor for tensor in self.tensors}
+
+
+def select_tensors(
+    params: Any,
+    *,
+    workers: int,
+    link: network.Link,
+    density: float,
+    profile: TensorProfile,
+    codec: codecs.Codec = codecs.COO,
+    is_dense: layouts.IsDense | None = None,
+) -> TensorSelection:
+    """Decides by a model of the times which leaves are worth compressing.
+
+    A tensor of d elements is compressed if T_comp(d) < T_full(d) - T_spr(d), with
+
+        T_full = 2 (W - 1) (alpha + 4 d / (W B))    ring all-reduce
+        T_spr = (W - 1) (alpha + gamma 4 d / B)     ring all-gather of compressed messages
+
+    gamma the bytes of a message over those of the tensor (2 * density in COO) and T_comp from the
+    profile. Exchanging then saves (W - 1) (alpha + (2 / W - gamma) 4 d / B), the most for about
+    sqrt(2 / gamma) workers: beyond them the all-gather's bytes, which grow with W, catch up. (The
+    paper prints 1 / W.)
+
+    Each tensor is taken by itself, as in the paper. In this library all dense leaves travel in one
+    message, and the compressed ones in one for each bucket, so that latencies and the fixed costs
+    of encoding are paid once and not for each: totals are upper bounds as far as these go. The
+    equation alone, to which an all-gather has half the latencies, would compress small leaves on a
+    slow link, though in one message with others they cost next to nothing dense: hence `is_dense`.
+
+    Args:
+        params: tree of arrays or of `jax.ShapeDtypeStruct`s like the gradients.
+        workers: W.
+        link: of each worker: latency alpha and bandwidth B.
+        density: entries of a message as a share of the elements, in (0, 1].
+        profile: of the device, from `jaxsparse.planner.profile_tensors` or `TensorProfile.load`,
+            and of this density and codec unless it doesn't say.
+        codec: of sparse messages.
+        is_dense: given a leaf's key path and shape, whether it travels dense in any case. By
+            default vectors, scalars and anything below 1024 elements do; `lambda path, shape:
+            False` leaves it all to the equation.
+
+    Returns:
+        The decisions; `TensorSelection.is_dense` is the argument of any transformation.
+
+    Raises:
+        ValueError: settings out of range, the profile is of another density or codec, or see
+            `jaxsparse.layout.plan`.
+
+    DRAGONN (Wang et al., ICML 2022), section 4.2, eq. (1).
+
+    Example:
+        >>> from jaxsparse.planner import TensorPoint, TensorProfile
+        >>> params = {"bias": jnp.zeros(100), "kernel": jnp.zeros((1000, 1000))}
+        >>> profile = TensorProfile((TensorPoint(10**6, 1e-3, 1e-3, 1e-8),))
+        >>> link = network.Link(latency=50e-6, bandwidth=1.25e9)
+        >>> print(select_tensors(params, workers=8, link=link, density=0.001, profile=profile))
+        leaf         elements  dense ms  exchange ms  codec ms  saving ms  travels
+        ['bias']          100     0.701        0.350     2.000     -1.650  dense
+        ['kernel']  1,000,000     6.300        0.395     2.080      3.825  compressed
+        all dense 7.001 ms, all compressed 3.175 ms, selected 3.175 ms (1 of 2 compressed)
+        8 workers, 5e-05 s, 1.25e+09 bytes/s, density 0.001; codec: unknown
+    """
+    workers = static_int("workers", workers)
+    if workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1")
+    check_density(density)
+    codecs.check_codec(codec)
+    if not isinstance(profile, TensorProfile):
+        raise ValueError(
+            f"profile={profile!r} must be a TensorProfile: measure one by "
+            "jaxsparse.planner.profile_tensors(), or TensorProfile.load a saved one"
+        )
+    if not isinstance(link, network.Link):
+        raise ValueError(
+            f"link={link!r} must be a Link: give jaxsparse.planner.Link(latency=..., "
+            "bandwidth=...) in seconds and bytes a second"
+        )
+    _check_measured(profile, density, codec)
+    layouts.plan(params)  # raises where the transformation would
+    rule = layouts.small_or_vector if is_dense is None else is_dense
+    tensors, others = [], workers - 1
+    for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        path, shape = jax.tree_util.keystr(key_path), jnp.shape(leaf)
+        if size := math.prod(shape):
+            k = entries(density, size)
+            words = MessageFormat(size, k, "sum", jnp.float32, codec).words
+            encode = profile.encode_seconds(size)
+            tensors.append(
+                TensorTimes(
+                    path,
+                    shape,
+                    dense=link.seconds(2 * others, 2 * others / workers * 4 * size),
+                    exchange=link.seconds(others, others * 4 * words),
+                    codec=encode + profile.decode_seconds(size, workers * k),
+                    may_compress=not rule(path, shape),
+                )
+            )
+    conditions = (
+        f"{workers} workers, {link.latency:g} s, {link.bandwidth:g} bytes/s, density {density:g}; "
+        f"codec: {profile}"
+    )
+    return TensorSelection(tuple(tensors), conditions)
+
+
+def _check_measured(profile: TensorProfile, density: float, codec: codecs.Codec) -> None:
+    """Times of another density or codec would not be those of the messages."""
+    measured = profile.density
+    # Not !=, as one may have been rounded to float32.
+    if measured is not None and not math.isclose(measured, density, rel_tol=1e-6):
+        raise ValueError(
+            f"density={density} differs from the profile's, {measured}: select with that one, or "
+            f"measure by jaxsparse.planner.profile_tensors(density={density})"
+        )
+    if profile.codec is not None and profile.codec != repr(codec):
+        raise ValueError(
+            f"codec={codec!r} differs from the profile's, {profile.codec}: select with that one, "
+            "or measure this one by jaxsparse.planner.profile_tensors(codec=...)"
+        )

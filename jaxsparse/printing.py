@@ -1,0 +1,28 @@
+"""Tables and times as text."""
+
+from collections.abc import Container, Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:
+    """One line a row, with columns as wide as their longest cell.
+
+    Args:
+        rows: cells; all rows have as many.
+        right: columns whose cells end at the same place; those of all others begin there.
+
+    >>> aligned([("system", "ms"), ("dense", "10.5")], right=[1])
+    ['system    ms', 'dense   10.5']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def milliseconds(seconds: float, digits: int = 2) -> str:
+    """A time in milliseconds, without the unit."""
+    return f"{1e3 * seconds:,.{digits}f}"

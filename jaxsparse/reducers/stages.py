@@ -1,0 +1,193 @@
+"""Settings that change a few times during training, such as a density that is warmed up."""
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from jaxsparse import _compat
+from jaxsparse.collectives import wire
+from jaxsparse.reducers.base import Conservation, Leaf, Reduced, Reducer
+from jaxsparse.settings import static_int
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages(Generic[T]):
+    """Values of a static setting, each for a range of steps.
+
+    One compiled step holds a branch for each value, and the branch that is taken decides what
+    travels: bytes really shrink. Compile time grows with the number of stages, so a few will do.
+
+    Attributes:
+        values: one for each stage.
+        boundaries: the step at which each but the first stage begins, in increasing order.
+
+    Example:
+        >>> stages = Stages(values=(0.25, 0.01), boundaries=(100,))
+        >>> stages.at(99), stages.at(100)
+        (0.25, 0.01)
+    """
+
+    values: tuple[T, ...]
+    boundaries: tuple[int, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "values", tuple(self.values))
+        steps = tuple(static_int("boundaries", step) for step in self.boundaries)
+        object.__setattr__(self, "boundaries", steps)
+        if len(self.values) != len(steps) + 1:
+            raise ValueError(
+                f"boundaries={steps} divide training into {len(steps) + 1} stages, but there are "
+                f"{len(self.values)} values={self.values}: give one for each stage"
+            )
+        if any(step < 1 for step in steps) or list(steps) != sorted(set(steps)):
+            raise ValueError(f"boundaries={steps} must be increasing steps, from 1 on")
+
+    def at(self, step: int) -> T:
+        """The value in force at a step."""
+        return self.values[bisect.bisect_right(self.boundaries, step)]
+
+
+def warm_up(last: float, *, steps: int, first: float = 0.25, stages: int = 4) -> Stages[float]:
+    """A density that falls exponentially from `first` to `last`, then stays.
+
+    Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3) warms up over four epochs, from
+    25 % by factors of 4.
+
+    Masking (see `error_feedback`) zeroes the momentum of all that is sent: at a high density little
+    momentum is left, and a warm-up is no dense training.
+
+    Args:
+        last: density after the warm-up.
+        steps: of the whole warm-up.
+        first: density at the beginning.
+        stages: of the warm-up, each of steps / stages steps.
+
+    Example:
+        >>> warm_up(0.25 / 4**2, steps=200, stages=2)
+        Stages(values=(0.25, 0.0625, 0.015625), boundaries=(100, 200))
+    """
+    if not 0 < last <= first <= 1:
+        raise ValueError(f"last={last} and first={first} must satisfy 0 < last <= first <= 1")
+    if not 1 <= stages <= steps:
+        raise ValueError(f"stages={stages} must lie between 1 and steps={steps}")
+    densities = [first * (last / first) ** (i / stages) for i in range(stages)]
+    return Stages(
+        (*densities, last), tuple(round(steps * i / stages) for i in range(1, stages + 1))
+    )
+
+
+class StagedState(NamedTuple):
+    """The number of exchanges so far, and what the reducers of all stages carry."""
+
+    step: UInt32[Array, ""]
+    reducer: Any
+
+
+# From the strongest promise to the weakest.
+_CONSERVATION: tuple[Conservation, ...] = ("exact", "to rounding", "in expectation", "leaks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Staged(Reducer):
+    """Takes the stage's reducer, by the number of exchanges so far (skipped steps don't count).
+
+    Attributes:
+        stages: the reducers; their states must be alike.
+    """
+
+    stages: Stages[Reducer]
+
+    @property
+    def conservation(self) -> Conservation:
+        """What all stages promise."""
+        return max((r.conservation for r in self.stages.values), key=_CONSERVATION.index)
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """If all stages promise it."""
+        return all(reducer.dense_at_full_budget for reducer in self.stages.values)
+
+    @property
+    def alignment(self) -> int:
+        """Of whole blocks in all stages."""
+        return math.lcm(*(reducer.alignment for reducer in self.stages.values))
+
+    @property
+    def needs_zeros(self) -> bool:
+        """If any stage does."""
+        return any(reducer.needs_zeros for reducer in self.stages.values)
+
+    @property
+    def adapts_messages(self) -> bool:
+        """If any stage does; the stage itself is the same for all shards."""
+        return any(reducer.adapts_messages for reducer in self.stages.values)
+
+    @property
+    def whole_leaves(self) -> bool:
+        """If any stage does."""
+        return any(reducer.whole_leaves for reducer in self.stages.values)
+
+    def with_leaves(self, leaves: tuple[Leaf, ...]) -> "Staged":
+        """Each stage with the same."""
+        stages = tuple(reducer.with_leaves(leaves) for reducer in self.stages.values)
+        return Staged(Stages(stages, self.stages.boundaries))
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
+        """Each stage splits for itself."""
+        buckets = zip(*(reducer.split(sizes, dense_size) for reducer in self.stages.values))
+        return tuple(Staged(Stages(bucket, self.stages.boundaries)) for bucket in buckets)
+
+    def init(self, size: int) -> StagedState:
+        """The first stage's state, and a counter."""
+        states = [reducer.init(size) for reducer in self.stages.values]
+        kinds = {str(jax.tree.map(jax.typeof, state)) for state in states}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"stages={self.stages} carry different states, {sorted(kinds)}: let them differ in "
+                "density only"
+            )
+        return StagedState(jnp.uint32(0), states[0])
+
+    def __call__(
+        self, x: Float[Array, " d"], state: StagedState, *, axis_name: str | None
+    ) -> Reduced:
+        """See `Reducer`."""
+        masks: list[bool] = []  # whether each stage masks momentum, known once all have been traced
+
+        def run(reducer: Reducer, x: Array, inner: Any) -> Reduced:
+            reduced = reducer(x, inner, axis_name=axis_name)
+            masks.append(reduced.sent is not None)
+            sent = jnp.zeros_like(x, jnp.bool_) if reduced.sent is None else reduced.sent
+            counts = reduced.info
+            for axis in _compat.varying_axes(x) - {axis_name}:  # a constant is typed as equal
+                counts = wire.varying(counts, axis)
+            return reduced._replace(
+                info=counts,
+                residual=wire.varying(reduced.residual, axis_name),
+                sent=wire.varying(sent, axis_name),
+            )
+
+        begun = [state.step >= jnp.uint32(step) for step in self.stages.boundaries]
+        stage = sum((b.astype(jnp.int32) for b in begun), jnp.int32(0))
+        branches = [functools.partial(run, reducer) for reducer in self.stages.values]
+        reduced = jax.lax.switch(stage, branches, x, state.reducer)
+        return reduced._replace(
+            sent=reduced.sent if any(masks) else None,
+            state=StagedState(state.step + jnp.uint32(1), reduced.state),
+        )
+
+
+def staged(make: Callable[[T], Reducer], setting: T | Stages[T]) -> Reducer:
+    """make(setting), or a `Staged` of make(value) for each of its stages."""
+    if not isinstance(setting, Stages):
+        return make(setting)
+    return Staged(Stages(tuple(map(make, setting.values)), setting.boundaries))

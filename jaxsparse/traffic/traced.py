@@ -1,0 +1,228 @@
+"""Bytes that an exchange will move between workers, for any number of them and without devices."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from jaxsparse import _compat
+from jaxsparse.collectives import wire
+from jaxsparse.settings import static_int
+from jaxsparse.traffic.report import (
+    RECEIVED,
+    Collective,
+    Conditional,
+    WireBytes,
+    merged,
+    scaled,
+)
+from jaxsparse.training.marks import map_marked
+
+_DTYPES = {"bool": "pred", "float": "f", "int": "s", "uint": "u", "bfloat": "bf", "complex": "c"}
+
+
+@runtime_checkable
+class _Reducer(Protocol):
+    """What is needed here of a reducer, which is defined further up."""
+
+    def init(self, size: int) -> Any: ...
+    def __call__(self, x: Any, state: Any, *, axis_name: str | None) -> Any: ...
+
+
+def traced_bytes(
+    exchange: _Reducer | optax.GradientTransformation | Callable[[Any], Any],
+    shapes: int | Any,
+    workers: int | Mapping[str, int],
+    *,
+    axis_name: str = "data",
+) -> WireBytes:
+    """Counts the bytes that an exchange among any number of workers will move, without compiling.
+
+    The exchange is traced for `workers` workers, which takes neither devices nor memory, and the
+    collectives are read from the traced program. Counted is as in `wire_bytes`: payload and
+    received bytes of one worker, scans multiplied by their length, of each conditional the dearest
+    branch.
+
+    The numbers are those of the program as written. What is compiled of it can differ: XLA may
+    combine collectives of one kind into one, which makes fewer rounds of the same bytes, leave out
+    what it proves needless, and on CPU widens 16-bit floats in sums.
+
+    Args:
+        exchange: a reducer; a gradient transformation, of which one `update` is traced; or a
+            function of one worker's arrays, in one tree.
+        shapes: for a reducer, the elements d of its vector; for a transformation, the parameters,
+            and for a function what it takes: a tree of arrays or `jax.ShapeDtypeStruct`s.
+        workers: W >= 1 along `axis_name`, or the workers along each axis of a mesh that has
+            several, as in `{"hosts": 16, "local": 8}`. An axis of one worker moves nothing.
+        axis_name: that a reducer exchanges over. What a transformation or function names itself
+            must be the same, or an axis of the mesh.
+
+    Returns:
+        The collectives, the conditionals and their totals, in bytes for one exchange.
+
+    Raises:
+        ValueError: a setting is out of range, the axis is not that of the transformation, a loop
+            that communicates has no static length, or a primitive that names the axis is unknown.
+        TypeError: `exchange` is none of the three.
+
+    Example:
+        >>> from jaxsparse import TopKReducer
+        >>> moved = traced_bytes(TopKReducer(density=0.01), 1_000_000, workers=1024)
+        >>> moved.payload, moved.received
+        (80000, 81840000)
+    """
+    mesh = _mesh(workers, axis_name)
+    run: Callable[[Any, Any], Any]
+    init: Callable[[Any], Any]
+    if isinstance(exchange, optax.GradientTransformation):
+        tx = exchange
+        run, init = lambda x, state: tx.update(x, state, x), tx.init
+    elif isinstance(exchange, _Reducer):
+        size, reducer = static_int("shapes", shapes), exchange
+        if size < 1:
+            raise ValueError(f"shapes={size} must be at least 1: pass the elements of the vector")
+        shapes = jax.ShapeDtypeStruct((size,), jnp.float32)
+        run, init = functools.partial(reducer, axis_name=axis_name), lambda x: reducer.init(size)
+    elif callable(exchange):
+        function = exchange
+        run, init = lambda x, _: function(x), lambda x: ()
+    else:
+        raise TypeError(
+            f"exchange={exchange!r} must be a reducer, a gradient transformation or a function: "
+            "pass jaxsparse.top_k(0.01), or a whole step, compiled, to jaxsparse.traffic.wire_bytes"
+        )
+    # An exchange may itself be traced already, or run dry, where this is called.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), wire.dry_run(None):
+        program = _traced(run, init, shapes, mesh)
+    return _traffic(program, dict(mesh.shape), {})
+
+
+def _mesh(workers: int | Mapping[str, int], axis_name: str) -> AbstractMesh:
+    given = workers if isinstance(workers, Mapping) else {axis_name: workers}
+    extents = [static_int("workers", extent) for extent in given.values()]
+    if not extents or min(extents) < 1:
+        raise ValueError(f"workers={workers} must be at least 1: pass the number of workers")
+    return AbstractMesh(tuple(extents), tuple(given), axis_types=(AxisType.Auto,) * len(given))
+
+
+def _traced(
+    exchange: Callable[[Any, Any], Any], init: Callable[[Any], Any], shapes: Any, mesh: AbstractMesh
+) -> Jaxpr:
+    """The program of `exchange(x, init(x))` on each worker, for x of these shapes."""
+
+    def varying(tree: Any) -> Any:
+        for axis in mesh.axis_names:
+            tree = wire.varying(tree, axis)
+        return tree
+
+    def body(x: Any) -> Any:
+        state = map_marked(lambda leaf, marked: varying(leaf) if marked else leaf, init(x))
+        outputs = jax.tree.leaves(exchange(varying(x), state))
+        return [varying(jnp.asarray(output))[None] for output in outputs]
+
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names)
+    )
+    return jax.make_jaxpr(mapped)(jax.eval_shape(lambda tree: tree, shapes)).jaxpr
+
+
+def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]) -> WireBytes:
+    """What one run of `program` moves; `extents` are workers along each mesh axis."""
+    if id(program) in memo:
+        return memo[id(program)]
+    parts = []
+    for equation in program.eqns:
+        name, parameters = equation.primitive.name, equation.params
+        if _is_unknown(name, parameters, extents):
+            raise ValueError(
+                f"{name} ({_where(equation)}) names a mesh axis, and what it moves is not known: "
+                "read the compiled program with jaxsparse.traffic.wire_bytes instead"
+            )
+        if name in _compat.OPCODES:
+            parts.append(_collective(equation, extents))
+        elif name == "cond":
+            branches = tuple(
+                _traffic(branch, extents, memo) for branch in _compat.inner_programs(parameters)
+            )
+            if any(branch.collectives for branch in branches):
+                conditional = Conditional(name, 1, branches, _where(equation))
+                dearest = branches[conditional.dearest].collectives
+                parts.append(WireBytes(dearest, (conditional,)))
+        else:
+            inner = merged(
+                _traffic(each, extents, memo) for each in _compat.inner_programs(parameters)
+            )
+            if name == "scan":
+                inner = scaled(inner, parameters["length"])
+            elif inner.collectives and name not in _compat.CALLS:
+                raise ValueError(
+                    f"{name} ({_where(equation)}) runs {inner.collectives[0].name} a number of "
+                    "times that is not known from the traced program: bound the loop statically "
+                    "(lax.scan, or lax.fori_loop with Python integers), or count the bytes of its "
+                    "body by itself"
+                )
+            parts.append(inner)
+    memo[id(program)] = merged(parts)
+    return memo[id(program)]
+
+
+def _is_unknown(name: str, parameters: dict[str, Any], extents: dict[str, int]) -> bool:
+    """Whether it can't be told what a primitive moves."""
+    axes = set(_compat.axes_of(parameters))
+    if name in _compat.OPCODES:
+        return not axes <= extents.keys()
+    return bool(axes) and name not in _compat.SILENT and name not in _compat.CALLS
+
+
+def _collective(equation: Any, extents: dict[str, int]) -> WireBytes:
+    parameters, name = equation.params, equation.primitive.name
+    op = _compat.OPCODES[name]
+    size = math.prod(extents[axis] for axis in _compat.axes_of(parameters))
+    if groups := parameters.get("axis_index_groups"):
+        size = max(map(len, groups))
+    if op == "collective-permute":
+        pairs = [(source, target) for source, target in parameters["perm"] if source != target]
+        size = max(len({worker for pair in pairs for worker in pair}), 1)
+    operands = [variable.aval for variable in equation.invars]
+    if op == "ragged-all-to-all":  # input, output, and where what goes
+        sent, landing = _nbytes(operands[0]), _nbytes(operands[1])
+    else:
+        sent = landing = sum(map(_nbytes, operands))
+    return WireBytes(
+        (
+            Collective(
+                op=op,
+                name=name,
+                shapes=tuple(map(_printed, operands)),
+                group_size=size,
+                payload_bytes=sent if size > 1 else 0,
+                received_bytes=landing * RECEIVED[op](size) if size > 1 else 0,
+                op_name=_where(equation),
+            ),
+        )
+    )
+
+
+def _nbytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
+
+
+def _printed(aval: Any) -> str:
+    """A shape as XLA prints it."""
+    name = aval.dtype.name
+    letters = name.rstrip("0123456789")
+    known = _DTYPES.get(letters)
+    dtype = name if known is None else known + name[len(letters) :]
+    return f"{dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def _where(equation: Any) -> str:
+    return "/".join(filter(None, (_compat.name_stack(equation), equation.primitive.name)))

@@ -1,0 +1,174 @@
+"""Rounds and words of the exchanges, by formulas: those of the papers, with this library's room.
+
+What compiled and traced programs move is held against these. Rounds of an all-gather are those of a
+tree, ceil(log2 W), as the papers count them; `jaxsparse.network.rounds` has what libraries build.
+"""
+
+import importlib
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxsparse import bits, blocks, codecs
+from jaxsparse.collectives.messages import MessageFormat
+from jaxsparse.collectives.ok_topk import Regions
+from jaxsparse.collectives.split import split_format
+
+# The package has functions of the same names.
+ok_topk, recursive_double, sparse_ring, split_allgather, union = (
+    importlib.import_module(f"jaxsparse.collectives.{name}")
+    for name in ("ok_topk", "recursive_double", "sparse_ring", "split_allgather", "union")
+)
+
+
+class Traffic(NamedTuple):
+    """What one worker has to wait for and to receive."""
+
+    rounds: int  # messages one after the other
+    words: float  # of 4 bytes, received
+
+    def __add__(self, other):
+        """One exchange after the other."""
+        return Traffic(self.rounds + other.rounds, self.words + other.words)
+
+    def seconds(self, link):
+        return link.seconds(self.rounds, 4 * self.words)
+
+
+def dense_traffic(size, workers):
+    """A ring all-reduce (reduce-scatter, then all-gather)."""
+    return Traffic(2 * (workers - 1), 2 * (workers - 1) / workers * size)
+
+
+def recursive_double_traffic(k, size, workers, codec=codecs.COO):
+    """log2 W rounds, and 2 more if W is no power of two; the words of the messages' capacities.
+
+    The published range (section 5.3.2) is log2(W) 2k words if all supports are equal to
+    (W - 1) 2k if they are disjoint: static shapes pay for the latter.
+    """
+    capacities = recursive_double._capacities(k, size, workers)
+    words = [MessageFormat(size, c, "sum", jnp.float32, codec).words for c in capacities]
+    return Traffic(len(capacities), sum(words))
+
+
+def split_allgather_traffic(
+    k, size, workers, codec=codecs.COO, capacity_factor=None, union_factor=None
+):
+    """W - 1 + ceil(log2 W) rounds; words of the messages' capacities, (W - 1) times each half.
+
+    The published range (section 5.3.2) is 2 (W - 1)/W 2k words if all supports are equal to W 2k
+    if they are disjoint. Static shapes without factors pay more than the latter, since all k
+    entries of a worker may be for one owner.
+    """
+    first = split_format(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
+    second = split_allgather._gather_format(
+        k, size, workers, "sum", jnp.float32, codec, capacity_factor, union_factor
+    )
+    is_bounded = capacity_factor is not None or union_factor is not None
+    words = (workers - 1) * (first.words + second.words + is_bounded)
+    return Traffic(workers - 1 + (workers - 1).bit_length(), words)
+
+
+def dsar_split_allgather_traffic(
+    k, size, workers, codec=codecs.COO, capacity_factor=None, quantizer=None
+):
+    """W - 1 + ceil(log2 W) rounds; words of the first half's capacities and (W - 1)/W d dense.
+
+    The published range (section 5.3.3) counts 0 to 2k words for the first half.
+    """
+    first = split_format(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
+    second = first.size if quantizer is None else quantizer.words(first.size)
+    words = (workers - 1) * (first.words + second + (capacity_factor is not None))
+    return Traffic(workers - 1 + (workers - 1).bit_length(), words)
+
+
+def all_gather_sum_traffic(k, size, workers, codec=codecs.COO):
+    """ceil(log2 W) rounds, (W - 1) 2k words in COO."""
+    message_format = MessageFormat(size, k, "sum", jnp.float32, codec)
+    return Traffic((workers - 1).bit_length(), (workers - 1) * message_format.words)
+
+
+def sparse_ring_traffic(k, size, workers, codec=codecs.COO, capacity_factor=None):
+    """2 (W - 1) rounds; words of the messages' capacities."""
+    parcels = sparse_ring._parcels(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
+    last = parcels[-1].words + (capacity_factor is not None)
+    words = sum(message_format.words for message_format in parcels[:-1]) + (workers - 1) * last
+    return Traffic(2 * (workers - 1), words)
+
+
+def gtopk_traffic(k, size, workers, codec=codecs.COO):
+    """log2 W rounds of 2k words in COO, and 2 more if W is no power of two."""
+    power = 1 << (workers.bit_length() - 1)
+    rounds = power.bit_length() - 1 + (2 if workers != power else 0)
+    return Traffic(rounds, rounds * codec.words(k, size))
+
+
+def ok_topk_traffic(k, size, workers, codec=codecs.COO, capacity_factor=2.0):
+    """Of a step with old regions and threshold: 6 C (W - 1) words in COO, and 3 (W - 1) of counts.
+
+    In 2 (W - 1) + 2 ceil(log2 W) rounds.
+
+    With C = capacity_factor k / W that is capacity_factor times the published 6 k (W - 1) / W,
+    which holds as long as regions and counts are balanced; here it is a bound, not an average.
+    """
+    regions = Regions(size, workers)
+    room = ok_topk._room(k, regions, capacity_factor)
+    offers, sums = codec.words(room, regions.length), codec.words(room, regions.positions)
+    words = (workers - 1) * (offers + 2 * sums + 3)
+    return Traffic(2 * (workers - 1) + 2 * (workers - 1).bit_length(), words)
+
+
+def quantized_all_reduce_traffic(size, workers, quantizer):
+    """W - 1 + ceil(log2 W) rounds; 2 (W - 1) words(ceil(d / W)): 2 (W - 1) / W of a vector's."""
+    words = 0 if workers == 1 else 2 * (workers - 1) * quantizer.words(-(-size // workers))
+    return Traffic(workers - 1 + (workers - 1).bit_length(), words)
+
+
+def union_traffic(blocks, workers):
+    """W - 1 + ceil(log2 W) rounds and 2 (W - 1) ceil(n / W) words, with n = ceil(blocks / 32).
+
+    Or ceil(log2 W) rounds and (W - 1) n words, if those are no more.
+    """
+    words = bits.words(blocks)
+    gather = (workers - 1).bit_length()
+    if union._is_gathered_whole(words, workers):
+        return Traffic(gather, (workers - 1) * words)
+    return Traffic(workers - 1 + gather, 2 * (workers - 1) * -(-words // workers))
+
+
+def omni_reduce_traffic(reducer, size, workers):
+    """The union's, and a psum of the slots."""
+    capacity = reducer._capacity(size, workers)
+    if reducer._is_dense(capacity, size):
+        return dense_traffic(size, workers)
+    summed = dense_traffic(capacity * reducer.block_size, workers)
+    return union_traffic(blocks.count(size, reducer.block_size), workers) + summed
+
+
+def block_gather_traffic(reducer, size, workers):
+    """ceil(log2 W) rounds, and (W - 1) messages."""
+    if reducer._is_dense(size, workers):
+        return dense_traffic(size, workers)
+    return Traffic((workers - 1).bit_length(), (workers - 1) * reducer._words(size))
+
+
+def s2_traffic(reducer, size, workers):
+    """The union's, and a psum of the table."""
+    summed = dense_traffic(reducer.words(size, workers), workers)
+    if reducer.words(size, workers) == size:
+        return summed
+    return union_traffic(blocks.count(size, reducer.block_size), workers) + summed
+
+
+def sparcml_traffic(k, size, workers, capacity_factor=2.0, union_factor=None):
+    """Of each algorithm."""
+    first = {"capacity_factor": capacity_factor}
+    return {
+        "recursive_double": recursive_double_traffic(k, size, workers),
+        "all_gather": all_gather_sum_traffic(k, size, workers),
+        "dsar_split_allgather": dsar_split_allgather_traffic(k, size, workers, **first),
+        "split_allgather": split_allgather_traffic(
+            k, size, workers, **first, union_factor=union_factor
+        ),
+        "ring": sparse_ring_traffic(k, size, workers),
+    }

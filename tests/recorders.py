@@ -1,0 +1,41 @@
+"""The messages that a program sends, as written: what is traced, before XLA optimises it."""
+
+import contextlib
+from typing import NamedTuple
+from unittest import mock
+
+from jaxsparse.collectives import wire
+
+NAMES = ("psum", "pmax", "all_gather", "permute", "all_to_all", "reduce_scatter")
+
+
+class Message(NamedTuple):
+    """One collective."""
+
+    op: str
+    payload_bytes: int  # operand bytes that one worker hands over
+
+
+@contextlib.contextmanager
+def record():
+    """Collects the messages that are traced inside the block.
+
+    A collective inside a loop is listed once, and every branch of a conditional is listed: the
+    compiled program, read by `jaxsparse.traffic.wire_bytes`, is the authority on both.
+    """
+    messages = []
+
+    def recording(name, function):
+        def run(x, axis_name, *pairs):
+            # One worker sends nothing, nor does a permutation of none.
+            if axis_name not in (None, ()) and all(pairs):
+                messages.append(Message(name, x.size * x.dtype.itemsize))
+            return function(x, axis_name, *pairs)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name in NAMES:
+            wrapped = recording(name, getattr(wire, name))
+            stack.enter_context(mock.patch.object(wire, name, wrapped))
+        yield messages

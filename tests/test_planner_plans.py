@@ -1,0 +1,394 @@
+"""The planner: predicted times add up, rank as they should, and are written as Python runs them."""
+
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from workers import few
+
+import jaxsparse
+import jaxsparse.__main__ as shell
+from jaxsparse import systems
+from jaxsparse.network import Link, Network
+from jaxsparse.planner import units
+from jaxsparse.planner.leaf_groups import Group
+from jaxsparse.planner.planning import plan
+from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
+from jaxsparse.systems.sparcml import ALGORITHMS
+from jaxsparse.traffic import traced_bytes
+
+SLOW, FAST = Link(50e-6, 1.25e6), Link(1e-9, 1e15)
+
+
+def profile(passes=10.0, floor=1e-9):
+    """Every system takes as many passes, dense one; a nanosecond an element."""
+    names = {*systems.WITH_VARIANTS, *(f"sparcml:{name}" for name in ALGORITHMS)} - {
+        "dense",
+        "sparcml",
+    }
+    points = [SystemPoint(name, 2**10, 4, None, passes) for name in sorted(names)]
+    points.append(SystemPoint("dense", 2**10, 4, None, 1.0))
+    return SystemProfile(tuple(points), (Floor(2**10, floor * 2**10),))
+
+
+def planned(params=10**6, workers=3, network=SLOW, names=("spardl",), **settings):
+    settings = {"profile": profile(), "systems": names, **settings}
+    return plan(params, workers, network=network, **settings)
+
+
+TREE = {
+    "embedding": jax.ShapeDtypeStruct((500, 64), jnp.float32),
+    "mlp": {
+        "bias": jax.ShapeDtypeStruct((64,), jnp.float32),
+        "kernel": jax.ShapeDtypeStruct((1000, 64), jnp.float32),
+    },
+}
+
+
+@pytest.mark.parametrize("workers", few([2, 3, 8, 14, 64], [3]))
+def test_every_system_is_planned(workers):
+    found = planned(workers=workers, names=None)
+    assert {p.system for p in found.predictions} == set(systems.WITH_VARIANTS)
+    assert not found.left_out
+    times = [p.exchange for p in found.predictions]
+    assert times == sorted(times)
+    assert min(times) > 0
+    assert all(name in str(found) for name in systems.WITH_VARIANTS)
+
+
+def evaluated(expression, monkeypatch):
+    """What Python makes of it, where transformations are the budgets that they exchange by."""
+    for module in list(sys.modules):
+        if module.startswith("jaxsparse.systems."):
+            monkeypatch.setattr(
+                sys.modules[module], "error_feedback", lambda budget, **_: budget, raising=False
+            )
+    return eval(expression, {"jaxsparse": jaxsparse})
+
+
+@pytest.mark.parametrize("density", [0.01, 0.001])
+@pytest.mark.parametrize("touched", [None, 0.05])
+def test_what_is_written_is_what_is_meant(density, touched, monkeypatch):
+    for name in systems.WITH_VARIANTS:
+        settings = {"size": 10**6, "workers": 8, "link": Link(1e-3, 1e6), "touched": touched}
+        choice = systems.choose(name, density, **settings, block_size=64)
+        assert evaluated(choice.expression, monkeypatch) == choice.budget
+        budget = evaluated(choice.transformation, monkeypatch)
+        assert budget == choice.budget
+
+
+def test_what_is_written_needs_only_the_library():
+    """Elsewhere its modules are imported anyway."""
+    asked = {"size": 10**6, "workers": 8, "link": Link(1e-3, 1e6)}
+    choices = [
+        systems.choose(name, 0.01, touched=touched, block_size=64, **asked)
+        for name in systems.WITH_VARIANTS
+        for touched in (None, 0.05)
+    ]
+    lines = {line for choice in choices for line in (choice.expression, choice.transformation)}
+    code = "\n".join(["import jaxsparse", *sorted(lines), "del jaxsparse", _group_code()])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def _group_code():
+    found = planned(TREE, groups={"embedding": None}, network=Link(1e-3, 1e6))
+    return found["by group"].transformation
+
+
+@pytest.mark.parametrize("dense_size", [0, 50_000, 10**6])
+def test_a_sketch_delivers_as_much_beside_dense_leaves(dense_size):
+    for density in (0.01, 0.001):
+        asked = {"size": 10**6, "workers": 8, "dense_size": dense_size}
+        choice = systems.choose("sketched_sgd", density, **asked)
+        (reducer,) = choice.budget.split((10**6,), dense_size)
+        assert reducer.k == pytest.approx(density * 10**6, rel=0.005)
+
+
+def test_groups_of_which_one_is_sketched():
+    names = ["sketched_sgd"]
+    for groups in ({"embedding": None}, {"embedding": Group()}):
+        found = planned(TREE, groups=groups, names=names)
+        compressed = [choice for choice in found.groups if choice.system != "dense"]
+        size = sum(choice.elements for choice in compressed)
+        dense = found.elements - size
+        # The table, the candidates, the dense leaves and the flag; what rounding leaves.
+        words = 8 * 0.01 * size + dense
+        assert found["by group"].received == pytest.approx(4 * 4 / 3 * words, rel=0.01)
+        scope = {}
+        exec(found["by group"].transformation, scope)
+        moved = traced_bytes(scope["tx"], TREE, 3)
+        assert found["by group"].received == pytest.approx(moved.received)
+
+
+def test_groups_that_cannot_be_combined_are_left_out(monkeypatch):
+    def fail(*args, **settings):
+        raise ValueError("no room")
+
+    monkeypatch.setattr("jaxsparse.planner.planning.partition", fail)
+    found = planned(TREE, groups={"embedding": None})
+    assert dict(found.left_out)["by group"] == "no room"
+    assert found.best == "spardl"
+    assert [choice.system for choice in found.groups] == ["spardl"]
+
+
+@pytest.mark.parametrize("algorithm", few(ALGORITHMS, ALGORITHMS[:3:2]))
+def test_sparcml_s_algorithm_is_chosen_by_the_profile_that_is_given(algorithm):
+    points = [SystemPoint("dense", 10, 2, None, 1.0)]
+    for name in ALGORITHMS:
+        passes = 1.0 if name == algorithm else 1e9
+        points.append(SystemPoint(f"sparcml:{name}", 10, 2, None, passes))
+    given = SystemProfile(tuple(points), (Floor(10, 1e-9),))
+    found = planned(names=["sparcml"], profile=given, network=FAST)["sparcml"]
+    assert found.transformation == f"jaxsparse.sparcml(5, algorithm='{algorithm}')"
+    tx = eval(found.transformation, {"jaxsparse": jaxsparse})
+    moved = traced_bytes(tx, {"a": jax.ShapeDtypeStruct((1, 10**6), jnp.float32)}, 3)
+    assert found.received == pytest.approx(moved.received)
+    assert found.computing == pytest.approx(given.seconds(f"sparcml:{algorithm}", 10**6, 3, 0.01))
+
+
+def test_more_elements_than_int32_can_index():
+    found = planned(3 * 10**9, names=["top_k", "qsgd"])
+    assert not found.left_out
+    assert found["top_k"].transformation == "jaxsparse.top_k(0.01, bucket_size=1073741824)"
+    assert found["qsgd"].transformation == "jaxsparse.qsgd(4, bucket_size=1073741824)"
+    assert found["top_k"].received == pytest.approx(2 * 8 * 0.01 * 3e9, rel=1e-6)
+    assert found["top_k"].rounds == 4  # three buckets and the flag
+    grouped = planned(3 * 10**9, names=["top_k"], groups={"none": None})
+    assert grouped["by group"].transformation.endswith("(policy, bucket_size=1073741824)")
+    assert grouped["by group"].received == found["top_k"].received
+
+
+def test_dense_wins_on_a_fast_network_and_loses_on_a_slow_one():
+    assert planned(network=FAST).best == "dense"
+    assert "use dense" in str(planned(network=FAST))
+    slow = planned(network=SLOW)
+    assert slow.best == "spardl"
+    assert slow.transformation == "jaxsparse.spardl(0.01)"
+    assert slow.speedup("spardl") > 5
+    assert "jaxsparse.spardl(0.01)" in str(slow)
+
+
+def test_totals_add_up():
+    found = planned(step_seconds=0.25, network=Network(SLOW, all_reduce=Link(1e-3, 1e6)))
+    size = 10**6
+    for name, passes, tx in [
+        ("dense", 1, jaxsparse.dense()),
+        ("spardl", 10, jaxsparse.spardl(0.01)),
+    ]:
+        row = found[name]
+        moved = traced_bytes(tx, {"a": jax.ShapeDtypeStruct((1, size), jnp.float32)}, 3)
+        assert row.rounds == moved.rounds
+        assert row.received == pytest.approx(moved.received)
+        assert row.network == pytest.approx(
+            Network(SLOW, all_reduce=Link(1e-3, 1e6)).seconds(moved)
+        )
+        assert row.computing == pytest.approx(passes * 1e-9 * size, rel=1e-5)
+        assert found.step(name) == pytest.approx(0.25 + row.network + row.computing)
+        assert found.delayed_step(name) == pytest.approx(row.computing + max(0.25, row.network))
+    dense = 4 / 1e-3 * 1e-3 * 1e-3 + 2 * 2 / 3 * 4 * (size + 1) / 1e6
+    assert found["dense"].network == pytest.approx(dense)
+
+
+def test_usual_steps_have_the_cheapest_branches():
+    tx = jaxsparse.ok_topk(0.01)
+    moved = traced_bytes(tx, {"a": jax.ShapeDtypeStruct((1, 10**6), jnp.float32)}, 3)
+    found = planned(names=["ok_topk"])["ok_topk"]
+    assert moved.conditionals
+    assert found.rounds == 5  # the flag, two all-to-alls, a gather of counts and one of entries
+    assert found.received == moved.usual.received < moved.received
+
+
+def test_leaves_that_are_small_travel_dense_in_all_systems():
+    found = planned(TREE)
+    assert (found.elements, found.dense_elements) == (500 * 64 + 1001 * 64, 64)
+    moved = traced_bytes(jaxsparse.spardl(0.01), TREE, 3)
+    assert found["spardl"].received == pytest.approx(moved.received)
+    everything = planned(TREE, is_dense=lambda path, shape: False)
+    assert everything.dense_elements == 0
+    assert everything["spardl"].transformation == "jaxsparse.spardl(0.01, is_dense=is_dense)"
+    nothing = planned(TREE, is_dense=lambda path, shape: True)
+    assert nothing.best == "dense"
+    assert dict(nothing.left_out)["spardl"].startswith("no leaf")
+
+
+@pytest.fixture
+def few_systems(monkeypatch):
+    names = ("spardl", "random_k", "dense", "omni_reduce", "sparse_all_gather")
+    few = {name: systems.WITH_VARIANTS[name] for name in names}
+    monkeypatch.setattr("jaxsparse.planner.planning.WITH_VARIANTS", few)
+
+
+@pytest.mark.usefixtures("few_systems")
+def test_groups_travel_as_suits_each():
+    groups = {"embedding": Group(touched=0.002, block_size=64)}
+    found = planned(TREE, groups=groups, names=None, network=Link(1e-7, 1.25e6))
+    by_name = {choice.group: choice for choice in found.groups}
+    assert by_name["embedding"].system in ("omni_reduce", "sparse_all_gather")
+    assert by_name["embedding"].elements == 500 * 64
+    assert by_name["all other leaves"].system == "spardl"
+    assert found.best == "by group"
+    scope = {}
+    exec(found.transformation, scope)
+    moved = traced_bytes(scope["tx"], TREE, 3)
+    assert found["by group"].received == pytest.approx(moved.received)
+    asked = planned(TREE, groups=groups, names=["spardl"], network=Link(1e-7, 1.25e6))
+    assert {choice.system for choice in asked.groups} == {"dense", "spardl"}
+    kept = planned(TREE, groups={"embedding": None}, network=Link(1e-7, 1.25e6))
+    assert kept["by group"].received > kept["spardl"].received  # which knows no groups
+    assert [choice.elements for choice in kept.groups] == [1000 * 64]
+    fast = planned(TREE, groups=groups, network=FAST)
+    assert fast.best == "dense"
+    assert {choice.system for choice in fast.groups} == {"dense"}
+
+
+@pytest.mark.usefixtures("few_systems")
+def test_caveats_are_heeded_unless_a_system_is_asked_for():
+    assert planned(names=None, workers=14).best != "random_k"
+    assert planned(names=["random_k"], workers=14).best == "random_k"
+
+
+def test_it_says_that_the_shipped_profile_is_of_another_device():
+    found = planned(profile=None, memory_bandwidth=2e12)
+    assert "extrapolated from cpu" in str(found)
+    assert "another device than yours" in str(found)
+    assert "another device" not in str(planned())
+    assert found["spardl"].computing < planned(profile=None)["spardl"].computing
+
+
+def test_what_cannot_be_planned_says_why():
+    found = planned(density=0.2, names=["sketched_sgd", "spardl"])
+    assert "density=0.2" in dict(found.left_out)["sketched_sgd"]
+    assert "sketched_sgd" in str(found)
+    with pytest.raises(KeyError, match=r"ask for less than 0\.125"):
+        found["sketched_sgd"]
+    part = SystemProfile((SystemPoint("dense", 10, 2, None, 1.0),), (Floor(10, 1e-6),))
+    unknown = planned(profile=part, names=["spardl", "sparcml"])
+    assert unknown.best == "dense"
+    assert dict(unknown.left_out) == dict.fromkeys(["spardl", "sparcml"], "no measured profile")
+    assert re.search(r"\nspardl +not predicted: no measured profile\n", str(unknown))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"names": ["spar"]}, "systems has 'spar', which is unknown: use dense,"),
+        ({"workers": 0}, "workers=0 must be at least 1"),
+        ({"density": 2.0}, "density=2.0 must lie in"),
+        ({"network": 1e9}, "network=1000000000.0 must be a Network"),
+        ({"step_seconds": -1}, "step_seconds=-1.0 must be finite"),
+        ({"params": 0}, "params=0 must be at least 1"),
+        ({"params": 1e6}, "params=1000000.0 must be an int"),
+        ({"memory_bandwidth": 0}, "memory_bandwidth=0 must be positive"),
+        ({"profile": 3}, "profile=3 must be a SystemProfile"),
+        ({"params": TREE, "groups": {"(": Group()}}, "is no regular expression"),
+        ({"params": TREE, "groups": {"head": Group()}}, r"no leaf .* is left for \['head'\]"),
+        ({"params": TREE, "groups": {"mlp": 0.1}}, r"groups\['mlp'\]=0.1 must be"),
+    ],
+)
+def test_errors(settings, message):
+    with pytest.raises(ValueError, match=message):
+        planned(**settings)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "M", "1.2.3M", "110X", "-3M", "0", "0.1", "nan", "1e400", "1e308M"]
+)
+def test_no_count(text):
+    with pytest.raises(ValueError, match=re.escape(f"{text!r} is no number of elements: write")):
+        units.count(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("10Gbit", 10e9),
+        ("10Gbit/s", 10e9),
+        ("100mbit", 100e6),
+        ("25 Gbps", 25e9),
+        ("400Gb/s", 400e9),
+        ("1GB/s", 8e9),
+        ("2TB/s", 16e12),
+        ("500kB", 4e6),
+    ],
+)
+def test_bandwidths(text, bits):
+    assert units.bytes_per_second(text) == pytest.approx(bits / 8)
+
+
+@pytest.mark.parametrize("text", ["10", "10G", "fast", "0Gbit", "10Xbit", "10GBit", "1e400bit"])
+def test_no_bandwidth(text):
+    with pytest.raises(ValueError, match=re.escape(f"{text!r} is no bandwidth: write 10Gbit")):
+        units.bytes_per_second(text)
+
+
+@pytest.mark.parametrize("text", ["50", "50 min", "us", "1e", "-1ms", "1e400s"])
+def test_no_time(text):
+    with pytest.raises(ValueError, match=re.escape(f"{text!r} is no time: write 50us")):
+        units.seconds(text)
+
+
+ARGUMENTS = ["plan", "--params", "1M", "--workers", "4", "--bandwidth", "10mbit"]
+ARGUMENTS += ["--systems", "spardl", "qsgd"]
+
+
+def test_the_shell_prints_a_table(capsys, tmp_path):
+    path = tmp_path / "profile.json"
+    profile().save(path)
+    assert shell.main([*ARGUMENTS, "--profile", str(path), "--step", "120ms"]) == 0
+    printed = capsys.readouterr().out
+    assert "jaxsparse.spardl(0.01)" in printed
+    assert "with delay=1" in printed
+    assert "1,000,000 elements" in printed
+    assert "0.01 Gbit/s" in printed
+    Network(Link(1e-3, 1e6)).save(tmp_path / "network.json")
+    by_file = [*ARGUMENTS[:5], "--network", str(tmp_path / "network.json"), "--json"]
+    assert shell.main([*by_file, "--systems", "spardl", "--profile", str(path)]) == 0
+    content = json.loads(capsys.readouterr().out)
+    expected = planned(workers=4, network=Link(1e-3, 1e6))
+    assert content["best"] == "spardl"
+    assert [p["exchange"] for p in content["predictions"]] == pytest.approx(
+        [p.exchange for p in expected.predictions]
+    )
+
+
+def test_the_shell_compares_bandwidths(capsys, tmp_path):
+    path = tmp_path / "profile.json"
+    profile().save(path)
+    several = ["--bandwidth", "10mbit", "1TB/s", "--systems", "spardl", "--profile", str(path)]
+    assert shell.main([*ARGUMENTS[:5], *several]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "| exchange, ms | 10mbit | 1TB/s |" in printed
+    assert "| best | spardl | dense |" in printed
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--params", "many"], "argument --params: 'many' is no number of elements: write 110M"),
+        (["--bandwidth", "10"], "argument --bandwidth: '10' is no bandwidth: write 10Gbit"),
+        (["--latency", "5"], "argument --latency: '5' is no time: write 50us"),
+        (["--network", "net.json"], "give either --bandwidth"),
+        (["--systems", "none"], "systems has 'none', which is unknown"),
+        (["--profile", "missing.json"], "missing.json"),
+    ],
+)
+def test_the_shell_names_the_flag(changed, message, capsys):
+    try:
+        code = shell.main([*ARGUMENTS, *changed])
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_shell_lists_its_commands(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        shell.main(["--help"])
+    printed = capsys.readouterr().out
+    assert "plan" in printed
+    assert "profile" in printed

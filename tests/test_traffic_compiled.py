@@ -1,0 +1,700 @@
+"""Bytes read from compiled programs, against numbers computed by hand.
+
+Local operands are small on purpose: f32[16] is 64 bytes, so an all-reduce over 8 workers receives
+2 * 7/8 * 64 = 112.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxsparse.traffic import Collective, Conditional, WireBytes, wire_bytes
+from jaxsparse.traffic.hlo import parse, parse_type
+
+W = 8
+RING = [(i, (i + 1) % W) for i in range(W)]
+
+
+def mesh_of(shape, names):
+    devices = jax.devices()[: int(jnp.prod(jnp.array(shape)))]
+    auto = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.make_mesh(shape, names, axis_types=auto, devices=devices)
+
+
+def compiled(fn, *, shape=(W,), names=("data",), size=16, dtype=jnp.float32):
+    """Compiles `fn` as every worker of a mesh runs it, on a local vector of `size` elements."""
+    mesh = mesh_of(shape, names)
+    worker = jax.shard_map(
+        lambda x: jax.tree.map(lambda y: y[None], fn(x[0])),
+        mesh=mesh,
+        in_specs=P(names),
+        out_specs=P(names),
+        check_vma=False,
+    )
+    workers = mesh.devices.size
+    return jax.jit(worker).lower(jax.ShapeDtypeStruct((workers, size), dtype)).compile()
+
+
+def bytes_of(fn, **kwargs):
+    return wire_bytes(compiled(fn, **kwargs))
+
+
+def psum(x):
+    return lax.psum(x, "data")
+
+
+def hlo(*body, header="num_partitions=8", before=""):
+    """A module whose entry takes x: f32[16] and n: s32[], and runs the lines of `body`."""
+    lines = "\n  ".join(body)
+    return f"""HloModule literal, is_scheduled=true, {header}
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+{before}
+ENTRY %main (x: f32[16], n: s32[]) -> f32[16] {{
+  %x = f32[16]{{0}} parameter(0)
+  %n = s32[] parameter(1)
+  {lines}
+}}
+"""
+
+
+def all_reduce(groups="{{0,1,2,3,4,5,6,7}}", *, opcode="all-reduce", operand="%x", ids=True):
+    use_ids = ", use_global_device_ids=true" if ids else ""
+    return (
+        f"%r = f32[16]{{0}} {opcode}({operand}), channel_id=1, replica_groups={groups}{use_ids}, "
+        'to_apply=%add, metadata={op_name="jit(f)/psum"}'
+    )
+
+
+# --- one collective each, compiled -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "fn", "payload", "received"),
+    [
+        ("all-reduce", psum, 64, 112),
+        ("all-gather", lambda x: lax.all_gather(x, "data"), 64, 7 * 64),
+        ("all-to-all", lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), 64, 56),
+        ("collective-permute", lambda x: lax.ppermute(x, "data", RING), 64, 64),
+        ("reduce-scatter", lambda x: lax.psum_scatter(x, "data", tiled=True), 64, 56),
+    ],
+)
+def test_one_collective(op, fn, payload, received):
+    moved = bytes_of(fn)
+    (only,) = moved.collectives
+    assert (only.op, only.group_size, only.count) == (op, 8, 1)
+    assert "shard_map" in only.op_name
+    assert (only.payload_bytes, only.received_bytes) == (payload, received)
+    assert (moved.payload, moved.received, moved.rounds) == (payload, received, 1)
+    assert moved.conditionals == ()
+
+
+def test_partial_permutation_reports_the_busiest_worker():
+    moved = bytes_of(lambda x: lax.ppermute(x, "data", [(0, 1), (4, 5), (6, 6)]))
+    assert (moved.payload, moved.received, moved.rounds) == (64, 64, 1)
+    assert moved.collectives[0].group_size == 4
+
+
+def test_program_without_collectives_moves_nothing():
+    moved = bytes_of(lambda x: x * 2)
+    assert moved == WireBytes()
+    assert (moved.payload, moved.received, moved.rounds) == (0, 0, 0)
+
+
+def test_three_workers():
+    moved = bytes_of(psum, shape=(3,))
+    assert moved.payload == 64
+    assert moved.received == pytest.approx(2 * 2 / 3 * 64)
+    assert bytes_of(lambda x: lax.all_gather(x, "data"), shape=(3,)).received == 128
+
+
+def test_two_axes_and_their_groups():
+    def fn(x):
+        return lax.psum(x, "a"), lax.all_gather(x, "b"), lax.psum(x[:4], ("a", "b"))
+
+    moved = bytes_of(fn, shape=(4, 2), names=("a", "b"))
+    found = {(c.op, c.group_size): c.received_bytes for c in moved.collectives}
+    assert found == {
+        ("all-reduce", 4): 2 * 3 / 4 * 64,
+        ("all-gather", 2): 64,
+        ("all-reduce", 8): 2 * 7 / 8 * 16,
+    }
+    assert moved.payload == 64 + 64 + 16
+
+
+def test_scalars():
+    moved = bytes_of(lambda x: lax.psum(x.sum(), "data"))
+    assert (moved.payload, moved.received) == (4, 7)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "nbytes"),
+    [
+        (jnp.int8, "s8[16]", 16),
+        (jnp.uint16, "u16[16]", 32),
+        (jnp.bool_, "pred[16]", 16),
+        (jnp.uint32, "u32[16]", 64),
+    ],
+)
+def test_element_types(dtype, shape, nbytes):
+    moved = bytes_of(lambda x: lax.all_gather(x, "data", tiled=True), dtype=dtype)
+    (only,) = moved.collectives
+    assert only.dtypes == (shape.partition("[")[0],)
+    assert only.payload_bytes == nbytes
+    assert only.received_bytes == 7 * nbytes
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int4])
+def test_types_that_cpu_widens_are_reported_as_compiled(dtype):
+    program = compiled(lambda x: lax.all_gather(x, "data"), dtype=dtype)
+    (only,) = wire_bytes(program).collectives
+    width = {"bf16": 2, "f32": 4, "u16": 2, "s8": 1, "s4": 0.5}[only.dtypes[0]]
+    assert only.payload_bytes == 16 * width
+    assert any(
+        f"{only.dtypes[0]}[" in line and "all-gather" in line
+        for line in program.as_text().splitlines()
+    )
+
+
+def test_bitcast_to_uint16_keeps_bf16_at_two_bytes():
+    def fn(x):
+        return lax.all_gather(lax.bitcast_convert_type(x, jnp.uint16), "data")
+
+    assert bytes_of(fn, dtype=jnp.bfloat16).payload == 32
+
+
+def test_tuple_psum_counts_every_leaf():
+    moved = bytes_of(lambda x: psum((x, x[:3] + 1, x.astype(jnp.int32))))
+    assert moved.payload == 64 + 12 + 64
+    assert moved.received == pytest.approx(2 * 7 / 8 * 140)
+    # XLA combines the two float leaves into one all-reduce with two operands.
+    assert sum(len(c.shapes) for c in moved.collectives) == 3
+    assert moved.rounds == len(moved.collectives)
+
+
+# --- control flow ------------------------------------------------------------------------------
+
+
+def scan_of_5(x):
+    return lax.scan(lambda c, _: (psum(c) * 0.1, None), x, None, length=5)[0]
+
+
+def test_scan_multiplies():
+    moved = bytes_of(scan_of_5)
+    (only,) = moved.collectives
+    assert (only.count, only.payload_bytes) == (5, 64)
+    assert (moved.payload, moved.received, moved.rounds) == (5 * 64, 5 * 112, 5)
+
+
+def test_fori_loop_with_static_bounds():
+    moved = bytes_of(
+        lambda x: lax.fori_loop(2, 9, lambda i, c: lax.ppermute(c, "data", RING) + 1, x)
+    )
+    assert (moved.payload, moved.rounds) == (7 * 64, 7)
+
+
+def test_nested_loops():
+    def fn(x):
+        return lax.fori_loop(0, 3, lambda i, c: scan_of_5(c) + 1, x)
+
+    assert bytes_of(fn).rounds == 15
+
+
+def without_counts(text):
+    stripped = text.replace("known_trip_count", "no_longer_known")
+    assert stripped != text
+    return stripped
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 5), (2, 9), (-3, 1)])
+def test_trip_count_from_the_counter_alone(start, stop):
+    program = compiled(lambda x: lax.fori_loop(start, stop, lambda i, c: psum(c) * 0.1, x))
+    assert wire_bytes(without_counts(program.as_text())).rounds == stop - start
+
+
+def test_trip_count_with_a_step_that_xla_is_not_told_about():
+    def fn(x):
+        def body(carry):
+            i, c = carry
+            return i - 3, psum(c) * 0.1
+
+        return lax.while_loop(lambda carry: carry[0] > 0, body, (jnp.int32(20), x))[1]
+
+    program = compiled(fn)
+    assert wire_bytes(program).rounds == 7  # 20, 17, 14, 11, 8, 5, 2
+    assert wire_bytes(without_counts(program.as_text())).rounds == 7
+
+
+def test_unknown_trip_count_raises_where_it_matters():
+    def talking(x):
+        return lax.while_loop(lambda c: c.sum() < 1000, lambda c: psum(c), x)
+
+    with pytest.raises(ValueError, match=r"while '.*depends on data; bound the loop statically"):
+        bytes_of(talking)
+
+    def silent(x):
+        return psum(lax.while_loop(lambda c: c.sum() < 1000, lambda c: c * 2 + 1, x))
+
+    assert bytes_of(silent).received == 112
+
+
+def test_endless_loop_raises():
+    text = compiled(scan_of_5).as_text()
+    text = without_counts(text).replace("direction=LT", "direction=NE").replace("(5)", "(-1)")
+    text = text.replace("s32[] constant(1)", "s32[] constant(0)")
+    with pytest.raises(ValueError, match="depends on data"):
+        wire_bytes(text)
+
+
+def test_collective_in_a_loop_condition_runs_once_more():
+    def fn(x):
+        def cond(carry):
+            return (carry[0] < 4) & (psum(carry[1][0]) > -1)
+
+        return lax.while_loop(cond, lambda c: (c[0] + 1, c[1] * 0.5), (0, x))[1]
+
+    text = compiled(fn).as_text()
+    # XLA cannot know this count; say that it is 4.
+    lines = [
+        line + ', backend_config={"known_trip_count":{"n":"4"}}' if " while(" in line else line
+        for line in text.splitlines()
+    ]
+    assert wire_bytes("\n".join(lines)).rounds == 5
+    with pytest.raises(ValueError, match="bound the loop"):
+        wire_bytes(text)
+
+
+def test_cond_counts_the_exchange():
+    def fn(x):
+        ok = psum(x.sum()) > 3
+        return lax.cond(ok, psum, lambda v: v * 2, x)
+
+    moved = bytes_of(fn)
+    assert moved.payload == 4 + 64
+    assert moved.received == 7 + 112
+    (conditional,) = moved.conditionals
+    assert [branch.received for branch in conditional.branches] == [0, 112]  # False, True
+    assert conditional.dearest == 1
+    assert conditional.count == 1
+
+
+def five_stages(x):
+    stage = lax.rem(psum(jnp.int32(1) + x[0].astype(jnp.int32)), 5)
+    stages = [
+        lambda v: v,
+        psum,
+        lambda v: lax.all_gather(v[:4], "data").sum(0).repeat(4),
+        lambda v: lax.ppermute(v, "data", RING),
+        lambda v: psum(v[:2]).sum() + v,
+    ]
+    return lax.switch(stage, stages, x)
+
+
+def test_switch_shows_every_stage():
+    moved = bytes_of(five_stages)
+    (conditional,) = moved.conditionals
+    assert [b.received for b in conditional.branches] == [0, 112, 7 * 16, 64, 14]
+    assert [b.payload for b in conditional.branches] == [0, 64, 16, 64, 8]
+    assert [b.rounds for b in conditional.branches] == [0, 1, 1, 1, 1]
+    assert conditional.dearest == 1
+    assert (moved.payload, moved.received, moved.rounds) == (4 + 64, 7 + 112, 2)
+
+
+def test_dearest_branch_is_by_received_then_payload():
+    def branch(payload, received):
+        return WireBytes((Collective("all-gather", "g", ("u8[1]",), 2, payload, received),))
+
+    def dearest(*branches):
+        return Conditional("c", 1, tuple(branch(*b) for b in branches)).dearest
+
+    assert dearest((9, 1), (1, 9)) == 1
+    assert dearest((1, 9), (9, 1)) == 0
+    assert dearest((1, 9), (2, 9)) == 1
+
+
+def test_cond_in_scan_and_cond_in_cond():
+    def fn(x):
+        def step(c, _):
+            total = psum(c.sum())
+            inner = lambda v: lax.cond(total > 9, psum, lambda u: u + 1, v)
+            return lax.cond(total > 3, inner, lambda v: v * 2, c), None
+
+        return lax.scan(step, x, None, length=6)[0]
+
+    moved = bytes_of(fn)
+    assert (moved.payload, moved.received, moved.rounds) == (6 * 68, 6 * 119, 12)
+    (outer,) = moved.conditionals
+    assert outer.count == 6
+    assert [b.received for b in outer.branches] == [0, 6 * 112]
+    (inner,) = outer.branches[1].conditionals
+    assert inner.count == 6
+    assert [b.received for b in inner.branches] == [0, 6 * 112]
+
+
+def test_nested_jit_and_remat():
+    def loss(x):
+        return jax.checkpoint(jax.jit(lambda y: jnp.sin(psum(jnp.sin(y)))))(x).sum()
+
+    assert bytes_of(lambda x: jax.checkpoint(jax.jit(psum))(x)).received == 112
+    program = compiled(jax.grad(loss))
+    instructions = [ln for ln in program.as_text().splitlines() if " all-reduce(" in ln]
+    assert len(instructions) >= 2  # forward again, and the transpose
+    assert wire_bytes(program).received == len(instructions) * 112
+
+
+# --- ways to call it ---------------------------------------------------------------------------
+
+
+def test_function_lowered_compiled_and_text_agree():
+    jitted = jax.jit(
+        jax.shard_map(psum, mesh=mesh_of((W,), ("data",)), in_specs=P("data"), out_specs=P())
+    )
+    x = jnp.ones((W, 16))
+    lowered = jitted.lower(x)
+    program = lowered.compile()
+    results = {
+        wire_bytes(jitted, x),
+        wire_bytes(lowered),
+        wire_bytes(program),
+        wire_bytes(program.as_text()),
+    }
+    assert [moved.received for moved in results] == [112]
+
+
+def test_wrong_programs_are_refused():
+    with pytest.raises(TypeError, match=r"jax\.jit"):
+        wire_bytes(psum)
+    with pytest.raises(ValueError, match="drop them"):
+        wire_bytes(hlo("ROOT " + all_reduce()), jnp.ones(3))
+    with pytest.raises(ValueError, match="StableHLO"):
+        wire_bytes(jax.jit(jnp.sin).lower(1.0).as_text())
+    with pytest.raises(ValueError, match="ENTRY"):
+        wire_bytes(hlo("ROOT " + all_reduce()).partition("ENTRY")[0])
+    with pytest.raises(ValueError, match="ENTRY"):
+        wire_bytes(hlo("ROOT " + all_reduce()).rstrip().rstrip("}"))
+
+
+def test_table_shows_totals_and_branches():
+    lines = str(bytes_of(five_stages)).splitlines()
+    assert lines[0].split()[:4] == ["collective", "count", "W", "payload"]
+    total = next(line for line in lines if line.startswith("total"))
+    assert total.split() == ["total", "2", "68", "119"]
+    assert "branch 1: payload 64 B, received 112 B, 1 rounds  <- counted above" in lines[-4]
+    assert sum("branch " in line for line in lines) == 5
+
+
+# --- literal HLO: forms that this backend does not print ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("{{0,1,2,3,4,5,6,7}}", 8),
+        ("{{0,1},{2,3},{4,5},{6,7}}", 2),
+        ("{{0,1,2},{3,4}}", 3),
+        ("{{0},{1},{2},{3}}", 1),
+        ("{}", 8),
+        ("[4,2]<=[8]", 2),
+        ("[2,4]<=[4,2]T(1,0)", 4),
+        ("[1,8]<=[8]", 8),
+        ("[8,1]<=[8]", 1),
+        ("mesh['data'=8] {'data'}", 8),
+        ("mesh['a'=4,'b'=2] {'a'}", 4),
+        ("mesh['a'=4,'b'=2] {'b'}", 2),
+        ("mesh['a'=4,'b'=2] {'a','b'}", 8),
+        ("mesh['a'=4,'b'=2] {'a':(1)2,'b'}", 4),
+        ("mesh['a'=4,'b'=2] {}", 1),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", 4),
+        ("mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}", 2),
+        ("@mesh<a=4,b=2> {a}", 4),
+        ("@mesh<a=4,b=2>, device_ids=([2,4]T(1,0)) {a:(2)2,b}", 4),
+    ],
+)
+def test_replica_groups(groups, size):
+    moved = wire_bytes(hlo("ROOT " + all_reduce(groups)))
+    (only,) = moved.collectives
+    assert only.group_size == size
+    assert only.op_name == "jit(f)/psum"
+    if size == 1:
+        assert (moved.payload, moved.received, moved.rounds) == (0, 0, 0)
+    else:
+        assert (moved.payload, moved.rounds) == (64, 1)
+        assert moved.received == pytest.approx(2 * (size - 1) / size * 64)
+
+
+@pytest.mark.parametrize(
+    ("groups", "header", "ids", "size"),
+    [
+        ("{}", "replica_count=4", False, 4),
+        ("{}", "replica_count=2, num_partitions=3", True, 6),
+        ("{{0,1}}", "replica_count=2, num_partitions=3", False, 6),  # replicas, all partitions
+        ("{{0,1}}", "replica_count=2, num_partitions=3", True, 2),  # global ids
+        ("{{0}}", "num_partitions=8", False, 8),
+        ("{{0,1,2,3,4,5,6,7}}", "num_partitions=8", False, 8),  # ids beyond the replicas
+        ("{}", "entry_computation_layout={}", True, 1),
+    ],
+)
+def test_everyone_is_counted_from_the_header(groups, header, ids, size):
+    moved = wire_bytes(hlo("ROOT " + all_reduce(groups, ids=ids), header=header))
+    assert moved.collectives[0].group_size == size
+
+
+def test_without_a_channel_groups_hold_replicas_only():
+    line = all_reduce("{{0,1}}", ids=False).replace("channel_id=1, ", "")
+    moved = wire_bytes(hlo("ROOT " + line, header="replica_count=2, num_partitions=3"))
+    assert moved.collectives[0].group_size == 2
+
+
+@pytest.mark.parametrize("groups", ["<new format>", "[8]<=[8]", "mesh['a'=8] {'b'}", "{0,1}"])
+def test_unknown_groups_raise(groups):
+    with pytest.raises(ValueError, match=r"all-reduce 'r': cannot read its replica_groups"):
+        wire_bytes(hlo("ROOT " + all_reduce(groups)))
+
+
+def test_missing_groups_raise():
+    with pytest.raises(ValueError, match="found none"):
+        wire_bytes(hlo("ROOT %r = f32[16]{0} all-reduce(%x), to_apply=%add"))
+
+
+GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
+PAIRS = "source_target_pairs={{0,1},{1,2},{3,3}}"
+
+
+@pytest.mark.parametrize(
+    ("op", "result", "attributes", "received"),
+    [
+        ("all-reduce", "f32[16]{0}", f"{GROUPS}, to_apply=%add", 112),
+        ("all-gather", "(f32[16]{0}, f32[128]{0})", f"{GROUPS}, dimensions={{0}}", 448),
+        ("reduce-scatter", "((f32[16]{0}), f32[2]{0})", f"{GROUPS}, to_apply=%add", 56),
+        ("all-to-all", "((f32[16]{0}), f32[16]{0})", f"{GROUPS}, dimensions={{0}}", 56),
+        ("collective-permute", "(f32[16]{0}, f32[16]{0}, u32[], u32[])", PAIRS, 64),
+        ("collective-broadcast", "((f32[16]{0}), f32[16]{0})", GROUPS, 64),
+    ],
+)
+@pytest.mark.parametrize("inline_types", [False, True])
+def test_async_pairs_count_once(op, result, attributes, received, inline_types):
+    operand = "f32[16]{0} %x" if inline_types else "%x"
+    handle = f"{result} %s" if inline_types else "%s"
+    text = hlo(
+        f"%s = {result} {op}-start({operand}), channel_id=3, {attributes}",
+        "%busy = f32[16]{0} add(%x, %x)",
+        f"ROOT %d = f32[16]{{0}} {op}-done({handle})",
+    )
+    moved = wire_bytes(text)
+    (only,) = moved.collectives
+    assert (only.op, only.name, only.shapes) == (op, "s", ("f32[16]",))
+    assert (moved.payload, moved.received, moved.rounds) == (64, received, 1)
+
+
+def test_generic_async_wrapping_counts_once():
+    wrapped = f"""
+%wrapped (p: f32[16]) -> f32[2] {{
+  %p = f32[16]{{0}} parameter(0)
+  ROOT %rs = f32[2]{{0}} reduce-scatter(%p), {GROUPS}, dimensions={{0}}, to_apply=%add
+}}, execution_thread="comm"
+"""
+    text = hlo(
+        "%s = ((f32[16]{0}), f32[2]{0}, u32[]) async-start(%x), calls=%wrapped",
+        "%u = ((f32[16]{0}), f32[2]{0}, u32[]) async-update(%s), calls=%wrapped",
+        "ROOT %d = f32[2]{0} async-done(%u), calls=%wrapped",
+        before=wrapped,
+    )
+    moved = wire_bytes(text)
+    assert (moved.payload, moved.received, moved.rounds) == (64, 56, 1)
+
+
+def test_variadic_operands_and_index_comments():
+    text = hlo(
+        "%y = bf16[2,3]{1,0:T(8,128)(2,1)} parameter(2)",
+        "%z = (f32[16]{0}, /*index=1*/bf16[2,3]{1,0}, s32[]) all-reduce(%x, %y, /*index=2*/%n), "
+        f"channel_id=1, {GROUPS}, use_global_device_ids=true, to_apply=%add",
+        "ROOT %o = f32[16]{0} get-tuple-element(%z), index=0",
+    )
+    (only,) = wire_bytes(text).collectives
+    assert only.shapes == ("f32[16]", "bf16[2,3]", "s32[]")
+    assert only.dtypes == ("f32", "bf16", "s32")
+    assert only.payload_bytes == 64 + 12 + 4
+
+
+def test_names_without_percent_signs():
+    text = hlo(
+        f"t = (f32[16], s32[]) all-reduce(x, n), {GROUPS}, to_apply=add",
+        "ROOT o = f32[16]{0} get-tuple-element(t), index=0",
+    ).replace("%", "")
+    assert wire_bytes(text).payload == 68
+
+
+def test_ragged_all_to_all_is_bounded_by_its_buffers():
+    text = hlo(
+        "%out = f32[24]{0} broadcast(%n), dimensions={}",
+        "%i = s32[8]{0} iota(), iota_dimension=0",
+        f"ROOT %r = f32[24]{{0}} ragged-all-to-all(%x, %out, %i, %i, %i, %i), {GROUPS}",
+    )
+    moved = wire_bytes(text)
+    assert (moved.payload, moved.received) == (64, 96)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "payload", "rounds"),
+    [("{{0,1},{1,0}}", 64, 1), ("{{0,0},{1,1}}", 0, 0), ("{}", 0, 0), ("{{3,3},{4,7}}", 64, 1)],
+)
+def test_permutation_pairs(pairs, payload, rounds):
+    line = f"ROOT %p = f32[16]{{0}} collective-permute(%x), source_target_pairs={pairs}"
+    for text in (hlo(line), hlo(line + ", channel_id=4")):
+        moved = wire_bytes(text)
+        assert (moved.payload, moved.received, moved.rounds) == (payload, payload, rounds)
+
+
+@pytest.mark.parametrize(
+    "attributes", ["", "source_target_pairs=[1,2]", PAIRS + ", slice_sizes={{4}}"]
+)
+def test_unknown_permutations_raise(attributes):
+    with pytest.raises(ValueError, match=r"collective-permute 'p'.*source_target_pairs"):
+        wire_bytes(hlo(f"ROOT %p = f32[16]{{0}} collective-permute(%x), {attributes}"))
+
+
+@pytest.mark.parametrize(
+    ("printed", "nbytes"),
+    [
+        ("s4[9]{0:E(4)}", 5),  # packed, rounded up
+        ("u4[9]{0}", 9),  # a layout that does not pack
+        ("u2[8]", 2),
+        ("pred[3]{0}", 3),
+        ("bf16[4,2]{1,0}", 16),
+        ("f8e4m3fn[5]{0}", 5),
+        ("f4e2m1fn[4]{0:E(4)}", 2),
+        ("c64[2]{0}", 16),
+        ("f32[<=10]{0}", 40),
+        ("f32[]", 4),
+        ("(f32[2]{0}, (u16[], token[]), f32[0]{0})", 10),
+    ],
+)
+def test_sizes_of_types(printed, nbytes):
+    assert sum(shape.nbytes for shape in parse_type(printed)) == nbytes
+    text = hlo(f"%y = {printed} parameter(2)", f"ROOT %g = f32[1]{{0}} all-gather(%y), {GROUPS}")
+    assert wire_bytes(text).payload == nbytes
+
+
+@pytest.mark.parametrize("printed", ["mystery[4]{0}", "f32[?]{0}"])
+def test_unknown_sizes_raise(printed):
+    with pytest.raises(ValueError, match="cannot tell the size"):
+        parse_type(printed)
+
+
+def loop(operand, config, body_op="all-reduce"):
+    body = f"""
+%body (p: (s32[], f32[16])) -> (s32[], f32[16]) {{
+  %p = (s32[], f32[16]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %v = f32[16]{{0}} get-tuple-element(%p), index=1
+  %m = f32[16]{{0}} {body_op}(%v), {GROUPS}, to_apply=%add, metadata={{op_name="in the loop"}}
+  ROOT %t = (s32[], f32[16]{{0}}) tuple(%next, %m)
+}}
+
+%condition (q: (s32[], f32[16])) -> pred[] {{
+  %q = (s32[], f32[16]{{0}}) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %limit = s32[] constant(11)
+  ROOT %less = pred[] compare(%j, %limit), direction=LT
+}}
+"""
+    return hlo(
+        "%zero = s32[] constant(0)",
+        f"%start = (s32[], f32[16]{{0}}) tuple({operand}, %x)",
+        f"%w = (s32[], f32[16]{{0}}) while(%start), condition=%condition, body=%body{config}",
+        "ROOT %o = f32[16]{0} get-tuple-element(%w), index=1",
+        before=body,
+    )
+
+
+def test_literal_trip_counts():
+    known = ', backend_config={"known_trip_count":{"n":"4"}}'
+    escaped = ', backend_config="{\\"known_trip_count\\":{\\"n\\":\\"6\\"}}"'
+    assert wire_bytes(loop("%n", known)).rounds == 4
+    assert wire_bytes(loop("%n", escaped)).rounds == 6
+    assert wire_bytes(loop("%zero", "")).rounds == 11
+    assert wire_bytes(loop("%n", "", body_op="custom-call")) == WireBytes()
+    with pytest.raises(ValueError, match=r"while 'w'.*'in the loop'.*depends on data"):
+        wire_bytes(loop("%n", ""))
+
+
+BRANCHES = f"""
+%exchange (p: f32[16]) -> f32[16] {{
+  %p = f32[16]{{0}} parameter(0)
+  ROOT %m = f32[16]{{0}} all-reduce(%p), {GROUPS}, to_apply=%add
+}}
+
+%skip (q: f32[16]) -> f32[16] {{
+  ROOT %q = f32[16]{{0}} parameter(0)
+}}
+"""
+
+
+def test_branches_of_a_predicate_are_false_then_true():
+    text = hlo(
+        "%ok = pred[] constant(true)",
+        "ROOT %c = f32[16]{0} conditional(%ok, %x, %x), true_computation=%exchange, "
+        "false_computation=%skip",
+        before=BRANCHES,
+    )
+    (conditional,) = wire_bytes(text).conditionals
+    assert [b.received for b in conditional.branches] == [0, 112]
+
+
+def test_calls_are_followed_and_counted_each_time():
+    text = hlo(
+        "%one = f32[16]{0} call(%x), to_apply=%exchange",
+        "%two = f32[16]{0} fusion(%one), kind=kCustom, calls=%exchange",
+        "ROOT %three = f32[16]{0} copy(%two)",
+        before=BRANCHES,
+    )
+    assert wire_bytes(text).rounds == 2
+
+
+def test_computations_that_nothing_calls_do_not_count():
+    assert wire_bytes(hlo("ROOT %o = f32[16]{0} copy(%x)", before=BRANCHES)) == WireBytes()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("custom-call(%x), called_computations={%skip, %exchange}", "custom-call 'o' calls"),
+        ("call(%x), to_apply=%absent", "'absent'"),
+        ("send(%x, %x), channel_id=1", "point-to-point"),
+        (f"all-gather(%absent), {GROUPS}", "no known type"),
+    ],
+)
+def test_what_cannot_be_counted_raises(line, message):
+    with pytest.raises(ValueError, match=message):
+        wire_bytes(hlo(f"ROOT %o = f32[16]{{0}} {line}", before=BRANCHES))
+
+
+def test_transfers_to_the_host_are_not_traffic_between_workers():
+    text = hlo("ROOT %o = f32[16]{0} send(%x, %x), channel_id=1, is_host_transfer=true")
+    assert wire_bytes(text) == WireBytes()
+
+
+def test_user_text_is_not_syntax():
+    name = 'metadata={op_name="f(x), calls=%absent, replica_groups={{0}} all-reduce(\\"(" }'
+    text = hlo(f"%y = f32[16]{{0}} add(%x, %x), {name}", "ROOT " + all_reduce(operand="%y"))
+    assert wire_bytes(text).received == 112
+
+
+def test_literals_and_attributes_over_several_lines():
+    text = hlo(
+        "%c = s32[2,2]{1,0} constant({",
+        "{ 1, 2 }, { 3, 4 } })",
+        "ROOT %r = f32[16]{0} all-reduce(%x), channel_id=1,",
+        f"  {GROUPS}, use_global_device_ids=true,",
+        "  to_apply=%add",
+    )
+    assert list(parse(text).computations["main"].instructions) == ["x", "n", "c", "r"]
+    assert wire_bytes(text).received == 112
