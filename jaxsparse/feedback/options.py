@@ -71,7 +71,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
         "with less memory in flight; a budget is split in proportion to their sizes.",
     ),
 }
-_MARK = "        **options: "
+_MARK = "    **options: "
 
 
 def exchange_options(
@@ -126,14 +126,15 @@ def exchange_options(
 
 def _documented(docstring: str, names: list[str]) -> str:
     """A docstring whose `**options` entry is replaced by one for each of the options."""
+    docstring = inspect.cleandoc(docstring) + "\n"  # Python 3.13 takes indentation off, too
     start = docstring.index(_MARK)
     end = docstring.index("\n", start)
     entries = [
         textwrap.fill(
             f"{name}: {OPTIONS[name][1]}",
-            100,
-            initial_indent=" " * 8,
-            subsequent_indent=" " * 12,
+            96,
+            initial_indent=" " * 4,
+            subsequent_indent=" " * 8,
         )
         for name in names
     ]
