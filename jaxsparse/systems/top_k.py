@@ -21,9 +21,9 @@ from jaxsparse.systems.row import Case, System
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Reducer):
-    """Each worker's largest entries, gathered by all (Aji and Heafield, EMNLP 2017).
+    """Gathers each worker's largest entries (Aji and Heafield, EMNLP 2017).
 
-    Its fields are the arguments of `top_k`.
+    The fields are the arguments of `top_k`.
     """
 
     density: float
@@ -37,7 +37,7 @@ class TopK(Reducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The codec's rounding is fed back, too."""
+        """The residual keeps the codec's rounding."""
         return "exact" if self.codec.is_exact else "to rounding"
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
@@ -59,15 +59,18 @@ def top_k(
 ) -> optax.GradientTransformationExtraArgs:
     """Top-k SGD (TopkA): each worker's k largest entries, gathered and summed by all.
 
-    Per step a worker sends k = density d entries and receives (W - 1) k: 2 (W - 1) k words in COO,
-    which grows with the number of workers. The baseline of gTop-k, Ok-Topk and SparDL.
+    In a step, a worker sends k = density d entries and receives (W - 1) k, which are 2 (W - 1) k
+    words in COO and grow with the number of workers. This is the baseline of gTop-k, Ok-Topk and
+    SparDL.
+
+    `momentum` is corrected, and masked where this worker sent.
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it, as
-            `jaxsparse.warm_up` makes them.
-        codec: of the messages: `codecs.COO` is exact, `codecs.Packed()` halves the bytes and feeds
-            the rounding back.
-        selection: "fast" keeps nearly the largest entries, "exact" the largest (a sort).
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up
+            (`jaxsparse.warm_up`).
+        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
+            rounding in the residual.
+        selection: "fast" keeps nearly the largest entries, "exact" sorts to keep the largest.
         **options: as for all transformations.
 
     Raises:
