@@ -7,23 +7,24 @@ Chain one of the transformations before an Optax optimizer and run the training 
 """
 
 from jaxsparse import (
-    blocks,
+    blocks as blocks,
     codecs,
-    collectives,
-    layout,
-    planner,
-    quantize,
-    select,
-    sketch,
-    stream,
+    collectives as collectives,
+    layout as layout,
+    planner as planner,
+    quantize as quantize,
+    select as select,
+    sketch as sketch,
+    stream as stream,
     systems,
-    traffic,
+    traffic as traffic,
 )
 from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.planner import select_tensors
 from jaxsparse.planner.autotune import autotune
 from jaxsparse.reducers.stages import Stages, warm_up
 from jaxsparse.systems import *
+from jaxsparse.traffic import wire_bytes
 from jaxsparse.training.diagnostics import diagnose
 from jaxsparse.training.failing import fail_at_once
 from jaxsparse.training.marks import PerWorker, Sharded, specs
@@ -32,33 +33,26 @@ from jaxsparse.training.replicas import check_replicas
 from jaxsparse.training.resharding import reshard
 from jaxsparse.training.sharding import local, shard
 
+# What a training program names. Building blocks stand in the modules imported above.
 __all__ = [
     "PerWorker",
     "Sharded",
     "Stages",
     "autotune",
-    "blocks",
     "check_replicas",
     "codecs",
-    "collectives",
     "data_parallel",
     "diagnose",
     "error_feedback",
     "fail_at_once",
-    "layout",
     "local",
     "partition",
-    "planner",
-    "quantize",
     "reshard",
-    "select",
     "select_tensors",
     "shard",
-    "sketch",
     "specs",
-    "stream",
     "systems",
-    "traffic",
     "warm_up",
+    "wire_bytes",
 ]
 __all__ += systems.__all__

@@ -30,7 +30,7 @@ LAYERS = [
     ["collectives.split"],
     ["collectives"],
     ["reducers.base"],
-    ["reducers.matrices", "reducers.blocks", "reducers.stages"],
+    ["reducers.matrices", "reducers.blocks", "reducers.entries", "reducers.stages"],
     ["reducers"],
     ["feedback"],
     ["training.diagnostics"],

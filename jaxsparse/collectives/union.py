@@ -1,4 +1,8 @@
-"""The union of the workers' supports, as an OR of bit masks (OmniReduce, S2 Reducer)."""
+"""The union of the workers' supports, as an OR of bit masks (OmniReduce, S2 Reducer).
+
+Masks travel as bits, by an all-to-all and an all-gather: counts in a psum would need
+floor(log2 W) + 1 bits a block.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32

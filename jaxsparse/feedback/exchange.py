@@ -10,40 +10,40 @@ from jaxtyping import Array, Bool, Int
 
 from jaxsparse.collectives import wire
 from jaxsparse.feedback.plan import Axes, Plan
-from jaxsparse.reducers.base import Info, Reduced
+from jaxsparse.reducers.base import Info
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-_MOST = 2**31 - 1  # that an int32 holds
+_MOST = 2**31 - 1  # the largest int32
 
 
 class Bucket(NamedTuple):
-    """What one worker carries of its shard of one bucket."""
+    """One worker's state for its shard of one bucket."""
 
     residual: Array
-    momentum: Array | None  # its own, or that of the mean; None if there is none
+    momentum: Array | None  # this worker's, or that of the mean; None without momentum
     reducer: Any
 
 
 class Carried(NamedTuple):
-    """What one worker carries from step to step, in float32."""
+    """One worker's state between steps, in float32."""
 
     buckets: list[Bucket]
-    dense_momentum: Array | None  # of the uncompressed leaves' mean
-    pending: Array | None  # the last uncompressed gradient, not exchanged yet; None without delay
+    dense_momentum: Array | None  # momentum of the uncompressed leaves' mean
+    pending: Array | None  # the last uncompressed gradient, yet to be exchanged; None: no delay
 
 
 class Exchanged(NamedTuple):
-    """What a step delivers, and what is carried on."""
+    """The means that a step delivers, and the state after it."""
 
-    means: list[Array]  # one a bucket, whole
+    means: list[Array]  # one a whole bucket
     dense_mean: Array
     carried: Carried
     info: Info
-    ok: Bool[Array, ""]  # whether all was finite everywhere
+    ok: Bool[Array, ""]  # whether everything is finite on all workers
 
 
 class Settings(NamedTuple):
-    """How to exchange, whatever the tree."""
+    """Settings of an exchange that do not depend on the tree."""
 
     axes: Axes
     momentum: float | Array | None = None
@@ -53,81 +53,26 @@ class Settings(NamedTuple):
 def exchange(
     buckets: Sequence[Array], dense: Array, before: Carried, plan: Plan, settings: Settings
 ) -> Exchanged:
-    """Exchanges residuals with this step's gradients, or with a delay what was there before them.
+    """Exchanges residuals plus this step's gradients, or with a delay the residuals alone.
 
-    Whether gradients are finite is agreed on in the same message as the dense leaves, before the
-    buckets are exchanged: a skipped step then costs no message of its own, and exchanges the old
-    residual in vain. To decide afterwards would keep a copy of the old state, one to two d floats
-    of memory. With a delay only that flag waits for the gradients.
+    Before the buckets, workers exchange the dense leaves and, in the same message, a flag that
+    gradients are finite. A skipped step so needs no message of its own, and exchanges the old
+    residual in vain. A later decision would need a copy of the old state, one to two d floats of
+    memory. With a delay, only the flag waits for the gradients.
     """
     axes, momentum, is_delayed = settings
     gradients = _shards(buckets, plan, axes)
-    ok, dense_mean, dense_ok = jnp.bool_(True), dense, jnp.bool_(True)
-    if is_delayed:
-        if dense.size:  # an empty message would be sent, too
-            assert before.pending is not None
-            workers = axes.summands()
-            dense_mean = wire.psum(before.pending, axes.summed) / workers
-    else:
-        sums = [
-            b.residual + _corrected(g, b.momentum, momentum, zeros)
-            for g, b, zeros in zip(gradients, before.buckets, plan.needs_zeros)
-        ]
-        ok, dense_mean = _agreed(sums, dense, axes)
-        dense_ok = ok
-
-    means: list[Array] = []
-    after: list[Bucket] = []
-    infos: list[Info] = []
-    for gradient, b, reducer, zeros, size in zip(
-        gradients, before.buckets, plan.reducers, plan.needs_zeros, plan.sizes
-    ):
-        residual = b.residual
-        if means and is_delayed:
-            residual, means[-1] = _after(residual, means[-1], axes)
-        elif means:
-            gradient, means[-1] = _after(gradient, means[-1], axes)
-        x, kept = residual, b.momentum
-        if not is_delayed:
-            u = _corrected(gradient, kept, momentum, zeros)
-            if kept is not None and not zeros:
-                # What is exchanged is made of it. Else XLA makes it only after the exchange, of two
-                # vectors that are kept until then.
-                kept = u = _select(ok, u, kept)
-            x = _select(ok, residual + u, residual)
-        reduced = reducer(x, b.reducer, axis_name=axes.axis_name)
-        mean = reduced.mean
-        if not is_delayed:
-            mean = _select(ok, mean, jnp.zeros_like(mean))
-        if zeros:
-            mean, kept = _mean_momentum(mean, kept, ok, momentum)
-        elif kept is not None:
-            kept = _select(ok, _masked(kept, reduced), kept)
-        means.append(axes.gather(mean, size) if axes.scatters else mean)
-        infos.append(reduced.info)
-        if is_delayed:
-            after.append(Bucket(reduced.residual, kept, reduced.state))
-        else:
-            state = _select(ok, reduced.state, b.reducer)
-            after.append(Bucket(_select(ok, reduced.residual, x), kept, state))
-
     pending = None
     if is_delayed:
-        added = [
-            _corrected(g, b.momentum, momentum, zeros)
-            for g, b, zeros in zip(gradients, after, plan.needs_zeros)
-        ]
-        sums = [b.residual + u for b, u in zip(after, added)]
-        finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
-        ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
-        after = [
-            b._replace(
-                residual=_select(ok, x, b.residual),
-                momentum=b.momentum if b.momentum is None or zeros else _select(ok, u, b.momentum),
-            )
-            for b, x, u, zeros in zip(after, sums, added, plan.needs_zeros)
-        ]
+        dense_mean = _pending_mean(before.pending, dense, axes)
+        means, after, infos = _send(None, before.buckets, jnp.bool_(True), plan, settings)
+        after, ok, dense_ok = _add_later(gradients, dense, dense_mean, after, plan, settings)
         pending = _select(ok, dense, jnp.zeros_like(dense))
+    else:
+        sums = _sums(gradients, before.buckets, plan, momentum)
+        ok, dense_mean = _agreed(sums, dense, axes)
+        means, after, infos = _send(gradients, before.buckets, ok, plan, settings)
+        dense_ok = ok
     dense_mean, dense_momentum = _mean_momentum(
         dense_mean, before.dense_momentum, dense_ok, momentum
     )
@@ -135,20 +80,90 @@ def exchange(
     return Exchanged(means, dense_mean, carried, total(infos, plan, axes), ok & dense_ok)
 
 
+def _send(
+    gradients: Sequence[Array] | None,
+    before: Sequence[Bucket],
+    ok: Bool[Array, ""],
+    plan: Plan,
+    settings: Settings,
+) -> tuple[list[Array], list[Bucket], list[Info]]:
+    """Exchanges each bucket's residual, with the gradient added to it unless that comes later.
+
+    Returns:
+        The means, whole; what is carried on, which without `ok` is what was there before; and what
+        each exchange did.
+    """
+    axes, momentum, _ = settings
+    means: list[Array] = []
+    after: list[Bucket] = []
+    infos: list[Info] = []
+    for i, (b, reducer, zeros) in enumerate(zip(before, plan.reducers, plan.needs_zeros)):
+        x, kept = b.residual, b.momentum
+        if gradients is None:
+            if means:
+                x, means[-1] = _after(x, means[-1], axes)
+        else:
+            gradient = gradients[i]
+            if means:
+                gradient, means[-1] = _after(gradient, means[-1], axes)
+            u = _corrected(gradient, kept, momentum, zeros)
+            if kept is not None and not zeros:
+                # The exchanged vector is computed from it. Otherwise XLA computes the momentum
+                # after the exchange, and keeps two vectors until then.
+                kept = u = _select(ok, u, kept)
+            x = _select(ok, x + u, x)
+        mean, residual, sent, state, info = reducer(x, b.reducer, axis_name=axes.axis_name)
+        mean = _select(ok, mean, jnp.zeros_like(mean))
+        if zeros:
+            mean, kept = _mean_momentum(mean, kept, ok, momentum)
+        elif kept is not None and sent is not None:
+            kept = _select(ok, jnp.where(sent, jnp.zeros_like(kept), kept), kept)
+        means.append(axes.gather(mean, plan.sizes[i]) if axes.scatters else mean)
+        after.append(Bucket(_select(ok, residual, x), kept, _select(ok, state, b.reducer)))
+        infos.append(info)
+    return means, after, infos
+
+
+def _add_later(
+    gradients: Sequence[Array],
+    dense: Array,
+    dense_mean: Array,
+    sent: Sequence[Bucket],
+    plan: Plan,
+    settings: Settings,
+) -> tuple[list[Bucket], Bool[Array, ""], Bool[Array, ""]]:
+    """With a delay: the gradients added to what the exchange left, if all workers' are finite.
+
+    Returns:
+        What is carried on, whether gradients are finite, and whether the dense mean is.
+    """
+    axes, momentum, _ = settings
+    sums = _sums(gradients, sent, plan, momentum)
+    finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
+    ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
+    after = []
+    for b, x, gradient, zeros in zip(sent, sums, gradients, plan.needs_zeros):
+        kept = b.momentum
+        if kept is not None and not zeros:
+            kept = _select(ok, _corrected(gradient, kept, momentum, zeros), kept)
+        after.append(Bucket(_select(ok, x, b.residual), kept, b.reducer))
+    return after, ok, dense_ok
+
+
 def keep_rounding(done: Exchanged, rounded: Sequence[Array], plan: Plan, axes: Axes) -> Exchanged:
-    """What rounding to the leaves' dtypes takes from the means is not delivered either.
+    """Adds to the residuals the part of the means that rounding to the leaves' dtypes removes.
 
     Args:
         done: the exchange.
-        rounded: the means as the leaves' dtypes hold them, in float32.
-        plan: of the tree.
-        axes: of the workers.
+        rounded: the means after rounding to the leaves' dtypes, in float32.
+        plan: the plan of the tree.
+        axes: the axes of the workers.
     """
     buckets = []
     for b, zeros, mean, low in zip(done.carried.buckets, plan.needs_zeros, done.means, rounded):
         if not zeros:
             lost = axes.own(mean - low, b.residual.size) if axes.scatters else mean - low
-            # Where nothing is lost, the bits of the residual, for -0 + 0 is +0.
+            # Where nothing is lost, keep the residual's bits: -0 + 0 would be +0.
             b = b._replace(residual=jnp.where(lost == 0, b.residual, b.residual + lost))
         buckets.append(b)
     return done._replace(carried=done.carried._replace(buckets=buckets))
@@ -166,8 +181,29 @@ def _shards(buckets: Sequence[Array], plan: Plan, axes: Axes) -> list[Array]:
     return own
 
 
+def _sums(
+    gradients: Sequence[Array],
+    buckets: Sequence[Bucket],
+    plan: Plan,
+    momentum: float | Array | None,
+) -> list[Array]:
+    """Residuals with the gradients, and their momentum, added."""
+    return [
+        b.residual + _corrected(gradient, b.momentum, momentum, zeros)
+        for gradient, b, zeros in zip(gradients, buckets, plan.needs_zeros)
+    ]
+
+
+def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:
+    """With a delay: the mean of the last step's dense leaves."""
+    if pending is None or not dense.size:  # an empty message would be sent, too
+        return dense
+    workers = axes.summands()
+    return wire.psum(pending, axes.summed) / workers
+
+
 def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
-    """Whether all is finite on all workers, and the mean of the dense leaves, in one message."""
+    """Exchanges in one message whether all is finite, and the mean of the dense leaves."""
     finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
     broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
     workers = axes.summands()
@@ -180,10 +216,10 @@ def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array
 
 
 def _after(x: Array, mean: Array, axes: Axes) -> tuple[Array, Array]:
-    """`x`, to be used once `mean` is there, and `mean`.
+    """Returns `x`, which then depends on `mean`, and `mean`.
 
-    Without the barrier XLA may start all buckets at once, or combine their messages, and the memory
-    that splitting saves is lost again. The mean comes out of it, too: XLA would drop what does not.
+    Without the barrier XLA may start all buckets at once, or combine their messages, and need the
+    memory that splitting saves. The mean is an output, too, because XLA drops unused operands.
     """
     x, after = jax.lax.optimization_barrier((x, mean))
     for axis in axes.all:
@@ -200,9 +236,9 @@ def _select(ok: Array, new: Any, old: Any) -> Any:
 def _mean_momentum(
     mean: Array, before: Array | None, ok: Array, momentum: float | Array | None
 ) -> tuple[Array, Array | None]:
-    """The update with the mean's momentum, and the momentum; without `ok`, zeros and as before.
+    """The update with the mean's momentum, and that momentum; if not `ok`, zeros and the old one.
 
-    Momentum is linear: that of the mean is the mean of all workers', so one replicated copy serves.
+    Momentum is linear: the mean's is the mean of all workers', so one replicated copy is enough.
     """
     if momentum is not None and before is not None:
         mean = jnp.asarray(momentum, jnp.float32) * before + mean
@@ -222,25 +258,21 @@ def _corrected(
 
 
 def _all_finite(x: Array) -> Array:
-    # A sum propagates NaN, which maxima on CPU may lose, and it stores nothing of x's size.
+    # A sum propagates NaN, which maxima on CPU may drop, and stores no array of x's size.
     return jnp.sum(x * jnp.zeros_like(x, shape=())) == 0
 
 
-def _masked(u: Array, reduced: Reduced) -> Array:
-    return u if reduced.sent is None else jnp.where(reduced.sent, jnp.zeros_like(u), u)
-
-
 def count(elements: int) -> Int[Array, ""]:
-    """A static number of elements as an int32, or the largest one if it is larger."""
+    """A static number of elements as an int32; 2**31 - 1 if it is larger."""
     return jnp.int32(min(elements, _MOST))
 
 
 def saturating_sum(counts: Int[Array, "n *k"], axis_name: str | None = None) -> Int[Array, " *k"]:
-    """The sum of counts over their first axis and over workers; 2**31 - 1 if it is more.
+    """The sum of counts over their first axis and over workers; 2**31 - 1 if it is larger.
 
     Args:
-        counts: int32, not negative; at most 2**15 of all workers.
-        axis_name: the axis of workers; None for these alone.
+        counts: int32, not negative; all workers together have at most 2**15 of them.
+        axis_name: the axis of workers. None: no sum over workers.
     """
     # Sums of halves don't overflow.
     halves = jnp.stack([counts >> 16, counts & 0xFFFF]).sum(axis=1, dtype=jnp.int32)
@@ -252,11 +284,11 @@ def saturating_sum(counts: Int[Array, "n *k"], axis_name: str | None = None) -> 
 
 
 def total(infos: Sequence[Info], plan: Plan, axes: Axes) -> Info:
-    """The sums over buckets and shards, and uncompressed elements; padding does not count."""
+    """Sums over buckets and shards, with uncompressed elements and without padding."""
     delivered, overflow = [jnp.int32(0)], [jnp.int32(0)]
     for one, size, shard in zip(infos, plan.sizes, plan.shards):
         held = count(shard)
-        if axes.scatters:  # how many elements of this device's shard are the bucket's
+        if axes.scatters:  # elements of this device's shard without padding
             full, rest = divmod(size, max(shard, 1))
             rank = wire.axis_index(axes.dense_axis)
             partly = jnp.where(rank == full, count(rest), jnp.int32(0))

@@ -1,10 +1,10 @@
 """The contract between a reducer and everything around it.
 
-A reducer makes, from each worker's vector, an estimate of the mean over workers that costs few
-bytes, and says what it did not deliver. `sum_w x_w == W * mean + sum_w residual_w` holds it
-together: nothing is lost, only late.
+A reducer estimates the mean of all workers' vectors with few bytes, and returns a residual: all
+that it did not deliver. The contract is `sum_w x_w == W * mean + sum_w residual_w`: nothing is
+lost, only late.
 
-It is a reducer, and not a pair of compress and decompress, because residuals may arise inside a
+It is one function, and not a pair of compress and decompress, because residuals may arise inside a
 collective, and masks may be global.
 """
 
@@ -20,24 +20,24 @@ from jaxsparse.platforms import count_where
 from jaxsparse.settings import static_seed
 from jaxsparse.stream import SparseStream, to_dense
 
-_MOST = 2**31 - 1  # that an int32 holds
+_MOST = 2**31 - 1  # the largest int32
 
-# How well sum_w x_w == W * mean + sum_w residual_w holds: for values whose sums and means float32
-# holds; but for the rounding of values on the wire; on average over random draws; or not at all.
+# How well sum_w x_w == W * mean + sum_w residual_w holds: for all values whose sums and means fit
+# float32; up to the rounding of values on the wire; on average over random draws; or not at all.
 Conservation = Literal["exact", "to rounding", "in expectation", "leaks"]
 
 
 class Info(NamedTuple):
-    """What one exchange did; replicated scalars."""
+    """Counts of one exchange; replicated scalars."""
 
-    delivered: Int[Array, ""]  # int32: coordinates that the mean carries
-    # int32: entries, of all workers, kept back for want of capacity; where workers share the room,
-    # elements of the union of what they have, each counted once
+    delivered: Int[Array, ""]  # int32: number of coordinates that the mean carries
+    # int32: number of entries, over all workers, without room in messages. If workers share the
+    # room, it counts elements of the union of their entries once.
     overflow: Int[Array, ""]
 
 
 def info(delivered: Any, overflow: Any = 0) -> Info:
-    """An `Info` of int32 scalars; a static number that is too large for one is cut."""
+    """An `Info` of int32 scalars. A static number above the largest int32 becomes that."""
     if isinstance(delivered, int):
         delivered = min(delivered, _MOST)
     return Info(jnp.asarray(delivered, jnp.int32), jnp.asarray(overflow, jnp.int32))
@@ -47,9 +47,9 @@ class Reduced(NamedTuple):
     """The outcome of one exchange of vectors of d elements among W workers."""
 
     mean: Float[Array, " d"]  # float32 estimate of (1/W) sum_w x_w, bitwise equal on all workers
-    residual: Float[Array, " d"]  # float32: this worker's share of what was not delivered
-    sent: Bool[Array, " d"] | None  # where momentum is to be masked; None: nowhere
-    state: Any  # the reducer's own carried state
+    residual: Float[Array, " d"]  # float32: this worker's share of all that was not delivered
+    sent: Bool[Array, " d"] | None  # where to mask momentum; None: nowhere
+    state: Any  # the reducer's own state
     info: Info
 
 
@@ -61,20 +61,20 @@ class Leaf(NamedTuple):
 
 
 class Budget(abc.ABC):
-    """Makes the reducers of all buckets from what they may spend together.
+    """Makes the reducers of all buckets from their common budget.
 
-    A budget is apart from a reducer because a wanted compression is met by the whole tree, dense
-    leaves included, and can be divided only once the layout is known.
+    It is apart from a reducer because a compression holds for the whole tree, dense leaves
+    included, and can be divided only once the layout is known.
     """
 
     @property
     def alignment(self) -> int:
-        """Elements that buckets must be multiples of, but for the last: a block, if it has any."""
+        """Sizes of all buckets but the last must be multiples of this number, such as a block."""
         return 1
 
     @property
     def whole_leaves(self) -> bool:
-        """Whether no leaf may straddle buckets: reducers are told leaves by `with_leaves`."""
+        """Whether no leaf may straddle buckets. `with_leaves` then tells reducers their leaves."""
         return False
 
     @abc.abstractmethod
@@ -82,8 +82,8 @@ class Budget(abc.ABC):
         """One reducer for each bucket.
 
         Args:
-            sizes: elements of each bucket.
-            dense_size: elements that travel uncompressed beside the buckets.
+            sizes: number of elements of each bucket.
+            dense_size: number of uncompressed elements beside the buckets.
 
         Raises:
             ValueError: the budget can't be met.
@@ -94,76 +94,81 @@ class Budget(abc.ABC):
 class Reducer(Budget):
     """Exchanges one flat vector. Derived classes are frozen dataclasses of static settings.
 
-    They override what differs from the defaults here. A reducer whose settings are totals for the
-    whole tree divides them in `split`, as a `Budget`.
+    They override the defaults here, and call `super().__post_init__()` before they check settings
+    of their own. If a reducer's settings are totals for the whole tree, its `split` divides them
+    among buckets.
     """
+
+    def __post_init__(self):
+        """Nothing to check here."""
 
     @property
     def conservation(self) -> Conservation:
-        """How well it keeps the law at the top of this file; the contract test checks that."""
+        """How well it keeps the contract at the top of this file. A test checks it."""
         return "exact"
 
     @property
     def dense_at_full_budget(self) -> bool:
-        """Whether the mean is the dense mean if everything is affordable."""
+        """Whether the mean is the dense mean if the budget covers everything."""
         return True
 
     @property
     def needs_zeros(self) -> bool:
-        """Whether it sends whatever is not zero, so that no momentum may go in.
+        """Whether it sends all that is not zero, so that its input must have no momentum.
 
-        Momentum, or what rounding to a leaf's dtype takes, would make every row that was ever
-        touched non-zero for ever. So the momentum is that of the mean, and such rounding is
-        forgotten, as for dense leaves.
+        With momentum, or with the rounding to a leaf's dtype in the residual, every row that was
+        ever touched would stay non-zero for ever. So the momentum is that of the mean, and this
+        rounding is dropped, as for dense leaves.
         """
         return False
 
     @property
     def adapts_messages(self) -> bool:
-        """Whether the shape of its messages follows what was exchanged before.
+        """Whether the shapes of its messages depend on earlier exchanges.
 
-        So shards that are exchanged side by side may send different ones. For a collective-permute,
-        which is one for all devices, they would wait for each other for ever.
+        Shards that are exchanged side by side may then send different messages. All devices take
+        part in one collective-permute, so they would wait for each other for ever.
         """
         return False
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
-        """The same for each bucket."""
+        """The same reducer for each bucket."""
         return (self,) * len(sizes)
 
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "Reducer":
-        """The same for a bucket of these leaves, end to end; called if `whole_leaves`."""
+        """The same reducer for a bucket of these leaves, end to end. Used if `whole_leaves`."""
         del leaves
         return self
 
     def init(self, size: int) -> Any:
-        """One worker's initial state for vectors of `size` elements; by default none.
+        """One worker's initial state for vectors of `size` elements. Default: no state.
 
-        Arrays that will differ between workers are `PerWorker`, all others replicated.
+        Arrays that will differ between workers are `PerWorker`. All others are replicated.
         """
         del size
         return ()
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """Exchanges float32 `x` along `axis_name` (None: among one worker, nothing is sent)."""
+        """Exchanges float32 `x` along `axis_name`. None: a single worker, which sends nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SeededReducer(Reducer):
-    """A reducer that draws at random: each bucket has a seed of its own.
+    """A reducer with random draws. Each bucket has its own seed.
 
     Attributes:
-        seed: 0 <= seed < 2**32, of the draws, which are fresh at each exchange.
+        seed: seed of the draws, 0 <= seed < 2**32. Draws are fresh at each exchange.
     """
 
     seed: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "seed", static_seed("seed", self.seed))
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
-        """The same for each bucket, but for the seed."""
+        """The same reducer with another seed for each bucket."""
         seeds = bucket_seeds(self.seed, len(sizes))
         return tuple(dataclasses.replace(self, seed=seed) for seed in seeds)
 
@@ -174,8 +179,8 @@ class SeededReducer(Reducer):
 
 
 def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:
-    """Seeds, one for each bucket: equal ones would draw alike in buckets of one size."""
-    # Multiples of an odd number are distinct modulo 2**32, and far apart for this one.
+    """A seed for each bucket. With equal seeds, buckets of one size would draw alike."""
+    # Multiples of an odd number are distinct modulo 2**32; those of this number are far apart.
     return tuple((seed + bucket * 0x9E3779B9) % 2**32 for bucket in range(count))
 
 
@@ -183,10 +188,10 @@ def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:
 
 
 def finite_sums(total: Array) -> tuple[Array, Bool[Array, "..."]]:
-    """Sums with zeros where they overflow, and where they do not.
+    """The sums with zeros where they overflow, and a mask of the finite ones.
 
-    Sums that overflow count as not sent: whoever had a part in them keeps it. An inf in the mean
-    would otherwise be applied, and one in a residual would never leave.
+    A sum that overflows counts as not sent: each worker keeps its summand. Otherwise an inf in the
+    mean would be applied, and an inf in a residual would stay for ever.
     """
     finite = jnp.isfinite(total)
     return jnp.where(finite, total, 0), finite
@@ -203,17 +208,17 @@ def deliver(
     delivered: Any = None,
     overflow: Any = 0,
 ) -> Reduced:
-    """The outcome of an exchange that summed `total`; sums that overflow count as not sent.
+    """The result of an exchange with the sum `total`. A sum that overflows counts as not sent.
 
     Args:
-        x: float32, what this worker wanted to be summed.
-        total: float32, what was, equal on all workers.
-        residual: float32, this worker's share of what `total` lacks.
-        sent: where momentum is to be masked, unless the sum overflows; None: nowhere.
-        state: the reducer's.
-        workers: their number, W.
-        delivered: coordinates that the mean carries; None counts those that are not 0.
-        overflow: entries kept back for want of capacity.
+        x: float32, this worker's whole vector.
+        total: float32, the delivered sum, equal on all workers.
+        residual: float32, this worker's share of the part that `total` lacks.
+        sent: where to mask momentum, unless the sum overflows. None: nowhere.
+        state: the reducer's new state.
+        workers: number of workers, W.
+        delivered: number of coordinates that the mean carries. None: count those that are not 0.
+        overflow: number of entries without room in messages.
     """
     if delivered is None:
         delivered = count_where(total, lambda total: finite_sums(total)[0] / workers != 0)
@@ -231,20 +236,20 @@ def deliver_merged(
     state: Any,
     workers: int,
 ) -> Reduced:
-    """The outcome if each worker `discarded` its part of the mass that `total` lacks.
+    """The result of an exchange that drops entries on the way.
 
-    Where something arrived, a worker feeds back what it has itself discarded on the way; where
-    nothing did, all workers have their own copies, which cover any such discards (SparDL, Alg. 1).
-    What arrived is told by a sum other than 0, not by a list of selected indices: sums that cancel,
-    or overflow, count as not arrived, and the copies conserve them as well.
+    Where a sum arrived, a worker's residual is `discarded`: the entries that it dropped itself.
+    Where none did, each worker keeps its own entry, which covers any drops (SparDL, Alg. 1). A sum
+    other than 0 counts as arrived. Sums that cancel or overflow do not, and the workers' own
+    entries conserve them as well.
 
     Args:
-        x: float32, what this worker wanted to be summed.
-        total: float32, what was, equal on all workers.
-        discarded: float32, this worker's share; read only where `total` is not 0.
-        selected: what this worker put forward.
-        state: the reducer's.
-        workers: their number, W.
+        x: float32, this worker's whole vector.
+        total: float32, the delivered sum, equal on all workers.
+        discarded: float32, the entries that this worker dropped; unused where `total` is 0.
+        selected: where this worker put entries forward.
+        state: the reducer's new state.
+        workers: number of workers, W.
     """
     arrived = finite_sums(total)[0] != 0
     residual = jnp.where(arrived, discarded, x)
@@ -255,22 +260,23 @@ def deliver_merged(
 def deliver_streams(
     x: Float[Array, " d"], stream: SparseStream, result: AllReduced, state: Any, workers: int
 ) -> Reduced:
-    """The outcome of a sparse all-reduce of entries of `x`.
+    """The result of a sparse all-reduce of entries of `x`.
 
-    A worker keeps what it did not select, and its share of what the all-reduce left.
+    A worker's residual has the entries that it did not select, and its share of the all-reduce's
+    residual.
 
     Args:
-        x: float32, what this worker wanted to be summed.
+        x: float32, this worker's whole vector.
         stream: the entries of `x` that it put forward, with distinct indices.
-        result: of the all-reduce.
-        state: the reducer's.
-        workers: their number, W.
+        result: the result of the all-reduce.
+        state: the reducer's new state.
+        workers: number of workers, W.
     """
     largest = jnp.finfo(x.dtype).max
     at = lambda dense: dense.at[stream.indices].get(mode="fill", fill_value=0)
-    # Shares of what others put forward can be more than float32 holds; an inf would never leave.
+    # Shares of others' entries can overflow float32, and an inf would stay for ever.
     cut = lambda residual: jnp.clip(residual, -largest, largest)
-    # Entries are few: a second dense vector, of their values, would take passes and memory.
+    # Entries are few. A second dense vector for their values would cost passes and memory.
     kept = cut(at(x) - stream.values + at(result.residual))
     residual = cut(x + result.residual).at[stream.indices].set(kept, mode="drop")
     sent = marked(stream._replace(values=jnp.where(kept != at(x), stream.values, 0)), x.size)
@@ -278,10 +284,11 @@ def deliver_streams(
 
 
 def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
-    """The outcome of delivering exact means, `kept`, at distinct coordinates.
+    """Delivers exact means, `kept`, at distinct coordinates.
 
-    A coordinate whose exact mean is zero counts as not sent, as in Alg. 3: the workers' values
-    there cancel, and keeping them conserves their sum. So does one whose sum overflows.
+    A coordinate counts as not sent if its exact mean is zero, as in Alg. 3: the workers' values
+    cancel there, so residuals that keep them conserve their sum. A coordinate also counts as not
+    sent if its sum overflows.
     """
     kept = kept._replace(values=finite_sums(kept.values)[0])
     mean = to_dense(kept, x.size)

@@ -15,27 +15,27 @@ from jaxsparse.reducers.base import Leaf, Reducer
 
 
 class Matrix(NamedTuple):
-    """How one leaf's elements lie as equal matrices, one after the other, each row-major."""
+    """One leaf's elements as equal matrices, one after the other, each row-major."""
 
-    stack: int  # how many there are: the layers of a scanned stack, or 1
+    stack: int  # number of matrices: the layers of a scanned stack, or 1
     rows: int
     columns: int
 
     @property
     def size(self) -> int:
-        """Elements of all of them."""
+        """The number of elements of all matrices."""
         return math.prod(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class MatrixReducer(Reducer):
-    """A reducer that sees its vector as the matrices that the leaves are, as low-rank methods do.
+    """A reducer that sees its vector as the matrices of the leaves, as low-rank methods do.
 
     Attributes:
-        stacked: a regular expression; the leaves in whose key path it is found are stacks of
-            matrices, one for each layer of a scanned model, along their first axis.
-        matrices: of each leaf of the bucket, in order: set by error feedback, which knows the
-            layout. None, as for a bare vector, makes it one row.
+        stacked: a regular expression. A leaf whose key path contains it is a stack of matrices
+            along its first axis, one for each layer of a scanned model.
+        matrices: the matrices of each leaf of the bucket, in order. Error feedback sets them,
+            because it knows the layout. None: the vector is one row.
     """
 
     stacked: str | None = dataclasses.field(default=None, kw_only=True)
@@ -43,17 +43,17 @@ class MatrixReducer(Reducer):
 
     @property
     def whole_leaves(self) -> bool:
-        """Part of a matrix is none."""
+        """Yes: a part of a matrix is no matrix."""
         return True
 
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "MatrixReducer":
-        """The same for the matrices of these leaves."""
+        """The same reducer for the matrices of these leaves."""
         return dataclasses.replace(self, matrices=tuple(map(self.matrix, leaves)))
 
     def matrix(self, leaf: Leaf) -> Matrix:
-        """How a leaf is seen: (..., in, out) as rows of `out` elements, the layout of Flax kernels.
+        """A leaf (..., in, out) as rows of `out` elements, which is the layout of Flax kernels.
 
-        A convolution's (3, 3, 16, 32) is one matrix of 144 rows, a stack of (12, 64, 256) twelve
+        A convolution's (3, 3, 16, 32) is one matrix of 144 rows. A stack of (12, 64, 256) is twelve
         matrices of 64 rows.
         """
         is_stack = self.stacked is not None and re.search(self.stacked, leaf.path) is not None

@@ -20,7 +20,7 @@ from jaxsparse.systems.row import Case, System
 class TrueTopK(Reducer):
     """The k largest coordinates of the dense mean (Sketched-SGD, section 4, remark 2).
 
-    The whole vector is summed, and most of the sum is thrown away. Its field is the argument of
+    It sums the whole vector, and delivers k coordinates of the sum. The field is the argument of
     `true_top_k`.
     """
 
@@ -30,7 +30,7 @@ class TrueTopK(Reducer):
         object.__setattr__(self, "k", static_int("k", self.k))
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """The k is split in proportion to the buckets' sizes, each receiving at least 1."""
+        """Splits k in proportion to the buckets' sizes; each bucket gets at least 1."""
         if not sizes:
             return ()
         select.check_k(self.k, sum(sizes))
@@ -51,11 +51,14 @@ class TrueTopK(Reducer):
 def true_top_k(k: int, **options: Unpack[LeafOptions]) -> optax.GradientTransformationExtraArgs:
     """The k largest coordinates of the mean gradient, with error feedback: saves no bytes.
 
-    The ceiling for `sketched_sgd` at the same k (its section 4, remark 2): it shows what training
-    is like if the heavy coordinates are found for certain.
+    This is the ceiling for `sketched_sgd` at the same k (its section 4, remark 2). It shows how
+    training goes if the heavy coordinates are found for certain.
+
+    `momentum` is corrected, and masked at the coordinates that the update changes (momentum factor
+    masking).
 
     Args:
-        k: coordinates updated per step, of the whole tree.
+        k: number of coordinates of the whole tree that a step updates.
         **options: as for all transformations.
     """
     return error_feedback(TrueTopK(k), **options)
