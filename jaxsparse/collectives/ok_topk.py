@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse import codecs, select
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.regions import Regions, bin_count, into_regions
+from jaxsparse.collectives.regions import Regions, bin_count, by_owner
 from jaxsparse.collectives.spardl import Select, largest
 from jaxsparse.select.compaction import first_of_ranges
 from jaxsparse.select.counting import magnitude_bits, running_sum, to_bits
@@ -142,16 +142,19 @@ def ok_topk(
     regions = Regions(size, workers)
     room = _room(k, regions, capacity_factor)
     limit = workers * room
-    entries = _in_order(x, top_k(x, k))
-    starts = regions.starts(entries.indices)
+    selected = top_k(x, k)
+    indices = jnp.where(selected.values != 0, selected.indices, size)
     place = jax.lax.cond(
         agreed.is_crowded | rebalance | (agreed.workers != workers),
-        lambda: regions.draw(wire.psum(starts[1:] - starts[:-1], axis_name)),
+        lambda: regions.draw(wire.psum(regions.counts(indices), axis_name)),
         lambda: agreed.place,
     )
 
     # To the owners.
-    leaving, fits, crowded_out = into_regions(entries, starts, place, regions, room)
+    rows, crowded_out = by_owner(regions.positions_of(place, indices), regions, room)
+    entries = from_dense(x, regions.elements(place, rows.ravel()))
+    within = jnp.where(rows < regions.positions, rows % regions.length, regions.length)
+    leaving = SparseStream(within, entries.values.reshape(rows.shape))
     arrived = _exchange(leaving, regions.length, axis_name, codec)
     sums = _sums(arrived, regions.length)
     magnitude = jnp.abs(sums.values)
@@ -207,7 +210,7 @@ def ok_topk(
 
     # All that differs from x is where entries are: no pass over all of it.
     arrives = lambda indices: mean.at[indices].get(mode="fill", fill_value=0) != 0
-    index = jnp.where(fits & arrives(entries.indices), entries.indices, size)
+    index = jnp.where(arrives(entries.indices), entries.indices, size)
     residual = x.at[index].set(entries.values - codec.rounded(entries.values), mode="drop")
     sent = jnp.zeros_like(x, jnp.bool_).at[index].set(True, mode="drop")
     if not codec.is_exact:
@@ -228,18 +231,6 @@ def ok_topk(
 
 def _room(k: int, regions: Regions, capacity_factor: float) -> int:
     return min(regions.length, math.ceil(capacity_factor * k / regions.workers))
-
-
-def _in_order(x: Array, stream: SparseStream) -> SparseStream:
-    """The entries of `x` other than 0 in increasing order of their indices."""
-    indices = jnp.where(stream.values != 0, stream.indices, x.size)
-    is_sorted = jnp.all(indices[1:] >= indices[:-1])
-    # XLA on CPU sorts indices alone 9 times faster than with values.
-    return jax.lax.cond(
-        is_sorted,
-        lambda: SparseStream(indices, stream.values),
-        lambda: from_dense(x, jnp.sort(indices)),
-    )
 
 
 def _sums(arrived: SparseStream, length: int) -> SparseStream:

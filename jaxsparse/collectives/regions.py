@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxsparse.stream import SparseStream
 from jaxsparse.tiles import zeros
 
 # The vector is cut into as many, of equal length, by whose counts regions are balanced.
@@ -90,16 +89,18 @@ class Regions:
         none = zeros((self.workers,), jnp.int32, (counts,))
         return jax.lax.fori_loop(0, self.bins, deal, (place, none, none))[0]
 
-    def bin_of(self, indices: Int[Array, " n"]) -> Int[Array, " n"]:
-        """The bin of each element; the last one of what lies past the end."""
-        return jnp.minimum(indices, self.size - 1) // self.bin_size
+    def counts(self, indices: Int[Array, " k"]) -> Int[Array, " bins"]:
+        """Of each bin how many of the elements it has; indices past the end count for none."""
+        number = jnp.where(indices < self.size, indices // self.bin_size, self.bins)
+        return jnp.zeros((self.bins,), jnp.int32).at[number].add(1, mode="drop")
 
-    def starts(self, indices: Int[Array, " k"]) -> Int[Array, " bins+1"]:
-        """Which of increasing indices is the first of each bin; the end of the last."""
-        bounds = jnp.arange(self.bins + 1, dtype=jnp.int32) * self.bin_size
-        bounds = jnp.minimum(bounds, self.size)
-        # Unrolled, the search is one pass.
-        return jnp.searchsorted(indices, bounds, method="scan_unrolled").astype(jnp.int32)
+    def positions_of(
+        self, place: Int[Array, " bins"], indices: Int[Array, " k"]
+    ) -> Int[Array, " k"]:
+        """The position of each element; `positions` of those past the end."""
+        at = place.at[indices // self.bin_size].get(mode="clip")
+        position = at * self.bin_size + indices % self.bin_size
+        return jnp.where(indices < self.size, position, self.positions)
 
     def elements(self, place: Int[Array, " bins"], positions: Int[Array, " n"]) -> Int[Array, " n"]:
         """The index of each position; `size` of those past the end."""
@@ -111,47 +112,24 @@ class Regions:
         return jnp.where(is_entry, found * self.bin_size + positions % self.bin_size, self.size)
 
 
-def into_regions(
-    stream: SparseStream,
-    starts: Int[Array, " bins+1"],
-    place: Int[Array, " bins"],
-    regions: Regions,
-    room: int,
-) -> tuple[SparseStream, Array, Array]:
-    """Entries by owner, in the order of their positions, without a sort.
+def by_owner(
+    positions: Int[Array, " k"], regions: Regions, room: int
+) -> tuple[Int[Array, "workers room"], Int[Array, ""]]:
+    """Positions in the rows of their owners, increasing.
 
     Args:
-        stream: entries in increasing order of their indices.
-        starts: of bins in it.
-        place: of each bin.
+        positions: in any order; `regions.positions` of empty slots.
         regions: the owners'.
-        room: for as many entries of an owner; the first ones.
+        room: for as many positions of an owner; the first ones.
 
     Returns:
-        Streams of shape (W, room), of positions within regions; which entries are in them; and how
-        many are not.
+        Rows, which end with empty slots; and how many positions are not in them.
     """
-    counts = starts[1:] - starts[:-1]
-    by_owner = jnp.zeros((regions.workers * regions.places,), jnp.int32).at[place].set(counts)
-    by_owner = by_owner.reshape(regions.workers, regions.places)
-    ends = jnp.cumsum(by_owner, axis=1)
-    # What is to be added to a slot's number to make its rank among its owner's entries, and to an
-    # index to make it a position.
-    to_rank = (ends - by_owner).ravel()[place] - starts[:-1]
-    number = jnp.arange(regions.bins, dtype=jnp.int32)
-    owner = place // regions.places
-    to_position = (place % regions.places - number) * regions.bin_size
-
-    owned = regions.bin_of(stream.indices)
-    at = lambda table: table.at[owned].get(mode="promise_in_bounds")
-    rank = jnp.arange(stream.capacity, dtype=jnp.int32) + at(to_rank)
-    fits = (stream.indices < regions.size) & (rank < room)
-    slots = regions.workers * room
-    slot = jnp.where(fits, at(owner) * room + rank, slots)
-    indices = jnp.full((slots,), regions.length, jnp.int32)
-    indices = indices.at[slot].set(stream.indices + at(to_position), mode="drop")
-    values = jnp.zeros((slots,), stream.values.dtype)
-    values = values.at[slot].set(stream.values, mode="drop")
-    shape = (regions.workers, room)
-    left = jnp.sum(jnp.maximum(ends[:, -1] - room, 0), dtype=jnp.int32)
-    return SparseStream(indices.reshape(shape), values.reshape(shape)), fits, left
+    positions = jax.lax.sort(positions, is_stable=False)
+    bounds = jnp.arange(regions.workers + 1, dtype=jnp.int32) * regions.length
+    starts = jnp.searchsorted(positions, bounds).astype(jnp.int32)
+    slots = starts[:-1, None] + jnp.arange(room, dtype=jnp.int32)[None]
+    rows = positions.at[slots].get(mode="fill", fill_value=regions.positions)
+    rows = jnp.where(slots < starts[1:, None], rows, regions.positions)
+    crowded_out = jnp.maximum(starts[1:] - starts[:-1] - room, 0)
+    return rows, jnp.sum(crowded_out, dtype=jnp.int32)

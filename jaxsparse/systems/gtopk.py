@@ -17,7 +17,6 @@ from jaxsparse.reducers.delivery import deliver_merged, marked
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.selection import Selection, check_selection, selector
 from jaxsparse.settings import check_density, entries
-from jaxsparse.stream import to_dense
 from jaxsparse.systems.row import Case, System
 
 
@@ -60,7 +59,7 @@ class GTopK(Reducer):
         total, discarded, _ = gtopk_all_reduce(
             stream, x.size, axis_name=axis_name, codec=self.codec
         )
-        unselected = x - to_dense(stream, x.size)
+        unselected = x.at[stream.indices].set(0, mode="drop")
         if self.residuals == "published":
             discarded = jnp.zeros_like(x)
         selected = marked(stream, x.size)
