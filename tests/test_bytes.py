@@ -119,6 +119,19 @@ def test_peak_memory_of_a_whole_step(settings, floats, leaves):
     """Arguments, outputs and temporaries together, in units of d float32, parameters included."""
     shapes = {f"kernel{i}": (D // leaves // 1024, 1024) for i in range(leaves)}
     tx = jaxsparse.sketched_sgd(k=D // 100, cols=2**18, oversampling=1, **settings)
+    assert peak(tx, shapes) <= floats
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "floats"), [("dgc", 6.5), ("gtopk", 5.5), ("ok_topk", 6.2)])
+def test_peak_memory_of_a_system(name, floats):
+    """The same, at a density of 1 %."""
+    tx = getattr(jaxsparse, name)(0.01)
+    assert peak(tx, {"kernel": (D // 1024, 1024)}) <= floats
+
+
+def peak(tx, shapes):
+    """Of a step, in units of d float32."""
     memory = compiled_step(tx, mesh(2), shapes, donate=0).memory_analysis()
     total = (
         memory.argument_size_in_bytes
@@ -126,4 +139,4 @@ def test_peak_memory_of_a_whole_step(settings, floats, leaves):
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
     )
-    assert total / (4 * D) <= floats
+    return total / (4 * D)

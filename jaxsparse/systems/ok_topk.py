@@ -9,8 +9,7 @@ import optax
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import codecs
-from jaxsparse.collectives.offers import about_top_k
-from jaxsparse.collectives.ok_topk import Agreed, ok_topk as ok_topk_all_reduce
+from jaxsparse.collectives.ok_topk import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer, info
@@ -107,8 +106,8 @@ def ok_topk(
 ) -> optax.GradientTransformationExtraArgs:
     """Ok-Topk (Li and Hoefler, PPoPP 2022): entries above thresholds, summed in balanced regions.
 
-    Each worker offers about its k = density d largest entries; owners of W regions, which hold
-    about as many offers, add them up; sums above a threshold are delivered. Regions and threshold
+    Each worker sends about its k = density d largest entries; owners of W regions, which hold
+    about as many, add them up; sums above a threshold are delivered. Regions and threshold
     are reused for many steps, and taken anew earlier after a step in which they did not serve: too
     many sums for the room in messages, or fewer than k / 2.
 
@@ -123,8 +122,8 @@ def ok_topk(
         rebalance_every: steps after which regions are drawn anew, at the latest.
         capacity_factor: room in messages, in multiples of an even share.
         codec: of the messages.
-        selection: of each worker's own vector: "fast" offers what reaches a sampled threshold, on
-            average k; others offer k at most.
+        selection: of each worker's own vector: "fast" takes what reaches a sampled threshold, on
+            average k; others take k at most.
         **options: as for all transformations.
 
     Raises:
