@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import few
+from workers import some
 
 from jaxsparse import codecs, operations, stream
 from jaxsparse.stream import SparseStream
@@ -31,7 +31,7 @@ def as_dict(entries, size, op):
     ("op", "dtype"),
     [("sum", np.float32), ("max", np.float32), ("min", np.int32), ("or", np.uint32)],
 )
-@pytest.mark.parametrize("k", few([0, 1, 2, 40], [1, 40]))
+@pytest.mark.parametrize("k", some([0, 1, 2, 40], [40]))
 def test_entries_with_the_same_index_are_combined(k, op, dtype):
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ def test_coordinates_are_exact(size, dtype):
     )
 
 
-@pytest.mark.parametrize("size", few(SIZES, [1, 2**16, 200_000]))
+@pytest.mark.parametrize("size", some(SIZES, [2**16, 200_000]))
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_packed_messages(size, dtype):
     codec = codecs.Packed(dtype)
