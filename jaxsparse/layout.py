@@ -1,9 +1,9 @@
-"""Gradient pytree to flat buckets and back, planned once from shapes.
+"""The layout of a gradient pytree in flat buckets, planned once from shapes.
 
-The leaves that are compressed alike are laid end to end, each row-major, in the order of
-`jax.tree.leaves`, and the resulting vector is cut into as few buckets of nearly equal size as a
-size limit asks for (one, by default). A leaf may straddle buckets. Leaves that are not compressed
-are laid end to end in one dense vector, in the same order. Empty leaves travel in neither.
+Leaves with one reducer are laid end to end, each row-major, in the order of `jax.tree.leaves`. The
+vector is cut into the fewest buckets within the size limit, of nearly equal sizes; without a limit
+it is one bucket. A leaf may straddle buckets. Leaves that are not compressed are laid end to end in
+one dense vector, in the same order. Empty leaves travel in neither.
 """
 
 import math
@@ -16,18 +16,18 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxsparse.settings import static_int
 
-# Of one leaf: its key path, as printed by jax.tree_util.keystr, and its shape.
+# Its arguments: one leaf's key path, as jax.tree_util.keystr prints it, and its shape.
 IsDense = Callable[[str, tuple[int, ...]], bool]
 
 
 def small_or_vector(path: str, shape: tuple[int, ...]) -> bool:
-    """The default rule for what goes dense: biases and norms (vectors, scalars), tiny matrices."""
+    """The default rule: vectors and scalars (biases, norms) and tiny matrices go dense."""
     del path
     return len(shape) <= 1 or math.prod(shape) < 1024
 
 
 def everything(path: str, shape: tuple[int, ...]) -> bool:
-    """The rule by which all leaves go dense."""
+    """The rule that lets all leaves go dense."""
     del path, shape
     return True
 
@@ -53,12 +53,12 @@ class Layout(NamedTuple):
 
     @property
     def bucket_sizes(self) -> tuple[int, ...]:
-        """Elements of each bucket."""
+        """The number of elements of each bucket."""
         return tuple(_size(pieces) for pieces in self.buckets)
 
     @property
     def dense_size(self) -> int:
-        """Elements that are not compressed."""
+        """The number of elements that are not compressed."""
         return _size(self.dense)
 
     def leaves(self, bucket: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -71,7 +71,7 @@ class Layout(NamedTuple):
         return [_gather(leaves, pieces) for pieces in self.buckets], _gather(leaves, self.dense)
 
     def unflatten(self, buckets: Sequence[Float[Array, " d"]], dense: Float[Array, " n"]) -> Any:
-        """The tree of buckets and dense vector, each leaf in its own shape and dtype."""
+        """The tree from buckets and dense vector, each leaf in its own shape and dtype."""
         parts: list[list[Array]] = [[] for _ in self.shapes]
         for vector, pieces in zip([*buckets, dense], [*self.buckets, self.dense]):
             offset = 0
@@ -87,17 +87,17 @@ class Layout(NamedTuple):
 
 
 def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:
-    """Float32 `x` in another float dtype; what a narrower one can't hold is clipped.
+    """Float32 `x` in another float dtype; values beyond its range are clipped.
 
     Args:
         x: float32 array.
-        dtype: of the result.
-        summands: arrays like it that will be summed in that dtype, and must not overflow.
+        dtype: dtype of the result.
+        summands: number of such arrays whose sum in that dtype must not overflow.
     """
     limit = float(jnp.finfo(dtype).max)
     if limit < float(jnp.finfo(jnp.float32).max):
         if summands > 1:
-            # Powers of two add up without rounding, which could exceed the limit at the last.
+            # Powers of two add up without rounding, which could exceed the limit in the last sum.
             limit = 2.0 ** math.floor(math.log2(limit / summands))
         x = jnp.clip(x, -limit, limit)
     return x.astype(dtype)
@@ -133,16 +133,16 @@ def plan(
 
     Args:
         tree: pytree of floating-point arrays (or `jax.ShapeDtypeStruct`s) of any float dtypes.
-        is_dense: given a leaf's key path (as `jax.tree_util.keystr` prints it) and shape, whether
-            the leaf travels uncompressed. By default vectors, scalars and anything below 1024
+        is_dense: function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape:
+            whether the leaf travels uncompressed. By default vectors, scalars and leaves below 1024
             elements do.
-        bucket_size: upper limit for the elements of one bucket; None puts all in one.
-        alignment: all buckets but the last are multiples of it, even if that takes more than
+        bucket_size: most elements that a bucket may have. None: one bucket.
+        alignment: the sizes of all buckets but the last are multiples of it, even if they exceed
             `bucket_size`.
 
     Returns:
-        The layout. Compressed elements are split evenly, so that with a limit all buckets are of
-        the same size but for one element, or multiple of the alignment.
+        The layout. Compressed elements are split evenly: bucket sizes differ by one element, or by
+        one multiple of the alignment, at most.
 
     Raises:
         ValueError: the tree has no elements, a leaf is not of a float dtype, or `bucket_size` is
@@ -190,19 +190,19 @@ def plan_groups(
     alignment: Mapping[Hashable, int] = {},
     whole_leaves: Container[Hashable] = (),
 ) -> Layout:
-    """As `plan`, with buckets for each of several groups of leaves.
+    """As `plan`, with separate buckets for several groups of leaves.
 
     Args:
         tree: see `plan`.
-        groups: of each leaf, in the order of `jax.tree.leaves`, any hashable but None; None leaves
-            it dense.
-        bucket_size: upper limit for the elements of one bucket; None makes one a group.
-        alignment: as in `plan`, by group; 1 for those it lacks.
-        whole_leaves: groups of which no leaf may straddle buckets; a leaf larger than the limit
-            then has one for itself.
+        groups: the group of each leaf, in the order of `jax.tree.leaves`: any hashable, or None for
+            a dense leaf.
+        bucket_size: most elements that a bucket may have. None: one bucket a group.
+        alignment: as in `plan`, by group. Default: 1.
+        whole_leaves: groups whose leaves must not straddle buckets. A leaf above the limit then has
+            a bucket of its own.
 
     Returns:
-        The layout. Its `groups` has the group of each bucket, in order of their first leaves.
+        The layout. Its `groups` has the group of each bucket, in the order of first leaves.
 
     Raises:
         ValueError: see `plan`.
@@ -242,7 +242,7 @@ def plan_groups(
 
 
 def _deal(pieces: Sequence[_Piece], limit: int | None) -> list[tuple[_Piece, ...]]:
-    """Whole leaves in order, a bucket closed before one that would take it beyond `limit`."""
+    """Fills buckets with whole leaves in order, up to `limit`."""
     buckets: list[list[_Piece]] = [[]]
     for piece in pieces:
         if limit is not None and buckets[-1] and _size([*buckets[-1], piece]) > limit:
@@ -252,7 +252,7 @@ def _deal(pieces: Sequence[_Piece], limit: int | None) -> list[tuple[_Piece, ...
 
 
 def _cut(pieces: Sequence[_Piece], limit: int | None, alignment: int) -> list[tuple[_Piece, ...]]:
-    """Cuts the concatenation of `pieces` into the fewest, evenest buckets within `limit`."""
+    """Cuts the concatenation of `pieces` into the fewest buckets within `limit`, evenly."""
     total = _size(pieces)
     units = -(-total // alignment)
     count = 1 if limit is None else -(-units // max(1, limit // alignment))

@@ -4,11 +4,11 @@ from collections.abc import Container, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:
-    """One line a row, with columns as wide as their longest cell.
+    """Formats each row as a line, with columns as wide as their longest cell.
 
     Args:
-        rows: cells; all rows have as many.
-        right: columns whose cells end at the same place; those of all others begin there.
+        rows: rows of cells, all of one length.
+        right: columns to align on the right. All others are aligned on the left.
 
     >>> aligned([("system", "ms"), ("dense", "10.5")], right=[1])
     ['system    ms', 'dense   10.5']

@@ -1,10 +1,10 @@
-"""The axes of workers: one that is compressed over, and perhaps a fast one that is not.
+"""The axes of workers: a compressed one, and perhaps a fast one without compression.
 
 On a mesh of hosts and their devices each bucket is cut into L shards, one for each device of the
-fast axis. Shards are summed over the fast axis by a reduce-scatter, exchanged by a reducer over the
-slow one, and put together by an all-gather. Parameters that are sharded over the fast axis
-themselves need neither of the two. This is in the feedback, and no reducer around a reducer, so
-that residual and momentum are 1/L as large on each device; for that `init` has to know L.
+fast axis. A reduce-scatter sums shards over the fast axis, a reducer exchanges them over the slow
+one, and an all-gather puts them together. Parameters that are themselves sharded over the fast axis
+need neither of the two. Error feedback does this, and not a reducer around a reducer, so that
+residual and momentum are 1/L as large on each device. For that, `init` has to know L.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from jaxsparse.feedback.options import Options
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """Which axes there are; L is 1 without a `dense_axis`.
+    """The axes of workers. L is 1 without a `dense_axis`.
 
     Attributes:
         axis_name: the axis that reducers exchange over; None for a single worker.
-        dense_axis: the fast axis, over which shards are summed exactly; None if there is none.
+        dense_axis: the fast axis, over which shards are summed exactly; None without one.
         sharded: whether gradients are this device's shards, already averaged over `dense_axis`.
         all: all axes.
-        summed: axes over which uncompressed leaves are yet to be summed.
-        scatters: whether whole gradients are cut into shards here.
+        summed: the axes over which uncompressed leaves are yet to be summed.
+        scatters: whether `scatter` cuts whole gradients into shards.
     """
 
     axis_name: str | None
@@ -62,7 +62,7 @@ class Axes:
 
     @classmethod
     def of(cls, options: Options) -> "Axes":
-        """Those that the options name."""
+        """The axes that the options name."""
         return cls(
             options.get("axis_name", "data"),
             options.get("dense_axis"),
@@ -70,7 +70,7 @@ class Axes:
         )
 
     def summands(self) -> int:
-        """Workers over whose uncompressed leaves the mean is yet to be taken.
+        """The number of workers over which uncompressed leaves are yet to be averaged.
 
         Raises:
             ValueError: an axis is not bound where this is traced.
@@ -80,7 +80,7 @@ class Axes:
         return workers if self.sharded else workers * shards
 
     def shards(self) -> int:
-        """L.
+        """The number of shards, L.
 
         Raises:
             ValueError: L is not known where this is traced.
@@ -102,7 +102,7 @@ class Axes:
         return wire.reduce_scatter(_rows(x, shards, size), self.dense_axis) / shards
 
     def gather(self, shard: Float[Array, " size"], size: int) -> Float[Array, " d"]:
-        """All `size` elements of the bucket that `shard` is this device's part of."""
+        """All `size` elements of a bucket, of which `shard` is this device's part."""
         return wire.all_gather(shard, self.dense_axis).reshape(-1)[:size]
 
     def own(self, x: Float[Array, " d"], size: int) -> Float[Array, " size"]:
@@ -111,13 +111,13 @@ class Axes:
         return jax.lax.dynamic_index_in_dim(_rows(x, self.shards(), size), rank, keepdims=False)
 
     def none_of(self, *broken: Bool[Array, ""]) -> tuple[Bool[Array, ""], ...]:
-        """For each flag, whether it is set nowhere: the same on all workers."""
+        """For each flag, whether it is set on no worker. The result is the same on all workers."""
         flags = jnp.stack([jnp.where(flag, jnp.float32(1), jnp.float32(0)) for flag in broken])
         total = wire.psum(self.varying(flags), self.all)
         return tuple(total[i] == 0 for i in range(len(broken)))
 
     def varying(self, tree: Any) -> Any:
-        """`tree` typed as different on all devices."""
+        """`tree`, typed as different on all devices."""
         for axis in self.all:
             tree = wire.varying(tree, axis)
         return tree
@@ -140,7 +140,7 @@ class Axes:
                     )
 
     def typed_as(self, updates: Any, gradients: Any) -> Any:
-        """Updates whose gradients were equal along the fast axis, typed as equal there."""
+        """Types updates as equal along the fast axis if their gradients were equal there."""
         axis = self.dense_axis
         if axis is None or not wire.tracks_replication(axis):
             return updates

@@ -14,37 +14,37 @@ from jaxsparse.feedback.plan import Plan
 from jaxsparse.reducers.base import Info
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-_MOST = 2**31 - 1  # that an int32 holds
+_MOST = 2**31 - 1  # the largest int32
 
 
 class Bucket(NamedTuple):
-    """What one worker carries of its shard of one bucket."""
+    """One worker's state for its shard of one bucket."""
 
     residual: Array
-    momentum: Array | None  # its own, or that of the mean; None if there is none
+    momentum: Array | None  # this worker's, or that of the mean; None without momentum
     reducer: Any
 
 
 class Carried(NamedTuple):
-    """What one worker carries from step to step, in float32."""
+    """One worker's state between steps, in float32."""
 
     buckets: list[Bucket]
-    dense_momentum: Array | None  # of the uncompressed leaves' mean
-    pending: Array | None  # the last uncompressed gradient, not exchanged yet; None without delay
+    dense_momentum: Array | None  # momentum of the uncompressed leaves' mean
+    pending: Array | None  # the last uncompressed gradient, yet to be exchanged; None: no delay
 
 
 class Exchanged(NamedTuple):
-    """What a step delivers, and what is carried on."""
+    """The means that a step delivers, and the state after it."""
 
-    means: list[Array]  # one a bucket, whole
+    means: list[Array]  # one a whole bucket
     dense_mean: Array
     carried: Carried
     info: Info
-    ok: Bool[Array, ""]  # whether all was finite everywhere
+    ok: Bool[Array, ""]  # whether everything is finite on all workers
 
 
 class Settings(NamedTuple):
-    """How to exchange, whatever the tree."""
+    """Settings of an exchange that do not depend on the tree."""
 
     axes: Axes
     momentum: float | Array | None = None
@@ -54,12 +54,12 @@ class Settings(NamedTuple):
 def exchange(
     buckets: Sequence[Array], dense: Array, before: Carried, plan: Plan, settings: Settings
 ) -> Exchanged:
-    """Exchanges residuals with this step's gradients, or with a delay what was there before them.
+    """Exchanges residuals plus this step's gradients, or with a delay the residuals alone.
 
-    Whether gradients are finite is agreed on in the same message as the dense leaves, before the
-    buckets are exchanged: a skipped step then costs no message of its own, and exchanges the old
-    residual in vain. To decide afterwards would keep a copy of the old state, one to two d floats
-    of memory. With a delay only that flag waits for the gradients.
+    Before the buckets, workers exchange the dense leaves and, in the same message, a flag that
+    gradients are finite. A skipped step so needs no message of its own, and exchanges the old
+    residual in vain. A later decision would need a copy of the old state, one to two d floats of
+    memory. With a delay, only the flag waits for the gradients.
     """
     axes, momentum, is_delayed = settings
     gradients = _shards(buckets, plan, axes)
@@ -109,8 +109,8 @@ def _send(
                 gradient, means[-1] = _after(gradient, means[-1], axes)
             u = _corrected(gradient, kept, momentum, zeros)
             if kept is not None and not zeros:
-                # Settled before the exchange, which is made of it. Else XLA makes it afterwards, of
-                # two vectors that it keeps until then.
+                # The exchanged vector is computed from it. Otherwise XLA computes the momentum
+                # after the exchange, and keeps two vectors until then.
                 kept = u = _select(ok, u, kept)
             x = _select(ok, x + u, x)
         mean, residual, sent, state, info = reducer(x, b.reducer, axis_name=axes.axis_name)
@@ -152,19 +152,19 @@ def _add_later(
 
 
 def keep_rounding(done: Exchanged, rounded: Sequence[Array], plan: Plan, axes: Axes) -> Exchanged:
-    """What rounding to the leaves' dtypes takes from the means is not delivered either.
+    """Adds to the residuals the part of the means that rounding to the leaves' dtypes removes.
 
     Args:
         done: the exchange.
-        rounded: the means as the leaves' dtypes hold them, in float32.
-        plan: of the tree.
-        axes: of the workers.
+        rounded: the means after rounding to the leaves' dtypes, in float32.
+        plan: the plan of the tree.
+        axes: the axes of the workers.
     """
     buckets = []
     for b, zeros, mean, low in zip(done.carried.buckets, plan.needs_zeros, done.means, rounded):
         if not zeros:
             lost = axes.own(mean - low, b.residual.size) if axes.scatters else mean - low
-            # Where nothing is lost, the bits of the residual, for -0 + 0 is +0.
+            # Where nothing is lost, keep the residual's bits: -0 + 0 would be +0.
             b = b._replace(residual=jnp.where(lost == 0, b.residual, b.residual + lost))
         buckets.append(b)
     return done._replace(carried=done.carried._replace(buckets=buckets))
@@ -204,7 +204,7 @@ def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:
 
 
 def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
-    """Whether all is finite on all workers, and the mean of the dense leaves, in one message."""
+    """Exchanges in one message whether all is finite, and the mean of the dense leaves."""
     finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
     broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
     workers = axes.summands()
@@ -217,10 +217,10 @@ def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array
 
 
 def _after(x: Array, mean: Array, axes: Axes) -> tuple[Array, Array]:
-    """`x`, to be used once `mean` is there, and `mean`.
+    """Returns `x`, which then depends on `mean`, and `mean`.
 
-    Without the barrier XLA may start all buckets at once, or combine their messages, and the memory
-    that splitting saves is lost again. The mean comes out of it, too: XLA would drop what does not.
+    Without the barrier XLA may start all buckets at once, or combine their messages, and need the
+    memory that splitting saves. The mean is an output, too, because XLA drops unused operands.
     """
     x, after = jax.lax.optimization_barrier((x, mean))
     for axis in axes.all:
@@ -237,9 +237,9 @@ def _select(ok: Array, new: Any, old: Any) -> Any:
 def _mean_momentum(
     mean: Array, before: Array | None, ok: Array, momentum: float | Array | None
 ) -> tuple[Array, Array | None]:
-    """The update with the mean's momentum, and the momentum; without `ok`, zeros and as before.
+    """The update with the mean's momentum, and that momentum; if not `ok`, zeros and the old one.
 
-    Momentum is linear: that of the mean is the mean of all workers', so one replicated copy serves.
+    Momentum is linear: the mean's is the mean of all workers', so one replicated copy is enough.
     """
     if momentum is not None and before is not None:
         mean = jnp.asarray(momentum, jnp.float32) * before + mean
@@ -259,21 +259,21 @@ def _corrected(
 
 
 def _all_finite(x: Array) -> Array:
-    # A sum propagates NaN, which maxima on CPU may lose, and it stores nothing of x's size.
+    # A sum propagates NaN, which maxima on CPU may drop, and stores no array of x's size.
     return jnp.sum(x * jnp.zeros_like(x, shape=())) == 0
 
 
 def count(elements: int) -> Int[Array, ""]:
-    """A static number of elements as an int32, or the largest one if it is larger."""
+    """A static number of elements as an int32; 2**31 - 1 if it is larger."""
     return jnp.int32(min(elements, _MOST))
 
 
 def saturating_sum(counts: Int[Array, "n *k"], axis_name: str | None = None) -> Int[Array, " *k"]:
-    """The sum of counts over their first axis and over workers; 2**31 - 1 if it is more.
+    """The sum of counts over their first axis and over workers; 2**31 - 1 if it is larger.
 
     Args:
-        counts: int32, not negative; at most 2**15 of all workers.
-        axis_name: the axis of workers; None for these alone.
+        counts: int32, not negative; all workers together have at most 2**15 of them.
+        axis_name: the axis of workers. None: no sum over workers.
     """
     # Sums of halves don't overflow.
     halves = jnp.stack([counts >> 16, counts & 0xFFFF]).sum(axis=1, dtype=jnp.int32)
@@ -285,11 +285,11 @@ def saturating_sum(counts: Int[Array, "n *k"], axis_name: str | None = None) -> 
 
 
 def total(infos: Sequence[Info], plan: Plan, axes: Axes) -> Info:
-    """The sums over buckets and shards, and uncompressed elements; padding does not count."""
+    """Sums over buckets and shards, with uncompressed elements and without padding."""
     delivered, overflow = [jnp.int32(0)], [jnp.int32(0)]
     for one, size, shard in zip(infos, plan.sizes, plan.shards):
         held = count(shard)
-        if axes.scatters:  # how many elements of this device's shard are the bucket's
+        if axes.scatters:  # elements of this device's shard without padding
             full, rest = divmod(size, max(shard, 1))
             rank = wire.axis_index(axes.dense_axis)
             partly = jnp.where(rank == full, count(rest), jnp.int32(0))

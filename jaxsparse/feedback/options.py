@@ -1,4 +1,4 @@
-"""The options that all transformations share: declared, and documented, here alone."""
+"""The options that all transformations share. This file alone declares and documents them."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Options(TypedDict, total=False):
-    """How any transformation exchanges. `OPTIONS` has the defaults and what each means."""
+    """The options of all transformations. `OPTIONS` has their defaults and descriptions."""
 
     axis_name: str | None
     dense_axis: str | None
@@ -27,7 +27,7 @@ class Options(TypedDict, total=False):
 
 
 class LeafOptions(Options, total=False):
-    """The same, and which leaves are compressed, where no policy says so."""
+    """The same options, and the rule for dense leaves, which a policy replaces."""
 
     is_dense: IsDense | None
 
@@ -37,38 +37,43 @@ class LeafOptions(Options, total=False):
 OPTIONS: dict[str, tuple[Any, str]] = {
     "axis_name": (
         "data",
-        "the axis over which workers are mapped, of a mesh with two levels the slow one; None for "
-        "a single worker.",
+        "the mesh axis of the workers; on a mesh with two levels, the slow axis. None: a single "
+        "worker.",
     ),
     "dense_axis": (
         None,
-        "the fast axis of a mesh with two levels, over which nothing is compressed.",
+        "the fast axis of a mesh with two levels. Nothing is compressed over it.",
     ),
-    "sharded": (False, "whether gradients are shards, averaged over `dense_axis` already."),
+    "sharded": (
+        False,
+        "whether gradients are already shards of their mean over `dense_axis` (FSDP).",
+    ),
     "delay": (
         None,
-        "0 or None: exchange this step's gradients. 1: apply the exchange of what was there before "
-        "them, so that it can overlap the backward pass.",
+        "0 or None: exchange this step's gradients. 1: exchange the residual of earlier gradients, "
+        "so that the exchange can overlap the backward pass.",
     ),
     "accumulator_dtype": (
         None,
-        "of the residual and momentum of compressed leaves between steps: float32 (None), or "
-        '"bfloat16", which halves their memory and rounds them at random.',
+        "dtype of the residual and momentum of compressed leaves between steps. None: float32. "
+        '"bfloat16" halves their memory and rounds them at random.',
     ),
     "momentum": (
         None,
-        "momentum correction, masked where the reducer says so: a factor in [0, 1), as a float or "
-        "a (traced) scalar array; None saves the buffer. The optimizer behind then needs none.",
+        "momentum correction, masked where the reducer says so. The factor lies in [0, 1) and is a "
+        "float or a (traced) scalar array. None: no momentum and no buffer for it. The optimizer "
+        "behind then needs no momentum.",
     ),
     "is_dense": (
         None,
-        "given a leaf's key path (as `jax.tree_util.keystr` prints it) and shape, whether it "
-        "travels uncompressed. By default vectors, scalars and anything below 1024 elements do.",
+        "function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape: whether "
+        "the leaf travels uncompressed. None: vectors, scalars and leaves below 1024 elements do.",
     ),
     "bucket_size": (
         None,
-        "upper limit for the elements of a bucket. More buckets are exchanged one after the other, "
-        "with less memory in flight; a budget is split in proportion to their sizes.",
+        "most elements that a bucket may have. None: one bucket. Several buckets are exchanged one "
+        "after the other, which takes less memory, and share the budget in proportion to their "
+        "sizes.",
     ),
 }
 _MARK = "    **options: "
@@ -77,14 +82,14 @@ _MARK = "    **options: "
 def exchange_options(
     *, without: tuple[str, ...] = (), **defaults: Any
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Lets a function with `**options` show them by name, in its signature and its docstring.
+    """Decorates a function with `**options`: its signature and docstring then name each option.
 
-    `help`, completion in notebooks and `optax.inject_hyperparams` read the signature; type checkers
-    read the `Unpack[LeafOptions]` that the function itself declares.
+    `help`, completion in notebooks and `optax.inject_hyperparams` read the signature. Type checkers
+    read the `Unpack[LeafOptions]` of the function itself.
 
     Args:
         without: options that the function does not take.
-        **defaults: of this function, in place of those in `OPTIONS`.
+        **defaults: defaults of this function, in place of those in `OPTIONS`.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -125,7 +130,7 @@ def exchange_options(
 
 
 def _documented(docstring: str, names: list[str]) -> str:
-    """A docstring whose `**options` entry is replaced by one for each of the options."""
+    """The docstring with one entry for each option in place of the `**options` entry."""
     docstring = inspect.cleandoc(docstring) + "\n"  # Python 3.13 takes indentation off, too
     start = docstring.index(_MARK)
     end = docstring.index("\n", start)

@@ -1,4 +1,4 @@
-"""Which leaves go how: rules, and the static plan that they make of a tree's shapes."""
+"""Rules that give each leaf its reducer, and the static plan that they make from shapes."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +15,9 @@ from jaxsparse.training.marks import is_sharded
 
 # How one leaf is exchanged. None: uncompressed.
 Rule = Budget | Stages[Reducer] | None
-# Given a leaf's key path, as printed by jax.tree_util.keystr, and its shape.
+# Its arguments: a leaf's key path, as jax.tree_util.keystr prints it, and its shape.
 Policy = Callable[[str, tuple[int, ...]], Rule]
-# Of all leaves at once, checked.
+# The checked rules of all leaves at once.
 Rules = Callable[[Sequence[tuple[str, tuple[int, ...]]]], Sequence[Budget | None]]
 
 
@@ -26,18 +26,18 @@ class Plan(NamedTuple):
 
     layout: layouts.Layout
     reducers: tuple[Reducer, ...]  # one a bucket
-    needs_zeros: tuple[bool, ...]  # of each of them
-    sizes: tuple[int, ...]  # elements of each bucket, whole
-    shards: tuple[int, ...]  # elements of this device's shard of each bucket
-    parts: int  # shards of a bucket, L
-    dense_size: int  # elements that travel uncompressed
-    dense_elements: int  # the same, of all shards
+    needs_zeros: tuple[bool, ...]  # one a reducer
+    sizes: tuple[int, ...]  # number of elements of each whole bucket
+    shards: tuple[int, ...]  # number of elements of this device's shard of each bucket
+    parts: int  # number of shards of a bucket, L
+    dense_size: int  # number of uncompressed elements
+    dense_elements: int  # number of uncompressed elements of all shards
 
 
 def make_plan(tree: Any, rules: Rules, axes: Axes, bucket_size: int | None) -> Plan:
     """The plan for one tree structure.
 
-    Leaves with equal budgets are one group, laid end to end and exchanged as one vector.
+    Leaves with equal budgets are laid end to end and exchanged as one vector.
 
     Raises:
         ValueError: a budget does not fit, or see `jaxsparse.layout.plan`.
@@ -89,8 +89,8 @@ def _split(
     """
     each = tuple(size for size in sizes for _ in range(parts))
     reducers = list(budget.split(each, dense_size * parts)[::parts])
-    # Nothing may branch on a value that differs along the fast axis around a permutation: XLA runs
-    # it as one collective of all devices. Conditionals around sums are fine.
+    # No permutation may stand in a branch on a value that differs along the fast axis, because XLA
+    # runs it as one collective of all devices. Sums may.
     if axes.dense_axis is not None and any(reducer.adapts_messages for reducer in reducers):
         raise ValueError(
             f"gather='bruck' of {budget} adapts its messages to what each shard along "
@@ -111,7 +111,7 @@ def _shard_size(size: int, parts: int, budget: Budget, alignment: int, whole: bo
 
 
 def _of_all_shards(tree: Any, layout: layouts.Layout, axes: Axes, parts: int) -> int:
-    """Uncompressed elements, those of leaves that are shards counted on all devices."""
+    """The number of uncompressed elements. Leaves that are shards count on all devices."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     axis = axes.dense_axis
     assert axis is not None
@@ -142,7 +142,7 @@ def check_shards(updates: Any, plan: Plan, axes: Axes) -> None:
 
 
 def one_rule(budget: Budget, is_dense: layouts.IsDense | None) -> Rules:
-    """The budget for all leaves but those that `is_dense` picks."""
+    """The rules that give the budget to all leaves but those that `is_dense` picks."""
 
     def rules(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[Budget | None]:
         pick = layouts.small_or_vector if is_dense is None else is_dense
@@ -159,7 +159,7 @@ def one_rule(budget: Budget, is_dense: layouts.IsDense | None) -> Rules:
 
 
 def by_policy(policy: Policy | Mapping[str, Rule], default: Rule) -> Rules:
-    """What a policy says of each leaf, or the first regular expression found in its path."""
+    """The rules of a policy function, or of a mapping from regular expressions on key paths."""
     if callable(policy):
         return lambda leaves: [_budget(policy(*leaf), leaf[0]) for leaf in leaves]
     patterns = _compiled(policy)

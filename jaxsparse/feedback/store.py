@@ -1,6 +1,6 @@
-"""What error feedback carries from step to step, and how: marks, axes and narrow accumulators.
+"""The state of error feedback between steps: its marks, axes and narrow accumulators.
 
-This file alone knows them; `exchange` sees float32 arrays of one worker.
+This file alone knows them. `exchange` sees float32 arrays of one worker.
 """
 
 import functools
@@ -21,29 +21,30 @@ from jaxsparse.training.marks import PerShard, PerWorker
 
 _SIGN = 0x80000000
 _DROPPED = 0x0000FFFF  # the bits of a float32 that a bfloat16 does not have
-_LARGEST = 0x7F7F0000  # of the largest finite bfloat16
+_LARGEST = 0x7F7F0000  # the bits of the largest finite bfloat16
 
 
 class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`, for buckets of d_1, d_2, ... and n dense elements.
 
-    With a `dense_axis`, d_i are the elements of this device's shard of a bucket, and all arrays
-    that differ between shards (a mean's momentum, what reducers carry) are `PerWorker`, too.
+    With a `dense_axis`, d_i is the size of this device's shard of a bucket. All arrays that differ
+    between shards (a mean's momentum, reducers' states) are then `PerWorker`, too.
     """
 
-    # float32 or bfloat16 [1, d_i] as a worker sees it: not delivered so far
+    # float32 or bfloat16 [1, d_i], as a worker sees it
     residual: tuple[PerWorker, ...]
-    momentum: tuple[Any, ...]  # PerWorker of the same, or of the mean; () without momentum
-    dense_momentum: Any  # float32[n], the mean's momentum, replicated; () if n = 0 or without
-    reducers: tuple[Any, ...]  # one carried state a bucket
-    skipped: Int[Array, ""]  # int32: steps skipped because a gradient was not finite
+    # Like `residual`; or the momentum of the mean, replicated [d_i]; () without momentum.
+    momentum: tuple[Any, ...]
+    dense_momentum: Any  # float32[n], the mean's momentum, replicated; () if n = 0 or no momentum
+    reducers: tuple[Any, ...]  # one reducer's state a bucket
+    skipped: Int[Array, ""]  # int32: number of steps skipped because a gradient was not finite
     info: Info  # of the last step that was not skipped, summed over buckets and shards
-    pending: Any = ()  # PerWorker float32[1, n], the last dense gradient; () if n = 0 or without
-    roundings: Any = ()  # uint32: how often residuals were rounded to bfloat16; () if they are not
+    pending: Any = ()  # PerWorker float32[1, n], the last dense gradient; () if n = 0 or no delay
+    roundings: Any = ()  # uint32: number of roundings of residuals to bfloat16; () for float32
 
 
 class Store(NamedTuple):
-    """Packs what a worker carries into a state, and unpacks it."""
+    """Packs one worker's arrays into a state, and unpacks them."""
 
     axes: Axes
     has_momentum: bool
@@ -52,7 +53,7 @@ class Store(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether they are rounded."""
+        """Whether residuals and momenta are rounded."""
         return self.dtype != jnp.float32
 
     def init(self, plan: Plan) -> ErrorFeedbackState:
@@ -108,7 +109,7 @@ class Store(NamedTuple):
         return Carried(buckets, float32(dense_momentum), float32(pending))
 
     def save(self, done: Exchanged, before: ErrorFeedbackState, plan: Plan) -> ErrorFeedbackState:
-        """The state after a step; what was skipped leaves all but the count of skips as it was."""
+        """The state after a step. A skipped step changes the count of skips only."""
         carried, rounds = done.carried, ()
         if self.is_narrow:
             carried = self._rounded(carried, before.roundings, plan)
@@ -124,7 +125,7 @@ class Store(NamedTuple):
         self, carried: Carried, plan: Plan, skipped: Array, info: Info, rounds: Any
     ) -> ErrorFeedbackState:
         buckets, dense_momentum, pending = carried
-        # Orbax saves no empty arrays, so that the state has none.
+        # The state has no empty arrays, because Orbax cannot save them.
         has_dense = plan.dense_size > 0
         own_momenta = [() if zeros else b.momentum for zeros, b in zip(plan.needs_zeros, buckets)]
         residuals, own, pending = self._marked(
@@ -153,7 +154,7 @@ class Store(NamedTuple):
         )
 
     def _marked(self, tree: Any) -> Any:
-        """One worker's arrays, marked as different between workers, if they are not yet."""
+        """Marks one worker's arrays as different between workers, if they are not yet."""
         leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_marked)
         unmarked = [i for i, leaf in enumerate(leaves) if not _is_marked(leaf)]
         arrays = self.axes.varying([leaves[i] for i in unmarked])
@@ -163,9 +164,9 @@ class Store(NamedTuple):
         return jax.tree.unflatten(treedef, leaves)
 
     def _of_shard(self, make: Any, stored: Any) -> Any:
-        """This device's copies of what is equal on all hosts, given what makes such a tree.
+        """This device's copies of a tree; arrays that are equal on all hosts are typed as equal.
 
-        This types them so, and moves nothing.
+        It moves no data. `make` makes a tree like it, which marks what differs between workers.
         """
 
         def one(before: Any, now: Any) -> Any:
@@ -183,7 +184,7 @@ class Store(NamedTuple):
             residual = rounded(b.residual, key_of(round_, 2 * i, self.axes.all))
             momentum = b.momentum
             if momentum is not None:
-                # Equal copies of a mean's momentum have to be rounded alike.
+                # All copies of a mean's momentum must be rounded alike.
                 axes = () if zeros else self.axes.all
                 momentum = rounded(momentum, key_of(round_, 2 * i + 1, axes))
             buckets.append(Bucket(residual, momentum, b.reducer))
@@ -219,13 +220,13 @@ def accumulator(dtype: DTypeLike | None) -> Any:
 def rounded(x: Float[Array, " d"], key: UInt32[Array, ""]) -> BFloat16[Array, " d"]:
     """Float32 `x` as bfloat16, up or down at random so that the result is `x` on average.
 
-    Rounded to the nearest, small gradients added to a large residual would be lost at each step,
-    always in the same direction. What bfloat16 holds exactly is returned as it is; beyond its range
-    it is clipped.
+    Rounding to nearest would drop small gradients that are added to a large residual, at each step
+    and always in the same direction. Values that bfloat16 holds exactly do not change. Values
+    beyond its range are clipped.
 
     Args:
         x: float32, finite.
-        key: well mixed (from `hashing.combine`), a fresh one for each call.
+        key: a well mixed key (from `hashing.combine`), fresh for each call.
     """
     sign, dropped, largest = map(jnp.uint32, (_SIGN, _DROPPED, _LARGEST))
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -236,7 +237,7 @@ def rounded(x: Float[Array, " d"], key: UInt32[Array, ""]) -> BFloat16[Array, " 
 
 
 def key_of(round_: UInt32[Array, ""], number: int, axes: Sequence[str]) -> UInt32[Array, ""]:
-    """A key for the `number`-th buffer of a round, apart for each worker along `axes`."""
+    """A key for the `number`-th buffer of a round, different for each worker along `axes`."""
     return hashing.combine(round_, number, *(wire.axis_index(axis) for axis in axes))
 
 

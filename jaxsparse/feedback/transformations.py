@@ -28,9 +28,10 @@ from jaxsparse.settings import static_int
 def error_feedback(
     reducer: Budget, **options: Unpack[LeafOptions]
 ) -> optax.GradientTransformationExtraArgs:
-    """Exchanges gradients through `reducer`; what was not delivered is added to the next ones.
+    """Exchanges gradients through `reducer`, and adds the residual to the next gradients.
 
-    Per step and worker, for the compressed buckets (u: momentum, v: residual, both zero at first):
+    In a step, each worker does this with its compressed buckets. u is the momentum and v is the
+    residual; both are zero at first:
 
         u = momentum * u + g        (momentum correction; u = g without momentum)
         v = v + u
@@ -41,34 +42,34 @@ def error_feedback(
     `is_dense` picks are averaged exactly in float32, with the same momentum and no masking.
 
     The momentum here replaces the optimizer's: chain `optax.sgd(lr)` without momentum after it.
-    Masking zeroes the momentum of whatever is sent, so a budget near 1 is not dense momentum SGD.
-    Reducers that send whatever is not zero (blocks without a density) get the gradient without
-    momentum, which would be zero nowhere; the momentum is that of the mean, which comes to the same
-    if all is delivered.
+    Masking zeroes the momentum of all coordinates that are sent, so a budget near 1 is not dense
+    momentum SGD. Some reducers send all blocks that are not zero (blocks without a density). They
+    get the gradient without momentum, because a gradient with momentum would be zero nowhere. Their
+    momentum is that of the mean, which is the same if everything is delivered.
 
-    It belongs first in an `optax.chain`, or behind stateless transformations of the local gradient
-    such as clipping. Use it with `optax.multi_transform` to treat leaves differently. Not with:
-    `optax.MultiSteps` around it (exchanges at each micro-step: accumulate by a scan inside the
-    step instead), `optax.apply_if_finite` around it (branches on a local value: workers wait for
-    each other forever; and needless, see below), `optax.masked` around it (masked leaves are never
-    averaged: replicas diverge).
+    Put it first in an `optax.chain`, or behind stateless transformations of the local gradient such
+    as clipping. `optax.multi_transform` may treat leaves differently. Do not put around it:
+    `optax.MultiSteps`, which exchanges at each micro-step (accumulate by a scan inside the step
+    instead); `optax.apply_if_finite`, which branches on a local value, so that workers wait for
+    each other forever (the next paragraph makes it needless); `optax.masked`, which never averages
+    the masked leaves, so that replicas diverge.
 
-    A gradient (or its sum with residual or momentum) that is not finite, on any worker, skips the
-    step on all: the update is zero and the
-    state stays as it was, but for the `skipped` counter. Transformations further down the chain
-    still see the zero update: schedules and Adam's moments advance.
+    If a gradient, or its sum with residual or momentum, is not finite on any worker, all workers
+    skip the step. The update is zero, and only the `skipped` counter of the state changes. Later
+    transformations in the chain still see the zero update: schedules and Adam's moments advance.
 
-    **Two levels.** On a mesh of H hosts with L devices each, a `dense_axis` leaves the fast network
-    uncompressed: g is averaged over `dense_axis` by a reduce-scatter, which leaves 1/L of each
-    bucket to a device; the lines above run on that shard, among the H devices along `axis_name`
-    that hold the same one; and an all-gather over `dense_axis` puts the means together. A device
-    keeps residual and momentum of its shard only, which are in units of the fast axis' mean:
+    **Two levels.** On a mesh of H hosts with L devices each, `dense_axis` names the fast axis, over
+    which nothing is compressed. A reduce-scatter averages g over `dense_axis` and leaves 1/L of
+    each bucket to a device. The lines above run on that shard, among the H devices along
+    `axis_name` that hold the same shard. An all-gather over `dense_axis` puts the means together. A
+    device keeps residual and momentum of its shard only, in units of the mean over the fast axis:
 
         sum of all H L workers' g == H L (sum of updates) + L (sum over hosts of their shards' v)
 
-    for buckets as their shards laid end to end. The slow axis carries 1/L of what it would, for
-    each device; the fast one 2 (L - 1)/L d words. Settings that are totals for the tree, such as a
-    sketch's k, are divided over shards. State depends on L, so `init` runs on the mesh:
+    where a bucket is its shards laid end to end. For each device, the slow axis carries 1/L of the
+    words that it would carry without `dense_axis`, and the fast axis carries 2 (L - 1)/L d words.
+    Settings that are totals for the tree, such as a sketch's k, are divided over shards. The state
+    depends on L, so `init` runs on the mesh:
 
         params = jaxsparse.shard(params, mesh, axis_name=("hosts", "local"))
         on_mesh = functools.partial(
@@ -76,44 +77,44 @@ def error_feedback(
         )
         state = on_mesh(tx.init, batch_argnums=())(params)
 
-    With `sharded=True` parameters, and so gradients, are sharded over `dense_axis` already (FSDP),
-    and nothing is scattered or gathered: each leaf is this device's shard of the gradient's *mean*
-    over `dense_axis`. JAX makes sums (the transpose of an all-gather is a reduce-scatter that
-    sums), so scale the loss, or the gradients, by 1/L. A leaf that is equal along `dense_axis`, of
-    a parameter that is not sharded, must be averaged along it likewise and go uncompressed.
-    `jaxsparse.Sharded` marks sharded arrays, and the optimizer's state takes the marks over.
-    `is_dense` sees the shapes of shards, and key paths with the mark:
-    "['kernel'].jaxsparse_sharded". By default a leaf whose shard is smaller than 1024 elements
-    therefore goes uncompressed.
+    `sharded=True` says that parameters, and so gradients, are sharded over `dense_axis` already
+    (FSDP). Nothing is then scattered or gathered: each leaf is this device's shard of the
+    gradient's *mean* over `dense_axis`. JAX makes sums (the transpose of an all-gather is a
+    reduce-scatter that sums), so scale the loss, or the gradients, by 1/L. The gradient of a
+    parameter that is not sharded is equal along `dense_axis`: average it along that axis, too, and
+    let it go uncompressed. `jaxsparse.Sharded` marks sharded arrays, and the optimizer's state
+    takes over the marks. `is_dense` sees the shapes of shards, and key paths with the mark:
+    "['kernel'].jaxsparse_sharded". So, by default, a leaf whose shard has fewer than 1024 elements
+    goes uncompressed.
 
-    **Delay.** With delay=1 a step exchanges what was there before its gradients,
+    **Delay.** With delay=1 a step exchanges the residual that it starts with,
 
         mean, v = reducer(v)
         u = momentum * (u, zero where the reducer sent) + g
         v = v + u
 
-    so that the exchange depends on nothing that the step computes, and may run beside the backward
-    pass (SparCML's non-blocking mode) where the backend's collectives are asynchronous. Updates are
-    those of delay=0 a step later, and the first one is zero; uncompressed leaves wait in `pending`.
-    Only a flag, that this step's gradients are finite, has to wait for them. If they are not, they
-    are left out on all workers, and last step's exchange still counts: its update is to be applied,
-    although `skipped` rises.
+    so that the exchange does not depend on the step's gradients. It can run beside the backward
+    pass (SparCML's non-blocking mode) if the backend's collectives are asynchronous. Updates are
+    those of delay=0 one step later, and the first one is zero. Uncompressed leaves wait in
+    `pending`. Only a flag waits for this step's gradients: it says that they are finite. If they
+    are not, all workers leave them out and `skipped` rises. The exchange of earlier gradients still
+    counts, so apply the update.
 
     Args:
-        reducer: how the buckets are exchanged: a `Reducer`, or a budget that makes one for each.
+        reducer: exchanges the buckets: a `Reducer`, or a `Budget` that makes one for each bucket.
         **options: as for all transformations.
 
     Returns:
-        A transformation whose `init` needs no axis (but `dense_axis`) and returns one worker's
-        state, to be spread by `jaxsparse.shard`, and whose `update` must run where `axis_name` and
-        `dense_axis` are bound (`jaxsparse.data_parallel`).
+        A transformation. `init` needs no axis but `dense_axis` and returns one worker's state, for
+        `jaxsparse.shard` to spread. `update` must run where `axis_name` and `dense_axis` are bound
+        (`jaxsparse.data_parallel`).
 
     Raises:
         ValueError: settings out of range. From `init`: no leaf is compressed under the default
             rule, the budget does not fit, `dense_axis` is not bound, or see
-            `jaxsparse.layout.plan`. From `update`: an axis is not bound, the state
-            belongs to another tree or to several workers, the gradients are already summed, or
-            with `sharded` a compressed leaf is no shard.
+            `jaxsparse.layout.plan`. From `update`: an axis is not bound, the state belongs to
+            another tree or to several workers, the gradients are already summed, or with `sharded`
+            a compressed leaf is no shard.
     """
     return _feedback(one_rule(reducer, options.get("is_dense")), options)
 
@@ -122,26 +123,27 @@ def error_feedback(
 def partition(
     policy: Policy | Mapping[str, Rule], default: Rule = None, **options: Unpack[Options]
 ) -> optax.GradientTransformationExtraArgs:
-    """Error feedback around a reducer for each group of leaves.
+    """Error feedback with different reducers for different leaves.
 
-    Leaves with equal reducers are laid end to end and exchanged as one vector, so a reducer whose
-    settings are totals (`SketchedReducer`) has them for its group. All uncompressed leaves travel
-    in one message. What `error_feedback` says of residuals, momentum and composition holds here.
+    Leaves with equal reducers are laid end to end and exchanged as one vector. So a reducer whose
+    settings are totals (`jaxsparse.systems.SketchedSGD`) has them for these leaves together. All
+    uncompressed leaves travel in one message. Residuals, momentum and composition are those of
+    `error_feedback`.
 
-    Parallax's hybrid (Kim et al., EuroSys 2019), sparse gradients by gather and dense ones by
-    all-reduce, is `partition({"embedding": jaxsparse.systems.SparseAllGather(...)})`.
+    Parallax's hybrid (Kim et al., EuroSys 2019) gathers sparse gradients and all-reduces dense
+    ones. It is `partition({"embedding": jaxsparse.systems.SparseAllGather(...)})`.
 
     Args:
         policy: a function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape that
-            returns its reducer, or None for uncompressed; or a mapping from regular expressions to
-            these, of which the first one found anywhere in the path counts. A reducer that changes
-            during training is `Stages` of reducers.
-        default: of leaves that no expression of the mapping matches.
+            returns the leaf's reducer, or None for uncompressed. Or a mapping from regular
+            expressions to reducers and None: the first expression found anywhere in the path
+            counts. A reducer that changes during training is `Stages` of reducers.
+        default: the reducer, or None, for leaves that no expression of the mapping matches.
         **options: as for all transformations.
 
     Raises:
         ValueError: from here: an expression is not valid. From `init` and `update`: an expression
-            matches no leaf, a reducer is none, or see `error_feedback`.
+            matches no leaf, the policy returns no reducer, or see `error_feedback`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -156,7 +158,7 @@ def partition(
 
 
 def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExtraArgs:
-    """The transformation of leaves that go as the rules say."""
+    """The transformation, for leaves that go as the rules say."""
     axes, momentum = Axes.of(options), options.get("momentum")
     _check_momentum(momentum)
     is_delayed = _is_delayed(options.get("delay"))
@@ -191,7 +193,7 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
 
 
 def _check_momentum(momentum: Any) -> None:
-    """Raises ValueError unless it is None or a scalar in [0, 1); of traced ones, the shape only."""
+    """Raises ValueError unless it is None or a scalar in [0, 1). A traced one has no value yet."""
     if momentum is None:
         return
     if jnp.ndim(momentum) != 0:
@@ -204,7 +206,7 @@ def _check_momentum(momentum: Any) -> None:
 
 
 def _is_delayed(delay: Any) -> bool:
-    """Whether the exchange is delayed; a ValueError unless it is 0, 1 or None (for 0)."""
+    """Whether the exchange is delayed. Raises ValueError unless `delay` is 0, 1 or None (for 0)."""
     if delay is None:
         return False
     steps = static_int("delay", delay)

@@ -1,10 +1,10 @@
 """The contract between a reducer and everything around it.
 
-A reducer makes, from each worker's vector, an estimate of the mean over workers that costs few
-bytes, and says what it did not deliver. `sum_w x_w == W * mean + sum_w residual_w` holds it
-together: nothing is lost, only late.
+A reducer estimates the mean of all workers' vectors with few bytes, and returns a residual: all
+that it did not deliver. The contract is `sum_w x_w == W * mean + sum_w residual_w`: nothing is
+lost, only late.
 
-It is a reducer, and not a pair of compress and decompress, because residuals may arise inside a
+It is one function, and not a pair of compress and decompress, because residuals may arise inside a
 collective, and masks may be global.
 """
 
@@ -22,24 +22,24 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse.settings import static_seed
 
-_MOST = 2**31 - 1  # that an int32 holds
+_MOST = 2**31 - 1  # the largest int32
 
-# How well sum_w x_w == W * mean + sum_w residual_w holds: for values whose sums and means float32
-# holds; but for the rounding of values on the wire; on average over random draws; or not at all.
+# How well sum_w x_w == W * mean + sum_w residual_w holds: for all values whose sums and means fit
+# float32; up to the rounding of values on the wire; on average over random draws; or not at all.
 Conservation = Literal["exact", "to rounding", "in expectation", "leaks"]
 
 
 class Info(NamedTuple):
-    """What one exchange did; replicated scalars."""
+    """Counts of one exchange; replicated scalars."""
 
-    delivered: Int[Array, ""]  # int32: coordinates that the mean carries
-    # int32: entries, of all workers, kept back for want of capacity; where workers share the room,
-    # elements of the union of what they have, each counted once
+    delivered: Int[Array, ""]  # int32: number of coordinates that the mean carries
+    # int32: number of entries, over all workers, without room in messages. If workers share the
+    # room, it counts elements of the union of their entries once.
     overflow: Int[Array, ""]
 
 
 def info(delivered: Any, overflow: Any = 0) -> Info:
-    """An `Info` of int32 scalars; a static number that is too large for one is cut."""
+    """An `Info` of int32 scalars. A static number above the largest int32 becomes that."""
     if isinstance(delivered, int):
         delivered = min(delivered, _MOST)
     return Info(jnp.asarray(delivered, jnp.int32), jnp.asarray(overflow, jnp.int32))
@@ -49,9 +49,9 @@ class Reduced(NamedTuple):
     """The outcome of one exchange of vectors of d elements among W workers."""
 
     mean: Float[Array, " d"]  # float32 estimate of (1/W) sum_w x_w, bitwise equal on all workers
-    residual: Float[Array, " d"]  # float32: this worker's share of what was not delivered
-    sent: Bool[Array, " d"] | None  # where momentum is to be masked; None: nowhere
-    state: Any  # the reducer's own carried state
+    residual: Float[Array, " d"]  # float32: this worker's share of all that was not delivered
+    sent: Bool[Array, " d"] | None  # where to mask momentum; None: nowhere
+    state: Any  # the reducer's own state
     info: Info
 
 
@@ -63,33 +63,33 @@ class Leaf(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """How one leaf's elements lie as equal matrices, one after the other, each row-major."""
+    """One leaf's elements as equal matrices, one after the other, each row-major."""
 
-    stack: int  # how many there are: the layers of a scanned stack, or 1
+    stack: int  # number of matrices: the layers of a scanned stack, or 1
     rows: int
     columns: int
 
     @property
     def size(self) -> int:
-        """Elements of all of them."""
+        """The number of elements of all matrices."""
         return math.prod(self)
 
 
 class Budget(abc.ABC):
-    """Makes the reducers of all buckets from what they may spend together.
+    """Makes the reducers of all buckets from their common budget.
 
-    A budget is apart from a reducer because a wanted compression is met by the whole tree, dense
-    leaves included, and can be divided only once the layout is known.
+    It is apart from a reducer because a compression holds for the whole tree, dense leaves
+    included, and can be divided only once the layout is known.
     """
 
     @property
     def alignment(self) -> int:
-        """Elements that buckets must be multiples of, but for the last: a block, if it has any."""
+        """Sizes of all buckets but the last must be multiples of this number, such as a block."""
         return 1
 
     @property
     def whole_leaves(self) -> bool:
-        """Whether no leaf may straddle buckets: reducers are told leaves by `with_leaves`."""
+        """Whether no leaf may straddle buckets. `with_leaves` then tells reducers their leaves."""
         return False
 
     @abc.abstractmethod
@@ -97,8 +97,8 @@ class Budget(abc.ABC):
         """One reducer for each bucket.
 
         Args:
-            sizes: elements of each bucket.
-            dense_size: elements that travel uncompressed beside the buckets.
+            sizes: number of elements of each bucket.
+            dense_size: number of uncompressed elements beside the buckets.
 
         Raises:
             ValueError: the budget can't be met.
@@ -109,9 +109,9 @@ class Budget(abc.ABC):
 class Reducer(Budget):
     """Exchanges one flat vector. Derived classes are frozen dataclasses of static settings.
 
-    They override what differs from the defaults here, and call `super().__post_init__()` before
-    they check settings of their own. A reducer whose settings are totals for the whole tree divides
-    them in `split`, as a `Budget`.
+    They override the defaults here, and call `super().__post_init__()` before they check settings
+    of their own. If a reducer's settings are totals for the whole tree, its `split` divides them
+    among buckets.
     """
 
     def __post_init__(self):
@@ -119,61 +119,61 @@ class Reducer(Budget):
 
     @property
     def conservation(self) -> Conservation:
-        """How well it keeps the law at the top of this file; the contract test checks that."""
+        """How well it keeps the contract at the top of this file. A test checks it."""
         return "exact"
 
     @property
     def dense_at_full_budget(self) -> bool:
-        """Whether the mean is the dense mean if everything is affordable."""
+        """Whether the mean is the dense mean if the budget covers everything."""
         return True
 
     @property
     def needs_zeros(self) -> bool:
-        """Whether it sends whatever is not zero, so that no momentum may go in.
+        """Whether it sends all that is not zero, so that its input must have no momentum.
 
-        Momentum, or what rounding to a leaf's dtype takes, would make every row that was ever
-        touched non-zero for ever. So the momentum is that of the mean, and such rounding is
-        forgotten, as for dense leaves.
+        With momentum, or with the rounding to a leaf's dtype in the residual, every row that was
+        ever touched would stay non-zero for ever. So the momentum is that of the mean, and this
+        rounding is dropped, as for dense leaves.
         """
         return False
 
     @property
     def adapts_messages(self) -> bool:
-        """Whether the shape of its messages follows what was exchanged before.
+        """Whether the shapes of its messages depend on earlier exchanges.
 
-        So shards that are exchanged side by side may send different ones. For a collective-permute,
-        which is one for all devices, they would wait for each other for ever.
+        Shards that are exchanged side by side may then send different messages. All devices take
+        part in one collective-permute, so they would wait for each other for ever.
         """
         return False
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
-        """The same for each bucket."""
+        """The same reducer for each bucket."""
         return (self,) * len(sizes)
 
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "Reducer":
-        """The same for a bucket of these leaves, end to end; called if `whole_leaves`."""
+        """The same reducer for a bucket of these leaves, end to end. Used if `whole_leaves`."""
         del leaves
         return self
 
     def init(self, size: int) -> Any:
-        """One worker's initial state for vectors of `size` elements; by default none.
+        """One worker's initial state for vectors of `size` elements. Default: no state.
 
-        Arrays that will differ between workers are `PerWorker`, all others replicated.
+        Arrays that will differ between workers are `PerWorker`. All others are replicated.
         """
         del size
         return ()
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """Exchanges float32 `x` along `axis_name` (None: among one worker, nothing is sent)."""
+        """Exchanges float32 `x` along `axis_name`. None: a single worker, which sends nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SeededReducer(Reducer):
-    """A reducer that draws at random: each bucket has a seed of its own.
+    """A reducer with random draws. Each bucket has its own seed.
 
     Attributes:
-        seed: 0 <= seed < 2**32, of the draws, which are fresh at each exchange.
+        seed: seed of the draws, 0 <= seed < 2**32. Draws are fresh at each exchange.
     """
 
     seed: int = dataclasses.field(default=0, kw_only=True)
@@ -183,7 +183,7 @@ class SeededReducer(Reducer):
         object.__setattr__(self, "seed", static_seed("seed", self.seed))
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
-        """The same for each bucket, but for the seed."""
+        """The same reducer with another seed for each bucket."""
         seeds = bucket_seeds(self.seed, len(sizes))
         return tuple(dataclasses.replace(self, seed=seed) for seed in seeds)
 
@@ -195,13 +195,13 @@ class SeededReducer(Reducer):
 
 @dataclasses.dataclass(frozen=True)
 class MatrixReducer(Reducer):
-    """A reducer that sees its vector as the matrices that the leaves are, as low-rank methods do.
+    """A reducer that sees its vector as the matrices of the leaves, as low-rank methods do.
 
     Attributes:
-        stacked: a regular expression; the leaves in whose key path it is found are stacks of
-            matrices, one for each layer of a scanned model, along their first axis.
-        matrices: of each leaf of the bucket, in order: set by error feedback, which knows the
-            layout. None, as for a bare vector, makes it one row.
+        stacked: a regular expression. A leaf whose key path contains it is a stack of matrices
+            along its first axis, one for each layer of a scanned model.
+        matrices: the matrices of each leaf of the bucket, in order. Error feedback sets them,
+            because it knows the layout. None: the vector is one row.
     """
 
     stacked: str | None = dataclasses.field(default=None, kw_only=True)
@@ -209,17 +209,17 @@ class MatrixReducer(Reducer):
 
     @property
     def whole_leaves(self) -> bool:
-        """Part of a matrix is none."""
+        """Yes: a part of a matrix is no matrix."""
         return True
 
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "MatrixReducer":
-        """The same for the matrices of these leaves."""
+        """The same reducer for the matrices of these leaves."""
         return dataclasses.replace(self, matrices=tuple(map(self.matrix, leaves)))
 
     def matrix(self, leaf: Leaf) -> Matrix:
-        """How a leaf is seen: (..., in, out) as rows of `out` elements, the layout of Flax kernels.
+        """A leaf (..., in, out) as rows of `out` elements, which is the layout of Flax kernels.
 
-        A convolution's (3, 3, 16, 32) is one matrix of 144 rows, a stack of (12, 64, 256) twelve
+        A convolution's (3, 3, 16, 32) is one matrix of 144 rows. A stack of (12, 64, 256) is twelve
         matrices of 64 rows.
         """
         is_stack = self.stacked is not None and re.search(self.stacked, leaf.path) is not None
@@ -242,6 +242,6 @@ class MatrixReducer(Reducer):
 
 
 def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:
-    """Seeds, one for each bucket: equal ones would draw alike in buckets of one size."""
-    # Multiples of an odd number are distinct modulo 2**32, and far apart for this one.
+    """A seed for each bucket. With equal seeds, buckets of one size would draw alike."""
+    # Multiples of an odd number are distinct modulo 2**32; those of this number are far apart.
     return tuple((seed + bucket * 0x9E3779B9) % 2**32 for bucket in range(count))

@@ -1,4 +1,4 @@
-"""What the reducers of block-sparse vectors share: which blocks to send, and which find room."""
+"""The selection of blocks, and their room, for reducers of block-sparse vectors."""
 
 import dataclasses
 from typing import NamedTuple
@@ -40,11 +40,11 @@ class BlockReducer(Reducer):
 
     @property
     def needs_zeros(self) -> bool:
-        """Without a density, blocks are sent because they are not zero."""
+        """Yes without a density: then it sends the blocks that are not zero."""
         return self.density is None
 
     def init(self, size: int) -> UInt32[Array, ""]:
-        """A count of steps, by which blocks without room take turns."""
+        """A count of steps, which decides whose turn it is if there is too little room."""
         del size
         return jnp.uint32(0)
 
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
     """Blocks of the union of all workers' supports; equal on all workers."""
 
     indices: Int[Array, " capacity"]  # int32, distinct; the number of blocks marks an empty slot
-    overflow: Int[Array, ""]  # int32: elements of blocks of the union that found no room
+    overflow: Int[Array, ""]  # int32: number of elements of the union's blocks without room
 
 
 def check_room(name: str, density: float | None) -> None:
@@ -89,15 +89,15 @@ def selected_count(size: int, block_size: int, density: float) -> int:
 def union_capacity(
     size: int, block_size: int, density: float | None, union_density: float | None, workers: int
 ) -> int:
-    """Blocks of the union that there is room for.
+    """The number of blocks of the union that there is room for.
 
     Args:
-        size: elements of the vector.
-        block_size: elements of a block.
-        density: share of the blocks that each worker selects; None if it sends those not zero.
-        union_density: share of the blocks that there is room for; None for all that W workers
-            can select.
-        workers: their number, W.
+        size: number of elements of the vector.
+        block_size: number of elements in a block.
+        density: share of the blocks that each worker selects. None: those that are not zero.
+        union_density: share of the blocks that there is room for. None: all that W workers can
+            select.
+        workers: number of workers, W.
 
     >>> union_capacity(1000, 10, 0.05, None, workers=4), union_capacity(1000, 10, None, 0.1, 4)
     (20, 10)
@@ -112,15 +112,15 @@ def union_capacity(
 def select_blocks(
     x: Float[Array, " d"], block_size: int, density: float | None
 ) -> Bool[Array, " blocks"]:
-    """The blocks that this worker wants to be summed; none that is all zeros.
+    """The blocks that this worker selects; never a block of zeros.
 
     Args:
         x: float32.
-        block_size: elements of a block.
-        density: share of the blocks to select, those of largest l2 norm; None for all that have
-            an element other than 0.
+        block_size: number of elements in a block.
+        density: share of the blocks to select. They have the largest l2 norms. None: all blocks
+            with an element other than 0.
     """
-    check_vector("x", x)  # what is counted are elements, too
+    check_vector("x", x)  # counts of elements must fit an int32, too
     number = blocks.count(x.size, block_size)
     if density is None or (k := selected_count(x.size, block_size, density)) == number:
         return blocks.non_zero(x, block_size)
@@ -132,18 +132,18 @@ def select_blocks(
 def take(
     mask: Bool[Array, " blocks"], capacity: int, step: UInt32[Array, ""]
 ) -> Int[Array, " capacity"]:
-    """The first `capacity` blocks of a mask, counted from a place that moves on with `step`.
+    """The first `capacity` blocks of a mask, counted from a start that moves with `step`.
 
-    The place moves by `capacity` blocks a step and comes round, so that a block that stays in the
-    mask is taken within ceil(blocks / capacity) steps, whatever the others do.
+    The start moves by `capacity` blocks a step and wraps around. So a block that stays in the mask
+    is taken within ceil(blocks / capacity) steps, for any other blocks.
 
     Args:
         mask: bool[blocks].
-        capacity: blocks to take, from 1 to all.
+        capacity: number of blocks to take, from 1 to all.
         step: uint32, a count of steps.
 
     Returns:
-        int32[capacity]: distinct block numbers; empty slots, behind them, hold `blocks`.
+        int32[capacity]: distinct block numbers. Empty slots, behind them, hold `blocks`.
 
     >>> mask = jnp.array([True, True, False, True, True])
     >>> [take(mask, 2, jnp.uint32(step)).tolist() for step in range(3)]
@@ -166,12 +166,12 @@ def agree(
     """The blocks that any worker selected, as many as there is room for.
 
     Args:
-        selected: bool[blocks], this worker's.
-        capacity: blocks that there is room for, from 1 to all.
-        block_size: elements of a block; in `overflow` the vector's last block counts as whole.
-        step: uint32, a count of steps, equal on all workers: it decides which blocks of the union
-            wait if not all find room. See `take`: none waits for ever.
-        axis_name: whose workers take part.
+        selected: bool[blocks], this worker's blocks.
+        capacity: number of blocks that there is room for, from 1 to all.
+        block_size: number of elements in a block. `overflow` counts the last block as whole.
+        step: uint32, a count of steps, equal on all workers. It decides which blocks wait if there
+            is too little room; none waits for ever (see `take`).
+        axis_name: the axis of the workers.
     """
     wanted = union(selected, axis_name)
     surplus = jnp.maximum(jnp.sum(wanted, dtype=jnp.int32) - jnp.int32(capacity), 0)
@@ -184,11 +184,11 @@ def contribution(
     indices: Int[Array, " capacity"],
     block_size: int,
 ) -> BlockStream:
-    """The blocks at `indices` that this worker selected; slots of others are zeros.
+    """The blocks at `indices` that this worker selected. The other slots are zeros.
 
     Returns:
-        A stream of as many slots, in the same order; its index is the number of blocks where this
-        worker sends nothing.
+        A stream of as many slots, in the same order. Where this worker sends nothing, its index is
+        the number of blocks.
     """
     own = selected.at[indices].get(mode="fill", fill_value=False)
     return blocks.from_dense(x, jnp.where(own, indices, selected.size), block_size)
@@ -197,14 +197,14 @@ def contribution(
 def kept_back(
     x: Float[Array, " d"], own: BlockStream, total: Float[Array, "k block_size"]
 ) -> Float[Array, " d"]:
-    """The residual: `x` without what was delivered of it. Sums that overflow count as not sent.
+    """The residual: `x` without its delivered blocks. A sum that overflows counts as not sent.
 
     Args:
-        x: float32, what this worker wanted to be summed.
+        x: float32, this worker's whole vector.
         own: the blocks of `x` that it sent.
-        total: float32, in the same slots, the sums over workers.
+        total: float32, the sums over workers in the same slots.
     """
     left = jnp.where(jnp.isfinite(total), 0, own.values)
-    # Not x less its blocks as a dense vector: that would take twice as long.
+    # Subtracting the blocks as a dense vector would take twice as long.
     rows = blocks.rows(x, own.block_size).at[own.indices].set(left, mode="drop")
     return rows.reshape(-1)[: x.size]

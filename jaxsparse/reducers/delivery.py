@@ -1,4 +1,4 @@
-"""Which worker keeps what an exchange did not deliver."""
+"""The residuals after an exchange: which worker keeps which part."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from jaxsparse.stream import SparseStream
 
 
 def finite_sums(total: Array) -> tuple[Array, Bool[Array, "..."]]:
-    """Sums with zeros where they overflow, and where they do not.
+    """The sums with zeros where they overflow, and a mask of the finite ones.
 
-    Sums that overflow count as not sent: whoever had a part in them keeps it. An inf in the mean
-    would otherwise be applied, and one in a residual would never leave.
+    A sum that overflows counts as not sent: each worker keeps its summand. Otherwise an inf in the
+    mean would be applied, and an inf in a residual would stay for ever.
     """
     finite = jnp.isfinite(total)
     return jnp.where(finite, total, 0), finite
@@ -32,17 +32,17 @@ def deliver(
     delivered: Any = None,
     overflow: Any = 0,
 ) -> Reduced:
-    """The outcome of an exchange that summed `total`; sums that overflow count as not sent.
+    """The result of an exchange with the sum `total`. A sum that overflows counts as not sent.
 
     Args:
-        x: float32, what this worker wanted to be summed.
-        total: float32, what was, equal on all workers.
-        residual: float32, this worker's share of what `total` lacks.
-        sent: where momentum is to be masked, unless the sum overflows; None: nowhere.
-        state: the reducer's.
-        workers: their number, W.
-        delivered: coordinates that the mean carries; None counts those that are not 0.
-        overflow: entries kept back for want of capacity.
+        x: float32, this worker's whole vector.
+        total: float32, the delivered sum, equal on all workers.
+        residual: float32, this worker's share of the part that `total` lacks.
+        sent: where to mask momentum, unless the sum overflows. None: nowhere.
+        state: the reducer's new state.
+        workers: number of workers, W.
+        delivered: number of coordinates that the mean carries. None: count those that are not 0.
+        overflow: number of entries without room in messages.
     """
     if delivered is None:
         delivered = count_where(total, lambda total: finite_sums(total)[0] / workers != 0)
@@ -60,20 +60,20 @@ def deliver_merged(
     state: Any,
     workers: int,
 ) -> Reduced:
-    """The outcome if each worker `discarded` its part of the mass that `total` lacks.
+    """The result of an exchange that drops entries on the way.
 
-    Where something arrived, a worker feeds back what it has itself discarded on the way; where
-    nothing did, all workers have their own copies, which cover any such discards (SparDL, Alg. 1).
-    What arrived is told by a sum other than 0, not by a list of selected indices: sums that cancel,
-    or overflow, count as not arrived, and the copies conserve them as well.
+    Where a sum arrived, a worker's residual is `discarded`: the entries that it dropped itself.
+    Where none did, each worker keeps its own entry, which covers any drops (SparDL, Alg. 1). A sum
+    other than 0 counts as arrived. Sums that cancel or overflow do not, and the workers' own
+    entries conserve them as well.
 
     Args:
-        x: float32, what this worker wanted to be summed.
-        total: float32, what was, equal on all workers.
-        discarded: float32, this worker's share; read only where `total` is not 0.
-        selected: what this worker put forward.
-        state: the reducer's.
-        workers: their number, W.
+        x: float32, this worker's whole vector.
+        total: float32, the delivered sum, equal on all workers.
+        discarded: float32, the entries that this worker dropped; unused where `total` is 0.
+        selected: where this worker put entries forward.
+        state: the reducer's new state.
+        workers: number of workers, W.
     """
     arrived = finite_sums(total)[0] != 0
     residual = jnp.where(arrived, discarded, x)
@@ -84,22 +84,23 @@ def deliver_merged(
 def deliver_streams(
     x: Float[Array, " d"], stream: SparseStream, result: AllReduced, state: Any, workers: int
 ) -> Reduced:
-    """The outcome of a sparse all-reduce of entries of `x`.
+    """The result of a sparse all-reduce of entries of `x`.
 
-    A worker keeps what it did not select, and its share of what the all-reduce left.
+    A worker's residual has the entries that it did not select, and its share of the all-reduce's
+    residual.
 
     Args:
-        x: float32, what this worker wanted to be summed.
+        x: float32, this worker's whole vector.
         stream: the entries of `x` that it put forward, with distinct indices.
-        result: of the all-reduce.
-        state: the reducer's.
-        workers: their number, W.
+        result: the result of the all-reduce.
+        state: the reducer's new state.
+        workers: number of workers, W.
     """
     largest = jnp.finfo(x.dtype).max
     at = lambda dense: dense.at[stream.indices].get(mode="fill", fill_value=0)
-    # Shares of what others put forward can be more than float32 holds; an inf would never leave.
+    # Shares of others' entries can overflow float32, and an inf would stay for ever.
     cut = lambda residual: jnp.clip(residual, -largest, largest)
-    # Entries are few: a second dense vector, of their values, would take passes and memory.
+    # Entries are few. A second dense vector for their values would cost passes and memory.
     kept = cut(at(x) - stream.values + at(result.residual))
     residual = cut(x + result.residual).at[stream.indices].set(kept, mode="drop")
     sent = marked(stream._replace(values=jnp.where(kept != at(x), stream.values, 0)), x.size)

@@ -1,4 +1,4 @@
-"""Settings that change a few times during training, such as a density that is warmed up."""
+"""Settings that change a few times during training, such as the density in a warm-up."""
 
 import bisect
 import dataclasses
@@ -23,12 +23,12 @@ T = TypeVar("T")
 class Stages(Generic[T]):
     """Values of a static setting, each for a range of steps.
 
-    One compiled step holds a branch for each value, and the branch that is taken decides what
-    travels: bytes really shrink. Compile time grows with the number of stages, so a few will do.
+    One compiled step has a branch for each value, with messages of the branch's own sizes: a lower
+    density sends fewer bytes. Compile time grows with the number of stages, so use a few.
 
     Attributes:
-        values: one for each stage.
-        boundaries: the step at which each but the first stage begins, in increasing order.
+        values: one value for each stage.
+        boundaries: the first step of each stage but the first, in increasing order.
 
     Example:
         >>> stages = Stages(values=(0.25, 0.01), boundaries=(100,))
@@ -52,7 +52,7 @@ class Stages(Generic[T]):
             raise ValueError(f"boundaries={steps} must be increasing steps, from 1 on")
 
     def at(self, step: int) -> T:
-        """The value in force at a step."""
+        """The value at a step."""
         return self.values[bisect.bisect_right(self.boundaries, step)]
 
 
@@ -62,14 +62,14 @@ def warm_up(last: float, *, steps: int, first: float = 0.25, stages: int = 4) ->
     Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3) warms up over four epochs, from
     25 % by factors of 4.
 
-    Masking (see `error_feedback`) zeroes the momentum of all that is sent: at a high density little
-    momentum is left, and a warm-up is no dense training.
+    A warm-up is not dense training: masking (see `error_feedback`) zeroes the momentum of all
+    coordinates that are sent, so at a high density little momentum remains.
 
     Args:
         last: density after the warm-up.
-        steps: of the whole warm-up.
+        steps: number of steps of the whole warm-up.
         first: density at the beginning.
-        stages: of the warm-up, each of steps / stages steps.
+        stages: number of stages of the warm-up, each of steps / stages steps.
 
     Example:
         >>> warm_up(0.25 / 4**2, steps=200, stages=2)
@@ -86,7 +86,7 @@ def warm_up(last: float, *, steps: int, first: float = 0.25, stages: int = 4) ->
 
 
 class StagedState(NamedTuple):
-    """The number of exchanges so far, and what the reducers of all stages carry."""
+    """The number of exchanges so far, and the state that all stages' reducers share."""
 
     step: UInt32[Array, ""]
     reducer: Any
@@ -98,46 +98,48 @@ _CONSERVATION: tuple[Conservation, ...] = ("exact", "to rounding", "in expectati
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Reducer):
-    """Takes the stage's reducer, by the number of exchanges so far (skipped steps don't count).
+    """Uses the reducer of the current stage, which the number of exchanges so far determines.
+
+    Skipped steps do not count.
 
     Attributes:
-        stages: the reducers; their states must be alike.
+        stages: the reducers. Their states must have equal shapes and dtypes.
     """
 
     stages: Stages[Reducer]
 
     @property
     def conservation(self) -> Conservation:
-        """What all stages promise."""
+        """The weakest promise of any stage."""
         return max((r.conservation for r in self.stages.values), key=_CONSERVATION.index)
 
     @property
     def dense_at_full_budget(self) -> bool:
-        """If all stages promise it."""
+        """Whether it holds for all stages."""
         return all(reducer.dense_at_full_budget for reducer in self.stages.values)
 
     @property
     def alignment(self) -> int:
-        """Of whole blocks in all stages."""
+        """The least common multiple over all stages."""
         return math.lcm(*(reducer.alignment for reducer in self.stages.values))
 
     @property
     def needs_zeros(self) -> bool:
-        """If any stage does."""
+        """Whether any stage does."""
         return any(reducer.needs_zeros for reducer in self.stages.values)
 
     @property
     def adapts_messages(self) -> bool:
-        """If any stage does; the stage itself is the same for all shards."""
+        """Whether any stage does. The stage itself is the same for all shards."""
         return any(reducer.adapts_messages for reducer in self.stages.values)
 
     @property
     def whole_leaves(self) -> bool:
-        """If any stage does."""
+        """Whether any stage needs them."""
         return any(reducer.whole_leaves for reducer in self.stages.values)
 
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "Staged":
-        """Each stage with the same."""
+        """Each stage's reducer for these leaves."""
         stages = tuple(reducer.with_leaves(leaves) for reducer in self.stages.values)
         return Staged(Stages(stages, self.stages.boundaries))
 

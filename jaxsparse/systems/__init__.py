@@ -1,7 +1,7 @@
-"""The table of systems: one a file, which holds its reducer, its transformation and its row.
+"""The table of systems. Each has one file with its reducer, its transformation and its row.
 
-All that goes over every system reads `SYSTEMS`: the planner, the benchmarks, the contract and other
-tests, and README's table. A new system is one file, its import, its row and its name here.
+The planner, the benchmarks, the contract test and README's table all read `SYSTEMS`. A new system
+is one file, and here its import, its row and its name.
 """
 
 from jaxsparse import network
@@ -39,7 +39,7 @@ from jaxsparse.systems.sparse_all_gather import (
 from jaxsparse.systems.top_k import TOP_K, TopK as TopK, top_k
 from jaxsparse.systems.true_top_k import TRUE_TOP_K, TrueTopK as TrueTopK, true_top_k
 
-# In the order in which tables show them.
+# Tables show them in this order.
 SYSTEMS: dict[str, System] = {
     system.name: system
     for system in (
@@ -63,12 +63,12 @@ SYSTEMS: dict[str, System] = {
     )
 }
 
-# The same, and behind each its variants, such as "spardl_packed": what planner and benchmarks rank.
+# The systems, each followed by its variants, such as "spardl_packed". The planner ranks these.
 WITH_VARIANTS: dict[str, System] = {
     name: row for system in SYSTEMS.values() for name, row in system.with_variants()
 }
 
-# What `jaxsparse` itself exports, too: the transformations.
+# The transformations, which `jaxsparse` exports, too.
 __all__ = [
     "dense",
     "dgc",
@@ -101,31 +101,31 @@ def choose(
     block_size: int = 256,
     dense_size: int = 0,
 ) -> Choice:
-    """A system with settings that deliver about `density * size` elements of the mean in a step.
+    """Chooses settings that deliver about `density * size` elements of the mean in a step.
 
-    Settings are the defaults but for these: `sketched_sgd` delivers as many coordinates, for which
-    it psums eight times as many words; `sparcml` takes k of groups of 512, or one of larger ones;
-    `qsgd` (4 bits) and `sign_sgd` deliver everything. A name that ends in "_packed" has 4-byte
-    entries.
+    Other settings are the defaults. `sketched_sgd` delivers that many coordinates and psums eight
+    times as many words. `sparcml` takes k of each group of 512, or one of larger groups. `qsgd` (4
+    bits) and `sign_sgd` deliver everything. A name that ends in "_packed" has 4-byte entries.
 
     Args:
         name: a key of `WITH_VARIANTS`.
         density: share of the elements that a step delivers, in (0, 1].
-        size: elements of the vector.
-        workers: their number.
-        link: the network that `sparcml` chooses its algorithm for; None for `Link()`.
-        touched: share of the blocks that are not zero on one worker, in (0, 1], if most are:
-            systems of blocks then send these, and there is room for `workers` times as many where
-            workers share it. None: gradients are dense, and blocks are selected.
-        block_size: elements of a block: the width of an embedding.
-        dense_size: elements of leaves that travel dense beside the vector, which the compression of
-            `sketched_sgd` counts.
+        size: number of elements of the vector.
+        workers: number of workers.
+        link: the network for `sparcml`'s choice of an algorithm. None: `Link()`.
+        touched: for gradients that are zero in most blocks, the share of the blocks that are not
+            zero on one worker, in (0, 1]. Systems of blocks then send these blocks. Those whose
+            workers share the room make room for `workers` times as many. None: gradients are
+            dense, and systems of blocks select.
+        block_size: number of elements in a block: the width of an embedding.
+        dense_size: number of elements of leaves that travel dense beside the vector. The
+            compression of `sketched_sgd` counts them.
 
     Returns:
-        The system and its settings, and how to write it.
+        The system and its settings, which can write themselves as Python.
 
     Raises:
-        ValueError: no such system, settings out of range, or the system can't be used with them.
+        ValueError: no such system, settings out of range, or the system can't meet them.
 
     Example:
         >>> choose("sketched_sgd", 0.01, size=10**6, workers=8).transformation

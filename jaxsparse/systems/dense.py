@@ -19,8 +19,7 @@ from jaxsparse.systems.row import Case, System
 class Dense(Reducer):
     """The exact mean by one psum of all d words.
 
-    It masks no momentum: everything is sent at each step, and a momentum that is zeroed wherever
-    something was sent would not be one.
+    It masks no momentum. Every step sends everything, so a mask would leave no momentum at all.
     """
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
@@ -34,9 +33,10 @@ class Dense(Reducer):
 def dense(**options: Unpack[LeafOptions]) -> optax.GradientTransformationExtraArgs:
     """The exact mean gradient by all-reduce: the baseline, switched to by changing one word.
 
-    All leaves travel in one message, unless `is_dense` or `bucket_size` is given: what `is_dense`
-    does not pick (by default matrices) then travels in buckets, with a residual that stays zero.
-    `momentum` is heavy-ball momentum, the same as `optax.trace(momentum)` behind it.
+    All leaves travel in one message. If `is_dense` or `bucket_size` is given, the leaves that
+    `is_dense` does not pick (by default matrices) travel in buckets, and their residual stays zero.
+
+    `momentum` is heavy-ball momentum without masking: the same as `optax.trace(momentum)` behind.
 
     Args:
         **options: as for all transformations.

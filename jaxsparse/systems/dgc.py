@@ -26,9 +26,9 @@ def sampled(
     codec: codecs.Codec = codecs.COO,
     selection: Selection = "sampled",
 ) -> TopK:
-    """The reducer of `dgc`, of the same arguments; gradients are clipped before they reach it."""
+    """The reducer of `dgc`, for the same arguments. `dgc` itself clips the gradients."""
     del clip_norm
-    return TopK(density, codec, selection)
+    return TopK(density, codec=codec, selection=selection)
 
 
 @exchange_options(momentum=0.9)
@@ -42,24 +42,24 @@ def dgc(
 ) -> optax.GradientTransformationExtraArgs:
     """Deep Gradient Compression (Lin et al., ICLR 2018): a thousandth of the gradient is enough.
 
-    Each worker sends what reaches a threshold that it has estimated from a sample, k = density d
-    entries at most; all gather and sum them: 2 (W - 1) k words a step in COO. Momentum is corrected
-    (section 3.2) and masked where a worker sent (3.3); gradients are clipped before they are
-    accumulated (3.2); the density is warmed up if it is `jaxsparse.warm_up(0.001, steps=...)`,
-    over the first four of about 80 epochs in the paper, from 25 % (3.3).
+    Each worker estimates a threshold from a sample and sends the entries that reach it, k =
+    density d at most. All workers gather and sum them: 2 (W - 1) k words a step in COO.
 
-    Use an optimizer without momentum behind it, such as `optax.sgd(lr)`. (Nesterov's, which the
-    paper also corrects, is not offered.)
+    `momentum` is corrected (section 3.2), and masked where this worker sent (3.3). Chain an
+    optimizer without momentum behind it, such as `optax.sgd(lr)`. (The paper also corrects
+    Nesterov momentum; this function does not.) `clip_norm` clips gradients before they are
+    accumulated (3.2). `density=jaxsparse.warm_up(0.001, steps=...)` lowers the density from 25 %
+    (3.3); the paper does so over the first four of about 80 epochs.
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it.
-        clip_norm: a worker's whole gradient, dense leaves included, is scaled to a norm of at most
-            clip_norm / sqrt(W), with which the sum of W orthogonal ones is at most clip_norm long;
-            None doesn't clip. What is clipped is not fed back.
-        codec: of the messages: `codecs.COO` is exact, `codecs.Packed()` halves the bytes and feeds
-            the rounding back.
-        selection: "sampled" is the paper's; `Sampled(samples=...)` sets the sample's size, and
-            "fast", "exact" and "bisection" are as for `top_k`.
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
+        clip_norm: scales each worker's whole gradient, dense leaves included, to a norm of at most
+            clip_norm / sqrt(W), so that the norm of a sum of W orthogonal gradients is at most
+            clip_norm. The residual does not keep the clipped part. None doesn't clip.
+        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
+            rounding in the residual.
+        selection: "sampled" is the paper's, and `Sampled(samples=...)` sets the size of the
+            sample. "fast", "exact" and "bisection" are those of `top_k`.
         **options: as for all transformations.
 
     Raises:
@@ -97,13 +97,13 @@ def _all_local(tree: Any, axes: tuple[str, ...]) -> bool:
 
 
 def _clipped(tree: Any, limit: float) -> Any:
-    """The tree scaled to a norm of at most `limit`; what is not finite stays so."""
+    """Scales the tree to a norm of at most `limit`, unless its norm is not finite."""
     leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(tree) if x.size]
     if not leaves:
         return tree
-    # The norm is unit * length: as one number it may overflow, and squares may vanish, too.
+    # The norm is unit * length. As one number it may overflow, and its squares may underflow.
     largest = largest_magnitude(jnp.stack([largest_magnitude(x) for x in leaves]))
-    # Not beyond these: reciprocals of the largest floats would be subnormal, which CPUs flush to 0.
+    # Beyond these, reciprocals of the largest floats would be subnormal, which CPUs flush to 0.
     unit = jnp.clip(largest, 2.0**-125, 2.0**125)
     to_unit = 1 / unit
     length = jnp.sqrt(jnp.stack([jnp.sum(jnp.square(x * to_unit)) for x in leaves]).sum())

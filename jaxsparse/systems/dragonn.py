@@ -24,7 +24,7 @@ from jaxsparse.stream import SparseStream
 from jaxsparse.systems.row import Case, System
 
 Extract = Literal["hash", "slot_max"]
-# Of a vector, the number of slots and a seed.
+# Its arguments: a vector, the number of slots and a seed.
 Extractor = Callable[[Float[Array, " d"], int, UInt32[Array, ""]], SparseStream]
 
 
@@ -40,9 +40,9 @@ def extractor(name: Extract, samples: int | None = None) -> Extractor:
 
     def hashed(x: Array, slots: int, seed: Array) -> SparseStream:
         threshold = sampled_threshold(x, slots, samples=samples, seed=seed)
-        # Zeros must not pass, where fewer elements than slots are other than 0.
+        # Zeros must not pass if there are fewer non-zero elements than slots.
         threshold = jnp.maximum(threshold, jnp.finfo(jnp.float32).tiny)
-        # Another seed: places in the sample have nothing to do with slots.
+        # Another seed, so that slots are independent of the sample's positions.
         return hash_extract(x, threshold, slots, seed=hashing.combine(seed, 1))
 
     return hashed
@@ -50,14 +50,13 @@ def extractor(name: Extract, samples: int | None = None) -> Extractor:
 
 @dataclasses.dataclass(frozen=True)
 class Dragonn(SeededReducer):
-    """Each worker's entries above a sampled threshold, in hashed slots, gathered by all.
+    """Gathers each worker's entries above a sampled threshold, in hashed slots.
 
     DRAGONN (Wang et al., ICML 2022), section 3.2, Alg. 1, with its sparse decoding (section 4.3).
-    Of the entries that pass the threshold and share a slot one is sent. The others are unsent like
-    any below the threshold: they stay in the residual and are not counted in `info.overflow`, for
-    adding that up over workers would take an exchange. Hashes are fresh at each exchange and
-    differ between workers, so that none loses for ever, or everywhere. Its fields are
-    the arguments of `dragonn`.
+    If several entries above the threshold share a slot, the worker sends one. The others stay in
+    the residual, as entries below the threshold do. `info.overflow` does not count them, because a
+    sum over workers would take another exchange. Hashes differ at each exchange and between
+    workers, so no entry loses for ever, or everywhere. The fields are the arguments of `dragonn`.
     """
 
     density: float = 0.001
@@ -81,16 +80,16 @@ class Dragonn(SeededReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The codec's rounding is fed back, too."""
+        """The residual keeps the codec's rounding."""
         return "exact" if self.codec.is_exact else "to rounding"
 
     @property
     def dense_at_full_budget(self) -> bool:
-        """Slots collide at any density, so that some entries always wait."""
+        """Entries collide in slots at any density, so some always wait."""
         return False
 
     def hash_seed(self, step: UInt32[Array, ""], rank: Array | int) -> UInt32[Array, ""]:
-        """Of one worker's slots at one exchange."""
+        """The seed of one worker's slots at one exchange."""
         return hashing.combine(self.seed, step, rank)
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
@@ -116,26 +115,28 @@ def dragonn(
 ) -> optax.GradientTransformationExtraArgs:
     """DRAGONN (Wang et al., ICML 2022): large entries, extracted by hashing instead of counting.
 
-    Each worker estimates from a sample the magnitude that m = density d elements reach, writes the
-    elements that do into m random slots, and sends these; all decode the messages of all into one
-    dense vector. Momentum correction and masking are those of Deep Gradient Compression.
+    Each worker estimates from a sample the magnitude that m = density d elements reach. It writes
+    these elements into m random slots and sends the slots. All workers decode all messages into one
+    dense vector.
 
-    Per step 2 m (W - 1) words in COO, as `top_k`, which it resembles but for the cost of selecting:
-    one pass, with no running count of what was selected. With "hash" about 63 % of the slots are
-    filled. The bytes that a worker receives grow with the number of workers: for few of them (up
-    to about sqrt(1 / density)), large tensors and slow links. Which tensors are worth it can be
-    decided by what selecting and decoding take on the device at hand, against what the network
-    would: `is_dense=jaxsparse.tensors.select_tensors(...).is_dense`.
+    A worker receives 2 m (W - 1) words a step in COO, as with `top_k`. Selection is cheaper: one
+    pass, with no running count of the selected elements. "hash" fills about 63 % of the slots. The
+    received bytes grow with the number of workers, so it suits few workers (up to about
+    sqrt(1 / density)), large tensors and slow links. With
+    `is_dense=jaxsparse.select_tensors(...).is_dense` it compresses only the tensors for which the
+    network saves more time than selecting and decoding cost.
+
+    `momentum` is corrected, and masked where this worker sent, as in Deep Gradient Compression.
 
     Args:
-        density: m as a share of each bucket's elements, in (0, 1], or `Stages` of it, as
-            `jaxsparse.warm_up` makes them.
-        extract: "hash" as published, or "slot_max", which sends the largest of the elements that
-            share a slot, fills nearly all slots, and needs no threshold.
-        samples: elements from which "hash" estimates its threshold; None for the default of
+        density: m as a share of each bucket's elements, in (0, 1], or a warm-up
+            (`jaxsparse.warm_up`).
+        extract: "hash" is the published way. "slot_max" sends the largest of the elements that
+            share a slot; it fills nearly all slots and needs no threshold.
+        samples: number of elements from which "hash" estimates its threshold. None: the default of
             `jaxsparse.select.sampled_threshold`.
-        codec: of the messages: `codecs.COO` is exact, `codecs.Packed()` halves the bytes and feeds
-            the rounding back.
+        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
+            rounding in the residual.
         seed: of the hashes.
         **options: as for all transformations.
 

@@ -12,31 +12,27 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.gtopk import gtopk as gtopk_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer
+from jaxsparse.reducers.base import Conservation, Reduced
 from jaxsparse.reducers.delivery import deliver_merged, marked
+from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import Selection, check_selection, selector
-from jaxsparse.settings import check_density, entries
+from jaxsparse.select.selection import Selection, selector
+from jaxsparse.settings import entries
 from jaxsparse.stream import to_dense
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
-class GTopK(Reducer):
-    """The k largest entries of sums of pairs of sums of ... of each worker's k largest.
+class GTopK(EntryReducer):
+    """Adds the workers' k largest entries in pairs, and keeps the k largest of each sum.
 
-    Its fields are the arguments of `gtopk`.
+    The fields are the arguments of `gtopk`.
     """
 
-    density: float
     residuals: Literal["global", "published"] = "global"
-    codec: codecs.Codec = codecs.COO
-    selection: Selection = "fast"
 
     def __post_init__(self):
-        check_density(self.density)
-        codecs.check_codec(self.codec)
-        check_selection(self.selection)
+        super().__post_init__()
         if self.residuals not in ("global", "published"):
             raise ValueError(
                 f"residuals={self.residuals!r} is unknown: use 'global' or 'published'"
@@ -44,14 +40,12 @@ class GTopK(Reducer):
 
     @property
     def conservation(self) -> Conservation:
-        """As published it leaks."""
-        if self.residuals != "global":
-            return "leaks"
-        return "exact" if self.codec.is_exact else "to rounding"
+        """The published rule leaks."""
+        return super().conservation if self.residuals == "global" else "leaks"
 
     @property
     def dense_at_full_budget(self) -> bool:
-        """But for the codec's rounding."""
+        """Yes, unless the codec rounds."""
         return self.codec.is_exact
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
@@ -77,15 +71,19 @@ def gtopk(
     selection: Selection = "fast",
     **options: Unpack[LeafOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    """gTop-k SGD (Shi et al., ICDCS 2019): k entries are left after each addition of two workers'.
+    """gTop-k SGD (Shi et al., ICDCS 2019): each addition of two vectors keeps k entries.
 
-    Per step log2 W exchanges of k = density d entries, 2 k words each in COO; if W is no power of
-    two, floor(log2 W) + 2 of them. (Published: a tree and a broadcast, twice that.)
+    A step has log2 W exchanges of k = density d entries, which are 2 k words each in COO, or
+    floor(log2 W) + 2 exchanges if W is no power of two. (The paper has a tree and a broadcast,
+    twice as many.)
+
+    `momentum` is corrected, and masked where a worker's own entry was delivered.
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it.
-        residuals: "global" loses nothing; "published" is the paper's rule, which leaks.
-        codec: of the messages.
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
+        residuals: "global" keeps all that is not delivered; "published" is the paper's rule, which
+            loses a part of it.
+        codec: wire format of the messages.
         selection: "fast" or "exact" top-k of each worker's own vector.
         **options: as for all transformations.
 
@@ -93,7 +91,10 @@ def gtopk(
         ValueError: settings out of range.
     """
     return error_feedback(
-        staged(lambda density: GTopK(density, residuals, codec, selection), density), **options
+        staged(
+            lambda density: GTopK(density, residuals, codec=codec, selection=selection), density
+        ),
+        **options,
     )
 
 

@@ -16,8 +16,8 @@ from jaxsparse.systems.top_k import TopK, top_k
 def bisected(
     density: float, passes: int = DEFAULT_PASSES, codec: codecs.Codec = codecs.COO
 ) -> TopK:
-    """The reducer of `ms_topk`, of the same arguments."""
-    return TopK(density, codec, Bisection(passes))
+    """The reducer of `ms_topk`, for the same arguments."""
+    return TopK(density, codec=codec, selection=Bisection(passes))
 
 
 @exchange_options()
@@ -30,14 +30,17 @@ def ms_topk(
 ) -> optax.GradientTransformationExtraArgs:
     """MSTopk (Shi et al., MLSys 2021): `top_k` by bisection instead of a sort.
 
-    A threshold is bracketed in a fixed number of passes; k = density d entries above it or nearly
-    so are gathered by all. Per step and worker as `top_k`: 2 (W - 1) k words in COO. (The paper
-    gathers within hosts first, and then between them; here there is one level.)
+    A fixed number of passes brackets a threshold. All workers gather k = density d entries of each
+    that lie above it, or nearly so. A worker receives 2 (W - 1) k words a step in COO, as with
+    `top_k`. (The paper gathers within hosts first and then between them; this function has one
+    level.)
+
+    `momentum` is corrected, and masked where this worker sent.
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it.
-        passes: trial thresholds; see `jaxsparse.select.bisection_threshold`.
-        codec: of the messages.
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
+        passes: number of trial thresholds; see `jaxsparse.select.bisection_threshold`.
+        codec: wire format of the messages.
         **options: as for all transformations.
 
     Raises:

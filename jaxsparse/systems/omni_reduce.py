@@ -1,4 +1,4 @@
-"""OmniReduce (Fei et al., SIGCOMM 2021): all-reduce of the blocks that are not zero everywhere."""
+"""OmniReduce (Fei et al., SIGCOMM 2021): all-reduce of the blocks that some worker has."""
 
 import dataclasses
 from typing import Unpack
@@ -30,15 +30,15 @@ from jaxsparse.systems.row import Case, System, block_settings
 
 @dataclasses.dataclass(frozen=True)
 class OmniReduce(BlockReducer):
-    """Workers agree on the union of their blocks, then one psum sums the values of these.
+    """Agrees on the union of all workers' blocks, and then sums its values by one psum.
 
-    The paper's aggregators stream the blocks that any worker has, and skip the others; here the
-    union is found first, as bits, and travels in a static number of slots. Blocks beyond these stay
-    in the residuals of those who have them, in turns, and are counted. Where the slots would hold
-    the whole vector, it is summed densely instead, and nothing is selected or kept back.
+    The paper's aggregators stream the blocks that any worker has, and skip the others. This reducer
+    first finds the union, as bits, and then sends it in a static number of slots. Blocks without a
+    slot stay in their workers' residuals, take turns, and are counted. If the slots would hold the
+    whole vector, it is summed densely instead, and nothing stays in the residual.
 
-    Momentum is masked where this worker sent if `density` is given, as for top-k; without, it is
-    that of the mean. Its fields are the arguments of `omni_reduce`.
+    With a `density`, momentum is masked where this worker sent, as for top-k. Without one, the
+    momentum is that of the mean. The fields are the arguments of `omni_reduce`.
     """
 
     union_density: float | None = None
@@ -86,24 +86,28 @@ def omni_reduce(
 ) -> optax.GradientTransformationExtraArgs:
     """OmniReduce (Fei et al., SIGCOMM 2021): only blocks that are non-zero on some worker are sent.
 
-    For gradients that are sparse by nature, such as those of embeddings: set `block_size` to the
-    embedding's width, so that a block is a row, and `union_density` to the share of rows that a
-    step touches on all workers together. The mean is then exact, and nothing is selected. For dense
-    gradients `density` selects each worker's largest blocks, with error feedback.
+    If gradients are sparse already, as those of embeddings are, set `block_size` to the embedding's
+    width, so that a block is a row, and `union_density` to the share of rows that a step touches on
+    all workers together. The mean is then exact, and nothing is selected. For dense gradients,
+    `density` selects each worker's largest blocks, with error feedback. Leaves are laid end to end:
+    compress embeddings of one width only, or rows shift across blocks.
 
-    Per step a union of bit masks, 2 (W - 1)/W words for every 32 blocks, and a psum of the union's
-    slots: payload 4 union_density d bytes, or 4 min(1, W density) d where that is less. Slots are
-    static, and paid for whether they are filled or not. What finds none waits in the residual, for
-    ceil(1 / union_density) steps at most, and is counted in the state's `info.overflow`. Where the
-    slots would hold all of d, all of it is summed densely. Compared with `sparse_all_gather` it
-    pays where supports overlap, or workers are many.
+    A step finds a union of bit masks, with 2 (W - 1)/W words for every 32 blocks, and psums the
+    union's slots: a payload of 4 union_density d bytes, or 4 min(1, W density) d if that is less.
+    The slots are static; empty ones are sent, too. Blocks without a slot wait in the residual, for
+    ceil(1 / union_density) steps at most, and the state's `info.overflow` counts them. If the slots
+    would hold all of d, all of it is summed densely. It is better than `sparse_all_gather` if
+    supports overlap or there are many workers.
+
+    With a `density`, `momentum` is corrected, and masked where this worker sent. Without one, it is
+    the momentum of the mean, because gradients with momentum would be zero nowhere.
 
     Args:
-        density: share of its blocks that each worker selects, those of largest l2 norm, in (0, 1],
-            or `Stages` of it; None for all that are not zero.
-        block_size: elements of a block.
-        union_density: share of the blocks that there is room for, in (0, 1]. None for all that
-            `density` can select; required without it.
+        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected
+            blocks have the largest l2 norms. None: all blocks that are not zero.
+        block_size: number of elements in a block.
+        union_density: share of the blocks that there is room for, in (0, 1]. None: room for all
+            that `density` can select. Without a `density` it is required.
         **options: as for all transformations.
 
     Raises:

@@ -21,19 +21,18 @@ from jaxsparse.systems.row import Case, System
 
 @dataclasses.dataclass(frozen=True)
 class Quantized(SeededReducer):
-    """Everything is sent at each step, quantised on the way to its owner and on the way back.
+    """Sends everything at each step, quantised on the way to its owner and on the way back.
 
-    No momentum is masked, as none is in the dense reducer. One worker sends nothing, and nothing
-    is rounded then.
+    It masks no momentum, as `Dense` masks none. A single worker sends nothing and rounds nothing.
 
     Attributes:
         quantizer: `quantize.QSGD(...)` or `quantize.Sign(...)`.
-        rounding: "stochastic" is unbiased, and its error is forgotten, as QSGD is published
-            (Alistarh et al., 2017); "nearest" is deterministic, and its error is fed back.
+        rounding: "stochastic" is unbiased and drops its error, as in the paper (Alistarh et al.,
+            2017). "nearest" is deterministic and keeps its error in the residual.
 
     Raises:
-        ValueError: the quantizer has no stochastic rounding, or its error, fed back, could grow
-            without bound.
+        ValueError: the quantizer has no stochastic rounding, or the residual could grow without
+            bound.
     """
 
     quantizer: Quantizer = quantize.QSGD()  # noqa: RUF009 - frozen
@@ -59,7 +58,7 @@ class Quantized(SeededReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The error of stochastic rounding is forgotten."""
+        """The error of stochastic rounding is dropped."""
         return "to rounding" if self.rounding == "nearest" else "in expectation"
 
     @property
@@ -68,11 +67,11 @@ class Quantized(SeededReducer):
         return False
 
     def init(self, size: int) -> Any:
-        """The number of exchanges so far, for the keys of stochastic rounding; else no state."""
+        """The number of exchanges so far, for the keys of stochastic rounding, or no state."""
         return jnp.uint32(0) if self.rounding == "stochastic" else ()
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """See `Reducer`. Buckets with a sum that overflows count as not sent."""
+        """See `Reducer`. A group with a sum that overflows counts as not sent."""
         key = None
         if self.rounding == "stochastic":
             key = jax.random.fold_in(jax.random.key(self.seed), state)
@@ -89,7 +88,7 @@ def quantized(
     rounding: Literal["stochastic", "nearest"] = "stochastic",
     seed: int = 0,
 ) -> Quantized:
-    """The reducer of `qsgd`, of the same arguments."""
+    """The reducer of `qsgd`, for the same arguments."""
     return Quantized(quantize.QSGD(bits, group_size, scale), rounding, seed=seed)
 
 
@@ -105,22 +104,24 @@ def qsgd(
 ) -> optax.GradientTransformationExtraArgs:
     """QSGD (Alistarh et al., NeurIPS 2017): all values at each step, in 2, 4 or 8 bits.
 
-    Per step a worker receives 2 (W - 1)/W (bits / 32 + 1 / group_size) d words: with 4 bits an
+    A worker receives 2 (W - 1)/W (bits / 32 + 1 / group_size) d words a step: with 4 bits, an
     eighth of a dense all-reduce's. Values are quantised on the way to the owner of their range, and
-    their sum on the way back. (Published: an all-gather, (W - 1) times the packed vector.)
+    sums on the way back. (The paper has an all-gather, (W - 1) times the packed vector.)
+
+    `momentum` is corrected, without masking: everything is sent at each step.
 
     Args:
-        bits: per value on the wire.
-        group_size: consecutive values that share a scale.
-        scale: "max", or QSGD's own "l2", which has larger errors: see `quantize.QSGD`.
-        rounding: "stochastic", unbiased and its error forgotten, as published, or "nearest", its
-            error fed back.
-        seed: of stochastic rounding.
+        bits: bits of a value on the wire.
+        group_size: number of consecutive values that share a scale.
+        scale: "max", or the paper's "l2", which has larger errors: see `quantize.QSGD`.
+        rounding: "stochastic" is unbiased and drops its error, as in the paper. "nearest" keeps its
+            error in the residual.
+        seed: seed of stochastic rounding.
         **options: as for all transformations.
 
     Raises:
-        ValueError: settings out of range, or rounding to nearest under "l2" with so few bits for
-            so large a group that the residual could grow without bound.
+        ValueError: settings out of range; or "nearest" under "l2" has too few bits for its
+            groups, so that the residual could grow without bound.
 
     Example:
         >>> import jax.numpy as jnp

@@ -22,11 +22,11 @@ from jaxsparse.systems.row import Case, System
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(SeededReducer):
-    """k coordinates drawn from a key that all workers share: a psum of k values, and no indices.
+    """Draws k coordinates from a key that all workers share, and psums k values without indices.
 
-    rand_k of Stich, Cordonnier and Jaggi (Sparsified SGD with Memory, NeurIPS 2018, Definition
-    2.1): unscaled, because what is not sent is fed back. Drawn anew at each exchange, without
-    replacement. Its fields are the arguments of `random_k`.
+    This is rand_k of Stich, Cordonnier and Jaggi (Sparsified SGD with Memory, NeurIPS 2018,
+    Definition 2.1). Values are not scaled up, because the residual keeps the rest. Each exchange
+    draws anew, without replacement. The fields are the arguments of `random_k`.
     """
 
     density: float
@@ -36,7 +36,7 @@ class RandomK(SeededReducer):
         check_density(self.density)
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """See `Reducer`. Sums that overflow count as not sent."""
+        """See `Reducer`. A sum that overflows counts as not sent."""
         check_vector("x", x)
         key = jax.random.fold_in(jax.random.key(self.seed), state)
         k = entries(self.density, x.size)
@@ -59,14 +59,16 @@ def random_k(
 ) -> optax.GradientTransformationExtraArgs:
     """Random-k SGD (Stich et al., NeurIPS 2018): k random coordinates, the same on all workers.
 
-    Per step one all-reduce of k = density d words, with no indices, for any number of workers. It
-    selects blindly: a coordinate waits for 1 / density steps on average, and to train as well as
-    with top-k takes a far higher density.
+    A step has one all-reduce of k = density d words, without indices, for any number of workers.
+    The selection is blind: a coordinate waits for 1 / density steps on average, and training needs
+    a far higher density than with top-k.
+
+    `momentum` is corrected, and masked at the chosen coordinates.
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it, as
-            `jaxsparse.warm_up` makes them.
-        seed: of the draws.
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up
+            (`jaxsparse.warm_up`).
+        seed: seed of the draws.
         **options: as for all transformations.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the table of systems says of each: a row, and what is asked of it."""
+"""A row of the table of systems, and a request for settings."""
 
 import dataclasses
 import inspect
@@ -13,56 +13,56 @@ from jaxsparse.reducers.base import Budget, Reducer
 
 
 class Request(NamedTuple):
-    """What is to be exchanged."""
+    """A vector to exchange, its network, and the share of it to deliver."""
 
-    density: float  # elements that a step delivers, as a share of all
-    size: int  # elements
+    density: float  # share of the elements that a step delivers
+    size: int  # number of elements
     workers: int
-    link: network.Link | None = None  # that sparcml's choice of an algorithm reckons with
+    link: network.Link | None = None  # the network for sparcml's choice of an algorithm
     touched: float | None = None  # share of the blocks that are not zero on a worker; None: all
-    block_size: int = 256  # of the systems that send blocks
-    dense_size: int = 0  # elements that travel dense beside these
+    block_size: int = 256  # for the systems that send blocks
+    dense_size: int = 0  # number of further elements, which travel dense
 
 
 Settings = Mapping[str, Any]
 
 
 class Case(NamedTuple):
-    """Settings for the tests, of vectors of some 600 elements."""
+    """Settings for the tests, whose vectors have some 600 elements."""
 
     small: Settings  # a budget of about 3 %
     full: Settings  # a budget for everything
 
 
 def at_density(request: Request) -> Settings:
-    """The settings of a system whose only budget is a density."""
+    """The settings of a system that takes only a density."""
     return {"density": request.density}
 
 
 class System(NamedTuple):
     """One row of the table.
 
-    Settings are always those of the transformation, by name, without the options that all share.
+    Settings are the transformation's arguments by name, without the options that all share.
     """
 
     transformation: Callable[..., optax.GradientTransformationExtraArgs]
-    reducer: Callable[..., Budget]  # of the same settings
+    reducer: Callable[..., Budget]  # takes the same settings
     summary: str  # for README's table, in Markdown
     received: str  # bytes that a worker receives in a step: d elements, k = density d, W workers
     cases: Mapping[str, Case]  # "" is the usual one, others are variants
-    settings: Callable[[Request], Settings] = at_density  # that deliver so much; or a ValueError
-    variants: Mapping[str, Settings] = {}  # further rows for the planner: what is added, by suffix
-    follows_density: bool = True  # or it sends the same whatever the density
-    is_of_blocks: bool = False  # sends, exactly, the blocks that are not zero, where most are
+    settings: Callable[[Request], Settings] = at_density  # to deliver so much, or a ValueError
+    variants: Mapping[str, Settings] = {}  # more rows for the planner: suffix -> added settings
+    follows_density: bool = True  # False: it sends the same at every density
+    is_of_blocks: bool = False  # can send exactly the blocks that are not zero
     caveat: str = ""  # why a planner should not choose it by time alone
 
     @property
     def name(self) -> str:
-        """Of the transformation."""
+        """The name of the transformation."""
         return self.transformation.__name__
 
     def with_variants(self) -> Iterator[tuple[str, "System"]]:
-        """This row and one for each variant, by name."""
+        """This row and one for each variant, with their names."""
         yield self.name, self
         for suffix, added in self.variants.items():
             settings = lambda request, added=added: {**self.settings(request), **added}
@@ -77,11 +77,11 @@ class Choice(NamedTuple):
 
     @property
     def budget(self) -> Budget:
-        """What exchanges."""
+        """The reducer, or the budget that makes one for each bucket."""
         return self.system.reducer(**self.settings)
 
     def reducer(self, size: int) -> Reducer:
-        """For one vector of `size` elements, all of the budget's, with no dense leaves beside it.
+        """The reducer for one vector of `size` elements, without dense leaves beside it.
 
         Raises:
             ValueError: the budget can't be met.
@@ -105,12 +105,12 @@ class Choice(NamedTuple):
         return written(self.budget)
 
 
-# Where the public names are, by the package that a class is in.
+# The public module of a class, by the package that defines it.
 _PUBLIC = {"network": "jaxsparse.planner"}
 
 
 def written(value: Any) -> str:
-    """A setting as a Python expression; of a dataclass's fields those that differ from defaults.
+    """A setting as a Python expression. A dataclass shows the fields that are not defaults.
 
     >>> from jaxsparse import codecs
     >>> written((0.25, codecs.Packed()))
@@ -139,10 +139,10 @@ def _call(function: str, *args: Any, **settings: Any) -> str:
 
 
 def block_settings(request: Request, room: str) -> Settings:
-    """The settings of a system of blocks; `room` names that for the blocks there is room for."""
+    """The settings of a system of blocks; `room` is the name of its setting for room."""
     settings: dict[str, Any] = {"density": request.density}
     if request.touched is not None:
-        # What any worker touches needs room if workers share it.
+        # Workers that share the room may all touch different blocks.
         shared = request.workers * request.touched if room == "union_density" else request.touched
         settings = {"density": None, room: min(1.0, shared)}
     if request.block_size != 256:
@@ -151,7 +151,7 @@ def block_settings(request: Request, room: str) -> Settings:
 
 
 def one_in(density: float, group_size: int) -> tuple[int, int]:
-    """K and a group's size for about a share of the elements, the group larger if k were below 1.
+    """K and a group's size for about a share of the elements. A group grows if k would be below 1.
 
     >>> one_in(0.01, 512), one_in(0.001, 512)
     ((5, 512), (1, 1000))

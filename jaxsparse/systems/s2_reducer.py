@@ -35,24 +35,24 @@ from jaxsparse.systems.row import Case, System, block_settings
 class Plan(NamedTuple):
     """Static sizes of one exchange."""
 
-    selected: int  # blocks that a worker may select
-    capacity: int  # blocks of the union that there is room for
+    selected: int  # number of blocks that a worker may select
+    capacity: int  # number of blocks of the union that there is room for
     cols: int | None  # of the sketch; None: values travel exactly
 
 
 @dataclasses.dataclass(frozen=True)
 class S2(BlockReducer, SeededReducer):
-    """Sums count sketches of each worker's blocks, and reads the blocks of any worker from them.
+    """Sums count sketches of each worker's blocks, and reads the union's blocks from the sum.
 
-    Per exchange: the union of the workers' supports, one bit a block, then a psum of the rows x
+    An exchange finds the union of the workers' supports, one bit a block, and then psums the rows x
     cols table. The mean is the sketch's estimate in the union's blocks and exactly 0 elsewhere. The
-    estimate is unbiased but noisy, with hashes that are fresh at each exchange, and is no
+    estimate is unbiased but noisy, with hashes that are fresh at each exchange. It is no
     contraction: with rows = 1 the energy of its error is 1 / sketch_ratio times that of the sum. So
-    the residual is what was not selected (or found no room), never the sketch's error.
+    the residual keeps blocks that were not selected or had no room, never the sketch's error.
 
-    Where a table would be no smaller than the blocks that there is room for, these are psummed
-    exactly (`OmniReduce`); where they would be no smaller than the vector, all of it is. One
-    worker sends nothing, and nothing is sketched. Its fields are the arguments of `s2_reducer`.
+    If a table would be no smaller than the blocks that there is room for, these are psummed exactly
+    (`OmniReduce`). If those would be no smaller than the vector, all of it is. A single worker
+    sends and sketches nothing. The fields are the arguments of `s2_reducer`.
 
     Raises:
         ValueError: a setting is out of range, or union_density is missing.
@@ -84,12 +84,12 @@ class S2(BlockReducer, SeededReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The sketch's estimates are unbiased, and their error is not fed back."""
+        """The sketch's estimates are unbiased, and the residual does not keep their error."""
         return "in expectation"
 
     @property
     def dense_at_full_budget(self) -> bool:
-        """All blocks fit a table of ratio 1, which is exact."""
+        """Yes with a ratio of 1, at which all blocks fit and travel exactly."""
         return self.sketch_ratio >= 1
 
     def plan(self, size: int, workers: int) -> Plan:
@@ -114,7 +114,7 @@ class S2(BlockReducer, SeededReducer):
         return Plan(selected, capacity, None if exact else cols)
 
     def words(self, size: int, workers: int) -> int:
-        """Words psummed in an exchange of `size` elements, beside the union of supports."""
+        """The words that an exchange of `size` elements psums, beside the union of supports."""
         plan = self.plan(size, workers)
         if plan.cols is None:
             return min(size, plan.capacity * self.block_size)
@@ -140,7 +140,7 @@ class S2(BlockReducer, SeededReducer):
         table = wire.psum(encode_blocks(own, spec, seed=seed), axis_name)
         total = decode_blocks(table, spec, kept.indices, count=selected.size, seed=seed)
 
-        # Blocks whose sums overflow count as not sent.
+        # A block counts as not sent if its sum overflows.
         finite = jnp.all(jnp.isfinite(total.values), axis=1)
         total = total._replace(indices=jnp.where(finite, total.indices, selected.size))
         arrived = (
@@ -173,36 +173,40 @@ def s2_reducer(
 ) -> optax.GradientTransformationExtraArgs:
     """S2 Reducer (Ge et al., 2021): count sketches of sparse blocks, summed by all-reduce.
 
-    For dense models each worker selects its blocks of largest norm; what it did not select is fed
-    back. For gradients that are sparse by nature, such as those of embeddings, give
-    `density=None`, the embedding's width for `block_size`, and in `union_density` the share of the
-    rows that a step touches on any worker: all blocks that are not zero are sent.
+    For dense models, each worker selects its blocks of largest norm; the others stay in its
+    residual. If gradients are sparse already, as those of embeddings are, pass `density=None`, the
+    embedding's width as `block_size`, and as `union_density` the share of the rows that a step
+    touches on any worker. All blocks that are not zero are then sent. Leaves are laid end to end:
+    compress embeddings of one width only, or rows shift across blocks.
 
-    Per step: the union of supports, an all-to-all and an all-gather of 2 (W - 1)/W bits a block;
-    and a psum of sketch_ratio times the elements of the blocks that W random supports would cover,
-    or of `union_density`. That is 1 / sketch_ratio less than `omni_reduce` with the same settings
-    sends, and the price is noise: the sketch's estimates are unbiased, but the energy of their
-    error is 1 / sketch_ratio times the energy of the sum for one row (2 at 0.5), and 2.5 and 2.7
-    for 3 and 5. It averages out over steps, the better the lower the learning rate is, and
-    error feedback can't take it back. (The paper's Theorem 2, a contraction, does not hold at such
-    ratios.) From a ratio of 1 on with `union_density`, or wherever the table would be no smaller
-    than the blocks there is room for, these are summed exactly.
+    A step finds the union of supports, by an all-to-all and an all-gather of 2 (W - 1)/W bits a
+    block. It then psums sketch_ratio times the elements of the blocks that W random supports would
+    cover, or of `union_density`. `omni_reduce` with the same settings sends 1 / sketch_ratio times
+    as much. The price is noise: the estimates are unbiased, but the energy of their error is
+    1 / sketch_ratio times the energy of the sum with one row (2 at 0.5), and 2.5 and 2.7 times
+    with 3 and 5 rows. The noise averages out over steps, better at a lower learning rate; error
+    feedback does not correct it. (The paper's Theorem 2, a contraction, does not hold at such
+    ratios.) The blocks are summed exactly from a ratio of 1 on with `union_density`, and wherever
+    the table would be no smaller than the blocks that there is room for.
 
-    On a GPU replicas stay equal, but a run that is repeated may differ in the last bits: see
+    On a GPU replicas stay equal, but a repeated run may differ in the last bits: see
     `sketch.encode`.
 
+    With a `density`, `momentum` is corrected, without masking. Without one, it is the momentum of
+    the mean, because gradients with momentum would be zero nowhere.
+
     Args:
-        density: share of the blocks that each worker selects, in (0, 1], or `Stages` of it; None
-            for all that are not zero.
-        block_size: consecutive elements that are selected and hashed together.
-        rows: of the sketch.
-        sketch_ratio: the paper's lambda, words of the sketch over elements of non-zero blocks.
-        sizing: of which blocks: "union" of all workers' or, as in the paper, one worker's "local"
-            ones, which has up to W times the noise, and diverges at learning rates at which the
-            other does not (`benchmarks/s2_reducer.py`).
-        union_density: share of the blocks there is room for, on all workers together. What
-            exceeds it waits in the residual, and is counted in the state's `info.overflow`.
-        seed: of the hashes, which are fresh at each step.
+        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. None: all
+            blocks that are not zero.
+        block_size: number of consecutive elements that are selected and hashed together.
+        rows: number of rows of the sketch.
+        sketch_ratio: words of the sketch over elements of non-zero blocks, the paper's lambda.
+        sizing: the blocks that `sketch_ratio` refers to: "union" of all workers' blocks, or "local"
+            for one worker's, as in the paper. "local" has up to W times the noise, and diverges at
+            learning rates at which "union" does not (`benchmarks/s2_reducer.py`).
+        union_density: share of the blocks that there is room for, on all workers together. Blocks
+            without room wait in the residual, and the state's `info.overflow` counts them.
+        seed: seed of the hashes, which are fresh at each step.
         **options: as for all transformations.
 
     Raises:

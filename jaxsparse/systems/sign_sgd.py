@@ -12,7 +12,7 @@ from jaxsparse.systems.row import Case, System
 
 
 def signed(group_size: int = 1024) -> Quantized:
-    """The reducer of `sign_sgd`, of the same argument."""
+    """The reducer of `sign_sgd`, for the same argument."""
     return Quantized(Sign(group_size), "nearest")
 
 
@@ -25,11 +25,13 @@ def sign_sgd(
     """EF-signSGD (Karimireddy et al., ICML 2019): a bit a value, and error feedback.
 
     Each value becomes plus or minus the mean magnitude of its group, and so does each sum on its
-    way back, as in dist-EF-blockSGD (Zheng et al., NeurIPS 2019). Per step a worker receives
-    2 (W - 1)/W (1 / 32 + 1 / group_size) d words: a 31st of a dense all-reduce's.
+    way back, as in dist-EF-blockSGD (Zheng et al., NeurIPS 2019). A worker receives
+    2 (W - 1)/W (1 / 32 + 1 / group_size) d words a step: a 31st of a dense all-reduce's.
+
+    `momentum` is corrected, without masking: everything is sent at each step.
 
     Args:
-        group_size: consecutive values that share a scale.
+        group_size: number of consecutive values that share a scale.
         **options: as for all transformations.
 
     Raises:

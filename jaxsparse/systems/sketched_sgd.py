@@ -23,22 +23,22 @@ from jaxsparse.systems.true_top_k import deliver_means
 
 @dataclasses.dataclass(frozen=True)
 class SketchedSGD(SeededReducer):
-    """Heavy coordinates of the mean, found in a summed count sketch and then fetched exactly.
+    """Finds heavy coordinates of the mean in a summed count sketch, and sums them exactly.
 
-    Per exchange of d elements: psum of the rows x cols table, then psum of the exact values at
-    oversampling * k candidates. No indices travel, since all workers decode the same table, and
-    the words do not depend on the number of workers. A bucket for which this would be no less
-    than d words is summed dense instead.
+    An exchange of d elements psums the rows x cols table, and then the exact values at
+    oversampling * k candidates. No indices travel, because all workers decode the same table. The
+    number of words does not depend on the number of workers. If it would be no less than d, the
+    bucket is summed dense instead.
 
     Attributes:
-        k: coordinates delivered, over all buckets.
-        cols: columns of the sketch, over all buckets.
-        rows: independent rows of the sketch; an estimate is the median over them.
-        oversampling: candidates fetched exactly per coordinate delivered, the paper's P. Alg. 1
-            knows none: with selection="heavymix" it must be 1.
+        k: number of coordinates delivered, over all buckets.
+        cols: number of columns of the sketch, over all buckets.
+        rows: number of independent rows of the sketch. An estimate is the median over them.
+        oversampling: number of candidates fetched exactly for each delivered coordinate, the
+            paper's P. Alg. 1 has no P: with selection="heavymix" it must be 1.
         selection: "top_k" for Alg. 3, "heavymix" for Alg. 1.
-        table_dtype: of the table on the wire. In a narrower one than float32, each of W workers
-            clips its table to the largest power of two that the sum can hold W times.
+        table_dtype: dtype of the table on the wire. If it is narrower than float32, each of W
+            workers clips its table to the largest power of two that the sum can hold W times.
     """
 
     k: int
@@ -71,7 +71,7 @@ class SketchedSGD(SeededReducer):
         sketch.SketchSpec(self.rows, self.cols, self.seed)  # raises where these are wrong
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """The k and cols are split in proportion to the buckets' sizes, at least 1 each."""
+        """Splits k and cols in proportion to the buckets' sizes, into at least 1 each."""
         if not sizes:
             return ()
         select.check_k(self.k, sum(sizes))
@@ -85,15 +85,15 @@ class SketchedSGD(SeededReducer):
         )
 
     def candidates(self, size: int) -> int:
-        """Coordinates whose exact values are fetched from a bucket of `size` elements."""
+        """The number of coordinates fetched exactly from a bucket of `size` elements."""
         return min(size, self.oversampling * self.k)
 
     def words(self, size: int) -> int:
-        """Words psummed for a bucket of `size` elements: table and candidates, or all densely."""
+        """The words that a bucket of `size` elements psums: table and candidates, or all d."""
         return min(size, self.rows * self.cols + self.candidates(size))
 
     def init(self, size: int) -> UInt32[Array, ""]:
-        """The number of exchanges so far, from which hashes and keys are derived."""
+        """The number of exchanges so far, which determines hashes and keys."""
         select.check_k(self.k, size)
         return jnp.uint32(0)
 
@@ -123,21 +123,21 @@ class SketchedSGD(SeededReducer):
         return deliver_means(x, kept, state + jnp.uint32(1))
 
 
-# Of the words that a wanted compression leaves, this share buys candidates and the rest the table:
-# near the even split that served the paper best (section 5.3, figures 1 and 3).
+# The compression leaves some words. Candidates take this share of them, the table takes the rest.
+# It is near the even split that served the paper best (section 5.3, figures 1 and 3).
 _CANDIDATES_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class SketchedBudget(Budget):
-    """Chooses k or cols or both so that the step meets a wanted compression.
+    """Chooses k, cols or both so that the step reaches the compression asked for.
 
     Attributes:
-        compression: words of all gradient leaves over words psummed in a step, dense leaves
-            counted in both.
-        k: as in `SketchedSGD`; None to choose it.
-        cols: as in `SketchedSGD`; None to choose it.
-        settings: the reducer's other settings; its k and cols are ignored.
+        compression: words of all gradient leaves over the words psummed in a step. Dense leaves
+            count in both.
+        k: as in `SketchedSGD`. None: choose it.
+        cols: as in `SketchedSGD`. None: choose it.
+        settings: the reducer's other settings. Their k and cols are ignored.
     """
 
     compression: float
@@ -158,13 +158,13 @@ class SketchedBudget(Budget):
             )
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """The chosen k and cols are split as `SketchedSGD.split` does.
+        """Chooses k and cols, and splits them as `SketchedSGD.split` does.
 
         Raises:
             ValueError: the dense leaves, or the given k or cols, exceed the budget.
         """
         size, settings = sum(sizes), self.settings
-        # The step's one other word tells whether all gradients are finite.
+        # One more word says whether all gradients are finite.
         words = int((size + dense_size) / self.compression) - dense_size - 1
         k, cols = self.k, self.cols
         if self.compression == 1 and k is None and cols is None:
@@ -194,7 +194,7 @@ def sketched(
     seed: int = 0,
     table_dtype: DTypeLike = "float32",
 ) -> Budget:
-    """The reducer or budget of `sketched_sgd`, of the same arguments."""
+    """The reducer or budget of `sketched_sgd`, for the same arguments."""
     if oversampling is None:
         oversampling = 4 if selection == "top_k" else 1
     settings = SketchedSGD(
@@ -229,31 +229,33 @@ def sketched_sgd(
     """Sketched-SGD (Ivkin et al., NeurIPS 2019, Alg. 3): heavy coordinates of the mean gradient.
 
     Workers psum a count sketch of momentum-corrected, error-corrected gradients, agree on
-    oversampling * k candidates, psum those exactly, and apply the k largest. Per step and worker
-    this psums rows * cols + oversampling * k words, plus the dense leaves and one more, whatever
-    the number of workers. Update and residual are means and in gradient units: where the paper
-    sums, we average. On a GPU replicas stay equal, but a run that is repeated may differ in the
-    last bits: see `sketch.encode`.
+    oversampling * k candidates, psum those exactly, and apply the k largest. In a step, each worker
+    psums rows * cols + oversampling * k words, the dense leaves and one more word, for any number
+    of workers. The update is a mean in gradient units, where the paper has a sum. On a GPU replicas
+    stay equal, but a repeated run may differ in the last bits: see `sketch.encode`.
+
+    `momentum` is corrected, and masked at the coordinates that the update changes (momentum factor
+    masking).
 
     Args:
-        compression: wanted ratio of *payload words*: the words of all gradient leaves over the
-            words psummed in a step, dense leaves counted in both. (The paper counts what a server
-            sends back, too: 2d / (|S| + Pk + k), about twice this number.) It chooses whichever of
-            `k` and `cols` is not given; with both given it must be None.
-        k: coordinates updated per step, of the whole tree.
-        rows: rows of the sketch.
-        cols: columns of the sketch, of the whole tree.
-        oversampling: candidates fetched exactly per coordinate updated, the paper's P (16 to 36
-            there). Default 4, and 1 with "heavymix", which has none.
-        selection: "top_k" takes the largest estimates (Alg. 3); "heavymix" those above the norm's
-            1/sqrt(k), filled up at random (Alg. 1).
-        seed: of the hash functions, which are fresh at each step.
-        table_dtype: bfloat16 or float16 halve the table (section 6) where the backend can sum
-            them; XLA on CPU widens them to float32 on the wire. Exact values stay float32.
+        compression: ratio of *payload words*: the words of all gradient leaves over the words
+            psummed in a step. Dense leaves count in both. (The paper also counts what a server
+            sends back: 2d / (|S| + Pk + k), about twice this number.) It chooses each of `k` and
+            `cols` that is not given; it must be None if both are.
+        k: number of coordinates of the whole tree that a step updates.
+        rows: number of rows of the sketch.
+        cols: number of columns of the sketch for the whole tree.
+        oversampling: number of candidates fetched exactly for each updated coordinate, the paper's
+            P (16 to 36 there). Default: 4, or 1 with "heavymix", which has no P.
+        selection: "top_k" takes the largest estimates (Alg. 3). "heavymix" takes those above
+            1/sqrt(k) of the norm, and fills up at random (Alg. 1).
+        seed: seed of the hash functions, which are fresh at each step.
+        table_dtype: bfloat16 or float16 halve the table (section 6) if the backend can sum them;
+            XLA on CPU widens them to float32 on the wire. Exact values stay float32.
         **options: as for all transformations.
 
     Returns:
-        The transformation; chain an optimizer after it.
+        The transformation. Chain an optimizer after it.
 
     Raises:
         ValueError: settings out of range, or too many or too few of `compression`, `k`, `cols`.
@@ -283,7 +285,7 @@ def sketched_sgd(
 
 
 def _settings(request: Request) -> Settings:
-    # Half of the words buy candidates, P for each coordinate delivered.
+    # Candidates take half of the words, P for each delivered coordinate.
     oversampling = SketchedSGD(k=1, cols=1).oversampling
     words = 2 * oversampling * request.density * request.size
     if words >= request.size:
@@ -291,7 +293,7 @@ def _settings(request: Request) -> Settings:
             f"density={request.density:g} times {oversampling} candidates and as many words of the "
             f"sketch is all of the vector: ask for less than {1 / (2 * oversampling)}"
         )
-    # Dense leaves count in both, and what is written is what a user would copy.
+    # Dense leaves count in both. The digits are rounded so that users can copy them.
     dense_size = request.dense_size
     compression = float(f"{(request.size + dense_size) / (words + dense_size):.8g}")
     return {"compression": compression}

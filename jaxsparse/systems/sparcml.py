@@ -38,8 +38,8 @@ Algorithm = Literal[
     "all_gather",
     "ring",
 ]
-# That "auto" chooses from, in order of simplicity. A ring receives no less than "split_allgather",
-# and waits for as many messages.
+# "auto" chooses from these, the simplest first. A ring receives no less than "split_allgather", and
+# waits for as many messages.
 ALGORITHMS: tuple[Algorithm, ...] = (
     "all_gather",
     "recursive_double",
@@ -50,9 +50,9 @@ ALGORITHMS: tuple[Algorithm, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class SparCML(SeededReducer):
-    """Top-k of every group of consecutive elements, summed by one of several all-reduces.
+    """Sums the top k of every group of consecutive elements by one of several all-reduces.
 
-    Its fields are the arguments of `sparcml`.
+    The fields are the arguments of `sparcml`.
     """
 
     k: int = 4
@@ -94,19 +94,19 @@ class SparCML(SeededReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The error of stochastic rounding is forgotten."""
+        """The error of stochastic rounding is dropped."""
         if self._is_random:
             return "in expectation"
         return "exact" if self.bits is None and self.codec.is_exact else "to rounding"
 
     @property
     def dense_at_full_budget(self) -> bool:
-        """If nothing is rounded, and there is room for all."""
+        """Yes, if nothing is rounded and there is room for all entries."""
         has_room = self.capacity_factor is None and self.union_factor is None
         return self.bits is None and self.codec.is_exact and has_room
 
     def init(self, size: int) -> Any:
-        """The number of exchanges so far, for the keys of stochastic rounding; else no state."""
+        """The number of exchanges so far, for the keys of stochastic rounding, or no state."""
         return jnp.uint32(0) if self._is_random else ()
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
@@ -125,7 +125,7 @@ class SparCML(SeededReducer):
         workers = wire.axis_size(axis_name)
         name = self.choose(x.size, workers)
         result = self._run(name, sent, x.size, axis_name, key)
-        # What stochastic rounding takes from entries is forgotten, what rounding to nearest is not.
+        # The residual keeps the error of rounding to nearest, not that of stochastic rounding.
         delivered = sent if self.rounding == "nearest" else stream
         return deliver_streams(x, delivered, result, state, workers)
 
@@ -146,26 +146,27 @@ class SparCML(SeededReducer):
         measured: network.Network | None = None,
         profile: SystemProfile | None = None,
     ) -> Algorithm:
-        """The algorithm for vectors of `size` elements: as set, or the fastest as predicted.
+        """The algorithm for vectors of `size` elements: the one set, or the fastest predicted one.
 
-        The prediction is the planner's: the messages of the traced program, in the rounds that
-        `jaxsparse.network.rounds` has for each collective, at the network's latency and bandwidth;
-        and what a worker computes, measured. On a device that is unlike the profile's, name the
-        algorithm where computing decides: `jaxsparse.planner.plan` tells it for a profile of yours.
-        "ring" is never chosen.
+        The prediction is the planner's. It adds up the messages of the traced program, in the
+        rounds that `jaxsparse.planner.rounds` gives each collective, at the network's latency and
+        bandwidth, and the measured time that a worker computes. If your device is unlike the
+        profile's and computing decides, name the algorithm: `jaxsparse.planner.plan` finds it for
+        your own profile. "ring" is never chosen.
 
-        On 8 emulated hosts at 100 Mbit/s, of a million elements at 0.1, 1 and 10 %, this took the
-        fastest, all_gather, at 1 %; at 0.1 % it lost 6 % by recursive_double, at 10 % 11 % by
-        dsar_split_allgather. With the network's links for each collective, and computing four times
-        as slow, as eight processes on two cores are, it takes the fastest of all three. (The model
-        without computing took recursive_double of all three: 6, 75 and 107 % slower.)
+        On 8 emulated hosts at 100 Mbit/s, with a million elements, the choice at 1 % density was
+        the fastest, all_gather. At 0.1 % it was recursive_double, 6 % slower than the fastest; at
+        10 % it was dsar_split_allgather, 11 % slower. With links fitted for each collective, and
+        computing four times as slow, as eight processes on two cores are, it is the fastest at all
+        three densities. (A model without computing chose recursive_double at all three: 6, 75 and
+        107 % slower.)
 
         Args:
-            size: elements of the vector.
-            workers: W.
-            measured: the network; None for one of `link` alone.
-            profile: of the device; None for the shipped one, of a CPU. Algorithms that it lacks are
-                not chosen, if it has any.
+            size: number of elements of the vector.
+            workers: number of workers, W.
+            measured: the network. None: a network with `link` for all collectives.
+            profile: times of the device. None: those of the shipped CPU profile. Only algorithms
+                with times are chosen, if there are any.
         """
         if self.algorithm != "auto":
             return self.algorithm
@@ -189,7 +190,7 @@ class SparCML(SeededReducer):
         return min(timed or ALGORITHMS, key=seconds)
 
     def _entries(self, size: int) -> int:
-        """Of a worker's stream."""
+        """The number of entries in a worker's stream."""
         return self.k * (size // self.group_size) + min(self.k, size % self.group_size)
 
     def _run(
@@ -221,7 +222,7 @@ class SparCML(SeededReducer):
 
 @functools.lru_cache(maxsize=1024)
 def _messages(reducer: SparCML, name: str, size: int, workers: int) -> WireBytes:
-    """What an algorithm moves; traced once: all four take some 0.4 s of a CPU."""
+    """The bytes that an algorithm moves. They are cached: tracing all four takes some 0.4 s."""
     entries = reducer._entries(size)
     stream = jax.eval_shape(
         lambda: SparseStream(jnp.zeros(entries, jnp.int32), jnp.zeros(entries, jnp.float32))
@@ -248,26 +249,29 @@ def sparcml(
 ) -> optax.GradientTransformationExtraArgs:
     """SparCML's Top-k SGD (Renggli et al., SC 2019, Alg. 1): k of every 512 elements, summed.
 
-    In units of gradients and means: chain `optax.sgd(lr)` behind it. (The paper accumulates
-    lr * gradient and applies sums; `optax.chain(optax.scale(lr * workers), sparcml(...),
-    optax.scale(-1))` is that, for a constant lr.)
+    Updates are means of gradients: chain `optax.sgd(lr)` behind it. (The paper accumulates
+    lr * gradient and applies sums. For a constant lr, that is
+    `optax.chain(optax.scale(lr * workers), sparcml(...), optax.scale(-1))`.)
+
+    `momentum` is corrected, and masked where this worker sent.
 
     Args:
-        k: entries of each group that a worker sends, or `Stages` of it.
-        group_size: consecutive elements in a group.
+        k: number of entries of each group that a worker sends, or a warm-up (`jaxsparse.Stages`).
+        group_size: number of consecutive elements in a group.
         algorithm: "recursive_double", "split_allgather" (both SSAR), "dsar_split_allgather",
-            "all_gather", "ring", or "auto": the fastest of them on `link`, as the planner predicts
-            (see `SparCML.choose`), or "dsar_split_allgather" where `bits` ask for it.
+            "all_gather" or "ring". "auto" takes the one that the planner predicts to be the fastest
+            on `link` (see `SparCML.choose`), or "dsar_split_allgather" where `bits` require it.
         bits: 2, 4 or 8 quantise by QSGD; None does not.
-        quantized: "sums", in the dense second half of "dsar_split_allgather", which saves bytes, or
-            "entries", before they are summed, which saves none here.
-        rounding: "stochastic", unbiased and its error forgotten, or "nearest", its error fed back.
-        capacity_factor: room for entries for one owner, in multiples of an even share; what finds
-            none stays in the residual and is counted. None makes room for all.
-        union_factor: room for sums of one owner in "split_allgather"; None makes room for all.
-        link: the network that "auto" reckons with; None for `jaxsparse.planner.Link()`.
-        codec: of sparse messages.
-        seed: of stochastic rounding.
+        quantized: "sums" quantises the dense second half of "dsar_split_allgather", which saves
+            bytes. "entries" quantises entries before they are summed, which saves no bytes here.
+        rounding: "stochastic" is unbiased and drops its error. "nearest" keeps its error in the
+            residual.
+        capacity_factor: room for the entries of one owner, in multiples of an even share. Entries
+            without room stay in the residual and are counted. None makes room for all.
+        union_factor: room for the sums of one owner in "split_allgather". None makes room for all.
+        link: the network for the choice of "auto". None: `jaxsparse.planner.Link()`.
+        codec: wire format of sparse messages.
+        seed: seed of stochastic rounding.
         **options: as for all transformations.
 
     Raises:

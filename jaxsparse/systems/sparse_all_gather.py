@@ -31,13 +31,13 @@ from jaxsparse.systems.row import Case, System, block_settings
 
 @dataclasses.dataclass(frozen=True)
 class SparseAllGather(BlockReducer):
-    """Each worker's blocks in one message, gathered by all and summed in order of rank.
+    """Gathers each worker's blocks in one message, and sums them in order of rank.
 
-    A message has room for a static number of blocks. Blocks beyond it stay in the residual, in
-    turns, and are counted. Where all messages together are no fewer words than a dense all-reduce,
-    the vector is summed densely instead, and nothing is selected or kept back.
+    A message has room for a static number of blocks. Blocks without room stay in the residual, take
+    turns, and are counted. If all messages together would be no fewer words than a dense
+    all-reduce, the vector is summed densely instead, and nothing stays in the residual.
 
-    Momentum is masked as in `OmniReduce`. Its fields are the arguments of `sparse_all_gather`.
+    Momentum is masked as in `OmniReduce`. The fields are the arguments of `sparse_all_gather`.
     """
 
     capacity_density: float | None = None
@@ -73,9 +73,9 @@ class SparseAllGather(BlockReducer):
         return Reduced(total / workers, residual, sent, next_state, outcome)
 
     def _sum(self, messages: UInt32[Array, "n words"], size: int) -> Float[Array, " d"]:
-        """The sum of the messages' blocks, one message after the other.
+        """Sums the messages' blocks, one message after the other.
 
-        Within a single scatter, blocks with the same number have no order on a GPU.
+        A single scatter would add blocks with equal numbers in any order on a GPU.
         """
         capacity = self._capacity(size)
 
@@ -90,7 +90,7 @@ class SparseAllGather(BlockReducer):
         return jax.lax.scan(add, zeros, messages)[0].reshape(-1)[:size]
 
     def _selected(self, size: int) -> int:
-        """The most blocks that a worker can want to send."""
+        """The most blocks that a worker can select."""
         if self.density is None:
             return blocks.count(size, self.block_size)
         return selected_count(size, self.block_size, self.density)
@@ -106,7 +106,7 @@ class SparseAllGather(BlockReducer):
         return self._capacity(size) < self._selected(size)
 
     def _words(self, size: int) -> int:
-        """Of a message: block numbers and values, and a count where they may not all fit."""
+        """The words of a message: block numbers, values, and a count if they may not all fit."""
         return self._capacity(size) * (1 + self.block_size) + self._is_bounded(size)
 
     def _is_dense(self, size: int, workers: int) -> bool:
@@ -123,24 +123,29 @@ def sparse_all_gather(
 ) -> optax.GradientTransformationExtraArgs:
     """All-gather of each worker's non-zero blocks, summed by all.
 
-    What Parallax (Kim et al., EuroSys 2019) with all-reduce, Horovod and TensorFlow do with sparse
-    gradients (rows of embeddings as IndexedSlices); dense leaves beside them are summed by an
-    all-reduce. Set `block_size` to the embedding's width and `capacity_density` to the share of
-    rows that a worker touches in a step: the mean is then exact, and nothing is selected. For dense
-    gradients `density` selects each worker's largest blocks, with error feedback.
+    Parallax (Kim et al., EuroSys 2019) with all-reduce, Horovod and TensorFlow do this with sparse
+    gradients (rows of embeddings as IndexedSlices). An all-reduce sums the dense leaves. Set
+    `block_size` to the embedding's width and `capacity_density` to the share of rows that a worker
+    touches in a step: the mean is then exact, and nothing is selected. For dense gradients,
+    `density` selects each worker's largest blocks, with error feedback. Leaves are laid end to end:
+    compress embeddings of one width only, or rows shift across blocks.
 
-    Per step one all-gather of capacity_density d (1 + 1 / block_size) words, of which a worker
-    receives W - 1: for few workers, or supports that hardly overlap; `omni_reduce` otherwise. Room
-    is static, and paid for whether it is filled or not. What finds none waits in the residual, for
-    ceil(1 / capacity_density) steps at most, and is counted in the state's `info.overflow`. Where
-    all messages together would be no less than a dense all-reduce, that is done.
+    A step has one all-gather: each worker sends capacity_density d (1 + 1 / block_size) words, and
+    receives W - 1 times as many. It suits few workers, or supports that hardly overlap; use
+    `omni_reduce` otherwise. The room is static; empty slots are sent, too. Blocks without room wait
+    in the residual, for ceil(1 / capacity_density) steps at most, and the state's `info.overflow`
+    counts them. If all messages together would be no fewer words than a dense all-reduce, the step
+    does that instead.
+
+    With a `density`, `momentum` is corrected, and masked where this worker sent. Without one, it is
+    the momentum of the mean, because gradients with momentum would be zero nowhere.
 
     Args:
-        density: share of its blocks that each worker selects, those of largest l2 norm, in (0, 1],
-            or `Stages` of it; None for all that are not zero.
-        block_size: elements of a block.
-        capacity_density: share of the blocks that a worker's message has room for, in (0, 1]. None
-            for `density`; required without it.
+        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected
+            blocks have the largest l2 norms. None: all blocks that are not zero.
+        block_size: number of elements in a block.
+        capacity_density: share of the blocks that a worker's message has room for, in (0, 1]. None:
+            `density`. Without a `density` it is required.
         **options: as for all transformations.
 
     Raises:

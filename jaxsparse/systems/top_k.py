@@ -11,34 +11,21 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer
+from jaxsparse.reducers.base import Reduced
 from jaxsparse.reducers.delivery import deliver_streams
+from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import Selection, check_selection, selector
-from jaxsparse.settings import check_density, entries
+from jaxsparse.select.selection import Selection, selector
+from jaxsparse.settings import entries
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(Reducer):
-    """Each worker's largest entries, gathered by all (Aji and Heafield, EMNLP 2017).
+class TopK(EntryReducer):
+    """Gathers each worker's largest entries (Aji and Heafield, EMNLP 2017).
 
-    Its fields are the arguments of `top_k`.
+    The fields are the arguments of `top_k`.
     """
-
-    density: float
-    codec: codecs.Codec = codecs.COO
-    selection: Selection = "fast"
-
-    def __post_init__(self):
-        check_density(self.density)
-        codecs.check_codec(self.codec)
-        check_selection(self.selection)
-
-    @property
-    def conservation(self) -> Conservation:
-        """The codec's rounding is fed back, too."""
-        return "exact" if self.codec.is_exact else "to rounding"
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
@@ -59,15 +46,18 @@ def top_k(
 ) -> optax.GradientTransformationExtraArgs:
     """Top-k SGD (TopkA): each worker's k largest entries, gathered and summed by all.
 
-    Per step a worker sends k = density d entries and receives (W - 1) k: 2 (W - 1) k words in COO,
-    which grows with the number of workers. The baseline of gTop-k, Ok-Topk and SparDL.
+    In a step, a worker sends k = density d entries and receives (W - 1) k, which are 2 (W - 1) k
+    words in COO and grow with the number of workers. This is the baseline of gTop-k, Ok-Topk and
+    SparDL.
+
+    `momentum` is corrected, and masked where this worker sent.
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it, as
-            `jaxsparse.warm_up` makes them.
-        codec: of the messages: `codecs.COO` is exact, `codecs.Packed()` halves the bytes and feeds
-            the rounding back.
-        selection: "fast" keeps nearly the largest entries, "exact" the largest (a sort).
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up
+            (`jaxsparse.warm_up`).
+        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
+            rounding in the residual.
+        selection: "fast" keeps nearly the largest entries, "exact" sorts to keep the largest.
         **options: as for all transformations.
 
     Raises:
@@ -81,9 +71,11 @@ def top_k(
         >>> updates["kernel"][-1, -3:].tolist()
         [2045.0, 2046.0, 2047.0]
     """
-    return error_feedback(
-        staged(lambda density: TopK(density, codec, selection), density), **options
-    )
+
+    def make(density: float) -> TopK:
+        return TopK(density, codec=codec, selection=selection)
+
+    return error_feedback(staged(make, density), **options)
 
 
 TOP_K = System(

@@ -23,7 +23,7 @@ from jaxsparse.systems.row import Case, System
 class TrueTopK(Reducer):
     """The k largest coordinates of the dense mean (Sketched-SGD, section 4, remark 2).
 
-    The whole vector is summed, and most of the sum is thrown away. Its field is the argument of
+    It sums the whole vector, and delivers k coordinates of the sum. The field is the argument of
     `true_top_k`.
     """
 
@@ -33,7 +33,7 @@ class TrueTopK(Reducer):
         object.__setattr__(self, "k", static_int("k", self.k))
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """The k is split in proportion to the buckets' sizes, each receiving at least 1."""
+        """Splits k in proportion to the buckets' sizes; each bucket gets at least 1."""
         if not sizes:
             return ()
         select.check_k(self.k, sum(sizes))
@@ -51,10 +51,11 @@ class TrueTopK(Reducer):
 
 
 def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
-    """The outcome of delivering exact means, `kept`, at distinct coordinates.
+    """Delivers exact means, `kept`, at distinct coordinates.
 
-    A coordinate whose exact mean is zero counts as not sent, as in Alg. 3: the workers' values
-    there cancel, and keeping them conserves their sum. So does one whose sum overflows.
+    A coordinate counts as not sent if its exact mean is zero, as in Alg. 3: the workers' values
+    cancel there, so residuals that keep them conserve their sum. A coordinate also counts as not
+    sent if its sum overflows.
     """
     kept = kept._replace(values=finite_sums(kept.values)[0])
     mean = to_dense(kept, x.size)
@@ -67,11 +68,14 @@ def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Redu
 def true_top_k(k: int, **options: Unpack[LeafOptions]) -> optax.GradientTransformationExtraArgs:
     """The k largest coordinates of the mean gradient, with error feedback: saves no bytes.
 
-    The ceiling for `sketched_sgd` at the same k (its section 4, remark 2): it shows what training
-    is like if the heavy coordinates are found for certain.
+    This is the ceiling for `sketched_sgd` at the same k (its section 4, remark 2). It shows how
+    training goes if the heavy coordinates are found for certain.
+
+    `momentum` is corrected, and masked at the coordinates that the update changes (momentum factor
+    masking).
 
     Args:
-        k: coordinates updated per step, of the whole tree.
+        k: number of coordinates of the whole tree that a step updates.
         **options: as for all transformations.
     """
     return error_feedback(TrueTopK(k), **options)

@@ -1,7 +1,7 @@
-"""What error feedback is doing, computed when asked for and carried nowhere.
+"""Diagnostics of error feedback, computed on request.
 
-It is a function and no part of the state, because a norm costs passes over the residual that a step
-which nobody looks at should not pay.
+They are not part of the state, because a norm costs passes over the residual. A step whose
+diagnostics nobody reads should not pay for them.
 """
 
 import functools
@@ -20,40 +20,41 @@ from jaxsparse.training.marks import AxisName, is_sharded, shards_of
 
 
 class Diagnostics(NamedTuple):
-    """Scalars, equal on all workers; sums over the transformations found."""
+    """Scalars, equal on all workers, for all transformations in the state together."""
 
     residual_norm: Float[Array, ""]  # root mean square over workers of their residuals' l2 norms
-    update_norm: Float[Array, ""] | None  # l2 norm of the updates; None without these
-    delivered: Int[Array, ""]  # int32: coordinates that the last update carried; skipped steps
-    # don't count, here and for `overflow`
-    delivered_share: Float[Array, ""] | None  # of all coordinates; None without updates
-    overflow: Int[Array, ""]  # int32: entries kept back in the last step for want of capacity
-    skipped: Int[Array, ""]  # int32: steps skipped so far because something was not finite
+    update_norm: Float[Array, ""] | None  # l2 norm of the updates; None without updates
+    delivered: Int[Array, ""]  # int32: number of coordinates that the last update carried. Skipped
+    # steps don't count, here and in `overflow`.
+    delivered_share: Float[Array, ""] | None  # share of all coordinates; None without updates
+    overflow: Int[Array, ""]  # int32: number of entries without room in the last step's messages
+    skipped: Int[Array, ""]  # int32: number of steps skipped because something was not finite
 
 
 def diagnose(
     state: Any, updates: Any = None, *, axis_name: AxisName | None = "data"
 ) -> Diagnostics:
-    """Norms and counts of what is delivered and what is held back.
+    """Reports how much was delivered and how much was held back.
 
-    Runs where the axes of workers are bound: in the step, or by itself now and then,
+    Call it where the axes of workers are bound: in the step, or by itself now and then,
 
         diagnose = jaxsparse.data_parallel(jaxsparse.diagnose, mesh, batch_argnums=())
         print(diagnose(opt_state))
 
-    It reads residuals and updates twice and sends a few numbers, and where it is not called it
-    costs nothing. The bytes of a step do not change from one to the next, and are
-    read once from the compiled step, by `jaxsparse.traffic.wire_bytes`.
+    It reads residuals and updates twice and sends a few numbers. It costs nothing if it is not
+    called. `jaxsparse.wire_bytes` reads the bytes of a step from the compiled step; they are the
+    same in every step.
 
     Args:
         state: an Optax state, or any tree that contains one, such as a `TrainState`.
-        updates: of this step, of the whole chain or of the transformation alone; their norm is
-            reported, and delivered coordinates as a share of their elements.
-        axis_name: the axis of workers, or both of a mesh with two levels, the fast one last; None
-            for a single worker.
+        updates: this step's updates, of the whole chain or of the transformation alone. They give
+            `update_norm` and `delivered_share`.
+        axis_name: the axis of workers, or both axes of a mesh with two levels, the fast one last.
+            None: a single worker.
 
     Raises:
-        ValueError: no state of a jaxsparse transformation is in `state`, or an axis is not bound.
+        ValueError: `state` contains no state of a jaxsparse transformation, or an axis is not
+            bound.
     """
     found = _states(state)
     if not found:
@@ -96,8 +97,8 @@ def _states(tree: Any) -> list[ErrorFeedbackState]:
 def _norms(
     groups: list[list[tuple[Any, int]]], axes: tuple[str | None, ...]
 ) -> tuple[Float[Array, ""], ...]:
-    """The l2 norm of each group's arrays, of which so many workers hold a copy or a peer."""
-    # Squares of large numbers overflow, and of small ones vanish, unless scaled first.
+    """The l2 norm of each list of arrays. The numbers beside arrays divide their squares."""
+    # Without scaling, squares of large numbers overflow and squares of small ones underflow.
     largest = _varying(jnp.stack([_largest(x for x, _ in group) for group in groups]), axes)
     for axis in axes:
         largest = wire.pmax(largest, axis)

@@ -1,4 +1,4 @@
-"""Leaving a run on an error."""
+"""Ends all processes of a run after an error in one."""
 
 import contextlib
 import os
@@ -8,8 +8,8 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-# How gloo, NCCL and JAX's coordination service say that another process is gone. Errors of a
-# user's own connections, and of settings of these, are worded otherwise.
+# Gloo, NCCL and JAX's coordination service report a lost process in these words. Errors of a user's
+# own connections and settings have other words.
 _LOST = re.compile(
     r"Gloo [\w -]+ failed|gloo/transport|remote process exited|remote task has failed"
     r"|tasks? (is|are) unhealthy|another task died|leader task was preempted"
@@ -18,10 +18,10 @@ _LOST = re.compile(
 
 @contextlib.contextmanager
 def fail_at_once() -> Iterator[None]:
-    """Ends the process on an error within it, without waiting for the others.
+    """Ends this process at once on an error, without waiting for the other processes.
 
-    Put it around all that follows `jax.distributed.initialize()`. Lost connections then end the
-    other processes within a second. It calls `os._exit`: no clean-up outside it is run.
+    Put it around all code after `jax.distributed.initialize()`. The other processes lose their
+    connections and end within a second. It calls `os._exit`, so no clean-up outside it runs.
     """
     try:
         yield
@@ -30,7 +30,7 @@ def fail_at_once() -> Iterator[None]:
             raise
         try:
             _report(error)
-        finally:  # whatever the output's state
+        finally:  # even if the output is broken
             try:
                 sys.stdout.flush()
             finally:

@@ -1,9 +1,9 @@
-"""The marks of arrays that differ between workers, and what goes by them.
+"""Pytree marks for per-worker arrays, and their partition specs.
 
 Parameters and most optimizer state are equal on all workers; residuals are not. `PerWorker` marks
-the arrays that differ, so that one pair of functions (`shard`, `data_parallel`) serves an Optax
-state, a linen `TrainState` and an nnx state alike. `Sharded` marks those that are cut over the fast
-axis of a mesh with two levels, and equal on the slow one.
+the arrays that differ, so that `shard` and `data_parallel` serve an Optax state, a linen
+`TrainState` and an nnx state alike. `Sharded` marks arrays that are cut over the fast axis of a
+mesh with two levels, and equal along the slow one.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from jax.tree_util import GetAttrKey, KeyPath, keystr
 
 T = TypeVar("T")
 
-# The axis or axes of workers; of several, the last is the fast one.
+# The axis or axes of workers. The last of several is the fast one.
 AxisName = str | tuple[str, ...]
 
-# The keys under which the marked arrays appear in key paths. Frameworks that flatten a tree and
-# forget its node types (nnx.split, Orbax) still keep the path.
+# Marked arrays appear under these keys in key paths. Frameworks that flatten a tree and drop its
+# node types (nnx.split, Orbax) still keep the path.
 _KEY = "jaxsparse_per_worker"
 _SHARD_KEY = "jaxsparse_per_shard_of_"
 _SHARDED_KEY = "jaxsparse_sharded"
@@ -51,13 +51,13 @@ class _Mark:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Sharded(_Mark):
-    """Marks an array that is cut along its first axis over the fast axis of two.
+    """Marks an array whose first axis is cut over the fast axis of a mesh with two levels.
 
-    For parameters that no device holds whole (FSDP), under axis_name=("hosts", "local"). What Optax
-    makes of marked parameters, such as Adam's moments, is marked, too.
+    Use it for parameters that no device holds whole (FSDP), under axis_name=("hosts", "local").
+    States that Optax makes from marked parameters, such as Adam's moments, are marked, too.
 
     Attributes:
-        value: the array: all of it as the trainer sees it, (n / L, ...) inside the parallel step.
+        value: the array. The trainer sees all of it; the parallel step sees (n / L, ...).
 
     Example:
         >>> import jax.numpy as jnp
@@ -74,8 +74,8 @@ class PerWorker(_Mark):
     """Marks an array that differs from worker to worker.
 
     Attributes:
-        value: the array with a leading worker axis: (1, ...) as one worker sees it, (W, ...) as
-            the trainer sees it outside the parallel step.
+        value: the array with a leading worker axis. One worker sees (1, ...); outside the parallel
+            step the trainer sees (W, ...).
 
     Example:
         >>> import jax.numpy as jnp
@@ -93,10 +93,10 @@ class PerWorker(_Mark):
 
     @classmethod
     def unwrap(cls, tree: Any) -> Any:
-        """This worker's arrays out of a tree made by `wrap`.
+        """This worker's arrays from a tree that `wrap` made.
 
         Raises:
-            ValueError: an array holds several workers' values: the state was passed whole.
+            ValueError: an array holds several workers' values, because the state is whole.
         """
 
         def one(node: PerWorker) -> Any:
@@ -115,14 +115,14 @@ class PerWorker(_Mark):
 
 @jax.tree_util.register_pytree_with_keys_class
 class PerShard(PerWorker):
-    """A `PerWorker` array of one of several shards: of one place along the fast axis of two.
+    """A `PerWorker` array of one shard, at one position along the fast axis.
 
-    Error feedback with a `dense_axis` marks its state so, which keeps it from being mistaken for
-    that of workers which all hold the same coordinates, or of other shards.
+    Error feedback with a `dense_axis` marks its state so. The state can then not be mistaken for a
+    state of workers that all hold the same coordinates, or for a state of another number of shards.
 
     Attributes:
-        value: as of `PerWorker`.
-        shards: how many there are, the size of the fast axis.
+        value: as for `PerWorker`.
+        shards: number of shards, the size of the fast axis.
     """
 
     __slots__ = ("shards",)
@@ -133,7 +133,7 @@ class PerShard(PerWorker):
 
     @property
     def key(self) -> str:  # type: ignore[override]
-        """Tells the number, too."""
+        """The key, which contains the number of shards."""
         return f"{_SHARD_KEY}{self.shards}"
 
     def tree_flatten_with_keys(self):
@@ -157,7 +157,7 @@ def is_marked(path: KeyPath) -> bool:
 
 
 def shards_of(path: KeyPath) -> int | None:
-    """Of how many shards the leaf at `path` holds one; None if it is of none."""
+    """The number of shards if the leaf at `path` is one of several; None if it is not."""
     marks = [name for name in _names(path) if name.startswith(_SHARD_KEY)]
     return int(marks[0].removeprefix(_SHARD_KEY)) if marks else None
 
@@ -172,15 +172,15 @@ def _names(path: KeyPath) -> list[str]:
 
 
 def unpacked(axis_name: AxisName) -> AxisName:
-    """The name in a tuple of one; anything else as it is."""
+    """The name from a tuple of one name; other values as they are."""
     return axis_name[0] if isinstance(axis_name, tuple) and len(axis_name) == 1 else axis_name
 
 
 def fast_axis(name: str, axis_name: AxisName) -> str:
-    """The axis over which the leaf `name`, marked `Sharded`, is cut.
+    """The axis over which the `Sharded` leaf `name` is cut.
 
     Raises:
-        ValueError: there is one axis only.
+        ValueError: there is only one axis.
     """
     if isinstance(axis_name, str) or len(axis_name) < 2:
         raise ValueError(
@@ -200,7 +200,7 @@ def check_wrapped(name: str, value: Any) -> None:
 
 
 def map_marked(f: Callable[[Any, bool], Any], tree: T) -> T:
-    """Maps f(leaf, whether it is per-worker) over the leaves of `tree`."""
+    """Maps `f(leaf, is_per_worker)` over the leaves of `tree`."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: f(leaf, is_marked(path)), tree)
 
 
@@ -208,17 +208,17 @@ def specs(tree: Any, axis_name: AxisName = "data") -> Any:
     """Partition specs of `tree`, in its own structure, for `jax.shard_map` and `NamedSharding`.
 
     Args:
-        tree: any pytree; marked arrays are found by their key path, so a state that
-            `nnx.split` took apart works too.
-        axis_name: the mesh axis of the workers, or both of a mesh with two levels, the fast one
-            last.
+        tree: any pytree. Key paths identify marked arrays, so a state that `nnx.split` took apart
+            works, too.
+        axis_name: the mesh axis of the workers, or both axes of a mesh with two levels, the fast
+            one last.
 
     Returns:
-        `PartitionSpec(axis_name)` in place of each per-worker array, `PartitionSpec(fast axis)` of
-        each `Sharded` one, `PartitionSpec()` elsewhere.
+        `PartitionSpec(axis_name)` for each per-worker array, `PartitionSpec(fast axis)` for each
+        `Sharded` array, and `PartitionSpec()` for all others.
 
     Raises:
-        ValueError: an array is `Sharded`, and there is one axis only.
+        ValueError: an array is `Sharded`, and there is only one axis.
     """
     axis_name = unpacked(axis_name)
 

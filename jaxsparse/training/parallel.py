@@ -36,30 +36,30 @@ def data_parallel(
     Args:
         step: function of positional arguments, written for one worker. It sees `PerWorker`
             arrays as (1, ...), batches as (batch / W, ...), `Sharded` arrays as (n / L, ...), and
-            everything else whole. What it returns must be equal on all workers (average metrics
-            with `jax.lax.pmean(x, axis_name)`), or marked `PerWorker`, or `Sharded` and equal along
-            the slow axis.
+            all other arrays whole. An output must be equal on all workers (average metrics with
+            `jax.lax.pmean(x, axis_name)`), or marked `PerWorker`, or marked `Sharded` and equal
+            along the slow axis.
         mesh: a mesh of Auto or Explicit axes, or a number of workers to simulate on one device
-            with `jax.vmap`: the same numbers, no devices needed.
-        axis_name: the mesh axis of the workers, bound inside `step`; of a mesh with two levels
-            both, the fast one last: ("hosts", "local").
-        batch_argnums: arguments whose arrays are split along their first axis; negative ones
-            count from the last.
-        donate_argnums: as for `jax.jit`; donate the training state.
-        check_vma: let JAX check that replicated outputs are so. Without it an already summed
-            gradient can't be told from a local one.
+            with `jax.vmap`, which gives the same numbers.
+        axis_name: the mesh axis of the workers, bound inside `step`. On a mesh with two levels,
+            both axes, the fast one last: ("hosts", "local").
+        batch_argnums: arguments whose arrays are split along their first axis. Negative numbers
+            count from the last argument.
+        donate_argnums: as for `jax.jit`. Donate the training state.
+        check_vma: let JAX check that replicated outputs are replicated. Without the check,
+            jaxsparse can't tell a summed gradient from a local one.
 
-    On emulated CPU devices wait for each step (`jax.block_until_ready`, or read the loss): steps
-    queued behind each other can starve a collective of threads until it times out.
+    On emulated CPU devices, wait for each step (`jax.block_until_ready`, or read the loss). Queued
+    steps can starve a collective of threads until it times out.
 
     Returns:
         The compiled function, with the `lower` of `jax.jit`. `step` is traced once for each set
         of shapes.
 
     Raises:
-        ValueError: the mesh has no such axis or gives no worker. At the call: the workers don't
-            divide a batch, per-worker state isn't spread over the workers (`shard`), or an output
-            differs between workers.
+        ValueError: the mesh has no such axis or no worker. At the call: the workers don't divide a
+            batch, per-worker state isn't spread over the workers (`shard`), or an output differs
+            between workers.
     """
     given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     axis_name = unpacked(axis_name)
@@ -80,7 +80,7 @@ def data_parallel(
             )
         batches = {i % len(args) for i in given}
         _check_arguments(args, batches, workers, mesh, axis_name)
-        structure: list[Any] = []  # of the outputs, known once step has been traced
+        structure: list[Any] = []  # treedef and kinds of the outputs, once step has been traced
 
         def body(*args: Any) -> tuple[list[Any], ...]:
             outputs = step(*args)
@@ -105,7 +105,7 @@ def data_parallel(
 
 
 def _kind(path: KeyPath) -> int:
-    """Of an output: 0 if it is per-worker, 1 if replicated, 2 if sharded."""
+    """The kind of an output: 0 if it is per-worker, 1 if replicated, 2 if sharded."""
     return 0 if is_marked(path) else 2 if is_sharded(path) else 1
 
 
@@ -117,7 +117,7 @@ def _over_mesh(body, mesh, axis_name, check_vma, in_specs):
     )
     if all(mesh.axis_types[mesh.axis_names.index(a)] != AxisType.Explicit for a in axes):
         return mapped
-    # Explicit axes refuse arguments that are not typed as laid out so yet.
+    # Explicit axes refuse arguments whose types have another sharding.
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
     return lambda *args: mapped(*jax.reshard(args, shardings))
 

@@ -1,4 +1,4 @@
-"""A check, for debugging, that copies of one array on several devices are equal bit for bit."""
+"""A check, for debugging, that an array's copies on several devices are equal bit for bit."""
 
 import hashlib
 from typing import Any
@@ -10,26 +10,27 @@ from jax.tree_util import keystr
 
 
 def check_replicas(tree: Any) -> None:
-    """Raises unless all devices hold equal bits of whatever is replicated.
+    """Raises unless all devices hold equal bits of each replicated array.
 
-    JAX tracks types, not bits: parameters that are typed as equal on all workers can still drift
-    apart, by a sum whose order differs between devices or by hardware that errs. Call it after a
-    step while debugging, or now and then in long runs. It copies every replica to the host.
+    JAX tracks types, not bits. Parameters that are typed as equal on all workers can still drift
+    apart: a sum may have different orders on different devices, or hardware may err. Call it after
+    a step while debugging, or now and then in long runs. It copies every replica to the host.
 
-    What is marked as different between workers is not compared, though on two levels hosts keep
-    equal copies of some of it; nor are arrays that each process made for itself.
+    It does not compare arrays that are marked as different between workers, though with two levels
+    hosts keep equal copies of some of them. It does not compare arrays that each process made for
+    itself.
 
     Args:
-        tree: arrays as the trainer sees them, such as a `TrainState`. In several processes all must
-            call it, with the same tree.
+        tree: arrays as the trainer sees them, such as a `TrainState`. All processes must call it
+            with the same tree.
 
     Raises:
-        RuntimeError: in all processes, naming the first array whose copies differ, where, and on
-            which devices.
-        ValueError: called on traced arrays, inside a compiled function.
+        RuntimeError: copies differ. All processes raise it; it names the first such array, the
+            position and the devices.
+        ValueError: an array is traced, inside a compiled function.
     """
     problems = []
-    digests = [np.zeros(2, np.uint32)]  # the first one tells whether there is a problem here
+    digests = [np.zeros(2, np.uint32)]  # the first one says whether this process found a problem
     names = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         name = f"leaf{keystr(path)}"
@@ -51,7 +52,7 @@ def check_replicas(tree: Any) -> None:
             other = first.setdefault(str(shard.index), shard)
             if other is not shard:
                 problems += _difference(name, other, shard)
-        # Whether there is more to compare follows from the sharding, equally in all processes.
+        # The sharding, which all processes know, decides whether there is more to compare.
         if len({device.process_index for device in pieces}) > 1:
             names += [name] * len(places)
             digests += [_digest(first.get(place)) for place in places]
@@ -83,7 +84,7 @@ def _bytes(x: np.ndarray) -> np.ndarray:
 
 
 def _digest(shard: Any) -> np.ndarray:
-    """Of a shard's bits, not 0; 0 of one that this process does not hold."""
+    """A non-zero hash of a shard's bits; 0 if this process does not hold the shard."""
     if shard is None:
         return np.zeros(2, np.uint32)
     data = _bytes(np.asarray(shard.data)).tobytes()

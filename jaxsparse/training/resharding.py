@@ -1,4 +1,4 @@
-"""A training state carried over to another number of workers."""
+"""Carries a training state over to another number of workers."""
 
 import functools
 from typing import Any, TypeVar
@@ -22,44 +22,43 @@ T = TypeVar("T")
 
 
 def reshard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
-    """Carries the state of W workers over to W' workers; what is undelivered stays so.
+    """Carries the state of W workers over to W' workers, and keeps the mean of the residuals.
 
-    The update of a step is a mean over workers, so what residuals v_w have yet to contribute to
-    updates is (1/W) sum_w v_w. The new ones are v' = A v, where A[j, i] is W' times the overlap of
+    The update of a step is a mean over workers, so residuals v_w still owe (1/W) sum_w v_w to the
+    updates. The new residuals are v' = A v, where A[j, i] is W' times the overlap of
     [j/W', (j+1)/W') and [i/W, (i+1)/W). Columns of A sum to W'/W, hence
 
         (1/W') sum_j v'_j == (1/W) sum_w v_w
 
-    and rows sum to 1, so the new ones are averages of old ones and as large as these. Twice as
-    many workers get copies, half as many the means of two. All that is `PerWorker` goes this way:
-    residuals, momenta, delayed gradients. What is replicated, such as parameters, optimizer states
-    and reducers' counters, stays as it is; what reducers adapt to the number of workers, they adapt
-    again.
+    and rows sum to 1, so the new residuals are averages of old ones and as large. Twice as many
+    workers get copies; half as many get means of two. All `PerWorker` arrays change this way:
+    residuals, momenta, delayed gradients. Replicated arrays, such as parameters, optimizer states
+    and reducers' counters, stay as they are. Reducers adapt again to the new number of workers.
 
-    The averages are taken in float64 and rounded to the nearest in each array's dtype, so that
-    means over workers are kept to about half a unit in the last place of the largest row; and to
-    the bit if W' is a multiple of W.
+    Averages are taken in float64 and rounded to nearest in each array's dtype. This keeps means
+    over workers to about half a unit in the last place of the largest row, and to the bit if W' is
+    a multiple of W.
 
-    On a mesh with two levels it is the number of hosts that changes, each shard among those of its
-    place along the fast axis, whose size has to stay.
+    On a mesh with two levels, only the number of hosts can change; the size of the fast axis must
+    stay the same. Each shard is averaged over hosts, at its own position along the fast axis.
 
     Args:
-        tree: an Optax state, a `TrainState`, an nnx state, or what a checkpoint was restored to:
-            any tree with `PerWorker` arrays of shape (W, ...), as NumPy or JAX arrays that this
+        tree: an Optax state, a `TrainState`, an nnx state, a restored checkpoint, or any other tree
+            with `PerWorker` arrays of shape (W, ...). They are NumPy or JAX arrays that this
             process can read whole.
-        mesh: the mesh of the W' workers, or their number, to simulate them on one device.
-        axis_name: the mesh axis of the workers, or both of a mesh with two levels, the fast one
-            last.
+        mesh: the mesh of the W' workers, or W' to simulate them on one device.
+        axis_name: the mesh axis of the workers, or both axes of a mesh with two levels, the fast
+            one last.
 
     Returns:
-        The same tree for W' workers, placed as `jaxsparse.shard` does it. In several processes each
-        computes and holds the rows of its own devices only.
+        The same tree for W' workers, placed as by `jaxsparse.shard`. Each of several processes
+        computes and holds only the rows of its own devices.
 
     Raises:
-        ValueError: see `jaxsparse.shard`; or arrays hold different numbers of workers, a number
-            that the fast axis does not divide, another number of shards than it has, integers or
-            flags that differ between workers, or keys (of these there is no mean); or an array is
-            spread over other processes, too.
+        ValueError: see `jaxsparse.shard`. Or arrays hold different numbers of workers, a number
+            that the fast axis does not divide, or another number of shards than the fast axis has.
+            Or an array has no mean: it holds keys, or integers or flags that differ between
+            workers. Or an array is spread over other processes, too.
 
     Example:
         >>> import jax.numpy as jnp
@@ -102,7 +101,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
 
 
 def _average(x: np.ndarray, workers: int, places: int, wanted: range) -> np.ndarray:
-    """Rows `wanted` of A x, see `reshard`, apart for each place along the fast axis."""
+    """Rows `wanted` of A x (see `reshard`), for each place along the fast axis by itself."""
     before, after = len(x) // places, workers // places
     result = np.empty((len(wanted), *x.shape[1:]), x.dtype)
     for row, worker in enumerate(wanted):

@@ -1,4 +1,4 @@
-"""Placing a trainer's state: spread over the workers, and taken as one worker's own."""
+"""The placement of a training state: spread over workers, or local to one worker."""
 
 import functools
 import math
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 def count_workers(mesh: Mesh | int, axis_name: AxisName) -> int:
-    """Number of workers that `mesh` gives, or simulates.
+    """The number of workers that `mesh` provides or simulates.
 
     Raises:
-        ValueError: the mesh has no such axis or no devices, an axis is named twice, the number is
-            not a positive int, or there is a number for several axes.
+        ValueError: the mesh has no such axis or no devices, an axis is named twice, or `mesh` is a
+            number that is not a positive int or stands for several axes.
     """
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(axes, tuple) or not axes or len(set(axes)) < len(axes):
@@ -71,22 +71,22 @@ def shard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
     """Spreads one worker's `tree`, as `tx.init` made it, over all workers.
 
     Args:
-        tree: an Optax state, a `TrainState`, an nnx state: any tree with `PerWorker` arrays of
-            shape (1, ...), or (W, ...) if it was spread before.
+        tree: an Optax state, a `TrainState`, an nnx state, or any other tree with `PerWorker`
+            arrays. Their shape is (1, ...), or (W, ...) if the tree is already spread.
         mesh: the mesh, or the number of workers to simulate on one device.
-        axis_name: the mesh axis of the workers, or both of a mesh with two levels, the fast one
-            last.
+        axis_name: the mesh axis of the workers, or both axes of a mesh with two levels, the fast
+            one last.
 
     Returns:
-        The same tree with per-worker arrays of shape (W, ...), each worker holding a copy of the
-        initial value, and (given a mesh) all arrays placed on it: per-worker ones split over
-        `axis_name`, `Sharded` ones over the fast axis, all others replicated. Arrays are copied, so
-        donating them is safe.
+        The same tree with per-worker arrays of shape (W, ...); each worker has a copy of the
+        initial value. Given a mesh, all arrays are placed on it: per-worker arrays are split over
+        `axis_name`, `Sharded` arrays over the fast axis, and all others are replicated. Arrays are
+        copied, so donating them is safe.
 
     Raises:
-        ValueError: the mesh has no such axis or gives no worker, a leaf is itself partitioned over
-            devices and not marked so, a `Sharded` one can't be cut evenly, or the tree is already
-            spread over another number of workers.
+        ValueError: the mesh has no such axis or no worker, a leaf is partitioned over devices
+            without a mark, a `Sharded` leaf can't be cut evenly, or the tree is already spread over
+            another number of workers.
     """
     axis_name = unpacked(axis_name)
     workers = count_workers(mesh, axis_name)
@@ -116,7 +116,7 @@ def shard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
     if not isinstance(mesh, Mesh):
         return spread_all(tree)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, axis_name))
-    # Arrays may be committed to other devices: bring them here, whole unless they are spread.
+    # Arrays may be committed to other devices. Bring them here, whole unless they are spread.
     whole = NamedSharding(mesh, PartitionSpec())
 
     def now(path: KeyPath, x: Any, target: NamedSharding) -> NamedSharding:
@@ -157,15 +157,15 @@ def _copy(x: Any) -> jax.Array:
 
 
 def local(tree: T, axis_name: AxisName | None = "data") -> T:
-    """The parameters as this worker's own, so that gradients with respect to them stay local.
+    """Types parameters as this worker's own, so that gradients with respect to them stay local.
 
-    Under `jax.shard_map(check_vma=True)` the gradient with respect to a *replicated* value is
-    summed over the workers by JAX itself, uncompressed. Differentiate `local(params)` instead:
-    `jax.grad(loss)(jaxsparse.local(params), batch)`. Apply the updates to the original `params`,
-    not to these. It moves no data, and elsewhere (vmap, `check_vma=False`) it does nothing.
+    Under `jax.shard_map(check_vma=True)` JAX itself sums the gradient with respect to a
+    *replicated* value over the workers, uncompressed. Differentiate with respect to
+    `local(params)` instead: `jax.grad(loss)(jaxsparse.local(params), batch)`. Apply the updates to
+    the original `params`. `local` moves no data. Under vmap and `check_vma=False` it does nothing.
 
-    On a mesh with two levels give both axes, ("hosts", "local"). Where parameters are sharded over
-    the fast one, give the slow one alone: JAX then sums over the fast axis, as it should.
+    On a mesh with two levels, pass both axes, ("hosts", "local"). If parameters are sharded over
+    the fast axis, pass the slow axis alone: JAX must sum over the fast one.
     """
     for axis in (axis_name,) if axis_name is None or isinstance(axis_name, str) else axis_name:
         tree = wire.varying(tree, axis)
