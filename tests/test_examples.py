@@ -22,6 +22,7 @@ def quickstart(*flags, cwd, **settings):
     return printed, json.loads((cwd / "result.json").read_text())["methods"]
 
 
+@pytest.mark.slow
 def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
     printed, methods = quickstart(
         *SMALL, "--devices", 3, "--compression", 8, "--seeds", 0, 1, cwd=tmp_path
