@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import few
+from workers import some
 
 from jaxsparse import codecs, operations, stream
 from jaxsparse.stream import SparseStream
@@ -44,7 +44,7 @@ def is_combined(both, entries, op):
 
 
 @pytest.mark.parametrize(("op", "dtype"), OPERATIONS)
-@pytest.mark.parametrize("k", few([0, 1, 2, 40], [1, 40]))
+@pytest.mark.parametrize("k", some([0, 1, 2, 40], [40]))
 def test_entries_with_the_same_index_are_combined(k, op, dtype):
     for seed in range(3):
         entries = random_stream(np.random.default_rng(seed), k + 7, 13, dtype)
@@ -54,7 +54,7 @@ def test_entries_with_the_same_index_are_combined(k, op, dtype):
 
 
 @pytest.mark.parametrize(("op", "dtype"), OPERATIONS)
-@pytest.mark.parametrize("k", few([0, 1, 2, 11], [1, 11]))
+@pytest.mark.parametrize("k", some([0, 1, 2, 11], [11]))
 def test_streams_are_added(k, op, dtype):
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -99,7 +99,7 @@ def test_coordinates_are_exact(size, dtype):
     )
 
 
-@pytest.mark.parametrize("size", few(SIZES, [1, 2**16, 200_000]))
+@pytest.mark.parametrize("size", some(SIZES, [2**16, 200_000]))
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_packed_messages(size, dtype):
     codec = codecs.Packed(dtype)
