@@ -90,7 +90,7 @@ class Coo:
         return values
 
 
-COO = Coo()
+COO: Coo = Coo()
 
 
 @dataclasses.dataclass(frozen=True)

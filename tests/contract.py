@@ -10,7 +10,7 @@ from workers import on_workers, some
 
 from jaxsparse import PerWorker, codecs
 from jaxsparse.collectives import wire
-from jaxsparse.systems import SYSTEMS, Quantized
+from jaxsparse.systems import SYSTEMS
 
 SIZE = 601  # prime: no worker count, block or column count divides it
 STEPS = 3
@@ -40,10 +40,10 @@ VARIANTS = {name for name, case in CASES.items() if name != case.system}
 REPRESENTATIVES = ("dense", "top_k", "sketched_sgd", "spardl", "sparcml", "omni_reduce", "qsgd")
 
 
-def each(names, usual=None, slow=None):
-    """One test for each; without `usual` names for all but the variants, which are slow."""
+def each(names, usual=None):
+    """One test for each; what is not `usual` (None: the variants) is slow."""
     usual = [name for name in names if name not in VARIANTS] if usual is None else usual
-    return some(names, usual, slow)
+    return some(names, usual)
 
 
 def gradients(workers, steps=STEPS, size=SIZE):
@@ -119,12 +119,17 @@ def check_laws(reducer, results, workers):
         assert np.all(np.asarray(reduced.info.delivered) == reduced.info.delivered[0])
 
 
-def quantizes(reducer):
-    """Whether values are rounded to levels, which XLA computes differently as it fuses."""
-    return isinstance(reducer, Quantized) or getattr(reducer, "bits", None) is not None
-
-
 def rounds(reducer):
-    """Whether values are rounded on the wire."""
+    """Whether what is delivered is rounded, or estimated."""
+    return reducer.conservation != "exact"
+
+
+def quantizes(reducer):
+    """Whether values are rounded by arithmetic, which XLA computes differently as it fuses.
+
+    Codecs round by conversions, and sketches of integers are exact.
+    """
+    if getattr(reducer, "bits", None) is not None:
+        return True
     codec = getattr(reducer, "codec", codecs.COO)
-    return not codec.is_exact or quantizes(reducer)
+    return rounds(reducer) and codec.is_exact and not has_sketch(reducer)

@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 from unittest import mock
 
+import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from workers import QUICK_COMPILE
 
 import jaxsparse
-from jaxsparse import PerWorker, codecs, data_parallel, shard
+from jaxsparse import PerWorker, Stages, codecs, data_parallel, shard
 from jaxsparse.collectives import wire
 from jaxsparse.select import selection
+from jaxsparse.systems import SYSTEMS, Request
 
 STEPS = 3
 # Of one float32 operation: its relative error, and what it loses of numbers below the normal ones.
@@ -90,14 +92,18 @@ class Program:
             [float(of(leaf.dtype)) for leaf in self.leaves], [leaf.size for leaf in self.leaves]
         )
 
-    @property
-    def is_stochastic(self):
-        quantizes = self.name == "qsgd" or self.settings.get("bits") is not None
-        return quantizes and self.settings.get("rounding", "stochastic") == "stochastic"
+    @functools.cached_property
+    def reducer(self):
+        """That of one bucket, as the first step has it."""
+        first = lambda x: x.values[0] if isinstance(x, Stages) else x
+        settings = {name: first(value) for name, value in self.settings.items()}
+        settings.pop("bucket_size", None)
+        size = max(1, int(self.is_compressed.sum()))
+        return SYSTEMS[self.name].reducer(**settings).split((size,))[0]
 
     @property
     def conserves(self):
-        return self.name != "s2_reducer" and not self.is_stochastic
+        return self.reducer.conservation in ("exact", "to rounding")
 
     @property
     def shares_scales(self):
@@ -105,11 +111,11 @@ class Program:
         return self.name in ("qsgd", "sign_sgd") or self.settings.get("bits") is not None
 
 
-def draw_program(seed: int, number: int) -> Program:
-    """The `number`-th program of a seed; every transformation has its turn."""
+def draw_program(seed: int, number: int, name: str | None = None) -> Program:
+    """The `number`-th program of a seed, of one transformation or of each in turn."""
     rng = np.random.default_rng([seed, number])
-    names = list(SETTINGS)
-    name = names[number % len(names)]
+    names = list(SYSTEMS)
+    name = name or names[number % len(names)]
     compressed = _pick(rng, "all", "all", "matrices", "default")
     leaves = tuple(_leaf(rng) for _ in range(rng.integers(0, 5)))
     if compressed != "all":
@@ -125,7 +131,7 @@ def draw_program(seed: int, number: int) -> Program:
         int(rng.random() < 0.2),
     )
     size = int(program.is_compressed.sum())
-    settings = SETTINGS[name](rng, max(size, 1), program.workers)
+    settings = draw_settings(name, rng, max(size, 1), program.workers)
     limit = _pick(rng, None, None, None, -(-size // 2), max(1, size // 2))
     if name != "dense":
         settings["bucket_size"] = limit
@@ -170,7 +176,7 @@ def _density_or_stages(rng, size):
     one = _density(rng, size)
     if rng.random() < 0.9:
         return one
-    return jaxsparse.Stages((min(1.0, 4 * one), one), (1,))
+    return Stages((min(1.0, 4 * one), one), (1,))
 
 
 def _blocks(rng, size, room):
@@ -272,8 +278,14 @@ def _top_k(rng, size, workers):
     }
 
 
-SETTINGS = {  # of a random generator, the number of compressed elements, and that of workers
-    "dense": lambda rng, size, workers: {},
+def draw_settings(name, rng, size, workers):
+    """Settings for `size` compressed elements; those of the row where nothing richer is known."""
+    if name in SETTINGS:
+        return SETTINGS[name](rng, size, workers)
+    return dict(SYSTEMS[name].settings(Request(_density(rng, size), size, workers)))
+
+
+SETTINGS = {  # more than what a row says: of a random generator, a size and a number of workers
     "true_top_k": lambda rng, size, workers: {"k": _count(rng, size)},
     "sketched_sgd": _sketched,
     "top_k": _top_k,
@@ -288,7 +300,6 @@ SETTINGS = {  # of a random generator, the number of compressed elements, and th
         "passes": int(rng.integers(0, 33)),
         "codec": _codec(rng),
     },
-    "random_k": lambda rng, size, workers: {"density": _density(rng, size)},
     "s2_reducer": _s2,
     "omni_reduce": lambda rng, size, workers: _blocks(rng, size, "union_density"),
     "sparse_all_gather": lambda rng, size, workers: _blocks(rng, size, "capacity_density"),
@@ -418,9 +429,9 @@ def compiled(program: Program):
 
     parallel = data_parallel(step, program.workers)
 
-    has_sketch = program.name in ("sketched_sgd", "s2_reducer")
+    quick = None if contract.has_sketch(program.reducer) else QUICK_COMPILE
 
-    @functools.partial(jax.jit, compiler_options=None if has_sketch else QUICK_COMPILE)
+    @functools.partial(jax.jit, compiler_options=quick)
     def run(state, gradients):
         def one(state, gradients):
             updates, state = parallel(state, gradients)

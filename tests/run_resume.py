@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, shard, warm_up
+from jaxsparse.systems import SYSTEMS
 
 WORKERS = 4
 STEPS = 20
@@ -29,26 +30,18 @@ PARAMS = {
     "b": np.ones(50, np.float32),  # dense
 }
 
-# What changes with time changes between the steps 10 and 20, too.
-CASES = {
-    "dense": lambda: jaxsparse.dense(momentum=0.9),
-    "sketched_sgd": lambda: jaxsparse.sketched_sgd(k=30, cols=100, momentum=0.9),
-    "true_top_k": lambda: jaxsparse.true_top_k(30, momentum=0.9),
-    "spardl": lambda: jaxsparse.spardl(0.05, momentum=0.9),
+
+def by_row(name):
+    system = SYSTEMS[name]
+    return system.transformation(**system.cases[""].small, momentum=0.9)
+
+
+# Every system as its row has it; then what changes with time between the steps 10 and 20, too.
+CASES = {name: functools.partial(by_row, name) for name in SYSTEMS} | {
+    "ok_topk": lambda: jaxsparse.ok_topk(0.05, refresh_every=8, rebalance_every=7, momentum=0.9),
     "spardl_adaptive": lambda: jaxsparse.spardl(0.05, teams=2, gather="bruck", momentum=0.9),
     "sparcml": lambda: jaxsparse.sparcml(k=8, bits=4, momentum=0.9),
-    "ok_topk": lambda: jaxsparse.ok_topk(0.05, refresh_every=8, rebalance_every=7, momentum=0.9),
-    "gtopk": lambda: jaxsparse.gtopk(0.05, momentum=0.9),
-    "top_k": lambda: jaxsparse.top_k(0.05, momentum=0.9),
     "dgc": lambda: jaxsparse.dgc(0.05, clip_norm=10.0),
-    "dragonn": lambda: jaxsparse.dragonn(0.05, momentum=0.9),
-    "ms_topk": lambda: jaxsparse.ms_topk(0.05, momentum=0.9),
-    "random_k": lambda: jaxsparse.random_k(0.05, momentum=0.9),
-    "s2_reducer": lambda: jaxsparse.s2_reducer(0.1, block_size=16, momentum=0.9),
-    "omni_reduce": lambda: jaxsparse.omni_reduce(0.1, block_size=16, momentum=0.9),
-    "sparse_all_gather": lambda: jaxsparse.sparse_all_gather(0.1, block_size=16, momentum=0.9),
-    "qsgd": lambda: jaxsparse.qsgd(momentum=0.9),
-    "sign_sgd": lambda: jaxsparse.sign_sgd(momentum=0.9),
     "warm_up": lambda: jaxsparse.top_k(warm_up(0.02, steps=15, stages=2)),
     "delay": lambda: jaxsparse.top_k(0.05, delay=1, momentum=0.9, bucket_size=2000),
     "no_dense": lambda: jaxsparse.top_k(0.05, delay=1, momentum=0.9, is_dense=lambda *_: False),

@@ -320,9 +320,9 @@ def test_settings_are_checked():
         sparse_all_gather()
     for reducer in (OmniReduce, SparseAllGather):
         with pytest.raises(ValueError, match=r"density=1\.5 must lie in \(0, 1\]"):
-            reducer(8, 1.5)
+            reducer(1.5, 8)
         with pytest.raises(ValueError, match=r"block_size=0 must be at least 1"):
-            reducer(0, 0.1)
+            reducer(0.1, 0)
     with pytest.raises(ValueError, match=r"union_density=0 must lie in \(0, 1\]: 0\.1 makes room"):
         OmniReduce(None, 8, 0)
     with pytest.raises(ValueError, match=r"capacity_density='a' must be a number"):

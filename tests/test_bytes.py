@@ -12,22 +12,18 @@ from workers import few, mesh, some
 import jaxsparse
 from jaxsparse import traffic
 
+SKETCHED = {"k": 50, "rows": 3, "cols": 211, "oversampling": 7}
 SENT = {  # words of one step beside the dense leaves and the finite flag
     "dense": (lambda: jaxsparse.dense(), COMPRESSED),
     "true_top_k": (lambda: jaxsparse.true_top_k(50), COMPRESSED),
     "random_k": (lambda: jaxsparse.random_k(0.01), 603),
-    "sketched": (
-        lambda: jaxsparse.sketched_sgd(k=50, rows=3, cols=211, oversampling=7),
-        3 * 211 + 7 * 50,
-    ),
+    "sketched": (lambda: jaxsparse.sketched_sgd(**SKETCHED), 3 * 211 + 7 * 50),
     "heavymix": (
         lambda: jaxsparse.sketched_sgd(k=50, rows=3, cols=211, selection="heavymix"),
         3 * 211 + 50,
     ),
     "sketched, momentum, buckets": (
-        lambda: jaxsparse.sketched_sgd(
-            k=50, rows=3, cols=211, oversampling=7, momentum=0.9, bucket_size=COMPRESSED // 2
-        ),
+        lambda: jaxsparse.sketched_sgd(**SKETCHED, momentum=0.9, bucket_size=COMPRESSED // 2),
         3 * 211 + 7 * 50,
     ),
     "sketched, no savings": (lambda: jaxsparse.sketched_sgd(k=50, cols=COMPRESSED), COMPRESSED),
@@ -73,17 +69,19 @@ SUBPROCESS = """
 import json, sys
 sys.path.insert(0, {tests!r})
 import jax
-import test_bytes
+import jaxsparse
 from jaxsparse import traffic
+from steps import compiled_step
 mesh = jax.make_mesh(({workers},), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-sent = traffic.wire_bytes(test_bytes.compiled_step(test_bytes.SENT["sketched"][0](), mesh))
+tx = jaxsparse.sketched_sgd(**{settings!r})
+sent = traffic.wire_bytes(compiled_step(tx, mesh))
 print(json.dumps([sent.payload, [c.group_size for c in sent.collectives]]))
 """
 
 
 @pytest.mark.parametrize("workers", few([4, 64, 256], [256]))
 def test_payload_does_not_grow_with_workers(workers):
-    code = SUBPROCESS.format(tests=os.path.dirname(__file__), workers=workers)
+    code = SUBPROCESS.format(tests=os.path.dirname(__file__), workers=workers, settings=SKETCHED)
     flags = f"--xla_force_host_platform_device_count={workers}"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -23,39 +23,39 @@ from contract import (
     runner,
 )
 from recorders import record
-from workers import MESH_SIZES, few, mesh
+from workers import MESH_SIZES, mesh, some
 
 from jaxsparse import PerWorker, data_parallel, error_feedback, local, shard
 
 WAYS_TO_RUN = [(3, "vmap"), (3, "shard_map_unchecked"), (8, "vmap")]
 
 
-def named(*args, **kwargs):
-    return pytest.mark.parametrize("name", each(*args, **kwargs))
+def named(*args):
+    return pytest.mark.parametrize("name", each(*args))
 
 
+# By default one number of workers, and for what the layers around a reducer do, or its collectives
+# alone, some systems; CI runs all of it.
 reducers = named(CASES)
-# For what the layers around a reducer do, or its collectives alone, these are enough by default.
-representatives = named(CASES, REPRESENTATIVES, slow=("ok_topk", "s2_reducer"))
-few_representatives = named(CASES, REPRESENTATIVES, slow=())
+representatives = named(CASES, REPRESENTATIVES)
 
 
 @reducers
-@pytest.mark.parametrize("workers", few(MESH_SIZES, (3,)))
+@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,)))
 def test_nothing_is_lost_and_replicas_agree(name, workers):
     results = run(name, workers)
     check_laws(CASES[name].reducer, results, workers)
     assert all(np.any(reduced.mean) for _, reduced in by_step(results))
 
 
+@pytest.mark.slow
 @reducers
-@pytest.mark.parametrize("workers", few((64,), ()))
-def test_nothing_is_lost_among_simulated_workers(name, workers):
-    check_laws(CASES[name].reducer, run(name, workers, "vmap"), workers)
+def test_nothing_is_lost_among_simulated_workers(name):
+    check_laws(CASES[name].reducer, run(name, 64, "vmap"), 64)
 
 
 @reducers
-@pytest.mark.parametrize("where", few(WAYS_TO_RUN, []), ids=str)  # CI: see test_processes.py
+@pytest.mark.parametrize("where", some(WAYS_TO_RUN, []), ids=str)
 def test_the_ways_to_run_are_equal(name, where):
     workers, way = where
     one, other = run(name, workers, way), run(name, workers, "shard_map")
@@ -78,8 +78,8 @@ def test_no_axis_is_one_worker(name):
     np.testing.assert_array_equal(mean + residual, g)
 
 
-@few_representatives
-@pytest.mark.parametrize("workers", few((3, 8), (3,)))
+@representatives
+@pytest.mark.parametrize("workers", some((3, 8), (3,)))
 def test_full_budget_is_the_dense_mean(name, workers):
     if not CASES[name].full.dense_at_full_budget:
         pytest.skip("not promised")
@@ -89,8 +89,8 @@ def test_full_budget_is_the_dense_mean(name, workers):
     np.testing.assert_array_equal(np.asarray(reduced.residual).sum(0), np.zeros(SIZE))
 
 
-@few_representatives
-@pytest.mark.parametrize("size", few((1, 2), (2,)))
+@representatives
+@pytest.mark.parametrize("size", some((1, 2), (2,)))
 def test_tiny_vectors(name, size):
     reducer = CASES[name].reducer
     fields = {f: 1 for f in ("k", "cols", "rows", "oversampling") if hasattr(reducer, f)}
@@ -99,7 +99,7 @@ def test_tiny_vectors(name, size):
     check_laws(reducer, runner(reducer, 3, "vmap", size)(jnp.asarray(g)), 3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @named([name for name, case in CASES.items() if conserves(case.reducer)])
 def test_rounding_error_only_on_real_numbers(name):
     workers = 7
@@ -143,7 +143,7 @@ def _compiled_step(name, momentum):
 
 
 @representatives
-@pytest.mark.parametrize("momentum", few((None, 0.9), (0.9,)))
+@pytest.mark.parametrize("momentum", some((None, 0.9), (0.9,)))
 def test_the_transformation_keeps_types_and_traces_once(name, momentum):
     run, state = _compiled_step(name, momentum)
     structure, types = jax.tree.structure(state), list(map(jax.typeof, jax.tree.leaves(state)))

@@ -71,7 +71,6 @@ def runner(name, momentum, delay, bucket_size=None, workers=3, way="vmap"):
             ("dense", 0.5, None),
         ],
         [("true_top_k", 0.5, 300)],
-        slow=[("all blocks", 0.5, None)],
     ),
     ids=str,
 )
@@ -105,18 +104,16 @@ CONSERVING = [name for name, case in CASES.items() if conserves(case.reducer)]
 
 @pytest.mark.parametrize(
     "name",
-    some(CONSERVING, ["top_k"], slow=["sketched_sgd", "spardl", "omni_reduce"]),
+    some(CONSERVING, ["top_k"]),
 )
-@pytest.mark.parametrize("way", some(["vmap", "shard_map"], ["shard_map"], slow=()))
+@pytest.mark.parametrize("way", some(["vmap", "shard_map"], ["shard_map"]))
 def test_nothing_is_lost_over_a_run(name, way):
     grads = gradients(3)
     updates, state = runner(name, None, 1, way=way)(grads)
     check_conservation(name, grads, updates, state, 3)
 
 
-@pytest.mark.parametrize(
-    "name", some(["random_k", "spardl", "ok_topk"], ["random_k"], slow=["spardl"])
-)
+@pytest.mark.parametrize("name", some(["random_k", "spardl", "ok_topk"], ["random_k"]))
 def test_nothing_is_lost_between_hosts(name):
     state, steps = two_level.runner(CASES[name].reducer, 601, None, delay=1)
     grads = two_level.gradients(two_level.TREES[601])

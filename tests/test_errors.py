@@ -1,6 +1,9 @@
 """Every misuse that a user is likely to meet names the argument, its value and the fix."""
 
+import dataclasses
+
 import chex
+import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,11 +29,6 @@ import jaxsparse
 from jaxsparse import PerWorker, data_parallel, local, shard
 from jaxsparse.quantize import QSGD
 from jaxsparse.settings import static_float, static_int
-from jaxsparse.systems.dragonn import Dragonn
-from jaxsparse.systems.qsgd import Quantized
-from jaxsparse.systems.random_k import RandomK
-from jaxsparse.systems.s2_reducer import S2
-from jaxsparse.systems.sparcml import SparCML
 
 SETTINGS = {
     "k too small": (lambda: sketched(k=0).init(PARAMS), r"k=0 must lie between 1 and .* 1200"),
@@ -184,22 +182,16 @@ def test_settings_that_are_no_arrays_have_nothing_to_do_with_injecting(value):
         assert "static_args" not in str(error.value)
 
 
-SEEDED = {
-    "random_k": lambda seed: RandomK(0.1, seed=seed),
-    "dragonn": lambda seed: Dragonn(0.1, seed=seed),
-    "quantized": lambda seed: Quantized(seed=seed),
-    "sparcml": lambda seed: SparCML(seed=seed),
-    "s2": lambda seed: S2(seed=seed),
-}
+SEEDED = [name for name, case in contract.CASES.items() if hasattr(case.reducer, "seed")]
 
 
-@pytest.mark.parametrize("reducer", SEEDED)
-def test_seeds_that_would_repeat(reducer):
-    make = SEEDED[reducer]
+@pytest.mark.parametrize("name", SEEDED)
+def test_seeds_that_would_repeat(name):
+    reducer = contract.CASES[name].reducer
     for seed in (-1, 2**32):
         with pytest.raises(ValueError, match=rf"seed={seed} must be in 0 .. .*seed % 2\*\*32"):
-            make(seed)
-    assert make(np.uint32(2**32 - 1)).seed == 2**32 - 1
+            dataclasses.replace(reducer, seed=seed)
+    assert dataclasses.replace(reducer, seed=np.uint32(2**32 - 1)).seed == 2**32 - 1
 
 
 def other_axis():

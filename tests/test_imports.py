@@ -33,7 +33,7 @@ LAYERS = [
     ["collectives.split"],
     ["collectives"],
     ["reducers.base"],
-    ["reducers.delivery", "reducers.blocks", "reducers.stages"],
+    ["reducers.delivery", "reducers.blocks", "reducers.entries", "reducers.stages"],
     ["reducers"],
     ["feedback"],
     ["training.diagnostics"],

@@ -16,8 +16,7 @@ TIMEOUT = 400
 # Processes, devices of each, and cases.
 LAYOUTS = [
     pytest.param(4, 1, tuple(contract.CASES), id="4 processes"),
-    pytest.param(2, 2, contract.REPRESENTATIVES, id="2 devices each"),
-    pytest.param(2, 2, tuple(contract.CASES), id="2 devices each, all", marks=pytest.mark.thorough),
+    pytest.param(2, 2, tuple(contract.CASES), id="2 devices each"),
 ]
 
 

@@ -270,7 +270,7 @@ def test_settings_are_checked():
 TOO_FEW = Sampled(samples=8)  # a rough threshold: often fewer than k reach it
 REDUCERS = {
     "top_k": TopK(0.05, selection=TOO_FEW),
-    "top_k packed": TopK(0.05, codecs.Packed(), TOO_FEW),
+    "top_k packed": TopK(0.05, codec=codecs.Packed(), selection=TOO_FEW),
     "gtopk": GTopK(0.05, selection=TOO_FEW),
     "ok_topk": OkTopk(0.05, selection=TOO_FEW),
     "spardl": SparDL(0.05, selection=TOO_FEW),

@@ -200,7 +200,7 @@ def arguments(made: Program) -> tuple[list[jax.Array], list[jax.Array]]:
 @contextlib.contextmanager
 def _newly_compiled() -> Iterator[None]:
     """Turns JAX's compilation cache off: what comes out of it can't be serialized again."""
-    before = jax.config.read("jax_enable_compilation_cache")
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX reads the setting once, until this
     try:

@@ -28,10 +28,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 import jaxsparse
+from jaxsparse.reducers.base import Reducer
 
 METHODS = ("dense", "gather", "s2", "s2 + spardl")
 # How each leaf of the model is exchanged, by a part of its name; all others go dense.
-Policy = dict[str, jaxsparse.Reducer]
+Policy = dict[str, Reducer]
 EMBEDDING = "embedding"
 MATRICES = "(gates|recurrent|output).*kernel"
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 from jaxsparse.collectives import wire
 from jaxsparse.feedback.axes import Axes
 from jaxsparse.feedback.plan import Plan
-from jaxsparse.reducers.base import Info, Reduced
+from jaxsparse.reducers.base import Info
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _MOST = 2**31 - 1  # the largest int32
@@ -63,77 +63,92 @@ def exchange(
     """
     axes, momentum, is_delayed = settings
     gradients = _shards(buckets, plan, axes)
-    ok, dense_mean, dense_ok = jnp.bool_(True), dense, jnp.bool_(True)
-    if is_delayed:
-        if dense.size:  # an empty message would be sent, too
-            assert before.pending is not None
-            workers = axes.summands()
-            dense_mean = wire.psum(before.pending, axes.summed) / workers
-    else:
-        sums = [
-            b.residual + _corrected(g, b.momentum, momentum, zeros)
-            for g, b, zeros in zip(gradients, before.buckets, plan.needs_zeros)
-        ]
-        ok, dense_mean = _agreed(sums, dense, axes)
-        dense_ok = ok
-
-    means: list[Array] = []
-    after: list[Bucket] = []
-    infos: list[Info] = []
-    for gradient, b, reducer, zeros, size in zip(
-        gradients, before.buckets, plan.reducers, plan.needs_zeros, plan.sizes
-    ):
-        residual = b.residual
-        if means and is_delayed:
-            residual, means[-1] = _after(residual, means[-1], axes)
-        elif means:
-            gradient, means[-1] = _after(gradient, means[-1], axes)
-        x, kept = residual, b.momentum
-        if not is_delayed:
-            u = _corrected(gradient, kept, momentum, zeros)
-            if kept is not None and not zeros:
-                # The exchanged vector is computed from it. Otherwise XLA computes the momentum
-                # after the exchange, and keeps two vectors until then.
-                kept = u = _select(ok, u, kept)
-            x = _select(ok, residual + u, residual)
-        reduced = reducer(x, b.reducer, axis_name=axes.axis_name)
-        mean = reduced.mean
-        if not is_delayed:
-            mean = _select(ok, mean, jnp.zeros_like(mean))
-        if zeros:
-            mean, kept = _mean_momentum(mean, kept, ok, momentum)
-        elif kept is not None:
-            kept = _select(ok, _masked(kept, reduced), kept)
-        means.append(axes.gather(mean, size) if axes.scatters else mean)
-        infos.append(reduced.info)
-        if is_delayed:
-            after.append(Bucket(reduced.residual, kept, reduced.state))
-        else:
-            state = _select(ok, reduced.state, b.reducer)
-            after.append(Bucket(_select(ok, reduced.residual, x), kept, state))
-
     pending = None
     if is_delayed:
-        added = [
-            _corrected(g, b.momentum, momentum, zeros)
-            for g, b, zeros in zip(gradients, after, plan.needs_zeros)
-        ]
-        sums = [b.residual + u for b, u in zip(after, added)]
-        finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
-        ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
-        after = [
-            b._replace(
-                residual=_select(ok, x, b.residual),
-                momentum=b.momentum if b.momentum is None or zeros else _select(ok, u, b.momentum),
-            )
-            for b, x, u, zeros in zip(after, sums, added, plan.needs_zeros)
-        ]
+        dense_mean = _pending_mean(before.pending, dense, axes)
+        means, after, infos = _send(None, before.buckets, jnp.bool_(True), plan, settings)
+        after, ok, dense_ok = _add_later(gradients, dense, dense_mean, after, plan, settings)
         pending = _select(ok, dense, jnp.zeros_like(dense))
+    else:
+        sums = _sums(gradients, before.buckets, plan, momentum)
+        ok, dense_mean = _agreed(sums, dense, axes)
+        means, after, infos = _send(gradients, before.buckets, ok, plan, settings)
+        dense_ok = ok
     dense_mean, dense_momentum = _mean_momentum(
         dense_mean, before.dense_momentum, dense_ok, momentum
     )
     carried = Carried(after, dense_momentum, pending)
     return Exchanged(means, dense_mean, carried, total(infos, plan, axes), ok & dense_ok)
+
+
+def _send(
+    gradients: Sequence[Array] | None,
+    before: Sequence[Bucket],
+    ok: Bool[Array, ""],
+    plan: Plan,
+    settings: Settings,
+) -> tuple[list[Array], list[Bucket], list[Info]]:
+    """Exchanges each bucket's residual, with the gradient added to it unless that comes later.
+
+    Returns:
+        The means, whole; what is carried on, which without `ok` is what was there before; and what
+        each exchange did.
+    """
+    axes, momentum, _ = settings
+    means: list[Array] = []
+    after: list[Bucket] = []
+    infos: list[Info] = []
+    for i, (b, reducer, zeros) in enumerate(zip(before, plan.reducers, plan.needs_zeros)):
+        x, kept = b.residual, b.momentum
+        if gradients is None:
+            if means:
+                x, means[-1] = _after(x, means[-1], axes)
+        else:
+            gradient = gradients[i]
+            if means:
+                gradient, means[-1] = _after(gradient, means[-1], axes)
+            u = _corrected(gradient, kept, momentum, zeros)
+            if kept is not None and not zeros:
+                # The exchanged vector is computed from it. Otherwise XLA computes the momentum
+                # after the exchange, and keeps two vectors until then.
+                kept = u = _select(ok, u, kept)
+            x = _select(ok, x + u, x)
+        mean, residual, sent, state, info = reducer(x, b.reducer, axis_name=axes.axis_name)
+        mean = _select(ok, mean, jnp.zeros_like(mean))
+        if zeros:
+            mean, kept = _mean_momentum(mean, kept, ok, momentum)
+        elif kept is not None and sent is not None:
+            kept = _select(ok, jnp.where(sent, jnp.zeros_like(kept), kept), kept)
+        means.append(axes.gather(mean, plan.sizes[i]) if axes.scatters else mean)
+        after.append(Bucket(_select(ok, residual, x), kept, _select(ok, state, b.reducer)))
+        infos.append(info)
+    return means, after, infos
+
+
+def _add_later(
+    gradients: Sequence[Array],
+    dense: Array,
+    dense_mean: Array,
+    sent: Sequence[Bucket],
+    plan: Plan,
+    settings: Settings,
+) -> tuple[list[Bucket], Bool[Array, ""], Bool[Array, ""]]:
+    """With a delay: the gradients added to what the exchange left, if all workers' are finite.
+
+    Returns:
+        What is carried on, whether gradients are finite, and whether the dense mean is.
+    """
+    axes, momentum, _ = settings
+    sums = _sums(gradients, sent, plan, momentum)
+    finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
+    ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
+    after = []
+    for b, x, gradient, zeros in zip(sent, sums, gradients, plan.needs_zeros):
+        kept = b.momentum
+        if kept is not None and not zeros:
+            kept = _select(ok, _corrected(gradient, kept, momentum, zeros), kept)
+        after.append(Bucket(_select(ok, x, b.residual), kept, b.reducer))
+    return after, ok, dense_ok
 
 
 def keep_rounding(done: Exchanged, rounded: Sequence[Array], plan: Plan, axes: Axes) -> Exchanged:
@@ -165,6 +180,27 @@ def _shards(buckets: Sequence[Array], plan: Plan, axes: Axes) -> list[Array]:
             gradient, own[-1] = jax.lax.optimization_barrier((gradient, own[-1]))
         own.append(axes.scatter(gradient, size))
     return own
+
+
+def _sums(
+    gradients: Sequence[Array],
+    buckets: Sequence[Bucket],
+    plan: Plan,
+    momentum: float | Array | None,
+) -> list[Array]:
+    """Residuals with the gradients, and their momentum, added."""
+    return [
+        b.residual + _corrected(gradient, b.momentum, momentum, zeros)
+        for gradient, b, zeros in zip(gradients, buckets, plan.needs_zeros)
+    ]
+
+
+def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:
+    """With a delay: the mean of the last step's dense leaves."""
+    if pending is None or not dense.size:  # an empty message would be sent, too
+        return dense
+    workers = axes.summands()
+    return wire.psum(pending, axes.summed) / workers
 
 
 def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
@@ -225,10 +261,6 @@ def _corrected(
 def _all_finite(x: Array) -> Array:
     # A sum propagates NaN, which maxima on CPU may drop, and stores no array of x's size.
     return jnp.sum(x * jnp.zeros_like(x, shape=())) == 0
-
-
-def _masked(u: Array, reduced: Reduced) -> Array:
-    return u if reduced.sent is None else jnp.where(reduced.sent, jnp.zeros_like(u), u)
 
 
 def count(elements: int) -> Int[Array, ""]:

@@ -76,7 +76,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
         "sizes.",
     ),
 }
-_MARK = "        **options: "
+_MARK = "    **options: "
 
 
 def exchange_options(
@@ -131,14 +131,15 @@ def exchange_options(
 
 def _documented(docstring: str, names: list[str]) -> str:
     """The docstring with one entry for each option in place of the `**options` entry."""
+    docstring = inspect.cleandoc(docstring) + "\n"  # Python 3.13 takes indentation off, too
     start = docstring.index(_MARK)
     end = docstring.index("\n", start)
     entries = [
         textwrap.fill(
             f"{name}: {OPTIONS[name][1]}",
-            100,
-            initial_indent=" " * 8,
-            subsequent_indent=" " * 12,
+            96,
+            initial_indent=" " * 4,
+            subsequent_indent=" " * 8,
         )
         for name in names
     ]

@@ -109,9 +109,13 @@ class Budget(abc.ABC):
 class Reducer(Budget):
     """Exchanges one flat vector. Derived classes are frozen dataclasses of static settings.
 
-    They override the defaults here. If a reducer's settings are totals for the whole tree, its
-    `split` divides them among buckets.
+    They override the defaults here, and call `super().__post_init__()` before they check settings
+    of their own. If a reducer's settings are totals for the whole tree, its `split` divides them
+    among buckets.
     """
+
+    def __post_init__(self):
+        """Nothing to check here."""
 
     @property
     def conservation(self) -> Conservation:
@@ -175,6 +179,7 @@ class SeededReducer(Reducer):
     seed: int = dataclasses.field(default=0, kw_only=True)
 
     def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "seed", static_seed("seed", self.seed))
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":

@@ -1,5 +1,6 @@
 """The selection of blocks, and their room, for reducers of block-sparse vectors."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -8,10 +9,44 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxsparse import blocks
 from jaxsparse.blocks import BlockStream
 from jaxsparse.collectives.union import union
+from jaxsparse.reducers.base import Reducer
 from jaxsparse.select.blocks import block_top_k
 from jaxsparse.select.checks import check_vector
 from jaxsparse.select.compaction import compact_ranked
 from jaxsparse.settings import check_density, entries, static_float
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockReducer(Reducer):
+    """A reducer of blocks.
+
+    Attributes:
+        density: share of the blocks that each worker selects, those of largest l2 norm, in (0, 1];
+            None for all that are not zero.
+        block_size: elements of a block.
+    """
+
+    density: float | None = None
+    block_size: int = 256
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "block_size", blocks.check_block_size(self.block_size))
+
+    @property
+    def alignment(self) -> int:
+        """Whole blocks."""
+        return self.block_size
+
+    @property
+    def needs_zeros(self) -> bool:
+        """Yes without a density: then it sends the blocks that are not zero."""
+        return self.density is None
+
+    def init(self, size: int) -> UInt32[Array, ""]:
+        """A count of steps, which decides whose turn it is if there is too little room."""
+        del size
+        return jnp.uint32(0)
 
 
 class Kept(NamedTuple):

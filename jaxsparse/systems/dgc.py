@@ -28,7 +28,7 @@ def sampled(
 ) -> TopK:
     """The reducer of `dgc`, for the same arguments. `dgc` itself clips the gradients."""
     del clip_norm
-    return TopK(density, codec, selection)
+    return TopK(density, codec=codec, selection=selection)
 
 
 @exchange_options(momentum=0.9)

@@ -12,31 +12,27 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.gtopk import gtopk as gtopk_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer
+from jaxsparse.reducers.base import Conservation, Reduced
 from jaxsparse.reducers.delivery import deliver_merged, marked
+from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import Selection, check_selection, selector
-from jaxsparse.settings import check_density, entries
+from jaxsparse.select.selection import Selection, selector
+from jaxsparse.settings import entries
 from jaxsparse.stream import to_dense
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
-class GTopK(Reducer):
+class GTopK(EntryReducer):
     """Adds the workers' k largest entries in pairs, and keeps the k largest of each sum.
 
     The fields are the arguments of `gtopk`.
     """
 
-    density: float
     residuals: Literal["global", "published"] = "global"
-    codec: codecs.Codec = codecs.COO
-    selection: Selection = "fast"
 
     def __post_init__(self):
-        check_density(self.density)
-        codecs.check_codec(self.codec)
-        check_selection(self.selection)
+        super().__post_init__()
         if self.residuals not in ("global", "published"):
             raise ValueError(
                 f"residuals={self.residuals!r} is unknown: use 'global' or 'published'"
@@ -45,9 +41,7 @@ class GTopK(Reducer):
     @property
     def conservation(self) -> Conservation:
         """The published rule leaks."""
-        if self.residuals != "global":
-            return "leaks"
-        return "exact" if self.codec.is_exact else "to rounding"
+        return super().conservation if self.residuals == "global" else "leaks"
 
     @property
     def dense_at_full_budget(self) -> bool:
@@ -97,7 +91,10 @@ def gtopk(
         ValueError: settings out of range.
     """
     return error_feedback(
-        staged(lambda density: GTopK(density, residuals, codec, selection), density), **options
+        staged(
+            lambda density: GTopK(density, residuals, codec=codec, selection=selection), density
+        ),
+        **options,
     )
 
 

@@ -17,7 +17,7 @@ def bisected(
     density: float, passes: int = DEFAULT_PASSES, codec: codecs.Codec = codecs.COO
 ) -> TopK:
     """The reducer of `ms_topk`, for the same arguments."""
-    return TopK(density, codec, Bisection(passes))
+    return TopK(density, codec=codec, selection=Bisection(passes))
 
 
 @exchange_options()

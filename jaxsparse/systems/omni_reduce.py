@@ -12,8 +12,9 @@ from jaxsparse.blocks import BlockStream
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Reduced, Reducer, info
+from jaxsparse.reducers.base import Reduced, info
 from jaxsparse.reducers.blocks import (
+    BlockReducer,
     agree,
     check_densities,
     contribution,
@@ -28,7 +29,7 @@ from jaxsparse.systems.row import Case, System, block_settings
 
 
 @dataclasses.dataclass(frozen=True)
-class OmniReduce(Reducer):
+class OmniReduce(BlockReducer):
     """Agrees on the union of all workers' blocks, and then sums its values by one psum.
 
     The paper's aggregators stream the blocks that any worker has, and skip the others. This reducer
@@ -40,27 +41,11 @@ class OmniReduce(Reducer):
     momentum is that of the mean. The fields are the arguments of `omni_reduce`.
     """
 
-    density: float | None = None
-    block_size: int = 256
     union_density: float | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "block_size", blocks.check_block_size(self.block_size))
+        super().__post_init__()
         check_densities(self.density, "union_density", self.union_density)
-
-    @property
-    def alignment(self) -> int:
-        """Whole blocks."""
-        return self.block_size
-
-    @property
-    def needs_zeros(self) -> bool:
-        """Yes without a density: then it sends the blocks that are not zero."""
-        return self.density is None
-
-    def init(self, size: int) -> UInt32[Array, ""]:
-        """A count of steps, which decides whose turn it is if there is too little room."""
-        return jnp.uint32(0)
 
     def __call__(
         self, x: Float[Array, " d"], state: UInt32[Array, ""], *, axis_name: str | None

@@ -15,6 +15,7 @@ from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.hashing import combine
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, info
 from jaxsparse.reducers.blocks import (
+    BlockReducer,
     agree,
     check_densities,
     select_blocks,
@@ -40,7 +41,7 @@ class Plan(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class S2(SeededReducer):
+class S2(BlockReducer, SeededReducer):
     """Sums count sketches of each worker's blocks, and reads the union's blocks from the sum.
 
     An exchange finds the union of the workers' supports, one bit a block, and then psums the rows x
@@ -58,7 +59,6 @@ class S2(SeededReducer):
     """
 
     density: float | None = 1 / 32
-    block_size: int = 256
     rows: int = 1
     sketch_ratio: float = 0.5
     sizing: Literal["union", "local"] = "union"
@@ -66,9 +66,7 @@ class S2(SeededReducer):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("block_size", "rows"):
-            object.__setattr__(self, name, static_int(name, getattr(self, name)))
-        blocks.check_block_size(self.block_size)
+        object.__setattr__(self, "rows", static_int("rows", self.rows))
         check_densities(self.density, "union_density", self.union_density)
         if not 0 < static_float("sketch_ratio", self.sketch_ratio) < math.inf:
             raise ValueError(
@@ -93,16 +91,6 @@ class S2(SeededReducer):
     def dense_at_full_budget(self) -> bool:
         """Yes with a ratio of 1, at which all blocks fit and travel exactly."""
         return self.sketch_ratio >= 1
-
-    @property
-    def alignment(self) -> int:
-        """Whole blocks."""
-        return self.block_size
-
-    @property
-    def needs_zeros(self) -> bool:
-        """Yes without a density: then it sends the blocks that are not zero."""
-        return self.density is None
 
     def plan(self, size: int, workers: int) -> Plan:
         """The sizes of an exchange of `size` elements among `workers`.

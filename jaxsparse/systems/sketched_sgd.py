@@ -46,7 +46,7 @@ class SketchedSGD(SeededReducer):
     rows: int = 5
     oversampling: int = 4
     selection: Literal["top_k", "heavymix"] = "top_k"
-    table_dtype: DTypeLike = jnp.float32
+    table_dtype: DTypeLike = "float32"
 
     def __post_init__(self):
         super().__post_init__()
@@ -66,6 +66,8 @@ class SketchedSGD(SeededReducer):
             raise ValueError(
                 f"table_dtype={self.table_dtype} is unknown: use float32, bfloat16 or float16"
             )
+        # Of its several spellings one, so that equal settings compare and print alike.
+        object.__setattr__(self, "table_dtype", jnp.dtype(self.table_dtype).name)
         sketch.SketchSpec(self.rows, self.cols, self.seed)  # raises where these are wrong
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:

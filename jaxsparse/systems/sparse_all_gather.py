@@ -13,8 +13,9 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import split_counts, with_count
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Reduced, Reducer, info
+from jaxsparse.reducers.base import Reduced, info
 from jaxsparse.reducers.blocks import (
+    BlockReducer,
     check_densities,
     kept_back,
     select_blocks,
@@ -29,7 +30,7 @@ from jaxsparse.systems.row import Case, System, block_settings
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseAllGather(Reducer):
+class SparseAllGather(BlockReducer):
     """Gathers each worker's blocks in one message, and sums them in order of rank.
 
     A message has room for a static number of blocks. Blocks without room stay in the residual, take
@@ -39,27 +40,11 @@ class SparseAllGather(Reducer):
     Momentum is masked as in `OmniReduce`. The fields are the arguments of `sparse_all_gather`.
     """
 
-    density: float | None = None
-    block_size: int = 256
     capacity_density: float | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "block_size", blocks.check_block_size(self.block_size))
+        super().__post_init__()
         check_densities(self.density, "capacity_density", self.capacity_density)
-
-    @property
-    def alignment(self) -> int:
-        """Whole blocks."""
-        return self.block_size
-
-    @property
-    def needs_zeros(self) -> bool:
-        """Yes without a density: then it sends the blocks that are not zero."""
-        return self.density is None
-
-    def init(self, size: int) -> UInt32[Array, ""]:
-        """A count of steps, which decides whose turn it is if there is too little room."""
-        return jnp.uint32(0)
 
     def __call__(
         self, x: Float[Array, " d"], state: UInt32[Array, ""], *, axis_name: str | None

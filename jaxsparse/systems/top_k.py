@@ -11,34 +11,21 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer
+from jaxsparse.reducers.base import Reduced
 from jaxsparse.reducers.delivery import deliver_streams
+from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import Selection, check_selection, selector
-from jaxsparse.settings import check_density, entries
+from jaxsparse.select.selection import Selection, selector
+from jaxsparse.settings import entries
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(Reducer):
+class TopK(EntryReducer):
     """Gathers each worker's largest entries (Aji and Heafield, EMNLP 2017).
 
     The fields are the arguments of `top_k`.
     """
-
-    density: float
-    codec: codecs.Codec = codecs.COO
-    selection: Selection = "fast"
-
-    def __post_init__(self):
-        check_density(self.density)
-        codecs.check_codec(self.codec)
-        check_selection(self.selection)
-
-    @property
-    def conservation(self) -> Conservation:
-        """The residual keeps the codec's rounding."""
-        return "exact" if self.codec.is_exact else "to rounding"
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
@@ -84,9 +71,11 @@ def top_k(
         >>> updates["kernel"][-1, -3:].tolist()
         [2045.0, 2046.0, 2047.0]
     """
-    return error_feedback(
-        staged(lambda density: TopK(density, codec, selection), density), **options
-    )
+
+    def make(density: float) -> TopK:
+        return TopK(density, codec=codec, selection=selection)
+
+    return error_feedback(staged(make, density), **options)
 
 
 TOP_K = System(

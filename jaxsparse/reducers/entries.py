@@ -1,0 +1,34 @@
+"""What the reducers share that select entries by size and send them through a codec."""
+
+import dataclasses
+
+from jaxsparse import codecs
+from jaxsparse.reducers.base import Conservation, Reducer
+from jaxsparse.select.selection import Selection, check_selection
+from jaxsparse.settings import check_density
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryReducer(Reducer):
+    """A reducer of entries.
+
+    Attributes:
+        density: share of the elements, in (0, 1].
+        codec: of the messages.
+        selection: how a worker finds the largest entries of its own vector.
+    """
+
+    density: float
+    codec: codecs.Codec = dataclasses.field(default=codecs.COO, kw_only=True)
+    selection: Selection = dataclasses.field(default="fast", kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_density(self.density)
+        codecs.check_codec(self.codec)
+        check_selection(self.selection)
+
+    @property
+    def conservation(self) -> Conservation:
+        """The codec's rounding goes into the residual, too."""
+        return "exact" if self.codec.is_exact else "to rounding"

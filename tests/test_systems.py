@@ -1,0 +1,112 @@
+"""What a row of the table of systems promises, whatever its system does; README shows the rows."""
+
+import inspect
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxsparse
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import OPTIONS
+from jaxsparse.systems import SYSTEMS
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+ROWS = [
+    pytest.param(
+        system,
+        case,
+        id="_".join(filter(None, (name, variant))),
+        marks=[pytest.mark.slow] if variant else [],
+    )
+    for name, system in SYSTEMS.items()
+    for variant, case in system.cases.items()
+]
+GRADIENTS = {"kernel": jnp.ones((40, 32)), "bias": jnp.ones(7)}
+systems = pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+
+
+def readme_line(system):
+    """A row in README: what to call with the arguments that need no name."""
+    parameters = inspect.signature(system.transformation).parameters.values()
+    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return f"| `{system.name}({', '.join(named)})` | {system.summary} | {system.received} |"
+
+
+def test_readme_has_all_rows_in_their_order():
+    lines = README.read_text().splitlines()
+    start = lines.index("|---|---|---|") + 1
+    expected = [readme_line(system) for system in SYSTEMS.values()]
+    assert lines[start : lines.index("", start)] == expected, "\n".join(expected)
+
+
+@systems
+def test_the_transformation_is_public(system):
+    assert getattr(jaxsparse, system.name) is system.transformation
+    assert system.name in jaxsparse.__all__
+
+
+@systems
+def test_all_shared_options_are_shown(system):
+    parameters = inspect.signature(system.transformation).parameters
+    for name, (default, description) in OPTIONS.items():
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        if name != "momentum":  # dgc has one
+            assert parameters[name].default == default
+        words = f"{name}: {description}".split()
+        assert " ".join(words) in " ".join(system.transformation.__doc__.split())
+    assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+@systems
+def test_an_option_that_there_is_not_is_refused(system):
+    with pytest.raises(TypeError, match=rf"{system.name}\(\) has no option 'axis'.*axis_name"):
+        system.transformation(**system.cases[""].small, axis=None)
+
+
+@pytest.mark.parametrize(("system", "case"), ROWS)
+def test_inject_hyperparams_sees_options_by_name(system, case):
+    numbers = {
+        name
+        for name, parameter in inspect.signature(system.transformation).parameters.items()
+        if isinstance(parameter.default, (int, float)) and name != "momentum"
+    }
+    injected = optax.inject_hyperparams(
+        system.transformation, static_args={*numbers, *case.small, *OPTIONS} - {"momentum"}
+    )(**case.small, axis_name=None, momentum=0.5)
+    state = injected.init(GRADIENTS)
+    assert set(state.hyperparams) == {"momentum"}
+    assert state.hyperparams["momentum"] == 0.5
+
+
+def program(tx):
+    """What `init` and `update` compute, but for the names of functions."""
+    state = jax.eval_shape(tx.init, GRADIENTS)
+    return (
+        jax.make_jaxpr(tx.init)(GRADIENTS).pretty_print(name_stack=False),
+        jax.make_jaxpr(tx.update)(GRADIENTS, state).pretty_print(name_stack=False),
+    )
+
+
+@pytest.mark.parametrize(("system", "case"), ROWS)
+def test_the_reducer_exchanges_what_the_transformation_does(system, case):
+    # Given, because systems have defaults of their own.
+    options = {"axis_name": None, "momentum": 0.9, "is_dense": lambda path, shape: "bias" in path}
+    tx = system.transformation(**case.small, **options)
+    assert program(tx) == program(error_feedback(system.reducer(**case.small), **options))
+
+
+@systems
+def test_a_density_has_settings(system):
+    """`choose` makes a reducer of them that a planner can trace, and says how to write it."""
+    for density in (0.01, 0.1):
+        choice = jaxsparse.systems.choose(system.name, density, size=2000, workers=4)
+        reducer = choice.reducer(2000)
+        mean = jax.eval_shape(
+            lambda x, reducer=reducer: reducer(x, reducer.init(2000), axis_name=None).mean,
+            jax.ShapeDtypeStruct((2000,), jnp.float32),
+        )
+        assert mean.shape == (2000,)
+        assert eval(choice.transformation, {"jaxsparse": jaxsparse})
