@@ -90,9 +90,9 @@ def all_gather_sum_traffic(k, size, workers, codec=codecs.COO):
 
 def sparse_ring_traffic(k, size, workers, codec=codecs.COO, capacity_factor=None):
     """2 (W - 1) rounds; words of the messages' capacities."""
-    parcels = sparse_ring._parcels(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
-    last = parcels[-1].words + (capacity_factor is not None)
-    words = sum(message_format.words for message_format in parcels[:-1]) + (workers - 1) * last
+    formats = sparse_ring._formats(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
+    last = formats[-1].words + (capacity_factor is not None)
+    words = sum(message_format.words for message_format in formats[:-1]) + (workers - 1) * last
     return Traffic(2 * (workers - 1), words)
 
 

@@ -66,8 +66,8 @@ class OmniReduce(BlockReducer):
         total, _ = finite_sums(total)
         mean = blocks.to_dense(BlockStream(kept.indices, total / workers), x.size)
         sent = None if self.density is None else residual != x
-        outcome = info(jnp.count_nonzero(total), kept.overflow)
-        return Reduced(mean, residual, sent, next_state, outcome)
+        counts = info(jnp.count_nonzero(total), kept.overflow)
+        return Reduced(mean, residual, sent, next_state, counts)
 
     def _capacity(self, size: int, workers: int) -> int:
         return union_capacity(size, self.block_size, self.density, self.union_density, workers)

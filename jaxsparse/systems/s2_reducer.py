@@ -149,9 +149,9 @@ class S2(BlockReducer, SeededReducer):
         delivered = jnp.where(arrived, own.indices, selected.size)
         rows = blocks.rows(x, self.block_size).at[delivered].set(0, mode="drop")
         mean = blocks.to_dense(total, x.size) / workers
-        outcome = info(jnp.count_nonzero(mean), kept.overflow)
+        counts = info(jnp.count_nonzero(mean), kept.overflow)
         residual = rows.reshape(-1)[: x.size]
-        return Reduced(mean, residual, None, state + jnp.uint32(1), outcome)
+        return Reduced(mean, residual, None, state + jnp.uint32(1), counts)
 
 
 def _marked(indices: Int[Array, " capacity"], count: int) -> Bool[Array, " {count}"]:

@@ -69,8 +69,8 @@ class SparseAllGather(BlockReducer):
         residual = kept_back(x, own, blocks.from_dense(total, own.indices, self.block_size).values)
         total, _ = finite_sums(total)
         sent = None if self.density is None else residual != x
-        outcome = info(jnp.count_nonzero(total), overflow)
-        return Reduced(total / workers, residual, sent, next_state, outcome)
+        counts = info(jnp.count_nonzero(total), overflow)
+        return Reduced(total / workers, residual, sent, next_state, counts)
 
     def _sum(self, messages: UInt32[Array, "n words"], size: int) -> Float[Array, " d"]:
         """Sums the messages' blocks, one message after the other.
