@@ -12,10 +12,11 @@ from jaxsparse import codecs
 from jaxsparse.collectives.ok_topk import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer, info
+from jaxsparse.reducers.base import Reduced, info
+from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import Selection, check_selection, selector
-from jaxsparse.settings import check_density, entries, static_float, static_int
+from jaxsparse.select.selection import Selection, selector
+from jaxsparse.settings import entries, static_float, static_int
 from jaxsparse.systems.row import Case, System
 
 
@@ -27,37 +28,27 @@ class OkTopkState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class OkTopk(Reducer):
-    """Entries above a threshold, summed by the owners of balanced regions, the largest delivered.
+class OkTopk(EntryReducer):
+    """Sums entries above a threshold at the owners of balanced regions, and delivers the largest.
 
-    Its fields are the arguments of `ok_topk`.
+    The fields are the arguments of `ok_topk`.
     """
 
-    density: float
     refresh_every: int = 32
     rebalance_every: int = 64
     capacity_factor: float = 2.0
-    codec: codecs.Codec = codecs.COO
-    selection: Selection = "fast"
 
     def __post_init__(self):
-        check_density(self.density)
-        codecs.check_codec(self.codec)
+        super().__post_init__()
         for name in ("refresh_every", "rebalance_every"):
             steps = static_int(name, getattr(self, name))
             if steps < 1:
                 raise ValueError(f"{name}={steps} must be at least 1 step")
-        check_selection(self.selection)
         if not 1 <= static_float("capacity_factor", self.capacity_factor) < math.inf:
             raise ValueError(
                 f"capacity_factor={self.capacity_factor} must be finite and at least 1, an even "
                 "share"
             )
-
-    @property
-    def conservation(self) -> Conservation:
-        """The codec's rounding is fed back, too."""
-        return "exact" if self.codec.is_exact else "to rounding"
 
     @property
     def dense_at_full_budget(self) -> bool:
@@ -131,7 +122,14 @@ def ok_topk(
     """
 
     def make(density: float) -> OkTopk:
-        return OkTopk(density, refresh_every, rebalance_every, capacity_factor, codec, selection)
+        return OkTopk(
+            density,
+            refresh_every,
+            rebalance_every,
+            capacity_factor,
+            codec=codec,
+            selection=selection,
+        )
 
     return error_feedback(staged(make, density), **options)
 
