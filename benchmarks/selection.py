@@ -25,8 +25,8 @@ def energy(stream: SparseStream) -> float:
 
 def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     k = max(1, int(args.density * size))
-    bucket_size = min(args.bucket_size, size)
-    bucket_k = min(args.bucket_k, bucket_size)
+    group_size = min(args.group_size, size)
+    group_k = min(args.group_k, group_size)
     x = jax.random.normal(jax.random.key(0), (size,))
     if args.data == "cubed":
         x = x**3
@@ -42,14 +42,14 @@ def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         return buffer[0]
 
     # Name: (entries, run).
-    by_bucket = bucket_k * (size // bucket_size) + min(bucket_k, size % bucket_size)
+    by_group = group_k * (size // group_size) + min(group_k, size % group_size)
     cases: dict[str, tuple[int, Callable[[], Any]]] = {
         "x * 2 donated": (size, donated),
         "fast_top_k": (k, lambda: select.fast_top_k(x, k)),
         "threshold_top_k": (k, lambda: select.threshold_top_k(x, k)),
         "sampled_top_k": (k, lambda: select.sampled_top_k(x, k)),
         "bisection_top_k": (k, lambda: select.bisection_top_k(x, k)),
-        "bucket_top_k": (by_bucket, lambda: select.bucket_top_k(x, bucket_k, bucket_size)),
+        "group_top_k": (by_group, lambda: select.group_top_k(x, group_k, group_size)),
         "hash_extract": (k, lambda: select.hash_extract(x, threshold, k)),
         "slot_max": (k, lambda: select.slot_max(x, k)),
         "compact": (k, lambda: select.compact(mask, k)),
@@ -59,7 +59,7 @@ def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         many = size // 16 + 1
         cases |= {
             "top_k": (k, lambda: select.top_k(x, k)),
-            "top_k as bucket": (by_bucket, lambda: select.top_k(x, by_bucket)),
+            "top_k as group": (by_group, lambda: select.top_k(x, by_group)),
             "fast_top_k exact": (many, lambda: select.fast_top_k(x, many)),
         }
 
@@ -113,8 +113,8 @@ def parse_args() -> argparse.Namespace:
         help="elements of the vector, as 1048576 or 2^20",
     )
     parser.add_argument("--density", type=float, default=0.01, help="k / size")
-    parser.add_argument("--bucket-size", type=int, default=512, help="of bucket_top_k")
-    parser.add_argument("--bucket-k", type=int, default=4, help="entries kept of a bucket")
+    parser.add_argument("--group-size", type=int, default=512, help="of group_top_k")
+    parser.add_argument("--group-k", type=int, default=4, help="entries kept of a group")
     parser.add_argument(
         "--data",
         choices=["normal", "cubed"],

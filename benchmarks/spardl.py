@@ -33,7 +33,7 @@ from jaxsparse import codecs
 from jaxsparse.collectives import spardl as collectives
 from jaxsparse.collectives.spardl import spar_reduce_scatter
 from jaxsparse.collectives.wire import Group
-from jaxsparse.select.selection import selector
+from jaxsparse.select.selection import SELECTORS
 from jaxsparse.settings import entries
 from jaxsparse.systems import SparDL
 
@@ -182,7 +182,7 @@ def gathered(reducer: SparDL, x: jax.Array, state: Any) -> jax.Array:
     team, across = Group.teams("data", reducer.teams)
     k, size = wanted(reducer, x.size), -(-x.size // team.size)
     rows = jnp.pad(x, (0, team.size * size - x.size)).reshape(team.size, size)
-    pick, codec = selector(reducer.selection), reducer.codec
+    pick, codec = SELECTORS[reducer.selection], reducer.codec
     block = spar_reduce_scatter(rows, k, team, select=pick, codec=codec).block
     state = started(reducer, x.size, state)
     _, _, count = collectives.bruck(block, size, k, across, state, select=pick, codec=codec)

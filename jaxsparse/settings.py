@@ -1,9 +1,13 @@
-"""What static settings have in common."""
+"""What static settings, and the arguments of all selections, have in common."""
 
 import math
 import numbers
 import operator
 from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Integer, UInt32
 
 
 def static_int(name: str, value: Any) -> int:
@@ -60,6 +64,55 @@ def entries(density: float, size: int, parts: int = 1) -> int:
     """
     # Less a hair, for 0.01 * 1000 must not round up to 11.
     return max(1, math.ceil(density * size / parts * (1 - 1e-12)))
+
+
+def check_vector(name: str, x: Array) -> None:
+    """Raises ValueError unless `x` is a vector whose indices, and its size, fit into int32."""
+    if x.ndim != 1:
+        raise ValueError(f"{name} has shape {x.shape}, but must be a vector: pass {name}.ravel()")
+    if x.size >= 2**31:
+        raise ValueError(
+            f"{name} has {x.size} elements, but indices are int32: split it into vectors of less "
+            "than 2**31 (bucket_size of a transformation does)"
+        )
+
+
+def check_k(k: int, size: int, limit: str | None = None) -> int:
+    """The number of elements to keep as an int; a ValueError unless it is one, 1 <= k <= size.
+
+    Call it outside `jax.jit`, which takes True for 1 once it has seen that.
+
+    Args:
+        k: a Python or NumPy int.
+        size: the largest k.
+        limit: how the error names it; None: as the vector's size.
+    """
+    k = static_int("k", k)
+    if not 1 <= k <= size:
+        limit = limit or f"the vector's size, {size}"
+        raise ValueError(f"k={k} must lie between 1 and {limit}: choose it there")
+    return k
+
+
+def check_seed(seed: Integer[Array, ""] | int) -> UInt32[Array, ""]:
+    """The seed as uint32; a ValueError unless it is an int or an integer scalar."""
+    if type(seed) is int:
+        return jnp.uint32(seed % 2**32)
+    dtype = getattr(seed, "dtype", None)
+    if dtype is None or jnp.ndim(seed) or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"seed={seed!r} must be an integer scalar: pass an int or a uint32")
+    return lax.convert_element_type(seed, jnp.uint32)
+
+
+def check_slots(slots: int, size: int) -> int:
+    """The number of slots as an int; a ValueError unless it is from 1 to `size`."""
+    slots = static_int("slots", slots)
+    if not 1 <= slots <= size:
+        raise ValueError(
+            f"slots={slots} must lie between 1 and the vector's size, {size}: choose "
+            "density * size, rounded up"
+        )
+    return slots
 
 
 def _static(value: Any) -> str:

@@ -1,13 +1,16 @@
-"""Sparse vectors of a static capacity (SparCML, section 5.1)."""
+"""Sparse vectors of a static capacity (SparCML, section 5.1), and how their entries are combined.
 
-from typing import NamedTuple
+By one of four operations: sum, max, min, or. All are commutative and associative, and an absent
+entry counts as the operation's neutral element: max(-2, absent) is -2, not 0.
+"""
+
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, Num
+from jaxtyping import Array, Bool, DTypeLike, Int, Num
 
-from jaxsparse import operations
-from jaxsparse.operations import Operation
+Operation = Literal["sum", "max", "min", "or"]
 
 
 class SparseStream(NamedTuple):
@@ -48,8 +51,8 @@ def to_dense(stream: SparseStream, size: int, op: Operation = "sum") -> Num[Arra
     dtype = stream.values.dtype
     if op == "or":  # whose scatter wants distinct indices
         stream = merge_duplicates(stream, size, op)
-    empty = jnp.full((size,), operations.neutral(op, dtype), dtype)
-    return operations.scatter(op, empty, stream.indices, stream.values)
+    empty = jnp.full((size,), neutral(op, dtype), dtype)
+    return scatter(op, empty, stream.indices, stream.values)
 
 
 def add_to(x: Num[Array, " d"], stream: SparseStream) -> Num[Array, " d"]:
@@ -66,7 +69,7 @@ def add_to(x: Num[Array, " d"], stream: SparseStream) -> Num[Array, " d"]:
         >>> add_to(jnp.ones(4), stream).tolist()
         [2.0, 1.0, 6.0, 1.0]
     """
-    return operations.scatter("sum", x, stream.indices, stream.values)
+    return scatter("sum", x, stream.indices, stream.values)
 
 
 def merge_duplicates(stream: SparseStream, size: int, op: Operation = "sum") -> SparseStream:
@@ -87,7 +90,7 @@ def merge_duplicates(stream: SparseStream, size: int, op: Operation = "sum") -> 
         >>> [x.tolist() for x in merge_duplicates(stream, 4)]
         [[0, 4, 2], [1.0, 0.0, 8.0]]
     """
-    operations.check(op, stream.values.dtype)
+    check_operation(op, stream.values.dtype)
     indices, values = jax.lax.sort((stream.indices, stream.values), num_keys=1)
     is_first = _differs(indices, -1)
     starts, combined = is_first, values
@@ -96,7 +99,7 @@ def merge_duplicates(stream: SparseStream, size: int, op: Operation = "sum") -> 
     def join(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
         started, value = left
         starts, more = right
-        return started | starts, jnp.where(starts, more, operations.combine(op, value, more))
+        return started | starts, jnp.where(starts, more, combine(op, value, more))
 
     _, combined = jax.lax.associative_scan(join, (starts, combined))
     return _last_of_runs(indices, combined, size)
@@ -132,10 +135,10 @@ def add(a: SparseStream, b: SparseStream, size: int, op: Operation = "sum") -> S
         As `merge_duplicates`.
     """
     both = SparseStream(*(jnp.concatenate(pair) for pair in zip(a, b)))
-    operations.check(op, both.values.dtype)
+    check_operation(op, both.values.dtype)
     indices, values = jax.lax.sort((both.indices, both.values), num_keys=1)
     # A run is a pair at most, which needs no scan: that would take twenty times as long to compile.
-    pairs = operations.combine(op, jnp.roll(values, 1), values)
+    pairs = combine(op, jnp.roll(values, 1), values)
     return _last_of_runs(indices, jnp.where(_differs(indices, -1), values, pairs), size)
 
 
@@ -154,3 +157,51 @@ def delta(size: int, entry_bytes: float = 8, dense_bytes: float = 4) -> int:
         500
     """
     return int(size * dense_bytes / entry_bytes)
+
+
+def check_operation(op: Operation, dtype: DTypeLike) -> None:
+    """Raises ValueError unless `op` is known and defined for `dtype`."""
+    if op not in get_args(Operation):
+        raise ValueError(f"op={op!r} is unknown: use one of {get_args(Operation)}")
+    if op == "or" and not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"op='or' combines the bits of integers, values have dtype {jnp.dtype(dtype)}: "
+            "pass them as uint32"
+        )
+
+
+def neutral(op: Operation, dtype: DTypeLike) -> Num[Array, ""]:
+    """The element e with combine(op, e, x) == x, in `dtype`.
+
+    Example:
+        >>> neutral("max", "float32").item()
+        -inf
+    """
+    check_operation(op, dtype)
+    if op in ("sum", "or"):
+        return jnp.zeros((), dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.array(-jnp.inf if op == "max" else jnp.inf, dtype)
+    limits = jnp.iinfo(dtype)
+    return jnp.array(limits.min if op == "max" else limits.max, dtype)
+
+
+def combine(op: Operation, a: Num[Array, "*shape"], b: Num[Array, "*shape"]) -> Array:
+    """`a` and `b` combined element by element."""
+    functions = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "or": jnp.bitwise_or}
+    return functions[op](a, b)
+
+
+def scatter(op: Operation, dense: Num[Array, " d"], indices: Array, values: Array) -> Array:
+    """`dense` with `values` combined into it at `indices`; out-of-range indices are ignored.
+
+    An index may repeat, but for "or".
+    """
+    at = dense.at[indices]
+    if op == "sum":
+        return at.add(values, mode="drop")
+    if op == "max":
+        return at.max(values, mode="drop")
+    if op == "min":
+        return at.min(values, mode="drop")
+    return at.set(at.get(mode="fill", fill_value=0) | values, mode="drop")

@@ -11,7 +11,7 @@ from workers import few
 
 from jaxsparse import codecs, hashing
 from jaxsparse.collectives.messages import AllReduced
-from jaxsparse.reducers.delivery import deliver_streams
+from jaxsparse.reducers.base import deliver_streams
 from jaxsparse.reducers.stages import Stages
 from jaxsparse.select.slots import hash_extract, hash_slots
 from jaxsparse.settings import entries

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from workers import few, on_workers
 
-from jaxsparse import select, sketch
+from jaxsparse import platforms, select, sketch
 from jaxsparse.blocks import BlockStream
-from jaxsparse.select import compaction, counting, kth_largest, maxima, slots, streaming
-from jaxsparse.sketch import adding, blocks, codec, estimates
+from jaxsparse.select import compaction, fast, maxima, slots
+from jaxsparse.sketch import blocks, codec, tiles
 
 
 def cubed(size, seed=0, dtype=jnp.float32):
@@ -38,8 +38,8 @@ def assert_same(forms, *operands):
 def test_sums_and_maxima(size):
     x = jnp.asarray(np.random.default_rng(size).integers(2**31, size=size), jnp.uint32)
     halved = lambda x: x >> jnp.uint32(1)
-    for reduce, join in (counting._sum, jnp.add), (jnp.max, jnp.maximum):
-        in_lanes = functools.partial(counting._in_lanes, reduce, join, halved)
+    for reduce, join in (platforms._sum, jnp.add), (jnp.max, jnp.maximum):
+        in_lanes = functools.partial(platforms._in_lanes, reduce, join, halved)
         assert_same((in_lanes, lambda x, reduce=reduce: reduce(halved(x))), x)
 
 
@@ -48,16 +48,16 @@ def test_sums_and_maxima(size):
 def test_kth_largest(bits, k):
     x = np.random.default_rng(bits).integers(2**bits, size=1003).astype(np.uint32)
     x[::7] = x[0]  # ties
-    forms = (kth_largest._by_bits, kth_largest._by_digits)
-    forms = [functools.partial(f, k=k, bits=bits, key=lambda x: x) for f in forms]
+    forms = (platforms._by_bits, platforms._by_digits)
+    forms = [functools.partial(f, k=k, bits=bits, key=None) for f in forms]
     assert int(assert_same(forms, jnp.asarray(x))) == np.sort(x)[-k]
 
 
 @pytest.mark.parametrize("k", [1, 500, 1003])
 def test_kth_largest_of_magnitudes(k):
     x = cubed(1003).at[:300].set(0).at[5].set(jnp.inf)
-    forms = (kth_largest._by_bits, kth_largest._by_digits)
-    forms = [functools.partial(f, k=k, bits=31, key=counting.magnitude_bits) for f in forms]
+    forms = (platforms._by_bits, platforms._by_digits)
+    forms = [functools.partial(f, k=k, bits=31, key=platforms.magnitude_bits) for f in forms]
     found = np.uint32(assert_same(forms, x)).view(np.float32)
     assert found == np.sort(np.abs(x))[-k]
 
@@ -70,7 +70,7 @@ def test_kth_largest_of_magnitudes(k):
 def test_blocks_of_slots(share, capacity, first):
     counts = np.random.default_rng(0).binomial(32, share, size=(120, 32)).astype(np.int32)
     counts[3:40] = 0
-    within = assert_same([counting.sums_along, compaction._sum_along], jnp.asarray(counts))
+    within = assert_same([compaction._sums_along, compaction._sum_along], jnp.asarray(counts))
     np.testing.assert_array_equal(within, np.cumsum(counts, axis=1))
     total = int(np.sum(counts))
     finders = compaction._blocks_by_marks, compaction._blocks_by_search
@@ -169,7 +169,7 @@ def test_blocks(spec):
     indices = jnp.asarray(rng.permutation(40)[:9], jnp.int32).at[4].set(40)
     values = jnp.asarray(rng.integers(-9, 9, size=(9, spec.tile)), jnp.bfloat16)
     seed = jnp.uint32(1)
-    forms = blocks._encode_in_turn, lambda v, i, s, spec: adding.add_all(v, i, spec, s)
+    forms = blocks._encode_in_turn, lambda v, i, s, spec: tiles.add_all(v, i, spec, s)
     forms = [functools.partial(form, spec=spec) for form in forms]
     table = assert_same(forms, values, indices, seed)
     np.testing.assert_array_equal(
@@ -182,8 +182,8 @@ def test_blocks(spec):
 
 def assert_same_slots(make_values, grid, table, seed):
     """Of tiles folded in turn and gathered; `make_values` of table and seed."""
-    fold = lambda *a: streaming._fold(make_values(*a), grid, a[:1], a[1])
-    gather = lambda *a: streaming._gather(make_values(*a), grid, a[1])
+    fold = lambda *a: fast._fold(make_values(*a), grid, a[:1], a[1])
+    gather = lambda *a: fast._gather(make_values(*a), grid, a[1])
     # Where each element has a slot of its own there are more slots than elements.
     elements = lambda form: (
         lambda *a: form(*a).ravel()[: grid.size if grid.per_group == 1 else None]
@@ -197,12 +197,12 @@ def test_slots_of_heavy_hitters(k, tile):
     spec = sketch.SketchSpec(rows=5, cols=200, tile_size=tile)
 
     def values(table, seed):
-        return streaming.Values(
-            estimates.tile_estimates(table, spec, seed),
-            functools.partial(estimates.estimates_at, table, spec, seed),
+        return fast.Values(
+            tiles.tile_estimates(table, spec, seed),
+            functools.partial(tiles.estimates_at, table, spec, seed),
         )
 
-    grid = streaming._Grid.of(1003, tile, k)
+    grid = fast._Grid.of(1003, tile, k)
     for seed in map(jnp.uint32, range(3)):
         table = cubed(1000, int(seed)).reshape(5, 200).at[2, 7].set(jnp.inf)
         assert_same_slots(values, grid, table, seed)
@@ -212,8 +212,8 @@ def test_slots_of_heavy_hitters(k, tile):
 @pytest.mark.parametrize("tile", [16, 200])
 @pytest.mark.parametrize("dtype", few([jnp.float32, jnp.bfloat16], (jnp.bfloat16,)))
 def test_slots_of_a_vector(k, tile, dtype):
-    grid = streaming._Grid.of(1003, tile, k)
-    values = lambda x, seed: streaming.Values.of_vector(x, tile)
+    grid = fast._Grid.of(1003, tile, k)
+    values = lambda x, seed: fast.Values.of_vector(x, tile)
     for seed in map(jnp.uint32, range(3)):
         assert_same_slots(values, grid, cubed(1003, int(seed), dtype), seed)
 
@@ -265,7 +265,7 @@ COMPILED = {
     # Of the sample, of the candidates, and of all if those are too few or too many; one is the
     # search for candidates, which takes a second turn then.
     "threshold_top_k": (lambda x: select.threshold_top_k(x, 100), 4),
-    "bucket_top_k": (lambda x: select.bucket_top_k(x), 0),
+    "group_top_k": (lambda x: select.group_top_k(x), 0),
     "block_top_k": (lambda x: select.block_top_k(x, 5, 256), 0),
 }
 

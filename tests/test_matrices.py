@@ -9,8 +9,8 @@ import pytest
 
 from jaxsparse import data_parallel, error_feedback, partition, shard
 from jaxsparse.collectives import wire
-from jaxsparse.reducers.base import Leaf, Matrix, MatrixReducer
-from jaxsparse.reducers.delivery import deliver
+from jaxsparse.reducers.base import Leaf, deliver
+from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.reducers.stages import Stages
 from jaxsparse.systems import TopK
 

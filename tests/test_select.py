@@ -284,16 +284,16 @@ def test_a_bad_seed_is_refused(seed):
         select.fast_top_k(jnp.ones(3), 1, seed=seed)
 
 
-# --- bucket_top_k ---
+# --- group_top_k ---
 
 
-def bucket_oracle(x, k, bucket_size):
+def group_oracle(x, k, group_size):
     x = np.asarray(x).astype(np.float32)
-    starts = range(0, len(x), bucket_size)
-    return np.concatenate([start + ranked(x[start : start + bucket_size])[:k] for start in starts])
+    starts = range(0, len(x), group_size)
+    return np.concatenate([start + ranked(x[start : start + group_size])[:k] for start in starts])
 
 
-# size, k, bucket_size: whole buckets and not, one short one, buckets that are no multiple of the
+# size, k, group_size: whole groups and not, one short one, groups that are no multiple of the
 # vector width, of many elements, and more entries than rounds.
 BUCKETS = [
     (1, 1, 1),
@@ -312,36 +312,36 @@ BUCKETS = [
 
 
 @every_data
-@pytest.mark.parametrize(("size", "k", "bucket_size"), BUCKETS)
-def test_bucket_top_k_is_exact(size, k, bucket_size, data):
+@pytest.mark.parametrize(("size", "k", "group_size"), BUCKETS)
+def test_group_top_k_is_exact(size, k, group_size, data):
     x = make(data, size)
-    kept = select.bucket_top_k(x, k, bucket_size)
-    expected = bucket_oracle(x, k, bucket_size)
-    assert len(expected) == k * (size // bucket_size) + min(k, size % bucket_size)
+    kept = select.group_top_k(x, k, group_size)
+    expected = group_oracle(x, k, group_size)
+    assert len(expected) == k * (size // group_size) + min(k, size % group_size)
     np.testing.assert_array_equal(check_stream(kept, x, len(expected)), expected)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @every_dtype
-def test_bucket_top_k_of_any_dtype(dtype, seed):
+def test_group_top_k_of_any_dtype(dtype, seed):
     for data in ("normal", "ties", "linear"):
         x = make(data, 5000, dtype, seed)
-        expected = bucket_oracle(x, 4, 512)
-        np.testing.assert_array_equal(check_stream(select.bucket_top_k(x), x, 40), expected)
+        expected = group_oracle(x, 4, 512)
+        np.testing.assert_array_equal(check_stream(select.group_top_k(x), x, 40), expected)
 
 
-def test_bucket_arguments_are_checked():
+def test_group_arguments_are_checked():
     x = jnp.ones(10)
-    with pytest.raises(ValueError, match="bucket_size=0 must be at least 1"):
-        select.bucket_top_k(x, 1, 0)
-    with pytest.raises(ValueError, match="k=5 must lie between 1 and bucket_size=4"):
-        select.bucket_top_k(x, 5, 4)
+    with pytest.raises(ValueError, match="group_size=0 must be at least 1"):
+        select.group_top_k(x, 1, 0)
+    with pytest.raises(ValueError, match="k=5 must lie between 1 and group_size=4"):
+        select.group_top_k(x, 5, 4)
     with pytest.raises(ValueError, match="k=0 must lie between"):
-        select.bucket_top_k(x, 0, 4)
+        select.group_top_k(x, 0, 4)
     with pytest.raises(ValueError, match=r"k=1.5 must be an int"):
-        select.bucket_top_k(x, 1.5, 4)
+        select.group_top_k(x, 1.5, 4)
     with pytest.raises(ValueError, match=r"x has shape \(2, 5\).*x.ravel\(\)"):
-        select.bucket_top_k(x.reshape(2, 5), 1, 4)
+        select.group_top_k(x.reshape(2, 5), 1, 4)
 
 
 # --- arguments of all that take a k or a seed ---
@@ -358,7 +358,7 @@ OF_K = {
     "bisection_top_k": lambda k: select.bisection_top_k(X, k),
     "bisection_threshold": lambda k: select.bisection_threshold(X, k),
     "fast_top_k": lambda k: select.fast_top_k(X, k),
-    "bucket_top_k": lambda k: select.bucket_top_k(X, k, 8),
+    "group_top_k": lambda k: select.group_top_k(X, k, 8),
     "block_top_k": lambda k: select.block_top_k(X, k, 1),
     "heavy_hitters": lambda k: sketch.heavy_hitters(TABLE, SPEC, 8, k),
 }
@@ -432,8 +432,8 @@ SELECTIONS = {
     "top_k": lambda x: select.top_k(x, 30),
     "fast_top_k": lambda x: select.fast_top_k(x, 30),
     "fast_top_k exact": lambda x: select.fast_top_k(x, 300),
-    "bucket_top_k": lambda x: select.bucket_top_k(x, 3, 70),
-    "bucket_top_k by sorts": lambda x: select.bucket_top_k(x, 30, 70),
+    "group_top_k": lambda x: select.group_top_k(x, 3, 70),
+    "group_top_k by sorts": lambda x: select.group_top_k(x, 30, 70),
     "compact": lambda x: select.compact(x > 1, 400),
 }
 every_selection = pytest.mark.parametrize("name", SELECTIONS)

@@ -12,7 +12,7 @@ from workers import few
 
 from jaxsparse import sketch
 from jaxsparse.hashing import permute
-from jaxsparse.select.streaming import Values, streaming_top_k
+from jaxsparse.select.fast import Values, streaming_top_k
 from jaxsparse.sketch import SketchSpec
 from jaxsparse.sketch.heavy import mix_in_random
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from workers import some
 
-from jaxsparse import codecs, operations, stream
+from jaxsparse import codecs, stream
 from jaxsparse.stream import SparseStream
 
 NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}
@@ -38,7 +38,7 @@ def is_combined(both, entries, op):
     assert sorted(expected) == filled.tolist()  # each once, in order
     assert not np.asarray(both.values)[np.asarray(both.indices) == 13].any()
     dense = np.asarray(stream.to_dense(both, 13, op))
-    empty = np.asarray(operations.neutral(op, both.values.dtype))
+    empty = np.asarray(stream.neutral(op, both.values.dtype))
     assert dense.tolist() == [expected.get(i, empty) for i in range(13)]
     return True
 

@@ -9,14 +9,14 @@ import pytest
 from workers import few, on_workers
 
 from jaxsparse import codecs
-from jaxsparse.select.by_threshold import (
+from jaxsparse.select.selection import Bisection, Sampled
+from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
+from jaxsparse.select.top_k import (
     _threshold_top_k,
     bisection_top_k,
     sampled_top_k,
     threshold_top_k,
 )
-from jaxsparse.select.selection import Bisection, Sampled
-from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
 from jaxsparse.systems.gtopk import GTopK
 from jaxsparse.systems.ok_topk import OkTopk
 from jaxsparse.systems.spardl import SparDL

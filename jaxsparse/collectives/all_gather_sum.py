@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced, MessageFormat
-from jaxsparse.operations import Operation
-from jaxsparse.stream import SparseStream, merge_duplicates, to_dense
+from jaxsparse.stream import Operation, SparseStream, merge_duplicates, to_dense
 
 
 def all_gather_sum(

@@ -8,8 +8,7 @@ from jaxsparse import codecs, quantize
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced, split_counts, with_count
 from jaxsparse.collectives.split import own_range, split
-from jaxsparse.operations import Operation
-from jaxsparse.stream import SparseStream
+from jaxsparse.stream import Operation, SparseStream
 
 
 def dsar_split_allgather(

@@ -11,9 +11,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
-from jaxsparse import codecs, operations, select
-from jaxsparse.operations import Operation
-from jaxsparse.stream import SparseStream, from_dense
+from jaxsparse import codecs, select
+from jaxsparse.stream import (
+    Operation,
+    SparseStream,
+    check_operation,
+    combine,
+    from_dense,
+    neutral,
+    scatter,
+)
 
 
 class AllReduced(NamedTuple):
@@ -62,7 +69,7 @@ class MessageFormat:
     codec: codecs.Codec
 
     def __post_init__(self):
-        operations.check(self.op, self.dtype)
+        check_operation(self.op, self.dtype)
         codecs.check_codec(self.codec)
         codecs.COO.check(self.dtype)  # dense arrays travel as words, too
         self.codec.check(self.dtype)
@@ -89,13 +96,11 @@ class MessageFormat:
 
     def empty(self) -> Num[Array, " size"]:
         """The vector without entries."""
-        return jnp.full((self.size,), operations.neutral(self.op, self.dtype), self.dtype)
+        return jnp.full((self.size,), neutral(self.op, self.dtype), self.dtype)
 
     def extract(self, x: Num[Array, " size"]) -> SparseStream:
         """The first `capacity` entries of `x`."""
-        return from_dense(
-            x, select.compact(x != operations.neutral(self.op, x.dtype), self.capacity)
-        )
+        return from_dense(x, select.compact(x != neutral(self.op, x.dtype), self.capacity))
 
     def rounded(self, x: Num[Array, " size"]) -> Num[Array, " size"]:
         """`x` as it arrives, if all its entries fit."""
@@ -110,9 +115,9 @@ class MessageFormat:
     def merge(self, x: Num[Array, " size"], message: UInt32[Array, " words"]) -> Array:
         """Combines `x` with the vector of a message."""
         if self.is_dense:
-            return operations.combine(self.op, x, codecs.from_bits(message, self.dtype))
+            return combine(self.op, x, codecs.from_bits(message, self.dtype))
         stream = self.codec.decode(message, self.capacity, self.size, self.dtype)
-        return operations.scatter(self.op, x, stream.indices, stream.values)
+        return scatter(self.op, x, stream.indices, stream.values)
 
     def merge_all(self, messages: UInt32[Array, "n words"]) -> Num[Array, " size"]:
         """Combines the vectors of all messages, one after the other.

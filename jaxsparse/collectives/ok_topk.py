@@ -11,11 +11,10 @@ from jaxsparse import codecs, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.regions import Regions, bin_count, by_owner
 from jaxsparse.collectives.spardl import Select, largest
-from jaxsparse.select.compaction import first_of_ranges
-from jaxsparse.select.counting import magnitude_bits, running_sum, to_bits
+from jaxsparse.platforms import magnitude_bits, to_bits, zeros
+from jaxsparse.select.compaction import first_of_ranges, running_sum
 from jaxsparse.select.thresholds import EXACT_PASSES, bisection, sample_size
 from jaxsparse.stream import SparseStream, add_to, from_dense
-from jaxsparse.tiles import zeros
 
 # Slots for each of the k wanted entries, so that more than they hold reach a sampled threshold in
 # one of some thousand samples only.
@@ -85,7 +84,9 @@ def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
         )
         at = jnp.maximum(threshold, jnp.uint32(1))  # without zeros
         above = jnp.where(is_exact, threshold + jnp.uint32(1), at)
-        indices = first_of_ranges(x, magnitude_bits, (above, at), capacity + 1, enough=(k + 1) // 2)
+        indices = first_of_ranges(
+            x, (above, at), capacity + 1, key=magnitude_bits, enough=(k + 1) // 2
+        )
         too_few = (indices[(k - 1) // 2] == x.size) & (threshold > 0)
         too_many = indices[capacity] < x.size
         # More than k reach the exact threshold only if several are at it.

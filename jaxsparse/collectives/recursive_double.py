@@ -6,8 +6,7 @@ from jaxtyping import Array
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced, MessageFormat
-from jaxsparse.operations import Operation
-from jaxsparse.stream import SparseStream, to_dense
+from jaxsparse.stream import Operation, SparseStream, to_dense
 
 
 def recursive_double(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxsparse.tiles import zeros
+from jaxsparse.platforms import zeros
 
 # The vector is cut into as many, of equal length, by whose counts regions are balanced.
 _BINS = 1024

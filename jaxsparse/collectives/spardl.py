@@ -69,10 +69,11 @@ def spar_reduce_scatter(
         count = min(2 * distance, n) - distance
         leaving = (rank + distance + jnp.arange(count)) % n
         cut: SparseStream = jax.lax.map(lambda i, sums=sums: select(sums[i], k), leaving)
-        sums = _add(sums, leaving, cut.indices, -codec.rounded(cut.values))
+        messages, rounded = jax.vmap(encode)(cut), codec.rounded(cut.values)
+        arrived = jax.vmap(decode)(group.shift(messages, distance))
+        sums = _add(sums, leaving, cut.indices, -rounded)
+        sums = _add(sums, (rank + jnp.arange(count)) % n, *arrived)
         selected = selected.at[leaving[:, None], cut.indices].set(True)
-        messages = group.shift(jax.vmap(encode)(cut), distance)
-        sums = _add(sums, (rank + jnp.arange(count)) % n, *jax.vmap(decode)(messages))
         distance //= 2
     own = select(sums[rank], k)
     sums = sums.at[rank, own.indices].add(-own.values, mode="drop")

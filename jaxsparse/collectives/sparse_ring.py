@@ -14,8 +14,7 @@ from jaxsparse.collectives.messages import (
 )
 from jaxsparse.collectives.split import capacity_of, check_factor
 from jaxsparse.collectives.wire import Group
-from jaxsparse.operations import Operation
-from jaxsparse.stream import SparseStream, to_dense
+from jaxsparse.stream import Operation, SparseStream, to_dense
 
 
 def sparse_ring(

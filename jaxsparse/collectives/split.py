@@ -12,9 +12,8 @@ from jaxtyping import Array, Bool, DTypeLike, Int
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced, MessageFormat
-from jaxsparse.operations import Operation
 from jaxsparse.settings import static_float
-from jaxsparse.stream import SparseStream, merge_duplicates, to_dense
+from jaxsparse.stream import Operation, SparseStream, merge_duplicates, to_dense
 
 
 def check_factor(name: str, factor: float | None, op: Operation) -> None:

@@ -15,8 +15,7 @@ from jaxsparse.collectives.messages import (
     with_count,
 )
 from jaxsparse.collectives.split import capacity_of, check_factor, own_range, split
-from jaxsparse.operations import Operation
-from jaxsparse.stream import SparseStream, to_dense
+from jaxsparse.stream import Operation, SparseStream, to_dense
 
 
 def split_allgather(

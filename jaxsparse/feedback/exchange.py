@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxsparse.collectives import wire
-from jaxsparse.feedback.axes import Axes
-from jaxsparse.feedback.plan import Plan
+from jaxsparse.feedback.plan import Axes, Plan
 from jaxsparse.reducers.base import Info
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)

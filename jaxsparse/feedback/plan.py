@@ -1,24 +1,160 @@
-"""Rules that give each leaf its reducer, and the static plan that they make from shapes."""
+"""The axes of workers, and the static plan that budgets make from a tree's shapes.
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+One axis is compressed, and perhaps a fast one is not. On a mesh of hosts and their devices each
+bucket is cut into L shards, one for each device of the fast axis. A reduce-scatter sums shards over
+the fast axis, a reducer exchanges them over the slow one, and an all-gather puts them together.
+Parameters that are themselves sharded over the fast axis need neither of the two. Error feedback
+does this, and not a reducer around a reducer, so that residual and momentum are 1/L as large on
+each device. For that, `init` has to know L.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from jaxsparse import layout as layouts
 from jaxsparse.collectives import wire
-from jaxsparse.feedback.axes import Axes
+from jaxsparse.feedback.options import Options
 from jaxsparse.reducers.base import Budget, Leaf, Reducer
-from jaxsparse.reducers.stages import Staged, Stages
 from jaxsparse.training.marks import is_sharded
 
-# How one leaf is exchanged. None: uncompressed.
-Rule = Budget | Stages[Reducer] | None
-# Its arguments: a leaf's key path, as jax.tree_util.keystr prints it, and its shape.
-Policy = Callable[[str, tuple[int, ...]], Rule]
-# The checked rules of all leaves at once.
-Rules = Callable[[Sequence[tuple[str, tuple[int, ...]]]], Sequence[Budget | None]]
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The axes of workers. L is 1 without a `dense_axis`.
+
+    Attributes:
+        axis_name: the axis that reducers exchange over; None for a single worker.
+        dense_axis: the fast axis, over which shards are summed exactly; None without one.
+        sharded: whether gradients are this device's shards, already averaged over `dense_axis`.
+        all: all axes.
+        summed: the axes over which uncompressed leaves are yet to be summed.
+        scatters: whether `scatter` cuts whole gradients into shards.
+    """
+
+    axis_name: str | None
+    dense_axis: str | None = None
+    sharded: bool = False
+    all: tuple[str, ...] = dataclasses.field(init=False)
+    summed: tuple[str, ...] = dataclasses.field(init=False)
+    scatters: bool = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        if self.dense_axis is not None and (
+            not isinstance(self.dense_axis, str) or self.dense_axis == self.axis_name
+        ):
+            raise ValueError(
+                f"dense_axis={self.dense_axis!r} must be the name of one other axis than "
+                f"axis_name={self.axis_name!r}, or None: axis_name is the slow axis, dense_axis "
+                'the fast one, as in axis_name="hosts", dense_axis="local"'
+            )
+        if not isinstance(self.sharded, bool):
+            raise ValueError(f"sharded={self.sharded!r} must be True or False")
+        if self.sharded and self.dense_axis is None:
+            raise ValueError(
+                "sharded=True without a dense_axis: name the axis that the parameters are sharded "
+                'over, such as dense_axis="local"'
+            )
+        named = tuple(axis for axis in (self.axis_name, self.dense_axis) if axis is not None)
+        summed = tuple(a for a in named if not (self.sharded and a == self.dense_axis))
+        object.__setattr__(self, "all", named)
+        object.__setattr__(self, "summed", summed)
+        object.__setattr__(self, "scatters", self.dense_axis is not None and not self.sharded)
+
+    @classmethod
+    def of(cls, options: Options) -> "Axes":
+        """The axes that the options name."""
+        return cls(
+            options.get("axis_name", "data"),
+            options.get("dense_axis"),
+            options.get("sharded", False),
+        )
+
+    def summands(self) -> int:
+        """The number of workers over which uncompressed leaves are yet to be averaged.
+
+        Raises:
+            ValueError: an axis is not bound where this is traced.
+        """
+        workers = wire.axis_size(self.axis_name)
+        shards = 1 if self.dense_axis is None else wire.axis_size(self.dense_axis)
+        return workers if self.sharded else workers * shards
+
+    def shards(self) -> int:
+        """The number of shards, L.
+
+        Raises:
+            ValueError: L is not known where this is traced.
+        """
+        if self.dense_axis is None:
+            return 1
+        try:
+            return wire.axis_size(self.dense_axis)
+        except ValueError:
+            raise ValueError(
+                f"init needs the size of dense_axis={self.dense_axis!r}, for the state of one "
+                "shard. Run it on the mesh: state = jaxsparse.data_parallel(tx.init, mesh, "
+                f"axis_name={self.all!r}, batch_argnums=())(params)"
+            ) from None
+
+    def scatter(self, x: Float[Array, " d"], size: int) -> Float[Array, " size"]:
+        """This device's shard of the mean of `x` over the fast axis."""
+        shards = self.shards()
+        return wire.reduce_scatter(_rows(x, shards, size), self.dense_axis) / shards
+
+    def gather(self, shard: Float[Array, " size"], size: int) -> Float[Array, " d"]:
+        """All `size` elements of a bucket, of which `shard` is this device's part."""
+        return wire.all_gather(shard, self.dense_axis).reshape(-1)[:size]
+
+    def own(self, x: Float[Array, " d"], size: int) -> Float[Array, " size"]:
+        """This device's shard of `x`."""
+        rank = wire.axis_index(self.dense_axis)
+        return jax.lax.dynamic_index_in_dim(_rows(x, self.shards(), size), rank, keepdims=False)
+
+    def none_of(self, *broken: Bool[Array, ""]) -> tuple[Bool[Array, ""], ...]:
+        """For each flag, whether it is set on no worker. The result is the same on all workers."""
+        flags = jnp.stack([jnp.where(flag, jnp.float32(1), jnp.float32(0)) for flag in broken])
+        total = wire.psum(self.varying(flags), self.all)
+        return tuple(total[i] == 0 for i in range(len(broken)))
+
+    def varying(self, tree: Any) -> Any:
+        """`tree`, typed as different on all devices."""
+        for axis in self.all:
+            tree = wire.varying(tree, axis)
+        return tree
+
+    def check(self, updates: Any) -> None:
+        """Raises ValueError if an axis is not bound, or gradients have been summed already."""
+        self.summands()
+        for axis in self.summed:
+            if not wire.tracks_replication(axis):
+                continue
+            axes = self.summed if len(self.summed) > 1 else axis
+            for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+                if leaf.size and not wire.is_varying(leaf, axis):
+                    raise ValueError(
+                        f"gradient{jax.tree_util.keystr(path)} is equal on all workers of axis "
+                        f"{axis!r}: JAX has already summed it, uncompressed, because it was taken "
+                        "with respect to replicated parameters. Differentiate with respect to "
+                        f"jaxsparse.local(params, {axes!r}) instead, and do not average gradients "
+                        "yourself. (If it is a constant, make it local with jaxsparse.local, too)"
+                    )
+
+    def typed_as(self, updates: Any, gradients: Any) -> Any:
+        """Types updates as equal along the fast axis if their gradients were equal there."""
+        axis = self.dense_axis
+        if axis is None or not wire.tracks_replication(axis):
+            return updates
+        return jax.tree.map(
+            lambda u, g: u if wire.is_varying(g, axis) else wire.replicated(u, axis),
+            updates,
+            gradients,
+        )
 
 
 class Plan(NamedTuple):
@@ -34,15 +170,16 @@ class Plan(NamedTuple):
     dense_elements: int  # number of uncompressed elements of all shards
 
 
-def make_plan(tree: Any, rules: Rules, axes: Axes, bucket_size: int | None) -> Plan:
-    """The plan for one tree structure.
+def make_plan(
+    tree: Any, budgets: Sequence[Budget | None], axes: Axes, bucket_size: int | None
+) -> Plan:
+    """The plan for one tree structure, given each leaf's budget; None: uncompressed.
 
     Leaves with equal budgets are laid end to end and exchanged as one vector.
 
     Raises:
         ValueError: a budget does not fit, or see `jaxsparse.layout.plan`.
     """
-    budgets = rules(layouts.named_leaves(tree))
     groups = dict.fromkeys(budget for budget in budgets if budget is not None)
     shape = {budget: (budget.alignment, budget.whole_leaves) for budget in groups}
     layout = layouts.plan_groups(
@@ -71,7 +208,7 @@ def make_plan(tree: Any, rules: Rules, axes: Axes, bucket_size: int | None) -> P
     return Plan(
         layout=layout,
         reducers=tuple(reducers),
-        needs_zeros=tuple(reducer.needs_zeros for reducer in reducers),
+        needs_zeros=tuple(map(operator.attrgetter("needs_zeros"), reducers)),
         sizes=sizes,
         shards=tuple(shards),
         parts=parts,
@@ -141,72 +278,5 @@ def check_shards(updates: Any, plan: Plan, axes: Axes) -> None:
             )
 
 
-def one_rule(budget: Budget, is_dense: layouts.IsDense | None) -> Rules:
-    """The rules that give the budget to all leaves but those that `is_dense` picks."""
-
-    def rules(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[Budget | None]:
-        pick = layouts.small_or_vector if is_dense is None else is_dense
-        found = [None if pick(*leaf) else budget for leaf in leaves]
-        if is_dense is None and not any(found):
-            raise ValueError(
-                f"no leaf would be compressed: all {len(leaves)} are vectors, scalars or smaller "
-                "than 1024 elements, which go dense by default. Pass "
-                "is_dense=lambda path, shape: False to compress them all, or use jaxsparse.dense()"
-            )
-        return found
-
-    return rules
-
-
-def by_policy(policy: Policy | Mapping[str, Rule], default: Rule) -> Rules:
-    """The rules of a policy function, or of a mapping from regular expressions on key paths."""
-    if callable(policy):
-        return lambda leaves: [_budget(policy(*leaf), leaf[0]) for leaf in leaves]
-    patterns = _compiled(policy)
-
-    def rules(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[Budget | None]:
-        first = [next((p for p in patterns if p.search(path)), None) for path, _ in leaves]
-        if unused := sorted(pattern.pattern for pattern in patterns if pattern not in first):
-            paths = tuple(path for path, _ in leaves)
-            raise ValueError(f"policy: no leaf is left for {unused}; the paths are {paths}")
-        found = [default if pattern is None else patterns[pattern] for pattern in first]
-        return [_budget(rule, path) for rule, (path, _) in zip(found, leaves)]
-
-    return rules
-
-
-def _compiled(policy: Mapping[str, Rule]) -> dict[re.Pattern[str], Rule]:
-    if not isinstance(policy, Mapping) or not all(isinstance(rule, str) for rule in policy):
-        raise ValueError(
-            f"policy={policy!r} must be a function of path and shape, or a mapping from regular "
-            'expressions to reducers: {"embedding": jaxsparse.systems.S2(...)}'
-        )
-    try:
-        return {re.compile(rule): reducer for rule, reducer in policy.items()}
-    except re.error as error:
-        raise ValueError(
-            f"policy: {error.pattern!r} is no regular expression ({error}): escape the brackets of "
-            "key paths, or leave them out"
-        ) from None
-
-
-def _budget(reducer: Any, path: str) -> Budget | None:
-    if reducer is None:
-        return None
-    if isinstance(reducer, Stages):
-        for stage in reducer.values:
-            _budget(stage, path)
-        reducer = Staged(reducer)
-    if isinstance(reducer, type) or not isinstance(reducer, Budget):
-        raise ValueError(
-            f"policy gives {reducer!r} for leaf{path}: give a reducer, such as "
-            "jaxsparse.systems.SparDL(0.01), or None for uncompressed"
-        )
-    try:
-        hash(reducer)
-    except TypeError:
-        raise ValueError(
-            f"policy gives {reducer!r} for leaf{path}, which is not hashable: leaves are grouped "
-            "by equal reducers, so make it a frozen dataclass"
-        ) from None
-    return reducer
+def _rows(x: Array, shards: int, size: int) -> Array:
+    return jnp.pad(x, (0, shards * size - x.size)).reshape(shards, size)

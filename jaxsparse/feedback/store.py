@@ -13,9 +13,8 @@ from jaxtyping import Array, BFloat16, DTypeLike, Float, Int, UInt32
 
 from jaxsparse import hashing
 from jaxsparse.collectives import wire
-from jaxsparse.feedback.axes import Axes
 from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged
-from jaxsparse.feedback.plan import Plan
+from jaxsparse.feedback.plan import Axes, Plan
 from jaxsparse.reducers.base import Info
 from jaxsparse.training.marks import PerShard, PerWorker
 
@@ -85,7 +84,7 @@ class Store(NamedTuple):
         marked = [
             () if zeros else momentum for zeros, momentum in zip(plan.needs_zeros, state.momentum)
         ]
-        residuals, momenta, pending = PerWorker.unwrap((state.residual, marked, state.pending))
+        residuals, momenta, pending = _own((state.residual, marked, state.pending))
         shared = [
             momentum if zeros else () for zeros, momentum in zip(plan.needs_zeros, state.momentum)
         ]
@@ -172,7 +171,7 @@ class Store(NamedTuple):
         def one(before: Any, now: Any) -> Any:
             if _is_marked(before):
                 return now
-            return wire.replicated(PerWorker.unwrap(now), self.axes.axis_name)
+            return wire.replicated(_own(now), self.axes.axis_name)
 
         if isinstance(stored, tuple) and not stored:
             return stored
@@ -197,6 +196,17 @@ def _nothing() -> Array:
 
 def _is_marked(node: Any) -> bool:
     return isinstance(node, PerWorker)
+
+
+def _own(tree: Any) -> Any:
+    """This worker's arrays out of a tree of marked ones."""
+
+    def one(node: PerWorker) -> Any:
+        if jnp.shape(node.value)[:1] != (1,):
+            PerWorker.unwrap(node)  # tells what is wrong
+        return node.value[0]
+
+    return jax.tree.map(one, tree, is_leaf=_is_marked)
 
 
 def accumulator(dtype: DTypeLike | None) -> Any:

@@ -1,27 +1,28 @@
 """Error feedback around one reducer or several, as Optax transformations."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.feedback.axes import Axes
 from jaxsparse.feedback.exchange import Settings, exchange, keep_rounding
 from jaxsparse.feedback.options import LeafOptions, Options, exchange_options
-from jaxsparse.feedback.plan import (
-    Policy,
-    Rule,
-    Rules,
-    by_policy,
-    check_shards,
-    make_plan,
-    one_rule,
-)
+from jaxsparse.feedback.plan import Axes, Plan, check_shards, make_plan
 from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator
-from jaxsparse.reducers.base import Budget
+from jaxsparse.layout import IsDense, named_leaves, small_or_vector
+from jaxsparse.reducers.base import Budget, Reducer
+from jaxsparse.reducers.stages import Staged, Stages
 from jaxsparse.settings import static_int
+
+# How one leaf is exchanged. None: uncompressed.
+Rule = Budget | Stages[Reducer] | None
+# Its arguments: a leaf's key path, as jax.tree_util.keystr prints it, and its shape.
+Policy = Callable[[str, tuple[int, ...]], Rule]
+# The checked rules of all leaves at once.
+Rules = Callable[[Sequence[tuple[str, tuple[int, ...]]]], Sequence[Budget | None]]
 
 
 @exchange_options()
@@ -116,7 +117,7 @@ def error_feedback(
             another tree or to several workers, the gradients are already summed, or with `sharded`
             a compressed leaf is no shard.
     """
-    return _feedback(one_rule(reducer, options.get("is_dense")), options)
+    return _feedback(_one_rule(reducer, options.get("is_dense")), options)
 
 
 @exchange_options(without=("is_dense",))
@@ -154,7 +155,7 @@ def partition(
         >>> int(updates["embedding"].sum()), int(updates["kernel"].sum())
         (21, 1024)
     """
-    return _feedback(by_policy(policy, default), options)
+    return _feedback(_by_policy(policy, default), options)
 
 
 def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExtraArgs:
@@ -168,28 +169,102 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
 
     bucket_size = options.get("bucket_size")
 
+    def plan_of(tree: Any) -> Plan:
+        return make_plan(tree, rules(named_leaves(tree)), axes, bucket_size)
+
     def init(params: Any) -> ErrorFeedbackState:
-        return store.init(make_plan(params, rules, axes, bucket_size))
+        return store.init(plan_of(params))
 
     def update(
         updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ErrorFeedbackState]:
         del params, extra_args
         axes.check(updates)
-        plan = make_plan(updates, rules, axes, bucket_size)
+        plan = plan_of(updates)
         if axes.sharded:
             check_shards(updates, plan, axes)
         carried = store.load(state, plan)
         buckets, dense = plan.layout.flatten(updates)
         done = exchange(buckets, dense, carried, plan, settings)
         delivered = plan.layout.unflatten(done.means, done.dense_mean)
-        if any(dtype != jnp.float32 for dtype in plan.layout.dtypes):
+        if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
             done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan, axes)
         if axes.sharded:
             delivered = axes.typed_as(delivered, updates)
         return delivered, store.save(done, state, plan)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _one_rule(budget: Budget, is_dense: IsDense | None) -> Rules:
+    """The rules that give the budget to all leaves but those that `is_dense` picks."""
+
+    def rules(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[Budget | None]:
+        pick = small_or_vector if is_dense is None else is_dense
+        found = [None if pick(*leaf) else budget for leaf in leaves]
+        if is_dense is None and not any(found):
+            raise ValueError(
+                f"no leaf would be compressed: all {len(leaves)} are vectors, scalars or smaller "
+                "than 1024 elements, which go dense by default. Pass "
+                "is_dense=lambda path, shape: False to compress them all, or use jaxsparse.dense()"
+            )
+        return found
+
+    return rules
+
+
+def _by_policy(policy: Policy | Mapping[str, Rule], default: Rule) -> Rules:
+    """The rules of a policy function, or of a mapping from regular expressions on key paths."""
+    if callable(policy):
+        return lambda leaves: [_budget(policy(*leaf), leaf[0]) for leaf in leaves]
+    patterns = _compiled(policy)
+
+    def rules(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[Budget | None]:
+        first = [next((p for p in patterns if p.search(path)), None) for path, _ in leaves]
+        if unused := sorted(pattern.pattern for pattern in patterns if pattern not in first):
+            paths = tuple(path for path, _ in leaves)
+            raise ValueError(f"policy: no leaf is left for {unused}; the paths are {paths}")
+        found = [default if pattern is None else patterns[pattern] for pattern in first]
+        return [_budget(rule, path) for rule, (path, _) in zip(found, leaves)]
+
+    return rules
+
+
+def _compiled(policy: Mapping[str, Rule]) -> dict[re.Pattern[str], Rule]:
+    if not isinstance(policy, Mapping) or not all(isinstance(rule, str) for rule in policy):
+        raise ValueError(
+            f"policy={policy!r} must be a function of path and shape, or a mapping from regular "
+            'expressions to reducers: {"embedding": jaxsparse.systems.S2(...)}'
+        )
+    try:
+        return {re.compile(rule): reducer for rule, reducer in policy.items()}
+    except re.error as error:
+        raise ValueError(
+            f"policy: {error.pattern!r} is no regular expression ({error}): escape the brackets of "
+            "key paths, or leave them out"
+        ) from None
+
+
+def _budget(reducer: Any, path: str) -> Budget | None:
+    if reducer is None:
+        return None
+    if isinstance(reducer, Stages):
+        for stage in reducer.values:
+            _budget(stage, path)
+        reducer = Staged(reducer)
+    if isinstance(reducer, type) or not isinstance(reducer, Budget):
+        raise ValueError(
+            f"policy gives {reducer!r} for leaf{path}: give a reducer, such as "
+            "jaxsparse.systems.SparDL(0.01), or None for uncompressed"
+        )
+    try:
+        hash(reducer)
+    except TypeError:
+        raise ValueError(
+            f"policy gives {reducer!r} for leaf{path}, which is not hashable: leaves are grouped "
+            "by equal reducers, so make it a frozen dataclass"
+        ) from None
+    return reducer
 
 
 def _check_momentum(momentum: Any) -> None:

@@ -10,17 +10,15 @@ collective, and masks may be global.
 
 import abc
 import dataclasses
-import itertools
-import math
-import re
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxsparse.collectives.messages import AllReduced
+from jaxsparse.platforms import count_where
 from jaxsparse.settings import static_seed
+from jaxsparse.stream import SparseStream, to_dense
 
 _MOST = 2**31 - 1  # the largest int32
 
@@ -60,19 +58,6 @@ class Leaf(NamedTuple):
 
     path: str  # its key path, as `jax.tree_util.keystr` prints it
     shape: tuple[int, ...]
-
-
-class Matrix(NamedTuple):
-    """One leaf's elements as equal matrices, one after the other, each row-major."""
-
-    stack: int  # number of matrices: the layers of a scanned stack, or 1
-    rows: int
-    columns: int
-
-    @property
-    def size(self) -> int:
-        """The number of elements of all matrices."""
-        return math.prod(self)
 
 
 class Budget(abc.ABC):
@@ -193,55 +178,126 @@ class SeededReducer(Reducer):
         return jnp.uint32(0)
 
 
-@dataclasses.dataclass(frozen=True)
-class MatrixReducer(Reducer):
-    """A reducer that sees its vector as the matrices of the leaves, as low-rank methods do.
-
-    Attributes:
-        stacked: a regular expression. A leaf whose key path contains it is a stack of matrices
-            along its first axis, one for each layer of a scanned model.
-        matrices: the matrices of each leaf of the bucket, in order. Error feedback sets them,
-            because it knows the layout. None: the vector is one row.
-    """
-
-    stacked: str | None = dataclasses.field(default=None, kw_only=True)
-    matrices: tuple[Matrix, ...] | None = dataclasses.field(default=None, kw_only=True)
-
-    @property
-    def whole_leaves(self) -> bool:
-        """Yes: a part of a matrix is no matrix."""
-        return True
-
-    def with_leaves(self, leaves: tuple[Leaf, ...]) -> "MatrixReducer":
-        """The same reducer for the matrices of these leaves."""
-        return dataclasses.replace(self, matrices=tuple(map(self.matrix, leaves)))
-
-    def matrix(self, leaf: Leaf) -> Matrix:
-        """A leaf (..., in, out) as rows of `out` elements, which is the layout of Flax kernels.
-
-        A convolution's (3, 3, 16, 32) is one matrix of 144 rows. A stack of (12, 64, 256) is twelve
-        matrices of 64 rows.
-        """
-        is_stack = self.stacked is not None and re.search(self.stacked, leaf.path) is not None
-        stack, shape = (leaf.shape[0], leaf.shape[1:]) if is_stack else (1, leaf.shape)
-        columns = shape[-1] if shape else 1
-        return Matrix(stack, math.prod(shape[:-1]), columns)
-
-    def cut(self, x: Float[Array, " d"]) -> list[Float[Array, "stack rows columns"]]:
-        """The matrices of each leaf."""
-        matrices = (Matrix(1, 1, x.size),) if self.matrices is None else self.matrices
-        ends = itertools.accumulate(matrix.size for matrix in matrices)
-        return [
-            jax.lax.slice(x, (end - matrix.size,), (end,)).reshape(matrix)
-            for matrix, end in zip(matrices, ends)
-        ]
-
-    def joined(self, parts: Sequence[Float[Array, "stack rows columns"]]) -> Float[Array, " d"]:
-        """The inverse of `cut`."""
-        return jnp.concatenate([part.reshape(-1) for part in parts])
-
-
 def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:
     """A seed for each bucket. With equal seeds, buckets of one size would draw alike."""
     # Multiples of an odd number are distinct modulo 2**32; those of this number are far apart.
     return tuple((seed + bucket * 0x9E3779B9) % 2**32 for bucket in range(count))
+
+
+# Which worker keeps what an exchange did not deliver.
+
+
+def finite_sums(total: Array) -> tuple[Array, Bool[Array, "..."]]:
+    """The sums with zeros where they overflow, and a mask of the finite ones.
+
+    A sum that overflows counts as not sent: each worker keeps its summand. Otherwise an inf in the
+    mean would be applied, and an inf in a residual would stay for ever.
+    """
+    finite = jnp.isfinite(total)
+    return jnp.where(finite, total, 0), finite
+
+
+def deliver(
+    x: Float[Array, " d"],
+    total: Float[Array, " d"],
+    residual: Float[Array, " d"] | float,
+    sent: Bool[Array, " d"] | None,
+    state: Any,
+    workers: int,
+    *,
+    delivered: Any = None,
+    overflow: Any = 0,
+) -> Reduced:
+    """The result of an exchange with the sum `total`. A sum that overflows counts as not sent.
+
+    Args:
+        x: float32, this worker's whole vector.
+        total: float32, the delivered sum, equal on all workers.
+        residual: float32, this worker's share of the part that `total` lacks.
+        sent: where to mask momentum, unless the sum overflows. None: nowhere.
+        state: the reducer's new state.
+        workers: number of workers, W.
+        delivered: number of coordinates that the mean carries. None: count those that are not 0.
+        overflow: number of entries without room in messages.
+    """
+    if delivered is None:
+        delivered = count_where(total, lambda total: finite_sums(total)[0] / workers != 0)
+    total, finite = finite_sums(total)
+    mean = total / workers
+    sent = None if sent is None else sent & finite
+    return Reduced(mean, jnp.where(finite, residual, x), sent, state, info(delivered, overflow))
+
+
+def deliver_merged(
+    x: Float[Array, " d"],
+    total: Float[Array, " d"],
+    discarded: Float[Array, " d"],
+    selected: Bool[Array, " d"],
+    state: Any,
+    workers: int,
+) -> Reduced:
+    """The result of an exchange that drops entries on the way.
+
+    Where a sum arrived, a worker's residual is `discarded`: the entries that it dropped itself.
+    Where none did, each worker keeps its own entry, which covers any drops (SparDL, Alg. 1). A sum
+    other than 0 counts as arrived. Sums that cancel or overflow do not, and the workers' own
+    entries conserve them as well.
+
+    Args:
+        x: float32, this worker's whole vector.
+        total: float32, the delivered sum, equal on all workers.
+        discarded: float32, the entries that this worker dropped; unused where `total` is 0.
+        selected: where this worker put entries forward.
+        state: the reducer's new state.
+        workers: number of workers, W.
+    """
+    arrived = finite_sums(total)[0] != 0
+    residual = jnp.where(arrived, discarded, x)
+    delivered = count_where(total, lambda total: finite_sums(total)[0] != 0)
+    return deliver(x, total, residual, arrived & selected, state, workers, delivered=delivered)
+
+
+def deliver_streams(
+    x: Float[Array, " d"], stream: SparseStream, result: AllReduced, state: Any, workers: int
+) -> Reduced:
+    """The result of a sparse all-reduce of entries of `x`.
+
+    A worker's residual has the entries that it did not select, and its share of the all-reduce's
+    residual.
+
+    Args:
+        x: float32, this worker's whole vector.
+        stream: the entries of `x` that it put forward, with distinct indices.
+        result: the result of the all-reduce.
+        state: the reducer's new state.
+        workers: number of workers, W.
+    """
+    largest = jnp.finfo(x.dtype).max
+    at = lambda dense: dense.at[stream.indices].get(mode="fill", fill_value=0)
+    # Shares of others' entries can overflow float32, and an inf would stay for ever.
+    cut = lambda residual: jnp.clip(residual, -largest, largest)
+    # Entries are few. A second dense vector for their values would cost passes and memory.
+    kept = cut(at(x) - stream.values + at(result.residual))
+    residual = cut(x + result.residual).at[stream.indices].set(kept, mode="drop")
+    sent = marked(stream._replace(values=jnp.where(kept != at(x), stream.values, 0)), x.size)
+    return deliver(x, result.total, residual, sent, state, workers, overflow=result.overflow)
+
+
+def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
+    """Delivers exact means, `kept`, at distinct coordinates.
+
+    A coordinate counts as not sent if its exact mean is zero, as in Alg. 3: the workers' values
+    cancel there, so residuals that keep them conserve their sum. A coordinate also counts as not
+    sent if its sum overflows.
+    """
+    kept = kept._replace(values=finite_sums(kept.values)[0])
+    mean = to_dense(kept, x.size)
+    sent = mean != 0
+    residual = jnp.where(sent, jnp.zeros_like(x), x)
+    return Reduced(mean, residual, sent, state, info(jnp.count_nonzero(kept.values)))
+
+
+def marked(stream: SparseStream, size: int) -> Bool[Array, " d"]:
+    """Where the stream has entries other than 0."""
+    index = jnp.where(stream.values != 0, stream.indices, size)
+    return jnp.zeros_like(stream.values, jnp.bool_, shape=(size,)).at[index].set(True, mode="drop")

@@ -11,9 +11,8 @@ from jaxsparse.blocks import BlockStream
 from jaxsparse.collectives.union import union
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.select.blocks import block_top_k
-from jaxsparse.select.checks import check_vector
 from jaxsparse.select.compaction import compact_ranked
-from jaxsparse.settings import check_density, entries, static_float
+from jaxsparse.settings import check_density, check_vector, entries, static_float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@
     fast_top_k      nearly the k largest, in no order; a few passes and no sort
     sampled_top_k   those above a threshold that a sample estimates, at most k (DGC)
     bisection_top_k the k largest but for a bracket that bisection leaves (MSTopk)
-    bucket_top_k    the k largest of each run of `bucket_size` elements (SparCML)
+    group_top_k     the k largest of each run of `group_size` elements (SparCML)
     block_top_k     the k blocks of largest l2 norm (S2 Reducer, OmniReduce)
     hash_extract    entries above a threshold, in hashed slots (DRAGONN)
     slot_max        the largest of each of m random sets, no threshold
@@ -15,12 +15,9 @@ All have static sizes and work under jit, vmap and shard_map.
 """
 
 from jaxsparse.select.blocks import block_top_k
-from jaxsparse.select.buckets import bucket_top_k
-from jaxsparse.select.by_threshold import bisection_top_k, sampled_top_k, threshold_top_k
-from jaxsparse.select.checks import check_k
 from jaxsparse.select.compaction import compact
-from jaxsparse.select.exact import top_k
 from jaxsparse.select.fast import fast_top_k
+from jaxsparse.select.groups import group_top_k
 from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.selection import Bisection, Sampled
 from jaxsparse.select.slots import (
@@ -30,6 +27,8 @@ from jaxsparse.select.slots import (
     hash_slots,
 )
 from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
+from jaxsparse.select.top_k import bisection_top_k, sampled_top_k, threshold_top_k, top_k
+from jaxsparse.settings import check_k
 
 __all__ = [
     "Bisection",
@@ -38,11 +37,11 @@ __all__ = [
     "bisection_threshold",
     "bisection_top_k",
     "block_top_k",
-    "bucket_top_k",
     "check_k",
     "compact",
     "counted_hash_extract",
     "fast_top_k",
+    "group_top_k",
     "hash_extract",
     "hash_slots",
     "sampled_threshold",

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxsparse import blocks
 from jaxsparse.blocks import BlockStream
 from jaxsparse.magnitude import largest_magnitude
-from jaxsparse.select.checks import check_k, check_vector
+from jaxsparse.settings import check_k, check_vector
 
 __all__ = ["block_top_k"]
 

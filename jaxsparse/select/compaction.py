@@ -7,6 +7,7 @@ the slots of the result.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +15,17 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int, Shaped, UInt32
 
-from jaxsparse.platforms import by_platform
-from jaxsparse.select.checks import check_vector
-from jaxsparse.select.counting import running_sum, sums_along
-from jaxsparse.settings import static_int
-from jaxsparse.tiles import zeros
+from jaxsparse.platforms import Key, by_platform
+from jaxsparse.settings import check_vector, static_int
 
-__all__ = ["compact", "compact_ranked", "first_of_ranges"]
+__all__ = ["compact", "compact_ranked", "first_of_ranges", "running_sum"]
 
 # Bits a word; also words a block, so that a block is a square of bits.
 _BITS = 32
 _BLOCK = _BITS * _BITS
+# Of a running sum, summed at once; the largest sum that float32 holds with all below it.
+_ALONG = 64
+_EXACT = 2**24
 
 
 def compact(mask: Bool[Array, " n"], capacity: int) -> Int[Array, " capacity"]:
@@ -92,24 +93,18 @@ def compact_ranked(
     """
     size = x.size
     if not size or not capacity:
-        return zeros((capacity,), jnp.int32, (x,))
-    if ranks == 1:
-        words = _pack(mask(x, 0))
-    else:
-        enough = capacity if enough is None else enough
-        words = by_platform(
-            x,
-            default=functools.partial(_pack_in_turn, mask=mask, ranks=ranks, enough=enough),
-            gpu=functools.partial(_pack_all, mask=mask, ranks=ranks),
-        )
-    counts = lax.population_count(lax.optimization_barrier(words)).astype(jnp.int32)
-    # Elements up to and with each word of its block.
-    within = by_platform(counts, default=sums_along, gpu=_sum_along)
-    ends, block = by_platform(
-        within[:, -1],
+        return jnp.zeros_like(x, jnp.int32, shape=(capacity,))
+    words, within, ends, block = by_platform(
+        x,
         jnp.asarray(first, jnp.int32),
-        default=functools.partial(_blocks_by_marks, capacity=capacity),
-        gpu=functools.partial(_blocks_by_search, capacity=capacity),
+        default=functools.partial(
+            _in_turn,
+            mask=mask,
+            ranks=ranks,
+            capacity=capacity,
+            enough=capacity if enough is None else enough,
+        ),
+        gpu=functools.partial(_at_once, mask=mask, ranks=ranks, capacity=capacity),
     )
     slot = lax.iota(jnp.int32, capacity) + first
     rank = slot - _at(ends - within[:, -1], block)
@@ -122,28 +117,74 @@ def compact_ranked(
 
 def first_of_ranges(
     x: Shaped[Array, " n"],
-    key: Callable[[Array], UInt32[Array, " n"]],
     bounds: Sequence[UInt32[Array, ""]],
     capacity: int,
     *,
+    key: Key = None,
     enough: int | None = None,
 ) -> Int[Array, " capacity"]:
     """`compact_ranked` by the ranges of keys: from the first bound on, from the next one, ...
 
     Args:
         x: n elements.
-        key: of elements, below 2**31.
         bounds: falling.
         capacity: slots.
+        key: of elements, below 2**31; see `Key`.
         enough: see `compact_ranked`.
     """
     lower = jnp.stack(bounds)
     length = jnp.concatenate([jnp.uint32([2**31]), lower[:-1]]) - lower
 
     def mask(x: Array, rank: Array | int) -> Array:
-        return key(x) - lower[rank] < length[rank]  # what is below wraps round
+        keys = x if key is None else key(x)
+        return keys - lower[rank] < length[rank]  # what is below wraps round
 
     return compact_ranked(x, mask, len(bounds), capacity, enough=enough)
+
+
+class _Found(NamedTuple):
+    """What tells the positions of the elements that have a rank."""
+
+    words: UInt32[Array, "ranks*blocks 32"]  # their bits
+    within: Int[Array, "ranks*blocks 32"]  # elements up to and with each word of its block
+    ends: Int[Array, " ranks*blocks"]  # elements up to and with each block
+    block: Int[Array, " capacity"]  # that holds the element of each slot
+
+
+def _in_turn(
+    x: Shaped[Array, " n"],
+    first: Int[Array, ""],
+    *,
+    mask: Callable[..., Array],
+    ranks: int,
+    capacity: int,
+    enough: int,
+) -> _Found:
+    """For CPUs."""
+    if ranks == 1:
+        words = _pack(mask(x, 0))
+    else:
+        words = _pack_in_turn(x, mask=mask, ranks=ranks, enough=enough)
+    within = _sums_along(_counts(words))
+    return _Found(words, within, *_blocks_by_marks(within[:, -1], first, capacity=capacity))
+
+
+def _at_once(
+    x: Shaped[Array, " n"],
+    first: Int[Array, ""],
+    *,
+    mask: Callable[..., Array],
+    ranks: int,
+    capacity: int,
+) -> _Found:
+    """For GPUs."""
+    words = _pack(mask(x, 0)) if ranks == 1 else _pack_all(x, mask=mask, ranks=ranks)
+    within = _sum_along(_counts(words))
+    return _Found(words, within, *_blocks_by_search(within[:, -1], first, capacity=capacity))
+
+
+def _counts(words: UInt32[Array, "blocks 32"]) -> Int[Array, "blocks 32"]:
+    return lax.population_count(lax.optimization_barrier(words)).astype(jnp.int32)
 
 
 def _pack_in_turn(
@@ -155,7 +196,7 @@ def _pack_in_turn(
     to compile them.
     """
     blocks = -(-x.size // _BLOCK)
-    like = (mask(x[:1], 0),)
+    like = mask(x[:1], 0)
 
     def is_short(packed: tuple[Array, Array, Array]) -> Array:
         rank, found, _ = packed
@@ -170,8 +211,8 @@ def _pack_in_turn(
         words = jnp.where(lax.iota(jnp.int32, ranks)[:, None, None] == rank, more[None], words)
         return rank + 1, found + jnp.sum(count, dtype=jnp.int32), words
 
-    words = zeros((ranks, blocks, _BITS), jnp.uint32, like)
-    none = jnp.int32(0), zeros((), jnp.int32, like)
+    words = jnp.zeros_like(like, jnp.uint32, shape=(ranks, blocks, _BITS))
+    none = jnp.int32(0), jnp.zeros_like(like, jnp.int32, shape=())
     return lax.while_loop(is_short, pack, (*none, words))[2].reshape(-1, _BITS)
 
 
@@ -212,11 +253,41 @@ def _transpose(words: UInt32[Array, "blocks 32"]) -> UInt32[Array, "blocks 32"]:
     return words
 
 
+def running_sum(x: Int[Array, " n"], *, most: int, total: int) -> Int[Array, " n"]:
+    """The sums of elements up to and with each one.
+
+    Of rows as products with a triangle, which CPUs compute faster, and XLA compiles sooner, than
+    the passes that it makes of `jnp.cumsum`.
+
+    Args:
+        x: int32, none negative.
+        most: that an element can be.
+        total: that their sum can be.
+    """
+    if x.size == 1 or min(most * _ALONG, total) > _EXACT:
+        return jnp.cumsum(x)
+    row = min(x.size, _ALONG)
+    rows = jnp.pad(x, (0, -x.size % row)).reshape(-1, row)
+    within = _sums_along(rows)
+    if len(rows) > 1:
+        sums = running_sum(within[:, -1], most=min(most * row, total), total=total)
+        within += jnp.pad(sums[:-1], (1, 0))[:, None]
+    return within.ravel()[: x.size]
+
+
+def _sums_along(rows: Int[Array, "n m"]) -> Int[Array, "n m"]:
+    """The running sum along each row of at most 2**24 in all, none negative."""
+    width = rows.shape[1]
+    triangle = jnp.asarray(np.triu(np.ones((width, width), np.float32)))
+    sums = lax.dot(rows.astype(jnp.float32), triangle, precision=lax.Precision.HIGHEST)
+    return sums.astype(jnp.int32)
+
+
 def _sum_along(rows: Int[Array, "n 32"]) -> Int[Array, "n 32"]:
     """The running sum along each row.
 
-    A CPU multiplies by a triangle instead (`sums_along`): of these steps XLA makes one fusion after
-    the other, each of which computes the ones before again.
+    A CPU multiplies by a triangle instead (`_sums_along`): of these steps XLA makes one fusion
+    after the other, each of which computes the ones before again.
     """
     for step in (1, 2, 4, 8, 16):
         rows += jnp.pad(rows[:, :-step], ((0, 0), (step, 0)))
@@ -235,7 +306,7 @@ def _blocks_by_marks(
     ends = running_sum(counts, most=_BLOCK, total=len(counts) * _BLOCK)
     blocks = len(counts)
     starts = jnp.maximum(jnp.pad(ends[:-1], (1, 0)) - first, 0)
-    marks = zeros((capacity,), jnp.int32, (ends,)).at[starts].add(1, mode="drop")
+    marks = jnp.zeros_like(ends, shape=(capacity,)).at[starts].add(1, mode="drop")
     return ends, running_sum(marks, most=blocks, total=blocks) - 1
 
 

@@ -8,11 +8,9 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import bounded, combine
-from jaxsparse.platforms import by_platform
-from jaxsparse.select.checks import check_seed, check_slots, check_vector
-from jaxsparse.select.counting import magnitude_bits
+from jaxsparse.platforms import by_platform, laid_around, magnitude_bits, over_tiles, zeros
+from jaxsparse.settings import check_seed, check_slots, check_vector
 from jaxsparse.stream import SparseStream
-from jaxsparse.tiles import laid_around, over_tiles, zeros
 
 __all__ = ["slot_max"]
 

@@ -6,9 +6,9 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
-from jaxsparse.select.by_threshold import bisection_top_k, sampled_top_k, threshold_top_k
 from jaxsparse.select.fast import fast_top_k
 from jaxsparse.select.thresholds import DEFAULT_PASSES, check_passes, check_samples
+from jaxsparse.select.top_k import bisection_top_k, sampled_top_k, threshold_top_k
 from jaxsparse.stream import SparseStream
 
 
@@ -53,28 +53,30 @@ class Bisection:
 # "exact" the right one; "sampled" and "bisection" are `Sampled()` and `Bisection()`.
 Selection = Literal["fast", "exact", "sampled", "bisection"] | Sampled | Bisection
 
-_NAMED: dict[str, Callable[[Array, int], SparseStream]] = {
-    "fast": fast_top_k,
-    "exact": threshold_top_k,
-    "sampled": Sampled(),
-    "bisection": Bisection(),
-}
+Select = Callable[[Float[Array, " m"], int], SparseStream]
+
+
+class _Selectors(dict[Selection, Select]):
+    """By name; settings are such functions themselves."""
+
+    def __missing__(self, selection: Selection) -> Select:
+        assert not isinstance(selection, str)
+        return selection
+
+
+# Functions of a vector and k: at most k entries with distinct indices, in k slots. Slots without an
+# entry have the vector's size for an index, and value 0.
+SELECTORS = _Selectors(
+    fast=fast_top_k, exact=threshold_top_k, sampled=Sampled(), bisection=Bisection()
+)
 
 
 def check_selection(selection: Selection) -> None:
     """Raises ValueError for an unknown name, or what is neither a name nor settings."""
     if isinstance(selection, (Sampled, Bisection)):
         return
-    if not isinstance(selection, str) or selection not in _NAMED:
+    if not isinstance(selection, str) or selection not in SELECTORS:
         raise ValueError(
-            f"selection={selection!r} is unknown: use one of {tuple(_NAMED)}, or Sampled(...) or "
-            "Bisection(...)"
+            f"selection={selection!r} is unknown: use one of {tuple(SELECTORS)}, or Sampled(...) "
+            "or Bisection(...)"
         )
-
-
-def selector(selection: Selection) -> Callable[[Float[Array, " m"], int], SparseStream]:
-    """The function of a vector and k: at most k entries with distinct indices, in k slots.
-
-    Slots without an entry have the vector's size for an index, and value 0.
-    """
-    return _NAMED[selection] if isinstance(selection, str) else selection

@@ -14,11 +14,10 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import as_uint32, bounded, combine, keyed
-from jaxsparse.platforms import by_platform
-from jaxsparse.select.checks import check_seed, check_slots, check_vector
+from jaxsparse.platforms import by_platform, zeros
 from jaxsparse.select.compaction import compact
+from jaxsparse.settings import check_seed, check_slots, check_vector
 from jaxsparse.stream import SparseStream, from_dense
-from jaxsparse.tiles import zeros
 
 __all__ = ["Extraction", "counted_hash_extract", "hash_extract", "hash_slots"]
 

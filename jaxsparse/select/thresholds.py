@@ -11,11 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import bounded, combine, keyed
-from jaxsparse.select.checks import check_k, check_seed, check_vector
-from jaxsparse.select.counting import count_reaching, folded, magnitude_bits, to_bits
-from jaxsparse.select.kth_largest import kth_largest
-from jaxsparse.settings import static_int
-from jaxsparse.tiles import zeros
+from jaxsparse.platforms import (
+    count_reaching,
+    folded,
+    kth_largest,
+    magnitude_bits,
+    to_bits,
+    zeros,
+)
+from jaxsparse.settings import check_k, check_seed, check_vector, static_int
 
 __all__ = ["DEFAULT_PASSES", "Bracket", "bisection_threshold", "sampled_threshold"]
 

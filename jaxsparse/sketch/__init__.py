@@ -5,10 +5,10 @@
 h_j is piecewise linear: x is cut into tiles, and row j adds tile b, contiguous, at a random offset
 of its own, cyclically. Two elements of a tile never collide, two of different tiles collide with
 probability 1 / cols, and signs are independent per element, so estimates are unbiased with
-variance at most ||x||^2 / cols a row, as for independent buckets; but memory is read and written in
-runs, many times faster than a scatter into random buckets.
+variance at most ||x||^2 / cols a row, as for independent columns; but memory is read and written in
+runs, many times faster than a scatter into random columns.
 
-Buckets and signs are hashes of (seed, row, index): no table of them is stored, and tables of
+Columns and signs are hashes of (seed, row, index): no table of them is stored, and tables of
 different x merge by addition when spec and seed agree. Where size <= rows * cols, sending x dense
 costs less than its sketch.
 

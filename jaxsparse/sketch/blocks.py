@@ -8,12 +8,19 @@ from jax import Array, lax
 from jaxtyping import Float, Int, UInt32
 
 from jaxsparse.blocks import BlockStream
-from jaxsparse.platforms import by_platform
-from jaxsparse.sketch.adding import add_all, add_one, empty, wrapped
+from jaxsparse.platforms import by_platform, zeros
+from jaxsparse.settings import check_seed
 from jaxsparse.sketch.codec import check_table
-from jaxsparse.sketch.estimates import estimates_at, tile_estimates
-from jaxsparse.sketch.tiles import Seed, SketchSpec, resolve
-from jaxsparse.tiles import zeros
+from jaxsparse.sketch.tiles import (
+    Seed,
+    SketchSpec,
+    add_all,
+    add_one,
+    empty,
+    estimates_at,
+    tile_estimates,
+    wrapped,
+)
 
 __all__ = ["decode_blocks", "encode_blocks"]
 
@@ -45,7 +52,7 @@ def encode_blocks(
     >>> encode_blocks(stream, SketchSpec(rows=1, cols=8, tile_size=4)).shape
     (1, 8)
     """
-    return _encode_blocks(stream, spec, resolve(spec, seed))
+    return _encode_blocks(stream, spec, check_seed(spec.seed if seed is None else seed))
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -110,7 +117,9 @@ def decode_blocks(
     >>> decode_blocks(encode_blocks(stream, spec), spec, jnp.array([7])).values.tolist()
     [[1.0, 1.0, 1.0, 1.0]]
     """
-    return _decode_blocks(table, spec, indices, count, resolve(spec, seed))
+    return _decode_blocks(
+        table, spec, indices, count, check_seed(spec.seed if seed is None else seed)
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "count"))

@@ -8,11 +8,19 @@ from jax import Array, lax
 from jaxtyping import Float, Integer, UInt32
 
 from jaxsparse.hashing import as_uint32
-from jaxsparse.platforms import by_platform
-from jaxsparse.sketch.adding import add_all, add_one, empty, wrapped
-from jaxsparse.sketch.estimates import estimates_at, median, tile_estimates
-from jaxsparse.sketch.tiles import Seed, SketchSpec, resolve
-from jaxsparse.tiles import over_tiles, zeros
+from jaxsparse.platforms import by_platform, over_tiles, zeros
+from jaxsparse.settings import check_seed
+from jaxsparse.sketch.tiles import (
+    Seed,
+    SketchSpec,
+    add_all,
+    add_one,
+    empty,
+    estimates_at,
+    median,
+    tile_estimates,
+    wrapped,
+)
 
 
 def encode(
@@ -39,7 +47,7 @@ def encode(
     >>> encode(jnp.ones(100), SketchSpec(rows=5, cols=20)).shape
     (5, 20)
     """
-    return _encode(x, spec, resolve(spec, seed))
+    return _encode(x, spec, check_seed(spec.seed if seed is None else seed))
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -104,7 +112,7 @@ def merge(*tables: Float[Array, "rows cols"]) -> Float[Array, "rows cols"]:
 def decode(
     table: Float[Array, "rows cols"], spec: SketchSpec, size: int, *, seed: Seed = None
 ) -> Float[Array, " size"]:
-    """Estimates all coordinates: the median over rows of sign times bucket.
+    """Estimates all coordinates: the median over rows of sign times column.
 
     With an even number of rows it is the average of the two middle ones.
 
@@ -126,7 +134,7 @@ def decode(
     >>> decode(encode(jnp.array([0.0, 7.0]), spec), spec, 2)[1].item()
     7.0
     """
-    return _decode(table, spec, size, resolve(spec, seed))
+    return _decode(table, spec, size, check_seed(spec.seed if seed is None else seed))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "size"))
@@ -189,7 +197,7 @@ def decode_at(
     >>> decode_at(encode(jnp.array([0.0, 7.0]), spec), spec, jnp.array([1])).tolist()
     [7.0]
     """
-    return _decode_at(table, spec, indices, resolve(spec, seed))
+    return _decode_at(table, spec, indices, check_seed(spec.seed if seed is None else seed))
 
 
 @functools.partial(jax.jit, static_argnames="spec")

@@ -11,13 +11,12 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from jaxsparse.hashing import combine, permute
-from jaxsparse.select.checks import check_k
+from jaxsparse.platforms import zeros
 from jaxsparse.select.compaction import compact_ranked
-from jaxsparse.select.streaming import Values, streaming_top_k
+from jaxsparse.select.fast import Values, streaming_top_k
+from jaxsparse.settings import check_k, check_seed
 from jaxsparse.sketch.codec import check_size, check_table, decode_at, l2_norm
-from jaxsparse.sketch.estimates import estimates_at, tile_estimates
-from jaxsparse.sketch.tiles import Seed, SketchSpec, resolve
-from jaxsparse.tiles import zeros
+from jaxsparse.sketch.tiles import Seed, SketchSpec, estimates_at, tile_estimates
 
 # The slots' offsets are hashed under a word that no row has.
 _SLOTS = 2**32 - 2
@@ -68,12 +67,12 @@ def heavy_hitters(
     """
     table = check_table(table, spec)
     check_size("size", size)
-    k = check_k(k, size, f"size={size}")
     if rule not in ("top_k", "heavymix"):
         raise ValueError(f"rule={rule!r} is unknown: use 'top_k' or 'heavymix'")
     if rule == "heavymix" and key is None:
         raise ValueError("key=None, but 'heavymix' draws at random: pass all workers one key")
-    return _heavy_hitters(table, spec, size, k, rule, key, resolve(spec, seed))
+    k, seed = check_k(k, size, f"size={size}"), check_seed(spec.seed if seed is None else seed)
+    return _heavy_hitters(table, spec, size, k, rule, key, seed)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "size", "k", "rule"))
@@ -86,7 +85,7 @@ def _heavy_hitters(
     key: Key[Array, ""] | None,
     hash_seed: UInt32[Array, ""],
 ) -> tuple[Int[Array, " k"], Float[Array, " k"]]:
-    estimate = lambda indices: decode_at(table, spec, indices, seed=hash_seed)
+    estimate = functools.partial(decode_at, table, spec, seed=hash_seed)
     indices = streaming_top_k(
         Values(
             tile_estimates(table, spec, hash_seed),

@@ -1,19 +1,34 @@
-"""Where a count sketch puts each element: tiles, their offsets in the rows, signs."""
+"""Where a count sketch puts each element: tiles, their offsets in the rows, signs.
+
+Adding tiles of a vector to a sketch, one after the other or all at once; and what a sketch says of
+single elements, tile by tile or anywhere.
+"""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import as_uint32, bounded, combine, keyed
-from jaxsparse.select.checks import check_seed
+from jaxsparse.platforms import zeros
 from jaxsparse.settings import static_int, static_seed
 
-__all__ = ["Seed", "SketchSpec", "all_places", "flip", "places", "resolve", "tile_index"]
+__all__ = [
+    "SketchSpec",
+    "add_all",
+    "add_one",
+    "empty",
+    "estimates_at",
+    "median",
+    "tile_estimates",
+    "wrapped",
+]
 
-# Shorter tiles are closer to independent buckets, longer ones have less overhead: this one is
+
+# Shorter tiles are closer to independent columns, longer ones have less overhead: this one is
 # within a tenth of the fastest, and small enough for a second-level cache.
 _MAX_TILE = 2**14
 # Rows' offsets are hashed under their numbers, signs under one that no row has.
@@ -29,7 +44,7 @@ class SketchSpec:
     Attributes:
         rows: r, independent rows; an estimate is the median over them. O(log(d / delta)) rows
             bound the failure probability by delta; 5 is usual.
-        cols: c, buckets a row. O(1 / eps) are needed to find coordinates of eps ||x||^2.
+        cols: c, columns of a row. O(1 / eps) are needed to find coordinates of eps ||x||^2.
         seed: 0 <= seed < 2**32, of the hashes wherever a function is not given its own.
         tile_size: consecutive elements that share an offset in each row, at most `cols`, and so
             never collide with each other; `encode_blocks` wants it to be the size of a block.
@@ -69,78 +84,172 @@ class SketchSpec:
         return min(self.cols, _MAX_TILE) if self.tile_size is None else self.tile_size
 
 
-def resolve(spec: SketchSpec, seed: Seed) -> UInt32[Array, ""]:
-    """The seed in force, as uint32; a ValueError if it is not an integer scalar."""
-    return check_seed(spec.seed if seed is None else seed)
-
-
-def places(
+def _places(
     spec: SketchSpec,
     seed: UInt32[Array, ""],
     tile: Integer[Array, "*tiles"],
-    index: UInt32[Array, " n"],
-) -> Iterator[tuple[int, Int[Array, "*tiles"], UInt32[Array, " n"]]]:
-    """Row by row: its number, the bucket where a tile begins, and elements' sign bits.
+    within: Integer[Array, "..."],
+) -> tuple[Int[Array, "rows *tiles"], list[UInt32[Array, "..."]]]:
+    """Where rows hold elements, and whether they flip their signs.
 
     Args:
-        spec: rows and cols.
+        spec: its rows, cols and tile.
         seed: of all hashes.
         tile: numbers of tiles.
-        index: of elements in the vector.
+        within: places of elements in their tiles, of a shape that broadcasts with that of `tile`.
 
-    Yields:
-        row; int32 bucket of each tile's first element; uint32 of each element, 2**31 or 0.
+    Returns:
+        The column of each tile's first element in each row; and for each row words of which the
+        highest bit is set where an element's sign is flipped.
     """
-    for row in range(spec.rows):
-        if row % 32 == 0:  # one hash has the signs of 32 rows
-            word = _word(seed, row, index)
-        yield row, _bucket(spec, seed, row, tile), _sign(word, row)
+    row = lax.iota(jnp.uint32, spec.rows).reshape(-1, *[1] * tile.ndim)
+    columns = bounded(combine(seed, row, tile[None]), spec.cols).astype(jnp.int32)
+    index = as_uint32(tile) * np.uint32(spec.tile) + as_uint32(within)
+    words: list[Array] = []
+    for first in range(0, spec.rows, 32):  # one hash has the signs of 32 rows
+        word = keyed(index, combine(seed, _SIGN, first // 32))
+        words += [word << np.uint32(bit) for bit in range(min(32, spec.rows - first))]
+    return columns, words
 
 
-def all_places(
-    spec: SketchSpec, seed: UInt32[Array, ""], tile: Int[Array, " n"], index: UInt32[Array, "n t"]
-) -> tuple[Int[Array, "n rows"], UInt32[Array, "n rows t"]]:
-    """What `places` yields of whole tiles, in two arrays: first buckets and signs.
-
-    Args:
-        spec: rows and cols.
-        seed: of all hashes.
-        tile: numbers of tiles.
-        index: of their elements.
-    """
-    row = lax.iota(jnp.int32, spec.rows)
-    buckets = _bucket(spec, seed, row[None], tile[:, None])
-    row = row[None, :, None]
-    return buckets, _sign(_word(seed, row, index[:, None]), row)
-
-
-def _bucket(
-    spec: SketchSpec,
-    seed: UInt32[Array, ""],
-    row: Int[Array, "..."] | int,
-    tile: Integer[Array, "..."],
-) -> Int[Array, "..."]:
-    return bounded(combine(seed, row, tile), spec.cols).astype(jnp.int32)
-
-
-def _word(
-    seed: UInt32[Array, ""], row: Int[Array, "..."] | int, index: UInt32[Array, "..."]
-) -> UInt32[Array, "..."]:
-    return keyed(index, combine(seed, _SIGN, row // 32))
-
-
-def _sign(word: UInt32[Array, "..."], row: Int[Array, "..."] | int) -> UInt32[Array, "..."]:
-    return (word << as_uint32(row % 32)) & jnp.uint32(0x80000000)
-
-
-def flip(x: Float[Array, " n"], sign: UInt32[Array, " n"]) -> Float[Array, " n"]:
-    """Flips the signs of elements where `sign` has the highest bit set."""
+def _flip(x: Float[Array, "..."], word: UInt32[Array, "..."]) -> Float[Array, "..."]:
+    """Flips the signs of elements where a word has the highest bit set."""
+    sign = word & np.uint32(0x80000000)
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ sign, jnp.float32)
 
 
-def tile_index(
-    spec: SketchSpec, tile: Int[Array, ""] | Int[Array, "n 1"], length: int
-) -> UInt32[Array, "*n length"]:
-    """Indices of a tile's first `length` elements, or of several tiles'."""
-    within = lax.iota(jnp.uint32, length)
-    return as_uint32(tile * spec.tile) + (within[None] if tile.ndim else within)
+def empty(spec: SketchSpec, like: tuple[Array, ...]) -> Float[Array, "rows cols+tile"]:
+    """A table of zeros, in which tiles that start near the end of a row run on past it.
+
+    Args:
+        spec: its rows, cols and tile.
+        like: arrays that will be added, for the replication type.
+    """
+    return zeros((spec.rows, spec.cols + spec.tile), jnp.float32, like)
+
+
+def wrapped(table: Float[Array, "rows cols+tile"], spec: SketchSpec) -> Float[Array, "rows cols"]:
+    """The sketch: what runs on past the end belongs to the beginning."""
+    return table[:, : spec.cols].at[:, : spec.tile].add(table[:, spec.cols :])
+
+
+def add_one(
+    table: Float[Array, "rows cols+tile"],
+    values: Float[Array, " n"],
+    tile: Int[Array, ""],
+    spec: SketchSpec,
+    seed: UInt32[Array, ""],
+) -> Float[Array, "rows cols+tile"]:
+    """Adds the first n elements of a tile, given its number."""
+    values = values.astype(jnp.float32)
+    columns, words = _places(spec, seed, tile, lax.iota(jnp.uint32, values.size))
+    for row, word in enumerate(words):
+        corner = jnp.int32(row), columns[row]
+        window = lax.dynamic_slice(table, corner, (1, values.size)) + _flip(values, word)[None]
+        table = lax.dynamic_update_slice(table, window, corner)
+    return table
+
+
+def add_all(
+    values: Float[Array, "n tile"],
+    tiles: Int[Array, " n"],
+    spec: SketchSpec,
+    seed: UInt32[Array, ""],
+) -> Float[Array, "rows cols"]:
+    """The sketch of whole tiles, given their numbers, in one scatter.
+
+    The order of sums is any, and may be another at the next run: to rounding, what `add_one`
+    makes of one tile after the other. So workers may send such sums to each other, but must not
+    rely on finding the same ones for themselves.
+    """
+    row = lax.iota(jnp.int32, spec.rows)
+    columns = bounded(combine(seed, row[None], tiles[:, None]), spec.cols).astype(jnp.int32)
+    # Row within tile, so that a tile is read from memory for the first row alone.
+    row, within = row[None, :, None], lax.iota(jnp.uint32, spec.tile)[None, None]
+    index = as_uint32(tiles)[:, None, None] * np.uint32(spec.tile) + within
+    words = keyed(index, combine(seed, _SIGN, row // 32)) << (row % 32).astype(jnp.uint32)
+    updates = _flip(values.astype(jnp.float32)[:, None], words)
+    rows = jnp.broadcast_to(lax.iota(jnp.int32, spec.rows)[None], columns.shape)
+    # Else the offset of a tile would be hashed once an element.
+    corners = lax.optimization_barrier(jnp.stack([rows, columns], axis=2))
+    table = lax.scatter_add(
+        empty(spec, (values, tiles, seed)),
+        corners,
+        updates,
+        lax.ScatterDimensionNumbers(
+            update_window_dims=(2,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+        ),
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+    return wrapped(table, spec)
+
+
+def tile_estimates(
+    table: Float[Array, "rows cols"], spec: SketchSpec, seed: UInt32[Array, ""]
+) -> Callable[[Int[Array, ""], int], Float[Array, " n"]]:
+    """A function of tile number and length that decodes this tile."""
+    # A tile that starts near the end of a row reads on from its beginning.
+    table = jnp.concatenate([table, table[:, : spec.tile]], axis=1)
+
+    def estimates(tile: Array, length: int) -> Array:
+        columns, words = _places(spec, seed, tile, lax.iota(jnp.uint32, length))
+        rows = []
+        for row, word in enumerate(words):
+            corner = jnp.int32(row), columns[row]
+            rows.append(_flip(lax.dynamic_slice(table, corner, (1, length))[0], word))
+        return median(rows)
+
+    return estimates
+
+
+def estimates_at(
+    table: Float[Array, "rows cols"],
+    spec: SketchSpec,
+    seed: UInt32[Array, ""],
+    tile: Integer[Array, "..."],
+    within: Integer[Array, "..."],
+) -> Float[Array, "..."]:
+    """Decodes elements anywhere, bitwise as `tile_estimates` does.
+
+    Args:
+        table: the sketch.
+        spec: its rows, cols and tile.
+        seed: of all hashes.
+        tile: numbers of tiles.
+        within: places of elements in their tiles, of a shape that broadcasts with that of `tile`.
+    """
+    columns, words = _places(spec, seed, tile, within)
+    if tile.size < words[0].size:
+        columns = lax.optimization_barrier(columns)  # or they are hashed once an element
+    rows = []
+    for row, word in enumerate(words):
+        column = columns[row] + within.astype(jnp.int32)
+        column = jnp.where(column < spec.cols, column, column - spec.cols)
+        rows.append(_flip(table.at[row, column].get(mode="promise_in_bounds"), word))
+    return median(rows)
+
+
+def median(rows):
+    """Elementwise median, by dropping the smallest and the largest again and again.
+
+    The smallest of n // 2 + 2 elements has more than half of all n above it, so it can go before
+    the others are looked at; likewise the largest.
+    """
+    n = len(rows)
+    window, later = rows[: n // 2 + 2], rows[n // 2 + 2 :]
+    for _ in range((n - 1) // 2):
+        for i in range(len(window) - 1):
+            window[i], window[i + 1] = _ordered(window[i], window[i + 1])
+        window.pop()
+        for i in reversed(range(len(window) - 1)):
+            window[i], window[i + 1] = _ordered(window[i], window[i + 1])
+        window = window[1:] + later[:1]
+        later = later[1:]
+    return window[0] if n % 2 else 0.5 * window[0] + 0.5 * window[1]
+
+
+def _ordered(a, b):
+    # One instruction each, where jnp.minimum takes three to propagate NaN: a column lost to NaN is
+    # an outlier like others, and a coordinate that is NaN is so in all rows.
+    less = a < b
+    return jnp.where(less, a, b), jnp.where(less, b, a)

@@ -10,8 +10,7 @@ from jaxsparse import layout as layouts
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Reduced, Reducer
-from jaxsparse.reducers.delivery import deliver
+from jaxsparse.reducers.base import Reduced, Reducer, deliver
 from jaxsparse.systems.row import Case, System
 
 

@@ -13,8 +13,7 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer
-from jaxsparse.reducers.delivery import deliver_streams
+from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver_streams
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.slots import hash_extract

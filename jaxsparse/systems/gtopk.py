@@ -12,11 +12,10 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.gtopk import gtopk as gtopk_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced
-from jaxsparse.reducers.delivery import deliver_merged, marked
+from jaxsparse.reducers.base import Conservation, Reduced, deliver_merged, marked
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import Selection, selector
+from jaxsparse.select.selection import SELECTORS, Selection
 from jaxsparse.settings import entries
 from jaxsparse.systems.row import Case, System
 
@@ -49,7 +48,7 @@ class GTopK(EntryReducer):
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
-        stream = selector(self.selection)(x, entries(self.density, x.size))
+        stream = SELECTORS[self.selection](x, entries(self.density, x.size))
         total, discarded, _ = gtopk_all_reduce(
             stream, x.size, axis_name=axis_name, codec=self.codec
         )

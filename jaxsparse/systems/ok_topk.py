@@ -15,7 +15,7 @@ from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Reduced, info
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import Selection, selector
+from jaxsparse.select.selection import SELECTORS, Selection
 from jaxsparse.settings import entries, static_float, static_int
 from jaxsparse.systems.row import Case, System
 
@@ -72,7 +72,7 @@ class OkTopk(EntryReducer):
             axis_name=axis_name,
             codec=self.codec,
             capacity_factor=self.capacity_factor,
-            top_k=about_top_k if self.selection == "fast" else selector(self.selection),
+            top_k=about_top_k if self.selection == "fast" else SELECTORS[self.selection],
         )
         new_state = OkTopkState(state.step + jnp.uint32(1), result.agreed)
         return Reduced(

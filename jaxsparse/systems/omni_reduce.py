@@ -12,7 +12,7 @@ from jaxsparse.blocks import BlockStream
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Reduced, info
+from jaxsparse.reducers.base import Reduced, finite_sums, info
 from jaxsparse.reducers.blocks import (
     BlockReducer,
     agree,
@@ -22,7 +22,6 @@ from jaxsparse.reducers.blocks import (
     select_blocks,
     union_capacity,
 )
-from jaxsparse.reducers.delivery import finite_sums
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System, block_settings

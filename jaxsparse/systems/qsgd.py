@@ -14,8 +14,7 @@ from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.quantize import Quantizer, check_feedback
-from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer
-from jaxsparse.reducers.delivery import deliver
+from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver
 from jaxsparse.systems.row import Case, System
 
 

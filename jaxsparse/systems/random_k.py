@@ -12,11 +12,9 @@ from jaxsparse import hashing
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Reduced, SeededReducer, info
-from jaxsparse.reducers.delivery import finite_sums
+from jaxsparse.reducers.base import Reduced, SeededReducer, finite_sums, info
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.checks import check_vector
-from jaxsparse.settings import check_density, entries
+from jaxsparse.settings import check_density, check_vector, entries
 from jaxsparse.systems.row import Case, System
 
 

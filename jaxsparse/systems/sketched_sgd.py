@@ -13,12 +13,18 @@ from jaxsparse.collectives import wire
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.layout import narrow, split_evenly
-from jaxsparse.reducers.base import Budget, Reduced, Reducer, SeededReducer, bucket_seeds
+from jaxsparse.reducers.base import (
+    Budget,
+    Reduced,
+    Reducer,
+    SeededReducer,
+    bucket_seeds,
+    deliver_means,
+)
 from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, Request, Settings, System
-from jaxsparse.systems.true_top_k import deliver_means
 
 
 @dataclasses.dataclass(frozen=True)

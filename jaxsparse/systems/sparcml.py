@@ -22,8 +22,7 @@ from jaxsparse.collectives.split_allgather import split_allgather
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.profiles import SystemProfile
-from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer
-from jaxsparse.reducers.delivery import deliver_streams
+from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver_streams
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream
@@ -111,7 +110,7 @@ class SparCML(SeededReducer):
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
-        stream = select.bucket_top_k(x, self.k, self.group_size)
+        stream = select.group_top_k(x, self.k, self.group_size)
         key = None
         if self._is_random:
             key = jax.random.fold_in(jax.random.key(self.seed), state)

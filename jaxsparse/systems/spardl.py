@@ -14,12 +14,10 @@ from jaxsparse.collectives import spardl as collectives, wire
 from jaxsparse.collectives.wire import Group, bruck_all_gather
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer
-from jaxsparse.reducers.delivery import deliver_merged
+from jaxsparse.reducers.base import Conservation, Reduced, Reducer, deliver_merged
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.checks import check_vector
-from jaxsparse.select.selection import Selection, check_selection, selector
-from jaxsparse.settings import check_density, entries, static_int
+from jaxsparse.select.selection import SELECTORS, Selection, check_selection
+from jaxsparse.settings import check_density, check_vector, entries, static_int
 from jaxsparse.stream import to_dense
 from jaxsparse.systems.row import Case, System
 
@@ -78,11 +76,12 @@ class SparDL(Reducer):
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
-        check_vector("x", x)
         team, across = Group.teams(axis_name, self.teams)
-        n, size = team.size, -(-x.size // team.size)
+        n, rank = team.size, team.rank
+        check_vector("x", x)
+        size = -(-x.size // n)
         k = min(size, entries(self.density, x.size, parts=n))
-        pick = selector(self.selection)
+        pick = SELECTORS[self.selection]
 
         rows = jnp.pad(x, (0, n * size - x.size)).reshape(n, size)
         withheld = jnp.zeros_like(rows)
@@ -96,20 +95,20 @@ class SparDL(Reducer):
         extra = []  # words beside the entries
         if self.teams > 1 and self.gather == "recursive":
             own, cut = collectives.recursive(own, size, k, across, codec=self.codec)
-            discarded = discarded.at[team.rank].add(cut)
+            discarded = discarded.at[rank].add(cut)
         elif self.teams > 1:
             state = _started(state, k, self.teams)
             own, cut, count = collectives.bruck(
                 own, size, k, across, state, select=pick, codec=self.codec
             )
-            discarded = discarded.at[team.rank].add(cut)
+            discarded = discarded.at[rank].add(cut)
             extra = [count.astype(jnp.uint32)[None]]
 
+        message, rounded = self.codec.encode(own, size), self.codec.rounded(own.values)
         # Workers of equal rank in all teams round the same block.
-        lost = (own.values - self.codec.rounded(own.values)) / self.teams
-        discarded = discarded.at[team.rank, own.indices].add(lost, mode="drop")
-        message = jnp.concatenate([self.codec.encode(own, size), *extra])
-        messages = bruck_all_gather(message, team)
+        lost = (own.values - rounded) / self.teams
+        discarded = discarded.at[rank, own.indices].add(lost, mode="drop")
+        messages = bruck_all_gather(jnp.concatenate([message, *extra]), team)
         if extra:
             counts = wire.replicated(messages[:, -1].astype(jnp.float32), axis_name)
             state = state.adapt(jnp.mean(counts), k, self.teams)
@@ -117,11 +116,10 @@ class SparDL(Reducer):
         decode = functools.partial(self.codec.decode, capacity=k, size=size, dtype=x.dtype)
         total = jax.vmap(functools.partial(to_dense, size=size))(jax.vmap(decode)(messages))
         total = wire.replicated(total.reshape(-1)[: x.size], axis_name)
-        flat = lambda blocks: blocks.reshape(-1)[: x.size]
-        if self.residuals == "global":
-            return deliver_merged(x, total, flat(discarded), flat(selected), state, n * self.teams)
-        reduced = deliver_merged(x, total, flat(withheld), flat(selected), state, n * self.teams)
-        return reduced if self.residuals == "partial" else reduced._replace(residual=flat(withheld))
+        kept = discarded if self.residuals == "global" else withheld
+        kept, selected = (blocks.reshape(-1)[: x.size] for blocks in (kept, selected))
+        reduced = deliver_merged(x, total, kept, selected, state, n * self.teams)
+        return reduced._replace(residual=kept) if self.residuals == "local" else reduced
 
 
 def _started(state: collectives.Adaptation, k: int, teams: int) -> collectives.Adaptation:

@@ -13,7 +13,7 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import split_counts, with_count
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Reduced, info
+from jaxsparse.reducers.base import Reduced, finite_sums, info
 from jaxsparse.reducers.blocks import (
     BlockReducer,
     check_densities,
@@ -22,7 +22,6 @@ from jaxsparse.reducers.blocks import (
     selected_count,
     take,
 )
-from jaxsparse.reducers.delivery import finite_sums
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.settings import entries
 from jaxsparse.systems.dense import Dense

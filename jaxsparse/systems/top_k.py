@@ -11,11 +11,10 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Reduced
-from jaxsparse.reducers.delivery import deliver_streams
+from jaxsparse.reducers.base import Reduced, deliver_streams
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import Selection, selector
+from jaxsparse.select.selection import SELECTORS, Selection
 from jaxsparse.settings import entries
 from jaxsparse.systems.row import Case, System
 
@@ -29,7 +28,7 @@ class TopK(EntryReducer):
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
-        stream = selector(self.selection)(x, entries(self.density, x.size))
+        stream = SELECTORS[self.selection](x, entries(self.density, x.size))
         result = all_gather_sum(
             stream, x.size, axis_name=axis_name, codec=self.codec, distinct=True
         )

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, Unpack
 
-import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
@@ -12,10 +11,8 @@ from jaxsparse.collectives import wire
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.layout import split_evenly
-from jaxsparse.reducers.base import Reduced, Reducer, info
-from jaxsparse.reducers.delivery import finite_sums
+from jaxsparse.reducers.base import Reduced, Reducer, deliver_means
 from jaxsparse.settings import entries, static_int
-from jaxsparse.stream import SparseStream, to_dense
 from jaxsparse.systems.row import Case, System
 
 
@@ -48,20 +45,6 @@ class TrueTopK(Reducer):
         """See `Reducer`."""
         mean = wire.psum(x, axis_name) / wire.axis_size(axis_name)
         return deliver_means(x, select.threshold_top_k(mean, self.k), state)
-
-
-def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
-    """Delivers exact means, `kept`, at distinct coordinates.
-
-    A coordinate counts as not sent if its exact mean is zero, as in Alg. 3: the workers' values
-    cancel there, so residuals that keep them conserve their sum. A coordinate also counts as not
-    sent if its sum overflows.
-    """
-    kept = kept._replace(values=finite_sums(kept.values)[0])
-    mean = to_dense(kept, x.size)
-    sent = mean != 0
-    residual = jnp.where(sent, jnp.zeros_like(x), x)
-    return Reduced(mean, residual, sent, state, info(jnp.count_nonzero(kept.values)))
 
 
 @exchange_options()

@@ -6,6 +6,7 @@ the arrays that differ, so that `shard` and `data_parallel` serve an Optax state
 mesh with two levels, and equal along the slow one.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -26,14 +27,13 @@ _SHARD_KEY = "jaxsparse_per_shard_of_"
 _SHARDED_KEY = "jaxsparse_sharded"
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _Mark:
     """A node around one array."""
 
     __slots__ = ("value",)
+    value: Any
     key: ClassVar[str]
-
-    def __init__(self, value: Any):
-        self.value = value
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.value!r})"
@@ -114,6 +114,7 @@ class PerWorker(_Mark):
 
 
 @jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(eq=False, repr=False)
 class PerShard(PerWorker):
     """A `PerWorker` array of one shard, at one position along the fast axis.
 
@@ -126,10 +127,7 @@ class PerShard(PerWorker):
     """
 
     __slots__ = ("shards",)
-
-    def __init__(self, value: Any, shards: int):
-        super().__init__(value)
-        self.shards = shards
+    shards: int
 
     @property
     def key(self) -> str:  # type: ignore[override]

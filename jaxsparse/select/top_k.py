@@ -1,4 +1,4 @@
-"""The k largest elements, in no order, by a threshold instead of a sort."""
+"""The k largest elements, by a sort or, in no order, by a threshold."""
 
 import functools
 from typing import NamedTuple
@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
-from jaxsparse.select.checks import check_k, check_seed, check_vector
+from jaxsparse.platforms import magnitude_bits, to_bits, zeros
 from jaxsparse.select.compaction import first_of_ranges
-from jaxsparse.select.counting import magnitude_bits, to_bits
-from jaxsparse.select.exact import top_k
 from jaxsparse.select.thresholds import (
     DEFAULT_PASSES,
     EXACT_PASSES,
@@ -18,13 +16,43 @@ from jaxsparse.select.thresholds import (
     check_passes,
     sampled_threshold,
 )
+from jaxsparse.settings import check_k, check_seed, check_vector
 from jaxsparse.stream import SparseStream, from_dense
-from jaxsparse.tiles import zeros
 
-__all__ = ["bisection_top_k", "sampled_top_k", "threshold_top_k"]
+__all__ = ["bisection_top_k", "sampled_top_k", "threshold_top_k", "top_k"]
 
 # So few elements are sorted in less time than it takes to compile anything else.
 _SORTED = 2**14
+
+
+def top_k(x: Float[Array, " d"], k: int) -> SparseStream:
+    """The k entries of largest magnitude, exactly, in order of falling magnitude.
+
+    Of equal magnitudes the lower index comes first. On CPU it sorts the whole vector.
+
+    Args:
+        x: float vector of d elements.
+        k: number of entries to keep, 1 <= k <= d.
+
+    Returns:
+        Distinct int32 indices and the values of `x` there, in its dtype.
+
+    Raises:
+        ValueError: `x` is not a vector, or k is out of range.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> top_k(jnp.array([1.0, -3.0, 2.0]), 2).indices.tolist()
+        [1, 2]
+    """
+    check_vector("x", x)
+    return _top_k(x, check_k(k, x.size))
+
+
+@functools.partial(jax.jit, static_argnames="k")
+def _top_k(x: Float[Array, " d"], k: int) -> SparseStream:
+    _, indices = jax.lax.top_k(jnp.abs(x), k)
+    return SparseStream(indices, x[indices])
 
 
 def sampled_top_k(
@@ -152,7 +180,7 @@ def _reaching(x: Float[Array, " d"], k: int, threshold: UInt32[Array, ""]) -> In
     at = jnp.maximum(threshold, jnp.uint32(1))
     room = min(2 * k, x.size)
     bounds = threshold + jnp.uint32(1), at
-    return first_of_ranges(x, magnitude_bits, bounds, room, enough=k)
+    return first_of_ranges(x, bounds, room, key=magnitude_bits, enough=k)
 
 
 def _largest_of(stream: SparseStream, k: int) -> SparseStream:
@@ -197,4 +225,4 @@ def bisection_top_k(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASS
 @functools.partial(jax.jit, static_argnames=("k", "passes"))
 def _bisection_top_k(x: Float[Array, " d"], k: int, passes: int) -> SparseStream:
     low, high = bisection(x, k, passes)
-    return from_dense(x, first_of_ranges(x, magnitude_bits, (high, low), k))
+    return from_dense(x, first_of_ranges(x, (high, low), k, key=magnitude_bits))

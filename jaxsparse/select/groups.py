@@ -7,59 +7,58 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Int32
 
-from jaxsparse.select.checks import check_k, check_vector
-from jaxsparse.settings import static_int
+from jaxsparse.settings import check_k, check_vector, static_int
 from jaxsparse.stream import SparseStream
 
-__all__ = ["bucket_top_k"]
+__all__ = ["group_top_k"]
 
-# A bucket is a grid of at most this many rows: what a round reads again of each bucket.
+# A group is a grid of at most this many rows: what a round reads again of each group.
 _ROWS = 16
 # Columns are a multiple of this, so that their maxima vectorise.
 _VECTOR = 8
-# From here on a sort of each bucket is faster than rounds.
+# From here on a sort of each group is faster than rounds.
 _MAX_ROUNDS = 16
 
 
-def bucket_top_k(x: Float[Array, " d"], k: int = 4, bucket_size: int = 512) -> SparseStream:
-    """The k entries of largest magnitude of every `bucket_size` consecutive elements, exactly.
+def group_top_k(x: Float[Array, " d"], k: int = 4, group_size: int = 512) -> SparseStream:
+    """The k entries of largest magnitude of every `group_size` consecutive elements, exactly.
 
-    Of equal magnitudes the lower index comes first. A last bucket that is shorter gives
+    Of equal magnitudes the lower index comes first. A last group that is shorter gives
     min(k, its length) entries, so no slot is empty.
 
     Args:
         x: float vector of d elements, without NaN.
-        k: entries to keep of a bucket, 1 <= k <= bucket_size.
-        bucket_size: elements a bucket, at least 1.
+        k: entries to keep of a group, 1 <= k <= group_size.
+        group_size: elements a group, at least 1.
 
     Returns:
-        k (d // bucket_size) + min(k, d % bucket_size) entries, bucket by bucket, in order of
-        falling magnitude within a bucket: distinct int32 indices, and values in x's dtype.
+        k (d // group_size) + min(k, d % group_size) entries, group by group, in order of
+        falling magnitude within a group: distinct int32 indices, and values in x's dtype.
 
     Raises:
-        ValueError: `x` is not a vector, or k or bucket_size is no int or out of range.
+        ValueError: `x` is not a vector, or k or group_size is no int or out of range.
 
     SparCML (Renggli et al., 2019), Alg. 2 and the experiments that follow: 8 or 16 of 512 for
     vision, 2 or 4 of 512 for text and speech.
 
     Example:
         >>> import jax.numpy as jnp
-        >>> bucket_top_k(jnp.array([1.0, -3.0, 2.0, 0.0, 5.0]), 1, 2).indices.tolist()
+        >>> group_top_k(jnp.array([1.0, -3.0, 2.0, 0.0, 5.0]), 1, 2).indices.tolist()
         [1, 2, 4]
     """
     check_vector("x", x)
-    bucket_size = static_int("bucket_size", bucket_size)
-    if bucket_size < 1:
-        raise ValueError(f"bucket_size={bucket_size} must be at least 1: 512 is usual")
-    return _bucket_top_k(x, check_k(k, bucket_size, f"bucket_size={bucket_size}"), bucket_size)
+    group_size = static_int("group_size", group_size)
+    if group_size < 1:
+        raise ValueError(f"group_size={group_size} must be at least 1: 512 is usual")
+    return _group_top_k(x, check_k(k, group_size, f"group_size={group_size}"), group_size)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "bucket_size"))
-def _bucket_top_k(x: Float[Array, " d"], k: int, bucket_size: int) -> SparseStream:
-    rest = x.size % bucket_size
+@functools.partial(jax.jit, static_argnames=("k", "group_size"))
+def _group_top_k(x: Float[Array, " d"], k: int, group_size: int) -> SparseStream:
+    rest = x.size % group_size
     whole = x.size - rest
     indices = []
-    for start, stop, width in (0, whole, bucket_size), (whole, x.size, rest):
+    for start, stop, width in (0, whole, group_size), (whole, x.size, rest):
         if start < stop:
             rows = x[start:stop].reshape(-1, width)
             first = jnp.arange(start, stop, width, dtype=jnp.int32)

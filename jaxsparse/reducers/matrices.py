@@ -1,0 +1,75 @@
+"""Reducers that see a vector as the matrices that a gradient's leaves are."""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxsparse.reducers.base import Leaf, Reducer
+
+
+class Matrix(NamedTuple):
+    """One leaf's elements as equal matrices, one after the other, each row-major."""
+
+    stack: int  # number of matrices: the layers of a scanned stack, or 1
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        """The number of elements of all matrices."""
+        return math.prod(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixReducer(Reducer):
+    """A reducer that sees its vector as the matrices of the leaves, as low-rank methods do.
+
+    Attributes:
+        stacked: a regular expression. A leaf whose key path contains it is a stack of matrices
+            along its first axis, one for each layer of a scanned model.
+        matrices: the matrices of each leaf of the bucket, in order. Error feedback sets them,
+            because it knows the layout. None: the vector is one row.
+    """
+
+    stacked: str | None = dataclasses.field(default=None, kw_only=True)
+    matrices: tuple[Matrix, ...] | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def whole_leaves(self) -> bool:
+        """Yes: a part of a matrix is no matrix."""
+        return True
+
+    def with_leaves(self, leaves: tuple[Leaf, ...]) -> "MatrixReducer":
+        """The same reducer for the matrices of these leaves."""
+        return dataclasses.replace(self, matrices=tuple(map(self.matrix, leaves)))
+
+    def matrix(self, leaf: Leaf) -> Matrix:
+        """A leaf (..., in, out) as rows of `out` elements, which is the layout of Flax kernels.
+
+        A convolution's (3, 3, 16, 32) is one matrix of 144 rows. A stack of (12, 64, 256) is twelve
+        matrices of 64 rows.
+        """
+        is_stack = self.stacked is not None and re.search(self.stacked, leaf.path) is not None
+        stack, shape = (leaf.shape[0], leaf.shape[1:]) if is_stack else (1, leaf.shape)
+        columns = shape[-1] if shape else 1
+        return Matrix(stack, math.prod(shape[:-1]), columns)
+
+    def cut(self, x: Float[Array, " d"]) -> list[Float[Array, "stack rows columns"]]:
+        """The matrices of each leaf."""
+        matrices = (Matrix(1, 1, x.size),) if self.matrices is None else self.matrices
+        ends = itertools.accumulate(matrix.size for matrix in matrices)
+        return [
+            jax.lax.slice(x, (end - matrix.size,), (end,)).reshape(matrix)
+            for matrix, end in zip(matrices, ends)
+        ]
+
+    def joined(self, parts: Sequence[Float[Array, "stack rows columns"]]) -> Float[Array, " d"]:
+        """The inverse of `cut`."""
+        return jnp.concatenate([part.reshape(-1) for part in parts])
