@@ -14,16 +14,17 @@ from jaxsparse.collectives import spardl as collectives, wire
 from jaxsparse.collectives.wire import Group, bruck_all_gather
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer, deliver_merged
+from jaxsparse.reducers.base import Conservation, Reduced, deliver_merged
+from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import SELECTORS, Selection, check_selection
-from jaxsparse.settings import check_density, check_vector, entries, static_int
+from jaxsparse.select.selection import SELECTORS, Selection
+from jaxsparse.settings import check_vector, entries, static_int
 from jaxsparse.stream import to_dense
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
-class SparDL(Reducer):
+class SparDL(EntryReducer):
     """Spar-Reduce-Scatter within teams, Spar-All-Gather between them, all-gather within them.
 
     With n = W / teams blocks of m = ceil(d / n) elements, L = ceil(density d / n) entries of each
@@ -31,17 +32,12 @@ class SparDL(Reducer):
     Its fields are the arguments of `spardl`.
     """
 
-    density: float
     teams: int = 1
     gather: Literal["recursive", "bruck"] = "recursive"
     residuals: Literal["global", "partial", "local"] = "global"
-    codec: codecs.Codec = codecs.COO
-    selection: Selection = "fast"
 
     def __post_init__(self):
-        check_density(self.density)
-        codecs.check_codec(self.codec)
-        check_selection(self.selection)
+        super().__post_init__()
         object.__setattr__(self, "teams", static_int("teams", self.teams))
         if self.gather not in ("recursive", "bruck"):
             raise ValueError(f"gather={self.gather!r} is unknown: use 'recursive' or 'bruck'")
@@ -53,9 +49,7 @@ class SparDL(Reducer):
     @property
     def conservation(self) -> Conservation:
         """All mass is conserved with global residuals only."""
-        if self.residuals != "global":
-            return "leaks"
-        return "exact" if self.codec.is_exact else "to rounding"
+        return super().conservation if self.residuals == "global" else "leaks"
 
     @property
     def dense_at_full_budget(self) -> bool:
@@ -170,7 +164,7 @@ def spardl(
     """
 
     def make(density: float) -> SparDL:
-        return SparDL(density, teams, gather, residuals, codec, selection)
+        return SparDL(density, teams, gather, residuals, codec=codec, selection=selection)
 
     return error_feedback(staged(make, density), **options)
 
