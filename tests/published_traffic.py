@@ -113,8 +113,8 @@ def ok_topk_traffic(k, size, workers, codec=codecs.COO, capacity_factor=2.0):
     """
     regions = Regions(size, workers)
     room = ok_topk._room(k, regions, capacity_factor)
-    offers, sums = codec.words(room, regions.length), codec.words(room, regions.positions)
-    words = (workers - 1) * (offers + 2 * sums + 3)
+    entries, sums = codec.words(room, regions.length), codec.words(room, regions.positions)
+    words = (workers - 1) * (entries + 2 * sums + 3)
     return Traffic(2 * (workers - 1) + 2 * (workers - 1).bit_length(), words)
 
 

@@ -9,14 +9,14 @@ import optax
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import codecs
-from jaxsparse.collectives.offers import about_top_k
-from jaxsparse.collectives.ok_topk import Agreed, ok_topk as ok_topk_all_reduce
+from jaxsparse.collectives.ok_topk import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer, info
+from jaxsparse.reducers.base import Reduced, info
+from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import Selection, check_selection, selector
-from jaxsparse.settings import check_density, entries, static_float, static_int
+from jaxsparse.select.selection import Selection, selector
+from jaxsparse.settings import entries, static_float, static_int
 from jaxsparse.systems.row import Case, System
 
 
@@ -28,37 +28,27 @@ class OkTopkState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class OkTopk(Reducer):
-    """Entries above a threshold, summed by the owners of balanced regions, the largest delivered.
+class OkTopk(EntryReducer):
+    """Sums entries above a threshold at the owners of balanced regions, and delivers the largest.
 
-    Its fields are the arguments of `ok_topk`.
+    The fields are the arguments of `ok_topk`.
     """
 
-    density: float
     refresh_every: int = 32
     rebalance_every: int = 64
     capacity_factor: float = 2.0
-    codec: codecs.Codec = codecs.COO
-    selection: Selection = "fast"
 
     def __post_init__(self):
-        check_density(self.density)
-        codecs.check_codec(self.codec)
+        super().__post_init__()
         for name in ("refresh_every", "rebalance_every"):
             steps = static_int(name, getattr(self, name))
             if steps < 1:
                 raise ValueError(f"{name}={steps} must be at least 1 step")
-        check_selection(self.selection)
         if not 1 <= static_float("capacity_factor", self.capacity_factor) < math.inf:
             raise ValueError(
                 f"capacity_factor={self.capacity_factor} must be finite and at least 1, an even "
                 "share"
             )
-
-    @property
-    def conservation(self) -> Conservation:
-        """The codec's rounding is fed back, too."""
-        return "exact" if self.codec.is_exact else "to rounding"
 
     @property
     def dense_at_full_budget(self) -> bool:
@@ -107,8 +97,8 @@ def ok_topk(
 ) -> optax.GradientTransformationExtraArgs:
     """Ok-Topk (Li and Hoefler, PPoPP 2022): entries above thresholds, summed in balanced regions.
 
-    Each worker offers about its k = density d largest entries; owners of W regions, which hold
-    about as many offers, add them up; sums above a threshold are delivered. Regions and threshold
+    Each worker sends about its k = density d largest entries; owners of W regions, which hold
+    about as many, add them up; sums above a threshold are delivered. Regions and threshold
     are reused for many steps, and taken anew earlier after a step in which they did not serve: too
     many sums for the room in messages, or fewer than k / 2.
 
@@ -123,8 +113,8 @@ def ok_topk(
         rebalance_every: steps after which regions are drawn anew, at the latest.
         capacity_factor: room in messages, in multiples of an even share.
         codec: of the messages.
-        selection: of each worker's own vector: "fast" offers what reaches a sampled threshold, on
-            average k; others offer k at most.
+        selection: of each worker's own vector: "fast" takes what reaches a sampled threshold, on
+            average k; others take k at most.
         **options: as for all transformations.
 
     Raises:
@@ -132,7 +122,14 @@ def ok_topk(
     """
 
     def make(density: float) -> OkTopk:
-        return OkTopk(density, refresh_every, rebalance_every, capacity_factor, codec, selection)
+        return OkTopk(
+            density,
+            refresh_every,
+            rebalance_every,
+            capacity_factor,
+            codec=codec,
+            selection=selection,
+        )
 
     return error_feedback(staged(make, density), **options)
 
