@@ -194,7 +194,7 @@ def contribution(
     return blocks.from_dense(x, jnp.where(own, indices, selected.size), block_size)
 
 
-def kept_back(
+def block_residual(
     x: Float[Array, " d"], own: BlockStream, total: Float[Array, "k block_size"]
 ) -> Float[Array, " d"]:
     """The residual: `x` without its delivered blocks. A sum that overflows counts as not sent.
