@@ -361,7 +361,7 @@ ERRORS = {
     ),
     "words": (
         lambda: dequantize(quantize(vector(), QSGD(4), None), QSGD(8), 33),
-        r"words have shape \(5,\).*size=33 with bits=8 is packed into 9 of uint32",
+        r"words have shape \(5,\).*size=33 with bits=8 takes 9 words of uint32",
     ),
     "words' dtype": (lambda: unpack(vector(1), 4, 3), r"dtype float32, but .* of uint32"),
     "bits of pack": (lambda: pack(jnp.arange(3), 16), r"bits=16 is not supported"),

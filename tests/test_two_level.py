@@ -426,7 +426,7 @@ USES = {
     a_compressed_leaf_that_is_no_shard: r"\['kernel'\] is compressed and equal along .*is_dense",
     a_gradient_summed_over_hosts: r"equal on all workers of axis 'hosts'.*\(params, 'hosts'\)",
     a_gradient_summed_over_the_fast_axis: r"of axis 'local'.*\(params, \('hosts', 'local'\)\)",
-    simulated_hosts: r"mesh=8 cannot stand for the axes \('hosts', 'local'\).*pass a mesh",
+    simulated_hosts: r"mesh=8 cannot stand for the axes \('hosts', 'local'\).*Pass a mesh",
     an_axis_that_is_not_there: r"axis_name='data' is not an axis of the mesh",
     a_list_of_axes: r"axis_name=\['hosts', 'local'\] must be the name .* tuple",
     an_uneven_shard: r"leaf\['w'\].* is marked Sharded but its shape is \(6, 4\).*4 devices",

@@ -67,7 +67,7 @@ def unpack(words: UInt32[Array, " words"], bits: int, size: int) -> Int[Array, "
     if words.shape != (packed_words(size, bits),) or words.dtype != jnp.uint32:
         raise ValueError(
             f"words have shape {words.shape} and dtype {words.dtype}, but size={size} with "
-            f"bits={bits} is packed into {packed_words(size, bits)} of uint32: pass those of pack"
+            f"bits={bits} takes {packed_words(size, bits)} words of uint32: pass the result of pack"
         )
     # The field goes to the top of the word; shifting it back as int32 repeats its sign.
     top = words[:, None] << (jnp.uint32(_WORD - bits) - _shifts(bits))

@@ -77,8 +77,8 @@ class S2(BlockReducer, SeededReducer):
             raise ValueError(f"sizing={self.sizing!r} is unknown: use 'union' or 'local'")
         if self.sizing == "local" and self.density is None:
             raise ValueError(
-                "sizing='local' needs a density: how many blocks are not zero is unknown "
-                "beforehand; use sizing='union', of union_density"
+                "sizing='local' needs a density, because the number of non-zero blocks is unknown "
+                "before the step: use sizing='union' with a union_density"
             )
         SketchSpec(self.rows, self.block_size, self.seed)  # raises where these are wrong
 
