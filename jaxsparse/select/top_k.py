@@ -128,7 +128,7 @@ def threshold_top_k(
     check_vector("x", x)
     k, seed = check_k(k, x.size), check_seed(seed)
     if x.size <= _SORTED:
-        return _without_zeros(top_k(x, k), x.size)
+        return _without_zeros(_top_k(x, k), x.size)
     if 4 * k >= x.size:  # candidates would be half of all
         return _without_zeros(_bisection_top_k(x, k, EXACT_PASSES), x.size)
     aim = min(-(-7 * k // 5), x.size)  # as far from k as from 2 k, by their ratios

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Integer, UInt32
 
-from jaxsparse.hashing import as_uint32
 from jaxsparse.platforms import by_platform, over_tiles, zeros
 from jaxsparse.settings import check_seed
 from jaxsparse.sketch.tiles import (
@@ -212,7 +211,7 @@ def _decode_at(
         raise ValueError(
             f"indices have shape {indices.shape} and dtype {indices.dtype}: pass int32[n]"
         )
-    index = as_uint32(indices)
+    index = indices.astype(jnp.uint32)
     tile, within = index // jnp.uint32(spec.tile), index % jnp.uint32(spec.tile)
     return estimates_at(table, spec, seed, tile, within)
 

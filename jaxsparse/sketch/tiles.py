@@ -102,9 +102,10 @@ def _places(
         The column of each tile's first element in each row; and for each row words of which the
         highest bit is set where an element's sign is flipped.
     """
+    size = np.uint32(spec.tile)
     row = lax.iota(jnp.uint32, spec.rows).reshape(-1, *[1] * tile.ndim)
     columns = bounded(combine(seed, row, tile[None]), spec.cols).astype(jnp.int32)
-    index = as_uint32(tile) * np.uint32(spec.tile) + as_uint32(within)
+    index = as_uint32(tile) * size + as_uint32(within)
     words: list[Array] = []
     for first in range(0, spec.rows, 32):  # one hash has the signs of 32 rows
         word = keyed(index, combine(seed, _SIGN, first // 32))
@@ -162,18 +163,19 @@ def add_all(
     makes of one tile after the other. So workers may send such sums to each other, but must not
     rely on finding the same ones for themselves.
     """
-    row = lax.iota(jnp.int32, spec.rows)
+    size = spec.tile
+    row, within = lax.iota(jnp.int32, spec.rows), lax.iota(jnp.uint32, size)[None, None]
     columns = bounded(combine(seed, row[None], tiles[:, None]), spec.cols).astype(jnp.int32)
+    rows = jnp.broadcast_to(row[None], columns.shape)
     # Row within tile, so that a tile is read from memory for the first row alone.
-    row, within = row[None, :, None], lax.iota(jnp.uint32, spec.tile)[None, None]
-    index = as_uint32(tiles)[:, None, None] * np.uint32(spec.tile) + within
+    row = row[None, :, None]
+    index = as_uint32(tiles)[:, None, None] * np.uint32(size) + within
     words = keyed(index, combine(seed, _SIGN, row // 32)) << (row % 32).astype(jnp.uint32)
     updates = _flip(values.astype(jnp.float32)[:, None], words)
-    rows = jnp.broadcast_to(lax.iota(jnp.int32, spec.rows)[None], columns.shape)
     # Else the offset of a tile would be hashed once an element.
     corners = lax.optimization_barrier(jnp.stack([rows, columns], axis=2))
     table = lax.scatter_add(
-        empty(spec, (values, tiles, seed)),
+        jnp.zeros_like(updates, shape=(spec.rows, spec.cols + size)),
         corners,
         updates,
         lax.ScatterDimensionNumbers(
