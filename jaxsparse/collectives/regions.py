@@ -1,4 +1,10 @@
-"""Which worker adds up which part of a vector, so that all have about as much to do (Ok-Topk)."""
+"""Which worker adds up which part of a vector, so that all have about as much to do (Ok-Topk).
+
+Regions come from a histogram of the selected indices in 1024 bins, summed over workers, instead of
+an average of each worker's own boundaries: the state's shape does not depend on W then, and the
+balance is that of the sum. Bins are dealt to owners, heaviest first, to each at most 3/2 of an even
+number: a region is 3/2 d / W long whatever the gradients, and so is all that an owner adds up.
+"""
 
 import dataclasses
 
