@@ -429,7 +429,7 @@ USES = {
     simulated_hosts: r"mesh=8 cannot stand for the axes \('hosts', 'local'\).*Pass a mesh",
     an_axis_that_is_not_there: r"axis_name='data' is not an axis of the mesh",
     a_list_of_axes: r"axis_name=\['hosts', 'local'\] must be the name .* tuple",
-    an_uneven_shard: r"leaf\['w'\].* is marked Sharded but its shape is \(6, 4\).*4 devices",
+    an_uneven_shard: r"leaf\['w'\].* is marked Sharded and has shape \(6, 4\).*4 devices",
     an_uneven_argument: r"argument 0\['w'\].*4 devices along 'local' cannot share equally",
     shards_of_one_axis: r"leaf\['w'\].* is marked Sharded, but axis_name='data' has no fast axis",
     an_output_that_differs_between_hosts: r"output.* differs between workers.*\('hosts',\)",

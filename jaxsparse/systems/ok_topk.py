@@ -97,24 +97,26 @@ def ok_topk(
 ) -> optax.GradientTransformationExtraArgs:
     """Ok-Topk (Li and Hoefler, PPoPP 2022): entries above thresholds, summed in balanced regions.
 
-    Each worker sends about its k = density d largest entries; owners of W regions, which hold
-    about as many, add them up; sums above a threshold are delivered. Regions and threshold
-    are reused for many steps, and taken anew earlier after a step in which they did not serve: too
-    many sums for the room in messages, or fewer than k / 2.
+    Each worker sends about its k = density d largest entries to the owners of W regions, which hold
+    about equally many. The owners add them up and deliver the sums above a threshold. Regions and
+    threshold are reused for many steps. They are taken anew earlier after a step with too many sums
+    for the room in messages, or with fewer than k / 2.
 
-    Per step 6 C (W - 1) words in COO, with C = capacity_factor k / W, in four collectives: up to
-    capacity_factor times what is published, since shapes are static and room is paid for whether it
-    is filled or not. New thresholds take four rounds of 256 counts, new regions an all-reduce of
-    1024. What finds no room stays in residuals and is counted in the state's `info.overflow`.
+    A step receives 6 C (W - 1) words in COO, with C = capacity_factor k / W, in four collectives.
+    This is up to capacity_factor times the paper's words, because shapes are static and empty room
+    is sent, too. New thresholds take four rounds of 256 counts, new regions an all-reduce of 1024.
+    Entries without room stay in residuals, and the state's `info.overflow` counts them.
+
+    `momentum` is corrected, and masked where a worker's own entry was delivered.
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it.
-        refresh_every: steps after which the threshold is taken anew, exactly, at the latest.
-        rebalance_every: steps after which regions are drawn anew, at the latest.
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
+        refresh_every: most steps between exact new thresholds.
+        rebalance_every: most steps between new regions.
         capacity_factor: room in messages, in multiples of an even share.
-        codec: of the messages.
-        selection: of each worker's own vector: "fast" takes what reaches a sampled threshold, on
-            average k; others take k at most.
+        codec: wire format of the messages.
+        selection: selection from each worker's own vector. "fast" takes the entries that reach a
+            sampled threshold, k on average; others take k at most.
         **options: as for all transformations.
 
     Raises:

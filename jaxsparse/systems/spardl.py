@@ -139,22 +139,24 @@ def spardl(
 ) -> optax.GradientTransformationExtraArgs:
     """SparDL (Zhao et al., ICDE 2024): a sparse all-reduce that never exceeds its budget.
 
-    With one team, 2 ceil(log2 W) exchanges and 4 k (W - 1) / W words in COO, for any number of
-    workers and whatever their supports; k = density d, rounded up to a multiple of W. With T teams
-    2 ceil(log2(W / T)) + ceil(log2 T) exchanges and 4 k (W - T) / W words, and between teams
-    2 k log2(T) T / W ("recursive") or between 2 k (T - 1) / W and T times that ("bruck", in four
-    steps that follow what it adapts).
+    With one team, a step has 2 ceil(log2 W) exchanges and 4 k (W - 1) / W words in COO, for any
+    number of workers and any supports. k is density d, rounded up to a multiple of W. With T teams,
+    it has 2 ceil(log2(W / T)) + ceil(log2 T) exchanges and 4 k (W - T) / W words within teams.
+    Between teams it has 2 k log2(T) T / W words ("recursive"), or between 2 k (T - 1) / W and T
+    times that ("bruck", whose messages adapt to one of four sizes).
+
+    `momentum` is corrected, and masked where a worker put forward an entry that was delivered.
 
     Args:
-        density: share of each bucket's elements that is delivered, in (0, 1], or `Stages` of it,
-            as `jaxsparse.warm_up` makes them.
-        teams: into how many teams the workers divide: fewer rounds, more words. To be chosen by
-            `jaxsparse.autotune`.
-        gather: how teams add up their blocks: "recursive" for a power of two of teams, "bruck",
-            which adapts what it sends, for any number, but not beside a `dense_axis`.
-        residuals: "global" loses nothing; "partial" and "local" leak, and are here for comparison.
-        codec: of the messages: `codecs.COO` is exact, `codecs.Packed()` halves the bytes and feeds
-            the rounding back.
+        density: share of each bucket's elements that a step delivers, in (0, 1], or a warm-up
+            (`jaxsparse.warm_up`).
+        teams: number of teams of workers. More teams mean fewer rounds and more words.
+            `jaxsparse.autotune` can choose it.
+        gather: the way in which teams add up their blocks. "recursive" needs a power of two of
+            teams. "bruck" takes any number and adapts its messages, but not beside a `dense_axis`.
+        residuals: "global" loses nothing. "partial" and "local" lose a part, for comparison.
+        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
+            rounding in the residual.
         selection: "fast" keeps nearly the largest entries of a block, "exact" the largest.
         **options: as for all transformations.
 
