@@ -20,43 +20,33 @@ import optax
 import timing
 
 import jaxsparse
-from jaxsparse import codecs, data_parallel, local, shard
+from jaxsparse import data_parallel, local, shard
+from jaxsparse.systems import WITH_VARIANTS, choose
 
-# For a density of about 1 %; of blocks, too.
-SYSTEMS: dict[str, Callable[[int], optax.GradientTransformationExtraArgs]] = {
-    "dense": lambda d: jaxsparse.dense(),
-    "dense, momentum": lambda d: jaxsparse.dense(momentum=0.9),
-    "true_top_k": lambda d: jaxsparse.true_top_k(d // 100),
-    "sketched_sgd": lambda d: jaxsparse.sketched_sgd(12.5),
-    "heavymix": lambda d: jaxsparse.sketched_sgd(12.5, selection="heavymix"),
-    "spardl": lambda d: jaxsparse.spardl(0.01),
-    "spardl, packed": lambda d: jaxsparse.spardl(0.01, codec=codecs.Packed()),
-    "ok_topk": lambda d: jaxsparse.ok_topk(0.01),
-    "ok_topk, packed": lambda d: jaxsparse.ok_topk(0.01, codec=codecs.Packed()),
-    "sparcml": lambda d: jaxsparse.sparcml(5, 512),
-    "gtopk": lambda d: jaxsparse.gtopk(0.01),
-    "top_k": lambda d: jaxsparse.top_k(0.01),
-    "top_k, packed": lambda d: jaxsparse.top_k(0.01, codec=codecs.Packed()),
-    "top_k, momentum": lambda d: jaxsparse.top_k(0.01, momentum=0.9),
-    "dgc": lambda d: jaxsparse.dgc(0.01),
-    "dgc, clipped": lambda d: jaxsparse.dgc(0.01, clip_norm=1.0),
-    "ms_topk": lambda d: jaxsparse.ms_topk(0.01),
-    "dragonn": lambda d: jaxsparse.dragonn(0.01),
-    "random_k": lambda d: jaxsparse.random_k(0.01),
-    "s2_reducer": lambda d: jaxsparse.s2_reducer(0.01),
-    "omni_reduce": lambda d: jaxsparse.omni_reduce(0.01),
-    "sparse_all_gather": lambda d: jaxsparse.sparse_all_gather(0.01),
-    "qsgd": lambda d: jaxsparse.qsgd(4),
-    "sign_sgd": lambda d: jaxsparse.sign_sgd(),
+# Settings that are no variant of a row.
+OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
+    "dense_momentum": lambda: jaxsparse.dense(momentum=0.9),
+    "heavymix": lambda: jaxsparse.sketched_sgd(12.5, selection="heavymix"),
+    "top_k_momentum": lambda: jaxsparse.top_k(0.01, momentum=0.9),
+    "dgc_clipped": lambda: jaxsparse.dgc(0.01, clip_norm=1.0),
 }
+NAMES = [*WITH_VARIANTS, *OTHERS]
+
+
+def transformation(name: str, size: int, workers: int) -> optax.GradientTransformationExtraArgs:
+    """A system's, for a density of about 1 %; of blocks, too."""
+    if name in OTHERS:
+        return OTHERS[name]()
+    choice = choose(name, 0.01, size=size, workers=workers)
+    return choice.system.transformation(**choice.settings)
 
 
 class Step:
     """One system's step, from its transformation to the compiled program."""
 
     def __init__(self, name: str, size: int, mesh: jax.sharding.Mesh):
-        self.tx = optax.chain(SYSTEMS[name](size), optax.sgd(0.1))
         self.mesh, self.workers = mesh, mesh.shape["data"]
+        self.tx = optax.chain(transformation(name, size, self.workers), optax.sgd(0.1))
         self.shapes = {"kernel": (size // 1024, 1024), "bias": (1024,)}
 
     def __call__(self, state: Any, batch: jax.Array) -> Any:
@@ -152,7 +142,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
+    parser.add_argument("--systems", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--size", type=timing.size_of, default=2**24, metavar="D", help="or 2^24")
     parser.add_argument("--workers", type=int, default=2, help="emulated devices")
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each system")

@@ -1,4 +1,4 @@
-"""Predictions and measurements from the shell: python -m jaxsparse --help."""
+"""Predicts and measures from the shell: python -m jaxsparse --help."""
 
 import argparse
 import dataclasses
@@ -20,10 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand.
 
     Args:
-        argv: arguments; None for the process's own.
+        argv: arguments. None: the process's own.
 
     Returns:
-        The exit code: 0, or 2 where settings don't fit together.
+        The exit code: 0, or 2 if settings don't fit together.
 
     Raises:
         SystemExit: an argument can't be read.
@@ -44,47 +44,57 @@ def _parser() -> argparse.ArgumentParser:
 
     planning = commands.add_parser(
         "plan",
-        help="predicted step times of dense and of every system on a network",
-        description="Predicts what an exchange takes with dense all-reduce and with every system.",
+        help="predict step times on a network, with dense all-reduce and with every system",
+        description="Predicts the time of an exchange with dense all-reduce and with every system.",
     )
     planning.set_defaults(run=_plan)
     add = planning.add_argument
-    add("--params", type=_read(units.count), required=True, help="elements: 110M, 1.5B")
-    add("--workers", type=int, required=True, help="hosts that exchange gradients")
+    add("--params", type=_read(units.count), required=True, help="number of elements: 110M, 1.5B")
+    add("--workers", type=int, required=True, help="number of hosts that exchange gradients")
     add(
         "--bandwidth",
         type=_read(lambda text: (text, units.bytes_per_second(text))),
         nargs="+",
-        help="of a host: 10Gbit, 1.25GB/s; several make a table",
+        help="bandwidth of a host: 10Gbit, 1.25GB/s; several make a table",
     )
-    add("--latency", type=_read(units.seconds), default=50e-6, help="of a message (50us)")
-    add("--network", metavar="FILE", help="a measured Network, instead of the two")
+    add("--latency", type=_read(units.seconds), default=50e-6, help="latency of a message (50us)")
+    add("--network", metavar="FILE", help="a measured Network, instead of these two")
     add("--density", type=float, default=0.01, help="share of the elements delivered (0.01)")
-    add("--step", type=_read(units.seconds), default=0.0, help="forward and backward pass: 120ms")
-    add("--profile", metavar="FILE", help="a profile of the device, by the profile command")
-    add("--memory-bandwidth", type=_read(units.bytes_per_second), help="of the device: 2TB/s")
+    add(
+        "--step",
+        type=_read(units.seconds),
+        default=0.0,
+        help="time of forward and backward pass: 120ms",
+    )
+    add("--profile", metavar="FILE", help="profile of the device, made by the profile command")
+    add(
+        "--memory-bandwidth",
+        type=_read(units.bytes_per_second),
+        help="memory bandwidth of the device: 2TB/s",
+    )
     _add_systems(add)
     add("--json", action="store_true", help="print JSON instead of a table")
 
     profiling = commands.add_parser(
         "profile",
-        help="measure what the systems compute on this machine, for plan --profile",
-        description="Times what one worker computes in an exchange; some minutes on a CPU.",
+        help="measure computing times on this machine, for plan --profile",
+        description="Times the computations of one worker in an exchange. It takes some minutes on "
+        "a CPU.",
     )
     profiling.set_defaults(run=_profile)
     add = profiling.add_argument
-    add("--out", metavar="FILE", required=True, help="the profile, as JSON")
+    add("--out", metavar="FILE", required=True, help="the JSON file to write")
     sizes = [2**18, 2**22]
-    add("--sizes", type=_read(units.count), nargs="+", default=sizes, help="elements")
-    add("--workers", type=int, nargs="+", default=[4, 16, 64])
-    add("--density", type=float, nargs="+", default=[0.001, 0.01])
-    add("--repeats", type=int, default=9, help="timed steps (9)")
+    add("--sizes", type=_read(units.count), nargs="+", default=sizes, help="numbers of elements")
+    add("--workers", type=int, nargs="+", default=[4, 16, 64], help="numbers of workers")
+    add("--density", type=float, nargs="+", default=[0.001, 0.01], help="shares delivered")
+    add("--repeats", type=int, default=9, help="number of timed steps (9)")
     _add_systems(add)
     return parser
 
 
 def _add_systems(add: Callable[..., Any]) -> None:
-    add("--systems", nargs="+", metavar="NAME", help=f"some of {', '.join(WITH_VARIANTS)}")
+    add("--systems", nargs="+", metavar="NAME", help=f"systems: {', '.join(WITH_VARIANTS)}")
 
 
 def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -1,4 +1,4 @@
-"""Names that move between JAX releases; nothing else may use them."""
+"""Names that move between JAX releases. No other file may use them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,15 +9,15 @@ from jax.interpreters import batching, mlir
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Mesh axes over which `x` is typed as different per worker (empty without `check_vma`)."""
+    """The mesh axes over which `x` is typed as varying. Empty without `check_vma`."""
     aval = jax.typeof(x)
     if hasattr(aval, "manual_axis_type"):
         return frozenset(aval.manual_axis_type.varying)
-    return frozenset(aval.vma)  # older and newer releases spell the same set so
+    return frozenset(aval.vma)  # other releases have this name
 
 
 def cast_to_varying(x: jax.Array, axis_name: str) -> jax.Array:
-    """Types a replicated value as varying over `axis_name`; only valid under `check_vma`."""
+    """Types a replicated value as varying over `axis_name`. Valid only under `check_vma`."""
     return jax.lax.pcast(x, axis_name, to="varying")
 
 
@@ -29,7 +29,7 @@ def _drop_axis(aval: Any, *, axis_name: str) -> Any:
 
 
 # JAX casts replicated to varying but never back. A value that is equal on all workers by
-# construction (after an all-gather, say) needs the way back, or it can't be a replicated output.
+# construction, as after an all-gather, needs that cast to be a replicated output.
 _claim_replicated = Primitive("claim_replicated")
 _claim_replicated.def_impl(lambda x, *, axis_name: x)
 _claim_replicated.def_abstract_eval(_drop_axis)
@@ -41,7 +41,7 @@ batching.primitive_batchers[_claim_replicated] = lambda args, dims, *, axis_name
 
 
 def claim_replicated(x: jax.Array, axis_name: str) -> jax.Array:
-    """The identity, typed as equal on all workers of `axis_name`. The caller vouches for it."""
+    """Types `x` as equal on all workers of `axis_name`. Nothing checks that it is."""
     return _claim_replicated.bind(x, axis_name=axis_name)
 
 
@@ -59,9 +59,9 @@ OPCODES = {
     "pbroadcast": "collective-broadcast",
     "reduce_scatter": "reduce-scatter",
 }
-# Those that name a mesh axis and move nothing along it.
+# Primitives that name a mesh axis and move nothing along it.
 SILENT = {"axis_index", "pvary", "pcast", "claim_replicated"}
-# Those that run each program inside them exactly once.
+# Primitives that run each program inside them exactly once.
 CALLS = {
     "jit",
     "pjit",
@@ -85,7 +85,7 @@ def inner_programs(parameters: dict[str, Any]) -> Iterator[Jaxpr]:
 
 
 def axes_of(parameters: dict[str, Any]) -> tuple[str, ...]:
-    """Mesh axes that the parameters of a collective name; numbered ones are local."""
+    """The mesh axes that a collective's parameters name. Numbered axes are local."""
     named: list[str] = []
     for key in ("axes", "axis_name", "axis_names"):
         value = parameters.get(key, ())
@@ -96,5 +96,5 @@ def axes_of(parameters: dict[str, Any]) -> tuple[str, ...]:
 
 
 def name_stack(equation: Any) -> str:
-    """The scopes that an equation was traced in, as compiled programs show them."""
+    """The scopes of an equation, as compiled programs show them."""
     return str(getattr(equation.source_info, "name_stack", ""))

@@ -1,4 +1,4 @@
-"""Bits, 32 to a word: masks and signs as they travel."""
+"""Packs masks and signs into words of 32 bits."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
@@ -9,7 +9,7 @@ _BITS = 32
 
 
 def words(size: int) -> int:
-    """uint32 words that hold `size` bits.
+    """The number of uint32 words that hold `size` bits.
 
     >>> words(33)
     2
@@ -18,10 +18,10 @@ def words(size: int) -> int:
 
 
 def pack_bits(mask: Bool[Array, "*batch n"]) -> UInt32[Array, "*batch words"]:
-    """The bits of each vector; bit b of word w is element b * words(n) + w, False past the end.
+    """Packs each vector. Bit b of word w is element b * words(n) + w, or 0 past the end.
 
-    Neighbours are in neighbouring words, not in one: bits are then shifted by runs of elements,
-    which vectorises.
+    Neighbours are in neighbouring words, not in one word. Whole runs of elements are then shifted
+    alike, which vectorises.
 
     Args:
         mask: bool, vectors along the last axis.
@@ -35,7 +35,7 @@ def pack_bits(mask: Bool[Array, "*batch n"]) -> UInt32[Array, "*batch words"]:
     size = words(mask.shape[-1])
     padding = [(0, 0)] * (mask.ndim - 1) + [(0, size * _BITS - mask.shape[-1])]
     planes = jnp.pad(mask, padding).reshape(*mask.shape[:-1], _BITS, size)
-    # Not an OR of 32 shifted planes, for each of which XLA would compute the mask anew.
+    # In an OR of 32 shifted planes, XLA would compute the mask again for each plane.
     return jnp.sum(planes.astype(jnp.uint32) << _shifts(mask.ndim), axis=-2, dtype=jnp.uint32)
 
 

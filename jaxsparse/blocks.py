@@ -1,7 +1,7 @@
 """Block-sparse vectors of a static capacity: runs of consecutive elements, such as embedding rows.
 
-Block b holds elements b * block_size to (b + 1) * block_size - 1 of a vector; the last one may be
-shorter, and counts as filled up with zeros.
+Block b holds elements b * block_size to (b + 1) * block_size - 1 of a vector. The last block may be
+shorter; zeros then fill it up.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ __all__ = ["BlockStream", "check_block_size", "count", "from_dense", "non_zero",
 
 
 class BlockStream(NamedTuple):
-    """Blocks of a vector. An index equal to the number of blocks marks an empty slot, of zeros."""
+    """Blocks of a vector. The index of an empty slot, of zeros, is the number of blocks."""
 
     indices: Int[Array, " k"]  # int32
     values: Float[Array, "k block_size"]
@@ -27,12 +27,12 @@ class BlockStream(NamedTuple):
 
     @property
     def block_size(self) -> int:
-        """Elements of a block."""
+        """The number of elements of a block."""
         return self.values.shape[1]
 
 
 def check_block_size(block_size: int) -> int:
-    """The setting as an int; a ValueError unless it is one of at least 1."""
+    """The setting as an int. Raises ValueError unless it is at least 1."""
     block_size = static_int("block_size", block_size)
     if block_size < 1:
         raise ValueError(
@@ -42,7 +42,7 @@ def check_block_size(block_size: int) -> int:
 
 
 def count(size: int, block_size: int) -> int:
-    """Blocks of a vector of `size` elements.
+    """The number of blocks of a vector of `size` elements.
 
     >>> count(10, 4)
     3
@@ -69,13 +69,13 @@ def non_zero(x: Float[Array, " d"], block_size: int) -> Bool[Array, " blocks"]:
 
 
 def from_dense(x: Float[Array, " d"], indices: Int[Array, " k"], block_size: int) -> BlockStream:
-    """The blocks of `x` at `indices`; out-of-range indices give empty slots."""
+    """The blocks of `x` at `indices`. Out-of-range indices give empty slots."""
     blocks = rows(x, block_size)
     return BlockStream(indices, blocks.at[indices].get(mode="fill", fill_value=0))
 
 
 def to_dense(stream: BlockStream, size: int) -> Float[Array, " size"]:
-    """The dense vector of length `size`; blocks with the same index are added up.
+    """The dense vector of length `size`. Blocks with equal indices are added up.
 
     >>> to_dense(BlockStream(jnp.array([1, 2]), jnp.ones((2, 2))), 3).tolist()
     [0.0, 0.0, 1.0]

@@ -1,6 +1,6 @@
-"""How the entries of a sparse vector become the words of one message, and back.
+"""Codecs: the wire formats of sparse vectors.
 
-Index and value travel together, so that a sparse exchange takes one round and not two.
+Index and value travel in one message, so that a sparse exchange takes one round and not two.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
 from jaxsparse.stream import SparseStream
 
-# Entries share the upper bits of their indices within ranges of this many elements.
+# Entries in a range of this many elements have equal upper bits of their indices.
 _RANGE = 2**16
 
 
@@ -27,7 +27,7 @@ class Codec(Protocol):
         ...
 
     def words(self, capacity: int, size: int) -> int:
-        """uint32 words of a message."""
+        """The number of uint32 words of a message."""
         ...
 
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
@@ -37,11 +37,11 @@ class Codec(Protocol):
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
-        """The stream of a message, with `rounded` values, perhaps in another order."""
+        """The stream of a message, with `rounded` values, possibly in another order."""
         ...
 
     def rounded(self, values: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
-        """Values as the receiver will see them, in their own dtype."""
+        """The values that the receiver will see, in the same dtype."""
         ...
 
     @property
@@ -52,12 +52,12 @@ class Codec(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Coo:
-    """Coordinates as the papers count them: a 32-bit index and a 32-bit value, 8 bytes an entry."""
+    """The papers' coordinate format: a 32-bit index and a 32-bit value, 8 bytes an entry."""
 
     is_exact = True
 
     def check(self, dtype: DTypeLike) -> None:
-        """Dtypes of 4 bytes."""
+        """Raises ValueError unless the dtype has 4 bytes."""
         if jnp.dtype(dtype).itemsize != 4:
             raise ValueError(
                 f"values have dtype {jnp.dtype(dtype)}: Coo sends dtypes of 4 bytes (float32, "
@@ -65,12 +65,12 @@ class Coo:
             )
 
     def words(self, capacity: int, size: int) -> int:
-        """Two for each slot."""
+        """Two words a slot."""
         del size
         return 2 * capacity
 
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
-        """Indices first, then values; values of any dtype of 4 bytes."""
+        """Indices, then values of any dtype of 4 bytes."""
         del size
         self.check(stream.values.dtype)
         return jnp.concatenate([bits(stream.indices), bits(stream.values)])
@@ -78,7 +78,7 @@ class Coo:
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
-        """The stream, slot by slot."""
+        """The stream, in the same order."""
         del size
         return SparseStream(
             jax.lax.bitcast_convert_type(message[:capacity], jnp.int32),
@@ -95,15 +95,15 @@ COO: Coo = Coo()
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A 16-bit index and a 16-bit value in one word, 4 bytes an entry. Sums of floats only.
+    """A 16-bit index and a 16-bit value in one word, 4 bytes an entry. For sums of floats only.
 
-    Vectors of more than 65,536 elements are cut into ranges of as many. Entries are in the order of
-    these, and a message begins with a word for each, which tells how many entries lie below its
+    A vector of more than 65,536 elements is cut into ranges of that size. Entries are in the order
+    of their ranges. A message begins with one word a range, the number of entries below the range's
     end: 0.006 % of a dense vector's words. Magnitudes beyond the dtype's largest are clipped to it.
 
     Attributes:
-        dtype: of the values: bfloat16 has float32's range and 8 bits of precision, float16 has 11
-            and ends at 65,504.
+        dtype: dtype of the values. bfloat16 has float32's range and 8 bits of precision; float16
+            has 11 bits and ends at 65,504.
     """
 
     dtype: DTypeLike = jnp.bfloat16
@@ -112,11 +112,11 @@ class Packed:
     def __post_init__(self):
         if jnp.dtype(self.dtype) not in (jnp.bfloat16, jnp.float16):
             raise ValueError(f"dtype={self.dtype} is not of 16 bits: use bfloat16 or float16")
-        # Of its several spellings one, so that equal codecs compare and print alike.
+        # One of the dtype's spellings, so that equal codecs compare and print alike.
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
     def check(self, dtype: DTypeLike) -> None:
-        """float32 only."""
+        """Raises ValueError unless the dtype is float32."""
         if jnp.dtype(dtype) != jnp.float32:
             raise ValueError(
                 f"values have dtype {jnp.dtype(dtype)}: Packed rounds float32 to 16 bits; use "
@@ -124,11 +124,11 @@ class Packed:
             )
 
     def words(self, capacity: int, size: int) -> int:
-        """One for each slot, and one for each range where there are several."""
+        """One word a slot, and one a range if there are several ranges."""
         return capacity + _header(size)
 
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
-        """The message; an empty slot is a word of 0, a value of +0 that changes no sum."""
+        """The message. An empty slot is the word 0, a value of +0 that changes no sum."""
         self.check(stream.values.dtype)
         indices, values = stream
         ends = jnp.zeros((0,), jnp.uint32)
@@ -145,7 +145,7 @@ class Packed:
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
-        """The stream, in order of the ranges if the vector has several."""
+        """The stream, in the order of ranges if the vector has several."""
         header = _header(size)
         ends, words = message[:header], message[header:]
         indices = (words >> jnp.uint32(16)).astype(jnp.int32)
@@ -160,11 +160,11 @@ class Packed:
         return SparseStream(indices, jax.lax.bitcast_convert_type(bits, self.dtype).astype(dtype))
 
     def rounded(self, values: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
-        """The values, rounded to `dtype` and back; float16's subnormal numbers become 0.
+        """The values, rounded to `dtype` and back. Subnormal float16 numbers become 0.
 
-        What is not finite stays so, lest an overflow look like a sum.
+        A value that is not finite does not change. Clipped, an overflow would look like a sum.
         """
-        # XLA may drop a conversion to and fro, but not this.
+        # XLA may remove a conversion there and back, but not this.
         info = jnp.finfo(self.dtype)
         limit = float(info.max)
         rounded = jax.lax.reduce_precision(jnp.clip(values, -limit, limit), info.nexp, info.nmant)
@@ -176,8 +176,8 @@ def _by_range(
 ) -> tuple[Int[Array, " k"], Num[Array, " k"], Int[Array, " k"]]:
     """Indices, values and ranges, in the order of the ranges.
 
-    Empty slots (index `size`) before the first entry lie in the first range, as zeros at index 0;
-    all others come last, in the range after the last.
+    Empty slots (index `size`) before the first entry become zeros at index 0, in the first range.
+    All other empty slots come last, in a range behind the last.
     """
     valid = indices < size
     is_leading = jnp.arange(indices.size) < jnp.argmax(valid)
@@ -190,7 +190,7 @@ def _by_range(
 
 @functools.cache
 def _sorter(count: int) -> Callable[..., tuple[Array, Array, Array]]:
-    """Sorts arrays by the last of them, ranges below `count`, along the last axis."""
+    """A function that sorts arrays along their last axis, by the last array, of ints < `count`."""
 
     @jax.custom_batching.custom_vmap
     def in_order(*arrays: Array) -> tuple[Array, ...]:
@@ -201,13 +201,13 @@ def _sorter(count: int) -> Callable[..., tuple[Array, Array, Array]]:
             take = lambda x: jnp.take_along_axis(x, order, axis=-1, mode="promise_in_bounds")
             return tuple(map(take, arrays))
 
-        # Many selections are sorted already.
+        # Many selections are already sorted.
         is_sorted = jnp.all(ranges[..., 1:] >= ranges[..., :-1])
         return jax.lax.cond(is_sorted, lambda: arrays, sort)
 
     @in_order.def_vmap
     def rows_in_order(axis_size, in_batched, *arrays):
-        # A cond of each row by itself would become a select, and sort all rows.
+        # Under vmap, a cond for each row would become a select and sort all rows.
         spread = lambda x, yes: x if yes else jnp.broadcast_to(x, (axis_size, *x.shape))
         return in_order(*map(spread, arrays, in_batched)), (True,) * len(arrays)
 
@@ -215,7 +215,7 @@ def _sorter(count: int) -> Callable[..., tuple[Array, Array, Array]]:
 
 
 def _order(ranges: Int[Array, "*rows k"], count: int) -> Int[Array, "*rows k"]:
-    """The slots in the order of their ranges, which are below `count`."""
+    """The slots in the order of their ranges, which are numbers below `count`."""
     slots = jax.lax.broadcasted_iota(jnp.uint32, ranges.shape, ranges.ndim - 1)
     slot_bits = (ranges.shape[-1] - 1).bit_length()
     if (count - 1).bit_length() + slot_bits > 32:
@@ -227,7 +227,7 @@ def _order(ranges: Int[Array, "*rows k"], count: int) -> Int[Array, "*rows k"]:
 
 
 def check_codec(codec: Codec) -> None:
-    """Raises ValueError unless `codec` is one."""
+    """Raises ValueError unless `codec` is a codec."""
     if isinstance(codec, type) or not isinstance(codec, Codec):
         raise ValueError(f"codec={codec!r} is not a codec: use codecs.COO or codecs.Packed()")
 
@@ -242,5 +242,5 @@ def bits(x: Num[Array, " n"]) -> UInt32[Array, " n"]:
 
 
 def from_bits(words: UInt32[Array, " n"], dtype: DTypeLike) -> Num[Array, " n"]:
-    """The array of a 4-byte dtype that `bits` made words of."""
+    """The inverse of `bits`."""
     return jax.lax.bitcast_convert_type(words, dtype)

@@ -170,8 +170,8 @@ def named_leaves(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise ValueError(
                 f"leaf{name} has dtype {jnp.result_type(leaf)}: only floating-point gradients can "
-                "be exchanged. Differentiate with respect to float parameters only, or keep the "
-                "leaf out of the gradient tree"
+                "be exchanged. Differentiate with respect to float parameters only, or remove the "
+                "leaf from the gradient tree"
             )
     named = [(name, jnp.shape(leaf)) for name, leaf in leaves]
     if not any(math.prod(shape) for _, shape in named):

@@ -1,4 +1,4 @@
-"""The largest magnitude of an array, which NaN exceeds."""
+"""The largest magnitude of an array. NaN counts as the largest."""
 
 import jax
 import jax.numpy as jnp
@@ -6,14 +6,14 @@ from jaxtyping import Array, Float
 
 
 def largest_magnitude(x: Float[Array, "..."], axis: int | None = None) -> Array:
-    """The largest |x|, or NaN if there is one; 0 of nothing.
+    """The largest |x|; NaN if any element is NaN, 0 if there are no elements.
 
-    A floating-point maximum does not tell: in XLA's CPU reductions NaN may lose against a number.
-    As integers magnitudes have the same order, and NaN comes after infinity.
+    A floating-point maximum may miss NaN, which can lose against a number in XLA's CPU reductions.
+    The bits of magnitudes, as integers, have the same order, and NaN comes after infinity.
 
     Args:
         x: float32 array.
-        axis: along which to reduce; None for all.
+        axis: axis to reduce. None: all axes.
 
     Example:
         >>> largest_magnitude(jnp.float32([1.0, -3.0])).item()

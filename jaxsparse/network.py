@@ -1,4 +1,4 @@
-"""The alpha-beta model: what an exchange takes on a link of given latency and bandwidth."""
+"""The alpha-beta model: the time of an exchange on a link of some latency and bandwidth."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ class Link:
 
     Attributes:
         latency: seconds before a message arrives, the model's alpha.
-        bandwidth: bytes a second, of which 4 take the model's beta.
+        bandwidth: bytes a second. A 4-byte word takes the model's beta.
 
     Raises:
         ValueError: one is not positive and finite.
@@ -37,11 +37,11 @@ class Link:
             object.__setattr__(self, name, value)
 
     def seconds(self, rounds: float, received: float) -> float:
-        """Time of messages one after the other, and of the bytes that a worker receives."""
+        """Time of `rounds` messages in sequence and of the bytes that a worker receives."""
         return rounds * self.latency + received / self.bandwidth
 
 
-# Messages one after the other in which collectives of W workers run, by XLA's opcode.
+# The number of sequential messages of collectives of W workers, by XLA's opcode.
 _ROUNDS: dict[str, Callable[[int], int]] = {
     "all-reduce": lambda W: 2 * (W - 1),
     "reduce-scatter": lambda W: W - 1,
@@ -54,19 +54,19 @@ _ROUNDS: dict[str, Callable[[int], int]] = {
 
 
 def rounds(op: str, workers: int) -> int:
-    """Messages that a collective of `workers` sends one after the other, as libraries run it.
+    """The number of messages that a collective of `workers` sends in sequence.
 
-    These are rings, by which XLA's CPU backend (Gloo) and, for all but small messages, NCCL sum and
-    gather: 2 (W - 1) for an all-reduce, W - 1 for an all-gather or a reduce-scatter (Gloo halves
-    instead: ceil(log2 W)). An all-to-all posts W - 1 messages, whose costs at the sender and
-    the receiver add up. A permutation is one message, a broadcast ceil(log2 W).
+    XLA's CPU backend (Gloo) and, except for small messages, NCCL sum and gather by rings. A ring
+    takes 2 (W - 1) messages for an all-reduce, and W - 1 for an all-gather or a reduce-scatter
+    (Gloo halves instead: ceil(log2 W)). An all-to-all posts W - 1 messages, whose costs at the
+    sender and the receiver add up. A permutation is one message, a broadcast ceil(log2 W).
 
-    Published formulas count ceil(log2 W) rounds for an all-gather: a tree, which neither of the two
-    builds for it.
+    The papers' formulas have ceil(log2 W) rounds for an all-gather. That is a tree, which neither
+    library builds.
 
     Args:
         op: XLA's opcode, for example `all-reduce`.
-        workers: of its group, W >= 1.
+        workers: number of workers in its group, W >= 1.
 
     Raises:
         ValueError: the opcode is unknown.
@@ -77,16 +77,16 @@ def rounds(op: str, workers: int) -> int:
 
 
 class Timing(NamedTuple):
-    """What one collective took in a measurement."""
+    """One measured collective."""
 
     op: str  # XLA's opcode
-    workers: int  # of its group
-    received: float  # bytes that a worker receives, as `jaxsparse.traffic.wire_bytes` counts them
+    workers: int  # number of workers in its group
+    received: float  # bytes that a worker receives, as `jaxsparse.wire_bytes` counts them
     seconds: float  # median time until the last worker is done
 
     @property
     def rounds(self) -> int:
-        """Messages one after the other."""
+        """The number of sequential messages."""
         return rounds(self.op, self.workers)
 
 
@@ -95,17 +95,17 @@ _OPS = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_
 
 @dataclasses.dataclass(frozen=True)
 class Network(Measured):
-    """A link for each kind of collective, since libraries do not run all equally well.
+    """A link for each kind of collective, because libraries run some kinds better than others.
 
     Attributes:
-        link: for kinds that have none of their own, and of single messages.
-        all_reduce: of sums and maxima over workers; None where not measured, as for the others.
-        all_gather: of all-gathers.
-        all_to_all: of all-to-alls.
-        collective_permute: of permutations.
-        reduce_scatter: of reduce-scatters.
-        workers: that were measured, None where unknown.
-        timings: that the links were fitted to.
+        link: link of single messages, and of kinds without a link of their own.
+        all_reduce: link of sums and maxima over workers. None, here and below: not measured.
+        all_gather: link of all-gathers.
+        all_to_all: link of all-to-alls.
+        collective_permute: link of permutations.
+        reduce_scatter: link of reduce-scatters.
+        workers: number of workers in the measurement. None: unknown.
+        timings: times that the links were fitted to.
 
     Raises:
         ValueError: a link is no `Link`, or a timing has no positive time.
@@ -135,7 +135,7 @@ class Network(Measured):
     def __post_init__(self):
         for name in ("link", *_OPS):
             given = getattr(self, name)
-            if isinstance(given, Mapping):  # of a file
+            if isinstance(given, Mapping):  # from a file
                 given = Link(**given)
                 object.__setattr__(self, name, given)
             if not isinstance(given, Link) and (name == "link" or given is not None):
@@ -150,11 +150,11 @@ class Network(Measured):
         return own if isinstance(own, Link) else self.link
 
     def seconds(self, moved: WireBytes) -> float:
-        """Time of all collectives of a program, one after the other.
+        """Time of all collectives of a program, in sequence.
 
         Args:
-            moved: what `jaxsparse.traffic.wire_bytes` or `traced_bytes` returned. Of a conditional
-                the dearest branch counts.
+            moved: result of `jaxsparse.wire_bytes` or `jaxsparse.traffic.traced_bytes`. The dearest
+                branch of a conditional counts.
 
         Returns:
             The sum, over collectives, of `rounds` times latency and received bytes over bandwidth.
@@ -175,7 +175,7 @@ def _checked(timing: Any) -> Timing:
         static_float("received", received),
         static_float("seconds", seconds),
     )
-    rounds(checked.op, checked.workers)  # raises where the op is unknown
+    rounds(checked.op, checked.workers)  # raises if the op is unknown
     if not (0 < checked.seconds < math.inf and 0 <= checked.received < math.inf):
         raise ValueError(f"{checked} must have a positive time, and bytes of at least 0")
     return checked

@@ -3,6 +3,13 @@
 Loops over tiles, whose working set fits into a cache, suit a CPU. A GPU starts at least one kernel
 a turn, some microseconds each, and has threads for a whole vector at once. `by_platform` takes two
 forms of one function; the device that it is compiled for decides which of them runs.
+
+On a GPU, slots take their maxima over the columns of a matrix that is gathered and never stored,
+decoding is one gather, encoding one scatter of tiles, hash extraction one scatter-max, and a k-th
+largest is found by digits of four bits. `tests/test_gpu_forms.py` holds one form against the other
+on CPU; `pytest --gpu-forms` runs any test with what GPUs get; `benchmarks/gpu_compiled.py` counts
+what XLA makes of them. Norms of blocks, top-k of groups and quantising have one form: they are
+reductions along rows and elementwise work. Loops of a turn for each worker or pass stay as well.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What was measured, kept in files of one format; and what systems compute in an exchange."""
+"""Measurements, kept in files of one format, and the computing times of systems."""
 
 import dataclasses
 import functools
@@ -16,21 +16,21 @@ _SHIPPED = Path(__file__).with_name("profile.json")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Where and when something was measured, and the file that it is kept in.
+    """Place and date of a measurement, and its file.
 
     The file is JSON: the version, the kind, these texts, the units and the other fields of the
-    class. Tables are rows of values. Reading a file checks it as making the object does.
+    class. Tables are rows of values. Reading a file makes the same checks as making the object.
 
     Attributes:
-        device: that was measured, in words.
+        device: the measured device, in words.
         jax: the version of JAX.
-        date: of the measurement, ISO 8601.
-        settings: what else was measured, in words.
+        date: the date of the measurement, ISO 8601.
+        settings: other settings of the measurement, in words.
     """
 
     kind: ClassVar[str]
     units: ClassVar[dict[str, str]]
-    how: ClassVar[str]  # to measure one
+    how: ClassVar[str]  # the call or command that measures one
 
     device: str = "unknown"
     jax: str = "unknown"
@@ -53,8 +53,8 @@ class Measured:
         """Reads a file that `save` wrote.
 
         Raises:
-            ValueError: it is no such file.
-            OSError: it can't be read.
+            ValueError: the file has another content.
+            OSError: the file can't be read.
         """
         try:
             content = json.loads(Path(path).read_text())
@@ -70,7 +70,7 @@ class Measured:
 
 
 def _written(value: Any) -> str:
-    """JSON, with the rows of a table on lines of their own."""
+    """The value as JSON, with a line for each row of a table."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if not isinstance(value, tuple):
@@ -79,19 +79,19 @@ def _written(value: Any) -> str:
 
 
 class Floor(NamedTuple):
-    """The least that any pass over a vector costs: a donated x * 2."""
+    """The least time of a pass over a vector: that of a donated x * 2."""
 
     elements: int  # float32 elements
     seconds: float
 
 
 class SystemPoint(NamedTuple):
-    """What one system computes in one exchange."""
+    """The computing time of one system in one exchange."""
 
-    system: str  # of `jaxsparse.systems.WITH_VARIANTS`; "sparcml:ALGORITHM" for each of SparCML's
-    elements: int  # float32 elements of the vector; one of the floors' sizes
+    system: str  # key of `jaxsparse.systems.WITH_VARIANTS`, or "sparcml:ALGORITHM"
+    elements: int  # float32 elements of the vector; a size of the floors
     workers: int
-    density: float | None  # None: the system does the same at any
+    density: float | None  # None: the system does the same at every density
     passes: float  # time in multiples of the floor of that size
 
 
@@ -99,17 +99,17 @@ class SystemPoint(NamedTuple):
 class SystemProfile(Measured):
     """Times of selecting, encoding, decoding and residuals, at some sizes, workers and densities.
 
-    Between these, logarithms of times follow straight lines in the logarithm of each. Beyond the
-    largest size times grow in proportion to it; below the smallest they stay as they are there.
-    Beyond the smallest and largest workers and densities the last lines go on, but neither fall nor
-    grow faster than in proportion.
+    Between the points, times are interpolated on straight lines in logarithms. Beyond the largest
+    size, times grow in proportion to the size; below the smallest, they are those of the smallest.
+    Beyond the smallest and largest workers and densities, the last lines go on, but times neither
+    fall nor grow faster than in proportion.
 
     Attributes:
-        points: at least one.
-        floors: one for each size of the points.
+        points: at least one point.
+        floors: a floor for each size of the points.
 
     Raises:
-        ValueError: there is no point, one has no floor of its size, or a value is out of range.
+        ValueError: there is no point, a point has no floor of its size, or a value is out of range.
 
     Example:
         >>> points = [SystemPoint("top_k", 1000, W, 0.01, 4.0 * W) for W in (2, 8)]
@@ -156,7 +156,7 @@ class SystemProfile(Measured):
 
     @property
     def systems(self) -> tuple[str, ...]:
-        """Names of those that were measured."""
+        """The names of the measured systems."""
         return tuple(dict.fromkeys(point.system for point in self.points))
 
     def __str__(self) -> str:
@@ -169,7 +169,7 @@ class SystemProfile(Measured):
         return 8 * largest.elements / largest.seconds
 
     def scaled(self, memory_bandwidth: float) -> "SystemProfile":
-        """The same passes at another device's memory bandwidth, in bytes a second.
+        """The same passes at another memory bandwidth, in bytes a second.
 
         Raises:
             ValueError: it is not positive and finite.
@@ -183,12 +183,12 @@ class SystemProfile(Measured):
         )
 
     def seconds(self, system: str, size: int, workers: int, density: float) -> float:
-        """Time that one worker computes in an exchange.
+        """The time that one worker computes in an exchange.
 
         Args:
-            system: its name.
-            size: elements of the vector.
-            workers: their number.
+            system: name of the system.
+            size: number of elements of the vector.
+            workers: number of workers.
             density: share of the elements that a step delivers.
 
         Raises:
@@ -203,7 +203,7 @@ class SystemProfile(Measured):
         for name, value in (("size", size), ("workers", workers), ("density", density)):
             _positive(name, value)
         floors = dict(self.floors)
-        # A grid may have holes, so it is reduced by one dimension after the other.
+        # The grid may have holes, so interpolate in one dimension after the other.
         grid: dict[float | None, dict[int, dict[int, float]]] = {}
         for _, elements, count, share, passes in of_system:
             sizes = grid.setdefault(share, {}).setdefault(count, {})
@@ -219,7 +219,7 @@ class SystemProfile(Measured):
     @classmethod
     @functools.cache
     def shipped(cls) -> Self:
-        """The profile that comes with the library, of a CPU with two cores."""
+        """The profile that the library contains, of a CPU with two cores."""
         return cls.load(_SHIPPED)
 
 
@@ -237,7 +237,7 @@ def _at_size(seconds: dict[int, float], size: int) -> float:
 
 
 def _between(values: dict[Any, float], x: float) -> float:
-    """The value at x, by lines through the logarithms, the outer ones of slopes 0 to 1."""
+    """The value at x, on lines through the logarithms. The outer lines have slopes 0 to 1."""
     at = sorted(values)
     if len(at) == 1:
         return values[at[0]]

@@ -45,7 +45,7 @@ def static_float(name: str, value: Any) -> float:
     if not is_number:
         raise ValueError(f"{name}={value!r} must be a number: {_static(value)}")
     if math.isnan(value):
-        raise ValueError(f"{name}={value} is not a number (NaN): pass one")
+        raise ValueError(f"{name}={value} is not a number (NaN): pass a number")
     return float(value)
 
 

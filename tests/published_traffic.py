@@ -90,9 +90,9 @@ def all_gather_sum_traffic(k, size, workers, codec=codecs.COO):
 
 def sparse_ring_traffic(k, size, workers, codec=codecs.COO, capacity_factor=None):
     """2 (W - 1) rounds; words of the messages' capacities."""
-    parcels = sparse_ring._parcels(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
-    last = parcels[-1].words + (capacity_factor is not None)
-    words = sum(message_format.words for message_format in parcels[:-1]) + (workers - 1) * last
+    formats = sparse_ring._formats(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
+    last = formats[-1].words + (capacity_factor is not None)
+    words = sum(message_format.words for message_format in formats[:-1]) + (workers - 1) * last
     return Traffic(2 * (workers - 1), words)
 
 
@@ -113,8 +113,8 @@ def ok_topk_traffic(k, size, workers, codec=codecs.COO, capacity_factor=2.0):
     """
     regions = Regions(size, workers)
     room = ok_topk._room(k, regions, capacity_factor)
-    offers, sums = codec.words(room, regions.length), codec.words(room, regions.positions)
-    words = (workers - 1) * (offers + 2 * sums + 3)
+    entries, sums = codec.words(room, regions.length), codec.words(room, regions.positions)
+    words = (workers - 1) * (entries + 2 * sums + 3)
     return Traffic(2 * (workers - 1) + 2 * (workers - 1).bit_length(), words)
 
 

@@ -205,7 +205,7 @@ def test_a_quadratic_is_minimised_with_and_without_delay(delay):
 @pytest.mark.parametrize(
     ("delay", "message"),
     [
-        (2, r"delay=2 must be 0, .*or 1, for last step's"),
+        (2, r"delay=2 must be 0, .*or 1, to exchange those of"),
         (-1, r"delay=-1 must be 0"),
         (True, r"delay=True must be an int"),
         (0.5, r"delay=0.5 must be an int"),

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from running import ROOT, in_processes, run
+from workers import some
 
 import jaxsparse
 from jaxsparse import check_replicas, data_parallel, diagnose, shard
@@ -38,7 +39,9 @@ def norm(x):
     return np.linalg.norm(np.asarray(x, np.float64).ravel())
 
 
-@pytest.mark.parametrize("mesh", [3, mesh_of((3,))], ids=["vmap", "shard_map"])
+@pytest.mark.parametrize(
+    "mesh", some([3, mesh_of((3,))], [mesh_of((3,))]), ids=["vmap", "shard_map"]
+)
 def test_norms_and_counts(mesh):
     tx = jaxsparse.top_k(0.01, bucket_size=1100)
 

@@ -47,7 +47,7 @@ SETTINGS = {
     ),
     "density that is not a number": (
         lambda: jaxsparse.top_k(float("nan")),
-        r"density=nan is not a number \(NaN\): pass one",
+        r"density=nan is not a number \(NaN\): pass a number",
     ),
     "density as an array": (
         lambda: jaxsparse.top_k(jnp.ones(1)),
@@ -92,7 +92,7 @@ SETTINGS = {
     "no budget": (lambda: jaxsparse.sketched_sgd(k=5), r"k=5 and cols=None: give both, or a comp"),
     "too much budget": (
         lambda: jaxsparse.sketched_sgd(10, k=5, cols=40),
-        r"compression=10, k=5 and cols=40 say too much",
+        r"compression=10, k=5 and cols=40 cannot all hold",
     ),
     "compression below 1": (lambda: jaxsparse.sketched_sgd(0.5), r"compression=0.5 must be at le"),
     "compression out of reach": (
@@ -299,7 +299,7 @@ USES = {
     whole_state_in_one_worker: r"shape \(3, 1200\) holds 3 workers' values.*jaxsparse.specs",
     state_for_other_workers: r"per-worker state for 2 workers, but there are 3",
     spread_twice: r"already spread over 2 workers and cannot be spread over 3",
-    state_of_another_tree: r"residuals of sizes \(2500,\), the gradients fill .*\(1200,\)",
+    state_of_another_tree: r"residuals of sizes \(2500,\), but the gradients fill .*\(1200,\)",
     state_of_another_momentum: r"momentum for 0 buckets.*momentum is on: pass the state that init",
     dense_state_of_another_tree: r"momentum for 0 buckets and 3 dense .* fill 0 and 1203",
     summed_gradient: r"gradient\['b'\] is equal on all workers.*jaxsparse.local\(params, 'data'\)",

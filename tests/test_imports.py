@@ -106,3 +106,12 @@ def _lax_names(source):
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "lax":
             yield node.attr
+
+
+def test_no_test_imports_another():
+    """What several need stands in a helper module beside them."""
+    for path in pathlib.Path(__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in getattr(node, "names", ()) if hasattr(alias, "asname")]
+            names += [getattr(node, "module", None) or ""]
+            assert not any(name.startswith("test_") for name in names), path.name

@@ -118,6 +118,7 @@ def tree(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_faults_are_caught_or_survive(tree, capsys):
     before = {path: path.read_bytes() for path in tree.rglob("*.py")}
     mutations.main(["--count", "2", "--workers", "0", "--skip-unchanged"], root=tree)

@@ -119,6 +119,7 @@ def test_no_more_memory_than_one_group():
     assert peak(apart) <= 1.01 * peak(error_feedback(TopK(0.01, selection="exact")))
 
 
+@pytest.mark.slow
 def test_composes_with_an_optimizer_and_stages():
     tx = optax.chain(
         partition({"embed": TopK(0.1), "k": SparDL(0.1)}),

@@ -369,7 +369,7 @@ ERRORS = {
         lambda: quantize(jnp.ones(3), Sign(), jax.random.key(0)),
         r"Sign\(group_size=1024\) rounds without one: pass key=None",
     ),
-    "quantizer": (lambda: Quantized(4), "quantizer=4 is none: use quantize.QSGD"),
+    "quantizer": (lambda: Quantized(4), "quantizer=4 is no quantizer: use quantize.QSGD"),
     "rounding": (lambda: qsgd(rounding="up"), "rounding='up' is unknown: use 'stochastic' or"),
     "sign": (
         lambda: Quantized(Sign()),

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import few, on_workers
+from workers import few, on_workers, some
 
 from jaxsparse.systems import SketchedBudget, SketchedSGD, TrueTopK
 
@@ -30,7 +30,7 @@ def test_numpy_integers_are_ints():
         assert np.count_nonzero(exchange(reducer, x, "vmap").mean[0]) == 5
 
 
-@pytest.mark.parametrize("way", ["shard_map", "vmap"])
+@pytest.mark.parametrize("way", some(["shard_map", "vmap"], ["shard_map"]))
 @pytest.mark.parametrize("seed", few(range(2), [0]))
 def test_values_beyond_float16_are_exchanged_exactly(way, seed):
     big = 999_999  # a multiple of 3: means are exact

@@ -115,8 +115,8 @@ TRAINED = [(framework, where) for framework in ("linen", "nnx") for where in RUN
     "trained",
     some(
         TRAINED,
-        [("linen", "auto"), ("nnx", "simulated")],
-        slow=[("linen", "explicit"), ("nnx", "auto")],
+        [("linen", "auto")],
+        slow=[("linen", "explicit"), ("nnx", "auto"), ("nnx", "simulated")],
     ),
 )
 def test_a_trainer_learns(trained):

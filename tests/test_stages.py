@@ -111,6 +111,7 @@ def mesh_of_6():
     return mesh(6)
 
 
+@pytest.mark.slow
 def test_a_staged_density_trains_in_a_chain():
     tx = optax.chain(jaxsparse.spardl(warm_up(0.01, steps=4, stages=2)), optax.sgd(0.5))
     params = {"kernel": jnp.ones((64, 32))}

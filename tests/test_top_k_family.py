@@ -9,7 +9,7 @@ from supports import SUPPORTS, run, shares_by_quarter, total, vectors
 from workers import few, on_workers, some
 
 from jaxsparse import Stages, codecs
-from jaxsparse.collectives.offers import about_top_k
+from jaxsparse.collectives.ok_topk import about_top_k
 from jaxsparse.collectives.regions import Regions
 from jaxsparse.reducers.stages import Staged
 from jaxsparse.systems import GTopK, OkTopk
@@ -109,7 +109,7 @@ def test_ok_topk_draws_regions_of_other_workers_anew():
         assert reduced.info.overflow[0] == 0
         state = jax.tree.map(lambda leaf: leaf[0], reduced.state)
         place, regions = np.asarray(state.agreed.place), Regions(size, workers)
-        assert len(set(place.tolist())) == regions.buckets
+        assert len(set(place.tolist())) == regions.bins
         assert place.max() < workers * regions.places
         assert state.agreed.workers == workers
 
@@ -139,15 +139,15 @@ def test_regions_balance_whatever_the_counts():
 
 
 @pytest.mark.parametrize("size", [2000, 2**16])
-def test_offers_are_about_the_k_largest(size):
+def test_selected_entries_are_about_the_k_largest(size):
     k = size // 50
-    offer = jax.jit(lambda x: about_top_k(x, k))
+    take = jax.jit(lambda x: about_top_k(x, k))
     rng = np.random.default_rng(0)
     normal = rng.normal(size=size).astype(np.float32)
     few_values = np.where(normal > 0, 1, -1).astype(np.float32)  # all of them reach the threshold
     sparse = normal * (rng.random(size) < 0.004)
     for x, least, most in ((normal, 0.75 * k, 1.25 * k), (few_values, k, k), (sparse, 0, k)):
-        stream = jax.tree.map(np.asarray, offer(x))
+        stream = jax.tree.map(np.asarray, take(x))
         kept = stream.indices[stream.indices < size]
         assert least <= len(kept) <= most
         assert len(set(kept.tolist())) == len(kept)
@@ -158,7 +158,7 @@ def test_offers_are_about_the_k_largest(size):
     assert len(kept) == np.count_nonzero(sparse)
 
 
-def test_few_offers_of_a_large_vector_are_not_sampled():
+def test_few_entries_of_a_large_vector_are_not_sampled():
     x = np.random.default_rng(0).normal(size=2**17).astype(np.float32)
     stream = jax.jit(lambda x: about_top_k(x, 100))(x)
     assert stream.capacity == 100

@@ -1,10 +1,10 @@
 """Sums of vectors over workers, one algorithm a file.
 
-All are called by every worker of an axis, inside `jax.shard_map` or `jax.vmap(axis_name=...)`, for
-any number of workers. The sparse all-reduces take a `SparseStream` and return an `AllReduced`.
-Partial sums are dense in memory: what arrives is added to a dense array (of a range, or of all) and
-entries are taken out again by `select.compact`, a pass or two. Merging sorted streams needs sorts,
-which on CPU cost more than that from a density of 0.3 % on.
+Every worker of an axis calls them, inside `jax.shard_map` or `jax.vmap(axis_name=...)`, for any
+number of workers. The sparse all-reduces take a `SparseStream` and return an `AllReduced`. Partial
+sums are dense in memory: arriving entries are added to a dense array (of a range, or of the whole
+vector), and `select.compact` takes entries out again, in a pass or two. A merge of sorted streams
+would need sorts, which cost more on a CPU from a density of 0.3 % on.
 """
 
 from jaxsparse.collectives.all_gather_sum import all_gather_sum as all_gather_sum

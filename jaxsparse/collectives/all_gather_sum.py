@@ -1,4 +1,4 @@
-"""Sparse all-gather, summed by each worker for itself (TopkA; SparCML, section 5.3)."""
+"""Sparse all-gather, after which each worker sums all messages (TopkA; SparCML, section 5.3)."""
 
 import jax.numpy as jnp
 
@@ -19,25 +19,26 @@ def all_gather_sum(
 ) -> AllReduced:
     """Every worker receives every worker's entries and combines them, in order of rank.
 
-    One all-gather of (W - 1) 2k words in COO: the simplest, and the dearest for many workers.
+    It is one all-gather, of (W - 1) 2k words in COO. It is the simplest all-reduce, and the most
+    expensive one for many workers.
 
     Args:
         stream: k entries.
-        size: elements of the vector, d.
-        axis_name: whose workers take part.
-        op: how entries are combined. Only sums may be rounded by the codec.
-        codec: of sparse messages.
-        distinct: whether no index repeats in a stream, as after a top-k; saves a sort.
+        size: number of elements of the vector, d.
+        axis_name: the axis of the workers.
+        op: operation that combines entries. Only for sums may the codec round.
+        codec: wire format of sparse messages.
+        distinct: whether no index repeats in a stream, as after a top-k. This saves a sort.
 
     Raises:
-        ValueError: the op is unknown, not defined for the dtype, or not for this codec.
+        ValueError: the op is unknown, or does not go with this dtype or codec.
     """
     message_format = MessageFormat(size, stream.capacity, op, stream.values.dtype, codec)
     residual = jnp.zeros_like(stream.values, shape=(size,))
     if message_format.is_dense:
         message = message_format.pack(to_dense(stream, size, op))
     else:
-        if not distinct:  # on a GPU equal indices within a scatter have no order: replicas drift
+        if not distinct:  # a GPU scatters equal indices in any order, and replicas would drift
             stream = merge_duplicates(stream, size, op)
         rounded = codec.rounded(stream.values)
         if not message_format.is_exact:

@@ -1,4 +1,4 @@
-"""DSAR_Split_allgather: sparse in, dense out, perhaps quantised (SparCML, sections 5.3.3 and 6)."""
+"""DSAR_Split_allgather: sparse to dense, optionally quantised (SparCML, sections 5.3.3 and 6)."""
 
 import jax
 import jax.numpy as jnp
@@ -24,24 +24,24 @@ def dsar_split_allgather(
 ) -> AllReduced:
     """As `split_allgather`, but owners send their ranges as dense arrays.
 
-    For supports that fill in so much that the sum is dense: (W - 1)/W d words in the second half,
-    if it is not quantised.
+    Use it if the supports fill in so much that the sum is dense. The second half receives
+    (W - 1)/W d words, or fewer if it is quantised.
 
     Args:
         stream: k entries; an index may repeat.
-        size: elements of the vector, d.
-        axis_name: whose workers take part.
-        op: how entries are combined; only sums can be quantised.
-        codec: of the first half's messages.
-        capacity_factor: as in `split_allgather`, of the first half.
-        quantizer: of the second half; None sends float32.
-        key: of stochastic rounding, the same on all workers and fresh at each step: the total is
-            then unbiased, and what it lacks is *not* in the residual, as in the paper. None rounds
-            to nearest, and the residual keeps the difference: quantizers with which that could
-            grow without bound are refused.
+        size: number of elements of the vector, d.
+        axis_name: the axis of the workers.
+        op: operation that combines entries. Only sums can be quantised.
+        codec: wire format of the first half.
+        capacity_factor: as in `split_allgather`, for the first half.
+        quantizer: quantiser of the second half. None: float32.
+        key: key of stochastic rounding, the same on all workers and fresh at each step. The total
+            is then unbiased, and the residual does *not* keep the error, as in the paper. None
+            rounds to nearest, and the residual keeps the error. Quantisers are refused if the
+            residual could grow without bound.
 
     Raises:
-        ValueError: the op is unknown, or not for this dtype, codec, capacity or quantizer.
+        ValueError: the op is unknown, or does not go with this dtype, codec, capacity or quantiser.
     """
     if quantizer is not None and op != "sum":
         raise ValueError(f"quantizer={quantizer}, but only sums can be quantised, not op={op!r}")

@@ -1,7 +1,7 @@
-"""Messages of the sparse all-reduces, and what these return.
+"""Messages and results of the sparse all-reduces.
 
-A message carries a partial result: as a stream, or as a dense array once that is no longer. A count
-rides along in its last word, and so takes no round of its own.
+A message carries a partial result, as a stream or as a dense array, whichever is shorter. Its last
+word may be a count, which so needs no round of its own.
 """
 
 import dataclasses
@@ -29,16 +29,16 @@ class AllReduced(NamedTuple):
     For sums, `sum over workers of to_dense(stream) == total + sum over workers of residual`.
     """
 
-    total: Num[Array, " d"]  # equal on all workers; the neutral element where nobody has an entry
-    residual: Num[Array, " d"]  # this worker's share of what `total` lacks; zeros but for sums
-    overflow: Int[Array, ""]  # int32: entries, of all workers, that found no room; equal on all
+    total: Num[Array, " d"]  # equal on all workers; the neutral element where there are no entries
+    residual: Num[Array, " d"]  # this worker's share of all that `total` lacks; 0 unless op="sum"
+    overflow: Int[Array, ""]  # int32: number of entries without room on all workers; equal on all
 
 
 def left_of(total: Num[Array, " d"], sent: Num[Array, " d"]) -> Num[Array, " d"]:
-    """What is left of partial sums for a residual.
+    """The part of partial sums that is not sent, for a residual.
 
-    A sum that overflowed and is not sent is cut to what its dtype holds: the values that it is of
-    are on other workers, and an inf would stay in the residual for good.
+    A sum that overflowed and is not sent is clipped to its dtype's range. Its summands are on other
+    workers, and an inf would stay in the residual for ever.
     """
     left = jnp.where(total == sent, jnp.zeros_like(total), total - sent)
     if not jnp.issubdtype(total.dtype, jnp.floating):
@@ -51,15 +51,15 @@ def left_of(total: Num[Array, " d"], sent: Num[Array, " d"]) -> Num[Array, " d"]
 class MessageFormat:
     """Messages that carry vectors of `size` elements with at most `capacity` entries.
 
-    Entries are the elements other than the operation's neutral one. From the capacity at which a
-    stream would be no shorter than a dense array (SparCML's delta), it is a dense array.
+    Entries are the elements that differ from the operation's neutral element. A message is a dense
+    array if a stream of this capacity would be no shorter (SparCML's delta).
 
     Attributes:
-        size: elements of the vector.
-        capacity: entries it can have.
-        op: by which vectors are combined.
-        dtype: of the vector, 4 bytes wide.
-        codec: of sparse messages.
+        size: number of elements of the vector.
+        capacity: most entries of the vector.
+        op: operation that combines vectors.
+        dtype: dtype of the vector, 4 bytes wide.
+        codec: wire format of sparse messages.
     """
 
     size: int
@@ -81,17 +81,17 @@ class MessageFormat:
 
     @property
     def is_dense(self) -> bool:
-        """Whether a dense array travels."""
+        """Whether messages are dense arrays."""
         return self.codec.words(self.capacity, self.size) >= self.size
 
     @property
     def words(self) -> int:
-        """Words of a message."""
+        """The number of words of a message."""
         return self.size if self.is_dense else self.codec.words(self.capacity, self.size)
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is rounded away."""
+        """Whether messages round no value."""
         return self.is_dense or self.codec.is_exact
 
     def empty(self) -> Num[Array, " size"]:
@@ -103,7 +103,7 @@ class MessageFormat:
         return from_dense(x, select.compact(x != neutral(self.op, x.dtype), self.capacity))
 
     def rounded(self, x: Num[Array, " size"]) -> Num[Array, " size"]:
-        """`x` as it arrives, if it has no more entries than fit."""
+        """`x` as it arrives, if all its entries fit."""
         return x if self.is_exact else self.codec.rounded(x)
 
     def pack(self, x: Num[Array, " size"]) -> UInt32[Array, " words"]:
@@ -113,16 +113,16 @@ class MessageFormat:
         return self.codec.encode(self.extract(x), self.size)
 
     def merge(self, x: Num[Array, " size"], message: UInt32[Array, " words"]) -> Array:
-        """`x` with the vector of a message combined into it."""
+        """Combines `x` with the vector of a message."""
         if self.is_dense:
             return combine(self.op, x, codecs.from_bits(message, self.dtype))
         stream = self.codec.decode(message, self.capacity, self.size, self.dtype)
         return scatter(self.op, x, stream.indices, stream.values)
 
     def merge_all(self, messages: UInt32[Array, "n words"]) -> Num[Array, " size"]:
-        """The vectors of all messages combined, one after the other.
+        """Combines the vectors of all messages, one after the other.
 
-        Within a single scatter, entries with the same index have no order on a GPU.
+        A single scatter would combine entries with equal indices in any order on a GPU.
         """
         total = self.merge(self.empty(), messages[0])
         if len(messages) == 1:
@@ -138,7 +138,7 @@ class MessageFormat:
 def with_count(
     message: UInt32[Array, " words"], count: Int[Array, ""] | None
 ) -> UInt32[Array, " words+1"]:
-    """The message with this worker's count behind it; None adds nothing."""
+    """The message with this worker's count behind it, or without if it is None."""
     if count is None:
         return message
     return jnp.concatenate([message, count.astype(jnp.uint32)[None]])
@@ -147,7 +147,7 @@ def with_count(
 def split_counts(
     messages: UInt32[Array, "n words+1"], is_counted: bool
 ) -> tuple[UInt32[Array, "n words"], Int[Array, ""]]:
-    """The messages of n workers without their counts, and the sum of these, or 0."""
+    """The messages of n workers without their counts, and the sum of the counts, or 0."""
     if not is_counted:
         return messages, jnp.int32(0)
     return messages[:, :-1], jnp.sum(messages[:, -1]).astype(jnp.int32)

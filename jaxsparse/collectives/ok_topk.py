@@ -9,28 +9,36 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse import codecs, select
 from jaxsparse.collectives import wire
-from jaxsparse.collectives.kth_largest import kth_largest
-from jaxsparse.collectives.offers import about_top_k
-from jaxsparse.collectives.regions import Regions, bucket_count, into_regions
+from jaxsparse.collectives.regions import Regions, bin_count, by_owner
 from jaxsparse.collectives.spardl import Select, largest
-from jaxsparse.platforms import count_where, zeros
-from jaxsparse.select.compaction import compact_ranked
+from jaxsparse.platforms import magnitude_bits, to_bits, zeros
+from jaxsparse.select.compaction import first_of_ranges, running_sum
+from jaxsparse.select.thresholds import EXACT_PASSES, bisection, sample_size
 from jaxsparse.stream import SparseStream, add_to, from_dense
+
+# Slots for each of the k wanted entries, so that more than they hold reach a sampled threshold in
+# one of some thousand samples only.
+_SLOTS_PER_K = 1.5
+# Samples are read once for each bit of a magnitude, which takes a while from this size on.
+_READS = 32
+_LARGE = 2**17
+# Bits of a magnitude that each round of the search for a threshold settles.
+_DIGIT_BITS = 8
 
 
 class Agreed(NamedTuple):
     """What workers agree on for many steps. Equal on all workers."""
 
-    place: Int[Array, " buckets"]  # int32: of each bucket in the regions of so many
+    place: Int[Array, " bins"]  # int32: of each bin in the regions of so many
     workers: Int[Array, ""]  # int32
     threshold: Float[Array, ""]  # of the sums' magnitudes
-    is_crowded: Bool[Array, ""]  # offers found no room: draw new regions
+    is_crowded: Bool[Array, ""]  # entries found no room: draw new regions
     is_stale: Bool[Array, ""]  # too many or too few sums passed: take a new threshold
 
     @classmethod
     def start(cls, size: int) -> "Agreed":
         """Before the first step, which draws regions and takes a threshold."""
-        place = jnp.arange(bucket_count(size), dtype=jnp.int32)
+        place = jnp.arange(bin_count(size), dtype=jnp.int32)
         return cls(place, jnp.int32(0), jnp.float32(0), jnp.bool_(True), jnp.bool_(True))
 
 
@@ -43,6 +51,53 @@ class OkTopk(NamedTuple):
     delivered: Int[Array, ""]  # int32: elements of `mean` other than 0
     overflow: Int[Array, ""]  # int32: entries, of all workers, that found no room
     agreed: Agreed
+
+
+class _Search(NamedTuple):
+    turn: Int[Array, ""]  # int32
+    is_done: Bool[Array, ""]
+    indices: Int[Array, " room"]
+
+
+def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
+    """The elements that reach a sampled threshold: on average k of them, k / 2 to 3 k / 2 + 1.
+
+    Where more or fewer do, as among many that are equal, those above the k-th largest itself; if
+    they are fewer than k / 2, those at it as well, until there are k. Where sampling a large vector
+    would take longer, as for k below 2000, `select.fast_top_k` takes k. Slots without an entry have
+    index d and value 0.
+
+    Args:
+        x: float32, without NaN.
+        k: 1 <= k <= d.
+    """
+    if x.size >= _LARGE and _READS * sample_size(x.size, k) > x.size:
+        return select.fast_top_k(x, k)
+    capacity = min(int(_SLOTS_PER_K * k) + 1, x.size)
+    sampled = to_bits(select.sampled_threshold(x, k))
+
+    # A loop, so that either threshold's entries are found by the same code, compiled once.
+    def search(last: _Search) -> _Search:
+        is_exact = last.turn > 0
+        threshold = jax.lax.cond(
+            is_exact, lambda: bisection(x, k, EXACT_PASSES)[0], lambda: sampled
+        )
+        at = jnp.maximum(threshold, jnp.uint32(1))  # without zeros
+        above = jnp.where(is_exact, threshold + jnp.uint32(1), at)
+        indices = first_of_ranges(
+            x, (above, at), capacity + 1, key=magnitude_bits, enough=(k + 1) // 2
+        )
+        too_few = (indices[(k - 1) // 2] == x.size) & (threshold > 0)
+        too_many = indices[capacity] < x.size
+        # More than k reach the exact threshold only if several are at it.
+        is_over = is_exact & (jnp.arange(capacity) >= k)
+        indices = jnp.where(is_over, x.size, indices[:capacity])
+        return _Search(last.turn + 1, ~(too_few | too_many), indices)
+
+    none = zeros((capacity,), jnp.int32, (x, sampled))
+    start = _Search(jnp.int32(0), zeros((), jnp.bool_, (x, sampled)), none)
+    found = jax.lax.while_loop(lambda last: ~last.is_done & (last.turn < 2), search, start)
+    return from_dense(x, found.indices)
 
 
 def ok_topk(
@@ -59,21 +114,21 @@ def ok_topk(
 ) -> OkTopk:
     """Means of workers' k largest entries, as far as their sums are above a threshold.
 
-    Workers offer their entries to the owners of W regions that hold about equally many; owners add
+    Workers send their entries to the owners of W regions that hold about equally many; owners add
     them up, hand on the large sums so that all workers have equally many, and these are gathered.
     The threshold is that of the k largest sums when it is taken, and is reused then. (The paper
     reuses workers' own thresholds, too, for a step in which selecting is a pass over x; here they
     are taken anew from samples, which takes less than that pass.)
 
     Each message has room for C = ceil(capacity_factor k / W) entries, or those of a region if they
-    are fewer. Offers that find none stay with their workers; if too many sums pass the threshold,
+    are fewer. Entries that find none stay with their workers; if too many sums pass the threshold,
     each owner delivers its share of what there is room for, the largest ones. Both are counted.
     A step with old regions and threshold takes 6 C (W - 1) words in COO: capacity_factor times the
     published 6 k (W - 1) / W.
 
     Args:
         x: float32.
-        k: entries offered by each worker, more or less as `top_k` does it, and wanted in the
+        k: entries that each worker sends, more or less as `top_k` does it, and wanted in the
             result.
         agreed: from the step before.
         refresh: whether to take a new threshold even if the old one served; equal on all workers.
@@ -81,33 +136,38 @@ def ok_topk(
         axis_name: whose workers take part.
         codec: of the messages.
         capacity_factor: room in messages. The smaller, the fewer words and the more overflow; with
-            a factor of 1 offers of more than k entries never fit.
+            a factor of 1 more than k entries never fit.
         top_k: picks the entries.
     """
     workers, size = wire.axis_size(axis_name), x.size
     regions = Regions(size, workers)
     room = _room(k, regions, capacity_factor)
     limit = workers * room
-    offers = _in_order(x, top_k(x, k))
-    starts = regions.starts(offers.indices)
+    selected = top_k(x, k)
+    indices = jnp.where(selected.values != 0, selected.indices, size)
     place = jax.lax.cond(
         agreed.is_crowded | rebalance | (agreed.workers != workers),
-        lambda: regions.draw(wire.psum(starts[1:] - starts[:-1], axis_name)),
+        lambda: regions.draw(wire.psum(regions.counts(indices), axis_name)),
         lambda: agreed.place,
     )
 
     # To the owners.
-    bins, fits, crowded_out = into_regions(offers, starts, place, regions, room)
-    arrived = _exchange(bins, regions.length, axis_name, codec)
-    sums = _added(jnp.zeros_like(x, shape=(regions.length,)), arrived)
+    rows, crowded_out = by_owner(regions.positions_of(place, indices), regions, room)
+    entries = from_dense(x, regions.elements(place, rows.ravel()))
+    within = jnp.where(rows < regions.positions, rows % regions.length, regions.length)
+    leaving = SparseStream(within, entries.values.reshape(rows.shape))
+    arrived = _exchange(leaving, regions.length, axis_name, codec)
+    sums = _sums(arrived, regions.length)
+    magnitude = jnp.abs(sums.values)
     threshold = jax.lax.cond(
         agreed.is_stale | refresh,
-        lambda: kth_largest(sums, k, min(regions.length, limit), axis_name),
+        lambda: _kth_largest(magnitude, k, axis_name),
         lambda: agreed.threshold,
     )
 
     # From the owners, evenly to all: the sum at place p of all goes to worker p // room.
-    count = _count_large(sums, threshold)
+    number = _numbered((magnitude >= threshold) & (magnitude > 0))
+    count = number[-1]
     all_counts = wire.all_gather(count, axis_name)
     passing = jnp.sum(all_counts)
     share = jnp.minimum(1.0, limit / jnp.maximum(passing, 1).astype(jnp.float32))
@@ -116,24 +176,28 @@ def ok_topk(
     share = all_counts.astype(jnp.float32) * share * (1 + 2.0**-20)
     quotas = jnp.floor(share).astype(jnp.int32)
     quotas = jnp.where(passing <= limit, all_counts, quotas)
-    large = _large(sums, threshold, count, room, limit, passing > limit)
     mine = wire.axis_index(axis_name)
-    first = jnp.minimum((jnp.cumsum(quotas) - quotas)[mine], limit)
-    rank = jnp.arange(limit, dtype=jnp.int32)
-    is_held = (large.indices < regions.length) & (rank < quotas[mine]) & (first + rank < limit)
-    positions = jnp.where(is_held, mine * regions.length + large.indices, regions.positions)
-    rounded = codec.rounded(large.values)
-    spread = SparseStream(
-        _shifted(positions, first, regions.positions),
-        _shifted(jnp.where(is_held, rounded, 0), first, 0),
-    )
+    first = jnp.sum(jnp.where(jnp.arange(workers) < mine, quotas, 0), dtype=jnp.int32)
+    room_left = jnp.maximum(limit - first, 0)
+    delivers = jnp.minimum(jnp.minimum(quotas[mine], count), room_left)
+    too_many = passing > limit
+    sums = jax.lax.cond(too_many, lambda: largest(sums, limit)[0], lambda: sums)
+    number = jnp.where(too_many, jnp.arange(1, limit + 1, dtype=jnp.int32), number)
+    is_large = (jnp.abs(sums.values) >= threshold) & (sums.values != 0)
+    is_held = is_large & (number <= delivers)
+    positions = jnp.where(is_held, mine * regions.length + sums.indices, regions.positions)
+    rounded = codec.rounded(sums.values)
+    slots = jnp.where(is_held, first + number - 1, limit)
+    spread = _in_slots(SparseStream(positions, rounded), slots, limit, regions.positions)
     spread = SparseStream(*(part.reshape(workers, room) for part in spread))
     held = _exchange(spread, regions.positions, axis_name, codec)
-    # A slot is filled by one worker, if any; but the codec may have moved it.
-    held = _front(SparseStream(held.indices.ravel(), held.values.ravel()), room, regions.positions)
+    # Without the empty slots. (A slot is filled by one worker, if any, but codecs may move it.)
+    held = SparseStream(held.indices.ravel(), held.values.ravel())
+    is_entry = held.indices < regions.positions
+    slots = jnp.where(is_entry, _numbered(is_entry) - 1, room)
+    held = _in_slots(held, slots, room, regions.positions)
 
-    left_out = count - jnp.count_nonzero(is_held).astype(jnp.int32)
-    report = jnp.stack([crowded_out, left_out]).astype(jnp.uint32)
+    report = jnp.stack([crowded_out, count - delivers]).astype(jnp.uint32)
     messages = jnp.concatenate([codec.encode(held, regions.positions), report])
     messages = wire.all_gather(messages, axis_name)
     crowded_out, left_out = jnp.sum(messages[:, -2:], axis=0).astype(jnp.int32)
@@ -147,14 +211,14 @@ def ok_topk(
 
     # All that differs from x is where entries are: no pass over all of it.
     arrives = lambda indices: mean.at[indices].get(mode="fill", fill_value=0) != 0
-    index = jnp.where(fits & arrives(offers.indices), offers.indices, size)
-    residual = x.at[index].set(offers.values - codec.rounded(offers.values), mode="drop")
+    index = jnp.where(arrives(entries.indices), entries.indices, size)
+    residual = x.at[index].set(entries.values - codec.rounded(entries.values), mode="drop")
     sent = jnp.zeros_like(x, jnp.bool_).at[index].set(True, mode="drop")
     if not codec.is_exact:
         index = regions.elements(place, positions)
-        lost = jnp.where(arrives(index), large.values - rounded, 0)
+        lost = jnp.where(arrives(index), sums.values - rounded, 0)
         residual = residual.at[index].add(lost, mode="drop")
-    is_stale = (passing > limit) | (2 * passing < k)
+    is_stale = too_many | (2 * passing < k)
     many = zeros((), jnp.int32, (agreed.workers,)) + workers
     return OkTopk(
         mean,
@@ -166,77 +230,63 @@ def ok_topk(
     )
 
 
-def _added(sums: Array, arrived: SparseStream) -> Array:
-    """One worker's entries after the other's: within one scatter a GPU would add in any order."""
-
-    def add(sums: Array, row: SparseStream) -> tuple[Array, None]:
-        return add_to(sums, row), None
-
-    return jax.lax.scan(add, sums, arrived)[0]
-
-
 def _room(k: int, regions: Regions, capacity_factor: float) -> int:
     return min(regions.length, math.ceil(capacity_factor * k / regions.workers))
 
 
-def _in_order(x: Array, stream: SparseStream) -> SparseStream:
-    """The entries of `x` other than 0 in increasing order of their indices."""
-    indices = jnp.where(stream.values != 0, stream.indices, x.size)
-    is_sorted = jnp.all(indices[1:] >= indices[:-1])
-    # XLA on CPU sorts indices alone 9 times faster than with values.
-    return jax.lax.cond(
-        is_sorted,
-        lambda: SparseStream(indices, stream.values),
-        lambda: from_dense(x, jnp.sort(indices)),
-    )
+def _sums(arrived: SparseStream, length: int) -> SparseStream:
+    """The sums of all workers' entries of one region, in as many slots, by their indices."""
+
+    # One worker's after the other's: within one scatter a GPU would add in any order.
+    def add(total: Array, row: SparseStream) -> tuple[Array, None]:
+        return add_to(total, row), None
+
+    start = jnp.zeros_like(arrived.values, shape=(length,))
+    total, _ = jax.lax.scan(add, start, arrived)
+    indices = jax.lax.sort(arrived.indices.ravel(), is_stable=False)
+    is_again = jnp.pad(indices[1:] == indices[:-1], (1, 0))
+    return from_dense(total, jnp.where(is_again, length, indices))
 
 
-def _is_large(sums: Array, threshold: Array) -> Array:
-    return (jnp.abs(sums) >= threshold) & (sums != 0)
+def _kth_largest(magnitudes: Float[Array, " n"], k: int, axis_name: str | None) -> Float[Array, ""]:
+    """The k-th largest of all workers' magnitudes, digit by digit; 0 if there are fewer than k."""
+    keys, values = to_bits(magnitudes), 2**_DIGIT_BITS
+
+    def settle(i: Array, search: tuple[Array, Array]) -> tuple[Array, Array]:
+        found, wanted = search
+        shift = jnp.uint32(32 - _DIGIT_BITS) - _DIGIT_BITS * i.astype(jnp.uint32)
+        # Count the magnitudes whose leading digits match those found so far. (A shift by 32 bits,
+        # for the first digit, has no result; two shifts have.)
+        known = (keys ^ found) >> shift >> jnp.uint32(_DIGIT_BITS) == 0
+        digit = (keys >> shift).astype(jnp.int32) & (values - 1)
+        counts = jnp.zeros((values,), jnp.int32)
+        counts = counts.at[jnp.where(known, digit, values)].add(1, mode="drop")
+        from_here = jax.lax.cumsum(wire.psum(counts, axis_name), reverse=True)  # falls
+        best = jnp.maximum(jnp.sum(from_here >= wanted, dtype=jnp.int32) - 1, 0)
+        beyond = from_here[jnp.minimum(best + 1, values - 1)]
+        wanted -= jnp.where(best + 1 < values, beyond, 0)
+        return found | best.astype(jnp.uint32) << shift, wanted
+
+    start = jnp.uint32(0), jnp.int32(k)
+    found, _ = jax.lax.fori_loop(0, 32 // _DIGIT_BITS, settle, start)
+    return jax.lax.bitcast_convert_type(found, jnp.float32)
 
 
-def _count_large(sums: Array, threshold: Array) -> Array:
-    return count_where(sums, lambda sums: _is_large(sums, threshold))
+def _numbered(mask: Bool[Array, " n"]) -> Int[Array, " n"]:
+    """Of each element which of the True ones it is, from 1 on; between these that of the last."""
+    return running_sum(mask.astype(jnp.int32), most=1, total=mask.size)
 
 
-def _large(
-    sums: Array, threshold: Array, count: Array, room: int, limit: int, too_many: Array
+def _in_slots(
+    stream: SparseStream, slots: Int[Array, " n"], capacity: int, size: int
 ) -> SparseStream:
-    """Sums that reach the threshold, in `limit` slots.
-
-    In increasing order of their indices; or nearly the largest of them, in falling order, if of all
-    workers' there are too many.
-    """
-
-    # A pass over all slots takes longer than over the sums, and few owners fill more than `room`.
-    def reaching() -> SparseStream:
-        def more(i: Array, indices: Array) -> Array:
-            # Together, or XLA takes the mask out of the loop, and stores it.
-            again, turn = jax.lax.optimization_barrier((sums, i))
-            mask = lambda sums, _: _is_large(sums, threshold)
-            found = compact_ranked(again, mask, 1, room, first=turn * room)
-            return jnp.where(jnp.arange(limit // room)[:, None] == i, found[None], indices)
-
-        empty = zeros((limit // room, room), jnp.int32, (sums, count)) + sums.size
-        turns = jnp.minimum(-(-count // room), limit // room)
-        return from_dense(sums, jax.lax.fori_loop(0, turns, more, empty).ravel())
-
-    def the_largest() -> SparseStream:
-        capacity = min(sums.size, limit)
-        stream = select.fast_top_k(jnp.where(_is_large(sums, threshold), sums, 0), capacity)
-        index = jnp.where(stream.values != 0, stream.indices, sums.size)
-        stream = largest(SparseStream(index, stream.values), capacity)[0]
-        empty = limit - capacity
-        indices = jnp.pad(stream.indices, (0, empty), constant_values=sums.size)
-        return SparseStream(indices, jnp.pad(stream.values, (0, empty)))
-
-    return jax.lax.cond(too_many, the_largest, reaching)
-
-
-def _shifted(x: Array, by: Array, empty: int) -> Array:
-    """`x` moved up by so many slots, of which what is moved past the end is empty."""
-    filled = jnp.full((2 * x.size,), empty, x.dtype)
-    return jax.lax.dynamic_update_slice(filled, x, (by,))[: x.size]
+    """The stream's entries in slots of their own; those past the capacity are left out."""
+    indices = jnp.full((capacity,), size, jnp.int32)
+    values = jnp.zeros((capacity,), stream.values.dtype)
+    return SparseStream(
+        indices.at[slots].set(stream.indices, mode="drop"),
+        values.at[slots].set(stream.values, mode="drop"),
+    )
 
 
 def _exchange(
@@ -246,12 +296,3 @@ def _exchange(
     messages = jax.vmap(lambda row: codec.encode(row, size))(rows)
     messages = wire.all_to_all(messages, axis_name)
     return jax.vmap(lambda words: codec.decode(words, capacity, size, rows.values.dtype))(messages)
-
-
-def _front(stream: SparseStream, capacity: int, size: int) -> SparseStream:
-    """The entries, of which there are at most `capacity`, without the empty slots between them."""
-    slots = select.compact(stream.indices < size, capacity)
-    return SparseStream(
-        stream.indices.at[slots].get(mode="fill", fill_value=size),
-        stream.values.at[slots].get(mode="fill", fill_value=0),
-    )

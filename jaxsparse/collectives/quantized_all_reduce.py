@@ -1,7 +1,7 @@
-"""All-reduce of dense vectors in a few bits a value: by ranges, each quantised twice.
+"""All-reduce of dense vectors in a few bits a value. Ranges are quantised twice.
 
-Owners leave out the first rounding of their own range, which never travels: a second contraction on
-top of the first one doubled the residual.
+An owner does not round its own part of its range, which never travels. With that rounding, the
+second contraction on top of the first doubled the residual.
 """
 
 import jax
@@ -28,33 +28,32 @@ def quantized_all_reduce(
     axis_name: str | None,
     key: Key[Array, ""] | None = None,
 ) -> AllReduced:
-    """Sums quantised vectors; worker w owns the range of elements w m to (w + 1) m - 1.
+    """Sums quantised vectors. Worker w owns the range of elements w m to (w + 1) m - 1.
 
-    With m = ceil(d / W): each worker quantises its part of each range and sends it to the owner (an
-    all-to-all), who adds up what arrives, quantises the sum and sends it to all (an all-gather).
-    What a worker has of its own range it adds as it is. One worker sends nothing and rounds
-    nothing.
+    m is ceil(d / W). Each worker quantises its part of each range and sends it to the owner (an
+    all-to-all). The owner adds its own part, unquantised, to the parts that arrive, quantises the
+    sum and sends it to all (an all-gather). A single worker sends nothing and rounds nothing.
 
     Quantising twice is dist-EF-blockSGD's two-way compression (Zheng et al., NeurIPS 2019, Alg. 2),
     with a parameter server for each range.
 
     Args:
         x: float32.
-        quantizer: of both halves; its groups begin anew in each range.
-        axis_name: whose workers take part.
-        key: of stochastic rounding, the same on all workers and fresh at each step: the total is
-            then unbiased, and what it lacks is *not* in the residual. None rounds
-            deterministically, and the residual keeps the difference: this worker's own, and as an
-            owner that of its range's sum. Quantizers with which it could grow without bound are
-            refused; with the others it does not: an owner's error is fed back past the first
-            rounding, so that each error goes through one contraction.
+        quantizer: quantiser of both halves. Its groups begin anew in each range.
+        axis_name: the axis of the workers.
+        key: key of stochastic rounding, the same on all workers and fresh at each step. The total
+            is then unbiased, and the residual does *not* keep the error. None rounds
+            deterministically, and the residual keeps the error: that of this worker's parts, and
+            that of its own range's sum. Quantisers are refused if the residual could grow without
+            bound. With the others it does not, because an owner's error skips the first rounding
+            when it is fed back: each error goes through one contraction.
 
     Returns:
-        The total, equal on all workers, the residual, and no overflow. A group with a sum that
-        overflows has none that is finite.
+        The total, equal on all workers, the residual, and no overflow. If a sum overflows, no sum
+        of its group is finite.
 
     Raises:
-        ValueError: the quantizer takes no key, or needs one, or indices of `x` do not fit int32.
+        ValueError: the quantiser takes no key, or needs one, or indices of `x` do not fit int32.
     """
     check_size("x.size", x.size)
     if key is None:
@@ -66,7 +65,7 @@ def quantized_all_reduce(
     m = -(-size // workers)
     rows = jnp.pad(x, (0, workers * m - size)).reshape(workers, m)
     ranks = jnp.arange(workers, dtype=jnp.int32)
-    counts = jnp.clip(size - m * ranks, 0, m)  # elements of a range, which others fill up
+    counts = jnp.clip(size - m * ranks, 0, m)  # elements of each range before its padding
     own = (ranks == rank)[:, None]
     keys = last_key = None
     if key is not None:

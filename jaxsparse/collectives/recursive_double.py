@@ -17,61 +17,62 @@ def recursive_double(
     op: Operation = "sum",
     codec: codecs.Codec = codecs.COO,
 ) -> AllReduced:
-    """Workers swap all they have with one at distance 1, 2, 4, ... The least latency.
+    """Workers at distance 1, 2, 4, ... swap their partial sums. It has the least latency.
 
-    Messages have room for all entries there can be, 2^t k at stage t, and are dense arrays from
-    SparCML's delta on. If W is not a power of two, P < W, the W - P last workers first give their
-    entries to the first ones, and are sent the result at the end.
+    Messages have room for all possible entries, 2^t k at stage t. They are dense arrays from
+    SparCML's delta on. If W is not a power of two, let P be the largest one below W. The last W - P
+    workers first send their entries to the first ones, and receive the result at the end.
 
-    It takes log2 W rounds, and 2 more if W is no power of two. The published words (section 5.3.2)
-    are between log2(W) 2k, if all supports are equal, and (W - 1) 2k, if they are disjoint: static
-    shapes pay for the latter.
+    It takes log2 W rounds, and 2 more if W is no power of two. The paper's words (section 5.3.2)
+    are between log2(W) 2k, if all supports are equal, and (W - 1) 2k, if they are disjoint. With
+    static shapes it is always the latter.
 
     Args:
         stream: k entries; an index may repeat.
-        size: elements of the vector, d.
-        axis_name: whose workers take part.
-        op: how entries are combined. Only sums may be rounded by the codec.
-        codec: of sparse messages.
+        size: number of elements of the vector, d.
+        axis_name: the axis of the workers.
+        op: operation that combines entries. Only for sums may the codec round.
+        codec: wire format of sparse messages.
 
     Returns:
-        What the codec rounds away is shared by the workers that hold the same partial sum.
+        The total and the residual. Workers that hold the same partial sum share the codec's
+        rounding of it.
 
     Raises:
-        ValueError: the op is unknown, not defined for the dtype, or not for this codec.
+        ValueError: the op is unknown, or does not go with this dtype or codec.
     """
     workers = wire.axis_size(axis_name)
     power, k = _power(workers), stream.capacity
     extra, rank = workers - power, wire.axis_index(axis_name)
-    MessageFormat(size, k, op, stream.values.dtype, codec)  # raises, even if nothing is to be sent
-    parcels = [
+    MessageFormat(size, k, op, stream.values.dtype, codec)  # raises for a single worker, too
+    formats = [
         MessageFormat(size, capacity, op, stream.values.dtype, codec)
         for capacity in _capacities(k, size, workers)
     ]
     x = to_dense(stream, size, op)
     residual = jnp.zeros_like(x)
 
-    def leave(holds: Array, holders: int) -> tuple[MessageFormat, Array, Array]:
-        """The next format, x as those who hold it send it, and the new residual."""
-        message_format = parcels.pop(0)
+    def prepare(holds: Array, holders: int) -> tuple[MessageFormat, Array, Array]:
+        """The next format, x as its holders send it, and the new residual."""
+        message_format = formats.pop(0)
         if message_format.is_exact:
             return message_format, x, residual
         sent = jnp.where(holds, message_format.rounded(x), x)
         return message_format, sent, residual + (x - sent) / holders
 
     if extra:
-        message_format, x, residual = leave(rank >= power, 1)
+        message_format, x, residual = prepare(rank >= power, 1)
         pairs = [(power + i, i) for i in range(extra)]
         message = wire.permute(message_format.pack(x), axis_name, pairs)
         x = jnp.where(rank < extra, message_format.merge(x, message), x)
     distance = 1
     while distance < power:
-        message_format, x, residual = leave(rank < power, distance)
+        message_format, x, residual = prepare(rank < power, distance)
         pairs = [(i, i ^ distance) for i in range(power)]
         x = message_format.merge(x, wire.permute(message_format.pack(x), axis_name, pairs))
         distance *= 2
     if extra:
-        message_format, x, residual = leave(rank < power, power)
+        message_format, x, residual = prepare(rank < power, power)
         pairs = [(i, power + i) for i in range(extra)]
         message = wire.permute(message_format.pack(x), axis_name, pairs)
         x = jnp.where(rank >= power, message_format.merge(message_format.empty(), message), x)
@@ -83,7 +84,7 @@ def _power(workers: int) -> int:
 
 
 def _capacities(k: int, size: int, workers: int) -> list[int]:
-    """Entries there can be in each exchange."""
+    """The most entries of each exchange."""
     power = _power(workers)
     stages = range(power.bit_length() - 1)
     if workers == power:

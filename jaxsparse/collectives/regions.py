@@ -1,4 +1,10 @@
-"""Which worker adds up which part of a vector, so that all have about as much to do (Ok-Topk)."""
+"""Which worker adds up which part of a vector, so that all have about as much to do (Ok-Topk).
+
+Regions come from a histogram of the selected indices in 1024 bins, summed over workers, instead of
+an average of each worker's own boundaries: the state's shape does not depend on W then, and the
+balance is that of the sum. Bins are dealt to owners, heaviest first, to each at most 3/2 of an even
+number: a region is 3/2 d / W long whatever the gradients, and so is all that an owner adds up.
+"""
 
 import dataclasses
 
@@ -7,24 +13,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxsparse.platforms import zeros
-from jaxsparse.stream import SparseStream
 
 # The vector is cut into as many, of equal length, by whose counts regions are balanced.
-_BUCKETS = 1024
+_BINS = 1024
 
 
-def bucket_count(size: int) -> int:
-    """Buckets that a vector of `size` elements is cut into."""
-    return min(size, _BUCKETS)
+def bin_count(size: int) -> int:
+    """Bins that a vector of `size` elements is cut into."""
+    return min(size, _BINS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """Regions of W workers: of as many places for buckets, wherever these lie in the vector.
+    """Regions of W workers: of as many places for bins, wherever these lie in the vector.
 
     (The paper's are intervals, of which one may be nearly all of the vector; regions of one length
     make what a worker adds up 3/2 d / W elements long, whatever the gradients.) There are half as
-    many places again as buckets, so that who owns a heavy bucket need own no others. Positions are
+    many places again as bins, so that who owns a heavy bin need own no others. Positions are
     elements in the order of places, region after region.
 
     Attributes:
@@ -44,35 +49,35 @@ class Regions:
             )
 
     @property
-    def buckets(self) -> int:
+    def bins(self) -> int:
         """Their number; the last ones may be shorter or empty."""
-        return bucket_count(self.size)
+        return bin_count(self.size)
 
     @property
-    def bucket(self) -> int:
+    def bin_size(self) -> int:
         """Elements of one."""
-        return -(-self.size // self.buckets)
+        return -(-self.size // self.bins)
 
     @property
     def places(self) -> int:
-        """Of one region, for its buckets; some are empty."""
-        even = -(-self.buckets // self.workers)
-        roomy = -(-3 * self.buckets // (2 * self.workers))
-        fits = self.workers * roomy * self.bucket < 2**31
+        """Of one region, for its bins; some are empty."""
+        even = -(-self.bins // self.workers)
+        roomy = -(-3 * self.bins // (2 * self.workers))
+        fits = self.workers * roomy * self.bin_size < 2**31
         return roomy if fits and self.workers > 1 else even
 
     @property
     def length(self) -> int:
         """Positions of one region."""
-        return self.places * self.bucket
+        return self.places * self.bin_size
 
     @property
     def positions(self) -> int:
         """Of all regions; there are at least as many as elements."""
         return self.workers * self.length
 
-    def draw(self, counts: Int[Array, " buckets"]) -> Int[Array, " buckets"]:
-        """A place for each bucket: the heaviest first, to the owner with the least so far.
+    def draw(self, counts: Int[Array, " bins"]) -> Int[Array, " bins"]:
+        """A place for each bin: the heaviest first, to the owner with the least so far.
 
         Args:
             counts: entries in each.
@@ -86,73 +91,51 @@ class Regions:
             place = place.at[order[i]].set(owner * self.places + used[owner])
             return place, loads.at[owner].add(counts[order[i]]), used.at[owner].add(1)
 
-        place = zeros((self.buckets,), jnp.int32, (counts,))
+        place = zeros((self.bins,), jnp.int32, (counts,))
         none = zeros((self.workers,), jnp.int32, (counts,))
-        return jax.lax.fori_loop(0, self.buckets, deal, (place, none, none))[0]
+        return jax.lax.fori_loop(0, self.bins, deal, (place, none, none))[0]
 
-    def bucket_of(self, indices: Int[Array, " n"]) -> Int[Array, " n"]:
-        """The bucket of each element; the last one of what lies past the end."""
-        return jnp.minimum(indices, self.size - 1) // self.bucket
+    def counts(self, indices: Int[Array, " k"]) -> Int[Array, " bins"]:
+        """Of each bin how many of the elements it has; indices past the end count for none."""
+        number = jnp.where(indices < self.size, indices // self.bin_size, self.bins)
+        return jnp.zeros((self.bins,), jnp.int32).at[number].add(1, mode="drop")
 
-    def starts(self, indices: Int[Array, " k"]) -> Int[Array, " buckets+1"]:
-        """Which of increasing indices is the first of each bucket; the end of the last."""
-        bounds = jnp.arange(self.buckets + 1, dtype=jnp.int32) * self.bucket
-        bounds = jnp.minimum(bounds, self.size)
-        return jnp.searchsorted(indices, bounds).astype(jnp.int32)
+    def positions_of(
+        self, place: Int[Array, " bins"], indices: Int[Array, " k"]
+    ) -> Int[Array, " k"]:
+        """The position of each element; `positions` of those past the end."""
+        at = place.at[indices // self.bin_size].get(mode="clip")
+        position = at * self.bin_size + indices % self.bin_size
+        return jnp.where(indices < self.size, position, self.positions)
 
-    def elements(
-        self, place: Int[Array, " buckets"], positions: Int[Array, " n"]
-    ) -> Int[Array, " n"]:
+    def elements(self, place: Int[Array, " bins"], positions: Int[Array, " n"]) -> Int[Array, " n"]:
         """The index of each position; `size` of those past the end."""
-        bucket_at = jnp.full((self.workers * self.places,), self.buckets, jnp.int32)
-        bucket_at = bucket_at.at[place].set(jnp.arange(self.buckets, dtype=jnp.int32))
+        bin_at = jnp.full((self.workers * self.places,), self.bins, jnp.int32)
+        bin_at = bin_at.at[place].set(jnp.arange(self.bins, dtype=jnp.int32))
         is_entry = positions < self.positions
-        at = jnp.where(is_entry, positions // self.bucket, 0)
-        bucket = bucket_at.at[at].get(mode="promise_in_bounds")
-        return jnp.where(is_entry, bucket * self.bucket + positions % self.bucket, self.size)
+        at = jnp.where(is_entry, positions // self.bin_size, 0)
+        found = bin_at.at[at].get(mode="promise_in_bounds")
+        return jnp.where(is_entry, found * self.bin_size + positions % self.bin_size, self.size)
 
 
-def into_regions(
-    stream: SparseStream,
-    starts: Int[Array, " buckets+1"],
-    place: Int[Array, " buckets"],
-    regions: Regions,
-    room: int,
-) -> tuple[SparseStream, Array, Array]:
-    """Entries by owner, in the order of their positions, without a sort.
+def by_owner(
+    positions: Int[Array, " k"], regions: Regions, room: int
+) -> tuple[Int[Array, "workers room"], Int[Array, ""]]:
+    """Positions in the rows of their owners, increasing.
 
     Args:
-        stream: entries in increasing order of their indices.
-        starts: of buckets in it.
-        place: of each bucket.
+        positions: in any order; `regions.positions` of empty slots.
         regions: the owners'.
-        room: for as many entries of an owner; the first ones.
+        room: for as many positions of an owner; the first ones.
 
     Returns:
-        Streams of shape (W, room), of positions within regions; which entries are in them; and how
-        many are not.
+        Rows, which end with empty slots; and how many positions are not in them.
     """
-    counts = starts[1:] - starts[:-1]
-    by_owner = jnp.zeros((regions.workers * regions.places,), jnp.int32).at[place].set(counts)
-    by_owner = by_owner.reshape(regions.workers, regions.places)
-    ends = jnp.cumsum(by_owner, axis=1)
-    # What is to be added to a slot's number to make its rank among its owner's entries, and to an
-    # index to make it a position.
-    to_rank = (ends - by_owner).ravel()[place] - starts[:-1]
-    number = jnp.arange(regions.buckets, dtype=jnp.int32)
-    owner = place // regions.places
-    to_position = (place % regions.places - number) * regions.bucket
-
-    bucket = regions.bucket_of(stream.indices)
-    at = lambda table: table.at[bucket].get(mode="promise_in_bounds")
-    rank = jnp.arange(stream.capacity, dtype=jnp.int32) + at(to_rank)
-    fits = (stream.indices < regions.size) & (rank < room)
-    slots = regions.workers * room
-    slot = jnp.where(fits, at(owner) * room + rank, slots)
-    indices = jnp.full((slots,), regions.length, jnp.int32)
-    indices = indices.at[slot].set(stream.indices + at(to_position), mode="drop")
-    values = jnp.zeros((slots,), stream.values.dtype)
-    values = values.at[slot].set(stream.values, mode="drop")
-    shape = (regions.workers, room)
-    left = jnp.sum(jnp.maximum(ends[:, -1] - room, 0), dtype=jnp.int32)
-    return SparseStream(indices.reshape(shape), values.reshape(shape)), fits, left
+    positions = jax.lax.sort(positions, is_stable=False)
+    bounds = jnp.arange(regions.workers + 1, dtype=jnp.int32) * regions.length
+    starts = jnp.searchsorted(positions, bounds).astype(jnp.int32)
+    slots = starts[:-1, None] + jnp.arange(room, dtype=jnp.int32)[None]
+    rows = positions.at[slots].get(mode="fill", fill_value=regions.positions)
+    rows = jnp.where(slots < starts[1:, None], rows, regions.positions)
+    crowded_out = jnp.maximum(starts[1:] - starts[:-1] - room, 0)
+    return rows, jnp.sum(crowded_out, dtype=jnp.int32)

@@ -26,39 +26,40 @@ def sparse_ring(
     codec: codecs.Codec = codecs.COO,
     capacity_factor: float | None = None,
 ) -> AllReduced:
-    """Partial sums of W ranges travel round a ring and grow, then the sums travel round once more.
+    """Sends partial sums of W ranges round a ring, and then the sums round it once more.
 
     It takes 2 (W - 1) rounds.
 
     Args:
         stream: k entries; an index may repeat.
-        size: elements of the vector, d.
-        axis_name: whose workers take part.
-        op: how entries are combined. Only sums may be rounded by the codec or bounded in capacity.
-        codec: of sparse messages.
-        capacity_factor: room in messages, in multiples of k / W entries; None for all. The
-            smallest entries of a partial sum beyond it stay in the residual of the worker that
-            would have sent them, and are counted.
+        size: number of elements of the vector, d.
+        axis_name: the axis of the workers.
+        op: operation that combines entries. Only for sums may the codec round or the capacity be
+            bounded.
+        codec: wire format of sparse messages.
+        capacity_factor: room in messages, in multiples of k / W entries. None: room for all. If a
+            partial sum has more entries, the smallest stay in the sender's residual and are
+            counted.
 
     Raises:
-        ValueError: the op is unknown, or not for this dtype, codec or capacity.
+        ValueError: the op is unknown, or does not go with this dtype, codec or capacity.
     """
     ring = Group.whole(axis_name)
     n, rank, dtype = ring.size, ring.rank, stream.values.dtype
-    parcels = _parcels(stream.capacity, size, n, op, dtype, codec, capacity_factor)
-    m = parcels[-1].size
+    formats = _formats(stream.capacity, size, n, op, dtype, codec, capacity_factor)
+    m = formats[-1].size
     rows = to_dense(stream, n * m, op).reshape(n, m)
     residual, overflow = jnp.zeros_like(rows), jnp.int32(0)
 
     for step in range(n - 1):
-        message_format, row = parcels[step], (rank - step) % n
+        message_format, row = formats[step], (rank - step) % n
         sent, lost, cut = _fit(rows[row], message_format, capacity_factor is not None)
         residual, overflow = residual.at[row].add(lost), overflow + cut
         message = ring.shift(message_format.pack(sent), 1)
         arrived = (rank - step - 1) % n
         rows = rows.at[arrived].set(message_format.merge(rows[arrived], message))
     own = (rank + 1) % n
-    message_format = parcels[-1]
+    message_format = formats[-1]
     sent, lost, cut = _fit(rows[own], message_format, capacity_factor is not None)
     residual, overflow = residual.at[own].add(lost), overflow + cut
 
@@ -74,7 +75,7 @@ def sparse_ring(
     return AllReduced(total, residual.reshape(-1)[:size], overflow)
 
 
-def _parcels(
+def _formats(
     k: int,
     size: int,
     workers: int,
@@ -83,7 +84,7 @@ def _parcels(
     codec: codecs.Codec,
     capacity_factor: float | None,
 ) -> list[MessageFormat]:
-    """Of the steps of the first lap, and of the second lap."""
+    """The formats of the first lap's steps, and of the second lap."""
     check_factor("capacity_factor", capacity_factor, op)
     m = -(-size // workers)
     capacities = [
@@ -94,7 +95,7 @@ def _parcels(
 
 
 def _fit(x: Array, message_format: MessageFormat, is_bounded: bool) -> tuple[Array, Array, Array]:
-    """`x` as it can be sent, what it lacks, and how many entries that are for want of room."""
+    """The part of `x` that is sent, the rest of `x`, and the number of entries without room."""
     if message_format.op != "sum" or message_format.is_dense:
         return x, jnp.zeros_like(x), jnp.int32(0)
     kept = to_dense(select.top_k(x, message_format.capacity), x.size) if is_bounded else x

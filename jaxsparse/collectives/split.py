@@ -1,4 +1,4 @@
-"""The first half of the split all-reduces: each worker adds up one range of the vector.
+"""The first half of the split all-reduces, in which each worker adds up one range of the vector.
 
 SparCML, section 5.3.2: the split phase of SSAR_Split_allgather and DSAR_Split_allgather.
 """
@@ -33,7 +33,7 @@ def check_factor(name: str, factor: float | None, op: Operation) -> None:
 
 
 def capacity_of(k: int, workers: int, factor: float | None) -> int:
-    """Entries that a message to one of `workers` has room for; all k without a factor."""
+    """The room in a message to one of `workers`, in entries. Without a factor it is k."""
     return k if factor is None else min(k, math.ceil(factor * k / workers))
 
 
@@ -61,17 +61,18 @@ def split(
     codec: codecs.Codec,
     capacity_factor: float | None,
 ) -> AllReduced:
-    """Sends each entry to the owner of its range, who combines what arrives.
+    """Sends each entry to the owner of its range, which combines the arriving entries.
 
-    Worker w owns elements w m to (w + 1) m - 1; the last ones may own fewer. (The paper gives the
-    last worker the remainder of d / W, which would make all messages as long as its.)
+    Worker w owns elements w m to (w + 1) m - 1 with m = ceil(d / W). Last workers may own fewer.
+    (The paper gives the last worker the remainder of d / W, which would make all messages longer.)
 
-    Returned are, for ranges of m = ceil(d / W) elements, the total of the own range, complete; what
-    this worker could not send, or was rounded away, in all W m elements; and entries of its own
-    that found no room.
+    It is one all-to-all. A worker receives (W - 1) messages with room for k entries, or for
+    ceil(capacity_factor k / W).
 
-    One all-to-all. Words received: (W - 1) times those of a message with room for k entries, or
-    for ceil(capacity_factor k / W).
+    Returns:
+        The total of this worker's own range, of m elements. The residual of W m elements: entries
+        that this worker could not send, and their rounding. The number of its entries without
+        room.
     """
     workers = wire.axis_size(axis_name)
     k, dtype = stream.capacity, stream.values.dtype
@@ -105,13 +106,13 @@ def into_bins(
 
     Args:
         stream: k entries.
-        owner: of each, `bins` for those to be left out.
+        owner: the owner of each entry, or `bins` for entries without one.
         bins: number of owners.
-        capacity: entries that an owner's bin has room for; the first ones in the stream's order.
-        empty: index that marks an empty slot of a bin.
+        capacity: room in an owner's bin, in entries. The first ones in the stream's order get it.
+        empty: index of an empty slot of a bin.
 
     Returns:
-        Streams of shape (bins, capacity), and which entries are in them.
+        Streams of shape (bins, capacity), and a mask of the entries that they contain.
     """
     order = jnp.argsort(owner, stable=True)
     sorted_owner = owner[order]
@@ -130,6 +131,6 @@ def into_bins(
 
 
 def own_range(x: Array, axis_name: str | None, part: Array) -> Array:
-    """`x` of W * m elements with `part` added to this worker's range of m."""
+    """Adds `part` to this worker's range of m elements of `x`, which has W * m."""
     rows = x.reshape(wire.axis_size(axis_name), part.size)
     return rows.at[wire.axis_index(axis_name)].add(part).reshape(-1)

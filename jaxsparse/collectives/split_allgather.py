@@ -28,28 +28,29 @@ def split_allgather(
     capacity_factor: float | None = None,
     union_factor: float | None = None,
 ) -> AllReduced:
-    """Entries go to the owner of their range, who sends the combined ones to all.
+    """Sends entries to the owners of their ranges, which send the sums to all.
 
-    Messages have room for all entries there can be, unless a factor bounds them, and are dense
-    arrays from SparCML's delta on. The published words (section 5.3.2) are between 2 (W - 1)/W 2k,
-    if all supports are equal, and W 2k, if they are disjoint. Without factors it is more than the
-    latter here, since all k entries of a worker may be for one owner.
+    Unless a factor bounds them, messages have room for all possible entries. They are dense arrays
+    from SparCML's delta on. The paper's words (section 5.3.2) are between 2 (W - 1)/W 2k, if all
+    supports are equal, and W 2k, if they are disjoint. Without factors this function takes more
+    than the latter, because all k entries of a worker may have one owner.
 
     Args:
         stream: k entries; an index may repeat.
-        size: elements of the vector, d.
-        axis_name: whose workers take part.
-        op: how entries are combined. Only sums may be rounded by the codec or bounded in capacity.
-        codec: of sparse messages.
-        capacity_factor: room for entries for one owner, in multiples of an even share, k / W;
-            None for all k. Beyond it the stream's last ones for an owner stay in the residual and
-            are counted.
-        union_factor: room for the sums of one owner, in multiples of k / W, 1 if all workers have
-            the same indices; None for all there can be. Beyond it the smallest ones stay in the
-            owner's residual and are counted.
+        size: number of elements of the vector, d.
+        axis_name: the axis of the workers.
+        op: operation that combines entries. Only for sums may the codec round or the capacity be
+            bounded.
+        codec: wire format of sparse messages.
+        capacity_factor: room for one owner's entries, in multiples of an even share, k / W. None:
+            room for all k. Without room, the stream's last entries for an owner stay in the
+            residual and are counted.
+        union_factor: room for one owner's sums, in multiples of k / W. 1 suffices if all workers
+            have the same indices. None: room for all possible sums. Without room, the smallest sums
+            stay in the owner's residual and are counted.
 
     Raises:
-        ValueError: the op is unknown, or not for this dtype, codec or capacity.
+        ValueError: the op is unknown, or does not go with this dtype, codec or capacity.
     """
     workers = wire.axis_size(axis_name)
     total, residual, overflow = split(

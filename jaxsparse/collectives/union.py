@@ -1,8 +1,4 @@
-"""The union of the workers' supports, as an OR of bit masks (OmniReduce, S2 Reducer).
-
-Masks travel as bits, by an all-to-all and an all-gather: counts in a psum would need
-floor(log2 W) + 1 bits a block.
-"""
+"""The union of the workers' supports, as an OR of bit masks (OmniReduce, S2 Reducer)."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
@@ -12,17 +8,19 @@ from jaxsparse.collectives import wire
 
 
 def union(mask: Bool[Array, " blocks"], axis_name: str | None) -> Bool[Array, " blocks"]:
-    """Which elements are True on any worker.
+    """The elements that are True on any worker.
 
     Masks travel as bits, 32 to a word. Each worker combines one of W ranges and sends the result to
-    all: an all-to-all and an all-gather, 2 (W - 1)/W words for every 32 elements. JAX has no
-    all-reduce that ORs; one of counts would need floor(log2 W) + 1 bits an element, lest they
-    carry into each other. Recursive doubling would take log2 W words for every 32 elements.
-    Whole masks are gathered instead where that is no more words (two workers, tiny masks).
+    all: an all-to-all and an all-gather, with 2 (W - 1)/W words for every 32 elements. If it takes
+    no more words (two workers, tiny masks), workers gather whole masks instead.
+
+    JAX has no all-reduce that ORs. An all-reduce of counts would need floor(log2 W) + 1 bits an
+    element, so that they don't carry into each other. Recursive doubling would take log2 W words
+    for every 32 elements.
 
     Args:
-        mask: bool[blocks], this worker's.
-        axis_name: whose workers take part; None for one worker.
+        mask: bool[blocks], this worker's mask.
+        axis_name: the axis of the workers. None: a single worker.
 
     Returns:
         bool[blocks], equal on all workers.

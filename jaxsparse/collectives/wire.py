@@ -1,9 +1,9 @@
 """The only file that names JAX's collectives.
 
-Everything that differs between the three ways to run (`jax.shard_map` with and without
-`check_vma`, `jax.vmap(axis_name=...)`), between backends and between JAX releases is settled here,
-so that the algorithms above are written once. `axis_name=None` means one worker: each function is
-then what it is among one worker, and nothing is sent.
+It hides the differences between the three ways to run (`jax.shard_map` with and without
+`check_vma`, `jax.vmap(axis_name=...)`), between backends and between JAX releases, so that each
+algorithm is written once. `axis_name=None` means a single worker: each function then returns its
+result for one worker and sends nothing.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ _alone: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxsparse_a
 
 @contextlib.contextmanager
 def dry_run(workers: int | None) -> Iterator[None]:
-    """What is traced inside computes as the first of `workers` workers, and sends nothing.
+    """Inside it, traced programs compute as the first of `workers` workers, and send nothing.
 
-    Whatever would arrive is replaced by what this worker sends, as if all held the same. So one
-    device alone can time what an exchange computes, for any number of workers. The axis need not be
-    bound. With None for `workers` it is sent after all: so a part of a dry run can be real.
+    This worker's own messages replace those that would arrive, as if all workers held the same. So
+    one device can time the computations of an exchange for any number of workers. The axis need not
+    be bound. `workers=None` inside a dry run sends again.
     """
     token = _alone.set(workers)
     try:
@@ -40,12 +40,12 @@ def dry_run(workers: int | None) -> Iterator[None]:
 
 
 def _stand_in(x: Array) -> Array:
-    # Without the barrier XLA would see through the exchange, and leave out work on either side.
+    # Without the barrier XLA would optimise across the exchange, and remove work on either side.
     return jax.lax.optimization_barrier(x)
 
 
 def axis_size(axis_name: str | None) -> int:
-    """Number of workers W along `axis_name`, a Python int at trace time.
+    """The number of workers W along `axis_name`, a Python int at trace time.
 
     Raises:
         ValueError: `axis_name` is not one string, or is not bound where this is traced.
@@ -54,9 +54,9 @@ def axis_size(axis_name: str | None) -> int:
         return 1
     if not isinstance(axis_name, str):
         raise ValueError(
-            f"axis_name={axis_name!r} is not supported: give one axis name as a string (of a mesh "
-            "of hosts and their devices the slow one, and the fast one as dense_axis; other axes "
-            "are merged into one when making the mesh)"
+            f"axis_name={axis_name!r} is not supported: give one axis name as a string. On a mesh "
+            "of hosts and their devices, give the slow axis, and the fast one as dense_axis. Merge "
+            "other axes into one when making the mesh"
         )
     if (workers := _alone.get()) is not None:
         return workers
@@ -83,7 +83,7 @@ def _in_shard_map(axis_name: str) -> bool:
 
 
 def tracks_replication(axis_name: str | None) -> bool:
-    """Whether values carry a replication type here: under shard_map with `check_vma=True`."""
+    """Whether values have a replication type, as under shard_map with `check_vma=True`."""
     if axis_name is None or not _in_shard_map(axis_name):
         return False
     return axis_name in _compat.varying_axes(jax.lax.axis_index(axis_name))
@@ -95,7 +95,7 @@ def is_varying(x: Array, axis_name: str) -> bool:
 
 
 def varying(tree: T, axis_name: str | None) -> T:
-    """`tree` with each array typed as different per worker. Moves no data."""
+    """Types each array of `tree` as different per worker. Moves no data."""
     if not tracks_replication(axis_name):
         return tree
     assert axis_name is not None
@@ -105,9 +105,9 @@ def varying(tree: T, axis_name: str | None) -> T:
 
 
 def replicated(x: Array, axis_name: str | None) -> Array:
-    """`x` typed as equal on all workers, for values that are so by construction. Moves no data.
+    """Types `x` as equal on all workers, for values that are equal by construction.
 
-    Nothing checks the claim: a value that differs makes the replicas drift apart.
+    It moves no data, and nothing checks the claim. A value that differs makes replicas drift apart.
     """
     if axis_name is None or _alone.get():
         return x
@@ -120,10 +120,10 @@ def replicated(x: Array, axis_name: str | None) -> Array:
 
 
 def psum(x: Array, axis_name: str | tuple[str, ...] | None) -> Array:
-    """Sum over workers, replicated; of several axes over all of them, in one message.
+    """Sum over the workers of one or several axes, replicated, in one message.
 
-    16-bit floats are summed in the precision that the backend chooses; XLA's CPU backend widens
-    them to 32 bits on the wire.
+    The backend chooses the precision for sums of 16-bit floats. XLA's CPU backend widens them to 32
+    bits on the wire.
     """
     if axis_name is None or axis_name == ():
         return x
@@ -143,7 +143,7 @@ def pmax(x: Array, axis_name: str | None) -> Array:
 
 
 def _as_bits(x: Array) -> Array:
-    # XLA's CPU collectives widen 16-bit floats to 32 bits; integers travel as they are.
+    # XLA's CPU collectives widen 16-bit floats to 32 bits, but not integers.
     is_half = x.dtype in (jnp.bfloat16, jnp.float16)
     return jax.lax.bitcast_convert_type(x, jnp.uint16) if is_half else x
 
@@ -153,7 +153,7 @@ def _from_bits(x: Array, dtype: jnp.dtype) -> Array:
 
 
 def all_gather(x: Array, axis_name: str | None) -> Array:
-    """Every worker's `x`, stacked in rank order: shape (W, *x.shape), replicated."""
+    """Every worker's `x`, stacked in order of rank: shape (W, *x.shape), replicated."""
     if axis_name is None:
         return x[None]
     if workers := _alone.get():
@@ -165,7 +165,7 @@ def all_gather(x: Array, axis_name: str | None) -> Array:
 
 
 def permute(x: Array, axis_name: str | None, pairs: Sequence[tuple[int, int]]) -> Array:
-    """Sends `x` along (source, destination) pairs; a worker nobody sends to receives zeros."""
+    """Sends `x` along (source, destination) pairs. Workers without a source receive zeros."""
     destinations = [destination for _, destination in pairs]
     if axis_name is None:
         return x if 0 in destinations else jnp.zeros_like(x)
@@ -176,7 +176,7 @@ def permute(x: Array, axis_name: str | None, pairs: Sequence[tuple[int, int]]) -
     bits = _as_bits(x)
     if _in_shard_map(axis_name):
         return _from_bits(jax.lax.ppermute(bits, axis_name, list(pairs)), x.dtype)
-    # vmap implements whole permutations only: complete it, then clear what nobody sent.
+    # vmap implements only complete permutations: complete it, then clear the added messages.
     workers = range(axis_size(axis_name))
     idle_sources = sorted(set(workers) - {source for source, _ in pairs})
     idle_destinations = sorted(set(workers) - set(destinations))
@@ -187,7 +187,7 @@ def permute(x: Array, axis_name: str | None, pairs: Sequence[tuple[int, int]]) -
 
 
 def all_to_all(x: Array, axis_name: str | None) -> Array:
-    """Row j of `x` goes to worker j; row i of the result came from worker i. Shape (W, ...)."""
+    """Sends row j of `x` to worker j. Row i of the result is from worker i. Shape (W, ...)."""
     if axis_name is None:
         return x
     if _alone.get():
@@ -207,11 +207,11 @@ def reduce_scatter(x: Array, axis_name: str | None) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Divides the workers of an axis into groups of `size`, which all do the same at once.
+    """Divides the workers of an axis into groups of `size`, which all communicate alike.
 
-    They are expressed by permutations, because `axis_index_groups` do not exist under `jax.vmap`.
-    Members of a group are `stride` ranks apart: with T teams of n consecutive workers,
-    Group(axis, n, 1) are the teams and Group(axis, T, n) those of the same rank in each team.
+    Groups communicate by permutations, because `axis_index_groups` do not exist under `jax.vmap`.
+    Members of a group are `stride` ranks apart. With T teams of n consecutive workers,
+    Group(axis, n, 1) is the teams, and Group(axis, T, n) the workers of equal rank in all teams.
     """
 
     axis_name: str | None
@@ -225,7 +225,7 @@ class Group:
 
     @classmethod
     def teams(cls, axis_name: str | None, teams: int) -> "tuple[Group, Group]":
-        """Teams of consecutive workers, and the groups of those of equal rank in each team.
+        """Teams of consecutive workers, and groups of the workers of equal rank in all teams.
 
         Raises:
             ValueError: the workers can't be divided into so many teams.
@@ -242,15 +242,15 @@ class Group:
 
     @property
     def rank(self) -> Int[Array, ""]:
-        """This worker's place in its group."""
+        """This worker's rank in its group."""
         return axis_index(self.axis_name) // self.stride % self.size
 
     def shift(self, x: Array, distance: int) -> Array:
-        """Sends `x` to the member `distance` further round the group; returns what arrives."""
+        """Sends `x` to the member `distance` further round the group, and returns what arrives."""
         return self._move(x, lambda place: (place + distance) % self.size)
 
     def exchange(self, x: Array, distance: int) -> Array:
-        """Swaps `x` with member rank XOR distance, both powers of two."""
+        """Swaps `x` with the member rank XOR `distance`. Size and distance are powers of two."""
         return self._move(x, lambda place: place ^ distance)
 
     def _move(self, x: Array, target: Callable[[int], int]) -> Array:
@@ -264,18 +264,18 @@ class Group:
 def bruck_all_gather(x: Array, group: Group) -> Array:
     """Every member's `x`, stacked in order of rank (Bruck et al., 1997; SparDL, section II).
 
-    Rounds: ceil(log2 n). Words received: (n - 1) times those of `x`.
+    It takes ceil(log2 n) rounds, and a worker receives (n - 1) times the words of `x`.
 
     Args:
         x: any array, of the same shape on all workers.
-        group: whom to gather from, n members.
+        group: the group to gather from, of n members.
 
     Returns:
-        Array of shape (n, *x.shape), equal on all members. In absolute order, so that sums over
-        its rows round alike everywhere.
+        Array of shape (n, *x.shape), equal on all members. The order of rows is the same on all
+        members, so that sums over rows round alike.
     """
     n = group.size
-    blocks = x[None]  # of members rank, rank + 1, ...
+    blocks = x[None]  # from members rank, rank + 1, ...
     while (held := blocks.shape[0]) < n:
         arriving = group.shift(blocks[: n - held], -held)
         blocks = jnp.concatenate([blocks, arriving])

@@ -87,11 +87,11 @@ def _send(
     plan: Plan,
     settings: Settings,
 ) -> tuple[list[Array], list[Bucket], list[Info]]:
-    """Exchanges each bucket's residual, with the gradient added to it unless that comes later.
+    """Exchanges each bucket's residual, plus its gradient unless `gradients` is None.
 
     Returns:
-        The means, whole; what is carried on, which without `ok` is what was there before; and what
-        each exchange did.
+        The means of whole buckets; the buckets' new state, or the old one if not `ok`; and the
+        counts of each exchange.
     """
     axes, momentum, _ = settings
     means: list[Array] = []
@@ -132,10 +132,10 @@ def _add_later(
     plan: Plan,
     settings: Settings,
 ) -> tuple[list[Bucket], Bool[Array, ""], Bool[Array, ""]]:
-    """With a delay: the gradients added to what the exchange left, if all workers' are finite.
+    """With a delay: adds the gradients to the residuals after the exchange, if all are finite.
 
     Returns:
-        What is carried on, whether gradients are finite, and whether the dense mean is.
+        The buckets' new state, whether gradients are finite, and whether the dense mean is.
     """
     axes, momentum, _ = settings
     sums = _sums(gradients, sent, plan, momentum)
@@ -187,7 +187,7 @@ def _sums(
     plan: Plan,
     momentum: float | Array | None,
 ) -> list[Array]:
-    """Residuals with the gradients, and their momentum, added."""
+    """Residuals plus gradients with momentum."""
     return [
         b.residual + _corrected(gradient, b.momentum, momentum, zeros)
         for gradient, b, zeros in zip(gradients, buckets, plan.needs_zeros)
@@ -296,6 +296,6 @@ def total(infos: Sequence[Info], plan: Plan, axes: Axes) -> Info:
         delivered.append(jnp.minimum(one.delivered, held))
         overflow.append(one.overflow)
     counts = jnp.stack([jnp.stack(delivered), jnp.stack(overflow)], axis=1)
-    compressed, kept_back = saturating_sum(counts, axes.dense_axis)
+    compressed, without_room = saturating_sum(counts, axes.dense_axis)
     both = jnp.stack([compressed, count(plan.dense_elements)])
-    return Info(saturating_sum(both), kept_back)
+    return Info(saturating_sum(both), without_room)

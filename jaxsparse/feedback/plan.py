@@ -230,10 +230,9 @@ def _split(
     # runs it as one collective of all devices. Sums may.
     if axes.dense_axis is not None and any(reducer.adapts_messages for reducer in reducers):
         raise ValueError(
-            f"gather='bruck' of {budget} adapts its messages to what each shard along "
-            f"dense_axis={axes.dense_axis!r} delivers, and devices whose messages differ would "
-            "wait for each other for ever: use gather='recursive' (for a power of two of "
-            "teams), or teams=1"
+            f"gather='bruck' of {budget} adapts its messages to each shard along "
+            f"dense_axis={axes.dense_axis!r}, and devices with different messages would wait for "
+            "each other for ever: use gather='recursive' (for a power of two of teams), or teams=1"
         )
     return reducers
 
@@ -272,7 +271,7 @@ def check_shards(updates: Any, plan: Plan, axes: Axes) -> None:
         if not wire.is_varying(leaves[i], axis):
             raise ValueError(
                 f"gradient{layout.paths[i]} is compressed and equal along dense_axis={axis!r}, "
-                "where sharded=True expects shards: each device would deliver other parts of it, "
+                "but sharded=True expects shards. Each device would deliver different parts of it, "
                 "and its copies would drift apart. Let it go uncompressed "
                 "(is_dense=lambda path, shape: ..., or None in a policy), or shard the parameter"
             )

@@ -221,8 +221,8 @@ def accumulator(dtype: DTypeLike | None) -> Any:
         known = None
     if known not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
-            f"accumulator_dtype={dtype!r} must be 'float32' (or None) or 'bfloat16'; float16 could "
-            "not hold what residuals grow to"
+            f"accumulator_dtype={dtype!r} must be 'float32' (or None) or 'bfloat16'; residuals can "
+            "grow beyond float16"
         )
     return known
 
@@ -258,7 +258,7 @@ def _check(state: ErrorFeedbackState, plan: Plan, store: Store) -> None:
     sizes = tuple(node.value.shape[-1] for node in state.residual)
     if sizes != plan.shards:
         raise ValueError(
-            f"the state holds residuals of sizes {sizes}, the gradients fill buckets of sizes "
+            f"the state holds residuals of sizes {sizes}, but the gradients fill buckets of sizes "
             f"{plan.shards}: pass the state that init(params) made for the same tree and settings"
         )
     made_for = {getattr(node, "shards", None) for node in state.residual} - {parts}
@@ -271,20 +271,20 @@ def _check(state: ErrorFeedbackState, plan: Plan, store: Store) -> None:
     kept = {str((node.value if _is_marked(node) else node).dtype) for node in nodes}
     if kept - {str(dtype)}:
         raise ValueError(
-            f"the state holds residuals or momenta in {sorted(kept)}, and accumulator_dtype is "
+            f"the state holds residuals or momenta in {sorted(kept)}, but accumulator_dtype is "
             f"{dtype}: pass the state that init(params) made for the same settings"
         )
     momenta = len(state.momentum), _size(state.dense_momentum)
     if momenta != ((len(sizes), dense_size or None) if store.has_momentum else (0, None)):
         raise ValueError(
             f"the state holds momentum for {momenta[0]} buckets and {momenta[1]} dense elements, "
-            f"the gradients fill {len(sizes)} and {dense_size}, and momentum is "
+            f"but the gradients fill {len(sizes)} and {dense_size}, and momentum is "
             f"{'on' if store.has_momentum else 'off'}: pass the state that init(params) made for "
             "the same tree and settings"
         )
     if _size(state.pending) != (dense_size or None if store.is_delayed else None):
         raise ValueError(
-            f"the state holds {_size(state.pending)} delayed dense elements, and the gradients "
+            f"the state holds {_size(state.pending)} delayed dense elements, but the gradients "
             f"have {dense_size} with delay={int(store.is_delayed)}: pass the state that "
             "init(params) made for the same tree and settings"
         )

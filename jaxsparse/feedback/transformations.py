@@ -287,6 +287,7 @@ def _is_delayed(delay: Any) -> bool:
     steps = static_int("delay", delay)
     if steps not in (0, 1):
         raise ValueError(
-            f"delay={steps} must be 0, for the mean of this step's gradients, or 1, for last step's"
+            f"delay={steps} must be 0, to exchange this step's gradients, or 1, to exchange those "
+            "of the steps before"
         )
     return steps == 1

@@ -1,4 +1,4 @@
-"""Which system suits a model and a network: both measured, the exchange predicted, and a choice."""
+"""Measures networks and devices, predicts exchanges, and chooses a system for a model."""
 
 from jaxsparse.network import Link as Link, Network as Network, Timing as Timing, rounds as rounds
 from jaxsparse.planner.computing import (

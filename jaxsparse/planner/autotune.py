@@ -1,4 +1,4 @@
-"""Choosing a setting by measuring the exchange."""
+"""Chooses a setting by timing exchanges."""
 
 import statistics
 import time
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Autotuned(NamedTuple, Generic[T]):
-    """Outcome of `autotune`."""
+    """The result of `autotune`."""
 
     best: T
     seconds: dict[T, float]  # median time of one exchange with each candidate
@@ -35,22 +35,22 @@ def autotune(
 ) -> Autotuned[T]:
     """Times the exchange of gradients with each candidate, and returns the fastest.
 
-    SparDL (section III-D) chooses its number of teams so, from an epoch with each; the exchange
-    alone is what differs between them:
+    SparDL (section III-D) chooses its number of teams this way, from an epoch with each. Only the
+    exchange differs between them, so this function times only exchanges:
 
         teams = [t for t in range(1, workers + 1) if workers % t == 0]
         make = lambda teams: jaxsparse.spardl(0.01, teams=teams, gather="bruck")
         best, seconds = jaxsparse.autotune(make, teams, params, mesh)
 
-    With several processes all must call it, and all return the first one's choice.
+    With several processes, all must call it, and all return the first one's choice.
 
     Args:
-        make: the transformation with a candidate for its setting.
-        candidates: to try.
+        make: function from a candidate to the transformation with this setting.
+        candidates: settings to try.
         params: tree of arrays or of `jax.ShapeDtypeStruct`s like the gradients.
-        mesh: of the workers.
-        axis_name: their axis in it.
-        repeats: timed exchanges with each candidate.
+        mesh: the mesh of the workers.
+        axis_name: the mesh axis of the workers.
+        repeats: number of timed exchanges with each candidate.
 
     Raises:
         ValueError: there is no candidate, or `repeats` is below 1.

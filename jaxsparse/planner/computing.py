@@ -1,4 +1,4 @@
-"""Timing what an exchange computes on this device: encoding, decoding, residuals; no network."""
+"""Times the computations of an exchange on this device (encoding, decoding, residuals)."""
 
 import dataclasses
 import functools
@@ -29,30 +29,30 @@ Extract = Callable[[Float[Array, " d"], int], SparseStream]
 
 
 class ExchangeTime(NamedTuple):
-    """What one exchange computes: medians over the timed steps, in seconds."""
+    """Computing time of one exchange, in seconds: medians over the timed steps."""
 
     exchange: float
-    floor: float  # a donated x * 2 on as many float32, in between: the least that a pass costs
+    floor: float  # a donated x * 2 on as many float32, timed in turn: the least time of a pass
 
 
 def time_exchange(
     reducer: Reducer, size: int, workers: int, *, repeats: int = 9, warm_up: int = 2
 ) -> ExchangeTime:
-    """Times what one of `workers` workers computes in an exchange, on this process's first device.
+    """Times the computations of one of `workers` workers in an exchange, on this process's device.
 
-    One step adds the residual to a gradient and runs the reducer; nothing is sent (see
-    `wire.dry_run`): what would arrive is what this worker sends. State and residual are carried
-    from step to step, and donated; `Dense` has no residual. The gradient, normal cubed, is
-    the same at each step, and so is the sum, for the residual is scaled by 0: without the other
-    workers most of what is selected would never be delivered, and pile up. Steps that do more than
-    most, such as those in which Ok-Topk takes new thresholds (one in 32), don't show in a median.
+    One step adds the residual to a gradient and runs the reducer. Nothing is sent: this worker's
+    own messages replace those that would arrive (see `wire.dry_run`). Steps pass on state and
+    residual, and donate them; `Dense` has no residual. All steps have the same gradient, normal
+    cubed. The residual is scaled by 0, so all sums are equal, too. Otherwise, without other
+    workers, most selected entries would never be delivered, and pile up. A median does not show
+    rare steps that do more, such as Ok-Topk's new thresholds (one in 32).
 
     Args:
-        reducer: for `size` elements.
-        size: elements of the vector.
-        workers: W, any number.
-        repeats: timed steps.
-        warm_up: steps before these.
+        reducer: reducer for `size` elements.
+        size: number of elements of the vector.
+        workers: number of workers, W.
+        repeats: number of timed steps.
+        warm_up: number of steps before these.
 
     Raises:
         ValueError: settings out of range, or the reducer can't run with them.
@@ -74,7 +74,7 @@ def time_exchange(
     gradient = jax.jit(lambda key: jax.random.normal(key, (size,)) ** 3)(jax.random.key(size))
     carried = (reducer.init(size), jnp.zeros((size if has_residual else 0,), jnp.float32))
     mean, doubled, scale = jnp.zeros_like(gradient), jnp.zeros_like(gradient), jnp.float32(0)
-    # Arguments that are not read would otherwise be dropped, and their memory not be reused.
+    # JAX would otherwise drop unread arguments, and not reuse their memory.
     jitted = jax.jit(step, donate_argnums=(0, 1), keep_unused=True)
     with wire.dry_run(workers):
         run = jitted.lower(carried, mean, gradient, scale).compile()
@@ -95,9 +95,9 @@ def time_exchange(
 
 
 def measured_as(system: str, reducer: Reducer, size: int, workers: int) -> str:
-    """The name that a `SystemProfile` has for what a system computes.
+    """The name of a system in a `SystemProfile`.
 
-    It is the system's own, but for SparCML's, whose algorithms compute unlike much.
+    It is the system's own name. SparCML has a name for each algorithm, because their times differ.
     """
     if isinstance(reducer, SparCML):
         return f"{system}:{reducer.choose(size, workers)}"
@@ -113,23 +113,24 @@ def profile_systems(
     repeats: int = 9,
     progress: Callable[[str], Any] | None = None,
 ) -> SystemProfile:
-    """Times systems on this process's first device: see `time_exchange`.
+    """Times systems on this process's first device. See `time_exchange`.
 
-    All of them, some 250 programs, take about 7 minutes on a CPU with two cores, most of it to
-    compile. Leave it otherwise idle. `sparcml` is timed with each of the algorithms that "auto"
-    chooses from.
+    All systems, some 250 programs, take about 7 minutes on a CPU with two cores, most of it for
+    compilation. Leave the machine otherwise idle. `sparcml` is timed with each algorithm that
+    "auto" chooses from.
 
     Args:
-        systems: names from `jaxsparse.systems.WITH_VARIANTS`; None for all. Dense, which every
-            prediction needs, is always among them.
-        sizes: elements of the vectors. Beyond the largest times are taken to grow in proportion.
+        systems: names from `jaxsparse.systems.WITH_VARIANTS`. None: all. Dense is always included,
+            because every prediction needs it.
+        sizes: sizes of the vectors, in elements. Beyond the largest, predictions assume that times
+            grow in proportion.
         workers: numbers of workers.
-        density: of what a step delivers; one, or several.
-        repeats: timed steps of each.
-        progress: called with a line for each measurement.
+        density: share of the elements that a step delivers, or several shares.
+        repeats: number of timed steps of each system.
+        progress: function to call with a line for each measurement.
 
     Returns:
-        The profile. What a system can't do, for instance at a density, is left out of it.
+        The profile. It leaves out combinations that a system can't do, such as some densities.
 
     Raises:
         ValueError: a system is unknown, settings are out of range, or no system can run with them.
@@ -200,20 +201,20 @@ def profile_tensors(
     codec: codecs.Codec = codecs.COO,
     repeats: int = 10,
 ) -> TensorProfile:
-    """Times encoding and decoding, as compiled, on this process's first device.
+    """Times compiled encoding and decoding on this process's first device.
 
-    Encoding is the selection, the message and the new residual; decoding turns the messages of all
-    workers into one dense vector. Both are medians, of normal data. Takes about a minute on a
-    CPU, much of it to compile. Leave the device otherwise idle.
+    Encoding makes the selection, the message and the new residual. Decoding turns the messages of
+    all workers into one dense vector. Both times are medians, with normal data. It takes about a
+    minute on a CPU, much of it for compilation. Leave the device otherwise idle.
 
     Args:
-        extract: of a vector and k its sparse stream of k entries, such as `select.fast_top_k`;
-            None takes that of `dragonn`.
-        sizes: elements of the tensors, each at least 1. Predictions are best between them.
-        workers: numbers of messages to decode, at least two: the time of an entry is their slope.
+        extract: function of a vector and k that returns a stream of k entries, such as
+            `select.fast_top_k`. None: that of `dragonn`.
+        sizes: sizes of the tensors in elements, at least 1. Predictions are best between them.
+        workers: numbers of messages to decode, at least two. Their slope is the time of an entry.
         density: k as a share of the elements, in (0, 1]; k is rounded up.
-        codec: of the messages.
-        repeats: timed runs of each program.
+        codec: wire format of the messages.
+        repeats: number of timed runs of each program.
 
     Raises:
         ValueError: settings out of range.
@@ -241,7 +242,7 @@ def profile_tensors(
 
 
 def _distinct(name: str, values: Sequence[int], least: int) -> list[int]:
-    """In increasing order."""
+    """The distinct values in increasing order."""
     try:
         distinct = sorted({static_int(name, value) for value in values})
     except TypeError:  # no sequence
@@ -256,19 +257,20 @@ def _distinct(name: str, values: Sequence[int], least: int) -> list[int]:
 def _tensor_point(
     size: int, workers: list[int], k: int, extract: Extract, codec: codecs.Codec, repeats: int
 ) -> TensorPoint:
-    parcel = MessageFormat(size, k, "sum", jnp.float32, codec)
+    message_format = MessageFormat(size, k, "sum", jnp.float32, codec)
 
     @jax.jit
     def encode(x: Array) -> tuple[Array, Array]:
         stream = extract(x, k)
         sent = to_dense(stream, size)
-        message = parcel.pack(sent) if parcel.is_dense else codec.encode(stream, size)
+        is_dense = message_format.is_dense
+        message = message_format.pack(sent) if is_dense else codec.encode(stream, size)
         return message, x - sent
 
     keys = jax.random.split(jax.random.key(0), workers[-1])
     normal = jax.jit(lambda key: jax.random.normal(key, (size,), jnp.float32))
     messages = jnp.stack([encode(normal(key))[0] for key in keys])
-    decode = jax.jit(parcel.merge_all)
+    decode = jax.jit(message_format.merge_all)
     runs: dict[str, Callable[[], Any]] = {"encode": functools.partial(encode, normal(keys[0]))}
     for count in workers:
         runs[f"decode {count}"] = functools.partial(decode, messages[:count])
@@ -278,7 +280,7 @@ def _tensor_point(
 
 
 def _line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Intercept and slope, neither negative, of the line with the least relative squares."""
+    """Intercept and slope, neither negative, of the line with least squares of relative errors."""
     xs, ys = np.asarray(x, float), np.asarray(y, float)
     candidates = [(0.0, float(np.sum(xs / ys) / np.sum((xs / ys) ** 2)))]
     candidates.append((float(np.sum(1 / ys) / np.sum(1 / ys**2)), 0.0))

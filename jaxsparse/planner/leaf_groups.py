@@ -1,4 +1,4 @@
-"""Groups of leaves that may each travel in a way of their own."""
+"""Groups of leaves, each of which may have its own system."""
 
 import dataclasses
 import math
@@ -21,15 +21,15 @@ REST = "all other leaves"
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Leaves that are exchanged in a way of their own.
+    """Leaves that may have their own system.
 
     Attributes:
-        density: share of the elements that a step delivers, in (0, 1]; None for the plan's.
-        touched: share of the blocks that are not zero on one worker, in (0, 1], where gradients are
-            sparse by nature, such as those of embeddings: these are then sent exactly, by
-            `omni_reduce`, `sparse_all_gather` (whichever of these may be chosen) or dense. None:
-            gradients are dense.
-        block_size: elements of a block: the width of the embedding.
+        density: share of the elements that a step delivers, in (0, 1]. None: the plan's.
+        touched: for gradients that are sparse already, such as those of embeddings, the share of
+            the blocks that are not zero on one worker, in (0, 1]. They are then sent exactly, by
+            `omni_reduce`, `sparse_all_gather` (if these may be chosen) or dense. None: gradients
+            are dense.
+        block_size: number of elements in a block: the width of the embedding.
     """
 
     density: float | None = None
@@ -53,12 +53,12 @@ class Members(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LeafGroups:
-    """A tree of shapes, and which of its leaves travel dense or with which group.
+    """A tree of shapes, and the rules that put its leaves into groups or let them go dense.
 
     Attributes:
-        tree: of `jax.ShapeDtypeStruct`s.
-        rules: from regular expressions to groups; None for dense.
-        is_dense: which leaves travel dense in any case; None for the default.
+        tree: tree of `jax.ShapeDtypeStruct`s.
+        rules: mapping from regular expressions to groups, or to None for dense.
+        is_dense: the rule for leaves that travel dense in any case. None: the default rule.
     """
 
     tree: Any
@@ -72,10 +72,10 @@ class LeafGroups:
         rules: Mapping[str, Group | None] | None,
         is_dense: layouts.IsDense | None,
     ) -> "LeafGroups":
-        """Of a tree of arrays, or of a number of elements: one matrix.
+        """Makes it from a tree of arrays, or from a number of elements, which are one matrix.
 
         Raises:
-            ValueError: an expression is not valid, its group is none, or no leaf is left for it.
+            ValueError: an expression is not valid, or maps to no `Group`, or has no leaf.
         """
         if isinstance(params, numbers.Number):
             size = static_int("params", params)
@@ -92,9 +92,9 @@ class LeafGroups:
                     f"groups[{rule!r}]={group!r} must be a jaxsparse.planner.Group(...), or "
                     "None for dense"
                 )
-        layouts.plan(params)  # raises where a transformation would
+        layouts.plan(params)  # raises if a transformation would
         found = cls(jax.eval_shape(lambda tree: tree, params), rules or {}, is_dense)
-        found.members()  # raises where a group has none
+        found.members()  # raises if a group has no leaf
         return found
 
     def travels_dense(self, path: str, shape: tuple[int, ...]) -> bool:
@@ -102,7 +102,7 @@ class LeafGroups:
         return self.group_of(path, shape) is None
 
     def elements(self, name: str | None) -> int:
-        """Of a group; of None those that travel dense."""
+        """The number of elements of a group; for None, of the dense leaves."""
         members = self.members().get(name)
         return members.elements if members else 0
 
@@ -117,10 +117,10 @@ class LeafGroups:
         return REST
 
     def members(self) -> dict[str | None, Members]:
-        """All groups that have elements; under None those that travel dense.
+        """All groups with elements. The dense leaves are under None.
 
         Raises:
-            ValueError: there is a group without leaves.
+            ValueError: a group has no leaves.
         """
         found: dict[str | None, Members] = {}
         for key_path, leaf in jax.tree_util.tree_flatten_with_path(self.tree)[0]:
@@ -134,11 +134,11 @@ class LeafGroups:
         return found
 
     def written(self, reducers: Mapping[str, str], bucket_size: int | None = None) -> str:
-        """The transformation, as Python code that assigns it to tx.
+        """Python code that makes the transformation and assigns it to tx.
 
         Args:
-            reducers: of each group, as Python writes it; "None" for dense.
-            bucket_size: of the transformation.
+            reducers: each group's reducer as a Python expression; "None" for dense.
+            bucket_size: option of the transformation.
         """
         rule = "jaxsparse.layout.small_or_vector" if self.is_dense is None else "is_dense"
         lines = ["def policy(path, shape):", f"    if {rule}(path, shape):", "        return None"]
@@ -151,5 +151,5 @@ class LeafGroups:
         return "\n".join([*head, *lines, "", f"tx = jaxsparse.partition(policy{limit})"])
 
     def policy(self, budgets: Mapping[str, Budget | None]) -> Any:
-        """The same as a function for `jaxsparse.partition`."""
+        """The policy of these groups, for `jaxsparse.partition`."""
         return lambda path, shape: budgets.get(self.group_of(path, shape) or "")

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of a network, from the times of a few collectives."""
+"""Measures latency and bandwidth of a network, by timing a few collectives."""
 
 import datetime
 import functools
@@ -20,9 +20,9 @@ from jaxsparse.planner.timing import elapsed
 from jaxsparse.settings import static_float, static_int
 from jaxsparse.training.sharding import count_workers
 
-# What a link is given for terms that the times show nothing of.
+# Fallbacks for terms that the timings do not determine.
 _NO_LATENCY, _NO_LIMIT = 1e-9, 1e15
-# Of the two smallest sizes, without which one slow exchange would pass for the latency.
+# For the two smallest sizes. A single slow exchange would otherwise pass for the latency.
 _LEAST_REPEATS = 3
 
 
@@ -30,9 +30,9 @@ class _Run(NamedTuple):
     """One way to exchange about n words, written for one worker's row of them."""
 
     op: str
-    shape: Callable[[int], tuple[int, ...]]  # of a worker's operand, for about n words
+    shape: Callable[[int], tuple[int, ...]]  # shape of a worker's operand, for about n words
     exchange: Callable[[Array], Array]
-    received: Callable[[int], float]  # bytes, of operand bytes
+    received: Callable[[int], float]  # received bytes, from operand bytes
 
 
 def measure_network(
@@ -45,33 +45,34 @@ def measure_network(
 ) -> Network:
     """Times each kind of collective at some sizes and fits a latency and a bandwidth to each.
 
-    Timed are sums, all-gathers, all-to-alls, permutations (around the ring, and from one worker to
-    another) and reduce-scatters of float32. Each repetition starts after a barrier and counts until
-    the last process is done; medians over repetitions are fitted, see `fit_link`. What is measured
-    includes starting the compiled program. Times of a machine that is busy with something else are
-    worth little: look at `timings` of the result.
+    It times sums, all-gathers, all-to-alls, permutations (around the ring, and from one worker to
+    another) and reduce-scatters of float32. Each repetition starts after a barrier and ends when
+    the last process is done. `fit_link` fits medians over repetitions. The times include the start
+    of the compiled program. Times of a busy machine are worth little: look at the result's
+    `timings`.
 
-    With several processes all must call it, with equal arguments, and all return the same. Between
-    devices of one process (emulated ones, for instance) it is copies in memory that are timed, not
-    a network; `settings` of the result says how many processes there were.
+    With several processes, all must call it with equal arguments, and all return the same. Between
+    devices of one process, such as emulated ones, it times copies in memory and not a network. The
+    result's `settings` say how many processes there were.
 
     Args:
-        mesh: of the workers, at least two along `axis_name`.
-        axis_name: their axis in it.
-        words: sizes to exchange, 4 bytes each, in increasing order; at least two.
-        repeats: of each collective at each size, at most.
-        seconds: to exchange for, together: large sizes are repeated less for it, and those between
-            the first two and the last are left out where a single exchange is likely to take more
-            than their share of what is left, by a link fitted to the times so far. Whatever it
-            takes, each kind is timed three times (or `repeats`) at the two smallest sizes, and
-            once at the largest. Compiling takes some seconds more.
+        mesh: the mesh of the workers, with at least two along `axis_name`.
+        axis_name: the mesh axis of the workers.
+        words: sizes to exchange, in words of 4 bytes; at least two, in increasing order.
+        repeats: most repetitions of each collective at each size.
+        seconds: time limit for all exchanges together. Large sizes are repeated less often. A size
+            between the first two and the last is left out if one exchange is likely to take more
+            than its share of the remaining time, by a link fitted to the times so far. In any case,
+            each kind is timed three times (or `repeats`) at the two smallest sizes, and once at the
+            largest. Compilation takes some more seconds.
 
     Returns:
-        A link for each kind, `link` being that of permutations, which are single messages. Its
-        `seconds` predict other programs; of other numbers of workers by `jaxsparse.network.rounds`.
+        A link for each kind. `link` is that of permutations, which are single messages. Its
+        `seconds` predict other programs, with `jaxsparse.planner.rounds` for other numbers of
+        workers.
 
     Raises:
-        ValueError: the mesh has no such axis or less than two workers along it, or a setting is
+        ValueError: the mesh has no such axis or fewer than two workers along it, or a setting is
             out of range.
     """
     workers = count_workers(mesh, axis_name)
@@ -91,13 +92,13 @@ def measure_network(
     timings: list[Timing] = []
     by_run: dict[str, list[Timing]] = {name: [] for name in runs}
     left, programs = seconds, len(sizes) * len(runs)
-    # A sum, which needs something of every worker: a permutation waits for one other.
+    # The barrier is a sum, which needs every worker. A permutation waits for one other only.
     barrier = _placed(runs["sum"], 1, mesh, axis_name)
     for i, size in enumerate(sizes):  # small sizes leave their share of the time to large ones
         for name, run in runs.items():
             share, programs = left / programs, programs - 1
             received = run.received(4 * int(np.prod(run.shape(size))))
-            # All processes see the same times, and so decide alike.
+            # All processes see the same times, so they decide alike.
             if 1 < i < len(sizes) - 1 and _predicted(by_run[name], received) > share:
                 continue
             program = _placed(run, size, mesh, axis_name)
@@ -128,14 +129,14 @@ def measure_network(
 
 
 def fit_link(timings: Sequence[Timing]) -> Link:
-    """The link whose times are nearest to measured ones: least squares of relative errors.
+    """Fits a link to measured times, by least squares of relative errors.
 
     Args:
-        timings: at least one; both terms show where bytes differ much.
+        timings: at least one. Their bytes must differ much to determine both terms.
 
     Returns:
-        A link with neither term negative: where latency alone explains the times best, the
-        bandwidth is 1e15 bytes a second, and the latency a nanosecond where bytes alone do.
+        A link without a negative term. If latency alone explains the times best, the bandwidth is
+        1e15 bytes a second. If bytes alone do, the latency is a nanosecond.
 
     Raises:
         ValueError: there is no timing.
@@ -154,7 +155,7 @@ def fit_link(timings: Sequence[Timing]) -> Link:
         raise ValueError("timings are empty: give at least one")
     seconds = np.array([timing.seconds for timing in timings])
     terms = np.array([[timing.rounds, timing.received] for timing in timings], float)
-    # Relative errors: each row over its time is to come to 1.
+    # Relative errors: each row over its time should be 1.
     rows = terms / seconds[:, None]
     candidates = [
         np.linalg.lstsq(rows / (scale := rows.max(axis=0)), np.ones(len(rows)))[0] / scale
@@ -169,7 +170,7 @@ def fit_link(timings: Sequence[Timing]) -> Link:
 
 
 def _predicted(timings: Sequence[Timing], received: float) -> float:
-    """Seconds of a collective like those timed, with so many bytes."""
+    """Predicted seconds of a collective like the timed ones, with `received` bytes."""
     link = fit_link(timings)
     return link.seconds(timings[0].rounds, received)
 
@@ -178,7 +179,7 @@ def _runs(workers: int, axis_name: str) -> dict[str, _Run]:
     whole = lambda n: (n,)
     rows = lambda n: (workers, -(-n // workers))
     ring = [(i, (i + 1) % workers) for i in range(workers)]
-    pair = [(0, workers // 2)]  # in two processes, where there are several
+    pair = [(0, workers // 2)]  # in two processes, if there are several
     on = functools.partial
     share = (workers - 1) / workers
     return {
@@ -212,7 +213,7 @@ def _permute(axis_name: str, pairs: list[tuple[int, int]], x: Array) -> Array:
 
 
 def _placed(run: _Run, words: int, mesh: Mesh, axis_name: str) -> Callable[[], Any]:
-    """The compiled exchange with its operands in place."""
+    """The compiled exchange, with its operand placed on the mesh."""
     spec = PartitionSpec(axis_name)
     shape = (mesh.shape[axis_name], *run.shape(words))
     operand = jax.jit(
@@ -229,7 +230,7 @@ def _placed(run: _Run, words: int, mesh: Mesh, axis_name: str) -> Callable[[], A
 
 
 def _elapsed(program: Callable[[], Any], barrier: Callable[[], Any], repeats: int) -> list[float]:
-    """Seconds of each repetition, on the slowest process; equal on all of them."""
+    """Seconds of each repetition on the slowest process; equal on all processes."""
     seconds = []
     for _ in range(repeats):
         jax.block_until_ready(barrier())

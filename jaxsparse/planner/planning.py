@@ -1,4 +1,4 @@
-"""Which system is fastest for a model on a network, or whether dense is: predicted, not run.
+"""Predicts which system is fastest for a model on a network, or whether dense is.
 
 The network's seconds come from a model, the device's from a profile.
 """
@@ -21,7 +21,7 @@ from jaxsparse.settings import check_density, static_float, static_int
 from jaxsparse.systems import WITH_VARIANTS, Choice, Dense, SparCML, choose, dense
 from jaxsparse.traffic import WireBytes, traced_bytes
 
-# Indices are int32: longer vectors travel in buckets.
+# Indices are int32, so longer vectors travel in buckets.
 _LONGEST, _BUCKET = 2**31 - 1, 2**30
 
 
@@ -38,43 +38,41 @@ def plan(
     is_dense: layouts.IsDense | None = None,
     systems: Sequence[str] | None = None,
 ) -> Plan:
-    """Predicts what a step's exchange takes with dense all-reduce and with every system.
+    """Predicts the time of a step's exchange with dense all-reduce and with every system.
 
-    Network times are those of the alpha-beta model for the collectives of the traced program, dense
-    leaves and the flag of finite gradients included; times of computing are interpolated in
-    measured ones. A system that the profile lacks is not predicted, and not chosen. What is
-    compressed travels as one vector, or from 2**31 elements on, which int32 can't index, in buckets
-    of 2**30 at most. Steps are usual ones: what Ok-Topk does in one of 32 is left out. Nothing is
-    said of contention, of stragglers, or of accuracy.
+    The alpha-beta model gives network times, from the collectives of the traced program with dense
+    leaves and the flag of finite gradients. Computing times are interpolated in measured ones. A
+    system without measured times is not predicted and not chosen. Compressed leaves travel as one
+    vector, or from 2**31 elements on, which int32 can't index, in buckets of 2**30 at most. The
+    times are those of usual steps, without Ok-Topk's extra work in one of 32. The plan does not
+    predict contention, stragglers or accuracy.
 
     Args:
         params: a tree of arrays or `jax.ShapeDtypeStruct`s like the gradients, or the number of
             elements of one matrix.
-        workers: W.
-        network: measured (`jaxsparse.planner.measure_network`, `Network.load`), or a `Link` of
-            latency in seconds and bandwidth in bytes a second.
-        density: share of the compressed elements that a step delivers, in (0, 1]; see
-            `jaxsparse.systems.choose` for what each system makes of it.
-        profile: times of computing on the device; None for those of the CPU that
-            `SystemProfile.shipped` has.
-        memory_bandwidth: bytes a second: the profile is scaled to it, as if all were passes over
-            memory. So a GPU's times are extrapolated from a CPU's, roughly.
-        step_seconds: of forward and backward pass, which are the same whatever the system.
-        groups: from regular expressions on key paths, of which the first one found counts, to
-            groups of leaves that may travel in a way of their own; None for dense. All leaves that
-            none is found in are a group, too.
-        is_dense: given a leaf's key path and shape, whether it travels dense in any case. By
-            default vectors, scalars and anything below 1024 elements do.
-        systems: names to predict, keys of `jaxsparse.systems.WITH_VARIANTS`, and thereby to choose
-            from; dense is always among them. None for all, of which those with a caveat are not
-            chosen.
+        workers: number of workers, W.
+        network: a measured `Network` (`jaxsparse.planner.measure_network`, `Network.load`), or a
+            `Link` with latency in seconds and bandwidth in bytes a second.
+        density: share of the compressed elements that a step delivers, in (0, 1]. See
+            `jaxsparse.systems.choose` for each system's settings.
+        profile: computing times of the device. None: those of `SystemProfile.shipped`, of a CPU.
+        memory_bandwidth: bytes a second. The profile is scaled to it, as if all times were passes
+            over memory. This is a rough extrapolation from a CPU's times to a GPU's.
+        step_seconds: time of forward and backward pass, which no system changes.
+        groups: mapping from regular expressions on key paths to groups of leaves, which may have
+            their own systems, or to None for dense. The first expression found in a path counts.
+            The leaves without any are a group, too.
+        is_dense: function of a leaf's key path and shape: whether the leaf travels dense in any
+            case. By default vectors, scalars and leaves below 1024 elements do.
+        systems: systems to predict and to choose from, keys of `jaxsparse.systems.WITH_VARIANTS`.
+            Dense is always included. None: all; those with a caveat are not chosen.
 
     Returns:
-        The predictions and the choices, which print as a table.
+        The predictions and the choices. They print as a table.
 
     Raises:
-        ValueError: settings out of range, an unknown system, an expression that no leaf is left
-            for, or see `jaxsparse.layout.plan`.
+        ValueError: settings out of range, an unknown system, an expression without a leaf, or see
+            `jaxsparse.layout.plan`.
 
     Example:
         >>> from jaxsparse.network import Link
@@ -119,7 +117,7 @@ def plan(
             left_out.append((BY_GROUP, str(error)))
         else:
             found.append(together)
-    # Sorting is stable: nothing that is not faster comes before dense.
+    # Sorting is stable, so only faster systems come before dense.
     found.sort(key=lambda prediction: prediction.exchange)
     best = next(prediction for prediction in found if not prediction.caveat)
     if choices is None:
@@ -139,7 +137,7 @@ def plan(
 
 
 def _names(systems: Sequence[str] | None) -> list[str]:
-    """Without dense, which is always predicted."""
+    """The names without dense, which is always predicted."""
     names = list(WITH_VARIANTS) if systems is None else list(dict.fromkeys(systems))
     for name in names:
         if name not in WITH_VARIANTS:
@@ -177,14 +175,14 @@ def _written(network: networks.Network) -> str:
 
 
 class _Model(NamedTuple):
-    """What predictions rest on."""
+    """The network, the workers and the profile that predictions use."""
 
     network: networks.Network
     workers: int
     profile: SystemProfile
 
     def seconds(self, moved: WireBytes) -> float:
-        """On the network, in a usual step."""
+        """Seconds on the network, in a usual step."""
         return self.network.seconds(moved.usual)
 
     def buckets(self, budget: Budget, size: int) -> list[tuple[Reducer, int]]:
@@ -194,17 +192,17 @@ class _Model(NamedTuple):
         return list(zip(budget.split(sizes), sizes))
 
     def exchange(self, budget: Budget, size: int) -> float:
-        """On the network, for `size` elements, in a usual step."""
+        """Seconds on the network for `size` elements, in a usual step."""
         moved = (traced_bytes(r, n, self.workers) for r, n in self.buckets(budget, size))
         return sum(map(self.seconds, moved))
 
     def added_to_dense(self, size: int, elements: int) -> float:
-        """What `elements` more take in a dense message of `size`, which is sent anyway."""
+        """Seconds that `elements` add to a dense message of `size`, which is sent anyway."""
         whole = lambda size: self.exchange(Dense(), size) + self.dense_computing(size)
         return whole(size + elements) - whole(size)
 
     def computing(self, system: str, budget: Budget, size: int, density: float) -> float:
-        """Of computing.
+        """Seconds of computing.
 
         Raises:
             ValueError: the system was not measured.
@@ -216,7 +214,7 @@ class _Model(NamedTuple):
         return self.profile.seconds(name, size, self.workers, density)
 
     def dense_computing(self, size: int) -> float:
-        """Of computing, for a dense message; nothing for the flag alone."""
+        """Seconds of computing for a dense message; 0 for the flag alone."""
         return self.profile.seconds("dense", size, self.workers, 1.0) if size > 1 else 0.0
 
 
@@ -225,19 +223,19 @@ class _Predictor:
 
     def __init__(self, model: _Model, leaves: LeafGroups, density: float):
         self.model, self.leaves, self.density = model, leaves, density
-        # One transformation for the whole tree knows no groups.
+        # A transformation of the whole tree has no groups.
         self.whole = dataclasses.replace(leaves, rules={})
         self.dense_size = self.whole.elements(None)
         self.compressed = self.whole.elements(REST)
         self.bucket_size = _BUCKET if self.compressed > _LONGEST else None
 
     def dense(self) -> Prediction:
-        """All leaves in one message."""
+        """The prediction for all leaves in one dense message."""
         computing = self.model.dense_computing(self.compressed + self.dense_size)
         return self._prediction("dense", dense(), computing, "jaxsparse.dense()")
 
     def one(self, name: str, caveat: str) -> Prediction:
-        """All leaves that may be compressed, by one system."""
+        """The prediction for one system, for all leaves that may be compressed."""
         if not self.compressed:
             raise ValueError("no leaf may be compressed: see is_dense")
         choice = self._chosen(name, Group(), self.compressed, self.dense_size)
@@ -256,7 +254,7 @@ class _Predictor:
     def by_group(
         self, names: Sequence[str], is_asked_for: bool
     ) -> tuple[tuple[GroupChoice, ...], Prediction]:
-        """The fastest system for each group, and what they take together.
+        """The fastest system for each group, and the prediction for all together.
 
         Raises:
             ValueError: they can't be combined.
@@ -288,7 +286,7 @@ class _Predictor:
         budgets: Mapping[str, Budget | None],
         dense_size: int,
     ) -> tuple[list[GroupChoice], dict[str, Budget | None]]:
-        """The same choices where all groups that are compressed have equal budgets.
+        """The same choices, for compressed groups that all have equal budgets.
 
         `partition` makes one vector of them, and counts the dense leaves against its budget.
         """
@@ -306,7 +304,7 @@ class _Predictor:
         )
 
     def _chosen(self, system: str, group: Group, size: int, dense_size: int = 0) -> Choice:
-        """The system's settings for a group; SparCML's algorithm by this network and profile."""
+        """The system's settings for a group, with SparCML's algorithm for this network."""
         choice = choose(
             system,
             self.density if group.density is None else group.density,
@@ -328,7 +326,7 @@ class _Predictor:
         return choice._replace(settings={**choice.settings, "algorithm": algorithm})
 
     def as_whole(self, best: Prediction, dense: Prediction) -> tuple[GroupChoice, ...]:
-        """The choice where one system serves the whole tree."""
+        """The choice if one system serves the whole tree."""
         leaves = self.whole.members().get(REST)
         if leaves is None:
             return ()
@@ -343,7 +341,7 @@ class _Predictor:
         names: Sequence[str],
         is_asked_for: bool,
     ) -> tuple[GroupChoice, Budget | None, float]:
-        """The choice for a group by itself, its budget and what that computes."""
+        """The choice for a group by itself, its budget and its seconds of computing."""
         model, (kind, leaves, size) = self.model, members
         density = self.density if kind.density is None else kind.density
         delivered = density if kind.touched is None else kind.touched
@@ -358,7 +356,7 @@ class _Predictor:
                 choice = self._chosen(name, kind, size)
                 computing = model.computing(name, choice.budget, size, delivered)
                 seconds = computing + model.exchange(choice.budget, size)
-            except ValueError:  # of the whole tree, left_out says why
+            except ValueError:  # left_out has the reason, for the whole tree
                 continue
             if seconds < best[0]:
                 best = (seconds, name, choice.budget, computing)

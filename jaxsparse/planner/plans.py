@@ -1,4 +1,4 @@
-"""What `plan` returns: predicted times of systems, and a choice. Prints as a table."""
+"""The result of `plan`: predicted times of systems, and a choice. It prints as a table."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 from jaxsparse.printing import aligned, milliseconds as _ms
 
-BY_GROUP = "by group"  # in place of a system's name
+BY_GROUP = "by group"  # stands for a system's name
 
 
 class Prediction(NamedTuple):
-    """What one system is predicted to take in a step."""
+    """Predicted times of one system in a step."""
 
     system: str  # a key of `jaxsparse.systems.WITH_VARIANTS`, or "by group"
-    rounds: int  # collectives, one after the other
+    rounds: int  # number of sequential collectives
     received: float  # bytes that a worker receives
     network: float  # seconds on the network
-    computing: float  # seconds of a worker
-    transformation: str  # as Python writes it
+    computing: float  # seconds that a worker computes
+    transformation: str  # Python expression
     caveat: str = ""  # why it is not chosen by time alone
 
     @property
@@ -27,35 +27,35 @@ class Prediction(NamedTuple):
 
 
 class GroupChoice(NamedTuple):
-    """How the leaves of one group are to travel."""
+    """The system chosen for the leaves of one group."""
 
     group: str  # the regular expression, or "all other leaves"
     leaves: int
     elements: int
     system: str
-    seconds: float  # of its exchange by itself; what "dense" adds to the message of dense leaves
-    dense_seconds: float  # the latter
-    # As Python writes it, for `jaxsparse.partition`, "None" for dense; of the only group the whole
-    # transformation.
+    seconds: float  # of its own exchange; for "dense", as `dense_seconds`
+    dense_seconds: float  # that the group would add to the message of dense leaves
+    # Python expression of the reducer for `jaxsparse.partition`, or "None" for dense. With a single
+    # group, that of the whole transformation.
     expression: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Outcome of `plan`.
+    """The result of `plan`.
 
     Attributes:
         predictions: one a system, the shortest exchange first.
         groups: the choice for each group of leaves.
-        best: the name of the system to use: "dense" where nothing is faster, "by group" where
-            different systems for different groups are.
-        left_out: systems without a prediction, and why.
-        elements: of all leaves.
-        dense_elements: of those leaves that travel dense in any case.
-        workers: their number.
+        best: name of the system to use. It is "dense" if nothing is faster, and "by group" if
+            different systems for different groups are fastest.
+        left_out: systems without a prediction, and the reasons.
+        elements: number of elements of all leaves.
+        dense_elements: number of elements of leaves that travel dense in any case.
+        workers: number of workers.
         density: share of the other elements that a step delivers.
-        step_seconds: of forward and backward pass, which no system changes.
-        conditions: what was assumed, a line each.
+        step_seconds: time of forward and backward pass, which no system changes.
+        conditions: the assumptions, a line each.
     """
 
     predictions: tuple[Prediction, ...]
@@ -73,7 +73,7 @@ class Plan:
         """The prediction for one system.
 
         Raises:
-            KeyError: there is none.
+            KeyError: the system has no prediction.
         """
         if found := self.find(system):
             return found
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def transformation(self) -> str:
-        """The best system, as Python writes it."""
+        """The best system as Python code."""
         return self[self.best].transformation
 
     def step(self, system: str) -> float:
@@ -96,14 +96,14 @@ class Plan:
         return self.step_seconds + self[system].exchange
 
     def delayed_step(self, system: str) -> float:
-        """Seconds of a step with `delay=1`: the network beside the backward pass.
+        """Seconds of a step with `delay=1`, whose network time overlaps the backward pass.
 
-        What is computed for the exchange competes with that for the device, and is added.
+        The exchange's computing competes with the backward pass for the device, so it is added.
         """
         return self[system].computing + max(self.step_seconds, self[system].network)
 
     def speedup(self, system: str) -> float:
-        """How many times shorter a step is than with dense."""
+        """Seconds of a dense step over seconds of a step with this system."""
         return self.step("dense") / self.step(system)
 
     def __str__(self) -> str:
@@ -155,11 +155,10 @@ class Plan:
 
 
 def compared(plans: Mapping[str, Plan]) -> str:
-    """Milliseconds of the exchange in several plans, as a Markdown table.
+    """A Markdown table of the exchange's milliseconds in several plans.
 
     Args:
-        plans: of the same systems, by the heads of their columns; rows are in the order of the
-            first.
+        plans: plans of the same systems, by column head. The first plan orders the rows.
     """
     first = next(iter(plans.values()))
     rows = [["exchange, ms", *plans], ["---"] * (1 + len(plans))]

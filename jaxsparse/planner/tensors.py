@@ -1,4 +1,4 @@
-"""Which tensors to compress: by what compressing costs on a device, measured, and what it saves."""
+"""Chooses the tensors to compress, from measured costs of compressing and predicted savings."""
 
 import dataclasses
 import functools
@@ -19,28 +19,28 @@ _ms = functools.partial(milliseconds, digits=3)
 
 
 class TensorPoint(NamedTuple):
-    """What tensors of one size cost."""
+    """The costs of tensors of one size."""
 
     elements: int  # float32 elements, d
     encode: float  # seconds
-    decode: float  # seconds, whatever the number of entries
+    decode: float  # seconds, for any number of entries
     decode_per_entry: float  # seconds for each of the W m entries of all workers' messages
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorProfile(Measured):
-    """What encoding and decoding cost at some sizes of a tensor; between them by straight lines.
+    """Costs of encoding and decoding at some sizes of a tensor, with straight lines between them.
 
-    Beyond the largest size times grow in proportion to the elements; below the smallest they stay
-    as they are there. A single line, `fixed + per_element d`, fits worse where tensors outgrow
-    caches or what the allocator keeps: on a CPU, sizes 2^12 to 2^24, it was off by a factor of 1.7
-    (encoding) and 2.3 (decoding), in the geometric mean, at every other size, which was left out of
-    the fit; lines between the measured sizes were off by 1.2 and 1.4.
+    Beyond the largest size, times grow in proportion to the elements; below the smallest, they are
+    those of the smallest. A single line, `fixed + per_element d`, fits worse once tensors outgrow
+    caches or the memory that the allocator keeps. Every other size from 2^12 to 2^24 on a CPU was
+    left out to test both. There, in the geometric mean, the single line was off by a factor of 1.7
+    (encoding) and 2.3 (decoding); lines between the measured sizes were off by 1.2 and 1.4.
 
     Attributes:
-        points: in increasing order of size, at least one.
-        density: entries of a message as a share of the elements, in (0, 1]; None where unknown.
-        codec: of the messages, its `repr`; None where unknown.
+        points: at least one, in increasing order of size.
+        density: entries of a message as a share of the elements, in (0, 1]. None: unknown.
+        codec: wire format of the messages, as its `repr`. None: unknown.
 
     Raises:
         ValueError: there is no point, one is not a `TensorPoint`, sizes do not increase, a time is
@@ -58,7 +58,7 @@ class TensorProfile(Measured):
     kind: ClassVar[str] = "tensors"
     units: ClassVar[dict[str, str]] = {
         "points": "float32 elements of a tensor; seconds to encode it; seconds to decode messages "
-        "into it, whatever their entries; seconds to decode for each entry of all messages"
+        "into it, for any number of entries; seconds more for each entry of all messages"
     }
     how: ClassVar[str] = "jaxsparse.planner.profile_tensors(), and save() it"
 
@@ -98,7 +98,7 @@ class TensorProfile(Measured):
 
         The DRAGONN paper's sparse decoding (section 4.3): a d + b W m, with no term W d.
         """
-        # Of an entry the time does not grow beyond the largest size.
+        # The time of one entry does not grow beyond the largest size.
         largest = self.points[-1].elements
         per_entry = self._between("decode_per_entry", min(elements, largest))
         return self._between("decode", elements) + per_entry * entries
@@ -136,55 +136,55 @@ def _checked(point: Any) -> TensorPoint:
 
 
 class TensorTimes(NamedTuple):
-    """What one leaf is predicted to take, in seconds."""
+    """Predicted times of one leaf, in seconds."""
 
     path: str  # as jax.tree_util.keystr prints it
     shape: tuple[int, ...]
     dense: float  # T_full: exchanged by ring all-reduce
     exchange: float  # T_spr: compressed, exchanged by ring all-gather
     codec: float  # T_comp: encoding its message and decoding those of all workers
-    may_compress: bool = True  # or whether it travels dense in any case
+    may_compress: bool = True  # False: it travels dense in any case
 
     @property
     def elements(self) -> int:
-        """Of the leaf, d."""
+        """The number of elements of the leaf, d."""
         return math.prod(self.shape)
 
     @property
     def compressed(self) -> float:
-        """All that compressing takes."""
+        """The time of the compressed exchange."""
         return self.exchange + self.codec
 
     @property
     def saving(self) -> float:
-        """By compressing; negative where that is slower."""
+        """The time that compression saves; negative if it is slower."""
         return self.dense - self.compressed
 
     @property
     def is_compressed(self) -> bool:
-        """Whether it may be and it pays: T_comp < T_full - T_spr, eq. (1)."""
+        """Whether it may be compressed and that pays: T_comp < T_full - T_spr, eq. (1)."""
         return self.may_compress and self.codec < self.dense - self.exchange
 
     @property
     def selected(self) -> float:
-        """As it travels."""
+        """The time of the selected way."""
         return self.compressed if self.is_compressed else self.dense
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSelection:
-    """Outcome of `select_tensors`; prints as a table.
+    """The result of `select_tensors`. It prints as a table.
 
     Attributes:
-        tensors: one a leaf, in the order of `jax.tree.leaves`, without empty ones.
-        conditions: what was assumed, in words.
+        tensors: one a leaf, in the order of `jax.tree.leaves`, without empty leaves.
+        conditions: the assumptions, in words.
     """
 
     tensors: tuple[TensorTimes, ...]
     conditions: str = ""
 
     def is_dense(self, path: str, shape: tuple[int, ...]) -> bool:
-        """Whether the leaf travels uncompressed: pass this method as a transformation's `is_dense`.
+        """Whether the leaf travels uncompressed. Pass this method as `is_dense`.
 
         Raises:
             ValueError: the tree has no such leaf.
@@ -202,17 +202,17 @@ class TensorSelection:
 
     @property
     def dense_seconds(self) -> float:
-        """With all leaves dense."""
+        """The time with all leaves dense."""
         return math.fsum(tensor.dense for tensor in self.tensors)
 
     @property
     def compressed_seconds(self) -> float:
-        """With all leaves compressed that may be."""
+        """The time with all leaves compressed that may be."""
         return math.fsum(t.compressed if t.may_compress else t.dense for t in self.tensors)
 
     @property
     def seconds(self) -> float:
-        """As selected."""
+        """The time of the selection."""
         return math.fsum(tensor.selected for tensor in self.tensors)
 
     def __str__(self) -> str:
@@ -250,41 +250,41 @@ def select_tensors(
     codec: codecs.Codec = codecs.COO,
     is_dense: layouts.IsDense | None = None,
 ) -> TensorSelection:
-    """Decides by a model of the times which leaves are worth compressing.
+    """Decides from a model of times which leaves are worth compressing.
 
     A tensor of d elements is compressed if T_comp(d) < T_full(d) - T_spr(d), with
 
         T_full = 2 (W - 1) (alpha + 4 d / (W B))    ring all-reduce
         T_spr = (W - 1) (alpha + gamma 4 d / B)     ring all-gather of compressed messages
 
-    gamma the bytes of a message over those of the tensor (2 * density in COO) and T_comp from the
-    profile. Exchanging then saves (W - 1) (alpha + (2 / W - gamma) 4 d / B), the most for about
-    sqrt(2 / gamma) workers: beyond them the all-gather's bytes, which grow with W, catch up. (The
-    paper prints 1 / W.)
+    gamma is the bytes of a message over those of the tensor (2 * density in COO), and T_comp comes
+    from the profile. The exchange then saves (W - 1) (alpha + (2 / W - gamma) 4 d / B). That is
+    most for about sqrt(2 / gamma) workers; with more, the all-gather's bytes, which grow with W,
+    catch up. (The paper prints 1 / W.)
 
-    Each tensor is taken by itself, as in the paper. In this library all dense leaves travel in one
-    message, and the compressed ones in one for each bucket, so that latencies and the fixed costs
-    of encoding are paid once and not for each: totals are upper bounds as far as these go. The
-    equation alone, to which an all-gather has half the latencies, would compress small leaves on a
-    slow link, though in one message with others they cost next to nothing dense: hence `is_dense`.
+    The model looks at each tensor by itself, as in the paper. In this library, all dense leaves
+    travel in one message, and the compressed leaves in one message a bucket. They pay latencies and
+    the fixed costs of encoding once, so the totals are upper bounds in this respect. By the
+    equation alone, an all-gather has half the latencies, and small leaves on a slow link would be
+    compressed. Dense, in one message with others, they cost next to nothing; hence `is_dense`.
 
     Args:
         params: tree of arrays or of `jax.ShapeDtypeStruct`s like the gradients.
-        workers: W.
-        link: of each worker: latency alpha and bandwidth B.
+        workers: number of workers, W.
+        link: each worker's link, with latency alpha and bandwidth B.
         density: entries of a message as a share of the elements, in (0, 1].
-        profile: of the device, from `jaxsparse.planner.profile_tensors` or `TensorProfile.load`,
-            and of this density and codec unless it doesn't say.
-        codec: of sparse messages.
-        is_dense: given a leaf's key path and shape, whether it travels dense in any case. By
-            default vectors, scalars and anything below 1024 elements do; `lambda path, shape:
-            False` leaves it all to the equation.
+        profile: profile of the device, from `jaxsparse.planner.profile_tensors` or
+            `TensorProfile.load`. Its density and codec, if known, must be the ones given here.
+        codec: wire format of sparse messages.
+        is_dense: function of a leaf's key path and shape: whether the leaf travels dense in any
+            case. By default vectors, scalars and leaves below 1024 elements do. With
+            `lambda path, shape: False` the equation decides for all leaves.
 
     Returns:
-        The decisions; `TensorSelection.is_dense` is the argument of any transformation.
+        The decisions. Pass `TensorSelection.is_dense` to any transformation.
 
     Raises:
-        ValueError: settings out of range, the profile is of another density or codec, or see
+        ValueError: settings out of range, the profile has another density or codec, or see
             `jaxsparse.layout.plan`.
 
     DRAGONN (Wang et al., ICML 2022), section 4.2, eq. (1).
@@ -317,7 +317,7 @@ def select_tensors(
             "bandwidth=...) in seconds and bytes a second"
         )
     _check_measured(profile, density, codec)
-    layouts.plan(params)  # raises where the transformation would
+    layouts.plan(params)  # raises if the transformation would
     rule = layouts.small_or_vector if is_dense is None else is_dense
     tensors, others = [], workers - 1
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
@@ -344,9 +344,9 @@ def select_tensors(
 
 
 def _check_measured(profile: TensorProfile, density: float, codec: codecs.Codec) -> None:
-    """Times of another density or codec would not be those of the messages."""
+    """Raises ValueError if the profile has another density or codec than the messages."""
     measured = profile.density
-    # Not !=, as one may have been rounded to float32.
+    # Not !=, because one may have been rounded to float32.
     if measured is not None and not math.isclose(measured, density, rel_tol=1e-6):
         raise ValueError(
             f"density={density} differs from the profile's, {measured}: select with that one, or "

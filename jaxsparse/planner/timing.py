@@ -1,4 +1,4 @@
-"""The one way to time compiled programs, and the words that say where."""
+"""Times compiled programs, and describes the device."""
 
 import datetime
 import os
@@ -10,7 +10,7 @@ import jax
 
 
 def elapsed(run: Callable[[], Any]) -> float:
-    """Seconds until what `run` returns is computed."""
+    """Seconds until the result of `run` is computed."""
     start = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - start
@@ -24,9 +24,9 @@ def interleaved(
     The runs take turns, so that a slow spell of the machine hits all alike.
 
     Args:
-        runs: by name.
-        repeats: of each, timed.
-        warm_up: repeats before these, in which programs may be compiled.
+        runs: functions to time, by name.
+        repeats: number of timed repeats of each run.
+        warm_up: number of repeats before these, in which programs may be compiled.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(warm_up + repeats):
@@ -38,7 +38,7 @@ def interleaved(
 
 
 def here() -> dict[str, str]:
-    """This process's first device, the version of JAX and the date, as a `Measured` has them."""
+    """This process's first device, the version of JAX and the date, as fields of a `Measured`."""
     device: Any = jax.devices()[0]
     cores = f", {os.cpu_count()} cores" if device.platform == "cpu" else ""
     return {

@@ -1,4 +1,4 @@
-"""Counts, bandwidths and times as people write them: 110M, 10Gbit, 50us."""
+"""Reads counts, bandwidths and times as people write them: 110M, 10Gbit, 50us."""
 
 import math
 import re
@@ -6,16 +6,16 @@ import re
 _NUMBER = re.compile(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(.*?)\s*")
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _COUNTS = {**_PREFIXES, "b": 1e9}
-# In bytes. A small b is a bit, a large one a byte; of prefixes the case says nothing.
+# In bytes. A small b is a bit, a capital B a byte. Prefixes may have either case.
 _RATES = {"bit": 1 / 8, "bit/s": 1 / 8, "bps": 1 / 8, "b/s": 1 / 8, "B": 1.0, "B/s": 1.0}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def count(text: str) -> int:
-    """Elements: 110M, 1.5B, 350k, 1e8 or 110000000.
+    """A number of elements: 110M, 1.5B, 350k, 1e8 or 110000000.
 
     Raises:
-        ValueError: the text is none of these, or stands for less than 1.
+        ValueError: the text is none of these, or its number is below 1.
 
     >>> count("110M"), count("1.5B"), count("84_000")
     (110000000, 1500000000, 84000)
@@ -49,7 +49,7 @@ def bytes_per_second(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """A time: 50us, 2ms, 0.5s; 0 needs no unit.
+    """A time: 50us, 2ms or 0.5s. 0 needs no unit.
 
     Raises:
         ValueError: the text is none of these.
@@ -62,7 +62,7 @@ def seconds(text: str) -> float:
         return 0.0
     if number is None or unit not in _TIMES:
         raise ValueError(f"{text!r} is no time: write 50us, 2ms or 0.5s")
-    # Division by a whole number rounds once: 50us is 5e-05.
+    # Division by a whole number rounds only once, so that 50us is 5e-05.
     return number / round(1 / _TIMES[unit])
 
 

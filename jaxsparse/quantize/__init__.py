@@ -1,7 +1,7 @@
-"""Vectors in a few bits a value, packed into words, and back.
+"""Quantises vectors to a few bits a value, packed into words, and back.
 
-A quantiser is a frozen dataclass of settings, `QSGD` or `Sign`; `quantize` and `dequantize` take
-either, and `check_feedback` tells with which settings the error may be fed back.
+A quantiser is a frozen dataclass of settings, `QSGD` or `Sign`. `quantize` and `dequantize` take
+either. `check_feedback` refuses settings whose error must not be fed back.
 """
 
 from jaxsparse.quantize.packing import pack as pack, unpack as unpack

@@ -1,4 +1,4 @@
-"""Small integers in fields of a word, as quantised values travel."""
+"""Packs small integers, such as quantised values, into words."""
 
 import functools
 
@@ -16,15 +16,15 @@ _WORD = 32
 
 @functools.partial(jax.jit, static_argnames="bits")
 def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
-    """Packs small integers, in two's complement, the first into the lowest bits of a word.
+    """Packs small integers in two's complement. The first takes the lowest bits of a word.
 
     Args:
-        levels: int32[d], each in -2**(bits - 1) .. 2**(bits - 1) - 1; others are cut to it
-            modulo 2**bits.
+        levels: int32[d], each in -2**(bits - 1) .. 2**(bits - 1) - 1. Others are taken modulo
+            2**bits.
         bits: 2, 4 or 8.
 
     Returns:
-        uint32[ceil(d * bits / 32)]; the last is padded with zeros.
+        uint32[ceil(d * bits / 32)]. The last word is padded with zeros.
 
     Raises:
         ValueError: `levels` is not an integer vector, or bits is not 2, 4 or 8.
@@ -46,12 +46,12 @@ def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
 
 @functools.partial(jax.jit, static_argnames=("bits", "size"))
 def unpack(words: UInt32[Array, " words"], bits: int, size: int) -> Int[Array, " size"]:
-    """What `pack` packed.
+    """The integers that `pack` packed.
 
     Args:
         words: uint32[ceil(size * bits / 32)].
-        bits: those it was packed with.
-        size: how many integers there are.
+        bits: as in `pack`.
+        size: number of integers.
 
     Returns:
         int32[size].
@@ -67,7 +67,7 @@ def unpack(words: UInt32[Array, " words"], bits: int, size: int) -> Int[Array, "
     if words.shape != (packed_words(size, bits),) or words.dtype != jnp.uint32:
         raise ValueError(
             f"words have shape {words.shape} and dtype {words.dtype}, but size={size} with "
-            f"bits={bits} is packed into {packed_words(size, bits)} of uint32: pass those of pack"
+            f"bits={bits} takes {packed_words(size, bits)} words of uint32: pass the result of pack"
         )
     # The field goes to the top of the word; shifting it back as int32 repeats its sign.
     top = words[:, None] << (jnp.uint32(_WORD - bits) - _shifts(bits))
@@ -80,7 +80,7 @@ def _shifts(bits: int) -> UInt32[Array, "1 fields"]:
 
 
 def packed_words(size: int, bits: int) -> int:
-    """Words of `size` fields."""
+    """The number of words for `size` fields."""
     return -(-size * bits // _WORD)
 
 
@@ -91,7 +91,7 @@ def check_bits(bits: int) -> None:
 
 
 def check_size(name: str, size: int) -> None:
-    """Raises ValueError unless `size` elements can be indexed, and are at least one."""
+    """Raises ValueError unless `size` is at least 1 and fits an int32."""
     if not 1 <= size < 2**31:
         raise ValueError(
             f"{name}={size} must lie between 1 and 2**31 - 1: skip a vector that is empty, split a "

@@ -1,8 +1,8 @@
 """QSGD quantisation (Alistarh et al., 2017).
 
 Values are cut into groups with one scale each. A value v becomes the integer level s v / scale,
-rounded into -s .. s with s = 2**(bits - 1) - 1: stochastically, so that E[Q(v)] = v, or to
-nearest without a key.
+rounded into -s .. s with s = 2**(bits - 1) - 1. With a key the rounding is stochastic, so that
+E[Q(v)] = v; without one it is to nearest.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ class QSGD:
     """Settings of the quantiser.
 
     Attributes:
-        bits: per value on the wire: 2, 4 or 8.
-        group_size: values that share a scale, the paper's d of a group; B below.
-        scale: "max", the largest magnitude of the group, which is sent without error; no other
-            error exceeds max / s. "l2", the norm of the group, QSGD's own: more zeros, and larger
-            errors.
+        bits: bits of a value on the wire: 2, 4 or 8.
+        group_size: number of values that share a scale, the paper's d of a group; B below.
+        scale: "max" is the largest magnitude of the group. That value has no error, and no other
+            error exceeds max / s. "l2" is the norm of the group, as in the paper: more zeros, and
+            larger errors.
 
     Raises:
         ValueError: bits is not 2, 4 or 8, group_size is below 1, or scale is unknown.
@@ -49,7 +49,7 @@ class QSGD:
 
     @property
     def levels(self) -> int:
-        """Levels above zero, the paper's s: 1, 7 or 127."""
+        """The number of levels above zero, the paper's s: 1, 7 or 127."""
         return 2 ** (self.bits - 1) - 1
 
     def words(self, size: int) -> int:
@@ -63,15 +63,16 @@ class QSGD:
     def error_bound(self, *, stochastic: bool = True) -> float:
         """The factor f in E||Q(x) - x||^2 <= f ||x||^2, for any x.
 
-        With D = scale / s, a value v in the first cell has error variance v (D - v), one in a
-        further cell the same as that of its remainder, and never more than D^2 / 4; to nearest
-        the squared error is at most min(v^2, D^2 / 4). Maximising the sum over the group gives
+        Let D = scale / s. With stochastic rounding, a value v in the first cell has error variance
+        v (D - v). A value in a further cell has that of its remainder, D^2 / 4 at most. With
+        rounding to nearest, the squared error is at most min(v^2, D^2 / 4). The maxima of the sums
+        over a group are
 
                     stochastic                              to nearest
             max     (sqrt(1 + (B - 1) / s^2) - 1) / 2       (B - 1) / (B - 1 + 4 s^2)
             l2      sqrt(B) / s - 1, B / (4 s^2) below 1    min(1, B / (4 s^2))
 
-        Under "max" the largest value has no error and the worst case of the others is attained.
+        Under "max" the largest value has no error, and the others can attain the worst case.
         QSGD's Lemma 3.1, min(B / s^2, sqrt(B) / s) for l2, is looser.
 
         Args:
@@ -89,19 +90,20 @@ class QSGD:
         return math.sqrt(B) / s - 1 if stochastic else 1.0
 
     def bounded_feedback(self, *, stochastic: bool = True) -> bool:
-        """Whether feeding the error of each step back keeps the residual bounded, for any data.
+        """Whether the residual stays bounded for any data if each step's error is fed back.
 
-        Either of two contractions shows it. Under "max" no residual exceeds r max|x| with
-        r = 1 / s, or 1 / (2 s) to nearest; x being gradient plus residual, r < 1 keeps all of them
-        below r / (1 - r) times the largest gradient of the group. Otherwise `error_bound` must be
-        below 1. This holds for all settings but "max" with 2 bits, a key and B > 8 (at B = 1024 the
-        residual of normal gradients grows to some 12 times their norm), and "l2" with B >= 4 s^2:
-        with a key the residual grows exponentially, and to nearest equal values are never sent.
+        Either of two contractions proves it. The first: under "max" no residual exceeds r max|x|
+        with r = 1 / s, or 1 / (2 s) to nearest, where x is gradient plus residual. So r < 1 keeps
+        all residuals below r / (1 - r) times the largest gradient of the group. The second:
+        `error_bound` is below 1. One of them holds for all settings but two. "max" with 2 bits, a
+        key and B > 8: at B = 1024 the residual of normal gradients grows to some 12 times their
+        norm. "l2" with B >= 4 s^2: with a key the residual grows exponentially, and to nearest
+        equal values are never sent.
 
         Args:
             stochastic: whether `quantize` gets a key.
 
-        EF-SGD (Karimireddy et al., 2019), Lemma 3, for the second contraction.
+        The second contraction is Lemma 3 of EF-SGD (Karimireddy et al., 2019).
 
         >>> QSGD(bits=4).bounded_feedback(), QSGD(bits=4, scale="l2").bounded_feedback()
         (True, False)
@@ -136,8 +138,8 @@ class QSGD:
     def quantize(
         self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""] | None
     ) -> Quantized:
-        """See `Quantizer`; to nearest ties go to even, and |v - Q(v)| <= |v| for every value."""
-        del count  # a padding of zeros changes neither maximum nor norm
+        """See `Quantizer`. To nearest, ties go to even, and |v - Q(v)| <= |v| for every value."""
+        del count  # padding with zeros changes neither maximum nor norm
         groups = in_groups(x, self.group_size)
         limits = jnp.finfo(jnp.float32)
         largest = largest_magnitude(groups, axis=1)
@@ -145,9 +147,9 @@ class QSGD:
         largest = jnp.where(empty, 1, largest)
         scales = largest
         if self.scale == "l2":
-            # Of values scaled to at most 1: their squares neither overflow nor vanish. A norm
-            # beyond float32 is cut: any scale that no value exceeds is unbiased, and less has less
-            # error.
+            # Values are scaled to at most 1 first, so that squares neither overflow nor underflow.
+            # A norm beyond float32 is clipped: each scale that no value exceeds is unbiased, and a
+            # smaller scale has less error.
             norms = jnp.sqrt(jnp.sum(jnp.square(_shares(groups, largest)), axis=1))
             scales = jnp.minimum(largest * norms, limits.max)
         position = jnp.abs(_shares(groups, scales)) * self.levels
@@ -157,7 +159,7 @@ class QSGD:
         else:
             level = jnp.floor(position)
             random = keyed(lax.iota(jnp.uint32, x.size), jax.random.bits(key, dtype=jnp.uint32))
-            # The remainder is exact, so that a value on a level stays there.
+            # The remainder is exact, so a value on a level stays there.
             up = (random >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 < position - level
             level += up.astype(jnp.float32)
         level = jnp.minimum(level, self.levels).astype(jnp.int32)
@@ -168,7 +170,7 @@ class QSGD:
     def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
         """See `Quantizer`: scale * level / s."""
         levels = unpack(quantized.words, self.bits, size).astype(jnp.float32)
-        # Shares are at most 1: the product does not overflow.
+        # Shares are at most 1, so the product does not overflow.
         shares = in_groups(levels / self.levels, self.group_size)
         return (shares * quantized.scales[:, None]).reshape(-1)[:size]
 
@@ -176,8 +178,8 @@ class QSGD:
 def _shares(
     groups: Float[Array, "groups values"], scales: Float[Array, " groups"]
 ) -> Float[Array, "groups values"]:
-    """Values by their scale: 4 / scale is a normal number for all scales that `quantize` lets pass.
+    """Values divided by their scale. 4 / scale is a normal number for all scales of `quantize`.
 
-    XLA multiplies by 1 / scale when asked to divide, which is subnormal, so zero, from 2**126 on.
+    XLA turns a division into a product with 1 / scale, which is subnormal, so zero, from 2**126 on.
     """
     return groups * (4 / scales)[:, None] * 0.25

@@ -1,4 +1,4 @@
-"""What quantisers have in common, and how what they make travels."""
+"""The interface of quantisers, and the messages that carry quantised vectors."""
 
 import functools
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -25,19 +25,19 @@ __all__ = [
 
 
 class Quantized(NamedTuple):
-    """A quantised vector: `words` and `scales` are all that travels."""
+    """A quantised vector. Only `words` and `scales` travel."""
 
-    words: UInt32[Array, " words"]  # of all values, a few bits each
+    words: UInt32[Array, " words"]  # all values, a few bits each
     scales: Float[Array, " groups"]  # float32, ceil(d / group_size)
 
 
 @runtime_checkable
 class Quantizer(Protocol):
-    """Static settings of a quantiser. Call it by the functions below, which check their input."""
+    """Static settings of a quantiser. The functions below call it, and check their input."""
 
     @property
     def group_size(self) -> int:
-        """Consecutive values that share a scale."""
+        """The number of consecutive values that share a scale."""
         ...
 
     @property
@@ -52,31 +52,31 @@ class Quantizer(Protocol):
     def quantize(
         self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""] | None
     ) -> Quantized:
-        """See the function `quantize`; `x` is float32 and has been checked."""
+        """See the function `quantize`. `x` is float32 and checked."""
         ...
 
     def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
-        """See the function `dequantize`; shapes of scales have been checked."""
+        """See the function `dequantize`. The shape of the scales is checked."""
         ...
 
     def bounded_feedback(self, *, stochastic: bool = True) -> bool:
-        """Whether feeding the error of each step back keeps the residual bounded, for any data."""
+        """Whether the residual stays bounded for any data if each step's error is fed back."""
         ...
 
     def refusal(self, *, stochastic: bool) -> str:
-        """What settings without bounded feedback are told: why, and which would do."""
+        """The error text for settings without bounded feedback: the reason and the fix."""
         ...
 
 
 def check_feedback(spec: Quantizer, *, stochastic: bool) -> None:
-    """Refuses settings whose error must not be fed back: see `QSGD.bounded_feedback`.
+    """Refuses settings whose error must not be fed back. See `QSGD.bounded_feedback`.
 
     Args:
-        spec: settings.
+        spec: the quantiser.
         stochastic: whether `quantize` gets a key.
 
     Raises:
-        ValueError: the residual could grow without bound; names the settings that would do.
+        ValueError: the residual could grow without bound. It names settings without this problem.
 
     >>> from jaxsparse.quantize.qsgd import QSGD
     >>> check_feedback(QSGD(bits=4), stochastic=True)
@@ -94,16 +94,16 @@ def quantize(
 ) -> Quantized:
     """Quantises a vector.
 
-    A group whose magnitudes are all below 2.3e-38, twice float32's least normal number, counts as
-    zero. One with a value that is not finite comes back with none that is.
+    A group counts as zero if all its magnitudes are below 2.3e-38, twice float32's least normal
+    number. If a value of a group is not finite, no dequantised value of the group is.
 
     Args:
         x: float32, bfloat16 or float16[d], 1 <= d < 2**31; quantised as float32.
-        spec: settings.
-        key: of the stochastic rounding, which is unbiased (to float32's rounding): a fresh one for
-            each call and worker. None rounds deterministically, and is biased.
-        count: how many of the first elements are the vector, if the others are a padding of zeros,
-            int32; None for all. Only means go by it.
+        spec: the quantiser.
+        key: key of the stochastic rounding, which is unbiased (to float32's rounding). Use a fresh
+            key for each call and worker. None rounds deterministically, and is biased.
+        count: int32, the number of elements before the padding with zeros. None: all. Only means
+            depend on it.
 
     Returns:
         The packed levels and the scales.
@@ -133,9 +133,9 @@ def dequantize(quantized: Quantized, spec: Quantizer, size: int) -> Float[Array,
     """The values that a quantised vector stands for.
 
     Args:
-        quantized: from `quantize`.
-        spec: the one it was quantised with.
-        size: d, of the vector that was quantised.
+        quantized: result of `quantize`.
+        spec: the quantiser, as in `quantize`.
+        size: number of elements of the vector, d.
 
     Returns:
         float32[size].
@@ -159,13 +159,13 @@ def dequantize(quantized: Quantized, spec: Quantizer, size: int) -> Float[Array,
 
 
 def to_message(quantized: Quantized) -> UInt32[Array, " words"]:
-    """All that travels, in one array of `words(size)` words of its quantiser."""
+    """Words and scales in one array, of `words(size)` words of the quantiser."""
     scales = lax.bitcast_convert_type(quantized.scales, jnp.uint32)
     return jnp.concatenate([quantized.words, scales])
 
 
 def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> Quantized:
-    """What `to_message` was given, of `size` values."""
+    """The inverse of `to_message`, for `size` values."""
     words = message.size - -(-size // spec.group_size)
     scales = lax.bitcast_convert_type(message[words:], jnp.float32)
     return Quantized(message[:words], scales)
@@ -178,6 +178,6 @@ def check_group_size(group_size: int) -> None:
 
 
 def in_groups(x: Float[Array, " d"], group_size: int) -> Float[Array, "groups values"]:
-    """The vector in rows of a group, the last one filled up with zeros."""
+    """The vector as rows, one a group; zeros fill the last one."""
     width = min(group_size, x.size)
     return jnp.pad(x, (0, -x.size % width)).reshape(-1, width)

@@ -1,4 +1,4 @@
-"""One bit a value: its sign, with the mean magnitude of a group."""
+"""One bit a value: its sign, beside the mean magnitude of a group."""
 
 import dataclasses
 from typing import ClassVar
@@ -14,16 +14,16 @@ from jaxsparse.quantize.quantizer import Quantized, check_group_size, in_groups
 class Sign:
     """C(x) = (||x||_1 / B) sign(x) in each group of B values; deterministic and biased.
 
-    Zero counts as positive, so that every value takes one bit. A contraction whatever the data:
-    ||C(x) - x||^2 = ||x||^2 - ||x||_1^2 / B <= (1 - 1 / B) ||x||^2. It needs error feedback:
-    without, training can fail (the paper's section 3).
+    Zero counts as positive, so that every value takes one bit. C is a contraction for any data:
+    ||C(x) - x||^2 = ||x||^2 - ||x||_1^2 / B <= (1 - 1 / B) ||x||^2. It needs error feedback;
+    without it, training can fail (section 3 of EF-signSGD).
 
-    EF-signSGD (Karimireddy et al., ICML 2019), section 4; blockwise as dist-EF-blockSGD (Zheng et
-    al., NeurIPS 2019).
+    EF-signSGD (Karimireddy et al., ICML 2019), section 4, blockwise as in dist-EF-blockSGD (Zheng
+    et al., NeurIPS 2019).
 
     Attributes:
-        group_size: values that share a scale, B; the last group may have fewer, and its mean is
-            over these. 1024 cost 3 % more words than signs alone.
+        group_size: number of values that share a scale, B. The last group may have fewer, and a
+            mean over these. Groups of 1024 take 3 % more words than signs alone.
 
     Raises:
         ValueError: group_size is not an int of at least 1.
@@ -37,7 +37,7 @@ class Sign:
         check_group_size(self.group_size)
 
     def words(self, size: int) -> int:
-        """Words of 32 bits on the wire for `size` values: a bit each, and a scale per group.
+        """Words of 32 bits on the wire for `size` values: a bit each, and a scale a group.
 
         >>> Sign().words(10_000)
         323
@@ -45,7 +45,7 @@ class Sign:
         return bits.words(size) + -(-size // self.group_size)
 
     def error_bound(self) -> float:
-        """The factor f in ||C(x) - x||^2 <= f ||x||^2, attained by a single non-zero value.
+        """The factor f in ||C(x) - x||^2 <= f ||x||^2. A single non-zero value attains it.
 
         >>> Sign(group_size=4).error_bound()
         0.75
@@ -53,11 +53,11 @@ class Sign:
         return 1 - 1 / self.group_size
 
     def bounded_feedback(self, *, stochastic: bool = False) -> bool:
-        """Always: see `error_bound`."""
+        """Always true: see `error_bound`."""
         return True
 
     def refusal(self, *, stochastic: bool) -> str:
-        """Never needed."""
+        """Empty, because no setting is refused."""
         return ""
 
     def quantize(
@@ -68,7 +68,7 @@ class Sign:
         number, width = groups.shape
         start = width * jnp.arange(number, dtype=jnp.int32)
         inside = jnp.clip((jnp.int32(x.size) if count is None else count) - start, 1, width)
-        # Shares of the mean: a sum of magnitudes could overflow where their mean does not.
+        # Sum shares of the mean, because a sum of magnitudes could overflow.
         shares = jnp.abs(groups) * (1 / inside.astype(jnp.float32))[:, None]
         return Quantized(bits.pack_bits(x >= 0), jnp.sum(shares, axis=1))
 

@@ -1,1 +1,1 @@
-"""One system a file: what to send, the exchange, and what is kept back."""
+"""The contract of a reducer, and the parts that several reducers share."""

@@ -44,7 +44,7 @@ def info(delivered: Any, overflow: Any = 0) -> Info:
 
 
 class Reduced(NamedTuple):
-    """The outcome of one exchange of vectors of d elements among W workers."""
+    """The result of one exchange of vectors of d elements among W workers."""
 
     mean: Float[Array, " d"]  # float32 estimate of (1/W) sum_w x_w, bitwise equal on all workers
     residual: Float[Array, " d"]  # float32: this worker's share of all that was not delivered

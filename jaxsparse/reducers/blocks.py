@@ -70,9 +70,9 @@ def check_densities(density: float | None, name: str, room: float | None) -> Non
     check_room(name, room)
     if density is None and room is None:
         raise ValueError(
-            f"density=None and {name}=None leave no bound for the blocks to be sent, and shapes "
-            f"are static: give the share of the blocks that there is room for, {name}=0.1 for "
-            "10 %, or the share that each worker is to select, density"
+            f"density=None and {name}=None leave no bound for the blocks of a message, and shapes "
+            f"are static: give {name}, the share of the blocks that there is room for (0.1 for "
+            "10 %), or density, the share that each worker selects"
         )
 
 
@@ -193,7 +193,7 @@ def contribution(
     return blocks.from_dense(x, jnp.where(own, indices, selected.size), block_size)
 
 
-def kept_back(
+def block_residual(
     x: Float[Array, " d"], own: BlockStream, total: Float[Array, "k block_size"]
 ) -> Float[Array, " d"]:
     """The residual: `x` without its delivered blocks. A sum that overflows counts as not sent.

@@ -1,4 +1,4 @@
-"""What the reducers share that select entries by size and send them through a codec."""
+"""The base class of reducers that select entries by size and send them through a codec."""
 
 import dataclasses
 
@@ -14,8 +14,8 @@ class EntryReducer(Reducer):
 
     Attributes:
         density: share of the elements, in (0, 1].
-        codec: of the messages.
-        selection: how a worker finds the largest entries of its own vector.
+        codec: wire format of the messages.
+        selection: the way in which a worker finds the largest entries of its own vector.
     """
 
     density: float
@@ -30,5 +30,5 @@ class EntryReducer(Reducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The codec's rounding goes into the residual, too."""
+        """The residual keeps the codec's rounding."""
         return "exact" if self.codec.is_exact else "to rounding"

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int, Shaped, UInt32
 from jaxsparse.platforms import Key, by_platform
 from jaxsparse.settings import check_vector, static_int
 
-__all__ = ["compact", "compact_ranked", "first_of_ranges"]
+__all__ = ["compact", "compact_ranked", "first_of_ranges", "running_sum"]
 
 # Bits a word; also words a block, so that a block is a square of bits.
 _BITS = 32
@@ -253,7 +253,7 @@ def _transpose(words: UInt32[Array, "blocks 32"]) -> UInt32[Array, "blocks 32"]:
     return words
 
 
-def _running_sum(x: Int[Array, " n"], *, most: int, total: int) -> Int[Array, " n"]:
+def running_sum(x: Int[Array, " n"], *, most: int, total: int) -> Int[Array, " n"]:
     """The sums of elements up to and with each one.
 
     Of rows as products with a triangle, which CPUs compute faster, and XLA compiles sooner, than
@@ -270,7 +270,7 @@ def _running_sum(x: Int[Array, " n"], *, most: int, total: int) -> Int[Array, " 
     rows = jnp.pad(x, (0, -x.size % row)).reshape(-1, row)
     within = _sums_along(rows)
     if len(rows) > 1:
-        sums = _running_sum(within[:, -1], most=min(most * row, total), total=total)
+        sums = running_sum(within[:, -1], most=min(most * row, total), total=total)
         within += jnp.pad(sums[:-1], (1, 0))[:, None]
     return within.ravel()[: x.size]
 
@@ -303,11 +303,11 @@ def _blocks_by_marks(
     block marks its first slot: how many have begun up to a slot tells the last of them, for those
     without an element begin where the next one does.
     """
-    ends = _running_sum(counts, most=_BLOCK, total=len(counts) * _BLOCK)
+    ends = running_sum(counts, most=_BLOCK, total=len(counts) * _BLOCK)
     blocks = len(counts)
     starts = jnp.maximum(jnp.pad(ends[:-1], (1, 0)) - first, 0)
     marks = jnp.zeros_like(ends, shape=(capacity,)).at[starts].add(1, mode="drop")
-    return ends, _running_sum(marks, most=blocks, total=blocks) - 1
+    return ends, running_sum(marks, most=blocks, total=blocks) - 1
 
 
 def _blocks_by_search(

@@ -1,4 +1,8 @@
-"""The k largest elements, by a sort or, in no order, by a threshold."""
+"""The k largest elements, by a sort or, in no order, by a threshold.
+
+Exact top-k is two thresholds: one from a sample lets some 7/5 k candidates pass, one found bit by
+bit among these is exact, and a count tells when the sample was off.
+"""
 
 import functools
 from typing import NamedTuple

@@ -1,4 +1,11 @@
-"""Linear maps between a vector and its count sketch: encode, merge, decode, l2 norm."""
+"""Linear maps between a vector and its count sketch: encode, merge, decode, l2 norm.
+
+Encoding adds tiles at random offsets instead of scattering elements, so that memory is read in
+runs. Elements of one tile never collide; those of two tiles do with probability 1 / cols. A tile
+depends on the spec alone, because `decode_at` does not know the size. Signs are per element: signs
+per tile would bias the l2 norm of constant data. Only a worker's own sketch is summed in any order,
+by a GPU's atomic additions: replicas decode one sum of all, and so stay equal.
+"""
 
 import functools
 

@@ -1,4 +1,10 @@
-"""Heavy hitters of a sketched vector, found without decoding all of it into memory."""
+"""Heavy hitters of a sketched vector, found without decoding all of it into memory.
+
+Heavy hitters are neither stored nor sorted: decoded tiles fold into 8 k slots by an unsigned
+maximum of magnitude and place; a threshold found bit by bit picks k slots, and `select.compact`
+finds their positions. Slots start at a random place for each tile, so that rows and columns of a
+weight matrix don't fall onto each other.
+"""
 
 import functools
 import math

@@ -17,7 +17,6 @@ from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.selection import SELECTORS, Selection
 from jaxsparse.settings import entries
-from jaxsparse.stream import to_dense
 from jaxsparse.systems.row import Case, System
 
 
@@ -53,7 +52,7 @@ class GTopK(EntryReducer):
         total, discarded, _ = gtopk_all_reduce(
             stream, x.size, axis_name=axis_name, codec=self.codec
         )
-        unselected = x - to_dense(stream, x.size)
+        unselected = x.at[stream.indices].set(0, mode="drop")
         if self.residuals == "published":
             discarded = jnp.zeros_like(x)
         selected = marked(stream, x.size)

@@ -9,14 +9,14 @@ import optax
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import codecs
-from jaxsparse.collectives.offers import about_top_k
-from jaxsparse.collectives.ok_topk import Agreed, ok_topk as ok_topk_all_reduce
+from jaxsparse.collectives.ok_topk import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer, info
+from jaxsparse.reducers.base import Reduced, info
+from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import SELECTORS, Selection, check_selection
-from jaxsparse.settings import check_density, entries, static_float, static_int
+from jaxsparse.select.selection import SELECTORS, Selection
+from jaxsparse.settings import entries, static_float, static_int
 from jaxsparse.systems.row import Case, System
 
 
@@ -28,37 +28,27 @@ class OkTopkState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class OkTopk(Reducer):
-    """Entries above a threshold, summed by the owners of balanced regions, the largest delivered.
+class OkTopk(EntryReducer):
+    """Sums entries above a threshold at the owners of balanced regions, and delivers the largest.
 
-    Its fields are the arguments of `ok_topk`.
+    The fields are the arguments of `ok_topk`.
     """
 
-    density: float
     refresh_every: int = 32
     rebalance_every: int = 64
     capacity_factor: float = 2.0
-    codec: codecs.Codec = codecs.COO
-    selection: Selection = "fast"
 
     def __post_init__(self):
-        check_density(self.density)
-        codecs.check_codec(self.codec)
+        super().__post_init__()
         for name in ("refresh_every", "rebalance_every"):
             steps = static_int(name, getattr(self, name))
             if steps < 1:
                 raise ValueError(f"{name}={steps} must be at least 1 step")
-        check_selection(self.selection)
         if not 1 <= static_float("capacity_factor", self.capacity_factor) < math.inf:
             raise ValueError(
                 f"capacity_factor={self.capacity_factor} must be finite and at least 1, an even "
                 "share"
             )
-
-    @property
-    def conservation(self) -> Conservation:
-        """The codec's rounding is fed back, too."""
-        return "exact" if self.codec.is_exact else "to rounding"
 
     @property
     def dense_at_full_budget(self) -> bool:
@@ -107,24 +97,26 @@ def ok_topk(
 ) -> optax.GradientTransformationExtraArgs:
     """Ok-Topk (Li and Hoefler, PPoPP 2022): entries above thresholds, summed in balanced regions.
 
-    Each worker offers about its k = density d largest entries; owners of W regions, which hold
-    about as many offers, add them up; sums above a threshold are delivered. Regions and threshold
-    are reused for many steps, and taken anew earlier after a step in which they did not serve: too
-    many sums for the room in messages, or fewer than k / 2.
+    Each worker sends about its k = density d largest entries to the owners of W regions, which hold
+    about equally many. The owners add them up and deliver the sums above a threshold. Regions and
+    threshold are reused for many steps. They are taken anew earlier after a step with too many sums
+    for the room in messages, or with fewer than k / 2.
 
-    Per step 6 C (W - 1) words in COO, with C = capacity_factor k / W, in four collectives: up to
-    capacity_factor times what is published, since shapes are static and room is paid for whether it
-    is filled or not. New thresholds take four rounds of 256 counts, new regions an all-reduce of
-    1024. What finds no room stays in residuals and is counted in the state's `info.overflow`.
+    A step receives 6 C (W - 1) words in COO, with C = capacity_factor k / W, in four collectives.
+    This is up to capacity_factor times the paper's words, because shapes are static and empty room
+    is sent, too. New thresholds take four rounds of 256 counts, new regions an all-reduce of 1024.
+    Entries without room stay in residuals, and the state's `info.overflow` counts them.
+
+    `momentum` is corrected, and masked where a worker's own entry was delivered.
 
     Args:
-        density: k as a share of each bucket's elements, in (0, 1], or `Stages` of it.
-        refresh_every: steps after which the threshold is taken anew, exactly, at the latest.
-        rebalance_every: steps after which regions are drawn anew, at the latest.
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
+        refresh_every: most steps between exact new thresholds.
+        rebalance_every: most steps between new regions.
         capacity_factor: room in messages, in multiples of an even share.
-        codec: of the messages.
-        selection: of each worker's own vector: "fast" offers what reaches a sampled threshold, on
-            average k; others offer k at most.
+        codec: wire format of the messages.
+        selection: selection from each worker's own vector. "fast" takes the entries that reach a
+            sampled threshold, k on average; others take k at most.
         **options: as for all transformations.
 
     Raises:
@@ -132,7 +124,14 @@ def ok_topk(
     """
 
     def make(density: float) -> OkTopk:
-        return OkTopk(density, refresh_every, rebalance_every, capacity_factor, codec, selection)
+        return OkTopk(
+            density,
+            refresh_every,
+            rebalance_every,
+            capacity_factor,
+            codec=codec,
+            selection=selection,
+        )
 
     return error_feedback(staged(make, density), **options)
 

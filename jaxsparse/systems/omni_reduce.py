@@ -16,9 +16,9 @@ from jaxsparse.reducers.base import Reduced, finite_sums, info
 from jaxsparse.reducers.blocks import (
     BlockReducer,
     agree,
+    block_residual,
     check_densities,
     contribution,
-    kept_back,
     select_blocks,
     union_capacity,
 )
@@ -61,12 +61,12 @@ class OmniReduce(BlockReducer):
         own = contribution(x, selected, kept.indices, self.block_size)
         total = wire.psum(own.values, axis_name)
 
-        residual = kept_back(x, own, total)
+        residual = block_residual(x, own, total)
         total, _ = finite_sums(total)
         mean = blocks.to_dense(BlockStream(kept.indices, total / workers), x.size)
         sent = None if self.density is None else residual != x
-        outcome = info(jnp.count_nonzero(total), kept.overflow)
-        return Reduced(mean, residual, sent, next_state, outcome)
+        counts = info(jnp.count_nonzero(total), kept.overflow)
+        return Reduced(mean, residual, sent, next_state, counts)
 
     def _capacity(self, size: int, workers: int) -> int:
         return union_capacity(size, self.block_size, self.density, self.union_density, workers)

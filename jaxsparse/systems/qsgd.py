@@ -41,7 +41,7 @@ class Quantized(SeededReducer):
         super().__post_init__()
         if not isinstance(self.quantizer, Quantizer):
             raise ValueError(
-                f"quantizer={self.quantizer!r} is none: use quantize.QSGD(bits=4) or "
+                f"quantizer={self.quantizer!r} is no quantizer: use quantize.QSGD(bits=4) or "
                 "quantize.Sign()"
             )
         if self.rounding not in ("stochastic", "nearest"):

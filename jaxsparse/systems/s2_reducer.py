@@ -77,8 +77,8 @@ class S2(BlockReducer, SeededReducer):
             raise ValueError(f"sizing={self.sizing!r} is unknown: use 'union' or 'local'")
         if self.sizing == "local" and self.density is None:
             raise ValueError(
-                "sizing='local' needs a density: how many blocks are not zero is unknown "
-                "beforehand; use sizing='union', of union_density"
+                "sizing='local' needs a density, because the number of non-zero blocks is unknown "
+                "before the step: use sizing='union' with a union_density"
             )
         SketchSpec(self.rows, self.block_size, self.seed)  # raises where these are wrong
 
@@ -149,9 +149,9 @@ class S2(BlockReducer, SeededReducer):
         delivered = jnp.where(arrived, own.indices, selected.size)
         rows = blocks.rows(x, self.block_size).at[delivered].set(0, mode="drop")
         mean = blocks.to_dense(total, x.size) / workers
-        outcome = info(jnp.count_nonzero(mean), kept.overflow)
+        counts = info(jnp.count_nonzero(mean), kept.overflow)
         residual = rows.reshape(-1)[: x.size]
-        return Reduced(mean, residual, None, state + jnp.uint32(1), outcome)
+        return Reduced(mean, residual, None, state + jnp.uint32(1), counts)
 
 
 def _marked(indices: Int[Array, " capacity"], count: int) -> Bool[Array, " {count}"]:

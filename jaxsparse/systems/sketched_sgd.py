@@ -159,7 +159,7 @@ class SketchedBudget(Budget):
             raise ValueError(f"compression={self.compression} must be at least 1 (10 means 10x)")
         if self.k is not None and self.cols is not None:
             raise ValueError(
-                f"compression={self.compression}, k={self.k} and cols={self.cols} say too much: "
+                f"compression={self.compression}, k={self.k} and cols={self.cols} cannot all hold: "
                 "leave one of them out"
             )
 
@@ -296,8 +296,9 @@ def _settings(request: Request) -> Settings:
     words = 2 * oversampling * request.density * request.size
     if words >= request.size:
         raise ValueError(
-            f"density={request.density:g} times {oversampling} candidates and as many words of the "
-            f"sketch is all of the vector: ask for less than {1 / (2 * oversampling)}"
+            f"density={request.density:g} with {oversampling} candidates for each coordinate, and "
+            "as many words of sketch, takes no fewer words than the vector: ask for less than "
+            f"{1 / (2 * oversampling)}"
         )
     # Dense leaves count in both. The digits are rounded so that users can copy them.
     dense_size = request.dense_size

@@ -14,16 +14,17 @@ from jaxsparse.collectives import spardl as collectives, wire
 from jaxsparse.collectives.wire import Group, bruck_all_gather
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer, deliver_merged
+from jaxsparse.reducers.base import Conservation, Reduced, deliver_merged
+from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import SELECTORS, Selection, check_selection
-from jaxsparse.settings import check_density, check_vector, entries, static_int
+from jaxsparse.select.selection import SELECTORS, Selection
+from jaxsparse.settings import check_vector, entries, static_int
 from jaxsparse.stream import to_dense
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
-class SparDL(Reducer):
+class SparDL(EntryReducer):
     """Spar-Reduce-Scatter within teams, Spar-All-Gather between them, all-gather within them.
 
     With n = W / teams blocks of m = ceil(d / n) elements, L = ceil(density d / n) entries of each
@@ -31,17 +32,12 @@ class SparDL(Reducer):
     Its fields are the arguments of `spardl`.
     """
 
-    density: float
     teams: int = 1
     gather: Literal["recursive", "bruck"] = "recursive"
     residuals: Literal["global", "partial", "local"] = "global"
-    codec: codecs.Codec = codecs.COO
-    selection: Selection = "fast"
 
     def __post_init__(self):
-        check_density(self.density)
-        codecs.check_codec(self.codec)
-        check_selection(self.selection)
+        super().__post_init__()
         object.__setattr__(self, "teams", static_int("teams", self.teams))
         if self.gather not in ("recursive", "bruck"):
             raise ValueError(f"gather={self.gather!r} is unknown: use 'recursive' or 'bruck'")
@@ -53,9 +49,7 @@ class SparDL(Reducer):
     @property
     def conservation(self) -> Conservation:
         """All mass is conserved with global residuals only."""
-        if self.residuals != "global":
-            return "leaks"
-        return "exact" if self.codec.is_exact else "to rounding"
+        return super().conservation if self.residuals == "global" else "leaks"
 
     @property
     def dense_at_full_budget(self) -> bool:
@@ -145,22 +139,24 @@ def spardl(
 ) -> optax.GradientTransformationExtraArgs:
     """SparDL (Zhao et al., ICDE 2024): a sparse all-reduce that never exceeds its budget.
 
-    With one team, 2 ceil(log2 W) exchanges and 4 k (W - 1) / W words in COO, for any number of
-    workers and whatever their supports; k = density d, rounded up to a multiple of W. With T teams
-    2 ceil(log2(W / T)) + ceil(log2 T) exchanges and 4 k (W - T) / W words, and between teams
-    2 k log2(T) T / W ("recursive") or between 2 k (T - 1) / W and T times that ("bruck", in four
-    steps that follow what it adapts).
+    With one team, a step has 2 ceil(log2 W) exchanges and 4 k (W - 1) / W words in COO, for any
+    number of workers and any supports. k is density d, rounded up to a multiple of W. With T teams,
+    it has 2 ceil(log2(W / T)) + ceil(log2 T) exchanges and 4 k (W - T) / W words within teams.
+    Between teams it has 2 k log2(T) T / W words ("recursive"), or between 2 k (T - 1) / W and T
+    times that ("bruck", whose messages adapt to one of four sizes).
+
+    `momentum` is corrected, and masked where a worker put forward an entry that was delivered.
 
     Args:
-        density: share of each bucket's elements that is delivered, in (0, 1], or `Stages` of it,
-            as `jaxsparse.warm_up` makes them.
-        teams: into how many teams the workers divide: fewer rounds, more words. To be chosen by
-            `jaxsparse.autotune`.
-        gather: how teams add up their blocks: "recursive" for a power of two of teams, "bruck",
-            which adapts what it sends, for any number, but not beside a `dense_axis`.
-        residuals: "global" loses nothing; "partial" and "local" leak, and are here for comparison.
-        codec: of the messages: `codecs.COO` is exact, `codecs.Packed()` halves the bytes and feeds
-            the rounding back.
+        density: share of each bucket's elements that a step delivers, in (0, 1], or a warm-up
+            (`jaxsparse.warm_up`).
+        teams: number of teams of workers. More teams mean fewer rounds and more words.
+            `jaxsparse.autotune` can choose it.
+        gather: the way in which teams add up their blocks. "recursive" needs a power of two of
+            teams. "bruck" takes any number and adapts its messages, but not beside a `dense_axis`.
+        residuals: "global" loses nothing. "partial" and "local" lose a part, for comparison.
+        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
+            rounding in the residual.
         selection: "fast" keeps nearly the largest entries of a block, "exact" the largest.
         **options: as for all transformations.
 
@@ -170,7 +166,7 @@ def spardl(
     """
 
     def make(density: float) -> SparDL:
-        return SparDL(density, teams, gather, residuals, codec, selection)
+        return SparDL(density, teams, gather, residuals, codec=codec, selection=selection)
 
     return error_feedback(staged(make, density), **options)
 

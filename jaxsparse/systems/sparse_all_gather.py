@@ -16,8 +16,8 @@ from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Reduced, finite_sums, info
 from jaxsparse.reducers.blocks import (
     BlockReducer,
+    block_residual,
     check_densities,
-    kept_back,
     select_blocks,
     selected_count,
     take,
@@ -65,11 +65,13 @@ class SparseAllGather(BlockReducer):
         )
         total = self._sum(messages, x.size)
 
-        residual = kept_back(x, own, blocks.from_dense(total, own.indices, self.block_size).values)
+        residual = block_residual(
+            x, own, blocks.from_dense(total, own.indices, self.block_size).values
+        )
         total, _ = finite_sums(total)
         sent = None if self.density is None else residual != x
-        outcome = info(jnp.count_nonzero(total), overflow)
-        return Reduced(total / workers, residual, sent, next_state, outcome)
+        counts = info(jnp.count_nonzero(total), overflow)
+        return Reduced(total / workers, residual, sent, next_state, counts)
 
     def _sum(self, messages: UInt32[Array, "n words"], size: int) -> Float[Array, " d"]:
         """Sums the messages' blocks, one message after the other.

@@ -19,14 +19,14 @@ from jaxsparse.traffic.report import (
 )
 from jaxsparse.traffic.trip_counts import trip_count
 
-# Opcodes whose called computation runs exactly once each time they do.
+# Opcodes that run their called computation exactly once.
 _CALLS = ("call", "fusion", "async")
 
 # Forms of a collective's groups.
 _EXPLICIT = re.compile(r"\{\s*((?:\{[\d,\s]*\}[,\s]*)*)\}")
 _IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[[\d,]+\](?:T\([\d,]+\))?")
-# Two spellings of the same thing: mesh['a'=4,'b'=2] {'a'} and @mesh<a=4,b=2> {a}; device_ids only
-# reorders the members, and an axis written 'a':(1)2 is a factor 2 of the axis.
+# There are two spellings: mesh['a'=4,'b'=2] {'a'} and @mesh<a=4,b=2> {a}. device_ids only reorders
+# the members. 'a':(1)2 means a factor 2 of the axis.
 _MESH = re.compile(
     r"@?mesh[\[<]([^\]>]*)[\]>](?:,\s*device_ids=\((?:[^()]|\([^()]*\))*\))?\s*\{([^{}]*)\}"
 )
@@ -38,43 +38,43 @@ _GROUP_AXIS = re.compile(r"'?([^',:]+)'?(?::\(\d+\)(\d+))?")
 def wire_bytes(program: Any, *args: Any, **kwargs: Any) -> WireBytes:
     """Counts the bytes that a compiled program moves between workers.
 
-    Two numbers are reported and never mixed. *Payload* is the size of the operands that one worker
-    hands to a collective. *Received* is what arrives at one worker when the collective runs the
-    bandwidth-optimal way, for n operand bytes in a group of W workers:
+    It reports two numbers and never mixes them. *Payload* is the size of the operands that one
+    worker hands to a collective. *Received* is the number of bytes that arrive at one worker if the
+    collective runs the bandwidth-optimal way, for n operand bytes in a group of W workers:
 
     ==================== =================================================================
     all-reduce           2 (W-1)/W n, as a ring
     reduce-scatter       (W-1)/W n
     all-gather           (W-1) n
     all-to-all           (W-1)/W n
-    ragged-all-to-all    the output buffer: an upper bound, the true sizes are known at run time
+    ragged-all-to-all    the output buffer, an upper bound: run time decides the true sizes
     collective-permute   n; pairs whose source is their target move nothing
     collective-broadcast n
     ==================== =================================================================
 
-    Both are the maximum over workers, for each collective by itself: if two partial permutations
+    Both are the maximum over workers, for each collective by itself. If two partial permutations
     use different workers, the totals bound the busiest worker from above. A group of one worker
-    costs 0. A `while` loop multiplies by its trip count; an asynchronous start and its done count
-    once; of a conditional the dearest branch counts, see `WireBytes.conditionals` for the others.
+    costs 0. A `while` loop multiplies by its trip count. An asynchronous start and its done count
+    once. The dearest branch of a conditional counts; `WireBytes.conditionals` has the others.
 
-    The numbers are those of the compiled program, which need not be those of the source: XLA may
+    The numbers are those of the compiled program, and can differ from those of the source: XLA may
     combine, split, hoist or drop collectives, and widens some types. On CPU a bf16 collective
-    travels as f32 and an int4 one as int8, and is reported so. Packing of sub-byte types is read
-    from the layout. Communication inside custom calls cannot be seen, nor is there any under
-    `jax.vmap`.
+    travels as f32 and an int4 one as int8, and is reported so. The layout says whether sub-byte
+    types are packed. Communication inside custom calls is invisible. Under `jax.vmap` there is no
+    communication.
 
     Args:
       program: a `jax.stages.Compiled`, a `jax.stages.Lowered`, a jitted function, or the text of
         the compiled HLO.
       *args: arguments (or `jax.ShapeDtypeStruct`) for lowering, if `program` is a function.
-      **kwargs: likewise.
+      **kwargs: as `args`.
 
     Returns:
       The collectives, the conditionals and their totals, in bytes for one run.
 
     Raises:
       ValueError: a loop that communicates has a trip count that depends on data, or a collective
-        is written in a form that is not understood. Nothing is ever silently left out.
+        has an unknown form. Nothing is silently left out.
       TypeError: `program` is none of the above.
 
     >>> text = '''
@@ -121,7 +121,7 @@ def _text(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _traffic(module: hlo.Module, name: str, memo: dict[str, WireBytes]) -> WireBytes:
-    """What one execution of the computation `name` moves."""
+    """The bytes that one execution of the computation `name` moves."""
     if name in memo:
         return memo[name]
     if name not in module.computations:
@@ -131,7 +131,7 @@ def _traffic(module: hlo.Module, name: str, memo: dict[str, WireBytes]) -> WireB
     for instruction in computation.instructions.values():
         opcode = instruction.opcode.removesuffix("-start")
         if opcode.endswith(("-done", "-update")):
-            continue  # its start was counted
+            continue  # its start counts
         if opcode in RECEIVED:
             parts.append(WireBytes((_collective(module, computation, instruction),)))
         elif opcode == "while":
@@ -167,8 +167,8 @@ def _collective(
     else:
         size = _group_size(instruction, module)
     if op == "ragged-all-to-all":
-        # The operands are input, output and four vectors of offsets and sizes. Only the first is
-        # data to send; the second says where it lands.
+        # The operands are input, output and four vectors of offsets and sizes. Only the input is
+        # data to send. The output is the buffer that receives.
         sent, landing = shapes[0].nbytes, shapes[1].nbytes
     else:
         sent = landing = sum(shape.nbytes for shape in shapes)
@@ -201,7 +201,7 @@ def _loop(
             "that depends on data; bound the loop statically (lax.scan, or lax.fori_loop with "
             "Python integers), or count the bytes of its body by itself"
         )
-    # The condition is evaluated once more than the body: the time it fails.
+    # The condition runs once more than the body, when it fails.
     return merged([scaled(test, trips + 1), scaled(step, trips)])
 
 
@@ -211,7 +211,7 @@ def _conditional(
     callees = instruction.callees
     if "branch_computations" in callees:
         names = callees["branch_computations"]
-    else:  # a predicate: HLO names the true branch first, lax.switch would count it second
+    else:  # a predicate: HLO names the true branch first, lax.switch has it second
         names = (*callees["false_computation"], *callees["true_computation"])
     branches = tuple(_traffic(module, name, memo) for name in names)
     if not any(branch.collectives for branch in branches):
@@ -221,10 +221,10 @@ def _conditional(
 
 
 def _group_size(instruction: hlo.Instruction, module: hlo.Module) -> int:
-    """Members of the largest group of a collective.
+    """The number of members of a collective's largest group.
 
     Raises:
-      ValueError: its `replica_groups` are absent or printed in a format that is not known.
+      ValueError: its `replica_groups` are absent or have an unknown format.
     """
     _, found, text = instruction.structure.partition("replica_groups=")
     workers = module.replicas * module.partitions
@@ -246,8 +246,8 @@ def _group_size(instruction: hlo.Instruction, module: hlo.Module) -> int:
     else:
         problem = f"found {text[:60]!r}" if found else "found none"
         raise ValueError(_unknown(instruction, problem))
-    # Without use_global_device_ids the ids of a reducing collective with a channel name replicas,
-    # and each of those stands for all of its partitions.
+    # Without use_global_device_ids, the ids of a reducing collective with a channel are replicas,
+    # and each replica stands for all its partitions.
     by_replica = (
         instruction.opcode.removesuffix("-start") in ("all-reduce", "all-gather", "reduce-scatter")
         and "channel_id=" in instruction.structure

@@ -1,8 +1,7 @@
 """A reader for compiled HLO text: computations, instructions, shapes.
 
-It reads what `jax.stages.Compiled.as_text()` prints and nothing more: no attribute is given a
-meaning here. Operands may carry their shapes or not and names may begin with `%` or not, because
-that differs between XLA versions.
+It splits the text of `jax.stages.Compiled.as_text()` and interprets no attribute. Operands may have
+shapes or not, and names may begin with `%` or not, because XLA versions differ in that.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Shape:
 
     Attributes:
       dtype: XLA's name, for example `bf16` or `pred`.
-      dims: the extent of each dimension; a bounded dynamic dimension counts with its bound.
-      bits: bits that one element occupies in memory.
+      dims: the extent of each dimension. A bounded dynamic dimension has its bound.
+      bits: number of bits of one element in memory.
     """
 
     dtype: str
@@ -40,7 +39,7 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array, rounded up."""
+        """The number of bytes of the whole array, rounded up."""
         return -(-math.prod(self.dims) * self.bits // 8)
 
     def __str__(self) -> str:
@@ -72,12 +71,12 @@ class Instruction:
 
     @functools.cached_property
     def structure(self) -> str:
-        """The attributes with every string emptied, so that user text cannot look like syntax."""
+        """The attributes with empty strings, so that user text cannot look like syntax."""
         return _STRING.sub('""', self.attributes)
 
     @property
     def op_name(self) -> str:
-        """The JAX name stack from the metadata, empty if there is none."""
+        """The JAX name stack from the metadata, or an empty string."""
         match = re.search(r'\bop_name=("(?:[^"\\]|\\.)*")', self.attributes)
         return match[1][1:-1] if match else ""
 
@@ -87,7 +86,7 @@ class Instruction:
 
     @functools.cached_property
     def callees(self) -> dict[str, tuple[str, ...]]:
-        """Names of the called computations by the attribute that names them."""
+        """Names of the called computations, by attribute."""
         found = _CALLEES.findall(self.structure)
         return {role: tuple(re.findall(r"[\w.\-]+", names)) for role, names in found}
 
@@ -101,7 +100,7 @@ class Computation:
     root: Instruction
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
-        """Arrays that `instruction` takes, tuples flattened.
+        """The arrays that `instruction` takes, with tuples flattened.
 
         Raises:
           ValueError: an operand has no known type.
@@ -143,7 +142,7 @@ def parse_type(text: str) -> tuple[Shape, ...]:
       text: for example `(f32[8]{0}, s4[3]{0:E(4)})`.
 
     Returns:
-      One `Shape` per array; tokens and opaque values are left out, they have no bytes.
+      One `Shape` an array. Tokens and opaque values are left out, because they have no bytes.
 
     Raises:
       ValueError: an element type or a dimension is not known.
@@ -165,8 +164,8 @@ def _shape(dtype: str, dims: str, layout: str) -> Shape:
             "give the program static shapes"
         )
     bits = int(width[1]) if width else 8
-    # XLA packs a sub-byte type only where the layout says E(bits); otherwise each element takes a
-    # byte. Without a layout nothing is known yet, and the packed size is the logical one.
+    # XLA packs a sub-byte type only if the layout says E(bits). Otherwise each element takes a
+    # byte. Without a layout it is not known, and the packed size is the logical one.
     packed = re.search(r"E\((\d+)\)", layout)
     if packed:
         bits = int(packed[1])
@@ -179,7 +178,7 @@ def parse(text: str) -> Module:
     """Reads one compiled HLO module.
 
     Args:
-      text: what `jax.stages.Compiled.as_text()` returns.
+      text: result of `jax.stages.Compiled.as_text()`.
 
     Returns:
       The module.
@@ -231,7 +230,7 @@ def _computation(name: str, lines: list[str]) -> Computation:
         root = instruction.name if match[1] else root
     if not instructions:
         raise ValueError(f"HLO computation {name!r} is empty")
-    # XLA's rule: where no instruction is marked, the last one is the root.
+    # XLA's rule: if no instruction has the mark, the last one is the root.
     return Computation(name, instructions, instructions[root or next(reversed(instructions))])
 
 
@@ -261,7 +260,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """Splits at the commas outside brackets and strings; `/*index=5*/` comments are dropped."""
+    """Splits at commas outside brackets and strings, and drops `/*index=5*/` comments."""
     text = re.sub(r"/\*.*?\*/", "", text)
     parts, depth, start = [], 0, 0
     for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]', text):

@@ -1,4 +1,4 @@
-"""What one run of a program moves between workers: the result types of `wire_bytes`."""
+"""The result types of `wire_bytes`: the bytes that one run of a program moves between workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RECEIVED: dict[str, Callable[[int], float]] = {
     "reduce-scatter": lambda W: (W - 1) / W,
     "all-gather": lambda W: W - 1,
     "all-to-all": lambda W: (W - 1) / W,
-    "ragged-all-to-all": lambda W: 1,  # of the output buffer: how full it gets is data
+    "ragged-all-to-all": lambda W: 1,  # of the output buffer; data decide how full it gets
     "collective-permute": lambda W: 1,
     "collective-broadcast": lambda W: 1,
 }
@@ -27,13 +27,14 @@ class Collective:
       op: the HLO opcode without `-start`, for example `all-reduce`.
       name: the instruction's name in the HLO.
       shapes: its operands as XLA prints them, for example `("f32[128]", "s32[]")`.
-      group_size: workers in its largest group; for a permutation, those that send or receive.
-      payload_bytes: bytes of the operands that one worker hands over, in one execution. The
-        maximum over workers; 0 in a group of one.
+      group_size: number of workers in its largest group. For a permutation, number of workers that
+        send or receive.
+      payload_bytes: bytes of the operands that one worker hands over in one execution. The maximum
+        over workers; 0 in a group of one.
       received_bytes: bytes that arrive at one worker in one execution, by the formulas of
         `wire_bytes`. The maximum over workers.
       count: executions in one run of the program, from the trip counts of the loops around it.
-      op_name: JAX's name stack, for example `jit(step)/shard_map/psum`; may be empty.
+      op_name: JAX's name stack, for example `jit(step)/shard_map/psum`. It may be empty.
     """
 
     op: str
@@ -53,14 +54,14 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Conditional:
-    """A `lax.cond` or `lax.switch` of which at least one branch communicates.
+    """A `lax.cond` or `lax.switch` with at least one branch that communicates.
 
     Attributes:
       name: the instruction's name in the HLO.
-      count: executions in one run of the program.
-      branches: what each branch moves if it is taken in all `count` executions, in the order of
-        `lax.switch`; for a `lax.cond`, `branches[0]` is the false and `branches[1]` the true one.
-      op_name: JAX's name stack; may be empty.
+      count: number of executions in one run of the program.
+      branches: the bytes of each branch if all `count` executions take it, in the order of
+        `lax.switch`. For a `lax.cond`, `branches[0]` is the false and `branches[1]` the true one.
+      op_name: JAX's name stack. It may be empty.
     """
 
     name: str
@@ -70,22 +71,22 @@ class Conditional:
 
     @property
     def dearest(self) -> int:
-        """Index of the branch that receives most; ties go to the payload, then to the rounds."""
+        """Index of the branch that receives most; then by payload, then by rounds."""
         costs = [(b.received, b.payload, b.rounds) for b in self.branches]
         return costs.index(max(costs))
 
 
 @dataclasses.dataclass(frozen=True)
 class WireBytes:
-    """What one run of a program moves, seen from one worker.
+    """The bytes that one run of a program moves, for one worker.
 
-    Where the program branches, `collectives` and the totals hold the dearest branch of every
-    conditional (an upper bound that one branch reaches), and `conditionals` holds all branches.
+    If the program branches, `collectives` and the totals contain the dearest branch of every
+    conditional (an upper bound that one branch reaches). `conditionals` contains all branches.
 
     Attributes:
       collectives: every collective that runs, in the compiled order.
-      conditionals: the outermost conditionals that communicate; inner ones are found in the
-        branches of the outer ones.
+      conditionals: the outermost conditionals that communicate. Inner ones are in the branches of
+        outer ones.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -100,21 +101,21 @@ class WireBytes:
     def received(self) -> float:
         """Bytes that one worker receives in one run.
 
-        Not always a whole number: the formulas divide evenly among W workers.
+        It may not be a whole number, because the formulas divide evenly among W workers.
         """
         return sum(c.count * c.received_bytes for c in self.collectives)
 
     @property
     def rounds(self) -> int:
-        """Collectives executed in one run, leaving out groups of one worker."""
+        """The number of collectives executed in one run, without groups of one worker."""
         return sum(c.count for c in self.collectives if c.group_size > 1)
 
     @property
     def usual(self) -> WireBytes:
-        """The same with the cheapest branch of every conditional in place of the dearest.
+        """The same bytes with the cheapest branch of every conditional in place of the dearest.
 
-        Reducers branch where they do more in some steps: the cheapest branch is what most steps
-        take. Both are so by received bytes.
+        Reducers branch if they do more in some steps, so most steps take the cheapest branch.
+        Received bytes decide which is cheapest and dearest.
         """
         collectives = list(self.collectives)
         for conditional in self.conditionals:
@@ -155,7 +156,7 @@ def _number(value: float) -> str:
 
 
 def merged(parts: Iterable[WireBytes]) -> WireBytes:
-    """What programs move one after the other."""
+    """The bytes of programs that run one after the other."""
     parts = list(parts)
     return WireBytes(
         tuple(c for part in parts for c in part.collectives),
@@ -164,7 +165,7 @@ def merged(parts: Iterable[WireBytes]) -> WireBytes:
 
 
 def scaled(moved: WireBytes, times: int) -> WireBytes:
-    """What a program moves that runs `times` times."""
+    """The bytes of a program that runs `times` times."""
     return WireBytes(
         tuple(dataclasses.replace(c, count=c.count * times) for c in moved.collectives),
         tuple(

@@ -1,4 +1,4 @@
-"""Bytes that an exchange will move between workers, for any number of them and without devices."""
+"""Bytes that an exchange moves between any number of workers, read without devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DTYPES = {"bool": "pred", "float": "f", "int": "s", "uint": "u", "bfloat": "bf"
 
 @runtime_checkable
 class _Reducer(Protocol):
-    """What is needed here of a reducer, which is defined further up."""
+    """The methods of a reducer that this file calls. `reducers/` may not be imported here."""
 
     def init(self, size: int) -> Any: ...
     def __call__(self, x: Any, state: Any, *, axis_name: str | None) -> Any: ...
@@ -46,24 +46,23 @@ def traced_bytes(
 ) -> WireBytes:
     """Counts the bytes that an exchange among any number of workers will move, without compiling.
 
-    The exchange is traced for `workers` workers, which takes neither devices nor memory, and the
-    collectives are read from the traced program. Counted is as in `wire_bytes`: payload and
-    received bytes of one worker, scans multiplied by their length, of each conditional the dearest
-    branch.
+    It traces the exchange for `workers` workers, which takes neither devices nor memory, and reads
+    the collectives from the traced program. It counts as `wire_bytes` does: payload and received
+    bytes of one worker, scans times their lengths, and the dearest branch of each conditional.
 
-    The numbers are those of the program as written. What is compiled of it can differ: XLA may
-    combine collectives of one kind into one, which makes fewer rounds of the same bytes, leave out
-    what it proves needless, and on CPU widens 16-bit floats in sums.
+    The numbers are those of the program as written. The compiled program can differ: XLA may
+    combine collectives of one kind, which makes fewer rounds of the same bytes, may remove needless
+    ones, and widens 16-bit floats in sums on CPU.
 
     Args:
-        exchange: a reducer; a gradient transformation, of which one `update` is traced; or a
+        exchange: a reducer; or a gradient transformation, of which it traces one `update`; or a
             function of one worker's arrays, in one tree.
-        shapes: for a reducer, the elements d of its vector; for a transformation, the parameters,
-            and for a function what it takes: a tree of arrays or `jax.ShapeDtypeStruct`s.
-        workers: W >= 1 along `axis_name`, or the workers along each axis of a mesh that has
-            several, as in `{"hosts": 16, "local": 8}`. An axis of one worker moves nothing.
-        axis_name: that a reducer exchanges over. What a transformation or function names itself
-            must be the same, or an axis of the mesh.
+        shapes: for a reducer, the number of elements of its vector, d. For a transformation, the
+            parameters; for a function, its argument: a tree of arrays or `jax.ShapeDtypeStruct`s.
+        workers: W >= 1 along `axis_name`; or, for a mesh with several axes, the number of workers
+            along each, as in `{"hosts": 16, "local": 8}`. An axis of one worker moves nothing.
+        axis_name: the axis that a reducer exchanges over. The axes that a transformation or
+            function names must be this one, or axes of the mesh.
 
     Returns:
         The collectives, the conditionals and their totals, in bytes for one exchange.
@@ -74,8 +73,8 @@ def traced_bytes(
         TypeError: `exchange` is none of the three.
 
     Example:
-        >>> from jaxsparse import TopKReducer
-        >>> moved = traced_bytes(TopKReducer(density=0.01), 1_000_000, workers=1024)
+        >>> from jaxsparse.systems import TopK
+        >>> moved = traced_bytes(TopK(density=0.01), 1_000_000, workers=1024)
         >>> moved.payload, moved.received
         (80000, 81840000)
     """
@@ -99,7 +98,7 @@ def traced_bytes(
             f"exchange={exchange!r} must be a reducer, a gradient transformation or a function: "
             "pass jaxsparse.top_k(0.01), or a whole step, compiled, to jaxsparse.traffic.wire_bytes"
         )
-    # An exchange may itself be traced already, or run dry, where this is called.
+    # The caller may itself be in a trace, or in a dry run.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), wire.dry_run(None):
         program = _traced(run, init, shapes, mesh)
     return _traffic(program, dict(mesh.shape), {})
@@ -135,7 +134,7 @@ def _traced(
 
 
 def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]) -> WireBytes:
-    """What one run of `program` moves; `extents` are workers along each mesh axis."""
+    """The bytes that one run of `program` moves. `extents` are the workers along each mesh axis."""
     if id(program) in memo:
         return memo[id(program)]
     parts = []
@@ -175,7 +174,7 @@ def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]
 
 
 def _is_unknown(name: str, parameters: dict[str, Any], extents: dict[str, int]) -> bool:
-    """Whether it can't be told what a primitive moves."""
+    """Whether a primitive moves an unknown number of bytes."""
     axes = set(_compat.axes_of(parameters))
     if name in _compat.OPCODES:
         return not axes <= extents.keys()
@@ -192,7 +191,7 @@ def _collective(equation: Any, extents: dict[str, int]) -> WireBytes:
         pairs = [(source, target) for source, target in parameters["perm"] if source != target]
         size = max(len({worker for pair in pairs for worker in pair}), 1)
     operands = [variable.aval for variable in equation.invars]
-    if op == "ragged-all-to-all":  # input, output, and where what goes
+    if op == "ragged-all-to-all":  # input, output, offsets and sizes
         sent, landing = _nbytes(operands[0]), _nbytes(operands[1])
     else:
         sent = landing = sum(map(_nbytes, operands))

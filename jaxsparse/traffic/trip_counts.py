@@ -1,4 +1,4 @@
-"""How often a compiled loop runs."""
+"""The trip counts of compiled loops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from jaxsparse.traffic.hlo import Computation, Instruction, Module
 
-# An integer, a tuple of values, or None for what depends on data.
+# An integer, a tuple of values, or None if it depends on data.
 Value: TypeAlias = "int | tuple[Value, ...] | None"
 
 _KNOWN = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
@@ -39,8 +39,8 @@ _COMPARE: dict[str, Callable[[int, int], bool]] = {
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """The number of times the body of a `while` instruction runs.
 
-    XLA writes the number beside most loops. Where it did not, the loop's integer counters are run
-    here from their initial constants until the condition fails, which is exact for any condition
+    XLA writes the number beside most loops. For the others, this function runs the loop's integer
+    counters from their initial constants until the condition fails. That is exact for any condition
     that depends on counters alone.
 
     Args:
@@ -49,7 +49,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
       loop: an instruction with the opcode `while`.
 
     Returns:
-      The count, or None if it depends on data (or exceeds a million without XLA's word for it).
+      The count, or None if it depends on data (or exceeds a million and XLA did not write it).
     """
     known = _KNOWN.search(loop.attributes)
     if known:
@@ -64,7 +64,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
             return trips
         before, state = state, _call(module, body, (state,))
         if state == before:
-            return None  # it never ends, as far as the counters go
+            return None  # by its counters alone, the loop never ends
     return None
 
 
@@ -80,20 +80,20 @@ def _value(
     arguments: tuple[Value, ...],
     memo: dict[str, Value],
 ) -> Value:
-    """The value of one instruction if it follows from constants and `arguments`, else None."""
+    """The value of an instruction if constants and `arguments` determine it, else None."""
     if name not in memo:
         instruction = computation.instructions.get(name)
         if instruction is None:
             return None
         integer = _INTEGER.match(instruction.type)
-        # Only counters, and the tuples that carry them, are of interest.
+        # Only counters and tuples of them matter.
         if integer or instruction.type.startswith("("):
             memo[name] = _evaluate(module, computation, instruction, arguments, memo)
         else:
             memo[name] = None
         value = memo[name]
         if integer and isinstance(value, int) and not _fits(value, integer):
-            memo[name] = None  # it wrapped around: give up rather than guess
+            memo[name] = None  # it wrapped around: do not guess
     return memo[name]
 
 

@@ -1,1 +1,1 @@
-"""What a training program needs around its step."""
+"""The parts of a training program around its step."""

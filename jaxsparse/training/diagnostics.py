@@ -60,8 +60,8 @@ def diagnose(
     if not found:
         raise ValueError(
             f"state, of type {type(state).__name__}, holds no state of a jaxsparse transformation: "
-            "pass the optimizer's state, as tx.init made it (of nnx.split, nnx.merge(...) first, "
-            "and then optimizer.opt_state)"
+            "pass the optimizer's state, as tx.init made it (after nnx.split, call nnx.merge(...) "
+            "first and pass optimizer.opt_state)"
         )
     axes = (axis_name,) if axis_name is None or isinstance(axis_name, str) else axis_name
     sizes = [wire.axis_size(axis) for axis in axes]

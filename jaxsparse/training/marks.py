@@ -104,8 +104,8 @@ class PerWorker(_Mark):
             if node.value.shape[0] != 1:
                 raise ValueError(
                     f"a PerWorker array of shape {node.value.shape} holds {node.value.shape[0]} "
-                    "workers' values where one worker's, of shape (1, ...), was expected. Run the "
-                    "step through jaxsparse.data_parallel, or give jax.shard_map the in_specs "
+                    "workers' values, but one worker's has shape (1, ...). Run the step through "
+                    "jaxsparse.data_parallel, or give jax.shard_map the in_specs "
                     "jaxsparse.specs(state)"
                 )
             return node.value[0]

@@ -75,8 +75,8 @@ def data_parallel(
     def parallel(*args: Any) -> Any:
         if any(not -len(args) <= i < len(args) for i in given):
             raise ValueError(
-                f"batch_argnums={batch_argnums} names an argument that the call with {len(args)} "
-                "positional arguments does not have"
+                f"batch_argnums={batch_argnums} names an argument that is missing: the call has "
+                f"{len(args)} positional arguments"
             )
         batches = {i % len(args) for i in given}
         _check_arguments(args, batches, workers, mesh, axis_name)

@@ -125,24 +125,25 @@ def _check(name: str, x: Any, workers: int, places: int, shards: int | None) -> 
     check_wrapped(name, x)
     if shards is not None and shards != places:
         raise ValueError(
-            f"{name} is of {shards} shards along the fast axis of a mesh with two levels, and here "
-            f"there are {places}. Only hosts can come and go: pass a mesh with {shards} devices "
-            'along its fast axis, and both axes: reshard(state, mesh, ("hosts", "local"))'
+            f"{name} is of {shards} shards along the fast axis of a mesh with two levels, but here "
+            f"there are {places}. Only the number of hosts can change: pass a mesh with {shards} "
+            "devices along its fast axis, and both axes, as in reshard(state, mesh, "
+            '("hosts", "local"))'
         )
     if x.shape[0] % places:
         raise ValueError(
-            f"{name} has shape {x.shape}, of {x.shape[0]} workers, whom {places} devices along the "
-            "fast axis cannot share equally: only the number of hosts can change"
+            f"{name} has shape {x.shape}, for {x.shape[0]} workers, which is no multiple of the "
+            f"{places} devices along the fast axis: only the number of hosts can change"
         )
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         raise ValueError(
-            f"{name} is spread over other processes as well: restore the checkpoint to host memory "
-            "(NumPy arrays) in each, and reshard that"
+            f"{name} is spread over other processes, too: restore the checkpoint to host memory "
+            "(NumPy arrays) in each process, and reshard these arrays"
         )
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         raise ValueError(
-            f"{name} holds keys, one a worker, of which there is no mean: keep one key for all, "
-            "and fold the worker's number in where it is used, "
+            f"{name} holds keys, one a worker, which have no mean: keep one key for all workers, "
+            "and fold in the worker's number where you use it, as in "
             "jax.random.fold_in(key, jax.lax.axis_index(axis_name))"
         )
     if x.shape[0] == workers or jnp.issubdtype(x.dtype, jnp.inexact):
@@ -150,8 +151,8 @@ def _check(name: str, x: Any, workers: int, places: int, shards: int | None) -> 
     rows = np.asarray(x).reshape(-1, places, *x.shape[1:])
     if (rows != rows[:1]).any():
         raise ValueError(
-            f"{name} is {x.dtype} and differs between workers, so that there is no mean to carry "
-            "over: take it out of the tree and make it anew for the new workers"
+            f"{name} is {x.dtype} and differs between workers, so there is no mean to carry over: "
+            "take it out of the tree and make it anew for the new workers"
         )
 
 

@@ -50,8 +50,8 @@ def count_workers(mesh: Mesh | int, axis_name: AxisName) -> int:
         workers: Any = math.prod(mesh.shape[axis] for axis in axes)
     elif len(axes) > 1:
         raise ValueError(
-            f"mesh={mesh!r} cannot stand for the axes {axes}: only workers along one axis are "
-            "simulated, so pass a mesh, of emulated devices if there are no others "
+            f"mesh={mesh!r} cannot stand for the axes {axes}: only workers along one axis can be "
+            "simulated. Pass a mesh, of emulated devices if there are no others "
             '(jax.config.update("jax_num_cpu_devices", 8))'
         )
     else:
@@ -131,10 +131,9 @@ def _check_whole(name: str, x: Any) -> None:
     sharding = getattr(x, "sharding", None)
     if sharding is not None and not sharding.is_fully_replicated:
         raise ValueError(
-            f"{name} is partitioned over devices by {sharding}, and shard would put it whole on "
-            "each: parameters that are sharded themselves are not supported, but for those marked "
-            "jaxsparse.Sharded, of a mesh with two levels. If each device can hold it, replicate "
-            "it first with "
+            f"{name} is partitioned over devices by {sharding}, but shard would put all of it on "
+            "each device: sharded parameters without the mark jaxsparse.Sharded (for meshes with "
+            "two levels) are not supported. If each device can hold it, replicate it first with "
             "jax.device_put(x, NamedSharding(mesh, PartitionSpec()))"
         )
 
@@ -144,9 +143,9 @@ def check_even(name: str, shape: tuple[int, ...], mesh: Mesh | int, axis: str) -
     assert isinstance(mesh, Mesh)  # no number of workers has a fast axis
     if not shape or shape[0] % mesh.shape[axis]:
         raise ValueError(
-            f"{name} is marked Sharded but its shape is {shape}, whose first axis the "
-            f"{mesh.shape[axis]} devices along {axis!r} cannot share equally: leave it unmarked, "
-            "and replicated, or put an axis first that they can"
+            f"{name} is marked Sharded and has shape {shape}, whose first axis the "
+            f"{mesh.shape[axis]} devices along {axis!r} cannot share equally: remove the mark, so "
+            "that it is replicated, or put another axis first"
         )
 
 
