@@ -540,7 +540,9 @@ def test_nothing_of_the_vectors_size_is_stored_or_sorted(request):
     x = jax.ShapeDtypeStruct((size,), jnp.float32)
     table = jax.ShapeDtypeStruct((spec.rows, spec.cols), jnp.float32)
     encode = jax.jit(lambda x: sketch.encode(x, spec)).lower(x)
-    choose = jax.jit(lambda table: sketch.heavy_hitters(table, spec, size, size // 100)).lower(table)
+    choose = jax.jit(lambda table: sketch.heavy_hitters(table, spec, size, size // 100)).lower(
+        table
+    )
     for lowered, share in (encode, 0.1), (choose, 0.4):
         assert not re.search(r"\.sort|top_k", lowered.as_text())
         if on_cpu and request.config.getoption("--gpu-forms"):
