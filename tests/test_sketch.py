@@ -116,7 +116,8 @@ def test_merge_is_the_sketch_of_the_sum():
     np.testing.assert_array_equal(sketch.merge(tables[0]), tables[0])
 
 
-@pytest.mark.parametrize("seed", few([0, 2**31 + 5], [2**31 + 5]))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 2**31 + 5])
 def test_traced_seed_is_the_static_seed(seed):
     size, k, key = 777, 9, jax.random.key(0)
     static, traced = SketchSpec(3, 50, seed=seed), SketchSpec(3, 50, seed=123)

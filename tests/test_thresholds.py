@@ -226,6 +226,7 @@ def test_threshold_top_k_is_exact_whatever_the_sample_says(k):
             same_as_a_sort(by_threshold(x, jnp.float32(t)), x, k, name)
 
 
+@pytest.mark.slow
 def test_threshold_top_k_of_batches_and_other_dtypes():
     x = np.random.default_rng(0).normal(size=(3, LARGE)).astype(np.float32)
     kept = jax.jit(jax.vmap(lambda row: threshold_top_k(row, 300)))(x)

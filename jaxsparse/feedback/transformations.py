@@ -147,11 +147,11 @@ def partition(
             matches no leaf, the policy returns no reducer, or see `error_feedback`.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from jaxsparse.systems import TopK
         >>> tx = partition({"embedding": TopK(0.01)}, axis_name=None)
         >>> grads = {"embedding": jnp.ones((64, 32)), "kernel": jnp.ones((32, 32))}
-        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
         >>> int(updates["embedding"].sum()), int(updates["kernel"].sum())
         (21, 1024)
     """

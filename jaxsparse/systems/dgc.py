@@ -68,7 +68,7 @@ def dgc(
     Example:
         >>> tx = dgc(0.001, axis_name=None, clip_norm=1.0)
         >>> grads = {"kernel": jnp.ones((64, 64)).at[3].set(5.0), "bias": jnp.ones(64)}
-        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
         >>> jnp.count_nonzero(updates["kernel"], axis=1)[:5].tolist()
         [0, 0, 0, 5, 0]
     """

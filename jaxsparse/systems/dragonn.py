@@ -143,10 +143,10 @@ def dragonn(
         ValueError: settings out of range.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> tx = dragonn(0.001, axis_name=None)
         >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
-        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
         >>> bool(1 <= (updates["kernel"] != 0).sum() <= 3)
         True
     """

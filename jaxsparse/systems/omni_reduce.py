@@ -113,10 +113,10 @@ def omni_reduce(
         ValueError: settings out of range, or neither `density` nor `union_density` is given.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> tx = omni_reduce(block_size=32, union_density=0.1, axis_name=None)
         >>> grads = {"embedding": jnp.zeros((64, 32)).at[jnp.array([3, 50])].set(1.0)}
-        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
         >>> bool((updates["embedding"] == grads["embedding"]).all()), int(state.info.delivered)
         (True, 64)
     """

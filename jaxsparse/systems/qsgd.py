@@ -123,10 +123,10 @@ def qsgd(
             groups, so that the residual could grow without bound.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> tx = qsgd(8, axis_name=None)  # one worker sends nothing, and nothing is rounded
         >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
-        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
         >>> updates["kernel"][-1, -3:].tolist()
         [2045.0, 2046.0, 2047.0]
     """

@@ -73,10 +73,10 @@ def random_k(
         ValueError: settings out of range.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> tx = random_k(0.25, axis_name=None)
         >>> grads = {"kernel": jnp.ones((64, 32))}
-        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
         >>> updates["kernel"].sum().item()
         512.0
     """

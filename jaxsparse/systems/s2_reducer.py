@@ -213,10 +213,10 @@ def s2_reducer(
         ValueError: settings out of range.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> tx = s2_reducer(None, block_size=32, union_density=0.25, axis_name=None)
         >>> grads = {"embedding": jnp.zeros((64, 32)).at[jnp.array([3, 40])].set(1.0)}
-        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
         >>> jnp.flatnonzero(jnp.any(updates["embedding"] != 0, axis=1)).tolist()
         [3, 40]
     """

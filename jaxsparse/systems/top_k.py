@@ -63,10 +63,10 @@ def top_k(
         ValueError: settings out of range.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> tx = top_k(0.001, axis_name=None)
         >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
-        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
         >>> updates["kernel"][-1, -3:].tolist()
         [2045.0, 2046.0, 2047.0]
     """
