@@ -267,7 +267,7 @@ def _kth_largest(magnitudes: Float[Array, " n"], k: int, axis_name: str | None) 
         wanted -= jnp.where(best + 1 < values, beyond, 0)
         return found | best.astype(jnp.uint32) << shift, wanted
 
-    start = jnp.uint32(0), jnp.int32(k)
+    start = wire.varying_as((jnp.uint32(0), jnp.int32(k)), keys, axis_name)
     found, _ = jax.lax.fori_loop(0, 32 // _DIGIT_BITS, settle, start)
     return jax.lax.bitcast_convert_type(found, jnp.float32)
 

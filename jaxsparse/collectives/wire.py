@@ -104,6 +104,16 @@ def varying(tree: T, axis_name: str | None) -> T:
     )
 
 
+def varying_as(tree: T, x: Array, axis_name: str | None) -> T:
+    """`tree` typed as different along all axes but `axis_name` along which `x` is. Moves no data.
+
+    For constants to which loops and branches add what was summed over `axis_name`.
+    """
+    for axis in _compat.varying_axes(x) - {axis_name}:
+        tree = varying(tree, axis)
+    return tree
+
+
 def replicated(x: Array, axis_name: str | None) -> Array:
     """Types `x` as equal on all workers, for values that are equal by construction.
 
@@ -192,6 +202,9 @@ def all_to_all(x: Array, axis_name: str | None) -> Array:
         return x
     if _alone.get():
         return _stand_in(jnp.broadcast_to(x[:1], x.shape))
+    if not _in_shard_map(axis_name):
+        # JAX fails on what vmap holds once for all workers, as in the first round of a scan.
+        x = jnp.where(axis_index(axis_name) >= 0, x, jnp.zeros_like(x))
     moved = jax.lax.all_to_all(_as_bits(x), axis_name, split_axis=0, concat_axis=0, tiled=True)
     return _from_bits(moved, x.dtype)
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxsparse import _compat
 from jaxsparse.collectives import wire
 from jaxsparse.reducers.base import Conservation, Leaf, Reduced, Reducer
 from jaxsparse.settings import static_int
@@ -169,9 +168,7 @@ class Staged(Reducer):
             reduced = reducer(x, inner, axis_name=axis_name)
             masks.append(reduced.sent is not None)
             sent = jnp.zeros_like(x, jnp.bool_) if reduced.sent is None else reduced.sent
-            counts = reduced.info
-            for axis in _compat.varying_axes(x) - {axis_name}:  # a constant is typed as equal
-                counts = wire.varying(counts, axis)
+            counts = wire.varying_as(reduced.info, x, axis_name)  # a constant is typed as equal
             return reduced._replace(
                 info=counts,
                 residual=wire.varying(reduced.residual, axis_name),
