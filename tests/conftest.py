@@ -2,9 +2,12 @@
 
 import os
 
-# Before jax is imported: emulated devices are made when the backend starts.
+# Before jax is imported: emulated devices are made when the backend starts. On a busy machine one
+# of them may reach a collective later than the 40 s after which XLA ends the process.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
 
 import jax
