@@ -141,3 +141,11 @@ def test_replication_is_tracked_only_where_jax_checks_it():
 
         on_workers(f, 2, way)(jnp.ones((2, 1)))
     assert seen == {"shard_map": True, "shard_map_unchecked": False, "vmap": False}
+
+
+def test_what_vmap_holds_once_for_all_workers_is_exchanged_like_any_other():
+    rows = jnp.arange(6.0).reshape(3, 2)
+    swap = lambda _: wire.all_to_all(rows, "data")
+    received = jax.vmap(swap, axis_name="data")(jnp.zeros(3))
+    expected = np.repeat(np.asarray(rows)[:, None], 3, axis=1)  # row j, from each worker
+    np.testing.assert_array_equal(received, expected)
