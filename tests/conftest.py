@@ -1,6 +1,7 @@
 """Strict settings for every test: emulated devices, strict dtype and rank promotion."""
 
 import os
+from pathlib import Path
 
 # Before jax is imported: emulated devices are made when the backend starts. On a busy machine one
 # of them may reach a collective later than the 40 s after which XLA ends the process.
@@ -14,6 +15,8 @@ import jax
 import pytest
 
 from jaxsparse import platforms
+
+MAPPINGS = Path("/proc/self/maps")  # of memory; Linux alone has it
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -51,6 +54,20 @@ def forget_programs():
     """Compiled programs would add up to gigabytes."""
     yield
     jax.clear_caches()
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Forget them within a module, too, before they take all the mappings that Linux gives.
+
+    Each program takes about a dozen. Past ``vm.max_map_count``, 65,530 by default, XLA's next
+    program ends the process with a segmentation fault.
+    """
+    item.session.tests_since_count = getattr(item.session, "tests_since_count", 0) + 1
+    if item.session.tests_since_count < 20:
+        return
+    item.session.tests_since_count = 0
+    if MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > 30_000:
+        jax.clear_caches()
 
 
 @pytest.fixture
