@@ -27,7 +27,7 @@ from jaxsparse.systems import *
 from jaxsparse.traffic import wire_bytes
 from jaxsparse.training.diagnostics import diagnose
 from jaxsparse.training.failing import fail_at_once
-from jaxsparse.training.marks import PerWorker, Sharded, specs
+from jaxsparse.training.marks import PerWorker, specs
 from jaxsparse.training.parallel import data_parallel
 from jaxsparse.training.replicas import check_replicas
 from jaxsparse.training.resharding import reshard
@@ -36,7 +36,6 @@ from jaxsparse.training.sharding import local, shard
 # What a training program names. Building blocks stand in the modules imported above.
 __all__ = [
     "PerWorker",
-    "Sharded",
     "Stages",
     "autotune",
     "check_replicas",

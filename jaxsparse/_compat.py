@@ -70,6 +70,7 @@ CALLS = {
     "checkpoint",
     "custom_jvp_call",
     "custom_vjp_call",
+    "custom_vmap_call",
     "shard_map",
 }
 

@@ -7,7 +7,7 @@ one dense vector, in the same order. Empty leaves travel in neither.
 """
 
 import math
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +45,7 @@ class Layout(NamedTuple):
 
     treedef: Any
     paths: tuple[str, ...]
+    names: tuple[str, ...]  # the paths in short, all different
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
     buckets: tuple[tuple[_Piece, ...], ...]
@@ -68,22 +69,37 @@ class Layout(NamedTuple):
     def flatten(self, tree: Any) -> tuple[list[Float[Array, " d"]], Float[Array, " n"]]:
         """The buckets and the dense vector of `tree`, in float32."""
         leaves = self.treedef.flatten_up_to(tree)
-        return [_gather(leaves, pieces) for pieces in self.buckets], _gather(leaves, self.dense)
+        return self.join(leaves, self.buckets), self.join(leaves, [self.dense])[0]
 
     def unflatten(self, buckets: Sequence[Float[Array, " d"]], dense: Float[Array, " n"]) -> Any:
         """The tree from buckets and dense vector, each leaf in its own shape and dtype."""
-        parts: list[list[Array]] = [[] for _ in self.shapes]
-        for vector, pieces in zip([*buckets, dense], [*self.buckets, self.dense]):
-            offset = 0
-            for leaf, start, stop in pieces:
-                size = stop - start
-                parts[leaf].append(jax.lax.slice(vector, (offset,), (offset + size,)))
-                offset += size
+        found = self.split([*buckets, dense], [*self.buckets, self.dense])
         leaves = [
-            narrow(_join(part), dtype).reshape(shape)
-            for part, shape, dtype in zip(parts, self.shapes, self.dtypes)
+            narrow(found.get(i, jnp.zeros((0,), jnp.float32)), dtype).reshape(shape)
+            for i, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes))
         ]
         return self.treedef.unflatten(leaves)
+
+    def join(
+        self, leaves: Sequence[Any] | Mapping[int, Any], vectors: Iterable[Sequence[_Piece]]
+    ) -> list[Float[Array, " d"]]:
+        """Float32 vectors of pieces of leaves, each row-major."""
+        return [_gather(leaves, pieces) for pieces in vectors]
+
+    def split(self, vectors: Sequence[Any], pieces: Iterable[Sequence[_Piece]]) -> dict[int, Array]:
+        """By leaf, and in its shape, what `join` made vectors of. A vector may be missing (None).
+
+        The result has the vectors' dtype.
+        """
+        parts: dict[int, list[Array]] = {}
+        for vector, own in zip(vectors, pieces):
+            offset = 0
+            for leaf, start, stop in own if vector is not None else ():
+                size = stop - start
+                part = jax.lax.slice(vector, (offset,), (offset + size,))
+                parts.setdefault(leaf, []).append(part)
+                offset += size
+        return {leaf: _join(part).reshape(self.shapes[leaf]) for leaf, part in parts.items()}
 
 
 def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:
@@ -113,7 +129,7 @@ def _join(parts: list[Array]) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _gather(leaves: Sequence[Array], pieces: Sequence[_Piece]) -> Array:
+def _gather(leaves: Any, pieces: Sequence[_Piece]) -> Array:
     return _join(
         [
             jax.lax.slice(leaves[leaf].reshape(-1), (start,), (stop,)).astype(jnp.float32)
@@ -233,12 +249,25 @@ def plan_groups(
     return Layout(
         treedef=treedef,
         paths=tuple(name for name, _ in named),
+        names=short_names(tree),
         shapes=tuple(shape for _, shape in named),
         dtypes=tuple(jnp.result_type(leaf) for leaf in leaves),
         buckets=tuple(bucket for bucket, _ in buckets),
         groups=tuple(group for _, group in buckets),
         dense=tuple(dense),
     )
+
+
+def short_names(tree: Any) -> tuple[str, ...]:
+    """A name of each leaf: its keys with dots between them, "layers.0.kernel"."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    # Flax's variables end with it, and gradients with respect to them don't always.
+    is_value = lambda path: bool(path) and getattr(path[-1], "name", None) == "value"
+    paths = [path[:-1] if is_value(path) else path for path in paths]
+    names = [jax.tree_util.keystr(p, simple=True, separator=".") or "parameters" for p in paths]
+    if len(set(names)) < len(names):  # keys with dots in them
+        names = list(map(jax.tree_util.keystr, paths))
+    return tuple(names)
 
 
 def _deal(pieces: Sequence[_Piece], limit: int | None) -> list[tuple[_Piece, ...]]:

@@ -466,17 +466,21 @@ class Books(NamedTuple):
 
     @classmethod
     def of(cls, program, state):
-        def joined(tree, *shape):
-            arrays = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
-            return np.concatenate(arrays, axis=-1) if arrays else np.zeros(shape)
-
         workers, n = program.workers, int(program.is_compressed.sum())
-        of_mean = any(not isinstance(node, PerWorker) for node in state.momentum)
+        packed = {name: state.momentum.get(name) for name in state.residual}
+        of_mean = not all(isinstance(node, PerWorker | None) for node in packed.values())
+        dense = [node for name, node in state.momentum.items() if name not in packed]
+
+        def joined(field, *lead, size):
+            arrays = [np.asarray(x, np.float64) for x in jax.tree.leaves(field)]
+            rows = [x.reshape(*lead, -1) for x in arrays]
+            return np.concatenate(rows, axis=-1) if rows else np.zeros((*lead, size))
+
         return cls(
-            joined(state.residual, workers, n),
-            joined(state.momentum, *(() if of_mean else (workers,)), n),
-            joined(state.dense_momentum, program.size - n),
-            joined(state.pending, workers, program.size - n),
+            joined(state.residual, workers, size=n),
+            joined(packed, *(() if of_mean else (workers,)), size=n),
+            joined(dense, size=program.size - n),
+            joined(state.pending, workers, size=program.size - n),
         )
 
 

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import data_parallel, local, shard
+from jaxsparse import data_parallel, local, shard, specs
 
 PARAMS = {"w": jnp.ones((40, 30)), "b": jnp.zeros(3)}
 ONE = jnp.float32(1)
@@ -32,7 +32,13 @@ def update(tx, params=PARAMS, where=3, state=None, gradient_of=local, **settings
 
 
 def summed_gradient():
-    update(sketched(), where=mesh(3), gradient_of=lambda params: params)
+    tx = sketched()
+    jax.shard_map(
+        lambda g, s: tx.update(g, s)[0],
+        mesh=mesh(3),
+        in_specs=(P(), specs(tx.init(PARAMS))),
+        out_specs=P(),
+    )(PARAMS, shard(tx.init(PARAMS), 3))
 
 
 def outside_the_parallel_step():
@@ -64,4 +70,4 @@ def uneven_batch():
 
 def partitioned_over_another_axis():
     grid = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
-    shard({"w": jax.device_put(PARAMS["w"], NamedSharding(grid, P(None, "model")))}, grid)
+    shard({"w": jax.device_put(PARAMS["w"], NamedSharding(grid, P(None, "model")))}, mesh(4))

@@ -37,7 +37,7 @@ PACKAGE = "jaxsparse"
 PARTS = ("feedback", "collectives", "select", "sketch", "platforms.py", "codecs.py", "layout.py")
 # Tests to run first, as patterns; those that are not there are left out.
 LIKELY = {
-    "feedback": ("feedback", "delay", "two_level", "partition", "accumulators", "contract"),
+    "feedback": ("feedback", "delay", "partition", "accumulators", "contract"),
     "collectives": ("collectives", "wire", "union", "spardl", "quantized*", "contract"),
     "select": ("select", "slots", "thresholds", "gpu_forms", "stream"),
     "sketch": ("sketch", "block_sketch", "gpu_forms", "hashing"),

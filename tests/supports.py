@@ -74,3 +74,9 @@ def shares_by_quarter(reducer, steps):
     outcomes = run(reducer, steps)
     counts = [np.count_nonzero(r.mean[0].reshape(4, -1), axis=1) for _, r in outcomes]
     return np.array(counts), [r for _, r in outcomes]
+
+
+def flat(accumulators, lead=1):
+    """The accumulators of a state end to end, as [W, n] or another number of leading axes."""
+    arrays = [np.asarray(x) for x in jax.tree.leaves(accumulators)]
+    return np.concatenate([x.reshape(*x.shape[:lead], -1) for x in arrays], axis=-1)

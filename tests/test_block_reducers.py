@@ -353,7 +353,8 @@ def test_rows_that_were_touched_once_are_not_sent_for_ever(name, dtype):
     def run(gradients):
         state = tx.init(gradients[0])
         (state, overflow), updates = jax.lax.scan(one, (state, jnp.int32(0)), gradients)
-        return updates, state.residual[0].value, overflow
+        (residual,) = state.residual.values()
+        return updates, residual.value.reshape(1, -1), overflow
 
     def one(carry, gradient):
         updates, state = tx.update(gradient, carry[0])

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+from supports import flat
 from training import train
 from workers import few, mesh, some
 
@@ -50,7 +51,7 @@ def test_worked_example(case):
         np.testing.assert_allclose(updates["w"][:4], expected, rtol=1e-6)
         assert not np.any(updates["w"][4:])
         np.testing.assert_allclose(updates["bias"], [dense, dense], rtol=1e-6)
-    np.testing.assert_allclose(state.residual[0].value[:, :4], RESIDUALS, rtol=1e-6)
+    np.testing.assert_allclose(flat(state.residual)[:, :4], RESIDUALS, rtol=1e-6)
 
 
 def test_a_third_step_keeps_the_dense_momentum():
@@ -72,8 +73,8 @@ def test_many_steps_match_the_oracle(workers):
     for updates, (expected, _, _) in zip(history, oracle):
         np.testing.assert_allclose(updates, expected, atol=1e-5)
     _, u, v = oracle[-1]
-    np.testing.assert_allclose(state.momentum[0].value, u, atol=1e-5)
-    np.testing.assert_allclose(state.residual[0].value, v, atol=1e-5)
+    np.testing.assert_allclose(flat(state.momentum), u, atol=1e-5)
+    np.testing.assert_allclose(flat(state.residual), v, atol=1e-5)
 
 
 def test_dense_momentum_is_optax_trace():
@@ -287,12 +288,12 @@ def test_buckets_share_the_budget_and_lose_nothing():
         lambda p: jnp.asarray(2 * rng.integers(-50, 50, (2, *p.shape)), jnp.float32), params
     )
     (updates,), (_, state) = train(tx, params, 2, [gradient])
-    assert [node.value.shape for node in state.residual] == [(2, 251), (2, 250), (2, 250), (2, 250)]
+    assert len(state.reducers) == 4  # of 251, 250, 250 and 250 elements
     assert state.info.delivered == 10
-    flat = np.concatenate([updates["a"].ravel(), updates["b"]])
-    kept = np.concatenate([node.value.sum(0) for node in state.residual])
+    sum_of = np.concatenate([updates["a"].ravel(), updates["b"]])
+    kept = flat(state.residual).sum(0)
     sent = np.concatenate([gradient["a"].reshape(2, -1), gradient["b"]], axis=1).sum(0)
-    np.testing.assert_array_equal(2 * flat + kept, sent)
+    np.testing.assert_array_equal(2 * sum_of + kept, sent)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -303,7 +304,7 @@ def test_what_rounding_to_half_precision_takes_stays_in_the_residual(dtype):
     history, (_, state) = train(tx, jnp.zeros(64, dtype), 3, [gradient] * 20)
     assert all(updates.dtype == dtype for updates in history)
     delivered = 3 * np.sum(np.asarray(history, np.float64), axis=0)
-    kept = np.asarray(state.residual[0].value, np.float64).sum(0)
+    kept = np.asarray(flat(state.residual), np.float64).sum(0)
     sent = 20 * np.asarray(gradient, np.float64).sum(0)
     np.testing.assert_allclose(delivered + kept, sent, rtol=1e-5, atol=1e-5)
 
@@ -316,12 +317,12 @@ def test_an_update_beyond_float16_is_delivered_in_parts():
     total = 0.0
     for _ in range(4):
         updates, state = tx.update(jnp.full(8, 6e4, jnp.float16), state)
-    state = (state[0], state[1]._replace(residual=(PerWorker(jnp.full((1, 8), 1e5)),)))
+    state = (state[0], state[1]._replace(residual={"parameters": PerWorker(jnp.full((1, 8), 1e5))}))
     for _ in range(3):
         updates, state = tx.update(jnp.zeros(8, jnp.float16), state)
         assert np.all(np.isfinite(updates))
         total += float(updates[0])
-    assert total + float(state[1].residual[0].value[0, 0]) == 1e5
+    assert total + float(flat(state[1].residual)[0, 0]) == 1e5
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9])
@@ -355,7 +356,7 @@ def test_one_nan_in_many_elements_skips_the_step(position, simulated):
     updates, after = step(before, broken)
     assert after.skipped == 1
     assert not np.any(updates["w"])
-    np.testing.assert_array_equal(after.residual[0].value, before.residual[0].value)
+    np.testing.assert_array_equal(flat(after.residual), flat(before.residual))
 
 
 SPARSE = {
@@ -386,7 +387,7 @@ def test_finite_values_whose_sum_overflows_stay_in_residuals(case):
     assert state.skipped == 0
     for leaf in jax.tree.leaves((history, state)):
         assert np.all(np.isfinite(leaf))
-    assert float(state.residual[0].value[0, 0]) > 1e38
+    assert float(flat(state.residual)[0, 0]) > 1e38
 
 
 @pytest.mark.parametrize("where", few([2, mesh(2)], [mesh(2)]), ids=["vmap", "shard_map"])
@@ -429,10 +430,10 @@ def test_a_skipped_step_keeps_the_sign_of_zero_beside_16_bit_leaves():
         jaxsparse.systems.TopK(0.5), axis_name=None, is_dense=lambda *_: False
     )
     state = tx.init({"w": jnp.zeros(4, jnp.bfloat16)})
-    state = state._replace(residual=(PerWorker(jnp.float32([[-0.0, 0, -1, 1]])),))
+    state = state._replace(residual={"w": PerWorker(jnp.float32([[-0.0, 0, -1, 1]]))})
     _, after = jax.jit(tx.update)({"w": jnp.full(4, jnp.nan, jnp.bfloat16)}, state)
-    before = np.asarray(state.residual[0].value).view(np.uint32)
-    np.testing.assert_array_equal(np.asarray(after.residual[0].value).view(np.uint32), before)
+    before = np.asarray(flat(state.residual)).view(np.uint32)
+    np.testing.assert_array_equal(np.asarray(flat(after.residual)).view(np.uint32), before)
 
 
 @pytest.mark.parametrize("algorithm", ["split_allgather", "ring"])
@@ -446,5 +447,5 @@ def test_a_partial_sum_that_overflows_and_finds_no_room_does_not_stay_inf(algori
     for value in (3e38, 0.0, 0.0):
         updates, state = step(jnp.full((2, 32), value), state)
         assert np.isfinite(updates["w"]).all()
-        assert np.isfinite(state.residual[0].value).all()
+        assert np.isfinite(flat(state.residual)).all()
     assert int(state.skipped) == 0

@@ -23,7 +23,7 @@ LAYERS = [
     ["sketch.heavy", "sketch.blocks"],
     ["sketch", "layout"],
     ["collectives.wire"],
-    ["training.marks", "training.replicas"],
+    ["training.marks", "training.meshes", "training.replicas"],
     ["training.sharding", "traffic"],
     ["training.parallel", "training.resharding", "network"],
     ["collectives.messages"],

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from supports import flat
 
 from jaxsparse import data_parallel, error_feedback, partition, shard
 from jaxsparse.collectives import wire
@@ -54,6 +55,15 @@ def delivered(tx, steps=1):
     return found, state
 
 
+def reducer_sizes(tx):
+    """The numbers of elements of the buckets, of which a reducer's `init` hears."""
+    sizes = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FirstRows, "init", lambda self, size: sizes.append(size) or ())
+        tx.init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+    return sizes
+
+
 def first_rows(name):
     mean = gradients()[name].mean(0)
     matrices = mean.reshape(MATRICES[name]).copy()
@@ -65,19 +75,18 @@ def first_rows(name):
 def test_each_leaf_is_seen_in_its_own_shape(bucket_size):
     rule = lambda path, shape: len(shape) < 2
     tx = error_feedback(FirstRows(stacked="layers"), is_dense=rule, bucket_size=bucket_size)
-    (updates,), state = delivered(tx)
+    (updates,), _ = delivered(tx)
     for name in MATRICES:
         np.testing.assert_array_equal(updates[name], first_rows(name))
     np.testing.assert_array_equal(updates["bias"], gradients()["bias"].mean(0))
     # Leaves are whole in their buckets: 180 and 30 and 96 elements.
     sizes = {None: [306], 100: [180, 30, 96], 1: [180, 30, 96]}[bucket_size]
-    assert [node.value.shape[1] for node in state.residual] == sizes
+    assert reducer_sizes(tx) == sizes
 
 
 def test_a_bucket_is_filled_with_whole_leaves():
     tx = error_feedback(FirstRows(), is_dense=lambda *_: False, bucket_size=215)
-    state = tx.init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-    assert [node.value.shape[1] for node in state.residual] == [187, 126]
+    assert reducer_sizes(tx) == [187, 126]
 
 
 def test_a_matrix_without_a_stack_has_one_first_row():
@@ -106,7 +115,7 @@ def test_nothing_is_lost():
     order = sorted(SHAPES)
     total = np.concatenate([gradients()[name].sum(0).ravel() for name in order])
     mean = np.concatenate([updates[name].ravel() for name in order])
-    kept = np.asarray(state.residual[0].value).sum(0)
+    kept = np.asarray(flat(state.residual)).sum(0)
     np.testing.assert_array_equal(total, WORKERS * mean + kept)
 
 
@@ -123,13 +132,3 @@ def test_how_leaves_are_seen():
         assert reducer.matrix(Leaf(path, shape)) == Matrix(*matrix)
     parts = reducer.cut(jnp.arange(6.0))
     assert [part.shape for part in parts] == [(1, 1, 6)]
-
-
-def test_shards_of_a_fast_axis_are_no_matrices():
-    tx = error_feedback(
-        FirstRows(), axis_name="hosts", dense_axis="local", is_dense=lambda *_: False
-    )
-    with pytest.raises(ValueError, match="whole matrices, which dense_axis cuts into shards"):
-        jax.vmap(
-            lambda x: tx.init({"w": x}), axis_name="local", axis_size=2, in_axes=None, out_axes=None
-        )(jnp.zeros((3, 4)))

@@ -12,22 +12,19 @@ from misuse import PARAMS, sketched, update
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import PerWorker, data_parallel, diagnose, reshard, shard
+from jaxsparse import PerWorker, diagnose, reshard, shard
 from jaxsparse.quantize import QSGD
 from jaxsparse.systems.qsgd import Quantized
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
-AXES = ("hosts", "local")
 
 
-def two_levels():
-    return jax.make_mesh((2, 2), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+def inner_mesh():
+    return jax.make_mesh((2, 4), ("data", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
 def state_of_shards(**settings):
-    tx = jaxsparse.spardl(0.1, axis_name="hosts", dense_axis="local", **settings)
-    init = data_parallel(tx.init, two_levels(), axis_name=AXES, batch_argnums=())
-    return init(PARAMS)
+    return jaxsparse.spardl(0.1, mesh=inner_mesh(), **settings).init(PARAMS)
 
 
 def another_accumulator():
@@ -42,21 +39,25 @@ def copies_that_differ():
     jaxsparse.check_replicas(array)
 
 
+def state_of_another_mesh():
+    update(jaxsparse.spardl(0.1), where=2, state=(PARAMS, state_of_shards()))
+
+
+def traced_without_specs():
+    tx = jaxsparse.spardl(0.1, mesh=inner_mesh())
+    jax.jit(tx.init)(PARAMS)
+
+
 REFUSED = {
     "is equal on all workers": misuse.summed_gradient,
     "is not bound here": misuse.outside_the_parallel_step,
     "spread it once before the first step": misuse.unspread_state,
     "carry the state over to another number of workers": misuse.spread_twice,
-    "the state holds residuals of sizes": misuse.state_of_another_tree,
-    "the state holds residuals or momenta in": another_accumulator,
+    "but these gradients and settings need": misuse.state_of_another_tree,
+    "need per-worker float32": another_accumulator,
     "differs between workers": misuse.differing_output,
     "cannot share equally": misuse.uneven_batch,
     "is partitioned over devices": misuse.partitioned_over_another_axis,
-    "needs the size of dense_axis": lambda: jaxsparse.spardl(0.1, dense_axis="x").init(PARAMS),
-    "shards along the fast axis of a mesh with two levels": lambda: reshard(state_of_shards(), 6),
-    "only the number of hosts can change": lambda: reshard(
-        PerWorker(np.zeros((3, 5))), two_levels(), AXES
-    ),
     "there is no mean to carry over": lambda: reshard(PerWorker(np.arange(4)), 3),
     "would be compressed": lambda: sketched().init({"b": jnp.zeros(3)}),
     "ask for less compression": lambda: jaxsparse.sketched_sgd(400).init(PARAMS),
@@ -64,6 +65,8 @@ REFUSED = {
     "has dtype int32": lambda: sketched().init({"n": jnp.zeros((40, 30), jnp.int32)}),
     "must lie between 1 and": lambda: sketched(k=1201).init(PARAMS),
     "does not divide the": lambda: update(jaxsparse.spardl(0.1, teams=2)),
+    "was made for the inner axes": state_of_another_mesh,
+    "is traced, so its partition": traced_without_specs,
     "adapts its messages": lambda: state_of_shards(teams=2, gather="bruck"),
     "must lie in [0, 1)": lambda: sketched(momentum=1.0),
     "fed back it grows from step to step": lambda: Quantized(

@@ -98,7 +98,7 @@ def test_more_elements_than_an_int32_counts(name, workers, shapes):
     tx = transformation(name, size, axis_name, bucket_size=MOST)
     updates, state = traced(tx, shapes, workers)
     assert {key: x.shape for key, x in updates.items()} == shapes
-    assert len(state.residual) == 2
+    assert len(state.reducers) == 2
     if name == "dense":
         return  # no index counts elements
     with pytest.raises(ValueError, match=rf"{size - 7 * ('bias' in shapes)}.*bucket_size"):

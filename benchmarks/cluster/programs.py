@@ -142,7 +142,7 @@ def _step(cell: Cell, mesh: Mesh, alone: bool) -> Program:
             updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    parallel = jaxsparse.data_parallel(step, mesh, check_vma=False)
+    parallel = jaxsparse.data_parallel(step, mesh, check=False)
 
     def start() -> Any:
         params = list(map(jnp.asarray, weights()))

@@ -54,9 +54,8 @@ def axis_size(axis_name: str | None) -> int:
         return 1
     if not isinstance(axis_name, str):
         raise ValueError(
-            f"axis_name={axis_name!r} is not supported: give one axis name as a string. On a mesh "
-            "of hosts and their devices, give the slow axis, and the fast one as dense_axis. Merge "
-            "other axes into one when making the mesh"
+            f"axis_name={axis_name!r} is not supported: give one axis name as a string, that of "
+            "the workers. Other axes of the mesh need no naming"
         )
     if (workers := _alone.get()) is not None:
         return workers

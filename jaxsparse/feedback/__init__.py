@@ -1,6 +1,5 @@
 """Residual and momentum around any reducer, as Optax transformations."""
 
-from jaxsparse.feedback.plan import Axes as Axes
 from jaxsparse.feedback.store import ErrorFeedbackState as ErrorFeedbackState
 from jaxsparse.feedback.transformations import (
     error_feedback as error_feedback,

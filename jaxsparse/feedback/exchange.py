@@ -61,7 +61,7 @@ def exchange(
     memory. With a delay, only the flag waits for the gradients.
     """
     axes, momentum, is_delayed = settings
-    gradients = _shards(buckets, plan, axes)
+    gradients = list(buckets)
     pending = None
     if is_delayed:
         dense_mean = _pending_mean(before.pending, dense, axes)
@@ -118,7 +118,7 @@ def _send(
             mean, kept = _mean_momentum(mean, kept, ok, momentum)
         elif kept is not None and sent is not None:
             kept = _select(ok, jnp.where(sent, jnp.zeros_like(kept), kept), kept)
-        means.append(axes.gather(mean, plan.sizes[i]) if axes.scatters else mean)
+        means.append(mean)
         after.append(Bucket(_select(ok, residual, x), kept, _select(ok, state, b.reducer)))
         infos.append(info)
     return means, after, infos
@@ -150,35 +150,22 @@ def _add_later(
     return after, ok, dense_ok
 
 
-def keep_rounding(done: Exchanged, rounded: Sequence[Array], plan: Plan, axes: Axes) -> Exchanged:
+def keep_rounding(done: Exchanged, rounded: Sequence[Array], plan: Plan) -> Exchanged:
     """Adds to the residuals the part of the means that rounding to the leaves' dtypes removes.
 
     Args:
         done: the exchange.
         rounded: the means after rounding to the leaves' dtypes, in float32.
         plan: the plan of the tree.
-        axes: the axes of the workers.
     """
     buckets = []
     for b, zeros, mean, low in zip(done.carried.buckets, plan.needs_zeros, done.means, rounded):
         if not zeros:
-            lost = axes.own(mean - low, b.residual.size) if axes.scatters else mean - low
+            lost = mean - low
             # Where nothing is lost, keep the residual's bits: -0 + 0 would be +0.
             b = b._replace(residual=jnp.where(lost == 0, b.residual, b.residual + lost))
         buckets.append(b)
     return done._replace(carried=done.carried._replace(buckets=buckets))
-
-
-def _shards(buckets: Sequence[Array], plan: Plan, axes: Axes) -> list[Array]:
-    """This device's shards of the buckets' means over the fast axis, one after the other."""
-    if not axes.scatters:
-        return list(buckets)
-    own: list[Array] = []
-    for gradient, size in zip(buckets, plan.shards):
-        if own:
-            gradient, own[-1] = jax.lax.optimization_barrier((gradient, own[-1]))
-        own.append(axes.scatter(gradient, size))
-    return own
 
 
 def _sums(
@@ -198,19 +185,17 @@ def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:
     """With a delay: the mean of the last step's dense leaves."""
     if pending is None or not dense.size:  # an empty message would be sent, too
         return dense
-    workers = axes.summands()
-    return wire.psum(pending, axes.summed) / workers
+    return wire.psum(pending, axes.axis_name) / axes.workers()
 
 
 def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
     """Exchanges in one message whether all is finite, and the mean of the dense leaves."""
     finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
     broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
-    workers = axes.summands()
-    exchanged = wire.psum(jnp.concatenate([dense, broken[None]]), axes.summed) / workers
+    exchanged = wire.psum(jnp.concatenate([dense, broken[None]]), axes.axis_name) / axes.workers()
     # A sum of finite gradients can overflow, too.
     ok = _all_finite(exchanged) & (exchanged[-1] == 0)
-    if axes.sharded:
+    if axes.inner:
         (ok,) = axes.none_of(~ok)
     return ok, exchanged[:-1]
 
@@ -267,35 +252,31 @@ def count(elements: int) -> Int[Array, ""]:
     return jnp.int32(min(elements, _MOST))
 
 
-def saturating_sum(counts: Int[Array, "n *k"], axis_name: str | None = None) -> Int[Array, " *k"]:
-    """The sum of counts over their first axis and over workers; 2**31 - 1 if it is larger.
+def saturating_sum(
+    counts: Int[Array, "n *k"], axes: str | tuple[str, ...] | None = None
+) -> Int[Array, " *k"]:
+    """The sum of counts over their first axis and over devices; 2**31 - 1 if it is larger.
 
     Args:
-        counts: int32, not negative; all workers together have at most 2**15 of them.
-        axis_name: the axis of workers. None: no sum over workers.
+        counts: int32, not negative; all devices together have at most 2**15 of them.
+        axes: the mesh axes of the devices. None or (): no sum over devices.
     """
     # Sums of halves don't overflow.
     halves = jnp.stack([counts >> 16, counts & 0xFFFF]).sum(axis=1, dtype=jnp.int32)
-    if axis_name is not None:
-        halves = wire.psum(wire.varying(halves, axis_name), axis_name)
-    upper, lower = halves
+    for axis in (axes,) if isinstance(axes, str) else axes or ():
+        halves = wire.varying(halves, axis)
+    upper, lower = wire.psum(halves, axes or None)
     upper += lower >> 16
     return jnp.where(upper > _MOST >> 16, jnp.int32(_MOST), (upper << 16) | (lower & 0xFFFF))
 
 
 def total(infos: Sequence[Info], plan: Plan, axes: Axes) -> Info:
-    """Sums over buckets and shards, with uncompressed elements and without padding."""
+    """Sums over buckets and a worker's devices, with uncompressed elements, without padding."""
     delivered, overflow = [jnp.int32(0)], [jnp.int32(0)]
-    for one, size, shard in zip(infos, plan.sizes, plan.shards):
-        held = count(shard)
-        if axes.scatters:  # elements of this device's shard without padding
-            full, rest = divmod(size, max(shard, 1))
-            rank = wire.axis_index(axes.dense_axis)
-            partly = jnp.where(rank == full, count(rest), jnp.int32(0))
-            held = jnp.where(rank < full, held, partly)
-        delivered.append(jnp.minimum(one.delivered, held))
+    for one, size in zip(infos, plan.sizes):
+        delivered.append(jnp.minimum(one.delivered, count(size)))
         overflow.append(one.overflow)
     counts = jnp.stack([jnp.stack(delivered), jnp.stack(overflow)], axis=1)
-    compressed, without_room = saturating_sum(counts, axes.dense_axis)
+    compressed, without_room = saturating_sum(counts, axes.inner)
     both = jnp.stack([compressed, count(plan.dense_elements)])
     return Info(saturating_sum(both), without_room)

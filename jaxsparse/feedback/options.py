@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
+from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
 from jaxsparse.layout import IsDense
@@ -18,12 +19,12 @@ class Options(TypedDict, total=False):
     """The options of all transformations. `OPTIONS` has their defaults and descriptions."""
 
     axis_name: str | None
-    dense_axis: str | None
-    sharded: bool
     delay: Literal[0, 1] | None
     accumulator_dtype: DTypeLike | None
     momentum: float | Array | None
     bucket_size: int | None
+    mesh: Mesh | None
+    specs: Any
 
 
 class LeafOptions(Options, total=False):
@@ -35,19 +36,7 @@ class LeafOptions(Options, total=False):
 # Name: default and description. The defaults are None and strings rather than 0, functions or
 # dtypes, because optax.inject_hyperparams makes arrays of numbers and calls whatever is callable.
 OPTIONS: dict[str, tuple[Any, str]] = {
-    "axis_name": (
-        "data",
-        "the mesh axis of the workers; on a mesh with two levels, the slow axis. None: a single "
-        "worker.",
-    ),
-    "dense_axis": (
-        None,
-        "the fast axis of a mesh with two levels. Nothing is compressed over it.",
-    ),
-    "sharded": (
-        False,
-        "whether gradients are already shards of their mean over `dense_axis` (FSDP).",
-    ),
+    "axis_name": ("data", "the mesh axis of the workers. None: a single worker."),
     "delay": (
         None,
         "0 or None: exchange this step's gradients. 1: exchange the residual of earlier gradients, "
@@ -74,6 +63,17 @@ OPTIONS: dict[str, tuple[Any, str]] = {
         "most elements that a bucket may have. None: one bucket. Several buckets are exchanged one "
         "after the other, which takes less memory, and share the budget in proportion to their "
         "sizes.",
+    ),
+    "mesh": (
+        None,
+        "the mesh, where it can't be seen from parameters on it, as under `jax.jit`. `init` then "
+        "returns a state that is already spread over the workers. None: the mesh of the parameters "
+        "or of `jaxsparse.data_parallel`.",
+    ),
+    "specs": (
+        None,
+        "partitions of the parameters over the other axes of the mesh, where these can't be seen "
+        "from parameters on it: a tree of `PartitionSpec` or `NamedSharding`, or a prefix of it.",
     ),
 }
 _MARK = "    **options: "

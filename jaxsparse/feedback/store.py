@@ -1,10 +1,10 @@
-"""The state of error feedback between steps: its marks, axes and narrow accumulators.
+"""The state of error feedback between steps: its marks, leaves' shapes and narrow accumulators.
 
-This file alone knows them. `exchange` sees float32 arrays of one worker.
+This file alone knows them. `exchange` sees float32 vectors of one worker.
 """
 
-import functools
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,8 @@ from jaxsparse.collectives import wire
 from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged
 from jaxsparse.feedback.plan import Axes, Plan
 from jaxsparse.reducers.base import Info
-from jaxsparse.training.marks import PerShard, PerWorker
+from jaxsparse.training.marks import PerWorker
+from jaxsparse.training.meshes import Placement
 
 _SIGN = 0x80000000
 _DROPPED = 0x0000FFFF  # the bits of a float32 that a bfloat16 does not have
@@ -24,26 +25,30 @@ _LARGEST = 0x7F7F0000  # the bits of the largest finite bfloat16
 
 
 class ErrorFeedbackState(NamedTuple):
-    """State of `error_feedback`, for buckets of d_1, d_2, ... and n dense elements.
+    """State of `error_feedback`. Accumulators have their leaf's shape, and a name made of its path.
 
-    With a `dense_axis`, d_i is the size of this device's shard of a bucket. All arrays that differ
-    between shards (a mean's momentum, reducers' states) are then `PerWorker`, too.
+    So a state fits parameters on any mesh: accumulators are sharded over inner axes like their
+    leaves, or further.
     """
 
-    # float32 or bfloat16 [1, d_i], as a worker sees it
-    residual: tuple[PerWorker, ...]
-    # Like `residual`; or the momentum of the mean, replicated [d_i]; () without momentum.
-    momentum: tuple[Any, ...]
-    dense_momentum: Any  # float32[n], the mean's momentum, replicated; () if n = 0 or no momentum
-    reducers: tuple[Any, ...]  # one reducer's state a bucket
+    # Of compressed leaves: float32 or bfloat16 [1, *shape], as a worker sees it.
+    residual: dict[str, PerWorker]
+    # Of compressed leaves: like `residual`, or the momentum of the mean, replicated [*shape]. Of
+    # uncompressed ones: the mean's, float32, replicated [*shape]. {} without momentum.
+    momentum: dict[str, Any]
+    # One reducer's state a bucket. On a mesh with inner axes, arrays have one row for each device
+    # of a worker: [n, ...].
+    reducers: tuple[Any, ...]
     skipped: Int[Array, ""]  # int32: number of steps skipped because a gradient was not finite
-    info: Info  # of the last step that was not skipped, summed over buckets and shards
-    pending: Any = ()  # PerWorker float32[1, n], the last dense gradient; () if n = 0 or no delay
+    info: Info  # of the last step that was not skipped, summed over buckets and inner axes
+    # Of uncompressed leaves: float32 [1, *shape], the last gradient. {} without delay.
+    pending: dict[str, PerWorker]
     roundings: Any = ()  # uint32: number of roundings of residuals to bfloat16; () for float32
+    placement: Placement | tuple[()] = ()  # where leaves are; () without inner axes
 
 
 class Store(NamedTuple):
-    """Packs one worker's arrays into a state, and unpacks them."""
+    """Packs one worker's vectors into a state, and unpacks them."""
 
     axes: Axes
     has_momentum: bool
@@ -57,55 +62,73 @@ class Store(NamedTuple):
 
     def init(self, plan: Plan) -> ErrorFeedbackState:
         """The state before the first step: zeros."""
-
-        def zeros(size: int) -> Array:
-            return jnp.zeros((size,), self.dtype)
-
-        buckets = [
-            Bucket(zeros(size), zeros(size) if self.has_momentum else None, reducer.init(size))
-            for reducer, size in zip(plan.reducers, plan.shards)
-        ]
-        dense = jnp.zeros((plan.dense_size,), jnp.float32)
-        carried = Carried(
-            buckets, dense if self.has_momentum else None, dense if self.is_delayed else None
-        )
+        wide: dict[str, Any] = {}
+        for field, leaves in self._described(plan).items():
+            zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+            wide[field] = {
+                name: PerWorker(self.axes.varying(x)) if leaves[name].is_own else x
+                for name, x in zeros.items()
+            }
         nothing = Info(jnp.int32(0), jnp.int32(0))
-        rounds = jnp.uint32(0) if self.is_narrow else ()
-        return self._packed(carried, plan, jnp.int32(0), nothing, rounds)
+        return ErrorFeedbackState(
+            **wide,
+            reducers=tuple(
+                self._marked(r.init(size)) for r, size in zip(plan.reducers, plan.sizes)
+            ),
+            skipped=jnp.int32(0),
+            info=nothing,
+            roundings=jnp.uint32(0) if self.is_narrow else (),
+        )
+
+    def _described(self, plan: Plan) -> dict[str, dict[str, "_Leaf"]]:
+        """The accumulators by field and name."""
+        layout, of_mean = plan.layout, _of_mean(plan)
+        packed = {leaf for pieces in layout.buckets for leaf, _, _ in pieces}
+        loose = {leaf for leaf, _, _ in layout.dense}
+        one = lambda leaf, dtype: _Leaf((1, *layout.shapes[leaf]), dtype, True)
+        mean = lambda leaf, dtype: _Leaf(layout.shapes[leaf], dtype, False)
+        momentum: dict[int, _Leaf] = {}
+        if self.has_momentum:
+            momentum = {i: (mean if i in of_mean else one)(i, self.dtype) for i in packed}
+            momentum |= {i: mean(i, jnp.float32) for i in loose}
+        fields = {
+            "residual": {i: one(i, self.dtype) for i in packed},
+            "momentum": momentum,
+            "pending": {i: one(i, jnp.float32) for i in loose if self.is_delayed},
+        }
+        return {
+            field: {layout.names[i]: leaves[i] for i in sorted(leaves)}
+            for field, leaves in fields.items()
+        }
 
     def load(self, state: ErrorFeedbackState, plan: Plan) -> Carried:
-        """This worker's arrays.
+        """This worker's vectors.
 
         Raises:
             ValueError: the state was made for other gradients or settings, or holds several
                 workers' arrays.
         """
-        _check(state, plan, self)
-        marked = [
-            () if zeros else momentum for zeros, momentum in zip(plan.needs_zeros, state.momentum)
-        ]
-        residuals, momenta, pending = _own((state.residual, marked, state.pending))
-        shared = [
-            momentum if zeros else () for zeros, momentum in zip(plan.needs_zeros, state.momentum)
-        ]
-        reducers, dense_momentum = state.reducers, state.dense_momentum
-        if self.axes.dense_axis is not None:
-            made = [functools.partial(r.init, size) for r, size in zip(plan.reducers, plan.shards)]
-            reducers = tuple(map(self._of_shard, made, reducers))
-            shared = [self._of_shard(_nothing, momentum) for momentum in shared]
-        if self.axes.sharded:
-            dense_momentum = self._of_shard(_nothing, dense_momentum)
+        layout = plan.layout
+        _check(state, self._described(plan))
 
-        def float32(*stored: Any) -> Array | None:
-            arrays = [x.astype(jnp.float32) for x in stored if not isinstance(x, tuple)]
-            return arrays[0] if arrays else None
+        def leaves(stored: Mapping[str, Any]) -> dict[int, Array]:
+            return {
+                i: stored[name].value[0] if isinstance(stored[name], PerWorker) else stored[name]
+                for i, name in enumerate(layout.names)
+                if name in stored
+            }
 
-        each = zip(momenta, shared) if self.has_momentum else [((), ())] * len(residuals)
-        buckets = [
-            Bucket(x.astype(jnp.float32), float32(*both), reducer)
-            for x, both, reducer in zip(residuals, each, reducers)
-        ]
-        return Carried(buckets, float32(dense_momentum), float32(pending))
+        residuals = layout.join(leaves(state.residual), layout.buckets)
+        momenta: list[Any] = [None] * len(residuals)
+        dense_momentum = pending = None
+        if self.has_momentum:
+            *momenta, dense_momentum = layout.join(
+                leaves(state.momentum), [*layout.buckets, layout.dense]
+            )
+        if self.is_delayed:
+            (pending,) = layout.join(leaves(state.pending), [layout.dense])
+        buckets = list(map(Bucket, residuals, momenta, state.reducers))
+        return Carried(buckets, dense_momentum, pending)
 
     def save(self, done: Exchanged, before: ErrorFeedbackState, plan: Plan) -> ErrorFeedbackState:
         """The state after a step. A skipped step changes the count of skips only."""
@@ -114,68 +137,44 @@ class Store(NamedTuple):
             carried = self._rounded(carried, before.roundings, plan)
             is_new = jnp.bool_(self.is_delayed) | done.ok
             rounds = before.roundings + jnp.where(is_new, jnp.uint32(1), jnp.uint32(0))
-        skipped = before.skipped + jnp.where(done.ok, jnp.int32(0), jnp.int32(1))
         info = done.info
         if not self.is_delayed:
             info = Info(*(jnp.where(done.ok, new, old) for new, old in zip(info, before.info)))
-        return self._packed(carried, plan, skipped, info, rounds)
-
-    def _packed(
-        self, carried: Carried, plan: Plan, skipped: Array, info: Info, rounds: Any
-    ) -> ErrorFeedbackState:
-        buckets, dense_momentum, pending = carried
-        # The state has no empty arrays, because Orbax cannot save them.
-        has_dense = plan.dense_size > 0
-        own_momenta = [() if zeros else b.momentum for zeros, b in zip(plan.needs_zeros, buckets)]
-        residuals, own, pending = self._marked(
-            (
-                [b.residual for b in buckets],
-                own_momenta if self.has_momentum else [],
-                pending if self.is_delayed and has_dense else (),
-            )
-        )
-        shared = [b.momentum if zeros else () for zeros, b in zip(plan.needs_zeros, buckets)]
-        reducers: Any = [b.reducer for b in buckets]
-        if self.axes.dense_axis is not None:
-            shared, reducers = self._marked((shared, reducers))
-        dense: Any = dense_momentum if self.has_momentum and has_dense else ()
-        if self.axes.sharded:
-            dense = self._marked(dense)
+        buckets, layout = carried.buckets, plan.layout
+        dense_momentum, pending = carried.dense_momentum, carried.pending
+        vectors: dict[str, tuple[list[Any], Any]] = {
+            "residual": ([b.residual for b in buckets], layout.buckets),
+            "momentum": (
+                [*(b.momentum for b in buckets), dense_momentum],
+                [*layout.buckets, layout.dense],
+            ),
+            "pending": ([pending], [layout.dense]),
+        }
+        described = self._described(plan)
+        fields: dict[str, Any] = {}
+        for field, (parts, pieces) in vectors.items():
+            found = layout.split(parts, pieces)
+            named = {layout.names[i]: x for i, x in sorted(found.items())}
+            fields[field] = {
+                name: PerWorker(self.axes.varying(x[None])) if described[field][name].is_own else x
+                for name, x in named.items()
+            }
         return ErrorFeedbackState(
-            residual=tuple(residuals),
-            momentum=tuple(m if isinstance(s, tuple) else s for m, s in zip(own, shared)),
-            dense_momentum=dense,
-            reducers=tuple(reducers),
-            skipped=skipped,
+            **fields,
+            reducers=tuple(self._marked(b.reducer) for b in buckets),
+            skipped=before.skipped + jnp.where(done.ok, jnp.int32(0), jnp.int32(1)),
             info=info,
-            pending=pending,
             roundings=rounds,
+            placement=before.placement,
         )
 
-    def _marked(self, tree: Any) -> Any:
-        """Marks one worker's arrays as different between workers, if they are not yet."""
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_marked)
-        unmarked = [i for i, leaf in enumerate(leaves) if not _is_marked(leaf)]
-        arrays = self.axes.varying([leaves[i] for i in unmarked])
-        shards = None if self.axes.dense_axis is None else self.axes.shards()
-        for i, x in zip(unmarked, arrays):
-            leaves[i] = PerWorker(x[None]) if shards is None else PerShard(x[None], shards)
-        return jax.tree.unflatten(treedef, leaves)
-
-    def _of_shard(self, make: Any, stored: Any) -> Any:
-        """This device's copies of a tree; arrays that are equal on all hosts are typed as equal.
-
-        It moves no data. `make` makes a tree like it, which marks what differs between workers.
-        """
-
-        def one(before: Any, now: Any) -> Any:
-            if _is_marked(before):
-                return now
-            return wire.replicated(_own(now), self.axes.axis_name)
-
-        if isinstance(stored, tuple) and not stored:
-            return stored
-        return jax.tree.map(one, jax.eval_shape(make), stored, is_leaf=_is_marked)
+    def _marked(self, reducer: Any) -> Any:
+        """A reducer's state whose marked arrays are typed as different between workers."""
+        return jax.tree.map(
+            lambda node: PerWorker(self.axes.varying(node.value)) if _is_marked(node) else node,
+            reducer,
+            is_leaf=_is_marked,
+        )
 
     def _rounded(self, carried: Carried, round_: Array, plan: Plan) -> Carried:
         buckets = []
@@ -184,29 +183,65 @@ class Store(NamedTuple):
             momentum = b.momentum
             if momentum is not None:
                 # All copies of a mean's momentum must be rounded alike.
-                axes = () if zeros else self.axes.all
+                axes = self.axes.inner if zeros else self.axes.all
                 momentum = rounded(momentum, key_of(round_, 2 * i + 1, axes))
             buckets.append(Bucket(residual, momentum, b.reducer))
         return carried._replace(buckets=buckets)
 
 
-def _nothing() -> Array:
-    return jnp.float32(0)
+class _Leaf(NamedTuple):
+    """An accumulator as a worker sees it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    is_own: bool  # whether it is a worker's own, and marked so
+
+
+def _of_mean(plan: Plan) -> set[int]:
+    """The compressed leaves whose momentum is that of the mean."""
+    each = zip(plan.layout.buckets, plan.needs_zeros)
+    return {leaf for pieces, zeros in each if zeros for leaf, _, _ in pieces}
 
 
 def _is_marked(node: Any) -> bool:
     return isinstance(node, PerWorker)
 
 
-def _own(tree: Any) -> Any:
-    """This worker's arrays out of a tree of marked ones."""
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What an array of a state is.
 
-    def one(node: PerWorker) -> Any:
-        if jnp.shape(node.value)[:1] != (1,):
-            PerWorker.unwrap(node)  # tells what is wrong
-        return node.value[0]
+    Attributes:
+        is_own: whether it is a worker's own, and marked so.
+        leaf: the name of the leaf that it accumulates for, in whose shape it is; or None.
+        is_reducers: whether it is of a reducer's state, of one device.
+    """
 
-    return jax.tree.map(one, tree, is_leaf=_is_marked)
+    is_own: bool
+    leaf: str | None = None
+    is_reducers: bool = False
+
+
+def kinds(state: ErrorFeedbackState) -> ErrorFeedbackState:
+    """The state with the `Kind` of each array in the array's place."""
+
+    def accumulators(field: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: PerWorker(Kind(True, name)) if _is_marked(node) else Kind(False, name)
+            for name, node in field.items()
+        }
+
+    def of_reducer(node: Any) -> Any:
+        own = Kind(True, is_reducers=True)
+        return PerWorker(own) if _is_marked(node) else Kind(False, is_reducers=True)
+
+    scalars = jax.tree.map(lambda _: Kind(False), state)
+    return scalars._replace(
+        residual=accumulators(state.residual),
+        momentum=accumulators(state.momentum),
+        pending=accumulators(state.pending),
+        reducers=jax.tree.map(of_reducer, state.reducers, is_leaf=_is_marked),
+    )
 
 
 def accumulator(dtype: DTypeLike | None) -> Any:
@@ -251,46 +286,31 @@ def key_of(round_: UInt32[Array, ""], number: int, axes: Sequence[str]) -> UInt3
     return hashing.combine(round_, number, *(wire.axis_index(axis) for axis in axes))
 
 
-def _check(state: ErrorFeedbackState, plan: Plan, store: Store) -> None:
+def _check(state: ErrorFeedbackState, described: Mapping[str, Mapping[str, _Leaf]]) -> None:
     """Raises ValueError if the state was made for other gradients or settings."""
-    dense_size, dtype = plan.dense_size, store.dtype
-    parts = None if store.axes.dense_axis is None else plan.parts
-    sizes = tuple(node.value.shape[-1] for node in state.residual)
-    if sizes != plan.shards:
-        raise ValueError(
-            f"the state holds residuals of sizes {sizes}, but the gradients fill buckets of sizes "
-            f"{plan.shards}: pass the state that init(params) made for the same tree and settings"
-        )
-    made_for = {getattr(node, "shards", None) for node in state.residual} - {parts}
-    if made_for:
-        raise ValueError(
-            f"the state is of {made_for.pop()} shards along the fast axis, where there are {parts} "
-            "(None: on one level): pass the state that init(params) made on this mesh"
-        )
-    nodes = (*state.residual, *state.momentum)
-    kept = {str((node.value if _is_marked(node) else node).dtype) for node in nodes}
-    if kept - {str(dtype)}:
-        raise ValueError(
-            f"the state holds residuals or momenta in {sorted(kept)}, but accumulator_dtype is "
-            f"{dtype}: pass the state that init(params) made for the same settings"
-        )
-    momenta = len(state.momentum), _size(state.dense_momentum)
-    if momenta != ((len(sizes), dense_size or None) if store.has_momentum else (0, None)):
-        raise ValueError(
-            f"the state holds momentum for {momenta[0]} buckets and {momenta[1]} dense elements, "
-            f"but the gradients fill {len(sizes)} and {dense_size}, and momentum is "
-            f"{'on' if store.has_momentum else 'off'}: pass the state that init(params) made for "
-            "the same tree and settings"
-        )
-    if _size(state.pending) != (dense_size or None if store.is_delayed else None):
-        raise ValueError(
-            f"the state holds {_size(state.pending)} delayed dense elements, but the gradients "
-            f"have {dense_size} with delay={int(store.is_delayed)}: pass the state that "
-            "init(params) made for the same tree and settings"
-        )
+    for field, leaves in described.items():
+        stored = getattr(state, field)
+        for name in sorted({*stored, *leaves}):
+            there = _seen(stored.get(name))
+            wanted = "nothing" if name not in leaves else _text(*leaves[name])
+            if there != wanted:
+                node = stored.get(name)
+                if isinstance(node, PerWorker) and jnp.shape(node.value)[:1] != (1,):
+                    PerWorker.unwrap(node)  # tells what is wrong
+                raise ValueError(
+                    f"the state's {field} of {name!r} is {there}, but these gradients and settings "
+                    f"need {wanted}: pass the state that init(params) made for the same tree and "
+                    "settings"
+                )
 
 
-def _size(node: Any) -> int | None:
-    """Elements of a buffer, or None if there is none."""
-    leaves = jax.tree.leaves(node)
-    return leaves[0].size if leaves else None
+def _seen(node: Any) -> str:
+    if node is None:
+        return "nothing"
+    x = node.value if isinstance(node, PerWorker) else node
+    return _text(jnp.shape(x), x.dtype, isinstance(node, PerWorker))
+
+
+def _text(shape: Sequence[int], dtype: Any, is_own: bool) -> str:
+    kind = "per-worker " if is_own else ""
+    return f"{kind}{jnp.dtype(dtype).name}{list(shape)}"

@@ -10,12 +10,14 @@ import optax
 
 from jaxsparse.feedback.exchange import Settings, exchange, keep_rounding
 from jaxsparse.feedback.options import LeafOptions, Options, exchange_options
-from jaxsparse.feedback.plan import Axes, Plan, check_shards, make_plan
+from jaxsparse.feedback.plan import Axes, Plan, make_plan
+from jaxsparse.feedback.sharded import run, sharded_plan, spread
 from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator
 from jaxsparse.layout import IsDense, named_leaves, small_or_vector
 from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.reducers.stages import Staged, Stages
 from jaxsparse.settings import static_int
+from jaxsparse.training.meshes import Placement, place
 
 # How one leaf is exchanged. None: uncompressed.
 Rule = Budget | Stages[Reducer] | None
@@ -59,34 +61,14 @@ def error_feedback(
     skip the step. The update is zero, and only the `skipped` counter of the state changes. Later
     transformations in the chain still see the zero update: schedules and Adam's moments advance.
 
-    **Two levels.** On a mesh of H hosts with L devices each, `dense_axis` names the fast axis, over
-    which nothing is compressed. A reduce-scatter averages g over `dense_axis` and leaves 1/L of
-    each bucket to a device. The lines above run on that shard, among the H devices along
-    `axis_name` that hold the same shard. An all-gather over `dense_axis` puts the means together. A
-    device keeps residual and momentum of its shard only, in units of the mean over the fast axis:
-
-        sum of all H L workers' g == H L (sum of updates) + L (sum over hosts of their shards' v)
-
-    where a bucket is its shards laid end to end. For each device, the slow axis carries 1/L of the
-    words that it would carry without `dense_axis`, and the fast axis carries 2 (L - 1)/L d words.
-    Settings that are totals for the tree, such as a sketch's k, are divided over shards. The state
-    depends on L, so `init` runs on the mesh:
-
-        params = jaxsparse.shard(params, mesh, axis_name=("hosts", "local"))
-        on_mesh = functools.partial(
-            jaxsparse.data_parallel, mesh=mesh, axis_name=("hosts", "local")
-        )
-        state = on_mesh(tx.init, batch_argnums=())(params)
-
-    `sharded=True` says that parameters, and so gradients, are sharded over `dense_axis` already
-    (FSDP). Nothing is then scattered or gathered: each leaf is this device's shard of the
-    gradient's *mean* over `dense_axis`. JAX makes sums (the transpose of an all-gather is a
-    reduce-scatter that sums), so scale the loss, or the gradients, by 1/L. The gradient of a
-    parameter that is not sharded is equal along `dense_axis`: average it along that axis, too, and
-    let it go uncompressed. `jaxsparse.Sharded` marks sharded arrays, and the optimizer's state
-    takes over the marks. `is_dense` sees the shapes of shards, and key paths with the mark:
-    "['kernel'].jaxsparse_sharded". So, by default, a leaf whose shard has fewer than 1024 elements
-    goes uncompressed.
+    **Inner axes.** On a mesh with axes for FSDP or tensor parallelism, each device exchanges its
+    own shards of the leaves with the devices that hold the same shards for other workers
+    (`jaxsparse.training.meshes`). Leaves that an inner axis does not cut are cut along it for the
+    exchange, in a dimension that it divides; those without such a dimension go uncompressed.
+    Settings that are totals for the tree, such as a sketch's k, are divided over the devices.
+    `init` reads the leaves' partitions from parameters that are on the mesh or have Explicit axes
+    in their types; elsewhere, give `mesh` and `specs`. Residual and momentum have their leaves'
+    shapes and are sharded alike. `info` and `skipped` count for all devices.
 
     **Delay.** With delay=1 a step exchanges the residual that it starts with,
 
@@ -106,16 +88,15 @@ def error_feedback(
         **options: as for all transformations.
 
     Returns:
-        A transformation. `init` needs no axis but `dense_axis` and returns one worker's state, for
-        `jaxsparse.shard` to spread. `update` must run where `axis_name` and `dense_axis` are bound
-        (`jaxsparse.data_parallel`).
+        A transformation. `init` needs no axis and returns one worker's state, for `jaxsparse.shard`
+        to spread, or with `mesh` a state that is spread already. `update` must run where
+        `axis_name` is bound (`jaxsparse.data_parallel`).
 
     Raises:
         ValueError: settings out of range. From `init`: no leaf is compressed under the default
-            rule, the budget does not fit, `dense_axis` is not bound, or see
-            `jaxsparse.layout.plan`. From `update`: an axis is not bound, the state belongs to
-            another tree or to several workers, the gradients are already summed, or with `sharded`
-            a compressed leaf is no shard.
+            rule, the budget does not fit, partitions over inner axes are not known, or see
+            `jaxsparse.layout.plan`. From `update`: the axis is not bound, the state belongs to
+            another tree, mesh or to several workers, or the gradients are already summed.
     """
     return _feedback(_one_rule(reducer, options.get("is_dense")), options)
 
@@ -160,38 +141,49 @@ def partition(
 
 def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExtraArgs:
     """The transformation, for leaves that go as the rules say."""
-    axes, momentum = Axes.of(options), options.get("momentum")
+    axis_name, momentum = options.get("axis_name", "data"), options.get("momentum")
     _check_momentum(momentum)
     is_delayed = _is_delayed(options.get("delay"))
-    settings = Settings(axes, momentum, is_delayed)
     dtype = accumulator(options.get("accumulator_dtype"))
-    store = Store(axes, momentum is not None, is_delayed, dtype)
+    bucket_size, mesh = options.get("bucket_size"), options.get("mesh")
 
-    bucket_size = options.get("bucket_size")
+    def plan_of(tree: Any, placement: Placement | None) -> Plan:
+        budgets = rules(named_leaves(tree))
+        if placement is None:
+            return make_plan(tree, budgets, bucket_size)
+        return sharded_plan(tree, budgets, bucket_size, placement)
 
-    def plan_of(tree: Any) -> Plan:
-        return make_plan(tree, rules(named_leaves(tree)), axes, bucket_size)
+    def store_of(inner: tuple[str, ...]) -> Store:
+        return Store(Axes(axis_name, inner), momentum is not None, is_delayed, dtype)
 
     def init(params: Any) -> ErrorFeedbackState:
-        return store.init(plan_of(params))
+        placement, found = place(params, axis_name, mesh, options.get("specs"))
+        state = store_of(()).init(plan_of(params, placement))
+        return spread(state, params, placement, found, None if mesh is None else axis_name)
 
     def update(
         updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ErrorFeedbackState]:
         del params, extra_args
-        axes.check(updates)
-        plan = plan_of(updates)
-        if axes.sharded:
-            check_shards(updates, plan, axes)
-        carried = store.load(state, plan)
-        buckets, dense = plan.layout.flatten(updates)
-        done = exchange(buckets, dense, carried, plan, settings)
-        delivered = plan.layout.unflatten(done.means, done.dense_mean)
-        if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
-            done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan, axes)
-        if axes.sharded:
-            delivered = axes.typed_as(delivered, updates)
-        return delivered, store.save(done, state, plan)
+        placement = state.placement or None
+
+        def exchanged(
+            updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
+        ) -> tuple[Any, ErrorFeedbackState]:
+            store = store_of(inner)
+            carried = store.load(state, plan)
+            buckets, dense = plan.layout.flatten(updates)
+            done = exchange(
+                buckets, dense, carried, plan, Settings(store.axes, momentum, is_delayed)
+            )
+            delivered = plan.layout.unflatten(done.means, done.dense_mean)
+            if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
+                done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
+            return delivered, store.save(done, state, plan)
+
+        Axes(axis_name).check(updates)
+        plan = plan_of(updates, placement)
+        return run(exchanged, updates, state, momentum, axis_name, mesh)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -9,7 +9,7 @@ import optax
 
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import Axes, ErrorFeedbackState
+from jaxsparse.feedback import ErrorFeedbackState
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.layout import narrow
 from jaxsparse.magnitude import largest_magnitude
@@ -75,7 +75,7 @@ def dgc(
     feedback = top_k(density, codec=codec, selection=selection, **options)
     if clip_norm is None:
         return feedback
-    axes = Axes.of(options)
+    axis_name = options.get("axis_name", "data")
     limit = static_float("clip_norm", clip_norm)
     if not 0 < limit < math.inf:
         raise ValueError(f"clip_norm={clip_norm} must be positive and finite; None doesn't clip")
@@ -83,17 +83,17 @@ def dgc(
     def update(
         updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ErrorFeedbackState]:
-        if _all_local(updates, axes.all):  # or `feedback` raises an error
-            updates = _clipped(updates, limit / math.sqrt(axes.summands()))
+        if _all_local(updates, axis_name):  # or `feedback` raises an error
+            updates = _clipped(updates, limit / math.sqrt(wire.axis_size(axis_name)))
         return feedback.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(feedback.init, update)
 
 
-def _all_local(tree: Any, axes: tuple[str, ...]) -> bool:
-    leaves = [x for x in jax.tree.leaves(tree) if x.size]
-    tracked = filter(wire.tracks_replication, axes)
-    return all(wire.is_varying(x, axis) for axis in tracked for x in leaves)
+def _all_local(tree: Any, axis_name: str | None) -> bool:
+    if axis_name is None or not wire.tracks_replication(axis_name):
+        return True
+    return all(wire.is_varying(x, axis_name) for x in jax.tree.leaves(tree) if x.size)
 
 
 def _clipped(tree: Any, limit: float) -> Any:

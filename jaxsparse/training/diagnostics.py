@@ -5,7 +5,6 @@ diagnostics nobody reads should not pay for them.
 """
 
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from jaxtyping import Array, Float, Int
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import ErrorFeedbackState
 from jaxsparse.feedback.exchange import saturating_sum
-from jaxsparse.training.marks import AxisName, is_sharded, shards_of
 
 
 class Diagnostics(NamedTuple):
@@ -31,9 +29,7 @@ class Diagnostics(NamedTuple):
     skipped: Int[Array, ""]  # int32: number of steps skipped because something was not finite
 
 
-def diagnose(
-    state: Any, updates: Any = None, *, axis_name: AxisName | None = "data"
-) -> Diagnostics:
+def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data") -> Diagnostics:
     """Reports how much was delivered and how much was held back.
 
     Call it where the axes of workers are bound: in the step, or by itself now and then,
@@ -49,8 +45,7 @@ def diagnose(
         state: an Optax state, or any tree that contains one, such as a `TrainState`.
         updates: this step's updates, of the whole chain or of the transformation alone. They give
             `update_norm` and `delivered_share`.
-        axis_name: the axis of workers, or both axes of a mesh with two levels, the fast one last.
-            None: a single worker.
+        axis_name: the axis of workers. None: a single worker.
 
     Raises:
         ValueError: `state` contains no state of a jaxsparse transformation, or an axis is not
@@ -63,21 +58,14 @@ def diagnose(
             "pass the optimizer's state, as tx.init made it (after nnx.split, call nnx.merge(...) "
             "first and pass optimizer.opt_state)"
         )
-    axes = (axis_name,) if axis_name is None or isinstance(axis_name, str) else axis_name
-    sizes = [wire.axis_size(axis) for axis in axes]
-    workers, shards = math.prod(sizes), math.prod(sizes[1:])
-
-    residuals = [
-        (x, sizes[0] if shards_of(path) else workers)
-        for one in found
-        for path, x in jax.tree_util.tree_flatten_with_path(one.residual)[0]
-    ]
-    leaves = jax.tree_util.tree_flatten_with_path(updates)[0]
-    changes = [(x, sizes[0] if is_sharded(path) else workers) for path, x in leaves]
-    residual_norm, update_norm = _norms([residuals, changes], axes)
+    workers = wire.axis_size(axis_name)
+    leaves = jax.tree.leaves(updates)
+    residual_norm, update_norm = _norms(
+        [jax.tree.leaves([one.residual for one in found]), leaves], workers, axis_name
+    )
     counts = [saturating_sum(jnp.stack(parts)) for parts in zip(*(one.info for one in found))]
     delivered, overflow = counts
-    elements = sum(x.size * (shards if is_sharded(path) else 1) for path, x in leaves)
+    elements = sum(x.size for x in leaves)
     share = delivered.astype(jnp.float32) / jnp.float32(max(elements, 1))
     return Diagnostics(
         residual_norm=residual_norm,
@@ -95,20 +83,19 @@ def _states(tree: Any) -> list[ErrorFeedbackState]:
 
 
 def _norms(
-    groups: list[list[tuple[Any, int]]], axes: tuple[str | None, ...]
+    groups: list[list[Any]], workers: int, axis_name: str | None
 ) -> tuple[Float[Array, ""], ...]:
-    """The l2 norm of each list of arrays. The numbers beside arrays divide their squares."""
+    """For each list of arrays, the root mean square over workers of its l2 norm."""
     # Without scaling, squares of large numbers overflow and squares of small ones underflow.
-    largest = _varying(jnp.stack([_largest(x for x, _ in group) for group in groups]), axes)
-    for axis in axes:
-        largest = wire.pmax(largest, axis)
+    largest = wire.varying(jnp.stack([_largest(group) for group in groups]), axis_name)
+    largest = wire.pmax(largest, axis_name)
     scale = jnp.where(largest > 0, largest, jnp.float32(1))
 
     squares = []
     for group, unit in zip(groups, scale):
-        parts = [jnp.sum(jnp.square(_float(x) / unit)) / copies for x, copies in group]
-        squares.append(sum((_varying(part, axes) for part in parts), jnp.float32(0)))
-    total = wire.psum(_varying(jnp.stack(squares), axes), tuple(a for a in axes if a is not None))
+        parts = [jnp.sum(jnp.square(_float(x) / unit)) / workers for x in group]
+        squares.append(sum((wire.varying(part, axis_name) for part in parts), jnp.float32(0)))
+    total = wire.psum(wire.varying(jnp.stack(squares), axis_name), axis_name)
     return tuple(scale * jnp.sqrt(total))
 
 
@@ -119,9 +106,3 @@ def _largest(arrays: Iterable[Any]) -> Float[Array, ""]:
 
 def _float(x: Any) -> Float[Array, "..."]:
     return jnp.asarray(x).astype(jnp.float32)
-
-
-def _varying(x: Array, axes: tuple[str | None, ...]) -> Array:
-    for axis in axes:
-        x = wire.varying(x, axis)
-    return x

@@ -1,76 +1,90 @@
 """The parallel step: one worker's function, run on all workers at once."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath, keystr
+from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
 
-from jaxsparse.collectives import wire
-from jaxsparse.training.marks import (
-    AxisName,
-    check_wrapped,
-    fast_axis,
-    is_marked,
-    is_sharded,
-    specs,
-    unpacked,
-)
-from jaxsparse.training.sharding import check_even, count_workers
+from jaxsparse import _compat
+from jaxsparse.training.marks import check_wrapped, is_marked
+from jaxsparse.training.meshes import Running, WorkersError, inner_axes, running
+from jaxsparse.training.sharding import count_workers
+
+Way = Literal["vmap", "shard_map"]
 
 
 def data_parallel(
     step: Callable[..., Any],
     mesh: Mesh | int,
     *,
-    axis_name: AxisName = "data",
+    axis_name: str = "data",
     batch_argnums: int | Sequence[int] = 1,
     donate_argnums: int | Sequence[int] = (),
-    check_vma: bool = True,
+    check: bool = True,
+    via: Way | None = None,
 ) -> jax.stages.Wrapped:
     """Compiles `step` to run on all workers at once, each with its share of the batch.
 
+    Gradients that `step` takes are each worker's own; a loss may be averaged over workers before or
+    after differentiation. All axes of the mesh but `axis_name` stay JAX's own: inside `step`,
+    parameters that are sharded over them (FSDP, tensor parallelism) are whole arrays, as under
+    `jax.jit`, and JAX adds what communication they need. Only the exchange of a jaxsparse
+    transformation sees devices' shards.
+
+    On a mesh without axes to be left to JAX, `step` runs under `jax.shard_map`. With such axes:
+
+    - via="vmap" maps `step` over the workers with `jax.vmap`. It does not serve convolutions, whose
+      weight gradients JAX would gather across workers, nor operations without a rule for vmap, nor
+      Explicit axes.
+    - via="shard_map" makes `axis_name` alone manual. XLA's CPU and GPU compilers of jaxlib 0.10 to
+      0.12 end the process ("Check failed: partition_group_list") on an embedding lookup
+      `table[tokens]` if table and tokens are sharded over one axis. `jax.nn.one_hot(tokens, n) @
+      table` and `jax.lax.with_sharding_constraint(table, PartitionSpec())` avoid that.
+
+    By default convolutions and Explicit axes get "shard_map", and all else "vmap".
+
     Args:
         step: function of positional arguments, written for one worker. It sees `PerWorker`
-            arrays as (1, ...), batches as (batch / W, ...), `Sharded` arrays as (n / L, ...), and
-            all other arrays whole. An output must be equal on all workers (average metrics with
-            `jax.lax.pmean(x, axis_name)`), or marked `PerWorker`, or marked `Sharded` and equal
-            along the slow axis.
+            arrays as (1, ...), batches as (batch / W, ...), and all other arrays whole. An output
+            must be equal on all workers (average metrics with `jax.lax.pmean(x, axis_name)`), or
+            marked `PerWorker`.
         mesh: a mesh of Auto or Explicit axes, or a number of workers to simulate on one device
             with `jax.vmap`, which gives the same numbers.
-        axis_name: the mesh axis of the workers, bound inside `step`. On a mesh with two levels,
-            both axes, the fast one last: ("hosts", "local").
+        axis_name: the mesh axis of the workers, bound inside `step`.
         batch_argnums: arguments whose arrays are split along their first axis. Negative numbers
-            count from the last argument.
+            count from the last argument. Over other axes, they stay as they are: place batches
+            with `PartitionSpec((axis_name, "fsdp"))` if "fsdp" is to share a worker's part.
         donate_argnums: as for `jax.jit`. Donate the training state.
-        check_vma: let JAX check that replicated outputs are replicated. Without the check,
-            jaxsparse can't tell a summed gradient from a local one.
+        check: trace `step` once more, without its exchange, to see that outputs are equal on all
+            workers and that gradients have not been averaged. Explicit axes besides `axis_name`
+            are not checked.
+        via: how to run on a mesh with other axes; None: see above.
 
     On emulated CPU devices, wait for each step (`jax.block_until_ready`, or read the loss). Queued
     steps can starve a collective of threads until it times out.
 
     Returns:
         The compiled function, with the `lower` of `jax.jit`. `step` is traced once for each set
-        of shapes.
+        of shapes, and once more for the check.
 
     Raises:
-        ValueError: the mesh has no such axis or no worker. At the call: the workers don't divide a
-            batch, per-worker state isn't spread over the workers (`shard`), or an output differs
-            between workers.
+        ValueError: the mesh has no such axis or no worker, or `via` is unknown. At the call: the
+            workers don't divide a batch, per-worker state isn't spread over the workers (`shard`),
+            or an output differs between workers.
     """
     given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-    axis_name = unpacked(axis_name)
     workers = count_workers(mesh, axis_name)
-
-    def in_specs(args: tuple[Any, ...], batches: set[int]) -> tuple[Any, ...]:
-        split = PartitionSpec(axis_name)
-        return tuple(
-            jax.tree.map(lambda _: split, arg) if i in batches else specs(arg, axis_name)
-            for i, arg in enumerate(args)
-        )
+    if via not in (None, "vmap", "shard_map"):
+        raise ValueError(f"via={via!r} is unknown: use 'vmap', 'shard_map' or None")
+    whole = mesh if isinstance(mesh, Mesh) else None
+    inner = dict(inner_axes(whole, axis_name)) if whole is not None else {}
 
     def parallel(*args: Any) -> Any:
         if any(not -len(args) <= i < len(args) for i in given):
@@ -79,85 +93,176 @@ def data_parallel(
                 f"{len(args)} positional arguments"
             )
         batches = {i % len(args) for i in given}
-        _check_arguments(args, batches, workers, mesh, axis_name)
-        structure: list[Any] = []  # treedef and kinds of the outputs, once step has been traced
+        _check_arguments(args, batches, workers)
+        is_split = [
+            jax.tree_util.tree_map_with_path(lambda p, _, i=i: i in batches or is_marked(p), arg)
+            for i, arg in enumerate(args)
+        ]
+        made: list[Any] = []  # treedef and marks of the outputs, once step has been traced
 
-        def body(*args: Any) -> tuple[list[Any], ...]:
-            outputs = step(*args)
-            paths, treedef = jax.tree_util.tree_flatten_with_path(outputs)
-            kinds = [_kind(path) for path, _ in paths]
-            structure[:] = [treedef, kinds]
-            _check_outputs(paths, axis_name)
-            return tuple(
-                [leaf for (_, leaf), own in zip(paths, kinds) if own == kind] for kind in range(3)
+        def body(*args: Any) -> tuple[list[Any], list[Any]]:
+            paths, treedef = tree_flatten_with_path(step(*args))
+            marks = [is_marked(path) for path, _ in paths]
+            made[:] = [treedef, marks]
+            for path, leaf in paths:
+                if is_marked(path):
+                    check_wrapped(_name(path), leaf)
+            own = [x for (_, x), mark in zip(paths, marks) if mark]
+            others = [x for (_, x), mark in zip(paths, marks) if not mark]
+            names = [_name(path) for (path, _), m in zip(paths, marks) if not m]
+            return own, _equal_on_all(others, names, axis_name)
+
+        problem, chosen = None, via
+        if inner and whole is not None and AxisType.Explicit in whole.axis_types:
+            chosen = chosen or "shard_map"
+        elif check or (inner and via is None):
+            with running(Running(whole, axis_name, is_check=True)):
+                program, problem = _traced(body, workers, axis_name, args, is_split)
+            convolves = program is not None and _convolves(program)
+            chosen = chosen or ("shard_map" if convolves else "vmap")
+        with running(Running(whole, axis_name)):
+            if whole is None or (inner and chosen == "vmap"):
+                outputs = _mapped(body, workers, axis_name, is_split, whole)(*args)
+            else:
+                outputs = _manually(body, whole, axis_name, is_split, set(inner))(*args)
+        if problem is not None:
+            warnings.warn(
+                f"data_parallel could not check that the step's outputs are equal on all workers: "
+                f"{problem}. If you know that they are, give check=False",
+                stacklevel=2,
             )
-
-        specs_in = in_specs(args, batches)
-        if isinstance(mesh, Mesh):
-            outputs = _over_mesh(body, mesh, axis_name, check_vma, specs_in)(*args)
-        else:
-            outputs = _simulated(body, workers, axis_name, specs_in)(*args)
-        treedef, kinds = structure
-        remaining = list(map(iter, outputs))
-        return treedef.unflatten([next(remaining[kind]) for kind in kinds])
+        treedef, marks = made
+        own, others = map(iter, outputs)
+        return treedef.unflatten([next(own) if mark else next(others) for mark in marks])
 
     return jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
 
 
-def _kind(path: KeyPath) -> int:
-    """The kind of an output: 0 if it is per-worker, 1 if replicated, 2 if sharded."""
-    return 0 if is_marked(path) else 2 if is_sharded(path) else 1
+def _name(path: KeyPath) -> str:
+    return f"the step's output{keystr(path)}"
 
 
-def _over_mesh(body, mesh, axis_name, check_vma, in_specs):
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-    outputs = (PartitionSpec(axis_name), PartitionSpec(), PartitionSpec(axes[-1]))
+def _manually(body, mesh, axis_name, is_split, inner):
+    """`body` with the axis of the workers manual, and all axes of size 1, too."""
+    split, whole = PartitionSpec(axis_name), PartitionSpec()
+    in_specs = tuple(jax.tree.map(lambda yes: split if yes else whole, is_split))
     mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=in_specs, out_specs=outputs, check_vma=check_vma
+        body,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=(split, whole),
+        axis_names=set(mesh.axis_names) - inner,
+        check_vma=False,
     )
-    if all(mesh.axis_types[mesh.axis_names.index(a)] != AxisType.Explicit for a in axes):
+    if AxisType.Explicit not in mesh.axis_types:
         return mapped
-    # Explicit axes refuse arguments whose types have another sharding.
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), in_specs)
-    return lambda *args: mapped(*jax.reshard(args, shardings))
+
+    def typed(x: Any, yes: bool) -> Any:
+        """Explicit axes refuse arguments whose types have another sharding."""
+        spec = jax.typeof(x).sharding.spec
+        parts = [
+            tuple(a for a in ((p,) if isinstance(p, str) else p or ()) if a in inner) for p in spec
+        ]
+        if yes:
+            parts[0] = (axis_name, *parts[0])
+        wanted = PartitionSpec(*(part or None for part in parts))
+        return jax.reshard(x, NamedSharding(mesh, wanted))
+
+    return lambda *args: mapped(*jax.tree.map(typed, args, tuple(is_split)))
 
 
-def _simulated(body, workers, axis_name, in_specs):
-    """`body` over `workers` simulated workers, with the shapes that a mesh would give it."""
-    split = PartitionSpec(axis_name)
-    is_split = jax.tree.map(lambda spec: spec == split, in_specs)
-    axes = jax.tree.map(lambda yes: 0 if yes else None, is_split)
+def _mapped(body, workers, axis_name, is_split, mesh):
+    """`body` mapped by vmap, with the shapes that a manual mesh would give it."""
+    axes = tuple(jax.tree.map(lambda yes: 0 if yes else None, is_split))
     mapped = jax.vmap(
-        body, in_axes=axes, out_axes=(0, None, None), axis_name=axis_name, axis_size=workers
+        body,
+        in_axes=axes,
+        axis_name=axis_name,
+        axis_size=workers,
+        spmd_axis_name=None if mesh is None else axis_name,
+        out_axes=(0, None),
     )
+
+    def rows(x: Any, yes: bool) -> Any:
+        if not yes:
+            return x
+        x = x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
+        if mesh is None:
+            return x
+        free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+        sharding = NamedSharding(mesh, PartitionSpec(axis_name, *free))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def run(*args):
-        rows = jax.tree.map(
-            lambda x, yes: x.reshape(workers, x.shape[0] // workers, *x.shape[1:]) if yes else x,
-            args,
-            is_split,
-        )
-        try:
-            per_worker, replicated, _ = mapped(*rows)
-        except ValueError as error:
-            if "out_axes is None" not in str(error):
-                raise
-            raise ValueError(_differs("an output of the step", axis_name)) from error
-        stacked = [x.reshape(workers * x.shape[1], *x.shape[2:]) for x in per_worker]
-        return stacked, replicated, []
+        own, others = mapped(*jax.tree.map(rows, args, tuple(is_split)))
+        return [x.reshape(workers * x.shape[1], *x.shape[2:]) for x in own], others
 
     return run
 
 
-def _check_arguments(
-    args: tuple[Any, ...],
-    batches: set[int],
-    workers: int,
-    mesh: Mesh | int,
-    axis_name: AxisName,
-) -> None:
+def _traced(body, workers, axis_name, args, is_split) -> tuple[Jaxpr | None, Exception | None]:
+    """The program of `body` over simulated workers; or what prevents it.
+
+    Raises:
+        WorkersError: outputs differ between workers, or gradients don't.
+    """
+    mapped = _mapped(body, workers, axis_name, is_split, None)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
+    try:
+        return jax.make_jaxpr(mapped)(*shapes).jaxpr, None
+    except WorkersError:
+        raise
+    except Exception as error:  # vmap lacks a rule; or the step has an error, which it will show
+        return None, error
+
+
+def _convolves(program: Jaxpr) -> bool:
+    return any(
+        equation.primitive.name == "conv_general_dilated"
+        or any(map(_convolves, _compat.inner_programs(equation.params)))
+        for equation in program.eqns
+    )
+
+
+def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[Any]:
+    """`outputs`, of which vmap must hold one for all workers.
+
+    Raises:
+        WorkersError: an output differs between workers.
+    """
+    if axis_name in jax.sharding.get_abstract_mesh().manual_axes:
+        return outputs
+
+    @custom_vmap
+    def checked(outputs: list[Any]) -> list[Any]:
+        return outputs
+
+    @checked.def_vmap
+    def rule(workers: int, batched: Any, outputs: list[Any]) -> Any:
+        for name, differs in zip(names, batched[0]):
+            if differs:
+                raise WorkersError(
+                    f"{name} differs between workers: average it with jax.lax.pmean(x, "
+                    f"{axis_name!r}), or mark it with jaxsparse.PerWorker.wrap(x). Does a "
+                    "transformation around the exchange, such as optax.MultiSteps, keep "
+                    "gradients? They are each worker's own: accumulate them inside the step, over "
+                    "parts of its batch"
+                )
+        return outputs, batched[0]
+
+    return checked(outputs)
+
+
+def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> None:
     for i, arg in enumerate(args):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(arg)[0]:
+        leaves = tree_flatten_with_path(arg)[0]
+        if i in batches and any(is_marked(path) for path, _ in leaves):
+            raise ValueError(
+                f"argument {i} is split as a batch, but holds the state of a jaxsparse "
+                f"transformation: say which arguments are batches, as in batch_argnums="
+                f"{max(j for j in range(len(args)) if j != i) if len(args) > 1 else ()}"
+            )
+        for path, leaf in leaves:
             name = f"argument {i}{keystr(path)}"
             shape = jnp.shape(leaf)
             if i in batches and (not shape or shape[0] % workers):
@@ -166,8 +271,6 @@ def _check_arguments(
                     "cannot share equally: change the batch size, or leave the argument out of "
                     "batch_argnums to give it whole to every worker"
                 )
-            if i not in batches and is_sharded(path):
-                check_even(name, shape, mesh, fast_axis(name, axis_name))
             if i in batches or not is_marked(path):
                 continue
             check_wrapped(name, leaf)
@@ -178,27 +281,3 @@ def _check_arguments(
                     "carry it over from another number of workers with "
                     "jaxsparse.reshard(state, mesh)"
                 )
-
-
-def _check_outputs(paths: list[tuple[KeyPath, Any]], axis_name: AxisName) -> None:
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-    tracked = [axis for axis in axes if wire.tracks_replication(axis)]
-    for path, leaf in paths:
-        name = f"the step's output{keystr(path)}"
-        if is_marked(path):
-            check_wrapped(name, leaf)
-            continue
-        if is_sharded(path):
-            fast = fast_axis(name, axis_name)
-            if any(wire.is_varying(leaf, axis) for axis in tracked if axis != fast):
-                raise ValueError(_differs(name, tuple(a for a in axes if a != fast)))
-        elif any(wire.is_varying(leaf, axis) for axis in tracked):
-            raise ValueError(_differs(name, axis_name))
-
-
-def _differs(what: str, axis_name: AxisName) -> str:
-    return (
-        f"{what} differs between workers: average it with jax.lax.pmean(x, {axis_name!r}), mark "
-        "it with jaxsparse.PerWorker.wrap(x), or, if these are the parameters, apply the updates "
-        "to the original params and not to local(params)"
-    )

@@ -1,4 +1,4 @@
-"""Carries a training state over to another number of workers."""
+"""Carries a training state over to another number of workers, or another mesh."""
 
 import functools
 from typing import Any, TypeVar
@@ -7,21 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath, keystr, tree_map_with_path
+from jax.tree_util import KeyPath, keystr
 
-from jaxsparse.training.marks import (
-    AxisName,
-    check_wrapped,
-    is_marked,
-    shards_of,
-    unpacked,
-)
-from jaxsparse.training.sharding import count_workers, shard
+from jaxsparse.training.marks import check_wrapped, is_marked
+from jaxsparse.training.sharding import count_workers, partition, shard
 
 T = TypeVar("T")
 
 
-def reshard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
+def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | None = None) -> T:
     """Carries the state of W workers over to W' workers, and keeps the mean of the residuals.
 
     The update of a step is a mean over workers, so residuals v_w still owe (1/W) sum_w v_w to the
@@ -39,26 +33,28 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
     over workers to about half a unit in the last place of the largest row, and to the bit if W' is
     a multiple of W.
 
-    On a mesh with two levels, only the number of hosts can change; the size of the fast axis must
-    stay the same. Each shard is averaged over hosts, at its own position along the fast axis.
+    The other axes of a mesh may change, too. Residuals and momenta have their leaves' shapes, so
+    that only their partition changes. What a reducer has learnt of one device's shards starts
+    again; its counters, which are equal on all devices, go on.
 
     Args:
         tree: an Optax state, a `TrainState`, an nnx state, a restored checkpoint, or any other tree
             with `PerWorker` arrays of shape (W, ...). They are NumPy or JAX arrays that this
             process can read whole.
         mesh: the mesh of the W' workers, or W' to simulate them on one device.
-        axis_name: the mesh axis of the workers, or both axes of a mesh with two levels, the fast
-            one last.
+        axis_name: the mesh axis of the workers.
+        like: the same tree as it starts on this mesh, made from parameters on it: `tx.init(params)`
+            for an optimizer's state. Its arrays are placed as there. Needed if axes other than
+            `axis_name` change, or for placing arrays over them.
 
     Returns:
         The same tree for W' workers, placed as by `jaxsparse.shard`. Each of several processes
         computes and holds only the rows of its own devices.
 
     Raises:
-        ValueError: see `jaxsparse.shard`. Or arrays hold different numbers of workers, a number
-            that the fast axis does not divide, or another number of shards than the fast axis has.
-            Or an array has no mean: it holds keys, or integers or flags that differ between
-            workers. Or an array is spread over other processes, too.
+        ValueError: see `jaxsparse.shard`. Or arrays hold different numbers of workers, or have no
+            mean: keys, or integers or flags that differ between workers. Or an array is spread over
+            other processes, too. Or `like` is another tree.
 
     Example:
         >>> import jax.numpy as jnp
@@ -67,74 +63,120 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
         >>> reshard(state, 2)["residual"].value.tolist()
         [[1.0, 3.0], [5.0, 1.0]]
     """
-    axis_name = unpacked(axis_name)
     workers = count_workers(mesh, axis_name)
-    places = 1  # along the fast axis
-    if not isinstance(axis_name, str):
-        assert isinstance(mesh, Mesh)  # no number of workers has several axes
-        places = mesh.shape[axis_name[-1]]
     leaves: list[tuple[KeyPath, Any]]
     treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    targets: list[Any] = [leaf for _, leaf in leaves]
+    if like is not None:
+        targets, treedef = _targets(leaves, like)
     for path, leaf in leaves:
         if is_marked(path):
-            _check(f"leaf{keystr(path)}", leaf, workers, places, shards_of(path))
+            _check(f"leaf{keystr(path)}", leaf, workers)
     _check_equal_counts({f"leaf{keystr(p)}": x.shape[0] for p, x in leaves if is_marked(p)})
 
-    others = tree_map_with_path(lambda path, x: None if is_marked(path) else x, tree)
-    placed = treedef.flatten_up_to(shard(others, mesh, axis_name))
-
-    def carry(x: Any) -> jax.Array:
-        rows = functools.partial(_average, np.asarray(x), workers, places)
+    def carry(path: KeyPath, x: Any, target: Any) -> jax.Array:
+        name = f"leaf{keystr(path)}"
+        inner = x.shape[1:]
+        if x.shape[1:] != target.shape[1:]:
+            x, inner = _of_devices(path, x, target), target.shape[1:]
+        rows = functools.partial(_average, np.asarray(x), workers)
         if not isinstance(mesh, Mesh):
             return jnp.asarray(rows(range(workers)))
+        parts = partition(name, target, mesh, axis_name, True)[1:] if like is not None else ()
 
         def of_device(index: Any) -> np.ndarray:
-            return rows(range(*index[0].indices(workers)))
+            return rows(range(*index[0].indices(workers)))[:, *index[1:]]
 
-        sharding = NamedSharding(mesh, PartitionSpec(axis_name))
-        return jax.make_array_from_callback((workers, *x.shape[1:]), sharding, of_device)
+        sharding = NamedSharding(mesh, PartitionSpec(axis_name, *parts))
+        return jax.make_array_from_callback((workers, *inner), sharding, of_device)
 
+    def others(path: KeyPath, x: Any, target: Any) -> Any:
+        if is_marked(path) or like is None:
+            return None if is_marked(path) else x
+        name = f"leaf{keystr(path)}"
+        if jnp.shape(x) != jnp.shape(target):
+            x = _of_devices(path, x, target)
+        if not isinstance(mesh, Mesh) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            return x
+        return jax.device_put(x, NamedSharding(mesh, partition(name, target, mesh, axis_name)))
+
+    each = [(path, x, target) for (path, x), target in zip(leaves, targets)]
+    placed = shard([others(*one) for one in each], mesh, axis_name)
+    is_none = lambda x: x is None
     return treedef.unflatten(
-        carry(leaf) if is_marked(path) else other for (path, leaf), other in zip(leaves, placed)
+        carry(path, x, target) if is_marked(path) else other
+        for (path, x, target), other in zip(each, jax.tree.leaves(placed, is_leaf=is_none))
     )
 
 
-def _average(x: np.ndarray, workers: int, places: int, wanted: range) -> np.ndarray:
-    """Rows `wanted` of A x (see `reshard`), for each place along the fast axis by itself."""
-    before, after = len(x) // places, workers // places
+def _targets(leaves: list[tuple[KeyPath, Any]], like: Any) -> tuple[list[Any], Any]:
+    """The leaves of `like`, and its structure.
+
+    Raises:
+        ValueError: it has other leaves than the tree.
+    """
+    targets, treedef = jax.tree_util.tree_flatten_with_path(like)
+    before, after = (
+        dict.fromkeys(keystr(path, simple=True, separator=".") for path, _ in part)
+        for part in (leaves, targets)
+    )
+    if list(before) != list(after):
+        missing = [name for name in before if name not in after]
+        new = [name for name in after if name not in before]
+        raise ValueError(
+            f"like is another tree: it lacks the leaves {missing} and has {new} besides. Make it "
+            "with the same transformation. (A leaf that the new mesh can't cut over its other axes "
+            "goes uncompressed there, and what its residual owes would be lost)"
+        )
+    return [leaf for _, leaf in targets], treedef
+
+
+def _of_devices(path: KeyPath, x: Any, target: Any) -> Any:
+    """What a reducer keeps for each of a worker's devices, for another number of devices.
+
+    Counters, which are equal on all devices, go on. All else starts as in `target`.
+    """
+    if "reducers" not in keystr(path, simple=True, separator=" ").split():
+        raise ValueError(
+            f"leaf{keystr(path)} has shape {jnp.shape(x)}, and that of like {jnp.shape(target)}: "
+            "only the number of workers, and what reducers keep for each device, may differ"
+        )
+    axis = 1 if is_marked(path) else 0
+    x, target = np.asarray(x), np.asarray(target)
+    rows = np.expand_dims(x, axis) if x.ndim < target.ndim else x
+    rows = np.moveaxis(rows, axis, 0)
+    wanted = target.shape[axis] if x.ndim <= target.ndim else 1
+    if (rows == rows[:1]).all():
+        kept = np.moveaxis(np.broadcast_to(rows[:1], (wanted, *rows.shape[1:])), 0, axis)
+        kept = kept.squeeze(axis) if x.ndim > target.ndim else kept
+        if kept.shape[axis:] == target.shape[axis:]:
+            return kept
+    return target if axis == 0 else np.broadcast_to(target[:1], (len(x), *target.shape[1:]))
+
+
+def _average(x: np.ndarray, workers: int, wanted: range) -> np.ndarray:
+    """Rows `wanted` of A x (see `reshard`)."""
+    before = len(x)
     result = np.empty((len(wanted), *x.shape[1:]), x.dtype)
-    for row, worker in enumerate(wanted):
-        j, place = divmod(worker, places)
-        # In units of 1 / (before * after): worker i has [i * after, (i + 1) * after).
+    for row, j in enumerate(wanted):
+        # In units of 1 / (before * workers): worker i has [i * workers, (i + 1) * workers).
         start, stop = j * before, (j + 1) * before
-        sources = range(start // after, -(-stop // after))
+        sources = range(start // workers, -(-stop // workers))
         if len(sources) == 1 or not jnp.issubdtype(x.dtype, jnp.inexact):
-            result[row] = x[sources[0] * places + place]
+            result[row] = x[sources[0]]
             continue
         wide = np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
         total = np.zeros(x.shape[1:], wide)
         for i in sources:
-            overlap = min(stop, (i + 1) * after) - max(start, i * after)
-            total += overlap * x[i * places + place].astype(wide)
+            overlap = min(stop, (i + 1) * workers) - max(start, i * workers)
+            total += overlap * x[i].astype(wide)
         result[row] = total / before
     return result
 
 
-def _check(name: str, x: Any, workers: int, places: int, shards: int | None) -> None:
+def _check(name: str, x: Any, workers: int) -> None:
     check_wrapped(name, x)
-    if shards is not None and shards != places:
-        raise ValueError(
-            f"{name} is of {shards} shards along the fast axis of a mesh with two levels, but here "
-            f"there are {places}. Only the number of hosts can change: pass a mesh with {shards} "
-            "devices along its fast axis, and both axes, as in reshard(state, mesh, "
-            '("hosts", "local"))'
-        )
-    if x.shape[0] % places:
-        raise ValueError(
-            f"{name} has shape {x.shape}, for {x.shape[0]} workers, which is no multiple of the "
-            f"{places} devices along the fast axis: only the number of hosts can change"
-        )
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         raise ValueError(
             f"{name} is spread over other processes, too: restore the checkpoint to host memory "
@@ -148,7 +190,7 @@ def _check(name: str, x: Any, workers: int, places: int, shards: int | None) -> 
         )
     if x.shape[0] == workers or jnp.issubdtype(x.dtype, jnp.inexact):
         return
-    rows = np.asarray(x).reshape(-1, places, *x.shape[1:])
+    rows = np.asarray(x)
     if (rows != rows[:1]).any():
         raise ValueError(
             f"{name} is {x.dtype} and differs between workers, so there is no mean to carry over: "

@@ -1,7 +1,6 @@
 """The placement of a training state: spread over workers, or local to one worker."""
 
 import functools
-import math
 import numbers
 import operator
 from typing import Any, TypeVar
@@ -9,51 +8,35 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath, keystr
+from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
 from jaxsparse.collectives import wire
-from jaxsparse.training.marks import (
-    AxisName,
-    check_wrapped,
-    fast_axis,
-    is_marked,
-    is_sharded,
-    map_marked,
-    specs,
-    unpacked,
-)
+from jaxsparse.training.marks import check_wrapped, is_marked, map_marked
+from jaxsparse.training.meshes import now
 
 T = TypeVar("T")
 
 
-def count_workers(mesh: Mesh | int, axis_name: AxisName) -> int:
+def count_workers(mesh: Mesh | int, axis_name: str) -> int:
     """The number of workers that `mesh` provides or simulates.
 
     Raises:
-        ValueError: the mesh has no such axis or no devices, an axis is named twice, or `mesh` is a
-            number that is not a positive int or stands for several axes.
+        ValueError: the mesh has no such axis or no devices, or `mesh` is a number that is not a
+            positive int.
     """
-    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(axes, tuple) or not axes or len(set(axes)) < len(axes):
+    if not isinstance(axis_name, str):
         raise ValueError(
-            f"axis_name={axis_name!r} must be the name of a mesh axis, or a tuple of distinct "
-            'ones, the fast one last, as in ("hosts", "local")'
+            f"axis_name={axis_name!r} must be the name of one mesh axis, whose devices are the "
+            "workers. All other axes of the mesh are JAX's to shard over, and need no naming"
         )
     if isinstance(mesh, Mesh):
-        for axis in axes:
-            if axis not in mesh.axis_names:
-                raise ValueError(
-                    f"axis_name={axis!r} is not an axis of the mesh, whose axes are "
-                    f"{mesh.axis_names}: pass one of them, or make the mesh with "
-                    f"jax.make_mesh((workers,), ({axis!r},))"
-                )
-        workers: Any = math.prod(mesh.shape[axis] for axis in axes)
-    elif len(axes) > 1:
-        raise ValueError(
-            f"mesh={mesh!r} cannot stand for the axes {axes}: only workers along one axis can be "
-            "simulated. Pass a mesh, of emulated devices if there are no others "
-            '(jax.config.update("jax_num_cpu_devices", 8))'
-        )
+        if axis_name not in mesh.axis_names:
+            raise ValueError(
+                f"axis_name={axis_name!r} is not an axis of the mesh, whose axes are "
+                f"{mesh.axis_names}: pass one of them, or make the mesh with "
+                f"jax.make_mesh((workers,), ({axis_name!r},))"
+            )
+        workers: Any = mesh.shape[axis_name]
     else:
         workers = mesh
     if isinstance(workers, bool) or not isinstance(workers, numbers.Integral):
@@ -67,37 +50,26 @@ def count_workers(mesh: Mesh | int, axis_name: AxisName) -> int:
     return operator.index(workers)
 
 
-def shard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
+def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
     """Spreads one worker's `tree`, as `tx.init` made it, over all workers.
 
     Args:
         tree: an Optax state, a `TrainState`, an nnx state, or any other tree with `PerWorker`
             arrays. Their shape is (1, ...), or (W, ...) if the tree is already spread.
         mesh: the mesh, or the number of workers to simulate on one device.
-        axis_name: the mesh axis of the workers, or both axes of a mesh with two levels, the fast
-            one last.
+        axis_name: the mesh axis of the workers.
 
     Returns:
         The same tree with per-worker arrays of shape (W, ...); each worker has a copy of the
         initial value. Given a mesh, all arrays are placed on it: per-worker arrays are split over
-        `axis_name`, `Sharded` arrays over the fast axis, and all others are replicated. Arrays are
-        copied, so donating them is safe.
+        `axis_name`. Along other axes of the mesh, arrays keep their partition; without one they
+        are replicated. Arrays are copied, so donating them is safe.
 
     Raises:
-        ValueError: the mesh has no such axis or no worker, a leaf is partitioned over devices
-            without a mark, a `Sharded` leaf can't be cut evenly, or the tree is already spread over
-            another number of workers.
+        ValueError: the mesh has no such axis or no worker, a leaf is partitioned over `axis_name`
+            or over another mesh, or the tree is already spread over another number of workers.
     """
-    axis_name = unpacked(axis_name)
     workers = count_workers(mesh, axis_name)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = f"leaf{keystr(path)}"
-        if is_marked(path):
-            check_wrapped(name, leaf)
-        elif is_sharded(path):
-            check_even(name, jnp.shape(leaf), mesh, fast_axis(name, axis_name))
-        else:
-            _check_whole(name, leaf)
 
     def spread(x: Any, marked: bool) -> Any:
         x = _copy(x)
@@ -112,41 +84,67 @@ def shard(tree: T, mesh: Mesh | int, axis_name: AxisName = "data") -> T:
             )
         return jnp.broadcast_to(x, (workers, *x.shape[1:]))
 
+    def current(path: KeyPath, x: Any) -> PartitionSpec:
+        name, marked = f"leaf{keystr(path)}", is_marked(path)
+        if marked:
+            check_wrapped(name, x)
+        return partition(name, x, mesh, axis_name, marked)
+
+    def target(spec: PartitionSpec, marked: bool) -> PartitionSpec:
+        return PartitionSpec(axis_name, *spec[1:]) if marked else spec
+
+    is_spec = lambda node: isinstance(node, PartitionSpec)
+    before = tree_map_with_path(current, tree)
     spread_all = functools.partial(map_marked, spread)
     if not isinstance(mesh, Mesh):
         return spread_all(tree)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, axis_name))
-    # Arrays may be committed to other devices. Bring them here, whole unless they are spread.
-    whole = NamedSharding(mesh, PartitionSpec())
-
-    def now(path: KeyPath, x: Any, target: NamedSharding) -> NamedSharding:
-        is_spread = jnp.ndim(x) > 0 and x.shape[0] == workers
-        return target if is_spread or is_sharded(path) else whole
-
-    here = jax.tree_util.tree_map_with_path(now, tree, shardings)
-    return jax.jit(spread_all, out_shardings=shardings)(jax.device_put(tree, here))
+    marks = tree_map_with_path(lambda path, _: is_marked(path), tree)
+    after = jax.tree.map(target, before, marks, is_leaf=is_spec)
+    # Arrays may be committed to other devices. Bring them here, as they are partitioned now.
+    here, there = (
+        jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+        for specs in (before, after)
+    )
+    return jax.jit(spread_all, out_shardings=there)(jax.device_put(tree, here))
 
 
-def _check_whole(name: str, x: Any) -> None:
+def partition(
+    name: str, x: Any, mesh: Mesh | int, axis_name: str, is_own: bool = False
+) -> PartitionSpec:
+    """An array's partition on the mesh; whole if it is not on it.
+
+    Args:
+        name: of the array, for errors.
+        x: the array.
+        mesh: the mesh, or a number of simulated workers.
+        axis_name: the axis of the workers.
+        is_own: whether the array's first axis is that of the workers.
+
+    Raises:
+        ValueError: it is partitioned over another mesh, or over `axis_name` elsewhere than in the
+            axis of the workers.
+    """
     sharding = getattr(x, "sharding", None)
-    if sharding is not None and not sharding.is_fully_replicated:
+    if sharding is None or sharding.is_fully_replicated:
+        return PartitionSpec()
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else None
+    if spec is None or not isinstance(mesh, Mesh) or dict(sharding.mesh.shape) != dict(mesh.shape):
         raise ValueError(
-            f"{name} is partitioned over devices by {sharding}, but shard would put all of it on "
-            "each device: sharded parameters without the mark jaxsparse.Sharded (for meshes with "
-            "two levels) are not supported. If each device can hold it, replicate it first with "
-            "jax.device_put(x, NamedSharding(mesh, PartitionSpec()))"
+            f"{name} is partitioned over devices by {sharding}, and not on this mesh, {mesh}: put "
+            "the parameters on the mesh of the workers, with "
+            "jax.device_put(x, NamedSharding(mesh, spec)), before the state is made"
         )
+    if any(axis_name in _axes(part) for part in (spec[1:] if is_own else spec)):
+        raise ValueError(
+            f"{name} is partitioned by {spec} over {axis_name!r}, the axis of the workers, but "
+            "each worker needs all of it: shard it over other axes of the mesh, and replicate it "
+            "over this one"
+        )
+    return spec
 
 
-def check_even(name: str, shape: tuple[int, ...], mesh: Mesh | int, axis: str) -> None:
-    """Raises ValueError unless an array of `shape` can be cut over `axis` of the mesh."""
-    assert isinstance(mesh, Mesh)  # no number of workers has a fast axis
-    if not shape or shape[0] % mesh.shape[axis]:
-        raise ValueError(
-            f"{name} is marked Sharded and has shape {shape}, whose first axis the "
-            f"{mesh.shape[axis]} devices along {axis!r} cannot share equally: remove the mark, so "
-            "that it is replicated, or put another axis first"
-        )
+def _axes(part: Any) -> tuple[str, ...]:
+    return (part,) if isinstance(part, str) else tuple(part or ())
 
 
 def _copy(x: Any) -> jax.Array:
@@ -155,17 +153,24 @@ def _copy(x: Any) -> jax.Array:
     return jax.random.wrap_key_data(jnp.array(jax.random.key_data(x)), impl=jax.random.key_impl(x))
 
 
-def local(tree: T, axis_name: AxisName | None = "data") -> T:
+def local(tree: T, axis_name: str | None = "data") -> T:
     """Types parameters as this worker's own, so that gradients with respect to them stay local.
 
-    Under `jax.shard_map(check_vma=True)` JAX itself sums the gradient with respect to a
-    *replicated* value over the workers, uncompressed. Differentiate with respect to
-    `local(params)` instead: `jax.grad(loss)(jaxsparse.local(params), batch)`. Apply the updates to
-    the original `params`. `local` moves no data. Under vmap and `check_vma=False` it does nothing.
+    A `jax.shard_map` of your own needs it; `jaxsparse.data_parallel` does not. With
+    `check_vma=True` JAX itself sums the gradient with respect to a *replicated* value over the
+    workers, uncompressed. Differentiate with respect to `local(params)` instead:
+    `jax.grad(loss)(jaxsparse.local(params), batch)`. Apply the updates to the original `params`.
+    `local` moves no data. Elsewhere it does nothing.
 
-    On a mesh with two levels, pass both axes, ("hosts", "local"). If parameters are sharded over
-    the fast axis, pass the slow axis alone: JAX must sum over the fast one.
+    A loss that is averaged *inside* the differentiated function, as in
+    `jax.lax.pmean(loss, axis_name)` or `psum(loss_sum) / psum(tokens)`, then has gradients W times
+    too small, since JAX's transposed sum counts a replicated loss once. Average the loss behind
+    `jax.value_and_grad`, or scale it so that the mean of the workers' losses is the loss, or give
+    `check_vma=False`, where both are right, as they are in `data_parallel`.
     """
-    for axis in (axis_name,) if axis_name is None or isinstance(axis_name, str) else axis_name:
-        tree = wire.varying(tree, axis)
-    return tree
+    how = now()
+    if how is not None and how.is_check and how.axis_name == axis_name:
+        # As batch elements of vmap, by which the check tells what is a worker's own.
+        own = wire.axis_index(axis_name) >= 0
+        return jax.tree.map(lambda x: jnp.where(own, x, x), tree)
+    return wire.varying(tree, axis_name)

@@ -1,0 +1,290 @@
+"""The exchange on a mesh with inner axes: each device exchanges its own shards, see `meshes`."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from jaxsparse import layout as layouts
+from jaxsparse.feedback.plan import Plan, make_plan
+from jaxsparse.feedback.store import ErrorFeedbackState, Kind, kinds
+from jaxsparse.reducers.base import Budget
+from jaxsparse.training import meshes
+from jaxsparse.training.meshes import AnyMesh, Placement
+
+# update(updates, state, momentum, inner axes) of one worker's device. Returns updates and state.
+Update = Callable[[Any, ErrorFeedbackState, Any, tuple[str, ...]], tuple[Any, ErrorFeedbackState]]
+
+# Uncompressed leaves with fewer elements a device are not cut further: gathering them inside a
+# worker would cost more than sending them several times.
+_FEWEST = 1024
+
+
+def sharded_plan(
+    tree: Any, budgets: Sequence[Budget | None], bucket_size: int | None, placement: Placement
+) -> Plan:
+    """The plan of one device's shards.
+
+    Raises:
+        ValueError: no leaf that a budget is for can be cut over all inner axes.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree)
+    shapes = [jnp.shape(leaf) for leaf in leaves]
+    specs = [placement.exchanged(i, shape) for i, shape in enumerate(shapes)]
+    own = [b if placement.is_cut(spec) else None for b, spec in zip(budgets, specs)]
+    if any(b is not None for b in budgets) and not any(b is not None for b in own):
+        raise ValueError(
+            f"no leaf would be compressed: none of the shapes {shapes} has dimensions that the "
+            f"inner axes {placement.inner} divide, and leaves that can't be cut over all of them "
+            "go uncompressed"
+        )
+    specs = exchanged_specs(tree, placement, [b is not None for b in own])
+    shards = [
+        jax.ShapeDtypeStruct(placement.local(shape, spec), jnp.result_type(leaf))
+        for leaf, shape, spec in zip(leaves, shapes, specs)
+    ]
+    return make_plan(
+        treedef.unflatten(shards),
+        own,
+        bucket_size,
+        devices=placement.devices,
+        dense_elements=sum(leaf.size for leaf, b in zip(leaves, own) if b is None),
+    )
+
+
+def exchanged_specs(
+    tree: Any, placement: Placement, is_compressed: Sequence[bool]
+) -> list[PartitionSpec]:
+    """The partition in which each leaf is exchanged."""
+    found = []
+    for i, (leaf, compressed) in enumerate(zip(jax.tree.leaves(tree), is_compressed)):
+        cut = placement.exchanged(i, jnp.shape(leaf))
+        is_large = leaf.size >= _FEWEST * placement.devices
+        found.append(cut if compressed or is_large else placement.own[i])
+    return found
+
+
+def spread(
+    state: ErrorFeedbackState,
+    params: Any,
+    placement: Placement | None,
+    mesh: AnyMesh | None,
+    axis_name: str | None,
+) -> ErrorFeedbackState:
+    """One device's initial state as that of all devices.
+
+    Args:
+        state: the initial state of one device's shards: zeros, and reducers' states.
+        params: the parameters.
+        placement: where they are.
+        mesh: on which mesh.
+        axis_name: the axis of the workers to spread the state over. None: it stays one worker's.
+    """
+    if mesh is None or (placement is None and axis_name is None):
+        return state
+    workers = 1 if axis_name is None else mesh.shape[axis_name]
+    shapes, specs = {}, {}
+    if placement is not None:
+        names = layouts.short_names(params)
+        shapes = dict(zip(names, map(jnp.shape, jax.tree.leaves(params))))
+        compressed = [name in state.residual for name in names]
+        specs = dict(zip(names, exchanged_specs(params, placement, compressed)))
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
+
+    def one(x: Any, kind: Kind) -> Any:
+        row_axes, row_sizes = ((axis_name,), (workers,)) if kind.is_own else ((), ())
+        shape = x.shape[1:] if kind.is_own else x.shape
+        parts: tuple[Any, ...] = ()
+        if kind.leaf is not None:
+            shape, parts = shapes.get(kind.leaf, shape), tuple(specs.get(kind.leaf, ()))
+        elif kind.is_reducers and placement is not None:
+            shape, parts = (placement.devices, *shape), (placement.axes,)
+        sharding = NamedSharding(mesh, PartitionSpec(*row_axes, *parts))
+        if kind.leaf is None:
+            x = jnp.broadcast_to(x[0] if kind.is_own else x, (*row_sizes, *shape))
+        elif isinstance(mesh, Mesh) and not is_traced:
+            return jnp.zeros((*row_sizes, *shape), x.dtype, device=sharding)
+        else:
+            x = jnp.zeros((*row_sizes, *shape), x.dtype)
+        return meshes.constrain(x, sharding)
+
+    return jax.tree.map(one, state, kinds(state))._replace(placement=placement or ())
+
+
+def run(
+    update: Update,
+    updates: Any,
+    state: ErrorFeedbackState,
+    momentum: Any,
+    axis_name: str | None,
+    mesh: Mesh | None,
+) -> tuple[Any, ErrorFeedbackState]:
+    """Runs `update` where it can exchange: here, or on each device of the mesh.
+
+    Raises:
+        ValueError: the state was not made for the inner axes of this mesh.
+    """
+    how, context = meshes.now(), jax.sharding.get_abstract_mesh()
+    if how is not None and how.axis_name == axis_name and how.is_check:
+        return _checked(updates, state)
+    is_manual = axis_name in context.manual_axes
+    if is_manual or mesh is None:
+        found: AnyMesh | None = context if is_manual else how.mesh if how else None
+    else:
+        found = mesh
+    inner = () if found is None or axis_name is None else meshes.inner_axes(found, axis_name)
+    placement = state.placement or None
+    if inner != (placement.inner if placement else ()):
+        raise ValueError(
+            f"the state was made for the inner axes {placement.inner if placement else ()}, but "
+            f"the mesh here has {inner} beside {axis_name!r}: make it with tx.init(params) from "
+            "parameters on this mesh (or give mesh= and specs= to the transformation), or carry it "
+            "over with jaxsparse.reshard(state, mesh, like=tx.init(params))"
+        )
+    if placement is None or found is None or axis_name is None:
+        return update(updates, state, momentum, ())
+    on_devices = functools.partial(_on_devices, update, found, axis_name, placement)
+    if is_manual:
+        return on_devices(False, updates, state, momentum)
+
+    @custom_vmap
+    def exchanged(updates: Any, state: Any, momentum: Any) -> Any:
+        return updates, state  # for their shapes: the rule replaces it
+
+    @exchanged.def_vmap
+    def rule(workers: int, batched: Any, *args: Any) -> Any:
+        updates, state, momentum = _rows(workers, batched, *args)
+        delivered, state = on_devices(True, updates, state, momentum)
+        batched = jax.tree.map(lambda kind: kind.is_own, kinds(state))
+        return (delivered, state), (jax.tree.map(lambda _: False, delivered), batched)
+
+    return exchanged(updates, state, momentum)
+
+
+def _on_devices(
+    update: Update,
+    mesh: AnyMesh,
+    axis_name: str,
+    placement: Placement,
+    is_stacked: bool,
+    updates: Any,
+    state: ErrorFeedbackState,
+    momentum: Any,
+) -> tuple[Any, ErrorFeedbackState]:
+    """Runs `update` manually over all axes.
+
+    With `is_stacked` gradients and per-worker arrays have a row for each worker, and `axis_name`
+    becomes manual here. Otherwise it is manual already.
+    """
+    inner = placement.axes
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(updates)
+    rows = (axis_name,) if is_stacked else ()
+    names = layouts.short_names(updates)
+    whole = [x[0] for x in leaves] if is_stacked else leaves
+    specs = exchanged_specs(whole, placement, [name in state.residual for name in names])
+    of_name = dict(zip(names, specs))
+
+    def spec(kind: Kind) -> PartitionSpec:
+        own = (*rows, None) if kind.is_own else ()
+        if kind.leaf is not None:
+            return PartitionSpec(*own, *of_name[kind.leaf])
+        return PartitionSpec(*own, inner) if kind.is_reducers else PartitionSpec()
+
+    def narrow(x: Any, kind: Kind) -> Any:
+        x = x[0] if kind.is_own and is_stacked else x
+        return x if not kind.is_reducers else x[:, 0] if kind.is_own else x[0]
+
+    def widen(x: Any, kind: Kind) -> Any:
+        x = x if not kind.is_reducers else x[:, None] if kind.is_own else x[None]
+        return x[None] if kind.is_own and is_stacked else x
+
+    described = kinds(state)
+
+    def body(leaves: list[Any], state: ErrorFeedbackState, momentum: Any) -> Any:
+        own = treedef.unflatten([x[0] for x in leaves] if is_stacked else leaves)
+        with jax.named_scope(meshes.SCOPE):
+            delivered, state = update(own, jax.tree.map(narrow, state, described), momentum, inner)
+        return jax.tree.leaves(delivered), jax.tree.map(widen, state, described)
+
+    state_specs = jax.tree.map(spec, described)
+    delivered, state = jax.shard_map(
+        body,
+        mesh=mesh if is_stacked else None,
+        in_specs=([PartitionSpec(*rows, *s) for s in specs], state_specs, PartitionSpec()),
+        out_specs=(specs, state_specs),
+        axis_names=set(mesh.axis_names) - set(() if is_stacked else mesh.manual_axes),
+        check_vma=False,
+    )(leaves, state, momentum)
+    # The optimizer behind keeps its moments as parameters are, and not cut further.
+    delivered = [
+        meshes.constrain(x, NamedSharding(mesh, own)) if own != spec else x
+        for x, own, spec in zip(delivered, placement.own, specs)
+    ]
+    return treedef.unflatten(delivered), state
+
+
+def _rows(
+    workers: int, batched: Any, updates: Any, state: Any, momentum: Any
+) -> tuple[Any, Any, Any]:
+    """What vmap holds once for all workers, with a row for each, where it may differ.
+
+    Raises:
+        ValueError: something else than gradients and marked arrays differs between workers.
+    """
+    of_updates, of_state, of_momentum = batched
+    if any(jax.tree.leaves(of_momentum)):
+        raise ValueError("momentum differs between workers: give all of them the same")
+
+    def row(x: Any, is_row: bool) -> Any:
+        return x if is_row else jnp.broadcast_to(x, (workers, *x.shape))
+
+    def one(x: Any, kind: Kind, is_row: bool) -> Any:
+        if kind.is_own:
+            return row(x, is_row)
+        if is_row:
+            raise ValueError(
+                "an array of the state differs between workers and has no mark PerWorker: pass the "
+                "state that init(params) made, and that no other transformation has changed"
+            )
+        return x
+
+    updates = jax.tree.map(row, updates, of_updates)
+    return updates, jax.tree.map(one, state, kinds(state), of_state), momentum
+
+
+def _check_own(workers: int, updates: Any, batched: Any) -> None:
+    """Raises WorkersError if no gradient differs between workers."""
+    flags = [has for x, has in zip(jax.tree.leaves(updates), jax.tree.leaves(batched)) if x.size]
+    if flags and not any(flags) and workers > 1:
+        path = tree_flatten_with_path(updates)[0][0][0]
+        raise meshes.WorkersError(
+            f"gradient{keystr(path)} and all others are equal on all {workers} workers: they have "
+            "been averaged already, uncompressed. Pass each worker's own gradients, of the loss on "
+            "its own part of the batch"
+        )
+
+
+def _checked(updates: Any, state: ErrorFeedbackState) -> tuple[Any, ErrorFeedbackState]:
+    """Stands in for an exchange when a step is traced for its types alone."""
+
+    @custom_vmap
+    def exchanged(updates: Any, state: Any) -> Any:
+        return updates, state
+
+    @exchanged.def_vmap
+    def rule(workers: int, batched: Any, updates: Any, state: Any) -> Any:
+        of_updates, of_state = batched
+        _check_own(workers, updates, of_updates)
+        means = jax.tree.map(
+            lambda x, is_row: jnp.zeros_like(x[0] if is_row else x), updates, of_updates
+        )
+        return (means, state), (jax.tree.map(lambda _: False, means), of_state)
+
+    return exchanged(updates, state)

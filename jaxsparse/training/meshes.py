@@ -1,0 +1,275 @@
+"""Meshes with more axes than the workers': where each leaf is, and what the exchange sees of it.
+
+One axis of a mesh is compressed. All others, the inner axes, are JAX's: it shards parameters and
+activations over them, as FSDP and tensor parallelism ask. A step runs there in one of two ways
+(`jaxsparse.data_parallel`), and in both the exchange runs manually over all axes: each device
+exchanges its own shard of each leaf with the devices that hold the same shard for other workers.
+In automatic or partly manual mode XLA would gather sharded leaves as soon as they are flattened.
+
+A leaf that an inner axis does not cut is cut along it for the exchange, so that no two devices of a
+worker send the same values. A leaf that has no dimension to be cut goes uncompressed: devices that
+shared one vector of cut and uncut leaves would choose different entries of the uncut ones.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path
+
+AnyMesh = Mesh | AbstractMesh
+
+# The exchange's operations have this scope in compiled programs.
+SCOPE = "jaxsparse_exchange"
+
+
+class WorkersError(ValueError):
+    """What must be equal on all workers differs, or what must be each worker's own is equal."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """How the step that is being traced runs.
+
+    Attributes:
+        mesh: the mesh, or None for simulated workers.
+        axis_name: the axis of the workers.
+        is_check: whether the step is traced for its types alone, see `jaxsparse.data_parallel`.
+    """
+
+    mesh: Mesh | None
+    axis_name: str
+    is_check: bool = False
+
+
+_running: contextvars.ContextVar[Running | None] = contextvars.ContextVar(
+    "jaxsparse_running", default=None
+)
+
+
+@contextlib.contextmanager
+def running(how: Running | None) -> Iterator[None]:
+    """Inside it, a step is traced that runs so."""
+    token = _running.set(how)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def now() -> Running | None:
+    """How the step that is being traced runs; None outside of `jaxsparse.data_parallel`."""
+    return _running.get()
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where leaves are on a mesh with inner axes. A state carries it; it holds no arrays.
+
+    Attributes:
+        inner: name and size of each inner axis that is larger than 1.
+        own: each leaf's partition over the inner axes.
+    """
+
+    inner: tuple[tuple[str, int], ...]
+    own: tuple[PartitionSpec, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The inner axes."""
+        return tuple(name for name, _ in self.inner)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of a worker."""
+        return math.prod(size for _, size in self.inner)
+
+    def exchanged(self, leaf: int, shape: Sequence[int]) -> PartitionSpec:
+        """The partition in which a leaf is exchanged: its own, cut over all other inner axes.
+
+        A dimension is cut only where the axis divides it. The largest is taken.
+        """
+        sizes = dict(self.inner)
+        spec = self.own[leaf]
+        parts = [_names(part) for part in (*spec, *[None] * (len(shape) - len(spec)))]
+        left = [n // math.prod(sizes[a] for a in part) for n, part in zip(shape, parts)]
+        unused = set(sizes) - {a for part in parts for a in part}
+        for axis in self.axes:
+            fits = [i for i, n in enumerate(left) if n and n % sizes[axis] == 0]
+            if axis in unused and fits:
+                i = max(fits, key=lambda i: left[i])
+                parts[i] = (*parts[i], axis)
+                left[i] //= sizes[axis]
+        return PartitionSpec(*(_one_or_all(part) for part in parts))
+
+    def is_cut(self, spec: PartitionSpec) -> bool:
+        """Whether a partition gives each device of a worker elements of its own."""
+        return {a for part in spec for a in _names(part)} == set(self.axes)
+
+    def local(self, shape: Sequence[int], spec: PartitionSpec) -> tuple[int, ...]:
+        """The shape of one device's shard."""
+        sizes, rest = dict(self.inner), [None] * (len(shape) - len(spec))
+        return tuple(
+            n // math.prod(sizes[a] for a in _names(part)) for n, part in zip(shape, (*spec, *rest))
+        )
+
+
+def _names(part: Any) -> tuple[str, ...]:
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def _one_or_all(part: tuple[str, ...]) -> Any:
+    return None if not part else part[0] if len(part) == 1 else part
+
+
+def inner_axes(mesh: AnyMesh, axis_name: str | None) -> tuple[tuple[str, int], ...]:
+    """Name and size of each axis that JAX has to itself, among those larger than 1."""
+    manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if _is_manual(kind)}
+    return tuple(
+        (str(name), size)
+        for name, size in mesh.shape.items()
+        if name != axis_name and size > 1 and name not in manual
+    )
+
+
+def _is_manual(kind: AxisType) -> bool:
+    return kind == AxisType.Manual
+
+
+def find_mesh(tree: Any, axis_name: str | None, given: Mesh | None) -> AnyMesh | None:
+    """The mesh that leaves are on: given, their own, the running step's or the context's."""
+    if given is not None:
+        return given
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(leaf, jax.core.Tracer):
+            sharding = getattr(jax.typeof(leaf), "sharding", None)
+        if isinstance(sharding, NamedSharding) and axis_name in sharding.mesh.axis_names:
+            return sharding.mesh
+    if (how := now()) is not None:
+        return how.mesh
+    context = jax.sharding.get_abstract_mesh()
+    return context if axis_name in context.axis_names else None
+
+
+def place(
+    tree: Any, axis_name: str | None, mesh: Mesh | None = None, specs: Any = None
+) -> tuple[Placement | None, AnyMesh | None]:
+    """Where the leaves of `tree` are, and on which mesh. None without inner axes.
+
+    Args:
+        tree: parameters.
+        axis_name: the axis of the workers.
+        mesh: their mesh, if it can't be seen from them.
+        specs: their partitions, if these can't be seen from them: a tree of `PartitionSpec` or
+            `NamedSharding`, a prefix of `tree`.
+
+    Raises:
+        ValueError: partitions are unknown, or don't fit the tree or the mesh.
+    """
+    found = find_mesh(tree, axis_name, mesh)
+    if found is None or axis_name is None:
+        return None, None
+    _check_axis(found, axis_name)
+    inner = inner_axes(found, axis_name)
+    if not inner:
+        return None, found
+    leaves = tree_flatten_with_path(tree)[0]
+    given = [None] * len(leaves) if specs is None else _of_leaves(specs, tree)
+    own = tuple(
+        _partition(f"leaf{keystr(path)}", leaf, spec, found, axis_name, dict(inner))
+        for (path, leaf), spec in zip(leaves, given)
+    )
+    return Placement(inner, own), found
+
+
+def _check_axis(mesh: AnyMesh, axis_name: str) -> None:
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis of the mesh, whose axes are "
+            f"{mesh.axis_names}: pass one of them"
+        )
+
+
+def _of_leaves(specs: Any, tree: Any) -> list[Any]:
+    is_spec = lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding)
+    try:
+        spread = jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda _: [spec], part), specs, tree, is_leaf=is_spec
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"specs has another structure than the parameters ({error}): give a PartitionSpec or "
+            "NamedSharding for each leaf, as nnx.get_partition_spec makes them"
+        ) from None
+    found = jax.tree.leaves(spread, is_leaf=lambda node: isinstance(node, list))
+    return [spec for (spec,) in found]
+
+
+def _partition(
+    name: str, leaf: Any, given: Any, mesh: AnyMesh, axis_name: str, inner: dict[str, int]
+) -> PartitionSpec:
+    """A leaf's partition over inner axes larger than 1."""
+    spec = given.spec if isinstance(given, NamedSharding) else given
+    if spec is None and isinstance(leaf, jax.core.Tracer):
+        spec = _of_type(leaf, mesh, inner)
+        if spec is None:
+            raise ValueError(
+                f"{name} is traced, so its partition over the axes {tuple(inner)} is not known "
+                "here: make the state outside of jax.jit from parameters on the mesh, or give "
+                "specs=, a tree of PartitionSpecs such as nnx.get_partition_spec(state) or "
+                "jax.tree.map(lambda x: x.sharding, params) makes, to the transformation"
+            )
+    if spec is None:
+        sharding = getattr(leaf, "sharding", None)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    parts = []
+    for part in spec:
+        names = _names(part)
+        if axis_name in names:
+            raise ValueError(
+                f"{name} is partitioned by {spec} over {axis_name!r}, the axis of the workers: "
+                "each worker needs all of the parameters. Shard them over other axes"
+            )
+        unknown = [a for a in names if a not in mesh.axis_names]
+        if unknown:
+            raise ValueError(
+                f"{name} has the partition {spec}, but the mesh has no axis {unknown[0]!r}: its "
+                f"axes are {mesh.axis_names}"
+            )
+        parts.append(_one_or_all(tuple(a for a in names if a in inner)))
+    shape = jnp.shape(leaf)
+    for n, part in zip(shape, parts):
+        cut = math.prod(inner[a] for a in _names(part))
+        if n % cut:
+            raise ValueError(
+                f"{name} of shape {shape} can't be cut by {spec}: {cut} devices can't share "
+                f"{n} rows equally"
+            )
+    return PartitionSpec(*parts)
+
+
+def _of_type(leaf: Any, mesh: AnyMesh, inner: dict[str, int]) -> PartitionSpec | None:
+    """The partition in an array's type, which Explicit axes have."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    if sharding is None or any(kinds[a] != AxisType.Explicit for a in inner):
+        return None
+    return sharding.spec
+
+
+def constrain(x: Any, sharding: NamedSharding) -> Any:
+    """`x`, placed so."""
+    mesh = sharding.mesh
+    if not isinstance(x, jax.core.Tracer) and isinstance(mesh, Mesh):
+        return jax.device_put(x, sharding)
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)

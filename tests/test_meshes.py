@@ -1,0 +1,482 @@
+"""Meshes with axes that are JAX's: FSDP and tensor parallelism inside a worker."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from contract import CASES, conserves, each, rounds
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from workers import some
+
+import jaxsparse
+from jaxsparse import PerWorker, data_parallel, reshard, shard, traffic
+from jaxsparse.training import meshes
+
+# Kernels are cut over both inner axes, over one, or over none; no axis cuts "odd".
+SHAPES = {"both": (16, 24), "one": (8, 20), "none": (12, 8), "odd": (3, 7), "bias": (8,)}
+SPECS = {"both": P("fsdp", "tp"), "one": P(None, "tp"), "none": P(), "odd": P(), "bias": P("tp")}
+MESHES = ((2, 2, 2), (4, 1, 2), (2, 4), (1, 8), (8,))
+NAMES = ("hosts", "fsdp", "tp")
+STEPS = 2
+
+
+@functools.cache
+def mesh(shape=(2, 2, 2), kind=AxisType.Auto):
+    names = {3: NAMES, 2: ("hosts", "tp"), 1: ("hosts",)}[len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+def on(where, spec):
+    """The part of a partition that the mesh has axes for."""
+    return P(*(part if part in where.axis_names else None for part in spec))
+
+
+def put(where, tree, *lead):
+    return {
+        name: jax.device_put(x, NamedSharding(where, P(*lead, *on(where, SPECS[name]))))
+        for name, x in tree.items()
+    }
+
+
+def gradients(workers, seed=0):
+    """Integers times W, whose means are exact: [W, *shape]."""
+    rng = np.random.default_rng(seed)
+    draw = lambda shape: np.round(rng.standard_t(2, (workers, *shape)) * 3).clip(-200, 200)
+    return {name: (draw(s) * workers).astype(np.float32) for name, s in SHAPES.items()}
+
+
+def compressed(path, shape):
+    return "bias" in path
+
+
+@functools.cache
+def stepper(reducer, where, via=None, momentum=None, delay=None):
+    """A step that returns a worker's updates, and the state that it starts with."""
+    tx = jaxsparse.error_feedback(
+        reducer, axis_name="hosts", is_dense=compressed, momentum=momentum, delay=delay
+    )
+
+    def step(grads, state):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    run = data_parallel(step, where, axis_name="hosts", batch_argnums=0, via=via)
+    params = put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+    return run, shard(tx.init(params), where, "hosts"), params
+
+
+def steps(reducer, where, broken=None, **settings):
+    """Sums of gradients and of W times the updates, and the last state."""
+    run, state, _ = stepper(reducer, where, **settings)
+    workers = where.shape["hosts"]
+    sent = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    given = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for seed in range(STEPS):
+        grads = gradients(workers, seed)
+        if broken is not None and seed == STEPS - 1:
+            grads["both"][broken] = np.nan
+        updates, state = run(put(where, grads, "hosts"), state)
+        for name in SHAPES:
+            given[name] += workers * np.asarray(updates[name], np.float64)
+            sent[name] += grads[name].sum(0, dtype=np.float64)
+    return sent, given, state
+
+
+def kept(state, field, name):
+    found = getattr(state, field).get(name)
+    return 0.0 if found is None else np.asarray(found.value, np.float64).sum(0)
+
+
+LAWFUL = [name for name, case in CASES.items() if conserves(case.reducer)]
+ADAPTING = {name for name, case in CASES.items() if case.reducer.adapts_messages}
+
+
+@pytest.mark.parametrize("shape", some(MESHES, [(2, 2, 2)]), ids=str)
+@pytest.mark.parametrize("name", each(LAWFUL, ["spardl", "qsgd"]))
+def test_nothing_is_lost(name, shape):
+    """W times the updates and what is owed are all gradients, leaf by leaf."""
+    where, case = mesh(shape), CASES[name]
+    if name in ADAPTING and math.prod(shape[1:]) > 1:
+        pytest.skip("its messages may differ between a worker's devices: see test_refused")
+    sent, given, state = steps(case.reducer, where)
+    for leaf in SHAPES:
+        total = given[leaf] + kept(state, "residual", leaf)
+        tolerance = {"atol": 0.2} if rounds(case.reducer) else {"atol": 0, "rtol": 0}
+        np.testing.assert_allclose(total, sent[leaf], **tolerance, err_msg=leaf)
+    jaxsparse.check_replicas(state)
+    assert int(state.skipped) == 0
+    assert 0 < int(state.info.delivered) <= sum(map(math.prod, SHAPES.values()))
+
+
+@pytest.mark.parametrize("shape", some(MESHES, [(2, 2, 2)]), ids=str)
+@pytest.mark.parametrize("name", each(LAWFUL, ["sketched_sgd"]))
+def test_full_budget_is_the_dense_mean(name, shape):
+    where, case = mesh(shape), CASES[name]
+    if case.full.adapts_messages and math.prod(shape[1:]) > 1:
+        pytest.skip("its messages may differ between a worker's devices: see test_refused")
+    sent, given, state = steps(case.full, where)
+    for leaf in SHAPES:
+        tolerance = {"atol": 4.0} if rounds(case.full) else {"rtol": 1e-5, "atol": 1e-3}
+        owed = kept(state, "residual", leaf)
+        np.testing.assert_allclose(given[leaf] + owed, sent[leaf], **tolerance, err_msg=leaf)
+    if not rounds(case.full):
+        assert int(state.info.delivered) == sum(map(math.prod, SHAPES.values()))
+
+
+@pytest.mark.parametrize("via", ["vmap", some(["shard_map"], [])[0]])
+def test_ways_are_equal_and_momentum_and_delay_are_those_of_one_device(via):
+    """A budget for everything leaves nothing to choose, so a mesh without inner axes is equal."""
+    full = CASES["top_k"].full
+    for settings in ({"momentum": 0.5}, {"delay": 1}):
+        _, here, state = steps(full, mesh((2, 2, 2)), via=via, **settings)
+        _, there, plain = steps(full, mesh((2,)), **settings)
+        jax.tree.map(np.testing.assert_array_equal, here, there)
+        for field in ("residual", "momentum", "pending"):
+            ours, theirs = (jax.device_get(getattr(s, field)) for s in (state, plain))
+            for leaf in {*ours} & {*theirs} - {
+                "odd"
+            }:  # which goes uncompressed where it can't be cut
+                jax.tree.map(np.testing.assert_array_equal, ours[leaf], theirs[leaf])
+
+
+@pytest.mark.parametrize("delay", some([0, 1], [0]))
+def test_one_shard_that_is_not_finite_skips_the_step_on_all_devices(delay):
+    where = mesh((2, 2, 2))
+    run, state, _ = stepper(CASES["spardl"].reducer, where, delay=delay)
+    _, state = run(put(where, gradients(2), "hosts"), state)
+    broken = gradients(2, 1)
+    broken["both"][1, 15, 23] = np.inf
+    updates, after = run(put(where, broken, "hosts"), state)
+    assert int(after.skipped) == 1
+    if not delay:
+        assert not any(np.any(x) for x in jax.tree.leaves(jax.device_get(updates)))
+        changed = after._replace(skipped=state.skipped)
+        jax.tree.map(np.testing.assert_array_equal, *jax.device_get((changed, state)))
+
+
+def test_a_device_holds_its_shards_alone():
+    where = mesh((2, 2, 2))
+    _, state, _ = stepper(CASES["spardl"].reducer, where)
+    for name, node in state.residual.items():
+        local = node.value.addressable_shards[0].data
+        assert local.size == math.prod(SHAPES[name]) // 4, name
+        assert node.value.shape == (2, *SHAPES[name])
+    assert set(state.residual) == {"both", "one", "none"}
+
+
+@pytest.mark.parametrize("shape", [(2, 4), *some([(2, 2, 2), (4, 1, 2)], [])], ids=str)
+@pytest.mark.parametrize("via", ["vmap", some(["shard_map"], [])[0]])
+def test_nothing_but_messages_crosses_hosts(shape, via):
+    where = mesh(shape)
+    run, state, _ = stepper(CASES["top_k"].reducer, where, via=via)
+    compiled = run.lower(put(where, gradients(shape[0]), "hosts"), state).compile()
+    strays = traffic.crossing(compiled, axis_name="hosts", mesh=where, outside=meshes.SCOPE)
+    assert not list(strays), [str(stray) for stray in strays]
+    moved = traffic.wire_bytes(compiled, mesh=where).across("hosts")
+    dense = 4 * sum(map(math.prod, SHAPES.values())) / math.prod(shape[1:])
+    assert 0 < moved.received < dense
+
+
+def model(params, x, layout):
+    """An embedding whose table and tokens are sharded over one axis, and two matrices."""
+    h = params["table"][x]
+    h = layout(h, P("fsdp", None, None))
+    h = jax.nn.gelu(h @ params["up"])
+    return (layout(h, P("fsdp", None, "tp")) @ params["down"]) @ params["table"].T
+
+
+PLACES = {"table": P("tp", "fsdp"), "up": P("fsdp", "tp"), "down": P("tp", "fsdp")}
+
+
+def start(where):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"table": (32, 16), "up": (16, 64), "down": (64, 16)}
+    return {
+        name: jax.device_put(jax.random.normal(key, s) / 4, NamedSharding(where, PLACES[name]))
+        for key, (name, s) in zip(keys, shapes.items())
+    }
+
+
+def loss_of(where):
+    def layout(x, spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(where, spec))
+
+    def loss(params, tokens):
+        logits = jax.nn.log_softmax(model(params, tokens[:, :-1], layout))
+        hot = jax.nn.one_hot(tokens[:, 1:], logits.shape[-1])
+        return -(logits * hot).sum(-1).mean()
+
+    return loss
+
+
+def make_step(where, tx):
+    loss = loss_of(where)
+
+    def step(params, opt_state, tokens):
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        value = jax.lax.pmean(value, "hosts") if tx is not DENSE else value
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step
+
+
+DENSE = optax.sgd(0.5, momentum=0.9)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), *some([(4, 1, 2)], [])], ids=str)
+def test_sharded_training_is_dense_training(shape):
+    """With sharded embeddings: to rounding, with no more work, and moments stay as parameters."""
+    where = mesh(shape)
+    tokens = np.random.default_rng(0).integers(0, 32, (4, 16, 9)).astype(np.int32)
+    batches = [jax.device_put(t, NamedSharding(where, P(("hosts", "fsdp")))) for t in tokens]
+
+    dense = jax.jit(make_step(where, DENSE))
+    expected = start(where), DENSE.init(start(where))
+    tx = optax.chain(jaxsparse.top_k(1.0, axis_name="hosts", is_dense=lambda *_: False), DENSE)
+    run = data_parallel(make_step(where, tx), where, axis_name="hosts", batch_argnums=2)
+    params = start(where)
+    state = params, shard(tx.init(params), where, "hosts")
+    exact = optax.chain(jaxsparse.dense(axis_name="hosts"), DENSE)
+    plain = data_parallel(make_step(where, exact), where, axis_name="hosts", batch_argnums=2)
+    plainly = start(where), shard(exact.init(start(where)), where, "hosts")
+    flops = [
+        f.lower(*s, batches[0]).compile().cost_analysis()["flops"]
+        for f, s in ((dense, expected), (plain, plainly))
+    ]
+    assert flops[1] < 1.05 * flops[0] + 20 * 2**11  # an exchange flattens, checks and averages
+    for batch in batches:
+        *expected, wanted = dense(*expected, batch)
+        *state, loss = run(*state, batch)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-5),
+        *map(jax.device_get, (state[0], expected[0])),
+    )
+    jaxsparse.check_replicas(state)
+    for name, spec in PLACES.items():
+        fits = NamedSharding(where, spec)
+        for x in (state[0][name], state[1][1][0].trace[name]):
+            assert x.sharding.is_equivalent_to(fits, x.ndim), (name, x.sharding)
+
+
+def test_convolutions_get_shard_map():
+    """Under vmap, weight gradients of a batch of workers would be gathered across workers."""
+    where = mesh((2, 2, 2))
+
+    def loss(params, x):
+        h = jax.lax.conv_general_dilated(x, params["w"], (1, 1), "SAME")
+        return jnp.mean(jnp.square(h))
+
+    tx = jaxsparse.dense(axis_name="hosts")
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state, jax.lax.pmean(value, "hosts")
+
+    w = jax.device_put(jnp.ones((8, 4, 3, 3)), NamedSharding(where, P("tp")))
+    x = jax.device_put(jnp.ones((8, 4, 8, 8)), NamedSharding(where, P(("hosts", "fsdp"))))
+    state = shard(tx.init({"w": w}), where, "hosts")
+    run = data_parallel(step, where, axis_name="hosts", batch_argnums=2)
+    compiled = run.lower({"w": w}, state, x).compile()
+    strays = traffic.crossing(compiled, axis_name="hosts", mesh=where, outside=meshes.SCOPE)
+    assert sum(stray.received_bytes for stray in strays) <= 16, list(map(str, strays))
+    dense = jax.jit(jax.grad(lambda w, x: loss({"w": w}, x))).lower(w, x).compile()
+    work = [c.cost_analysis()["flops"] for c in (compiled, dense)]
+    assert work[0] < 1.05 * work[1] + 2000
+
+
+@pytest.mark.parametrize("kinds", ["EEE", *some(["EAA", "AEE"], [])])
+def test_explicit_axes(kinds):
+    """Partitions are read from types, under jit, too; the step runs in either kind of mode."""
+    types = tuple({"A": AxisType.Auto, "E": AxisType.Explicit}[kind] for kind in kinds)
+    where = jax.make_mesh((2, 2, 2), NAMES, axis_types=types)
+    tx = jaxsparse.top_k(1.0, axis_name="hosts", is_dense=lambda *_: False)
+
+    def step(params, state, x):
+        def loss(p):
+            out = P("fsdp", "tp") if kinds[1] == "E" else None
+            return jnp.sum(jnp.einsum("bi,ij->bj", x, p["w"], out_sharding=out))
+
+        updates, state = tx.update(jax.grad(loss)(params), state)
+        return jax.tree.map(jnp.subtract, params, updates), state
+
+    w = jax.device_put(jnp.ones((16, 8)), NamedSharding(where, P("fsdp", "tp")))
+    batch = {"E": P(("hosts", "fsdp")), "A": P("hosts")}[kinds[1]]
+    x = np.arange(8.0 * 16, dtype=np.float32).reshape(8, 16)
+    run = data_parallel(step, where, axis_name="hosts", batch_argnums=2)
+    init = jax.jit(tx.init) if kinds == "EEE" else tx.init
+    state = shard(init({"w": w}), where, "hosts")
+    for _ in range(2):
+        params, state = run({"w": w}, state, jax.device_put(x, NamedSharding(where, batch)))
+    expected = 1 - np.broadcast_to(x.reshape(2, 4, 16).sum(1).mean(0)[:, None], (16, 8))
+    np.testing.assert_allclose(params["w"], expected, rtol=1e-6)
+
+
+class TestInit:
+    def test_under_jit_with_mesh_and_specs(self):
+        """What trainers do that make their state in a constructor, or restore there."""
+        where = mesh((2, 2, 2))
+        given = jaxsparse.spardl(
+            0.1, axis_name="hosts", is_dense=compressed, mesh=where, specs=SPECS, momentum=0.9
+        )
+        params = put(where, {name: jnp.zeros(s) for name, s in SHAPES.items()})
+        state = jax.jit(given.init)(params)
+        eager = shard(
+            jaxsparse.spardl(0.1, axis_name="hosts", is_dense=compressed, momentum=0.9).init(
+                params
+            ),
+            where,
+            "hosts",
+        )
+        assert jax.tree.structure(state) == jax.tree.structure(eager)
+        for (path, x), y in zip(
+            jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(eager)
+        ):
+            assert x.shape == y.shape, path
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim), path
+
+    def test_without_inner_axes(self):
+        tx = jaxsparse.spardl(0.1, mesh=mesh_of_workers(), is_dense=compressed)
+        state = tx.init({name: jnp.zeros(s) for name, s in SHAPES.items()})
+        assert state.residual["both"].value.shape == (8, *SHAPES["both"])
+        assert state.residual["both"].value.sharding.spec == P("data")
+
+    def test_specs_are_checked(self):
+        where = mesh((2, 2, 2))
+        make = lambda specs: jaxsparse.spardl(0.1, axis_name="hosts", mesh=where, specs=specs)
+        params = {"w": jnp.zeros((40, 30))}
+        for specs, complaint in (
+            ({"v": P()}, "specs has another structure"),
+            ({"w": P("hosts")}, "the axis of the workers: each worker needs all"),
+            ({"w": P("model")}, "the mesh has no axis 'model'"),
+            ({"w": P(None, ("fsdp", "tp"))}, "4 devices can't share 30 rows equally"),
+        ):
+            with pytest.raises(ValueError, match=complaint):
+                make(specs).init(params)
+
+    def test_nothing_can_be_cut(self):
+        tx = jaxsparse.spardl(
+            0.1, axis_name="hosts", mesh=mesh((2, 2, 2)), is_dense=lambda *_: False
+        )
+        with pytest.raises(ValueError, match="no leaf would be compressed: none of the shapes"):
+            tx.init({"w": jnp.zeros((3, 7))})
+
+
+def mesh_of_workers():
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("name", ["ok_topk", *some(["spardl"], [])])
+def test_training_goes_on_with_other_hosts_and_another_inner_mesh(name):
+    """4 x 2 to 2 x 4 to 8 x 1: what is owed stays, to rounding."""
+    shapes = {name: SHAPES[name] for name in ("both", "one")}
+    sent = {name: np.zeros(s) for name, s in shapes.items()}
+    given = {name: np.zeros(s) for name, s in shapes.items()}
+    tx = jaxsparse.error_feedback(
+        CASES[name].reducer, axis_name="hosts", is_dense=compressed, momentum=0.0
+    )
+    state = None
+    for shape in ((4, 2), (2, 4), (8, 1)):
+        where = mesh(shape)
+        params = put(where, {name: jnp.zeros(s) for name, s in shapes.items()})
+        start = tx.init(params)
+        state = (
+            shard(start, where, "hosts")
+            if state is None
+            else reshard(state, where, "hosts", like=start)
+        )
+        step = data_parallel(
+            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+            where,
+            axis_name="hosts",
+            batch_argnums=0,
+        )
+        for seed in range(2):
+            grads = {n: gradients(shape[0], seed)[n] for n in shapes}
+            updates, state = step(put(where, grads, "hosts"), state)
+            for n in shapes:
+                sent[n] += grads[n].mean(0, dtype=np.float64)
+                given[n] += np.asarray(updates[n], np.float64)
+        for n in shapes:
+            owed = np.asarray(state.residual[n].value, np.float64).mean(0)
+            np.testing.assert_allclose(given[n] + owed, sent[n], atol=1e-3)
+            assert np.abs(owed).max() > 1
+        state = jax.device_get(state)  # as a checkpoint has it
+
+
+class TestDoors:
+    def test_vmap_of_ones_own(self):
+        where = mesh((2, 2, 2))
+        tx = jaxsparse.top_k(1.0, axis_name="hosts", mesh=where, is_dense=compressed)
+        params = put(where, {name: jnp.zeros(s) for name, s in SHAPES.items()})
+        state = tx.init(params)
+        axes = jax.tree.map(
+            lambda spec: 0 if spec == P("hosts") else None, jaxsparse.specs(state, "hosts")
+        )
+        rows = jaxsparse.training.marks.map_marked(lambda x, own: x[:, None] if own else x, state)
+        update = jax.vmap(
+            tx.update,
+            in_axes=(0, axes),
+            out_axes=(None, axes),
+            axis_name="hosts",
+            spmd_axis_name="hosts",
+        )
+        grads = gradients(2)
+        updates, _ = jax.jit(update)(put(where, grads, "hosts"), rows)
+        for name in SHAPES:
+            np.testing.assert_allclose(updates[name], grads[name].mean(0))
+
+    def test_partly_manual_shard_map_of_ones_own(self):
+        where = mesh((2, 2, 2))
+        tx = jaxsparse.top_k(1.0, axis_name="hosts", is_dense=compressed)
+        params = put(where, {name: jnp.zeros(s) for name, s in SHAPES.items()})
+        state = shard(tx.init(params), where, "hosts")
+        spread = jaxsparse.specs(state, "hosts")
+        update = jax.shard_map(
+            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+            mesh=where,
+            in_specs=(P("hosts"), spread),
+            out_specs=(P(), spread),
+            axis_names={"hosts"},
+            check_vma=False,
+        )
+        grads = gradients(2)
+        updates, _ = jax.jit(update)(put(where, grads, "hosts"), state)
+        for name in SHAPES:
+            np.testing.assert_allclose(updates[name], grads[name].mean(0))
+
+
+def test_an_nnx_optimizer_with_sharded_parameters():
+    where = mesh((2, 2, 2))
+    model = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
+    model.kernel.value = jax.device_put(model.kernel.value, NamedSharding(where, P("fsdp", "tp")))
+    tx = optax.chain(jaxsparse.spardl(0.1, axis_name="hosts"), optax.adam(1e-2))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    graphdef, state = nnx.split((model, optimizer))
+
+    def step(state, x):
+        model, optimizer = nnx.merge(graphdef, state)
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(jnp.square(m(x) - 1)))(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), jax.lax.pmean(loss, "hosts")
+
+    run = data_parallel(step, where, axis_name="hosts")
+    state = shard(state, where, "hosts")
+    x = jax.device_put(
+        np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32),
+        NamedSharding(where, P(("hosts", "fsdp"))),
+    )
+    losses = []
+    for _ in range(8):
+        state, loss = run(state, x)
+        losses.append(float(loss))
+    assert losses[-1] < 0.8 * losses[0]
+    model, optimizer = nnx.merge(graphdef, state)
+    assert isinstance(optimizer.opt_state[0].residual["kernel"], PerWorker)
+    assert model.kernel.value.sharding.spec == P("fsdp", "tp")
