@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 from workers import QUICK_COMPILE
 
-from jaxsparse.traffic import crossing, traced_bytes, wire_bytes
+from jaxsparse.traffic import Collective, Conditional, WireBytes, crossing, traced_bytes, wire_bytes
 from jaxsparse.traffic.groups import groups_of, row_major
 from jaxsparse.traffic.hlo import parse
 
@@ -179,7 +179,15 @@ RING = "source_target_pairs={{0,1},{1,2},{2,0}}"
             f"{RING}, channel_id=1",
             [(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 3)],
         ),
-        # No replica is called 4: these are flattened already.
+        ("all-to-all", "replica_groups={}", [(0, 3), (1, 4), (2, 5)]),
+        (
+            "all-reduce",
+            "replica_groups={{0,1}}, channel_id=1, use_global_device_ids=true",
+            [(0, 1)],
+        ),
+        # No replica or partition has so large a number: these are flattened already.
+        ("collective-permute", "source_target_pairs={{0,2}}", [(0, 2)]),
+        ("all-to-all", "replica_groups={{0,3}}, channel_id=1", [(0, 3)]),
         ("collective-permute", "source_target_pairs={{0,4}}", [(0, 4)]),
         ("all-to-all", "replica_groups={{0,1,2,3,4,5}}, channel_id=1", [range(6)]),
     ],
@@ -191,6 +199,13 @@ def test_ids_of_replicas_and_partitions(op, attributes, groups):
     moved = wire_bytes(hlo(line, header=header), mesh=AbstractMesh((2, 3), ("hosts", "tp")))
     crossed = crossed_by(groups, (2, 3))
     assert moved.collectives[0].axes == tuple(("hosts", "tp")[i] for i in sorted(crossed))
+
+
+@pytest.mark.parametrize("op", ["all-reduce", "all-to-all", "collective-broadcast"])
+@pytest.mark.parametrize("attributes", ["", "channel_id=1, "])
+def test_with_one_replica_everyone_is_all_partitions(op, attributes):
+    line = f"ROOT %r = f32[16]{{0}} {op}(%x), {attributes}replica_groups={{}}"
+    assert read(line) == {frozenset(range(8))}
 
 
 @pytest.mark.parametrize(
@@ -246,7 +261,8 @@ def test_asynchronous_pairs(shell):
 }}
 """
         start, done = "async-start(%x), calls=%wrapped", "async-done(%s), calls=%wrapped"
-    body = (f"%s = {pair} {start}", f"ROOT %d = f32[32]{{0}} {done}")
+    other = f"%other = {pair} opt-barrier(%s)"
+    body = (f"%s = {pair} {start}", other, f"ROOT %d = f32[32]{{0}} {done}")
     (only,) = wire_bytes(hlo(*body, before=before), mesh=CUBE).collectives
     assert (only.op, only.axes, only.received_bytes) == ("all-gather", ("hosts",), 64)
     assert (only.shapes, only.results) == (("f32[16]",), ("f32[32]",))
@@ -308,6 +324,23 @@ def test_each_axis_counts_its_own_dearest_branch():
     assert [branch.received for branch in conditional.branches] == [3 * 64, 3 * 8]
     assert [branch.across("tp").received for branch in moved.conditionals[0].branches] == [0, 576]
 
+    unused = wire_bytes(
+        loop(', backend_config={"known_trip_count":{"n":"3"}}'), mesh=AbstractMesh((2, 4, 1), AXES)
+    )
+    assert unused.across("tp").parts == ()
+
+
+def test_axes_of_the_cheaper_branch_are_shown():
+    def branch(axis, received):
+        only = Collective("all-gather", "g", ("u8[1]",), 2, 1, received, axes=(axis,))
+        return WireBytes((only,), AXES)
+
+    branches = branch("fsdp", 9), branch("hosts", 2)
+    moved = WireBytes((Conditional("c", 1, branches),), AXES)
+    assert moved.received == 9
+    received = {axes: each.received for axes, each in moved.by_axes.items()}
+    assert received == {("hosts",): 2, ("fsdp",): 9}
+
 
 def test_crossing_lists_all_branches_and_loops_without_end():
     with pytest.raises(ValueError, match="depends on data"):
@@ -316,6 +349,10 @@ def test_crossing_lists_all_branches_and_loops_without_end():
     assert [each.name for each in over_hosts] == ["b", "few", "o"]
     assert [each.count for each in over_hosts] == [1, 1, 1]
     assert [each.name for each in crossing(loop(""), axis_name="tp", mesh=CUBE)] == ["i", "o"]
+    twice = "ROOT %t = f32[16]{0} call(%y), to_apply=%between"
+    text = hlo("%y = f32[16]{0} call(%x), to_apply=%between", twice, before=BRANCHES)
+    assert wire_bytes(text, mesh=CUBE).across("hosts").received == 2 * 64
+    assert len(crossing(text, axis_name="hosts", mesh=CUBE)) == 1
 
 
 COMBINED = (
@@ -430,7 +467,7 @@ def exchange(hosts, last, x):
     ring = [(i, (i + 1) % hosts) for i in range(hosts)]
     with jax.named_scope(SCOPE):
         one = lax.psum(x, "hosts")
-    both = lax.psum(jnp.cos(x[:14]), tuple({"hosts": None, last: None}))
+    both = lax.psum(jnp.cos(x[:14]), tuple({last: None, "hosts": None}))
     return one, both, lax.all_gather(x[:12] * 2, last), lax.ppermute(x[:10] * 3, "hosts", ring)
 
 
@@ -463,8 +500,9 @@ def test_collectives_of_the_source(shape, names, shuffled):
     if len(names) > 1:  # what is traced, without devices, says the same
         shapes = jax.ShapeDtypeStruct((16,), jnp.float32)
         traced = traced_bytes(f, shapes, extent, axis_name="hosts")
-        for axis in names:
-            assert traced.across(axis).received == pytest.approx(moved.across(axis).received)
+        assert {axes: each.received for axes, each in traced.by_axes.items()} == pytest.approx(
+            {axes: each.received for axes, each in moved.by_axes.items()}
+        )
     strays = crossing(program, axis_name="hosts", mesh=mesh, outside=SCOPE)
     nbytes = sorted(each.received_bytes for each in strays)
     outside = [nbytes for axes, nbytes in expected[1:] if "hosts" in crossed(axes)]
