@@ -421,14 +421,14 @@ StackFrames
 
 def test_what_is_asked_wrongly_is_refused():
     text = hlo(reduce("{}"))
-    with pytest.raises(ValueError, match=r"no known mesh.*mesh=mesh"):
+    with pytest.raises(ValueError, match=r"mesh of these bytes is not known.*mesh=mesh"):
         wire_bytes(text).across("hosts")
-    with pytest.raises(ValueError, match=r"no known mesh.*mesh=mesh"):
+    with pytest.raises(ValueError, match=r"mesh of these bytes is not known.*mesh=mesh"):
         _ = wire_bytes(text).by_axes
     for ask in (wire_bytes(text, mesh=CUBE).across, wire_bytes(text, mesh=CUBE).within):
-        with pytest.raises(ValueError, match=r"axis_name='host' is no axis.*'hosts', 'fsdp'"):
+        with pytest.raises(ValueError, match=r"axis_name='host' is not an axis.*'hosts', 'fsdp'"):
             ask("host")
-    with pytest.raises(ValueError, match="axis_name='host' is no axis"):
+    with pytest.raises(ValueError, match="axis_name='host' is not an axis"):
         crossing(text, axis_name="host", mesh=CUBE)
     with pytest.raises(ValueError, match="runs on 8 devices, but mesh has 4"):
         wire_bytes(text, mesh=AbstractMesh((2, 2), ("a", "b")))

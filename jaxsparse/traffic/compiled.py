@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from jaxsparse.traffic.report import (
     Collective,
     Conditional,
     WireBytes,
+    check_axis,
     merged,
     scaled,
 )
@@ -67,7 +67,7 @@ def wire_bytes(
         function.
       mesh: the mesh that the program runs on. The order of its devices must be that of the program
         if `program` is text, or if neither inputs nor outputs have a `NamedSharding`.
-      **kwargs: as `args`.
+      **kwargs: as `args`. Lower a function first if it takes a keyword argument `mesh` itself.
 
     Returns:
       The collectives, the conditionals and their totals, in bytes for one run.
@@ -102,8 +102,7 @@ def wire_bytes(
     total       hosts, fsdp      1            40         120
     total       all              1            40         120
     """
-    text, order = _read(program, args, kwargs)
-    reader = _Reader(hlo.parse(text), mesh, order)
+    reader = _Reader(*_read(program, args, kwargs), mesh)
     return reader.traffic(reader.module.entry)
 
 
@@ -117,11 +116,11 @@ def crossing(
 ) -> tuple[Collective, ...]:
     """Lists the collectives of a compiled program that cross a mesh axis, wherever they stand.
 
-    It lists those of every branch and of loops of any length, each once, for messages that name
-    them: `str(collective)` is one line. `WireBytes.across` counts bytes instead.
+    It is for messages that name them: `str(collective)` is one line. It lists each collective once,
+    in every branch and in loops of any length, where `wire_bytes` would need the number of trips.
 
-    XLA combines collectives of one kind. Of a combined one, only the operands whose own name lies
-    outside the scope are listed, with the bytes of these.
+    XLA combines collectives of one kind. Of a combined one, this function lists only the operands
+    whose own name lies outside the scope, and counts only their bytes.
 
     Args:
       program: as in `wire_bytes`.
@@ -133,7 +132,7 @@ def crossing(
       **kwargs: as `args`.
 
     Returns:
-      The collectives in the compiled order. Each `count` is 1: nobody asks how often it runs.
+      The collectives in the compiled order. Each `count` is 1, however often the collective runs.
 
     Raises:
       ValueError: a collective has an unknown form, or the program does not run on the devices of
@@ -154,17 +153,16 @@ def crossing(
     ...     print(each)
     all-gather over hosts: f32[10] -> f32[20], 40 bytes received, from jit(step)/norm
     """
-    text, order = _read(program, args, kwargs)
-    reader = _Reader(hlo.parse(text), mesh, order)
-    WireBytes(axis_names=reader.axis_names)._check(axis_name)
+    reader = _Reader(*_read(program, args, kwargs), mesh)
+    check_axis(reader.axis_names, axis_name)
     found = reader.every(reader.module.entry, set(), outside)
     return tuple(each for each in found if axis_name in each.axes)
 
 
 def _read(
     program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, list[Any] | None]:
-    """The HLO text of a program, and its devices in their order, if that can be known."""
+) -> tuple[str, jax.stages.Compiled | None]:
+    """The HLO text of a program, and the program, if it was not given as text."""
     is_function = hasattr(program, "lower") and not isinstance(program, str)
     if (args or kwargs) and not is_function:
         raise ValueError(
@@ -185,22 +183,13 @@ def _read(
     text = program.as_text()
     if text is None:
         raise ValueError("this backend does not give the HLO text of compiled programs")
-    # All arrays of a program have their devices in one order.
-    for sharding in jax.tree.leaves((program.input_shardings, program.output_shardings)):
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return text, list(sharding.mesh.devices.flat)
-    return text, None
+    return text, program
 
 
 def _places(
-    mesh: Mesh | AbstractMesh | None, module: hlo.Module, order: list[Any] | None
+    module: hlo.Module, program: jax.stages.Compiled | None, mesh: Mesh | AbstractMesh | None
 ) -> Places | None:
     """Where the workers of a program are in the mesh.
-
-    Args:
-      mesh: the mesh, or None.
-      module: the program.
-      order: its devices, or None if they are ordered as those of the mesh.
 
     Raises:
       ValueError: the program does not run on the devices of the mesh.
@@ -217,26 +206,32 @@ def _places(
             "arguments that are placed on the mesh, or pass the mesh that it runs on"
         )
     places = row_major(dict(mesh.shape))
-    if order is None or isinstance(mesh, AbstractMesh):
+    if program is None or isinstance(mesh, AbstractMesh):
         return places
     number = {device: i for i, device in enumerate(mesh.devices.flat)}
+    # All arrays of a program have their devices in one order, which is that of its workers.
+    for sharding in jax.tree.leaves((program.input_shardings, program.output_shardings)):
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            order = list(sharding.mesh.devices.flat)
+            break
+    else:
+        return places
     if strange := [device for device in order if device not in number]:
         raise ValueError(
             f"the program runs on {strange[0]}, which is not in mesh: pass the mesh that it runs on"
         )
-    return dataclasses.replace(
-        places, coordinates=places.coordinates[:, [number[device] for device in order]]
-    )
+    numbers = [number[device] for device in order]
+    return Places(places.axis_names, places.coordinates[:, numbers])
 
 
 class _Reader:
     """Reads the traffic of one module."""
 
     def __init__(
-        self, module: hlo.Module, mesh: Mesh | AbstractMesh | None, order: list[Any] | None
+        self, text: str, program: jax.stages.Compiled | None, mesh: Mesh | AbstractMesh | None
     ):
-        self.module = module
-        self.places = _places(mesh, module, order)
+        self.module = hlo.parse(text)
+        self.places = _places(self.module, program, mesh)
         self.axis_names = self.places.axis_names if self.places else ()
         self.memo: dict[str, WireBytes] = {}
 

@@ -181,7 +181,7 @@ class WireBytes:
         Raises:
           ValueError: the mesh is not known, or has no such axis.
         """
-        self._check(axis_name)
+        check_axis(self.axis_names, axis_name)
         return self._only(lambda c: axis_name in c.axes)
 
     def within(self, axis_name: str) -> WireBytes:
@@ -196,7 +196,7 @@ class WireBytes:
         Raises:
           ValueError: the mesh is not known, or has no such axis.
         """
-        self._check(axis_name)
+        check_axis(self.axis_names, axis_name)
         return self._only(lambda c: axis_name not in c.axes)
 
     @property
@@ -206,7 +206,7 @@ class WireBytes:
         Raises:
           ValueError: the mesh is not known.
         """
-        self._check()
+        check_axis(self.axis_names)
         found = {c.axes for c in self._every() if c.axes}
         order = sorted(found, key=lambda axes: [self.axis_names.index(axis) for axis in axes])
 
@@ -214,17 +214,6 @@ class WireBytes:
             return self._only(lambda c: c.axes == axes)
 
         return {axes: of(axes) for axes in order}
-
-    def _check(self, axis_name: str | None = None) -> None:
-        if not self.axis_names:
-            raise ValueError(
-                "these bytes are of no known mesh, so that they have no axes: pass "
-                "wire_bytes(..., mesh=mesh)"
-            )
-        if axis_name is not None and axis_name not in self.axis_names:
-            raise ValueError(
-                f"axis_name={axis_name!r} is no axis of the mesh: pass one of {self.axis_names}"
-            )
 
     def _only(self, wanted: Callable[[Collective], bool]) -> WireBytes:
         """The collectives that are wanted, and the conditionals with one in any branch."""
@@ -276,6 +265,19 @@ class WireBytes:
                     f"{_number(branch.received)} B, {branch.rounds} rounds{counted}"
                 )
                 yield from branch._conditional_lines(indent + "    ")
+
+
+def check_axis(axis_names: tuple[str, ...], axis_name: str | None = None) -> None:
+    """Raises a ValueError if there is no mesh, or if it has no axis `axis_name`."""
+    if not axis_names:
+        raise ValueError(
+            "the mesh of these bytes is not known, so they have no axes: pass "
+            "wire_bytes(..., mesh=mesh)"
+        )
+    if axis_name is not None and axis_name not in axis_names:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis of the mesh: pass one of {axis_names}"
+        )
 
 
 def _few(shapes: tuple[str, ...]) -> str:
