@@ -119,14 +119,12 @@ def test_the_usual_branch_is_predicted(bench):
         return WireBytes((Collective("all-gather", "g", ("f32[1]",), 5, 1, received),))
 
     cheap, dear, dearer = moved(4.0), moved(40.0), moved(400.0)
-    both = WireBytes(
-        moved(8.0).collectives + dear.collectives, (Conditional("c", 1, (dear, cheap)),)
-    )
+    both = WireBytes((*moved(8.0).parts, Conditional("c", 1, (dear, cheap))))
     network = planner.Network(planner.Link(latency=0.5, bandwidth=4.0))
     # Two all-gathers in 4 messages each, of 8 and 4 bytes.
     assert bench.prediction.usual_seconds(both, network) == pytest.approx(2 * 4 * 0.5 + 2 + 1)
     # A branch that branches: of `both`, but for what its dear branch moves.
-    outer = WireBytes(dearer.collectives, (Conditional("d", 1, (both, dearer)),))
+    outer = WireBytes((Conditional("d", 1, (both, dearer)),))
     assert bench.prediction.usual_seconds(outer, network) == pytest.approx(2 * 4 * 0.5 + 2 + 1)
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jaxsparse.traffic import hlo
+from jaxsparse.traffic.groups import Places, groups_of, row_major
 from jaxsparse.traffic.report import (
     RECEIVED,
     Collective,
     Conditional,
     WireBytes,
+    check_axis,
     merged,
     scaled,
 )
@@ -22,20 +24,10 @@ from jaxsparse.traffic.trip_counts import trip_count
 # Opcodes that run their called computation exactly once.
 _CALLS = ("call", "fusion", "async")
 
-# Forms of a collective's groups.
-_EXPLICIT = re.compile(r"\{\s*((?:\{[\d,\s]*\}[,\s]*)*)\}")
-_IOTA = re.compile(r"\[(\d+),(\d+)\]<=\[[\d,]+\](?:T\([\d,]+\))?")
-# There are two spellings: mesh['a'=4,'b'=2] {'a'} and @mesh<a=4,b=2> {a}. device_ids only reorders
-# the members. 'a':(1)2 means a factor 2 of the axis.
-_MESH = re.compile(
-    r"@?mesh[\[<]([^\]>]*)[\]>](?:,\s*device_ids=\((?:[^()]|\([^()]*\))*\))?\s*\{([^{}]*)\}"
-)
-_MESH_AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
-_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\s*\{\s*\d+\s*,\s*\d+\s*\},?)*)\s*\}")
-_GROUP_AXIS = re.compile(r"'?([^',:]+)'?(?::\(\d+\)(\d+))?")
 
-
-def wire_bytes(program: Any, *args: Any, **kwargs: Any) -> WireBytes:
+def wire_bytes(
+    program: Any, *args: Any, mesh: Mesh | AbstractMesh | None = None, **kwargs: Any
+) -> WireBytes:
     """Counts the bytes that a compiled program moves between workers.
 
     It reports two numbers and never mixes them. *Payload* is the size of the operands that one
@@ -63,19 +55,28 @@ def wire_bytes(program: Any, *args: Any, **kwargs: Any) -> WireBytes:
     types are packed. Communication inside custom calls is invisible. Under `jax.vmap` there is no
     communication.
 
+    With `mesh`, the bytes are also split by mesh axis, for any program that runs on the mesh, with
+    collectives of the source and with those that XLA inserts: `moved.across("hosts")` is what
+    crosses the axis, `moved.within("hosts")` is the rest, and the printed table has a total for
+    each set of axes. `WireBytes` says how a collective over several axes counts.
+
     Args:
       program: a `jax.stages.Compiled`, a `jax.stages.Lowered`, a jitted function, or the text of
         the compiled HLO.
-      *args: arguments (or `jax.ShapeDtypeStruct`) for lowering, if `program` is a function.
-      **kwargs: as `args`.
+      *args: arguments (or `jax.ShapeDtypeStruct` with shardings) for lowering, if `program` is a
+        function.
+      mesh: the mesh that the program runs on. The order of its devices must be that of the program
+        if `program` is text, or if neither inputs nor outputs have a `NamedSharding`.
+      **kwargs: as `args`. Lower a function first if it takes a keyword argument `mesh` itself.
 
     Returns:
       The collectives, the conditionals and their totals, in bytes for one run.
 
     Raises:
-      ValueError: a loop that communicates has a trip count that depends on data, or a collective
-        has an unknown form. Nothing is silently left out.
-      TypeError: `program` is none of the above.
+      ValueError: a loop that communicates has a trip count that depends on data, a collective has
+        an unknown form, or the program does not run on the devices of `mesh`. Nothing is silently
+        left out.
+      TypeError: `program` is none of the above, or `mesh` is no mesh.
 
     >>> text = '''
     ... HloModule tiny, num_partitions=4
@@ -91,12 +92,77 @@ def wire_bytes(program: Any, *args: Any, **kwargs: Any) -> WireBytes:
     collective  count  W  payload B  received B  operands  from
     all-gather      1  4         40         120  f32[10]   g
     total           1            40         120
+
+    On a mesh of two hosts with two devices each, all of that crosses hosts:
+
+    >>> mesh = AbstractMesh((2, 2), ("hosts", "fsdp"))
+    >>> print(wire_bytes(text, mesh=mesh))
+    collective  axes         count  W  payload B  received B  operands  from
+    all-gather  hosts, fsdp      1  4         40         120  f32[10]   g
+    total       hosts, fsdp      1            40         120
+    total       all              1            40         120
     """
-    module = hlo.parse(_text(program, args, kwargs))
-    return _traffic(module, module.entry, {})
+    reader = _Reader(*_read(program, args, kwargs), mesh)
+    return reader.traffic(reader.module.entry)
 
 
-def _text(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def crossing(
+    program: Any,
+    *args: Any,
+    axis_name: str,
+    mesh: Mesh | AbstractMesh,
+    outside: str | None = None,
+    **kwargs: Any,
+) -> tuple[Collective, ...]:
+    """Lists the collectives of a compiled program that cross a mesh axis, wherever they stand.
+
+    It is for messages that name them: `str(collective)` is one line. It lists each collective once,
+    in every branch and in loops of any length, where `wire_bytes` would need the number of trips.
+
+    XLA combines collectives of one kind. Of a combined one, this function lists only the operands
+    whose own name lies outside the scope, and counts only their bytes.
+
+    Args:
+      program: as in `wire_bytes`.
+      *args: as in `wire_bytes`.
+      axis_name: an axis of the mesh. A collective crosses it if two members of one of its groups
+        differ along it.
+      mesh: as in `wire_bytes`.
+      outside: a `jax.named_scope`. Collectives with this text in their `op_name` are left out.
+      **kwargs: as `args`.
+
+    Returns:
+      The collectives in the compiled order. Each `count` is 1, however often the collective runs.
+
+    Raises:
+      ValueError: a collective has an unknown form, or the program does not run on the devices of
+        `mesh`, or `mesh` has no such axis.
+      TypeError: as in `wire_bytes`.
+
+    >>> text = '''
+    ... HloModule tiny, num_partitions=4
+    ... ENTRY %main (x: f32[10]) -> f32[40] {
+    ...   %x = f32[10]{0} parameter(0)
+    ...   %s = f32[10]{0} add(%x, %x)
+    ...   ROOT %g = f32[20]{0} all-gather(%s), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0},
+    ...     metadata={op_name="jit(step)/norm"}
+    ... }
+    ... '''
+    >>> mesh = AbstractMesh((2, 2), ("hosts", "fsdp"))
+    >>> for each in crossing(text, axis_name="hosts", mesh=mesh, outside="jaxsparse_exchange"):
+    ...     print(each)
+    all-gather over hosts: f32[10] -> f32[20], 40 bytes received, from jit(step)/norm
+    """
+    reader = _Reader(*_read(program, args, kwargs), mesh)
+    check_axis(reader.axis_names, axis_name)
+    found = reader.every(reader.module.entry, set(), outside)
+    return tuple(each for each in found if axis_name in each.axes)
+
+
+def _read(
+    program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, jax.stages.Compiled | None]:
+    """The HLO text of a program, and the program, if it was not given as text."""
     is_function = hasattr(program, "lower") and not isinstance(program, str)
     if (args or kwargs) and not is_function:
         raise ValueError(
@@ -104,7 +170,7 @@ def _text(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
             "which is already lowered; drop them"
         )
     if isinstance(program, str):
-        return program
+        return program, None
     if is_function:
         program = program.lower(*args, **kwargs)
     if isinstance(program, jax.stages.Lowered):
@@ -117,165 +183,192 @@ def _text(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     text = program.as_text()
     if text is None:
         raise ValueError("this backend does not give the HLO text of compiled programs")
-    return text
+    return text, program
 
 
-def _traffic(module: hlo.Module, name: str, memo: dict[str, WireBytes]) -> WireBytes:
-    """The bytes that one execution of the computation `name` moves."""
-    if name in memo:
-        return memo[name]
-    if name not in module.computations:
-        raise ValueError(f"the HLO text calls {name!r} but does not contain it; pass all of it")
-    computation = module.computations[name]
-    parts = []
-    for instruction in computation.instructions.values():
-        opcode = instruction.opcode.removesuffix("-start")
-        if opcode.endswith(("-done", "-update")):
-            continue  # its start counts
-        if opcode in RECEIVED:
-            parts.append(WireBytes((_collective(module, computation, instruction),)))
-        elif opcode == "while":
-            parts.append(_loop(module, computation, instruction, memo))
-        elif opcode == "conditional":
-            parts.append(_conditional(module, instruction, memo))
-        elif opcode in ("send", "recv") and not instruction.flag("is_host_transfer"):
-            raise ValueError(
-                f"{opcode} {instruction.name!r}: point-to-point transfers are not understood; "
-                "compile without splitting collective-permute into send and recv"
-            )
-        else:
-            for callee in (c for group in instruction.callees.values() for c in group):
-                inner = _traffic(module, callee, memo)
-                if inner.collectives and opcode not in _CALLS:
-                    raise ValueError(
-                        f"{opcode} {instruction.name!r} calls {callee!r}, which communicates, and "
-                        "how often it does is not known; move the collective out of it"
-                    )
-                parts.append(inner)
-    memo[name] = merged(parts)
-    return memo[name]
-
-
-def _collective(
-    module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction
-) -> Collective:
-    op = instruction.opcode.removesuffix("-start")
-    shapes = computation.operand_shapes(instruction)
-    if op == "collective-permute":
-        members = {worker for pair in _moved_pairs(instruction) for worker in pair}
-        size = max(len(members), 1)
-    else:
-        size = _group_size(instruction, module)
-    if op == "ragged-all-to-all":
-        # The operands are input, output and four vectors of offsets and sizes. Only the input is
-        # data to send. The output is the buffer that receives.
-        sent, landing = shapes[0].nbytes, shapes[1].nbytes
-    else:
-        sent = landing = sum(shape.nbytes for shape in shapes)
-    return Collective(
-        op=op,
-        name=instruction.name,
-        shapes=tuple(map(str, shapes)),
-        group_size=size,
-        payload_bytes=sent if size > 1 else 0,
-        received_bytes=landing * RECEIVED[op](size) if size > 1 else 0,
-        op_name=instruction.op_name,
-    )
-
-
-def _loop(
-    module: hlo.Module,
-    computation: hlo.Computation,
-    loop: hlo.Instruction,
-    memo: dict[str, WireBytes],
-) -> WireBytes:
-    (condition,), (body,) = loop.callees["condition"], loop.callees["body"]
-    test, step = _traffic(module, condition, memo), _traffic(module, body, memo)
-    if not test.collectives and not step.collectives:
-        return WireBytes()
-    trips = trip_count(module, computation, loop)
-    if trips is None:
-        inside = ", ".join(repr(c.op_name or c.name) for c in merged([test, step]).collectives)
-        raise ValueError(
-            f"while {loop.name!r} ({loop.op_name or 'no op_name'}) runs {inside} a number of times "
-            "that depends on data; bound the loop statically (lax.scan, or lax.fori_loop with "
-            "Python integers), or count the bytes of its body by itself"
-        )
-    # The condition runs once more than the body, when it fails.
-    return merged([scaled(test, trips + 1), scaled(step, trips)])
-
-
-def _conditional(
-    module: hlo.Module, instruction: hlo.Instruction, memo: dict[str, WireBytes]
-) -> WireBytes:
-    callees = instruction.callees
-    if "branch_computations" in callees:
-        names = callees["branch_computations"]
-    else:  # a predicate: HLO names the true branch first, lax.switch has it second
-        names = (*callees["false_computation"], *callees["true_computation"])
-    branches = tuple(_traffic(module, name, memo) for name in names)
-    if not any(branch.collectives for branch in branches):
-        return WireBytes()
-    conditional = Conditional(instruction.name, 1, branches, instruction.op_name)
-    return WireBytes(branches[conditional.dearest].collectives, (conditional,))
-
-
-def _group_size(instruction: hlo.Instruction, module: hlo.Module) -> int:
-    """The number of members of a collective's largest group.
+def _places(
+    module: hlo.Module, program: jax.stages.Compiled | None, mesh: Mesh | AbstractMesh | None
+) -> Places | None:
+    """Where the workers of a program are in the mesh.
 
     Raises:
-      ValueError: its `replica_groups` are absent or have an unknown format.
+      ValueError: the program does not run on the devices of the mesh.
+      TypeError: `mesh` is no mesh.
     """
-    _, found, text = instruction.structure.partition("replica_groups=")
+    if mesh is None:
+        return None
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh={mesh!r} must be a jax.sharding.Mesh or AbstractMesh")
     workers = module.replicas * module.partitions
-    if iota := _IOTA.match(text):
-        ids, size = int(iota[1]) * int(iota[2]), int(iota[2])
-    elif mesh := _MESH.match(text):
-        axes = {axis.strip(): int(extent) for axis, extent in _MESH_AXIS.findall(mesh[1])}
-        members = [(a.strip(), part) for a, part in _GROUP_AXIS.findall(mesh[2]) if a.strip()]
-        if unknown := [axis for axis, part in members if not part and axis not in axes]:
-            raise ValueError(_unknown(instruction, f"axes {unknown} are not in the mesh"))
-        size = math.prod(int(part or axes.get(axis, 1)) for axis, part in members)
-        ids = math.prod(axes.values())
-    elif explicit := _EXPLICIT.match(text):
-        groups = [re.findall(r"\d+", group) for group in re.findall(r"\{([^{}]*)\}", explicit[1])]
-        if not groups:
-            return workers
-        size = max(len(group) for group in groups)
-        ids = 1 + max((int(i) for group in groups for i in group), default=0)
+    if workers != mesh.size:
+        raise ValueError(
+            f"the program runs on {workers} devices, but mesh has {mesh.size}: compile it with "
+            "arguments that are placed on the mesh, or pass the mesh that it runs on"
+        )
+    places = row_major(dict(mesh.shape))
+    if program is None or isinstance(mesh, AbstractMesh):
+        return places
+    number = {device: i for i, device in enumerate(mesh.devices.flat)}
+    # All arrays of a program have their devices in one order, which is that of its workers.
+    for sharding in jax.tree.leaves((program.input_shardings, program.output_shardings)):
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            order = list(sharding.mesh.devices.flat)
+            break
     else:
-        problem = f"found {text[:60]!r}" if found else "found none"
-        raise ValueError(_unknown(instruction, problem))
-    # Without use_global_device_ids, the ids of a reducing collective with a channel are replicas,
-    # and each replica stands for all its partitions.
-    by_replica = (
-        instruction.opcode.removesuffix("-start") in ("all-reduce", "all-gather", "reduce-scatter")
-        and "channel_id=" in instruction.structure
-        and not instruction.flag("use_global_device_ids")
-        and ids <= module.replicas
-    )
-    return max(size, 1) * (module.partitions if by_replica else 1)
+        return places
+    if strange := [device for device in order if device not in number]:
+        raise ValueError(
+            f"the program runs on {strange[0]}, which is not in mesh: pass the mesh that it runs on"
+        )
+    numbers = [number[device] for device in order]
+    return Places(places.axis_names, places.coordinates[:, numbers])
 
 
-def _moved_pairs(instruction: hlo.Instruction) -> list[tuple[int, int]]:
-    """Pairs (source, target) of a collective-permute whose data leaves the worker.
+class _Reader:
+    """Reads the traffic of one module."""
+
+    def __init__(
+        self, text: str, program: jax.stages.Compiled | None, mesh: Mesh | AbstractMesh | None
+    ):
+        self.module = hlo.parse(text)
+        self.places = _places(self.module, program, mesh)
+        self.axis_names = self.places.axis_names if self.places else ()
+        self.memo: dict[str, WireBytes] = {}
+
+    def computation(self, name: str) -> hlo.Computation:
+        if name not in self.module.computations:
+            raise ValueError(f"the HLO text calls {name!r} but does not contain it; pass all of it")
+        return self.module.computations[name]
+
+    def traffic(self, name: str) -> WireBytes:
+        """The bytes that one execution of the computation `name` moves."""
+        if name not in self.memo:
+            computation = self.computation(name)
+            parts = [self.moved(computation, each) for each in computation.instructions.values()]
+            self.memo[name] = merged(parts, self.axis_names)
+        return self.memo[name]
+
+    def moved(self, computation: hlo.Computation, instruction: hlo.Instruction) -> WireBytes:
+        """The bytes that one execution of an instruction moves."""
+        opcode = _communicates(instruction)
+        if opcode in RECEIVED:
+            return WireBytes((self.collective(computation, instruction),), self.axis_names)
+        if opcode == "while":
+            return self.loop(computation, instruction)
+        if opcode == "conditional":
+            return self.conditional(instruction)
+        parts = []
+        for callee in _callees(instruction) if opcode else ():
+            inner = self.traffic(callee)
+            if inner.collectives and opcode not in _CALLS:
+                raise ValueError(
+                    f"{opcode} {instruction.name!r} calls {callee!r}, which communicates, and "
+                    "how often it does is not known; move the collective out of it"
+                )
+            parts.append(inner)
+        return merged(parts, self.axis_names)
+
+    def loop(self, computation: hlo.Computation, loop: hlo.Instruction) -> WireBytes:
+        (condition,), (body,) = loop.callees["condition"], loop.callees["body"]
+        test, step = self.traffic(condition), self.traffic(body)
+        if not test.collectives and not step.collectives:
+            return WireBytes()
+        trips = trip_count(self.module, computation, loop)
+        if trips is None:
+            inside = ", ".join(repr(c.op_name or c.name) for c in merged([test, step]).collectives)
+            raise ValueError(
+                f"while {loop.name!r} ({loop.op_name or 'no op_name'}) runs {inside} a number of "
+                "times that depends on data; bound the loop statically (lax.scan, or "
+                "lax.fori_loop with Python integers), or count the bytes of its body by itself"
+            )
+        # The condition runs once more than the body, when it fails.
+        return merged([scaled(test, trips + 1), scaled(step, trips)], self.axis_names)
+
+    def conditional(self, instruction: hlo.Instruction) -> WireBytes:
+        callees = instruction.callees
+        if "branch_computations" in callees:
+            names = callees["branch_computations"]
+        else:  # a predicate: HLO names the true branch first, lax.switch has it second
+            names = (*callees["false_computation"], *callees["true_computation"])
+        branches = tuple(map(self.traffic, names))
+        if not any(branch.parts for branch in branches):
+            return WireBytes()
+        whole = Conditional(instruction.name, 1, branches, instruction.op_name)
+        return WireBytes((whole,), self.axis_names)
+
+    def every(self, name: str, seen: set[str], outside: str | None) -> Iterator[Collective]:
+        """The collectives with an operand outside the scope that a computation can reach."""
+        if name in seen:
+            return
+        seen.add(name)
+        computation = self.computation(name)
+        for instruction in computation.instructions.values():
+            opcode = _communicates(instruction)
+            if opcode in RECEIVED:
+                names = computation.op_names(instruction)
+                wanted = [i for i, name in enumerate(names) if not outside or outside not in name]
+                if wanted:
+                    yield self.collective(computation, instruction, wanted)
+            else:
+                for callee in _callees(instruction) if opcode else ():
+                    yield from self.every(callee, seen, outside)
+
+    def collective(
+        self,
+        computation: hlo.Computation,
+        instruction: hlo.Instruction,
+        wanted: Sequence[int] | None = None,
+    ) -> Collective:
+        """What is known of a collective, or of some of its operands, by their numbers."""
+        op = _communicates(instruction)
+        groups = groups_of(instruction, self.module)
+        if op == "collective-permute":
+            size = max(len({worker for pair in groups for worker in pair}), 1)
+        else:
+            size = max(map(len, groups))
+        shapes = computation.operand_shapes(instruction)
+        results = computation.result_shapes(instruction)
+        op_name = instruction.op_name
+        if wanted is not None and len(wanted) < len(shapes):
+            names = computation.op_names(instruction)
+            op_name = "; ".join(dict.fromkeys(names[i] for i in wanted))
+            shapes, results = (tuple(all_[i] for i in wanted) for all_ in (shapes, results))
+        if op == "ragged-all-to-all":
+            # The operands are input, output and four vectors of offsets and sizes. Only the input
+            # is data to send. The output is the buffer that receives.
+            sent, landing = shapes[0].nbytes, shapes[1].nbytes
+        else:
+            sent = landing = sum(shape.nbytes for shape in shapes)
+        return Collective(
+            op=op,
+            name=instruction.name,
+            shapes=tuple(map(str, shapes)),
+            group_size=size,
+            payload_bytes=sent if size > 1 else 0,
+            received_bytes=landing * RECEIVED[op](size) if size > 1 else 0,
+            op_name=op_name,
+            axes=self.places.crossed(groups) if self.places else (),
+            results=tuple(map(str, results)),
+            source=self.module.source(instruction),
+        )
+
+
+def _communicates(instruction: hlo.Instruction) -> str:
+    """The opcode without `-start`, or an empty string for the end of what a start counts for.
 
     Raises:
-      ValueError: the instruction has no `source_target_pairs`, or moves slices of its operands.
+      ValueError: it communicates in a way that is not understood.
     """
-    match = _PAIRS.search(instruction.structure)
-    if not match or "slice_sizes=" in instruction.structure:
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode.endswith(("-done", "-update")):
+        return ""
+    if opcode in ("send", "recv") and not instruction.flag("is_host_transfer"):
         raise ValueError(
-            f"collective-permute {instruction.name!r}: only whole operands and the form "
-            "source_target_pairs={{0,1},...} are understood; report the HLO line to have it added"
+            f"{opcode} {instruction.name!r}: point-to-point transfers are not understood; "
+            "compile without splitting collective-permute into send and recv"
         )
-    pairs = [(int(s), int(t)) for s, t in re.findall(r"(\d+)\s*,\s*(\d+)", match[1])]
-    return [(source, target) for source, target in pairs if source != target]
+    return opcode
 
 
-def _unknown(instruction: hlo.Instruction, problem: str) -> str:
-    return (
-        f"{instruction.opcode} {instruction.name!r}: cannot read its replica_groups, {problem}; "
-        "known forms are {{0,1},{2,3}}, {}, [2,4]<=[8] and mesh['data'=8] {'data'}; report the HLO "
-        "line to have a new one added"
-    )
+def _callees(instruction: hlo.Instruction) -> Iterator[str]:
+    return (callee for group in instruction.callees.values() for callee in group)

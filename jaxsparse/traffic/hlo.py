@@ -78,7 +78,7 @@ class Instruction:
     def op_name(self) -> str:
         """The JAX name stack from the metadata, or an empty string."""
         match = re.search(r'\bop_name=("(?:[^"\\]|\\.)*")', self.attributes)
-        return match[1][1:-1] if match else ""
+        return re.sub(r"\\(.)", r"\1", match[1][1:-1]) if match else ""
 
     def flag(self, name: str) -> bool:
         """Whether the attribute `name=true` is present."""
@@ -117,6 +117,45 @@ class Computation:
             shapes += parse_type(printed)
         return tuple(shapes)
 
+    def result_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
+        """The arrays that `instruction` returns, with tuples flattened.
+
+        Those of a start are what its done returns. They are not known if the done is missing.
+        """
+        end = self._end(instruction)
+        return parse_type(end.type) if end else ()
+
+    def op_names(self, instruction: Instruction) -> tuple[str, ...]:
+        """The JAX name stack of each operand of a collective.
+
+        XLA combines collectives of one kind. Each result keeps its own name where it is taken out
+        of the tuple. Without a result for each operand, all have the name of the instruction.
+        """
+        names = [instruction.op_name] * len(self.operand_shapes(instruction))
+        end = self._end(instruction)
+        if end and len(names) == len(parse_type(end.type)) > 1:
+            for user in self._users.get(end.name, ()):
+                if user.opcode == "get-tuple-element" and user.op_name:
+                    index = int(re.findall(r"\bindex=(\d+)", user.structure)[0])
+                    names[index] = user.op_name
+        return tuple(names)
+
+    def _end(self, instruction: Instruction) -> Instruction | None:
+        """The instruction that returns what `instruction` computes: itself, or its done."""
+        if not instruction.opcode.endswith("-start"):
+            return instruction
+        opcode = instruction.opcode.removesuffix("-start")
+        users = self._users.get(instruction.name, ())
+        return next((user for user in users if user.opcode == f"{opcode}-done"), None)
+
+    @functools.cached_property
+    def _users(self) -> dict[str, list[Instruction]]:
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for name in instruction.operands:
+                users.setdefault(name, []).append(instruction)
+        return users
+
 
 @dataclasses.dataclass(frozen=True)
 class Module:
@@ -127,12 +166,26 @@ class Module:
       entry: name of the entry computation.
       replicas: `replica_count` of the header, 1 if it has none.
       partitions: `num_partitions` of the header, 1 if it has none.
+      frames: file and line of each stack frame that instructions refer to by its number.
     """
 
     computations: dict[str, Computation]
     entry: str
     replicas: int
     partitions: int
+    frames: dict[str, str]
+
+    def source(self, instruction: Instruction) -> str:
+        """The innermost file and line that an instruction stems from, or an empty string.
+
+        The metadata say it, or refer to a table of stack frames before the first computation; XLA
+        versions differ in that.
+        """
+        if frame := re.search(r"\bstack_frame_id=(\d+)", instruction.structure):
+            return self.frames.get(frame[1], "")
+        file = re.search(r'\bsource_file="([^"]*)"', instruction.attributes)
+        line = re.search(r"\bsource_line=(\d+)", instruction.structure)
+        return ":".join(match[1] for match in (file, line) if match)
 
 
 def parse_type(text: str) -> tuple[Shape, ...]:
@@ -215,7 +268,35 @@ def parse(text: str) -> Module:
         key: int(found[1]) if (found := re.search(rf"\b{key}=(\d+)", headers[0])) else 1
         for key in ("replica_count", "num_partitions")
     }
-    return Module(computations, entry, sizes["replica_count"], sizes["num_partitions"])
+    return Module(
+        computations, entry, sizes["replica_count"], sizes["num_partitions"], _frames(text)
+    )
+
+
+def _frames(text: str) -> dict[str, str]:
+    """File and line by the number of the stack frame, from the tables of a module's text."""
+    tables: dict[str, dict[str, str]] = {}
+    table: dict[str, str] = {}
+    for line in text.splitlines():
+        if _HEADER.match(line):
+            break
+        if line in ("FileNames", "FileLocations", "StackFrames"):
+            table = tables[line] = {}
+        elif row := re.match(r"(\d+) (.*)", line):
+            table[row[1]] = row[2]
+        else:
+            table = {}  # of something else
+
+    def field(name: str, row: str) -> str:
+        found = re.search(rf"\b{name}=(\d+)", row)
+        return found[1] if found else ""
+
+    frames = {}
+    for number, frame in tables.get("StackFrames", {}).items():
+        location = tables.get("FileLocations", {}).get(field("file_location_id", frame), "")
+        name = tables.get("FileNames", {}).get(field("file_name_id", location), "").strip('"')
+        frames[number] = f"{name}:{field('line', location)}" if name else ""
+    return frames
 
 
 def _computation(name: str, lines: list[str]) -> Computation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 
 from jaxsparse.printing import aligned
@@ -27,6 +28,7 @@ class Collective:
       op: the HLO opcode without `-start`, for example `all-reduce`.
       name: the instruction's name in the HLO.
       shapes: its operands as XLA prints them, for example `("f32[128]", "s32[]")`.
+      results: what it returns, printed the same way.
       group_size: number of workers in its largest group. For a permutation, number of workers that
         send or receive.
       payload_bytes: bytes of the operands that one worker hands over in one execution. The maximum
@@ -34,7 +36,11 @@ class Collective:
       received_bytes: bytes that arrive at one worker in one execution, by the formulas of
         `wire_bytes`. The maximum over workers.
       count: executions in one run of the program, from the trip counts of the loops around it.
-      op_name: JAX's name stack, for example `jit(step)/shard_map/psum`. It may be empty.
+      op_name: JAX's name stack, for example `jit(step)/shard_map/psum`. It may be empty. XLA may
+        give a collective that moves an argument that argument's name, for example `w['kernel']`.
+      axes: the mesh axes along which members of one group differ, in the mesh's order. Empty for
+        groups of one, and if the mesh was not given.
+      source: file and line of the Python code that it stems from, as far as XLA kept them.
     """
 
     op: str
@@ -45,11 +51,24 @@ class Collective:
     received_bytes: float
     count: int = 1
     op_name: str = ""
+    axes: tuple[str, ...] = ()
+    results: tuple[str, ...] = ()
+    source: str = ""
 
     @property
     def dtypes(self) -> tuple[str, ...]:
         """XLA's element type of each operand."""
         return tuple(shape.partition("[")[0] for shape in self.shapes)
+
+    def __str__(self) -> str:
+        """One line for messages: what it is, over what, how large, and from where."""
+        over = f" over {', '.join(self.axes)}" if self.axes else ""
+        into = f" -> {_few(self.results)}" if self.results else ""
+        where = ", ".join(filter(None, (self.op_name or self.name, self.source)))
+        return (
+            f"{self.op}{over}: {_few(self.shapes)}{into}, {_number(self.received_bytes)} bytes "
+            f"received, from {where}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +88,7 @@ class Conditional:
     branches: tuple[WireBytes, ...]
     op_name: str = ""
 
-    @property
+    @functools.cached_property
     def dearest(self) -> int:
         """Index of the branch that receives most; then by payload, then by rounds."""
         costs = [(b.received, b.payload, b.rounds) for b in self.branches]
@@ -83,14 +102,38 @@ class WireBytes:
     If the program branches, `collectives` and the totals contain the dearest branch of every
     conditional (an upper bound that one branch reaches). `conditionals` contains all branches.
 
+    If the mesh is known, `by_axes`, `across` and `within` split the bytes by mesh axis. A
+    collective belongs to the set of axes along which members of one of its groups differ, and all
+    of its bytes count there. An all-reduce over hosts and devices together thus counts wholly
+    across hosts: the algorithm decides how much of it a link between two hosts carries, and for one
+    worker that is at most all.
+
     Attributes:
-      collectives: every collective that runs, in the compiled order.
-      conditionals: the outermost conditionals that communicate. Inner ones are in the branches of
-        outer ones.
+      parts: every collective and every outermost conditional that communicates, in the compiled
+        order. Inner conditionals are in the branches of outer ones.
+      axis_names: the axes of the mesh. Empty if the mesh is not known.
     """
 
-    collectives: tuple[Collective, ...] = ()
-    conditionals: tuple[Conditional, ...] = ()
+    parts: tuple[Collective | Conditional, ...] = ()
+    axis_names: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective that runs, with those of the dearest branches."""
+        return tuple(
+            each
+            for part in self.parts
+            for each in (
+                part.branches[part.dearest].collectives
+                if isinstance(part, Conditional)
+                else (part,)
+            )
+        )
+
+    @property
+    def conditionals(self) -> tuple[Conditional, ...]:
+        """The outermost conditionals that communicate."""
+        return tuple(part for part in self.parts if isinstance(part, Conditional))
 
     @property
     def payload(self) -> int:
@@ -117,25 +160,98 @@ class WireBytes:
         Reducers branch if they do more in some steps, so most steps take the cheapest branch.
         Received bytes decide which is cheapest and dearest.
         """
-        collectives = list(self.collectives)
-        for conditional in self.conditionals:
-            for each in conditional.branches[conditional.dearest].collectives:
-                collectives.remove(each)
-            cheapest = min(conditional.branches, key=lambda b: (b.received, b.rounds))
-            collectives += cheapest.usual.collectives
-        return WireBytes(tuple(collectives))
+        parts: list[Collective | Conditional] = []
+        for part in self.parts:
+            if isinstance(part, Conditional):
+                cheapest = min(part.branches, key=lambda b: (b.received, b.rounds))
+                parts += cheapest.usual.parts
+            else:
+                parts.append(part)
+        return dataclasses.replace(self, parts=tuple(parts))
+
+    def across(self, axis_name: str) -> WireBytes:
+        """The bytes of the collectives that cross a mesh axis, such as those between hosts.
+
+        A collective crosses an axis if two members of one of its groups differ along it. The branch
+        of a conditional that counts is the one that is dearest across this axis.
+
+        Args:
+          axis_name: an axis of the mesh.
+
+        Raises:
+          ValueError: the mesh is not known, or has no such axis.
+        """
+        check_axis(self.axis_names, axis_name)
+        return self._only(lambda c: axis_name in c.axes)
+
+    def within(self, axis_name: str) -> WireBytes:
+        """The bytes of the collectives that do not cross a mesh axis, such as those in a host.
+
+        Without conditionals, `across` and `within` add up to the whole. With them, each counts the
+        branch that is dearest for itself.
+
+        Args:
+          axis_name: an axis of the mesh.
+
+        Raises:
+          ValueError: the mesh is not known, or has no such axis.
+        """
+        check_axis(self.axis_names, axis_name)
+        return self._only(lambda c: axis_name not in c.axes)
+
+    @property
+    def by_axes(self) -> dict[tuple[str, ...], WireBytes]:
+        """The bytes by the set of axes that a collective crosses; each collective is in one set.
+
+        Raises:
+          ValueError: the mesh is not known.
+        """
+        check_axis(self.axis_names)
+        found = {c.axes for c in self._every() if c.axes}
+        order = sorted(found, key=lambda axes: [self.axis_names.index(axis) for axis in axes])
+
+        def of(axes: tuple[str, ...]) -> WireBytes:
+            return self._only(lambda c: c.axes == axes)
+
+        return {axes: of(axes) for axes in order}
+
+    def _only(self, wanted: Callable[[Collective], bool]) -> WireBytes:
+        """The collectives that are wanted, and the conditionals with one in any branch."""
+        parts: list[Collective | Conditional] = []
+        for part in self.parts:
+            if isinstance(part, Conditional):
+                branches = tuple(branch._only(wanted) for branch in part.branches)
+                if any(branch.parts for branch in branches):
+                    parts.append(dataclasses.replace(part, branches=branches))
+            elif wanted(part):
+                parts.append(part)
+        return dataclasses.replace(self, parts=tuple(parts))
+
+    def _every(self) -> Iterable[Collective]:
+        """The collectives of all branches."""
+        for part in self.parts:
+            if isinstance(part, Conditional):
+                for branch in part.branches:
+                    yield from branch._every()
+            else:
+                yield part
 
     def __str__(self) -> str:
-        head = ("collective", "count", "W", "payload B", "received B", "operands", "from")
+        head = ("collective", "axes", "count", "W", "payload B", "received B", "operands", "from")
         rows: list[tuple[str, ...]] = [head]
         for c in self.collectives:
-            operands = ", ".join(c.shapes[:3]) + (", ..." if len(c.shapes) > 3 else "")
             numbers = (c.count, c.group_size, c.count * c.payload_bytes)
             received = _number(c.count * c.received_bytes)
-            rows.append((c.op, *map(str, numbers), received, operands, c.op_name or c.name))
-        totals = (str(self.rounds), "", str(self.payload), _number(self.received))
-        rows.append(("total", *totals, "", ""))
-        lines = aligned(rows, right=range(1, 5))
+            operands, where = _few(c.shapes), c.op_name or c.name
+            rows.append((c.op, ", ".join(c.axes), *map(str, numbers), received, operands, where))
+        by_axes = self.by_axes if len(self.axis_names) > 1 else {}
+        totals = {", ".join(axes): moved for axes, moved in by_axes.items()}
+        for axes, moved in {**totals, "all" if totals else "": self}.items():
+            sums = (str(moved.rounds), "", str(moved.payload), _number(moved.received))
+            rows.append(("total", axes, *sums, "", ""))
+        if len(self.axis_names) < 2:  # there is nothing to tell apart
+            rows = [(row[0], *row[2:]) for row in rows]
+        lines = aligned(rows, right=range(len(rows[0]) - 6, len(rows[0]) - 2))
         return "\n".join([*lines, *self._conditional_lines("")])
 
     def _conditional_lines(self, indent: str) -> Iterable[str]:
@@ -151,27 +267,40 @@ class WireBytes:
                 yield from branch._conditional_lines(indent + "    ")
 
 
+def check_axis(axis_names: tuple[str, ...], axis_name: str | None = None) -> None:
+    """Raises a ValueError if there is no mesh, or if it has no axis `axis_name`."""
+    if not axis_names:
+        raise ValueError(
+            "the mesh of these bytes is not known, so they have no axes: pass "
+            "wire_bytes(..., mesh=mesh)"
+        )
+    if axis_name is not None and axis_name not in axis_names:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis of the mesh: pass one of {axis_names}"
+        )
+
+
+def _few(shapes: tuple[str, ...]) -> str:
+    return ", ".join(shapes[:3]) + (", ..." if len(shapes) > 3 else "")
+
+
 def _number(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def merged(parts: Iterable[WireBytes]) -> WireBytes:
-    """The bytes of programs that run one after the other."""
-    parts = list(parts)
-    return WireBytes(
-        tuple(c for part in parts for c in part.collectives),
-        tuple(c for part in parts for c in part.conditionals),
-    )
+def merged(parts: Iterable[WireBytes], axis_names: tuple[str, ...] = ()) -> WireBytes:
+    """The bytes of programs that run one after the other, on a mesh with these axes."""
+    return WireBytes(tuple(each for moved in parts for each in moved.parts), axis_names)
 
 
 def scaled(moved: WireBytes, times: int) -> WireBytes:
     """The bytes of a program that runs `times` times."""
-    return WireBytes(
-        tuple(dataclasses.replace(c, count=c.count * times) for c in moved.collectives),
-        tuple(
-            dataclasses.replace(
-                c, count=c.count * times, branches=tuple(scaled(b, times) for b in c.branches)
-            )
-            for c in moved.conditionals
-        ),
-    )
+    parts: list[Collective | Conditional] = []
+    for part in moved.parts:
+        count = part.count * times
+        if isinstance(part, Conditional):
+            branches = tuple(scaled(branch, times) for branch in part.branches)
+            parts.append(dataclasses.replace(part, count=count, branches=branches))
+        else:
+            parts.append(dataclasses.replace(part, count=count))
+    return dataclasses.replace(moved, parts=tuple(parts))

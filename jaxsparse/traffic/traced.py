@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxsparse import _compat
 from jaxsparse.collectives import wire
 from jaxsparse.settings import static_int
+from jaxsparse.traffic.groups import row_major
 from jaxsparse.traffic.report import (
     RECEIVED,
     Collective,
@@ -65,7 +66,8 @@ def traced_bytes(
             function names must be this one, or axes of the mesh.
 
     Returns:
-        The collectives, the conditionals and their totals, in bytes for one exchange.
+        The collectives, the conditionals and their totals, in bytes for one exchange, also by mesh
+        axis.
 
     Raises:
         ValueError: a setting is out of range, the axis is not that of the transformation, a loop
@@ -152,9 +154,7 @@ def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]
                 _traffic(branch, extents, memo) for branch in _compat.inner_programs(parameters)
             )
             if any(branch.collectives for branch in branches):
-                conditional = Conditional(name, 1, branches, _where(equation))
-                dearest = branches[conditional.dearest].collectives
-                parts.append(WireBytes(dearest, (conditional,)))
+                parts.append(WireBytes((Conditional(name, 1, branches, _where(equation)),)))
         else:
             inner = merged(
                 _traffic(each, extents, memo) for each in _compat.inner_programs(parameters)
@@ -169,7 +169,7 @@ def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]
                     "body by itself"
                 )
             parts.append(inner)
-    memo[id(program)] = merged(parts)
+    memo[id(program)] = merged(parts, tuple(extents))
     return memo[id(program)]
 
 
@@ -184,12 +184,13 @@ def _is_unknown(name: str, parameters: dict[str, Any], extents: dict[str, int]) 
 def _collective(equation: Any, extents: dict[str, int]) -> WireBytes:
     parameters, name = equation.params, equation.primitive.name
     op = _compat.OPCODES[name]
-    size = math.prod(extents[axis] for axis in _compat.axes_of(parameters))
-    if groups := parameters.get("axis_index_groups"):
-        size = max(map(len, groups))
+    along = {axis: extents[axis] for axis in _compat.axes_of(parameters)}
+    groups = parameters.get("axis_index_groups") or [range(math.prod(along.values()))]
+    size = max(map(len, groups))
     if op == "collective-permute":
-        pairs = [(source, target) for source, target in parameters["perm"] if source != target]
-        size = max(len({worker for pair in pairs for worker in pair}), 1)
+        groups = [(source, target) for source, target in parameters["perm"] if source != target]
+        size = max(len({worker for pair in groups for worker in pair}), 1)
+    crossed = row_major(along).crossed(groups)
     operands = [variable.aval for variable in equation.invars]
     if op == "ragged-all-to-all":  # input, output, offsets and sizes
         sent, landing = _nbytes(operands[0]), _nbytes(operands[1])
@@ -205,6 +206,8 @@ def _collective(equation: Any, extents: dict[str, int]) -> WireBytes:
                 payload_bytes=sent if size > 1 else 0,
                 received_bytes=landing * RECEIVED[op](size) if size > 1 else 0,
                 op_name=_where(equation),
+                axes=tuple(axis for axis in extents if axis in crossed),
+                results=tuple(_printed(variable.aval) for variable in equation.outvars),
             ),
         )
     )
