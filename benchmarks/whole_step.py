@@ -20,7 +20,7 @@ import optax
 import timing
 
 import jaxsparse
-from jaxsparse import data_parallel, local, shard
+from jaxsparse import data_parallel, shard
 from jaxsparse.systems import WITH_VARIANTS, choose
 
 # Settings that are no variant of a row.
@@ -53,7 +53,7 @@ class Step:
         """One worker's step."""
         params, opt_state = state
         loss = lambda p: sum(jnp.sum(x * x) for x in jax.tree.leaves(p)) * batch.mean()
-        updates, opt_state = self.tx.update(jax.grad(loss)(local(params)), opt_state, params)
+        updates, opt_state = self.tx.update(jax.grad(loss)(params), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     def compiled(self) -> tuple[Any, float, float]:

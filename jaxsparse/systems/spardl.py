@@ -153,7 +153,8 @@ def spardl(
         teams: number of teams of workers. More teams mean fewer rounds and more words.
             `jaxsparse.autotune` can choose it.
         gather: the way in which teams add up their blocks. "recursive" needs a power of two of
-            teams. "bruck" takes any number and adapts its messages, but not beside a `dense_axis`.
+            teams. "bruck" takes any number and adapts its messages, but not where a worker
+            has several devices.
         residuals: "global" loses nothing. "partial" and "local" lose a part, for comparison.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
             rounding in the residual.
