@@ -299,7 +299,7 @@ def low_rank(
             return Dense()
         return PowerSGD(rank, iteration, min_compression_rate, stacked=stacked, seed=seed)
 
-    setting: int | None | Stages[int | None] = rank
+    setting: int | Stages[int | None] | None = rank
     return staged(make, setting)
 
 
