@@ -10,7 +10,7 @@ other. Gradients have a slowly turning spectrum that falls as 1/i, shared by the
 of their own. The first two steps are dense, as the hook demands, and are not counted.
 
 An error is the norm of what a method delivered less the exact mean, over the norm of the exact
-mean: of single steps (their mean), and of the sums over all steps, which error feedback keeps small.
+mean: of single steps (their mean), and of the sums over all steps, which feedback keeps small.
 Times are medians; each is over the same framework's dense all-reduce, too, because DDP also copies
 gradients into its buckets. Words are those of one worker's messages.
 """

@@ -46,11 +46,20 @@ _FUSED_RANK = 16
 
 
 class PowerState(NamedTuple):
-    """The factors of the last exchange, where the next one starts. Equal on all workers."""
+    """The factors of the last mean, where the next exchange starts. Equal on all workers."""
 
     step: UInt32[Array, ""]  # number of exchanges so far
     # Left and right: float32, r vectors for each matrix, end to end; zeros at first.
     factors: tuple[Float[Array, " left"], Float[Array, " right"]]
+
+
+class _Half(NamedTuple):
+    """What half an iteration makes of one worker's vector; lists of one array a matrix."""
+
+    mean: tuple[list[Array], list[Array]]  # left and right factors of the mean
+    own: tuple[list[Array], list[Array]]  # of what this worker delivered of its own matrices
+    is_sent: list[Array]
+    whole: list[Array]  # sums of the matrices that travel whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,48 +121,48 @@ class PowerSGD(MatrixReducer, SeededReducer):
             return Dense()(x, state, axis_name=axis_name)
         state = state._replace(factors=wire.varying_as(state.factors, x, axis_name))
         if self.iteration == "full":
-            mean, residual, state = self._full(x, state, axis_name)
+            half = self._full(x, state, axis_name)
         else:
+            # Branches return factors only, so that XLA fuses the products with what reads them.
             halves = [functools.partial(self._half, axis_name=axis_name, given=i) for i in (0, 1)]
             is_even = state.step % jnp.uint32(2) == 0
-            mean, residual, state = jax.lax.cond(is_even, *halves, x, state)
-        state = state._replace(step=state.step + jnp.uint32(1))
-        return Reduced(mean, residual, None, state, info(x.size))
+            half = jax.lax.cond(is_even, *halves, x, state)
+        matrices, others = self._divided(x)
+        means = list(map(_product, *half.mean))
+        residuals = list(map(_rest, matrices, map(_product, *half.own), half.is_sent))
+        for part, (total, is_finite) in zip(others, map(finite_sums, half.whole)):
+            means.append(total / wire.axis_size(axis_name))
+            residuals.append(jnp.where(is_finite, 0, part))
+        left, right = map(_flat, half.mean)
+        state = PowerState(state.step + jnp.uint32(1), (left, right))
+        return Reduced(self._united(means), self._united(residuals), None, state, info(x.size))
 
-    def _full(
-        self, x: Array, state: PowerState, axis_name: str | None
-    ) -> tuple[Array, Array, PowerState]:
-        """Both halves of an iteration: left factors from the right ones, and these from those."""
+    def _full(self, x: Array, state: PowerState, axis_name: str | None) -> "_Half":
+        """Both halves of an iteration: left factors from the right ones, and these from those.
+
+        The residual is what the mean lacks, as published.
+        """
         matrices, _ = self._divided(x)
         own = [_project(a, basis, 1) for a, basis in zip(matrices, self._bases(x.size, state, 1))]
         totals = [_checked(total)[0] for total in _psum(own, axis_name)]
         state = state._replace(factors=(_flat(totals), state.factors[1]))
-        return self._half(x, state, axis_name=axis_name, given=0)
+        half = self._half(x, state, axis_name=axis_name, given=0)
+        return half._replace(own=half.mean)
 
-    def _half(
-        self, x: Array, state: PowerState, *, axis_name: str | None, given: Side
-    ) -> tuple[Array, Array, PowerState]:
-        """Makes the other factors from the `given` ones; the mean, the residual and the state."""
-        workers = wire.axis_size(axis_name)
+    def _half(self, x: Array, state: PowerState, *, axis_name: str | None, given: Side) -> "_Half":
+        """Makes the other factors from the `given` ones.
+
+        The residual is what this worker's own factor lacks, as in epfml's code.
+        """
         matrices, others = self._divided(x)
         bases = self._bases(x.size, state, given)
         own = [_project(a, basis, given) for a, basis in zip(matrices, bases)]
-        totals = _psum([*own, *others], axis_name)
-        sums, whole = totals[: len(own)], totals[len(own) :]
-        means, residuals, factors = [], [], []
-        for a, basis, part, (total, is_sent) in zip(matrices, bases, own, map(_checked, sums)):
-            factors.append(total / workers)
-            means.append(_product(basis, factors[-1], given))
-            # The full form keeps what the mean lacks; the alternating one what this worker's own
-            # factor lacks. Both conserve the sum.
-            kept = part if self.iteration == "alternating" else factors[-1]
-            residuals.append(_rest(a, _product(basis, kept, given), is_sent))
-        for part, (total, is_finite) in zip(others, map(finite_sums, whole)):
-            means.append(total / workers)
-            residuals.append(jnp.where(is_finite, 0, part))
-        old, new = state.factors[given], _flat(factors)
-        state = state._replace(factors=(old, new) if given == 0 else (new, old))
-        return self._united(means), self._united(residuals), state
+        sums = _psum([*own, *others], axis_name)
+        totals, is_sent = zip(*map(_checked, sums[: len(own)]))
+        means = [total / wire.axis_size(axis_name) for total in totals]
+        pair = lambda made: (bases, made) if given == 0 else (made, bases)
+        local = wire.varying(pair(own), axis_name)
+        return _Half(pair(means), local, list(is_sent), sums[len(own) :])
 
     def _ranks(self, size: int) -> list[int]:
         return list(map(self.rank_of, self.matrices_of(size)))
@@ -244,9 +253,10 @@ def _project(
     return jnp.einsum(sum_over, basis, matrices, precision=jax.lax.Precision.HIGHEST)
 
 
-def _product(basis: Array, factor: Array, given: Side) -> Float[Array, "stack rows columns"]:
-    """The matrices that a basis on the `given` side and the other factor make."""
-    left, right = (basis, factor) if given == 0 else (factor, basis)
+def _product(
+    left: Float[Array, "stack r rows"], right: Float[Array, "stack r columns"]
+) -> Float[Array, "stack rows columns"]:
+    """The matrices of two factors."""
     if left.shape[1] > _FUSED_RANK:
         return jnp.einsum("srn,srm->snm", left, right, precision=jax.lax.Precision.HIGHEST)
     outer = (left[:, i, :, None] * right[:, i, None, :] for i in range(left.shape[1]))
