@@ -48,8 +48,17 @@ class MatrixReducer(Reducer):
         return True
 
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "MatrixReducer":
-        """The same reducer for the matrices of these leaves."""
-        return dataclasses.replace(self, matrices=tuple(map(self.matrix, leaves)))
+        """The same reducer for the matrices of these leaves.
+
+        Neighbours of one shape become one stack, which a program computes at once and without a
+        copy of each.
+        """
+        matrices: list[Matrix] = []
+        for matrix in map(self.matrix, leaves):
+            if matrices and matrices[-1][1:] == matrix[1:]:
+                matrix = matrix._replace(stack=matrices.pop().stack + matrix.stack)
+            matrices.append(matrix)
+        return dataclasses.replace(self, matrices=tuple(matrices))
 
     def matrix(self, leaf: Leaf) -> Matrix:
         """A leaf (..., in, out) as rows of `out` elements, which is the layout of Flax kernels.
