@@ -182,12 +182,9 @@ class PowerSGD(MatrixReducer, SeededReducer):
 
     def _united(self, parts: Sequence[Array]) -> Array:
         """The vector of the parts that `_divided` returns, one list behind the other."""
-        size = sum(part.size for part in parts)
-        ranks = self._ranks(size)
-        matrices, others = (
-            iter(parts[: sum(map(bool, ranks))]),
-            iter(parts[sum(map(bool, ranks)) :]),
-        )
+        ranks = self._ranks(sum(part.size for part in parts))
+        count = sum(map(bool, ranks))
+        matrices, others = iter(parts[:count]), iter(parts[count:])
         return self.joined([next(matrices if rank else others) for rank in ranks])
 
     def _bases(self, size: int, state: PowerState, side: Side) -> list[Array]:
