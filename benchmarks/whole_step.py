@@ -28,6 +28,8 @@ OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
     "dense_momentum": lambda: jaxsparse.dense(momentum=0.9),
     "heavymix": lambda: jaxsparse.sketched_sgd(12.5, selection="heavymix"),
     "top_k_momentum": lambda: jaxsparse.top_k(0.01, momentum=0.9),
+    "powersgd_rank_4": lambda: jaxsparse.powersgd(4),
+    "powersgd_rank_4_full": lambda: jaxsparse.powersgd(4, iteration="full"),
     "dgc_clipped": lambda: jaxsparse.dgc(0.01, clip_norm=1.0),
 }
 NAMES = [*WITH_VARIANTS, *OTHERS]

@@ -13,6 +13,7 @@ from jaxsparse.systems.gtopk import GTOPK, GTopK as GTopK, gtopk
 from jaxsparse.systems.ms_topk import MS_TOPK, ms_topk
 from jaxsparse.systems.ok_topk import OK_TOPK, OkTopk as OkTopk, ok_topk
 from jaxsparse.systems.omni_reduce import OMNI_REDUCE, OmniReduce as OmniReduce, omni_reduce
+from jaxsparse.systems.powersgd import POWERSGD, PowerSGD as PowerSGD, powersgd
 from jaxsparse.systems.qsgd import QSGD, Quantized as Quantized, qsgd
 from jaxsparse.systems.random_k import RANDOM_K, RandomK as RandomK, random_k
 from jaxsparse.systems.row import (
@@ -60,6 +61,7 @@ SYSTEMS: dict[str, System] = {
         SPARSE_ALL_GATHER,
         QSGD,
         SIGN_SGD,
+        POWERSGD,
     )
 }
 
@@ -77,6 +79,7 @@ __all__ = [
     "ms_topk",
     "ok_topk",
     "omni_reduce",
+    "powersgd",
     "qsgd",
     "random_k",
     "s2_reducer",
