@@ -128,6 +128,7 @@ def _period(bits: int) -> tuple[int, int]:
     common = math.gcd(bits, _BITS)
     return _BITS // common, bits // common
 
+
 def _shifts(ndim: int) -> UInt32[Array, "..."]:
     shifts = jnp.arange(_BITS, dtype=jnp.uint32)[:, None]
     return jnp.expand_dims(shifts, tuple(range(ndim - 1)))

@@ -108,7 +108,9 @@ class Program:
     @property
     def shares_scales(self):
         """Whether an element's error may be relative to others of its bucket."""
-        return self.name in ("qsgd", "sign_sgd") or self.settings.get("bits") is not None
+        if self.name in ("qsgd", "sign_sgd", "chunked_top_k"):
+            return True
+        return self.settings.get("bits") is not None
 
 
 def draw_program(seed: int, number: int, name: str | None = None) -> Program:
@@ -285,11 +287,24 @@ def draw_settings(name, rng, size, workers):
     return dict(SYSTEMS[name].settings(Request(_density(rng, size), size, workers)))
 
 
+def _chunked_top_k(rng, size, workers):
+    chunk_size = int(_pick(rng, 1, 7, 64, 4096))
+    return {
+        "k": _count(rng, min(chunk_size, 40)),
+        "chunk_size": chunk_size,
+        "value_bits": int(_pick(rng, 2, 2, 4, 8, 16, 32)),
+        "quantizer": _pick(rng, "sign_magnitude", "sign_magnitude", "published"),
+        "aggregate": _pick(rng, "mean", "mean", "mean_of_senders"),
+        "clip": _pick(rng, None, None, "median"),
+    }
+
+
 SETTINGS = {  # more than what a row says: of a random generator, a size and a number of workers
     "true_top_k": lambda rng, size, workers: {"k": _count(rng, size)},
     "sketched_sgd": _sketched,
     "top_k": _top_k,
     "gtopk": _top_k,
+    "chunked_top_k": _chunked_top_k,
     "ok_topk": _ok_topk,
     "sparcml": _sparcml,
     "spardl": _spardl,
@@ -551,7 +566,8 @@ def _check_step(program, gradients, update, before, after):
         bound = 4 * (ROUNDING * of_mean + FLUSHED)
         _check_delivered(program, packed, now.momentum, bound, update)
     _check_sums(program, x, added, entering + of_mean, mean, now.residual)
-    if program.name not in ("s2_reducer", "sign_sgd"):
+    is_published = program.settings.get("quantizer") == "published"
+    if program.name not in ("s2_reducer", "sign_sgd") and not is_published:
         something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))
         assert not np.any(something & np.all(x == 0, axis=0)), "what no worker has was delivered"
     _check_counts(program, x, added, update[packed], now.residual, after.info)

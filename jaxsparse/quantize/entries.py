@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse.bits import field_words, pack_fields, unpack_fields
 from jaxsparse.magnitude import largest_magnitude, shares_of
@@ -40,9 +40,13 @@ class EntryValues(Protocol):
         """Words of 32 bits for `size` values, levels included."""
         ...
 
-    def encode(self, values: Float[Array, " n"]) -> UInt32[Array, " words"]:
-        """The words of float32 values. If a value is not finite, those that share its levels may
-        decode to values that are not finite, either."""
+    def encode(
+        self, values: Float[Array, " n"], count: Int[Array, ""] | int
+    ) -> UInt32[Array, " words"]:
+        """The words of float32 values, of which the first `count` share levels.
+
+        If a value is not finite, those that share its levels may decode to values that are not.
+        """
         ...
 
     def decode(self, words: UInt32[Array, " words"], size: int) -> Float[Array, " n"]:
@@ -65,8 +69,11 @@ class Floats:
         """One word for one or for two values."""
         return field_words(size, self.bits)
 
-    def encode(self, values: Float[Array, " n"]) -> UInt32[Array, " words"]:
+    def encode(
+        self, values: Float[Array, " n"], count: Int[Array, ""] | int
+    ) -> UInt32[Array, " words"]:
         """See `EntryValues`."""
+        del count
         if self.is_exact:
             return lax.bitcast_convert_type(values, jnp.uint32)
         return pack_fields(_to_half(values), 16)
@@ -84,7 +91,8 @@ class SignMagnitude:
 
     Two bits: magnitudes above the group's mean have one level, the others another, each the mean of
     its half. The error is at right angles to what is sent, so it is always smaller than the values,
-    and error feedback stays bounded. Zeros decode to the lower level.
+    and error feedback stays bounded. If a group has zeros, these are the lower half, so that zeros
+    stay zeros.
 
     4 and 8 bits: level 0 is zero, the others are evenly spaced in the logarithm between the least
     magnitude above zero (but at most one octave apart, and 16 octaves in all) and the largest.
@@ -106,11 +114,12 @@ class SignMagnitude:
         """The packed values, and one word a group."""
         return field_words(size, self.bits) + -(-size // _GROUP)
 
-    def encode(self, values: Float[Array, " n"]) -> UInt32[Array, " words"]:
+    def encode(
+        self, values: Float[Array, " n"], count: Int[Array, ""] | int
+    ) -> UInt32[Array, " words"]:
         """See `EntryValues`."""
         groups = in_groups(values, _GROUP)
-        # Zeros fill the last group. They must not count in its mean.
-        is_value = in_groups(jnp.ones_like(values), _GROUP) > 0
+        is_value = in_groups(lax.iota(jnp.int32, values.size) < count, _GROUP)
         magnitudes = jnp.abs(groups)
         largest = largest_magnitude(groups, axis=1)
         empty = largest < 2 * jnp.finfo(jnp.float32).tiny  # false for NaN, which must not vanish
@@ -118,6 +127,8 @@ class SignMagnitude:
         if self.bits == 2:
             share = shares_of(magnitudes, largest)  # so that no sum overflows
             is_high = share > _mean(share, is_value)[:, None]
+            has_zeros = jnp.any(is_value & (groups == 0), axis=1)[:, None]
+            is_high = jnp.where(has_zeros, groups != 0, is_high)
             low = _mean(share, is_value & ~is_high) * largest
             high = _mean(share, is_high) * largest
             code = is_high.astype(jnp.uint32)
@@ -177,19 +188,23 @@ class Published:
         """The packed values, their mean, and a word for each bin."""
         return field_words(size, self.bits) + 1 + 2**self.bits
 
-    def encode(self, values: Float[Array, " n"]) -> UInt32[Array, " words"]:
+    def encode(
+        self, values: Float[Array, " n"], count: Int[Array, ""] | int
+    ) -> UInt32[Array, " words"]:
         """See `EntryValues`."""
         bins = 2**self.bits
         largest = largest_magnitude(values)
         largest = jnp.where(largest < 2 * jnp.finfo(jnp.float32).tiny, 1, largest)
         share = shares_of(values[None], largest[None])[0]  # so that no square overflows
-        shift = jnp.mean(share)
-        centred = share - shift
-        deviation = jnp.sqrt(jnp.sum(jnp.square(centred)) / max(values.size - 1, 1))
+        is_value = lax.iota(jnp.int32, values.size) < count
+        shift = _mean(share[None], is_value[None])[0]
+        centred = jnp.where(is_value, share - shift, 0)
+        others = jnp.maximum(jnp.sum(is_value, dtype=jnp.int32) - 1, 1).astype(jnp.float32)
+        deviation = jnp.sqrt(jnp.sum(jnp.square(centred)) / others)
         width = 6 * deviation / bins
         width = jnp.where((width > 0) & jnp.isfinite(width), width, 1 / largest)
         code = jnp.clip(jnp.round(centred / width) + bins // 2, 0, bins - 1)
-        is_of = code[None] == jnp.arange(bins, dtype=jnp.float32)[:, None]
+        is_of = is_value[None] & (code[None] == jnp.arange(bins, dtype=jnp.float32)[:, None])
         means = _mean(jnp.broadcast_to(centred, is_of.shape), is_of)
         table = jnp.concatenate([shift[None], means]) * largest
         return jnp.concatenate(
@@ -214,9 +229,7 @@ def entry_values(bits: int, quantizer: ValueQuantizer) -> EntryValues:
         ValueError: bits is not 2, 4, 8, 16 or 32, or the quantiser is unknown.
     """
     if quantizer not in ("sign_magnitude", "published"):
-        raise ValueError(
-            f"quantizer={quantizer!r} is unknown: use 'sign_magnitude' or 'published'"
-        )
+        raise ValueError(f"quantizer={quantizer!r} is unknown: use 'sign_magnitude' or 'published'")
     match static_int("value_bits", bits):
         case 16 | 32 as floats:
             return Floats(floats)

@@ -166,8 +166,8 @@ def some_of_rows(
     count = 1 << (-(-width // _BITS) - 1).bit_length()
     planes = jnp.pad(mask, ((0, 0), (0, count * _BITS - width))).reshape(n, _BITS, count)
     words = planes[:, 0].astype(jnp.uint32)
-    for plane in range(1, _BITS):
-        words |= planes[:, plane].astype(jnp.uint32) << np.uint32(plane)
+    for number in range(1, _BITS):
+        words |= planes[:, number].astype(jnp.uint32) << np.uint32(number)
     block = min(count, _BITS)
     within = _sums_along(_counts(words).reshape(-1, block)).reshape(n, -1, block)
     ends = jnp.cumsum(within[:, :, -1], axis=1)
@@ -376,9 +376,7 @@ def _find_word(
     return word, rank - before
 
 
-def _find_bit(
-    word: UInt32[Array, "*slots"], rank: Int[Array, "*slots"]
-) -> Int[Array, "*slots"]:
+def _find_bit(word: UInt32[Array, "*slots"], rank: Int[Array, "*slots"]) -> Int[Array, "*slots"]:
     """The place of the rank-th set bit, counted from the lowest."""
     place = jnp.zeros_like(word)
     for step in (16, 8, 4, 2, 1):

@@ -145,7 +145,7 @@ def _by_candidates(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
     rarely more than 2 k. These candidates are brought together, and the k largest of them are found
     bit by bit.
     """
-    n, width = x.shape
+    width = x.shape[1]
     bound = _reached(_maxima(x, _MAXIMA * k) >> (_KEY_BITS - _COARSE_BITS), k, _COARSE_BITS)
     bound = bound << (_KEY_BITS - _COARSE_BITS)
     # Among zeros the first k places are enough to choose from.

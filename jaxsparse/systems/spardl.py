@@ -98,7 +98,8 @@ class SparDL(EntryReducer):
             discarded = discarded.at[rank].add(cut)
             extra = [count.astype(jnp.uint32)[None]]
 
-        message, rounded = self.codec.encode(own, size), self.codec.rounded(own.values)
+        rounded = self.codec.rounded(own, size)
+        message = self.codec.encode(own, size)
         # Workers of equal rank in all teams round the same block.
         lost = (own.values - rounded) / self.teams
         discarded = discarded.at[rank, own.indices].add(lost, mode="drop")
