@@ -13,32 +13,44 @@ from workers import few, on_workers, some
 from jaxsparse import codecs, select, traffic
 from jaxsparse.bits import field_words, pack_fields, unpack_fields
 from jaxsparse.quantize import entry_values
-from jaxsparse.stream import SparseStream, to_dense
+from jaxsparse.stream import SparseStream
 from jaxsparse.systems import ChunkedTopK, GTopK, OkTopk, SparCML, SparDL, TopK
 
 VALUES = np.float32([0.9, -1.1, 0.5, -0.6, 1.4, -0.4, 0.7, -0.8])
 
 
-def decoded(values, bits, quantizer):
+@functools.cache
+def there_and_back(bits, quantizer, size):
     way = entry_values(bits, quantizer)
-    words = way.encode(jnp.asarray(values), len(values))
-    assert words.shape == (way.words(len(values)),)
-    return np.asarray(way.decode(words, len(values)), np.float64)
+
+    def arrive(values):
+        words = way.encode(values, size)
+        assert words.shape == (way.words(size),)
+        return way.decode(words, size)
+
+    return jax.jit(arrive)
+
+
+def decoded(values, bits, quantizer):
+    arrive = there_and_back(bits, quantizer, len(values))
+    return np.asarray(arrive(np.float32(values)), np.float64)
 
 
 def test_two_indices_are_three_bytes():
     assert np.asarray(pack_fields(jnp.uint32([3000, 77]), 12)).tobytes() == b"\xb8\xdb\x04\x00"
 
 
-@pytest.mark.parametrize("bits", few(range(33), [0, 9, 12, 32]))
+@pytest.mark.parametrize("bits", few(range(33), [0, 9, 12]))
 def test_fields_of_any_bits(bits):
     rng = np.random.default_rng(bits)
-    for size in (1, 31, 64, 1001):
+    for size in (1, 1001):
         fields = rng.integers(2**bits, size=(2, size), dtype=np.uint32)
-        packed = pack_fields(jnp.asarray(fields), bits)
+        pack = jax.jit(functools.partial(pack_fields, bits=bits))
+        unpack = jax.jit(functools.partial(unpack_fields, bits=bits, size=size))
+        packed = pack(fields)
         assert packed.shape == (2, field_words(size, bits))
         assert packed.tolist() == [reference.pack(row, bits) for row in fields]
-        np.testing.assert_array_equal(unpack_fields(packed, bits, size), fields)
+        np.testing.assert_array_equal(unpack(packed), fields)
 
 
 def test_an_entry_has_fourteen_bits():
@@ -62,22 +74,22 @@ def test_sign_and_magnitude_by_hand():
     low, high = reference.half([2.99 / 5, 3.4 / 3])
     expected = [high, -high, low, -low, high, -low, low, -low]
     assert decoded(values, 2, "sign_magnitude").tolist() == expected
-    sparse = decoded(np.float32([0, 3, 0, -1]), 2, "sign_magnitude")
-    assert sparse.tolist() == [0, 2, 0, -2], "zeros stay zeros"
+    sparse = decoded([0, 3, 0, -1, 0, 0, 0, 0], 2, "sign_magnitude")
+    assert sparse.tolist() == [0, 2, 0, -2, 0, 0, 0, 0], "zeros stay zeros"
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("size", some([1, 300], [300]))
+@pytest.mark.parametrize("bits", some([2, 4, 8], [2, 8]))
 @pytest.mark.parametrize("quantizer", ["sign_magnitude", "published"])
-def test_values_equal_their_description(bits, quantizer):
+def test_values_equal_their_description(bits, quantizer, size):
     rng = np.random.default_rng(bits)
     twin = {"sign_magnitude": reference.sign_magnitude, "published": reference.published}[quantizer]
     for values in (
-        rng.normal(size=1),
-        rng.normal(size=700),
-        rng.standard_t(2, 300) * (rng.random(300) < 0.7),
-        np.zeros(5),
-        np.full(9, -2.5),
-        1e37 * rng.normal(size=20),
+        rng.normal(size=size),
+        rng.standard_t(2, size) * (rng.random(size) < 0.7),
+        np.zeros(size),
+        np.full(size, -2.5),
+        1e37 * rng.normal(size=size),
     ):
         x = values.astype(np.float32)
         np.testing.assert_allclose(
@@ -86,11 +98,11 @@ def test_values_equal_their_description(bits, quantizer):
 
 
 def test_values_that_are_not_finite_do_not_vanish():
-    for bits in (2, 4, 8, 16, 32):
-        for quantizer in ("sign_magnitude", "published"):
-            for bad in (np.nan, np.inf):
-                found = decoded(np.float32([1, bad, -2]), bits, quantizer)
-                assert not np.isfinite(found[1]), (bits, quantizer, bad)
+    for bits, quantizer in ((2, "sign_magnitude"), (8, "sign_magnitude"), (2, "published")):
+        for bad in (np.nan, np.inf):
+            values = np.ones(300)
+            values[1] = bad
+            assert not np.isfinite(decoded(values, bits, quantizer)[1]), (bits, quantizer, bad)
 
 
 @pytest.mark.parametrize(
@@ -109,15 +121,14 @@ def test_errors_of_two_bits(draw, most, published):
     error = lambda y: np.sum(np.square(y - values)) / np.sum(np.square(values))
     assert error(decoded(values, 2, "sign_magnitude")) <= most
     assert error(decoded(values, 2, "published")) == pytest.approx(published, rel=0.25)
-    assert error(decoded(values, 4, "sign_magnitude")) < error(decoded(values, 2, "sign_magnitude"))
     assert error(decoded(values, 8, "sign_magnitude")) < 1e-4
 
 
 def test_a_small_leaf_keeps_its_magnitude():
     """Levels of the whole vector would decode the small ones to hundreds of times as much."""
     rng = np.random.default_rng(0)
-    scales = np.repeat(10.0 ** rng.uniform(-4, 0, 16), 256)
-    values = (scales * (2 + rng.exponential(0.4, 4096))).astype(np.float32)
+    scales = np.repeat(10.0 ** rng.uniform(-4, 0, 64), 256)
+    values = (scales * (2 + rng.exponential(0.4, 2**14))).astype(np.float32)
     found = decoded(values, 2, "sign_magnitude")
     assert np.max(found / values) < 2
     assert np.max(decoded(values, 2, "published") / values) > 100
@@ -189,8 +200,8 @@ def random_stream(rng, capacity, size, empty=0.2):
     return SparseStream(jnp.asarray(indices), jnp.float32(values))
 
 
-@pytest.mark.parametrize("bits", some((2, 4, 8, 16, 32), (2, 32), slow=(4, 8)))
-@pytest.mark.parametrize("chunk_size", few((None, 1, 100, 4096, 2**16), (None, 100)))
+@pytest.mark.parametrize("bits", some((2, 4, 8, 16, 32), [2]))
+@pytest.mark.parametrize("chunk_size", few((None, 1, 100, 4096, 2**16), [None]))
 def test_any_stream_arrives_as_it_is_rounded(bits, chunk_size):
     """In any order, and in batches, whose rows have levels of their own."""
     codec = codecs.Chunked(chunk_size=chunk_size, value_bits=bits)
@@ -198,20 +209,25 @@ def test_any_stream_arrives_as_it_is_rounded(bits, chunk_size):
     for capacity, size in ((1, 1), (40, 50), (700, 70_001)):
         rows = [random_stream(rng, capacity, size) for _ in range(2)]
         rows = jax.tree.map(lambda *x: jnp.stack(x), *rows)
-        encode = functools.partial(codec.encode, size=size)
-        decode = functools.partial(codec.decode, capacity=capacity, size=size, dtype=jnp.float32)
-        messages = jax.jit(jax.vmap(encode))(rows)
-        assert messages.shape == (2, codec.words(capacity, size))
-        rounded = jax.jit(jax.vmap(functools.partial(codec.rounded, size=size)))(rows)
-        arrived = jax.jit(jax.vmap(decode))(messages)
+        rounded, arrived = exchanged(codec, capacity, size)(rows)
         for i in range(2):
             row, came = (jax.tree.map(lambda x, i=i: x[i], s) for s in (rows, arrived))
-            np.testing.assert_allclose(
-                to_dense(came, size), to_dense(row._replace(values=rounded[i]), size), rtol=1e-6
-            )
+            expected, found = np.zeros(size + 1), np.zeros(size + 1)
+            expected[row.indices], found[came.indices] = rounded[i], came.values
+            np.testing.assert_allclose(found[:size], expected[:size], rtol=1e-6)
             assert np.sum(np.asarray(came.indices) < size) == np.sum(np.asarray(row.indices) < size)
             if codec.is_exact:
                 np.testing.assert_array_equal(rounded[i], row.values)
+
+
+def exchanged(codec, capacity, size):
+    def one(row):
+        message = codec.encode(row, size)
+        assert message.shape == (codec.words(capacity, size),)
+        arrived = codec.decode(message, capacity, size, jnp.float32)
+        return codec.rounded(row, size), arrived
+
+    return jax.jit(jax.vmap(one))
 
 
 def test_the_chunk_with_the_shortest_messages():
@@ -234,7 +250,7 @@ REDUCERS = {
 }
 
 
-@pytest.mark.parametrize("name", some(REDUCERS, ["gtopk", "spardl"]))
+@pytest.mark.parametrize("name", some(REDUCERS, ["spardl"]))
 @pytest.mark.parametrize("workers", few([4, 6], [6]))
 def test_what_others_round_stays_in_the_residual(name, workers):
     reducer = REDUCERS[name]

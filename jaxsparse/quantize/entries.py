@@ -139,6 +139,7 @@ class SignMagnitude:
             high = _half(largest)
             lowest = jnp.maximum(high * 2.0 ** -min(steps, _OCTAVES), jnp.finfo(jnp.float32).tiny)
             low = jnp.minimum(_half(jnp.maximum(least, lowest)), high)
+            low = jnp.where(jnp.isfinite(largest), low, largest)  # so that no value vanishes
             code = _nearest(magnitudes, low, high, steps)
         low, high = (jnp.where(empty, 0, level) for level in (low, high))
         sign = (groups < 0).astype(jnp.uint32) << jnp.uint32(self.bits - 1)
@@ -160,7 +161,8 @@ class SignMagnitude:
         else:
             steps = 2 ** (self.bits - 1) - 2
             below = (steps + 1 - code.astype(jnp.float32)) / steps  # from 0 at `high` to 1 at `low`
-            magnitudes = jnp.where(code == 0, 0, high * jnp.exp2(-below * _octaves(low, high)))
+            magnitudes = high * jnp.exp2(-below * _octaves(low, high))
+            magnitudes = jnp.where((code == 0) & jnp.isfinite(high), 0, magnitudes)
         values = jnp.where(is_negative, -magnitudes, magnitudes)
         return values.reshape(-1)[:size]
 
@@ -256,7 +258,8 @@ def _nearest(
     spacing = jnp.maximum(_octaves(low, high), 2.0**-20) / steps
     level = 1 + jnp.round((jnp.log2(magnitudes) - jnp.log2(low)) / spacing)
     level = jnp.clip(level, 1, steps + 1).astype(jnp.uint32)
-    return jnp.where(magnitudes < low / 2, jnp.uint32(0), level)
+    is_small = (magnitudes == 0) | (magnitudes < low / 2)  # the latter may be flushed to zero
+    return jnp.where(is_small, jnp.uint32(0), level)
 
 
 def _half(x: Float[Array, "*n"]) -> Float[Array, "*n"]:

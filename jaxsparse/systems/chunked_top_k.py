@@ -15,6 +15,7 @@ from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.magnitude import largest_magnitude, shares_of
+from jaxsparse.platforms import count_where
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer, deliver_streams, finite_sums
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.stream import SparseStream, add_to
@@ -82,8 +83,9 @@ class ChunkedTopK(Reducer):
         reduced = deliver_streams(x, stream, result, state, workers)
         if self.aggregate == "mean":
             return reduced
-        senders = jnp.maximum(senders, 1).astype(jnp.float32)
-        return reduced._replace(mean=finite_sums(total)[0] / senders)
+        mean = finite_sums(total)[0] / jnp.maximum(senders, 1).astype(jnp.float32)
+        delivered = count_where(mean, lambda mean: mean != 0)
+        return reduced._replace(mean=mean, info=reduced.info._replace(delivered=delivered))
 
     def _combined(
         self, messages: UInt32[Array, "n words"], capacity: int, size: int
