@@ -2,14 +2,13 @@
 
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Int32
 
-from jaxsparse.select.compaction import some_of_rows
+from jaxsparse.select.compaction import compact, some_of_rows
 from jaxsparse.settings import check_k, check_vector, static_int
 from jaxsparse.stream import SparseStream
 
@@ -24,7 +23,7 @@ _MAX_ROUNDS = 16
 # So few elements are sorted in less time than it takes to compile anything else.
 _SORTED = 2**14
 # Maxima for each of k entries, and slots for the candidates that these let pass. Of random data
-# 1.15 k do. If a group has more, as among equal magnitudes, all groups are sorted.
+# 1.15 k do. A group that has more, as among equal magnitudes, is sorted.
 _MAXIMA, _ROOM = 4, 2
 # Bits of a magnitude, and those that settle which maxima let candidates pass.
 _KEY_BITS, _COARSE_BITS = 31, 16
@@ -133,17 +132,12 @@ def _by_rounds(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
     return jnp.concatenate(chosen, axis=1)
 
 
-class _Found(NamedTuple):
-    is_done: Bool[Array, ""]
-    places: Int[Array, "n k"]
-
-
 def _by_candidates(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
     """The places of `lax.top_k(abs(x), k)`, in another order, in some ten passes.
 
     A row is folded into 4 k maxima. The k-th largest of these is a bound that k elements reach, and
     rarely more than 2 k. These candidates are brought together, and the k largest of them are found
-    bit by bit.
+    bit by bit. Rows with more candidates are sorted.
     """
     width = x.shape[1]
     bound = _reached(_maxima(x, _MAXIMA * k) >> (_KEY_BITS - _COARSE_BITS), k, _COARSE_BITS)
@@ -160,13 +154,18 @@ def _by_candidates(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
     keys = jnp.where(is_there, _magnitude(values), 0)
     kept, _ = some_of_rows(_largest(keys, places, width, k), k)
 
-    # A loop, because under vmap a cond would always do both.
-    start = _Found(
-        jnp.all(counts <= _ROOM * k),
-        jnp.take_along_axis(places, kept, axis=1, mode="promise_in_bounds"),
-    )
-    again = lambda found: _Found(found.is_done | True, lax.top_k(jnp.abs(x), k)[1])
-    return lax.while_loop(lambda found: ~found.is_done, again, start).places
+    kept = jnp.take_along_axis(places, kept, axis=1, mode="promise_in_bounds")
+
+    # The rows with more candidates than room, one at a time: a branch would copy all of x.
+    crowded = counts > _ROOM * k
+    rows = compact(crowded, len(x))
+
+    def sort(turn: Array, kept: Array) -> Array:
+        row = lax.dynamic_slice_in_dim(x, rows[turn], 1)
+        largest = lax.top_k(jnp.abs(row), k)[1]
+        return lax.dynamic_update_slice_in_dim(kept, largest, rows[turn], 0)
+
+    return lax.fori_loop(0, jnp.sum(crowded, dtype=jnp.int32), sort, kept)
 
 
 def _maxima(x: Float[Array, "n width"], least: int) -> Int32[Array, "n cols"]:
