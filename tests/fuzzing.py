@@ -110,7 +110,8 @@ class Program:
         """Whether an element's error may be relative to others of its bucket."""
         if self.name in ("qsgd", "sign_sgd", "chunked_top_k"):
             return True
-        return self.settings.get("bits") is not None
+        codec = self.settings.get("codec", codecs.COO)
+        return self.settings.get("bits") is not None or not codec.is_local
 
 
 def draw_program(seed: int, number: int, name: str | None = None) -> Program:
@@ -160,7 +161,12 @@ def _density(rng, size):
 
 def _codec(rng):
     return _pick(
-        rng, codecs.COO, codecs.COO, codecs.Packed(), codecs.Packed(jnp.dtype(jnp.float16))
+        rng,
+        codecs.COO,
+        codecs.COO,
+        codecs.Packed(),
+        codecs.Packed(jnp.dtype(jnp.float16)),
+        codecs.Chunked(value_bits=16),
     )
 
 
@@ -273,9 +279,10 @@ def _qsgd(rng, size, workers):
 
 
 def _top_k(rng, size, workers):
+    together = _pick(rng, codecs.Chunked(), codecs.Chunked(value_bits=4))
     return {
         "density": _density_or_stages(rng, size),
-        "codec": _codec(rng),
+        "codec": _pick(rng, *[_codec(rng)] * 3, together),
         "selection": _selection(rng),
     }
 

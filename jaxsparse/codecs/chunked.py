@@ -147,7 +147,7 @@ class Chunked:
         if self.is_exact:
             return stream.values
         capacity = stream.capacity
-        if self.k is not None:
+        if self.k is not None or self.is_local:
             words = self._values.encode(stream.values, capacity)
             return self._values.decode(jax.lax.optimization_barrier(words), capacity)
         slots, values, chunks = self._in_order(stream, size)

@@ -157,7 +157,8 @@ def spardl(
             teams. "bruck" takes any number and adapts its messages, but not beside a `dense_axis`.
         residuals: "global" loses nothing. "partial" and "local" lose a part, for comparison.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
-            rounding in the residual.
+            rounding in the residual. `codecs.Chunked()` sends about 13 bits an entry; "bruck" needs
+            its value_bits=16 or 32.
         selection: "fast" keeps nearly the largest entries of a block, "exact" the largest.
         **options: as for all transformations.
 
