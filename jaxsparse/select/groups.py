@@ -24,7 +24,7 @@ _MAX_ROUNDS = 16
 _SORTED = 2**14
 # Maxima for each of k entries, and slots for the candidates that these let pass. Of random data
 # 1.15 k do. A group that has more, as among equal magnitudes, is sorted.
-_MAXIMA, _ROOM = 4, 2
+_MAXIMA, _ROOM = 4, 1.5
 # Bits of a magnitude, and those that settle which maxima let candidates pass.
 _KEY_BITS, _COARSE_BITS = 31, 16
 # Bits that a pass settles, by one sum for all of its trials.
@@ -136,7 +136,7 @@ def _by_candidates(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
     """The places of `lax.top_k(abs(x), k)`, in another order, in some ten passes.
 
     A row is folded into 4 k maxima. The k-th largest of these is a bound that k elements reach, and
-    rarely more than 2 k. These candidates are brought together, and the k largest of them are found
+    rarely more than 1.5 k. These candidates are brought together, and the k largest of them are found
     bit by bit. Rows with more candidates are sorted.
     """
     width = x.shape[1]
@@ -146,7 +146,8 @@ def _by_candidates(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
     place = lax.broadcasted_iota(jnp.int32, (1, width), 1)
     is_candidate = _magnitude(x) >= jnp.maximum(bound, 1)[:, None]
     is_candidate |= (bound == 0)[:, None] & (place < k)
-    places, counts = some_of_rows(is_candidate, _ROOM * k)
+    room = math.ceil(_ROOM * k)
+    places, counts = some_of_rows(is_candidate, room)
     is_there = lax.broadcasted_iota(jnp.int32, places.shape, 1) < counts[:, None]
     places = jnp.where(is_there, places, width)
     first = width * lax.broadcasted_iota(jnp.int32, places.shape, 0)
@@ -157,7 +158,7 @@ def _by_candidates(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
     kept = jnp.take_along_axis(places, kept, axis=1, mode="promise_in_bounds")
 
     # The rows with more candidates than room, one at a time: a branch would copy all of x.
-    crowded = counts > _ROOM * k
+    crowded = counts > room
     rows = compact(crowded, len(x))
 
     def sort(turn: Array, kept: Array) -> Array:
