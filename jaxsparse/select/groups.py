@@ -133,11 +133,11 @@ def _by_rounds(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
 
 
 def _by_candidates(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
-    """The places of `lax.top_k(abs(x), k)`, in another order, in some ten passes.
+    """The places of `lax.top_k(abs(x), k)`, in another order, in some nine passes.
 
     A row is folded into 4 k maxima. The k-th largest of these is a bound that k elements reach, and
-    rarely more than 1.5 k. These candidates are brought together, and the k largest of them are found
-    bit by bit. Rows with more candidates are sorted.
+    rarely more than 1.5 k. These candidates are brought together, and the k largest of them are
+    found bit by bit. Rows with more candidates are sorted.
     """
     width = x.shape[1]
     bound = _reached(_maxima(x, _MAXIMA * k) >> (_KEY_BITS - _COARSE_BITS), k, _COARSE_BITS)
