@@ -108,8 +108,10 @@ class Program:
     @property
     def shares_scales(self):
         """Whether an element's error may be relative to others of its bucket."""
-        shared = ("qsgd", "sign_sgd", "powersgd")
-        return self.name in shared or self.settings.get("bits") is not None
+        if self.name in ("qsgd", "sign_sgd", "powersgd", "chunked_top_k"):
+            return True
+        codec = self.settings.get("codec", codecs.COO)
+        return self.settings.get("bits") is not None or not codec.is_local
 
     @property
     def spread(self):
@@ -171,7 +173,12 @@ def _density(rng, size):
 
 def _codec(rng):
     return _pick(
-        rng, codecs.COO, codecs.COO, codecs.Packed(), codecs.Packed(jnp.dtype(jnp.float16))
+        rng,
+        codecs.COO,
+        codecs.COO,
+        codecs.Packed(),
+        codecs.Packed(jnp.dtype(jnp.float16)),
+        codecs.Chunked(value_bits=16),
     )
 
 
@@ -293,9 +300,10 @@ def _powersgd(rng, size, workers):
 
 
 def _top_k(rng, size, workers):
+    together = _pick(rng, codecs.Chunked(), codecs.Chunked(value_bits=4))
     return {
         "density": _density_or_stages(rng, size),
-        "codec": _codec(rng),
+        "codec": _pick(rng, *[_codec(rng)] * 3, together),
         "selection": _selection(rng),
     }
 
@@ -307,11 +315,24 @@ def draw_settings(name, rng, size, workers):
     return dict(SYSTEMS[name].settings(Request(_density(rng, size), size, workers)))
 
 
+def _chunked_top_k(rng, size, workers):
+    chunk_size = int(_pick(rng, 1, 7, 64, 4096))
+    return {
+        "k": _count(rng, min(chunk_size, 40)),
+        "chunk_size": chunk_size,
+        "value_bits": int(_pick(rng, 2, 2, 4, 8, 16, 32)),
+        "quantizer": _pick(rng, "sign_magnitude", "sign_magnitude", "published"),
+        "aggregate": _pick(rng, "mean", "mean", "mean_of_senders"),
+        "clip": _pick(rng, None, None, "median"),
+    }
+
+
 SETTINGS = {  # more than what a row says: of a random generator, a size and a number of workers
     "true_top_k": lambda rng, size, workers: {"k": _count(rng, size)},
     "sketched_sgd": _sketched,
     "top_k": _top_k,
     "gtopk": _top_k,
+    "chunked_top_k": _chunked_top_k,
     "ok_topk": _ok_topk,
     "sparcml": _sparcml,
     "spardl": _spardl,
@@ -580,7 +601,8 @@ def _check_step(program, gradients, update, before, after):
         bound = 4 * (ROUNDING * of_mean + FLUSHED)
         _check_delivered(program, packed, now.momentum, bound, update)
     _check_sums(program, x, added, entering + of_mean, mean, now.residual)
-    if program.name not in ("s2_reducer", "sign_sgd", "powersgd"):
+    is_published = program.settings.get("quantizer") == "published"
+    if program.name not in ("s2_reducer", "sign_sgd", "powersgd") and not is_published:
         something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))
         assert not np.any(something & np.all(x == 0, axis=0)), "what no worker has was delivered"
     _check_counts(program, x, added, update[packed], now.residual, after.info)

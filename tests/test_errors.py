@@ -66,7 +66,7 @@ SETTINGS = {
     ),
     "a codec's class": (
         lambda: jaxsparse.top_k(0.1, codec=jaxsparse.codecs.Packed),
-        r"codec=.*Packed.* is not a codec: use codecs.COO or codecs.Packed\(\)",
+        r"codec=.*Packed.* is not a codec: use codecs.COO, codecs.Packed\(\) or",
     ),
     "a codec's name": (lambda: jaxsparse.sparcml(codec="packed"), r"codec='packed' is not a codec"),
     "capacity": (

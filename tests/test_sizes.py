@@ -22,6 +22,7 @@ BUDGETS = {
         "rows": 3,
         "oversampling": 2,
     },
+    "chunked_top_k": lambda share, d: {"k": max(1, round(share * min(d, 4096)))},
     "sparcml": lambda share, d: {
         "k": max(1, round(share * min(d, 512))),
         "capacity_factor": None,

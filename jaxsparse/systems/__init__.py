@@ -6,6 +6,11 @@ is one file, and here its import, its row and its name.
 
 from jaxsparse import network
 from jaxsparse.settings import check_density, static_int
+from jaxsparse.systems.chunked_top_k import (
+    CHUNKED_TOP_K,
+    ChunkedTopK as ChunkedTopK,
+    chunked_top_k,
+)
 from jaxsparse.systems.dense import DENSE, Dense as Dense, dense
 from jaxsparse.systems.dgc import DGC, dgc
 from jaxsparse.systems.dragonn import DRAGONN, Dragonn as Dragonn, dragonn
@@ -52,6 +57,7 @@ SYSTEMS: dict[str, System] = {
         OK_TOPK,
         GTOPK,
         TOP_K,
+        CHUNKED_TOP_K,
         DGC,
         DRAGONN,
         MS_TOPK,
@@ -72,6 +78,7 @@ WITH_VARIANTS: dict[str, System] = {
 
 # The transformations, which `jaxsparse` exports, too.
 __all__ = [
+    "chunked_top_k",
     "dense",
     "dgc",
     "dragonn",
