@@ -270,6 +270,8 @@ def constrain(x: Any, sharding: NamedSharding) -> Any:
     mesh = sharding.mesh
     if not isinstance(x, jax.core.Tracer) and isinstance(mesh, Mesh):
         return jax.device_put(x, sharding)
-    if AxisType.Explicit in mesh.axis_types:
-        return jax.reshard(x, sharding)
+    explicit = [a for a, k in zip(mesh.axis_names, mesh.axis_types) if k == AxisType.Explicit]
+    if explicit:  # types know nothing of Auto axes
+        parts = (_one_or_all(tuple(a for a in _names(p) if a in explicit)) for p in sharding.spec)
+        return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*parts)))
     return jax.lax.with_sharding_constraint(x, sharding)

@@ -212,7 +212,7 @@ def _manually(body, mesh, axis_name, is_split, inner):
         parts = [
             tuple(a for a in ((p,) if isinstance(p, str) else p or ()) if a in inner) for p in spec
         ]
-        if yes:
+        if yes and dict(zip(mesh.axis_names, mesh.axis_types))[axis_name] == AxisType.Explicit:
             parts[0] = (axis_name, *parts[0])
         wanted = PartitionSpec(*(part or None for part in parts))
         return jax.reshard(x, NamedSharding(mesh, wanted))
