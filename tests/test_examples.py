@@ -118,6 +118,27 @@ def test_quickstart_names_the_flag_that_is_wrong_and_the_remedy(tmp_path, flags,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", few(["dense", "spardl"], ["spardl"]))
+def test_fsdp_holds_and_sends_shards(tmp_path, method):
+    printed = run("fsdp.py", "--method", method, "--hidden", 64, "--steps", 60, cwd=tmp_path)
+    number = lambda pattern: float(re.search(pattern, printed)[1].replace(",", ""))
+    assert number(r"train loss ([\d.]+)") < np.log(10) - 0.5
+    hosts, local = 2, 4
+    sharded, whole = 4 * (64 * 64 * 2 + 64 * 10), 4 * (64 + 64 + 10)
+    assert number(r"holds ([\d,]+) of") == sharded / local + whole
+    assert number(r"([\d,]+) of Adam's") == 2 * (sharded / local + whole) + 4  # and its count
+    # Gathered once, then summed: an all-reduce on CPU.
+    inside = 3 * sharded * (local - 1) / local
+    assert number(r"([\d,]+) from its own") == pytest.approx(inside, rel=0.05)
+    between = number(r"([\d,]+) bytes a step from other hosts")
+    dense_between = (sharded / local + whole) * 2 * (hosts - 1) / hosts
+    if method == "dense":
+        assert between == pytest.approx(dense_between, abs=30)  # and some flags
+    else:
+        assert between < 0.3 * dense_between
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "workers",
     # Seeds differ by about half a point, so this is said of means. After the 180 steps of README's
