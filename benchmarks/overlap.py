@@ -178,7 +178,7 @@ def make_step(args: argparse.Namespace, delay: Literal[0, 1], mesh: Mesh) -> tup
 
     def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         params, opt_state = state
-        value, grads = jax.value_and_grad(loss)(jaxsparse.local(params), x)
+        value, grads = jax.value_and_grad(loss)(params, x)
         updates, opt_state = tx.update(grads, opt_state, params)
         new = optax.apply_updates(params, updates), opt_state
         return new, jax.lax.pmean(value, "data")

@@ -56,7 +56,7 @@ def train(make: Any, args: argparse.Namespace) -> Outcome:
 
     def step(state: Any, batch: Any) -> tuple[Any, None]:
         params, opt_state = state
-        grads = jax.grad(spardl.loss_of)(jaxsparse.local(params), batch)
+        grads = jax.grad(spardl.loss_of)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), None
 

@@ -91,7 +91,7 @@ def train(method: optax.GradientTransformation, args: argparse.Namespace) -> Out
 
     def step(state: Any, batch: Any) -> tuple[Any, None]:
         params, opt_state = state
-        grads = jax.grad(loss_of)(jaxsparse.local(params), batch)
+        grads = jax.grad(loss_of)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), None
 

@@ -20,7 +20,7 @@ import optax
 import timing
 
 import jaxsparse
-from jaxsparse import data_parallel, local, shard
+from jaxsparse import data_parallel, shard
 from jaxsparse.systems import WITH_VARIANTS, choose
 
 # Settings that are no variant of a row.
@@ -28,6 +28,8 @@ OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
     "dense_momentum": lambda: jaxsparse.dense(momentum=0.9),
     "heavymix": lambda: jaxsparse.sketched_sgd(12.5, selection="heavymix"),
     "top_k_momentum": lambda: jaxsparse.top_k(0.01, momentum=0.9),
+    "powersgd_rank_4": lambda: jaxsparse.powersgd(4),
+    "powersgd_rank_4_full": lambda: jaxsparse.powersgd(4, iteration="full"),
     "dgc_clipped": lambda: jaxsparse.dgc(0.01, clip_norm=1.0),
 }
 NAMES = [*WITH_VARIANTS, *OTHERS]
@@ -53,7 +55,7 @@ class Step:
         """One worker's step."""
         params, opt_state = state
         loss = lambda p: sum(jnp.sum(x * x) for x in jax.tree.leaves(p)) * batch.mean()
-        updates, opt_state = self.tx.update(jax.grad(loss)(local(params)), opt_state, params)
+        updates, opt_state = self.tx.update(jax.grad(loss)(params), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     def compiled(self) -> tuple[Any, float, float]:

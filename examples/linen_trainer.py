@@ -46,7 +46,7 @@ def step(
     state: TrainState, batch: digits.Digits, key: jax.Array, *, accumulate: int, report: bool
 ) -> tuple[TrainState, jax.Array, Diagnostics | None]:
     """What one worker does, given its share of the batch and its own residual."""
-    params = jaxsparse.local(state.params)  # keeps gradients local until they are exchanged
+    params = state.params
     # The key is the same everywhere: without the worker's number all would drop the same units.
     key = jax.random.fold_in(jax.random.fold_in(key, state.step), jax.lax.axis_index("data"))
 

@@ -76,8 +76,7 @@ def make_step(method: Any, optimizer: Any, raise_every: int):
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
             return losses.mean() * scale, losses.mean()
 
-        params = jaxsparse.local(state.params)  # keeps gradients local until they are exchanged
-        (_, loss), grads = jax.value_and_grad(scaled_loss, has_aux=True)(params)
+        (_, loss), grads = jax.value_and_grad(scaled_loss, has_aux=True)(state.params)
         # Residuals outlive the scale of today: what is fed back is in the loss's own units.
         grads = jax.tree.map(lambda g: g / scale, grads)
         updates, exchange = method.update(grads, state.exchange)

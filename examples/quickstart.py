@@ -79,8 +79,7 @@ def train(
             logits = model(batch.images)
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
 
-        # local() keeps the gradients this worker's own until the optimizer exchanges them.
-        loss, grads = nnx.value_and_grad(loss_of)(jaxsparse.local(model))
+        loss, grads = nnx.value_and_grad(loss_of)(model)
         optimizer.update(model, grads)
         # The loss is averaged outside: the exchange is then all that the step communicates.
         return nnx.state((model, optimizer)), jaxsparse.PerWorker.wrap(loss)

@@ -1,9 +1,12 @@
-"""Packs masks and signs into words of 32 bits."""
+"""Packs masks, signs and integers of a few bits into words of 32 bits."""
+
+import functools
+import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
 
-__all__ = ["pack_bits", "unpack_bits", "words"]
+__all__ = ["field_words", "pack_bits", "pack_fields", "unpack_bits", "unpack_fields", "words"]
 
 _BITS = 32
 
@@ -47,6 +50,83 @@ def unpack_bits(packed: UInt32[Array, "*batch words"], size: int) -> Bool[Array,
     """
     planes = (packed[..., None, :] >> _shifts(packed.ndim)) & jnp.uint32(1)
     return planes.reshape(*packed.shape[:-1], -1)[..., :size] != 0
+
+
+def field_words(size: int, bits: int) -> int:
+    """The number of words that hold `size` fields of `bits` bits, end to end.
+
+    >>> field_words(64, 12)
+    24
+    """
+    return words(size * bits)
+
+
+def pack_fields(fields: UInt32[Array, "*batch n"], bits: int) -> UInt32[Array, "*batch words"]:
+    """Packs integers of a few bits end to end. The first takes the lowest bits of a word.
+
+    A field may straddle two words, so that 8 fields of 12 bits take 3 words. (Two fields of 12 bits
+    are the three bytes of SparseLoCo's packing, lowest byte first.)
+
+    Args:
+        fields: uint32, each below 2**bits, along the last axis.
+        bits: bits of a field, 0 to 32.
+
+    Returns:
+        uint32, with field_words(n, bits) along the last axis. The last word is padded with zeros.
+
+    >>> [hex(word) for word in pack_fields(jnp.uint32([3000, 77]), 12).tolist()]
+    ['0x4dbb8']
+    """
+    *batch, size = fields.shape
+    count, length = _period(bits)
+    padding = [(0, 0)] * len(batch) + [(0, -size % count)]
+    runs = jnp.pad(fields, padding).reshape(*batch, -1, count)
+    if length == 1:  # no carries: disjoint bits
+        shifts = jnp.arange(0, _BITS, bits, dtype=jnp.uint32)
+        shifted = runs << jnp.expand_dims(shifts, tuple(range(runs.ndim - 1)))
+        return jnp.sum(shifted, axis=-1, dtype=jnp.uint32)
+    made = []
+    for word in range(length):
+        parts = []
+        for field in range(count):
+            shift = field * bits - word * _BITS
+            if 0 <= shift < _BITS:
+                parts.append(runs[..., field] << jnp.uint32(shift))
+            elif -bits < shift < 0:
+                parts.append(runs[..., field] >> jnp.uint32(-shift))
+        made.append(functools.reduce(jnp.bitwise_or, parts))
+    packed = jnp.stack(made, axis=-1) if made else jnp.zeros((*runs.shape[:-1], 0), jnp.uint32)
+    return packed.reshape(*batch, -1)[..., : field_words(size, bits)]
+
+
+def unpack_fields(
+    packed: UInt32[Array, "*batch words"], bits: int, size: int
+) -> UInt32[Array, "*batch n"]:
+    """The `size` fields that `pack_fields` packed.
+
+    >>> unpack_fields(jnp.uint32([0x4DBB8]), 12, 2).tolist()
+    [3000, 77]
+    """
+    *batch, found = packed.shape
+    count, length = _period(bits)
+    if not bits:
+        return jnp.zeros_like(packed, shape=(*batch, size))
+    padding = [(0, 0)] * len(batch) + [(0, -found % length)]
+    runs = jnp.pad(packed, padding).reshape(*batch, -1, length)
+    fields = []
+    for field in range(count):
+        word, shift = divmod(field * bits, _BITS)
+        value = runs[..., word] >> jnp.uint32(shift)
+        if shift + bits > _BITS:
+            value |= runs[..., word + 1] << jnp.uint32(_BITS - shift)
+        fields.append(value & jnp.uint32(2**bits - 1))
+    return jnp.stack(fields, axis=-1).reshape(*batch, -1)[..., :size]
+
+
+def _period(bits: int) -> tuple[int, int]:
+    """The least number of fields that fill whole words, and the number of these words."""
+    common = math.gcd(bits, _BITS)
+    return _BITS // common, bits // common
 
 
 def _shifts(ndim: int) -> UInt32[Array, "..."]:

@@ -1,4 +1,4 @@
-"""The largest magnitude of an array. NaN counts as the largest."""
+"""The largest magnitude of an array, and shares of it. NaN counts as the largest."""
 
 import jax
 import jax.numpy as jnp
@@ -22,3 +22,16 @@ def largest_magnitude(x: Float[Array, "..."], axis: int | None = None) -> Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
     largest = jnp.max(bits, axis=axis, initial=jnp.uint32(0))
     return jax.lax.bitcast_convert_type(largest, jnp.float32)
+
+
+def shares_of(
+    rows: Float[Array, "groups values"], scales: Float[Array, " groups"]
+) -> Float[Array, "groups values"]:
+    """Values divided by the scale of their row, where 4 / scale is a normal number.
+
+    XLA turns a division into a product with 1 / scale, which is subnormal, so zero, from 2**126 on.
+
+    >>> shares_of(jnp.float32([[1, -2**127]]), jnp.float32([2**127])).tolist()[0][1]
+    -1.0
+    """
+    return rows * (4 / scales)[:, None] * 0.25

@@ -127,9 +127,9 @@ def rounds(reducer):
 def quantizes(reducer):
     """Whether values are rounded by arithmetic, which XLA computes differently as it fuses.
 
-    Codecs round by conversions, and sketches of integers are exact.
+    Codecs round by conversions, but for those with common levels. Sketches of integers are exact.
     """
     if getattr(reducer, "bits", None) is not None:
         return True
     codec = getattr(reducer, "codec", codecs.COO)
-    return rounds(reducer) and codec.is_exact and not has_sketch(reducer)
+    return rounds(reducer) and codec.is_local == codec.is_exact and not has_sketch(reducer)

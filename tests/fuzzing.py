@@ -108,7 +108,22 @@ class Program:
     @property
     def shares_scales(self):
         """Whether an element's error may be relative to others of its bucket."""
-        return self.name in ("qsgd", "sign_sgd") or self.settings.get("bits") is not None
+        if self.name in ("qsgd", "sign_sgd", "powersgd", "chunked_top_k"):
+            return True
+        codec = self.settings.get("codec", codecs.COO)
+        return self.settings.get("bits") is not None or not codec.is_local
+
+    @property
+    def spread(self):
+        """How much larger an element of a projection may be than those that it projects."""
+        if self.name != "powersgd":
+            return 1.0
+        sides = [n for leaf in self.leaves if leaf.shape for n in _sides(leaf.shape)]
+        return math.sqrt(max(sides, default=1))
+
+
+def _sides(shape):
+    return math.prod(shape[:-1]), shape[-1]
 
 
 def draw_program(seed: int, number: int, name: str | None = None) -> Program:
@@ -158,7 +173,12 @@ def _density(rng, size):
 
 def _codec(rng):
     return _pick(
-        rng, codecs.COO, codecs.COO, codecs.Packed(), codecs.Packed(jnp.dtype(jnp.float16))
+        rng,
+        codecs.COO,
+        codecs.COO,
+        codecs.Packed(),
+        codecs.Packed(jnp.dtype(jnp.float16)),
+        codecs.Chunked(value_bits=16),
     )
 
 
@@ -270,10 +290,20 @@ def _qsgd(rng, size, workers):
     }
 
 
+def _powersgd(rng, size, workers):
+    rank = int(_pick(rng, 1, 2, 4, 20))
+    return {
+        "rank": _pick(rng, rank, rank, rank, Stages((None, rank), (1,))),
+        "iteration": _pick(rng, "alternating", "full"),
+        "min_compression_rate": float(_pick(rng, 0.0, 1.0, 2.0)),
+    }
+
+
 def _top_k(rng, size, workers):
+    together = _pick(rng, codecs.Chunked(), codecs.Chunked(value_bits=4))
     return {
         "density": _density_or_stages(rng, size),
-        "codec": _codec(rng),
+        "codec": _pick(rng, *[_codec(rng)] * 3, together),
         "selection": _selection(rng),
     }
 
@@ -285,11 +315,24 @@ def draw_settings(name, rng, size, workers):
     return dict(SYSTEMS[name].settings(Request(_density(rng, size), size, workers)))
 
 
+def _chunked_top_k(rng, size, workers):
+    chunk_size = int(_pick(rng, 1, 7, 64, 4096))
+    return {
+        "k": _count(rng, min(chunk_size, 40)),
+        "chunk_size": chunk_size,
+        "value_bits": int(_pick(rng, 2, 2, 4, 8, 16, 32)),
+        "quantizer": _pick(rng, "sign_magnitude", "sign_magnitude", "published"),
+        "aggregate": _pick(rng, "mean", "mean", "mean_of_senders"),
+        "clip": _pick(rng, None, None, "median"),
+    }
+
+
 SETTINGS = {  # more than what a row says: of a random generator, a size and a number of workers
     "true_top_k": lambda rng, size, workers: {"k": _count(rng, size)},
     "sketched_sgd": _sketched,
     "top_k": _top_k,
     "gtopk": _top_k,
+    "chunked_top_k": _chunked_top_k,
     "ok_topk": _ok_topk,
     "sparcml": _sparcml,
     "spardl": _spardl,
@@ -305,6 +348,7 @@ SETTINGS = {  # more than what a row says: of a random generator, a size and a n
     "sparse_all_gather": lambda rng, size, workers: _blocks(rng, size, "capacity_density"),
     "qsgd": _qsgd,
     "sign_sgd": lambda rng, size, workers: {"group_size": int(_pick(rng, 1, 6, 64, 1024))},
+    "powersgd": _powersgd,
 }
 
 
@@ -497,7 +541,9 @@ def check(program: Program, data: Data, outcome) -> None:
     takes three (taken out, divided among those who keep it, added to what they kept before) of
     shares that make at most A together, and the sum that is left one. Rounding to a leaf's dtype
     takes three more. Each of these operations can also flush a number below 2**-126 to zero, on
-    each worker. Where elements share a scale, A is the sum of the workers' largest ones, twice.
+    each worker. Where elements share a scale, A is the sum of the workers' largest ones, twice; and
+    where matrices are projected, times the square root of a matrix's longer side, because a
+    projection keeps the length of a row or column but may put it all into one element.
     """
     gradients = data.gradients(program)
     updates, states = outcome(gradients)
@@ -555,7 +601,8 @@ def _check_step(program, gradients, update, before, after):
         bound = 4 * (ROUNDING * of_mean + FLUSHED)
         _check_delivered(program, packed, now.momentum, bound, update)
     _check_sums(program, x, added, entering + of_mean, mean, now.residual)
-    if program.name not in ("s2_reducer", "sign_sgd"):
+    is_published = program.settings.get("quantizer") == "published"
+    if program.name not in ("s2_reducer", "sign_sgd", "powersgd") and not is_published:
         something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))
         assert not np.any(something & np.all(x == 0, axis=0)), "what no worker has was delivered"
     _check_counts(program, x, added, update[packed], now.residual, after.info)
@@ -601,7 +648,8 @@ def _check_sums(program, x, added, entering, mean, residual):
     """What goes into an exchange comes out of it, or is kept; and nothing else does."""
     scale = (entering + np.abs(added)).sum(0)
     if program.shares_scales:
-        scale = np.full_like(scale, 2 * entering.max(axis=1, initial=0).sum())
+        largest = entering.max(axis=1, initial=0).sum()
+        scale = np.full_like(scale, 2 * program.spread * largest)
     bound = _bound(program, scale)
     if program.settings.get("density", 0) is None:
         # What leaves' dtypes round away is not fed back, as of any gradient.

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "jaxsparse"
-PARTS = ("feedback", "collectives", "select", "sketch", "platforms.py", "codecs.py", "layout.py")
+PARTS = ("feedback", "collectives", "select", "sketch", "platforms.py", "codecs", "layout.py")
 # Tests to run first, as patterns; those that are not there are left out.
 LIKELY = {
     "feedback": ("feedback", "delay", "partition", "accumulators", "contract"),
@@ -42,7 +42,7 @@ LIKELY = {
     "select": ("select", "slots", "thresholds", "gpu_forms", "stream"),
     "sketch": ("sketch", "block_sketch", "gpu_forms", "hashing"),
     "platforms.py": ("select", "thresholds", "gpu_forms"),
-    "codecs.py": ("codec*", "stream", "collectives", "union"),
+    "codecs": ("codec*", "stream", "collectives", "union"),
     "layout.py": ("layout", "partition", "feedback"),
 }
 LEFT_OUT = (".git", "__pycache__", ".*_cache", ".hypothesis", ".venv", "*.egg-info")

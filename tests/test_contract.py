@@ -26,6 +26,7 @@ from recorders import record
 from workers import MESH_SIZES, mesh, some
 
 from jaxsparse import PerWorker, data_parallel, error_feedback, local, shard
+from jaxsparse.reducers.matrices import MatrixReducer
 
 WAYS_TO_RUN = [(3, "vmap"), (3, "shard_map_unchecked"), (8, "vmap")]
 
@@ -75,7 +76,12 @@ def test_no_axis_is_one_worker(name):
         reduced = jax.jit(functools.partial(reducer, axis_name=None))(g, reducer.init(SIZE))
     assert messages == []
     mean, residual = np.asarray(reduced.mean), np.asarray(reduced.residual)
-    np.testing.assert_array_equal(mean + residual, g)
+    equal = np.testing.assert_array_equal
+    if isinstance(reducer, MatrixReducer):  # products of factors round
+        equal = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-5)
+    elif getattr(reducer, "quantizer", None) == "published":  # levels are means of values
+        equal = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    equal(mean + residual, g)
 
 
 @representatives

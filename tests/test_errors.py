@@ -7,6 +7,7 @@ import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 from misuse import (
@@ -65,7 +66,7 @@ SETTINGS = {
     ),
     "a codec's class": (
         lambda: jaxsparse.top_k(0.1, codec=jaxsparse.codecs.Packed),
-        r"codec=.*Packed.* is not a codec: use codecs.COO or codecs.Packed\(\)",
+        r"codec=.*Packed.* is not a codec: use codecs.COO, codecs.Packed\(\) or",
     ),
     "a codec's name": (lambda: jaxsparse.sparcml(codec="packed"), r"codec='packed' is not a codec"),
     "capacity": (
@@ -291,7 +292,29 @@ def differing_simulated_output():
     data_parallel(lambda x: {"loss": x.mean()}, 3, batch_argnums=0)(jnp.arange(3.0))
 
 
+def accumulated_outside():
+    with jax.numpy_dtype_promotion("standard"):  # Optax's counters need it
+        update(optax.MultiSteps(sketched(), 2))
+
+
+def optimizer_state_as_a_batch():
+    run = data_parallel(lambda params, state, batch: params, mesh(3))
+    run(PARAMS, shard(sketched().init(PARAMS), 3), jnp.ones(6))
+
+
+def several_axes_to_data_parallel():
+    data_parallel(lambda x: x, mesh(3), axis_name=("hosts", "local"))
+
+
+def unknown_way():
+    data_parallel(lambda x: x, mesh(3), via="pmap")
+
+
 USES = {
+    accumulated_outside: r"acc_grads.* differs between workers.*MultiSteps.*inside the step",
+    optimizer_state_as_a_batch: r"argument 1 is split as a batch, but .* batch_argnums=2",
+    several_axes_to_data_parallel: r"axis_name=\('hosts', 'local'\) must be the name of one mesh",
+    unknown_way: r"via='pmap' is unknown: use 'vmap', 'shard_map' or None",
     other_axis: r"axis_name='batch' is not bound here \(mesh axes in scope: \['data'\]\)",
     several_axes: r"axis_name=\('data', 'model'\) is not supported: give one axis name",
     outside_the_parallel_step: r"axis_name='data' is not bound here.*data_parallel.*axis_name=None",

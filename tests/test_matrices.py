@@ -130,5 +130,8 @@ def test_how_leaves_are_seen():
         ("['s']", (), (1, 1, 1)),
     ):
         assert reducer.matrix(Leaf(path, shape)) == Matrix(*matrix)
-    parts = reducer.cut(jnp.arange(6.0))
-    assert [part.shape for part in parts] == [(1, 1, 6)]
+    neighbours = [Leaf("['layers']['a']", (2, 3, 4)), *[Leaf("", (3, 4))] * 3, Leaf("", (4, 3))]
+    assert reducer.with_leaves(tuple(neighbours)).matrices == ((5, 3, 4), (1, 4, 3))
+    # Without leaves, as a planner times it.
+    for size, shapes in ((6, [(1, 2, 2), (1, 1, 2)]), (9, [(1, 3, 3)]), (1, [(1, 1, 1)])):
+        assert [part.shape for part in reducer.cut(jnp.arange(float(size)))] == shapes

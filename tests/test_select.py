@@ -321,6 +321,30 @@ def test_group_top_k_is_exact(size, k, group_size, data):
     np.testing.assert_array_equal(check_stream(kept, x, len(expected)), expected)
 
 
+def large_groups():
+    """By name: a vector with five groups of 4096 and a shorter one."""
+    rng = np.random.default_rng(0)
+    size = 5 * 4096 + 1100
+    normal = rng.normal(size=size)
+    sparse = np.where(rng.random(size) < 0.003, normal, 0)  # fewer than k in each group
+    yield "normal", normal
+    yield "ties", np.round(3 * normal)  # more of one magnitude than there is room for
+    yield "sparse", sparse
+    yield "one tied group", np.where(np.arange(size) // 4096 == 2, 1, normal)
+    yield "zeros", np.zeros(size)
+    yield "columns of a matrix", normal * (1 + 50 * (np.arange(size) % 256 < 9))
+
+
+def test_top_k_of_large_groups_is_exact_in_another_order():
+    for name, x in large_groups():
+        x = jnp.float32(x)
+        kept = select.group_top_k(x, 20, 4096)
+        expected = group_oracle(x, 20, 4096).reshape(6, 20)
+        found = np.asarray(kept.indices).reshape(6, 20)
+        np.testing.assert_array_equal(np.sort(found), np.sort(expected), err_msg=name)
+        np.testing.assert_array_equal(kept.values, np.asarray(x)[kept.indices])
+
+
 @pytest.mark.parametrize("seed", range(5))
 @every_dtype
 def test_group_top_k_of_any_dtype(dtype, seed):

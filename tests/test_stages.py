@@ -12,7 +12,7 @@ from workers import mesh, some
 import jaxsparse
 from jaxsparse import Stages, data_parallel, partition, shard, traffic, warm_up
 from jaxsparse.reducers.stages import Staged
-from jaxsparse.systems import OmniReduce
+from jaxsparse.systems import OkTopk, OmniReduce, RandomK
 
 
 def test_warm_up_falls_exponentially():
@@ -40,7 +40,7 @@ def test_errors_name_what_is_wrong():
         warm_up(0.01, steps=3)
     with pytest.raises(ValueError, match=r"density=0.0 must lie in \(0, 1\]"):
         jaxsparse.top_k(Stages((0.1, 0.0), (10,)))
-    different = Stages((jaxsparse.systems.TopK(0.1), jaxsparse.systems.OkTopk(0.1)), (10,))
+    different = Stages((RandomK(0.1), OkTopk(0.1)), (10,))
     with pytest.raises(ValueError, match="carry different states"):
         Staged(different).init(100)
 

@@ -7,6 +7,7 @@ import pytest
 from workers import some
 
 from jaxsparse import codecs, stream
+from jaxsparse.codecs import ranges
 from jaxsparse.stream import SparseStream
 
 NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}
@@ -111,7 +112,7 @@ def test_packed_messages(size, dtype):
         message = codec.encode(entries, size)
         assert message.shape == (codec.words(k, size),)
         assert codec.words(k, size) == k + (-(-size // 2**16) if size > 2**16 else 0)
-        rounded = codec.rounded(entries.values)
+        rounded = codec.rounded(entries, size)
         expected = np.asarray(entries.values.astype(dtype).astype(jnp.float32))
         np.testing.assert_array_equal(rounded, expected)
         arrived = codec.decode(message, k, size, jnp.float32)
@@ -121,17 +122,22 @@ def test_packed_messages(size, dtype):
         )
 
 
+def at_start(values):
+    return SparseStream(jnp.arange(values.size), values)
+
+
 def test_values_beyond_16_bits_are_clipped():
     values = jnp.float32([1e30, -1e6, 7e4, 65504.0, 1e-30])
-    assert codecs.Packed(jnp.float16).rounded(values).tolist() == [65504, -65504, 65504, 65504, 0]
+    rounded = codecs.Packed(jnp.float16).rounded(at_start(values), 5)
+    assert rounded.tolist() == [65504, -65504, 65504, 65504, 0]
     largest = jnp.float32([jnp.finfo(jnp.float32).max])
-    assert jnp.isfinite(codecs.Packed().rounded(largest)).all()
+    assert jnp.isfinite(codecs.Packed().rounded(at_start(largest), 1)).all()
 
 
 def test_the_compiler_keeps_the_rounding():
     codec = codecs.Packed()
     values = jnp.float32([1.001, 2.003])
-    assert jax.jit(codec.rounded)(values).tolist() == [1.0, 2.0]
+    assert jax.jit(lambda x: codec.rounded(at_start(x), 2))(values).tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("rows", ["sorted", "leading", "unsorted"])
@@ -148,7 +154,8 @@ def test_packed_messages_of_many_ranges_keep_the_order_or_make_it(rows):
     if rows == "unsorted":
         indices[0], values[0] = indices[0][::-1].copy(), values[0][::-1].copy()
     codec = codecs.Packed()
-    entries = SparseStream(jnp.asarray(indices), codec.rounded(jnp.asarray(values)))
+    entries = SparseStream(jnp.asarray(indices), jnp.asarray(values))
+    entries = entries._replace(values=codec.rounded(entries, size))
     messages = jax.jit(jax.vmap(lambda row: codec.encode(row, size)))(entries)
     for row, message in enumerate(messages):
         arrived = codec.decode(message, capacity, size, jnp.float32)
@@ -159,11 +166,11 @@ def test_packed_messages_of_many_ranges_keep_the_order_or_make_it(rows):
 
 @pytest.mark.parametrize("count", [300, 2**25])  # that of one sort, and of two arrays sorted
 def test_entries_come_in_the_order_of_their_ranges(count):
-    ranges = np.random.default_rng(0).integers(count, size=(2, 1000), dtype=np.int32)
-    order = np.asarray(codecs._order(jnp.asarray(ranges), count))
+    numbers = np.random.default_rng(0).integers(count, size=(2, 1000), dtype=np.int32)
+    order = np.asarray(ranges.order_of(jnp.asarray(numbers), count))
     np.testing.assert_array_equal(np.sort(order), np.tile(np.arange(1000), (2, 1)))
-    found = np.take_along_axis(ranges, order, axis=1)
-    np.testing.assert_array_equal(found, np.sort(ranges))
+    found = np.take_along_axis(numbers, order, axis=1)
+    np.testing.assert_array_equal(found, np.sort(numbers))
 
 
 def test_messages_of_zeros_hold_nothing():

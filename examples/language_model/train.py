@@ -109,8 +109,7 @@ def train(
     def step(state: Any, windows: jax.Array) -> tuple[Any, jax.Array]:
         """What one worker does, given its share of the batch."""
         lm, optimizer = nnx.merge(graphdef, state)
-        # local() keeps the gradients this worker's own until the optimizer exchanges them.
-        grads = nnx.grad(model.loss)(jaxsparse.local(lm), windows)
+        grads = nnx.grad(model.loss)(lm, windows)
         optimizer.update(lm, grads)
         return nnx.state((lm, optimizer)), optimizer.opt_state[0].info.overflow[...]
 

@@ -40,9 +40,9 @@ def all_gather_sum(
     else:
         if not distinct:  # a GPU scatters equal indices in any order, and replicas would drift
             stream = merge_duplicates(stream, size, op)
-        rounded = codec.rounded(stream.values)
         if not message_format.is_exact:
-            residual = residual.at[stream.indices].add(stream.values - rounded, mode="drop")
-        message = codec.encode(stream._replace(values=rounded), size)
+            lost = stream.values - codec.rounded(stream, size)
+            residual = residual.at[stream.indices].add(lost, mode="drop")
+        message = codec.encode(stream, size)
     messages = wire.all_gather(message, axis_name)
     return AllReduced(message_format.merge_all(messages), residual, jnp.int32(0))

@@ -43,17 +43,17 @@ def gtopk(
     residual = jnp.zeros_like(stream.values, shape=(size,))
     is_main = rank < power
 
-    def prepare(stream: SparseStream, holds: Array, holders: int) -> tuple[SparseStream, Array]:
-        """The stream as its holders send it, and the new residual."""
-        if codec.is_exact:
-            return stream, residual
-        sent = jnp.where(holds, codec.rounded(stream.values), stream.values)
-        lost = stream._replace(values=(stream.values - sent) / holders)
-        return stream._replace(values=sent), add_to(residual, lost)
-
-    def swap(pairs: list[tuple[int, int]]) -> SparseStream:
+    def swap(
+        holds: Array, holders: int, pairs: list[tuple[int, int]]
+    ) -> tuple[SparseStream, SparseStream, Array]:
+        """What arrives, the stream as its holders sent it, and the new residual."""
         message = wire.permute(codec.encode(stream, size), axis_name, pairs)
-        return codec.decode(message, k, size, stream.values.dtype)
+        arrived = codec.decode(message, k, size, stream.values.dtype)
+        if codec.is_exact:
+            return arrived, stream, residual
+        sent = jnp.where(holds, codec.rounded(stream, size), stream.values)
+        lost = stream._replace(values=(stream.values - sent) / holders)
+        return arrived, stream._replace(values=sent), add_to(residual, lost)
 
     def merge(arrived: SparseStream, takes_part: Array, holders: int) -> tuple[SparseStream, Array]:
         arrived = SparseStream(
@@ -63,18 +63,18 @@ def gtopk(
         return kept, add_to(residual, cut._replace(values=cut.values / holders))
 
     if extra:
-        stream, residual = prepare(stream, ~is_main, 1)
-        arrived = swap([(power + i, i) for i in range(extra)])
+        pairs = [(power + i, i) for i in range(extra)]
+        arrived, stream, residual = swap(~is_main, 1, pairs)
         stream, residual = merge(arrived, rank < extra, 1)
     distance = 1
     while distance < power:
-        stream, residual = prepare(stream, is_main, distance)
-        arrived = swap([(i, i ^ distance) for i in range(power)])
+        pairs = [(i, i ^ distance) for i in range(power)]
+        arrived, stream, residual = swap(is_main, distance, pairs)
         stream, residual = merge(arrived, is_main, 2 * distance)
         distance *= 2
     if extra:
-        stream, residual = prepare(stream, is_main, power)
-        arrived = swap([(i, power + i) for i in range(extra)])
+        pairs = [(i, power + i) for i in range(extra)]
+        arrived, stream, residual = swap(is_main, power, pairs)
         stream = SparseStream(*(jnp.where(is_main, a, b) for a, b in zip(stream, arrived)))
     total = wire.replicated(to_dense(stream, size), axis_name)
     return AllReduced(total, residual, jnp.int32(0))

@@ -104,7 +104,12 @@ class MessageFormat:
 
     def rounded(self, x: Num[Array, " size"]) -> Num[Array, " size"]:
         """`x` as it arrives, if all its entries fit."""
-        return x if self.is_exact else self.codec.rounded(x)
+        if self.is_exact:
+            return x
+        codecs.check_local(self.codec, "this all-reduce")
+        return self.codec.rounded(
+            SparseStream(jnp.arange(self.size, dtype=jnp.int32), x), self.size
+        )
 
     def pack(self, x: Num[Array, " size"]) -> UInt32[Array, " words"]:
         """The message."""

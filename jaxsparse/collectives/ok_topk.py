@@ -139,6 +139,7 @@ def ok_topk(
             a factor of 1 more than k entries never fit.
         top_k: picks the entries.
     """
+    codecs.check_local(codec, "ok_topk")
     workers, size = wire.axis_size(axis_name), x.size
     regions = Regions(size, workers)
     room = _room(k, regions, capacity_factor)
@@ -186,7 +187,7 @@ def ok_topk(
     is_large = (jnp.abs(sums.values) >= threshold) & (sums.values != 0)
     is_held = is_large & (number <= delivers)
     positions = jnp.where(is_held, mine * regions.length + sums.indices, regions.positions)
-    rounded = codec.rounded(sums.values)
+    rounded = codec.rounded(sums, regions.length)
     slots = jnp.where(is_held, first + number - 1, limit)
     spread = _in_slots(SparseStream(positions, rounded), slots, limit, regions.positions)
     spread = SparseStream(*(part.reshape(workers, room) for part in spread))
@@ -212,7 +213,8 @@ def ok_topk(
     # All that differs from x is where entries are: no pass over all of it.
     arrives = lambda indices: mean.at[indices].get(mode="fill", fill_value=0) != 0
     index = jnp.where(arrives(entries.indices), entries.indices, size)
-    residual = x.at[index].set(entries.values - codec.rounded(entries.values), mode="drop")
+    lost = entries.values - codec.rounded(entries, size)
+    residual = x.at[index].set(lost, mode="drop")
     sent = jnp.zeros_like(x, jnp.bool_).at[index].set(True, mode="drop")
     if not codec.is_exact:
         index = regions.elements(place, positions)

@@ -69,7 +69,8 @@ def spar_reduce_scatter(
         count = min(2 * distance, n) - distance
         leaving = (rank + distance + jnp.arange(count)) % n
         cut: SparseStream = jax.lax.map(lambda i, sums=sums: select(sums[i], k), leaving)
-        messages, rounded = jax.vmap(encode)(cut), codec.rounded(cut.values)
+        rounded = jax.vmap(functools.partial(codec.rounded, size=m))(cut)
+        messages = jax.vmap(encode)(cut)
         arrived = jax.vmap(decode)(group.shift(messages, distance))
         sums = _add(sums, leaving, cut.indices, -rounded)
         sums = _add(sums, (rank + jnp.arange(count)) % n, *arrived)
@@ -138,11 +139,11 @@ def recursive(
     discarded = jnp.zeros_like(block.values, shape=(size,))
     holders = 1
     while holders < teams.size:
-        rounded = codec.rounded(block.values)
+        rounded = codec.rounded(block, size)
         lost = block._replace(values=(block.values - rounded) / holders)
         discarded = add_to(discarded, lost)
-        block = block._replace(values=rounded)
         message = teams.exchange(codec.encode(block, size), holders)
+        block = block._replace(values=rounded)
         arrived = codec.decode(message, block.capacity, size, block.values.dtype)
         block, cut = largest(add(block, arrived, size), k)
         discarded = add_to(discarded, cut._replace(values=cut.values / (2 * holders)))
@@ -218,7 +219,8 @@ def bruck(
     h = jnp.round(state.h).astype(jnp.int32)
     sorted_block, _ = largest(block, block.capacity)
     is_sent = jnp.arange(block.capacity) < h
-    rounded = codec.rounded(sorted_block.values)
+    codecs.check_local(codec, "gather='bruck'")
+    rounded = codec.rounded(sorted_block, size)
     unsent = sorted_block.values - jnp.where(is_sent, rounded, 0)
     discarded = to_dense(sorted_block._replace(values=unsent), size)
     leaving = SparseStream(

@@ -89,7 +89,8 @@ def split(
         owner = jnp.where(stream.indices < size, stream.indices // m, workers)
         local = stream._replace(indices=stream.indices % m)
         bins, fits = into_bins(local, owner, workers, message_format.capacity, empty=m)
-        sent = jnp.where(fits, codec.rounded(stream.values), 0)
+        codecs.check_local(codec, "this all-reduce")
+        sent = jnp.where(fits, codec.rounded(stream, size), 0)
         residual = zeros
         if not message_format.is_exact or capacity_factor is not None:
             residual = zeros.at[stream.indices].add(stream.values - sent, mode="drop")

@@ -1,9 +1,15 @@
 """Quantises vectors to a few bits a value, packed into words, and back.
 
 A quantiser is a frozen dataclass of settings, `QSGD` or `Sign`. `quantize` and `dequantize` take
-either. `check_feedback` refuses settings whose error must not be fed back.
+either. `check_feedback` refuses settings whose error must not be fed back. `entry_values` packs the
+values of sparse entries, whose indices travel beside them.
 """
 
+from jaxsparse.quantize.entries import (
+    EntryValues as EntryValues,
+    ValueQuantizer as ValueQuantizer,
+    entry_values as entry_values,
+)
 from jaxsparse.quantize.packing import pack as pack, unpack as unpack
 from jaxsparse.quantize.qsgd import QSGD as QSGD
 from jaxsparse.quantize.quantizer import (
@@ -19,11 +25,14 @@ from jaxsparse.quantize.sign import Sign as Sign
 
 __all__ = [
     "QSGD",
+    "EntryValues",
     "Quantized",
     "Quantizer",
     "Sign",
+    "ValueQuantizer",
     "check_feedback",
     "dequantize",
+    "entry_values",
     "from_message",
     "pack",
     "quantize",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, UInt32
 
+from jaxsparse.bits import field_words, pack_fields
 from jaxsparse.settings import static_int
 
 __all__ = ["check_bits", "check_size", "pack", "packed_words", "unpack"]
@@ -39,9 +40,7 @@ def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
             "int32; pass levels.ravel().astype(jnp.int32)"
         )
     check_size("levels.size", levels.size)
-    fields = levels.astype(jnp.uint32) & jnp.uint32(2**bits - 1)
-    fields = jnp.pad(fields, (0, -levels.size % (_WORD // bits))).reshape(-1, _WORD // bits)
-    return jnp.sum(fields << _shifts(bits), axis=1, dtype=jnp.uint32)  # no carries: disjoint bits
+    return pack_fields(levels.astype(jnp.uint32) & jnp.uint32(2**bits - 1), bits)
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "size"))
@@ -81,7 +80,7 @@ def _shifts(bits: int) -> UInt32[Array, "1 fields"]:
 
 def packed_words(size: int, bits: int) -> int:
     """The number of words for `size` fields."""
-    return -(-size * bits // _WORD)
+    return field_words(size, bits)
 
 
 def check_bits(bits: int) -> None:

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxsparse.hashing import keyed
-from jaxsparse.magnitude import largest_magnitude
+from jaxsparse.magnitude import largest_magnitude, shares_of
 from jaxsparse.quantize.packing import check_bits, pack, packed_words, unpack
 from jaxsparse.quantize.quantizer import Quantized, check_group_size, in_groups
 
@@ -150,9 +150,9 @@ class QSGD:
             # Values are scaled to at most 1 first, so that squares neither overflow nor underflow.
             # A norm beyond float32 is clipped: each scale that no value exceeds is unbiased, and a
             # smaller scale has less error.
-            norms = jnp.sqrt(jnp.sum(jnp.square(_shares(groups, largest)), axis=1))
+            norms = jnp.sqrt(jnp.sum(jnp.square(shares_of(groups, largest)), axis=1))
             scales = jnp.minimum(largest * norms, limits.max)
-        position = jnp.abs(_shares(groups, scales)) * self.levels
+        position = jnp.abs(shares_of(groups, scales)) * self.levels
         position = position.reshape(-1)[: x.size]
         if key is None:
             level = jnp.round(position)
@@ -173,13 +173,3 @@ class QSGD:
         # Shares are at most 1, so the product does not overflow.
         shares = in_groups(levels / self.levels, self.group_size)
         return (shares * quantized.scales[:, None]).reshape(-1)[:size]
-
-
-def _shares(
-    groups: Float[Array, "groups values"], scales: Float[Array, " groups"]
-) -> Float[Array, "groups values"]:
-    """Values divided by their scale. 4 / scale is a normal number for all scales of `quantize`.
-
-    XLA turns a division into a product with 1 / scale, which is subnormal, so zero, from 2**126 on.
-    """
-    return groups * (4 / scales)[:, None] * 0.25

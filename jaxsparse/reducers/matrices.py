@@ -35,7 +35,8 @@ class MatrixReducer(Reducer):
         stacked: a regular expression. A leaf whose key path contains it is a stack of matrices
             along its first axis, one for each layer of a scanned model.
         matrices: the matrices of each leaf of the bucket, in order. Error feedback sets them,
-            because it knows the layout. None: the vector is one row.
+            because it knows the layout. None: the largest square matrix that the vector has
+            elements for, and a row of those behind it.
     """
 
     stacked: str | None = dataclasses.field(default=None, kw_only=True)
@@ -47,8 +48,17 @@ class MatrixReducer(Reducer):
         return True
 
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "MatrixReducer":
-        """The same reducer for the matrices of these leaves."""
-        return dataclasses.replace(self, matrices=tuple(map(self.matrix, leaves)))
+        """The same reducer for the matrices of these leaves.
+
+        Neighbours of one shape become one stack, which a program computes at once and without a
+        copy of each.
+        """
+        matrices: list[Matrix] = []
+        for matrix in map(self.matrix, leaves):
+            if matrices and matrices[-1][1:] == matrix[1:]:
+                matrix = matrix._replace(stack=matrices.pop().stack + matrix.stack)
+            matrices.append(matrix)
+        return dataclasses.replace(self, matrices=tuple(matrices))
 
     def matrix(self, leaf: Leaf) -> Matrix:
         """A leaf (..., in, out) as rows of `out` elements, which is the layout of Flax kernels.
@@ -61,9 +71,17 @@ class MatrixReducer(Reducer):
         columns = shape[-1] if shape else 1
         return Matrix(stack, math.prod(shape[:-1]), columns)
 
+    def matrices_of(self, size: int) -> tuple[Matrix, ...]:
+        """The matrices of a vector of `size` elements."""
+        if self.matrices is not None:
+            return self.matrices
+        side = math.isqrt(size)
+        square, rest = Matrix(1, side, side), Matrix(1, 1, size - side**2)
+        return (square, rest) if rest.size else (square,)
+
     def cut(self, x: Float[Array, " d"]) -> list[Float[Array, "stack rows columns"]]:
         """The matrices of each leaf."""
-        matrices = (Matrix(1, 1, x.size),) if self.matrices is None else self.matrices
+        matrices = self.matrices_of(x.size)
         ends = itertools.accumulate(matrix.size for matrix in matrices)
         return [
             jax.lax.slice(x, (end - matrix.size,), (end,)).reshape(matrix)

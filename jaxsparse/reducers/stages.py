@@ -102,7 +102,8 @@ class Staged(Reducer):
     Skipped steps do not count.
 
     Attributes:
-        stages: the reducers. Their states must have equal shapes and dtypes.
+        stages: the reducers. Their states must have equal shapes and dtypes. A stage without state,
+            such as dense, leaves that of the others as it is.
     """
 
     stages: Stages[Reducer]
@@ -148,8 +149,9 @@ class Staged(Reducer):
         return tuple(Staged(Stages(bucket, self.stages.boundaries)) for bucket in buckets)
 
     def init(self, size: int) -> StagedState:
-        """The first stage's state, and a counter."""
+        """The state of the first stage that has one, and a counter."""
         states = [reducer.init(size) for reducer in self.stages.values]
+        states = [state for state in states if jax.tree.leaves(state)] or states
         kinds = {str(jax.tree.map(jax.typeof, state)) for state in states}
         if len(kinds) > 1:
             raise ValueError(

@@ -142,6 +142,43 @@ def first_of_ranges(
     return compact_ranked(x, mask, len(bounds), capacity, enough=enough)
 
 
+def some_of_rows(
+    mask: Bool[Array, "n width"], capacity: int
+) -> tuple[Int[Array, "n capacity"], Int[Array, " n"]]:
+    """Positions of True elements of each row, in no order, and how many there are.
+
+    Bits stay where packing leaves them: their order would cost as much as the rest.
+
+    Args:
+        mask: n * width < 2**31.
+        capacity: slots for each row.
+
+    Returns:
+        int32, positions within a row; slots without an element hold any number. int32, how many
+        elements of each row are True, which may be more than the slots.
+
+    >>> places, counts = some_of_rows(jnp.array([[False, True, True], [True, False, False]]), 2)
+    >>> places[0].tolist(), counts.tolist()
+    ([1, 2], [2, 1])
+    """
+    n, width = mask.shape
+    # A power of two of words, for the search.
+    count = 1 << (-(-width // _BITS) - 1).bit_length()
+    planes = jnp.pad(mask, ((0, 0), (0, count * _BITS - width))).reshape(n, _BITS, count)
+    words = planes[:, 0].astype(jnp.uint32)
+    for number in range(1, _BITS):
+        words |= planes[:, number].astype(jnp.uint32) << np.uint32(number)
+    block = min(count, _BITS)
+    within = _sums_along(_counts(words).reshape(-1, block)).reshape(n, -1, block)
+    ends = jnp.cumsum(within[:, :, -1], axis=1)
+    within += jnp.pad(ends[:, :-1], ((0, 0), (1, 0)))[:, :, None]
+    slot = lax.broadcasted_iota(jnp.int32, (n, capacity), 1)
+    first = count * lax.broadcasted_iota(jnp.int32, (n, capacity), 0)
+    word, rank = _find_word(within.ravel(), first, slot, count)
+    plane = _find_bit(_at(words.ravel(), word), rank)
+    return plane * count + word - first, ends[:, -1]
+
+
 class _Found(NamedTuple):
     """What tells the positions of the elements that have a rank."""
 
@@ -322,18 +359,24 @@ def _blocks_by_search(
 
 
 def _find_word(
-    within: Int[Array, " words"], first: Int[Array, " k"], rank: Int[Array, " k"]
-) -> tuple[Int[Array, " k"], Int[Array, " k"]]:
-    """The words that hold the rank-th elements of blocks, and their ranks in these words."""
+    within: Int[Array, " words"],
+    first: Int[Array, "*slots"],
+    rank: Int[Array, "*slots"],
+    words: int = _BITS,
+) -> tuple[Int[Array, "*slots"], Int[Array, "*slots"]]:
+    """The words that hold the rank-th elements of blocks, and their ranks in these words.
+
+    A block has a power of two of `words`, the first of which is given.
+    """
     word, before = first, jnp.zeros_like(rank)
-    for step in (16, 8, 4, 2, 1):
+    for step in (words >> i for i in range(1, words.bit_length())):
         count = _at(within, word + (step - 1))
         right = count <= rank
         word, before = jnp.where(right, word + step, word), jnp.where(right, count, before)
     return word, rank - before
 
 
-def _find_bit(word: UInt32[Array, " k"], rank: Int[Array, " k"]) -> Int[Array, " k"]:
+def _find_bit(word: UInt32[Array, "*slots"], rank: Int[Array, "*slots"]) -> Int[Array, "*slots"]:
     """The place of the rank-th set bit, counted from the lowest."""
     place = jnp.zeros_like(word)
     for step in (16, 8, 4, 2, 1):
@@ -345,6 +388,6 @@ def _find_bit(word: UInt32[Array, " k"], rank: Int[Array, " k"]) -> Int[Array, "
     return place.astype(jnp.int32)
 
 
-def _at(x: Shaped[Array, " n"], indices: Int[Array, " k"]) -> Shaped[Array, " k"]:
+def _at(x: Shaped[Array, " n"], indices: Int[Array, "*slots"]) -> Shaped[Array, "*slots"]:
     """x[indices], of indices in bounds: the checks would take as long as the rest."""
     return x.at[indices].get(mode="promise_in_bounds")

@@ -6,6 +6,11 @@ is one file, and here its import, its row and its name.
 
 from jaxsparse import network
 from jaxsparse.settings import check_density, static_int
+from jaxsparse.systems.chunked_top_k import (
+    CHUNKED_TOP_K,
+    ChunkedTopK as ChunkedTopK,
+    chunked_top_k,
+)
 from jaxsparse.systems.dense import DENSE, Dense as Dense, dense
 from jaxsparse.systems.dgc import DGC, dgc
 from jaxsparse.systems.dragonn import DRAGONN, Dragonn as Dragonn, dragonn
@@ -13,6 +18,7 @@ from jaxsparse.systems.gtopk import GTOPK, GTopK as GTopK, gtopk
 from jaxsparse.systems.ms_topk import MS_TOPK, ms_topk
 from jaxsparse.systems.ok_topk import OK_TOPK, OkTopk as OkTopk, ok_topk
 from jaxsparse.systems.omni_reduce import OMNI_REDUCE, OmniReduce as OmniReduce, omni_reduce
+from jaxsparse.systems.powersgd import POWERSGD, PowerSGD as PowerSGD, powersgd
 from jaxsparse.systems.qsgd import QSGD, Quantized as Quantized, qsgd
 from jaxsparse.systems.random_k import RANDOM_K, RandomK as RandomK, random_k
 from jaxsparse.systems.row import (
@@ -51,6 +57,7 @@ SYSTEMS: dict[str, System] = {
         OK_TOPK,
         GTOPK,
         TOP_K,
+        CHUNKED_TOP_K,
         DGC,
         DRAGONN,
         MS_TOPK,
@@ -60,6 +67,7 @@ SYSTEMS: dict[str, System] = {
         SPARSE_ALL_GATHER,
         QSGD,
         SIGN_SGD,
+        POWERSGD,
     )
 }
 
@@ -70,6 +78,7 @@ WITH_VARIANTS: dict[str, System] = {
 
 # The transformations, which `jaxsparse` exports, too.
 __all__ = [
+    "chunked_top_k",
     "dense",
     "dgc",
     "dragonn",
@@ -77,6 +86,7 @@ __all__ = [
     "ms_topk",
     "ok_topk",
     "omni_reduce",
+    "powersgd",
     "qsgd",
     "random_k",
     "s2_reducer",

@@ -81,7 +81,7 @@ def gtopk(
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
         residuals: "global" keeps all that is not delivered; "published" is the paper's rule, which
             loses a part of it.
-        codec: wire format of the messages.
+        codec: wire format of the messages, see `top_k`.
         selection: "fast" or "exact" top-k of each worker's own vector.
         **options: as for all transformations.
 

@@ -269,7 +269,9 @@ def sparcml(
             without room stay in the residual and are counted. None makes room for all.
         union_factor: room for the sums of one owner in "split_allgather". None makes room for all.
         link: the network for the choice of "auto". None: `jaxsparse.planner.Link()`.
-        codec: wire format of sparse messages.
+        codec: wire format of sparse messages. `codecs.Chunked(k, group_size, bits)` has 9-bit
+            indices for groups of 512, with algorithm="all_gather"; `Chunked(value_bits=16)` or 32
+            goes with all.
         seed: seed of stochastic rounding.
         **options: as for all transformations.
 

@@ -98,7 +98,8 @@ class SparDL(EntryReducer):
             discarded = discarded.at[rank].add(cut)
             extra = [count.astype(jnp.uint32)[None]]
 
-        message, rounded = self.codec.encode(own, size), self.codec.rounded(own.values)
+        rounded = self.codec.rounded(own, size)
+        message = self.codec.encode(own, size)
         # Workers of equal rank in all teams round the same block.
         lost = (own.values - rounded) / self.teams
         discarded = discarded.at[rank, own.indices].add(lost, mode="drop")
@@ -153,10 +154,12 @@ def spardl(
         teams: number of teams of workers. More teams mean fewer rounds and more words.
             `jaxsparse.autotune` can choose it.
         gather: the way in which teams add up their blocks. "recursive" needs a power of two of
-            teams. "bruck" takes any number and adapts its messages, but not beside a `dense_axis`.
+            teams. "bruck" takes any number and adapts its messages, but not where a worker
+            has several devices.
         residuals: "global" loses nothing. "partial" and "local" lose a part, for comparison.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
-            rounding in the residual.
+            rounding in the residual. `codecs.Chunked()` sends about 13 bits an entry; "bruck" needs
+            its value_bits=16 or 32.
         selection: "fast" keeps nearly the largest entries of a block, "exact" the largest.
         **options: as for all transformations.
 

@@ -16,9 +16,7 @@ def check_replicas(tree: Any) -> None:
     apart: a sum may have different orders on different devices, or hardware may err. Call it after
     a step while debugging, or now and then in long runs. It copies every replica to the host.
 
-    It does not compare arrays that are marked as different between workers, though with two levels
-    hosts keep equal copies of some of them. It does not compare arrays that each process made for
-    itself.
+    It does not compare arrays that each process made for itself.
 
     Args:
         tree: arrays as the trainer sees them, such as a `TrainState`. All processes must call it

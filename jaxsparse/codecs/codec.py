@@ -1,0 +1,120 @@
+"""The interface of codecs, and the papers' coordinate format."""
+
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Num, UInt32
+
+from jaxsparse.stream import SparseStream
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Turns streams of `capacity` slots over vectors of `size` elements into messages."""
+
+    def check(self, dtype: DTypeLike) -> None:
+        """Raises ValueError unless values of `dtype` can be sent."""
+        ...
+
+    def words(self, capacity: int, size: int) -> int:
+        """The number of uint32 words of a message."""
+        ...
+
+    def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
+        """The message."""
+        ...
+
+    def decode(
+        self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
+    ) -> SparseStream:
+        """The stream of a message, with `rounded` values, possibly in another order."""
+        ...
+
+    def rounded(self, stream: SparseStream, size: int) -> Num[Array, " capacity"]:
+        """The values that receivers of `encode(stream)` see, in the stream's order and dtype."""
+        ...
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `rounded` is the identity."""
+        ...
+
+    @property
+    def is_local(self) -> bool:
+        """Whether `rounded` depends on nothing but an entry's own value."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Coo:
+    """The papers' coordinate format: a 32-bit index and a 32-bit value, 8 bytes an entry."""
+
+    is_exact = True
+    is_local = True
+
+    def check(self, dtype: DTypeLike) -> None:
+        """Raises ValueError unless the dtype has 4 bytes."""
+        if jnp.dtype(dtype).itemsize != 4:
+            raise ValueError(
+                f"values have dtype {jnp.dtype(dtype)}: Coo sends dtypes of 4 bytes (float32, "
+                "int32, uint32); convert them first"
+            )
+
+    def words(self, capacity: int, size: int) -> int:
+        """Two words a slot."""
+        del size
+        return 2 * capacity
+
+    def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
+        """Indices, then values of any dtype of 4 bytes."""
+        del size
+        self.check(stream.values.dtype)
+        return jnp.concatenate([bits(stream.indices), bits(stream.values)])
+
+    def decode(
+        self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
+    ) -> SparseStream:
+        """The stream, in the same order."""
+        del size
+        return SparseStream(
+            jax.lax.bitcast_convert_type(message[:capacity], jnp.int32),
+            jax.lax.bitcast_convert_type(message[capacity:], dtype),
+        )
+
+    def rounded(self, stream: SparseStream, size: int) -> Num[Array, " capacity"]:
+        """The values themselves."""
+        del size
+        return stream.values
+
+
+COO: Coo = Coo()
+
+
+def check_codec(codec: Codec) -> None:
+    """Raises ValueError unless `codec` is a codec."""
+    if isinstance(codec, type) or not isinstance(codec, Codec):
+        raise ValueError(
+            f"codec={codec!r} is not a codec: use codecs.COO, codecs.Packed() or codecs.Chunked()"
+        )
+
+
+def check_local(codec: Codec, user: str) -> None:
+    """Raises ValueError if the codec rounds entries together, and `user` regroups rounded ones."""
+    if not codec.is_local:
+        raise ValueError(
+            f"codec={codec} rounds the entries of a message together, but {user} sends rounded "
+            "entries on in other messages: use Chunked(value_bits=16) or 32, codecs.Packed() or "
+            "codecs.COO"
+        )
+
+
+def bits(x: Num[Array, " n"]) -> UInt32[Array, " n"]:
+    """An array of a 4-byte dtype as words."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def from_bits(words: UInt32[Array, " n"], dtype: DTypeLike) -> Num[Array, " n"]:
+    """The inverse of `bits`."""
+    return jax.lax.bitcast_convert_type(words, dtype)

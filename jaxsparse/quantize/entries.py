@@ -1,0 +1,278 @@
+"""Values of sparse entries in 2 to 32 bits, for messages whose indices travel beside them.
+
+A value never becomes a level of its own: entries share a few levels, which travel with them. Each
+class packs a vector of float32 values into words, and the receivers decode the same words.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxsparse.bits import field_words, pack_fields, unpack_fields
+from jaxsparse.magnitude import largest_magnitude, shares_of
+from jaxsparse.quantize.quantizer import in_groups
+from jaxsparse.settings import static_int
+
+__all__ = ["EntryValues", "Floats", "Published", "SignMagnitude", "ValueQuantizer", "entry_values"]
+
+ValueQuantizer = Literal["sign_magnitude", "published"]
+
+# Consecutive entries that share two levels: the entries of 4 chunks of 64. See `SignMagnitude`.
+_GROUP = 256
+# The widest that the levels of 4 and 8 bits are apart: 1 octave, and 16 octaves in all.
+_OCTAVES = 16
+_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
+
+
+class EntryValues(Protocol):
+    """A way to send values of entries."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all values arrive as they are."""
+        ...
+
+    def words(self, size: int) -> int:
+        """Words of 32 bits for `size` values, levels included."""
+        ...
+
+    def encode(
+        self, values: Float[Array, " n"], count: Int[Array, ""] | int
+    ) -> UInt32[Array, " words"]:
+        """The words of float32 values, of which the first `count` share levels.
+
+        If a value is not finite, those that share its levels may decode to values that are not.
+        """
+        ...
+
+    def decode(self, words: UInt32[Array, " words"], size: int) -> Float[Array, " n"]:
+        """The values as all workers receive them, float32."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Floats:
+    """float32 values, or the same rounded to bfloat16, and clipped to its range if finite."""
+
+    bits: Literal[16, 32]
+
+    @property
+    def is_exact(self) -> bool:
+        """With 32 bits."""
+        return self.bits == 32
+
+    def words(self, size: int) -> int:
+        """One word for one or for two values."""
+        return field_words(size, self.bits)
+
+    def encode(
+        self, values: Float[Array, " n"], count: Int[Array, ""] | int
+    ) -> UInt32[Array, " words"]:
+        """See `EntryValues`."""
+        del count
+        if self.is_exact:
+            return lax.bitcast_convert_type(values, jnp.uint32)
+        return pack_fields(_to_half(values), 16)
+
+    def decode(self, words: UInt32[Array, " words"], size: int) -> Float[Array, " n"]:
+        """See `EntryValues`."""
+        if self.is_exact:
+            return lax.bitcast_convert_type(words, jnp.float32)
+        return _from_half(unpack_fields(words, 16, size))
+
+
+@dataclasses.dataclass(frozen=True)
+class SignMagnitude:
+    """A sign, and a magnitude that is one of 2, 8 or 128 levels of the entry's group.
+
+    Two bits: magnitudes above the group's mean have one level, the others another, each the mean of
+    its half. The error is at right angles to what is sent, so it is always smaller than the values,
+    and error feedback stays bounded. If a group has zeros, these are the lower half, so that zeros
+    stay zeros.
+
+    4 and 8 bits: level 0 is zero, the others are evenly spaced in the logarithm between the least
+    magnitude above zero (but at most one octave apart, and 16 octaves in all) and the largest.
+
+    The two levels of a group, low and high, travel as two bfloat16 in one word: an eighth of a bit
+    an entry. They are a group's, not the whole vector's, because one vector holds leaves of
+    unlike magnitudes: with common levels, the entries of a small leaf decode to those of a large
+    one.
+
+    Attributes:
+        bits: bits of a value, 2, 4 or 8.
+    """
+
+    bits: Literal[2, 4, 8]
+
+    is_exact: ClassVar[bool] = False
+
+    def words(self, size: int) -> int:
+        """The packed values, and one word a group."""
+        return field_words(size, self.bits) + -(-size // _GROUP)
+
+    def encode(
+        self, values: Float[Array, " n"], count: Int[Array, ""] | int
+    ) -> UInt32[Array, " words"]:
+        """See `EntryValues`."""
+        groups = in_groups(values, _GROUP)
+        is_value = in_groups(lax.iota(jnp.int32, values.size) < count, _GROUP)
+        magnitudes = jnp.abs(groups)
+        largest = largest_magnitude(groups, axis=1)
+        empty = largest < 2 * jnp.finfo(jnp.float32).tiny  # false for NaN, which must not vanish
+        largest = jnp.where(empty, 1, largest)
+        if self.bits == 2:
+            share = shares_of(magnitudes, largest)  # so that no sum overflows
+            is_high = share > _mean(share, is_value)[:, None]
+            has_zeros = jnp.any(is_value & (groups == 0), axis=1)[:, None]
+            is_high = jnp.where(has_zeros, groups != 0, is_high)
+            low = _mean(share, is_value & ~is_high) * largest
+            high = _mean(share, is_high) * largest
+            code = is_high.astype(jnp.uint32)
+        else:
+            steps = 2 ** (self.bits - 1) - 2
+            least = jnp.where(groups != 0, magnitudes, largest[:, None])
+            least = jnp.min(least, axis=1)
+            high = _half(largest)
+            lowest = jnp.maximum(high * 2.0 ** -min(steps, _OCTAVES), jnp.finfo(jnp.float32).tiny)
+            low = jnp.minimum(_half(jnp.maximum(least, lowest)), high)
+            low = jnp.where(jnp.isfinite(largest), low, largest)  # so that no value vanishes
+            code = _nearest(magnitudes, low, high, steps)
+        low, high = (jnp.where(empty, 0, level) for level in (low, high))
+        sign = (groups < 0).astype(jnp.uint32) << jnp.uint32(self.bits - 1)
+        codes = (code | sign).reshape(-1)[: values.size]
+        levels = _to_half(low) | (_to_half(high) << jnp.uint32(16))
+        return jnp.concatenate([pack_fields(codes, self.bits), levels])
+
+    def decode(self, words: UInt32[Array, " words"], size: int) -> Float[Array, " n"]:
+        """See `EntryValues`."""
+        packed = field_words(size, self.bits)
+        low, high = (_from_half(words[packed:] >> jnp.uint32(shift)) for shift in (0, 16))
+        low, high = low[:, None], high[:, None]
+        codes = unpack_fields(words[:packed], self.bits, size)
+        codes = in_groups(codes, _GROUP)
+        is_negative = codes >> jnp.uint32(self.bits - 1) == 1
+        code = codes & jnp.uint32(2 ** (self.bits - 1) - 1)
+        if self.bits == 2:
+            magnitudes = jnp.where(code == 1, high, low)
+        else:
+            steps = 2 ** (self.bits - 1) - 2
+            below = (steps + 1 - code.astype(jnp.float32)) / steps  # from 0 at `high` to 1 at `low`
+            magnitudes = high * jnp.exp2(-below * _octaves(low, high))
+            magnitudes = jnp.where((code == 0) & jnp.isfinite(high), 0, magnitudes)
+        values = jnp.where(is_negative, -magnitudes, magnitudes)
+        return values.reshape(-1)[:size]
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """The quantiser of SparseLoCo's published code, for parity. All values share its levels.
+
+    With n = 2**bits bins: values are centred at their mean, cut at multiples of 6/n of their
+    standard deviation, and each bin decodes to the mean of its values. With 2 bits and the largest
+    entries of a vector, two bins stay empty: it is one bit, sent as two.
+
+    The mean and the n bins' means travel as float32. (hivemind's Uniform8BitQuantization with n
+    bins; SparseLoCo, Sarfi et al., 2025.)
+
+    Attributes:
+        bits: bits of a value, 2, 4 or 8.
+    """
+
+    bits: Literal[2, 4, 8]
+
+    is_exact: ClassVar[bool] = False
+
+    def words(self, size: int) -> int:
+        """The packed values, their mean, and a word for each bin."""
+        return field_words(size, self.bits) + 1 + 2**self.bits
+
+    def encode(
+        self, values: Float[Array, " n"], count: Int[Array, ""] | int
+    ) -> UInt32[Array, " words"]:
+        """See `EntryValues`."""
+        bins = 2**self.bits
+        largest = largest_magnitude(values)
+        largest = jnp.where(largest < 2 * jnp.finfo(jnp.float32).tiny, 1, largest)
+        share = shares_of(values[None], largest[None])[0]  # so that no square overflows
+        is_value = lax.iota(jnp.int32, values.size) < count
+        shift = _mean(share[None], is_value[None])[0]
+        centred = jnp.where(is_value, share - shift, 0)
+        others = jnp.maximum(jnp.sum(is_value, dtype=jnp.int32) - 1, 1).astype(jnp.float32)
+        deviation = jnp.sqrt(jnp.sum(jnp.square(centred)) / others)
+        width = 6 * deviation / bins
+        width = jnp.where((width > 0) & jnp.isfinite(width), width, 1 / largest)
+        code = jnp.clip(jnp.round(centred / width) + bins // 2, 0, bins - 1)
+        is_of = is_value[None] & (code[None] == jnp.arange(bins, dtype=jnp.float32)[:, None])
+        means = _mean(jnp.broadcast_to(centred, is_of.shape), is_of)
+        table = jnp.concatenate([shift[None], means]) * largest
+        return jnp.concatenate(
+            [
+                pack_fields(code.astype(jnp.uint32), self.bits),
+                lax.bitcast_convert_type(table, jnp.uint32),
+            ]
+        )
+
+    def decode(self, words: UInt32[Array, " words"], size: int) -> Float[Array, " n"]:
+        """See `EntryValues`."""
+        packed = field_words(size, self.bits)
+        table = lax.bitcast_convert_type(words[packed:], jnp.float32)
+        codes = unpack_fields(words[:packed], self.bits, size).astype(jnp.int32)
+        return table[1:].at[codes].get(mode="promise_in_bounds") + table[0]
+
+
+def entry_values(bits: int, quantizer: ValueQuantizer) -> EntryValues:
+    """The way to send values in so many bits. 16 and 32 bits are floats for both quantisers.
+
+    Raises:
+        ValueError: bits is not 2, 4, 8, 16 or 32, or the quantiser is unknown.
+    """
+    if quantizer not in ("sign_magnitude", "published"):
+        raise ValueError(f"quantizer={quantizer!r} is unknown: use 'sign_magnitude' or 'published'")
+    match static_int("value_bits", bits):
+        case 16 | 32 as floats:
+            return Floats(floats)
+        case 2 | 4 | 8 as few:
+            return SignMagnitude(few) if quantizer == "sign_magnitude" else Published(few)
+    raise ValueError(f"value_bits={bits} is not supported: use 2, 4, 8, 16 or 32")
+
+
+def _mean(rows: Float[Array, "n m"], mask: Array) -> Float[Array, " n"]:
+    """The mean of each row where the mask is true; 0 where it is nowhere."""
+    count = jnp.sum(mask, axis=1, dtype=jnp.int32).astype(jnp.float32)
+    return jnp.sum(jnp.where(mask, rows, 0), axis=1) / jnp.maximum(count, 1)
+
+
+def _octaves(low: Float[Array, "*n"], high: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    return jnp.log2(high) - jnp.log2(low)
+
+
+def _nearest(
+    magnitudes: Float[Array, "n m"], low: Float[Array, " n"], high: Float[Array, " n"], steps: int
+) -> UInt32[Array, "n m"]:
+    """The nearest level: 0 below half of `low`, then 1 at `low` to steps + 1 at `high`."""
+    low, high = low[:, None], high[:, None]
+    spacing = jnp.maximum(_octaves(low, high), 2.0**-20) / steps
+    level = 1 + jnp.round((jnp.log2(magnitudes) - jnp.log2(low)) / spacing)
+    level = jnp.clip(level, 1, steps + 1).astype(jnp.uint32)
+    is_small = (magnitudes == 0) | (magnitudes < low / 2)  # the latter may be flushed to zero
+    return jnp.where(is_small, jnp.uint32(0), level)
+
+
+def _half(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    return _from_half(_to_half(x))
+
+
+def _to_half(x: Float[Array, "*n"]) -> UInt32[Array, "*n"]:
+    """The 16 bits of the nearest bfloat16. Finite values stay finite."""
+    clipped = jnp.where(jnp.isfinite(x), jnp.clip(x, -_LARGEST, _LARGEST), x)
+    narrow = clipped.astype(jnp.bfloat16)
+    return jax.lax.bitcast_convert_type(narrow, jnp.uint16).astype(jnp.uint32)
+
+
+def _from_half(bits: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
+    """The float32 of the 16 lowest bits, which are its upper ones."""
+    return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)

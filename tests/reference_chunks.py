@@ -1,0 +1,95 @@
+"""SparseLoCo's exchange in NumPy, from the paper and its published code, worker by worker."""
+
+import ml_dtypes
+import numpy as np
+
+GROUP = 256  # entries that share two levels
+
+
+def pack(fields, bits):
+    """Integers of so many bits, end to end, the lowest bits first, as words of 32 bits."""
+    number = sum(int(field) << (bits * i) for i, field in enumerate(fields))
+    words = -(-len(fields) * bits // 32)
+    return [number >> (32 * i) & (2**32 - 1) for i in range(words)]
+
+
+def top_k(x, k, chunk):
+    """The indices of the k largest magnitudes of each chunk, of equal ones the lower indices."""
+    kept = []
+    for start in range(0, len(x), chunk):
+        part = np.abs(x[start : start + chunk])
+        kept.append(start + np.sort(np.argsort(-part, kind="stable")[:k]))
+    return np.concatenate(kept)
+
+
+def half(x):
+    return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def sign_magnitude(values, bits=2):
+    """What the receivers decode."""
+    decoded = np.zeros(len(values))
+    for start in range(0, len(values), GROUP):
+        v = values[start : start + GROUP].astype(np.float64)
+        m = np.abs(v)
+        if bits == 2:
+            is_high = (m != 0) if (m == 0).any() else m > m.mean()
+            levels = np.zeros(len(m))
+            for half_of_them in (is_high, ~is_high):
+                if half_of_them.any():
+                    levels[half_of_them] = half(m[half_of_them].mean())
+        else:
+            levels = np.zeros(len(m))
+            if m.any():
+                steps = 2 ** (bits - 1) - 2
+                high = half(m.max())
+                low = min(half(max(m[m > 0].min(), high * 2.0 ** -min(steps, 16))), high)
+                spacing = max(np.log2(high / low), 1e-9) / steps
+                with np.errstate(divide="ignore"):
+                    place = np.clip(np.round(np.log2(m / low) / spacing), 0, steps)
+                levels = np.where(m < low / 2, 0, high * 2.0 ** -((steps - place) * spacing))
+        decoded[start : start + GROUP] = np.where(v < 0, -levels, levels)
+    return decoded
+
+
+def published(values, bits=2):
+    """hivemind's uniform quantisation with 2**bits bins of 6 / 2**bits standard deviations."""
+    v, bins = values.astype(np.float64), 2**bits
+    shift = v.mean()
+    c = v - shift
+    std = np.linalg.norm(c) / np.sqrt(len(v) - 1) if len(v) > 1 else np.nan
+    scale = 6 * std / bins
+    if scale == 0 or not np.isfinite(scale):
+        scale = 1.0
+    codes = np.clip(np.rint(c / scale) + bins // 2, 0, bins - 1).astype(int)
+    lookup = np.array([c[codes == b].mean() if (codes == b).any() else 0.0 for b in range(bins)])
+    return lookup[codes] + shift
+
+
+def exchange(x, k, chunk, quantize, order=None, aggregate="mean", clip=None):
+    """The mean and the residuals of one exchange of x[worker].
+
+    Args:
+        x: (W, d).
+        k: entries of a chunk.
+        chunk: its elements.
+        quantize: of a worker's selected values, what the receivers decode.
+        order: order[w] are w's selected indices in the order of its message. None: rising.
+        aggregate: "mean" or "mean_of_senders".
+        clip: "median" or None.
+    """
+    workers = len(x)
+    sent, has = np.zeros(x.shape), np.zeros(x.shape, bool)
+    for w in range(workers):
+        chosen = top_k(x[w], k, chunk)
+        if order is not None:
+            assert sorted(order[w]) == chosen.tolist()
+            chosen = order[w]
+        sent[w, chosen], has[w, chosen] = quantize(x[w, chosen]), True
+    received = sent
+    if clip == "median":
+        norms = np.linalg.norm(sent, axis=1)
+        median = np.sort(norms)[(workers - 1) // 2]
+        received = sent * np.minimum(1, median / (norms + 1e-8))[:, None]
+    senders = workers if aggregate == "mean" else np.maximum(has.sum(0), 1)
+    return received.sum(0) / senders, x - sent

@@ -1,0 +1,310 @@
+"""PowerSGD: factors of low rank against NumPy, and by hand; what breaks a power iteration."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from contract import by_step
+from reference_low_rank import powersgd as reference
+from steps import compiled_step
+from workers import MESH_SIZES, mesh, on_workers, some
+
+from jaxsparse import Stages, data_parallel, powersgd, reshard, shard, traffic
+from jaxsparse.collectives import wire
+from jaxsparse.reducers.matrices import Matrix
+from jaxsparse.systems.powersgd import PowerSGD, PowerState, _orthonormal
+
+FORMS = ("alternating", "full")
+forms = pytest.mark.parametrize("iteration", FORMS)
+
+
+@functools.cache
+def runner(reducer, workers, way):
+    def step(carried, gradient):
+        state, residual = carried
+        x = residual + gradient
+        reduced = reducer(x, state, axis_name="data")
+        return (reduced.state, reduced.residual), (x, reduced)
+
+    def run(gradients, *factors):
+        factors = tuple(wire.replicated(x, "data") for x in factors)
+        start = PowerState(jnp.uint32(0), factors), jnp.zeros_like(gradients[0])
+        return jax.lax.scan(step, start, gradients)[1]
+
+    return on_workers(run, workers, way)
+
+
+def exchange(reducer, gradients, left, right, way="vmap"):
+    """Each step's outcome. Gradients are (W, steps, d); factors are lists of (n, r)."""
+    factors = [np.concatenate([factor.T.ravel() for factor in side]) for side in (left, right)]
+    arrays = gradients, *(np.stack([side] * len(gradients)) for side in factors)
+    return by_step(runner(reducer, len(gradients), way)(*map(jnp.float32, arrays)))
+
+
+def bare(rank, iteration, matrices, rate=0.0):
+    return PowerSGD(rank, iteration, rate, matrices=tuple(matrices))
+
+
+def test_worked_example_of_the_published_form():
+    """Two steps of two workers at rank 1, from Q = (1, 0)."""
+    m = np.array([[2, 0, 1, 1, 0, 1], [0, 2, 1, 1, 2, 0]], np.float32)
+    reducer = bare(1, "full", [Matrix(1, 3, 2)])
+    start = [np.zeros((3, 1))], [np.array([[1.0], [0.0]])]
+    (_, first), (_, second) = exchange(reducer, np.stack([m, m], axis=1), *start)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6)
+    close(first.mean[0].reshape(3, 2), [[1, 0.8333333]] * 3)
+    close(first.residual[0].reshape(3, 2), [[1, -0.833333], [0, 0.166667], [-1, 0.166667]])
+    expected = [[1.104565, 1.041188], [1.104565, 1.041188], [0.637847, 0.601250]]
+    close(second.mean[0].reshape(3, 2), expected)
+
+
+def test_worked_example_of_the_alternating_form():
+    """The same gradients once, from P = (1, 0, 0): row 1, then the other rows along (1, 1)."""
+    m = np.array([[2, 0, 1, 1, 0, 1], [0, 2, 1, 1, 2, 0]], np.float32)
+    reducer = bare(1, "alternating", [Matrix(1, 3, 2)])
+    start = [np.array([[1.0], [0], [0]])], [np.zeros((2, 1))]
+    outcomes = exchange(reducer, np.stack([m, 0 * m], axis=1), *start)
+    (_, first), (_, second) = outcomes
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=2e-6)
+    close(first.mean[0], [1, 1, 0, 0, 0, 0])
+    close(first.residual, [[0, 0, 1, 1, 0, 1], [0, 0, 1, 1, 2, 0]])
+    close(second.mean[0], [0, 0, 1, 1, 0.75, 0.75])
+    close(second.residual, [[0, 0, 0, 0, -0.5, 0.5], [0, 0, 0, 0, 1, -1]])
+
+
+MATRICES = (Matrix(1, 9, 5), Matrix(1, 1, 7), Matrix(3, 4, 6), Matrix(1, 2, 2), Matrix(1, 8, 3))
+RANKS = (2, 0, 2, 0, 2)  # at rank 2; factors of the vector and of 2 x 2 would be larger
+
+
+@forms
+@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,)))
+@pytest.mark.parametrize("way", some(("shard_map", "vmap"), ("vmap",)))
+def test_equal_to_the_reference(iteration, workers, way):
+    """Matrices, a stack, and two that travel whole; sums are kept, and factors replicated."""
+    steps, size = 4, sum(m.size for m in MATRICES)
+    reducer = bare(2, iteration, MATRICES, rate=1.0)
+    assert tuple(map(reducer.rank_of, MATRICES)) == RANKS
+    rng = np.random.default_rng(workers)
+    factors = {
+        i: [[rng.normal(size=(length, 2)) for _ in range(m.stack)] for length in m[1:]]
+        for i, (m, rank) in enumerate(zip(MATRICES, RANKS))
+        if rank
+    }
+    left, right = ([x for pair in factors.values() for x in pair[side]] for side in (0, 1))
+    g = rng.normal(size=(workers, steps, size))
+    outcomes = exchange(reducer, g, left, right, way)
+    means = np.stack([np.asarray(reduced.mean[0]) for _, reduced in outcomes])
+    residuals = np.stack([np.asarray(reduced.residual) for _, reduced in outcomes])
+    near = functools.partial(np.testing.assert_allclose, atol=1e-4)
+    start = 0
+    for i, m in enumerate(MATRICES):
+        for layer in range(m.stack):
+            part = slice(start, start := start + m.rows * m.columns)
+            if not RANKS[i]:
+                near(means[:, part], g[..., part].mean(0), atol=1e-6)
+                assert not residuals[..., part].any()
+                continue
+            gradients = g[..., part].swapaxes(0, 1).reshape(steps, workers, m.rows, m.columns)
+            p, q = (factors[i][side][layer] for side in (0, 1))
+            expected = reference(gradients, p, q, iteration)
+            for mean, residual, (e_mean, e_residual) in zip(means, residuals, expected):
+                near(mean[part], e_mean.ravel())
+                near(residual[:, part], e_residual.reshape(workers, -1))
+    for x, reduced in outcomes:
+        for one in (reduced.mean, *reduced.state.factors):
+            np.testing.assert_array_equal(one, np.broadcast_to(one[:1], one.shape))
+        kept = workers * np.asarray(reduced.mean[0]) + np.asarray(reduced.residual).sum(0)
+        near(np.asarray(x).sum(0), kept, atol=2e-5)
+
+
+WIDE, TALL = Matrix(1, 4, 7), Matrix(2, 7, 4)
+
+
+@pytest.mark.parametrize("matrix", some((WIDE, TALL), (WIDE,)), ids=str)
+@forms
+def test_full_rank_is_the_dense_mean(iteration, matrix):
+    """The published form delivers everything; half an iteration does from the shorter side."""
+    g = np.random.default_rng(0).normal(size=(3, 2, matrix.size))
+    rank = min(matrix.rows, matrix.columns)
+    rng = np.random.default_rng(1)
+    left, right = ([rng.normal(size=(n, rank)) for _ in range(matrix.stack)] for n in matrix[1:])
+    outcomes = exchange(bare(9, iteration, [matrix]), g, left, right)  # more than both sides
+    exact = [0, 1] if iteration == "full" else [0] if matrix.rows == 4 else [1]
+    for i, (x, reduced) in enumerate(outcomes):
+        mean = np.asarray(x).mean(0)
+        error = np.abs(np.asarray(reduced.mean[0]) - mean).max()
+        assert (error < 2e-6) == (i in exact)
+
+
+@pytest.mark.parametrize("iteration", some(FORMS, ("full",)))
+def test_gradients_of_low_rank_are_exact(iteration):
+    """Of rank 2, on workers whose rows have two directions: at once, or when rows are projected."""
+    rng = np.random.default_rng(0)
+    n, m, workers, steps = 12, 10, 3, 4
+    shared = rng.normal(size=(2, m))
+    g = np.stack([rng.normal(size=(steps, n, 2)) @ shared for _ in range(workers)])
+    left, right = [rng.normal(size=(n, 2))], [rng.normal(size=(m, 2))]
+    outcomes = exchange(
+        bare(2, iteration, [Matrix(1, n, m)]), g.reshape(workers, steps, -1), left, right
+    )
+    for x, reduced in outcomes[1 :: 1 if iteration == "full" else 2]:
+        np.testing.assert_allclose(reduced.mean[0], np.asarray(x).mean(0), atol=1e-4)
+
+
+def noise(stack, rank, length):
+    values = np.random.default_rng(9).uniform(-1, 1, (stack, rank, length))
+    return jnp.asarray(values, jnp.float32)
+
+
+def test_an_orthonormal_basis_of_anything():
+    """Zeros, equal vectors, tiny and huge ones, and as many as there are dimensions."""
+    rng = np.random.default_rng(0)
+    run = jax.jit(_orthonormal)
+    good = rng.normal(size=(5, 64))
+    vectors = np.stack(
+        [
+            good,
+            np.zeros((5, 64)),
+            np.ones((5, 64)),
+            good * 1e-35,
+            good * 1e37,
+            good * 10.0 ** np.array([[0], [-30], [20], [-9], [5]]),
+            np.where(np.arange(5)[:, None] == 2, 0, good),
+            good + 1e4 * good[:1],
+        ]
+    )
+    with np.errstate(over="raise"):
+        basis = np.asarray(run(jnp.asarray(vectors, jnp.float32), noise(8, 5, 64)), np.float64)
+    np.testing.assert_allclose(
+        basis @ basis.transpose(0, 2, 1), np.broadcast_to(np.eye(5), (8, 5, 5)), atol=1e-6
+    )
+    # The span of good vectors stays, in their order.
+    for i in (0, 3, 4, 5):
+        rest = good.T - basis[i].T @ (basis[i] @ good.T)
+        np.testing.assert_allclose(rest, 0, atol=1e-4)
+        assert abs(basis[i, 0] @ good[0]) == pytest.approx(np.linalg.norm(good[0]), rel=1e-5)
+    for n in (1, 2, 3):
+        square = np.asarray(run(jnp.ones((1, n, n)), noise(1, n, n)))[0]
+        np.testing.assert_allclose(square @ square.T, np.eye(n), atol=1e-5)
+
+
+SHAPES = {
+    "layers": {"w": (3, 24, 40)},
+    "kernel": (40, 36),
+    "small": (5, 6),
+}
+
+
+def params(dtype=jnp.float32):
+    is_shape = lambda x: isinstance(x, tuple)
+    return jax.tree.map(lambda shape: jnp.zeros(shape, dtype), SHAPES, is_leaf=is_shape)
+
+
+@functools.cache
+def stepper(iteration):
+    stages = Stages((None, 2), (1,))
+    tx = powersgd(stages, iteration=iteration, stacked="layers", is_dense=lambda *_: False)
+    step = lambda state, g: tx.update(jax.tree.map(lambda x: x[0], g), state)
+    return data_parallel(step, 3), shard(tx.init(params()), 3)
+
+
+def draws(seed):
+    rng = np.random.default_rng(seed)
+    draw = lambda x: jnp.asarray(rng.normal(size=(3, *x.shape)), x.dtype)
+    return jax.tree.map(draw, params())
+
+
+def check_finite(tree):
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("iteration", some(FORMS, ("alternating",)))
+def test_a_dense_start_zeros_then_a_nan_then_an_overflow(iteration):
+    run, state = stepper(iteration)
+    first, state = run(state, draws(0))
+    mean = jax.tree.map(lambda x: np.asarray(x).mean(0), draws(0))
+    near = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)
+    jax.tree.map(near, first, mean)
+    assert not any(np.any(x) for x in jax.tree.leaves(state.residual))
+
+    # Without gradients the factors become zeros, from which a power iteration would not come back.
+    zeros = jax.tree.map(jnp.zeros_like, draws(0))
+    for _ in range(3):
+        updates, state = run(state, zeros)
+    assert not any(np.any(x) for x in jax.tree.leaves(updates))
+    assert not all(np.any(x) for x in state.reducers[0].reducer.factors)
+    updates, state = run(state, draws(1))
+    check_finite((updates, state))
+    for name, rank in (("kernel", 2), ("small", 5)):
+        matrix = np.asarray(updates[name]).reshape(-1, SHAPES[name][-1])
+        assert np.linalg.matrix_rank(matrix, tol=1e-4) == rank
+    each = np.asarray(updates["layers"]["w"])
+    assert [np.linalg.matrix_rank(layer, tol=1e-4) for layer in each] == [2, 2, 2]
+
+    broken = draws(2)
+    broken["kernel"] = broken["kernel"].at[1, 3, 4].set(jnp.nan)
+    updates, after = run(state, broken)
+    assert not any(np.any(x) for x in jax.tree.leaves(updates))
+    jax.tree.map(np.testing.assert_array_equal, after, state._replace(skipped=after.skipped))
+    assert after.skipped == 1
+
+    # The sum of this matrix's factors overflows: it waits, and the others go on.
+    large = draws(3) | {"kernel": jnp.full((3, 40, 36), 2e38)}
+    updates, state = run(after, large)
+    check_finite((updates, state))
+    assert not np.any(updates["kernel"])
+    assert np.any(updates["layers"]["w"])
+    check_finite(run(state, draws(4)))
+
+
+def test_the_state_of_other_numbers_of_workers():
+    _, state = stepper("full")
+    other = reshard(state, 5)
+    jax.tree.map(np.testing.assert_array_equal, other.reducers, state.reducers)
+
+
+@pytest.mark.parametrize("iteration", some(FORMS, ("alternating",)))
+def test_words_of_a_step(iteration):
+    """r (n + m)/2 words a matrix on average, with those that travel whole, in one message."""
+    shapes = {"kernel": (300, 201), "conv": (3, 3, 64, 16), "few": (128, 8), "bias": (201,)}
+    left, right = 4 * (300 + 576), 4 * (201 + 16)
+    whole, other = 128 * 8, 201 + 1  # the last with a flag, in the dense leaves' message
+    moved = traffic.wire_bytes(compiled_step(powersgd(4, iteration=iteration), mesh(5), shapes))
+    assert {c.op for c in moved.collectives} == {"all-reduce"}
+    assert {c.group_size for c in moved.collectives} == {5}
+    words = lambda bytes: sorted(c.payload_bytes / 4 for c in bytes.collectives)
+    if iteration == "full":
+        assert words(moved) == [other, right + whole, left]
+        return
+    (conditional,) = moved.conditionals
+    assert [words(branch) for branch in conditional.branches] == [[left + whole], [right + whole]]
+    assert words(moved) == [other, left + whole]  # the dearer branch
+
+
+def test_which_matrices_are_compressed():
+    for rank, rate, matrix, expected in (
+        (4, 2, Matrix(1, 64, 64), 4),
+        (8, 2, Matrix(1, 32, 32), 0),  # 8 (32 + 32) 2 = 32 * 32 is not below
+        (7, 2, Matrix(1, 32, 32), 7),
+        (100, 0.8, Matrix(3, 6, 20), 0),
+        (100, 0.7, Matrix(3, 6, 20), 6),
+        (1, 1, Matrix(1, 1, 1000), 0),
+        (1, 0, Matrix(1, 1, 1), 1),
+    ):
+        assert PowerSGD(rank, "full", rate).rank_of(matrix) == expected
+
+
+def test_errors_name_the_setting():
+    for settings, message in (
+        ({"rank": 0}, "rank=0 must be at least 1"),
+        ({"rank": 1.5}, "rank=1.5 must be an int"),
+        ({"rank": 1, "iteration": "half"}, "iteration='half' is unknown: use 'alternating'"),
+        ({"rank": 1, "min_compression_rate": -1}, "min_compression_rate=-1 must be at least 0"),
+        ({"rank": 1, "min_compression_rate": math.inf}, "min_compression_rate=inf must be"),
+        ({"rank": Stages((2, 3), (1,))}, "carry different states"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            powersgd(**settings, axis_name=None).init({"w": jnp.zeros((64, 64))})
