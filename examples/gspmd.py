@@ -118,9 +118,9 @@ def train(method: str, args: argparse.Namespace, mesh: Mesh, progress: Progress)
     is_ours = method != "GSPMD"
     tx = optax.adam(optax.warmup_cosine_decay_schedule(0, args.lr, args.steps // 10, args.steps))
     if is_ours:
-        tx = optax.chain(exchange_of(method, args), tx)  # the first of three lines
+        tx = optax.chain(exchange_of(method, args), tx)  # the first of jaxsparse's three lines
 
-    # A host's part of the batch is all that a step sees under jaxsparse: without "hosts".
+    # Under jaxsparse a step is one host's: its constraints name the axes inside a host only.
     batch_axes = ("fsdp",) if is_ours else ("hosts", "fsdp")
     model = Transformer(args.width, args.layers, args.length, batch_axes, nnx.Rngs(args.seed))
     graphdef, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
