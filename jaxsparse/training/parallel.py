@@ -12,12 +12,15 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
 
-from jaxsparse import _compat
+from jaxsparse import _compat, traffic
 from jaxsparse.training.marks import check_wrapped, is_marked
-from jaxsparse.training.meshes import Running, WorkersError, inner_axes, running
+from jaxsparse.training.meshes import SCOPE, Running, WorkersError, inner_axes, running
 from jaxsparse.training.sharding import count_workers
 
 Way = Literal["vmap", "shard_map"]
+
+# Metrics may cross the axis unnoticed. A message names so many collectives.
+_FEW_BYTES, _NAMED = 1024, 4
 
 
 def data_parallel(
@@ -43,9 +46,9 @@ def data_parallel(
     - via="vmap" maps `step` over the workers with `jax.vmap`. It does not serve convolutions, whose
       weight gradients JAX would gather across workers, nor operations without a rule for vmap, nor
       Explicit axes.
-    - via="shard_map" makes `axis_name` alone manual. XLA's CPU and GPU compilers of jaxlib 0.10 to
-      0.12 end the process ("Check failed: partition_group_list") on an embedding lookup
-      `table[tokens]` if table and tokens are sharded over one axis. `jax.nn.one_hot(tokens, n) @
+    - via="shard_map" makes `axis_name` alone manual. With two or more other axes, XLA (jaxlib 0.10
+      to 0.12, on CPU) ends the process with "Check failed: partition_group_list" on an embedding
+      lookup `table[tokens]` in a table whose columns are sharded. `jax.nn.one_hot(tokens, n) @
       table` and `jax.lax.with_sharding_constraint(table, PartitionSpec())` avoid that.
 
     By default convolutions and Explicit axes get "shard_map", and all else "vmap".
@@ -66,6 +69,9 @@ def data_parallel(
             workers and that gradients have not been averaged. Explicit axes besides `axis_name`
             are not checked.
         via: how to run on a mesh with other axes; None: see above.
+
+    On a mesh with other axes, the first call reads the compiled step, and warns of collectives
+    other than the exchange's that cross `axis_name`, if a device receives 1 KiB or more by them.
 
     On emulated CPU devices, wait for each step (`jax.block_until_ready`, or read the loss). Queued
     steps can starve a collective of threads until it times out.
@@ -135,7 +141,50 @@ def data_parallel(
         own, others = map(iter, outputs)
         return treedef.unflatten([next(own) if mark else next(others) for mark in marks])
 
-    return jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
+    run = jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
+    return run if whole is None or not inner else _Watched(run, whole, axis_name)
+
+
+class _Watched:
+    """A compiled step that tells, when it is first called, what else crosses the workers' axis."""
+
+    def __init__(self, run: jax.stages.Wrapped, mesh: Mesh, axis_name: str) -> None:
+        functools.update_wrapper(self, run)
+        self._run, self._mesh, self._axis_name = run, mesh, axis_name
+        self._is_told = False
+
+    def __call__(self, *args: Any) -> Any:
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+        if not self._is_told and not is_traced:
+            self._is_told = True
+            # JAX keeps the program: the call does not compile again.
+            _warn_of_strays(self._run.lower(*args).compile(), self._mesh, self._axis_name)
+        return self._run(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+
+def _warn_of_strays(program: Any, mesh: Mesh, axis_name: str) -> None:
+    """Warns of collectives besides the exchange that cross the axis, beyond a few metrics."""
+    try:
+        strays = traffic.crossing(program, axis_name=axis_name, mesh=mesh, outside=SCOPE)
+    except ValueError as error:
+        warnings.warn(
+            f"data_parallel could not read what crosses {axis_name!r}: {error}", stacklevel=4
+        )
+        return
+    received = sum(stray.received_bytes for stray in strays)
+    if received < _FEW_BYTES:
+        return
+    largest = sorted(strays, key=lambda stray: -stray.received_bytes)[:_NAMED]
+    warnings.warn(
+        f"besides the exchange, {len(strays)} collectives of the step cross {axis_name!r}, and a "
+        f"device receives {received:,.0f} bytes by them: {'; '.join(map(str, largest))}. Is a "
+        f"batch not split over {axis_name!r}, a gradient or activation averaged over it, or would "
+        "the other way to run (via=) serve the step better?",
+        stacklevel=4,
+    )
 
 
 def _name(path: KeyPath) -> str:
