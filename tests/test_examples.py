@@ -118,6 +118,45 @@ def test_quickstart_names_the_flag_that_is_wrong_and_the_remedy(tmp_path, flags,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", few(["dense", "spardl"], ["spardl"]))
+def test_fsdp_holds_and_sends_shards(tmp_path, method):
+    printed = run("fsdp.py", "--method", method, "--hidden", 64, "--steps", 60, cwd=tmp_path)
+    number = lambda pattern: float(re.search(pattern, printed)[1].replace(",", ""))
+    assert number(r"train loss ([\d.]+)") < np.log(10) - 0.5
+    hosts, local = 2, 4
+    sharded, whole = 4 * (64 * 64 * 2 + 64 * 10), 4 * (64 + 64 + 10)
+    assert number(r"holds ([\d,]+) of") == sharded / local + whole
+    assert number(r"([\d,]+) of Adam's") == 2 * (sharded / local + whole) + 4  # and its count
+    # Gathered once, then summed: an all-reduce on CPU.
+    inside = 3 * sharded * (local - 1) / local
+    assert number(r"([\d,]+) from its own") == pytest.approx(inside, rel=0.05)
+    between = number(r"([\d,]+) bytes a step from other hosts")
+    dense_between = (sharded / local + whole) * 2 * (hosts - 1) / hosts
+    if method == "dense":
+        assert between == pytest.approx(dense_between, abs=30)  # and some flags
+    else:
+        assert between < 0.3 * dense_between
+
+
+@pytest.mark.slow
+def test_gspmd_at_full_budget_trains_as_jax_alone(tmp_path):
+    size = ["--width", 64, "--layers", 1, "--length", 16, "--windows", 16]
+    printed = run("gspmd.py", *size, "--density", 1, "--steps", 10, cwd=tmp_path)
+    rows = re.findall(r"^(GSPMD|dense|spardl) +([\d.]+) +([\d,]+) +([\d,]+) ", printed, re.M)
+    assert [name for name, *_ in rows] == ["GSPMD", "dense", "spardl"]
+    loss, across, inside = (
+        {name: float(values[i].replace(",", "")) for name, *values in rows} for i in range(3)
+    )
+    assert loss["GSPMD"] < np.log(256) - 0.5
+    for name in ("dense", "spardl"):
+        assert loss[name] == pytest.approx(loss["GSPMD"], abs=2e-4)
+        assert inside[name] == pytest.approx(inside["GSPMD"], rel=0.05)
+    # Four devices of a host share the matrices. Biases and norms are small, and stay whole.
+    matrices, small = (2 * 256 + 16 + 12 * 64) * 64, 2 * 256 + 4 * 64
+    assert across["dense"] == pytest.approx(4 * (matrices / 4 + small), abs=40)  # and some flags
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "workers",
     # Seeds differ by about half a point, so this is said of means. After the 180 steps of README's

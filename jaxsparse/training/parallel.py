@@ -39,13 +39,17 @@ def data_parallel(
     after differentiation. All axes of the mesh but `axis_name` stay JAX's own: inside `step`,
     parameters that are sharded over them (FSDP, tensor parallelism) are whole arrays, as under
     `jax.jit`, and JAX adds what communication they need. Only the exchange of a jaxsparse
-    transformation sees devices' shards.
+    transformation sees devices' shards. Constraints inside `step` name these axes alone: where
+    code for `jax.jit` has `with_sharding_constraint(x, PartitionSpec(("hosts", "fsdp")))`, leave
+    "hosts" out.
 
     On a mesh without axes to be left to JAX, `step` runs under `jax.shard_map`. With such axes:
 
     - via="vmap" maps `step` over the workers with `jax.vmap`. It does not serve convolutions, whose
       weight gradients JAX would gather across workers, nor operations without a rule for vmap, nor
-      Explicit axes.
+      Explicit axes. XLA moves an embedding table across workers if its columns are sharded over
+      the axis that shares a worker's batch: shard its rows over this axis, or constrain it to be
+      whole along its columns before the lookup.
     - via="shard_map" makes `axis_name` alone manual. With two or more other axes, XLA (jaxlib 0.10
       to 0.12, on CPU) ends the process with "Check failed: partition_group_list" on an embedding
       lookup `table[tokens]` in a table whose columns are sharded. `jax.nn.one_hot(tokens, n) @
@@ -126,11 +130,19 @@ def data_parallel(
                 program, problem = _traced(body, workers, axis_name, args, is_split)
             convolves = program is not None and _convolves(program)
             chosen = chosen or ("shard_map" if convolves else "vmap")
-        with running(Running(whole, axis_name)):
-            if whole is None or (inner and chosen == "vmap"):
-                outputs = _mapped(body, workers, axis_name, is_split, whole)(*args)
-            else:
-                outputs = _manually(body, whole, axis_name, is_split, set(inner))(*args)
+        try:
+            with running(Running(whole, axis_name)):
+                if whole is None or (inner and chosen == "vmap"):
+                    outputs = _mapped(body, workers, axis_name, is_split, whole)(*args)
+                else:
+                    outputs = _manually(body, whole, axis_name, is_split, set(inner))(*args)
+        except ValueError as error:
+            if "with_sharding_constraint" in str(error) and repr(axis_name) in str(error):
+                error.add_note(
+                    f"Inside jaxsparse.data_parallel a step is one worker's, and sees its part of "
+                    f"the batch: leave {axis_name!r} out of the partitions of its constraints"
+                )
+            raise
         if problem is not None:
             warnings.warn(
                 f"data_parallel could not check that the step's outputs are equal on all workers: "

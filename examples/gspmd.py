@@ -1,0 +1,239 @@
+"""A transformer on three mesh axes: two are JAX's own, and jaxsparse compresses over the third.
+
+Eight emulated devices are two hosts of four. Inside a host, parameters are sharded over "fsdp" and
+"tp" (FSDP and tensor parallelism) as the metadata of their Flax nnx initializers says, and JAX adds
+the communication that they need. Each method trains the same model on the same data:
+
+- GSPMD: `jax.jit` and Optax alone. JAX sums gradients over hosts, too.
+- dense: jaxsparse, uncompressed. Losses are those of GSPMD.
+- spardl: jaxsparse with SparDL between hosts, which sends 5 % of the gradient's elements.
+
+The model reads the bytes of Python's own reference manual, so nothing is downloaded:
+
+    python examples/gspmd.py
+    python examples/gspmd.py --methods GSPMD spardl --density 0.01 --steps 1000
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from pydoc_data import topics
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from digits import number, shared_batch
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import jaxsparse
+
+MESH = {"hosts": 2, "fsdp": 2, "tp": 2}  # the slow axis first
+METHODS = ("GSPMD", "dense", "spardl")
+BYTES = 256  # the vocabulary
+HEADS = 4
+
+
+def sharded(*axes: str | None) -> Any:
+    """An initializer of a parameter whose dimensions are sharded over these axes."""
+    return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+
+
+class Block(nnx.Module):
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            HEADS,
+            width,
+            kernel_init=sharded("fsdp", "tp", None),
+            out_kernel_init=sharded("tp", None, "fsdp"),
+            use_bias=False,
+            decode=False,
+            rngs=rngs,
+        )
+        self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, kernel_init=sharded("fsdp", "tp"), rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, kernel_init=sharded("tp", "fsdp"), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mask = nnx.make_causal_mask(x[..., 0])
+        x = x + self.attention(self.attention_norm(x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(self.mlp_norm(x))))
+
+
+class Transformer(nnx.Module):
+    """A byte-level language model.
+
+    Args:
+        width: of the residual stream.
+        layers: the number of blocks.
+        length: most bytes of a window.
+        batch_axes: the mesh axes over which activations share the windows of a batch.
+        rngs: for the initial parameters.
+    """
+
+    def __init__(
+        self, width: int, layers: int, length: int, batch_axes: tuple[str, ...], rngs: nnx.Rngs
+    ):
+        # The lookup below splits windows over "fsdp". If the table's columns were split over it,
+        # too, XLA would gather the table, and that across hosts.
+        table = sharded("fsdp", "tp")
+        self.embedding = nnx.Param(table(rngs.params(), (BYTES, width)))
+        self.positions = nnx.Param(table(rngs.params(), (length, width)))
+        self.blocks = nnx.List([Block(width, rngs) for _ in range(layers)])
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+        self.output = nnx.Linear(width, BYTES, kernel_init=sharded("fsdp", "tp"), rngs=rngs)
+        self.placed = PartitionSpec(batch_axes)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Scores of the next byte: int[n, length] to float[n, length, 256]."""
+        x = self.embedding[tokens] + self.positions[: tokens.shape[1]]
+        x = jax.lax.with_sharding_constraint(x, self.placed)
+        for block in self.blocks:
+            x = block(x)
+        return self.output(self.norm(x))
+
+
+def loss_of(model: Transformer, windows: jax.Array) -> jax.Array:
+    """Mean negative log-likelihood of a byte, in nats; windows are int32[n, length + 1]."""
+    scores = model(windows[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(scores, windows[:, 1:]).mean()
+
+
+class Run(NamedTuple):
+    loss: float  # nats a byte, mean over the last tenth of the steps
+    across: float  # bytes that a device receives in one step by collectives that cross hosts
+    inside: float  # and by all others
+    seconds: float  # median over steps
+
+
+def train(method: str, args: argparse.Namespace, mesh: Mesh, progress: Progress) -> Run:
+    """Trains a model; the mesh is that of the context."""
+    is_ours = method != "GSPMD"
+    tx = optax.adam(optax.warmup_cosine_decay_schedule(0, args.lr, args.steps // 10, args.steps))
+    if is_ours:
+        tx = optax.chain(exchange_of(method, args), tx)  # the first of jaxsparse's three lines
+
+    # Under jaxsparse a step is one host's: its constraints name the axes inside a host only.
+    batch_axes = ("fsdp",) if is_ours else ("hosts", "fsdp")
+    model = Transformer(args.width, args.layers, args.length, batch_axes, nnx.Rngs(args.seed))
+    graphdef, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+
+    def step(state: Any, windows: jax.Array) -> tuple[Any, jax.Array]:
+        model, optimizer = nnx.merge(graphdef, state)
+        loss, grads = nnx.value_and_grad(loss_of)(model, windows)
+        optimizer.update(model, grads)
+        if is_ours:
+            loss = jax.lax.pmean(loss, "hosts")  # to be shown
+        return nnx.state((model, optimizer)), loss
+
+    if is_ours:
+        state = jaxsparse.shard(state, mesh, axis_name="hosts")  # the second and the third
+        run = jaxsparse.data_parallel(step, mesh, axis_name="hosts", donate_argnums=0)
+    else:
+        run = jax.jit(step, donate_argnums=0)
+
+    losses, seconds, moved = [], [], None
+    placed = NamedSharding(mesh, PartitionSpec(("hosts", "fsdp")))
+    for windows in progress.track(batches(args), total=args.steps, description=method):
+        batch = jax.device_put(windows, placed)
+        moved = moved or jaxsparse.wire_bytes(run, state, batch, mesh=mesh)
+        began = time.perf_counter()
+        state, loss = run(state, batch)
+        losses.append(float(loss))  # waits: emulated devices may deadlock on queued steps
+        seconds.append(time.perf_counter() - began)
+    assert moved is not None
+    return Run(
+        float(np.mean(losses[-max(1, args.steps // 10) :])),
+        moved.across("hosts").received,
+        moved.within("hosts").received,
+        float(np.median(seconds)),
+    )
+
+
+def exchange_of(method: str, args: argparse.Namespace) -> optax.GradientTransformation:
+    if method == "dense":
+        return jaxsparse.dense(axis_name="hosts")
+    return jaxsparse.spardl(args.density, axis_name="hosts")
+
+
+def batches(args: argparse.Namespace) -> Iterator[np.ndarray]:
+    """Random windows of all hosts together, int32[windows, length + 1]: inputs and targets."""
+    text = np.frombuffer("".join(topics.topics.values()).encode(), np.uint8)
+    rng = np.random.default_rng(args.seed)
+    for _ in range(args.steps):
+        starts = rng.integers(len(text) - args.length, size=args.windows)
+        yield text[starts[:, None] + np.arange(args.length + 1)].astype(np.int32)
+
+
+def table(runs: dict[str, Run]) -> Table:
+    result = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+        caption="Bytes that a device receives in one step, as compiled.\n"
+        f"{np.prod(list(MESH.values()))} emulated devices share {os.cpu_count()} cores: s/step "
+        "says nothing about a network.",
+        caption_justify="left",
+    )
+    result.add_column("method", no_wrap=True)
+    for head in ("loss", "B across hosts", "B inside", "s/step"):
+        result.add_column(head, justify="right")
+    for name, run in runs.items():
+        numbers = f"{run.loss:.4f}", f"{run.across:,.0f}", f"{run.inside:,.0f}"
+        result.add_row(name, *numbers, f"{run.seconds:.3f}")
+    return result
+
+
+def main() -> None:
+    args = flags().parse_args()
+    args.windows = shared_batch(args.windows, MESH["hosts"] * MESH["fsdp"])
+    args.width = shared_batch(args.width, HEADS * MESH["tp"])
+    args.length = shared_batch(args.length, MESH["fsdp"])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", int(np.prod(list(MESH.values()))))
+    mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(AxisType.Auto,) * len(MESH))
+    console = Console()
+    # In this context nnx places parameters as their metadata says.
+    with jax.set_mesh(mesh), Progress(console=console) as progress:
+        chosen = [name for name in METHODS if name in args.methods]
+        runs = {name: train(name, args, mesh, progress) for name in chosen}
+    console.print(table(runs))
+
+
+def flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--methods", nargs="+", choices=METHODS, default=METHODS, help="(default: all)")
+    add("--density", type=number(float, 0), default=0.05, help="of spardl (default: 0.05)")
+    add(
+        "--windows",
+        type=number(int, 1),
+        default=32,
+        help="of all hosts, rounded up to what they can share (default: 32)",
+    )
+    add("--length", type=number(int, 1), default=64, help="bytes of a window (default: 64)")
+    add(
+        "--width",
+        type=number(int, 8),
+        default=128,
+        help="of the model, rounded up to what its heads can share (default: 128)",
+    )
+    add("--layers", type=number(int, 1), default=2, help="(default: 2)")
+    add("--steps", type=number(int, 1), default=200, help="(default: 200)")
+    add("--lr", type=number(float, 0), default=3e-3, help="of Adam, its peak (default: 0.003)")
+    add("--seed", type=number(int, 0), default=0, help="(default: 0)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
