@@ -73,7 +73,11 @@ class Layout(NamedTuple):
 
     def unflatten(self, buckets: Sequence[Float[Array, " d"]], dense: Float[Array, " n"]) -> Any:
         """The tree from buckets and dense vector, each leaf in its own shape and dtype."""
-        found = self.split([*buckets, dense], [*self.buckets, self.dense])
+        return self.assembled([(bucket,) for bucket in [*buckets, dense]])
+
+    def assembled(self, vectors: Sequence[Sequence[Array]]) -> Any:
+        """As `unflatten`, from the parts of all buckets and of the dense vector, in their order."""
+        found = self.split(vectors, [*self.buckets, self.dense])
         leaves = [
             narrow(found.get(i, jnp.zeros((0,), jnp.float32)), dtype).reshape(shape)
             for i, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes))
@@ -84,19 +88,34 @@ class Layout(NamedTuple):
         self, leaves: Sequence[Any] | Mapping[int, Any], vectors: Iterable[Sequence[_Piece]]
     ) -> list[Float[Array, " d"]]:
         """Float32 vectors of pieces of leaves, each row-major."""
-        return [_gather(leaves, pieces) for pieces in vectors]
+        return [_join(self.pieces(leaves, pieces)) for pieces in vectors]
 
-    def split(self, vectors: Sequence[Any], pieces: Iterable[Sequence[_Piece]]) -> dict[int, Array]:
-        """By leaf, and in its shape, what `join` made vectors of. A vector may be missing (None).
+    def pieces(
+        self, leaves: Sequence[Any] | Mapping[int, Any], pieces: Sequence[_Piece]
+    ) -> tuple[Float[Array, " n"], ...]:
+        """Pieces of leaves in float32."""
+        return tuple(
+            jax.lax.slice(leaves[leaf].reshape(-1), (start,), (stop,)).astype(jnp.float32)
+            for leaf, start, stop in pieces
+        )
 
-        The result has the vectors' dtype.
+    def split(
+        self, vectors: Sequence[Sequence[Array]], pieces: Iterable[Sequence[_Piece]]
+    ) -> dict[int, Array]:
+        """By leaf, and in its shape, what `pieces` made of leaves.
+
+        Each vector is whole, a sequence of one array, or in pieces, or missing, (). The result has
+        the vectors' dtype.
         """
         parts: dict[int, list[Array]] = {}
         for vector, own in zip(vectors, pieces):
             offset = 0
-            for leaf, start, stop in own if vector is not None else ():
+            for number, (leaf, start, stop) in enumerate(own if vector else ()):
                 size = stop - start
-                part = jax.lax.slice(vector, (offset,), (offset + size,))
+                if len(vector) == len(own):
+                    part = vector[number]
+                else:
+                    part = jax.lax.slice(vector[0], (offset,), (offset + size,))
                 parts.setdefault(leaf, []).append(part)
                 offset += size
         return {leaf: _join(part).reshape(self.shapes[leaf]) for leaf, part in parts.items()}
@@ -123,19 +142,10 @@ def _size(pieces: Sequence[_Piece]) -> int:
     return sum(stop - start for _, start, stop in pieces)
 
 
-def _join(parts: list[Array]) -> Array:
+def _join(parts: Sequence[Array]) -> Array:
     if not parts:
         return jnp.zeros((0,), jnp.float32)
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-
-def _gather(leaves: Any, pieces: Sequence[_Piece]) -> Array:
-    return _join(
-        [
-            jax.lax.slice(leaves[leaf].reshape(-1), (start,), (stop,)).astype(jnp.float32)
-            for leaf, start, stop in pieces
-        ]
-    )
 
 
 def plan(

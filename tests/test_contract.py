@@ -128,7 +128,7 @@ def _step_and_state(name, momentum):
         "bias": jnp.zeros(3, jnp.float16),
     }
 
-    @chex.assert_max_traces(1)
+    @chex.assert_max_traces(2)  # once for the check
     def step(state, batch):
         params, opt_state = state
 

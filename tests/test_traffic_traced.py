@@ -91,7 +91,7 @@ def test_it_can_be_asked_within_an_exchange():
         found.append(traced_bytes(TopK(0.01), 1000, 16))
         return x
 
-    data_parallel(lambda x: wire.psum(ask(x), "data"), mesh(3), batch_argnums=0).lower(
+    data_parallel(lambda x: wire.psum(ask(x), "data"), mesh(3), batch_argnums=0, check=False).lower(
         jnp.ones((3, 4))
     )
     jax.jit(jax.vmap(ask, axis_name="data")).lower(jnp.ones((3, 4)))

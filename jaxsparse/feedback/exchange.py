@@ -1,6 +1,7 @@
 """One step's exchange of all buckets and dense leaves: arrays in, arrays out."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +17,16 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 _MOST = 2**31 - 1  # the largest int32
 
 
-class Bucket(NamedTuple):
-    """One worker's state for its shard of one bucket."""
+# A bucket as flat float32 arrays, one for each leaf or part of a leaf in it. What is added up by
+# pieces needs no vector of its own: XLA joins vectors before it adds them, and keeps each.
+Pieces = tuple[Array, ...]
 
-    residual: Array
-    momentum: Array | None  # this worker's, or that of the mean; None without momentum
+
+class Bucket(NamedTuple):
+    """One worker's state for one bucket."""
+
+    residual: Pieces
+    momentum: Pieces | None  # this worker's, or that of the mean; None without momentum
     reducer: Any
 
 
@@ -35,7 +41,7 @@ class Carried(NamedTuple):
 class Exchanged(NamedTuple):
     """The means that a step delivers, and the state after it."""
 
-    means: list[Array]  # one a whole bucket
+    means: list[Pieces]  # one a bucket
     dense_mean: Array
     carried: Carried
     info: Info
@@ -51,7 +57,7 @@ class Settings(NamedTuple):
 
 
 def exchange(
-    buckets: Sequence[Array], dense: Array, before: Carried, plan: Plan, settings: Settings
+    buckets: Sequence[Pieces], dense: Array, before: Carried, plan: Plan, settings: Settings
 ) -> Exchanged:
     """Exchanges residuals plus this step's gradients, or with a delay the residuals alone.
 
@@ -81,20 +87,20 @@ def exchange(
 
 
 def _send(
-    gradients: Sequence[Array] | None,
+    gradients: Sequence[Pieces] | None,
     before: Sequence[Bucket],
     ok: Bool[Array, ""],
     plan: Plan,
     settings: Settings,
-) -> tuple[list[Array], list[Bucket], list[Info]]:
+) -> tuple[list[Pieces], list[Bucket], list[Info]]:
     """Exchanges each bucket's residual, plus its gradient unless `gradients` is None.
 
     Returns:
-        The means of whole buckets; the buckets' new state, or the old one if not `ok`; and the
+        The means of buckets; the buckets' new state, or the old one if not `ok`; and the
         counts of each exchange.
     """
     axes, momentum, _ = settings
-    means: list[Array] = []
+    means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
     for i, (b, reducer, zeros) in enumerate(zip(before, plan.reducers, plan.needs_zeros)):
@@ -111,21 +117,28 @@ def _send(
                 # The exchanged vector is computed from it. Otherwise XLA computes the momentum
                 # after the exchange, and keeps two vectors until then.
                 kept = u = _select(ok, u, kept)
-            x = _select(ok, x + u, x)
-        mean, residual, sent, state, info = reducer(x, b.reducer, axis_name=axes.axis_name)
-        mean = _select(ok, mean, jnp.zeros_like(mean))
+            x = _select(ok, jax.tree.map(jnp.add, x, u), x)
+        whole = join(x)
+        reduced = reducer(whole, b.reducer, axis_name=axes.axis_name)
+        mean = cut(_select(ok, reduced.mean, jnp.zeros_like(whole)), x)
         if zeros:
-            mean, kept = _mean_momentum(mean, kept, ok, momentum)
-        elif kept is not None and sent is not None:
-            kept = _select(ok, jnp.where(sent, jnp.zeros_like(kept), kept), kept)
+            olds: Any = kept or [None] * len(mean)
+            each: Any = [_mean_momentum(*pair, ok, momentum) for pair in zip(mean, olds)]
+            mean = tuple(new for new, _ in each)
+            kept = None if kept is None else tuple(own for _, own in each)
+        elif kept is not None and reduced.sent is not None:
+            unsent = jax.tree.map(_masked, kept, cut(reduced.sent, x))
+            kept = _select(ok, unsent, kept)
         means.append(mean)
-        after.append(Bucket(_select(ok, residual, x), kept, _select(ok, state, b.reducer)))
-        infos.append(info)
+        # Of the vector, not of the pieces, which XLA would keep besides.
+        residual = cut(_select(ok, reduced.residual, whole), x)
+        after.append(Bucket(residual, kept, _select(ok, reduced.state, b.reducer)))
+        infos.append(reduced.info)
     return means, after, infos
 
 
 def _add_later(
-    gradients: Sequence[Array],
+    gradients: Sequence[Pieces],
     dense: Array,
     dense_mean: Array,
     sent: Sequence[Bucket],
@@ -139,7 +152,7 @@ def _add_later(
     """
     axes, momentum, _ = settings
     sums = _sums(gradients, sent, plan, momentum)
-    finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
+    finite = functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves([sums, dense])))
     ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
     after = []
     for b, x, gradient, zeros in zip(sent, sums, gradients, plan.needs_zeros):
@@ -150,7 +163,7 @@ def _add_later(
     return after, ok, dense_ok
 
 
-def keep_rounding(done: Exchanged, rounded: Sequence[Array], plan: Plan) -> Exchanged:
+def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: Plan) -> Exchanged:
     """Adds to the residuals the part of the means that rounding to the leaves' dtypes removes.
 
     Args:
@@ -161,22 +174,42 @@ def keep_rounding(done: Exchanged, rounded: Sequence[Array], plan: Plan) -> Exch
     buckets = []
     for b, zeros, mean, low in zip(done.carried.buckets, plan.needs_zeros, done.means, rounded):
         if not zeros:
-            lost = mean - low
-            # Where nothing is lost, keep the residual's bits: -0 + 0 would be +0.
-            b = b._replace(residual=jnp.where(lost == 0, b.residual, b.residual + lost))
+            b = b._replace(residual=jax.tree.map(_with_lost, b.residual, mean, low))
         buckets.append(b)
     return done._replace(carried=done.carried._replace(buckets=buckets))
 
 
+def _with_lost(residual: Array, mean: Array, low: Array) -> Array:
+    lost = mean - low
+    # Where nothing is lost, keep the residual's bits: -0 + 0 would be +0.
+    return jnp.where(lost == 0, residual, residual + lost)
+
+
+def _masked(kept: Array, sent: Array) -> Array:
+    return jnp.where(sent, jnp.zeros_like(kept), kept)
+
+
+def join(pieces: Pieces) -> Array:
+    """The vector of a bucket."""
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+
+
+def cut(vector: Array, like: Pieces) -> Pieces:
+    """A bucket's vector in pieces of the same sizes as those of `like`."""
+    stops = list(itertools.accumulate(piece.size for piece in like))
+    starts = [0, *stops]
+    return tuple(jax.lax.slice(vector, (a,), (b,)) for a, b in zip(starts, stops))
+
+
 def _sums(
-    gradients: Sequence[Array],
+    gradients: Sequence[Pieces],
     buckets: Sequence[Bucket],
     plan: Plan,
     momentum: float | Array | None,
-) -> list[Array]:
+) -> list[Pieces]:
     """Residuals plus gradients with momentum."""
     return [
-        b.residual + _corrected(gradient, b.momentum, momentum, zeros)
+        jax.tree.map(jnp.add, b.residual, _corrected(gradient, b.momentum, momentum, zeros))
         for gradient, b, zeros in zip(gradients, buckets, plan.needs_zeros)
     ]
 
@@ -190,7 +223,7 @@ def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:
 
 def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
     """Exchanges in one message whether all is finite, and the mean of the dense leaves."""
-    finite = functools.reduce(jnp.logical_and, map(_all_finite, [*sums, dense]))
+    finite = functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves([sums, dense])))
     broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
     exchanged = wire.psum(jnp.concatenate([dense, broken[None]]), axes.axis_name) / axes.workers()
     # A sum of finite gradients can overflow, too.
@@ -200,7 +233,7 @@ def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array
     return ok, exchanged[:-1]
 
 
-def _after(x: Array, mean: Array, axes: Axes) -> tuple[Array, Array]:
+def _after(x: Pieces, mean: Pieces, axes: Axes) -> tuple[Pieces, Pieces]:
     """Returns `x`, which then depends on `mean`, and `mean`.
 
     Without the barrier XLA may start all buckets at once, or combine their messages, and need the
@@ -208,8 +241,9 @@ def _after(x: Array, mean: Array, axes: Axes) -> tuple[Array, Array]:
     """
     x, after = jax.lax.optimization_barrier((x, mean))
     for axis in axes.all:
-        if wire.tracks_replication(axis) and not wire.is_varying(mean, axis):
-            after = wire.replicated(after, axis)  # a barrier types all as the most varying
+        if wire.tracks_replication(axis) and not wire.is_varying(mean[0], axis):
+            # A barrier types all as the most varying.
+            after = tuple(wire.replicated(piece, axis) for piece in after)
     return x, after
 
 
@@ -234,12 +268,13 @@ def _mean_momentum(
 
 
 def _corrected(
-    gradient: Array, before: Array | None, momentum: float | Array | None, needs_zeros: bool
-) -> Array:
+    gradient: Pieces, before: Pieces | None, momentum: float | Array | None, needs_zeros: bool
+) -> Pieces:
     """The gradient with momentum, u."""
     if momentum is None or before is None or needs_zeros:
         return gradient
-    return jnp.asarray(momentum, jnp.float32) * before + gradient
+    factor = jnp.asarray(momentum, jnp.float32)
+    return jax.tree.map(lambda u, g: factor * u + g, before, gradient)
 
 
 def _all_finite(x: Array) -> Array:

@@ -13,7 +13,7 @@ from jaxtyping import Array, BFloat16, DTypeLike, Float, Int, UInt32
 
 from jaxsparse import hashing
 from jaxsparse.collectives import wire
-from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged
+from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged, join
 from jaxsparse.feedback.plan import Axes, Plan
 from jaxsparse.reducers.base import Info
 from jaxsparse.training.marks import PerWorker
@@ -118,16 +118,19 @@ class Store(NamedTuple):
                 if name in stored
             }
 
-        residuals = layout.join(leaves(state.residual), layout.buckets)
-        momenta: list[Any] = [None] * len(residuals)
-        dense_momentum = pending = None
-        if self.has_momentum:
-            *momenta, dense_momentum = layout.join(
-                leaves(state.momentum), [*layout.buckets, layout.dense]
+        residuals, own = leaves(state.residual), leaves(state.momentum)
+        buckets = [
+            Bucket(
+                layout.pieces(residuals, pieces),
+                layout.pieces(own, pieces) if self.has_momentum else None,
+                reducer,
             )
+            for pieces, reducer in zip(layout.buckets, state.reducers)
+        ]
+        (dense_momentum,) = layout.join(own, [layout.dense]) if self.has_momentum else (None,)
+        pending = None
         if self.is_delayed:
             (pending,) = layout.join(leaves(state.pending), [layout.dense])
-        buckets = list(map(Bucket, residuals, momenta, state.reducers))
         return Carried(buckets, dense_momentum, pending)
 
     def save(self, done: Exchanged, before: ErrorFeedbackState, plan: Plan) -> ErrorFeedbackState:
@@ -141,14 +144,14 @@ class Store(NamedTuple):
         if not self.is_delayed:
             info = Info(*(jnp.where(done.ok, new, old) for new, old in zip(info, before.info)))
         buckets, layout = carried.buckets, plan.layout
-        dense_momentum, pending = carried.dense_momentum, carried.pending
+        whole = lambda x: () if x is None else (x,)
         vectors: dict[str, tuple[list[Any], Any]] = {
             "residual": ([b.residual for b in buckets], layout.buckets),
             "momentum": (
-                [*(b.momentum for b in buckets), dense_momentum],
+                [*(b.momentum or () for b in buckets), whole(carried.dense_momentum)],
                 [*layout.buckets, layout.dense],
             ),
-            "pending": ([pending], [layout.dense]),
+            "pending": ([whole(carried.pending)], [layout.dense]),
         }
         described = self._described(plan)
         fields: dict[str, Any] = {}
@@ -179,12 +182,12 @@ class Store(NamedTuple):
     def _rounded(self, carried: Carried, round_: Array, plan: Plan) -> Carried:
         buckets = []
         for i, (b, zeros) in enumerate(zip(carried.buckets, plan.needs_zeros)):
-            residual = rounded(b.residual, key_of(round_, 2 * i, self.axes.all))
-            momentum = b.momentum
+            residual = (rounded(join(b.residual), key_of(round_, 2 * i, self.axes.all)),)
+            momentum: Any = b.momentum
             if momentum is not None:
                 # All copies of a mean's momentum must be rounded alike.
                 axes = self.axes.inner if zeros else self.axes.all
-                momentum = rounded(momentum, key_of(round_, 2 * i + 1, axes))
+                momentum = (rounded(join(momentum), key_of(round_, 2 * i + 1, axes)),)
             buckets.append(Bucket(residual, momentum, b.reducer))
         return carried._replace(buckets=buckets)
 

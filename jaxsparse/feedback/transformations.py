@@ -172,13 +172,17 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
         ) -> tuple[Any, ErrorFeedbackState]:
             store = store_of(inner)
             carried = store.load(state, plan)
-            buckets, dense = plan.layout.flatten(updates)
+            layout, leaves = plan.layout, jax.tree.leaves(updates)
+            buckets = [layout.pieces(leaves, own) for own in layout.buckets]
+            (dense,) = layout.join(leaves, [layout.dense])
             done = exchange(
                 buckets, dense, carried, plan, Settings(store.axes, momentum, is_delayed)
             )
-            delivered = plan.layout.unflatten(done.means, done.dense_mean)
-            if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
-                done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
+            delivered = layout.assembled([*done.means, (done.dense_mean,)])
+            if set(layout.dtypes) != {jnp.dtype(jnp.float32)}:
+                low = jax.tree.leaves(delivered)
+                rounded = [layout.pieces(low, own) for own in layout.buckets]
+                done = keep_rounding(done, rounded, plan)
             return delivered, store.save(done, state, plan)
 
         Axes(axis_name).check(updates)

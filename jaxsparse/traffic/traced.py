@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -100,9 +101,9 @@ def traced_bytes(
             f"exchange={exchange!r} must be a reducer, a gradient transformation or a function: "
             "pass jaxsparse.top_k(0.01), or a whole step, compiled, to jaxsparse.traffic.wire_bytes"
         )
-    # The caller may itself be in a trace, or in a dry run.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), wire.dry_run(None):
-        program = _traced(run, init, shapes, mesh)
+    # The caller may itself be in a trace, or in a dry run, of which a new thread knows nothing.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        program = thread.submit(_traced, run, init, shapes, mesh).result()
     return _traffic(program, dict(mesh.shape), {})
 
 
