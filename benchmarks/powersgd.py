@@ -177,7 +177,7 @@ def work(args: argparse.Namespace) -> None:
             local = lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x
             mean = np.stack([np.asarray(local(x), np.float64) for x in means])
             if is_counted:
-                errors[name].append(np.linalg.norm(mean - exact) / np.linalg.norm(exact))
+                errors[name].append(float(np.linalg.norm(mean - exact) / np.linalg.norm(exact)))
                 sums[name] = sums[name] + mean
     if args.process:
         return
@@ -219,11 +219,12 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     if args.process is not None:
-        return work(args)
+        work(args)
+        return
     ports = [str(free_port()), str(free_port())]
     command = [sys.executable, *sys.argv, "--ports", *ports, "--process"]
     children = [subprocess.Popen([*command, str(i)]) for i in range(PROCESSES)]
-    return sys.exit(max(child.wait() for child in children))
+    sys.exit(max(child.wait() for child in children))
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def model(params, x, layout):
     return (layout(h, P("fsdp", None, "tp")) @ params["down"]) @ params["table"].T
 
 
-PLACES = {"table": P("tp", "fsdp"), "up": P("fsdp", "tp"), "down": P("tp", "fsdp")}
+PLACES = {"table": P("fsdp", "tp"), "up": P("fsdp", "tp"), "down": P("tp", "fsdp")}
 
 
 def start(where):

@@ -193,8 +193,9 @@ def _warn_of_strays(program: Any, mesh: Mesh, axis_name: str) -> None:
     warnings.warn(
         f"besides the exchange, {len(strays)} collectives of the step cross {axis_name!r}, and a "
         f"device receives {received:,.0f} bytes by them: {'; '.join(map(str, largest))}. Is a "
-        f"batch not split over {axis_name!r}, a gradient or activation averaged over it, or would "
-        "the other way to run (via=) serve the step better?",
+        f"batch not split over {axis_name!r}, or a gradient or activation averaged over it? XLA "
+        "moves some lookups in sharded tables across all axes, and vmap convolutions: see "
+        "data_parallel.",
         stacklevel=4,
     )
 
