@@ -29,6 +29,7 @@ from jaxsparse.training.diagnostics import diagnose
 from jaxsparse.training.failing import fail_at_once
 from jaxsparse.training.marks import PerWorker, specs
 from jaxsparse.training.parallel import data_parallel
+from jaxsparse.training.per_worker import per_worker
 from jaxsparse.training.replicas import check_replicas
 from jaxsparse.training.resharding import reshard
 from jaxsparse.training.sharding import local, shard
@@ -46,6 +47,7 @@ __all__ = [
     "fail_at_once",
     "local",
     "partition",
+    "per_worker",
     "reshard",
     "select_tensors",
     "shard",

@@ -101,16 +101,16 @@ def tree(tmp_path):
     for name, text in {
         "jaxsparse/__init__.py": "",
         "jaxsparse/layout.py": "def half(x):\n    return x / 2\n",
-        "jaxsparse/codecs.py": "ROOM = 4\n",
+        "jaxsparse/platforms.py": "ROOM = 4\n",
         "tests/test_layout.py": """
             from jaxsparse import layout
             def test_half():
                 assert layout.half(4) == 2
             """,
         "tests/test_room.py": """
-            from jaxsparse import codecs
+            from jaxsparse import platforms
             def test_room():
-                assert codecs.ROOM in (4, 5)
+                assert platforms.ROOM in (4, 5)
             """,
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -124,16 +124,16 @@ def test_faults_are_caught_or_survive(tree, capsys):
     mutations.main(["--count", "2", "--workers", "0", "--skip-unchanged"], root=tree)
     printed = capsys.readouterr().out
     assert re.search(r"^\| 2 \| jaxsparse/layout.py:2 \|.*\| tests/test_layout.py::", printed, re.M)
-    assert "| 1 | jaxsparse/codecs.py:1 | `ROOM = 4` | `ROOM = 5` | SURVIVED |" in printed
+    assert "| 1 | jaxsparse/platforms.py:1 | `ROOM = 4` | `ROOM = 5` | SURVIVED |" in printed
     assert "1 of 2 caught" in printed
-    assert "- survivor 1, jaxsparse/codecs.py:1: `ROOM = 4` -> `ROOM = 5`" in printed
+    assert "- survivor 1, jaxsparse/platforms.py:1: `ROOM = 4` -> `ROOM = 5`" in printed
     assert {path: path.read_bytes() for path in tree.rglob("*.py")} == before
 
 
 def test_a_run_without_end_is_caught(tree, capsys):
     (tree / "tests/test_room.py").write_text(
-        "import time\nfrom jaxsparse import codecs\ndef test():\n"
-        "  time.sleep(0 if codecs.ROOM == 4 else 600)\n"
+        "import time\nfrom jaxsparse import platforms\ndef test():\n"
+        "  time.sleep(0 if platforms.ROOM == 4 else 600)\n"
     )
     arguments = "--count 2 --only 1 --workers 0 --tests tests/test_room.py --skip-unchanged"
     mutations.main([*arguments.split(), "--timeout", "2"], root=tree)

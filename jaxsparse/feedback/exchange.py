@@ -54,6 +54,7 @@ class Settings(NamedTuple):
     axes: Axes
     momentum: float | Array | None = None
     is_delayed: bool = False
+    decay: float = 1.0  # of residuals, each step
 
 
 def exchange(
@@ -66,7 +67,7 @@ def exchange(
     residual in vain. A later decision would need a copy of the old state, one to two d floats of
     memory. With a delay, only the flag waits for the gradients.
     """
-    axes, momentum, is_delayed = settings
+    axes, momentum, is_delayed, _ = settings
     gradients = list(buckets)
     pending = None
     if is_delayed:
@@ -75,7 +76,7 @@ def exchange(
         after, ok, dense_ok = _add_later(gradients, dense, dense_mean, after, plan, settings)
         pending = _select(ok, dense, jnp.zeros_like(dense))
     else:
-        sums = _sums(gradients, before.buckets, plan, momentum)
+        sums = _sums(gradients, before.buckets, plan, settings)
         ok, dense_mean = _agreed(sums, dense, axes)
         means, after, infos = _send(gradients, before.buckets, ok, plan, settings)
         dense_ok = ok
@@ -99,7 +100,7 @@ def _send(
         The means of buckets; the buckets' new state, or the old one if not `ok`; and the
         counts of each exchange.
     """
-    axes, momentum, _ = settings
+    axes, momentum = settings.axes, settings.momentum
     means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
@@ -117,7 +118,7 @@ def _send(
                 # The exchanged vector is computed from it. Otherwise XLA computes the momentum
                 # after the exchange, and keeps two vectors until then.
                 kept = u = _select(ok, u, kept)
-            x = _select(ok, jax.tree.map(jnp.add, x, u), x)
+            x = _select(ok, _fed_back(x, u, settings), x)
         whole = join(x)
         reduced = reducer(whole, b.reducer, axis_name=axes.axis_name)
         mean = cut(_select(ok, reduced.mean, jnp.zeros_like(whole)), x)
@@ -150,8 +151,8 @@ def _add_later(
     Returns:
         The buckets' new state, whether gradients are finite, and whether the dense mean is.
     """
-    axes, momentum, _ = settings
-    sums = _sums(gradients, sent, plan, momentum)
+    axes, momentum = settings.axes, settings.momentum
+    sums = _sums(gradients, sent, plan, settings)
     finite = functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves([sums, dense])))
     ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
     after = []
@@ -205,13 +206,22 @@ def _sums(
     gradients: Sequence[Pieces],
     buckets: Sequence[Bucket],
     plan: Plan,
-    momentum: float | Array | None,
+    settings: Settings,
 ) -> list[Pieces]:
     """Residuals plus gradients with momentum."""
+    momentum = settings.momentum
     return [
-        jax.tree.map(jnp.add, b.residual, _corrected(gradient, b.momentum, momentum, zeros))
+        _fed_back(b.residual, _corrected(gradient, b.momentum, momentum, zeros), settings)
         for gradient, b, zeros in zip(gradients, buckets, plan.needs_zeros)
     ]
+
+
+def _fed_back(residual: Pieces, added: Pieces, settings: Settings) -> Pieces:
+    """What a worker has to send: what it added, and its residual, decayed."""
+    if settings.decay == 1:
+        return jax.tree.map(jnp.add, residual, added)
+    decay = jnp.float32(settings.decay)
+    return jax.tree.map(lambda v, u: decay * v + u, residual, added)
 
 
 def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:

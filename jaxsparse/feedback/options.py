@@ -20,6 +20,7 @@ class Options(TypedDict, total=False):
 
     axis_name: str | None
     delay: Literal[0, 1] | None
+    decay: float | None
     accumulator_dtype: DTypeLike | None
     momentum: float | Array | None
     bucket_size: int | None
@@ -41,6 +42,10 @@ OPTIONS: dict[str, tuple[Any, str]] = {
         None,
         "0 or None: exchange this step's gradients. 1: exchange the residual of earlier gradients, "
         "so that the exchange can overlap the backward pass.",
+    ),
+    "decay": (
+        None,
+        "factor of the residual in each step, in [0, 1]. None: 1, so that nothing is ever dropped.",
     ),
     "accumulator_dtype": (
         None,

@@ -16,7 +16,7 @@ from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator
 from jaxsparse.layout import IsDense, named_leaves, small_or_vector
 from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.reducers.stages import Staged, Stages
-from jaxsparse.settings import static_int
+from jaxsparse.settings import static_float, static_int
 from jaxsparse.training.meshes import Placement, place
 
 # How one leaf is exchanged. None: uncompressed.
@@ -40,6 +40,9 @@ def error_feedback(
         v = v + u
         mean, v = reducer(v)
         u = 0 where the reducer sent (momentum factor masking)
+
+    With `decay` the second line is v = decay * v + u (SparseLoCo, arXiv 2508.15706, with 0.95):
+    stale parts of the residual fade, and the sum of updates owes their share no more.
 
     The update is `mean`, equal on all workers, in the gradients' shapes and dtypes. Leaves that
     `is_dense` picks are averaged exactly in float32, with the same momentum and no masking.
@@ -143,7 +146,7 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
     """The transformation, for leaves that go as the rules say."""
     axis_name, momentum = options.get("axis_name", "data"), options.get("momentum")
     _check_momentum(momentum)
-    is_delayed = _is_delayed(options.get("delay"))
+    is_delayed, decay = _is_delayed(options.get("delay")), _decay(options.get("decay"))
     dtype = accumulator(options.get("accumulator_dtype"))
     bucket_size, mesh = options.get("bucket_size"), options.get("mesh")
 
@@ -176,7 +179,7 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
             buckets = [layout.pieces(leaves, own) for own in layout.buckets]
             (dense,) = layout.join(leaves, [layout.dense])
             done = exchange(
-                buckets, dense, carried, plan, Settings(store.axes, momentum, is_delayed)
+                buckets, dense, carried, plan, Settings(store.axes, momentum, is_delayed, decay)
             )
             delivered = layout.assembled([*done.means, (done.dense_mean,)])
             if set(layout.dtypes) != {jnp.dtype(jnp.float32)}:
@@ -274,6 +277,17 @@ def _check_momentum(momentum: Any) -> None:
         )
     if not isinstance(momentum, jax.core.Tracer) and not 0 <= float(momentum) < 1:
         raise ValueError(f"momentum={momentum} must lie in [0, 1); use None for no momentum")
+
+
+def _decay(decay: Any) -> float:
+    """The factor of residuals. Raises ValueError unless it lies in [0, 1] or is None (for 1)."""
+    factor = 1.0 if decay is None else static_float("decay", decay)
+    if not 0 <= factor <= 1:
+        raise ValueError(
+            f"decay={decay} must lie in [0, 1]: 1 keeps what was not sent, 0.95 forgets two thirds "
+            "of it in 20 steps, and 0 drops it at once"
+        )
+    return factor
 
 
 def _is_delayed(delay: Any) -> bool:

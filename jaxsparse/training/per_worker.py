@@ -1,0 +1,76 @@
+"""Any Optax transformation on each worker's own values, as part of a chain.
+
+Strongly sparsified gradients before Adam train badly: most entries of Adam's second moment then see
+zeros, and one step that comes from a residual of many steps. Exchanging each worker's Adam update
+instead is one local step of a local-update method.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxsparse.collectives import wire
+from jaxsparse.training.marks import PerWorker
+
+
+def per_worker(
+    tx: optax.GradientTransformation, *, axis_name: str | None = "data"
+) -> optax.GradientTransformationExtraArgs:
+    """Runs `tx` on each worker's own gradients, before they are exchanged.
+
+        tx = optax.chain(
+            jaxsparse.per_worker(optax.scale_by_adam()),
+            jaxsparse.spardl(0.01),
+            optax.scale_by_learning_rate(1e-3),
+        )
+
+    Each worker keeps a state of its own, marked `PerWorker`: it is saved, spread and resharded like
+    residuals. Resharding averages it over workers, Adam's moments included; counters, which are
+    equal on all workers, stay. Put weight decay and the learning rate behind the exchange, since
+    they are the same for all workers.
+
+    If anything in the gradients is not finite on any worker, no worker's state changes, and the
+    gradients pass as they are, so that the exchange behind skips the step. That takes a message of
+    four bytes.
+
+    Args:
+        tx: the transformation. Its state must have arrays, or nothing, in all leaves.
+        axis_name: the axis of the workers. None: a single worker.
+
+    Returns:
+        A transformation, whose `update` must run where `axis_name` is bound
+        (`jaxsparse.data_parallel`). What it returns differs between workers, so a transformation of
+        this library must stand behind it in the chain.
+
+    Raises:
+        ValueError: from `update`: the axis is not bound, or the state is not one worker's.
+
+    Example:
+        >>> import jaxsparse
+        >>> tx = optax.chain(
+        ...     per_worker(optax.trace(0.9), axis_name=None),
+        ...     jaxsparse.top_k(0.25, axis_name=None, is_dense=lambda *_: False),
+        ... )
+        >>> state = tx.init(jnp.zeros(4))
+        >>> updates, state = tx.update(jnp.float32([3, 1, 0.5, 0.1]), state)
+        >>> updates.tolist()
+        [3.0, 0.0, 0.0, 0.0]
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> Any:
+        return PerWorker.wrap(tx.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        before = PerWorker.unwrap(state)
+        delivered, after = tx.update(updates, before, params, **extra_args)
+        finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
+        broken = jnp.where(jnp.all(jnp.stack(finite)), jnp.float32(0), jnp.float32(1))
+        ok = wire.pmax(wire.varying(broken, axis_name), axis_name) == 0
+        kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+        state = PerWorker.wrap(wire.varying(kept(after, before), axis_name))
+        return kept(delivered, updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
