@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from contract import CASES, conserves, rounds
 from flax import nnx
@@ -528,3 +529,38 @@ def test_xla_still_ends_the_process_on_a_lookup_in_a_partly_manual_step():
     done = subprocess.run([sys.executable, "-c", LOOKUP], capture_output=True, text=True)
     assert done.returncode != 0
     assert "partition_group_list" in done.stderr, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_orbax_restores_on_another_inner_mesh_and_diagnose_reads_it(tmp_path):
+    """Accumulators have their leaves' shapes, so another partition is the restore target's."""
+    old, new = mesh((2, 2, 2)), mesh((2, 4))
+    reducer = CASES["top_k"].reducer
+    _, _, state = steps(reducer, old)
+    with ocp.CheckpointManager(tmp_path) as saved:
+        saved.save(1, args=ocp.args.StandardSave(state))
+        saved.wait_until_finished()
+        _, start, _ = stepper(reducer, new)
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), start
+        )
+        restored = saved.restore(1, args=ocp.args.StandardRestore(target))
+    for name, node in state.residual.items():
+        np.testing.assert_array_equal(restored.residual[name].value, node.value)
+        assert restored.residual[name].value.sharding == start.residual[name].value.sharding
+    reports = [
+        data_parallel(
+            functools.partial(jaxsparse.diagnose, axis_name="hosts"),
+            where,
+            axis_name="hosts",
+            batch_argnums=(),
+        )(each)
+        for where, each in ((old, state), (new, restored))
+    ]
+    owed = np.concatenate([np.asarray(n.value).reshape(2, -1) for n in state.residual.values()], 1)
+    expected = np.sqrt(np.mean(np.sum(np.square(owed, dtype=np.float64), axis=1)))
+    for report in reports:
+        np.testing.assert_allclose(report.residual_norm, expected, rtol=1e-5)
+    run, _, _ = stepper(reducer, new)
+    updates, _ = run(put(new, gradients(2), "hosts"), restored)
+    assert np.any(updates["both"])
