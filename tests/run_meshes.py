@@ -19,10 +19,11 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 
 def check(name):
-    import test_meshes as cases
+    import on_meshes as cases
+    from contract import CASES
 
     where = cases.mesh((jax.process_count(), jax.local_device_count()))
-    run, state, _ = cases.stepper(cases.CASES[name].reducer, where)
+    run, state, _ = cases.stepper(CASES[name].reducer, where)
     workers = where.shape["hosts"]
     whole = lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True), np.float64)
     given = dict.fromkeys(cases.SHAPES, 0.0)

@@ -14,62 +14,14 @@ import pytest
 from contract import CASES, conserves, rounds
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from on_meshes import MESHES, NAMES, SHAPES, SPECS, gradients, is_bias, mesh, put, stepper
 from workers import some
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, reshard, shard, traffic
 from jaxsparse.training import meshes
 
-# Kernels are cut over both inner axes, over one, or over none; no axis cuts "odd".
-SHAPES = {"both": (16, 24), "one": (8, 24), "none": (12, 8), "odd": (3, 7), "bias": (8,)}
-SPECS = {"both": P("fsdp", "tp"), "one": P(None, "tp"), "none": P(), "odd": P(), "bias": P("tp")}
-MESHES = ((2, 2, 2), (4, 1, 2), (2, 4), (1, 8), (8,))
-NAMES = ("hosts", "fsdp", "tp")
 STEPS = 2
-
-
-@functools.cache
-def mesh(shape=(2, 2, 2), kind=AxisType.Auto):
-    names = {3: NAMES, 2: ("hosts", "tp"), 1: ("hosts",)}[len(shape)]
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
-
-
-def on(where, spec):
-    """The part of a partition that the mesh has axes for."""
-    return P(*(part if part in where.axis_names else None for part in spec))
-
-
-def put(where, tree, *lead):
-    return {
-        name: jax.device_put(x, NamedSharding(where, P(*lead, *on(where, SPECS[name]))))
-        for name, x in tree.items()
-    }
-
-
-def gradients(workers, seed=0):
-    """Integers times W, whose means are exact: [W, *shape]."""
-    rng = np.random.default_rng(seed)
-    draw = lambda shape: np.round(rng.standard_t(2, (workers, *shape)) * 3).clip(-200, 200)
-    return {name: (draw(s) * workers).astype(np.float32) for name, s in SHAPES.items()}
-
-
-def compressed(path, shape):
-    return "bias" in path
-
-
-@functools.cache
-def stepper(reducer, where, via=None, momentum=None, delay=None):
-    """A step that returns a worker's updates, and the state that it starts with."""
-    tx = jaxsparse.error_feedback(
-        reducer, axis_name="hosts", is_dense=compressed, momentum=momentum, delay=delay
-    )
-
-    def step(grads, state):
-        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
-
-    run = data_parallel(step, where, axis_name="hosts", batch_argnums=0, via=via)
-    params = put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-    return run, shard(tx.init(params), where, "hosts"), params
 
 
 def steps(reducer, where, broken=None, **settings):
@@ -344,14 +296,12 @@ class TestInit:
         """What trainers do that make their state in a constructor, or restore there."""
         where = mesh((2, 2, 2))
         given = jaxsparse.spardl(
-            0.1, axis_name="hosts", is_dense=compressed, mesh=where, specs=SPECS, momentum=0.9
+            0.1, axis_name="hosts", is_dense=is_bias, mesh=where, specs=SPECS, momentum=0.9
         )
         params = put(where, {name: jnp.zeros(s) for name, s in SHAPES.items()})
         state = jax.jit(given.init)(params)
         eager = shard(
-            jaxsparse.spardl(0.1, axis_name="hosts", is_dense=compressed, momentum=0.9).init(
-                params
-            ),
+            jaxsparse.spardl(0.1, axis_name="hosts", is_dense=is_bias, momentum=0.9).init(params),
             where,
             "hosts",
         )
@@ -363,7 +313,7 @@ class TestInit:
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim), path
 
     def test_without_inner_axes(self):
-        tx = jaxsparse.spardl(0.1, mesh=mesh_of_workers(), is_dense=compressed)
+        tx = jaxsparse.spardl(0.1, mesh=mesh_of_workers(), is_dense=is_bias)
         state = tx.init({name: jnp.zeros(s) for name, s in SHAPES.items()})
         assert state.residual["both"].value.shape == (8, *SHAPES["both"])
         assert state.residual["both"].value.sharding.spec == P("data")
@@ -400,7 +350,7 @@ def test_training_goes_on_with_other_hosts_and_another_inner_mesh(name):
     sent = {name: np.zeros(s) for name, s in shapes.items()}
     given = {name: np.zeros(s) for name, s in shapes.items()}
     tx = jaxsparse.error_feedback(
-        CASES[name].reducer, axis_name="hosts", is_dense=compressed, momentum=0.0
+        CASES[name].reducer, axis_name="hosts", is_dense=is_bias, momentum=0.0
     )
     state = None
     for shape in ((4, 2), (2, 4), (8, 1)):
@@ -434,7 +384,7 @@ def test_training_goes_on_with_other_hosts_and_another_inner_mesh(name):
 class TestDoors:
     def test_vmap_of_ones_own(self):
         where = mesh((2, 2, 2))
-        tx = jaxsparse.top_k(1.0, axis_name="hosts", mesh=where, is_dense=compressed)
+        tx = jaxsparse.top_k(1.0, axis_name="hosts", mesh=where, is_dense=is_bias)
         params = put(where, {name: jnp.zeros(s) for name, s in SHAPES.items()})
         state = tx.init(params)
         axes = jax.tree.map(
@@ -455,7 +405,7 @@ class TestDoors:
 
     def test_partly_manual_shard_map_of_ones_own(self):
         where = mesh((2, 2, 2))
-        tx = jaxsparse.top_k(1.0, axis_name="hosts", is_dense=compressed)
+        tx = jaxsparse.top_k(1.0, axis_name="hosts", is_dense=is_bias)
         params = put(where, {name: jnp.zeros(s) for name, s in SHAPES.items()})
         state = shard(tx.init(params), where, "hosts")
         spread = jaxsparse.specs(state, "hosts")

@@ -1,0 +1,61 @@
+"""Small trees on meshes with inner axes, for the tests and for processes of their own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxsparse
+from jaxsparse import data_parallel, shard
+
+# Kernels are cut over both inner axes, over one, or over none; no axis cuts "odd".
+SHAPES = {"both": (16, 24), "one": (8, 24), "none": (12, 8), "odd": (3, 7), "bias": (8,)}
+SPECS = {"both": P("fsdp", "tp"), "one": P(None, "tp"), "none": P(), "odd": P(), "bias": P("tp")}
+MESHES = ((2, 2, 2), (4, 1, 2), (2, 4), (1, 8), (8,))
+NAMES = ("hosts", "fsdp", "tp")
+
+
+@functools.cache
+def mesh(shape=(2, 2, 2), kind=AxisType.Auto):
+    names = {3: NAMES, 2: ("hosts", "tp"), 1: ("hosts",)}[len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+def on(where, spec):
+    """The part of a partition that the mesh has axes for."""
+    return P(*(part if part in where.axis_names else None for part in spec))
+
+
+def put(where, tree, *lead):
+    return {
+        name: jax.device_put(x, NamedSharding(where, P(*lead, *on(where, SPECS[name]))))
+        for name, x in tree.items()
+    }
+
+
+def gradients(workers, seed=0):
+    """Integers times W, whose means are exact: [W, *shape]."""
+    rng = np.random.default_rng(seed)
+    draw = lambda shape: np.round(rng.standard_t(2, (workers, *shape)) * 3).clip(-200, 200)
+    return {name: (draw(s) * workers).astype(np.float32) for name, s in SHAPES.items()}
+
+
+def is_bias(path, shape):
+    return "bias" in path
+
+
+@functools.cache
+def stepper(reducer, where, via=None, momentum=None, delay=None):
+    """A step that returns a worker's updates, and the state that it starts with."""
+    tx = jaxsparse.error_feedback(
+        reducer, axis_name="hosts", is_dense=is_bias, momentum=momentum, delay=delay
+    )
+
+    def step(grads, state):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    run = data_parallel(step, where, axis_name="hosts", batch_argnums=0, via=via)
+    params = put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+    return run, shard(tx.init(params), where, "hosts"), params
