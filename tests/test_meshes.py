@@ -291,7 +291,44 @@ def test_explicit_axes(kinds):
     np.testing.assert_allclose(params["w"], expected, rtol=1e-6)
 
 
+def test_an_exchange_of_what_no_worker_has_alone_runs_and_keeps_its_momentum():
+    """Behind another exchange all that `dense` gets is equal on all workers."""
+
+    def trained(where):
+        tx = optax.chain(
+            jaxsparse.top_k(1.0, axis_name="hosts", is_dense=lambda *_: False),
+            jaxsparse.dense(axis_name="hosts", momentum=0.5),
+        )
+        params = put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+        state = shard(tx.init(params), where, "hosts")
+        step = data_parallel(
+            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+            where,
+            axis_name="hosts",
+            batch_argnums=0,
+            check=False,
+        )
+        for seed in range(2):
+            updates, state = step(put(where, gradients(2, seed), "hosts"), state)
+        return jax.device_get(updates)
+
+    averaged = [{n: g.mean(0) for n, g in gradients(2, seed).items()} for seed in range(2)]
+    for name, update in trained(mesh((2, 4))).items():
+        np.testing.assert_array_equal(update, 0.5 * averaged[0][name] + averaged[1][name])
+
+
 class TestInit:
+    def test_shard_under_jit_does_not_know_partitions(self):
+        where = mesh((2, 2, 2))
+        with pytest.raises(ValueError, match=r"is traced, so its partition .* outside of jax.jit"):
+            jax.jit(lambda p: shard(p, where, "hosts"))({"w": jnp.zeros((8, 8))})
+
+    def test_a_mesh_that_optax_has_called(self):
+        make = optax.inject_hyperparams(jaxsparse.top_k, static_args=("density",))
+        tx = make(density=0.1, mesh=mesh((2, 2, 2)), axis_name="hosts")
+        with pytest.raises(ValueError, match="name mesh and specs in its static_args"):
+            tx.init({"w": jnp.zeros((40, 30))})
+
     def test_under_jit_with_mesh_and_specs(self):
         """What trainers do that make their state in a constructor, or restore there."""
         where = mesh((2, 2, 2))

@@ -290,3 +290,36 @@ def test_a_constraint_over_the_workers_is_explained(via, axes):
     with jax.set_mesh(where), explained as raised:
         jax.eval_shape(run, jnp.float32(1), jnp.zeros((8, 2)))
     assert "leave 'data' out of the partitions" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("where", [3, "mesh"])
+@pytest.mark.parametrize("how", ["jit", "scan"])
+def test_the_check_leaves_no_trace_of_itself(where, how):
+    """JAX keeps traces of what is jitted or looped over, for all who call it later."""
+    tx = jaxsparse.top_k(0.25, is_dense=lambda *_: False)
+
+    def body(carry, _):
+        grads, state = carry
+        updates, state = tx.update(grads, state)
+        return (grads, state), updates
+
+    update = {
+        "jit": jax.jit(tx.update),
+        "scan": lambda grads, state: [
+            part[0] if i == 0 else part
+            for i, part in enumerate(jax.lax.scan(body, (grads, state), length=1)[::-1])
+        ],
+    }[how]
+
+    def step(grads, state):
+        return update(grads[0], state)[0]
+
+    where = mesh(3) if where == "mesh" else where
+    grads = jnp.asarray(np.random.default_rng(0).normal(size=(3, 40)), jnp.float32)
+    state = shard(tx.init(jnp.zeros(40)), where)
+    first = data_parallel(step, where, batch_argnums=0)(grads, state)
+    assert 10 <= np.count_nonzero(first) <= 30
+    unchecked = data_parallel(step, where, batch_argnums=0, check=False)(grads, state)
+    np.testing.assert_array_equal(first, unchecked)
+    own = jax.vmap(lambda g: update(g, tx.init(g))[0], axis_name="data", out_axes=None)
+    np.testing.assert_array_equal(own(grads), first)

@@ -1,6 +1,7 @@
 """The exchange on a mesh with inner axes: each device exchanges its own shards, see `meshes`."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def sharded_plan(
         own,
         bucket_size,
         devices=placement.devices,
-        dense_elements=sum(leaf.size for leaf, b in zip(leaves, own) if b is None),
+        dense_elements=sum(math.prod(s) for s, b in zip(shapes, own) if b is None),
     )
 
 
@@ -65,7 +66,7 @@ def exchanged_specs(
     found = []
     for i, (leaf, compressed) in enumerate(zip(jax.tree.leaves(tree), is_compressed)):
         cut = placement.exchanged(i, jnp.shape(leaf))
-        is_large = leaf.size >= _FEWEST * placement.devices
+        is_large = math.prod(jnp.shape(leaf)) >= _FEWEST * placement.devices
         found.append(cut if compressed or is_large else placement.own[i])
     return found
 
@@ -132,7 +133,7 @@ def run(
     """
     how, context = meshes.now(), jax.sharding.get_abstract_mesh()
     if how is not None and how.axis_name == axis_name and how.is_check:
-        return _checked(updates, state)
+        return _checked(updates, state, how)
     is_manual = axis_name in context.manual_axes
     if is_manual or mesh is None:
         found: AnyMesh | None = context if is_manual else how.mesh if how else None
@@ -154,17 +155,18 @@ def run(
         return on_devices(False, updates, state, momentum)
 
     @custom_vmap
-    def exchanged(updates: Any, state: Any, momentum: Any) -> Any:
+    def exchanged(updates: Any, state: Any, momentum: Any, rank: Any) -> Any:
         return updates, state  # for their shapes: the rule replaces it
 
     @exchanged.def_vmap
-    def rule(workers: int, batched: Any, *args: Any) -> Any:
-        updates, state, momentum = _rows(workers, batched, *args)
+    def rule(workers: int, batched: Any, updates: Any, state: Any, momentum: Any, _: Any) -> Any:
+        updates, state, momentum = _rows(workers, batched[:3], updates, state, momentum)
         delivered, state = on_devices(True, updates, state, momentum)
         batched = jax.tree.map(lambda kind: kind.is_own, kinds(state))
         return (delivered, state), (jax.tree.map(lambda _: False, delivered), batched)
 
-    return exchanged(updates, state, momentum)
+    # The rank differs between workers, whatever else does: without it vmap may leave out the rule.
+    return exchanged(updates, state, momentum, jax.lax.axis_index(axis_name))
 
 
 def _on_devices(
@@ -259,32 +261,38 @@ def _rows(
     return updates, jax.tree.map(one, state, kinds(state), of_state), momentum
 
 
-def _check_own(workers: int, updates: Any, batched: Any) -> None:
-    """Raises WorkersError if no gradient differs between workers."""
+def _own(workers: int, updates: Any, batched: Any) -> ValueError | None:
+    """The error of gradients of which none differs between workers."""
     flags = [has for x, has in zip(jax.tree.leaves(updates), jax.tree.leaves(batched)) if x.size]
-    if flags and not any(flags) and workers > 1:
-        path = tree_flatten_with_path(updates)[0][0][0]
-        raise meshes.WorkersError(
-            f"gradient{keystr(path)} and all others are equal on all {workers} workers: they have "
-            "been averaged already, uncompressed. Pass each worker's own gradients, of the loss on "
-            "its own part of the batch"
-        )
+    if not flags or any(flags) or workers == 1:
+        return None
+    path = tree_flatten_with_path(updates)[0][0][0]
+    return meshes.WorkersError(
+        f"gradient{keystr(path)} and all others are equal on all {workers} workers: they have "
+        "been averaged already, uncompressed. Pass each worker's own gradients, of the loss on "
+        "its own part of the batch. (If the parameters of a transformation are all frozen, or the "
+        "batch is the same for all workers, give data_parallel check=False)"
+    )
 
 
-def _checked(updates: Any, state: ErrorFeedbackState) -> tuple[Any, ErrorFeedbackState]:
+def _checked(
+    updates: Any, state: ErrorFeedbackState, how: meshes.Running
+) -> tuple[Any, ErrorFeedbackState]:
     """Stands in for an exchange when a step is traced for its types alone."""
+    site = object()
 
     @custom_vmap
-    def exchanged(updates: Any, state: Any) -> Any:
+    def exchanged(updates: Any, state: Any, rank: Any) -> Any:
         return updates, state
 
     @exchanged.def_vmap
-    def rule(workers: int, batched: Any, updates: Any, state: Any) -> Any:
-        of_updates, of_state = batched
-        _check_own(workers, updates, of_updates)
+    def rule(workers: int, batched: Any, updates: Any, state: Any, _: Any) -> Any:
+        of_updates, of_state, _ = batched
+        # In a loop vmap asks several times, at last with what really differs.
+        how.problems[site] = _own(workers, updates, of_updates)
         means = jax.tree.map(
             lambda x, is_row: jnp.zeros_like(x[0] if is_row else x), updates, of_updates
         )
         return (means, state), (jax.tree.map(lambda _: False, means), of_state)
 
-    return exchanged(updates, state)
+    return exchanged(updates, state, jax.lax.axis_index(how.axis_name))

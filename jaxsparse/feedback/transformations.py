@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from jaxsparse.feedback.exchange import Settings, exchange, keep_rounding
 from jaxsparse.feedback.options import LeafOptions, Options, exchange_options
@@ -149,6 +150,11 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
     is_delayed, decay = _is_delayed(options.get("delay")), _decay(options.get("decay"))
     dtype = accumulator(options.get("accumulator_dtype"))
     bucket_size, mesh = options.get("bucket_size"), options.get("mesh")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"mesh={mesh!r} must be a jax.sharding.Mesh or None (optax.inject_hyperparams calls "
+            "meshes, as it calls schedules: name mesh and specs in its static_args)"
+        )
 
     def plan_of(tree: Any, placement: Placement | None) -> Plan:
         budgets = rules(named_leaves(tree))

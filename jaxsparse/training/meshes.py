@@ -41,11 +41,13 @@ class Running:
         mesh: the mesh, or None for simulated workers.
         axis_name: the axis of the workers.
         is_check: whether the step is traced for its types alone, see `jaxsparse.data_parallel`.
+        problems: what the check has found, an error or None for each exchange.
     """
 
     mesh: Mesh | None
     axis_name: str
     is_check: bool = False
+    problems: dict[object, ValueError | None] = dataclasses.field(default_factory=dict)
 
 
 _running: contextvars.ContextVar[Running | None] = contextvars.ContextVar(

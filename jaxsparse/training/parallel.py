@@ -19,6 +19,7 @@ from jaxsparse.training.sharding import count_workers
 
 Way = Literal["vmap", "shard_map"]
 
+_CHECK = "jaxsparse_check"
 # Metrics may cross the axis unnoticed. A message names so many collectives.
 _FEW_BYTES, _NAMED = 1024, 4
 
@@ -126,10 +127,12 @@ def data_parallel(
         if inner and whole is not None and AxisType.Explicit in whole.axis_types:
             chosen = chosen or "shard_map"
         elif check or (inner and via is None):
-            with running(Running(whole, axis_name, is_check=True)):
-                program, problem = _traced(body, workers, axis_name, args, is_split)
-            convolves = program is not None and _convolves(program)
-            chosen = chosen or ("shard_map" if convolves else "vmap")
+            program, problem = _traced(body, workers, whole, axis_name, args, is_split)
+            if isinstance(problem, WorkersError) and check:
+                raise problem
+            serves = program is not None and not _convolves(program)
+            chosen = chosen or ("vmap" if serves else "shard_map")
+            problem = problem if check else None
         try:
             with running(Running(whole, axis_name)):
                 if whole is None or (inner and chosen == "vmap"):
@@ -262,20 +265,29 @@ def _mapped(body, workers, axis_name, is_split, mesh):
     return run
 
 
-def _traced(body, workers, axis_name, args, is_split) -> tuple[Jaxpr | None, Exception | None]:
-    """The program of `body` over simulated workers; or what prevents it.
+def _traced(
+    body, workers, mesh, axis_name, args, is_split
+) -> tuple[Jaxpr | None, Exception | None]:
+    """The program of `body` over simulated workers, without exchanges, and what is wrong with it.
 
-    Raises:
-        WorkersError: outputs differ between workers, or gradients don't.
+    It has no program if the step raises an error, or uses what vmap has no rule for.
     """
     mapped = _mapped(body, workers, axis_name, is_split, None)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
+
+    # JAX keeps the traces of functions that are jitted, or looped over, inside the step. Under an
+    # axis of its own the check leaves none that a later trace, with exchanges, would take.
+    def apart(*args: Any) -> Any:
+        once = jax.vmap(lambda _: mapped(*args), axis_name=_CHECK, out_axes=None)
+        return once(jnp.zeros(1))
+
+    how = Running(mesh, axis_name, is_check=True)
     try:
-        return jax.make_jaxpr(mapped)(*shapes).jaxpr, None
-    except WorkersError:
-        raise
-    except Exception as error:  # vmap lacks a rule; or the step has an error, which it will show
+        with running(how):
+            program = jax.make_jaxpr(apart)(*shapes).jaxpr
+    except Exception as error:  # the step has an error, which it will show; or vmap lacks a rule
         return None, error
+    return program, next((p for p in how.problems.values() if p is not None), None)
 
 
 def _convolves(program: Jaxpr) -> bool:

@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
 from jaxsparse.collectives import wire
 from jaxsparse.training.marks import check_wrapped, is_marked, map_marked
-from jaxsparse.training.meshes import now
+from jaxsparse.training.meshes import inner_axes, now
 
 T = TypeVar("T")
 
@@ -67,9 +67,21 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
 
     Raises:
         ValueError: the mesh has no such axis or no worker, a leaf is partitioned over `axis_name`
-            or over another mesh, or the tree is already spread over another number of workers.
+            or over another mesh, or is traced on a mesh with other axes, or the tree is already
+            spread over another number of workers.
     """
     workers = count_workers(mesh, axis_name)
+    traced = [
+        path
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if isinstance(x, jax.core.Tracer)
+    ]
+    if traced and isinstance(mesh, Mesh) and (inner := inner_axes(mesh, axis_name)):
+        raise ValueError(
+            f"leaf{keystr(traced[0])} is traced, so its partition over the axes {dict(inner)} is "
+            "not known: call shard outside of jax.jit, or give the transformation mesh= and "
+            "specs=, with which init returns a state that is already spread"
+        )
 
     def spread(x: Any, marked: bool) -> Any:
         x = _copy(x)
