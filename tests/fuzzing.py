@@ -609,8 +609,15 @@ def _check_step(program, gradients, update, before, after):
 
 
 def _check_same_bits(before, after):
+    """Of a step in a scan: XLA may compute a momentum once for the carry and once for the output,
+    and round it in two ways. (Steps of their own are compared to the bit in test_feedback.py.)
+    """
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after)):
-        same = np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        x, y = np.asarray(x), np.asarray(y)
+        same = x.tobytes() == y.tobytes()
+        if ".momentum" in jax.tree_util.keystr(path):
+            wide = np.float64(2.0**-22) * np.abs(x).max(initial=0)  # of terms that may cancel
+            same = np.allclose(x, y, rtol=2.0**-22, atol=wide)
         assert same, f"a skipped step changed the state at {jax.tree_util.keystr(path)}"
 
 

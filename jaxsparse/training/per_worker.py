@@ -1,8 +1,8 @@
 """Any Optax transformation on each worker's own values, as part of a chain.
 
-Strongly sparsified gradients before Adam train badly: most entries of Adam's second moment then see
-zeros, and now and then a residual of many steps. Exchanging each worker's Adam update instead is one
-local step of a local-update method. `benchmarks/adam.py` compares both; README has its result.
+Strongly sparsified gradients before Adam train badly: most entries of its second moment then see
+zeros, and now and then a residual of many steps. Exchanging each worker's Adam update instead is
+one local step of a local-update method. `benchmarks/adam.py` compares both; README has its result.
 """
 
 from typing import Any
