@@ -6,6 +6,7 @@ it is one bucket. A leaf may straddle buckets. Leaves that are not compressed ar
 one dense vector, in the same order. Empty leaves travel in neither.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxsparse.settings import static_int
+
+# A bucket as flat arrays, one for each leaf or part of a leaf in it. What is added up by pieces
+# needs no vector of its own: XLA joins vectors before it adds them, and keeps each.
+Pieces = tuple[Float[Array, " n"], ...]
 
 # Its arguments: one leaf's key path, as jax.tree_util.keystr prints it, and its shape.
 IsDense = Callable[[str, tuple[int, ...]], bool]
@@ -66,59 +71,56 @@ class Layout(NamedTuple):
         """Key paths and shapes of the leaves that have a piece in a bucket."""
         return [(self.paths[p.leaf], self.shapes[p.leaf]) for p in self.buckets[bucket]]
 
-    def flatten(self, tree: Any) -> tuple[list[Float[Array, " d"]], Float[Array, " n"]]:
-        """The buckets and the dense vector of `tree`, in float32."""
-        leaves = self.treedef.flatten_up_to(tree)
-        return self.join(leaves, self.buckets), self.join(leaves, [self.dense])[0]
+    def flatten(self, tree: Any) -> tuple[list[Pieces], Float[Array, " n"]]:
+        """The buckets, in pieces, and the dense vector of `tree`, in float32."""
+        leaves = dict(enumerate(self.treedef.flatten_up_to(tree)))
+        return [pieces(leaves, own) for own in self.buckets], join(pieces(leaves, self.dense))
 
-    def unflatten(self, buckets: Sequence[Float[Array, " d"]], dense: Float[Array, " n"]) -> Any:
+    def unflatten(self, buckets: Sequence[Pieces], dense: Float[Array, " n"]) -> Any:
         """The tree from buckets and dense vector, each leaf in its own shape and dtype."""
-        return self.assembled([(bucket,) for bucket in [*buckets, dense]])
-
-    def assembled(self, vectors: Sequence[Sequence[Array]]) -> Any:
-        """As `unflatten`, from the parts of all buckets and of the dense vector, in their order."""
-        found = self.split(vectors, [*self.buckets, self.dense])
+        found = self.leaves_of(buckets) | self.dense_leaves_of(dense)
         leaves = [
             narrow(found.get(i, jnp.zeros((0,), jnp.float32)), dtype).reshape(shape)
             for i, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes))
         ]
         return self.treedef.unflatten(leaves)
 
-    def join(
-        self, leaves: Sequence[Any] | Mapping[int, Any], vectors: Iterable[Sequence[_Piece]]
-    ) -> list[Float[Array, " d"]]:
-        """Float32 vectors of pieces of leaves, each row-major."""
-        return [_join(self.pieces(leaves, pieces)) for pieces in vectors]
+    def leaves_of(self, buckets: Sequence[Pieces]) -> dict[int, Array]:
+        """The leaves in buckets, by number, in their shapes and in the buckets' dtype."""
+        return self._leaves(zip(buckets, self.buckets))
 
-    def pieces(
-        self, leaves: Sequence[Any] | Mapping[int, Any], pieces: Sequence[_Piece]
-    ) -> tuple[Float[Array, " n"], ...]:
-        """Pieces of leaves in float32."""
-        return tuple(
-            jax.lax.slice(leaves[leaf].reshape(-1), (start,), (stop,)).astype(jnp.float32)
-            for leaf, start, stop in pieces
-        )
+    def dense_leaves_of(self, dense: Float[Array, " n"]) -> dict[int, Array]:
+        """The leaves in the dense vector, by number and in their shapes."""
+        parts = cut(dense, [piece.stop - piece.start for piece in self.dense])
+        return self._leaves([(parts, self.dense)])
 
-    def split(
-        self, vectors: Sequence[Sequence[Array]], pieces: Iterable[Sequence[_Piece]]
-    ) -> dict[int, Array]:
-        """By leaf, and in its shape, what `pieces` made of leaves.
-
-        Each vector is whole, a sequence of one array, or in pieces, or missing, (). The result has
-        the vectors' dtype.
-        """
+    def _leaves(self, vectors: Iterable[tuple[Pieces, Sequence[_Piece]]]) -> dict[int, Array]:
         parts: dict[int, list[Array]] = {}
-        for vector, own in zip(vectors, pieces):
-            offset = 0
-            for number, (leaf, start, stop) in enumerate(own if vector else ()):
-                size = stop - start
-                if len(vector) == len(own):
-                    part = vector[number]
-                else:
-                    part = jax.lax.slice(vector[0], (offset,), (offset + size,))
-                parts.setdefault(leaf, []).append(part)
-                offset += size
-        return {leaf: _join(part).reshape(self.shapes[leaf]) for leaf, part in parts.items()}
+        for arrays, own in vectors:
+            for array, piece in zip(arrays, own, strict=True):
+                parts.setdefault(piece.leaf, []).append(array)
+        return {leaf: join(part).reshape(self.shapes[leaf]) for leaf, part in parts.items()}
+
+
+def pieces(leaves: Mapping[int, Array], own: Sequence[_Piece]) -> Pieces:
+    """Parts of leaves, each row-major, in float32."""
+    return tuple(
+        jax.lax.slice(leaves[leaf].reshape(-1), (start,), (stop,)).astype(jnp.float32)
+        for leaf, start, stop in own
+    )
+
+
+def join(parts: Sequence[Float[Array, " n"]]) -> Float[Array, " d"]:
+    """The vector of parts laid end to end."""
+    if not parts:
+        return jnp.zeros((0,), jnp.float32)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def cut(vector: Float[Array, " d"], sizes: Sequence[int]) -> Pieces:
+    """Parts of a vector, of these sizes."""
+    stops = list(itertools.accumulate(sizes))
+    return tuple(jax.lax.slice(vector, (a,), (b,)) for a, b in zip([0, *stops], stops))
 
 
 def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:
@@ -140,12 +142,6 @@ def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:
 
 def _size(pieces: Sequence[_Piece]) -> int:
     return sum(stop - start for _, start, stop in pieces)
-
-
-def _join(parts: Sequence[Array]) -> Array:
-    if not parts:
-        return jnp.zeros((0,), jnp.float32)
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def plan(

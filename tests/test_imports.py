@@ -25,6 +25,7 @@ LAYERS = [
     ["collectives.wire"],
     ["training.marks", "training.meshes", "training.replicas"],
     ["training.sharding", "traffic"],
+    ["training.strays"],
     ["training.parallel", "training.per_worker", "training.resharding", "network"],
     ["collectives.messages"],
     ["collectives.split"],

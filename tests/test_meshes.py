@@ -418,6 +418,15 @@ def test_training_goes_on_with_other_hosts_and_another_inner_mesh(name):
         state = jax.device_get(state)  # as a checkpoint has it
 
 
+def test_a_state_of_another_mesh_is_refused_by_its_name():
+    _, state, params = stepper(CASES["ok_topk"].reducer, mesh((2, 4)))
+    reducers = r"leaf\.reducers\[0\].* not on this mesh.*reshard like=tx.init\(params\)"
+    with pytest.raises(ValueError, match=reducers):
+        reshard(state, mesh((4, 2)), "hosts")
+    with pytest.raises(ValueError, match=r"leaf\['both'\].* simulated workers share one"):
+        shard(params, 2)
+
+
 class TestDoors:
     def test_vmap_of_ones_own(self):
         where = mesh((2, 2, 2))

@@ -181,7 +181,9 @@ def test_elements_beyond_an_int32_are_found_in_their_buckets():
     leaf = jnp.asarray(leaf.reshape(shape))
 
     chosen = len(ends) - 2, len(ends) - 1
-    cut = jax.jit(lambda leaf: [planned.flatten({"kernel": leaf})[0][i] for i in chosen])
+    cut = jax.jit(
+        lambda leaf: [layout.join(planned.flatten({"kernel": leaf})[0][i]) for i in chosen]
+    )
     for number, bucket in zip(chosen, cut(leaf)):
         start = ends[number] - planned.bucket_sizes[number]
         inside = (places >= start) & (places < ends[number])

@@ -1,9 +1,8 @@
 """One step's exchange of all buckets and dense leaves: arrays in, arrays out."""
 
 import functools
-import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +10,13 @@ from jaxtyping import Array, Bool, Int
 
 from jaxsparse.collectives import wire
 from jaxsparse.feedback.plan import Axes, Plan
+from jaxsparse.layout import Pieces, cut, join
 from jaxsparse.reducers.base import Info
+
+T = TypeVar("T")
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _MOST = 2**31 - 1  # the largest int32
-
-
-# A bucket as flat float32 arrays, one for each leaf or part of a leaf in it. What is added up by
-# pieces needs no vector of its own: XLA joins vectors before it adds them, and keeps each.
-Pieces = tuple[Array, ...]
 
 
 class Bucket(NamedTuple):
@@ -58,7 +55,7 @@ class Settings(NamedTuple):
 
 
 def exchange(
-    buckets: Sequence[Pieces], dense: Array, before: Carried, plan: Plan, settings: Settings
+    gradients: Sequence[Pieces], dense: Array, before: Carried, plan: Plan, settings: Settings
 ) -> Exchanged:
     """Exchanges residuals plus this step's gradients, or with a delay the residuals alone.
 
@@ -67,10 +64,9 @@ def exchange(
     residual in vain. A later decision would need a copy of the old state, one to two d floats of
     memory. With a delay, only the flag waits for the gradients.
     """
-    axes, momentum, is_delayed, _ = settings
-    gradients = list(buckets)
+    axes, momentum = settings.axes, settings.momentum
     pending = None
-    if is_delayed:
+    if settings.is_delayed:
         dense_mean = _pending_mean(before.pending, dense, axes)
         means, after, infos = _send(None, before.buckets, jnp.bool_(True), plan, settings)
         after, ok, dense_ok = _add_later(gradients, dense, dense_mean, after, plan, settings)
@@ -121,18 +117,16 @@ def _send(
             x = _select(ok, _fed_back(x, u, settings), x)
         whole = join(x)
         reduced = reducer(whole, b.reducer, axis_name=axes.axis_name)
-        mean = cut(_select(ok, reduced.mean, jnp.zeros_like(whole)), x)
+        sizes = [piece.size for piece in x]
+        mean = cut(_select(ok, reduced.mean, jnp.zeros_like(whole)), sizes)
         if zeros:
-            olds: Any = kept or [None] * len(mean)
-            each: Any = [_mean_momentum(*pair, ok, momentum) for pair in zip(mean, olds)]
-            mean = tuple(new for new, _ in each)
-            kept = None if kept is None else tuple(own for _, own in each)
+            mean, kept = _mean_momentum(mean, kept, ok, momentum)
         elif kept is not None and reduced.sent is not None:
-            unsent = jax.tree.map(_masked, kept, cut(reduced.sent, x))
+            unsent = jax.tree.map(_masked, kept, cut(reduced.sent, sizes))
             kept = _select(ok, unsent, kept)
         means.append(mean)
         # Of the vector, not of the pieces, which XLA would keep besides.
-        residual = cut(_select(ok, reduced.residual, whole), x)
+        residual = cut(_select(ok, reduced.residual, whole), sizes)
         after.append(Bucket(residual, kept, _select(ok, reduced.state, b.reducer)))
         infos.append(reduced.info)
     return means, after, infos
@@ -188,18 +182,6 @@ def _with_lost(residual: Array, mean: Array, low: Array) -> Array:
 
 def _masked(kept: Array, sent: Array) -> Array:
     return jnp.where(sent, jnp.zeros_like(kept), kept)
-
-
-def join(pieces: Pieces) -> Array:
-    """The vector of a bucket."""
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
-
-
-def cut(vector: Array, like: Pieces) -> Pieces:
-    """A bucket's vector in pieces of the same sizes as those of `like`."""
-    stops = list(itertools.accumulate(piece.size for piece in like))
-    starts = [0, *stops]
-    return tuple(jax.lax.slice(vector, (a,), (b,)) for a, b in zip(starts, stops))
 
 
 def _sums(
@@ -263,18 +245,21 @@ def _select(ok: Array, new: Any, old: Any) -> Any:
 
 
 def _mean_momentum(
-    mean: Array, before: Array | None, ok: Array, momentum: float | Array | None
-) -> tuple[Array, Array | None]:
+    mean: T, before: T | None, ok: Array, momentum: float | Array | None
+) -> tuple[T, T | None]:
     """The update with the mean's momentum, and that momentum; if not `ok`, zeros and the old one.
+
+    Each is an array or a bucket in pieces.
 
     Momentum is linear: the mean's is the mean of all workers', so one replicated copy is enough.
     """
     if momentum is not None and before is not None:
-        mean = jnp.asarray(momentum, jnp.float32) * before + mean
+        factor = jnp.asarray(momentum, jnp.float32)
         # An overflow would stay for ever.
-        mean = jnp.clip(mean, -_LARGEST, _LARGEST)
+        held = lambda u, g: jnp.clip(factor * u + g, -_LARGEST, _LARGEST)
+        mean = jax.tree.map(held, before, mean)
         before = _select(ok, mean, before)
-    return _select(ok, mean, jnp.zeros_like(mean)), before
+    return _select(ok, mean, jax.tree.map(jnp.zeros_like, mean)), before
 
 
 def _corrected(

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, DTypeLike, Float, Int, UInt32
 
-from jaxsparse import hashing
+from jaxsparse import hashing, layout as layouts
 from jaxsparse.collectives import wire
-from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged, join
+from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged
 from jaxsparse.feedback.plan import Axes, Plan
 from jaxsparse.reducers.base import Info
 from jaxsparse.training.marks import PerWorker
@@ -118,20 +118,21 @@ class Store(NamedTuple):
                 if name in stored
             }
 
-        residuals, own = leaves(state.residual), leaves(state.momentum)
+        residuals, momenta = leaves(state.residual), leaves(state.momentum)
         buckets = [
             Bucket(
-                layout.pieces(residuals, pieces),
-                layout.pieces(own, pieces) if self.has_momentum else None,
+                layouts.pieces(residuals, own),
+                layouts.pieces(momenta, own) if self.has_momentum else None,
                 reducer,
             )
-            for pieces, reducer in zip(layout.buckets, state.reducers)
+            for own, reducer in zip(layout.buckets, state.reducers)
         ]
-        (dense_momentum,) = layout.join(own, [layout.dense]) if self.has_momentum else (None,)
-        pending = None
-        if self.is_delayed:
-            (pending,) = layout.join(leaves(state.pending), [layout.dense])
-        return Carried(buckets, dense_momentum, pending)
+        dense = lambda found: layouts.join(layouts.pieces(found, layout.dense))
+        return Carried(
+            buckets,
+            dense(momenta) if self.has_momentum else None,
+            dense(leaves(state.pending)) if self.is_delayed else None,
+        )
 
     def save(self, done: Exchanged, before: ErrorFeedbackState, plan: Plan) -> ErrorFeedbackState:
         """The state after a step. A skipped step changes the count of skips only."""
@@ -144,20 +145,20 @@ class Store(NamedTuple):
         if not self.is_delayed:
             info = Info(*(jnp.where(done.ok, new, old) for new, old in zip(info, before.info)))
         buckets, layout = carried.buckets, plan.layout
-        whole = lambda x: () if x is None else (x,)
-        vectors: dict[str, tuple[list[Any], Any]] = {
-            "residual": ([b.residual for b in buckets], layout.buckets),
-            "momentum": (
-                [*(b.momentum or () for b in buckets), whole(carried.dense_momentum)],
-                [*layout.buckets, layout.dense],
-            ),
-            "pending": ([whole(carried.pending)], [layout.dense]),
+        momenta: dict[int, Array] = {}
+        if carried.dense_momentum is not None:
+            momenta = layout.leaves_of([b.momentum or () for b in buckets])
+            momenta |= layout.dense_leaves_of(carried.dense_momentum)
+        pending = None if carried.pending is None else layout.dense_leaves_of(carried.pending)
+        found = {
+            "residual": layout.leaves_of([b.residual for b in buckets]),
+            "momentum": momenta,
+            "pending": pending or {},
         }
         described = self._described(plan)
         fields: dict[str, Any] = {}
-        for field, (parts, pieces) in vectors.items():
-            found = layout.split(parts, pieces)
-            named = {layout.names[i]: x for i, x in sorted(found.items())}
+        for field, leaves in found.items():
+            named = {layout.names[i]: x for i, x in sorted(leaves.items())}
             fields[field] = {
                 name: PerWorker(self.axes.varying(x[None])) if described[field][name].is_own else x
                 for name, x in named.items()
@@ -182,12 +183,14 @@ class Store(NamedTuple):
     def _rounded(self, carried: Carried, round_: Array, plan: Plan) -> Carried:
         buckets = []
         for i, (b, zeros) in enumerate(zip(carried.buckets, plan.needs_zeros)):
-            residual = (rounded(join(b.residual), key_of(round_, 2 * i, self.axes.all)),)
-            momentum: Any = b.momentum
+            sizes = [piece.size for piece in b.residual]
+            narrow = lambda x, key, sizes=sizes: layouts.cut(rounded(layouts.join(x), key), sizes)
+            residual = narrow(b.residual, key_of(round_, 2 * i, self.axes.all))
+            momentum = b.momentum
             if momentum is not None:
                 # All copies of a mean's momentum must be rounded alike.
                 axes = self.axes.inner if zeros else self.axes.all
-                momentum = (rounded(join(momentum), key_of(round_, 2 * i + 1, axes)),)
+                momentum = narrow(momentum, key_of(round_, 2 * i + 1, axes))
             buckets.append(Bucket(residual, momentum, b.reducer))
         return carried._replace(buckets=buckets)
 

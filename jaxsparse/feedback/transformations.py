@@ -56,10 +56,10 @@ def error_feedback(
 
     Put it first in an `optax.chain`, or behind stateless transformations of the local gradient such
     as clipping. `optax.multi_transform` may treat leaves differently. Do not put around it:
-    `optax.MultiSteps`, which exchanges at each micro-step (accumulate by a scan inside the step
-    instead); `optax.apply_if_finite`, which branches on a local value, so that workers wait for
-    each other forever (the next paragraph makes it needless); `optax.masked`, which never averages
-    the masked leaves, so that replicas diverge.
+    `optax.MultiSteps`, which keeps gradients as if all workers had the same (accumulate by a scan
+    inside the step instead); `optax.apply_if_finite`, which branches on a local value, so that
+    workers wait for each other forever (the next paragraph makes it needless); `optax.masked`,
+    which never averages the masked leaves, so that replicas diverge.
 
     If a gradient, or its sum with residual or momentum, is not finite on any worker, all workers
     skip the step. The update is zero, and only the `skipped` counter of the state changes. Later
@@ -174,29 +174,23 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
         updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ErrorFeedbackState]:
         del params, extra_args
-        placement = state.placement or None
+        Axes(axis_name).check(updates)
+        plan = plan_of(updates, state.placement or None)
 
-        def exchanged(
+        def on_device(
             updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
         ) -> tuple[Any, ErrorFeedbackState]:
             store = store_of(inner)
+            settings = Settings(store.axes, momentum, is_delayed, decay)
             carried = store.load(state, plan)
-            layout, leaves = plan.layout, jax.tree.leaves(updates)
-            buckets = [layout.pieces(leaves, own) for own in layout.buckets]
-            (dense,) = layout.join(leaves, [layout.dense])
-            done = exchange(
-                buckets, dense, carried, plan, Settings(store.axes, momentum, is_delayed, decay)
-            )
-            delivered = layout.assembled([*done.means, (done.dense_mean,)])
-            if set(layout.dtypes) != {jnp.dtype(jnp.float32)}:
-                low = jax.tree.leaves(delivered)
-                rounded = [layout.pieces(low, own) for own in layout.buckets]
-                done = keep_rounding(done, rounded, plan)
+            buckets, dense = plan.layout.flatten(updates)
+            done = exchange(buckets, dense, carried, plan, settings)
+            delivered = plan.layout.unflatten(done.means, done.dense_mean)
+            if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
+                done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
             return delivered, store.save(done, state, plan)
 
-        Axes(axis_name).check(updates)
-        plan = plan_of(updates, placement)
-        return run(exchanged, updates, state, momentum, axis_name, mesh)
+        return run(on_device, updates, state, momentum, axis_name, mesh)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

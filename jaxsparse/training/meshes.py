@@ -15,7 +15,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -100,7 +100,7 @@ class Placement:
         """
         sizes = dict(self.inner)
         spec = self.own[leaf]
-        parts = [_names(part) for part in (*spec, *[None] * (len(shape) - len(spec)))]
+        parts = [names_of(part) for part in (*spec, *[None] * (len(shape) - len(spec)))]
         left = [n // math.prod(sizes[a] for a in part) for n, part in zip(shape, parts)]
         unused = set(sizes) - {a for part in parts for a in part}
         for axis in self.axes:
@@ -113,18 +113,26 @@ class Placement:
 
     def is_cut(self, spec: PartitionSpec) -> bool:
         """Whether a partition gives each device of a worker elements of its own."""
-        return {a for part in spec for a in _names(part)} == set(self.axes)
+        return {a for part in spec for a in names_of(part)} == set(self.axes)
 
     def local(self, shape: Sequence[int], spec: PartitionSpec) -> tuple[int, ...]:
         """The shape of one device's shard."""
         sizes, rest = dict(self.inner), [None] * (len(shape) - len(spec))
         return tuple(
-            n // math.prod(sizes[a] for a in _names(part)) for n, part in zip(shape, (*spec, *rest))
+            n // math.prod(sizes[a] for a in names_of(part))
+            for n, part in zip(shape, (*spec, *rest))
         )
 
 
-def _names(part: Any) -> tuple[str, ...]:
+def names_of(part: Any) -> tuple[str, ...]:
+    """The axes over which a partition cuts one dimension."""
     return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def restricted(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
+    """A partition without all other axes."""
+    kept = ([a for a in names_of(part) if a in axes] for part in spec)
+    return PartitionSpec(*(_one_or_all(tuple(part)) for part in kept))
 
 
 def _one_or_all(part: tuple[str, ...]) -> Any:
@@ -133,16 +141,12 @@ def _one_or_all(part: tuple[str, ...]) -> Any:
 
 def inner_axes(mesh: AnyMesh, axis_name: str | None) -> tuple[tuple[str, int], ...]:
     """Name and size of each axis that JAX has to itself, among those larger than 1."""
-    manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if _is_manual(kind)}
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     return tuple(
         (str(name), size)
         for name, size in mesh.shape.items()
-        if name != axis_name and size > 1 and name not in manual
+        if name != axis_name and size > 1 and kinds[name] != AxisType.Manual
     )
-
-
-def _is_manual(kind: AxisType) -> bool:
-    return kind == AxisType.Manual
 
 
 def find_mesh(tree: Any, axis_name: str | None, given: Mesh | None) -> AnyMesh | None:
@@ -232,30 +236,26 @@ def _partition(
     if spec is None:
         sharding = getattr(leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    parts = []
-    for part in spec:
-        names = _names(part)
-        if axis_name in names:
-            raise ValueError(
-                f"{name} is partitioned by {spec} over {axis_name!r}, the axis of the workers: "
-                "each worker needs all of the parameters. Shard them over other axes"
-            )
-        unknown = [a for a in names if a not in mesh.axis_names]
-        if unknown:
-            raise ValueError(
-                f"{name} has the partition {spec}, but the mesh has no axis {unknown[0]!r}: its "
-                f"axes are {mesh.axis_names}"
-            )
-        parts.append(_one_or_all(tuple(a for a in names if a in inner)))
-    shape = jnp.shape(leaf)
-    for n, part in zip(shape, parts):
-        cut = math.prod(inner[a] for a in _names(part))
+    named = {a for part in spec for a in names_of(part)}
+    if axis_name in named:
+        raise ValueError(
+            f"{name} is partitioned by {spec} over {axis_name!r}, the axis of the workers: "
+            "each worker needs all of the parameters. Shard them over other axes"
+        )
+    if unknown := sorted(named - set(mesh.axis_names)):
+        raise ValueError(
+            f"{name} has the partition {spec}, but the mesh has no axis {unknown[0]!r}: its "
+            f"axes are {mesh.axis_names}"
+        )
+    shape, own = jnp.shape(leaf), restricted(spec, inner)
+    for n, part in zip(shape, own):
+        cut = math.prod(inner[a] for a in names_of(part))
         if n % cut:
             raise ValueError(
                 f"{name} of shape {shape} can't be cut by {spec}: {cut} devices can't share "
                 f"{n} rows equally"
             )
-    return PartitionSpec(*parts)
+    return own
 
 
 def _of_type(leaf: Any, mesh: AnyMesh, inner: dict[str, int]) -> PartitionSpec | None:
@@ -274,6 +274,5 @@ def constrain(x: Any, sharding: NamedSharding) -> Any:
         return jax.device_put(x, sharding)
     explicit = [a for a, k in zip(mesh.axis_names, mesh.axis_types) if k == AxisType.Explicit]
     if explicit:  # types know nothing of Auto axes
-        parts = (_one_or_all(tuple(a for a in _names(p) if a in explicit)) for p in sharding.spec)
-        return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*parts)))
+        return jax.reshard(x, NamedSharding(mesh, restricted(sharding.spec, explicit)))
     return jax.lax.with_sharding_constraint(x, sharding)

@@ -12,16 +12,22 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
 
-from jaxsparse import _compat, traffic
+from jaxsparse import _compat
 from jaxsparse.training.marks import check_wrapped, is_marked
-from jaxsparse.training.meshes import SCOPE, Running, WorkersError, inner_axes, running
+from jaxsparse.training.meshes import (
+    Running,
+    WorkersError,
+    inner_axes,
+    names_of,
+    restricted,
+    running,
+)
 from jaxsparse.training.sharding import count_workers
+from jaxsparse.training.strays import Watched
 
 Way = Literal["vmap", "shard_map"]
 
 _CHECK = "jaxsparse_check"
-# Metrics may cross the axis unnoticed. A message names so many collectives.
-_FEW_BYTES, _NAMED = 1024, 4
 
 
 def data_parallel(
@@ -157,50 +163,7 @@ def data_parallel(
         return treedef.unflatten([next(own) if mark else next(others) for mark in marks])
 
     run = jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
-    return run if whole is None or not inner else _Watched(run, whole, axis_name)
-
-
-class _Watched:
-    """A compiled step that tells, when it is first called, what else crosses the workers' axis."""
-
-    def __init__(self, run: jax.stages.Wrapped, mesh: Mesh, axis_name: str) -> None:
-        functools.update_wrapper(self, run)
-        self._run, self._mesh, self._axis_name = run, mesh, axis_name
-        self._is_told = False
-
-    def __call__(self, *args: Any) -> Any:
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
-        if not self._is_told and not is_traced:
-            self._is_told = True
-            # JAX keeps the program: the call does not compile again.
-            _warn_of_strays(self._run.lower(*args).compile(), self._mesh, self._axis_name)
-        return self._run(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._run, name)
-
-
-def _warn_of_strays(program: Any, mesh: Mesh, axis_name: str) -> None:
-    """Warns of collectives besides the exchange that cross the axis, beyond a few metrics."""
-    try:
-        strays = traffic.crossing(program, axis_name=axis_name, mesh=mesh, outside=SCOPE)
-    except ValueError as error:
-        warnings.warn(
-            f"data_parallel could not read what crosses {axis_name!r}: {error}", stacklevel=4
-        )
-        return
-    received = sum(stray.received_bytes for stray in strays)
-    if received < _FEW_BYTES:
-        return
-    largest = sorted(strays, key=lambda stray: -stray.received_bytes)[:_NAMED]
-    warnings.warn(
-        f"besides the exchange, {len(strays)} collectives of the step cross {axis_name!r}, and a "
-        f"device receives {received:,.0f} bytes by them: {'; '.join(map(str, largest))}. Is a "
-        f"batch not split over {axis_name!r}, or a gradient or activation averaged over it? XLA "
-        "moves some lookups in sharded tables across all axes, and vmap convolutions: see "
-        "data_parallel.",
-        stacklevel=4,
-    )
+    return run if whole is None or not inner else Watched(run, whole, axis_name)
 
 
 def _name(path: KeyPath) -> str:
@@ -224,13 +187,9 @@ def _manually(body, mesh, axis_name, is_split, inner):
 
     def typed(x: Any, yes: bool) -> Any:
         """Explicit axes refuse arguments whose types have another sharding."""
-        spec = jax.typeof(x).sharding.spec
-        parts = [
-            tuple(a for a in ((p,) if isinstance(p, str) else p or ()) if a in inner) for p in spec
-        ]
+        wanted = restricted(jax.typeof(x).sharding.spec, inner)
         if yes and dict(zip(mesh.axis_names, mesh.axis_types))[axis_name] == AxisType.Explicit:
-            parts[0] = (axis_name, *parts[0])
-        wanted = PartitionSpec(*(part or None for part in parts))
+            wanted = PartitionSpec((axis_name, *names_of(wanted[0])), *wanted[1:])
         return jax.reshard(x, NamedSharding(mesh, wanted))
 
     return lambda *args: mapped(*jax.tree.map(typed, args, tuple(is_split)))

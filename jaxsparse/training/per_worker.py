@@ -67,7 +67,7 @@ def per_worker(
         before = PerWorker.unwrap(state)
         delivered, after = tx.update(updates, before, params, **extra_args)
         finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
-        broken = jnp.where(jnp.all(jnp.stack(finite)), jnp.float32(0), jnp.float32(1))
+        broken = jnp.where(jnp.all(jnp.array(finite)), jnp.float32(0), jnp.float32(1))
         ok = wire.pmax(wire.varying(broken, axis_name), axis_name) == 0
         kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
         state = PerWorker.wrap(wire.varying(kept(after, before), axis_name))

@@ -34,8 +34,8 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
     a multiple of W.
 
     The other axes of a mesh may change, too. Residuals and momenta have their leaves' shapes, so
-    that only their partition changes. What a reducer has learnt of one device's shards starts
-    again; its counters, which are equal on all devices, go on.
+    that only their partition changes. With another number of devices a worker, what a reducer has
+    learnt of one device's shards starts again; its counters, which are equal on all devices, go on.
 
     Args:
         tree: an Optax state, a `TrainState`, an nnx state, a restored checkpoint, or any other tree
@@ -102,11 +102,12 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
         return jax.device_put(x, NamedSharding(mesh, partition(name, target, mesh, axis_name)))
 
     each = [(path, x, target) for (path, x), target in zip(leaves, targets)]
-    placed = shard([others(*one) for one in each], mesh, axis_name)
-    is_none = lambda x: x is None
+    placed = treedef.flatten_up_to(
+        shard(treedef.unflatten([others(*one) for one in each]), mesh, axis_name)
+    )
     return treedef.unflatten(
         carry(path, x, target) if is_marked(path) else other
-        for (path, x, target), other in zip(each, jax.tree.leaves(placed, is_leaf=is_none))
+        for (path, x, target), other in zip(each, placed)
     )
 
 

@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
 from jaxsparse.collectives import wire
 from jaxsparse.training.marks import check_wrapped, is_marked, map_marked
-from jaxsparse.training.meshes import inner_axes, now
+from jaxsparse.training.meshes import inner_axes, names_of, now
 
 T = TypeVar("T")
 
@@ -140,23 +140,25 @@ def partition(
     if sharding is None or sharding.is_fully_replicated:
         return PartitionSpec()
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
-    if spec is None or not isinstance(mesh, Mesh) or dict(sharding.mesh.shape) != dict(mesh.shape):
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"{name} is partitioned over devices by {sharding}, but simulated workers share one: "
+            "make the state from parameters on one device"
+        )
+    if spec is None or dict(sharding.mesh.shape) != dict(mesh.shape):
         raise ValueError(
             f"{name} is partitioned over devices by {sharding}, and not on this mesh, {mesh}: put "
             "the parameters on the mesh of the workers, with "
-            "jax.device_put(x, NamedSharding(mesh, spec)), before the state is made"
+            "jax.device_put(x, NamedSharding(mesh, spec)), before the state is made, or give "
+            "jaxsparse.reshard like=tx.init(params)"
         )
-    if any(axis_name in _axes(part) for part in (spec[1:] if is_own else spec)):
+    if any(axis_name in names_of(part) for part in (spec[1:] if is_own else spec)):
         raise ValueError(
             f"{name} is partitioned by {spec} over {axis_name!r}, the axis of the workers, but "
             "each worker needs all of it: shard it over other axes of the mesh, and replicate it "
             "over this one"
         )
     return spec
-
-
-def _axes(part: Any) -> tuple[str, ...]:
-    return (part,) if isinstance(part, str) else tuple(part or ())
 
 
 def _copy(x: Any) -> jax.Array:
