@@ -423,7 +423,7 @@ def test_a_state_of_another_mesh_is_refused_by_its_name():
     reducers = r"leaf\.reducers\[0\].* not on this mesh.*reshard like=tx.init\(params\)"
     with pytest.raises(ValueError, match=reducers):
         reshard(state, mesh((4, 2)), "hosts")
-    with pytest.raises(ValueError, match=r"leaf\['both'\].* simulated workers share one"):
+    with pytest.raises(ValueError, match=r"leaf\['bias'\].* simulated workers share one"):
         shard(params, 2)
 
 
