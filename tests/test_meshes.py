@@ -19,6 +19,7 @@ from workers import some
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, reshard, shard, traffic
+from jaxsparse.systems import OmniReduce
 from jaxsparse.training import meshes
 
 STEPS = 2
@@ -125,6 +126,45 @@ def test_a_device_holds_its_shards_alone():
         assert local.size == math.prod(SHAPES[name]) // 4, name
         assert node.value.shape == (2, *SHAPES[name])
     assert set(state.residual) == {"both", "one", "none"}
+
+
+def test_updates_are_placed_as_parameters_are_and_counted_on_all_devices():
+    """And not as they were cut for the exchange: moments behind it keep the parameters' places."""
+    where = mesh((2, 2, 2))
+    run, state, params = stepper(CASES["top_k"].full, where)
+    ones = {name: np.ones_like(g) for name, g in gradients(2).items()}
+    updates, state = run(put(where, ones, "hosts"), state)
+    for name, update in updates.items():
+        assert update.sharding.is_equivalent_to(params[name].sharding, update.ndim), name
+    assert int(state.info.delivered) == sum(map(math.prod, SHAPES.values()))
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2,)], ids=str)
+def test_copies_of_a_rounded_momentum_stay_equal(shape):
+    """All workers keep the momentum of the mean, and round it alike; residuals apart."""
+    where = mesh(shape)
+    tx = jaxsparse.error_feedback(
+        OmniReduce(block_size=4, density=None, union_density=0.5),  # half finds no room
+        axis_name="hosts",
+        is_dense=is_bias,
+        momentum=0.9,
+        accumulator_dtype="bfloat16",
+    )
+    params = put(where, {name: jnp.zeros(s) for name, s in SHAPES.items()})
+    state = shard(tx.init(params), where, "hosts")
+    step = data_parallel(
+        lambda g, s: tx.update(jax.tree.map(lambda x: x[0] / 7, g), s),
+        where,
+        axis_name="hosts",
+        batch_argnums=0,
+    )
+    for seed in range(2):
+        _, state = step(put(where, gradients(2, seed), "hosts"), state)
+    momentum, residual = state.momentum["both"], state.residual["both"].value
+    assert momentum.dtype == residual.dtype == jnp.bfloat16
+    assert np.any(momentum)
+    assert np.any(residual[0] != residual[1])
+    jaxsparse.check_replicas(state)
 
 
 @pytest.mark.parametrize("shape", [(2, 4), *some([(2, 2, 2), (4, 1, 2)], [])], ids=str)
