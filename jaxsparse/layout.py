@@ -74,22 +74,30 @@ class Layout(NamedTuple):
     def flatten(self, tree: Any) -> tuple[list[Pieces], Float[Array, " n"]]:
         """The buckets, in pieces, and the dense vector of `tree`, in float32."""
         leaves = dict(enumerate(self.treedef.flatten_up_to(tree)))
-        return [pieces(leaves, own) for own in self.buckets], join(pieces(leaves, self.dense))
+        return self.buckets_of(leaves), self.dense_of(leaves)
 
     def unflatten(self, buckets: Sequence[Pieces], dense: Float[Array, " n"]) -> Any:
         """The tree from buckets and dense vector, each leaf in its own shape and dtype."""
-        found = self.leaves_of(buckets) | self.dense_leaves_of(dense)
+        found = self.leaves_in(buckets) | self.leaves_in_dense(dense)
         leaves = [
             narrow(found.get(i, jnp.zeros((0,), jnp.float32)), dtype).reshape(shape)
             for i, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes))
         ]
         return self.treedef.unflatten(leaves)
 
-    def leaves_of(self, buckets: Sequence[Pieces]) -> dict[int, Array]:
+    def buckets_of(self, leaves: Mapping[int, Array]) -> list[Pieces]:
+        """The buckets of leaves by number, in pieces and in float32."""
+        return [_pieces(leaves, own) for own in self.buckets]
+
+    def dense_of(self, leaves: Mapping[int, Array]) -> Float[Array, " n"]:
+        """The dense vector of leaves by number, in float32."""
+        return join(_pieces(leaves, self.dense))
+
+    def leaves_in(self, buckets: Sequence[Pieces]) -> dict[int, Array]:
         """The leaves in buckets, by number, in their shapes and in the buckets' dtype."""
         return self._leaves(zip(buckets, self.buckets))
 
-    def dense_leaves_of(self, dense: Float[Array, " n"]) -> dict[int, Array]:
+    def leaves_in_dense(self, dense: Float[Array, " n"]) -> dict[int, Array]:
         """The leaves in the dense vector, by number and in their shapes."""
         parts = cut(dense, [piece.stop - piece.start for piece in self.dense])
         return self._leaves([(parts, self.dense)])
@@ -102,25 +110,25 @@ class Layout(NamedTuple):
         return {leaf: join(part).reshape(self.shapes[leaf]) for leaf, part in parts.items()}
 
 
-def pieces(leaves: Mapping[int, Array], own: Sequence[_Piece]) -> Pieces:
-    """Parts of leaves, each row-major, in float32."""
+def _pieces(leaves: Mapping[int, Array], own: Sequence[_Piece]) -> Pieces:
     return tuple(
         jax.lax.slice(leaves[leaf].reshape(-1), (start,), (stop,)).astype(jnp.float32)
         for leaf, start, stop in own
     )
 
 
-def join(parts: Sequence[Float[Array, " n"]]) -> Float[Array, " d"]:
-    """The vector of parts laid end to end."""
-    if not parts:
+def join(pieces: Sequence[Float[Array, " n"]]) -> Float[Array, " d"]:
+    """The vector of pieces laid end to end."""
+    if not pieces:
         return jnp.zeros((0,), jnp.float32)
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
-def cut(vector: Float[Array, " d"], sizes: Sequence[int]) -> Pieces:
-    """Parts of a vector, of these sizes."""
+def cut(vectors: Any, sizes: Sequence[int]) -> Any:
+    """A vector in pieces of these sizes; or several, in any tree, each replaced by its pieces."""
     stops = list(itertools.accumulate(sizes))
-    return tuple(jax.lax.slice(vector, (a,), (b,)) for a, b in zip([0, *stops], stops))
+    bounds = list(zip([0, *stops], stops))
+    return jax.tree.map(lambda x: tuple(jax.lax.slice(x, (a,), (b,)) for a, b in bounds), vectors)
 
 
 def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:

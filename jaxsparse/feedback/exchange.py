@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxsparse.collectives import wire
 from jaxsparse.feedback.plan import Axes, Plan
-from jaxsparse.layout import Pieces, cut, join
+from jaxsparse.layout import Pieces, cut
 from jaxsparse.reducers.base import Info
 
 T = TypeVar("T")
@@ -115,18 +115,18 @@ def _send(
                 # after the exchange, and keeps two vectors until then.
                 kept = u = _select(ok, u, kept)
             x = _select(ok, _fed_back(x, u, settings), x)
-        whole = join(x)
+        whole = jnp.concatenate(x)
         reduced = reducer(whole, b.reducer, axis_name=axes.axis_name)
-        sizes = [piece.size for piece in x]
-        mean = cut(_select(ok, reduced.mean, jnp.zeros_like(whole)), sizes)
+        # Of the vector, not of the pieces, which XLA would keep besides.
+        residual = _select(ok, reduced.residual, whole)
+        mean = _select(ok, reduced.mean, jnp.zeros_like(whole))
+        vectors = mean, residual, reduced.sent
+        mean, residual, sent = cut(vectors, [piece.size for piece in x])
         if zeros:
             mean, kept = _mean_momentum(mean, kept, ok, momentum)
-        elif kept is not None and reduced.sent is not None:
-            unsent = jax.tree.map(_masked, kept, cut(reduced.sent, sizes))
-            kept = _select(ok, unsent, kept)
+        elif kept is not None and sent is not None:
+            kept = _select(ok, jax.tree.map(_masked, kept, sent), kept)
         means.append(mean)
-        # Of the vector, not of the pieces, which XLA would keep besides.
-        residual = cut(_select(ok, reduced.residual, whole), sizes)
         after.append(Bucket(residual, kept, _select(ok, reduced.state, b.reducer)))
         infos.append(reduced.info)
     return means, after, infos
@@ -210,14 +210,15 @@ def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:
     """With a delay: the mean of the last step's dense leaves."""
     if pending is None or not dense.size:  # an empty message would be sent, too
         return dense
-    return wire.psum(pending, axes.axis_name) / axes.workers()
+    return wire.psum(pending, axes.axis_name) / wire.axis_size(axes.axis_name)
 
 
 def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
     """Exchanges in one message whether all is finite, and the mean of the dense leaves."""
     finite = functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves([sums, dense])))
     broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
-    exchanged = wire.psum(jnp.concatenate([dense, broken[None]]), axes.axis_name) / axes.workers()
+    workers = wire.axis_size(axes.axis_name)
+    exchanged = wire.psum(jnp.concatenate([dense, broken[None]]), axes.axis_name) / workers
     # A sum of finite gradients can overflow, too.
     ok = _all_finite(exchanged) & (exchanged[-1] == 0)
     if axes.inner:
@@ -282,20 +283,18 @@ def count(elements: int) -> Int[Array, ""]:
     return jnp.int32(min(elements, _MOST))
 
 
-def saturating_sum(
-    counts: Int[Array, "n *k"], axes: str | tuple[str, ...] | None = None
-) -> Int[Array, " *k"]:
+def saturating_sum(counts: Int[Array, "n *k"], axes: tuple[str, ...] = ()) -> Int[Array, " *k"]:
     """The sum of counts over their first axis and over devices; 2**31 - 1 if it is larger.
 
     Args:
         counts: int32, not negative; all devices together have at most 2**15 of them.
-        axes: the mesh axes of the devices. None or (): no sum over devices.
+        axes: the mesh axes of the devices.
     """
     # Sums of halves don't overflow.
     halves = jnp.stack([counts >> 16, counts & 0xFFFF]).sum(axis=1, dtype=jnp.int32)
-    for axis in (axes,) if isinstance(axes, str) else axes or ():
+    for axis in axes:
         halves = wire.varying(halves, axis)
-    upper, lower = wire.psum(halves, axes or None)
+    upper, lower = wire.psum(halves, axes) if axes else halves
     upper += lower >> 16
     return jnp.where(upper > _MOST >> 16, jnp.int32(_MOST), (upper << 16) | (lower & 0xFFFF))
 

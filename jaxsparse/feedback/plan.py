@@ -31,28 +31,16 @@ class Axes:
         """All axes."""
         return (*(() if self.axis_name is None else (self.axis_name,)), *self.inner)
 
-    def workers(self) -> int:
-        """The number of workers.
-
-        Raises:
-            ValueError: the axis is not bound where this is traced.
-        """
-        return wire.axis_size(self.axis_name)
-
     def none_of(self, *broken: Bool[Array, ""]) -> tuple[Bool[Array, ""], ...]:
         """For each flag, whether it is set on no device. The result is the same on all devices."""
         flags = jnp.stack([jnp.where(flag, jnp.float32(1), jnp.float32(0)) for flag in broken])
-        total = wire.psum(self.varying(flags), self.all)
+        total = wire.psum(wire.varying(flags, self.axis_name), self.all)
         return tuple(total[i] == 0 for i in range(len(broken)))
-
-    def varying(self, tree: Any) -> Any:
-        """`tree`, typed as different on all workers."""
-        return wire.varying(tree, self.axis_name)
 
     def check(self, updates: Any) -> None:
         """Raises ValueError if the axis is not bound, or gradients have been summed already."""
-        self.workers()
         axis = self.axis_name
+        wire.axis_size(axis)
         if axis is None or not wire.tracks_replication(axis):
             return
         for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
@@ -104,21 +92,22 @@ def make_plan(
         ValueError: a budget does not fit, or see `jaxsparse.layout.plan`.
     """
     groups = dict.fromkeys(budget for budget in budgets if budget is not None)
+    shape = {budget: (budget.alignment, budget.whole_leaves) for budget in groups}
     layout = layouts.plan_groups(
         tree,
         budgets,
         bucket_size=bucket_size,
-        alignment={budget: budget.alignment for budget in groups},
-        whole_leaves={budget for budget in groups if budget.whole_leaves},
+        alignment={budget: alignment for budget, (alignment, _) in shape.items()},
+        whole_leaves={budget for budget, (_, whole) in shape.items() if whole},
     )
     sizes, all_dense = layout.bucket_sizes, layout.dense_size
     of_group = [[i for i, own in enumerate(layout.groups) if own == group] for group in groups]
     dense_size = all_dense if sum(map(bool, of_group)) == 1 else 0
     reducers: list[Reducer] = []
-    for budget, own in zip(groups, of_group):
+    for (budget, (_, is_whole)), own in zip(shape.items(), of_group):
         each = tuple(sizes[i] for i in own for _ in range(devices))
         made = list(budget.split(each, dense_size * devices)[::devices])
-        if budget.whole_leaves:
+        if is_whole:
             leaves = [tuple(Leaf(*leaf) for leaf in layout.leaves(i)) for i in own]
             made = [reducer.with_leaves(each) for reducer, each in zip(made, leaves)]
         reducers += made

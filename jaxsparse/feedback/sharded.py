@@ -131,7 +131,7 @@ def run(
     Raises:
         ValueError: the state was not made for the inner axes of this mesh.
     """
-    how, context = meshes.now(), jax.sharding.get_abstract_mesh()
+    how, context = meshes.RUNNING.get(), jax.sharding.get_abstract_mesh()
     if how is not None and how.axis_name == axis_name and how.is_check:
         return _checked(updates, state, how)
     is_manual = axis_name in context.manual_axes

@@ -62,22 +62,20 @@ class Store(NamedTuple):
 
     def init(self, plan: Plan) -> ErrorFeedbackState:
         """The state before the first step: zeros."""
-        wide: dict[str, Any] = {}
+        accumulators: dict[str, Any] = {}
         for field, leaves in self._described(plan).items():
             zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
-            wide[field] = {
-                name: PerWorker(self.axes.varying(x)) if leaves[name].is_own else x
-                for name, x in zeros.items()
+            accumulators[field] = {
+                name: PerWorker(x) if leaves[name].is_own else x for name, x in zeros.items()
             }
-        nothing = Info(jnp.int32(0), jnp.int32(0))
-        return ErrorFeedbackState(
-            **wide,
-            reducers=tuple(
-                self._marked(r.init(size)) for r, size in zip(plan.reducers, plan.sizes)
-            ),
-            skipped=jnp.int32(0),
-            info=nothing,
-            roundings=jnp.uint32(0) if self.is_narrow else (),
+        return self._marked(
+            ErrorFeedbackState(
+                **accumulators,
+                reducers=tuple(r.init(size) for r, size in zip(plan.reducers, plan.sizes)),
+                skipped=jnp.int32(0),
+                info=Info(jnp.int32(0), jnp.int32(0)),
+                roundings=jnp.uint32(0) if self.is_narrow else (),
+            )
         )
 
     def _described(self, plan: Plan) -> dict[str, dict[str, "_Leaf"]]:
@@ -119,19 +117,13 @@ class Store(NamedTuple):
             }
 
         residuals, momenta = leaves(state.residual), leaves(state.momentum)
-        buckets = [
-            Bucket(
-                layouts.pieces(residuals, own),
-                layouts.pieces(momenta, own) if self.has_momentum else None,
-                reducer,
-            )
-            for own, reducer in zip(layout.buckets, state.reducers)
-        ]
-        dense = lambda found: layouts.join(layouts.pieces(found, layout.dense))
+        pending = leaves(state.pending)
+        own = layout.buckets_of(residuals)
+        kept: Any = layout.buckets_of(momenta) if self.has_momentum else [None] * len(own)
         return Carried(
-            buckets,
-            dense(momenta) if self.has_momentum else None,
-            dense(leaves(state.pending)) if self.is_delayed else None,
+            list(map(Bucket, own, kept, state.reducers)),
+            layout.dense_of(momenta) if self.has_momentum else None,
+            layout.dense_of(pending) if self.is_delayed else None,
         )
 
     def save(self, done: Exchanged, before: ErrorFeedbackState, plan: Plan) -> ErrorFeedbackState:
@@ -145,40 +137,41 @@ class Store(NamedTuple):
         if not self.is_delayed:
             info = Info(*(jnp.where(done.ok, new, old) for new, old in zip(info, before.info)))
         buckets, layout = carried.buckets, plan.layout
-        momenta: dict[int, Array] = {}
+        residuals, kept = [b.residual for b in buckets], [b.momentum or () for b in buckets]
+        momentum: dict[int, Array] = {}
+        pending: dict[int, Array] = {}
+        residual = layout.leaves_in(residuals)
         if carried.dense_momentum is not None:
-            momenta = layout.leaves_of([b.momentum or () for b in buckets])
-            momenta |= layout.dense_leaves_of(carried.dense_momentum)
-        pending = None if carried.pending is None else layout.dense_leaves_of(carried.pending)
-        found = {
-            "residual": layout.leaves_of([b.residual for b in buckets]),
-            "momentum": momenta,
-            "pending": pending or {},
-        }
+            momentum = layout.leaves_in(kept) | layout.leaves_in_dense(carried.dense_momentum)
+        if carried.pending is not None:
+            pending = layout.leaves_in_dense(carried.pending)
+        found = {"residual": residual, "momentum": momentum, "pending": pending}
         described = self._described(plan)
-        fields: dict[str, Any] = {}
+        accumulators: dict[str, Any] = {}
         for field, leaves in found.items():
-            named = {layout.names[i]: x for i, x in sorted(leaves.items())}
-            fields[field] = {
-                name: PerWorker(self.axes.varying(x[None])) if described[field][name].is_own else x
+            named = {layout.names[i]: leaves[i] for i in sorted(leaves)}
+            accumulators[field] = {
+                name: PerWorker(x[None]) if described[field][name].is_own else x
                 for name, x in named.items()
             }
-        return ErrorFeedbackState(
-            **fields,
-            reducers=tuple(self._marked(b.reducer) for b in buckets),
-            skipped=before.skipped + jnp.where(done.ok, jnp.int32(0), jnp.int32(1)),
-            info=info,
-            roundings=rounds,
-            placement=before.placement,
+        return self._marked(
+            ErrorFeedbackState(
+                **accumulators,
+                reducers=tuple(b.reducer for b in buckets),
+                skipped=before.skipped + jnp.where(done.ok, jnp.int32(0), jnp.int32(1)),
+                info=info,
+                roundings=rounds,
+                placement=before.placement,
+            )
         )
 
-    def _marked(self, reducer: Any) -> Any:
-        """A reducer's state whose marked arrays are typed as different between workers."""
-        return jax.tree.map(
-            lambda node: PerWorker(self.axes.varying(node.value)) if _is_marked(node) else node,
-            reducer,
-            is_leaf=_is_marked,
-        )
+    def _marked(self, state: ErrorFeedbackState) -> ErrorFeedbackState:
+        """The state with marked arrays typed as different between workers."""
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(state, is_leaf=_is_marked)
+        own = wire.varying([x.value for x in leaves if _is_marked(x)], self.axes.axis_name)
+        typed = iter(own)
+        return treedef.unflatten(PerWorker(next(typed)) if _is_marked(x) else x for x in leaves)
 
     def _rounded(self, carried: Carried, round_: Array, plan: Plan) -> Carried:
         buckets = []

@@ -5,6 +5,7 @@ the arrays that differ, so that `shard` and `data_parallel` serve an Optax state
 `TrainState` and an nnx state alike.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ _KEY = "jaxsparse_per_worker"
 
 
 @jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(eq=False, slots=True)
 class PerWorker:
     """Marks an array that differs from worker to worker.
 
@@ -34,13 +36,7 @@ class PerWorker:
         (1, 3)
     """
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f"PerWorker({self.value!r})"
+    value: Any
 
     def tree_flatten_with_keys(self):
         return ((GetAttrKey(_KEY), self.value),), None

@@ -50,24 +50,20 @@ class Running:
     problems: dict[object, ValueError | None] = dataclasses.field(default_factory=dict)
 
 
-_running: contextvars.ContextVar[Running | None] = contextvars.ContextVar(
+# How the step that is being traced runs; None outside of `jaxsparse.data_parallel`.
+RUNNING: contextvars.ContextVar[Running | None] = contextvars.ContextVar(
     "jaxsparse_running", default=None
 )
 
 
 @contextlib.contextmanager
-def running(how: Running | None) -> Iterator[None]:
+def running(how: Running) -> Iterator[None]:
     """Inside it, a step is traced that runs so."""
-    token = _running.set(how)
+    token = RUNNING.set(how)
     try:
         yield
     finally:
-        _running.reset(token)
-
-
-def now() -> Running | None:
-    """How the step that is being traced runs; None outside of `jaxsparse.data_parallel`."""
-    return _running.get()
+        RUNNING.reset(token)
 
 
 @jax.tree_util.register_static
@@ -159,7 +155,7 @@ def find_mesh(tree: Any, axis_name: str | None, given: Mesh | None) -> AnyMesh |
             sharding = getattr(jax.typeof(leaf), "sharding", None)
         if isinstance(sharding, NamedSharding) and axis_name in sharding.mesh.axis_names:
             return sharding.mesh
-    if (how := now()) is not None:
+    if (how := RUNNING.get()) is not None:
         return how.mesh
     context = jax.sharding.get_abstract_mesh()
     return context if axis_name in context.axis_names else None

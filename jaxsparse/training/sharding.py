@@ -12,7 +12,7 @@ from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
 from jaxsparse.collectives import wire
 from jaxsparse.training.marks import check_wrapped, is_marked, map_marked
-from jaxsparse.training.meshes import inner_axes, names_of, now
+from jaxsparse.training.meshes import RUNNING, inner_axes, names_of
 
 T = TypeVar("T")
 
@@ -182,7 +182,7 @@ def local(tree: T, axis_name: str | None = "data") -> T:
     `jax.value_and_grad`, or scale it so that the mean of the workers' losses is the loss, or give
     `check_vma=False`, where both are right, as they are in `data_parallel`.
     """
-    how = now()
+    how = RUNNING.get()
     if how is not None and how.is_check and how.axis_name == axis_name:
         # As batch elements of vmap, by which the check tells what is a worker's own.
         own = wire.axis_index(axis_name) >= 0
