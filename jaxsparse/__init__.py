@@ -11,6 +11,7 @@ from jaxsparse import (
     codecs,
     collectives as collectives,
     layout as layout,
+    outer as outer,
     planner as planner,
     quantize as quantize,
     select as select,
@@ -20,6 +21,7 @@ from jaxsparse import (
     traffic as traffic,
 )
 from jaxsparse.feedback import error_feedback, partition
+from jaxsparse.outer import LocalSteps
 from jaxsparse.planner import select_tensors
 from jaxsparse.planner.autotune import autotune
 from jaxsparse.reducers.stages import Stages, warm_up
@@ -36,6 +38,7 @@ from jaxsparse.training.sharding import local, shard
 
 # What a training program names. Building blocks stand in the modules imported above.
 __all__ = [
+    "LocalSteps",
     "PerWorker",
     "Stages",
     "autotune",

@@ -39,6 +39,8 @@ LAYERS = [
     ["systems.dense"],
     ["systems.top_k", "systems.true_top_k", "systems.omni_reduce", "systems.qsgd"],
     ["systems"],
+    ["outer.fragments", "outer.optimizers"],
+    ["outer"],
     ["planner"],
     ["__main__"],
 ]

@@ -47,6 +47,12 @@ class ErrorFeedbackState(NamedTuple):
     placement: Placement | tuple[()] = ()  # where leaves are; () without inner axes
 
 
+def states_in(tree: Any) -> list[ErrorFeedbackState]:
+    """The states of this library's transformations in an optimizer's state."""
+    is_state = lambda node: isinstance(node, ErrorFeedbackState)
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_state) if is_state(node)]
+
+
 class Store(NamedTuple):
     """Packs one worker's vectors into a state, and unpacks them."""
 

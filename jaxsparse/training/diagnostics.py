@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import ErrorFeedbackState
+from jaxsparse.feedback import states_in
 from jaxsparse.feedback.exchange import saturating_sum
 
 
@@ -51,7 +51,7 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
         ValueError: `state` contains no state of a jaxsparse transformation, or an axis is not
             bound.
     """
-    found = _states(state)
+    found = states_in(state)
     if not found:
         raise ValueError(
             f"state, of type {type(state).__name__}, holds no state of a jaxsparse transformation: "
@@ -75,11 +75,6 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
         overflow=overflow,
         skipped=sum((one.skipped for one in found), jnp.int32(0)),
     )
-
-
-def _states(tree: Any) -> list[ErrorFeedbackState]:
-    is_state = lambda node: isinstance(node, ErrorFeedbackState)
-    return [node for node in jax.tree.leaves(tree, is_leaf=is_state) if is_state(node)]
 
 
 def _norms(

@@ -1,0 +1,443 @@
+"""Local steps: each worker trains alone for H steps, then workers exchange what that moved.
+
+Two compiled programs, never one with a condition: an inner step without any communication over the
+axis of the workers, and an outer step that exchanges displacements, global parameters less a
+worker's own. So what each of them sends can be read from its HLO, and a trainer's step costs what
+it costs without us.
+
+A displacement stands where a gradient would. So any transformation of this library exchanges it,
+with its residual as the worker's memory, and any Optax optimizer applies the mean
+(`jaxsparse.outer.optimizers` has the published ones by name).
+
+With `Streaming` the outer step has one program for each fragment. With an overlap, that program is
+an inner step as well, and nothing in this step reads what the exchange delivers: a backend with
+asynchronous collectives runs both side by side. (An exchange in a program of its own would not
+overlap on GPUs, which run one program after the other.) An exchange so ends with the program it is
+in; a longer `overlap` delays its use alone.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.tree_util import keystr, tree_flatten_with_path
+from jaxtyping import Array, Bool, Int
+
+from jaxsparse import traffic
+from jaxsparse.collectives import wire
+from jaxsparse.feedback import states_in
+from jaxsparse.outer.fragments import Streaming
+from jaxsparse.reducers.stages import Stages
+from jaxsparse.settings import static_int
+from jaxsparse.training.marks import PerWorker
+from jaxsparse.training.meshes import inner_axes
+from jaxsparse.training.parallel import Way, data_parallel
+from jaxsparse.training.sharding import count_workers, shard
+
+Select = Callable[[Any], Any]
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class LocalState(NamedTuple):
+    """The training state of all workers. Orbax saves it, and `jaxsparse.reshard` carries it over.
+
+    Attributes:
+        worker: each worker's own training state, marked `PerWorker`.
+        params: the global parameters, equal on all workers, in float32 or wider. Evaluate these.
+        outer: the state of the outer optimizer for each fragment.
+        arrived: bool[fragments]. Whether a fragment's last exchange counted.
+        skipped: int32, number of exchanges that did not, because a worker's parameters were not
+            finite or a sum overflowed.
+    """
+
+    worker: Any
+    params: Any
+    outer: tuple[Any, ...]
+    arrived: Bool[Array, " fragments"]
+    skipped: Int[Array, ""]
+
+
+def params_of(state: Any) -> Any:
+    """The parameters of a training state: its `params`, or the first item of a tuple."""
+    if hasattr(state, "params"):
+        return state.params
+    if isinstance(state, tuple | list):
+        return state[0]
+    raise ValueError(
+        f"params=None finds no parameters in a state of type {type(state).__name__}: give a "
+        "function that picks them, as params=lambda state: state['params']"
+    )
+
+
+class LocalSteps:
+    """Trains with local steps, and exchanges displacements every H of them.
+
+        train = jaxsparse.LocalSteps(step, jaxsparse.outer.sparse_loco(), mesh, every=30)
+        state = train.init((params, tx.init(params)))
+        for t, batch in enumerate(batches):
+            state, loss = train(state, batch, t)
+        params = state.params
+
+    `step(state, batch)` is an ordinary training step of one worker on its own share of the batch.
+    It returns the next state and anything to be shown, and does not communicate: no exchange, no
+    mean over workers. An outer step then takes D_w = theta - theta_w on each worker, where theta
+    are the global parameters and theta_w its own, gives D_w to `outer` as a gradient, adds the
+    update to theta, and lets all workers go on from there. Inner optimizer states, which differ
+    between workers, are neither reset nor averaged.
+
+    **Not finite.** If a parameter is not finite on any worker, the outer step counts for nothing:
+    global parameters and outer state stay. That worker goes back to the global parameters, and
+    what is not finite in the rest of its state (moments, statistics) becomes 0. All others keep
+    what they did, which the next outer step exchanges. `state.skipped` counts these.
+
+    **Randomness.** All workers start with the same state, keys included. Fold the worker's number
+    in where a key is used: `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
+
+    **Going on.** A saved state and the number of steps done are all that training needs. Save
+    behind an outer step to go on with another number of workers: what workers did since then would
+    be averaged, but so it is by `jaxsparse.reshard`.
+
+    **Programs.** `inner`, `outer`, `streamed` and `mixed` are compiled functions, so that
+    `jaxsparse.wire_bytes(train.outer[0], state)` tells what an outer step sends. `outer[p]` takes a
+    state and exchanges fragment p (0 without streaming). `streamed[p]` takes a state and a batch,
+    and makes a step beside the exchange; `mixed[p]` takes a state.
+
+    Args:
+        step: `step(state, batch)`, see above. A state is any tree of arrays: (params, opt_state), a
+            linen `TrainState`, the state of `nnx.split`.
+        outer: an Optax transformation with an exchange of this library in it, such as
+            `jaxsparse.outer.diloco()`, or `optax.chain(jaxsparse.spardl(0.01), optax.sgd(0.7))`.
+            Schedules count outer steps.
+        mesh: the mesh, or the number of workers to simulate on one device. Other axes than
+            `axis_name` are JAX's, as in `jaxsparse.data_parallel`, so a worker may be many devices.
+        axis_name: the axis of the workers.
+        every: H, or `jaxsparse.Stages` of it by steps: `Stages((1, 30), (1000,))` is post-local SGD
+            (Lin et al., ICLR 2020). A stage begins with an outer step.
+        params: function that picks the parameters from a state. None: `state.params`, or the first
+            item of a tuple. For an nnx state: `lambda s: nnx.filter_state(s, nnx.Param)`.
+        average: function that picks statistics to be averaged over workers at each outer step, such
+            as those of BatchNorm. They travel uncompressed. None: each worker keeps its own.
+        streaming: how to exchange fragments in turn; None: all at once.
+        via: see `jaxsparse.data_parallel`.
+
+    Raises:
+        ValueError: settings out of range. From `init`: `params` or `average` pick something else
+            than floating-point arrays of the state, or a fragment has no leaf. From a call: see
+            `jaxsparse.data_parallel`; or the step communicates over `axis_name`, of which a mesh
+            with other axes gets a warning, since XLA may do it; or `outer` exchanges nothing.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax, jaxsparse
+        >>> def step(params, batch):
+        ...     loss, slope = jax.value_and_grad(lambda p: jnp.sum((p - batch) ** 2))(params[0])
+        ...     return (params[0] - 0.1 * slope,), loss
+        >>> train = LocalSteps(step, jaxsparse.outer.diloco(1.0, 0.0), 2, every=2)
+        >>> state, losses = train.init((jnp.zeros(3),)), []
+        >>> for t in range(4):
+        ...     state, loss = train(state, jnp.float32([[1, 2, 3], [3, 2, 1]]), t)
+        >>> loss.shape, [round(float(x), 4) for x in state.params]
+        ((2,), [1.1808, 1.1808, 1.1808])
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        outer: optax.GradientTransformation,
+        mesh: Mesh | int,
+        *,
+        axis_name: str = "data",
+        every: int | Stages[int] = 1,
+        params: Select | None = None,
+        average: Select | None = None,
+        streaming: Streaming | None = None,
+        via: Way | None = None,
+    ) -> None:
+        count_workers(mesh, axis_name)  # raises where they are wrong
+        self.every = every if isinstance(every, Stages) else Stages((every,), ())
+        for steps in self.every.values:
+            if static_int("every", steps) < 1:
+                raise ValueError(f"every={every} must be at least 1: 1 exchanges after each step")
+        self.streaming = streaming or Streaming(1, overlap=0, mixing=0.0)
+        if streaming is not None:
+            _check_streaming(streaming, every)
+        self._outer = optax.with_extra_args_support(outer)
+        self._mesh, self._axis_name = mesh, axis_name
+        self._params, self._average = params or params_of, average
+        self._is_checked = False
+
+        make = functools.partial(
+            data_parallel, mesh=mesh, axis_name=axis_name, donate_argnums=0, via=via
+        )
+        parts = range(self.streaming.fragments)
+        alone = functools.partial(make, batch_argnums=())
+        self.inner = make(functools.partial(_inner, step), check=False)
+        self.outer = [alone(functools.partial(self._exchange, fragment=p)) for p in parts]
+        self.streamed = [make(functools.partial(self._step_beside, step, p)) for p in parts]
+        self.mixed = [alone(functools.partial(self._mix, fragment=p)) for p in parts]
+
+    def init(self, state: Any) -> LocalState:
+        """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`."""
+        _, names = _picked("params", self._params, state)
+        _picked("average", self._average, state)
+        self.streaming.of(names)  # raises where a fragment is empty
+        params = jax.tree.map(_wide, self._params(state))
+        parts = range(self.streaming.fragments)
+        start = LocalState(
+            worker=PerWorker.wrap(state),
+            params=params,
+            outer=tuple(self._outer.init(self._part(params, p)) for p in parts),
+            arrived=jnp.ones((len(parts),), bool),
+            skipped=jnp.int32(0),
+        )
+        return shard(start, self._mesh, self._axis_name)
+
+    def __call__(self, state: LocalState, batch: Any, t: int) -> tuple[LocalState, Any]:
+        """One step, and the outer step if it is due.
+
+        Args:
+            state: see `init`. It is donated.
+            batch: of all workers together; all arrays are split along their first axis.
+            t: the number of steps done before this one, a Python int.
+
+        Returns:
+            The next state, and what `step` returned besides its state, of all workers: each array
+            has a leading axis of W. On several hosts, a mean over it communicates.
+        """
+        t = static_int("t", t)
+        if not self._is_checked:
+            self._check(state, batch)
+        overlap = self.streaming.overlap
+        fragment = self.due(t) if overlap else None
+        if fragment is None:
+            worker, out = self.inner(state.worker, batch)
+            state = state._replace(worker=worker)
+        else:
+            state, out = self.streamed[fragment](state, batch)
+        if (fragment := self.due(t + 1 - overlap)) is not None:
+            program = self.mixed if overlap else self.outer
+            state = program[fragment](state)
+        return state, jax.tree.map(lambda x: x.value, out, is_leaf=_is_per_worker)
+
+    def due(self, steps: int) -> int | None:
+        """The fragment that is exchanged once `steps` steps are done (0 without streaming)."""
+        if steps < 1:
+            return None
+        last = steps - 1  # the stage is that of the step just done
+        every = self.every.at(last)
+        began = max((b for b in self.every.boundaries if b <= last), default=0)
+        if steps in self.every.boundaries:
+            return 0
+        place, count = (steps - began) % every, self.streaming.fragments
+        return next((p for p in range(count) if p * every // count == place), None)
+
+    def _check(self, state: LocalState, batch: Any) -> None:
+        """Raises ValueError if the inner step communicates over the axis of the workers."""
+        self._is_checked = True
+        if not isinstance(self._mesh, Mesh):
+            return
+        axis = self._axis_name
+        # JAX keeps the program: the call does not compile again.
+        program = self.inner.lower(state.worker, batch).compile()
+        found = traffic.crossing(program, axis_name=axis, mesh=self._mesh)
+        if not found:
+            return
+        text = (
+            f"the inner step communicates over {axis!r} at each step: "
+            f"{'; '.join(map(str, found[:4]))}. Return metrics as each worker's own, and leave "
+            "exchanges to outer"
+        )
+        if inner_axes(self._mesh, axis):
+            warnings.warn(text, stacklevel=3)
+            return
+        raise ValueError(text)
+
+    # From here on, each runs on one worker, whose state `worker` is, without marks.
+
+    def _fragment(self, params: Any, fragment: int) -> list[int]:
+        """The places of a fragment's leaves among those of the parameters."""
+        paths = [keystr(path) for path, _ in tree_flatten_with_path(params)[0]]
+        return [i for i, own in enumerate(self.streaming.of(paths)) if own == fragment]
+
+    def _part(self, params: Any, fragment: int) -> Any:
+        """The parameters with this fragment's leaves alone; None stands for the others."""
+        leaves, treedef = _flat(params)
+        own = self._fragment(params, fragment)
+        return treedef.unflatten([x if i in own else None for i, x in enumerate(leaves)])
+
+    def _exchange(self, state: LocalState, fragment: int) -> LocalState:
+        """Exchanges a fragment, and lets workers go on from the result."""
+        worker = PerWorker.unwrap(state.worker)
+        broken = self._broken(worker)
+        state, arrived = self._exchanged(state, worker, broken, fragment)
+        worker = self._put_back(worker, state.params, broken)
+        if fragment == 0:
+            worker = self._averaged(worker, broken)
+        worker = self._mixed(worker, state.params, arrived, fragment)
+        return state._replace(worker=PerWorker.wrap(worker))
+
+    def _step_beside(
+        self, step: Step, fragment: int, state: LocalState, batch: Any
+    ) -> tuple[LocalState, Any]:
+        """A step, and beside it the exchange of what a fragment was before the step."""
+        worker = PerWorker.unwrap(state.worker)
+        broken = self._broken(worker)
+        after, out = step(worker, batch)
+        after = self._put_back(after, state.params, broken)
+        if fragment == 0:
+            after = self._averaged(after, broken)
+        state, _ = self._exchanged(state, worker, broken, fragment)
+        return state._replace(worker=PerWorker.wrap(after)), PerWorker.wrap(out)
+
+    def _mix(self, state: LocalState, fragment: int) -> LocalState:
+        """Lets workers go on from an exchange that has arrived."""
+        worker = PerWorker.unwrap(state.worker)
+        worker = self._mixed(worker, state.params, state.arrived[fragment], fragment)
+        return state._replace(worker=PerWorker.wrap(worker))
+
+    def _exchanged(
+        self, state: LocalState, worker: Any, broken: Bool[Array, ""], fragment: int
+    ) -> tuple[LocalState, Bool[Array, ""]]:
+        """The state after the exchange of a fragment's displacements, and whether it counts."""
+        params = self._part(state.params, fragment)
+        own = self._part(self._params(worker), fragment)
+        # In the worker's precision: what it rounded off the global parameters, it did not move.
+        moved = jax.tree.map(lambda g, w: _wide(g.astype(w.dtype)) - _wide(w), params, own)
+        before = state.outer[fragment]
+        updates, after = self._outer.update(moved, before, params)
+        any_broken = wire.pmax(jnp.where(broken, jnp.float32(1), jnp.float32(0)), self._axis_name)
+        ok = (any_broken == 0) & (_skips(after) == _skips(before))
+        kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+        params = jax.tree.leaves(kept(optax.apply_updates(params, updates), params))
+        outer = list(state.outer)
+        outer[fragment] = kept(after, before)
+        state = state._replace(
+            params=_replaced(state.params, self._fragment(state.params, fragment), params),
+            outer=tuple(outer),
+            arrived=state.arrived.at[fragment].set(ok),
+            skipped=state.skipped + jnp.where(ok, 0, 1),
+        )
+        return state, ok
+
+    def _mixed(self, worker: Any, params: Any, arrived: Bool[Array, ""], fragment: int) -> Any:
+        """The worker with its fragment mixed with the global one, if that has arrived."""
+        places, weight = _picked("params", self._params, worker)[0], self.streaming.mixing
+        leaves, whole = jax.tree.leaves(worker), jax.tree.leaves(params)
+        own = self._fragment(params, fragment)
+
+        def mixed(w: Array, g: Array) -> Array:
+            wide = weight * _wide(w) + (1 - weight) * g if weight else g
+            return jnp.where(arrived, wide.astype(w.dtype), w)
+
+        values = [mixed(leaves[places[i]], whole[i]) for i in own]
+        return _replaced(worker, [places[i] for i in own], values)
+
+    def _broken(self, worker: Any) -> Bool[Array, ""]:
+        """Whether this worker's parameters or averaged statistics are not finite."""
+        leaves = jax.tree.leaves(worker)
+        places = _picked("params", self._params, worker)[0]
+        places += _picked("average", self._average, worker)[0]
+        chosen = [leaves[i] for i in places]
+        return ~jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in chosen]))
+
+    def _put_back(self, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
+        """A broken worker with the global parameters, and without numbers that are not finite."""
+        places = _picked("params", self._params, worker)[0]
+        to = dict(zip(places, jax.tree.leaves(params)))
+
+        def leaf(i: int, x: Array) -> Array:
+            if i in to:
+                return jnp.where(broken, to[i].astype(x.dtype), x)
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x
+            return jnp.where(broken & ~jnp.isfinite(x), jnp.zeros_like(x), x)
+
+        leaves, treedef = _flat(worker)
+        return treedef.unflatten([leaf(i, jnp.asarray(x)) for i, x in enumerate(leaves)])
+
+    def _averaged(self, worker: Any, broken: Bool[Array, ""]) -> Any:
+        """The worker with the mean statistics of those that are not broken."""
+        places = _picked("average", self._average, worker)[0]
+        leaves = jax.tree.leaves(worker)
+        if not places:
+            return worker
+        summed = lambda x: wire.psum(jnp.where(broken, jnp.zeros_like(x), x), self._axis_name)
+        healthy = summed(jnp.float32(1))
+
+        def mean(x: Array) -> Array:
+            found = summed(_wide(x)) / jnp.maximum(healthy, 1)
+            return jnp.where(healthy > 0, found.astype(x.dtype), x)
+
+        return _replaced(worker, places, [mean(leaves[i]) for i in places])
+
+
+def _inner(step: Step, worker: Any, batch: Any) -> tuple[Any, Any]:
+    after, out = step(PerWorker.unwrap(worker), batch)
+    return PerWorker.wrap(after), PerWorker.wrap(out)
+
+
+def _is_per_worker(node: Any) -> bool:
+    return isinstance(node, PerWorker)
+
+
+def _flat(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree)
+
+
+def _skips(outer: Any) -> Array:
+    """How many steps the exchanges of an outer optimizer have skipped."""
+    return sum((one.skipped for one in states_in(outer)), jnp.int32(0))
+
+
+def _wide(x: Any) -> Array:
+    """A floating-point array in float32, or in its own dtype if that is wider."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+
+def _replaced(tree: Any, places: list[int], values: list[Array]) -> Any:
+    """The tree with other leaves at some places."""
+    leaves, treedef = _flat(tree)
+    for i, value in zip(places, values):
+        leaves[i] = value
+    return treedef.unflatten(leaves)
+
+
+def _picked(name: str, select: Select | None, state: Any) -> tuple[list[int], list[str]]:
+    """The places, among the leaves of a state, of those that `select` picks, and their paths.
+
+    Raises:
+        ValueError: it picks none, or what is no floating-point array of the state.
+    """
+    if select is None:
+        return [], []
+    leaves, treedef = _flat(state)
+    found = tree_flatten_with_path(select(treedef.unflatten(range(len(leaves)))))[0]
+    for path, i in found:
+        if type(i) is not int or not jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating):
+            what = jnp.result_type(leaves[i]) if type(i) is int else "no leaf of the state"
+            raise ValueError(
+                f"{name} picks leaf{keystr(path)}, which is {what}: pick floating-point arrays of "
+                "the state as they are"
+            )
+    if not found:
+        raise ValueError(f"{name} picks nothing of the state: pick at least one array")
+    return [i for _, i in found], [keystr(path) for path, _ in found]
+
+
+def _check_streaming(streaming: Streaming, every: int | Stages[int]) -> None:
+    if isinstance(every, Stages):
+        raise ValueError(
+            f"every={every} changes during training, and streaming takes one number of steps: "
+            "give one, or leave streaming out"
+        )
+    if streaming.fragments > every or streaming.overlap >= every:
+        raise ValueError(
+            f"fragments={streaming.fragments} and overlap={streaming.overlap}, but every={every}: "
+            "in `every` steps each fragment is exchanged once, at a step of its own, and must "
+            "arrive before its next turn"
+        )

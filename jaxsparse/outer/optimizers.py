@@ -1,0 +1,155 @@
+"""Outer optimizers by name: an exchange of displacements, and what is done with their mean.
+
+A displacement is the global parameters less a worker's own after H steps, so it stands where a
+gradient would: all of these are an exchange, chained with an Optax optimizer.
+"""
+
+from typing import Any, Literal, Unpack
+
+import optax
+
+from jaxsparse import quantize
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.settings import static_float
+from jaxsparse.systems.chunked_top_k import chunked_top_k
+from jaxsparse.systems.dense import dense
+
+
+def diloco(
+    learning_rate: optax.ScalarOrSchedule = 0.7,
+    momentum: float = 0.9,
+    *,
+    exchange: optax.GradientTransformation | None = None,
+    axis_name: str | None = "data",
+) -> optax.GradientTransformationExtraArgs:
+    """DiLoCo's outer optimizer: Nesterov momentum on mean displacements (arXiv 2311.08105).
+
+    With D the mean displacement, m = momentum * m + D and theta -= learning_rate * (D + momentum *
+    m). In the long run a displacement counts learning_rate / (1 - momentum) times: 7 with these
+    defaults, which are those of OpenDiLoCo (H = 500, AdamW inside). MaxText has 0.3 and H = 36.
+
+    Args:
+        learning_rate: the outer rate, or a schedule of it by outer steps.
+        momentum: in [0, 1).
+        exchange: the transformation that exchanges displacements. None: `jaxsparse.dense`.
+        axis_name: the mesh axis of the workers, for the default exchange.
+    """
+    return _behind(exchange, axis_name, _sgd(learning_rate, momentum, nesterov=True))
+
+
+def bmuf(
+    momentum: float,
+    learning_rate: optax.ScalarOrSchedule = 1.0,
+    *,
+    nesterov: bool = False,
+    exchange: optax.GradientTransformation | None = None,
+    axis_name: str | None = "data",
+) -> optax.GradientTransformationExtraArgs:
+    """Block momentum, blockwise model-update filtering (Chen and Huo, ICASSP 2016).
+
+    m = momentum * m + D and theta -= learning_rate * m, with D the mean displacement of a block of
+    H steps. The rule of its authors is momentum = 1 - 1 / W for W workers, and learning_rate = 1.
+    SparCML compares with it in its third experiment, speech recognition.
+
+    Args:
+        momentum: block momentum, in [0, 1).
+        learning_rate: block learning rate, or a schedule of it by outer steps.
+        nesterov: workers start a block from theta - learning_rate * momentum * m, where momentum
+            would carry it. The parameters here are these starting points.
+        exchange: the transformation that exchanges displacements. None: `jaxsparse.dense`.
+        axis_name: the mesh axis of the workers, for the default exchange.
+    """
+    return _behind(exchange, axis_name, _sgd(learning_rate, momentum, nesterov=nesterov))
+
+
+def slowmo(
+    momentum: float,
+    learning_rate: float = 1.0,
+    *,
+    inner_rate: optax.ScalarOrSchedule = 1.0,
+    exchange: optax.GradientTransformation | None = None,
+    axis_name: str | None = "data",
+) -> optax.GradientTransformationExtraArgs:
+    """Slow momentum (Wang et al., ICLR 2020, arXiv 1910.00643, algorithm 1).
+
+    u = momentum * u + D / inner_rate and theta -= learning_rate * inner_rate * u. With a constant
+    inner rate that is block momentum. With a schedule, momentum remembers displacements in units of
+    the rate that made them. Inner optimizers keep their states (the paper's "maintain").
+
+    Args:
+        momentum: slow momentum, in [0, 1). The paper's are 0.4 to 0.8.
+        learning_rate: slow learning rate, alpha.
+        inner_rate: learning rate of the inner optimizer, or a schedule of it by *outer* steps.
+        exchange: the transformation that exchanges displacements. None: `jaxsparse.dense`.
+        axis_name: the mesh axis of the workers, for the default exchange.
+    """
+    _check_momentum(momentum)
+    scale: Any = inner_rate if callable(inner_rate) else lambda _: inner_rate
+    slow = optax.chain(
+        optax.scale_by_schedule(lambda count: 1 / scale(count)),
+        optax.trace(momentum),
+        optax.scale_by_schedule(lambda count: -learning_rate * scale(count)),
+    )
+    return _behind(exchange, axis_name, slow)
+
+
+@exchange_options(decay=0.95)
+def sparse_loco(
+    learning_rate: optax.ScalarOrSchedule = 1.0,
+    k: int = 64,
+    chunk_size: int = 4096,
+    *,
+    value_bits: Literal[2, 4, 8, 16, 32] = 2,
+    quantizer: quantize.ValueQuantizer = "sign_magnitude",
+    aggregate: Literal["mean", "mean_of_senders"] = "mean",
+    clip: Literal["median"] | None = None,
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """SparseLoCo: displacements by chunked top-k in 14 bits an entry (arXiv 2508.15706).
+
+    The residual e = decay * e + D - sent is a worker's own outer momentum, and there is no other.
+    The published code (templar) differs from the paper: it divides a sum by the number of workers
+    that sent the coordinate (`aggregate="mean_of_senders"`), clips messages to the median norm
+    (`clip="median"`), and its two-bit levels (`quantizer="published"`) use one bit of the two on
+    normal values. Its 72B run lowered the outer rate from 1 to 0.4 by hand: give a schedule.
+
+    Args:
+        learning_rate: the outer rate, or a schedule of it by outer steps.
+        k: number of entries of each chunk that a worker sends.
+        chunk_size: see `jaxsparse.chunked_top_k`, also for all that follow.
+        value_bits: bits of a value.
+        quantizer: levels of values.
+        aggregate: what sums are divided by.
+        clip: whether messages are clipped.
+        **options: as for all transformations.
+    """
+    exchange = chunked_top_k(
+        k,
+        chunk_size,
+        value_bits=value_bits,
+        quantizer=quantizer,
+        aggregate=aggregate,
+        clip=clip,
+        **options,
+    )
+    return optax.chain(exchange, optax.sgd(learning_rate))
+
+
+def _sgd(
+    learning_rate: optax.ScalarOrSchedule, momentum: float, nesterov: bool
+) -> optax.GradientTransformation:
+    _check_momentum(momentum)
+    return optax.sgd(learning_rate, momentum if momentum else None, nesterov)
+
+
+def _check_momentum(momentum: float) -> None:
+    if not 0 <= static_float("momentum", momentum) < 1:
+        raise ValueError(f"momentum={momentum} must lie in [0, 1): 0 is none")
+
+
+def _behind(
+    exchange: optax.GradientTransformation | None,
+    axis_name: str | None,
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    return optax.chain(dense(axis_name=axis_name) if exchange is None else exchange, optimizer)

@@ -1,0 +1,69 @@
+"""Local steps in NumPy, worker by worker: DiLoCo (2311.08105) and its streaming (2501.18512)."""
+
+import numpy as np
+
+
+def nesterov(rate, momentum):
+    """m <- mu m + D and theta <- theta - rate (D + mu m), for one fragment at a time."""
+    memory = {}
+
+    def step(fragment, theta, mean):
+        memory[fragment] = momentum * memory.get(fragment, 0) + mean
+        return theta - rate * (mean + momentum * memory[fragment])
+
+    return step
+
+
+def heavy_ball(rate, momentum):
+    """m <- mu m + D and theta <- theta - rate m."""
+    memory = {}
+
+    def step(fragment, theta, mean):
+        memory[fragment] = momentum * memory.get(fragment, 0) + mean
+        return theta - rate * memory[fragment]
+
+    return step
+
+
+def due(steps, every, fragments=1):
+    """The fragment whose turn it is after so many steps, or None."""
+    turns = {p * every // fragments: p for p in range(fragments)}
+    return turns.get(steps % every) if steps else None
+
+
+def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, mixing=0.0):
+    """Global parameters and workers' own after each step.
+
+    Args:
+        start: float64[d].
+        moves: moves[t, w, d], what worker w's step t takes off its parameters.
+        outer: see `nesterov`.
+        every: H.
+        exchange: function of a fragment and its displacements [w, n] that returns their mean as it
+            arrives. None: the mean.
+        fragments: the indices of each fragment. None: one of everything.
+        overlap: steps from an exchange to its use.
+        mixing: weight of a worker's own values.
+    """
+    exchange = exchange or (lambda _, displacements: displacements.mean(0))
+    fragments = [np.arange(len(start))] if fragments is None else fragments
+    theta, own = start.astype(np.float64), np.stack([start.astype(np.float64)] * moves.shape[1])
+    globals_, locals_ = [], []
+    for t, move in enumerate(moves):
+        begins = due(t, every, len(fragments)) if overlap else None
+        arriving = None
+        if begins is not None:
+            part = fragments[begins]
+            arriving = outer(begins, theta[part], exchange(begins, theta[part] - own[:, part]))
+        own = own - move
+        if arriving is not None:
+            theta[part] = arriving
+        if not overlap and (p := due(t + 1, every, len(fragments))) is not None:
+            part = fragments[p]
+            theta[part] = outer(p, theta[part], exchange(p, theta[part] - own[:, part]))
+        if (p := due(t + 1 - overlap, every, len(fragments))) is not None and t + 1 > overlap:
+            part = fragments[p]
+            own[:, part] = mixing * own[:, part] + (1 - mixing) * theta[part]
+        globals_.append(theta.copy())
+        locals_.append(own.copy())
+    return np.stack(globals_), np.stack(locals_)

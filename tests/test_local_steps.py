@@ -1,0 +1,471 @@
+"""Local steps and outer optimizers against NumPy, equalities, what is not finite, and bytes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference_chunks as chunks
+import reference_local_steps as reference
+from workers import mesh, some
+
+import jaxsparse
+from jaxsparse import LocalSteps, PerWorker, Stages, outer
+
+# Of three layers and what has none: fragment 0 of streaming.
+SHAPES = {"embedding": (5, 3), "layers": [(7, 2), (4,), (3, 3)]}
+START = jax.tree.map(
+    lambda shape: np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32),
+    SHAPES,
+    is_leaf=lambda x: isinstance(x, tuple),
+)
+SIZE = sum(x.size for x in jax.tree.leaves(START))
+EMBEDDING, LAYERS = np.arange(15), [np.arange(15, 29), np.arange(29, 33), np.arange(33, 42)]
+
+
+def flat(tree):
+    return np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(tree)])
+
+
+def walk(state, move):
+    """A step that takes what the batch says off the parameters, and counts."""
+    params, count = state
+    return (jax.tree.map(lambda x, m: x - m[0], params, move), count + 1), count
+
+
+def moves(steps, workers, seed=0):
+    """For each step a batch: the moves of all workers."""
+    rng = np.random.default_rng(seed)
+    one = lambda x: rng.normal(size=(steps, workers, *x.shape)).astype(np.float32)
+    return jax.tree.map(one, START)
+
+
+def at(tree, t):
+    """The batch of a step."""
+    return jax.tree.map(lambda x: jnp.asarray(x[t]), tree)
+
+
+def run(train, tree, start=None):
+    """The global parameters, and each worker's, after each step; and the last state."""
+    start = (START, jnp.int32(0)) if start is None else start
+    state, globals_, locals_ = train.init(jax.tree.map(jnp.asarray, start)), [], []
+    for t in range(len(jax.tree.leaves(tree)[0])):
+        state, out = train(state, at(tree, t), t)
+        globals_.append(flat(state.params))
+        own = [np.asarray(x.value) for x in jax.tree.leaves(state.worker[0], is_leaf=is_marked)]
+        locals_.append(np.concatenate([x.reshape(len(x), -1) for x in own], axis=1))
+        assert jax.tree.leaves(out)[0].shape == (len(own[0]),)
+    return np.stack(globals_), np.stack(locals_), state
+
+
+def is_marked(node):
+    return isinstance(node, PerWorker)
+
+
+def as_vectors(tree):
+    """[step, worker, d]."""
+    leaves = jax.tree.leaves(tree)
+    return np.concatenate([x.reshape(*x.shape[:2], -1) for x in leaves], axis=2).astype(np.float64)
+
+
+def where(workers, way):
+    return mesh(workers) if way == "mesh" else workers
+
+
+@pytest.mark.parametrize("way", ["mesh", "simulated"])
+def test_diloco_as_worked_by_hand(way):
+    """theta = 1; workers end at .90 and .86, then at .80 and .72; alpha = .7, mu = .9."""
+    train = LocalSteps(
+        lambda state, ends: ((ends[0],), ends[0]), outer.diloco(), where(2, way), every=1
+    )
+    state = train.init((jnp.float32([1.0]),))
+    for t, (ends, expected) in enumerate([([0.9, 0.86], 0.8404), ([0.8, 0.72], 0.665428)]):
+        state, _ = train(state, jnp.float32(ends)[:, None], t)
+        np.testing.assert_allclose(state.params, [expected], rtol=1e-6)
+        np.testing.assert_array_equal(state.worker[0].value, [state.params] * 2)
+
+
+PLACES = [(w, "mesh") for w in (1, 2, 3, 5, 8)] + [(w, "simulated") for w in (2, 5, 64)]
+
+
+@pytest.mark.parametrize("place", some(PLACES, [(3, "mesh"), (5, "simulated")]), ids=str)
+@pytest.mark.parametrize("name", some(["diloco", "bmuf", "slowmo"], ["diloco"]))
+def test_outer_optimizers_are_those_of_numpy(place, name):
+    workers, _ = place
+    make = {
+        "diloco": (outer.diloco(0.7, 0.9), reference.nesterov(0.7, 0.9)),
+        "bmuf": (outer.bmuf(0.5, 0.8), reference.heavy_ball(0.8, 0.5)),
+        "slowmo": (outer.slowmo(0.5, 0.8), reference.heavy_ball(0.8, 0.5)),
+    }
+    tx, twin = make[name]
+    tree = moves(7, workers)
+    found, own, state = run(LocalSteps(walk, tx, where(*place), every=3), tree)
+    expected, expected_own = reference.train(flat(START), as_vectors(tree), twin, 3)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(own, expected_own, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(state.worker[1].value, [7] * workers)
+    assert int(state.skipped) == 0
+
+
+def test_slow_momentum_remembers_in_units_of_the_inner_rate():
+    rates = [1.0, 0.5, 0.25]
+    tx = outer.slowmo(0.5, inner_rate=lambda count: jnp.float32(rates)[count], axis_name=None)
+    u, state = 0.0, tx.init(jnp.zeros(1))
+    for rate, moved in zip(rates, [0.3, -0.2, 0.1]):
+        u = 0.5 * u + moved / rate
+        updates, state = tx.update(jnp.float32([moved]), state)
+        np.testing.assert_allclose(updates, [-rate * u], rtol=1e-6)
+
+
+def test_bmuf_starts_blocks_where_momentum_would_carry_them():
+    """Chen and Huo's Nesterov form, in its own variables: W, Delta and the broadcast model."""
+    eta, zeta = 0.9, 0.5
+    tree = moves(6, 2, seed=1)
+    tx = outer.bmuf(eta, zeta, nesterov=True)
+    found, _, _ = run(LocalSteps(walk, tx, 2, every=2), tree)
+    steps = as_vectors(tree)
+    model = broadcast = flat(START).astype(np.float64)
+    delta = np.zeros(SIZE)
+    for block in range(3):
+        ends = broadcast - steps[2 * block : 2 * block + 2].sum(0)
+        delta = eta * delta + zeta * (ends.mean(0) - broadcast)
+        model = model + delta
+        broadcast = model + eta * delta
+        np.testing.assert_allclose(found[2 * block + 1], broadcast, rtol=1e-4, atol=1e-5)
+
+
+def regress(tx):
+    """A step of linear regression with any optimizer; state is (params, opt_state)."""
+
+    def step(state, batch):
+        params, opt_state = state
+        loss = lambda w: jnp.mean((batch[:, :8] @ w - batch[:, 8:]) ** 2)
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(gradient, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    return step
+
+
+BATCHES = np.random.default_rng(3).normal(size=(6, 12, 9)).astype(np.float32)
+
+
+def test_one_step_of_sgd_and_the_plain_mean_is_data_parallel_sgd():
+    mean = outer.diloco(1.0, 0.0)
+    train = LocalSteps(regress(optax.sgd(0.1)), mean, mesh(3))
+    w = jnp.ones((8, 1))
+    state = train.init((w, optax.sgd(0.1).init(w)))
+    tx = optax.chain(jaxsparse.dense(), optax.sgd(0.1))
+    run_step = jaxsparse.data_parallel(lambda s, b: (regress(tx)(s, b)[0], jnp.float32(0)), mesh(3))
+    dense = jaxsparse.shard((w, tx.init(w)), mesh(3))
+    for t, batch in enumerate(BATCHES):
+        state, _ = train(state, batch, t)
+        dense, _ = run_step(dense, batch)
+        np.testing.assert_allclose(state.params, dense[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_plain_mean_is_local_sgd_and_one_worker_is_left_alone():
+    """FedAvg; with W = 1 an outer step changes nothing but rounding. Inner momenta go on."""
+    inner = optax.sgd(0.1, momentum=0.9)
+    step, w = regress(inner), jnp.ones((8, 1))
+    train = LocalSteps(step, outer.diloco(1.0, 0.0), 3, every=3)
+    alone = LocalSteps(step, outer.diloco(1.0, 0.0), 1, every=3)
+    state, single = (one.init((w, inner.init(w))) for one in (train, alone))
+    own, expected = [(w, inner.init(w))] * 3, (w, inner.init(w))
+    for t, batch in enumerate(BATCHES):
+        state, _ = train(state, batch, t)
+        single, _ = alone(single, batch, t)
+        own = [step(s, part)[0] for s, part in zip(own, np.split(batch, 3))]
+        expected = step(expected, batch)[0]
+        if (t + 1) % 3 == 0:
+            mean = sum(s[0] for s in own) / 3
+            own = [(mean, s[1]) for s in own]
+            np.testing.assert_allclose(state.params, mean, rtol=1e-5, atol=1e-6)
+    momenta = state.worker[1][0].trace.value
+    np.testing.assert_allclose(momenta, [s[1][0].trace for s in own], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(single.params, expected[0], rtol=1e-5, atol=1e-6)
+
+
+SPARSE = [
+    {},
+    {"aggregate": "mean_of_senders", "clip": "median", "quantizer": "published"},
+    {"value_bits": 32, "decay": 0.0},
+]
+
+
+@pytest.mark.parametrize("settings", some(SPARSE, SPARSE[:1]), ids=str)
+@pytest.mark.parametrize("workers", some([1, 2, 3, 5, 8], [3]))
+def test_sparse_loco_is_that_of_numpy(workers, settings):
+    """e <- beta e + D; s = Q(top-k of chunks); e <- e - s; theta <- theta - alpha aggregate(s)."""
+    k, chunk, decay = 2, 16, settings.get("decay", 0.95)
+    tx = outer.sparse_loco(0.5, k, chunk, is_dense=lambda *_: False, **settings)
+    tree = moves(6, workers, seed=2)
+    found, _, state = run(LocalSteps(walk, tx, workers, every=2), tree)
+    residual = np.zeros((workers, SIZE))
+    quantize = {
+        "published": chunks.published,
+        "exact": lambda v: v.astype(np.float64),
+        "two": chunks.sign_magnitude,
+    }["exact" if settings.get("value_bits") == 32 else settings.get("quantizer", "two")]
+
+    def exchange(_, displacements):
+        nonlocal residual
+        x = (decay * residual + displacements).astype(np.float32)
+        mean, residual = chunks.exchange(
+            x,
+            k,
+            chunk,
+            quantize,
+            aggregate=settings.get("aggregate", "mean"),
+            clip=settings.get("clip"),
+        )
+        return mean
+
+    twin = lambda _, theta, mean: theta - 0.5 * mean
+    expected, _ = reference.train(flat(START), as_vectors(tree), twin, 2, exchange)
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)
+    kept = np.concatenate(
+        [np.asarray(x.value).reshape(workers, -1) for x in state.outer[0][0].residual.values()], 1
+    )
+    np.testing.assert_allclose(kept, residual, rtol=2e-3, atol=4e-3)
+
+
+def test_everything_sent_exactly_is_a_plain_mean():
+    tree = moves(4, 3)
+    make = lambda tx: run(LocalSteps(walk, tx, 3, every=2), tree)[0]
+    whole = outer.sparse_loco(1.0, 16, 16, value_bits=32, decay=0.0, is_dense=lambda *_: False)
+    np.testing.assert_allclose(make(whole), make(outer.diloco(1.0, 0.0)), rtol=1e-5, atol=1e-5)
+
+
+FRAGMENTS = {
+    "strided": [EMBEDDING, np.concatenate([LAYERS[0], LAYERS[2]]), LAYERS[1]],
+    "sequential": [EMBEDDING, np.concatenate(LAYERS[:2]), LAYERS[2]],
+}
+
+
+STREAMS = [
+    (split, overlap, mixing, way)
+    for split in FRAGMENTS
+    for overlap, mixing in ((0, 0.0), (0, 0.5), (1, 0.5), (3, 0.25))
+    for way in ("mesh", "simulated")
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    some(STREAMS, [("strided", 1, 0.5, "mesh"), ("sequential", 0, 0.0, "simulated")]),
+    ids=str,
+)
+def test_streaming_is_that_of_numpy(case):
+    split, overlap, mixing, way = case
+    tree = moves(11, 3)
+    streaming = outer.Streaming(3, overlap, mixing, split)
+    train = LocalSteps(walk, outer.diloco(), where(3, way), every=5, streaming=streaming)
+    found, own, _ = run(train, tree)
+    expected, expected_own = reference.train(
+        flat(START),
+        as_vectors(tree),
+        reference.nesterov(0.7, 0.9),
+        5,
+        fragments=FRAGMENTS[split],
+        overlap=overlap,
+        mixing=mixing,
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(own, expected_own, rtol=1e-4, atol=1e-4)
+
+
+def test_fragments_take_turns_as_in_maxtext():
+    """H = 36 and P = 4: step 9 is fragment 1's, 18 is 2's, 27 is 3's, 36 is 0's."""
+    train = LocalSteps(walk, outer.diloco(), 2, every=36, streaming=outer.Streaming(4))
+    turns = {n: p for n in range(80) if (p := train.due(n)) is not None}
+    assert turns == {9: 1, 18: 2, 27: 3, 36: 0, 45: 1, 54: 2, 63: 3, 72: 0}
+    paths = ["['layer_10']", "['layer_2']", "['layer_3']", "['head']"]
+    assert outer.Streaming(3).of(paths) == [1, 1, 2, 0]  # by number, not as text
+    assert outer.Streaming(2, split=lambda path: int("head" in path)).of(paths) == [0, 0, 0, 1]
+    assert outer.Streaming(2).of(["[0]", "[1]", "[2]"]) == [0, 1, 0]  # all have a layer
+
+
+def test_stages_exchange_at_their_bounds():
+    """Post-local SGD: after each of 5 steps, then each third, and from 10 on each fourth."""
+    train = LocalSteps(walk, outer.diloco(), 2, every=Stages((1, 3, 4), (5, 10)))
+    assert [n for n in range(20) if train.due(n) is not None] == [1, 2, 3, 4, 5, 8, 10, 14, 18]
+
+
+@functools.cache
+def broken_run(streaming):
+    """Worker 1's parameters break in the step with number 1; its counter is a float here."""
+
+    def step(state, move):
+        params, memory = state
+        params = jax.tree.map(lambda x, m: x - m[0], params, move)
+        return (params, memory + move["embedding"][0]), ()
+
+    tree = moves(7, 3)
+    tree["embedding"][1, 1, 0, 0] = np.nan
+    start = (START, np.zeros(SHAPES["embedding"], np.float32))
+    train = LocalSteps(step, outer.diloco(), mesh(3), every=3, streaming=streaming)
+    state = train.init(jax.tree.map(jnp.asarray, start))
+    states = []
+    for t in range(7):
+        state, _ = train(state, at(tree, t), t)
+        states.append(jax.device_get(state))
+    return states, tree
+
+
+def test_a_broken_worker_goes_back_and_the_others_keep_their_steps():
+    states, tree = broken_run(None)
+    after, last = states[2], states[-1]
+    np.testing.assert_array_equal(flat(after.params), flat(START))  # it counts for nothing
+    assert int(after.skipped) == int(last.skipped) == 1
+    own = np.concatenate(
+        [x.value.reshape(3, -1) for x in jax.tree.leaves(after.worker[0], is_leaf=is_marked)], 1
+    )
+    steps = as_vectors(tree)
+    np.testing.assert_array_equal(own[1], flat(START))
+    np.testing.assert_allclose(own[0], flat(START) - steps[:3, 0].sum(0), rtol=1e-4, atol=1e-5)
+    memory = after.worker[1].value
+    assert memory[1, 0, 0] == 0
+    assert np.all(memory[1, 0, 1:] != 0)
+    # The next outer step has all that the others did, and the momentum starts with it.
+    moved = steps[:6].sum(0)
+    moved[1] = steps[3:6, 1].sum(0)
+    mean = moved.mean(0)
+    np.testing.assert_allclose(
+        flat(last.params), flat(START) - 0.7 * 1.9 * mean, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_broken_worker_recovers_under_streaming():
+    states, _ = broken_run(outer.Streaming(2, overlap=1))
+    assert int(states[-1].skipped) == 1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(states[-1]))
+
+
+def test_a_sum_that_overflows_skips_the_outer_step_too():
+    tx = optax.chain(jaxsparse.dense(), optax.sgd(0.1, momentum=0.9))
+    train = LocalSteps(lambda s, b: ((s[0] - b[0],), ()), tx, 2)
+    state = train.init((jnp.zeros(2),))
+    for t, move in enumerate([1.0, 3e38, 1.0]):
+        before = np.asarray(state.params)
+        state, _ = train(state, jnp.full((2, 2), move), t)
+        if t == 1:
+            np.testing.assert_array_equal(state.params, before)
+    assert int(state.skipped) >= 1
+    assert np.isfinite(np.asarray(state.params)).all()
+
+
+def test_statistics_are_averaged_by_choice():
+    def step(state, batch):
+        return {"params": state["params"] - batch[0], "seen": state["seen"] + batch[0]}, ()
+
+    start = {"params": jnp.zeros(2), "seen": jnp.zeros(2)}
+    batches = np.random.default_rng(0).normal(size=(4, 3, 2)).astype(np.float32)
+    batches[3, 1] = np.nan
+    pick = {"params": lambda s: s["params"]}
+    train = LocalSteps(step, outer.diloco(), mesh(3), every=2, **pick, average=lambda s: s["seen"])
+    state = train.init(start)
+    for t, batch in enumerate(batches):
+        state, _ = train(state, batch, t)
+        seen = np.asarray(state.worker["seen"].value)
+        if t == 1:
+            first = batches[:2].sum(0).mean(0)
+            np.testing.assert_allclose(seen, [first] * 3, rtol=1e-5)
+    second = first + batches[2:, [0, 2]].sum(0).mean(0)  # of the workers that are not broken
+    np.testing.assert_allclose(seen, [second] * 3, rtol=1e-5)
+
+
+def test_parameters_of_few_bits_lose_nothing_globally():
+    """theta_g is float32. What a worker's copy of it rounds off is not taken for a move."""
+    fine = np.float32([1.001, -2.003])  # bfloat16 has 1.0 and -2.0
+    train = LocalSteps(lambda s, b: ((s[0],), ()), outer.diloco(1.0, 0.0), 2)
+    state = train.init((jnp.asarray(fine, jnp.bfloat16),))
+    state = state._replace(params=jnp.asarray(fine))
+    state, _ = train(state, jnp.zeros((2, 1)), 0)
+    np.testing.assert_array_equal(state.params, fine)
+    assert state.worker[0].value.dtype == jnp.bfloat16
+
+
+def test_what_inner_and_outer_steps_send():
+    """Nothing, and (W - 1) d k / chunk entries of 14 bits, a level for 256, and three flags."""
+    w, size, k = 4, 2**14, 64
+    step = lambda s, b: ((s[0] - b.mean(),), b.mean())
+    train = LocalSteps(step, outer.sparse_loco(), mesh(w), every=5)
+    state, batch = train.init((jnp.zeros((size // 64, 64)),)), jnp.ones((w, 2))
+    assert jaxsparse.wire_bytes(train.inner, state.worker, batch).received == 0
+    sent = jaxsparse.wire_bytes(train.outer[0], state)
+    entries = size * k // 4096
+    message = 4 * (entries * 14 // 32 + entries // 256)
+    gathered = [c for c in sent.collectives if c.op == "all-gather"]
+    assert sum(c.received_bytes for c in gathered) == (w - 1) * message
+    flags = [c for c in sent.collectives if c.op == "all-reduce"]
+    assert all(c.payload_bytes <= 8 for c in flags), flags
+
+
+def test_a_step_that_communicates_is_refused():
+    step = lambda s, b: ((s[0] - b.mean(),), jax.lax.pmean(b.mean(), "data"))
+    train = LocalSteps(step, outer.diloco(), mesh(2))
+    with pytest.raises(ValueError, match="the inner step communicates over 'data' at each step"):
+        train(train.init((jnp.zeros(2),)), jnp.ones((2, 1)), 0)
+    silent = LocalSteps(lambda s, b: ((s[0] - b.mean(),), ()), optax.sgd(0.1), mesh(2))
+    with pytest.raises(ValueError, match="differs between workers"):
+        silent(silent.init((jnp.zeros(2),)), jnp.ones((2, 1)), 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"every": 0}, "every=0 must be at least 1"),
+        ({"every": 1.5}, "every=1.5 must be an int"),
+        ({"every": Stages((1, 4), (9,)), "streaming": outer.Streaming(2)}, "changes during"),
+        ({"every": 2, "streaming": outer.Streaming(3)}, "fragments=3 and overlap=1, but every=2"),
+        ({"axis_name": "model"}, "axis_name='model' is not an axis"),
+    ],
+)
+def test_wrong_settings(settings, match):
+    with pytest.raises(ValueError, match=match):
+        LocalSteps(walk, outer.diloco(), mesh(2), **settings)
+
+
+def test_wrong_states():
+    start = (START, jnp.int32(0))
+    make = functools.partial(LocalSteps, walk, outer.diloco(), 2, every=4)
+    for settings, match in (
+        ({"params": lambda s: s[1]}, "params picks leaf, which is int32"),
+        ({"params": lambda s: ()}, "params picks nothing"),
+        ({"average": lambda s: s[1]}, "average picks leaf, which is int32"),
+        ({"params": lambda s: jnp.zeros(3)}, "which is no leaf of the state"),
+        ({"streaming": outer.Streaming(4, split=lambda path: 0)}, "no leaf is left for fragment 1"),
+        ({"streaming": outer.Streaming(2, split=lambda path: 2)}, "split gives 2 for leaf"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make(**settings).init(start)
+    with pytest.raises(ValueError, match="params=None finds no parameters in a state of type dict"):
+        make().init({"w": jnp.zeros(2)})
+    for wrong, match in (
+        (lambda: outer.Streaming(0), "fragments=0 must be at least 1"),
+        (lambda: outer.Streaming(2, -1), "overlap=-1 must not be negative"),
+        (lambda: outer.Streaming(2, 1, 1.0), r"mixing=1.0 must lie in \[0, 1\)"),
+        (lambda: outer.Streaming(2, split="odd"), "split='odd' is unknown"),
+        (lambda: outer.diloco(momentum=1.0), r"momentum=1.0 must lie in \[0, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            wrong()
+
+
+def test_nothing_in_a_step_waits_for_the_exchange_beside_it():
+    """Asked only for what workers go on with, XLA leaves the exchange out."""
+    train = LocalSteps(walk, outer.diloco(), mesh(3), every=5, streaming=outer.Streaming(3))
+    state = train.init(jax.tree.map(jnp.asarray, (START, jnp.int32(0))))
+    batch = at(moves(1, 3), 0)
+
+    def own(state, batch):
+        after, out = train.streamed[1](state, batch)
+        return after.worker, out
+
+    assert jaxsparse.wire_bytes(jax.jit(own), state, batch).received == 0
+    assert jaxsparse.wire_bytes(train.streamed[1], state, batch).received > 0
+    # A fragment's own bytes: 18 parameters of 42, in one message with a flag, and one flag more.
+    assert jaxsparse.wire_bytes(train.streamed[1], state, batch).payload == 4 * (23 + 1 + 1)
