@@ -51,6 +51,18 @@ CASES = {name: functools.partial(by_row, name) for name in SYSTEMS} | {
     ),
 }
 
+# Local steps: saved between two outer steps, and while a fragment's exchange is on its way.
+LOCAL = {
+    "sparse_loco": {"outer": jaxsparse.outer.sparse_loco(0.7, 4, 64), "every": 4},
+    "streaming": {
+        "outer": jaxsparse.outer.diloco(),
+        "every": 4,
+        "streaming": jaxsparse.outer.Streaming(
+            2, overlap=3, split=lambda path: int(path in ("['b']", "['v']"))
+        ),
+    },
+}
+
 
 @functools.cache
 def mesh():
@@ -62,6 +74,8 @@ def optimizer(name):
 
 
 def start(name):
+    if name in LOCAL:
+        return local_steps(name).init((PARAMS, optax.adam(0.01).init(PARAMS)))
     return shard((PARAMS, optimizer(name).init(PARAMS)), mesh())
 
 
@@ -78,13 +92,28 @@ def program(name):
     return data_parallel(step, mesh(), donate_argnums=0)
 
 
+@functools.cache
+def local_steps(name):
+    def step(state, targets):
+        params, opt_state = state
+        grads = jax.tree.map(lambda p, t: p - t[0], params, targets)
+        updates, opt_state = optax.adam(0.01).update(grads, opt_state)
+        return (optax.apply_updates(params, updates), opt_state), ()
+
+    return jaxsparse.LocalSteps(step, mesh=mesh(), **LOCAL[name])
+
+
 def train(name, state, first, last):
     """Steps `first` to `last` - 1 from `state`, which is donated."""
     for i in range(first, last):
         rng = np.random.default_rng(i)
         targets = {n: rng.standard_t(2, (WORKERS, *p.shape)) for n, p in PARAMS.items()}
         targets = jax.tree.map(np.float32, targets)
-        state = jax.block_until_ready(program(name)(state, targets))
+        if name in LOCAL:
+            state, _ = local_steps(name)(state, targets, i)
+        else:
+            state = program(name)(state, targets)
+        jax.block_until_ready(state)
     return state
 
 

@@ -40,6 +40,7 @@ QUICK = ("spardl_adaptive", "warm_up", "delay")
             id="others",
             marks=pytest.mark.slow,
         ),
+        pytest.param(tuple(run_resume.LOCAL), id="local", marks=pytest.mark.slow),
     ],
 )
 def test_a_new_process_goes_on_with_the_same_bits(tmp_path, names):

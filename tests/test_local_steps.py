@@ -2,17 +2,22 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_meshes
 import optax
 import pytest
 import reference_chunks as chunks
 import reference_local_steps as reference
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec as P
 from workers import mesh, some
 
 import jaxsparse
-from jaxsparse import LocalSteps, PerWorker, Stages, outer
+from jaxsparse import LocalSteps, PerWorker, Stages, outer, reshard
 
 # Of three layers and what has none: fragment 0 of streaming.
 SHAPES = {"embedding": (5, 3), "layers": [(7, 2), (4,), (3, 3)]}
@@ -469,3 +474,109 @@ def test_nothing_in_a_step_waits_for_the_exchange_beside_it():
     assert jaxsparse.wire_bytes(train.streamed[1], state, batch).received > 0
     # A fragment's own bytes: 18 parameters of 42, in one message with a flag, and one flag more.
     assert jaxsparse.wire_bytes(train.streamed[1], state, batch).payload == 4 * (23 + 1 + 1)
+
+
+@pytest.mark.parametrize("streaming", some([None, outer.Streaming(3)], [None]), ids=str)
+def test_another_number_of_workers_goes_on_from_the_mean(streaming):
+    """Global parameters and outer momentum stay; what workers did since is averaged."""
+    make = lambda w: LocalSteps(walk, outer.diloco(), w, every=4, streaming=streaming)
+    _, own, state = run(make(4), moves(6, 4))
+    carried = reshard(jax.device_get(state), 6)
+    assert carried.worker[1].value.shape == (6,)
+    kept = lambda s: (s.params, s.outer, s.arrived)
+    jax.tree.map(np.testing.assert_array_equal, kept(jax.device_get(carried)), kept(state))
+    after = np.concatenate(
+        [x.value.reshape(6, -1) for x in jax.tree.leaves(carried.worker[0], is_leaf=is_marked)], 1
+    )
+    np.testing.assert_allclose(after.mean(0), own[-1].mean(0), rtol=1e-5, atol=1e-6)
+    train = make(6)
+    for t in range(6, 9):
+        carried, _ = train(carried, at(moves(9, 6), t), t)
+    assert np.isfinite(flat(carried.params)).all()
+
+
+FEATURES = np.random.default_rng(5).normal(size=(12, 8)).astype(np.float32)
+
+
+def linen_start():
+    model = nn.Dense(4)
+    params = model.init(jax.random.key(0), FEATURES[:1])["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(0.1))
+
+    def step(state, x):
+        loss = lambda params: jnp.mean(jnp.square(state.apply_fn({"params": params}, x) - 1))
+        value, grads = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    return state, step, None, lambda params: (params["kernel"], params["bias"])
+
+
+def nnx_start():
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    kernel = nn.Dense(4).init(jax.random.key(0), FEATURES[:1])["params"]["kernel"]
+    model.kernel.set_value(kernel)
+    graphdef, state = nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))
+
+    def step(state, x):
+        model, optimizer = nnx.merge(graphdef, state)
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(jnp.square(m(x) - 1)))(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), loss
+
+    pick = lambda state: nnx.filter_state(state, nnx.Param)
+    return state, step, pick, lambda params: (params[0]["kernel"][...], params[0]["bias"][...])
+
+
+def test_linen_and_nnx_states_train_alike():
+    found = []
+    for start, step, pick, read in (linen_start(), nnx_start()):
+        train = LocalSteps(step, outer.diloco(), 3, every=2, params=pick)
+        state = train.init(start)
+        with jax.numpy_dtype_promotion("standard"):
+            for t in range(5):
+                state, loss = train(state, FEATURES, t)
+        found.append((read(state.params), loss))
+        assert loss.shape == (3,)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
+    assert np.all(found[0][1] < 1)
+
+
+@pytest.mark.parametrize("via", some(["vmap", "shard_map"], ["vmap"]))
+def test_a_worker_is_an_island_of_its_own_axes(via):
+    """FSDP and tensor parallelism inside; numbers are those of simulated workers."""
+    shapes = {"up": (16, 24), "down": (24, 16)}
+    rng = np.random.default_rng(0)
+    params = {n: rng.normal(size=s).astype(np.float32) / 5 for n, s in shapes.items()}
+    inner = optax.sgd(0.01, momentum=0.9)
+
+    def step(state, x):
+        params, opt_state = state
+        loss = lambda p: jnp.mean(jnp.square(jnp.tanh(x @ p["up"]) @ p["down"] - x))
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = inner.update(grads, opt_state)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    def trained(where, params, x, **settings):
+        tx = outer.diloco(axis_name="hosts")
+        train = LocalSteps(step, tx, where, axis_name="hosts", every=3, **settings)
+        state, losses = train.init((params, inner.init(params))), []
+        for t in range(6):
+            state, loss = train(state, x, t)
+            losses.append(np.asarray(loss))
+        return train, state, losses
+
+    where = on_meshes.mesh((2, 2, 2))
+    specs = {"up": P("fsdp", "tp"), "down": P("tp", "fsdp")}
+    rows = rng.normal(size=(128, 16)).astype(np.float32)
+    held = {n: jax.device_put(p, NamedSharding(where, specs[n])) for n, p in params.items()}
+    x = jax.device_put(rows, NamedSharding(where, P(("hosts", "fsdp"))))
+    train, state, losses = trained(where, held, x, via=via)
+    np.testing.assert_allclose(losses, trained(2, params, rows)[2], rtol=1e-4)
+    assert state.params["up"].sharding.spec == P("fsdp", "tp")
+    moved = jaxsparse.wire_bytes(train.inner, state.worker, x, mesh=where)
+    assert moved.across("hosts").received == 0
+    assert moved.within("hosts").received > 0
+    # A device exchanges its quarter, by an all-reduce among two hosts, and a few flags.
+    moved = jaxsparse.wire_bytes(train.outer[0], state, mesh=where)
+    quarter = 4 * 2 * 16 * 24 // 4
+    assert quarter < moved.across("hosts").received <= quarter + 16

@@ -170,8 +170,13 @@ class TestRefused:
         np.testing.assert_array_equal(same["rank"].value, np.arange(4))
 
     def test_keys(self):
-        with pytest.raises(ValueError, match="holds keys, one a worker"):
+        with pytest.raises(ValueError, match="holds keys that differ between workers"):
             reshard(PerWorker(jax.random.split(jax.random.key(0), 4)), 2)
+        same = jnp.stack([jax.random.key(7)] * 4)
+        for where in (6, jax.make_mesh((2,), ("data",))):
+            carried = reshard(PerWorker(same), where).value
+            assert carried.shape == (6 if where == 6 else 2,)
+            assert all(key == jax.random.key(7) for key in carried)
 
     def test_no_axis_for_workers(self):
         with pytest.raises(ValueError, match=r"marked PerWorker but has shape \(\)"):

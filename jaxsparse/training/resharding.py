@@ -53,7 +53,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
 
     Raises:
         ValueError: see `jaxsparse.shard`. Or arrays hold different numbers of workers, or have no
-            mean: keys, or integers or flags that differ between workers. Or an array is spread over
+            mean: keys, integers or flags that differ between workers. Or an array is spread over
             other processes, too. Or `like` is another tree.
 
     Example:
@@ -76,6 +76,9 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
     _check_equal_counts({f"leaf{keystr(p)}": x.shape[0] for p, x in leaves if is_marked(p)})
 
     def carry(path: KeyPath, x: Any, target: Any) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = carry(path, jax.random.key_data(x), jax.random.key_data(target))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         name = f"leaf{keystr(path)}"
         inner = x.shape[1:]
         if x.shape[1:] != target.shape[1:]:
@@ -184,11 +187,14 @@ def _check(name: str, x: Any, workers: int) -> None:
             "(NumPy arrays) in each process, and reshard these arrays"
         )
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        raise ValueError(
-            f"{name} holds keys, one a worker, which have no mean: keep one key for all workers, "
-            "and fold in the worker's number where you use it, as in "
-            "jax.random.fold_in(key, jax.lax.axis_index(axis_name))"
-        )
+        rows = np.asarray(jax.random.key_data(x))
+        if (rows != rows[:1]).any():
+            raise ValueError(
+                f"{name} holds keys that differ between workers, which have no mean: keep one key "
+                "for all workers, and fold in the worker's number where you use it, as in "
+                "jax.random.fold_in(key, jax.lax.axis_index(axis_name))"
+            )
+        return
     if x.shape[0] == workers or jnp.issubdtype(x.dtype, jnp.inexact):
         return
     rows = np.asarray(x)
