@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -41,6 +42,11 @@ def modules():
         sys.modules.update(others)
 
 
+SAID = re.compile(
+    r"(no checkpoint in |resumed after |\d+ workers saved it|step \d+: |\w+: [\d,]+ param).*"
+)
+
+
 def run(processes, devices, *flags, folder):
     command = [sys.executable, str(MULTIHOST / "train.py"), *TINY, *flags]
     command += ["--json", str(folder / f"{processes}.json")]
@@ -52,13 +58,20 @@ def run(processes, devices, *flags, folder):
     env = ENV | cache
     outcome, lines = in_processes(command, processes, devices=devices, timeout=120, env=env)
     assert outcome.status == 0, outcome.report
-    return json.loads((folder / f"{processes}.json").read_text()), lines[0]
+    # Gloo prints, too, in pieces that may stand before a line of ours.
+    found = (SAID.search(line) for line in lines[0])
+    shown = [match[0] for match in found if match]
+    return json.loads((folder / f"{processes}.json").read_text()), shown
+
+
+LOCAL = ("--local-steps", "2")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("local", [(), LOCAL], ids=["gradients", "local"])
 @pytest.mark.parametrize("method", few(["spardl", "sketched_sgd"], ["spardl"]))
-def test_processes_train_as_the_devices_of_one(tmp_path, method):
-    flags = ["--method", method, "--compression", "2"]
+def test_processes_train_as_the_devices_of_one(tmp_path, method, local):
+    flags = ["--method", method, "--compression", "2", *local]
     several, shown = run(2, 2, *flags, folder=tmp_path)
     one, _ = run(1, 4, *flags, folder=tmp_path)
     assert (several["processes"], several["workers"], several["rounds"]) == (2, 4, one["rounds"])
@@ -148,11 +161,15 @@ def without_seconds(points):
 
 
 @pytest.mark.parametrize(
-    ("processes", "devices"),
-    [pytest.param(1, 4, marks=pytest.mark.thorough), pytest.param(2, 1, marks=pytest.mark.slow)],
+    ("processes", "devices", "local"),
+    [
+        pytest.param(1, 4, (), marks=pytest.mark.thorough),
+        pytest.param(1, 4, LOCAL, marks=pytest.mark.thorough),
+        pytest.param(2, 1, (), marks=pytest.mark.slow),
+    ],
 )
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path, processes, devices):
-    flags = ["--steps", "12", "--eval-every", "4", "--checkpoint-every", "5", "--keep", "9"]
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, processes, devices, local):
+    flags = ["--steps", "12", "--eval-every", "4", "--checkpoint-every", "5", "--keep", "9", *local]
     flags += ["--density", "0.1", "--resume", "--checkpoint-dir"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     straight, shown = run(processes, devices, *flags, str(whole), folder=tmp_path)
@@ -174,10 +191,11 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, processes, devices):
 
 
 @pytest.mark.thorough
-def test_killed_among_four_it_goes_on_among_three(tmp_path):
+@pytest.mark.parametrize("local", [(), ("--local-steps", "7")], ids=["gradients", "local"])
+def test_killed_among_four_it_goes_on_among_three(tmp_path, local):
     folder = tmp_path / "checkpoints"
     command = [sys.executable, str(MULTIHOST / "train.py"), *TINY, "--steps", "200"]
-    command += ["--eval-every", "10", "--checkpoint-every", "5", "--density", "0.1"]
+    command += ["--eval-every", "10", "--checkpoint-every", "5", "--density", "0.1", *local]
     command += [
         "--json",
         str(tmp_path / "report.json"),

@@ -23,6 +23,8 @@ FIXED = (
     "density",
     "compression",
     "momentum",
+    "local_steps",
+    "outer_lr",
     "steps",
     "batch_size",
     "lr",

@@ -44,7 +44,16 @@ BY_DENSITY = (
     "spardl",
     "top_k",
 )
-METHODS = ("dense", "sketched_sgd", "true_top_k", "sparcml", "qsgd", "sign_sgd", *BY_DENSITY)
+METHODS = (
+    "dense",
+    "sketched_sgd",
+    "true_top_k",
+    "sparcml",
+    "chunked_top_k",
+    "qsgd",
+    "sign_sgd",
+    *BY_DENSITY,
+)
 
 
 class MLP(nn.Module):
@@ -63,6 +72,16 @@ class TrainState(NamedTuple):
     loss: jaxsparse.PerWorker  # summed over the steps since the last point
 
 
+class Training(NamedTuple):
+    """One way to train."""
+
+    state: Any
+    run: Callable[[Any, digits.Digits, int], Any]  # of state, batch and steps done: one step
+    moved: jaxsparse.traffic.WireBytes  # by one exchange
+    own: Callable[[Any], TrainState]  # the part of a state that has the loss
+    with_own: Callable[[Any, TrainState], Any]
+
+
 class Point(NamedTuple):
     """Where training stood."""
 
@@ -75,7 +94,8 @@ class Point(NamedTuple):
 def make_method(args: argparse.Namespace, size: int) -> optax.GradientTransformation:
     """What takes the place of averaging gradients."""
     make: Callable[..., Any] = getattr(jaxsparse, args.method)
-    settings: dict[str, Any] = {"momentum": args.momentum}
+    # Local steps have their momentum inside.
+    settings: dict[str, Any] = {"momentum": args.momentum} if args.local_steps == 1 else {}
     if args.method in BY_DENSITY:
         settings["density"] = args.density
     elif args.method == "sketched_sgd":
@@ -84,6 +104,8 @@ def make_method(args: argparse.Namespace, size: int) -> optax.GradientTransforma
         settings["k"] = max(1, round(args.density * size))
     elif args.method == "sparcml":
         settings["k"] = max(1, round(args.density * 512))
+    elif args.method == "chunked_top_k":
+        settings["k"] = max(1, round(args.density * 4096))
     return make(**settings)
 
 
@@ -99,11 +121,19 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
     # Not down to 0: what error feedback holds back still has to arrive.
     schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
+
+    def loss_of(params: Any, batch: digits.Digits) -> jax.Array:
+        logits = model.apply({"params": params}, batch.images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+
+    first = next(shares.batches(train_set, size, 1, args.seed, split))
     try:
-        tx = optax.chain(make_method(args, parameters), optax.sgd(schedule))
-        state = jaxsparse.shard(TrainState(params, tx.init(params), no_loss()), mesh)
+        method = make_method(args, parameters)
+        make = exchanging_gradients if args.local_steps == 1 else exchanging_displacements
+        training = make(args, method, loss_of, schedule, params, first, mesh)
     except ValueError as error:
         parser.error(f"--method {args.method}, --density, --compression: {error}")
+    state, moved = training.state, training.moved
 
     progress = Progress(0, mesh.size, 0.0, [])
     saved = None if args.checkpoint_dir is None else Checkpoints(args, parser)
@@ -111,45 +141,29 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         state, progress = saved.resume(state, progress, mesh)
     done, _, seconds, points = progress
 
-    def step(state: TrainState, batch: digits.Digits) -> TrainState:
-        """What one worker does, given its share of the batch and its own residual."""
-
-        def loss_of(params: Any) -> jax.Array:
-            logits = model.apply({"params": params}, batch.images)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
-
-        # local() keeps the gradients this worker's own until the method exchanges them.
-        loss, grads = jax.value_and_grad(loss_of)(jaxsparse.local(state.params))
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        # The loss is averaged when it is reported: the exchange is all that a step communicates.
-        total = jaxsparse.PerWorker(state.loss.value + loss)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state, total)
-
     @jax.jit
     def count_right(params: Any, batch: digits.Digits) -> jax.Array:
         logits: Any = model.apply({"params": params}, batch.images)
         return jnp.sum(logits.argmax(axis=-1) == batch.labels)
 
     test_batch = shares.whole(test_set, split)
-    first = next(shares.batches(train_set, size, 1, args.seed, split))
-    run = jaxsparse.data_parallel(step, mesh, donate_argnums=0).lower(state, first).compile()
-    moved = jaxsparse.traffic.wire_bytes(run)
-
+    every = "step" if args.local_steps == 1 else f"{args.local_steps} steps"
     say(
         f"{args.method}: {parameters:,} parameters, {mesh.size} workers in "
         f"{jax.process_count()} processes, {moved.received:,.0f} bytes received per worker and "
-        f"step in {moved.rounds} collective(s)",
+        f"{every} in {moved.rounds} collective(s)",
         flush=True,
     )
     batches = shares.batches(train_set, size, args.steps, args.seed, split, skip=done)
     multihost_utils.sync_global_devices("compiled")  # or the first step waits for the others
     for i, batch in enumerate(batches, start=done + 1):
         began = time.perf_counter()
-        state = jax.block_until_ready(run(state, batch))
+        state = jax.block_until_ready(training.run(state, batch, i - 1))
         seconds += time.perf_counter() - began
         if i % args.eval_every == 0 or i == args.steps:
             right = count_right(state.params, test_batch)
-            loss = mean(state.loss) / (i - (points[-1]["step"] if points else 0))
+            own = training.own(state)
+            loss = mean(own.loss) / (i - (points[-1]["step"] if points else 0))
             point = Point(i, seconds, loss, int(right) / len(test_set.labels))
             say(
                 f"step {i}: {seconds:.2f} s, train loss {point.loss:.4f}, "
@@ -157,13 +171,77 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
                 flush=True,
             )
             points.append(point._asdict())
-            state = state._replace(loss=jaxsparse.shard(no_loss(), mesh))
+            state = training.with_own(state, own._replace(loss=jaxsparse.shard(no_loss(), mesh)))
         if saved is not None:
             saved.save(state, Progress(i, mesh.size, seconds, points))
     if saved is not None:
         saved.close()
     if args.json is not None and jax.process_index() == 0:
         save(args, mesh, parameters, moved, points)
+
+
+def exchanging_gradients(
+    args: argparse.Namespace,
+    method: optax.GradientTransformation,
+    loss_of: Callable[[Any, digits.Digits], jax.Array],
+    schedule: optax.Schedule,
+    params: Any,
+    batch: digits.Digits,
+    mesh: Mesh,
+) -> Training:
+    """Workers exchange gradients in each step."""
+    tx = optax.chain(method, optax.sgd(schedule))
+
+    def step(state: TrainState, batch: digits.Digits) -> TrainState:
+        """What one worker does, given its share of the batch and its own residual."""
+        # local() keeps the gradients this worker's own until the method exchanges them.
+        loss, grads = jax.value_and_grad(loss_of)(jaxsparse.local(state.params), batch)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        # The loss is averaged when it is reported: the exchange is all that a step communicates.
+        total = jaxsparse.PerWorker(state.loss.value + loss)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state, total)
+
+    state = jaxsparse.shard(TrainState(params, tx.init(params), no_loss()), mesh)
+    run = jaxsparse.data_parallel(step, mesh, donate_argnums=0).lower(state, batch).compile()
+    return Training(
+        state,
+        lambda state, batch, _: run(state, batch),
+        jaxsparse.traffic.wire_bytes(run),
+        lambda state: state,
+        lambda _, own: own,
+    )
+
+
+def exchanging_displacements(
+    args: argparse.Namespace,
+    method: optax.GradientTransformation,
+    loss_of: Callable[[Any, digits.Digits], jax.Array],
+    schedule: optax.Schedule,
+    params: Any,
+    batch: digits.Digits,
+    mesh: Mesh,
+) -> Training:
+    """Each worker trains alone, and after `--local-steps` they exchange what that moved."""
+    tx = optax.sgd(schedule, momentum=args.momentum)
+
+    def step(state: TrainState, batch: digits.Digits) -> tuple[TrainState, None]:
+        loss, grads = jax.value_and_grad(loss_of)(state.params, batch)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        return TrainState(
+            optax.apply_updates(state.params, updates), opt_state, state.loss + loss
+        ), None
+
+    outer = optax.chain(method, optax.sgd(args.outer_lr))
+    steps = jaxsparse.LocalSteps(step, outer, mesh, every=args.local_steps)
+    state = steps.init(TrainState(params, tx.init(params), jnp.float32(0)))
+    steps.inner.lower(state.worker, batch).compile()  # JAX keeps it for the first step
+    return Training(
+        state,
+        lambda state, batch, done: steps(state, batch, done)[0],
+        jaxsparse.wire_bytes(steps.outer[0], state),
+        lambda state: state.worker,
+        lambda state, worker: state._replace(worker=worker),
+    )
 
 
 def no_loss() -> jaxsparse.PerWorker:
@@ -225,6 +303,16 @@ def flags() -> argparse.ArgumentParser:
     )
     add("--compression", type=number(float, 1), default=10.0, help="of sketched_sgd (default: 10)")
     add("--momentum", type=number(float, 0, 1), default=0.9, help="(default: 0.9)")
+
+    add(
+        "--local-steps",
+        type=number(int, 1),
+        default=1,
+        metavar="H",
+        help="1 exchanges gradients; more let each worker train alone for H steps, and exchange "
+        "what that moved (default: 1)",
+    )
+    add("--outer-lr", type=number(float, 0), default=1.0, help="of local steps (default: 1)")
 
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=number(int, 1), default=180, help="(default: 180)")
