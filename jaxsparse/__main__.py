@@ -66,6 +66,13 @@ def _parser() -> argparse.ArgumentParser:
         default=0.0,
         help="time of forward and backward pass: 120ms",
     )
+    add(
+        "--local-steps",
+        type=int,
+        default=1,
+        metavar="H",
+        help="steps from one exchange of displacements to the next; 1 exchanges gradients (1)",
+    )
     add("--profile", metavar="FILE", help="profile of the device, made by the profile command")
     add(
         "--memory-bandwidth",
@@ -123,6 +130,7 @@ def _plan(args: argparse.Namespace) -> None:
             profile=SystemProfile.load(args.profile) if args.profile else None,
             memory_bandwidth=args.memory_bandwidth,
             step_seconds=args.step,
+            local_steps=args.local_steps,
             systems=args.systems,
         )
         for text, network in networks.items()

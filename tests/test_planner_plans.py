@@ -194,6 +194,26 @@ def test_totals_add_up():
     assert found["dense"].network == pytest.approx(dense)
 
 
+def test_local_steps_share_an_exchange(capsys):
+    """A step has one H-th of it; speedups are over a dense exchange in each step."""
+    once, local = (planned(step_seconds=0.02, local_steps=h) for h in (1, 30))
+    assert local["spardl"] == once["spardl"]
+    assert local.step("spardl") == pytest.approx(0.02 + once["spardl"].exchange / 30)
+    assert local.speedup("dense") == pytest.approx(once.step("dense") / local.step("dense"))
+    text = str(local)
+    assert "an exchange every 30 steps" in text
+    assert "outer = optax.chain(jaxsparse.spardl(0.01), optax.sgd(1.0))" in text
+    assert "jaxsparse.LocalSteps(step, outer, mesh, every=30)" in text
+    fast = planned(network=FAST, local_steps=30)
+    assert (fast.best, fast.speedup("dense")) == ("dense", pytest.approx(30))
+    assert "outer = jaxsparse.outer.diloco()" in str(fast)
+    flags = ["--params", "1M", "--workers", "3", "--bandwidth", "10Mbit", "1Gbit"]
+    assert shell.main(["plan", *flags, "--local-steps", "30", "--systems", "spardl"]) == 0
+    assert "| ms a step | 10Mbit | 1Gbit |" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="local_steps=0 must be at least 1"):
+        planned(local_steps=0)
+
+
 def test_usual_steps_have_the_cheapest_branches():
     tx = jaxsparse.ok_topk(0.01)
     moved = traced_bytes(tx, {"a": jax.ShapeDtypeStruct((1, 10**6), jnp.float32)}, 3)

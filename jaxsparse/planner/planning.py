@@ -34,6 +34,7 @@ def plan(
     profile: SystemProfile | None = None,
     memory_bandwidth: float | None = None,
     step_seconds: float = 0.0,
+    local_steps: int = 1,
     groups: Mapping[str, Group | None] | None = None,
     is_dense: layouts.IsDense | None = None,
     systems: Sequence[str] | None = None,
@@ -59,6 +60,9 @@ def plan(
         memory_bandwidth: bytes a second. The profile is scaled to it, as if all times were passes
             over memory. This is a rough extrapolation from a CPU's times to a GPU's.
         step_seconds: time of forward and backward pass, which no system changes.
+        local_steps: steps from one exchange to the next, H. More than 1 plans for
+            `jaxsparse.LocalSteps`, which exchanges displacements; speedups are over a dense
+            exchange of gradients in each step.
         groups: mapping from regular expressions on key paths to groups of leaves, which may have
             their own systems, or to None for dense. The first expression found in a path counts.
             The leaves without any are a group, too.
@@ -90,6 +94,9 @@ def plan(
     step_seconds = static_float("step_seconds", step_seconds)
     if not 0 <= step_seconds < math.inf:
         raise ValueError(f"step_seconds={step_seconds} must be finite and at least 0")
+    local_steps = static_int("local_steps", local_steps)
+    if local_steps < 1:
+        raise ValueError(f"local_steps={local_steps} must be at least 1: 1 exchanges in each step")
     check_density(density)
     model = _Model(_network(network), workers, _profile(profile, memory_bandwidth))
     planner = _Predictor(model, LeafGroups.of(params, groups, is_dense), density)
@@ -132,6 +139,7 @@ def plan(
         workers=workers,
         density=density,
         step_seconds=step_seconds,
+        local_steps=local_steps,
         conditions=tuple(conditions),
     )
 

@@ -55,6 +55,7 @@ class Plan:
         workers: number of workers.
         density: share of the other elements that a step delivers.
         step_seconds: time of forward and backward pass, which no system changes.
+        local_steps: steps from one exchange to the next, H.
         conditions: the assumptions, a line each.
     """
 
@@ -67,6 +68,7 @@ class Plan:
     workers: int
     density: float
     step_seconds: float = 0.0
+    local_steps: int = 1
     conditions: tuple[str, ...] = ()
 
     def __getitem__(self, system: str) -> Prediction:
@@ -92,8 +94,11 @@ class Plan:
         return self[self.best].transformation
 
     def step(self, system: str) -> float:
-        """Seconds of a whole step: forward and backward pass, then the exchange."""
-        return self.step_seconds + self[system].exchange
+        """Seconds of a whole step: forward and backward pass, then the step's part of an exchange.
+
+        With H local steps that is one H-th.
+        """
+        return self.step_seconds + self[system].exchange / self.local_steps
 
     def delayed_step(self, system: str) -> float:
         """Seconds of a step with `delay=1`, whose network time overlaps the backward pass.
@@ -103,13 +108,17 @@ class Plan:
         return self[system].computing + max(self.step_seconds, self[system].network)
 
     def speedup(self, system: str) -> float:
-        """Seconds of a dense step over seconds of a step with this system."""
-        return self.step("dense") / self.step(system)
+        """Seconds of a step with a dense exchange over seconds of a step with this system.
+
+        The dense exchange is one of each step, also beside local steps.
+        """
+        return (self.step_seconds + self["dense"].exchange) / self.step(system)
 
     def __str__(self) -> str:
         lines = [
             f"{self.elements:,} elements, of which {self.dense_elements:,} travel dense in any "
-            f"case; {self.workers} workers; density {self.density:g}",
+            f"case; {self.workers} workers; density {self.density:g}"
+            + (f"; an exchange every {self.local_steps} steps" if self.local_steps > 1 else ""),
             *self.conditions,
             "",
             *self._table(),
@@ -123,25 +132,43 @@ class Plan:
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
-        with_step = self.step_seconds > 0
+        is_local, with_step = self.local_steps > 1, self.step_seconds > 0
         head = ["system", "rounds", "received MB", "network ms", "computing ms", "exchange ms"]
-        head += ["step ms", "with delay=1"] * with_step + ["speedup"]
+        head += ["MB a step"] * is_local + ["step ms"] * (is_local or with_step)
+        head += ["with delay=1"] * (with_step and not is_local) + ["speedup"]
         rows = [head]
         for p in self.predictions:
-            times = [p.network, p.computing, p.exchange]
-            if with_step:
-                times += [self.step(p.system), self.delayed_step(p.system)]
-            cells = [p.system, str(p.rounds), f"{p.received / 1e6:,.3f}", *map(_ms, times)]
+            cells = [p.system, str(p.rounds), f"{p.received / 1e6:,.3f}"]
+            cells += map(_ms, (p.network, p.computing, p.exchange))
+            if is_local:
+                cells.append(f"{p.received / 1e6 / self.local_steps:,.3f}")
+            if is_local or with_step:
+                cells.append(_ms(self.step(p.system)))
+            if with_step and not is_local:
+                cells.append(_ms(self.delayed_step(p.system)))
             rows.append([*cells, f"{self.speedup(p.system):.2f}x"])
         not_predicted = [(system, f"not predicted: {reason}") for system, reason in self.left_out]
         return [*aligned(rows, right=range(1, len(head))), *aligned(not_predicted, right=())]
 
-    def _choices(self) -> list[str]:
+    def _written(self) -> str:
+        """The best system, in what it is to be given to."""
+        if self.local_steps == 1:
+            return self.transformation
+        outer = f"optax.chain({self.transformation}, optax.sgd(1.0))"
         if self.best == "dense":
+            outer = "jaxsparse.outer.diloco()"
+        return f"outer = {outer}\njaxsparse.LocalSteps(step, outer, mesh, every={self.local_steps})"
+
+    def _choices(self) -> list[str]:
+        if self.best == "dense" and self.local_steps > 1:
+            found = [f"best: dense, {self.speedup('dense'):.2f}x"]
+        elif self.best == "dense":
             found = ["best: use dense. No system that may be chosen is predicted to be faster."]
         else:
             found = [f"best: {self.best}, {self.speedup(self.best):.2f}x"]
-        found += ["", *(f"    {line}" for line in self.transformation.splitlines()), ""]
+        if self.local_steps > 1:
+            found[0] += " over a dense exchange in each step"
+        found += ["", *(f"    {line}" for line in self._written().splitlines()), ""]
         rows = [["each group by itself", "leaves", "elements", "fastest by", "ms", "dense ms"]]
         for g in self.groups:
             cells = [g.group, str(g.leaves), f"{g.elements:,}", g.system]
@@ -161,11 +188,13 @@ def compared(plans: Mapping[str, Plan]) -> str:
         plans: plans of the same systems, by column head. The first plan orders the rows.
     """
     first = next(iter(plans.values()))
-    rows = [["exchange, ms", *plans], ["---"] * (1 + len(plans))]
+    is_local = first.local_steps > 1
+    rows = [["ms a step" if is_local else "exchange, ms", *plans], ["---"] * (1 + len(plans))]
     for prediction in first.predictions:
         system = prediction.system
         cells = [
-            _ms(found.exchange) if (found := plan.find(system)) else "-" for plan in plans.values()
+            _ms(found.exchange / plan.local_steps) if (found := plan.find(system)) else "-"
+            for plan in plans.values()
         ]
         rows.append([system, *cells])
     for system, reason in first.left_out:
