@@ -44,26 +44,40 @@ def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, 
         fragments: the indices of each fragment. None: one of everything.
         overlap: steps from an exchange to its use.
         mixing: weight of a worker's own values.
+
+    An exchange that finds a worker's values not finite counts for nothing, and that worker goes
+    back to the global ones.
     """
     exchange = exchange or (lambda _, displacements: displacements.mean(0))
     fragments = [np.arange(len(start))] if fragments is None else fragments
     theta, own = start.astype(np.float64), np.stack([start.astype(np.float64)] * moves.shape[1])
+    arrived = [True] * len(fragments)
     globals_, locals_ = [], []
+
+    def try_to_exchange(p):
+        """What fragment p becomes, or None if a worker is broken; and which workers are."""
+        part, broken = fragments[p], ~np.isfinite(own).all(1)
+        arrived[p] = not broken.any()
+        if not arrived[p]:
+            return theta[part], broken
+        return outer(p, theta[part], exchange(p, theta[part] - own[:, part])), broken
+
     for t, move in enumerate(moves):
         begins = due(t, every, len(fragments)) if overlap else None
-        arriving = None
+        after = own - move
         if begins is not None:
-            part = fragments[begins]
-            arriving = outer(begins, theta[part], exchange(begins, theta[part] - own[:, part]))
-        own = own - move
-        if arriving is not None:
-            theta[part] = arriving
+            arriving, broken = try_to_exchange(begins)
+            after[broken] = theta
+            theta[fragments[begins]] = arriving
+        own = after
         if not overlap and (p := due(t + 1, every, len(fragments))) is not None:
-            part = fragments[p]
-            theta[part] = outer(p, theta[part], exchange(p, theta[part] - own[:, part]))
-        if (p := due(t + 1 - overlap, every, len(fragments))) is not None and t + 1 > overlap:
-            part = fragments[p]
-            own[:, part] = mixing * own[:, part] + (1 - mixing) * theta[part]
+            theta[fragments[p]], broken = try_to_exchange(p)
+            own[broken] = theta
+        ends = due(t + 1 - overlap, every, len(fragments)) if t + 1 > overlap else None
+        if ends is not None and arrived[ends]:
+            part = fragments[ends]
+            kept = mixing * own[:, part] if mixing else 0.0  # also of what is not finite
+            own[:, part] = kept + (1 - mixing) * theta[part]
         globals_.append(theta.copy())
         locals_.append(own.copy())
     return np.stack(globals_), np.stack(locals_)

@@ -61,7 +61,7 @@ def run(train, tree, start=None):
         globals_.append(flat(state.params))
         own = [np.asarray(x.value) for x in jax.tree.leaves(state.worker[0], is_leaf=is_marked)]
         locals_.append(np.concatenate([x.reshape(len(x), -1) for x in own], axis=1))
-        assert jax.tree.leaves(out)[0].shape == (len(own[0]),)
+        assert all(x.shape == (len(own[0]),) for x in jax.tree.leaves(out))
     return np.stack(globals_), np.stack(locals_), state
 
 
@@ -193,6 +193,27 @@ def test_a_plain_mean_is_local_sgd_and_one_worker_is_left_alone():
     np.testing.assert_allclose(single.params, expected[0], rtol=1e-5, atol=1e-6)
 
 
+def test_a_step_of_adam_is_an_adam_of_each_worker_before_the_exchange():
+    """H = 1 with AdamW's step inside and `per_worker` before the exchange are the same training."""
+    exchange = jaxsparse.top_k(0.25, is_dense=lambda *_: False)
+    with jax.numpy_dtype_promotion("standard"):
+        # With a small eps the first updates are all equal, and rounding decides what is sent.
+        inner, w = optax.adam(0.1, eps=0.5), jnp.ones((8, 1))
+        train = LocalSteps(regress(inner), optax.chain(exchange, optax.sgd(1.0)), 3)
+        state = train.init((w, inner.init(w)))
+        tx = optax.chain(
+            jaxsparse.per_worker(optax.scale_by_adam(eps=0.5)),
+            exchange,
+            optax.scale_by_learning_rate(0.1),
+        )
+        step = jaxsparse.data_parallel(lambda s, b: regress(tx)(s, b)[0], 3)
+        other = jaxsparse.shard((w, tx.init(w)), 3)
+        for t, batch in enumerate(BATCHES):
+            state, _ = train(state, batch, t)
+            other = step(other, batch)
+            np.testing.assert_allclose(state.params, other[0], rtol=1e-4, atol=1e-5)
+
+
 SPARSE = [
     {},
     {"aggregate": "mean_of_senders", "clip": "median", "quantizer": "published"},
@@ -280,6 +301,67 @@ def test_streaming_is_that_of_numpy(case):
     )
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(own, expected_own, rtol=1e-4, atol=1e-4)
+
+
+def draw(seed):
+    """A random program, and its twin's settings."""
+    rng = np.random.default_rng(seed)
+    workers, every = int(rng.integers(1, 7)), int(rng.integers(1, 9))
+    count = int(rng.integers(1, min(every, 4) + 1))
+    leaves = [tuple(rng.integers(1, 6, size=rng.integers(1, 3))) for _ in range(count + 2)]
+    own = [*range(count), *rng.integers(0, count, size=2)]
+    overlap = int(rng.integers(0, every)) if count > 1 else 0
+    streaming = outer.Streaming(
+        count,
+        overlap,
+        float(rng.choice([0, 0.25, 0.5])),
+        lambda path: int(own[int(path[1:-1])]),
+    )
+    sizes = [int(np.prod(shape)) for shape in leaves]
+    places = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    parts = [np.concatenate([q for q, o in zip(places, own) if o == p]) for p in range(count)]
+    momentum = float(rng.choice([0, 0.5, 0.9]))
+    step = lambda state, move: (([x - m[0] for x, m in zip(state[0], move)],), ())
+    train = LocalSteps(
+        step,
+        outer.diloco(0.7, momentum),
+        workers,
+        every=every,
+        streaming=streaming if count > 1 else None,
+    )
+    twin = functools.partial(
+        reference.train,
+        every=every,
+        fragments=parts,
+        overlap=overlap,
+        mixing=streaming.mixing if count > 1 else 0.0,
+    )
+    return train, twin, leaves, workers, momentum
+
+
+@pytest.mark.parametrize("seed", some(range(20), [3]))
+def test_random_programs_on_random_moves_are_those_of_numpy(seed, request):
+    """`--fuzz N` runs N cases of each program in place of 50; one in three has broken workers."""
+    train, twin, leaves, workers, momentum = draw(seed)
+    steps = 3 * train.every.values[0] + 2
+    for case in range(max(50, request.config.getoption("--fuzz") // 20)):
+        rng = np.random.default_rng([seed, case])
+        start = [rng.normal(size=s).astype(np.float32) for s in leaves]
+        size = 10.0 ** rng.integers(-3, 4)
+        tree = [(rng.normal(size=(steps, workers, *s)) * size).astype(np.float32) for s in leaves]
+        if case % 3 == 0:
+            for _ in range(rng.integers(1, 3)):
+                t, w = rng.integers(steps), rng.integers(workers)
+                tree[rng.integers(len(tree))][t, w].flat[0] = rng.choice([np.nan, np.inf])
+        found, own, state = run(train, tree, (start,))
+        with np.errstate(invalid="ignore"):
+            expected, expected_own = twin(
+                flat(start), as_vectors(tree), reference.nesterov(0.7, momentum)
+            )
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4 * size + 1e-5)
+        close(found, expected, err_msg=f"case {case}")
+        close(own, expected_own, err_msg=f"case {case}")
+        assert int(state.skipped) == 0 or case % 3 == 0
 
 
 def test_fragments_take_turns_as_in_maxtext():
