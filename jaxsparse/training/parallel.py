@@ -82,7 +82,12 @@ def data_parallel(
         via: how to run on a mesh with other axes; None: see above.
 
     On a mesh with other axes, the first call reads the compiled step, and warns of collectives
-    other than the exchange's that cross `axis_name`, if a device receives 1 KiB or more by them.
+    other than the exchange's that cross `axis_name`, if a device receives 1 KiB or more by them. It
+    does not where it is called inside `jax.jit`, whose program it can't see.
+
+    Code that takes its gradients outside, on Explicit axes, has them exchanged with
+    `jaxsparse.own_gradients`. A step whose arguments are Flax nnx modules is lifted as over
+    `jax.jit`, by `merge_inputs` inside and `split_inputs` outside (`flax.nnx.transforms.general`).
 
     On emulated CPU devices, wait for each step (`jax.block_until_ready`, or read the loss). Queued
     steps can starve a collective of threads until it times out.
