@@ -412,6 +412,16 @@ class TestInit:
             with pytest.raises(ValueError, match=complaint):
                 make(specs).init(params)
 
+    def test_specs_of_a_list_of_layers(self):
+        """And a prefix: one partition for all of a layer's kernels."""
+        where = mesh((2, 2, 2))
+        params = {"layers": [{"a": jnp.zeros((8, 6)), "b": [jnp.zeros((8, 4))]}, jnp.zeros((4, 4))]}
+        specs = {"layers": [{"a": P("fsdp", "tp"), "b": P("fsdp")}, P(None, "tp")]}
+        placement, _ = meshes.place(params, "hosts", where, specs)
+        assert placement.own == (P("fsdp", "tp"), P("fsdp"), P(None, "tp"))
+        placement, _ = meshes.place(params, "hosts", where, P("tp"))
+        assert placement.own == (P("tp"),) * 3
+
     def test_nothing_can_be_cut(self):
         tx = jaxsparse.spardl(
             0.1, axis_name="hosts", mesh=mesh((2, 2, 2)), is_dense=lambda *_: False
