@@ -335,6 +335,36 @@ def test_explicit_axes(kinds, cut):
     np.testing.assert_allclose(params["w"], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kinds", [*some(["EEE", "EAA", "AEE"], ["EEE"])])
+def test_explicit_axes_are_checked(kinds):
+    """Without communication: the check reads partitions in types, as the step does."""
+    types = tuple({"A": AxisType.Auto, "E": AxisType.Explicit}[kind] for kind in kinds)
+    where = jax.make_mesh((2, 2, 2), NAMES, axis_types=types)
+    out = P("fsdp", "tp") if kinds[1] == "E" else None
+    tx = jaxsparse.top_k(1.0, axis_name="hosts", is_dense=lambda *_: False)
+
+    def loss_of(w, x):
+        return jnp.mean(jnp.square(jnp.einsum("bi,ij->bj", x, w, out_sharding=out)))
+
+    def differs(params, state, x):
+        loss, grad = jax.value_and_grad(loss_of)(params["w"], x)
+        updates, state = tx.update({"w": grad}, state)
+        return updates, state, loss
+
+    def averaged(params, state, x):
+        grad = jax.lax.pmean(jax.grad(loss_of)(params["w"], x), "hosts")
+        return tx.update({"w": grad}, state)
+
+    params = {"w": jax.device_put(jnp.ones((16, 8)), NamedSharding(where, P("fsdp", "tp")))}
+    state = shard(tx.init(params), where, "hosts")
+    batch = P(("hosts", "fsdp")) if kinds[1] == "E" else P("hosts")
+    x = jax.device_put(jnp.ones((8, 16)), NamedSharding(where, batch))
+    for step, complaint in ((differs, r"output\[2\] differs"), (averaged, "averaged already")):
+        run = data_parallel(step, where, axis_name="hosts", batch_argnums=2)
+        with pytest.raises(ValueError, match=complaint):
+            run(params, state, x)
+
+
 def test_an_exchange_of_what_no_worker_has_alone_runs_and_keeps_its_momentum():
     """Behind another exchange all that `dense` gets is equal on all workers."""
 
