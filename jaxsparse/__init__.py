@@ -35,6 +35,7 @@ from jaxsparse.training.per_worker import per_worker
 from jaxsparse.training.replicas import check_replicas
 from jaxsparse.training.resharding import reshard
 from jaxsparse.training.sharding import local, shard
+from jaxsparse.training.unreduced import own_gradients
 
 # What a training program names. Building blocks stand in the modules imported above.
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "error_feedback",
     "fail_at_once",
     "local",
+    "own_gradients",
     "partition",
     "per_worker",
     "reshard",

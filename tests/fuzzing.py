@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from workers import QUICK_COMPILE
 
 import jaxsparse
@@ -22,6 +23,7 @@ from jaxsparse import PerWorker, Stages, codecs, data_parallel, shard
 from jaxsparse.collectives import wire
 from jaxsparse.select import selection
 from jaxsparse.systems import SYSTEMS, Request
+from jaxsparse.training.meshes import Placement
 
 STEPS = 3
 # Of one float32 operation: its relative error, and what it loses of numbers below the normal ones.
@@ -50,13 +52,33 @@ class Program:
     compressed: str = "all"  # leaves: "all", "matrices" or the "default" rule's
     momentum: float | None = None
     delay: int = 0
+    inner: tuple[int, ...] = ()  # sizes of inner axes of a mesh; (): workers are simulated
+    cuts: tuple[PartitionSpec, ...] = ()  # each leaf's partition over them
 
     def make(self):
         settings = dict(self.settings)
         if self.name != "dense" and self.compressed != "default":
             settings["is_dense"] = self._is_dense
+        if self.inner:
+            settings |= {"mesh": self.mesh, "specs": self.nested(self.cuts)}
         make = getattr(jaxsparse, self.name)
         return make(**settings, momentum=self.momentum, delay=self.delay)
+
+    @property
+    def mesh(self):
+        """The mesh of the workers and inner axes; None for simulated workers."""
+        return _mesh((self.workers, *self.inner)) if self.inner else None
+
+    @property
+    def devices(self):
+        """The number of a worker's devices."""
+        return math.prod(self.inner)
+
+    def _is_whole(self, leaf, cut):
+        """Whether a leaf can't be cut over all inner axes, and so goes uncompressed."""
+        axes = tuple(zip(_INNER, self.inner))
+        placement = Placement(tuple((a, n) for a, n in axes if n > 1), (cut,))
+        return not placement.is_cut(placement.exchanged(0, leaf.shape))
 
     def _is_dense(self, path, shape):
         if self.name == "dense":
@@ -81,10 +103,11 @@ class Program:
     @property
     def is_compressed(self):
         """Of each element of the tree."""
-        return np.repeat(
-            [not self._is_dense("", leaf.shape) for leaf in self.leaves],
-            [leaf.size for leaf in self.leaves],
-        )
+        packed = [not self._is_dense("", leaf.shape) for leaf in self.leaves]
+        if self.inner:
+            whole = map(self._is_whole, self.leaves, self.cuts)
+            packed = [yes and not no for yes, no in zip(packed, whole)]
+        return np.repeat(packed, [leaf.size for leaf in self.leaves])
 
     def by_leaf(self, of):
         """of(dtype) of each element's leaf."""
@@ -126,8 +149,36 @@ def _sides(shape):
     return math.prod(shape[:-1]), shape[-1]
 
 
-def draw_program(seed: int, number: int, name: str | None = None) -> Program:
-    """The `number`-th program of a seed, of one transformation or of each in turn."""
+_INNER = ("fsdp", "tp")
+_INNER_MESHES = ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (3, 2), (4, 2), (1, 2, 2), (2, 2, 2))
+
+
+@functools.cache
+def _mesh(shape: tuple[int, ...]) -> Mesh:
+    names = ("data", *_INNER)[: len(shape)]
+    devices = jax.devices()[: math.prod(shape)]
+    return jax.make_mesh(shape, names, (AxisType.Auto,) * len(shape), devices=devices)
+
+
+def _cut(rng, leaf: Leaf, inner: tuple[int, ...]) -> PartitionSpec:
+    """A partition that some of the axes cut, each a dimension that it divides."""
+    parts: list = [()] * len(leaf.shape)
+    left = list(leaf.shape)
+    for axis, size in zip(_INNER, inner):
+        fits = [i for i, n in enumerate(left) if n and n % size == 0]
+        if fits and rng.random() < 0.5:
+            i = fits[rng.integers(len(fits))]
+            parts[i], left[i] = (*parts[i], axis), left[i] // size
+    return PartitionSpec(*(part or None for part in parts))
+
+
+def draw_program(
+    seed: int, number: int, name: str | None = None, is_on_mesh: bool = False
+) -> Program:
+    """The `number`-th program of a seed, of one transformation or of each in turn.
+
+    With `is_on_mesh` it runs on a mesh with inner axes.
+    """
     rng = np.random.default_rng([seed, number])
     names = list(SYSTEMS)
     name = name or names[number % len(names)]
@@ -136,14 +187,21 @@ def draw_program(seed: int, number: int, name: str | None = None) -> Program:
     if compressed != "all":
         leaves = (*leaves, Leaf(_pick(rng, (33, 32), (3, 400), (1024, 1)), _dtype(rng)))
     leaves = (Leaf(_pick(rng, (1,), (11,), (9, 70), ()), _dtype(rng)), *leaves)
+    workers, inner, cuts = int(_pick(rng, 1, 2, 3, 4, 5, 6, 7, 8, 12)), (), ()
+    if is_on_mesh:
+        workers, *sizes = _INNER_MESHES[rng.integers(len(_INNER_MESHES))]
+        inner, leaves = tuple(sizes), (*leaves, Leaf((48, 40), _dtype(rng)))
+        cuts = tuple(_cut(rng, leaf, inner) for leaf in leaves)
     program = Program(
         name,
         {},
-        int(_pick(rng, 1, 2, 3, 4, 5, 6, 7, 8, 12)),
+        workers,
         leaves,
         compressed,
         _pick(rng, None, None, 0.9, 0.5),
         int(rng.random() < 0.2),
+        inner,
+        cuts,
     )
     size = int(program.is_compressed.sum())
     settings = draw_settings(name, rng, max(size, 1), program.workers)
@@ -466,12 +524,19 @@ def compiled(program: Program):
     """A function from gradients to an `Outcome`; raises ValueError if the program is refused."""
     tx = program.make()
     params = program.nested([jnp.zeros(leaf.shape, leaf.dtype) for leaf in program.leaves])
-    start = shard(tx.init(params), program.workers)
+    where = program.mesh or program.workers
+    start = shard(tx.init(params), where)
 
     def step(state, gradients):
         return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
 
-    parallel = data_parallel(step, program.workers)
+    parallel = data_parallel(step, where)
+
+    def put(part, cut):
+        """On the mesh as a gradient is; the first axis is that of the steps."""
+        if program.mesh is None:
+            return part
+        return jax.device_put(part, NamedSharding(program.mesh, PartitionSpec(None, "data", *cut)))
 
     quick = None if contract.has_sketch(program.reducer) else QUICK_COMPILE
 
@@ -491,7 +556,11 @@ def compiled(program: Program):
             part.astype(jnp.dtype(leaf.dtype)).reshape(*part.shape[:2], *leaf.shape)
             for part, leaf in zip(program.cut(gradients), program.leaves)
         ]
-        updates, states, last = jax.device_get(run(start, program.nested(parts)))
+        parts = list(map(put, parts, program.cuts or [PartitionSpec()] * len(parts)))
+        arrays = run(start, program.nested(parts))
+        if program.mesh is not None:
+            jaxsparse.check_replicas(arrays)
+        updates, states, last = jax.device_get(arrays)
         parts = [x.astype(np.float64).reshape(STEPS, -1) for x in jax.tree.leaves(updates)]
         at = lambda i: jax.tree.map(lambda x: x[i], states)
         return Outcome(np.concatenate(parts, axis=-1), [*map(at, range(STEPS)), last])

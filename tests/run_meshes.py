@@ -1,7 +1,8 @@
 """Trains on a mesh with an inner axis as one of several processes.
 
 A script for `test_processes.py`: `run_meshes.py CASE...`. It exits with an error where W times the
-updates and what is owed are not all gradients.
+updates and what is owed are not all gradients, unless they are that in expectation alone, or where
+replicas differ.
 """
 
 import sys
@@ -20,10 +21,11 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 def check(name):
     import on_meshes as cases
-    from contract import CASES
+    from contract import CASES, conserves, rounds
 
+    reducer = CASES[name].reducer
     where = cases.mesh((jax.process_count(), jax.local_device_count()))
-    run, state, _ = cases.stepper(CASES[name].reducer, where)
+    run, state, _ = cases.stepper(reducer, where)
     workers = where.shape["hosts"]
     whole = lambda x: np.asarray(multihost_utils.process_allgather(x, tiled=True), np.float64)
     given = dict.fromkeys(cases.SHAPES, 0.0)
@@ -36,9 +38,13 @@ def check(name):
             given[leaf] = given[leaf] + workers * whole(updates[leaf])
             sent[leaf] = sent[leaf] + grads[leaf].sum(0, dtype=np.float64)
     owed = {leaf: whole(node.value).sum(0) for leaf, node in state.residual.items()}
-    assert any(np.any(x) for x in owed.values())
+    assert name in ("dense", "qsgd") or any(np.any(x) for x in owed.values())
+    assert np.any(given["both"])
+    tolerance = {"atol": 0.2} if rounds(reducer) else {"atol": 0, "rtol": 0}
     for leaf in cases.SHAPES:
-        np.testing.assert_array_equal(given[leaf] + owed.get(leaf, 0.0), sent[leaf], err_msg=leaf)
+        if conserves(reducer) or leaf not in owed:
+            total = given[leaf] + owed.get(leaf, 0.0)
+            np.testing.assert_allclose(total, sent[leaf], **tolerance, err_msg=leaf)
     jaxsparse.check_replicas(state)
 
 

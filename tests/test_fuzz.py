@@ -44,10 +44,10 @@ def fuzz(program, run, count, number):
     each()
 
 
-def first_program(name):
+def first_program(name, is_on_mesh=False):
     """The first that is not refused, from a number on that depends on the name of the system."""
     for number in itertools.count(zlib.crc32(name.encode()) % 1000):
-        program = draw_program(0, number, name)
+        program = draw_program(0, number, name, is_on_mesh)
         try:
             return number, program, compiled(program)
         except ValueError as error:
@@ -62,13 +62,22 @@ def test_the_contract_holds(name):
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("name", some(SYSTEMS, []))
+def test_the_contract_holds_on_a_mesh_with_inner_axes(name):
+    number, program, run = first_program(name, is_on_mesh=True)
+    assert program.devices > 1
+    fuzz(program, run, CASES // 10, number)
+    jax.clear_caches()
+
+
 def test_as_many_cases_as_are_asked_for(request, capsys):
     wanted, start = request.config.getoption("--fuzz"), request.config.getoption("--fuzz-seed")
     if not wanted:
         pytest.skip("give --fuzz 10000 to run as many cases")
     began, number, done, refused, failed = time.monotonic(), 0, 0, 0, []
     while done < wanted:
-        program = draw_program(start, number)
+        # A round of simulated workers of all systems, and one on meshes with inner axes.
+        program = draw_program(start, number, is_on_mesh=number // len(SYSTEMS) % 2 == 1)
         count, outcome = min(CASES, wanted - done), "kept"
         try:
             fuzz(program, compiled(program), count, number)

@@ -23,7 +23,7 @@ LAYERS = [
     ["sketch.heavy", "sketch.blocks"],
     ["sketch", "layout"],
     ["collectives.wire"],
-    ["training.marks", "training.meshes", "training.replicas"],
+    ["training.marks", "training.meshes", "training.replicas", "training.unreduced"],
     ["training.sharding", "traffic"],
     ["training.strays"],
     ["training.parallel", "training.per_worker", "training.resharding", "network"],

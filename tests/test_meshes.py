@@ -14,7 +14,7 @@ import pytest
 from contract import CASES, conserves, rounds
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from on_meshes import MESHES, NAMES, SHAPES, SPECS, gradients, is_bias, mesh, put, stepper
+from on_meshes import MESHES, NAMES, SHAPES, SPECS, gradients, is_bias, mesh, on, put, stepper
 from workers import some
 
 import jaxsparse
@@ -304,8 +304,12 @@ def test_convolutions_get_shard_map():
 
 
 @pytest.mark.parametrize("kinds", ["EEE", *some(["EAA", "AEE"], [])])
-def test_explicit_axes(kinds):
-    """Partitions are read from types, under jit, too; the step runs in either kind of mode."""
+@pytest.mark.parametrize("cut", [(None, "tp"), *some([("fsdp", "tp")], [])], ids=str)
+def test_explicit_axes(kinds, cut):
+    """Partitions are read from types, under jit, too; the step runs in either kind of mode.
+
+    A leaf that an axis does not cut is cut over it for the exchange.
+    """
     types = tuple({"A": AxisType.Auto, "E": AxisType.Explicit}[kind] for kind in kinds)
     where = jax.make_mesh((2, 2, 2), NAMES, axis_types=types)
     tx = jaxsparse.top_k(1.0, axis_name="hosts", is_dense=lambda *_: False)
@@ -318,7 +322,7 @@ def test_explicit_axes(kinds):
         updates, state = tx.update(jax.grad(loss)(params), state)
         return jax.tree.map(jnp.subtract, params, updates), state
 
-    w = jax.device_put(jnp.ones((16, 8)), NamedSharding(where, P("fsdp", "tp")))
+    w = jax.device_put(jnp.ones((16, 8)), NamedSharding(where, P(*cut)))
     batch = {"E": P(("hosts", "fsdp")), "A": P("hosts")}[kinds[1]]
     x = np.arange(8.0 * 16, dtype=np.float32).reshape(8, 16)
     run = data_parallel(step, where, axis_name="hosts", batch_argnums=2)
@@ -329,6 +333,36 @@ def test_explicit_axes(kinds):
         params, state = run({"w": w}, state, jax.device_put(x, NamedSharding(where, batch)))
     expected = 1 - np.broadcast_to(x.reshape(2, 4, 16).sum(1).mean(0)[:, None], (16, 8))
     np.testing.assert_allclose(params["w"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kinds", [*some(["EEE", "EAA", "AEE"], ["EEE"])])
+def test_explicit_axes_are_checked(kinds):
+    """Without communication: the check reads partitions in types, as the step does."""
+    types = tuple({"A": AxisType.Auto, "E": AxisType.Explicit}[kind] for kind in kinds)
+    where = jax.make_mesh((2, 2, 2), NAMES, axis_types=types)
+    out = P("fsdp", "tp") if kinds[1] == "E" else None
+    tx = jaxsparse.top_k(1.0, axis_name="hosts", is_dense=lambda *_: False)
+
+    def loss_of(w, x):
+        return jnp.mean(jnp.square(jnp.einsum("bi,ij->bj", x, w, out_sharding=out)))
+
+    def differs(params, state, x):
+        loss, grad = jax.value_and_grad(loss_of)(params["w"], x)
+        updates, state = tx.update({"w": grad}, state)
+        return updates, state, loss
+
+    def averaged(params, state, x):
+        grad = jax.lax.pmean(jax.grad(loss_of)(params["w"], x), "hosts")
+        return tx.update({"w": grad}, state)
+
+    params = {"w": jax.device_put(jnp.ones((16, 8)), NamedSharding(where, P("fsdp", "tp")))}
+    state = shard(tx.init(params), where, "hosts")
+    batch = P(("hosts", "fsdp")) if kinds[1] == "E" else P("hosts")
+    x = jax.device_put(jnp.ones((8, 16)), NamedSharding(where, batch))
+    for step, complaint in ((differs, r"output\[2\] differs"), (averaged, "averaged already")):
+        run = data_parallel(step, where, axis_name="hosts", batch_argnums=2)
+        with pytest.raises(ValueError, match=complaint):
+            run(params, state, x)
 
 
 def test_an_exchange_of_what_no_worker_has_alone_runs_and_keeps_its_momentum():
@@ -407,6 +441,16 @@ class TestInit:
         ):
             with pytest.raises(ValueError, match=complaint):
                 make(specs).init(params)
+
+    def test_specs_of_a_list_of_layers(self):
+        """And a prefix: one partition for all of a layer's kernels."""
+        where = mesh((2, 2, 2))
+        params = {"layers": [{"a": jnp.zeros((8, 6)), "b": [jnp.zeros((8, 4))]}, jnp.zeros((4, 4))]}
+        specs = {"layers": [{"a": P("fsdp", "tp"), "b": P("fsdp")}, P(None, "tp")]}
+        placement, _ = meshes.place(params, "hosts", where, specs)
+        assert placement.own == (P("fsdp", "tp"), P("fsdp"), P(None, "tp"))
+        placement, _ = meshes.place(params, "hosts", where, P("tp"))
+        assert placement.own == (P("tp"),) * 3
 
     def test_nothing_can_be_cut(self):
         tx = jaxsparse.spardl(
@@ -507,6 +551,58 @@ class TestDoors:
         updates, _ = jax.jit(update)(put(where, grads, "hosts"), state)
         for name in SHAPES:
             np.testing.assert_allclose(updates[name], grads[name].mean(0))
+
+    @pytest.mark.parametrize("shape", [(2, 2, 2), *some([(8,)], [])], ids=str)
+    def test_unreduced_gradients_of_explicit_axes(self, shape):
+        """Sums of a mean loss add up to the gradient, and messages alone cross hosts."""
+        where = mesh(shape, AxisType.Explicit)
+        specs = {"both": P("fsdp", "tp"), "one": P(None, "tp")}
+        specs = {name: on(where, spec) for name, spec in specs.items()}
+        rng = np.random.default_rng(0)
+        draw = lambda *shape: rng.integers(-4, 5, shape).astype(np.float32)
+        put = lambda x, spec: jax.device_put(x, NamedSharding(where, spec))
+        params = {name: put(draw(16, 8), spec) for name, spec in specs.items()}
+        batch = draw(16, 16)
+        tx = jaxsparse.top_k(1.0, axis_name="hosts", is_dense=lambda *_: False)
+        state = shard(tx.init(params), where, "hosts")
+        exchange = data_parallel(
+            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+            where,
+            axis_name="hosts",
+            batch_argnums=0,
+        )
+
+        def loss(params, batch):
+            """As FSDP does, it gathers each weight over the axis that shares its batch."""
+            axes = [a for a in ("hosts", "fsdp") if a in where.axis_names]
+            whole = on(where, P(None, "tp"))
+            out = P(tuple(axes), *whole[1:])
+            gathered = [jax.reshard(w, P(*whole, reduced=set(axes))) for w in params.values()]
+            return jnp.mean(
+                sum(jnp.einsum("bi,ij->bj", batch, w, out_sharding=out) for w in gathered)
+            )
+
+        def step(params, state, batch):
+            typed = {
+                name: jax.reshard(w, P(*specs[name], reduced={"hosts"}))
+                for name, w in params.items()
+            }
+            grads = jaxsparse.own_gradients(jax.grad(loss)(typed, batch), "hosts")
+            return exchange(grads, state)
+
+        with jax.set_mesh(where):
+            placed = put(batch, P(tuple(a for a in ("hosts", "fsdp") if a in where.axis_names)))
+            compiled = jax.jit(step).lower(params, state, placed).compile()
+            updates, state = compiled(params, state, placed)
+            with pytest.raises(
+                ValueError, match=r"gradient\['both'\] has the type .* unreduced over"
+            ):
+                jaxsparse.own_gradients(params, "hosts")
+        expected = np.broadcast_to(batch.sum(0)[:, None] / (16 * 8), (16, 8))
+        for update in updates.values():
+            np.testing.assert_array_equal(update, expected)
+        moved = traffic.wire_bytes(compiled, mesh=where).across("hosts")
+        assert moved.payload <= 4 * (2 * 16 * 8 // math.prod(shape[1:]) + 2)  # and two flags
 
 
 def test_an_nnx_optimizer_with_sharded_parameters():

@@ -208,6 +208,11 @@ def _on_devices(
         return x[None] if kind.is_own and is_stacked else x
 
     described = kinds(state)
+    if not is_stacked:  # Explicit axes refuse leaves whose types have another sharding
+        leaves = [
+            meshes.constrain(x, NamedSharding(mesh, spec)) if own != spec else x
+            for x, own, spec in zip(leaves, placement.own, specs)
+        ]
 
     def body(leaves: list[Any], state: ErrorFeedbackState, momentum: Any) -> Any:
         own = treedef.unflatten([x[0] for x in leaves] if is_stacked else leaves)

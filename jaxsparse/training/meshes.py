@@ -202,17 +202,20 @@ def _check_axis(mesh: AnyMesh, axis_name: str) -> None:
 
 def _of_leaves(specs: Any, tree: Any) -> list[Any]:
     is_spec = lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding)
+    found: list[Any] = []
     try:
-        spread = jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: [spec], part), specs, tree, is_leaf=is_spec
+        jax.tree.map(
+            lambda spec, part: found.extend(spec for _ in jax.tree.leaves(part)),
+            specs,
+            tree,
+            is_leaf=is_spec,
         )
     except ValueError as error:
         raise ValueError(
             f"specs has another structure than the parameters ({error}): give a PartitionSpec or "
             "NamedSharding for each leaf, as nnx.get_partition_spec makes them"
         ) from None
-    found = jax.tree.leaves(spread, is_leaf=lambda node: isinstance(node, list))
-    return [spec for (spec,) in found]
+    return found
 
 
 def _partition(

@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import jax
@@ -77,12 +78,16 @@ def data_parallel(
             with `PartitionSpec((axis_name, "fsdp"))` if "fsdp" is to share a worker's part.
         donate_argnums: as for `jax.jit`. Donate the training state.
         check: trace `step` once more, without its exchange, to see that outputs are equal on all
-            workers and that gradients have not been averaged. Explicit axes besides `axis_name`
-            are not checked.
+            workers and that gradients have not been averaged.
         via: how to run on a mesh with other axes; None: see above.
 
     On a mesh with other axes, the first call reads the compiled step, and warns of collectives
-    other than the exchange's that cross `axis_name`, if a device receives 1 KiB or more by them.
+    other than the exchange's that cross `axis_name`, if a device receives 1 KiB or more by them. It
+    does not where it is called inside `jax.jit`, whose program it can't see.
+
+    Code that takes its gradients outside, on Explicit axes, has them exchanged with
+    `jaxsparse.own_gradients`. A step whose arguments are Flax nnx modules is lifted as over
+    `jax.jit`, by `merge_inputs` inside and `split_inputs` outside (`flax.nnx.transforms.general`).
 
     On emulated CPU devices, wait for each step (`jax.block_until_ready`, or read the loss). Queued
     steps can starve a collective of threads until it times out.
@@ -132,7 +137,7 @@ def data_parallel(
         problem, chosen = None, via
         if inner and whole is not None and AxisType.Explicit in whole.axis_types:
             chosen = chosen or "shard_map"
-        elif check or (inner and via is None):
+        if check or (inner and chosen is None):
             program, problem = _traced(body, workers, whole, axis_name, args, is_split)
             if isinstance(problem, WorkersError) and check:
                 raise problem
@@ -195,17 +200,22 @@ def _manually(body, mesh, axis_name, is_split, inner):
     return lambda *args: mapped(*jax.tree.map(typed, args, tuple(is_split)))
 
 
-def _mapped(body, workers, axis_name, is_split, mesh):
-    """`body` mapped by vmap, with the shapes that a manual mesh would give it."""
-    axes = tuple(jax.tree.map(lambda yes: 0 if yes else None, is_split))
-    mapped = jax.vmap(
+def _over_workers(body, workers, axis_name, is_split, spmd_axis_name=None):
+    """`body` mapped by vmap over the rows of what is split."""
+    return jax.vmap(
         body,
-        in_axes=axes,
+        in_axes=tuple(jax.tree.map(lambda yes: 0 if yes else None, is_split)),
         axis_name=axis_name,
         axis_size=workers,
-        spmd_axis_name=None if mesh is None else axis_name,
+        spmd_axis_name=spmd_axis_name,
         out_axes=(0, None),
     )
+
+
+def _mapped(body, workers, axis_name, is_split, mesh):
+    """`body` mapped by vmap, with the shapes that a manual mesh would give it."""
+    name = None if mesh is None else axis_name
+    mapped = _over_workers(body, workers, axis_name, is_split, name)
 
     def rows(x: Any, yes: bool) -> Any:
         if not yes:
@@ -231,8 +241,21 @@ def _traced(
 
     It has no program if the step raises an error, or uses what vmap has no rule for.
     """
-    mapped = _mapped(body, workers, axis_name, is_split, None)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), args)
+    mapped = _over_workers(body, workers, axis_name, is_split)
+    kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types))
+    inner = [a for a, k in kinds.items() if k == AxisType.Explicit and a != axis_name]
+
+    def described(x: Any, yes: bool) -> jax.ShapeDtypeStruct:
+        shape, sharding = jnp.shape(x), None
+        spec = restricted(jax.typeof(x).sharding.spec, inner) if inner else PartitionSpec()
+        if yes:
+            shape = (workers, shape[0] // workers, *shape[1:])
+            spec = PartitionSpec(None, *spec)
+        if inner:  # the step reads them in types
+            sharding = NamedSharding(mesh.abstract_mesh, spec)
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(x), sharding=sharding)
+
+    shapes = jax.tree.map(described, args, tuple(is_split))
 
     # JAX keeps the traces of functions that are jitted, or looped over, inside the step. Under an
     # axis of its own the check leaves none that a later trace, with exchanges, would take.
@@ -241,8 +264,9 @@ def _traced(
         return once(jnp.zeros(1))
 
     how = Running(mesh, axis_name, is_check=True)
+    context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if inner else nullcontext()
     try:
-        with running(how):
+        with running(how), context:
             program = jax.make_jaxpr(apart)(*shapes).jaxpr
     except Exception as error:  # the step has an error, which it will show; or vmap lacks a rule
         return None, error

@@ -1,0 +1,113 @@
+"""Runs trainers that others wrote, as they are and with the lines that compress between hosts.
+
+    pip install -r benchmarks/trainers/requirements.txt
+    python benchmarks/trainers/compare.py linen_lm tunix_qwen3
+
+A trainer is a script, whose lines that end in "# +" are added for jaxsparse. Without them it is the
+original, which `jax.jit` runs on the same mesh. The compressed one runs twice, with a budget for
+everything, where its losses must be the original's, and with 1 %. Bytes are those that a device
+receives in a step, read from the dump of the largest program that the process compiles.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from jax.sharding import AbstractMesh
+
+import jaxsparse
+
+HERE = Path(__file__).parent
+MESH = AbstractMesh((2, 2, 2), ("hosts", "fsdp", "tp"))
+MOST_LINES = 8
+TOLERANCE = 2e-6  # of losses, relative
+
+
+class Run(NamedTuple):
+    """What a trainer did."""
+
+    losses: list[float]
+    across: float  # bytes that a device receives in one step by collectives that cross hosts
+    inside: float  # and by all others
+
+
+def without(script: str) -> str:
+    """The original: the script without the added lines."""
+    return "".join(line for line in script.splitlines(True) if not line.endswith("# +\n"))
+
+
+def added(script: str) -> int:
+    """The number of added lines."""
+    return script.count("# +\n")
+
+
+def run(script: str, steps: int, density: float = 1.0, timeout: float = 600) -> Run:
+    """Runs a script in a process of its own, on eight emulated devices.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trainer.py"
+        path.write_text(script)
+        flags = (
+            f"--xla_force_host_platform_device_count=8 --xla_dump_to={folder}/hlo "
+            "--xla_dump_hlo_as_text"
+        )
+        # A program that comes out of JAX's cache would not be dumped.
+        env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"} | {
+            "XLA_FLAGS": flags,
+            "JAX_PLATFORMS": "cpu",
+            "STEPS": str(steps),
+            "DENSITY": str(density),
+            "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        }
+        done = subprocess.run(
+            [sys.executable, path], env=env, capture_output=True, text=True, timeout=timeout
+        )
+        losses = [float(x) for x in re.findall(r"^loss \d+ (\S+)", done.stdout, re.MULTILINE)]
+        if done.returncode or len(losses) != steps:
+            raise RuntimeError(f"{len(losses)} losses of {steps}:\n{done.stdout}\n{done.stderr}")
+        programs = [file.read_text() for file in Path(folder).glob("hlo/*after_optimizations.txt")]
+        on_all = sorted((text for text in programs if "num_partitions=8" in text), key=len)
+        each = [jaxsparse.wire_bytes(text, mesh=MESH) for text in on_all[-3:]]
+        moved = max(each, key=lambda moved: moved.received)
+    return Run(losses, moved.across("hosts").received, moved.within("hosts").received)
+
+
+def furthest(run: Run, original: Run) -> float:
+    """The largest difference of a step's losses, relative."""
+    return max(abs(a - b) / abs(b) for a, b in zip(run.losses, original.losses, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("trainers", nargs="+", choices=["linen_lm", "tunix_qwen3"])
+    parser.add_argument("--steps", type=int, default=10, help="(default: 10)")
+    args = parser.parse_args()
+    head = "first loss | last loss | largest difference | B across hosts | B inside"
+    print(f"| trainer | {head} |", "|---" * 6 + "|", sep="\n")
+    failed = False
+    for name in args.trainers:
+        script = (HERE / f"{name}.py").read_text()
+        original = run(without(script), args.steps)
+        lines = f"{added(script)} lines added"
+        for title, each in (
+            (f"{name}, original", original),
+            (f"{lines}, all sent", full := run(script, args.steps)),
+            (f"{lines}, 1 % sent", run(script, args.steps, 0.01)),
+        ):
+            losses = f"{each.losses[0]:.6f} | {each.losses[-1]:.6f}"
+            moved = f"{each.across:,.0f} | {each.inside:,.0f}"
+            print(f"| {title} | {losses} | {furthest(each, original):.1e} | {moved} |", flush=True)
+        failed |= added(script) > MOST_LINES or furthest(full, original) > TOLERANCE
+    sys.exit("losses differ, or too many lines were added" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Trainers that users have, with the few lines that compress between hosts."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_a_linen_trainer_needs_few_lines_and_trains_alike(monkeypatch):
+    """In the style of flax's lm1b: losses are those of GSPMD, and messages alone cross hosts."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "trainers")
+    import compare
+
+    script = (ROOT / "benchmarks" / "trainers" / "linen_lm.py").read_text()
+    assert compare.added(script) <= compare.MOST_LINES
+    assert "jaxsparse" not in compare.without(script).partition('"""\n\n')[2]
+    original = compare.run(compare.without(script), 4)
+    full, small = (compare.run(script, 4, density) for density in (1.0, 0.01))
+    assert original.losses[-1] < 0.8 * original.losses[0]
+    assert compare.furthest(full, original) < compare.TOLERANCE
+    assert small.across < 0.05 * original.across
+    assert small.inside < 1.1 * original.inside
+    assert small.losses[-1] < small.losses[0]
