@@ -97,7 +97,8 @@ class Program:
         """That of one bucket, as the first step has it."""
         first = lambda x: x.values[0] if isinstance(x, Stages) else x
         settings = {name: first(value) for name, value in self.settings.items()}
-        settings.pop("bucket_size", None)
+        for option in ("bucket_size", "decay"):
+            settings.pop(option, None)
         size = max(1, int(self.is_compressed.sum()))
         return SYSTEMS[self.name].reducer(**settings).split((size,))[0]
 
@@ -108,7 +109,7 @@ class Program:
     @property
     def shares_scales(self):
         """Whether an element's error may be relative to others of its bucket."""
-        if self.name in ("qsgd", "sign_sgd", "powersgd", "chunked_top_k"):
+        if self.name in ("qsgd", "sign_sgd", "powersgd", "chunked_top_k", "demo"):
             return True
         codec = self.settings.get("codec", codecs.COO)
         return self.settings.get("bits") is not None or not codec.is_local
@@ -116,10 +117,17 @@ class Program:
     @property
     def spread(self):
         """How much larger an element of a projection may be than those that it projects."""
+        if self.name == "demo":  # a tile
+            return float(self.settings["chunk"])
         if self.name != "powersgd":
             return 1.0
         sides = [n for leaf in self.leaves if leaf.shape for n in _sides(leaf.shape)]
         return math.sqrt(max(sides, default=1))
+
+    @property
+    def fading(self):
+        """The factor of residuals in a step."""
+        return self.settings.get("decay", 1.0)
 
 
 def _sides(shape):
@@ -150,6 +158,8 @@ def draw_program(seed: int, number: int, name: str | None = None) -> Program:
     limit = _pick(rng, None, None, None, -(-size // 2), max(1, size // 2))
     if name != "dense":
         settings["bucket_size"] = limit
+    if program.delay and "decay" in settings:
+        settings["decay"] = 1.0  # residuals would fade after the exchange, but for its rounding
     return dataclasses.replace(program, settings=settings)
 
 
@@ -327,6 +337,17 @@ def _chunked_top_k(rng, size, workers):
     }
 
 
+def _demo(rng, size, workers):
+    chunk = int(_pick(rng, 1, 3, 8, 64))
+    return {
+        "k": _count(rng, min(chunk**2, 20)),
+        "chunk": chunk,
+        "value_bits": int(_pick(rng, 2, 8, 16, 16, 32)),
+        "aggregate": _pick(rng, "mean", "mean", "mean_of_senders"),
+        "decay": float(_pick(rng, 1.0, 0.999, 0.5)),
+    }
+
+
 SETTINGS = {  # more than what a row says: of a random generator, a size and a number of workers
     "true_top_k": lambda rng, size, workers: {"k": _count(rng, size)},
     "sketched_sgd": _sketched,
@@ -349,6 +370,7 @@ SETTINGS = {  # more than what a row says: of a random generator, a size and a n
     "qsgd": _qsgd,
     "sign_sgd": lambda rng, size, workers: {"group_size": int(_pick(rng, 1, 6, 64, 1024))},
     "powersgd": _powersgd,
+    "demo": _demo,
 }
 
 
@@ -532,7 +554,7 @@ class Books(NamedTuple):
 def check(program: Program, data: Data, outcome) -> None:
     """Runs the steps and raises AssertionError where one breaks the contract.
 
-    For every element, with v the residuals, u the gradients with momentum, and A the sum over
+    For every element, with v the residuals (after their decay), u the gradients with momentum, and A the sum over
     workers of the magnitudes that enter (residual, momentum, gradient):
 
         sum of (v + u) before == W update + sum of v after,  to (4 W + 16) (2**-24 A + W 2**-126)
@@ -558,7 +580,7 @@ def _check_step(program, gradients, update, before, after):
     g, dense = gradients[:, packed], gradients[:, ~packed]
     own = was.momentum if was.momentum.ndim == 2 else np.zeros_like(g)
 
-    entering = np.abs(was.residual) + decay * np.abs(own) + np.abs(g)
+    entering = program.fading * np.abs(was.residual) + decay * np.abs(own) + np.abs(g)
     summed = np.abs(was.pending if program.delay else dense).sum(0)
     summed = summed + decay * np.abs(was.dense_momentum)
     skipped = int(after.skipped) - int(before.skipped)
@@ -593,7 +615,10 @@ def _check_step(program, gradients, update, before, after):
     else:
         u = np.zeros_like(g) if skipped else now.momentum
         _check_masked(now.momentum - g, own if skipped else decay * own, entering)
-    x, added = (was.residual, u) if program.delay else (was.residual + u, np.zeros_like(u))
+    if program.delay:
+        x, added = was.residual, u
+    else:
+        x, added = program.fading * was.residual + u, np.zeros_like(u)
     mean, of_mean = update[packed], np.zeros(np.count_nonzero(packed))
     if was.momentum.ndim == 1:
         of_mean = decay * np.abs(was.momentum) + np.abs(now.momentum)
@@ -603,7 +628,8 @@ def _check_step(program, gradients, update, before, after):
         _check_delivered(program, packed, now.momentum, bound, update)
     _check_sums(program, x, added, entering + of_mean, mean, now.residual)
     is_published = program.settings.get("quantizer") == "published"
-    if program.name not in ("s2_reducer", "sign_sgd", "powersgd") and not is_published:
+    mixes = program.name in ("s2_reducer", "sign_sgd", "powersgd", "demo")
+    if not mixes and not is_published:
         something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))
         assert not np.any(something & np.all(x == 0, axis=0)), "what no worker has was delivered"
     _check_counts(program, x, added, update[packed], now.residual, after.info)

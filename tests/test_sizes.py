@@ -30,6 +30,7 @@ BUDGETS = {
     },
     "s2_reducer": lambda share, d: {"density": share, "block_size": 1, "sketch_ratio": 1.0},
     "qsgd": lambda share, d: {"rounding": "nearest"},
+    "demo": lambda share, d: {"k": max(1, round(64 * share)), "chunk": 8, "decay": 1.0},
 }
 NAMES = sorted(SYSTEMS)
 COMMON = ("top_k", "spardl", "sparcml", "qsgd")  # one of each way to exchange
@@ -99,7 +100,7 @@ def test_more_elements_than_an_int32_counts(name, workers, shapes):
     tx = transformation(name, size, axis_name, bucket_size=MOST)
     updates, state = traced(tx, shapes, workers)
     assert {key: x.shape for key, x in updates.items()} == shapes
-    has_whole_leaves = name == "powersgd"
+    has_whole_leaves = name in ("powersgd", "demo")
     assert len(state.reducers) == (1 if has_whole_leaves and len(shapes) == 2 else 2)
     if name == "dense" or has_whole_leaves:
         return  # no index counts elements

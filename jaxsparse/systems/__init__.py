@@ -11,6 +11,7 @@ from jaxsparse.systems.chunked_top_k import (
     ChunkedTopK as ChunkedTopK,
     chunked_top_k,
 )
+from jaxsparse.systems.demo import DEMO, DeMo as DeMo, demo
 from jaxsparse.systems.dense import DENSE, Dense as Dense, dense
 from jaxsparse.systems.dgc import DGC, dgc
 from jaxsparse.systems.dragonn import DRAGONN, Dragonn as Dragonn, dragonn
@@ -68,6 +69,7 @@ SYSTEMS: dict[str, System] = {
         QSGD,
         SIGN_SGD,
         POWERSGD,
+        DEMO,
     )
 }
 
@@ -79,6 +81,7 @@ WITH_VARIANTS: dict[str, System] = {
 # The transformations, which `jaxsparse` exports, too.
 __all__ = [
     "chunked_top_k",
+    "demo",
     "dense",
     "dgc",
     "dragonn",
