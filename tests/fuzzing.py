@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from workers import QUICK_COMPILE
 
 import jaxsparse
-from jaxsparse import PerWorker, Stages, codecs, data_parallel, shard
+from jaxsparse import PerWorker, Stages, codecs, data_parallel, quantize, shard, systems
 from jaxsparse.collectives import wire
 from jaxsparse.select import selection
 from jaxsparse.systems import SYSTEMS, Request
@@ -160,6 +160,8 @@ def draw_program(seed: int, number: int, name: str | None = None) -> Program:
         settings["bucket_size"] = limit
     if program.delay and "decay" in settings:
         settings["decay"] = 1.0  # residuals would fade after the exchange, but for its rounding
+    if SYSTEMS[name].law == "differences":
+        program = dataclasses.replace(program, delay=0)
     return dataclasses.replace(program, settings=settings)
 
 
@@ -348,6 +350,19 @@ def _demo(rng, size, workers):
     }
 
 
+def _ef21(rng, size, workers):
+    density = _density(rng, size)
+    return {
+        "reducer": _pick(
+            rng,
+            systems.TopK(density, codec=_codec(rng), selection=_selection(rng)),
+            systems.SparDL(density, codec=_codec(rng)),
+            systems.ChunkedTopK(_count(rng, 7), 7, value_bits=int(_pick(rng, 2, 8, 32))),
+            systems.Quantized(quantize.QSGD(4, 64), rounding="nearest"),
+        )
+    }
+
+
 SETTINGS = {  # more than what a row says: of a random generator, a size and a number of workers
     "true_top_k": lambda rng, size, workers: {"k": _count(rng, size)},
     "sketched_sgd": _sketched,
@@ -371,6 +386,7 @@ SETTINGS = {  # more than what a row says: of a random generator, a size and a n
     "sign_sgd": lambda rng, size, workers: {"group_size": int(_pick(rng, 1, 6, 64, 1024))},
     "powersgd": _powersgd,
     "demo": _demo,
+    "ef21_sgdm": _ef21,
 }
 
 
@@ -554,8 +570,8 @@ class Books(NamedTuple):
 def check(program: Program, data: Data, outcome) -> None:
     """Runs the steps and raises AssertionError where one breaks the contract.
 
-    For every element, with v the residuals (after their decay), u the gradients with momentum, and A the sum over
-    workers of the magnitudes that enter (residual, momentum, gradient):
+    For every element, with v the residuals (decayed), u the gradients with momentum, and A the sum
+    over workers of the magnitudes that enter (residual, momentum, gradient):
 
         sum of (v + u) before == W update + sum of v after,  to (4 W + 16) (2**-24 A + W 2**-126)
 
@@ -570,6 +586,9 @@ def check(program: Program, data: Data, outcome) -> None:
     """
     gradients = data.gradients(program)
     updates, states = outcome(gradients)
+    if SYSTEMS[program.name].law == "differences":
+        _check_differences(program, gradients, updates, states)
+        return
     for step in range(STEPS):
         _check_step(program, gradients[step], updates[step], states[step], states[step + 1])
 
@@ -633,6 +652,60 @@ def _check_step(program, gradients, update, before, after):
         something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))
         assert not np.any(something & np.all(x == 0, axis=0)), "what no worker has was delivered"
     _check_counts(program, x, added, update[packed], now.residual, after.info)
+
+
+def _check_differences(program, gradients, updates, states):
+    """Checks steps of the other law, see `jaxsparse.systems.ef21`.
+
+    For every element: what is applied is g, and g == mean of (v - residual), to the rounding of all
+    steps until then. v is the momentum, and changes by (1 - momentum) (gradient - v).
+    """
+    workers, packed = program.workers, program.is_compressed
+    everywhere = np.ones(program.size, bool)
+    scale = 0.0
+    for gradient, update, before, after in zip(gradients, updates, states, states[1:]):
+        inner = Books.of(program, after.feedback)
+        left = np.zeros((workers, program.size))
+        left[:, packed] = inner.residual
+        was, now = (_joined(state.momentum, workers) for state in (before, after))
+        estimate = _joined(after.estimate)
+        skipped = int(after.feedback.skipped) - int(before.feedback.skipped)
+        assert skipped in (0, 1)
+        entering = np.abs(was) + np.abs(left) + np.abs(now)
+        if not np.all(np.isfinite(gradient)):
+            assert skipped, "a gradient that is not finite must skip the step"
+        else:
+            entering += np.abs(gradient)
+            largest = entering.sum(0).max(initial=0)
+            assert not skipped or largest > 0.99 * LARGEST, "a finite step was skipped"
+        assert int(after.steps) == int(before.steps) + 1 - skipped
+        assert np.all(np.isfinite(now)), "a momentum is not finite"
+        assert np.all(np.isfinite(left)), "a residual is not finite"
+        if skipped:
+            assert not np.any(update), "a skipped step's update must be zero"
+            feedback = before.feedback._replace(skipped=after.feedback.skipped)
+            _check_same_bits(before._replace(feedback=feedback), after)
+        else:
+            eta = 1 - (program.momentum or 0.0) if before.steps else 1
+            error = np.abs(now - (was + eta * (gradient - was)))
+            assert np.all(error <= 8 * (ROUNDING * entering + FLUSHED)), "not the momentum"
+            # XLA may compute it twice, and round it in two ways.
+            twice = 4 * (ROUNDING * np.abs(estimate) + FLUSHED)
+            _check_delivered(program, everywhere, estimate, twice, update)
+        largest = entering.max(initial=0) if program.shares_scales else entering.max(0)
+        scale = scale + 2 * workers * largest
+        # What is beyond float32 is clipped.
+        bound = np.where(scale >= LARGEST, np.inf, _bound(program, scale) * STEPS)
+        error = np.abs(workers * estimate - (now - left).sum(0))
+        assert np.all(error <= bound), (
+            f"the update is not the mean of the workers' estimates: {error.max()}"
+        )
+
+
+def _joined(tree, *lead):
+    """All arrays of a tree, end to end behind the leading axes."""
+    parts = [np.asarray(x, np.float64).reshape(*lead, -1) for x in jax.tree.leaves(tree)]
+    return np.concatenate(parts, axis=-1)
 
 
 def _check_same_bits(before, after):

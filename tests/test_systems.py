@@ -95,8 +95,16 @@ def test_the_reducer_exchanges_what_the_transformation_does(system, case):
     # Given, because systems have defaults of their own.
     options = {"axis_name": None, "momentum": 0.9, "decay": 0.9}
     options["is_dense"] = lambda path, shape: "bias" in path
+    if system.law == "differences":  # something more is computed, but nothing more is sent
+        options |= {"axis_name": "data", "decay": None}
     tx = system.transformation(**case.small, **options)
-    assert program(tx) == program(error_feedback(system.reducer(**case.small), **options))
+    feedback = error_feedback(system.reducer(**case.small), **options)
+    if system.law == "sums":
+        assert program(tx) == program(feedback)
+    else:
+        bytes_of = lambda tx: jaxsparse.traffic.traced_bytes(tx, GRADIENTS, 4)
+        assert bytes_of(tx) == bytes_of(feedback)
+        assert bytes_of(tx).received > 0
 
 
 @systems

@@ -146,7 +146,7 @@ def partition(
 def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExtraArgs:
     """The transformation, for leaves that go as the rules say."""
     axis_name, momentum = options.get("axis_name", "data"), options.get("momentum")
-    _check_momentum(momentum)
+    check_momentum(momentum)
     is_delayed, decay = _is_delayed(options.get("delay")), _decay(options.get("decay"))
     dtype = accumulator(options.get("accumulator_dtype"))
     bucket_size, mesh = options.get("bucket_size"), options.get("mesh")
@@ -266,7 +266,7 @@ def _budget(reducer: Any, path: str) -> Budget | None:
     return reducer
 
 
-def _check_momentum(momentum: Any) -> None:
+def check_momentum(momentum: Any) -> None:
     """Raises ValueError unless it is None or a scalar in [0, 1). A traced one has no value yet."""
     if momentum is None:
         return

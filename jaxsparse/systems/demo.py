@@ -117,8 +117,8 @@ class DeMo(MatrixReducer):
         tile_sizes = [math.prod(q.shape[1:]) for q in coefficients]
         formats = list(map(self.wire_format, tile_sizes))
         streams = [
-            select.group_top_k(q.reshape(-1), codec.k, n)
-            for q, codec, n in zip(coefficients, formats, tile_sizes)
+            select.group_top_k(q.reshape(-1), min(self.k, n), n)
+            for q, n in zip(coefficients, tile_sizes)
         ]
         messages = [c.encode(s, size) for c, s, size in zip(formats, streams, sizes)]
         gathered = wire.all_gather(jnp.concatenate(messages), axis_name)
@@ -205,8 +205,8 @@ def _transformed(
     """The orthonormal cosine transform (DCT-II) of the rows and columns of each tile."""
     for axis, subscripts in (2, "tij,kj->tik"), (1, "tij,ki->tkj"):
         if tiles.shape[axis] > 1:
-            basis = _basis(tiles.shape[axis])
-            basis = jnp.asarray(basis.T if inverse else basis)
+            matrix = _basis(tiles.shape[axis])
+            basis = jnp.asarray(matrix.T if inverse else matrix)
             tiles = jnp.einsum(subscripts, tiles, basis, precision=jax.lax.Precision.HIGHEST)
     return tiles
 
