@@ -74,8 +74,9 @@ def ef21_sgdm(
         reducer: C, such as `jaxsparse.systems.TopK(0.01)`, `SparDL(0.01)`, `ChunkedTopK()`.
         **options: as for all transformations, with these differences. `momentum` is that of v_w
             (1 - eta in the paper): 0.9 is usual, None (or 0) is EF21-SGD, which needs large
-            batches. `decay`, `delay` and a narrow `accumulator_dtype` are refused: what fades, is
-            rounded, or overflows on the way would be missing in the estimate for ever.
+            batches. `nesterov` is refused, and so are `decay`,
+            `delay` and a narrow `accumulator_dtype`: what fades, is rounded, or overflows on the
+            way would be missing in the estimate for ever.
 
     Raises:
         ValueError: settings out of range.
@@ -106,6 +107,7 @@ def ef21_sgdm(
     for name, usual, reason in (
         ("decay", (None, 1), "its residual is what the estimate lacks, and must not fade"),
         ("delay", (None, 0), "a delayed sum that overflows would be lost"),
+        ("nesterov", (None, False), "its momentum is an average"),
         ("accumulator_dtype", (None, "float32", jnp.float32), "its residual must not be rounded"),
     ):
         if given.get(name) not in usual:
@@ -136,10 +138,11 @@ def ef21_sgdm(
             changes = updates  # the check asks whether these are the workers' own
         means, inner = feedback.update(changes, state.feedback, params, **extra_args)
         ok = inner.skipped == state.feedback.skipped
+        select = lambda new, old: jnp.where(ok, new, old)
         # An overflow would stay for ever.
         add = lambda g, c: jnp.clip(g + c.astype(jnp.float32), -_LARGEST, _LARGEST)
-        estimate = jax.tree.map(add, state.estimate, means)
-        kept = jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, before)
+        estimate = jax.tree.map(lambda g, c: select(add(g, c), g), state.estimate, means)
+        kept = jax.tree.map(select, after, before)
         delivered = jax.tree.map(
             lambda g, like: narrow(jnp.where(ok, g, 0), like.dtype), estimate, updates
         )
