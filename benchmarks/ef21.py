@@ -5,7 +5,7 @@
 
 Each of ten simulated workers has digits of its own, sorted by label, so that the workers' gradients
 differ even at the minimum. A worker draws `--batches` of its images in each step (0: all of them),
-and sends the largest hundredth of 650 entries, one by one exact. Rates are constant. The numbers
+and sends the largest hundredth of 650 entries. Rates are constant. The numbers
 are norms of the full gradient of the regularised loss, which is convex: medians over the last fifth
 of a run, and their median and range over seeds of the draws. Nothing is downloaded.
 """
@@ -118,8 +118,8 @@ def table(found: list[dict[str, Any]]) -> str:
                 if (run["name"], (run["batch"], run["rate"])) == (name, column)
             )
             ends = floors(runs)
-            spread = f" ({min(ends):.4f} to {max(ends):.4f})" if len(ends) > 1 else ""
-            row.append(f"{statistics.median(ends):.4f}{spread}")
+            spread = f" ({min(ends):.2g} to {max(ends):.2g})" if len(ends) > 1 else ""
+            row.append(f"{statistics.median(ends):.2g}{spread}")
         cells.append(tuple(row))
     return "\n".join(aligned(cells, right=range(1, len(cells[0]))))
 
@@ -140,7 +140,7 @@ def draw(found: list[dict[str, Any]], args: argparse.Namespace) -> None:
             axes.fill_between(steps, *band, color=f"C{i}", alpha=0.2, linewidth=0)
         axes.set(yscale="log", xlabel="steps", title=f"{name_of(batch)}, rate {rate:g}")
     panels[0].set_ylabel("norm of the full gradient")
-    panels[-1].legend(fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     args.figure.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.figure)
 
@@ -170,7 +170,7 @@ def main() -> None:
                 seeds = range(args.seeds if batch else 1)  # all draw the same full batches
                 runs = [train(tx, args, batch, rate, seed).tolist() for seed in seeds]
                 found.append({"name": name, "batch": batch, "rate": rate, "norms": runs})
-                ends = (f"{end:.5f}" for end in sorted(floors(runs)))
+                ends = (f"{end:.2g}" for end in sorted(floors(runs)))
                 print(name_of(batch), rate, name, *ends, flush=True)
     print(table(found))
     if args.figure:
