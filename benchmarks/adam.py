@@ -30,13 +30,18 @@ CONTEXT, WIDTH, HIDDEN, BATCH = 16, 24, 384, 32  # the batch is a worker's
 def rows(density: float) -> dict[str, Callable[[float], optax.GradientTransformation]]:
     """Transformations by name, each a function of the learning rate."""
     adam, rate = optax.scale_by_adam, optax.scale_by_learning_rate
-    sparse = jaxsparse.spardl
+    sparse, k = jaxsparse.spardl, round(4096 * density)
     return {
         "dense": lambda lr: optax.chain(jaxsparse.dense(), adam(), rate(lr)),
         "before Adam": lambda lr: optax.chain(sparse(density), adam(), rate(lr)),
         "behind Adam": lambda lr: optax.chain(per_worker(adam()), sparse(density), rate(lr)),
         "behind Adam, decay 0.95": lambda lr: optax.chain(
             per_worker(adam()), sparse(density, decay=0.95), rate(lr)
+        ),
+        "DeMo": lambda lr: optax.chain(jaxsparse.demo(k), optax.scale_by_sign(), rate(lr)),
+        "DeMo before Adam": lambda lr: optax.chain(jaxsparse.demo(k), adam(), rate(lr)),
+        "EF21 before Adam": lambda lr: optax.chain(
+            jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(density)), adam(b1=0.0), rate(lr)
         ),
     }
 
@@ -111,12 +116,15 @@ def main() -> None:
     add("--seeds", type=int, default=3)
     add("--density", type=float, default=0.01)
     add("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    add("--only", nargs="+", metavar="ROW", help="rows by name; default: all")
     add("--json", metavar="FILE")
     args = parser.parse_args()
     where = timing.where()
     found: dict[str, Any] = {}
     dense = 0.0
-    for name, make in rows(args.density).items():
+    made = rows(args.density)
+    for name in args.only or made:
+        make = made[name]
         tried = {rate: train(make(rate), 0, args) for rate in args.rates}
         rate = min(tried, key=lambda r: tried[r])
         losses = [tried[rate], *(train(make(rate), seed, args) for seed in range(1, args.seeds))]

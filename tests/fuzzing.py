@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from workers import QUICK_COMPILE
 
 import jaxsparse
-from jaxsparse import PerWorker, Stages, codecs, data_parallel, shard
+from jaxsparse import PerWorker, Stages, codecs, data_parallel, quantize, shard, systems
 from jaxsparse.collectives import wire
 from jaxsparse.select import selection
 from jaxsparse.systems import SYSTEMS, Request
@@ -120,7 +120,8 @@ class Program:
         """That of one bucket, as the first step has it."""
         first = lambda x: x.values[0] if isinstance(x, Stages) else x
         settings = {name: first(value) for name, value in self.settings.items()}
-        settings.pop("bucket_size", None)
+        for option in ("bucket_size", "decay"):
+            settings.pop(option, None)
         size = max(1, int(self.is_compressed.sum()))
         return SYSTEMS[self.name].reducer(**settings).split((size,))[0]
 
@@ -131,7 +132,7 @@ class Program:
     @property
     def shares_scales(self):
         """Whether an element's error may be relative to others of its bucket."""
-        if self.name in ("qsgd", "sign_sgd", "powersgd", "chunked_top_k"):
+        if self.name in ("qsgd", "sign_sgd", "powersgd", "chunked_top_k", "demo"):
             return True
         codec = self.settings.get("codec", codecs.COO)
         return self.settings.get("bits") is not None or not codec.is_local
@@ -139,10 +140,17 @@ class Program:
     @property
     def spread(self):
         """How much larger an element of a projection may be than those that it projects."""
+        if self.name == "demo":  # a tile
+            return float(self.settings["chunk"])
         if self.name != "powersgd":
             return 1.0
         sides = [n for leaf in self.leaves if leaf.shape for n in _sides(leaf.shape)]
         return math.sqrt(max(sides, default=1))
+
+    @property
+    def fading(self):
+        """The factor of residuals in a step."""
+        return self.settings.get("decay", 1.0)
 
 
 def _sides(shape):
@@ -208,6 +216,10 @@ def draw_program(
     limit = _pick(rng, None, None, None, -(-size // 2), max(1, size // 2))
     if name != "dense":
         settings["bucket_size"] = limit
+    if program.delay and "decay" in settings:
+        settings["decay"] = 1.0  # residuals would fade after the exchange, but for its rounding
+    if SYSTEMS[name].law == "differences":
+        program = dataclasses.replace(program, delay=0)
     return dataclasses.replace(program, settings=settings)
 
 
@@ -385,6 +397,30 @@ def _chunked_top_k(rng, size, workers):
     }
 
 
+def _demo(rng, size, workers):
+    chunk = int(_pick(rng, 1, 3, 8, 64))
+    return {
+        "k": _count(rng, min(chunk**2, 20)),
+        "chunk": chunk,
+        "value_bits": int(_pick(rng, 2, 8, 16, 16, 32)),
+        "aggregate": _pick(rng, "mean", "mean", "mean_of_senders"),
+        "decay": float(_pick(rng, 1.0, 0.999, 0.5)),
+    }
+
+
+def _ef21(rng, size, workers):
+    density = _density(rng, size)
+    return {
+        "reducer": _pick(
+            rng,
+            systems.TopK(density, codec=_codec(rng), selection=_selection(rng)),
+            systems.SparDL(density, codec=_codec(rng)),
+            systems.ChunkedTopK(_count(rng, 7), 7, value_bits=int(_pick(rng, 2, 8, 32))),
+            systems.Quantized(quantize.QSGD(4, 64), rounding="nearest"),
+        )
+    }
+
+
 SETTINGS = {  # more than what a row says: of a random generator, a size and a number of workers
     "true_top_k": lambda rng, size, workers: {"k": _count(rng, size)},
     "sketched_sgd": _sketched,
@@ -407,6 +443,8 @@ SETTINGS = {  # more than what a row says: of a random generator, a size and a n
     "qsgd": _qsgd,
     "sign_sgd": lambda rng, size, workers: {"group_size": int(_pick(rng, 1, 6, 64, 1024))},
     "powersgd": _powersgd,
+    "demo": _demo,
+    "ef21_sgdm": _ef21,
 }
 
 
@@ -601,8 +639,8 @@ class Books(NamedTuple):
 def check(program: Program, data: Data, outcome) -> None:
     """Runs the steps and raises AssertionError where one breaks the contract.
 
-    For every element, with v the residuals, u the gradients with momentum, and A the sum over
-    workers of the magnitudes that enter (residual, momentum, gradient):
+    For every element, with v the residuals (decayed), u the gradients with momentum, and A the sum
+    over workers of the magnitudes that enter (residual, momentum, gradient):
 
         sum of (v + u) before == W update + sum of v after,  to (4 W + 16) (2**-24 A + W 2**-126)
 
@@ -617,6 +655,9 @@ def check(program: Program, data: Data, outcome) -> None:
     """
     gradients = data.gradients(program)
     updates, states = outcome(gradients)
+    if SYSTEMS[program.name].law == "differences":
+        _check_differences(program, gradients, updates, states)
+        return
     for step in range(STEPS):
         _check_step(program, gradients[step], updates[step], states[step], states[step + 1])
 
@@ -627,7 +668,7 @@ def _check_step(program, gradients, update, before, after):
     g, dense = gradients[:, packed], gradients[:, ~packed]
     own = was.momentum if was.momentum.ndim == 2 else np.zeros_like(g)
 
-    entering = np.abs(was.residual) + decay * np.abs(own) + np.abs(g)
+    entering = program.fading * np.abs(was.residual) + decay * np.abs(own) + np.abs(g)
     summed = np.abs(was.pending if program.delay else dense).sum(0)
     summed = summed + decay * np.abs(was.dense_momentum)
     skipped = int(after.skipped) - int(before.skipped)
@@ -662,7 +703,10 @@ def _check_step(program, gradients, update, before, after):
     else:
         u = np.zeros_like(g) if skipped else now.momentum
         _check_masked(now.momentum - g, own if skipped else decay * own, entering)
-    x, added = (was.residual, u) if program.delay else (was.residual + u, np.zeros_like(u))
+    if program.delay:
+        x, added = was.residual, u
+    else:
+        x, added = program.fading * was.residual + u, np.zeros_like(u)
     mean, of_mean = update[packed], np.zeros(np.count_nonzero(packed))
     if was.momentum.ndim == 1:
         of_mean = decay * np.abs(was.momentum) + np.abs(now.momentum)
@@ -672,10 +716,65 @@ def _check_step(program, gradients, update, before, after):
         _check_delivered(program, packed, now.momentum, bound, update)
     _check_sums(program, x, added, entering + of_mean, mean, now.residual)
     is_published = program.settings.get("quantizer") == "published"
-    if program.name not in ("s2_reducer", "sign_sgd", "powersgd") and not is_published:
+    mixes = program.name in ("s2_reducer", "sign_sgd", "powersgd", "demo")
+    if not mixes and not is_published:
         something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))
         assert not np.any(something & np.all(x == 0, axis=0)), "what no worker has was delivered"
     _check_counts(program, x, added, update[packed], now.residual, after.info)
+
+
+def _check_differences(program, gradients, updates, states):
+    """Checks steps of the other law, see `jaxsparse.systems.ef21`.
+
+    For every element: what is applied is g, and g == mean of (v - residual), to the rounding of all
+    steps until then. v is the momentum, and changes by (1 - momentum) (gradient - v).
+    """
+    workers, packed = program.workers, program.is_compressed
+    everywhere = np.ones(program.size, bool)
+    scale = 0.0
+    for gradient, update, before, after in zip(gradients, updates, states, states[1:]):
+        inner = Books.of(program, after.feedback)
+        left = np.zeros((workers, program.size))
+        left[:, packed] = inner.residual
+        was, now = (_joined(state.momentum, workers) for state in (before, after))
+        estimate = _joined(after.estimate)
+        skipped = int(after.feedback.skipped) - int(before.feedback.skipped)
+        assert skipped in (0, 1)
+        entering = np.abs(was) + np.abs(left) + np.abs(now)
+        if not np.all(np.isfinite(gradient)):
+            assert skipped, "a gradient that is not finite must skip the step"
+        else:
+            entering += np.abs(gradient)
+            largest = entering.sum(0).max(initial=0)
+            assert not skipped or largest > 0.99 * LARGEST, "a finite step was skipped"
+        assert int(after.steps) == int(before.steps) + 1 - skipped
+        assert np.all(np.isfinite(now)), "a momentum is not finite"
+        assert np.all(np.isfinite(left)), "a residual is not finite"
+        if skipped:
+            assert not np.any(update), "a skipped step's update must be zero"
+            feedback = before.feedback._replace(skipped=after.feedback.skipped)
+            _check_same_bits(before._replace(feedback=feedback), after)
+        else:
+            eta = 1 - (program.momentum or 0.0) if before.steps else 1
+            error = np.abs(now - (was + eta * (gradient - was)))
+            assert np.all(error <= 8 * (ROUNDING * entering + FLUSHED)), "not the momentum"
+            # XLA may compute it twice, and round it in two ways.
+            twice = 4 * (ROUNDING * np.abs(estimate) + FLUSHED)
+            _check_delivered(program, everywhere, estimate, twice, update)
+        largest = entering.max(initial=0) if program.shares_scales else entering.max(0)
+        scale = scale + 2 * workers * largest
+        # What is beyond float32 is clipped.
+        bound = np.where(scale >= LARGEST, np.inf, _bound(program, scale) * STEPS)
+        error = np.abs(workers * estimate - (now - left).sum(0))
+        assert np.all(error <= bound), (
+            f"the update is not the mean of the workers' estimates: {error.max()}"
+        )
+
+
+def _joined(tree, *lead):
+    """All arrays of a tree, end to end behind the leading axes."""
+    parts = [np.asarray(x, np.float64).reshape(*lead, -1) for x in jax.tree.leaves(tree)]
+    return np.concatenate(parts, axis=-1)
 
 
 def _check_same_bits(before, after):

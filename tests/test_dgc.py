@@ -10,7 +10,7 @@ from training import train
 from workers import few, mesh
 
 from jaxsparse import Stages, data_parallel, local, shard
-from jaxsparse.systems import dgc, ms_topk
+from jaxsparse.systems import dense, dgc, ms_topk
 
 WORKERS, SHAPE, STEPS, K = 3, (40, 30), 6, 24
 DENSITY = K / (40 * 30)
@@ -26,8 +26,11 @@ def gradients(seed=0, scale=1.0):
 PARAMS = {"kernel": jnp.zeros(SHAPE), "bias": jnp.zeros(30)}
 
 
-def describe(steps, momentum, ks, clip_norm=None):
-    """Alg. 1 of DGC with momentum correction and masking; the updates, and what is left."""
+def describe(steps, momentum, ks, clip_norm=None, nesterov=False):
+    """Alg. 1 of DGC with momentum correction and masking; the updates, and what is left.
+
+    Nesterov's momentum is that of the authors' code: m = momentum (m + g), then v = v + m + g.
+    """
     u = v = np.zeros((WORKERS, SHAPE[0] * SHAPE[1]))
     dense_u = np.zeros(30)
     history = []
@@ -39,20 +42,21 @@ def describe(steps, momentum, ks, clip_norm=None):
             scale = np.minimum(1, clip_norm * WORKERS**-0.5 / norm)[:, None]
             g, dense = g * scale, dense * scale
         u = momentum * u + g
-        v = v + u
+        v = v + (momentum * u + g if nesterov else u)
         mask = np.zeros(v.shape, bool)
         for w in range(WORKERS):
             mask[w, np.argsort(-np.abs(v[w]))[:k]] = True
         dense_u = momentum * dense_u + dense.mean(0)
-        history.append({"kernel": np.where(mask, v, 0).mean(0).reshape(SHAPE), "bias": dense_u})
+        bias = momentum * dense_u + dense.mean(0) if nesterov else dense_u
+        history.append({"kernel": np.where(mask, v, 0).mean(0).reshape(SHAPE), "bias": bias})
         u, v = np.where(mask, 0, u), np.where(mask, 0, v)
     return history, v
 
 
-def check(tx, momentum, ks, clip_norm=None, steps=None):
+def check(tx, momentum, ks, clip_norm=None, steps=None, nesterov=False):
     steps = gradients() if steps is None else steps
     history, (_, state) = train(tx, PARAMS, WORKERS, steps)
-    expected, residual = describe(steps, momentum, ks, clip_norm)
+    expected, residual = describe(steps, momentum, ks, clip_norm, nesterov)
     for updates, wanted in zip(history, expected):
         for name in wanted:
             # All workers' updates are stacked.
@@ -66,6 +70,38 @@ def check(tx, momentum, ks, clip_norm=None, steps=None):
 
 def test_dgc_equals_its_description():
     check(dgc(DENSITY), 0.9, [K] * STEPS)
+
+
+def test_nesterov_momentum_is_corrected():
+    check(dgc(DENSITY, nesterov=True), 0.9, [K] * STEPS, nesterov=True)
+
+
+def test_nesterov_momentum_of_everything_is_that_of_sgd():
+    """Without masks. A delay gives the same a step later."""
+    settings = {"momentum": 0.9, "nesterov": True, "axis_name": None}
+    gradients = [jnp.float32([i, 1]) for i in range(4)]
+
+    def run(tx):
+        state, history = tx.init(jnp.zeros(2)), []
+        for gradient in gradients:
+            updates, state = tx.update(gradient, state)
+            history.append(np.asarray(updates))
+        return np.stack(history)
+
+    expected = run(optax.trace(0.9, nesterov=True))
+    everything = lambda path, shape: False
+    buckets = dense(**settings, is_dense=everything)
+    late = dense(**settings, is_dense=everything, delay=1)
+    for tx in (dense(**settings), buckets):
+        np.testing.assert_allclose(run(tx), expected, rtol=1e-6)
+    np.testing.assert_allclose(run(late)[1:], expected[:-1], rtol=1e-6)
+
+
+def test_nesterov_needs_a_momentum():
+    with pytest.raises(ValueError, match="nesterov=True needs a momentum"):
+        dgc(DENSITY, momentum=None, nesterov=True)
+    with pytest.raises(ValueError, match="nesterov=1 must be True, False or None"):
+        dgc(DENSITY, nesterov=1)
 
 
 @pytest.mark.parametrize("clip_norm", few([0.5, 40.0], [40.0]))

@@ -53,7 +53,7 @@ def test_all_shared_options_are_shown(system):
     parameters = inspect.signature(system.transformation).parameters
     for name, (default, description) in OPTIONS.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        if name != "momentum":  # dgc has one
+        if name not in ("momentum", "decay"):  # dgc and demo have them
             assert parameters[name].default == default
         words = f"{name}: {description}".split()
         assert " ".join(words) in " ".join(system.transformation.__doc__.split())
@@ -93,9 +93,18 @@ def program(tx):
 @pytest.mark.parametrize(("system", "case"), ROWS)
 def test_the_reducer_exchanges_what_the_transformation_does(system, case):
     # Given, because systems have defaults of their own.
-    options = {"axis_name": None, "momentum": 0.9, "is_dense": lambda path, shape: "bias" in path}
+    options = {"axis_name": None, "momentum": 0.9, "decay": 0.9}
+    options["is_dense"] = lambda path, shape: "bias" in path
+    if system.law == "differences":  # something more is computed, but nothing more is sent
+        options |= {"axis_name": "data", "decay": None}
     tx = system.transformation(**case.small, **options)
-    assert program(tx) == program(error_feedback(system.reducer(**case.small), **options))
+    feedback = error_feedback(system.reducer(**case.small), **options)
+    if system.law == "sums":
+        assert program(tx) == program(feedback)
+    else:
+        bytes_of = lambda tx: jaxsparse.traffic.traced_bytes(tx, GRADIENTS, 4)
+        assert bytes_of(tx) == bytes_of(feedback)
+        assert bytes_of(tx).received > 0
 
 
 @systems

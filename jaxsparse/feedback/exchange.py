@@ -52,6 +52,7 @@ class Settings(NamedTuple):
     momentum: float | Array | None = None
     is_delayed: bool = False
     decay: float = 1.0  # of residuals, each step
+    nesterov: bool = False
 
 
 def exchange(
@@ -64,7 +65,7 @@ def exchange(
     residual in vain. A later decision would need a copy of the old state, one to two d floats of
     memory. With a delay, only the flag waits for the gradients.
     """
-    axes, momentum = settings.axes, settings.momentum
+    axes = settings.axes
     pending = None
     if settings.is_delayed:
         dense_mean = _pending_mean(before.pending, dense, axes)
@@ -77,7 +78,7 @@ def exchange(
         means, after, infos = _send(gradients, before.buckets, ok, plan, settings)
         dense_ok = ok
     dense_mean, dense_momentum = _mean_momentum(
-        dense_mean, before.dense_momentum, dense_ok, momentum
+        dense_mean, before.dense_momentum, dense_ok, settings
     )
     carried = Carried(after, dense_momentum, pending)
     return Exchanged(means, dense_mean, carried, total(infos, plan, axes), ok & dense_ok)
@@ -96,7 +97,7 @@ def _send(
         The means of buckets; the buckets' new state, or the old one if not `ok`; and the
         counts of each exchange.
     """
-    axes, momentum = settings.axes, settings.momentum
+    axes = settings.axes
     means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
@@ -109,12 +110,13 @@ def _send(
             gradient = gradients[i]
             if means:
                 gradient, means[-1] = _after(gradient, means[-1], axes)
-            u = _corrected(gradient, kept, momentum, zeros)
+            u = _corrected(gradient, kept, settings, zeros)
             if kept is not None and not zeros:
                 # The exchanged vector is computed from it. Otherwise XLA computes the momentum
                 # after the exchange, and keeps two vectors until then.
                 kept = u = _select(ok, u, kept)
-            x = _select(ok, _fed_back(x, u, settings), x)
+            added = _added(gradient, u, kept, settings, zeros)
+            x = _select(ok, _fed_back(x, added, settings), x)
         whole = jnp.concatenate(x)
         reduced = reducer(whole, b.reducer, axis_name=axes.axis_name)
         # Of the vector, not of the pieces, which XLA would keep besides.
@@ -123,7 +125,7 @@ def _send(
         vectors = mean, residual, reduced.sent
         mean, residual, sent = cut(vectors, [piece.size for piece in x])
         if zeros:
-            mean, kept = _mean_momentum(mean, kept, ok, momentum)
+            mean, kept = _mean_momentum(mean, kept, ok, settings)
         elif kept is not None and sent is not None:
             kept = _select(ok, jax.tree.map(_masked, kept, sent), kept)
         means.append(mean)
@@ -145,7 +147,7 @@ def _add_later(
     Returns:
         The buckets' new state, whether gradients are finite, and whether the dense mean is.
     """
-    axes, momentum = settings.axes, settings.momentum
+    axes = settings.axes
     sums = _sums(gradients, sent, plan, settings)
     finite = functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves([sums, dense])))
     ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
@@ -153,7 +155,7 @@ def _add_later(
     for b, x, gradient, zeros in zip(sent, sums, gradients, plan.needs_zeros):
         kept = b.momentum
         if kept is not None and not zeros:
-            kept = _select(ok, _corrected(gradient, kept, momentum, zeros), kept)
+            kept = _select(ok, _corrected(gradient, kept, settings, zeros), kept)
         after.append(Bucket(_select(ok, x, b.residual), kept, b.reducer))
     return after, ok, dense_ok
 
@@ -191,11 +193,12 @@ def _sums(
     settings: Settings,
 ) -> list[Pieces]:
     """Residuals plus gradients with momentum."""
-    momentum = settings.momentum
-    return [
-        _fed_back(b.residual, _corrected(gradient, b.momentum, momentum, zeros), settings)
-        for gradient, b, zeros in zip(gradients, buckets, plan.needs_zeros)
-    ]
+    sums = []
+    for gradient, b, zeros in zip(gradients, buckets, plan.needs_zeros):
+        u = _corrected(gradient, b.momentum, settings, zeros)
+        added = _added(gradient, u, b.momentum, settings, zeros)
+        sums.append(_fed_back(b.residual, added, settings))
+    return sums
 
 
 def _fed_back(residual: Pieces, added: Pieces, settings: Settings) -> Pieces:
@@ -245,32 +248,40 @@ def _select(ok: Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
 
-def _mean_momentum(
-    mean: T, before: T | None, ok: Array, momentum: float | Array | None
-) -> tuple[T, T | None]:
+def _mean_momentum(mean: T, before: T | None, ok: Array, settings: Settings) -> tuple[T, T | None]:
     """The update with the mean's momentum, and that momentum; if not `ok`, zeros and the old one.
 
     Each is an array or a bucket in pieces.
 
     Momentum is linear: the mean's is the mean of all workers', so one replicated copy is enough.
     """
-    if momentum is not None and before is not None:
-        factor = jnp.asarray(momentum, jnp.float32)
+    if settings.momentum is not None and before is not None:
+        factor = jnp.asarray(settings.momentum, jnp.float32)
         # An overflow would stay for ever.
         held = lambda u, g: jnp.clip(factor * u + g, -_LARGEST, _LARGEST)
-        mean = jax.tree.map(held, before, mean)
-        before = _select(ok, mean, before)
+        u = jax.tree.map(held, before, mean)
+        mean = jax.tree.map(held, u, mean) if settings.nesterov else u
+        before = _select(ok, u, before)
     return _select(ok, mean, jax.tree.map(jnp.zeros_like, mean)), before
 
 
 def _corrected(
-    gradient: Pieces, before: Pieces | None, momentum: float | Array | None, needs_zeros: bool
+    gradient: Pieces, before: Pieces | None, settings: Settings, needs_zeros: bool
 ) -> Pieces:
     """The gradient with momentum, u."""
-    if momentum is None or before is None or needs_zeros:
+    if settings.momentum is None or before is None or needs_zeros:
         return gradient
-    factor = jnp.asarray(momentum, jnp.float32)
+    factor = jnp.asarray(settings.momentum, jnp.float32)
     return jax.tree.map(lambda u, g: factor * u + g, before, gradient)
+
+
+def _added(
+    gradient: Pieces, u: Pieces, before: Pieces | None, settings: Settings, needs_zeros: bool
+) -> Pieces:
+    """What a worker adds to its residual: u, or with Nesterov's momentum what comes after it."""
+    if not settings.nesterov or before is None:
+        return u
+    return _corrected(gradient, u, settings, needs_zeros)
 
 
 def _all_finite(x: Array) -> Array:

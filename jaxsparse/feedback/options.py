@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
     decay: float | None
     accumulator_dtype: DTypeLike | None
     momentum: float | Array | None
+    nesterov: bool | None
     bucket_size: int | None
     mesh: Mesh | None
     specs: Any
@@ -57,6 +58,11 @@ OPTIONS: dict[str, tuple[Any, str]] = {
         "momentum correction, masked where the reducer says so. The factor lies in [0, 1) and is a "
         "float or a (traced) scalar array. None: no momentum and no buffer for it. The optimizer "
         "behind then needs no momentum.",
+    ),
+    "nesterov": (
+        None,
+        "True: Nesterov's momentum. With u = momentum u + g, a step adds g + momentum u instead of "
+        "u. None or False: it adds u.",
     ),
     "is_dense": (
         None,

@@ -38,7 +38,7 @@ def error_feedback(
     residual; both are zero at first:
 
         u = momentum * u + g        (momentum correction; u = g without momentum)
-        v = v + u
+        v = v + u                   (v + g + momentum * u with Nesterov's)
         mean, v = reducer(v)
         u = 0 where the reducer sent (momentum factor masking)
 
@@ -146,7 +146,8 @@ def partition(
 def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExtraArgs:
     """The transformation, for leaves that go as the rules say."""
     axis_name, momentum = options.get("axis_name", "data"), options.get("momentum")
-    _check_momentum(momentum)
+    check_momentum(momentum)
+    nesterov = _is_nesterov(options.get("nesterov"), momentum)
     is_delayed, decay = _is_delayed(options.get("delay")), _decay(options.get("decay"))
     dtype = accumulator(options.get("accumulator_dtype"))
     bucket_size, mesh = options.get("bucket_size"), options.get("mesh")
@@ -181,7 +182,7 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
             updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
         ) -> tuple[Any, ErrorFeedbackState]:
             store = store_of(inner)
-            settings = Settings(store.axes, momentum, is_delayed, decay)
+            settings = Settings(store.axes, momentum, is_delayed, decay, nesterov)
             carried = store.load(state, plan)
             buckets, dense = plan.layout.flatten(updates)
             done = exchange(buckets, dense, carried, plan, settings)
@@ -266,7 +267,7 @@ def _budget(reducer: Any, path: str) -> Budget | None:
     return reducer
 
 
-def _check_momentum(momentum: Any) -> None:
+def check_momentum(momentum: Any) -> None:
     """Raises ValueError unless it is None or a scalar in [0, 1). A traced one has no value yet."""
     if momentum is None:
         return
@@ -277,6 +278,20 @@ def _check_momentum(momentum: Any) -> None:
         )
     if not isinstance(momentum, jax.core.Tracer) and not 0 <= float(momentum) < 1:
         raise ValueError(f"momentum={momentum} must lie in [0, 1); use None for no momentum")
+
+
+def _is_nesterov(nesterov: Any, momentum: Any) -> bool:
+    """Whether momentum is Nesterov's. Raises ValueError unless it is a bool or None (for False)."""
+    if nesterov is None:
+        return False
+    if not isinstance(nesterov, bool):
+        raise ValueError(
+            f"nesterov={nesterov!r} must be True, False or None: it is static (list it in "
+            "static_args under optax.inject_hyperparams)"
+        )
+    if nesterov and momentum is None:
+        raise ValueError("nesterov=True needs a momentum: give momentum=0.9, for example")
+    return nesterov
 
 
 def _decay(decay: Any) -> float:

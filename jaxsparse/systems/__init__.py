@@ -11,9 +11,11 @@ from jaxsparse.systems.chunked_top_k import (
     ChunkedTopK as ChunkedTopK,
     chunked_top_k,
 )
+from jaxsparse.systems.demo import DEMO, DeMo as DeMo, demo
 from jaxsparse.systems.dense import DENSE, Dense as Dense, dense
 from jaxsparse.systems.dgc import DGC, dgc
 from jaxsparse.systems.dragonn import DRAGONN, Dragonn as Dragonn, dragonn
+from jaxsparse.systems.ef21 import EF21_SGDM, EF21State as EF21State, ef21_sgdm
 from jaxsparse.systems.gtopk import GTOPK, GTopK as GTopK, gtopk
 from jaxsparse.systems.ms_topk import MS_TOPK, ms_topk
 from jaxsparse.systems.ok_topk import OK_TOPK, OkTopk as OkTopk, ok_topk
@@ -68,6 +70,8 @@ SYSTEMS: dict[str, System] = {
         QSGD,
         SIGN_SGD,
         POWERSGD,
+        DEMO,
+        EF21_SGDM,
     )
 }
 
@@ -79,9 +83,11 @@ WITH_VARIANTS: dict[str, System] = {
 # The transformations, which `jaxsparse` exports, too.
 __all__ = [
     "chunked_top_k",
+    "demo",
     "dense",
     "dgc",
     "dragonn",
+    "ef21_sgdm",
     "gtopk",
     "ms_topk",
     "ok_topk",

@@ -45,11 +45,11 @@ def dgc(
     Each worker estimates a threshold from a sample and sends the entries that reach it, k =
     density d at most. All workers gather and sum them: 2 (W - 1) k words a step in COO.
 
-    `momentum` is corrected (section 3.2), and masked where this worker sent (3.3). Chain an
-    optimizer without momentum behind it, such as `optax.sgd(lr)`. (The paper also corrects
-    Nesterov momentum; this function does not.) `clip_norm` clips gradients before they are
-    accumulated (3.2). `density=jaxsparse.warm_up(0.001, steps=...)` lowers the density from 25 %
-    (3.3); the paper does so over the first four of about 80 epochs.
+    `momentum` is corrected (section 3.2), and masked where this worker sent (3.3), Nesterov's with
+    `nesterov=True`, too. Chain an optimizer without momentum behind it, such as `optax.sgd(lr)`.
+    `clip_norm` clips gradients before they are accumulated (3.2).
+    `density=jaxsparse.warm_up(0.001, steps=...)` lowers the density from 25 % (3.3); the paper does
+    so over the first four of about 80 epochs.
 
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up.

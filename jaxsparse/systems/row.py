@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optax
 
@@ -55,6 +55,9 @@ class System(NamedTuple):
     follows_density: bool = True  # False: it sends the same at every density
     is_of_blocks: bool = False  # can send exactly the blocks that are not zero
     caveat: str = ""  # why a planner should not choose it by time alone
+    # What its steps keep. "sums": those of `error_feedback`, as the reducer's conservation says.
+    # "differences": the update is the mean of the workers' momenta, less that of their residuals.
+    law: Literal["sums", "differences"] = "sums"
 
     @property
     def name(self) -> str:

@@ -1,0 +1,183 @@
+"""EF21-SGDM beside classic error feedback: logistic regression on digits, batches of one or of all.
+
+    python benchmarks/ef21.py
+    python benchmarks/ef21.py --figure benchmarks/figures/ef21.png
+
+Each of ten simulated workers has digits of its own, sorted by label, so that the workers' gradients
+differ even at the minimum. A worker draws `--batches` of its images in each step (0: all of them),
+and sends the largest hundredth of 650 entries. Rates are constant. The numbers
+are norms of the full gradient of the regularised loss, which is convex: medians over the last fifth
+of a run, and their median and range over seeds of the draws. Nothing is downloaded.
+"""
+
+import argparse
+import importlib
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import timing
+
+import jaxsparse
+from jaxsparse.printing import aligned
+from jaxsparse.systems import TopK
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+digits: Any = importlib.import_module("digits")
+
+CLASSES = 10
+
+
+def data_of(workers: int) -> tuple[jax.Array, jax.Array]:
+    """Images [W, n, 65], with a constant pixel, and labels [W, n]; each worker has a few digits."""
+    train, _ = digits.load()
+    order = np.argsort(train.labels, kind="stable")
+    n = len(order) // workers
+    order = order[: n * workers].reshape(workers, n)
+    images = np.concatenate([train.images, np.ones((len(train.images), 1), np.float32)], axis=1)
+    return jnp.asarray(images[order]), jnp.asarray(train.labels[order])
+
+
+def loss_of(params: jax.Array, images: jax.Array, labels: jax.Array, l2: float) -> jax.Array:
+    logits = images @ params
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return loss + 0.5 * l2 * jnp.sum(jnp.square(params))
+
+
+def rows(args: argparse.Namespace) -> dict[str, Any]:
+    """Transformations by name. Momenta are averages of gradients, with one factor for all."""
+    everything: Any = {"is_dense": lambda path, shape: False}
+    top_k = TopK(args.density, selection="exact")
+    average = lambda: optax.ema(args.momentum, debias=False)
+    return {
+        "dense": optax.chain(jaxsparse.dense(), average()),
+        "top-k, error feedback": jaxsparse.error_feedback(top_k, **everything),
+        "top-k, error feedback, momentum behind": optax.chain(
+            jaxsparse.error_feedback(top_k, **everything), average()
+        ),
+        "top-k, error feedback of momenta": optax.chain(
+            jaxsparse.per_worker(average()), jaxsparse.error_feedback(top_k, **everything)
+        ),
+        "EF21-SGD, no momentum": jaxsparse.ef21_sgdm(top_k, momentum=None, **everything),
+        "EF21-SGDM": jaxsparse.ef21_sgdm(top_k, momentum=args.momentum, **everything),
+    }
+
+
+def train(tx: Any, args: argparse.Namespace, batch: int, rate: float, seed: int) -> np.ndarray:
+    """The norm of the full gradient at each of `args.points` times of a run."""
+    images, labels = data_of(args.workers)
+    shape = args.points, args.steps // args.points, args.workers, batch or 1
+    draws = jax.random.randint(jax.random.key(seed), shape, 0, images.shape[1])
+    tx = optax.chain(tx, optax.scale_by_learning_rate(rate))
+
+    def step(state: Any, own: Any) -> Any:
+        params, opt_state = state
+        x, y, chosen = jax.tree.map(lambda a: a[0], own)
+        drawn = (x[chosen], y[chosen]) if batch else (x, y)
+        gradient = jax.grad(loss_of)(params, *drawn, args.l2)
+        updates, opt_state = tx.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    parallel = jaxsparse.data_parallel(step, args.workers)
+    everything = images.reshape(-1, images.shape[-1]), labels.reshape(-1)
+
+    def some(state: Any, chosen: jax.Array) -> tuple[Any, jax.Array]:
+        run = lambda state, c: (parallel(state, (images, labels, c)), None)
+        state, _ = jax.lax.scan(run, state, chosen)
+        return state, jnp.linalg.norm(jax.grad(loss_of)(state[0], *everything, args.l2))
+
+    params = jnp.zeros((images.shape[-1], CLASSES))
+    state = jaxsparse.shard((params, tx.init(params)), args.workers)
+    _, norms = jax.jit(lambda state, draws: jax.lax.scan(some, state, draws))(state, draws)
+    return np.asarray(norms)
+
+
+def floors(runs: list[list[float]]) -> list[float]:
+    """Each seed's median over the last fifth of its run."""
+    return [statistics.median(run[-len(run) // 5 :]) for run in runs]
+
+
+def name_of(batch: int) -> str:
+    return f"batch {batch}" if batch else "full batch"
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    columns = list(dict.fromkeys((run["batch"], run["rate"]) for run in found))
+    cells = [("exchange", *(f"{name_of(batch)}, rate {rate:g}" for batch, rate in columns))]
+    for name in dict.fromkeys(run["name"] for run in found):
+        row = [name]
+        for column in columns:
+            (runs,) = (
+                run["norms"]
+                for run in found
+                if (run["name"], (run["batch"], run["rate"])) == (name, column)
+            )
+            ends = floors(runs)
+            spread = f" ({min(ends):.2g} to {max(ends):.2g})" if len(ends) > 1 else ""
+            row.append(f"{statistics.median(ends):.2g}{spread}")
+        cells.append(tuple(row))
+    return "\n".join(aligned(cells, right=range(1, len(cells[0]))))
+
+
+def draw(found: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), dpi=80, layout="constrained")
+    panels = figure.subplots(1, len(args.batches), squeeze=False)[0]
+    steps = np.arange(1, args.points + 1) * (args.steps // args.points)
+    rate = args.rates[-1]
+    for axes, batch in zip(panels, args.batches):
+        shown = [run for run in found if (run["batch"], run["rate"]) == (batch, rate)]
+        for i, run in enumerate(shown):
+            norms = np.array(run["norms"])
+            axes.plot(steps, np.median(norms, axis=0), color=f"C{i}", label=run["name"])
+            band = norms.min(axis=0), norms.max(axis=0)
+            axes.fill_between(steps, *band, color=f"C{i}", alpha=0.2, linewidth=0)
+        axes.set(yscale="log", xlabel="steps", title=f"{name_of(batch)}, rate {rate:g}")
+    panels[0].set_ylabel("norm of the full gradient")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    args.figure.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--workers", type=int, default=10)
+    add("--steps", type=int, default=10_000)
+    add("--points", type=int, default=50, help="times at which the full gradient is taken")
+    add("--batches", type=int, nargs="+", default=[0, 1], help="of a worker; 0: all that it has")
+    add("--density", type=float, default=0.01)
+    add("--momentum", type=float, default=0.99, help="1 - eta")
+    add("--rates", type=float, nargs="+", default=[0.03, 0.1])
+    add("--l2", type=float, default=0.01)
+    add("--seeds", type=int, default=5)
+    add("--figure", type=Path, metavar="PNG")
+    add("--json", metavar="FILE")
+    args = parser.parse_args()
+    where = timing.where()
+    found: list[dict[str, Any]] = []
+    for batch in args.batches:
+        for rate in args.rates:
+            for name, tx in rows(args).items():
+                seeds = range(args.seeds if batch else 1)  # all draw the same full batches
+                runs = [train(tx, args, batch, rate, seed).tolist() for seed in seeds]
+                found.append({"name": name, "batch": batch, "rate": rate, "norms": runs})
+                ends = (f"{end:.2g}" for end in sorted(floors(runs)))
+                print(name_of(batch), rate, name, *ends, flush=True)
+    print(table(found))
+    if args.figure:
+        draw(found, args)
+    given = {name: str(value) for name, value in vars(args).items()}
+    timing.save({**where, **given, "rows": found}, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""DeMo: momentum that stays on the workers, of which the largest cosine coefficients are sent."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, UInt32
+
+from jaxsparse import codecs, select
+from jaxsparse.collectives import wire
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.magnitude import largest_magnitude
+from jaxsparse.reducers.base import Conservation, Reduced, Reducer, finite_sums, info
+from jaxsparse.reducers.matrices import Matrix, MatrixReducer
+from jaxsparse.reducers.stages import Stages, staged
+from jaxsparse.settings import check_k, static_int
+from jaxsparse.stream import SparseStream, add_to
+from jaxsparse.systems.row import Case, Request, Settings, System
+
+ValueBits = Literal[2, 4, 8, 16, 32]
+Aggregate = Literal["mean", "mean_of_senders"]
+
+_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST_CHUNK = 256  # whose indices have 16 bits
+_MOST = 2**30  # elements of a part, so that int32 indices count them
+
+
+class _Tiling(NamedTuple):
+    """How the tiles of a matrix lie in it. Those at its lower and right edge may stick out."""
+
+    height: int
+    width: int
+    down: int  # number of tiles in a column
+    across: int  # number of tiles in a row
+
+    @property
+    def size(self) -> int:
+        """The number of elements of a tile."""
+        return self.height * self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class DeMo(MatrixReducer):
+    """Gathers the largest cosine coefficients of each tile of every worker's matrices.
+
+    The fields are the arguments of `demo`.
+    """
+
+    k: int = 32
+    chunk: int = 64
+    value_bits: ValueBits = 16
+    aggregate: Aggregate = "mean"
+
+    def __post_init__(self):
+        super().__post_init__()
+        chunk = static_int("chunk", self.chunk)
+        if not 1 <= chunk <= _LARGEST_CHUNK:
+            raise ValueError(
+                f"chunk={chunk} must lie between 1 and {_LARGEST_CHUNK}: it is the side of a "
+                "tile, and 64 is usual"
+            )
+        object.__setattr__(self, "chunk", chunk)
+        object.__setattr__(self, "k", check_k(self.k, chunk**2, f"chunk**2={chunk**2}"))
+        bits = codecs.Chunked(1, 1, self.value_bits).value_bits  # raises where it is wrong
+        object.__setattr__(self, "value_bits", bits)
+        if self.aggregate not in ("mean", "mean_of_senders"):
+            raise ValueError(
+                f"aggregate={self.aggregate!r} is unknown: use 'mean' or 'mean_of_senders'"
+            )
+
+    @property
+    def conservation(self) -> Conservation:
+        """Transforms round. Only the mean over all workers conserves what they sent."""
+        return "to rounding" if self.aggregate == "mean" else "leaks"
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """To rounding only."""
+        return False
+
+    def wire_format(self, tile_size: int) -> codecs.Chunked:
+        """The wire format of tiles of so many elements."""
+        return codecs.Chunked(min(self.k, tile_size), tile_size, self.value_bits)
+
+    def tiling(self, matrix: Matrix) -> _Tiling:
+        """The fewest tiles of at most `chunk` rows and columns, of nearly equal sides.
+
+        >>> DeMo().tiling(Matrix(1, 768, 100))[:2], DeMo().tiling(Matrix(1, 1, 127))[:2]
+        ((64, 50), (1, 64))
+        """
+        down, across = (-(-n // self.chunk) for n in matrix[1:])
+        return _Tiling(-(-matrix.rows // down), -(-matrix.columns // across), down, across)
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """See `Reducer`. Tiles with elements too large for the transform wait in the residual."""
+        parts = self._parts(x)
+        coefficients = [_transformed(_small_enough(part)) for part in parts]
+        own, mean = self._exchanged(coefficients, axis_name)
+        shapes = [part.shape for part in parts]
+        back = lambda flat: [_transformed(q.reshape(s), True) for q, s in zip(flat, shapes)]
+        residual = x - self._whole(back(own), x.size)
+        return Reduced(self._whole(back(mean), x.size), residual, None, state, info(x.size))
+
+    def _exchanged(
+        self, coefficients: Sequence[Float[Array, "tiles height width"]], axis_name: str | None
+    ) -> tuple[list[Float[Array, " n"]], list[Float[Array, " n"]]]:
+        """Of each part, the coefficients that this worker delivers, and the mean."""
+        sizes = [q.size for q in coefficients]
+        tile_sizes = [math.prod(q.shape[1:]) for q in coefficients]
+        formats = list(map(self.wire_format, tile_sizes))
+        streams = [
+            select.group_top_k(q.reshape(-1), min(self.k, n), n)
+            for q, n in zip(coefficients, tile_sizes)
+        ]
+        messages = [c.encode(s, size) for c, s, size in zip(formats, streams, sizes)]
+        gathered = wire.all_gather(jnp.concatenate(messages), axis_name)
+        ends = list(itertools.accumulate(message.size for message in messages))
+        workers = wire.axis_size(axis_name)
+        own, mean = [], []
+        for codec, stream, size, part in zip(
+            formats, streams, sizes, jnp.split(gathered, ends[:-1], axis=1)
+        ):
+            read = lambda m, c=codec, n=stream.capacity, d=size: c.decode(m, n, d, jnp.float32)
+            total, finite = finite_sums(_added(part, read, size))
+            if self.aggregate == "mean":
+                mean.append(total / workers)
+            else:
+                ones = lambda m, read=read: _counted(read(m))
+                mean.append(total / jnp.maximum(_added(part, ones, size), 1))
+            sent = jnp.zeros_like(stream.values, shape=(size,))
+            sent = sent.at[stream.indices].set(codec.rounded(stream, size), unique_indices=True)
+            own.append(jnp.where(finite, sent, 0))
+        return own, mean
+
+    def _parts(self, x: Float[Array, " d"]) -> list[Float[Array, "tiles height width"]]:
+        """The tiles of all matrices, those of equal sides together."""
+        tiles: dict[tuple[int, int], list[Array]] = {}
+        for matrix in self.cut(x):
+            t = self.tiling(Matrix(*matrix.shape))
+            rest = t.down * t.height - matrix.shape[1], t.across * t.width - matrix.shape[2]
+            padded = jnp.pad(matrix, ((0, 0), (0, rest[0]), (0, rest[1])))
+            grid = padded.reshape(-1, t.height, t.across, t.width).swapaxes(1, 2)
+            tiles.setdefault(t[:2], []).append(grid.reshape(-1, *t[:2]))
+        return [
+            whole[start : start + _MOST // math.prod(sides)]
+            for sides, own in tiles.items()
+            for whole in [own[0] if len(own) == 1 else jnp.concatenate(own)]
+            for start in range(0, len(whole), _MOST // math.prod(sides))
+        ]
+
+    def _whole(
+        self, parts: Sequence[Float[Array, "tiles height width"]], size: int
+    ) -> Float[Array, " d"]:
+        """The inverse of `_parts`."""
+        tiles: dict[tuple[int, ...], Array] = {}
+        for part in parts:
+            sides = part.shape[1:]
+            tiles[sides] = jnp.concatenate([tiles[sides], part]) if sides in tiles else part
+        matrices, used = [], dict.fromkeys(tiles, 0)
+        for matrix in self.matrices_of(size):
+            t = self.tiling(matrix)
+            start, count = used[t[:2]], matrix.stack * t.down * t.across
+            used[t[:2]] += count
+            grid = tiles[t[:2]][start : start + count]
+            grid = grid.reshape(-1, t.across, t.height, t.width).swapaxes(1, 2)
+            whole = grid.reshape(matrix.stack, t.down * t.height, t.across * t.width)
+            matrices.append(whole[:, : matrix.rows, : matrix.columns])
+        return self.joined(matrices)
+
+
+def _added(
+    messages: UInt32[Array, "n words"], read: Callable[[Array], SparseStream], size: int
+) -> Float[Array, " d"]:
+    """The sum of what is read from all messages, one after the other."""
+    add = lambda total, message: (add_to(total, read(message)), None)
+    return jax.lax.scan(add, jnp.zeros_like(messages, jnp.float32, shape=(size,)), messages)[0]
+
+
+def _counted(stream: SparseStream) -> SparseStream:
+    return stream._replace(values=jnp.ones_like(stream.values))
+
+
+def _small_enough(tiles: Float[Array, "tiles h w"]) -> Float[Array, "tiles h w"]:
+    """The tiles, and zeros in place of those from whose entries a transform could overflow.
+
+    A coefficient is at most sqrt(h w) times the largest element, its rounding twice that, and an
+    element of the inverse transform at most sqrt(h w) times the largest coefficient.
+    """
+    largest = largest_magnitude(tiles.reshape(len(tiles), -1), axis=1)
+    limit = _LARGEST / (4 * math.prod(tiles.shape[1:]))
+    return jnp.where((largest <= limit)[:, None, None], tiles, 0)
+
+
+def _transformed(
+    tiles: Float[Array, "tiles h w"], inverse: bool = False
+) -> Float[Array, "tiles h w"]:
+    """The orthonormal cosine transform (DCT-II) of the rows and columns of each tile."""
+    for axis, subscripts in (2, "tij,kj->tik"), (1, "tij,ki->tkj"):
+        if tiles.shape[axis] > 1:
+            matrix = _basis(tiles.shape[axis])
+            basis = jnp.asarray(matrix.T if inverse else matrix)
+            tiles = jnp.einsum(subscripts, tiles, basis, precision=jax.lax.Precision.HIGHEST)
+    return tiles
+
+
+@functools.cache
+def _basis(n: int) -> np.ndarray:
+    """The matrix A of the orthonormal DCT-II of n numbers: A x are the coefficients.
+
+    >>> np.round(_basis(4) @ np.arange(1, 5), 5).tolist()
+    [5.0, -2.23044, 0.0, -0.15851]
+    """
+    i = np.arange(n)
+    basis = np.sqrt(2 / n) * np.cos(np.pi * (2 * i + 1) * i[:, None] / (2 * n))
+    basis[0] /= np.sqrt(2)
+    return basis.astype(np.float32)
+
+
+def cosine_top_k(
+    k: int | Stages[int] = 32,
+    chunk: int = 64,
+    value_bits: ValueBits = 16,
+    aggregate: Aggregate = "mean",
+) -> Reducer:
+    """The reducer of `demo`, for the same arguments."""
+    return staged(lambda k: DeMo(k, chunk, value_bits, aggregate), k)
+
+
+@exchange_options(decay=0.999)
+def demo(
+    k: int | Stages[int] = 32,
+    chunk: int = 64,
+    *,
+    value_bits: ValueBits = 16,
+    aggregate: Aggregate = "mean",
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """DeMo (Peng, Quesnelle and Kingma, 2024): decoupled momentum, in cosine coefficients.
+
+    Each worker keeps a momentum of its own, M. In a step, with the paper's beta = `decay`:
+
+        M = decay * M + g
+        q = the k largest cosine coefficients of each tile of M
+        M = M - inverse transform of q
+        u = inverse transform of the mean of all workers' q
+
+    u is the update. So M is error feedback whose residual fades: it holds what was not sent, the
+    rounding of values on the wire included.
+
+    A leaf (..., m) is a matrix of m columns, cut into the fewest tiles of at most `chunk` rows and
+    columns, of nearly equal sides; a tile that sticks out is filled with zeros. Tiles follow the
+    leaf's shape, as in the paper, because neighbours in both directions are alike; flat pieces of
+    the vector would mix rows. (The published code takes the largest divisor of a side up to
+    `chunk`, which is the same for the sides of usual models, and 1 for a prime.) Vectors, which go
+    dense by default, are matrices of one row
+    otherwise.
+
+    The published step is signed. It has no other optimizer behind it:
+
+        tx = optax.chain(jaxsparse.demo(), optax.scale_by_sign(),
+                         optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(4e-4))
+
+    Any optimizer may stand there instead. Because the sign hides scales, it does not matter to it
+    that the published code multiplies g by the learning rate here (then a schedule would weigh old
+    gradients by old rates), or averages over senders. Note that all elements of a tile move by
+    the learning rate if any coefficient of it arrives.
+
+    A worker receives W - 1 messages of 12 + `value_bits` bits an entry. Replicas stay equal bit
+    for bit, because all of them add the messages in the order of workers. On a mesh with inner
+    axes each device transforms its own shards.
+
+    Args:
+        k: coefficients of each tile that a worker sends, or a warm-up (`jaxsparse.Stages`). Smaller
+            tiles send k, too, or all. With k = chunk**2, u is the mean gradient, and M stays 0.
+        chunk: the largest side of a tile, at most 256. Indices of 64 x 64 have 12 bits.
+        value_bits: 16 (bfloat16), 32 (exact), or 2, 4 or 8, as in `chunked_top_k`.
+        aggregate: "mean" divides sums by the number of workers: nothing is lost. "mean_of_senders"
+            divides each by the number of workers that sent the coefficient, as in the published
+            code: up to W times as much, and sums are not conserved.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> tx = demo(1, 4, axis_name=None, is_dense=lambda path, shape: False)
+        >>> grads = jnp.float32([1, 2, 3, 4])
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> [round(u, 4) for u in updates.tolist()]
+        [2.5, 2.5, 2.5, 2.5]
+    """
+    return error_feedback(cosine_top_k(k, chunk, value_bits, aggregate), **options)
+
+
+def _settings(request: Request) -> Settings:
+    """K of 64 x 64 elements, or 1 of larger tiles."""
+    if request.density * 64**2 >= 1:
+        return {"k": round(request.density * 64**2)}
+    return {"k": 1, "chunk": min(_LARGEST_CHUNK, round(request.density**-0.5))}
+
+
+DEMO = System(
+    demo,
+    cosine_top_k,
+    summary="[DeMo](https://arxiv.org/abs/2411.19870): momenta of the workers' own, whose largest "
+    "cosine coefficients are sent, 28 bits each",
+    received="3.5 k (W-1)",
+    cases={
+        "": Case({"k": 2, "chunk": 8}, {"k": 64, "chunk": 8, "value_bits": 32}),
+        "published": Case(
+            {"k": 2, "chunk": 8, "aggregate": "mean_of_senders"},
+            {"k": 64, "chunk": 8, "value_bits": 32, "aggregate": "mean_of_senders"},
+        ),
+    },
+    settings=_settings,
+    caveat="delivers the mean's momentum, for a signed step: not comparable by density",
+)

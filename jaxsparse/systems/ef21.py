@@ -1,0 +1,230 @@
+"""EF21-SGDM: workers exchange how far their momenta are from what the others believe of them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, UInt32
+
+from jaxsparse import codecs
+from jaxsparse.collectives import wire
+from jaxsparse.feedback import ErrorFeedbackState, error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.plan import Axes
+from jaxsparse.feedback.transformations import check_momentum
+from jaxsparse.layout import narrow, short_names
+from jaxsparse.reducers.base import Budget
+from jaxsparse.systems.row import Case, Request, Settings, System
+from jaxsparse.systems.top_k import TopK
+from jaxsparse.training import meshes
+from jaxsparse.training.marks import PerWorker
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+class EF21State(NamedTuple):
+    """State of `ef21_sgdm`. What workers believe of worker w is g_w = momentum - residual."""
+
+    feedback: ErrorFeedbackState  # its residual is v_w - g_w, 0 for uncompressed leaves
+    momentum: Any  # v_w, a tree like the parameters: PerWorker float32 [1, *shape]
+    estimate: Any  # g, the mean of all g_w: replicated float32 [*shape]
+    steps: UInt32[Array, ""]  # uint32: number of steps that were not skipped
+
+
+@exchange_options(momentum=0.9)
+def ef21_sgdm(
+    reducer: Budget, **options: Unpack[LeafOptions]
+) -> optax.GradientTransformationExtraArgs:
+    """EF21-SGDM (Fatkhullin, Tyurin and Richtarik, NeurIPS 2023): compressed differences.
+
+    Error feedback sends parts of gradients, and with small batches most of what it sends is noise.
+    Here each worker has a momentum v_w, and an estimate g_w of it, which all workers know. It sends
+    a compressed difference of the two, which all add to their estimates. With C the compression, in
+    a step
+
+        v_w = momentum * v_w + (1 - momentum) * gradient    (the first gradient in the first step)
+        c_w = C(v_w - g_w)
+        g_w = g_w + c_w
+        g = g + mean of all c_w
+
+    The update is g, the mean of all g_w, so all coordinates move in each step. Nothing depends on
+    the learning rate, which may change at any time. Chain an optimizer without momentum behind it:
+    `optax.chain(ef21_sgdm(systems.TopK(0.01)), optax.sgd(0.1))`.
+
+    v_w - g_w is the residual of error feedback on the changes of v_w, whatever part of them C
+    delivers and wherever it loses the rest. So any reducer of this library can be C, with any of
+    its options, and g_w is not stored. The law is
+
+        g == mean of all v_w - mean of all residuals
+
+    to rounding: if C conserves sums exactly or to rounding, as TopK, SparDL (whose residuals arise
+    within its collective) or rounding to nearest do. Reducers that are right only in expectation
+    (Quantized with stochastic rounding, S2), or that leak, must not be used: g would add up their
+    errors for ever.
+
+    A skipped step has an update of zero, and changes nothing. `jaxsparse.reshard` keeps the means
+    of v_w and of residuals, hence the law. `jaxsparse.diagnose` reports the residual's norm.
+    Uncompressed leaves have g == mean of all v_w. Memory is that of two arrays like the parameters
+    on each worker, v_w and the residual, and of one that is equal on all, g.
+
+    Args:
+        reducer: C, such as `jaxsparse.systems.TopK(0.01)`, `SparDL(0.01)`, `ChunkedTopK()`.
+        **options: as for all transformations, with these differences. `momentum` is that of v_w
+            (1 - eta in the paper): 0.9 is usual, None (or 0) is EF21-SGD, which needs large
+            batches. `nesterov` is refused, and so are `decay`,
+            `delay` and a narrow `accumulator_dtype`: what fades, is rounded, or overflows on the
+            way would be missing in the estimate for ever.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> from jaxsparse.systems import TopK
+        >>> options = {"axis_name": None, "is_dense": lambda path, shape: False}
+        >>> tx = ef21_sgdm(TopK(0.5, selection="exact"), momentum=0.5, **options)
+        >>> state = tx.init(jnp.zeros(2))
+        >>> for gradient in ([4.0, 2.0], [2.0, 2.0], [2.0, 2.0]):
+        ...     updates, state = tx.update(jnp.float32(gradient), state)
+        ...     print(updates.tolist())
+        [4.0, 0.0]
+        [4.0, 2.0]
+        [2.5, 2.0]
+    """
+    if not isinstance(reducer, Budget):
+        raise ValueError(
+            f"reducer={reducer!r} must be a reducer, such as jaxsparse.systems.TopK(0.01)"
+        )
+    if getattr(reducer, "conservation", "exact") not in ("exact", "to rounding"):
+        raise ValueError(
+            f"reducer={reducer} does not conserve sums, so that the estimate would add up its "
+            "errors for ever: use one that keeps them in its residual (rounding to nearest, the "
+            "mean over all workers, residuals='global'), such as jaxsparse.systems.TopK(0.01)"
+        )
+    given: Mapping[str, Any] = options
+    for name, usual, reason in (
+        ("decay", (None, 1), "its residual is what the estimate lacks, and must not fade"),
+        ("delay", (None, 0), "a delayed sum that overflows would be lost"),
+        ("nesterov", (None, False), "its momentum is an average"),
+        ("accumulator_dtype", (None, "float32", jnp.float32), "its residual must not be rounded"),
+    ):
+        if given.get(name) not in usual:
+            raise ValueError(
+                f"{name}={given[name]!r} is not for ef21_sgdm: {reason}. Leave it None"
+            )
+    axis_name, mesh = options.get("axis_name", "data"), options.get("mesh")
+    momentum = options.pop("momentum", None)
+    check_momentum(momentum)
+    feedback = error_feedback(reducer, **options)
+
+    def init(params: Any) -> EF21State:
+        return _start(params, feedback.init(params), axis_name, mesh, options.get("specs"))
+
+    def update(
+        updates: Any, state: EF21State, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, EF21State]:
+        Axes(axis_name).check(updates)
+        before = PerWorker.unwrap(state.momentum)
+        _check_tree(before, updates)
+        eta = 1 - jnp.asarray(0.0 if momentum is None else momentum, jnp.float32)
+        eta = jnp.where(state.steps == 0, 1, eta)
+        after = jax.tree.map(lambda v, g: v + eta * (g.astype(jnp.float32) - v), before, updates)
+        # Of the sums as they are rounded, so that they add up to the momentum.
+        changes = jax.tree.map(jnp.subtract, after, before)
+        how = meshes.RUNNING.get()
+        if how is not None and how.is_check and how.axis_name == axis_name:
+            changes = updates  # the check asks whether these are the workers' own
+        means, inner = feedback.update(changes, state.feedback, params, **extra_args)
+        ok = inner.skipped == state.feedback.skipped
+        select = lambda new, old: jnp.where(ok, new, old)
+        # An overflow would stay for ever.
+        add = lambda g, c: jnp.clip(g + c.astype(jnp.float32), -_LARGEST, _LARGEST)
+        estimate = jax.tree.map(lambda g, c: select(add(g, c), g), state.estimate, means)
+        kept = jax.tree.map(select, after, before)
+        delivered = jax.tree.map(
+            lambda g, like: narrow(jnp.where(ok, g, 0), like.dtype), estimate, updates
+        )
+        steps = state.steps + jnp.where(ok, jnp.uint32(1), jnp.uint32(0))
+        kept = PerWorker.wrap(wire.varying(kept, axis_name))
+        return delivered, EF21State(inner, kept, estimate, steps)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_tree(momentum: Any, updates: Any) -> None:
+    """Raises ValueError unless the state is one of these gradients."""
+    there, here = (
+        {jax.tree_util.keystr(path): jnp.shape(x) for path, x in leaves}
+        for leaves in map(jax.tree_util.tree_leaves_with_path, (momentum, updates))
+    )
+    if there != here:
+        raise ValueError(
+            f"the state's momentum has the leaves {there}, but the gradients are {here}: pass the "
+            "state that init(params) made for the same tree"
+        )
+
+
+def _start(
+    params: Any, feedback: ErrorFeedbackState, axis_name: str | None, mesh: Mesh | None, specs: Any
+) -> EF21State:
+    """The state before the first step, placed as parameters are, or spread over `mesh`.
+
+    Momenta of compressed leaves are where their residuals are: an exchange may cut leaves further.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
+    placement = None if mesh is None else meshes.place(params, axis_name, mesh, specs)[0]
+    own = [PartitionSpec()] * len(leaves) if placement is None else placement.own
+    rows, axes = (1,), (axis_name,)
+    if mesh is not None and axis_name is not None:
+        rows = (mesh.shape[axis_name],)
+
+    def zeros(leaf: Any, spec: PartitionSpec, is_own: bool) -> Any:
+        if mesh is None:
+            x = jnp.zeros_like(leaf, jnp.float32)
+            return x[None] if is_own else x
+        x = jnp.zeros((*rows, *jnp.shape(leaf)) if is_own else jnp.shape(leaf))
+        return meshes.constrain(x, NamedSharding(mesh, PartitionSpec(*axes[:is_own], *spec)))
+
+    momenta = [
+        jnp.array(feedback.residual[name].value)
+        if name in feedback.residual
+        else wire.varying(zeros(leaf, spec, True), axis_name)
+        for name, leaf, spec in zip(short_names(params), leaves, own)
+    ]
+    estimates = [zeros(leaf, spec, False) for leaf, spec in zip(leaves, own)]
+    steps = jnp.uint32(0)
+    if mesh is not None:
+        steps = meshes.constrain(steps, NamedSharding(mesh, PartitionSpec()))
+    marked = treedef.unflatten(map(PerWorker, momenta))
+    return EF21State(feedback, marked, treedef.unflatten(estimates), steps)
+
+
+def contraction(reducer: Budget) -> Budget:
+    """The reducer of `ef21_sgdm`: the one that it is given."""
+    return reducer
+
+
+def _settings(request: Request) -> Settings:
+    return {"reducer": TopK(request.density)}
+
+
+EF21_SGDM = System(
+    ef21_sgdm,
+    contraction,
+    summary="[EF21-SGDM](https://arxiv.org/abs/2305.15155): differences of momenta and their "
+    "estimates, by any other reducer",
+    received="the reducer's",
+    cases={
+        "": Case({"reducer": TopK(0.03)}, {"reducer": TopK(1.0)}),
+        "packed": Case(
+            {"reducer": TopK(0.03, codec=codecs.Packed())},
+            {"reducer": TopK(1.0, codec=codecs.Packed())},
+        ),
+    },
+    settings=_settings,
+    law="differences",
+    caveat="for small batches: its own momentum takes passes and memory that are not counted",
+)

@@ -1,0 +1,335 @@
+"""EF21-SGDM against NumPy and by hand; its law with every kind of reducer, and past skipped steps,
+other numbers of workers, meshes and processes."""
+
+import functools
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from on_meshes import SHAPES, SPECS, gradients as mesh_gradients, is_bias, mesh as inner_mesh, put
+from reference_ef21 import ef21_sgdm as reference, top_k
+from running import in_processes
+from training import train
+from workers import MESH_SIZES, mesh, some
+
+import jaxsparse
+from jaxsparse import codecs, data_parallel, ef21_sgdm, local, quantize, reshard, shard, systems
+
+close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+ALL = {"is_dense": lambda path, shape: False}
+
+
+def rows(tree):
+    """The marked arrays of a tree, by worker: float64[W, d]."""
+    parts = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
+    return np.concatenate([x.reshape(len(x), -1) for x in parts], axis=1)
+
+
+def flat(tree):
+    return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+
+
+def check_law(state, **tolerance):
+    """The estimate is the mean of what the workers' states say. (Dense leaves have no residual.)"""
+    for name, momentum in state.momentum.items():
+        own = np.asarray(momentum.value, np.float64)
+        if name in state.feedback.residual:
+            own = own - np.asarray(state.feedback.residual[name].value, np.float64)
+        close(state.estimate[name], own.mean(0), **tolerance)
+
+
+def test_worked_example():
+    """Two workers, the larger of two entries, f_w = a_w x**2 / 2, eta = 0.5, rate 0.1."""
+    a = jnp.float32([[3, 1], [-1, 2]])
+    reducer = systems.TopK(0.5, selection="exact")
+    tx = optax.chain(ef21_sgdm(reducer, momentum=0.5, **ALL), optax.sgd(0.1))
+
+    def step(state, a):
+        x, opt_state = state
+        updates, opt_state = tx.update(a[0] * x, opt_state)
+        return optax.apply_updates(x, updates), opt_state
+
+    run, x = data_parallel(step, 2), jnp.ones(2)
+    state = shard((x, tx.init(x)), 2)
+    near = functools.partial(np.testing.assert_allclose, atol=1e-6)
+    for x, v, estimates, g in (
+        ([0.85, 0.9], [[3, 1], [-1, 2]], [[3, 0], [0, 2]], [1.5, 1]),
+        (
+            [0.74625, 0.7525],
+            [[2.775, 0.95], [-0.925, 1.9]],
+            [[3, 0.95], [-0.925, 2]],
+            [1.0375, 1.475],
+        ),
+        (
+            [0.6671563, 0.619875],
+            [[2.506875, 0.85125], [-0.835625, 1.7025]],
+            [[2.506875, 0.95], [-0.925, 1.7025]],
+            [0.790937, 1.32625],
+        ),
+    ):
+        state = run(state, a)
+        own = state[1][0]
+        near(state[0], x)
+        near(own.momentum.value, v)
+        near(own.momentum.value - own.feedback.residual["parameters"].value, estimates)
+        near(own.estimate, g)
+
+
+STEPS = 6
+
+
+def draws(workers, shapes, dtype="float32", steps=STEPS, seed=0):
+    rng = np.random.default_rng([seed, workers])
+    draw = lambda shape: jnp.asarray(rng.normal(size=(workers, *shape)), dtype)
+    return [{name: draw(shape) for name, shape in shapes.items()} for _ in range(steps)]
+
+
+@pytest.mark.parametrize("momentum", [0.9, *some([None], [])])
+@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,)))
+@pytest.mark.parametrize("dtype", ["bfloat16", *some(["float32"], [])])
+def test_equal_to_the_reference(dtype, workers, momentum):
+    """Top-k of an odd number of elements; gradients and updates may be narrow, states are not."""
+    shapes = {"kernel": (7, 9), "bias": (5,)}
+    steps = draws(workers, shapes, dtype)
+    reducer = systems.TopK(6 / 63, selection="exact")
+    tx = ef21_sgdm(reducer, momentum=momentum, is_dense=is_bias)
+    params = jax.tree.map(lambda x: x[0], steps[0])
+    history, (_, state) = train(tx, params, workers, steps)
+    eta = 1 - (momentum or 0)
+    for name, compress in (("kernel", lambda x: top_k(x, 6)), ("bias", lambda x: x)):
+        g = [np.asarray(step[name], np.float64).reshape(workers, -1) for step in steps]
+        expected = list(reference(g, eta, compress))
+        for updates, (total, _, _) in zip(history, expected):
+            assert updates[name].dtype == dtype
+            precision = {} if dtype == "float32" else {"rtol": 2**-8, "atol": 1e-5}
+            close(np.asarray(updates[name], np.float64).ravel(), total, **precision)
+        total, momenta, estimates = expected[-1]
+        close(rows(state.momentum[name]), momenta)
+        close(flat(state.estimate[name]), total)
+        if name == "kernel":
+            close(rows(state.momentum[name]) - rows(state.feedback.residual[name]), estimates)
+    check_law(state)
+
+
+CONTRACTIONS = {
+    "top_k_packed": systems.TopK(0.05, codec=codecs.Packed()),
+    "spardl": systems.SparDL(0.05),
+    "chunked_top_k": systems.ChunkedTopK(4, 64),
+    "quantized": systems.Quantized(quantize.QSGD(2, 64), rounding="nearest"),
+    "ok_topk": systems.OkTopk(0.05),
+    "sparcml": systems.SparCML(4, 64),
+    "powersgd": systems.PowerSGD(2, min_compression_rate=1.0),
+    "demo": systems.DeMo(4, 8),
+    "sketched_sgd": systems.SketchedBudget(
+        4, systems.SketchedSGD(k=1, cols=8, rows=3, oversampling=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", some(CONTRACTIONS, ["spardl"]))
+def test_the_law_with_any_reducer(name):
+    """And gradients that stay as they are arrive, though a few per cent are sent at a time."""
+    workers, shapes = 3, {"kernel": (20, 31), "bias": (5,)}
+    tx = ef21_sgdm(CONTRACTIONS[name], momentum=0.5, is_dense=is_bias)
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    noisy, lasting = draws(workers, shapes, steps=5), draws(workers, shapes, steps=1, seed=1)[0]
+
+    @functools.partial(data_parallel, mesh=workers, batch_argnums=(1, 2))
+    def run(state, noisy, lasting):
+        first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+        step = lambda state, g: tx.update(g, state)[::-1]
+        state, _ = jax.lax.scan(step, state, jax.tree.map(lambda x: x[0], noisy))
+        begun = state
+        lasting = first(lasting)
+        state, updates = jax.lax.scan(lambda s, _: step(s, lasting), state, length=150)
+        return begun, state, jax.tree.map(lambda x: x[-1], updates)
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *noisy)
+    begun, state, updates = run(shard(tx.init(params), workers), stacked, lasting)
+    for each in (begun, state):
+        check_law(each, rtol=1e-4, atol=1e-5)
+    for leaf in shapes:
+        np.testing.assert_array_equal(updates[leaf], state.estimate[leaf])
+        wanted = np.asarray(lasting[leaf], np.float64).mean(0)
+        error = np.linalg.norm(np.asarray(updates[leaf]) - wanted) / np.linalg.norm(wanted)
+        assert error < 0.05, error
+    report = jaxsparse.diagnose
+    found = data_parallel(report, workers, batch_argnums=())(begun)
+    own = np.asarray(begun.feedback.residual["kernel"].value, np.float64).reshape(workers, -1)
+    close(found.residual_norm, np.sqrt((own**2).sum(1).mean()))
+
+
+def test_everything_sent_is_momentum_of_the_mean_gradient():
+    shapes = {"kernel": (7, 9), "bias": (5,)}
+    steps = draws(3, shapes)
+    tx = optax.inject_hyperparams(ef21_sgdm, static_args=("reducer", "is_dense"))(
+        systems.TopK(1.0),
+        momentum=optax.piecewise_constant_schedule(0.8, {3: 0.0}),
+        is_dense=is_bias,
+    )
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    with jax.numpy_dtype_promotion("standard"):  # Optax's schedules need it
+        history, _ = train(tx, params, 3, steps)
+    for name in shapes:
+        means = [np.asarray(step[name], np.float64).mean(0) for step in steps]
+        momentum = means[0]
+        for i, (updates, mean) in enumerate(zip(history, means)):
+            eta = 1.0 if i in (0, 3, 4, 5) else 0.2
+            momentum = momentum + eta * (mean - momentum)
+            close(updates[name], momentum)
+
+
+PARAMS = {
+    "kernel": jnp.zeros((25, 24), jnp.bfloat16),
+    "scale": jnp.ones(()),
+    "bias": jnp.zeros(3, jnp.float16),
+}
+
+
+@functools.cache
+def compiled_step():
+    tx = optax.chain(ef21_sgdm(systems.TopK(0.1), is_dense=is_bias), optax.sgd(0.1))
+
+    @chex.assert_max_traces(2)  # once for the check
+    def step(state, batch):
+        params, opt_state = state
+
+        def loss(p):
+            return batch.mean() * sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(p))
+
+        updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params, extra=1)
+        return optax.apply_updates(params, updates), opt_state
+
+    chex.clear_trace_counter()
+    return data_parallel(step, mesh(3)), shard((PARAMS, tx.init(PARAMS)), mesh(3))
+
+
+def test_types_are_kept_and_replicas_agree():
+    run, state = compiled_step()
+    kinds = lambda state: (jax.tree.structure(state), [*map(jax.typeof, jax.tree.leaves(state))])
+    before = kinds(state)
+    for i in range(3):
+        state = run(state, jnp.arange(6.0) * i)
+        check_law(state[1][0])
+        jaxsparse.check_replicas(state)
+    assert kinds(state) == before
+    assert np.any(state[1][0].feedback.residual["kernel"].value)
+
+
+def test_a_skipped_step_changes_nothing():
+    run, state = compiled_step()
+    before = run(state, jnp.arange(1.0, 7.0))
+    for bad in (jnp.nan, -jnp.inf):
+        after = run(before, jnp.arange(1.0, 7.0).at[3].set(bad))
+        skipped = after[1][0].feedback.skipped
+        assert skipped == before[1][0].feedback.skipped + 1
+        feedback = before[1][0].feedback._replace(skipped=skipped)
+        expected = before[0], (before[1][0]._replace(feedback=feedback), before[1][1])
+        jax.tree.map(np.testing.assert_array_equal, after, expected)
+    healthy = run(after, jnp.arange(1.0, 7.0))
+    assert np.any(healthy[0]["bias"] != after[0]["bias"])
+    check_law(healthy[1][0])
+
+
+def test_other_numbers_of_workers_keep_the_law():
+    shapes = {"kernel": (7, 9), "bias": (5,)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    tx = ef21_sgdm(systems.TopK(0.1, selection="exact"), is_dense=is_bias)
+    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
+    state = shard(tx.init(params), 4)
+    for workers in (4, 3):
+        for other in (8, 1, workers):
+            state = reshard(state, other)
+            check_law(state)
+        estimate = flat(state.estimate)
+        run = data_parallel(step, workers)
+        for gradients in draws(workers, shapes, steps=2):
+            updates, state = run(state, gradients)
+        check_law(state)
+        assert np.any(estimate != flat(updates))
+    assert int(state.steps) == 4  # the first gradient of other workers is not their momentum
+
+
+def on_mesh(where, via=None, **options):
+    tx = ef21_sgdm(systems.TopK(0.1), axis_name="hosts", is_dense=is_bias, momentum=0.5, **options)
+
+    def step(grads, state):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    run = data_parallel(step, where, axis_name="hosts", batch_argnums=0, via=via)
+    return run, tx, put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+
+
+@pytest.mark.parametrize("shape", some([(2, 2, 2), (4, 1, 2), (2, 4), (8,)], [(2, 2, 2)]), ids=str)
+@pytest.mark.parametrize("via", ["vmap", *some(["shard_map"], [])])
+def test_on_meshes_with_inner_axes(shape, via):
+    where = inner_mesh(shape)
+    run, tx, params = on_mesh(where, via)
+    state = shard(tx.init(params), where, "hosts")
+    start = [x.sharding for x in jax.tree.leaves(state)]
+    momenta = dict.fromkeys(SHAPES, None)
+    for seed in range(2):
+        grads = mesh_gradients(where.shape["hosts"], seed)
+        updates, state = run(put(where, grads, "hosts"), state)
+        for name, g in grads.items():
+            first = momenta[name] is None
+            momenta[name] = g if first else 0.5 * (momenta[name] + g)
+            np.testing.assert_allclose(state.momentum[name].value, momenta[name], atol=1e-3)
+            np.testing.assert_array_equal(updates[name], state.estimate[name])
+    check_law(state, atol=1e-2)
+    jaxsparse.check_replicas(state)
+    assert np.any(state.feedback.residual["both"].value)
+    for x, sharding in zip(jax.tree.leaves(state), start):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+def test_a_state_that_init_spreads_is_the_same():
+    where = inner_mesh((2, 2, 2))
+    _, tx, params = on_mesh(where)
+    eager = shard(tx.init(params), where, "hosts")
+    _, given, _ = on_mesh(where, mesh=where, specs=SPECS)
+    for state in (given.init(params), jax.jit(given.init)(params)):
+        assert jax.tree.structure(state) == jax.tree.structure(eager)
+        for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(eager)):
+            assert x.shape == y.shape, path
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim), path
+
+
+@pytest.mark.slow
+def test_in_processes():
+    script = Path(__file__).with_name("run_ef21.py")
+    outcome, lines = in_processes([sys.executable, script], 2, devices=2, timeout=400)
+    assert outcome.status == 0, outcome.report
+    assert all("equal" in each for each in lines)
+
+
+def test_misuse_names_the_argument():
+    for settings, message in (
+        ({"reducer": jaxsparse.top_k(0.1)}, "reducer=.* must be a reducer, such as jaxsparse.syst"),
+        ({"reducer": systems.Quantized()}, "does not conserve sums, so that .*rounding to nearest"),
+        ({"reducer": systems.DeMo(aggregate="mean_of_senders")}, "does not conserve sums"),
+        ({"decay": 0.9}, "decay=0.9 is not for ef21_sgdm"),
+        ({"delay": 1}, "delay=1 is not for ef21_sgdm"),
+        ({"accumulator_dtype": "bfloat16"}, "accumulator_dtype='bfloat16' is not for ef21_sgdm"),
+        ({"momentum": 1.0}, r"momentum=1.0 must lie in \[0, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ef21_sgdm(**{"reducer": systems.TopK(0.1)} | settings)
+    tx = ef21_sgdm(systems.TopK(0.1), axis_name=None, **ALL)
+    with pytest.raises(ValueError, match=r"momentum has the leaves .*\(3,\).*\(4,\)"):
+        tx.update(jnp.zeros(4), tx.init(jnp.zeros(3)))
+
+
+def test_averaged_gradients_are_refused():
+    tx = ef21_sgdm(systems.TopK(0.1), **ALL)
+
+    def step(state, batch):
+        return tx.update(jax.lax.pmean(batch[0], "data"), state)[1]
+
+    with pytest.raises(ValueError, match="all others are equal on all 3 workers"):
+        data_parallel(step, mesh(3))(shard(tx.init(jnp.zeros(4)), mesh(3)), jnp.ones((3, 4)))
