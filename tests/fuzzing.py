@@ -10,12 +10,10 @@ import math
 from typing import NamedTuple
 from unittest import mock
 
-import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
-from workers import QUICK_COMPILE
 
 import jaxsparse
 from jaxsparse import PerWorker, Stages, codecs, data_parallel, shard
@@ -473,9 +471,7 @@ def compiled(program: Program):
 
     parallel = data_parallel(step, program.workers)
 
-    quick = None if contract.has_sketch(program.reducer) else QUICK_COMPILE
-
-    @functools.partial(jax.jit, compiler_options=quick)
+    @jax.jit
     def run(state, gradients):
         # What a step starts with is what the one before it carries on, to the bit. XLA may compute
         # a state twice that is both carried and put out, and round it in two ways.
