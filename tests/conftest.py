@@ -1,14 +1,22 @@
 """Strict settings for every test: emulated devices, strict dtype and rank promotion."""
 
+import importlib.metadata
 import os
 from pathlib import Path
 
 # Before jax is imported: emulated devices are made when the backend starts. On a busy machine one
-# of them may reach a collective later than the 40 s after which XLA ends the process.
+# of them may reach a collective later than the 40 s after which XLA ends the process. XLA's older
+# code generator, where it is still there, compiles in half the time. To compile as users do, set
+# JAX_DISABLE_MOST_OPTIMIZATIONS=0.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
     + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+    + " --xla_cpu_use_fusion_emitters=false"
+    * (
+        "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
+        and importlib.metadata.version("jaxlib").startswith("0.10.")
+    )
 )
 
 import jax

@@ -81,7 +81,7 @@ def runner(reducer, workers, way, size=SIZE):
         start = state, jnp.zeros_like(gradients[0])
         return jax.lax.scan(step, start, gradients)[1]
 
-    return on_workers(run, workers, way, has_sketch=has_sketch(reducer))
+    return on_workers(run, workers, way)
 
 
 def run(name, workers, way="shard_map", full=False, steps=STEPS):
@@ -101,7 +101,7 @@ def conserves(reducer):
 
 
 def has_sketch(reducer):
-    """Whether a median of rows is taken, which XLA's older code generator writes out."""
+    """Whether values are estimates of a sketch."""
     return hasattr(reducer, "rows")
 
 

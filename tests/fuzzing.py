@@ -10,13 +10,11 @@ import math
 from typing import NamedTuple
 from unittest import mock
 
-import contract
 import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from workers import QUICK_COMPILE
 
 import jaxsparse
 from jaxsparse import PerWorker, Stages, codecs, data_parallel, quantize, shard, systems
@@ -576,9 +574,7 @@ def compiled(program: Program):
             return part
         return jax.device_put(part, NamedSharding(program.mesh, PartitionSpec(None, "data", *cut)))
 
-    quick = None if contract.has_sketch(program.reducer) else QUICK_COMPILE
-
-    @functools.partial(jax.jit, compiler_options=quick)
+    @jax.jit
     def run(state, gradients):
         # What a step starts with is what the one before it carries on, to the bit. XLA may compute
         # a state twice that is both carried and put out, and round it in two ways.

@@ -232,7 +232,7 @@ def test_only_the_seed_may_vary(k):
         )
         return [stream.indices for stream in found]
 
-    run = on_workers(on_device, 2, has_sketch=True)
+    run = on_workers(on_device, 2)
     shape = jax.ShapeDtypeStruct((2,), jnp.int32)
     assert all(out.shape == (2, k) for out in jax.eval_shape(run, shape))
 
@@ -278,7 +278,7 @@ def test_no_loops_over_tiles(name, workers):
     function, loops = COMPILED[name]
     shape = jax.ShapeDtypeStruct((X,), jnp.float32)
     if workers:
-        function = on_workers(function, workers, has_sketch=True)
+        function = on_workers(function, workers)
         shape = jax.ShapeDtypeStruct((workers, X), jnp.float32)
     lowered = jax.jit(function).trace(shape).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("stablehlo.while") == loops

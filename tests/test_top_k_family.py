@@ -75,6 +75,23 @@ def test_ok_topk_keeps_and_counts_what_finds_no_room(workers, codec):
     assert overflowed > 0
 
 
+def test_of_too_many_sums_each_owner_delivers_its_largest():
+    """k = 2 of 8 elements; an owner has room for one entry of each worker, and delivers one."""
+    x = np.zeros((2, 2, 8))  # worker, step, element
+    x[:, 0, :2] = 2  # the sums, 4, set the threshold; element 1 and the last have one owner
+    x[0, 1, [2, 7]] = 20, 60
+    x[1, 1, [1, 3]] = 40, 80
+    reducer = OkTopk(0.25, capacity_factor=1.0, selection="exact")
+    first, second = (reduced for _, reduced in run(reducer, x))
+    assert total(first, 1).tolist() == [4, 4, 0, 0, 0, 0, 0, 0]
+    assert total(second, 1).tolist() == [0, 0, 0, 80, 0, 0, 0, 60]
+    left = [[0, 0, 20, 0, 0, 0, 0, 0], [0, 40, 0, 0, 0, 0, 0, 0]]
+    assert second.residual.tolist() == left
+    assert second.sent.tolist() == [[i == 7 for i in range(8)], [i == 3 for i in range(8)]]
+    assert second.info.overflow.tolist() == [2, 2]
+    assert second.state.agreed.is_stale.all()
+
+
 def test_ok_topk_balances_its_regions():
     """All entries in one corner: with regions of even length one owner would overflow."""
     workers, size = 4, 4000

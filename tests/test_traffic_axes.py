@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
-from workers import QUICK_COMPILE
 
 from jaxsparse.traffic import Collective, Conditional, WireBytes, crossing, traced_bytes, wire_bytes
 from jaxsparse.traffic.groups import groups_of, row_major
@@ -458,8 +457,7 @@ def compiled(f, mesh, n=16):
     body = lambda x: jax.tree.map(lambda y: y[None], f(x[0]))
     spec = P(mesh.axis_names)
     mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    jitted = jax.jit(mapped, compiler_options=QUICK_COMPILE)
-    return jitted.lower(jax.ShapeDtypeStruct((8, n), jnp.float32)).compile()
+    return jax.jit(mapped).lower(jax.ShapeDtypeStruct((8, n), jnp.float32)).compile()
 
 
 def exchange(hosts, last, x):

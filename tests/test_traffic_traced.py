@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 from published_traffic import sparse_ring_traffic
-from workers import QUICK_COMPILE, mesh, some
+from workers import mesh, some
 
 import jaxsparse
 from jaxsparse import data_parallel, shard, specs
@@ -25,7 +25,7 @@ PARAMS = {
 }
 
 
-def compiled(exchange, init, shapes, workers, has_sketch=False):
+def compiled(exchange, init, shapes, workers):
     """What the compiled `exchange(x, init(x))` moves."""
     state = jax.eval_shape(lambda x: shard(init(x), workers), shapes)
 
@@ -35,8 +35,7 @@ def compiled(exchange, init, shapes, workers, has_sketch=False):
 
     spec = PartitionSpec("data")
     f = jax.jit(
-        jax.shard_map(body, mesh=mesh(workers), in_specs=(spec, specs(state)), out_specs=spec),
-        compiler_options=None if has_sketch else QUICK_COMPILE,
+        jax.shard_map(body, mesh=mesh(workers), in_specs=(spec, specs(state)), out_specs=spec)
     )
     x = jax.tree.map(lambda s: jax.ShapeDtypeStruct((workers, *s.shape), s.dtype), shapes)
     return wire_bytes(f.lower(x, state).compile())
@@ -64,7 +63,7 @@ def test_equals_what_is_compiled(name, workers):
     reducer = choose(name, 0.02, **asked).reducer(SIZE)
     run, init = lambda x, state: reducer(x, state, axis_name="data"), lambda x: reducer.init(SIZE)
     shape = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
-    moved = compiled(run, init, shape, workers, has_sketch=hasattr(reducer, "rows"))
+    moved = compiled(run, init, shape, workers)
     assert summary(traced_bytes(reducer, SIZE, workers)) == summary(moved)
 
 

@@ -1,7 +1,6 @@
 """Runs one function on W workers in each of the ways that the library supports."""
 
 import functools
-import importlib.metadata
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +11,6 @@ from jaxsparse.collectives import wire
 
 MESH_SIZES = (1, 2, 3, 5, 8)  # what the emulated devices reach
 WAYS = ("shard_map", "shard_map_unchecked", "vmap")
-
-# XLA's older code generator compiles in half the time, where it is still there. It writes out again
-# what is used twice, which for a median of sketch rows fills the memory.
-QUICK_COMPILE = (
-    {"xla_cpu_use_fusion_emitters": False}
-    if jax.config.read("jax_disable_most_optimizations")
-    and importlib.metadata.version("jaxlib").startswith("0.10.")
-    else None
-)
 
 
 def some(values, usual, slow=None):
@@ -48,11 +38,10 @@ def mesh(workers: int, axis_type: AxisType = AxisType.Auto) -> Mesh:
     )
 
 
-def on_workers(f, workers: int, way: str = "shard_map", has_sketch: bool = False):
+def on_workers(f, workers: int, way: str = "shard_map"):
     """Jits f(*args) over the leading axis of all arguments; stacks each worker's outputs."""
-    jit = functools.partial(jax.jit, compiler_options=None if has_sketch else QUICK_COMPILE)
     if way == "vmap":
-        return jit(jax.vmap(f, axis_name="data", axis_size=workers))
+        return jax.jit(jax.vmap(f, axis_name="data", axis_size=workers))
 
     def body(*args):
         outputs = f(*jax.tree.map(lambda x: x[0], args))
@@ -60,7 +49,7 @@ def on_workers(f, workers: int, way: str = "shard_map", has_sketch: bool = False
 
     spec = PartitionSpec("data")
     checked = way == "shard_map"
-    return jit(
+    return jax.jit(
         jax.shard_map(body, mesh=mesh(workers), in_specs=spec, out_specs=spec, check_vma=checked)
     )
 

@@ -227,7 +227,7 @@ def estimates_at(
     for row, word in enumerate(words):
         column = columns[row] + within.astype(jnp.int32)
         column = jnp.where(column < spec.cols, column, column - spec.cols)
-        rows.append(_flip(table.at[row, column].get(mode="promise_in_bounds"), word))
+        rows.append(_flip(table[row].at[column].get(mode="promise_in_bounds"), word))
     return median(rows)
 
 
