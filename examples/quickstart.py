@@ -1,4 +1,4 @@
-"""Trains one Flax NNX classifier with dense, true top-k and sketched gradient exchange.
+"""Trains one Flax NNX classifier: dense, with sketched gradients, and with local steps.
 
 The data are scikit-learn's 8x8 digits (nothing is downloaded), the workers eight emulated devices:
 
@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import digits
 import jax
@@ -24,6 +24,7 @@ import optax
 import report
 from digits import number
 from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress
 
@@ -40,19 +41,31 @@ class MLP(nnx.Module):
         return self.last(nnx.relu(self.second(nnx.relu(self.first(images)))))
 
 
-def methods_to_compare(args: argparse.Namespace) -> dict[str, optax.GradientTransformation]:
+class Local(NamedTuple):
+    """Local steps: workers train alone, and then exchange what that moved."""
+
+    outer: optax.GradientTransformation
+    every: int
+
+
+Method = optax.GradientTransformation | Local
+
+
+def methods_to_compare(args: argparse.Namespace) -> dict[str, Method]:
     """The model, the data and every other setting are the same for all of them."""
-    methods = {"dense": jaxsparse.dense(momentum=args.momentum)}
+    methods: dict[str, Method] = {"dense": jaxsparse.dense(momentum=args.momentum)}
     if "true_top_k" in args.methods:
         methods["true top-k"] = jaxsparse.true_top_k(args.k, momentum=args.momentum)
     if "sketched_sgd" in args.methods:
         for ratio in args.compression:
             methods[f"sketched {ratio:g}x"] = jaxsparse.sketched_sgd(ratio, momentum=args.momentum)
+    if "local" in args.methods:
+        methods["local steps"] = Local(jaxsparse.outer.sparse_loco(), args.local_steps)
     return methods
 
 
 def train(
-    method: optax.GradientTransformation,
+    method: Method,
     workers: digits.Workers,
     args: argparse.Namespace,
     advance: Callable[[], object],
@@ -61,15 +74,17 @@ def train(
     train_set, test_set = digits.load()
     # Not down to 0: what error feedback holds back still has to arrive.
     schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
-    tx = optax.chain(method, optax.sgd(schedule))  # the momentum is the method's
+    if isinstance(method, Local):
+        tx = optax.sgd(schedule, momentum=args.momentum)
+    else:
+        tx = optax.chain(method, optax.sgd(schedule))  # the momentum is the method's
 
     def create(seed: int) -> tuple[Any, Any]:
         model = MLP(args.hidden, nnx.Rngs(seed))
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        graphdef, state = nnx.split((model, optimizer))
-        return graphdef, jaxsparse.shard(state, workers.run)
+        return nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
 
-    graphdef, state = create(seed=0)
+    graphdef, first = create(seed=0)
+    model_graphdef = nnx.graphdef(MLP(args.hidden, nnx.Rngs(0)))
 
     def step(state: Any, batch: digits.Digits) -> tuple[Any, jax.Array]:
         """What one worker does, given its share of the batch and its own residual."""
@@ -81,41 +96,87 @@ def train(
 
         loss, grads = nnx.value_and_grad(loss_of)(model)
         optimizer.update(model, grads)
-        # The loss is averaged outside: the exchange is then all that the step communicates.
-        return nnx.state((model, optimizer)), jaxsparse.PerWorker.wrap(loss)
+        return nnx.state((model, optimizer)), loss
 
     @jax.jit
-    def test_accuracy(state: Any) -> jax.Array:
-        model, _ = nnx.merge(graphdef, state)
+    def test_accuracy(params: Any) -> jax.Array:
+        model = nnx.merge(model_graphdef, params)
         return jnp.mean(model(test_set.images).argmax(axis=-1) == test_set.labels)
 
     batches = functools.partial(digits.batches, train_set, args.batch_size, args.steps)
-    parallel = jaxsparse.data_parallel(step, workers.run, donate_argnums=0)
+    way = with_local_steps if isinstance(method, Local) else with_gradients
+    trainer = way(step, method, workers.run)
     # Nothing is sent among workers on one device: read then what a mesh would send.
-    on_mesh = jaxsparse.data_parallel(step, workers.mesh) if args.simulate else parallel
-    payload = jaxsparse.traffic.wire_bytes(on_mesh, state, next(batches(seed=0))).payload
+    on_mesh = way(step, method, workers.mesh) if args.simulate else trainer
+    payload = on_mesh.payload(on_mesh.start(first), next(batches(seed=0)))
 
     curves: list[list[tuple[int, float, float]]] = []
     seconds: list[float] = []
     for seed in args.seeds:
-        _, state = create(seed)
+        state = trainer.start(create(seed)[1])
         curves.append([])
         losses: list[float] = []
         for i, batch in enumerate(batches(seed=seed), start=1):
             began = time.perf_counter()
-            state, loss = parallel(state, batch)
-            losses.append(
-                float(loss.value.mean())
-            )  # waits: emulated devices may deadlock on queued steps
+            state, loss = trainer.step(state, batch, i - 1)
+            losses.append(float(loss.mean()))  # waits: emulated devices may deadlock on a queue
             seconds.append(time.perf_counter() - began)
             if i % args.eval_every == 0 or i == args.steps:
-                curves[-1].append((i, float(np.mean(losses)), float(test_accuracy(state))))
+                curves[-1].append(
+                    (i, float(np.mean(losses)), float(test_accuracy(trainer.params(state)[0])))
+                )
                 losses = []
             advance()
 
-    steps, train_loss, accuracy = np.moveaxis(np.array(curves), -1, 0)
-    return report.Run(
-        steps[0].astype(int), train_loss, accuracy, payload, float(np.median(seconds))
+    steps, train_loss, test = np.moveaxis(np.array(curves), -1, 0)
+    return report.Run(steps[0].astype(int), train_loss, test, payload, float(np.median(seconds)))
+
+
+class Trainer(NamedTuple):
+    """One way to run the step of a worker on all of them."""
+
+    start: Callable[[Any], Any]  # all workers' state from one's
+    step: Callable[[Any, digits.Digits, int], tuple[Any, jax.Array]]
+    params: Callable[[Any], Any]  # of the model and of its optimizer, which has none
+    payload: Callable[[Any, digits.Digits], float]  # bytes, mean over steps
+
+
+def with_gradients(step: Any, _: Any, where: Mesh | int) -> Trainer:
+    """Workers exchange gradients in each step, in the optimizer's transformation."""
+
+    def marked(state: Any, batch: digits.Digits) -> tuple[Any, Any]:
+        state, loss = step(state, batch)
+        # The loss is averaged outside: the exchange is then all that the step communicates.
+        return state, jaxsparse.PerWorker.wrap(loss)
+
+    run = jaxsparse.data_parallel(marked, where, donate_argnums=0)
+
+    def one(state: Any, batch: digits.Digits, _: int) -> tuple[Any, jax.Array]:
+        state, loss = run(state, batch)
+        return state, loss.value
+
+    return Trainer(
+        lambda state: jaxsparse.shard(state, where),
+        one,
+        lambda state: state,
+        lambda state, batch: jaxsparse.wire_bytes(run, state, batch).payload,
+    )
+
+
+def with_local_steps(step: Any, method: Any, where: Mesh | int) -> Trainer:
+    """Workers train alone, and exchange what that moved every so many steps."""
+    train = jaxsparse.LocalSteps(
+        step,
+        method.outer,
+        where,
+        every=method.every,
+        params=lambda state: nnx.filter_state(state, nnx.Param),
+    )
+    return Trainer(
+        train.init,
+        train,
+        lambda state: state.params,
+        lambda state, _: jaxsparse.wire_bytes(train.outer[0], state).payload / method.every,
     )
 
 
@@ -132,7 +193,8 @@ def main() -> None:
     methods = methods_to_compare(args)
     for name, method in methods.items():
         try:
-            jax.eval_shape(method.init, params)
+            tx = method.outer if isinstance(method, Local) else method
+            jax.eval_shape(tx.init, params)
         except ValueError as error:
             parser.error(f"{'--k' if name == 'true top-k' else '--compression'}: {error}")
 
@@ -158,7 +220,7 @@ def main() -> None:
 
 
 def caption(args: argparse.Namespace, workers: int) -> str:
-    lines = ["Payload: what a worker hands to collectives in one step, as compiled."]
+    lines = ["Payload: what a worker hands to collectives, mean over steps, as compiled."]
     if args.simulate:
         lines.append("One device plays all workers: s/step says nothing about a network.")
     elif args.platform == "cpu":
@@ -182,9 +244,9 @@ def flags() -> argparse.ArgumentParser:
     add(
         "--methods",
         nargs="*",
-        choices=["true_top_k", "sketched_sgd"],
-        default=["true_top_k", "sketched_sgd"],
-        help="what to compare with dense (default: both)",
+        choices=["true_top_k", "sketched_sgd", "local"],
+        default=["true_top_k", "sketched_sgd", "local"],
+        help="what to compare with dense (default: all)",
     )
     add(
         "--compression",
@@ -205,6 +267,14 @@ def flags() -> argparse.ArgumentParser:
         type=number(float, 0, 1),
         default=0.9,
         help="of every method (default: 0.9)",
+    )
+
+    add(
+        "--local-steps",
+        type=number(int, 1),
+        default=10,
+        metavar="H",
+        help="that a worker makes before SparseLoCo exchanges what they moved (default: 10)",
     )
 
     group = parser.add_argument_group("training")

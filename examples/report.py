@@ -21,7 +21,7 @@ class Run(NamedTuple):
     steps: np.ndarray  # int[points]: when the curves were measured
     train_loss: np.ndarray  # float[seeds, points]: mean over the steps since the last point
     test_accuracy: np.ndarray  # float[seeds, points]
-    payload: int  # bytes that a worker hands to collectives in one step
+    payload: float  # bytes that a worker hands to collectives, mean over steps
     seconds: float  # median over steps
 
 
@@ -46,7 +46,7 @@ def table(runs: dict[str, Run], caption: str) -> Table:
             name,
             _mean_and_spread(run.train_loss[:, -1], ".4f"),
             _mean_and_spread(100 * run.test_accuracy[:, -1], ".2f") + " %",
-            f"{run.payload:,}",
+            f"{run.payload:,.0f}",
             f"{compression(runs, name):.2f}x",
             f"{run.seconds:.3f}",
         )

@@ -27,7 +27,7 @@ def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
     printed, methods = quickstart(
         *SMALL, "--devices", 3, "--compression", 8, "--seeds", 0, 1, cwd=tmp_path
     )
-    assert list(methods) == ["dense", "true top-k", "sketched 8x"]
+    assert list(methods) == ["dense", "true top-k", "sketched 8x", "local steps"]
     for name, method in methods.items():
         curves = method["curves"]
         assert curves["steps"] == [4, 8, 12]
@@ -38,10 +38,17 @@ def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
         assert method["test_accuracy"] == accuracies[:, -1].tolist()
         row = next(x for x in printed.splitlines() if x.startswith(name) and "±" in x)
         assert f"{100 * accuracies[:, -1].mean():.2f} ±" in row
-        assert f" {method['payload_bytes']:,} " in row
+        assert f" {method['payload_bytes']:,.0f} " in row
         assert f"{method['compression']:.2f}x" in row
     assert methods["dense"]["payload_bytes"] == methods["true top-k"]["payload_bytes"] == DENSE
     assert methods["sketched 8x"]["compression"] == pytest.approx(8, rel=0.01)
+
+    # 14 bits for each of 64 in 4096 elements of the kernels, and the vectors: every tenth step.
+    kernels = PARAMETERS - 2 * 128 - 10
+    entries = 64 * (kernels // 4096) + min(64, kernels % 4096)
+    words = -(-entries * 12 // 32) + -(-entries * 2 // 32) + -(-entries // 256)
+    sent = 4 * (words + PARAMETERS - kernels + 1 + 1)
+    assert methods["local steps"]["payload_bytes"] == pytest.approx(sent / 10, rel=0.01)
 
     last = printed.splitlines()[-1]
     assert re.search(r"sketched 8x: [\d.]+ % vs dense [\d.]+ %, (8\.0|7\.9)\dx fewer bytes", last)
