@@ -1,6 +1,5 @@
 """What the methods reached and sent: a table, a figure and JSON."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,25 +27,26 @@ class Run(NamedTuple):
     seconds: float  # median over steps
 
 
-def table(runs: dict[str, Run], args: argparse.Namespace) -> Table:
+def table(runs: dict[str, Run], workers: int) -> Table:
+    steps = max(run.steps[-1] for run in runs.values())
     result = Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
         collapse_padding=True,
-        caption=f"Held-out loss in nats a byte after {args.steps} steps, {args.workers} workers. "
-        "\nBytes are those that a worker hands over and receives, mean over steps, from the "
-        "traced\nexchange. Seconds are of simulated workers on one device.",
+        caption=f"Held-out loss in nats a byte after {steps} steps, {workers} workers. "
+        "\nBytes are those that a worker hands over and receives, mean over steps, from the"
+        "\ntraced exchange.",
         caption_justify="left",
     )
     result.add_column("method", no_wrap=True)
-    for head in ("loss", "rate", "sent B", "fewer", "received B", "fewer", "s/step"):
-        result.add_column(head, justify="right")
+    for head in ("loss", "rate", "sent B", "less", "received B", "less"):
+        result.add_column(head, justify="right", no_wrap=True)
     dense = runs.get("dense")
     fewer = lambda dense, own: f"{dense / own:,.0f}x" if dense else ""
     for name, run in runs.items():
         losses = run.held_out[:, -1]
-        spread = f" ± {losses.std(ddof=1):.3f}" if len(losses) > 1 else ""
+        spread = f" ±{losses.std(ddof=1):.3f}" if len(losses) > 1 else ""
         result.add_row(
             name,
             f"{losses.mean():.3f}{spread}",
@@ -55,7 +55,6 @@ def table(runs: dict[str, Run], args: argparse.Namespace) -> Table:
             fewer(dense and dense.payload, run.payload),
             f"{run.received:,.0f}",
             fewer(dense and dense.received, run.received),
-            f"{run.seconds:.3f}",
         )
     return result
 
@@ -75,6 +74,23 @@ def save_json(runs: dict[str, Run], settings: dict[str, Any], path: Path) -> Non
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"settings": settings, "methods": methods}, indent=1, default=str))
+
+
+def load(paths: list[Path]) -> dict[str, Run]:
+    """The runs that `save_json` wrote."""
+    return {
+        name: Run(
+            np.array(found["steps"]),
+            np.array(found["held_out"]),
+            found["rate"],
+            found["tried"],
+            found["payload_bytes_a_step"],
+            found["received_bytes_a_step"],
+            found["seconds_a_step"],
+        )
+        for path in paths
+        for name, found in json.loads(path.read_text())["methods"].items()
+    }
 
 
 def save_figure(runs: dict[str, Run], path: Path) -> None:

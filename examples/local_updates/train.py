@@ -223,13 +223,13 @@ def main() -> None:
     if args.list:
         console.print(*methods, sep="\n")
         return
-    runs = {}
+    runs = results.load(args.show)
     with Progress(console=console) as progress:
-        for name in args.methods:
+        for name in [] if args.show else args.methods:
             total = args.steps * (len(args.seeds) + len(args.lr) - 1)
             task = progress.add_task(name, total=total)
             runs[name] = train(name, methods[name], args, lambda task=task: progress.advance(task))
-    console.print(results.table(runs, args))
+    console.print(results.table(runs, args.workers))
     if args.json is not None:
         results.save_json(runs, vars(args), args.json)
     if args.figure is not None:
@@ -260,6 +260,14 @@ def flags() -> argparse.ArgumentParser:
     )
     add("--eval-every", type=number(int, 1), default=50, metavar="STEPS", help="(default: 50)")
     add("--json", type=Path, metavar="FILE", help="write curves and settings")
+    add(
+        "--show",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="show what earlier runs wrote as JSON, and train nothing",
+    )
     add("--figure", type=Path, metavar="FILE", help="draw loss against steps and bytes")
     return parser
 
