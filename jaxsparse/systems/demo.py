@@ -267,9 +267,8 @@ def demo(
     columns, of nearly equal sides; a tile that sticks out is filled with zeros. Tiles follow the
     leaf's shape, as in the paper, because neighbours in both directions are alike; flat pieces of
     the vector would mix rows. (The published code takes the largest divisor of a side up to
-    `chunk`, which is the same for the sides of usual models, and 1 for a prime.) Vectors, which go
-    dense by default, are matrices of one row
-    otherwise.
+    `chunk`, which is the same for the sides of usual models, and 1 for a prime.) Vectors go dense
+    by default, so that their u is the mean gradient; otherwise they are matrices of one row.
 
     The published step is signed. It has no other optimizer behind it:
 
