@@ -104,13 +104,13 @@ class DeMo(MatrixReducer):
         parts = self._parts(x)
         coefficients = [_transformed(_small_enough(part)) for part in parts]
         own, mean = self._exchanged(coefficients, axis_name)
-        shapes = [part.shape for part in parts]
-        back = lambda flat: [_transformed(q.reshape(s), True) for q, s in zip(flat, shapes)]
+        shapes = [q.shape for q in coefficients]
+        back = lambda flat: [_inverse(q.reshape(shape)) for q, shape in zip(flat, shapes)]
         residual = x - self._whole(back(own), x.size)
         return Reduced(self._whole(back(mean), x.size), residual, None, state, info(x.size))
 
     def _exchanged(
-        self, coefficients: Sequence[Float[Array, "tiles height width"]], axis_name: str | None
+        self, coefficients: Sequence[Float[Array, "tiles width height"]], axis_name: str | None
     ) -> tuple[list[Float[Array, " n"]], list[Float[Array, " n"]]]:
         """Of each part, the coefficients that this worker delivers, and the mean."""
         sizes = [q.size for q in coefficients]
@@ -199,16 +199,24 @@ def _small_enough(tiles: Float[Array, "tiles h w"]) -> Float[Array, "tiles h w"]
     return jnp.where((largest <= limit)[:, None, None], tiles, 0)
 
 
-def _transformed(
-    tiles: Float[Array, "tiles h w"], inverse: bool = False
-) -> Float[Array, "tiles h w"]:
-    """The orthonormal cosine transform (DCT-II) of the rows and columns of each tile."""
-    for axis, subscripts in (2, "tij,kj->tik"), (1, "tij,ki->tkj"):
-        if tiles.shape[axis] > 1:
-            matrix = _basis(tiles.shape[axis])
-            basis = jnp.asarray(matrix.T if inverse else matrix)
-            tiles = jnp.einsum(subscripts, tiles, basis, precision=jax.lax.Precision.HIGHEST)
-    return tiles
+def _transformed(tiles: Float[Array, "tiles h w"]) -> Float[Array, "tiles w h"]:
+    """The orthonormal cosine transform (DCT-II) of the rows and columns of each tile, transposed.
+
+    Products along the last axis are the fast ones, and one transposition between two is enough.
+    """
+    return _times(_times(tiles, _basis(tiles.shape[2]).T).swapaxes(1, 2), _basis(tiles.shape[1]).T)
+
+
+def _inverse(coefficients: Float[Array, "tiles w h"]) -> Float[Array, "tiles h w"]:
+    """The tiles that have these transforms."""
+    _, width, height = coefficients.shape
+    return _times(_times(coefficients, _basis(height)).swapaxes(1, 2), _basis(width))
+
+
+def _times(tiles: Float[Array, "tiles m n"], basis: np.ndarray) -> Float[Array, "tiles m n"]:
+    if len(basis) == 1:
+        return tiles
+    return jnp.einsum("tij,jk->tik", tiles, jnp.asarray(basis), precision=jax.lax.Precision.HIGHEST)
 
 
 @functools.cache
@@ -259,9 +267,8 @@ def demo(
     columns, of nearly equal sides; a tile that sticks out is filled with zeros. Tiles follow the
     leaf's shape, as in the paper, because neighbours in both directions are alike; flat pieces of
     the vector would mix rows. (The published code takes the largest divisor of a side up to
-    `chunk`, which is the same for the sides of usual models, and 1 for a prime.) Vectors, which go
-    dense by default, are matrices of one row
-    otherwise.
+    `chunk`, which is the same for the sides of usual models, and 1 for a prime.) Vectors go dense
+    by default, so that their u is the mean gradient; otherwise they are matrices of one row.
 
     The published step is signed. It has no other optimizer behind it:
 

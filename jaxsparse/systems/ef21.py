@@ -40,19 +40,19 @@ def ef21_sgdm(
 ) -> optax.GradientTransformationExtraArgs:
     """EF21-SGDM (Fatkhullin, Tyurin and Richtarik, NeurIPS 2023): compressed differences.
 
-    Error feedback sends parts of gradients, and with small batches most of what it sends is noise.
-    Here each worker has a momentum v_w, and an estimate g_w of it, which all workers know. It sends
-    a compressed difference of the two, which all add to their estimates. With C the compression, in
-    a step
+    Where workers' gradients differ, classic error feedback stops at a distance from the minimum
+    that grows with the learning rate, because parts of the gradients arrive late. Here workers
+    send differences that vanish at the minimum. Each worker has a momentum v_w, which small batches
+    need, and an estimate g_w of it that all workers know. With C the compression, in a step
 
         v_w = momentum * v_w + (1 - momentum) * gradient    (the first gradient in the first step)
         c_w = C(v_w - g_w)
         g_w = g_w + c_w
         g = g + mean of all c_w
 
-    The update is g, the mean of all g_w, so all coordinates move in each step. Nothing depends on
-    the learning rate, which may change at any time. Chain an optimizer without momentum behind it:
-    `optax.chain(ef21_sgdm(systems.TopK(0.01)), optax.sgd(0.1))`.
+    The update is g, the mean of all g_w, so all coordinates move in each step. No learning rate
+    enters the state, so it may change at any time. Chain an optimizer without momentum behind it:
+    `optax.chain(ef21_sgdm(systems.TopK(0.01)), optax.sgd(0.1))`. (`benchmarks/ef21.py` compares.)
 
     v_w - g_w is the residual of error feedback on the changes of v_w, whatever part of them C
     delivers and wherever it loses the rest. So any reducer of this library can be C, with any of
@@ -62,8 +62,8 @@ def ef21_sgdm(
 
     to rounding: if C conserves sums exactly or to rounding, as TopK, SparDL (whose residuals arise
     within its collective) or rounding to nearest do. Reducers that are right only in expectation
-    (Quantized with stochastic rounding, S2), or that leak, must not be used: g would add up their
-    errors for ever.
+    (Quantized with stochastic rounding, S2), or that leak, are refused: g would add up their errors
+    for ever.
 
     A skipped step has an update of zero, and changes nothing. `jaxsparse.reshard` keeps the means
     of v_w and of residuals, hence the law. `jaxsparse.diagnose` reports the residual's norm.
@@ -226,5 +226,5 @@ EF21_SGDM = System(
     },
     settings=_settings,
     law="differences",
-    caveat="for small batches: its own momentum takes passes and memory that are not counted",
+    caveat="its momenta and estimates take passes and memory that the prediction does not count",
 )
