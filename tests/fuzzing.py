@@ -1,7 +1,8 @@
 """Random transformations on random gradients, and the contract that each step must keep.
 
-A `Program` is what is compiled: a transformation, a tree, a number of workers. A `Data` describes
-the gradients of a few steps. Both print as what makes them again.
+A `Program` is what is compiled: a transformation, a tree, and a number of workers, simulated or on
+a mesh with inner axes. A `Data` describes the gradients of a few steps. Both print as what makes
+them again.
 """
 
 import dataclasses
