@@ -1,5 +1,6 @@
 """Strict settings for every test: emulated devices, strict dtype and rank promotion."""
 
+import gc
 import importlib.metadata
 import os
 from pathlib import Path
@@ -55,6 +56,12 @@ def pytest_collection_modifyitems(config, items):
             for item in items:
                 if mark in item.keywords:
                     item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """Tracing makes many objects; what was imported need not be searched for garbage each time."""
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -139,7 +139,7 @@ def test_updates_are_placed_as_parameters_are_and_counted_on_all_devices():
     assert int(state.info.delivered) == sum(map(math.prod, SHAPES.values()))
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2,)], ids=str)
+@pytest.mark.parametrize("shape", some([(2, 2), (2,)], [(2, 2)]), ids=str)
 def test_copies_of_a_rounded_momentum_stay_equal(shape):
     """All workers keep the momentum of the mean, and round it alike; residuals apart."""
     where = mesh(shape)

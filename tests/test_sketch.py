@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_sketch as reference
-from workers import few
+from workers import few, some
 
 from jaxsparse import sketch
 from jaxsparse.hashing import permute
@@ -304,9 +304,12 @@ def test_top_k_is_exact_where_every_element_has_a_slot(case, share):
 LARGE = 200_003
 
 
-@pytest.mark.parametrize(("k", "cols"), [(1, 2000), (20, 2000), (2000, 2000), (20, 60)])
+@pytest.mark.parametrize(
+    "case", some([(1, 2000), (20, 2000), (2000, 2000), (20, 60)], [(2000, 2000), (20, 60)]), ids=str
+)
 @pytest.mark.parametrize("power", few([1, 3], [3]))
-def test_top_k_keeps_nearly_all_energy(power, k, cols):
+def test_top_k_keeps_nearly_all_energy(power, case):
+    k, cols = case
     spec = SketchSpec(
         5, cols, seed=4
     )  # with 60 columns there are 4000 tiles, so slots are as full as they get
@@ -433,6 +436,11 @@ def test_heavymix_cuts_to_the_k_largest_when_more_are_heavy():
     assert np.all(estimates[list(chosen)] >= threshold)
 
 
+@jax.jit
+def mixed(indices, heavy, is_heavy, key):
+    return mix_in_random(indices, heavy, is_heavy.size, lambda i: is_heavy[i], key=key)
+
+
 @pytest.mark.parametrize("light", [0, 25, 990])
 def test_places_left_go_to_light_coordinates_and_only_then_to_missed_heavy_ones(light, key):
     """As where slots lost heavy coordinates: most that `indices` lacks are heavy too."""
@@ -443,7 +451,7 @@ def test_places_left_go_to_light_coordinates_and_only_then_to_missed_heavy_ones(
     ]
     is_heavy = np.ones(size, bool)
     is_heavy[light_ones] = is_heavy[indices[~heavy]] = False
-    chosen = mix_in_random(indices, heavy, size, lambda i: jnp.asarray(is_heavy)[i], key=key)
+    chosen = mixed(indices, heavy, is_heavy, key)
     chosen = set(np.asarray(chosen).tolist())
     assert len(chosen) == k
     assert chosen >= set(np.asarray(indices[heavy]).tolist())
