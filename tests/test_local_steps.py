@@ -373,6 +373,9 @@ def test_fragments_take_turns_as_in_maxtext():
     assert outer.Streaming(3).of(paths) == [1, 1, 2, 0]  # by number, not as text
     assert outer.Streaming(2, split=lambda path: int("head" in path)).of(paths) == [0, 0, 0, 1]
     assert outer.Streaming(2).of(["[0]", "[1]", "[2]"]) == [0, 1, 0]  # all have a layer
+    paths = ["[0]['layer_10']", "[0]['layer_11']", "[0]['head']"]  # a tuple's first, all of them
+    assert outer.Streaming(3).of(paths) == [1, 2, 0]
+    assert outer.Streaming(2).of(paths[:2]) == [0, 1]
 
 
 def test_stages_exchange_at_their_bounds():
@@ -431,17 +434,54 @@ def test_a_broken_worker_recovers_under_streaming():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(states[-1]))
 
 
-def test_a_sum_that_overflows_skips_the_outer_step_too():
-    tx = optax.chain(jaxsparse.dense(), optax.sgd(0.1, momentum=0.9))
-    train = LocalSteps(lambda s, b: ((s[0] - b[0],), ()), tx, 2)
+@pytest.mark.parametrize(
+    ("tx", "moves_", "workers"),
+    [
+        (optax.chain(jaxsparse.dense(), optax.sgd(0.1)), [1, 3e38, 1, 1], 2),  # the sum
+        (outer.diloco(), [1, 3e38, 1, 1], 1),  # the update
+    ],
+    ids=["sum", "update"],
+)
+@pytest.mark.parametrize("streaming", some([None, outer.Streaming(1, 1, 0.5)], [None]), ids=str)
+def test_what_overflows_is_forgotten_and_training_goes_on(tx, moves_, workers, streaming):
+    move = lambda s, b: ((s[0] - b[0],), ())
+    every = 1 if streaming is None else 2
+    train = LocalSteps(move, tx, workers, every=every, streaming=streaming)
     state = train.init((jnp.zeros(2),))
-    for t, move in enumerate([1.0, 3e38, 1.0]):
+    for t, size in enumerate(np.repeat(moves_, every)):
         before = np.asarray(state.params)
-        state, _ = train(state, jnp.full((2, 2), move), t)
-        if t == 1:
+        state, _ = train(state, jnp.full((workers, 2), size if t % every == 0 else 0.0), t)
+        if t == 1 and streaming is None:
             np.testing.assert_array_equal(state.params, before)
-    assert int(state.skipped) >= 1
+            np.testing.assert_array_equal(state.worker[0].value, [before] * workers)
+    state = train.finish(state, t + 1)
+    assert int(state.skipped) == 1
     assert np.isfinite(np.asarray(state.params)).all()
+    assert np.all(np.asarray(state.params) < before)
+
+
+def test_slow_momentum_survives_an_inner_rate_of_zero():
+    rates = optax.warmup_cosine_decay_schedule(0.0, 1.0, 2, 6, 0.0)
+    train = LocalSteps(lambda s, b: ((s[0] - b[0],), ()), outer.slowmo(0.5, inner_rate=rates), 2)
+    state = train.init((jnp.zeros(2),))
+    with jax.numpy_dtype_promotion("standard"):  # as optax' schedules ask
+        for t in range(8):
+            state, _ = train(state, jnp.ones((2, 2)), t)
+    assert int(state.skipped) == 0
+    assert np.isfinite(np.asarray(state.params)).all()
+
+
+def test_the_end_of_a_run_is_exchanged():
+    tree = moves(5, 2)
+    for streaming in (None, outer.Streaming(3)):
+        train = LocalSteps(walk, outer.diloco(1.0, 0.0), 2, every=3, streaming=streaming)
+        _, own, state = run(train, tree)
+        before = flat(state.params)
+        done = train.finish(state, 5)
+        assert not np.allclose(flat(done.params), before)
+        if streaming is None:
+            np.testing.assert_allclose(flat(done.params), own[-1].mean(0), rtol=1e-5, atol=1e-5)
+            np.testing.assert_array_equal(flat(train.finish(done, 6).params), flat(done.params))
 
 
 def test_statistics_are_averaged_by_choice():
@@ -462,6 +502,28 @@ def test_statistics_are_averaged_by_choice():
             np.testing.assert_allclose(seen, [first] * 3, rtol=1e-5)
     second = first + batches[2:, [0, 2]].sum(0).mean(0)  # of the workers that are not broken
     np.testing.assert_allclose(seen, [second] * 3, rtol=1e-5)
+
+
+def test_streaming_averages_statistics_of_workers_that_are_not_broken():
+    step = lambda s, b: ({"params": s["params"] - b[0], "seen": s["seen"] + b[0]}, ())
+    train = LocalSteps(
+        step,
+        outer.diloco(),
+        3,
+        every=2,
+        params=lambda s: s["params"],
+        average=lambda s: s["seen"],
+        streaming=outer.Streaming(1, 1, 0.5),
+    )
+    state = train.init({"params": jnp.zeros(2), "seen": jnp.zeros(2)})
+    for t in range(6):
+        batch = np.ones((3, 2), np.float32)
+        if t == 2:
+            batch[1] = np.nan
+        state, _ = train(state, batch, t)
+        seen = np.asarray(state.worker["seen"].value)
+        assert np.isfinite(seen).all()
+        assert np.all(seen > 0)
 
 
 def test_parameters_of_few_bits_lose_nothing_globally():
@@ -493,9 +555,15 @@ def test_what_inner_and_outer_steps_send():
 
 def test_a_step_that_communicates_is_refused():
     step = lambda s, b: ((s[0] - b.mean(),), jax.lax.pmean(b.mean(), "data"))
-    train = LocalSteps(step, outer.diloco(), mesh(2))
-    with pytest.raises(ValueError, match="the inner step communicates over 'data' at each step"):
-        train(train.init((jnp.zeros(2),)), jnp.ones((2, 1)), 0)
+    exchanging = lambda s, b: (
+        (s[0] - jaxsparse.dense().update(b, jaxsparse.dense().init(b))[0].mean(),),
+        (),
+    )
+    for body, place in ((step, mesh(2)), (step, 2), (exchanging, 2)):
+        train = LocalSteps(body, outer.diloco(), place)
+        for _ in range(2):  # also when it is tried again
+            with pytest.raises(ValueError, match="the inner step communicates over 'data'"):
+                train(train.init((jnp.zeros(2),)), jnp.ones((2, 1)), 0)
     silent = LocalSteps(lambda s, b: ((s[0] - b.mean(),), ()), optax.sgd(0.1), mesh(2))
     with pytest.raises(ValueError, match="differs between workers"):
         silent(silent.init((jnp.zeros(2),)), jnp.ones((2, 1)), 0)
@@ -516,21 +584,54 @@ def test_wrong_settings(settings, match):
         LocalSteps(walk, outer.diloco(), mesh(2), **settings)
 
 
+def test_wrong_calls():
+    w = jnp.zeros(2)
+    make = lambda body, **more: LocalSteps(body, outer.diloco(), 2, **more)
+    fine = lambda s, b: ((s[0] - b.mean(),), ())
+    train = make(fine)
+    state, _ = train(train.init((w,)), jnp.ones((2, 1)), 0)
+    for t in (0, 2, -1):
+        with pytest.raises(ValueError, match=f"t={t}, but this is step 1: count the steps"):
+            train(state, jnp.ones((2, 1)), t)
+    for body, match in (
+        (lambda s, b: (s[0] - b.mean(), s[0]), r"leaf\[0\] was float32\[2\] and becomes nothing"),
+        (lambda s, b: s[0], "but returns .*Tracer: return"),
+        (lambda s, b: ((s[0].astype(jnp.bfloat16),), ()), r"becomes bfloat16\[2\]"),
+    ):
+        train = make(body)
+        with pytest.raises(ValueError, match=match):
+            train(train.init((w,)), jnp.ones((2, 1)), 0)
+    tree = {"a": w, "b": w}
+    pick = lambda s: s
+    parts = lambda n: outer.Streaming(n, split=lambda path: int("b" in path) % n)
+    one, two = (
+        make(lambda s, b: (s, ()), every=4, params=pick, streaming=parts(n)) for n in (1, 2)
+    )
+    with pytest.raises(ValueError, match="made for 1 fragments, but there are 2"):
+        two(one.init(tree), jnp.ones((2, 1)), 0)
+
+
 def test_wrong_states():
     start = (START, jnp.int32(0))
+    with pytest.raises(ValueError, match="leave the exchange to outer"):
+        LocalSteps(walk, outer.diloco(), 2).init((jnp.zeros(2), PerWorker(jnp.zeros((1, 2)))))
+    with pytest.raises(ValueError, match="average picks parameters"):
+        LocalSteps(walk, outer.diloco(), 2, average=lambda s: s[0]).init((jnp.zeros(2), 0))
+    for state in ([jnp.zeros(2)], {"w": jnp.zeros(2)}):
+        with pytest.raises(ValueError, match="params=None finds no parameters"):
+            LocalSteps(walk, outer.diloco(), 2).init(state)
     make = functools.partial(LocalSteps, walk, outer.diloco(), 2, every=4)
     for settings, match in (
         ({"params": lambda s: s[1]}, "params picks leaf, which is int32"),
         ({"params": lambda s: ()}, "params picks nothing"),
         ({"average": lambda s: s[1]}, "average picks leaf, which is int32"),
         ({"params": lambda s: jnp.zeros(3)}, "which is no leaf of the state"),
+        ({"params": lambda s: s[1].astype(jnp.float32)}, "must pick arrays of the state as they"),
         ({"streaming": outer.Streaming(4, split=lambda path: 0)}, "no leaf is left for fragment 1"),
         ({"streaming": outer.Streaming(2, split=lambda path: 2)}, "split gives 2 for leaf"),
     ):
         with pytest.raises(ValueError, match=match):
             make(**settings).init(start)
-    with pytest.raises(ValueError, match="params=None finds no parameters in a state of type dict"):
-        make().init({"w": jnp.zeros(2)})
     for wrong, match in (
         (lambda: outer.Streaming(0), "fragments=0 must be at least 1"),
         (lambda: outer.Streaming(2, -1), "overlap=-1 must not be negative"),
@@ -565,7 +666,7 @@ def test_another_number_of_workers_goes_on_from_the_mean(streaming):
     _, own, state = run(make(4), moves(6, 4))
     carried = reshard(jax.device_get(state), 6)
     assert carried.worker[1].value.shape == (6,)
-    kept = lambda s: (s.params, s.outer, s.arrived)
+    kept = lambda s: (s.params, s.outer, s.outcome)
     jax.tree.map(np.testing.assert_array_equal, kept(jax.device_get(carried)), kept(state))
     after = np.concatenate(
         [x.value.reshape(6, -1) for x in jax.tree.leaves(carried.worker[0], is_leaf=is_marked)], 1

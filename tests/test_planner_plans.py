@@ -17,6 +17,7 @@ from jaxsparse.network import Link, Network
 from jaxsparse.planner import units
 from jaxsparse.planner.leaf_groups import Group
 from jaxsparse.planner.planning import plan
+from jaxsparse.planner.plans import compared
 from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.systems.sparcml import ALGORITHMS
 from jaxsparse.traffic import traced_bytes
@@ -202,6 +203,11 @@ def test_local_steps_share_an_exchange(capsys):
     assert local["spardl"] == once["spardl"]
     assert local.step("spardl") == pytest.approx(0.02 + once["spardl"].exchange / 30)
     assert local.speedup("dense") == pytest.approx(once.step("dense") / local.step("dense"))
+    assert local.delayed_step("spardl") == pytest.approx(
+        max(0.02, once["spardl"].network / 30) + once["spardl"].computing / 30
+    )
+    with pytest.raises(ValueError, match="different local_steps"):
+        compared({"1": once, "30": local})
     text = str(local)
     assert "an exchange every 30 steps" in text
     assert "outer = optax.chain(jaxsparse.spardl(0.01), optax.sgd(1.0))" in text

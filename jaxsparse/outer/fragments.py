@@ -1,6 +1,7 @@
 """The parts of a model that Streaming DiLoCo exchanges in turn (Douillard et al., 2025)."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -25,33 +26,35 @@ class Streaming:
         overlap: number of steps that a worker makes before the result of an exchange arrives, tau,
             from 0 to H - 1. The paper finds training robust below 5.
         mixing: the weight of a worker's own values, alpha in [0, 1). 0 throws away what the worker
-            did during the overlap, and is the choice without one.
+            did during the overlap. None: 0.5 with an overlap and 0 without.
         split: which leaves a fragment has. "strided" deals layers out in turn, so that a fragment
             has layers of all depths; "sequential" gives each fragment consecutive layers. A leaf's
-            layer is the first whole number in its key path. Leaves without one (embedding, head,
-            norms) are fragment 0, and layers are dealt over all others; if all leaves have a
-            layer, over all. Or a function of the key path, as `jax.tree_util.keystr` prints it,
-            that returns the fragment, from 0 to `fragments` - 1.
+            layer is the first whole number in its key path, behind what all paths begin with.
+            Leaves without one (embedding, head, norms) are fragment 0, and layers are dealt over
+            all others; if all leaves have a layer, over all. Or a function of the key path, as
+            `jax.tree_util.keystr` prints it, that returns the fragment, from 0 to `fragments` - 1.
 
     A leaf that holds all layers, stacked, is not cut: it belongs to one fragment.
     """
 
     fragments: int = 4
     overlap: int = 1
-    mixing: float = 0.5
+    mixing: float | None = None
     split: Literal["strided", "sequential"] | Callable[[str], int] = "strided"
 
     def __post_init__(self):
         for name in ("fragments", "overlap"):
             object.__setattr__(self, name, static_int(name, getattr(self, name)))
-        object.__setattr__(self, "mixing", static_float("mixing", self.mixing))
+        usual = 0.5 if self.overlap else 0.0
+        mixing = usual if self.mixing is None else static_float("mixing", self.mixing)
+        object.__setattr__(self, "mixing", mixing)
         if self.fragments < 1:
             raise ValueError(f"fragments={self.fragments} must be at least 1")
         if self.overlap < 0:
             raise ValueError(f"overlap={self.overlap} must not be negative: 0 waits at once")
-        if not 0 <= self.mixing < 1:
+        if not 0 <= mixing < 1:
             raise ValueError(
-                f"mixing={self.mixing} must lie in [0, 1): it is the weight of a worker's own "
+                f"mixing={mixing} must lie in [0, 1): it is the weight of a worker's own "
                 "values, and at 1 nothing would ever arrive"
             )
         if not callable(self.split) and self.split not in ("strided", "sequential"):
@@ -86,7 +89,10 @@ class Streaming:
         return [int(fragment) for fragment in found]
 
     def _of_layers(self, paths: Sequence[str]) -> list[int]:
-        numbers = [_NUMBER.search(path) for path in paths]
+        pairs = zip(min(paths), max(paths))
+        common = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        start = len(common.rstrip("0123456789"))
+        numbers = [_NUMBER.search(path, start) for path in paths]
         layers = [None if number is None else int(number[0]) for number in numbers]
         first = 1 if None in layers and self.fragments > 1 else 0
         places = {n: i for i, n in enumerate(sorted({n for n in layers if n is not None}))}

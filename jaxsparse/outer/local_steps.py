@@ -34,8 +34,8 @@ from jaxsparse.feedback import states_in
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.reducers.stages import Stages
 from jaxsparse.settings import static_int
-from jaxsparse.training.marks import PerWorker
-from jaxsparse.training.meshes import inner_axes
+from jaxsparse.training.marks import PerWorker, is_marked, map_marked
+from jaxsparse.training.meshes import WorkersError, inner_axes
 from jaxsparse.training.parallel import Way, data_parallel
 from jaxsparse.training.sharding import count_workers, shard
 
@@ -50,15 +50,15 @@ class LocalState(NamedTuple):
         worker: each worker's own training state, marked `PerWorker`.
         params: the global parameters, equal on all workers, in float32 or wider. Evaluate these.
         outer: the state of the outer optimizer for each fragment.
-        arrived: bool[fragments]. Whether a fragment's last exchange counted.
-        skipped: int32, number of exchanges that did not, because a worker's parameters were not
-            finite or a sum overflowed.
+        outcome: int32[fragments], of each fragment's last exchange: 0 if it counted, 1 if a
+            worker's parameters were not finite, 2 if sums or global parameters were not.
+        skipped: int32, number of exchanges that did not count.
     """
 
     worker: Any
     params: Any
     outer: tuple[Any, ...]
-    arrived: Bool[Array, " fragments"]
+    outcome: Int[Array, " fragments"]
     skipped: Int[Array, ""]
 
 
@@ -66,7 +66,7 @@ def params_of(state: Any) -> Any:
     """The parameters of a training state: its `params`, or the first item of a tuple."""
     if hasattr(state, "params"):
         return state.params
-    if isinstance(state, tuple | list):
+    if type(state) is tuple and state:
         return state[0]
     raise ValueError(
         f"params=None finds no parameters in a state of type {type(state).__name__}: give a "
@@ -93,14 +93,18 @@ class LocalSteps:
     **Not finite.** If a parameter is not finite on any worker, the outer step counts for nothing:
     global parameters and outer state stay. That worker goes back to the global parameters, and
     what is not finite in the rest of its state (moments, statistics) becomes 0. All others keep
-    what they did, which the next outer step exchanges. `state.skipped` counts these.
+    what they did, which the next outer step exchanges. If parameters are finite, but their sum or
+    the update is not, all go back. `state.skipped` counts these outer steps.
 
     **Randomness.** All workers start with the same state, keys included. Fold the worker's number
     in where a key is used: `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
 
     **Going on.** A saved state and the number of steps done are all that training needs. Save
-    behind an outer step to go on with another number of workers: what workers did since then would
-    be averaged, but so it is by `jaxsparse.reshard`.
+    behind an outer step to go on with another number of workers: `jaxsparse.reshard` averages what
+    workers did since, and would spread what is not finite.
+
+    **The end.** Steps behind the last outer step are not in `state.params`. `finish` exchanges
+    them, too.
 
     **Programs.** `inner`, `outer`, `streamed` and `mixed` are compiled functions, so that
     `jaxsparse.wire_bytes(train.outer[0], state)` tells what an outer step sends. `outer[p]` takes a
@@ -119,17 +123,20 @@ class LocalSteps:
         every: H, or `jaxsparse.Stages` of it by steps: `Stages((1, 30), (1000,))` is post-local SGD
             (Lin et al., ICLR 2020). A stage begins with an outer step.
         params: function that picks the parameters from a state. None: `state.params`, or the first
-            item of a tuple. For an nnx state: `lambda s: nnx.filter_state(s, nnx.Param)`.
-        average: function that picks statistics to be averaged over workers at each outer step, such
-            as those of BatchNorm. They travel uncompressed. None: each worker keeps its own.
+            item of a plain tuple. For an nnx state: `lambda s: nnx.filter_state(s, nnx.Param)`.
+        average: function that picks statistics to be averaged over workers at each outer step (of
+            fragment 0, with streaming), such as those of BatchNorm. They travel uncompressed. None:
+            each worker keeps its own.
         streaming: how to exchange fragments in turn; None: all at once.
         via: see `jaxsparse.data_parallel`.
 
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
-            than floating-point arrays of the state, or a fragment has no leaf. From a call: see
-            `jaxsparse.data_parallel`; or the step communicates over `axis_name`, of which a mesh
-            with other axes gets a warning, since XLA may do it; or `outer` exchanges nothing.
+            than floating-point arrays of the state, or a fragment has no leaf, or the state holds
+            an exchange. From a call: see `jaxsparse.data_parallel`; `t` does not count on; `step`
+            returns a state of another structure, shape or dtype; `step` communicates over
+            `axis_name`, of which a mesh with other axes gets a warning, since XLA may do it; or
+            `outer` exchanges nothing.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
@@ -165,10 +172,11 @@ class LocalSteps:
         self.streaming = streaming or Streaming(1, overlap=0, mixing=0.0)
         if streaming is not None:
             _check_streaming(streaming, every)
-        self._outer = optax.with_extra_args_support(outer)
+        self._step, self._outer = step, optax.with_extra_args_support(outer)
         self._mesh, self._axis_name = mesh, axis_name
         self._params, self._average = params or params_of, average
         self._is_checked = False
+        self._next: int | None = None  # the t of the next call, once it is known
 
         make = functools.partial(
             data_parallel, mesh=mesh, axis_name=axis_name, donate_argnums=0, via=via
@@ -182,8 +190,15 @@ class LocalSteps:
 
     def init(self, state: Any) -> LocalState:
         """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`."""
-        _, names = _picked("params", self._params, state)
-        _picked("average", self._average, state)
+        if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
+            raise ValueError(
+                "the state holds arrays of single workers, as the state of a jaxsparse "
+                "transformation does: a step exchanges nothing here, so leave the exchange to outer"
+            )
+        places, names = _picked("params", self._params, state)
+        if set(places) & set(_picked("average", self._average, state)[0]):
+            raise ValueError("average picks parameters, which outer exchanges: pick statistics")
+        self._next = None
         self.streaming.of(names)  # raises where a fragment is empty
         params = jax.tree.map(_wide, self._params(state))
         parts = range(self.streaming.fragments)
@@ -191,7 +206,7 @@ class LocalSteps:
             worker=PerWorker.wrap(state),
             params=params,
             outer=tuple(self._outer.init(self._part(params, p)) for p in parts),
-            arrived=jnp.ones((len(parts),), bool),
+            outcome=jnp.zeros((len(parts),), jnp.int32),
             skipped=jnp.int32(0),
         )
         return shard(start, self._mesh, self._axis_name)
@@ -202,26 +217,48 @@ class LocalSteps:
         Args:
             state: see `init`. It is donated.
             batch: of all workers together; all arrays are split along their first axis.
-            t: the number of steps done before this one, a Python int.
+            t: the number of steps done before this one, over all epochs; a Python int. It starts
+                anywhere, behind `init` and in a new object, and then counts on.
 
         Returns:
             The next state, and what `step` returned besides its state, of all workers: each array
             has a leading axis of W. On several hosts, a mean over it communicates.
         """
         t = static_int("t", t)
+        if t < 0 or (self._next is not None and t != self._next):
+            raise ValueError(
+                f"t={t}, but this is step {self._next or 0}: count the steps of the whole run, "
+                "over all epochs. With a restored state, go on with a new LocalSteps"
+            )
         if not self._is_checked:
             self._check(state, batch)
         overlap = self.streaming.overlap
         fragment = self.due(t) if overlap else None
-        if fragment is None:
-            worker, out = self.inner(state.worker, batch)
-            state = state._replace(worker=worker)
-        else:
-            state, out = self.streamed[fragment](state, batch)
-        if (fragment := self.due(t + 1 - overlap)) is not None:
-            program = self.mixed if overlap else self.outer
-            state = program[fragment](state)
+        try:
+            if fragment is None:
+                worker, out = self.inner(state.worker, batch)
+                state = state._replace(worker=worker)
+            else:
+                state, out = self.streamed[fragment](state, batch)
+            if (fragment := self.due(t + 1 - overlap)) is not None:
+                program = self.mixed if overlap else self.outer
+                state = program[fragment](state)
+        except WorkersError as error:
+            error.add_note(
+                "Does outer hold an exchange, such as jaxsparse.dense()? It must, to make displace"
+                "ments equal on all workers; and every parameter must go through it"
+            )
+            raise
+        self._next = t + 1
         return state, jax.tree.map(lambda x: x.value, out, is_leaf=_is_per_worker)
+
+    def finish(self, state: LocalState, steps: int) -> LocalState:
+        """Exchanges what workers did since the last outer steps, at the end of so many steps."""
+        overlap, done = self.streaming.overlap, self.due(static_int("steps", steps))
+        for p, exchange in enumerate(self.outer):
+            if overlap or p != done:
+                state = exchange(state)
+        return state
 
     def due(self, steps: int) -> int | None:
         """The fragment that is exchanged once `steps` steps are done (0 without streaming)."""
@@ -236,25 +273,46 @@ class LocalSteps:
         return next((p for p in range(count) if p * every // count == place), None)
 
     def _check(self, state: LocalState, batch: Any) -> None:
-        """Raises ValueError if the inner step communicates over the axis of the workers."""
-        self._is_checked = True
-        if not isinstance(self._mesh, Mesh):
-            return
-        axis = self._axis_name
-        # JAX keeps the program: the call does not compile again.
-        program = self.inner.lower(state.worker, batch).compile()
-        found = traffic.crossing(program, axis_name=axis, mesh=self._mesh)
-        if not found:
-            return
-        text = (
-            f"the inner step communicates over {axis!r} at each step: "
-            f"{'; '.join(map(str, found[:4]))}. Return metrics as each worker's own, and leave "
-            "exchanges to outer"
-        )
-        if inner_axes(self._mesh, axis):
+        """Raises ValueError for another state's, or if the step communicates over the axis."""
+        fragments = self.streaming.fragments
+        if len(state.outer) != fragments:
+            raise ValueError(
+                f"the state was made for {len(state.outer)} fragments, but there are {fragments}: "
+                "go on with as many, or start from init with its global parameters"
+            )
+        found, axis = self._crossing(state, batch), self._axis_name
+        if found:
+            text = (
+                f"the inner step communicates over {axis!r} at each step: {'; '.join(found[:4])}. "
+                "Return metrics as each worker's own, and leave exchanges to outer"
+            )
+            if not isinstance(self._mesh, Mesh) or not inner_axes(self._mesh, axis):
+                raise ValueError(text)
             warnings.warn(text, stacklevel=3)
-            return
-        raise ValueError(text)
+        self._is_checked = True
+
+    def _crossing(self, state: LocalState, batch: Any) -> list[str]:
+        """What of the inner step communicates between workers."""
+        if isinstance(self._mesh, Mesh):
+            # JAX keeps the program: the call does not compile again.
+            program = self.inner.lower(state.worker, batch).compile()
+            found = traffic.crossing(program, axis_name=self._axis_name, mesh=self._mesh)
+            return list(map(str, found))
+        workers = count_workers(self._mesh, self._axis_name)
+        one = lambda x, lead: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype)
+        worker = jax.tree.map(
+            lambda node: one(node.value, ()), state.worker, is_leaf=_is_per_worker
+        )
+        shapes = jax.eval_shape(lambda x: x, batch)
+        if any(not x.shape or x.shape[0] % workers for x in jax.tree.leaves(shapes)):
+            return []  # the call itself says so
+        share = jax.tree.map(lambda x: one(x, (x.shape[0] // workers,)), shapes)
+        run = lambda both: self._step(*both)
+        try:
+            moved = traffic.traced_bytes(run, (worker, share), workers, axis_name=self._axis_name)
+        except Exception:  # the types of replication are stricter than simulated workers are
+            return []
+        return list(map(str, moved.collectives))
 
     # From here on, each runs on one worker, whose state `worker` is, without marks.
 
@@ -273,11 +331,11 @@ class LocalSteps:
         """Exchanges a fragment, and lets workers go on from the result."""
         worker = PerWorker.unwrap(state.worker)
         broken = self._broken(worker)
-        state, arrived = self._exchanged(state, worker, broken, fragment)
+        state = self._exchanged(state, worker, broken, fragment)
         worker = self._put_back(worker, state.params, broken)
         if fragment == 0:
             worker = self._averaged(worker, broken)
-        worker = self._mixed(worker, state.params, arrived, fragment)
+        worker = self._mixed(worker, state, fragment)
         return state._replace(worker=PerWorker.wrap(worker))
 
     def _step_beside(
@@ -286,52 +344,58 @@ class LocalSteps:
         """A step, and beside it the exchange of what a fragment was before the step."""
         worker = PerWorker.unwrap(state.worker)
         broken = self._broken(worker)
-        after, out = step(worker, batch)
+        after, out = _stepped(step, worker, batch)
         after = self._put_back(after, state.params, broken)
         if fragment == 0:
-            after = self._averaged(after, broken)
-        state, _ = self._exchanged(state, worker, broken, fragment)
+            after = self._averaged(after, self._broken(after))
+        state = self._exchanged(state, worker, broken, fragment)
         return state._replace(worker=PerWorker.wrap(after)), PerWorker.wrap(out)
 
     def _mix(self, state: LocalState, fragment: int) -> LocalState:
         """Lets workers go on from an exchange that has arrived."""
         worker = PerWorker.unwrap(state.worker)
-        worker = self._mixed(worker, state.params, state.arrived[fragment], fragment)
+        worker = self._mixed(worker, state, fragment)
         return state._replace(worker=PerWorker.wrap(worker))
 
     def _exchanged(
         self, state: LocalState, worker: Any, broken: Bool[Array, ""], fragment: int
-    ) -> tuple[LocalState, Bool[Array, ""]]:
-        """The state after the exchange of a fragment's displacements, and whether it counts."""
+    ) -> LocalState:
+        """The state after the exchange of a fragment's displacements, if that counts."""
         params = self._part(state.params, fragment)
         own = self._part(self._params(worker), fragment)
         # In the worker's precision: what it rounded off the global parameters, it did not move.
         moved = jax.tree.map(lambda g, w: _wide(g.astype(w.dtype)) - _wide(w), params, own)
         before = state.outer[fragment]
         updates, after = self._outer.update(moved, before, params)
-        any_broken = wire.pmax(jnp.where(broken, jnp.float32(1), jnp.float32(0)), self._axis_name)
-        ok = (any_broken == 0) & (_skips(after) == _skips(before))
+        updated = optax.apply_updates(params, updates)
+        flag = jnp.where(broken, jnp.float32(1), jnp.float32(0))
+        any_broken = wire.pmax(flag, self._axis_name) > 0
+        # What is replicated is the same on all workers, and so is whether it is finite.
+        equal = [updated, map_marked(lambda x, is_own: 0 if is_own else x, after)]
+        overflows = ~_finite(jax.tree.leaves(equal)) | (_skips(after) != _skips(before))
+        ok = ~any_broken & ~overflows
         kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
-        params = jax.tree.leaves(kept(optax.apply_updates(params, updates), params))
         outer = list(state.outer)
         outer[fragment] = kept(after, before)
-        state = state._replace(
-            params=_replaced(state.params, self._fragment(state.params, fragment), params),
+        outcome = jnp.where(any_broken, jnp.int32(1), jnp.where(overflows, jnp.int32(2), 0))
+        places = self._fragment(state.params, fragment)
+        return state._replace(
+            params=_replaced(state.params, places, jax.tree.leaves(kept(updated, params))),
             outer=tuple(outer),
-            arrived=state.arrived.at[fragment].set(ok),
+            outcome=state.outcome.at[fragment].set(outcome),
             skipped=state.skipped + jnp.where(ok, 0, 1),
         )
-        return state, ok
 
-    def _mixed(self, worker: Any, params: Any, arrived: Bool[Array, ""], fragment: int) -> Any:
-        """The worker with its fragment mixed with the global one, if that has arrived."""
+    def _mixed(self, worker: Any, state: LocalState, fragment: int) -> Any:
+        """The worker after the last exchange of a fragment: mixed with it, as it was, or back."""
         places, weight = _picked("params", self._params, worker)[0], self.streaming.mixing
-        leaves, whole = jax.tree.leaves(worker), jax.tree.leaves(params)
-        own = self._fragment(params, fragment)
+        leaves, whole = jax.tree.leaves(worker), jax.tree.leaves(state.params)
+        own, outcome = self._fragment(state.params, fragment), state.outcome[fragment]
 
         def mixed(w: Array, g: Array) -> Array:
             wide = weight * _wide(w) + (1 - weight) * g if weight else g
-            return jnp.where(arrived, wide.astype(w.dtype), w)
+            back = jnp.where(outcome == 2, g.astype(w.dtype), w)
+            return jnp.where(outcome == 0, wide.astype(w.dtype), back)
 
         values = [mixed(leaves[places[i]], whole[i]) for i in own]
         return _replaced(worker, [places[i] for i in own], values)
@@ -341,8 +405,7 @@ class LocalSteps:
         leaves = jax.tree.leaves(worker)
         places = _picked("params", self._params, worker)[0]
         places += _picked("average", self._average, worker)[0]
-        chosen = [leaves[i] for i in places]
-        return ~jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in chosen]))
+        return ~_finite([leaves[i] for i in places])
 
     def _put_back(self, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
         """A broken worker with the global parameters, and without numbers that are not finite."""
@@ -376,8 +439,44 @@ class LocalSteps:
 
 
 def _inner(step: Step, worker: Any, batch: Any) -> tuple[Any, Any]:
-    after, out = step(PerWorker.unwrap(worker), batch)
+    after, out = _stepped(step, PerWorker.unwrap(worker), batch)
     return PerWorker.wrap(after), PerWorker.wrap(out)
+
+
+def _stepped(step: Step, worker: Any, batch: Any) -> tuple[Any, Any]:
+    """What a step returns.
+
+    Raises:
+        ValueError: that is no pair, or its state is not like the one before.
+    """
+    result = step(worker, batch)
+    what = "step must return (state, out), with a state like the one that it is given"
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(f"{what}, but returns {type(result).__name__}: return (state, None)")
+    before, after = _kinds(worker), _kinds(result[0])
+    for name in [*before, *after]:
+        if before.get(name) != after.get(name):
+            raise ValueError(
+                f"{what}: leaf{name} was {_described(before.get(name))} and becomes "
+                f"{_described(after.get(name))}"
+            )
+    return result
+
+
+def _kinds(tree: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of each leaf, by path."""
+    leaves = tree_flatten_with_path(tree)[0]
+    return {keystr(path): (jnp.shape(x), jnp.result_type(x)) for path, x in leaves}
+
+
+def _described(leaf: Any) -> str:
+    return "nothing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
+
+
+def _finite(leaves: list[Any]) -> Bool[Array, ""]:
+    """Whether all floating-point leaves are finite."""
+    floats = [x for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
 def _is_per_worker(node: Any) -> bool:
@@ -416,7 +515,12 @@ def _picked(name: str, select: Select | None, state: Any) -> tuple[list[int], li
     if select is None:
         return [], []
     leaves, treedef = _flat(state)
-    found = tree_flatten_with_path(select(treedef.unflatten(range(len(leaves)))))[0]
+    try:
+        found = tree_flatten_with_path(select(treedef.unflatten(range(len(leaves)))))[0]
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{name} must pick arrays of the state as they are, without changing them: {error}"
+        ) from error
     for path, i in found:
         if type(i) is not int or not jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating):
             what = jnp.result_type(leaves[i]) if type(i) is int else "no leaf of the state"

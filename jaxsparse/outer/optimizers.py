@@ -6,7 +6,9 @@ gradient would: all of these are an exchange, chained with an Optax optimizer.
 
 from typing import Any, Literal, Unpack
 
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array
 
 from jaxsparse import quantize
 from jaxsparse.feedback.options import LeafOptions, exchange_options
@@ -85,15 +87,21 @@ def slowmo(
     """
     _check_momentum(momentum)
     scale: Any = inner_rate if callable(inner_rate) else lambda _: inner_rate
+
+    def inverse(count: Array) -> Array:
+        rate = jnp.asarray(scale(count), jnp.float32)
+        # A rate of 0, as at the start of a warm-up, moves nothing.
+        return jnp.where(rate == 0, 0, 1 / jnp.where(rate == 0, 1, rate))
+
     slow = optax.chain(
-        optax.scale_by_schedule(lambda count: 1 / scale(count)),
+        optax.scale_by_schedule(inverse),
         optax.trace(momentum),
         optax.scale_by_schedule(lambda count: -learning_rate * scale(count)),
     )
     return _behind(exchange, axis_name, slow)
 
 
-@exchange_options(decay=0.95)
+@exchange_options(without=("momentum", "nesterov"), decay=0.95)
 def sparse_loco(
     learning_rate: optax.ScalarOrSchedule = 1.0,
     k: int = 64,

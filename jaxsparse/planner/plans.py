@@ -105,7 +105,9 @@ class Plan:
 
         The exchange's computing competes with the backward pass for the device, so it is added.
         """
-        return self[system].computing + max(self.step_seconds, self[system].network)
+        computing, network = self[system].computing, self[system].network
+        overlapped = max(self.step_seconds, network / self.local_steps)
+        return computing / self.local_steps + overlapped
 
     def speedup(self, system: str) -> float:
         """Seconds of a step with a dense exchange over seconds of a step with this system.
@@ -185,9 +187,15 @@ def compared(plans: Mapping[str, Plan]) -> str:
     """A Markdown table of the exchange's milliseconds in several plans.
 
     Args:
-        plans: plans of the same systems, by column head. The first plan orders the rows.
+        plans: plans of the same systems and local steps, by column head. The first plan orders
+            the rows.
+
+    Raises:
+        ValueError: they differ in local steps.
     """
     first = next(iter(plans.values()))
+    if len({found.local_steps for found in plans.values()}) > 1:
+        raise ValueError("plans have different local_steps: compare plans of the same")
     is_local = first.local_steps > 1
     rows = [["ms a step" if is_local else "exchange, ms", *plans], ["---"] * (1 + len(plans))]
     for prediction in first.predictions:
