@@ -121,15 +121,14 @@ def main() -> None:
     args = parser.parse_args()
     where = timing.where()
     found: dict[str, Any] = {}
-    dense = 0.0
     made = rows(args.density)
+    dense = received(made["dense"](args.rates[0]), args.workers)
     for name in args.only or made:
         make = made[name]
         tried = {rate: train(make(rate), 0, args) for rate in args.rates}
         rate = min(tried, key=lambda r: tried[r])
         losses = [tried[rate], *(train(make(rate), seed, args) for seed in range(1, args.seeds))]
         got = received(make(rate), args.workers)
-        dense = dense or got
         found[name] = {"losses": losses, "rate": rate, "tried": tried, "received": got}
         print(name, rate, losses, flush=True)
     cells = [("exchange", "loss", "spread", "rate", "fewer bytes")]
