@@ -15,7 +15,7 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     + " --xla_cpu_use_fusion_emitters=false"
     * (
-        "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ
+        os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0"
         and importlib.metadata.version("jaxlib").startswith("0.10.")
     )
 )

@@ -78,7 +78,7 @@ TRANSFORMATIONS = {
 @pytest.mark.parametrize("name", some(TRANSFORMATIONS, ["partition"]))
 def test_an_update_equals_what_is_compiled(name):
     tx = TRANSFORMATIONS[name]()
-    moved = compiled(lambda x, state: tx.update(x, state, x), tx.init, PARAMS, 3, "sketch" in name)
+    moved = compiled(lambda x, state: tx.update(x, state, x), tx.init, PARAMS, 3)
     assert summary(traced_bytes(tx, PARAMS, 3)) == summary(moved)
 
 
