@@ -48,12 +48,11 @@ class Local(NamedTuple):
     every: int
 
 
-Method = optax.GradientTransformation | Local
-
-
-def methods_to_compare(args: argparse.Namespace) -> dict[str, Method]:
+def methods_to_compare(args: argparse.Namespace) -> dict[str, optax.GradientTransformation | Local]:
     """The model, the data and every other setting are the same for all of them."""
-    methods: dict[str, Method] = {"dense": jaxsparse.dense(momentum=args.momentum)}
+    methods: dict[str, optax.GradientTransformation | Local] = {
+        "dense": jaxsparse.dense(momentum=args.momentum)
+    }
     if "true_top_k" in args.methods:
         methods["true top-k"] = jaxsparse.true_top_k(args.k, momentum=args.momentum)
     if "sketched_sgd" in args.methods:
@@ -65,7 +64,7 @@ def methods_to_compare(args: argparse.Namespace) -> dict[str, Method]:
 
 
 def train(
-    method: Method,
+    method: optax.GradientTransformation | Local,
     workers: digits.Workers,
     args: argparse.Namespace,
     advance: Callable[[], object],

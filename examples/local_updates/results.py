@@ -35,8 +35,7 @@ def table(runs: dict[str, Run], workers: int) -> Table:
         pad_edge=False,
         collapse_padding=True,
         caption=f"Held-out loss in nats a byte after {steps} steps, {workers} workers. "
-        "\nBytes are those that a worker hands over and receives, mean over steps, from the"
-        "\ntraced exchange.",
+        "\nBytes: what a worker hands over and receives, mean over steps, as traced.",
         caption_justify="left",
     )
     result.add_column("method", no_wrap=True)

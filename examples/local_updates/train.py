@@ -15,6 +15,7 @@ optimizer of all methods; what workers send each other differs:
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -101,9 +102,7 @@ DEFAULT = (
 )
 
 
-def train(
-    name: str, method: Method, args: argparse.Namespace, advance: Callable[[], object]
-) -> results.Run:
+def train(method: Method, args: argparse.Namespace, advance: Callable[[], object]) -> results.Run:
     """Trains with each rate on the first seed, and with the best one on all others.
 
     `advance` is called after each step.
@@ -112,16 +111,17 @@ def train(
     test = models.windows(text.held_out, 256, args.length, np.random.default_rng(0))
     points = sorted({*range(args.eval_every, args.steps, args.eval_every), args.steps})
     seconds: list[float] = []
-    moved = None
+    run = None
 
     def curve(rate: float, seed: int) -> list[float]:
-        nonlocal moved
+        nonlocal run
         run = start(method, args, rate, seed)
-        moved = run.moved
         rng, losses, last = np.random.default_rng(seed), [], time.perf_counter()
         for t in range(args.steps):
             batch = models.windows(text.train, args.workers * args.batch, args.length, rng)
             run.step(batch, t)
+            if t + 1 == args.steps:
+                run.finish()
             if t + 1 in points:
                 losses.append(run.held_out(test))
             advance()
@@ -134,20 +134,27 @@ def train(
     # A loss that is not a number is not the best.
     best = min(tried, key=lambda rate: np.nan_to_num(tried[rate][-1], nan=np.inf))
     curves = [tried[best], *(curve(best, seed) for seed in others)]
-    assert moved is not None
+    assert run is not None
     return results.Run(
         np.array(points),
         np.array(curves),
         best,
         {str(rate): losses[-1] for rate, losses in tried.items()},
-        moved.payload / method.every,
-        moved.received / method.every,
+        run.share * run.moved.payload,
+        run.share * run.moved.received,
         float(np.median(seconds)),
     )
 
 
 class Training:
-    """One model's training."""
+    """One model's training.
+
+    Attributes:
+        state: of all workers.
+        finish: exchanges what is left to exchange at the end.
+        moved: what one exchange moves.
+        share: exchanges a step.
+    """
 
     def __init__(
         self,
@@ -155,9 +162,11 @@ class Training:
         state: Any,
         run: Callable[..., Any],
         moved: jaxsparse.traffic.WireBytes,
+        share: float = 1.0,
+        finish: Callable[[Any], Any] = lambda state: state,
     ):
-        self.state, self.moved = state, moved
-        self._run = run
+        self.state, self.moved, self.share = state, moved, share
+        self._run, self._finish = run, finish
 
         def evaluate(params: Any, windows: jax.Array) -> jax.Array:
             return models.loss_of(nnx.merge(graphdef, params), windows)
@@ -166,6 +175,9 @@ class Training:
 
     def step(self, batch: np.ndarray, t: int) -> None:
         self.state = jax.block_until_ready(self._run(self.state, batch, t))
+
+    def finish(self) -> None:
+        self.state = self._finish(self.state)
 
     def held_out(self, windows: np.ndarray) -> float:
         return float(self._evaluate(self.params, windows))
@@ -197,9 +209,20 @@ def start(method: Method, args: argparse.Namespace, lr: float, seed: int) -> Tra
         steps = LocalSteps(
             stepper(inner), tx, args.workers, every=method.every, streaming=method.streaming
         )
-        state = steps.init((params, inner.init(params)))
-        moved = jaxsparse.traffic.traced_bytes(tx, state.params, args.workers)
-        return Training(graphdef, state, lambda s, batch, t: steps(s, batch, t)[0], moved)
+        local: Any = steps.init((params, inner.init(params)))
+        moved = jaxsparse.traffic.traced_bytes(tx, local.params, args.workers)
+        # Streaming exchanges a part of the parameters at a time; at the end, all are exchanged.
+        turns = sum(steps.due(n) is not None for n in range(1, args.steps + 1))
+        fragments = len(steps.outer)
+        is_left = fragments > 1 or steps.due(args.steps) is None
+        return Training(
+            graphdef,
+            local,
+            lambda s, batch, t: steps(s, batch, t)[0],
+            moved,
+            (turns / fragments + is_left) / args.steps,
+            lambda s: steps.finish(s, args.steps),
+        )
     if method.exchange == "gradients":
         tx = optax.chain(method.tx(), inner)
     else:
@@ -228,7 +251,8 @@ def main() -> None:
         for name in [] if args.show else args.methods:
             total = args.steps * (len(args.seeds) + len(args.lr) - 1)
             task = progress.add_task(name, total=total)
-            runs[name] = train(name, methods[name], args, lambda task=task: progress.advance(task))
+            advance = functools.partial(progress.advance, task)
+            runs[name] = train(methods[name], args, advance)
     console.print(results.table(runs, args.workers))
     if args.json is not None:
         results.save_json(runs, vars(args), args.json)

@@ -77,6 +77,7 @@ class Training(NamedTuple):
 
     state: Any
     run: Callable[[Any, digits.Digits, int], Any]  # of state, batch and steps done: one step
+    finish: Callable[[Any], Any]  # what is left to do at the end
     moved: jaxsparse.traffic.WireBytes  # by one exchange
     own: Callable[[Any], TrainState]  # the part of a state that has the loss
     with_own: Callable[[Any, TrainState], Any]
@@ -159,6 +160,8 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     for i, batch in enumerate(batches, start=done + 1):
         began = time.perf_counter()
         state = jax.block_until_ready(training.run(state, batch, i - 1))
+        if i == args.steps:
+            state = jax.block_until_ready(training.finish(state))
         seconds += time.perf_counter() - began
         if i % args.eval_every == 0 or i == args.steps:
             right = count_right(state.params, test_batch)
@@ -206,6 +209,7 @@ def exchanging_gradients(
     return Training(
         state,
         lambda state, batch, _: run(state, batch),
+        lambda state: state,
         jaxsparse.traffic.wire_bytes(run),
         lambda state: state,
         lambda _, own: own,
@@ -238,6 +242,7 @@ def exchanging_displacements(
     return Training(
         state,
         lambda state, batch, done: steps(state, batch, done)[0],
+        lambda state: steps.finish(state, args.steps),
         jaxsparse.wire_bytes(steps.outer[0], state),
         lambda state: state.worker,
         lambda state, worker: state._replace(worker=worker),
