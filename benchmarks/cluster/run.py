@@ -97,6 +97,8 @@ def flags() -> argparse.ArgumentParser:
         "(default: all)")  # fmt: skip
     add("--methods", nargs="+", default=["dense", "spardl", "sketched_sgd"], metavar="METHOD",
         help="of end_to_end (default: dense spardl sketched_sgd)")  # fmt: skip
+    add("--local-steps", type=positive, default=1, metavar="H",
+        help="of end_to_end, from one exchange to the next (default: 1)")  # fmt: skip
     add("--repeats", type=positive, default=15, help="of a cell, at most (default: 15)")
     add("--seconds", type=float, default=4.0, help="for the repetitions of a cell, of which there "
         "are at least 3 (default: 4)")  # fmt: skip
@@ -183,12 +185,14 @@ def train(args: argparse.Namespace) -> int:
     """Runs the example of several hosts with each method."""
     records = Records(args.json)
     for method in args.methods:
-        where = {"method": method, "hosts": args.hosts, "rate": args.rate.name}
+        name = method if args.local_steps == 1 else f"{method}, every {args.local_steps} steps"
+        where = {"method": name, "hosts": args.hosts, "rate": args.rate.name}
         if args.missing and any(where.items() <= run.items() for run in records.training):
             continue
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "run.json"
-            given = ("--method", method, "--json", str(path))
+            given = ["--method", method, "--local-steps", str(args.local_steps)]
+            given += ["--json", str(path)]
             outcome = start(args, str(_TRAIN), *given)
             print(outcome.report, flush=True)
             if outcome.status:
