@@ -273,8 +273,8 @@ def save(
         "parameters": parameters,
         "processes": jax.process_count(),
         "workers": mesh.size,
-        "payload_bytes": moved.payload,
-        "received_bytes": moved.received,
+        "payload_bytes": moved.payload / args.local_steps,
+        "received_bytes": moved.received / args.local_steps,  # mean over steps
         "rounds": moved.rounds,
         "points": points,
     }
