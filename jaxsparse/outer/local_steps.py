@@ -141,7 +141,8 @@ class LocalSteps:
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
         >>> def step(params, batch):
-        ...     loss, slope = jax.value_and_grad(lambda p: jnp.sum((p - batch) ** 2))(params[0])
+        ...     distance = lambda p: jnp.sum((p - batch[0]) ** 2)
+        ...     loss, slope = jax.value_and_grad(distance)(params[0])
         ...     return (params[0] - 0.1 * slope,), loss
         >>> train = LocalSteps(step, jaxsparse.outer.diloco(1.0, 0.0), 2, every=2)
         >>> state, losses = train.init((jnp.zeros(3),)), []
