@@ -39,10 +39,9 @@ def table(runs: dict[str, Run], workers: int) -> Table:
         caption_justify="left",
     )
     result.add_column("method", no_wrap=True)
-    for head in ("loss", "rate", "sent B", "less", "received B", "less"):
+    for head in ("loss", "rate", "sent B", "less", "received B"):
         result.add_column(head, justify="right", no_wrap=True)
     dense = runs.get("dense")
-    fewer = lambda dense, own: f"{dense / own:,.0f}x" if dense else ""
     for name, run in runs.items():
         losses = run.held_out[:, -1]
         spread = f" ±{losses.std(ddof=1):.3f}" if len(losses) > 1 else ""
@@ -51,9 +50,8 @@ def table(runs: dict[str, Run], workers: int) -> Table:
             f"{losses.mean():.3f}{spread}",
             f"{run.rate:g}",
             f"{run.payload:,.0f}",
-            fewer(dense and dense.payload, run.payload),
+            f"{dense.payload / run.payload:,.0f}x" if dense else "",
             f"{run.received:,.0f}",
-            fewer(dense and dense.received, run.received),
         )
     return result
 
