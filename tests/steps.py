@@ -1,5 +1,7 @@
 """A compiled training step whose only communication is a transformation's."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,6 +10,14 @@ from jaxsparse import data_parallel, local, shard
 
 SIZES = {"kernel": (300, 201), "bias": (201,)}
 COMPRESSED, DENSE = 300 * 201, 201
+
+
+# What conftest turns off for speed, where programs must be as users compile them.
+AS_USERS = (
+    {"xla_cpu_use_fusion_emitters": True}
+    if "xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", "")
+    else None
+)
 
 
 def compiled_step(tx, where, shapes=SIZES, donate=()):
@@ -27,4 +37,5 @@ def compiled_step(tx, where, shapes=SIZES, donate=()):
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     state = jax.eval_shape(lambda p: shard((p, tx.init(p)), workers), params)
     run = data_parallel(step, where, donate_argnums=donate)
-    return run.lower(state, jax.ShapeDtypeStruct((workers,), jnp.float32)).compile()
+    lowered = run.lower(state, jax.ShapeDtypeStruct((workers,), jnp.float32))
+    return lowered.compile(compiler_options=AS_USERS)
