@@ -133,7 +133,7 @@ class LocalSteps:
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
             than floating-point arrays of the state, or a fragment has no leaf, or the state holds
-            an exchange. From a call: see `jaxsparse.data_parallel`; `t` does not count on; `step`
+            an exchange. From a call: see `jaxsparse.data_parallel`; `t` is not the next number; `step`
             returns a state of another structure, shape or dtype; `step` communicates over
             `axis_name`, of which a mesh with other axes gets a warning, since XLA may do it; or
             `outer` exchanges nothing.
@@ -218,8 +218,8 @@ class LocalSteps:
         Args:
             state: see `init`. It is donated.
             batch: of all workers together; all arrays are split along their first axis.
-            t: the number of steps done before this one, over all epochs; a Python int. It starts
-                anywhere, behind `init` and in a new object, and then counts on.
+            t: the number of steps of the whole run before this one, a Python int. The first call
+                of an object may give any number, to go on with a restored state.
 
         Returns:
             The next state, and what `step` returned besides its state, of all workers: each array
@@ -246,8 +246,8 @@ class LocalSteps:
                 state = program[fragment](state)
         except WorkersError as error:
             error.add_note(
-                "Does outer hold an exchange, such as jaxsparse.dense()? It must, to make displace"
-                "ments equal on all workers; and every parameter must go through it"
+                "Does outer hold an exchange, such as jaxsparse.dense()? Without one, each worker "
+                "would apply its own displacement. Every parameter must go through it"
             )
             raise
         self._next = t + 1
