@@ -40,6 +40,7 @@ LAYERS = [
     ["systems.top_k", "systems.true_top_k", "systems.omni_reduce", "systems.qsgd"],
     ["systems"],
     ["outer.fragments", "outer.optimizers"],
+    ["outer.worker"],
     ["outer"],
     ["planner"],
     ["__main__"],

@@ -1,10 +1,11 @@
 """Local updates: workers train alone for some steps, and then exchange what that moved."""
 
 from jaxsparse.outer.fragments import Streaming as Streaming
-from jaxsparse.outer.local_steps import LocalState as LocalState, LocalSteps as LocalSteps
+from jaxsparse.outer.local_steps import LocalSteps as LocalSteps
 from jaxsparse.outer.optimizers import (
     bmuf as bmuf,
     diloco as diloco,
     slowmo as slowmo,
     sparse_loco as sparse_loco,
 )
+from jaxsparse.outer.worker import LocalState as LocalState

@@ -18,48 +18,21 @@ in; a longer `overlap` delays its use alone.
 
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jax.tree_util import keystr, tree_flatten_with_path
-from jaxtyping import Array, Bool, Int
 
 from jaxsparse import traffic
-from jaxsparse.collectives import wire
-from jaxsparse.feedback import states_in
 from jaxsparse.outer.fragments import Streaming
+from jaxsparse.outer.worker import LocalState, Select, Step, Worker
 from jaxsparse.reducers.stages import Stages
 from jaxsparse.settings import static_int
-from jaxsparse.training.marks import PerWorker, is_marked, map_marked
+from jaxsparse.training.marks import PerWorker
 from jaxsparse.training.meshes import WorkersError, inner_axes
 from jaxsparse.training.parallel import Way, data_parallel
 from jaxsparse.training.sharding import count_workers, shard
-
-Select = Callable[[Any], Any]
-Step = Callable[[Any, Any], tuple[Any, Any]]
-
-
-class LocalState(NamedTuple):
-    """The training state of all workers. Orbax saves it, and `jaxsparse.reshard` carries it over.
-
-    Attributes:
-        worker: each worker's own training state, marked `PerWorker`.
-        params: the global parameters, equal on all workers, in float32 or wider. Evaluate these.
-        outer: the state of the outer optimizer for each fragment.
-        outcome: int32[fragments], of each fragment's last exchange: 0 if it counted, 1 if a
-            worker's parameters were not finite, 2 if sums or global parameters were not.
-        skipped: int32, number of exchanges that did not count.
-    """
-
-    worker: Any
-    params: Any
-    outer: tuple[Any, ...]
-    outcome: Int[Array, " fragments"]
-    skipped: Int[Array, ""]
 
 
 def params_of(state: Any) -> Any:
@@ -132,11 +105,11 @@ class LocalSteps:
 
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
-            than floating-point arrays of the state, or a fragment has no leaf, or the state holds
-            an exchange. From a call: see `jaxsparse.data_parallel`; `t` is not the next number; `step`
-            returns a state of another structure, shape or dtype; `step` communicates over
-            `axis_name`, of which a mesh with other axes gets a warning, since XLA may do it; or
-            `outer` exchanges nothing.
+            than floating-point arrays of the state, a fragment has no leaf, or the state holds an
+            exchange. From a call: see `jaxsparse.data_parallel`; `t` is not the next number; `step`
+            returns a state of another structure, shape or dtype; `outer` exchanges nothing; or
+            `step` communicates over `axis_name`. On a mesh with other axes, where XLA itself may
+            do that, it is a warning.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
@@ -173,9 +146,15 @@ class LocalSteps:
         self.streaming = streaming or Streaming(1, overlap=0, mixing=0.0)
         if streaming is not None:
             _check_streaming(streaming, every)
-        self._step, self._outer = step, optax.with_extra_args_support(outer)
-        self._mesh, self._axis_name = mesh, axis_name
-        self._params, self._average = params or params_of, average
+        worker = Worker(
+            step,
+            optax.with_extra_args_support(outer),
+            axis_name,
+            params or params_of,
+            average,
+            self.streaming,
+        )
+        self._worker, self._mesh, self._axis_name = worker, mesh, axis_name
         self._is_checked = False
         self._next: int | None = None  # the t of the next call, once it is known
 
@@ -184,33 +163,16 @@ class LocalSteps:
         )
         parts = range(self.streaming.fragments)
         alone = functools.partial(make, batch_argnums=())
-        self.inner = make(functools.partial(_inner, step), check=False)
-        self.outer = [alone(functools.partial(self._exchange, fragment=p)) for p in parts]
-        self.streamed = [make(functools.partial(self._step_beside, step, p)) for p in parts]
-        self.mixed = [alone(functools.partial(self._mix, fragment=p)) for p in parts]
+        of_all = lambda f, run: [run(functools.partial(f, fragment=p)) for p in parts]
+        self.inner = make(worker.step, check=False)
+        self.outer = of_all(worker.exchange, alone)
+        self.streamed = of_all(worker.step_beside, make)
+        self.mixed = of_all(worker.mix, alone)
 
     def init(self, state: Any) -> LocalState:
         """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`."""
-        if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
-            raise ValueError(
-                "the state holds arrays of single workers, as the state of a jaxsparse "
-                "transformation does: a step exchanges nothing here, so leave the exchange to outer"
-            )
-        places, names = _picked("params", self._params, state)
-        if set(places) & set(_picked("average", self._average, state)[0]):
-            raise ValueError("average picks parameters, which outer exchanges: pick statistics")
         self._next = None
-        self.streaming.of(names)  # raises where a fragment is empty
-        params = jax.tree.map(_wide, self._params(state))
-        parts = range(self.streaming.fragments)
-        start = LocalState(
-            worker=PerWorker.wrap(state),
-            params=params,
-            outer=tuple(self._outer.init(self._part(params, p)) for p in parts),
-            outcome=jnp.zeros((len(parts),), jnp.int32),
-            skipped=jnp.int32(0),
-        )
-        return shard(start, self._mesh, self._axis_name)
+        return shard(self._worker.start(state), self._mesh, self._axis_name)
 
     def __call__(self, state: LocalState, batch: Any, t: int) -> tuple[LocalState, Any]:
         """One step, and the outer step if it is due.
@@ -308,230 +270,16 @@ class LocalSteps:
         if any(not x.shape or x.shape[0] % workers for x in jax.tree.leaves(shapes)):
             return []  # the call itself says so
         share = jax.tree.map(lambda x: one(x, (x.shape[0] // workers,)), shapes)
-        run = lambda both: self._step(*both)
+        run = lambda both: self._worker.train(*both)
         try:
             moved = traffic.traced_bytes(run, (worker, share), workers, axis_name=self._axis_name)
         except Exception:  # the types of replication are stricter than simulated workers are
             return []
         return list(map(str, moved.collectives))
 
-    # From here on, each runs on one worker, whose state `worker` is, without marks.
-
-    def _fragment(self, params: Any, fragment: int) -> list[int]:
-        """The places of a fragment's leaves among those of the parameters."""
-        paths = [keystr(path) for path, _ in tree_flatten_with_path(params)[0]]
-        return [i for i, own in enumerate(self.streaming.of(paths)) if own == fragment]
-
-    def _part(self, params: Any, fragment: int) -> Any:
-        """The parameters with this fragment's leaves alone; None stands for the others."""
-        leaves, treedef = _flat(params)
-        own = self._fragment(params, fragment)
-        return treedef.unflatten([x if i in own else None for i, x in enumerate(leaves)])
-
-    def _exchange(self, state: LocalState, fragment: int) -> LocalState:
-        """Exchanges a fragment, and lets workers go on from the result."""
-        worker = PerWorker.unwrap(state.worker)
-        broken = self._broken(worker)
-        state = self._exchanged(state, worker, broken, fragment)
-        worker = self._put_back(worker, state.params, broken)
-        if fragment == 0:
-            worker = self._averaged(worker, broken)
-        worker = self._mixed(worker, state, fragment)
-        return state._replace(worker=PerWorker.wrap(worker))
-
-    def _step_beside(
-        self, step: Step, fragment: int, state: LocalState, batch: Any
-    ) -> tuple[LocalState, Any]:
-        """A step, and beside it the exchange of what a fragment was before the step."""
-        worker = PerWorker.unwrap(state.worker)
-        broken = self._broken(worker)
-        after, out = _stepped(step, worker, batch)
-        after = self._put_back(after, state.params, broken)
-        if fragment == 0:
-            after = self._averaged(after, self._broken(after))
-        state = self._exchanged(state, worker, broken, fragment)
-        return state._replace(worker=PerWorker.wrap(after)), PerWorker.wrap(out)
-
-    def _mix(self, state: LocalState, fragment: int) -> LocalState:
-        """Lets workers go on from an exchange that has arrived."""
-        worker = PerWorker.unwrap(state.worker)
-        worker = self._mixed(worker, state, fragment)
-        return state._replace(worker=PerWorker.wrap(worker))
-
-    def _exchanged(
-        self, state: LocalState, worker: Any, broken: Bool[Array, ""], fragment: int
-    ) -> LocalState:
-        """The state after the exchange of a fragment's displacements, if that counts."""
-        params = self._part(state.params, fragment)
-        own = self._part(self._params(worker), fragment)
-        # In the worker's precision: what it rounded off the global parameters, it did not move.
-        moved = jax.tree.map(lambda g, w: _wide(g.astype(w.dtype)) - _wide(w), params, own)
-        before = state.outer[fragment]
-        updates, after = self._outer.update(moved, before, params)
-        updated = optax.apply_updates(params, updates)
-        flag = jnp.where(broken, jnp.float32(1), jnp.float32(0))
-        any_broken = wire.pmax(flag, self._axis_name) > 0
-        # What is replicated is the same on all workers, and so is whether it is finite.
-        equal = [updated, map_marked(lambda x, is_own: 0 if is_own else x, after)]
-        overflows = ~_finite(jax.tree.leaves(equal)) | (_skips(after) != _skips(before))
-        ok = ~any_broken & ~overflows
-        kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
-        outer = list(state.outer)
-        outer[fragment] = kept(after, before)
-        outcome = jnp.where(any_broken, jnp.int32(1), jnp.where(overflows, jnp.int32(2), 0))
-        places = self._fragment(state.params, fragment)
-        return state._replace(
-            params=_replaced(state.params, places, jax.tree.leaves(kept(updated, params))),
-            outer=tuple(outer),
-            outcome=state.outcome.at[fragment].set(outcome),
-            skipped=state.skipped + jnp.where(ok, 0, 1),
-        )
-
-    def _mixed(self, worker: Any, state: LocalState, fragment: int) -> Any:
-        """The worker after the last exchange of a fragment: mixed with it, as it was, or back."""
-        places, weight = _picked("params", self._params, worker)[0], self.streaming.mixing
-        leaves, whole = jax.tree.leaves(worker), jax.tree.leaves(state.params)
-        own, outcome = self._fragment(state.params, fragment), state.outcome[fragment]
-
-        def mixed(w: Array, g: Array) -> Array:
-            wide = weight * _wide(w) + (1 - weight) * g if weight else g
-            back = jnp.where(outcome == 2, g.astype(w.dtype), w)
-            return jnp.where(outcome == 0, wide.astype(w.dtype), back)
-
-        values = [mixed(leaves[places[i]], whole[i]) for i in own]
-        return _replaced(worker, [places[i] for i in own], values)
-
-    def _broken(self, worker: Any) -> Bool[Array, ""]:
-        """Whether this worker's parameters or averaged statistics are not finite."""
-        leaves = jax.tree.leaves(worker)
-        places = _picked("params", self._params, worker)[0]
-        places += _picked("average", self._average, worker)[0]
-        return ~_finite([leaves[i] for i in places])
-
-    def _put_back(self, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
-        """A broken worker with the global parameters, and without numbers that are not finite."""
-        places = _picked("params", self._params, worker)[0]
-        to = dict(zip(places, jax.tree.leaves(params)))
-
-        def leaf(i: int, x: Array) -> Array:
-            if i in to:
-                return jnp.where(broken, to[i].astype(x.dtype), x)
-            if not jnp.issubdtype(x.dtype, jnp.inexact):
-                return x
-            return jnp.where(broken & ~jnp.isfinite(x), jnp.zeros_like(x), x)
-
-        leaves, treedef = _flat(worker)
-        return treedef.unflatten([leaf(i, jnp.asarray(x)) for i, x in enumerate(leaves)])
-
-    def _averaged(self, worker: Any, broken: Bool[Array, ""]) -> Any:
-        """The worker with the mean statistics of those that are not broken."""
-        places = _picked("average", self._average, worker)[0]
-        leaves = jax.tree.leaves(worker)
-        if not places:
-            return worker
-        summed = lambda x: wire.psum(jnp.where(broken, jnp.zeros_like(x), x), self._axis_name)
-        healthy = summed(jnp.float32(1))
-
-        def mean(x: Array) -> Array:
-            found = summed(_wide(x)) / jnp.maximum(healthy, 1)
-            return jnp.where(healthy > 0, found.astype(x.dtype), x)
-
-        return _replaced(worker, places, [mean(leaves[i]) for i in places])
-
-
-def _inner(step: Step, worker: Any, batch: Any) -> tuple[Any, Any]:
-    after, out = _stepped(step, PerWorker.unwrap(worker), batch)
-    return PerWorker.wrap(after), PerWorker.wrap(out)
-
-
-def _stepped(step: Step, worker: Any, batch: Any) -> tuple[Any, Any]:
-    """What a step returns.
-
-    Raises:
-        ValueError: that is no pair, or its state is not like the one before.
-    """
-    result = step(worker, batch)
-    what = "step must return (state, out), with a state like the one that it is given"
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise ValueError(f"{what}, but returns {type(result).__name__}: return (state, None)")
-    before, after = _kinds(worker), _kinds(result[0])
-    for name in [*before, *after]:
-        if before.get(name) != after.get(name):
-            raise ValueError(
-                f"{what}: leaf{name} was {_described(before.get(name))} and becomes "
-                f"{_described(after.get(name))}"
-            )
-    return result
-
-
-def _kinds(tree: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of each leaf, by path."""
-    leaves = tree_flatten_with_path(tree)[0]
-    return {keystr(path): (jnp.shape(x), jnp.result_type(x)) for path, x in leaves}
-
-
-def _described(leaf: Any) -> str:
-    return "nothing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
-
-
-def _finite(leaves: list[Any]) -> Bool[Array, ""]:
-    """Whether all floating-point leaves are finite."""
-    floats = [x for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in floats]))
-
 
 def _is_per_worker(node: Any) -> bool:
     return isinstance(node, PerWorker)
-
-
-def _flat(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree)
-
-
-def _skips(outer: Any) -> Array:
-    """How many steps the exchanges of an outer optimizer have skipped."""
-    return sum((one.skipped for one in states_in(outer)), jnp.int32(0))
-
-
-def _wide(x: Any) -> Array:
-    """A floating-point array in float32, or in its own dtype if that is wider."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
-
-
-def _replaced(tree: Any, places: list[int], values: list[Array]) -> Any:
-    """The tree with other leaves at some places."""
-    leaves, treedef = _flat(tree)
-    for i, value in zip(places, values):
-        leaves[i] = value
-    return treedef.unflatten(leaves)
-
-
-def _picked(name: str, select: Select | None, state: Any) -> tuple[list[int], list[str]]:
-    """The places, among the leaves of a state, of those that `select` picks, and their paths.
-
-    Raises:
-        ValueError: it picks none, or what is no floating-point array of the state.
-    """
-    if select is None:
-        return [], []
-    leaves, treedef = _flat(state)
-    try:
-        found = tree_flatten_with_path(select(treedef.unflatten(range(len(leaves)))))[0]
-    except (AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{name} must pick arrays of the state as they are, without changing them: {error}"
-        ) from error
-    for path, i in found:
-        if type(i) is not int or not jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating):
-            what = jnp.result_type(leaves[i]) if type(i) is int else "no leaf of the state"
-            raise ValueError(
-                f"{name} picks leaf{keystr(path)}, which is {what}: pick floating-point arrays of "
-                "the state as they are"
-            )
-    if not found:
-        raise ValueError(f"{name} picks nothing of the state: pick at least one array")
-    return [i for _, i in found], [keystr(path) for path, _ in found]
 
 
 def _check_streaming(streaming: Streaming, every: int | Stages[int]) -> None:

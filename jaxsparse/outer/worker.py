@@ -1,0 +1,287 @@
+"""What one worker does in local steps: a step, an exchange, and going on from its result.
+
+All of it runs on one worker, inside `jaxsparse.data_parallel`. `local_steps` says what runs when.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import keystr, tree_flatten_with_path
+from jaxtyping import Array, Bool, Int
+
+from jaxsparse.collectives import wire
+from jaxsparse.feedback import states_in
+from jaxsparse.outer.fragments import Streaming
+from jaxsparse.training.marks import PerWorker, is_marked, map_marked
+
+Select = Callable[[Any], Any]
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class LocalState(NamedTuple):
+    """The training state of all workers. Orbax saves it, and `jaxsparse.reshard` carries it over.
+
+    Attributes:
+        worker: each worker's own training state, marked `PerWorker`.
+        params: the global parameters, equal on all workers, in float32 or wider. Evaluate these.
+        outer: the state of the outer optimizer for each fragment.
+        outcome: int32[fragments], of each fragment's last exchange: 0 if it counted, 1 if a
+            worker's parameters were not finite, 2 if sums or global parameters were not.
+        skipped: int32, number of exchanges that did not count.
+    """
+
+    worker: Any
+    params: Any
+    outer: tuple[Any, ...]
+    outcome: Int[Array, " fragments"]
+    skipped: Int[Array, ""]
+
+
+class Worker(NamedTuple):
+    """One worker's part. The attributes are the arguments of `jaxsparse.LocalSteps`."""
+
+    train: Step
+    outer: optax.GradientTransformationExtraArgs
+    axis_name: str
+    params: Select
+    average: Select | None
+    streaming: Streaming
+
+    def start(self, state: Any) -> LocalState:
+        """The state of a worker that has this training state.
+
+        Raises:
+            ValueError: `params` or `average` pick what they must not, a fragment has no leaf, or
+                the state holds an exchange.
+        """
+        if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
+            raise ValueError(
+                "the state holds arrays of single workers, as the state of a jaxsparse "
+                "transformation does: a step exchanges nothing here, so leave the exchange to outer"
+            )
+        places, names = _picked("params", self.params, state)
+        if set(places) & set(_picked("average", self.average, state)[0]):
+            raise ValueError("average picks parameters, which outer exchanges: pick statistics")
+        self.streaming.of(names)  # raises where a fragment is empty
+        params = jax.tree.map(_wide, self.params(state))
+        parts = range(self.streaming.fragments)
+        return LocalState(
+            worker=PerWorker.wrap(state),
+            params=params,
+            outer=tuple(self.outer.init(self._part(params, p)) for p in parts),
+            outcome=jnp.zeros((len(parts),), jnp.int32),
+            skipped=jnp.int32(0),
+        )
+
+    def step(self, worker: Any, batch: Any) -> tuple[Any, Any]:
+        """A step alone. `worker` and both results are marked."""
+        after, out = _stepped(self.train, PerWorker.unwrap(worker), batch)
+        return PerWorker.wrap(after), PerWorker.wrap(out)
+
+    def exchange(self, state: LocalState, fragment: int) -> LocalState:
+        """Exchanges a fragment, and lets workers go on from the result."""
+        worker = PerWorker.unwrap(state.worker)
+        broken = self._broken(worker)
+        state = self._exchanged(state, worker, broken, fragment)
+        worker = self._put_back(worker, state.params, broken)
+        if fragment == 0:
+            worker = self._averaged(worker, broken)
+        worker = self._mixed(worker, state, fragment)
+        return state._replace(worker=PerWorker.wrap(worker))
+
+    def step_beside(self, state: LocalState, batch: Any, fragment: int) -> tuple[LocalState, Any]:
+        """A step, and beside it the exchange of what a fragment was before the step."""
+        worker = PerWorker.unwrap(state.worker)
+        broken = self._broken(worker)
+        after, out = _stepped(self.train, worker, batch)
+        after = self._put_back(after, state.params, broken)
+        if fragment == 0:
+            after = self._averaged(after, self._broken(after))
+        state = self._exchanged(state, worker, broken, fragment)
+        return state._replace(worker=PerWorker.wrap(after)), PerWorker.wrap(out)
+
+    def mix(self, state: LocalState, fragment: int) -> LocalState:
+        """Lets workers go on from an exchange that has arrived."""
+        worker = PerWorker.unwrap(state.worker)
+        worker = self._mixed(worker, state, fragment)
+        return state._replace(worker=PerWorker.wrap(worker))
+
+    def _exchanged(
+        self, state: LocalState, worker: Any, broken: Bool[Array, ""], fragment: int
+    ) -> LocalState:
+        """The state after the exchange of a fragment's displacements, if that counts."""
+        params = self._part(state.params, fragment)
+        own = self._part(self.params(worker), fragment)
+        # In the worker's precision: what it rounded off the global parameters, it did not move.
+        moved = jax.tree.map(lambda g, w: _wide(g.astype(w.dtype)) - _wide(w), params, own)
+        before = state.outer[fragment]
+        updates, after = self.outer.update(moved, before, params)
+        updated = optax.apply_updates(params, updates)
+        flag = jnp.where(broken, jnp.float32(1), jnp.float32(0))
+        any_broken = wire.pmax(flag, self.axis_name) > 0
+        # What is replicated is the same on all workers, and so is whether it is finite.
+        equal = [updated, map_marked(lambda x, is_own: 0 if is_own else x, after)]
+        overflows = ~_finite(jax.tree.leaves(equal)) | (_skips(after) != _skips(before))
+        ok = ~any_broken & ~overflows
+        kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+        outer = list(state.outer)
+        outer[fragment] = kept(after, before)
+        outcome = jnp.where(any_broken, jnp.int32(1), jnp.where(overflows, jnp.int32(2), 0))
+        places = self._fragment(state.params, fragment)
+        return state._replace(
+            params=_replaced(state.params, places, jax.tree.leaves(kept(updated, params))),
+            outer=tuple(outer),
+            outcome=state.outcome.at[fragment].set(outcome),
+            skipped=state.skipped + jnp.where(ok, 0, 1),
+        )
+
+    def _mixed(self, worker: Any, state: LocalState, fragment: int) -> Any:
+        """The worker after the last exchange of a fragment: mixed with it, as it was, or back."""
+        places, weight = _picked("params", self.params, worker)[0], self.streaming.mixing
+        leaves, whole = jax.tree.leaves(worker), jax.tree.leaves(state.params)
+        own, outcome = self._fragment(state.params, fragment), state.outcome[fragment]
+
+        def mixed(w: Array, g: Array) -> Array:
+            wide = weight * _wide(w) + (1 - weight) * g if weight else g
+            back = jnp.where(outcome == 2, g.astype(w.dtype), w)
+            return jnp.where(outcome == 0, wide.astype(w.dtype), back)
+
+        values = [mixed(leaves[places[i]], whole[i]) for i in own]
+        return _replaced(worker, [places[i] for i in own], values)
+
+    def _broken(self, worker: Any) -> Bool[Array, ""]:
+        """Whether this worker's parameters or averaged statistics are not finite."""
+        leaves = jax.tree.leaves(worker)
+        places = _picked("params", self.params, worker)[0]
+        places += _picked("average", self.average, worker)[0]
+        return ~_finite([leaves[i] for i in places])
+
+    def _put_back(self, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
+        """A broken worker with the global parameters, and without numbers that are not finite."""
+        places = _picked("params", self.params, worker)[0]
+        to = dict(zip(places, jax.tree.leaves(params)))
+
+        def leaf(i: int, x: Array) -> Array:
+            if i in to:
+                return jnp.where(broken, to[i].astype(x.dtype), x)
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return x
+            return jnp.where(broken & ~jnp.isfinite(x), jnp.zeros_like(x), x)
+
+        leaves, treedef = _flat(worker)
+        return treedef.unflatten([leaf(i, jnp.asarray(x)) for i, x in enumerate(leaves)])
+
+    def _averaged(self, worker: Any, broken: Bool[Array, ""]) -> Any:
+        """The worker with the mean statistics of those that are not broken."""
+        places = _picked("average", self.average, worker)[0]
+        leaves = jax.tree.leaves(worker)
+        if not places:
+            return worker
+        summed = lambda x: wire.psum(jnp.where(broken, jnp.zeros_like(x), x), self.axis_name)
+        healthy = summed(jnp.float32(1))
+
+        def mean(x: Array) -> Array:
+            found = summed(_wide(x)) / jnp.maximum(healthy, 1)
+            return jnp.where(healthy > 0, found.astype(x.dtype), x)
+
+        return _replaced(worker, places, [mean(leaves[i]) for i in places])
+
+    def _fragment(self, params: Any, fragment: int) -> list[int]:
+        """The places of a fragment's leaves among those of the parameters."""
+        paths = [keystr(path) for path, _ in tree_flatten_with_path(params)[0]]
+        return [i for i, own in enumerate(self.streaming.of(paths)) if own == fragment]
+
+    def _part(self, params: Any, fragment: int) -> Any:
+        """The parameters with this fragment's leaves alone; None stands for the others."""
+        leaves, treedef = _flat(params)
+        own = self._fragment(params, fragment)
+        return treedef.unflatten([x if i in own else None for i, x in enumerate(leaves)])
+
+
+def _stepped(step: Step, worker: Any, batch: Any) -> tuple[Any, Any]:
+    """What a step returns.
+
+    Raises:
+        ValueError: that is no pair, or its state is not like the one before.
+    """
+    result = step(worker, batch)
+    what = "step must return (state, out), with a state like the one that it is given"
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(f"{what}, but returns {type(result).__name__}: return (state, None)")
+    before, after = _kinds(worker), _kinds(result[0])
+    for name in [*before, *after]:
+        if before.get(name) != after.get(name):
+            raise ValueError(
+                f"{what}: leaf{name} was {_described(before.get(name))} and becomes "
+                f"{_described(after.get(name))}"
+            )
+    return result
+
+
+def _kinds(tree: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of each leaf, by path."""
+    leaves = tree_flatten_with_path(tree)[0]
+    return {keystr(path): (jnp.shape(x), jnp.result_type(x)) for path, x in leaves}
+
+
+def _described(leaf: Any) -> str:
+    return "nothing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
+
+
+def _finite(leaves: list[Any]) -> Bool[Array, ""]:
+    """Whether all floating-point leaves are finite."""
+    floats = [x for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in floats]))
+
+
+def _flat(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree)
+
+
+def _skips(outer: Any) -> Array:
+    """How many steps the exchanges of an outer optimizer have skipped."""
+    return sum((one.skipped for one in states_in(outer)), jnp.int32(0))
+
+
+def _wide(x: Any) -> Array:
+    """A floating-point array in float32, or in its own dtype if that is wider."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+
+def _replaced(tree: Any, places: list[int], values: list[Array]) -> Any:
+    """The tree with other leaves at some places."""
+    leaves, treedef = _flat(tree)
+    for i, value in zip(places, values):
+        leaves[i] = value
+    return treedef.unflatten(leaves)
+
+
+def _picked(name: str, select: Select | None, state: Any) -> tuple[list[int], list[str]]:
+    """The places, among the leaves of a state, of those that `select` picks, and their paths.
+
+    Raises:
+        ValueError: it picks none, or what is no floating-point array of the state.
+    """
+    if select is None:
+        return [], []
+    leaves, treedef = _flat(state)
+    try:
+        found = tree_flatten_with_path(select(treedef.unflatten(range(len(leaves)))))[0]
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{name} must pick arrays of the state as they are, without changing them: {error}"
+        ) from error
+    for path, i in found:
+        if type(i) is not int or not jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating):
+            what = jnp.result_type(leaves[i]) if type(i) is int else "no leaf of the state"
+            raise ValueError(
+                f"{name} picks leaf{keystr(path)}, which is {what}: pick floating-point arrays of "
+                "the state as they are"
+            )
+    if not found:
+        raise ValueError(f"{name} picks nothing of the state: pick at least one array")
+    return [i for _, i in found], [keystr(path) for path, _ in found]
