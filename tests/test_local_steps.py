@@ -505,6 +505,16 @@ def test_statistics_are_averaged_by_choice():
     np.testing.assert_allclose(seen, [second] * 3, rtol=1e-5)
 
 
+def test_statistics_stay_if_all_workers_are_broken():
+    step = lambda s, b: ({"params": s["params"] + jnp.nan, "seen": s["seen"] + b[0]}, ())
+    pick = {"params": lambda s: s["params"], "average": lambda s: s["seen"]}
+    train = LocalSteps(step, outer.diloco(), 3, **pick)
+    state = train.init({"params": jnp.zeros(2), "seen": jnp.zeros(2)})
+    state, _ = train(state, np.ones((3, 2), np.float32), 0)
+    np.testing.assert_array_equal(state.worker["seen"].value, np.ones((3, 2)))
+    np.testing.assert_array_equal(state.worker["params"].value, np.zeros((3, 2)))
+
+
 def test_streaming_averages_statistics_of_workers_that_are_not_broken():
     step = lambda s, b: ({"params": s["params"] - b[0], "seen": s["seen"] + b[0]}, ())
     train = LocalSteps(
