@@ -253,7 +253,8 @@ REDUCERS = {
     "gtopk": GTopK(0.05, codec=codecs.Chunked()),
     "spardl": SparDL(0.05, codec=codecs.Chunked()),
     "spardl, teams": SparDL(0.05, 2, codec=codecs.Chunked(value_bits=4)),
-    "ok_topk": OkTopk(0.05, codec=codecs.Chunked(value_bits=16)),
+    "ok_topk": OkTopk(0.05, codec=codecs.Chunked()),
+    "ok_topk, 16 bits": OkTopk(0.05, codec=codecs.Chunked(value_bits=16)),
     "sparcml": SparCML(4, 64, algorithm="all_gather", codec=codecs.Chunked(4, 64)),
     "recursive": SparCML(4, 64, algorithm="recursive_double", codec=codecs.Chunked(value_bits=16)),
 }
@@ -289,8 +290,11 @@ def test_what_others_round_stays_in_the_residual(name, workers):
         (lambda: ChunkedTopK(aggregate="sum"), r"aggregate='sum' is unknown"),
         (lambda: ChunkedTopK(clip="mean"), r"clip='mean' is unknown"),
         (
-            lambda: run(OkTopk(0.1, codec=codecs.Chunked()), np.ones((2, 50))),
-            r"ok_topk sends rounded entries on .*value_bits=16",
+            lambda: run(
+                SparCML(4, 64, algorithm="recursive_double", codec=codecs.Chunked()),
+                np.ones((2, 128)),
+            ),
+            r"value_bits=2.* sends rounded entries on .*value_bits=16",
         ),
     ],
 )

@@ -7,6 +7,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from workers import few
 
@@ -18,6 +19,7 @@ from jaxsparse.planner import units
 from jaxsparse.planner.leaf_groups import Group
 from jaxsparse.planner.planning import plan
 from jaxsparse.planner.plans import compared
+from jaxsparse.planner.trained import Evidence, Trained
 from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.systems.sparcml import ALGORITHMS
 from jaxsparse.traffic import traced_bytes
@@ -174,6 +176,35 @@ def test_dense_wins_on_a_fast_network_and_loses_on_a_slow_one():
     assert slow.transformation == "jaxsparse.spardl(0.01)"
     assert slow.speedup("spardl") > 5
     assert "jaxsparse.spardl(0.01)" in str(slow)
+
+
+@pytest.mark.parametrize(("system", "is_before"), [("spardl", False), ("qsgd", True)])
+def test_what_is_printed_for_sgd_and_for_adam_runs(monkeypatch, system, is_before):
+    rows = [
+        (system, "gradients", "before", 1, 0.1, 9.0),
+        (system, "updates", "behind", 1, 0.2, 9.0),
+    ]
+    if not is_before:
+        rows[0], rows[1] = (*rows[0][:4], 0.3, 9.0), rows[1]
+    known = Evidence("by hand", tuple(Trained(*row) for row in rows))
+    monkeypatch.setattr(Evidence, "shipped", lambda: known)
+    text = str(planned(network=SLOW, names=[system]))
+    (table,) = re.findall(r"How they trained: by hand\n.*((?:\n.*){2})", text)
+    assert re.findall(r"before|behind", table)[:1] == ["before" if is_before else "behind"]
+    code = re.sub(r"^    ", "", re.search(r"\n\n((?:    .*\n)+)", text).group(1), flags=re.M)
+    assert code.count("tx = ") == 2
+    assert ("per_worker" in code) != is_before
+    made = {"optax": optax, "jaxsparse": jaxsparse, "lr": 0.1}
+    exec(code, made)
+    made["tx"].init({"w": jnp.zeros((40, 40))})
+
+
+def test_what_is_known_of_training_names_systems_of_the_table():
+    known = Evidence.shipped()
+    assert {row.system for row in known.rows} <= {*systems.SYSTEMS}
+    (dense,) = (row for row in known.rows if row.method == "dense")
+    assert (dense.excess, dense.fewer) == (0, 1)
+    assert "not measured" in str(planned(network=SLOW, names=["random_k"], local_steps=3))
 
 
 def test_totals_add_up():

@@ -2,10 +2,12 @@
 
     python benchmarks/cluster/run.py --hosts 8 --rate 100mbit
     python benchmarks/cluster/run.py --hosts 4 --rate 1gbit --what step --params 1M
+    python benchmarks/cluster/run.py --hosts 4 -- examples/multihost/train.py --method top_k
 
 Each host is a network namespace with links of its own and runs one JAX process. Rows go to a JSON
-file as they come, and summary.py makes tables and figures of it. What such a cluster can show, and
-what it cannot, is in README.md beside this file.
+file as they come, and summary.py makes tables and figures of it. Behind `--` stands a script that
+all hosts run in place of that. What such a cluster can show, and what it cannot, is in README.md
+beside this file.
 """
 
 import argparse
@@ -110,6 +112,7 @@ def flags() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=3600.0, help="limit in seconds (default: 3600)")
     add("--no-pin", action="store_true", help="leave scheduling to the kernel, see README.md")
     add("--check", action="store_true", help="only show that links have their rate")
+    add("script", nargs="*", metavar="-- SCRIPT", help="of Python, and its arguments")
     return parser
 
 
@@ -246,6 +249,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.check:
             return check(args)
+        if args.script:
+            outcome = start(args, *args.script)
+            print(outcome.report, flush=True)
+            return outcome.status
         status = 0
         if set(args.what) != {"end_to_end"}:
             status = measure(args, parser)

@@ -15,16 +15,32 @@ from rich import box
 from rich.table import Table
 
 
+class Curve(NamedTuple):
+    """One training. Arrays are of the points at which it was measured."""
+
+    steps: np.ndarray  # int[points]
+    seconds: np.ndarray  # float[points], of training, without compiling and evaluating
+    held_out: np.ndarray  # float[points], nats a byte
+
+
 class Run(NamedTuple):
     """One method, trained once for each seed."""
 
-    steps: np.ndarray  # int[points]: when the curves were measured
-    held_out: np.ndarray  # float[seeds, points], nats a byte
-    rate: float  # of those that were tried
-    tried: dict[str, float]  # the first seed's last loss, by rate
+    curves: dict[int, Curve]  # by seed
+    rates: str  # learning rates, the best of those that were tried
+    tried: dict[str, float]  # the first seed's last loss, by rates
     payload: float  # bytes that a worker hands over, mean over steps
     received: float  # and that it receives
-    seconds: float  # median over steps
+
+    @property
+    def held_out(self) -> np.ndarray:
+        """Nats a byte, float[seeds, points]."""
+        return np.array([curve.held_out for curve in self.curves.values()])
+
+    @property
+    def steps(self) -> np.ndarray:
+        """When seeds were measured, all alike: int[points]."""
+        return next(iter(self.curves.values())).steps
 
 
 def table(runs: dict[str, Run], workers: int) -> Table:
@@ -48,7 +64,7 @@ def table(runs: dict[str, Run], workers: int) -> Table:
         result.add_row(
             name,
             f"{losses.mean():.3f}{spread}",
-            f"{run.rate:g}",
+            run.rates,
             f"{run.payload:,.0f}",
             f"{dense.payload / run.payload:,.0f}x" if dense else "",
             f"{run.received:,.0f}",
@@ -56,54 +72,127 @@ def table(runs: dict[str, Run], workers: int) -> Table:
     return result
 
 
+def times(runs: dict[str, Run], goals: list[float]) -> Table:
+    """Seconds and steps until held-out losses are reached: means over seeds, if all reach them."""
+    result = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+        caption="Seconds of training until the held-out loss is so low, and (steps); "
+        "the last column is of all steps.",
+        caption_justify="left",
+    )
+    result.add_column("method", no_wrap=True)
+    for head in (*map(str, goals), "end"):
+        result.add_column(head, justify="right", no_wrap=True)
+    for name, run in runs.items():
+        cells = []
+        for goal in goals:
+            curves = run.curves.values()
+            points = [np.flatnonzero(curve.held_out <= goal) for curve in curves]
+            if all(map(len, points)):
+                first = [p[0] for p in points]
+                seconds = np.mean([c.seconds[i] for c, i in zip(curves, first, strict=True)])
+                cells.append(f"{seconds:.0f} ({np.mean(run.steps[first]):.0f})")
+            else:
+                cells.append("-")
+        end = np.mean([curve.seconds[-1] for curve in run.curves.values()])
+        result.add_row(name, *cells, f"{end:.0f} ({run.held_out[:, -1].mean():.2f} nats)")
+    return result
+
+
 def save_json(runs: dict[str, Run], settings: dict[str, Any], path: Path) -> None:
     methods = {
         name: {
-            "steps": run.steps.tolist(),
-            "held_out": run.held_out.tolist(),
-            "rate": run.rate,
+            "rates": run.rates,
             "tried": run.tried,
             "payload_bytes_a_step": run.payload,
             "received_bytes_a_step": run.received,
-            "seconds_a_step": run.seconds,
+            "seeds": {
+                seed: {key: np.round(x, 5).tolist() for key, x in curve._asdict().items()}
+                for seed, curve in run.curves.items()
+            },
         }
         for name, run in runs.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"settings": settings, "methods": methods}, indent=1, default=str))
+    path.write_text(json.dumps({"settings": settings, "methods": methods}, default=str))
+
+
+def save_evidence(runs: dict[str, Run], what: dict[str, tuple[str, str, int]], path: Path) -> None:
+    """Writes where methods ended, for `jaxsparse.planner`.
+
+    Args:
+        runs: with "dense" among them.
+        what: of each method what is exchanged, by which system, and how many steps one waits.
+        path: of the file.
+    """
+    dense = runs["dense"]
+    end = dense.held_out[:, -1].mean()
+    seeds, steps = len(dense.curves), dense.steps[-1]
+    rows = [
+        [
+            what[name][1],
+            what[name][0],
+            name,
+            what[name][2],
+            round(float(run.held_out[:, -1].mean() - end), 3),
+            round(dense.received / run.received, 1),
+        ]
+        for name, run in runs.items()
+        if len(run.curves) == seeds and run.steps[-1] == steps
+    ]
+    recipe = (
+        f"a transformer of bytes (examples/local_updates), AdamW, {steps} steps, {seeds} seeds; "
+        f"held-out loss {end:.2f} nats dense"
+    )
+    lines = ",\n  ".join(map(json.dumps, rows))
+    path.write_text(f'{{"recipe": {json.dumps(recipe)},\n "rows": [\n  {lines}]}}\n')
 
 
 def load(paths: list[Path]) -> dict[str, Run]:
-    """The runs that `save_json` wrote."""
-    return {
-        name: Run(
-            np.array(found["steps"]),
-            np.array(found["held_out"]),
-            found["rate"],
-            found["tried"],
-            found["payload_bytes_a_step"],
-            found["received_bytes_a_step"],
-            found["seconds_a_step"],
-        )
-        for path in paths
-        for name, found in json.loads(path.read_text())["methods"].items()
-    }
+    """The runs that `save_json` wrote; the seeds of several files are put together."""
+    runs: dict[str, Run] = {}
+    for path in paths:
+        for name, found in json.loads(path.read_text())["methods"].items():
+            curves = {
+                int(seed): Curve(**{key: np.array(x) for key, x in curve.items()})
+                for seed, curve in found["seeds"].items()
+            }
+            earlier = runs.get(name)
+            runs[name] = Run(
+                curves | (earlier.curves if earlier else {}),
+                found["rates"],
+                (earlier.tried if earlier else {}) | found["tried"],
+                found["payload_bytes_a_step"],
+                found["received_bytes_a_step"],
+            )
+    return runs
 
 
-def save_figure(runs: dict[str, Run], path: Path) -> None:
-    figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
+def save_figure(runs: dict[str, Run], path: Path, against_seconds: bool = False) -> None:
+    """Draws loss against steps and bytes, or against seconds alone."""
+    if against_seconds:
+        figure, ax = plt.subplots(figsize=(8, 5))
+        axes = {ax: lambda run: np.mean([curve.seconds for curve in run.curves.values()], axis=0)}
+        ax.set(xlabel="seconds of training", xscale="log", ylabel="held-out loss, nats a byte")
+    else:
+        figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
+        axes = {by_step: lambda run: run.steps, by_bytes: lambda run: run.steps * run.received}
+        by_step.set(xlabel="steps", ylabel="held-out loss, nats a byte")
+        by_bytes.set(xlabel="bytes that each worker has received", xscale="log")
+        by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
     styles = ("-", "--", ":", "-.")
     for i, (name, run) in enumerate(runs.items()):
-        for ax, x in ((by_step, run.steps), (by_bytes, run.steps * run.received)):
+        for ax, x in axes.items():
             mean, low, high = (f(run.held_out, axis=0) for f in (np.mean, np.min, np.max))
-            (line,) = ax.plot(x, mean, styles[i // 10 % 4], label=name)
-            ax.fill_between(x, low, high, alpha=0.2, color=line.get_color())
-    by_step.set(xlabel="steps", ylabel="held-out loss, nats a byte")
-    by_bytes.set(xlabel="bytes that each worker has received", xscale="log")
-    by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
-    for ax in (by_step, by_bytes):
+            (line,) = ax.plot(x(run), mean, styles[i // 10 % 4], label=name)
+            ax.fill_between(x(run), low, high, alpha=0.2, color=line.get_color())
+    for ax in axes:
         ax.grid(alpha=0.3)
-    by_bytes.legend(fontsize="x-small")
+    [*_, last] = axes
+    last.legend(fontsize="x-small")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -11,26 +11,35 @@ optimizer of all methods; what workers send each other differs:
     python examples/local_updates/train.py
     python examples/local_updates/train.py --methods dense "DiLoCo H=10" --steps 2000 --seeds 1 2 3
     python examples/local_updates/train.py --list
+
+In several processes each device is a worker, and seconds are those of a network:
+
+    python examples/multihost/launch.py -n 4 -- python examples/local_updates/train.py
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "multihost"))
 
 import jax
 import model as models
 import numpy as np
 import optax
+import processes
 import results
+import shares
 from digits import number
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import Progress
 
@@ -44,51 +53,68 @@ class Method:
 
     Attributes:
         exchange: "gradients", "updates" or "displacements".
-        tx: makes the exchange, or the outer optimizer.
+        system: what exchanges them.
+        tx: makes the exchange, or, of the outer learning rate, the outer optimizer.
         every: H, of displacements.
+        outer_lr: of displacements, where none is asked for: the paper's.
         streaming: see `jaxsparse.LocalSteps`.
     """
 
     exchange: str
-    tx: Callable[[], optax.GradientTransformation]
+    system: str
+    tx: Callable[..., optax.GradientTransformation]
     every: int = 1
+    outer_lr: float = 1.0
     streaming: outer.Streaming | None = None
 
 
+EXCHANGES: dict[str, tuple[str, Callable[[], optax.GradientTransformation]]] = {
+    "dense": ("dense", jaxsparse.dense),
+    "SparDL 1 %": ("spardl", lambda: jaxsparse.spardl(0.01)),
+    "chunks": ("chunked_top_k", lambda: jaxsparse.chunked_top_k(64, 4096)),
+    "chunks, decay .95": ("chunked_top_k", lambda: jaxsparse.chunked_top_k(64, 4096, decay=0.95)),
+    "sketched 20x": ("sketched_sgd", lambda: jaxsparse.sketched_sgd(20)),
+    "4 bits": ("qsgd", lambda: jaxsparse.qsgd(4)),
+    "PowerSGD rank 2": ("powersgd", lambda: jaxsparse.powersgd(2)),
+    "PowerSGD rank 4": ("powersgd", lambda: jaxsparse.powersgd(4)),
+    "EF21-SGDM by SparDL 1 %": (
+        "ef21_sgdm",
+        lambda: jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(0.01)),
+    ),
+}
+
+
 def every_method() -> dict[str, Method]:
-    chunked = lambda **more: jaxsparse.chunked_top_k(64, 4096, **more)
     methods = {
-        "dense": Method("gradients", jaxsparse.dense),
-        "gradients, SparDL 1 %": Method("gradients", lambda: jaxsparse.spardl(0.01)),
-        "gradients, sketched 20x": Method("gradients", lambda: jaxsparse.sketched_sgd(20)),
-        "gradients, 4 bits": Method("gradients", lambda: jaxsparse.qsgd(4)),
-        "updates, dense": Method("updates", jaxsparse.dense),
-        "updates, SparDL 1 %": Method("updates", lambda: jaxsparse.spardl(0.01)),
-        "updates, chunks": Method("updates", chunked),
-        "updates, chunks, decay .95": Method("updates", lambda: chunked(decay=0.95)),
-        "updates, sketched 20x": Method("updates", lambda: jaxsparse.sketched_sgd(20)),
-        "updates, 4 bits": Method("updates", lambda: jaxsparse.qsgd(4)),
+        f"{what}, {name}": Method(what, system, tx)
+        for what in ("gradients", "updates")
+        for name, (system, tx) in EXCHANGES.items()
     }
+    methods = {"dense": methods.pop("gradients, dense"), **methods}
     for h in (10, 30, 100):
-        methods[f"mean H={h}"] = Method("displacements", lambda: outer.diloco(1.0, 0.0), h)
-        methods[f"DiLoCo H={h}"] = Method("displacements", outer.diloco, h)
+        mean = lambda lr: outer.diloco(lr, 0.0)
+        methods[f"mean H={h}"] = Method("displacements", "dense", mean, h)
+        methods[f"DiLoCo H={h}"] = Method("displacements", "dense", outer.diloco, h, 0.7)
         for k in (20, 64, 123, 512, 4096):
             name = f"SparseLoCo H={h}" + ("" if k == 64 else f" {k / 40.96:.3g} %")
-            tx = lambda k=k: outer.sparse_loco(k=k)
-            methods[name] = Method("displacements", tx, h)
+            tx = lambda lr, k=k: outer.sparse_loco(lr, k=k)
+            methods[name] = Method("displacements", "chunked_top_k", tx, h)
+    of_ten = functools.partial(Method, "displacements", every=10)
     return methods | {
-        "SparseLoCo H=10 published bits": Method(
-            "displacements", lambda: outer.sparse_loco(quantizer="published"), 10
+        "SparseLoCo H=10 published bits": of_ten(
+            "chunked_top_k", lambda lr: outer.sparse_loco(lr, quantizer="published")
         ),
-        "SparseLoCo H=10 of senders": Method(
-            "displacements", lambda: outer.sparse_loco(aggregate="mean_of_senders"), 10
+        "SparseLoCo H=10 of senders": of_ten(
+            "chunked_top_k", lambda lr: outer.sparse_loco(lr, aggregate="mean_of_senders")
         ),
-        "SparDL 1 % H=10": Method(
-            "displacements", lambda: optax.chain(jaxsparse.spardl(0.01), optax.sgd(1.0)), 10
+        "SparDL 1 % H=10": of_ten(
+            "spardl", lambda lr: optax.chain(jaxsparse.spardl(0.01), optax.sgd(lr))
         ),
-        "BMUF H=10": Method("displacements", lambda: outer.bmuf(0.5), 10),
-        "SlowMo H=10": Method("displacements", lambda: outer.slowmo(0.5), 10),
-        "Streaming H=10": Method("displacements", outer.diloco, 10, outer.Streaming(3, 1, 0.5)),
+        "BMUF H=10": of_ten("dense", lambda lr: outer.bmuf(0.5, lr)),
+        "SlowMo H=10": of_ten("dense", lambda lr: outer.slowmo(0.5, lr)),
+        "Streaming H=10": of_ten(
+            "dense", outer.diloco, outer_lr=0.7, streaming=outer.Streaming(3, 1, 0.5)
+        ),
     }
 
 
@@ -102,82 +128,175 @@ DEFAULT = (
 )
 
 
-def train(method: Method, args: argparse.Namespace, advance: Callable[[], object]) -> results.Run:
-    """Trains with each rate on the first seed, and with the best one on all others.
+class Rates(NamedTuple):
+    """Learning rates: AdamW's highest, and that of outer steps, which not all methods have."""
+
+    lr: float
+    outer: float | None
+
+    def __str__(self) -> str:
+        return f"{self.lr:g}" if self.outer is None else f"{self.lr:g}, outer {self.outer:g}"
+
+
+def train(
+    method: Method, args: argparse.Namespace, mesh: Mesh | None, advance: Callable[[], object]
+) -> results.Run:
+    """Tries all rates on the first seed, and trains with the best ones on each.
 
     `advance` is called after each step.
     """
     text = models.corpus()
     test = models.windows(text.held_out, 256, args.length, np.random.default_rng(0))
-    points = sorted({*range(args.eval_every, args.steps, args.eval_every), args.steps})
-    seconds: list[float] = []
-    run = None
+    split = None if mesh is None else NamedSharding(mesh, PartitionSpec("data"))
+    training = functools.cache(functools.partial(Training, method, args, mesh))
 
-    def curve(rate: float, seed: int) -> list[float]:
-        nonlocal run
-        run = start(method, args, rate, seed)
-        rng, losses, last = np.random.default_rng(seed), [], time.perf_counter()
-        for t in range(args.steps):
-            batch = models.windows(text.train, args.workers * args.batch, args.length, rng)
+    def curve(rates: Rates, seed: int, steps: int) -> results.Curve:
+        run = training(rates, steps)
+        run.start(seed)
+        rng, points, seconds = np.random.default_rng(seed), [], 0.0
+        for t in range(steps):
+            batch: Any = models.windows(text.train, args.workers * args.batch, args.length, rng)
+            if split is not None:
+                batch = shares.to_global(
+                    batch[shares.own_rows(len(batch), split)], len(batch), split
+                )
+            if t == 0 and not run.is_compiled:
+                run.compile(batch, seed)
+            began = time.perf_counter()
             run.step(batch, t)
-            if t + 1 == args.steps:
+            if t + 1 == steps:
                 run.finish()
-            if t + 1 in points:
-                losses.append(run.held_out(test))
+            seconds += time.perf_counter() - began
+            if (t + 1) % args.eval_every == 0 or t + 1 == steps:
+                points.append((t + 1, seconds, run.held_out(test)))
             advance()
-            seconds.append(time.perf_counter() - last)
-            last = time.perf_counter()
-        return losses
+        return results.Curve(*map(np.array, zip(*points, strict=True)))
 
-    first, *others = args.seeds
-    tried = {rate: curve(rate, first) for rate in args.lr}
-    # A loss that is not a number is not the best.
-    best = min(tried, key=lambda rate: np.nan_to_num(tried[rate][-1], nan=np.inf))
-    curves = [tried[best], *(curve(best, seed) for seed in others)]
-    assert run is not None
+    tried = {}
+    rates = every_rates(method, args)
+    if len(rates) > 1:
+        tried = {r: curve(r, args.seeds[0], args.tune_steps or args.steps) for r in rates}
+        # A loss that is not a number is not the best.
+        best = min(tried, key=lambda r: np.nan_to_num(tried[r].held_out[-1], nan=np.inf))
+    else:
+        (best,) = rates
+    curves = [
+        tried[best]
+        if best in tried and seed == args.seeds[0] and not args.tune_steps
+        else curve(best, seed, args.steps)
+        for seed in args.seeds
+    ]
+    run = training(best, args.steps)
     return results.Run(
-        np.array(points),
-        np.array(curves),
-        best,
-        {str(rate): losses[-1] for rate, losses in tried.items()},
+        dict(zip(args.seeds, curves, strict=True)),
+        str(best),
+        {str(r): float(each.held_out[-1]) for r, each in tried.items()},
         run.share * run.moved.payload,
         run.share * run.moved.received,
-        float(np.median(seconds)),
     )
 
 
+def every_rates(method: Method, args: argparse.Namespace) -> list[Rates]:
+    """That are to be tried."""
+    if method.exchange != "displacements":
+        return [Rates(lr, None) for lr in args.lr]
+    return list(map(Rates, *zip(*itertools.product(args.lr, args.outer_lr or [method.outer_lr]))))
+
+
 class Training:
-    """One model's training.
+    """A way to train models of one kind, one after the other.
 
     Attributes:
         state: of all workers.
-        finish: exchanges what is left to exchange at the end.
         moved: what one exchange moves.
         share: exchanges a step.
+        is_compiled: whether its programs are.
     """
+
+    state: Any
+    _start: Callable[[Any], Any]
+    share = 1.0
+    is_compiled = False
 
     def __init__(
         self,
-        graphdef: Any,
-        state: Any,
-        run: Callable[..., Any],
-        moved: jaxsparse.traffic.WireBytes,
-        share: float = 1.0,
-        finish: Callable[[Any], Any] = lambda state: state,
+        method: Method,
+        args: argparse.Namespace,
+        mesh: Mesh | None,
+        rates: Rates,
+        steps: int,
     ):
-        self.state, self.moved, self.share = state, moved, share
-        self._run, self._finish = run, finish
+        self._make = lambda seed: models.Transformer(
+            args.width, args.layers, args.length, nnx.Rngs(seed)
+        )
+        self._method = method
+        graphdef, params = nnx.split(self._make(0), nnx.Param)
+        workers = args.workers if mesh is None else mesh
+        lr = optax.warmup_cosine_decay_schedule(
+            0, rates.lr, max(1, steps // 20), steps, 0.1 * rates.lr
+        )
+        loss_of = lambda p, x: models.loss_of(nnx.merge(graphdef, p), x)
+        self._evaluate = jax.jit(loss_of)
 
-        def evaluate(params: Any, windows: jax.Array) -> jax.Array:
-            return models.loss_of(nnx.merge(graphdef, params), windows)
+        def stepper(tx: optax.GradientTransformation) -> Callable[..., Any]:
+            def step(state: Any, windows: jax.Array) -> tuple[Any, jax.Array]:
+                params, opt_state = state
+                loss, grads = jax.value_and_grad(loss_of)(params, windows)
+                updates, opt_state = tx.update(grads, opt_state, params)
+                return (optax.apply_updates(params, updates), opt_state), loss
 
-        self._evaluate = jax.jit(evaluate)
+            return step
 
-    def step(self, batch: np.ndarray, t: int) -> None:
-        self.state = jax.block_until_ready(self._run(self.state, batch, t))
+        inner = optax.adamw(lr, b2=args.b2, weight_decay=0.1)
+        if method.exchange == "displacements":
+            exchange = method.tx(rates.outer)
+            local = LocalSteps(
+                stepper(inner), exchange, workers, every=method.every, streaming=method.streaming
+            )
+            # Streaming exchanges a part of the parameters at a time; at the end, all are exchanged.
+            turns = sum(local.due(n) is not None for n in range(1, steps + 1))
+            fragments = len(local.outer)
+            is_left = fragments > 1 or local.due(steps) is None
+            self.share = (turns / fragments + is_left) / steps
+            self._start = lambda params: local.init((params, inner.init(params)))
+            self._run = lambda state, batch, t: local(state, batch, t)[0]
+            self.finish = lambda: self._wait(local.finish(self.state, steps))
+        else:
+            exchange = method.tx()
+            if method.exchange == "gradients":
+                tx = optax.chain(exchange, inner)
+            else:
+                tx = optax.chain(
+                    per_worker(optax.scale_by_adam(b2=args.b2)),
+                    exchange,
+                    optax.add_decayed_weights(0.1),
+                    optax.scale_by_learning_rate(lr),
+                )
+            one = stepper(tx)
+            run = jaxsparse.data_parallel(lambda s, x: one(s, x)[0], workers, donate_argnums=0)
+            self._start = lambda params: jaxsparse.shard((params, tx.init(params)), workers)
+            self._run = lambda state, batch, _: run(state, batch)
+            self.finish = lambda: None
+        self.moved = jaxsparse.traffic.traced_bytes(exchange, params, args.workers)
 
-    def finish(self) -> None:
-        self.state = self._finish(self.state)
+    def start(self, seed: int) -> None:
+        """A new model's training."""
+        # From the host: its arrays are not donated with the state.
+        self.state = self._start(jax.device_get(nnx.state(self._make(seed), nnx.Param)))
+
+    def compile(self, batch: Any, seed: int) -> None:
+        """Takes some steps and forgets them, so that later ones wait for no compiler."""
+        for t in range(self._method.every + 2):  # the first fragment's turn is then over, too
+            self.step(batch, t)
+        self.finish()
+        self.start(seed)
+        self.is_compiled = True
+
+    def step(self, batch: Any, t: int) -> None:
+        self._wait(self._run(self.state, batch, t))
+
+    def _wait(self, state: Any) -> None:
+        self.state = jax.block_until_ready(state)
 
     def held_out(self, windows: np.ndarray) -> float:
         return float(self._evaluate(self.params, windows))
@@ -187,77 +306,44 @@ class Training:
         return self.state.params if hasattr(self.state, "params") else self.state[0]
 
 
-def start(method: Method, args: argparse.Namespace, lr: float, seed: int) -> Training:
-    rngs = nnx.Rngs(seed)
-    model = models.Transformer(args.width, args.layers, args.length, rngs)
-    graphdef, params = nnx.split(model, nnx.Param)
-    rate = optax.warmup_cosine_decay_schedule(0, lr, max(1, args.steps // 20), args.steps, 0.1 * lr)
-    grad = jax.value_and_grad(lambda p, x: models.loss_of(nnx.merge(graphdef, p), x))
-
-    def stepper(tx: optax.GradientTransformation) -> Callable[..., Any]:
-        def step(state: Any, windows: jax.Array) -> tuple[Any, jax.Array]:
-            params, opt_state = state
-            loss, grads = grad(params, windows)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), loss
-
-        return step
-
-    inner = optax.adamw(rate, b2=0.95, weight_decay=0.1)
-    if method.exchange == "displacements":
-        tx = method.tx()
-        steps = LocalSteps(
-            stepper(inner), tx, args.workers, every=method.every, streaming=method.streaming
-        )
-        local: Any = steps.init((params, inner.init(params)))
-        moved = jaxsparse.traffic.traced_bytes(tx, local.params, args.workers)
-        # Streaming exchanges a part of the parameters at a time; at the end, all are exchanged.
-        turns = sum(steps.due(n) is not None for n in range(1, args.steps + 1))
-        fragments = len(steps.outer)
-        is_left = fragments > 1 or steps.due(args.steps) is None
-        return Training(
-            graphdef,
-            local,
-            lambda s, batch, t: steps(s, batch, t)[0],
-            moved,
-            (turns / fragments + is_left) / args.steps,
-            lambda s: steps.finish(s, args.steps),
-        )
-    if method.exchange == "gradients":
-        tx = optax.chain(method.tx(), inner)
-    else:
-        tx = optax.chain(
-            per_worker(optax.scale_by_adam(b2=0.95)),
-            method.tx(),
-            optax.add_decayed_weights(0.1),
-            optax.scale_by_learning_rate(rate),
-        )
-    one = stepper(tx)
-    run = jaxsparse.data_parallel(lambda s, x: one(s, x)[0], args.workers, donate_argnums=0)
-    state = jaxsparse.shard((params, tx.init(params)), args.workers)
-    moved = jaxsparse.traffic.traced_bytes(method.tx(), params, args.workers)
-    return Training(graphdef, state, lambda s, batch, _: run(s, batch), moved)
-
-
 def main() -> None:
-    args = flags().parse_args()
+    parser = flags()
+    args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    methods, console = every_method(), Console()
+    methods = every_method()
     if args.list:
-        console.print(*methods, sep="\n")
+        print(*methods, sep="\n")
         return
+    processes.join(args, parser)
+    mesh, is_first = None, jax.process_index() == 0
+    if jax.process_count() > 1:
+        mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        args.workers = mesh.size
+    console = Console(quiet=not is_first)
     runs = results.load(args.show)
-    with Progress(console=console) as progress:
+    with jaxsparse.fail_at_once(), Progress(console=console) as progress:
         for name in [] if args.show else args.methods:
-            total = args.steps * (len(args.seeds) + len(args.lr) - 1)
+            method = methods[name]
+            tries = len(every_rates(method, args))
+            total = args.steps * len(args.seeds)
+            if tries > 1:
+                total += (tries * args.tune_steps) if args.tune_steps else (tries - 1) * args.steps
             task = progress.add_task(name, total=total)
             advance = functools.partial(progress.advance, task)
-            runs[name] = train(methods[name], args, advance)
+            runs[name] = train(method, args, mesh, advance)
+            if args.json is not None and is_first:
+                results.save_json(runs, vars(args), args.json)
     console.print(results.table(runs, args.workers))
-    if args.json is not None:
-        results.save_json(runs, vars(args), args.json)
-    if args.figure is not None:
-        results.save_figure(runs, args.figure)
+    if args.time_to:
+        console.print(results.times(runs, args.time_to))
+    if args.evidence is not None and is_first:
+        found = {
+            name: (methods[name].exchange, methods[name].system, methods[name].every)
+            for name in runs
+        }
+        results.save_evidence(runs, found, args.evidence)
+    if args.figure is not None and is_first:
+        results.save_figure(runs, args.figure, against_seconds=bool(args.time_to))
 
 
 def flags() -> argparse.ArgumentParser:
@@ -282,6 +368,20 @@ def flags() -> argparse.ArgumentParser:
         help="of AdamW, its peak; of several, each method takes the best on the first seed "
         "(default: 0.003)",
     )
+    add(
+        "--outer-lr",
+        type=number(float, 0),
+        nargs="+",
+        help="of outer steps, if there are any; each is tried with each of --lr (default: 1, "
+        "DiLoCo 0.7)",
+    )
+    add(
+        "--tune-steps",
+        type=number(int, 1),
+        metavar="STEPS",
+        help="length of the runs that try rates (default: --steps)",
+    )
+    add("--b2", type=number(float, 0, 1), default=0.95, help="of AdamW (default: 0.95)")
     add("--eval-every", type=number(int, 1), default=50, metavar="STEPS", help="(default: 50)")
     add("--json", type=Path, metavar="FILE", help="write curves and settings")
     add(
@@ -292,7 +392,16 @@ def flags() -> argparse.ArgumentParser:
         metavar="FILE",
         help="show what earlier runs wrote as JSON, and train nothing",
     )
+    add(
+        "--time-to",
+        type=number(float, 0),
+        nargs="+",
+        metavar="LOSS",
+        help="print the seconds until held-out losses are reached; the figure is then of seconds",
+    )
+    add("--evidence", type=Path, metavar="FILE", help="write what the planner says of training")
     add("--figure", type=Path, metavar="FILE", help="draw loss against steps and bytes")
+    processes.add_flags(parser)
     return parser
 
 

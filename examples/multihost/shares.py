@@ -1,12 +1,15 @@
 """What each process loads of the data: the rows that its own devices need."""
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 import digits
 import jax
 import numpy as np
 from digits import Digits
 from jax.sharding import NamedSharding
+
+T = TypeVar("T")
 
 
 def own_rows(rows: int, sharding: NamedSharding) -> np.ndarray:
@@ -15,11 +18,10 @@ def own_rows(rows: int, sharding: NamedSharding) -> np.ndarray:
     return np.unique(np.concatenate([np.arange(rows)[index] for index in slices]))
 
 
-def to_global(own: Digits, rows: int, sharding: NamedSharding) -> Digits:
-    """Arrays of `rows` rows over all processes, of which this one gives its own."""
-    return Digits(
-        *(jax.make_array_from_process_local_data(sharding, x, (rows, *x.shape[1:])) for x in own)
-    )
+def to_global(own: T, rows: int, sharding: NamedSharding) -> T:
+    """A tree of arrays of `rows` rows over all processes, of which this one gives its own."""
+    make = jax.make_array_from_process_local_data
+    return jax.tree.map(lambda x: make(sharding, x, (rows, *x.shape[1:])), own)
 
 
 def batches(

@@ -32,7 +32,8 @@ class Chunked:
     slots. It takes any stream.
 
     Values of 2, 4 and 8 bits share levels with others of their message. So messages of sums that
-    were rounded before (Ok-Topk, all but one of SparCML's all-reduces) need 16 or 32 bits.
+    were rounded before need 16 or 32 bits: those of SparCML's all-reduces but `all_gather`, and
+    SparDL's with `gather="bruck"`.
 
     Attributes:
         k: entries of each chunk, from 1 to chunk_size. None: any number.

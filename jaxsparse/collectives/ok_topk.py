@@ -134,12 +134,15 @@ def ok_topk(
         refresh: whether to take a new threshold even if the old one served; equal on all workers.
         rebalance: whether to draw new regions even if the old ones served; equal on all workers.
         axis_name: whose workers take part.
-        codec: of the messages.
+        codec: of the messages. If its values share levels, as those of `codecs.Chunked` in few
+            bits do, the messages between owners have 32 bits a value.
         capacity_factor: room in messages. The smaller, the fewer words and the more overflow; with
             a factor of 1 more than k entries never fit.
         top_k: picks the entries.
     """
-    codecs.check_local(codec, "ok_topk")
+    # Sums are handed on before they are gathered. Rounded twice, those of codecs whose values share
+    # levels would differ from what their senders noted.
+    between = codec if codec.is_local else codecs.Chunked(value_bits=32)
     workers, size = wire.axis_size(axis_name), x.size
     regions = Regions(size, workers)
     room = _room(k, regions, capacity_factor)
@@ -187,11 +190,11 @@ def ok_topk(
     is_large = (jnp.abs(sums.values) >= threshold) & (sums.values != 0)
     is_held = is_large & (number <= delivers)
     positions = jnp.where(is_held, mine * regions.length + sums.indices, regions.positions)
-    rounded = codec.rounded(sums, regions.length)
+    rounded = between.rounded(sums, regions.length)
     slots = jnp.where(is_held, first + number - 1, limit)
     spread = _in_slots(SparseStream(positions, rounded), slots, limit, regions.positions)
     spread = SparseStream(*(part.reshape(workers, room) for part in spread))
-    held = _exchange(spread, regions.positions, axis_name, codec)
+    held = _exchange(spread, regions.positions, axis_name, between)
     # Without the empty slots. (A slot is filled by one worker, if any, but codecs may move it.)
     held = SparseStream(held.indices.ravel(), held.values.ravel())
     is_entry = held.indices < regions.positions
@@ -213,12 +216,17 @@ def ok_topk(
     # All that differs from x is where entries are: no pass over all of it.
     arrives = lambda indices: mean.at[indices].get(mode="fill", fill_value=0) != 0
     index = jnp.where(arrives(entries.indices), entries.indices, size)
-    lost = entries.values - codec.rounded(entries, size)
+    arriving = jax.vmap(lambda row: codec.rounded(row, regions.length))(leaving)
+    lost = entries.values - arriving.ravel()
     residual = x.at[index].set(lost, mode="drop")
     sent = jnp.zeros_like(x, jnp.bool_).at[index].set(True, mode="drop")
-    if not codec.is_exact:
+    if not between.is_exact:
         index = regions.elements(place, positions)
         lost = jnp.where(arrives(index), sums.values - rounded, 0)
+        residual = residual.at[index].add(lost, mode="drop")
+    if not codec.is_local:
+        index = regions.elements(place, held.indices)
+        lost = jnp.where(arrives(index), held.values - codec.rounded(held, regions.positions), 0)
         residual = residual.at[index].add(lost, mode="drop")
     is_stale = too_many | (2 * passing < k)
     many = zeros((), jnp.int32, (agreed.workers,)) + workers

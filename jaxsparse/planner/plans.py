@@ -1,10 +1,12 @@
 """The result of `plan`: predicted times of systems, and a choice. It prints as a table."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jaxsparse.planner.trained import Evidence, chains
 from jaxsparse.printing import aligned, milliseconds as _ms
+from jaxsparse.systems import WITH_VARIANTS
 
 BY_GROUP = "by group"  # stands for a system's name
 
@@ -152,14 +154,19 @@ class Plan:
         not_predicted = [(system, f"not predicted: {reason}") for system, reason in self.left_out]
         return [*aligned(rows, right=range(1, len(head))), *aligned(not_predicted, right=())]
 
-    def _written(self) -> str:
+    def _written(self) -> Sequence[str]:
         """The best system, in what it is to be given to."""
         if self.local_steps == 1:
-            return self.transformation
+            return chains(self.transformation, _row(self.best))
         outer = f"optax.chain({self.transformation}, optax.sgd(1.0))"
         if self.best == "dense":
             outer = "jaxsparse.outer.diloco()"
-        return f"outer = {outer}\njaxsparse.LocalSteps(step, outer, mesh, every={self.local_steps})"
+        elif _row(self.best) == "chunked_top_k":
+            outer = "jaxsparse.outer.sparse_loco()"
+        return (
+            f"outer = {outer}",
+            f"jaxsparse.LocalSteps(step, outer, mesh, every={self.local_steps})",
+        )
 
     def _choices(self) -> list[str]:
         if self.best == "dense" and self.local_steps > 1:
@@ -170,17 +177,24 @@ class Plan:
             found = [f"best: {self.best}, {self.speedup(self.best):.2f}x"]
         if self.local_steps > 1:
             found[0] += " over a dense exchange in each step"
-        found += ["", *(f"    {line}" for line in self._written().splitlines()), ""]
+        found += ["", *(f"    {line}" for line in self._written()), ""]
         rows = [["each group by itself", "leaves", "elements", "fastest by", "ms", "dense ms"]]
         for g in self.groups:
             cells = [g.group, str(g.leaves), f"{g.elements:,}", g.system]
             rows.append([*cells, _ms(g.seconds), _ms(g.dense_seconds)])
+        systems = [*(p.system for p in self.predictions), *(name for name, _ in self.left_out)]
         return [
             *found,
             *aligned(rows, right=(1, 2, 4, 5)),
             "",
             "Accuracy is not predicted: all but dense change what a step delivers. Train to see.",
+            *Evidence.shipped().table(map(_row, systems), self.local_steps),
         ]
+
+
+def _row(system: str) -> str:
+    """The row of the table of systems that a variant is of."""
+    return WITH_VARIANTS[system].name if system in WITH_VARIANTS else system
 
 
 def compared(plans: Mapping[str, Plan]) -> str:

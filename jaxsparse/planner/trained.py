@@ -1,0 +1,81 @@
+"""How systems trained, where that was measured: what `plan` says beside its times.
+
+`trained.json` is written by examples/local_updates/train.py, whose README says what was trained.
+"""
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from jaxsparse.printing import aligned
+
+Exchanged = Literal["gradients", "updates", "displacements"]
+_SHIPPED = Path(__file__).with_name("trained.json")
+
+
+class Trained(NamedTuple):
+    """Where training by one system ended."""
+
+    system: str  # a name in `jaxsparse.systems.SYSTEMS`
+    exchanged: Exchanged
+    method: str  # the example's name for it
+    every: int  # steps from one exchange to the next
+    excess: float  # nats of held-out loss above those of dense gradients
+    fewer: float  # received bytes of dense gradients over those of this
+
+
+class Evidence(NamedTuple):
+    """Measured trainings of one recipe."""
+
+    recipe: str
+    rows: tuple[Trained, ...]
+
+    @classmethod
+    @functools.cache
+    def shipped(cls) -> "Evidence":
+        """What comes with the library."""
+        content = json.loads(_SHIPPED.read_text())
+        return cls(content["recipe"], tuple(Trained(*row) for row in content["rows"]))
+
+    def best(self, system: str) -> Trained | None:
+        """The training by gradients or updates that ended lowest, or None."""
+        found = [r for r in self.rows if r.system == system and r.exchanged != "displacements"]
+        return min(found, key=lambda row: row.excess, default=None)
+
+    def table(self, systems: Iterable[str], local_steps: int) -> Sequence[str]:
+        """A line each of what is known of these systems."""
+        names = dict.fromkeys(systems)
+        rows = [
+            row
+            for row in self.rows
+            if row.system in names and (row.exchanged == "displacements") == (local_steps > 1)
+        ]
+        if not rows:
+            return ["How these systems train was not measured."]
+        cells = [["system", "exchanged", "method", "nats above dense", "fewer bytes"]]
+        for row in sorted(rows, key=lambda row: (list(names).index(row.system), row.excess)):
+            what = {
+                "gradients": "gradients, before Adam",
+                "updates": "each worker's Adam updates",
+                "displacements": f"what {row.every} local steps moved",
+            }[row.exchanged]
+            cells.append([row.system, what, row.method, f"{row.excess:+.2f}", f"{row.fewer:.0f}x"])
+        return [f"How they trained: {self.recipe}", *aligned(cells, right=(3, 4))]
+
+
+def chains(transformation: str, system: str) -> Sequence[str]:
+    """Optax chains with an exchange in each step, as Python: for SGD, and for Adam."""
+    known = Evidence.shipped().best(system)
+    for_sgd = f"tx = optax.chain({transformation}, optax.sgd(lr))  # for SGD"
+    if known is not None and known.exchanged == "gradients":
+        return for_sgd, f"tx = optax.chain({transformation}, optax.adamw(lr))  # for Adam"
+    return (
+        for_sgd,
+        "tx = optax.chain(  # for Adam, on each worker",
+        "    jaxsparse.per_worker(optax.scale_by_adam()),",
+        f"    {transformation},",
+        "    optax.scale_by_learning_rate(lr),",
+        ")",
+    )
