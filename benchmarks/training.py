@@ -1,0 +1,275 @@
+"""Where training ends by each exchange: a small language model, and digits; simulated workers.
+
+The language model (embeddings of the last bytes, two layers, Adam) learns Python's reference
+manual; its loss is in nats a byte. The other model (two hidden layers, SGD with momentum) learns
+scikit-learn's digits; beside its loss stands the share of images that are right. Both are held out.
+Each row has the mean and the range over seeds, and how many times fewer bytes a worker receives
+than by dense gradients. All rows take the same steps and batches. Each of `--rates` is tried for
+each row on seed 0, and the best one is used for all seeds, dense included.
+
+    python benchmarks/training.py
+    python benchmarks/training.py --task digits
+    python benchmarks/training.py --steps 100 --seeds 1 --rates 0.003      # a quick look
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import timing
+
+import jaxsparse
+from jaxsparse import LocalSteps, data_parallel, outer, per_worker, shard
+from jaxsparse.printing import aligned
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+digits: Any = importlib.import_module("digits")
+
+CONTEXT, WIDTH, HIDDEN, BATCH = 16, 24, 384, 32  # the batch is a worker's
+Transformation: TypeAlias = optax.GradientTransformation
+
+
+class Local(NamedTuple):
+    """A worker's own optimizer, and what exchanges the displacements of so many steps."""
+
+    inner: Transformation
+    outer: Transformation
+    every: int
+
+
+Rows = dict[str, Callable[[float], Transformation | Local]]
+
+
+def text_rows(density: float) -> Rows:
+    """Transformations by name, each a function of the learning rate."""
+    adam, rate = optax.scale_by_adam, optax.scale_by_learning_rate
+    sparse, k = jaxsparse.spardl, round(4096 * density)
+    before = lambda tx: lambda lr: optax.chain(tx(), adam(), rate(lr))
+    behind = lambda tx: lambda lr: optax.chain(per_worker(adam()), tx(), rate(lr))
+    return {
+        "dense": before(jaxsparse.dense),
+        "4 bits, before Adam": before(lambda: jaxsparse.qsgd(4)),
+        "SparDL, before Adam": before(lambda: sparse(density)),
+        "SparDL, behind Adam": behind(lambda: sparse(density)),
+        "SparDL, behind Adam, decay 0.95": behind(lambda: sparse(density, decay=0.95)),
+        "chunked top-k, behind Adam": behind(lambda: jaxsparse.chunked_top_k(k)),
+        "PowerSGD rank 2, before Adam": before(lambda: jaxsparse.powersgd(2)),
+        "PowerSGD rank 2, behind Adam": behind(lambda: jaxsparse.powersgd(2)),
+        "PowerSGD rank 4, behind Adam": behind(lambda: jaxsparse.powersgd(4)),
+        "DeMo": lambda lr: optax.chain(jaxsparse.demo(k), optax.scale_by_sign(), rate(lr)),
+        "DeMo, before Adam": before(lambda: jaxsparse.demo(k)),
+        "EF21-SGDM, before Adam": lambda lr: optax.chain(
+            jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(density)), adam(b1=0.0), rate(lr)
+        ),
+        "10 local steps, mean": lambda lr: Local(optax.adam(lr), outer.diloco(1.0, 0.0), 10),
+        "10 local steps, SparseLoCo": lambda lr: Local(optax.adam(lr), outer.sparse_loco(), 10),
+    }
+
+
+def digit_rows(density: float) -> Rows:
+    """Transformations by name, each a function of the learning rate."""
+    k, rate = round(4096 * density), optax.scale_by_learning_rate
+    own = lambda tx: lambda lr: optax.chain(tx(momentum=0.9), rate(lr))
+    return {
+        "dense": own(jaxsparse.dense),
+        "4 bits": own(lambda **more: jaxsparse.qsgd(4, **more)),
+        "SparDL": own(lambda **more: jaxsparse.spardl(density, **more)),
+        "chunked top-k": own(lambda **more: jaxsparse.chunked_top_k(k, **more)),
+        "PowerSGD rank 2": own(lambda **more: jaxsparse.powersgd(2, **more)),
+        "PowerSGD rank 4": own(lambda **more: jaxsparse.powersgd(4, **more)),
+        "DeMo": lambda lr: optax.chain(jaxsparse.demo(k), optax.scale_by_sign(), rate(lr / 50)),
+        "EF21-SGDM": lambda lr: optax.chain(
+            # Its momentum is an average, others' is a sum.
+            jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(density), momentum=0.9),
+            rate(10 * lr),
+        ),
+        "10 local steps, mean": lambda lr: Local(
+            optax.sgd(lr, momentum=0.9), outer.diloco(1.0, 0.0), 10
+        ),
+        "10 local steps, SparseLoCo": lambda lr: Local(
+            optax.sgd(lr, momentum=0.9), outer.sparse_loco(), 10
+        ),
+    }
+
+
+class Task(NamedTuple):
+    """What is learned."""
+
+    rows: Callable[[float], Rows]
+    rates: Sequence[float]
+    init: Callable[[int], Any]  # of a seed: parameters
+    loss_of: Callable[[Any, Any], jax.Array]
+    draw: Callable[[int, np.random.Generator], Any]  # so many examples to train on
+    test: Callable[[], Any]  # those that are held out
+    right: Callable[[Any, Any], jax.Array] | None = None  # share of them
+
+
+def text() -> Task:
+    whole = "\n".join(topics.topics[key] for key in sorted(topics.topics)).encode()
+    data = np.frombuffer(whole, np.uint8).astype(np.int32)
+    learn, held_out = np.split(data, [len(data) * 9 // 10])
+
+    def windows(data: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+        """Random windows of CONTEXT bytes and the byte that follows."""
+        starts = rng.integers(0, len(data) - CONTEXT - 1, count)
+        return data[starts[:, None] + np.arange(CONTEXT + 1)]
+
+    def loss_of(params: Any, batch: jax.Array) -> jax.Array:
+        x = params["embedding"][batch[:, :-1]].reshape(len(batch), -1)
+        x = jax.nn.gelu(x @ params["in"])
+        x = x + jax.nn.gelu(x @ params["hidden"])
+        logits = x @ params["out"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, -1]).mean()
+
+    shapes = {
+        "embedding": (256, WIDTH),
+        "in": (CONTEXT * WIDTH, HIDDEN),
+        "hidden": (HIDDEN, HIDDEN),
+        "out": (HIDDEN, 256),
+    }
+    return Task(
+        text_rows,
+        (1e-3, 3e-3, 1e-2),
+        lambda seed: normal(shapes, seed, 1.0),
+        loss_of,
+        lambda count, rng: windows(learn, count, rng),
+        lambda: windows(held_out, 4096, np.random.default_rng(0)),
+    )
+
+
+def digit() -> Task:
+    train, test = digits.load()
+
+    def logits_of(params: Any, batch: Any) -> jax.Array:
+        x = jax.nn.relu(batch.images @ params["in"])
+        return jax.nn.relu(x @ params["hidden"]) @ params["out"]
+
+    def loss_of(params: Any, batch: Any) -> jax.Array:
+        logits = logits_of(params, batch)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+
+    def right(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean(logits_of(params, batch).argmax(axis=-1) == batch.labels)
+
+    def draw(count: int, rng: np.random.Generator) -> Any:
+        chosen = rng.integers(len(train.labels), size=count)
+        return type(train)(train.images[chosen], train.labels[chosen])
+
+    shapes = {"in": (64, HIDDEN), "hidden": (HIDDEN, HIDDEN), "out": (HIDDEN, 10)}
+    return Task(
+        digit_rows,
+        (0.02, 0.05, 0.1),
+        lambda seed: normal(shapes, seed, 2.0),
+        loss_of,
+        draw,
+        lambda: test,
+        right,
+    )
+
+
+TASKS = {"text": text, "digits": digit}
+
+
+def normal(shapes: dict[str, tuple[int, int]], seed: int, gain: float) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return {
+        name: jax.random.normal(key, shape) * (gain / shape[0]) ** 0.5
+        for key, (name, shape) in zip(keys, shapes.items())
+    }
+
+
+def train(
+    task: Task, method: Transformation | Local, seed: int, args: argparse.Namespace
+) -> tuple[float, float]:
+    """The loss after training, and the share of examples that are right."""
+    tx = method.inner if isinstance(method, Local) else method
+
+    def step(state: Any, batch: Any) -> tuple[Any, None]:
+        params, opt_state = state
+        gradient = jax.grad(task.loss_of)(params, batch)
+        updates, opt_state = tx.update(gradient, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    rng = np.random.default_rng(seed)
+    draw = lambda: task.draw(args.workers * BATCH, rng)
+    params = task.init(seed)
+    state: Any = (params, tx.init(params))
+    if isinstance(method, Local):
+        local = LocalSteps(step, method.outer, args.workers, every=method.every)
+        state = local.init(state)
+        for t in range(args.steps):
+            state, _ = local(state, draw(), t)
+        params = local.finish(state, args.steps).params
+    else:
+        run = data_parallel(lambda s, b: step(s, b)[0], args.workers, donate_argnums=0)
+        state = shard(state, args.workers)
+        for _ in range(args.steps):
+            state = run(state, draw())
+        params = state[0]
+    test = jax.tree.map(jnp.asarray, task.test())
+    right = float(jax.jit(task.right)(params, test)) if task.right else 0.0
+    return float(jax.jit(task.loss_of)(params, test)), right
+
+
+def received(task: Task, method: Transformation | Local, workers: int) -> float:
+    """Bytes that a worker receives, mean over steps."""
+    tx, every = (method.outer, method.every) if isinstance(method, Local) else (method, 1)
+    return jaxsparse.traffic.traced_bytes(tx, task.init(0), workers).received / every
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--task", choices=TASKS, default="text")
+    add("--workers", type=int, default=8)
+    add("--steps", type=int, default=600)
+    add("--seeds", type=int, default=3)
+    add("--density", type=float, default=0.01)
+    add("--rates", type=float, nargs="+", help="default: 0.001 0.003 0.01; digits: 0.02 0.05 0.1")
+    add("--only", nargs="+", metavar="ROW", help="rows by name; default: all")
+    add("--json", metavar="FILE")
+    args = parser.parse_args()
+    where, task = timing.where(), TASKS[args.task]()
+    rates = args.rates or task.rates
+    found: dict[str, Any] = {}
+    made = task.rows(args.density)
+    dense = received(task, made["dense"](rates[0]), args.workers)
+    for name in args.only or made:
+        make = made[name]
+        tried = {rate: train(task, make(rate), 0, args) for rate in rates}
+        rate = min(tried, key=lambda r: tried[r][0])
+        more = (train(task, make(rate), seed, args) for seed in range(1, args.seeds))
+        losses, right = zip(tried[rate], *more)
+        got = received(task, make(rate), args.workers)
+        found[name] = {
+            "losses": losses, "right": right, "rate": rate, "tried": tried, "received": got
+        }  # fmt: skip
+        print(name, rate, losses, right, flush=True)
+    cells = [("exchange", "loss", "range", "right", "rate", "fewer bytes")]
+    cells += [
+        (
+            name,
+            f"{np.mean(row['losses']):.3f}",
+            f"{np.ptp(row['losses']):.3f}",
+            f"{100 * np.mean(row['right']):.1f} %" if task.right else "",
+            f"{row['rate']:g}",
+            f"{dense / row['received']:.1f}x",
+        )
+        for name, row in found.items()
+    ]
+    print("\n".join(aligned(cells, right=range(1, 6))))
+    timing.save({**where, **vars(args), "rows": found}, args.json)
+
+
+if __name__ == "__main__":
+    main()
