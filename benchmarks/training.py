@@ -27,7 +27,7 @@ import optax
 import timing
 
 import jaxsparse
-from jaxsparse import LocalSteps, data_parallel, outer, per_worker, shard
+from jaxsparse import LocalSteps, codecs, data_parallel, outer, per_worker, shard
 from jaxsparse.printing import aligned
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -59,6 +59,13 @@ def text_rows(density: float) -> Rows:
         "4 bits, before Adam": before(lambda: jaxsparse.qsgd(4)),
         "SparDL, before Adam": before(lambda: sparse(density)),
         "SparDL, behind Adam": behind(lambda: sparse(density)),
+        "SparDL, behind Adam, 2-bit values": behind(
+            lambda: sparse(density, codec=codecs.Chunked())
+        ),
+        "top-k, behind Adam": behind(lambda: jaxsparse.top_k(density)),
+        "top-k, behind Adam, 2-bit values": behind(
+            lambda: jaxsparse.top_k(density, codec=codecs.Chunked())
+        ),
         "SparDL, behind Adam, decay 0.95": behind(lambda: sparse(density, decay=0.95)),
         "chunked top-k, behind Adam": behind(lambda: jaxsparse.chunked_top_k(k)),
         "PowerSGD rank 2, before Adam": before(lambda: jaxsparse.powersgd(2)),
@@ -82,6 +89,13 @@ def digit_rows(density: float) -> Rows:
         "dense": own(jaxsparse.dense),
         "4 bits": own(lambda **more: jaxsparse.qsgd(4, **more)),
         "SparDL": own(lambda **more: jaxsparse.spardl(density, **more)),
+        "SparDL, 2-bit values": own(
+            lambda **more: jaxsparse.spardl(density, codec=codecs.Chunked(), **more)
+        ),
+        "top-k": own(lambda **more: jaxsparse.top_k(density, **more)),
+        "top-k, 2-bit values": own(
+            lambda **more: jaxsparse.top_k(density, codec=codecs.Chunked(), **more)
+        ),
         "chunked top-k": own(lambda **more: jaxsparse.chunked_top_k(k, **more)),
         "PowerSGD rank 2": own(lambda **more: jaxsparse.powersgd(2, **more)),
         "PowerSGD rank 4": own(lambda **more: jaxsparse.powersgd(4, **more)),
