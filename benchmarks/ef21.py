@@ -2,10 +2,11 @@
 
     python benchmarks/ef21.py
     python benchmarks/ef21.py --figure benchmarks/figures/ef21.png
+    python benchmarks/ef21.py --drop 0.1 --rates 0.1 --batches 1    # a lower rate from mid-run on
 
 Each of ten simulated workers has digits of its own, sorted by label, so that the workers' gradients
 differ even at the minimum. A worker draws `--batches` of its images in each step (0: all of them),
-and sends the largest hundredth of 650 entries. Rates are constant. The numbers
+and sends the largest hundredth of 650 entries. Rates are constant, but for `--drop`. The numbers
 are norms of the full gradient of the regularised loss, which is convex: medians over the last fifth
 of a run, and their median and range over seeds of the draws. Nothing is downloaded.
 """
@@ -73,7 +74,8 @@ def train(tx: Any, args: argparse.Namespace, batch: int, rate: float, seed: int)
     images, labels = data_of(args.workers)
     shape = args.points, args.steps // args.points, args.workers, batch or 1
     draws = jax.random.randint(jax.random.key(seed), shape, 0, images.shape[1])
-    tx = optax.chain(tx, optax.scale_by_learning_rate(rate))
+    schedule = optax.piecewise_constant_schedule(rate, {args.steps // 2: args.drop})
+    tx = optax.chain(tx, optax.scale_by_learning_rate(schedule))
 
     def step(state: Any, own: Any) -> Any:
         params, opt_state = state
@@ -157,6 +159,7 @@ def main() -> None:
     add("--density", type=float, default=0.01)
     add("--momentum", type=float, default=0.99, help="1 - eta")
     add("--rates", type=float, nargs="+", default=[0.03, 0.1])
+    add("--drop", type=float, default=1.0, help="times the rate in the second half of a run")
     add("--l2", type=float, default=0.01)
     add("--seeds", type=int, default=5)
     add("--figure", type=Path, metavar="PNG")
