@@ -25,7 +25,7 @@ from jaxsparse import error_feedback
 from jaxsparse.quantize import QSGD, Sign
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.qsgd import Quantized
+from jaxsparse.systems.quantized import Quantized
 from jaxsparse.systems.random_k import RandomK
 
 sys.path.insert(0, str(Path(__file__).parent))

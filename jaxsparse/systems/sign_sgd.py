@@ -7,7 +7,7 @@ import optax
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.quantize import Sign
-from jaxsparse.systems.qsgd import Quantized
+from jaxsparse.systems.quantized import Quantized
 from jaxsparse.systems.row import Case, System
 
 
