@@ -10,6 +10,7 @@ import dataclasses
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Key, UInt32
 
@@ -50,10 +51,10 @@ class Format:
     """Rounds each value to the nearest of the format's, times the scale of its group.
 
     The scale is the largest magnitude of the group over the format's largest number, rounded *up*
-    to its own few bits, so that the largest magnitude does not clip. Ties of integers and floats go
-    to even, those of "e3m0" up. No error is larger than its value, and that of a group's largest is
-    at most a third of it. So every format is a contraction, and a residual that is fed back stays
-    bounded for any data.
+    to its own few bits, so that the largest magnitude does not clip. (It may from 2**127 on.) Ties
+    of integers and floats go to even, those of "e3m0" up. No error is larger than its value, and
+    that of a group's largest is at most a third of it. So every format is a contraction, and a
+    residual that is fed back stays bounded for any data.
 
     Attributes:
         name: "int8" (-127 .. 127), "int4" (-7 .. 7), "float8_e4m3fn" (largest 448), "float8_e5m2"
@@ -137,8 +138,12 @@ class Format:
             return jnp.ones(-(-x.size // self.group_size), jnp.float32)
         top = largest_magnitude(in_groups(x, self.group_size), axis=1)
         dropped = 2 ** SCALE_SHIFTS[self.scale_bits] - 1
+        kept = 2**32 - 1 - dropped
         bits = lax.bitcast_convert_type(top / largest, jnp.uint32)
-        bits = (bits + jnp.uint32(dropped)) & jnp.uint32(2**32 - 1 - dropped)
+        bits = (bits + jnp.uint32(dropped)) & jnp.uint32(kept)
+        # At the end of float32's range, scales are rounded down: no decoded value is infinite.
+        highest = np.float32(np.finfo(np.float32).max / np.float32(largest)).view(np.uint32)
+        bits = jnp.minimum(bits, jnp.uint32(int(highest) & kept))
         bits = jnp.where(jnp.isfinite(top), bits, jnp.uint32(_INFINITY))
         is_zero = top < 2 * largest * jnp.finfo(jnp.float32).tiny
         return lax.bitcast_convert_type(jnp.where(is_zero, jnp.uint32(0), bits), jnp.float32)

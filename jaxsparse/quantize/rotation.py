@@ -31,7 +31,8 @@ def rotated(x: Float[Array, " d"], size: int, key: Key[Array, ""]) -> Float[Arra
         key: key of the signs, equal on all workers and fresh at each step.
 
     Returns:
-        float32 of the next multiple of n values. A group with a value that is not finite has none
+        float32 of the next multiple of n values. They are rounded to float32, relative to the norm
+        of their group. A group with a value that is not finite has none
         that is.
 
     Suresh et al. (ICML 2017), section 3, who call it randomised Hadamard transform; SDP4Bit (Jia et
