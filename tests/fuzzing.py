@@ -373,6 +373,14 @@ def _quantized(rng, size, workers):
     }
 
 
+def _random_k(rng, size, workers):
+    inner = systems.TopK(_density(rng, size), codec=_codec(rng), selection=_selection(rng))
+    return {
+        "density": _density_or_stages(rng, size),
+        "reducer": _pick(rng, systems.Dense(), systems.RandomK(0.5), inner),
+    }
+
+
 def _powersgd(rng, size, workers):
     rank = int(_pick(rng, 1, 2, 4, 20))
     return {
@@ -455,6 +463,7 @@ SETTINGS = {  # more than what a row says: of a random generator, a size and a n
     "sparse_all_gather": lambda rng, size, workers: _blocks(rng, size, "capacity_density"),
     "qsgd": _qsgd,
     "quantized": _quantized,
+    "random_k": _random_k,
     "sign_sgd": lambda rng, size, workers: {"group_size": int(_pick(rng, 1, 6, 64, 1024))},
     "powersgd": _powersgd,
     "demo": _demo,
