@@ -65,35 +65,27 @@ def rotation(size, signs):
     return (1 - 2 * parity.astype(np.float64)) * signs / np.sqrt(size)
 
 
-def ring_sum(x, rule):
-    """A ring all-reduce whose hops round partial sums (INTELLECT-1's prime), as all receive it.
-
-    Chunk c starts at worker c. Each worker on its way adds its own part to what it decodes. The
-    last one rounds the sum once more, and all, it too, take the decoded sum.
+def all_reduced(x, rule):
+    """Total and residuals of workers' vectors x[w, d], if the owners of ranges sum them.
 
     Args:
-        x: float64[W, d], d a multiple of W.
-        rule: function of a vector: what its receiver decodes.
+        x: float64[W, d].
+        rule: what a receiver decodes of a vector. Each part is rounded once on its way to its
+            owner, unless it is the owner's, and each sum once on its way to all.
+
+    Returns:
+        float64[d], as all decode it, and float64[W, d]: senders keep x - deq(q(x)), and an owner
+        S - deq(q(S)) of its range.
     """
-    workers = len(x)
-    chunks = x.reshape(workers, workers, -1)
-    total = np.empty(chunks.shape[1:])
-    for c in range(workers):
-        partial = chunks[c, c]
-        for hop in range(1, workers):
-            partial = rule(partial) + chunks[(c + hop) % workers, c]
-        total[c] = rule(partial)
-    return total.reshape(-1)
-
-
-def all_to_all_sum(x, rule, *, rounds_own=False):
-    """A sum by the owners of ranges, each part rounded once on its way, and the sum once."""
-    workers = len(x)
-    chunks = x.reshape(workers, workers, -1)
-    total = np.empty(chunks.shape[1:])
-    for c in range(workers):
-        parts = [
-            part if w == c and not rounds_own else rule(part) for w, part in enumerate(chunks[:, c])
-        ]
-        total[c] = rule(sum(parts))
-    return total.reshape(-1)
+    workers, size = x.shape
+    m = -(-size // workers)
+    total, residuals = np.zeros(size), np.zeros(x.shape)
+    for owner in range(workers):
+        span = slice(owner * m, (owner + 1) * m)
+        if not total[span].size:
+            continue
+        parts = np.stack([row[span] if w == owner else rule(row[span]) for w, row in enumerate(x)])
+        residuals[:, span] = x[:, span] - parts
+        total[span] = rule(parts.sum(axis=0))
+        residuals[owner, span] = parts.sum(axis=0) - total[span]
+    return total, residuals

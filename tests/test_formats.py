@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from published_traffic import dense_traffic, quantized_all_reduce_traffic
-from reference_formats import rotation, rounded, scale_above, values_of
+from reference_formats import all_reduced, rotation, rounded, scale_above, values_of
 from workers import WAYS, feedback_loop, few, on_workers
 
 from jaxsparse import traffic
@@ -245,20 +245,6 @@ def test_rotation_lowers_the_error_of_integers_for_values_of_unlike_sizes(key):
 # --- in the all-reduce ---
 
 
-def all_reduced(x, rule, workers):
-    """Total and residuals, if each part is rounded once and each sum once, and both fed back."""
-    size = x.shape[1]
-    m = -(-size // workers)
-    total, residuals = np.zeros(size), np.zeros(x.shape)
-    for owner in range(workers):
-        span = slice(owner * m, (owner + 1) * m)
-        parts = np.stack([p[span] if w == owner else rule(p[span]) for w, p in enumerate(x)])
-        residuals[:, span] = x[:, span] - parts  # senders keep x - deq(q(x))
-        total[span] = rule(parts.sum(axis=0))
-        residuals[owner, span] = parts.sum(axis=0) - total[span]  # the owner keeps S - deq(q(S))
-    return total, residuals
-
-
 WHERE = [(w, way) for way in WAYS for w in (2, 3, 5, 8)]
 
 
@@ -269,8 +255,8 @@ def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(na
     x = normal((workers, size))
     run = on_workers(lambda x: quantized_all_reduce(x, spec, axis_name="data"), workers, way)
     result = jax.tree.map(np.asarray, run(x))
-    rule = lambda v: rounded(v, name, 8, "bfloat16")[0] if len(v) else v
-    total, residuals = all_reduced(x.astype(np.float64), rule, workers)
+    rule = lambda v: rounded(v, name, 8, "bfloat16")[0]
+    total, residuals = all_reduced(x.astype(np.float64), rule)
     np.testing.assert_array_equal(result.total, np.broadcast_to(result.total[:1], x.shape))
     np.testing.assert_allclose(result.total[0], total, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(result.residual, residuals, rtol=1e-4, atol=1e-5)

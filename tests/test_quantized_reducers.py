@@ -14,6 +14,7 @@ import optax
 import pytest
 from published_traffic import quantized_all_reduce_traffic
 from recorders import record
+from reference_formats import all_reduced
 from workers import feedback_loop, few, on_workers
 
 from jaxsparse import traffic
@@ -50,20 +51,6 @@ def nearest(x, bits, group_size):
         scale = np.abs(b).max()
         parts += [np.round(b / scale * s) * scale / s if scale else b]
     return np.concatenate(parts)
-
-
-def all_reduced(x, rule):
-    """Total and residuals of workers' vectors x[w, d] if `rule` quantises each range."""
-    workers, size = x.shape
-    m = -(-size // workers)
-    total, residuals = np.zeros(size), np.zeros(x.shape)
-    for owner in range(workers):
-        span = slice(owner * m, (owner + 1) * m)
-        sent = np.stack([row[span] if w == owner else rule(row[span]) for w, row in enumerate(x)])
-        residuals[:, span] = x[:, span] - sent
-        total[span] = rule(sent.sum(axis=0))
-        residuals[owner, span] = sent.sum(axis=0) - total[span]
-    return total, residuals
 
 
 SIGN = Sign(group_size=8)
