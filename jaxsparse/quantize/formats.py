@@ -180,14 +180,11 @@ class Format:
     def integers(
         self, x: Float[Array, " d"], scales: Float[Array, " groups"], largest: int | None = None
     ) -> Int[Array, " d"]:
-        """Multiples of the scales, int32, in -largest .. largest (None: the format's largest).
-
-        Those of groups with a scale that is not finite are 0.
-        """
+        """Multiples of the scales, int32, in -largest .. largest (None: the format's largest)."""
         limit = _VALUES[self.name].largest if largest is None else largest
         assert limit is not None
-        rounded = jnp.clip(jnp.round(self._relative(x, scales)), -limit, limit)
-        return rounded.astype(jnp.int32)
+        # Clipped as integers, because what a NaN becomes depends on the backend.
+        return jnp.clip(jnp.round(self._relative(x, scales)).astype(jnp.int32), -limit, limit)
 
     def scaled(
         self, values: Float[Array, " d"], scales: Float[Array, " groups"]
@@ -203,12 +200,9 @@ class Format:
         return dtype
 
     def _relative(self, x: Float[Array, " d"], scales: Float[Array, " groups"]) -> Array:
-        """Values over the scales of their groups; 0 where a scale is 0 or not finite."""
+        """Values over the scales of their groups; 0 or NaN where a scale is 0 or not finite."""
         usual = (scales > 0) & jnp.isfinite(scales)
-        inverse = jnp.where(usual, 1 / jnp.where(usual, scales, 1), 0)[:, None]
-        groups = in_groups(x, self.group_size)
-        relative = jnp.where(inverse > 0, groups * inverse, 0)  # 0 times infinity is no number
-        return relative.reshape(-1)[: x.size]
+        return self.scaled(x, jnp.where(usual, 1 / jnp.where(usual, scales, 1), 0))
 
 
 def _float_bits(x: Float[Array, " d"], dtype: DTypeLike) -> UInt32[Array, " d"]:
