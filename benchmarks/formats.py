@@ -4,12 +4,12 @@
     python benchmarks/formats.py --size 2^22 --workers 4 8
 
 The first table rounds one vector: the error as a share of its norm for normal values, for normal
-values cubed and for Student's t with 2 degrees of freedom, bits a value with its scales, and
-times as multiples of that of `x * 2` in place: of quantising, of adding what is decoded to a sum in
+values cubed and for Student's t with 2 degrees of freedom, bits a value with its scales, and times
+as multiples of that of `x * 2` in place: of quantising, of adding what is decoded to a sum in
 place, and of a whole exchange as one of 8 workers computes it, with feedback and without a network
-(runs take turns; medians). The second sums vectors of W workers in NumPy, and has the error as a share of the
-sum's norm. In a ring each hop rounds a partial sum, as INTELLECT-1's does; in an all-to-all each
-part is rounded once, and each sum once.
+(runs take turns; medians). The second sums vectors of W workers in NumPy, and has the error as a
+share of the sum's norm. In a ring each hop rounds a partial sum, as INTELLECT-1's does; in an
+all-to-all each part is rounded once, and each sum once.
 """
 
 import argparse

@@ -158,6 +158,9 @@ def quantized(
     step: 0.13 times a dense all-reduce's with "int4" and these defaults. `is_dense` leaves,
     vectors by default, travel uncompressed.
 
+    There is one level. On a mesh with other axes, such as those within a host, JAX sums over these
+    exactly, and only the sums are quantised.
+
     `momentum` is corrected, without masking: everything is sent at each step.
 
     Args:
@@ -166,9 +169,9 @@ def quantized(
         group_size: number of consecutive values that share a scale, as a rule 32 to 1024.
         scale: how scales travel: "bfloat16", "e8m0" (powers of two, 8 bits) or "float32".
         rotate: whether each group is rotated by random signs, fresh at each step, and a Hadamard
-            matrix, and sums back at the end. It lowers the error of 4 bits for values of unlike
-            sizes, raises it for normal ones not at all, and costs three products with a matrix of
-            group_size columns. group_size must be a power of two.
+            matrix, and sums back at the end. It halves the error of integers where values have
+            unlike sizes, and leaves that of normal values as it is. Powers of two ("e3m0") lose by
+            it. It costs three products with a matrix of group_size columns, a power of two.
         shared_scale: whether workers agree on scales first, by a pmax, so that integers can be
             summed as they are, in one psum of words of 32 bits. Each worker has fewer levels the
             more workers there are: see `collectives.shared_scale_all_reduce`.
