@@ -111,6 +111,10 @@ def unpack_fields(
     count, length = _period(bits)
     if not bits:
         return jnp.zeros_like(packed, shape=(*batch, size))
+    if length == 1:  # vectorises, and a stack of fields does not
+        shifts = jnp.arange(0, _BITS, bits, dtype=jnp.uint32)
+        shifted = packed[..., None] >> jnp.expand_dims(shifts, tuple(range(packed.ndim)))
+        return (shifted & jnp.uint32(2**bits - 1)).reshape(*batch, -1)[..., :size]
     padding = [(0, 0)] * len(batch) + [(0, -found % length)]
     runs = jnp.pad(packed, padding).reshape(*batch, -1, length)
     fields = []

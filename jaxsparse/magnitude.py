@@ -4,6 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+# Rows of a multiple of this are reduced in two steps.
+_LANES = 64
+
 
 def largest_magnitude(x: Float[Array, "..."], axis: int | None = None) -> Array:
     """The largest |x|; NaN if any element is NaN, 0 if there are no elements.
@@ -20,6 +23,11 @@ def largest_magnitude(x: Float[Array, "..."], axis: int | None = None) -> Array:
         3.0
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    if axis == 1 and x.ndim == 2 and x.shape[1] % _LANES == 0:
+        # XLA's CPU backend reduces a row element by element, in 12 times a pass over x. With maxima
+        # of lanes first it takes one pass; the barrier keeps the two steps apart.
+        lanes = jnp.max(bits.reshape(-1, 16, x.shape[1] // 16), axis=1, initial=jnp.uint32(0))
+        bits = jax.lax.optimization_barrier(lanes)
     largest = jnp.max(bits, axis=axis, initial=jnp.uint32(0))
     return jax.lax.bitcast_convert_type(largest, jnp.float32)
 

@@ -8,7 +8,7 @@ them again.
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 from unittest import mock
 
 import jax
@@ -131,7 +131,7 @@ class Program:
     @property
     def shares_scales(self):
         """Whether an element's error may be relative to others of its bucket."""
-        if self.name in ("qsgd", "sign_sgd", "powersgd", "chunked_top_k", "demo"):
+        if self.name in ("qsgd", "quantized", "sign_sgd", "powersgd", "chunked_top_k", "demo"):
             return True
         codec = self.settings.get("codec", codecs.COO)
         return self.settings.get("bits") is not None or not codec.is_local
@@ -141,6 +141,8 @@ class Program:
         """How much larger an element of a projection may be than those that it projects."""
         if self.name == "demo":  # a tile
             return float(self.settings["chunk"])
+        if self.settings.get("rotate"):
+            return math.sqrt(self.settings["group_size"])
         if self.name != "powersgd":
             return 1.0
         sides = [n for leaf in self.leaves if leaf.shape for n in _sides(leaf.shape)]
@@ -359,6 +361,26 @@ def _qsgd(rng, size, workers):
     }
 
 
+def _quantized(rng, size, workers):
+    name = str(_pick(rng, *get_args(quantize.FormatName)))
+    can_share = name == "int8" or (name == "int4" and workers <= 7)
+    return {
+        "format": name,
+        "group_size": int(_pick(rng, 2, 32, 256, 1024)),
+        "scale": _pick(rng, *get_args(quantize.Scale)),
+        "rotate": bool(rng.integers(2)),
+        "shared_scale": bool(can_share and rng.integers(2)),
+    }
+
+
+def _random_k(rng, size, workers):
+    inner = systems.TopK(_density(rng, size), codec=_codec(rng), selection=_selection(rng))
+    return {
+        "density": _density_or_stages(rng, size),
+        "reducer": _pick(rng, systems.Dense(), systems.RandomK(0.5), inner),
+    }
+
+
 def _powersgd(rng, size, workers):
     rank = int(_pick(rng, 1, 2, 4, 20))
     return {
@@ -440,6 +462,8 @@ SETTINGS = {  # more than what a row says: of a random generator, a size and a n
     "omni_reduce": lambda rng, size, workers: _blocks(rng, size, "union_density"),
     "sparse_all_gather": lambda rng, size, workers: _blocks(rng, size, "capacity_density"),
     "qsgd": _qsgd,
+    "quantized": _quantized,
+    "random_k": _random_k,
     "sign_sgd": lambda rng, size, workers: {"group_size": int(_pick(rng, 1, 6, 64, 1024))},
     "powersgd": _powersgd,
     "demo": _demo,
@@ -714,6 +738,7 @@ def _check_step(program, gradients, update, before, after):
     _check_sums(program, x, added, entering + of_mean, mean, now.residual)
     is_published = program.settings.get("quantizer") == "published"
     mixes = program.name in ("s2_reducer", "sign_sgd", "powersgd", "demo")
+    mixes |= bool(program.settings.get("rotate"))
     if not mixes and not is_published:
         something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))
         assert not np.any(something & np.all(x == 0, axis=0)), "what no worker has was delivered"

@@ -37,7 +37,7 @@ LAYERS = [
     ["training.diagnostics"],
     ["systems.row"],
     ["systems.dense"],
-    ["systems.top_k", "systems.true_top_k", "systems.omni_reduce", "systems.qsgd"],
+    ["systems.top_k", "systems.true_top_k", "systems.omni_reduce", "systems.quantized"],
     ["systems"],
     ["outer.fragments", "outer.optimizers"],
     ["outer.worker"],

@@ -10,6 +10,7 @@ import on_meshes
 import optax
 import pytest
 import reference_chunks as chunks
+import reference_formats as formats
 import reference_local_steps as reference
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -301,6 +302,36 @@ def test_streaming_is_that_of_numpy(case):
     )
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(own, expected_own, rtol=1e-4, atol=1e-4)
+
+
+def test_streaming_in_four_bits_is_that_of_numpy():
+    """Streaming DiLoCo's own: E3M0, rounded on the way in and out, and nothing fed back."""
+    workers, steps, every = 3, 9, 4
+    few_bits = jaxsparse.quantized(
+        "e3m0", group_size=4, decay=0, is_dense=lambda path, shape: False
+    )
+    train = LocalSteps(
+        walk,
+        outer.diloco(0.7, 0.9, exchange=few_bits),
+        workers,
+        every=every,
+        streaming=outer.Streaming(2, overlap=1),
+    )
+    tree = moves(steps, workers)
+    found, own, state = run(train, tree)
+    vectors, parts = as_vectors(tree), [EMBEDDING, np.concatenate(LAYERS)]
+    rule = lambda v: formats.rounded(v, "e3m0", 4, "bfloat16")[0]
+
+    def twin(exchange):
+        optimizer = reference.nesterov(0.7, 0.9)
+        return reference.train(flat(START), vectors, optimizer, every, exchange, parts, 1, 0.5)
+
+    expected, expected_own = twin(lambda _, moved: formats.all_reduced(moved, rule)[0] / workers)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(own, expected_own, rtol=1e-5, atol=1e-5)
+    exact, _ = twin(None)
+    assert np.abs(exact - expected).max() > 0.05
+    assert int(state.skipped) == 0
 
 
 def draw(seed):

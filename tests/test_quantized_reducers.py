@@ -14,6 +14,7 @@ import optax
 import pytest
 from published_traffic import quantized_all_reduce_traffic
 from recorders import record
+from reference_formats import all_reduced
 from workers import feedback_loop, few, on_workers
 
 from jaxsparse import traffic
@@ -21,7 +22,7 @@ from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.quantize import QSGD, Quantizer, Sign, dequantize, quantize, to_message
 from jaxsparse.systems import qsgd, sign_sgd
-from jaxsparse.systems.qsgd import Quantized
+from jaxsparse.systems.quantized import Quantized
 
 ROOT = Path(__file__).parents[1]
 WHERE = [(w, way) for way in ("vmap", "shard_map", "shard_map_unchecked") for w in (1, 2, 3, 5, 8)]
@@ -50,20 +51,6 @@ def nearest(x, bits, group_size):
         scale = np.abs(b).max()
         parts += [np.round(b / scale * s) * scale / s if scale else b]
     return np.concatenate(parts)
-
-
-def all_reduced(x, rule):
-    """Total and residuals of workers' vectors x[w, d] if `rule` quantises each range."""
-    workers, size = x.shape
-    m = -(-size // workers)
-    total, residuals = np.zeros(size), np.zeros(x.shape)
-    for owner in range(workers):
-        span = slice(owner * m, (owner + 1) * m)
-        sent = np.stack([row[span] if w == owner else rule(row[span]) for w, row in enumerate(x)])
-        residuals[:, span] = x[:, span] - sent
-        total[span] = rule(sent.sum(axis=0))
-        residuals[owner, span] = sent.sum(axis=0) - total[span]
-    return total, residuals
 
 
 SIGN = Sign(group_size=8)
@@ -95,7 +82,7 @@ def test_signs_are_the_definition(size):
     quantized = quantize(jnp.asarray(x), spec, None)
     found = np.asarray(dequantize(quantized, spec, size))
     np.testing.assert_allclose(found, signs(x.astype(np.float64), 16), rtol=1e-6)
-    assert to_message(quantized).shape == (spec.words(size),)
+    assert to_message(quantized, spec).shape == (spec.words(size),)
     assert spec.words(size) == np.ceil(size / 32) + np.ceil(size / 16)
     assert isinstance(spec, Quantizer)
 
@@ -369,7 +356,7 @@ ERRORS = {
         lambda: quantize(jnp.ones(3), Sign(), jax.random.key(0)),
         r"Sign\(group_size=1024\) rounds without one: pass key=None",
     ),
-    "quantizer": (lambda: Quantized(4), "quantizer=4 is no quantizer: use quantize.QSGD"),
+    "quantizer": (lambda: Quantized(4), "quantizer=4 is no quantizer: use quantize.Format"),
     "rounding": (lambda: qsgd(rounding="up"), "rounding='up' is unknown: use 'stochastic' or"),
     "sign": (
         lambda: Quantized(Sign()),

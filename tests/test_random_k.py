@@ -1,15 +1,19 @@
 """Random-k: the same draws on all workers, all of them in turn, and k words."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from recorders import record
-from workers import feedback_loop, few, on_workers
+from workers import feedback_loop, few, mesh, on_workers
 
-from jaxsparse import traffic
+from jaxsparse import codecs, data_parallel, shard, traffic
+from jaxsparse.quantize import Format
 from jaxsparse.reducers.stages import Stages
-from jaxsparse.systems import random_k
+from jaxsparse.systems import PowerSGD, Quantized, TopK, dense, random_k
 from jaxsparse.systems.random_k import RandomK
 
 WHERE = [(w, way) for way in ("vmap", "shard_map", "shard_map_unchecked") for w in (1, 2, 3, 5, 8)]
@@ -34,7 +38,7 @@ def test_what_is_drawn_is_delivered_and_the_rest_kept(where):
     k = 7  # 0.1 of 61, rounded up
     for seed in range(3):
         x, reduced = run(RandomK(0.1), integers(workers, seed), way)
-        for field in (reduced.mean, reduced.sent, reduced.state):
+        for field in (reduced.mean, reduced.sent, reduced.state.draws):
             np.testing.assert_array_equal(field, np.broadcast_to(field[:1], field.shape))
         sent = reduced.sent
         np.testing.assert_array_equal(sent.sum(axis=-1), k)
@@ -45,7 +49,7 @@ def test_what_is_drawn_is_delivered_and_the_rest_kept(where):
             workers * reduced.mean[0].astype(np.float64) + reduced.residual.sum(axis=0),
             x.sum(axis=0),
         )
-        np.testing.assert_array_equal(reduced.state[0], np.arange(1, STEPS + 1))
+        np.testing.assert_array_equal(reduced.state.draws[0], np.arange(1, STEPS + 1))
         np.testing.assert_array_equal(reduced.info.delivered[0], (expected != 0).sum(axis=-1))
 
 
@@ -70,7 +74,7 @@ def test_every_index_gets_its_turn():
 def test_k_words_travel_and_no_indices(workers):
     size, k = 1001, 101
     reducer = RandomK(0.1)
-    exchange = on_workers(lambda x: reducer(x, jnp.uint32(3), axis_name="data").mean, workers)
+    exchange = on_workers(lambda x: reducer(x, reducer.init(size), axis_name="data").mean, workers)
     moved = traffic.wire_bytes(exchange.lower(jnp.zeros((workers, size), jnp.float32)).compile())
     assert [c.op for c in moved.collectives] == ["all-reduce"]
     assert moved.payload == 4 * k
@@ -115,12 +119,114 @@ def test_density_in_stages():
     np.testing.assert_array_equal((found != 0).sum(axis=-1), [[31, 31, 7, 7]] * 3)
 
 
+def lost_of(x, reduced):
+    """What an exchange loses, as a share of what went in."""
+    workers = len(x)
+    kept = workers * reduced.mean[0].astype(np.float64) + reduced.residual.sum(0, np.float64)
+    return np.abs(kept - x.sum(axis=0)).max() / np.abs(x).sum(axis=0).max()
+
+
+def test_another_reducer_exchanges_the_drawn_values():
+    """The draw, and then this reducer's own exchange of a vector of k: coordinate by coordinate."""
+    inner, x = TopK(0.25, selection="exact"), integers(3, steps=1)
+    drawn = run(RandomK(0.4), x)[1].sent[0, 0]
+    k, kept = np.count_nonzero(drawn), 7
+    _, reduced = run(RandomK(0.4, inner), x)
+    first, residual = reduced.mean[0, 0], reduced.residual[:, 0]
+    assert not first[~drawn].any()
+    np.testing.assert_array_equal(residual[:, ~drawn], x[:, 0, ~drawn])
+    mask = reduced.sent[:, 0]
+    assert (mask.sum(axis=1) == kept).all()
+    assert kept == -(-k // 4)
+    assert not mask[:, ~drawn].any()
+    for w in range(3):
+        largest = np.sort(np.abs(x[w, 0, drawn]))[-kept]
+        assert np.all(np.abs(x[w, 0, mask[w]]) >= largest)
+    np.testing.assert_array_equal(residual, np.where(mask, 0, x[:, 0]))
+    assert lost_of(x[:, 0], jax.tree.map(lambda a: a[:, 0], reduced)) == 0
+
+
+def test_of_a_reducer_that_rounds_the_residual_has_the_rest():
+    few_bits = Quantized(Format("int4", 8), "nearest")
+    x, reduced = run(RandomK(0.5, few_bits), integers(3))
+    for step in range(STEPS):
+        at = jax.tree.map(lambda a, step=step: a[:, step], reduced)
+        assert lost_of(x[:, step], at) < 1e-6
+    assert np.any(reduced.residual[:, 0][reduced.sent[:, 0]])
+    assert RandomK(0.5, few_bits).conservation == "to rounding"
+
+
+def test_a_reducers_draws_are_fresh_in_each_bucket_and_step():
+    reducer = RandomK(0.5, RandomK(0.5))
+    one, other = reducer.split((SIZE, SIZE))
+    assert one.seed != other.seed
+    assert one.reducer.seed != other.reducer.seed
+    _, reduced = run(reducer, integers(2))
+    np.testing.assert_array_equal(reduced.state.inner.draws[0], np.arange(1, STEPS + 1))
+    assert np.all(reduced.sent.sum(axis=-1) == 16)  # half of 31
+    assert len(np.unique(reduced.sent[0], axis=0)) == STEPS
+
+
+def cocktail(**options):
+    """CocktailSGD: random coordinates, top-k of these, 4 bits, one step late."""
+    top = TopK(0.1, codec=codecs.Chunked(value_bits=4))
+    return random_k(0.2, reducer=top, delay=1, **options)
+
+
+@functools.cache
+def distance_after_training(tx):
+    """How far 600 steps of least squares on workers with unlike data end from the minimum."""
+    workers, size = 4, 2048
+    rng = np.random.default_rng(0)
+    target = rng.normal(size=(workers, size)).astype(np.float32)
+    scale = np.exp(0.5 * rng.normal(size=(workers, size))).astype(np.float32)
+    chained = optax.chain(tx, optax.scale(0.005))
+
+    def run(target, scale):
+        def step(carried, _):
+            x, state = carried
+            updates, state = chained.update(scale * (x - target), state)
+            return (x - updates, state), None
+
+        start = jnp.zeros(size)
+        return jax.lax.scan(step, (start, chained.init(start)), None, 600)[0][0]
+
+    found = np.asarray(on_workers(run, workers, "vmap")(target, scale)[0], np.float64)
+    wanted = (scale * target).sum(axis=0) / scale.sum(axis=0)
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+def test_cocktail_sgd_trains_nearly_as_dense_sgd_does():
+    everything = lambda path, shape: False
+    of_all = distance_after_training(dense())
+    assert 0.04 < of_all < distance_after_training(cocktail(is_dense=everything)) < 0.075
+    # In the first step it applies what was exchanged before it: nothing.
+    tx = cocktail(is_dense=everything, axis_name=None)
+    updates, _ = tx.update(jnp.ones(2048), tx.init(jnp.ones(2048)))
+    assert not updates.any()
+
+
+def test_cocktail_sgd_sends_a_hundredth_of_the_bits():
+    size, workers = 2**16, 2
+    tx = cocktail(is_dense=lambda path, shape: False)
+
+    def step(state, batch):
+        updates, state = tx.update(jnp.full(size, batch.mean()), state)
+        return state, updates
+
+    state = shard(tx.init(jnp.zeros(size)), mesh(workers))
+    moved = traffic.wire_bytes(data_parallel(step, mesh(workers)), state, jnp.ones(workers))
+    assert size / 100 < moved.received < 4 * size / 100  # from the one other worker
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
         (lambda: RandomK(0.0), r"density=0.0 must lie in \(0, 1\]"),
         (lambda: random_k(2.0), r"density=2.0 must lie in \(0, 1\]"),
         (lambda: RandomK(0.1, seed=0.5), "seed=0.5 must be an int"),
+        (lambda: RandomK(0.1, 3), "reducer=3 must be a reducer of flat vectors, such as"),
+        (lambda: random_k(0.1, reducer=PowerSGD(2)), "must be a reducer of flat vectors, such as"),
     ],
 )
 def test_errors_name_the_argument_its_value_and_the_fix(wrong, text):

@@ -14,7 +14,7 @@ from workers import mesh
 import jaxsparse
 from jaxsparse import PerWorker, diagnose, reshard, shard
 from jaxsparse.quantize import QSGD
-from jaxsparse.systems.qsgd import Quantized
+from jaxsparse.systems.quantized import Quantized
 
 README = pathlib.Path(__file__).parents[1] / "README.md"
 

@@ -14,6 +14,9 @@ from jaxsparse.collectives.messages import AllReduced as AllReduced
 from jaxsparse.collectives.ok_topk import ok_topk as ok_topk
 from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce as quantized_all_reduce
 from jaxsparse.collectives.recursive_double import recursive_double as recursive_double
+from jaxsparse.collectives.shared_scale_all_reduce import (
+    shared_scale_all_reduce as shared_scale_all_reduce,
+)
 from jaxsparse.collectives.spardl import spar_reduce_scatter as spar_reduce_scatter
 from jaxsparse.collectives.sparse_ring import sparse_ring as sparse_ring
 from jaxsparse.collectives.split_allgather import split_allgather as split_allgather

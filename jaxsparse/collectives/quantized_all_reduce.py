@@ -74,7 +74,7 @@ def quantized_all_reduce(
 
     def pack(row: Array, key: Array | None, count: Array) -> Array:
         row = jnp.where(jnp.arange(m, dtype=jnp.int32) < count, row, 0)
-        return to_message(quantize(row, quantizer, key, count))
+        return to_message(quantize(row, quantizer, key, count), quantizer)
 
     def unpack(message: Array) -> Array:
         return dequantize(from_message(message, quantizer, m), quantizer, m)

@@ -35,6 +35,9 @@ class Streaming:
             `jax.tree_util.keystr` prints it, that returns the fragment, from 0 to `fragments` - 1.
 
     A leaf that holds all layers, stacked, is not cut: it belongs to one fragment.
+
+    The paper sends displacements in 4 bits, powers of two without error feedback:
+    `diloco(exchange=jaxsparse.quantized("e3m0", decay=0))`. Any other exchange serves as well.
     """
 
     fragments: int = 4

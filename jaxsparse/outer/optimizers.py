@@ -33,7 +33,9 @@ def diloco(
     Args:
         learning_rate: the outer rate, or a schedule of it by outer steps.
         momentum: in [0, 1).
-        exchange: the transformation that exchanges displacements. None: `jaxsparse.dense`.
+        exchange: the transformation that exchanges displacements, such as
+            `jaxsparse.quantized("int8")` (INTELLECT-1) or `jaxsparse.quantized("e3m0", decay=0)`
+            (Streaming DiLoCo). None: `jaxsparse.dense`.
         axis_name: the mesh axis of the workers, for the default exchange.
     """
     return _behind(exchange, axis_name, _sgd(learning_rate, momentum, nesterov=True))

@@ -1,14 +1,21 @@
 """Quantises vectors to a few bits a value, packed into words, and back.
 
-A quantiser is a frozen dataclass of settings, `QSGD` or `Sign`. `quantize` and `dequantize` take
-either. `check_feedback` refuses settings whose error must not be fed back. `entry_values` packs the
-values of sparse entries, whose indices travel beside them.
+A quantiser is a frozen dataclass of settings: `Format` (integers, floats and powers of two),
+`QSGD` (its paper's roundings and scales) or `Sign`. `quantize` and `dequantize` take any of them.
+`rotated` spreads large values over their group before, and `rotated_back` is its inverse.
+`check_feedback` refuses settings whose error must not be fed back. `entry_values` packs the values
+of sparse entries, whose indices travel beside them.
 """
 
 from jaxsparse.quantize.entries import (
     EntryValues as EntryValues,
     ValueQuantizer as ValueQuantizer,
     entry_values as entry_values,
+)
+from jaxsparse.quantize.formats import (
+    Format as Format,
+    FormatName as FormatName,
+    Scale as Scale,
 )
 from jaxsparse.quantize.packing import pack as pack, unpack as unpack
 from jaxsparse.quantize.qsgd import QSGD as QSGD
@@ -21,13 +28,17 @@ from jaxsparse.quantize.quantizer import (
     quantize as quantize,
     to_message as to_message,
 )
+from jaxsparse.quantize.rotation import rotated as rotated, rotated_back as rotated_back
 from jaxsparse.quantize.sign import Sign as Sign
 
 __all__ = [
     "QSGD",
     "EntryValues",
+    "Format",
+    "FormatName",
     "Quantized",
     "Quantizer",
+    "Scale",
     "Sign",
     "ValueQuantizer",
     "check_feedback",
@@ -36,6 +47,8 @@ __all__ = [
     "from_message",
     "pack",
     "quantize",
+    "rotated",
+    "rotated_back",
     "to_message",
     "unpack",
 ]

@@ -39,6 +39,7 @@ class QSGD:
     group_size: int = 1024
     scale: Literal["max", "l2"] = "max"
 
+    scale_bits: ClassVar[int] = 32
     takes_key: ClassVar[bool] = True
 
     def __post_init__(self):

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key, UInt32
 
+from jaxsparse.bits import field_words, pack_fields, unpack_fields
 from jaxsparse.quantize.packing import check_size
 from jaxsparse.settings import static_int
 
 __all__ = [
+    "SCALE_SHIFTS",
     "Quantized",
     "Quantizer",
     "check_feedback",
@@ -28,7 +30,7 @@ class Quantized(NamedTuple):
     """A quantised vector. Only `words` and `scales` travel."""
 
     words: UInt32[Array, " words"]  # all values, a few bits each
-    scales: Float[Array, " groups"]  # float32, ceil(d / group_size)
+    scales: Float[Array, " groups"]  # float32[ceil(d / group_size)]; exact in `scale_bits`
 
 
 @runtime_checkable
@@ -38,6 +40,11 @@ class Quantizer(Protocol):
     @property
     def group_size(self) -> int:
         """The number of consecutive values that share a scale."""
+        ...
+
+    @property
+    def scale_bits(self) -> int:
+        """Bits of a scale on the wire: 32, 16 or 8 (see `to_message`), or 0 for no scales."""
         ...
 
     @property
@@ -158,17 +165,28 @@ def dequantize(quantized: Quantized, spec: Quantizer, size: int) -> Float[Array,
     return spec.dequantize(quantized, size)
 
 
-def to_message(quantized: Quantized) -> UInt32[Array, " words"]:
+# Where a float32 has the bits of a scale: 16 of them are a bfloat16, 8 an exponent (E8M0).
+SCALE_SHIFTS = {32: 0, 16: 16, 8: 23}
+
+
+def to_message(quantized: Quantized, spec: Quantizer) -> UInt32[Array, " words"]:
     """Words and scales in one array, of `words(size)` words of the quantiser."""
+    if not spec.scale_bits:
+        return quantized.words
     scales = lax.bitcast_convert_type(quantized.scales, jnp.uint32)
+    scales = pack_fields(scales >> jnp.uint32(SCALE_SHIFTS[spec.scale_bits]), spec.scale_bits)
     return jnp.concatenate([quantized.words, scales])
 
 
 def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> Quantized:
     """The inverse of `to_message`, for `size` values."""
-    words = message.size - -(-size // spec.group_size)
-    scales = lax.bitcast_convert_type(message[words:], jnp.float32)
-    return Quantized(message[:words], scales)
+    groups = -(-size // spec.group_size)
+    if not spec.scale_bits:
+        return Quantized(message, jnp.ones(groups, jnp.float32))
+    words = message.size - field_words(groups, spec.scale_bits)
+    scales = unpack_fields(message[words:], spec.scale_bits, groups)
+    scales <<= jnp.uint32(SCALE_SHIFTS[spec.scale_bits])
+    return Quantized(message[:words], lax.bitcast_convert_type(scales, jnp.float32))
 
 
 def check_group_size(group_size: int) -> None:

@@ -31,6 +31,7 @@ class Sign:
 
     group_size: int = 1024
 
+    scale_bits: ClassVar[int] = 32
     takes_key: ClassVar[bool] = False
 
     def __post_init__(self):

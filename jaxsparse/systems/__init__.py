@@ -21,7 +21,8 @@ from jaxsparse.systems.ms_topk import MS_TOPK, ms_topk
 from jaxsparse.systems.ok_topk import OK_TOPK, OkTopk as OkTopk, ok_topk
 from jaxsparse.systems.omni_reduce import OMNI_REDUCE, OmniReduce as OmniReduce, omni_reduce
 from jaxsparse.systems.powersgd import POWERSGD, PowerSGD as PowerSGD, powersgd
-from jaxsparse.systems.qsgd import QSGD, Quantized as Quantized, qsgd
+from jaxsparse.systems.qsgd import QSGD, qsgd
+from jaxsparse.systems.quantized import QUANTIZED, Quantized as Quantized, quantized
 from jaxsparse.systems.random_k import RANDOM_K, RandomK as RandomK, random_k
 from jaxsparse.systems.row import (
     Case as Case,
@@ -68,6 +69,7 @@ SYSTEMS: dict[str, System] = {
         OMNI_REDUCE,
         SPARSE_ALL_GATHER,
         QSGD,
+        QUANTIZED,
         SIGN_SGD,
         POWERSGD,
         DEMO,
@@ -94,6 +96,7 @@ __all__ = [
     "omni_reduce",
     "powersgd",
     "qsgd",
+    "quantized",
     "random_k",
     "s2_reducer",
     "sign_sgd",
@@ -121,7 +124,8 @@ def choose(
 
     Other settings are the defaults. `sketched_sgd` delivers that many coordinates and psums eight
     times as many words. `sparcml` takes k of each group of 512, or one of larger groups. `qsgd` (4
-    bits) and `sign_sgd` deliver everything. A name that ends in "_packed" has 4-byte entries.
+    bits), `quantized` (8 bits) and `sign_sgd` deliver everything. A name that ends in "_packed" has
+    4-byte entries.
 
     Args:
         name: a key of `WITH_VARIANTS`.

@@ -35,6 +35,8 @@ def dense(**options: Unpack[LeafOptions]) -> optax.GradientTransformationExtraAr
     All leaves travel in one message. If `is_dense` or `bucket_size` is given, the leaves that
     `is_dense` does not pick (by default matrices) travel in buckets, and their residual stays zero.
 
+    Sums are of float32, and travel as such: `quantized("bfloat16")` is the same in 16 bits.
+
     `momentum` is heavy-ball momentum without masking: the same as `optax.trace(momentum)` behind.
 
     Args:

@@ -32,8 +32,8 @@ def ms_topk(
 
     A fixed number of passes brackets a threshold. All workers gather k = density d entries of each
     that lie above it, or nearly so. A worker receives 2 (W - 1) k words a step in COO, as with
-    `top_k`. (The paper gathers within hosts first and then between them; this function has one
-    level.)
+    `top_k`. (The paper gathers within hosts first and then between them. Here axes within a
+    host are JAX's own, which sums exactly over them: see `jaxsparse.data_parallel`.)
 
     `momentum` is corrected, and masked where this worker sent.
 

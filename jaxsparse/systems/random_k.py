@@ -1,26 +1,46 @@
 """Random-k SGD: the same random coordinates on all workers."""
 
 import dataclasses
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import hashing
-from jaxsparse.collectives import wire
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Reduced, SeededReducer, finite_sums, info
+from jaxsparse.reducers.base import (
+    Conservation,
+    Reduced,
+    Reducer,
+    SeededReducer,
+    bucket_seeds,
+    info,
+)
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.settings import check_density, check_vector, entries
+from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.top_k import TopK
+
+_SUM = Dense()
+
+
+class RandomKState(NamedTuple):
+    """State of `RandomK`."""
+
+    draws: UInt32[Array, ""]  # uint32: the number of exchanges so far
+    inner: Any  # the state of the reducer of the drawn values
 
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(SeededReducer):
-    """Draws k coordinates from a key that all workers share, and psums k values without indices.
+    """Draws k coordinates from a key that all workers share, and exchanges their k values.
+
+    By default it psums them, without indices. Any other reducer of flat vectors can exchange them
+    as well, and its entries are then indices among the k: a selection within a random one.
 
     This is rand_k of Stich, Cordonnier and Jaggi (Sparsified SGD with Memory, NeurIPS 2018,
     Definition 2.1). Values are not scaled up, because the residual keeps the rest. Each exchange
@@ -28,30 +48,63 @@ class RandomK(SeededReducer):
     """
 
     density: float
+    reducer: Reducer = _SUM
 
     def __post_init__(self):
         super().__post_init__()
         check_density(self.density)
+        if not isinstance(self.reducer, Reducer) or self.reducer.whole_leaves:
+            raise ValueError(
+                f"reducer={self.reducer!r} must be a reducer of flat vectors, such as "
+                "jaxsparse.systems.TopK(0.1) or systems.Dense()"
+            )
+
+    @property
+    def conservation(self) -> Conservation:
+        """The reducer's."""
+        return self.reducer.conservation
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """As the reducer's."""
+        return self.reducer.dense_at_full_budget
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
+        """Another seed for each bucket, and the reducer's own split of the drawn values."""
+        inner = self.reducer.split(tuple(entries(self.density, size) for size in sizes), dense_size)
+        seeds = bucket_seeds(self.seed, len(sizes))
+        pairs = zip(inner, seeds)
+        return tuple(dataclasses.replace(self, reducer=one, seed=seed) for one, seed in pairs)
+
+    def init(self, size: int) -> RandomKState:
+        """See `Reducer`."""
+        return RandomKState(jnp.uint32(0), self.reducer.init(entries(self.density, size)))
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`. A sum that overflows counts as not sent."""
         check_vector("x", x)
-        key = jax.random.fold_in(jax.random.key(self.seed), state)
+        key = jax.random.fold_in(jax.random.key(self.seed), state.draws)
         k = entries(self.density, x.size)
         chosen = hashing.permute(jnp.arange(k, dtype=jnp.int32), x.size, key)
-        total, finite = finite_sums(wire.psum(x.at[chosen].get(unique_indices=True), axis_name))
-        mean = total / wire.axis_size(axis_name)
-        dense = jnp.zeros_like(mean, shape=x.shape).at[chosen].set(mean, unique_indices=True)
-        sent = jnp.zeros_like(finite, shape=x.shape).at[chosen].set(finite, unique_indices=True)
-        residual = jnp.where(sent, jnp.zeros_like(x), x)
-        state = state + jnp.uint32(1)
-        return Reduced(dense, residual, sent, state, info(jnp.count_nonzero(mean)))
+        drawn = x.at[chosen].get(unique_indices=True)
+        part = self.reducer(drawn, state.inner, axis_name=axis_name)
+        # A reducer of everything masks nothing, but here few coordinates had their turn.
+        sent = (part.residual != drawn) | (drawn == 0) if part.sent is None else part.sent
+        dense, mask = jnp.zeros_like(part.mean, shape=x.shape), jnp.zeros_like(sent, shape=x.shape)
+        return Reduced(
+            dense.at[chosen].set(part.mean, unique_indices=True),
+            x.at[chosen].set(part.residual, unique_indices=True),
+            mask.at[chosen].set(sent, unique_indices=True),
+            RandomKState(state.draws + jnp.uint32(1), part.state),
+            info(jnp.count_nonzero(part.mean), part.info.overflow),
+        )
 
 
 @exchange_options()
 def random_k(
     density: float | Stages[float],
     *,
+    reducer: Reducer | None = None,
     seed: int = 0,
     **options: Unpack[LeafOptions],
 ) -> optax.GradientTransformationExtraArgs:
@@ -61,11 +114,21 @@ def random_k(
     The selection is blind: a coordinate waits for 1 / density steps on average, and training needs
     a far higher density than with top-k.
 
+    CocktailSGD (Wang et al., ICML 2023) is a composition: top-k within random coordinates, in 4
+    bits, one step late. A fifth of the coordinates and a tenth of these, in 4 bits and about 8 for
+    an index, are 0.25 bits a parameter from each worker:
+
+        top = systems.TopK(0.1, codec=codecs.Chunked(value_bits=4))
+        random_k(0.2, reducer=top, delay=1)
+
     `momentum` is corrected, and masked at the chosen coordinates.
 
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up
             (`jaxsparse.warm_up`).
+        reducer: what exchanges the drawn values: any reducer of flat vectors, such as
+            `systems.TopK(0.1)` or `systems.Quantized(quantize.Format("int4"), "nearest")`. None: an
+            exact sum.
         seed: seed of the draws.
         **options: as for all transformations.
 
@@ -80,7 +143,8 @@ def random_k(
         >>> updates["kernel"].sum().item()
         512.0
     """
-    return error_feedback(staged(lambda density: RandomK(density, seed=seed), density), **options)
+    make = lambda density: RandomK(density, reducer or _SUM, seed=seed)
+    return error_feedback(staged(make, density), **options)
 
 
 RANDOM_K = System(
@@ -88,6 +152,11 @@ RANDOM_K = System(
     RandomK,
     summary="the same random coordinates on all workers, no indices",
     received="8 k (W-1)/W",
-    cases={"": Case({"density": 0.03}, {"density": 1.0})},
+    cases={
+        "": Case({"density": 0.03}, {"density": 1.0}),
+        "top_k": Case(
+            {"density": 0.3, "reducer": TopK(0.1)}, {"density": 1.0, "reducer": TopK(1.0)}
+        ),
+    },
     caveat="selects blindly: to train as well it needs a far higher density",
 )

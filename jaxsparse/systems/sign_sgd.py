@@ -7,7 +7,7 @@ import optax
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.quantize import Sign
-from jaxsparse.systems.qsgd import Quantized
+from jaxsparse.systems.quantized import Quantized
 from jaxsparse.systems.row import Case, System
 
 
@@ -28,7 +28,11 @@ def sign_sgd(
     way back, as in dist-EF-blockSGD (Zheng et al., NeurIPS 2019). A worker receives
     2 (W - 1)/W (1 / 32 + 1 / group_size) d words a step: a 31st of a dense all-reduce's.
 
-    `momentum` is corrected, without masking: everything is sent at each step.
+    `momentum` is corrected, without masking: everything is sent at each step. With Adam, chain
+    `per_worker(optax.scale_by_adam())` before it. 1-bit Adam (Tang et al., ICML 2021) sends signs
+    of momenta, and divides them by a second moment that is frozen after a warm-up. That is three
+    transformations of Optax around this one, and not provided: where coordinates have unlike
+    scales, the mean magnitude of a group, over their small second moments, makes large steps.
 
     Args:
         group_size: number of consecutive values that share a scale.

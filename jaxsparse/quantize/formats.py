@@ -1,0 +1,236 @@
+"""Values in a number format of 4 to 16 bits, relative to a scale that a group of them shares.
+
+`QSGD` has a few more choices for integers, those of its paper: stochastic rounding and the norm as
+a scale. The formats here are those of today's all-reduces (torchft, INTELLECT-1's prime, ZeRO++,
+Streaming DiLoCo): always rounded to nearest, so that a residual can keep the error, with scales
+that are themselves short.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int, Key, UInt32
+
+from jaxsparse.bits import field_words, pack_fields, unpack_fields
+from jaxsparse.magnitude import largest_magnitude
+from jaxsparse.quantize.quantizer import (
+    SCALE_SHIFTS,
+    Quantized,
+    check_group_size,
+    in_groups,
+)
+
+FormatName = Literal["int8", "int4", "e3m0", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"]
+Scale = Literal["float32", "bfloat16", "e8m0"]
+
+
+class _Values(NamedTuple):
+    bits: int
+    largest: int | None  # None: values need no scale
+    dtype: DTypeLike | None = None  # of floats that JAX has
+
+
+_VALUES = {
+    "int8": _Values(8, 127),
+    "int4": _Values(4, 7),
+    "e3m0": _Values(4, 64),
+    "float8_e4m3fn": _Values(8, 448, jnp.float8_e4m3fn),
+    "float8_e5m2": _Values(8, 57344, jnp.float8_e5m2),
+    "bfloat16": _Values(16, None, jnp.bfloat16),
+    "float16": _Values(16, 65504, jnp.float16),
+}
+_SCALE_BITS = {"float32": 32, "bfloat16": 16, "e8m0": 8}
+_INFINITY = 0x7F800000  # bits of float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """Rounds each value to the nearest of the format's, times the scale of its group.
+
+    The scale is the largest magnitude of the group over the format's largest number, rounded *up*
+    to its own few bits, so that the largest magnitude does not clip. (It may from 2**127 on.) Ties
+    of integers and floats go to even, those of "e3m0" up. No error is larger than its value, and
+    that of a group's largest is at most a third of it. So every format is a contraction, and a
+    residual that is fed back stays bounded for any data.
+
+    Attributes:
+        name: "int8" (-127 .. 127), "int4" (-7 .. 7), "float8_e4m3fn" (largest 448), "float8_e5m2"
+            (57344), "float16" (65504), or "e3m0": a sign and three bits for 0 or a power of two, 1
+            to 64 (the "FP4" of Streaming DiLoCo, arXiv 2501.18512; its scale is not published, this
+            one is ours). "bfloat16" has the range of float32 and no scales.
+        group_size: number of consecutive values that share a scale, B.
+        scale: how scales travel: "bfloat16", "float32", or "e8m0" for powers of two in 8 bits, as
+            in the OCP formats (its byte 0 is zero here). Scales add 16 / B, 32 / B or 8 / B bits a
+            value.
+
+    Raises:
+        ValueError: unknown name or scale, or group_size is below 1.
+
+    >>> from jaxsparse.quantize.quantizer import dequantize, quantize
+    >>> spec = Format("int4", scale="e8m0")
+    >>> dequantize(quantize(jnp.float32([1.0, -7.0, 0.2, 3.9]), spec, None), spec, 4).tolist()
+    [1.0, -7.0, 0.0, 4.0]
+    """
+
+    name: FormatName = "int8"
+    group_size: int = 256
+    scale: Scale = "bfloat16"
+
+    takes_key: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check_group_size(self.group_size)
+        for argument, value, known in (
+            ("format", self.name, get_args(FormatName)),
+            ("scale", self.scale, get_args(Scale)),
+        ):
+            if value not in known:
+                raise ValueError(f"{argument}={value!r} is unknown: use one of {', '.join(known)}")
+
+    @property
+    def bits(self) -> int:
+        """Bits of a value on the wire."""
+        return _VALUES[self.name].bits
+
+    @property
+    def scale_bits(self) -> int:
+        """Bits of a scale on the wire; 0 for formats without."""
+        return 0 if _VALUES[self.name].largest is None else _SCALE_BITS[self.scale]
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers, which can be summed as they are."""
+        return self.name in ("int8", "int4")
+
+    def words(self, size: int) -> int:
+        """Words of 32 bits on the wire for `size` values.
+
+        >>> Format("int4").words(10_000)
+        1270
+        """
+        groups = -(-size // self.group_size)
+        return field_words(size, self.bits) + field_words(groups, self.scale_bits)
+
+    def bounded_feedback(self, *, stochastic: bool = False) -> bool:
+        """Always true: every format is a contraction."""
+        return True
+
+    def refusal(self, *, stochastic: bool) -> str:
+        """Empty, because no setting is refused."""
+        return ""
+
+    def scales_of(
+        self, x: Float[Array, " d"], largest: int | None = None
+    ) -> Float[Array, " groups"]:
+        """The scales of a vector's groups, as they travel. Infinite if a value is not finite.
+
+        Groups so small that their scale would be no normal number have scale 0.
+
+        Args:
+            x: float32.
+            largest: the number that the largest magnitude becomes. None: the format's largest.
+        """
+        largest = _VALUES[self.name].largest if largest is None else largest
+        if largest is None:
+            return jnp.ones(-(-x.size // self.group_size), jnp.float32)
+        top = largest_magnitude(in_groups(x, self.group_size), axis=1)
+        dropped = 2 ** SCALE_SHIFTS[self.scale_bits] - 1
+        kept = 2**32 - 1 - dropped
+        bits = lax.bitcast_convert_type(top / largest, jnp.uint32)
+        bits = (bits + jnp.uint32(dropped)) & jnp.uint32(kept)
+        # At the end of float32's range, scales are rounded down: no decoded value is infinite.
+        highest = np.float32(np.finfo(np.float32).max / np.float32(largest)).view(np.uint32)
+        bits = jnp.minimum(bits, jnp.uint32(int(highest) & kept))
+        bits = jnp.where(jnp.isfinite(top), bits, jnp.uint32(_INFINITY))
+        is_zero = top < 2 * largest * jnp.finfo(jnp.float32).tiny
+        return lax.bitcast_convert_type(jnp.where(is_zero, jnp.uint32(0), bits), jnp.float32)
+
+    def quantize(
+        self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""] | None
+    ) -> Quantized:
+        """See `Quantizer`."""
+        del key, count  # padding with zeros changes no maximum
+        scales = self.scales_of(x)
+        if self.is_integer:
+            fields = self.integers(x, scales).astype(jnp.uint32) & jnp.uint32(2**self.bits - 1)
+        elif self.name == "e3m0":
+            fields = _powers(self._relative(x, scales))
+        else:
+            fields = _float_bits(
+                x if not self.scale_bits else self._relative(x, scales), self._dtype
+            )
+        return Quantized(pack_fields(fields, self.bits), scales)
+
+    def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
+        """See `Quantizer`."""
+        fields = unpack_fields(quantized.words, self.bits, size)
+        if self.is_integer:
+            # The field goes to the top of the word; shifting it back as int32 repeats its sign.
+            top = lax.bitcast_convert_type(fields << jnp.uint32(32 - self.bits), jnp.int32)
+            values = (top >> jnp.int32(32 - self.bits)).astype(jnp.float32)
+        elif self.name == "e3m0":
+            values = _from_powers(fields)
+        else:
+            values = _from_float_bits(fields, self._dtype)
+        return self.scaled(values, quantized.scales) if self.scale_bits else values
+
+    def integers(
+        self, x: Float[Array, " d"], scales: Float[Array, " groups"], largest: int | None = None
+    ) -> Int[Array, " d"]:
+        """Multiples of the scales, int32, in -largest .. largest (None: the format's largest)."""
+        limit = _VALUES[self.name].largest if largest is None else largest
+        assert limit is not None
+        # Clipped as integers, because what a NaN becomes depends on the backend.
+        return jnp.clip(jnp.round(self._relative(x, scales)).astype(jnp.int32), -limit, limit)
+
+    def scaled(
+        self, values: Float[Array, " d"], scales: Float[Array, " groups"]
+    ) -> Float[Array, " d"]:
+        """Values times the scales of their groups."""
+        groups = in_groups(values, self.group_size) * scales[:, None]
+        return groups.reshape(-1)[: values.size]
+
+    @property
+    def _dtype(self) -> DTypeLike:
+        dtype = _VALUES[self.name].dtype
+        assert dtype is not None
+        return dtype
+
+    def _relative(self, x: Float[Array, " d"], scales: Float[Array, " groups"]) -> Array:
+        """Values over the scales of their groups; 0 or NaN where a scale is 0 or not finite."""
+        usual = (scales > 0) & jnp.isfinite(scales)
+        return self.scaled(x, jnp.where(usual, 1 / jnp.where(usual, scales, 1), 0))
+
+
+def _float_bits(x: Float[Array, " d"], dtype: DTypeLike) -> UInt32[Array, " d"]:
+    """The bits of floats of 8 or 16 bits. Finite values stay finite."""
+    limit = float(jnp.finfo(dtype).max)
+    narrow = jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x).astype(dtype)
+    unsigned = jnp.uint8 if narrow.dtype.itemsize == 1 else jnp.uint16
+    return lax.bitcast_convert_type(narrow, unsigned).astype(jnp.uint32)
+
+
+def _from_float_bits(fields: UInt32[Array, " d"], dtype: DTypeLike) -> Float[Array, " d"]:
+    unsigned = jnp.uint8 if jnp.dtype(dtype).itemsize == 1 else jnp.uint16
+    return lax.bitcast_convert_type(fields.astype(unsigned), dtype).astype(jnp.float32)
+
+
+def _powers(x: Float[Array, " d"]) -> UInt32[Array, " d"]:
+    """E3M0: a sign bit, and 0 for zero or c for 2**(c - 1), the nearest to |x| <= 64."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign, magnitude = bits >> jnp.uint32(31), bits & jnp.uint32(0x7FFFFFFF)
+    # Half a unit of the exponent: from 1.5 times a power of two on, the next power is nearer.
+    exponent = ((magnitude + jnp.uint32(2**22)) >> jnp.uint32(23)).astype(jnp.int32) - 127
+    code = jnp.clip(exponent + 1, 1, 7).astype(jnp.uint32)
+    code = jnp.where(jnp.abs(x) < 0.5, jnp.uint32(0), code)
+    return code | sign << jnp.uint32(3)
+
+
+def _from_powers(fields: UInt32[Array, " d"]) -> Float[Array, " d"]:
+    code, sign = fields & jnp.uint32(7), fields >> jnp.uint32(3)
+    power = (code + jnp.uint32(126)) << jnp.uint32(23)
+    bits = jnp.where(code == 0, jnp.uint32(0), power) | sign << jnp.uint32(31)
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,91 @@
+"""Rotates groups of values at random, so that no value of a group is much larger than the others.
+
+A few bits serve normal values well, and a single large one badly: its scale leaves no level for the
+others. A random rotation makes the values of any group nearly normal. It is linear, so that sums
+can stay rotated until the end.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Key
+
+from jaxsparse.hashing import keyed
+from jaxsparse.settings import static_int
+
+__all__ = ["check_rotation", "rotated", "rotated_back"]
+
+
+def rotated(x: Float[Array, " d"], size: int, key: Key[Array, ""]) -> Float[Array, " padded"]:
+    """H D x / sqrt(n) for each n consecutive values: random signs D, then a Hadamard matrix H.
+
+    The matrix is multiplied as it is. On 2 CPU cores at n = 256, that took 18 times a pass over x,
+    log2 n rounds of additions 26 times, and such rounds in tiles that fit a cache 11 to 30 times.
+
+    Args:
+        x: float32.
+        size: n, a power of two.
+        key: key of the signs, equal on all workers and fresh at each step.
+
+    Returns:
+        float32 of the next multiple of n values. They are rounded to float32, relative to the norm
+        of their group. A group with a value that is not finite has none
+        that is.
+
+    Suresh et al. (ICML 2017), section 3, who call it randomised Hadamard transform; SDP4Bit (Jia et
+    al., NeurIPS 2024) uses it for gradients.
+
+    >>> rotated(jnp.float32([8, 0, 0, 0]), 4, jax.random.key(0)).tolist()
+    [4.0, 4.0, 4.0, 4.0]
+    """
+    check_rotation(size)
+    x = jnp.pad(x, (0, -x.size % size))
+    return _turned(_signed(x, key), size)
+
+
+def rotated_back(
+    y: Float[Array, " padded"], size: int, key: Key[Array, ""], original: int
+) -> Float[Array, " d"]:
+    """The inverse of `rotated` for the same size and key, D H y / sqrt(n), without the padding.
+
+    Args:
+        y: float32, rotated values or a sum of them.
+        size: as in `rotated`.
+        key: as in `rotated`.
+        original: number of values before padding, d.
+    """
+    return _signed(_turned(y, size), key)[:original]
+
+
+def check_rotation(size: int) -> None:
+    """Raises ValueError unless `size` is a power of two from 2 on."""
+    size = static_int("group_size", size)
+    if size < 2 or size & (size - 1):
+        raise ValueError(
+            f"group_size={size}, but groups are rotated only if it is a power of two: use "
+            f"{2 ** max(5, size.bit_length())}"
+        )
+
+
+def _turned(x: Array, size: int) -> Array:
+    groups = x.reshape(-1, size)
+    return jnp.matmul(groups, _hadamard(size), precision=lax.Precision.HIGHEST).reshape(-1)
+
+
+def _signed(x: Array, key: Key[Array, ""]) -> Array:
+    """The values with random signs: a hashed bit for each."""
+    drawn = keyed(lax.iota(jnp.uint32, x.size), jax.random.bits(key, dtype=jnp.uint32))
+    bits = lax.bitcast_convert_type(x, jnp.uint32) ^ (drawn & jnp.uint32(2**31))
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+@functools.cache
+def _hadamard(size: int) -> np.ndarray:
+    """Sylvester's matrix over sqrt(size), its own inverse."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return (matrix / np.sqrt(size)).astype(np.float32)

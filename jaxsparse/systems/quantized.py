@@ -1,0 +1,212 @@
+"""Dense all-reduce in a number format of 4 to 16 bits, with error feedback."""
+
+import dataclasses
+from typing import Any, Literal, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from jaxsparse.collectives import wire
+from jaxsparse.collectives.messages import AllReduced
+from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
+from jaxsparse.collectives.shared_scale_all_reduce import check_format, shared_scale_all_reduce
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.quantize import (
+    QSGD,
+    Format,
+    FormatName,
+    Quantizer,
+    Scale,
+    check_feedback,
+    rotated,
+    rotated_back,
+)
+from jaxsparse.quantize.rotation import check_rotation
+from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver
+from jaxsparse.systems.row import Case, System
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized(SeededReducer):
+    """Sends everything at each step, quantised on the way to its owner and on the way back.
+
+    It masks no momentum, as `Dense` masks none. A single worker sends nothing and rounds nothing.
+
+    Attributes:
+        quantizer: `quantize.Format(...)`, `quantize.QSGD(...)` or `quantize.Sign(...)`.
+        rounding: "stochastic" is unbiased and drops its error, as in QSGD (Alistarh et al., 2017).
+            "nearest" is deterministic and keeps its error in the residual: that of this worker's
+            values, and that of the sums that it owns.
+        rotate: whether groups are rotated at random before, and their sums back: see
+            `quantize.rotated`.
+        shared_scale: whether workers agree on scales, and sum integers: see
+            `collectives.shared_scale_all_reduce`.
+
+    Raises:
+        ValueError: the quantizer has no stochastic rounding, the residual could grow without bound,
+            groups can't be rotated, or a scale can't be shared.
+    """
+
+    quantizer: Quantizer = QSGD()  # noqa: RUF009 - frozen
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    rotate: bool = False
+    shared_scale: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.quantizer, Quantizer):
+            raise ValueError(
+                f"quantizer={self.quantizer!r} is no quantizer: use quantize.Format('int8'), "
+                "quantize.QSGD(bits=4) or quantize.Sign()"
+            )
+        if self.rounding not in ("stochastic", "nearest"):
+            raise ValueError(
+                f"rounding={self.rounding!r} is unknown: use 'stochastic' or 'nearest'"
+            )
+        if self.rounding == "nearest":
+            check_feedback(self.quantizer, stochastic=False)
+        elif not self.quantizer.takes_key:
+            raise ValueError(
+                f"rounding='stochastic', but {self.quantizer} is deterministic: use 'nearest'"
+            )
+        if self.rotate:
+            check_rotation(self.quantizer.group_size)
+        if self.shared_scale:
+            check_format(self.quantizer)
+
+    @property
+    def conservation(self) -> Conservation:
+        """The error of stochastic rounding is dropped."""
+        return "to rounding" if self.rounding == "nearest" else "in expectation"
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """There is no budget."""
+        return False
+
+    @property
+    def _draws(self) -> bool:
+        return self.rotate or self.rounding == "stochastic"
+
+    def init(self, size: int) -> Any:
+        """The number of exchanges so far, for random signs and rounding, or no state."""
+        return jnp.uint32(0) if self._draws else ()
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """See `Reducer`. A group with a sum that overflows counts as not sent."""
+        key = None
+        if self._draws:
+            key = jax.random.fold_in(jax.random.key(self.seed), state)
+            state = state + jnp.uint32(1)
+        workers = wire.axis_size(axis_name)
+        if self.rotate and workers > 1:
+            assert key is not None
+            n, (signs, key) = self.quantizer.group_size, jax.random.split(key)
+            result = self._summed(rotated(x, n, signs), key, axis_name)
+            back = lambda y: rotated_back(y, n, signs, x.size)
+            result = result._replace(total=back(result.total), residual=back(result.residual))
+        else:
+            result = self._summed(x, key, axis_name)
+        return deliver(x, result.total, result.residual, None, state, workers)
+
+    def _summed(self, x: Array, key: Array | None, axis_name: str | None) -> AllReduced:
+        if self.shared_scale:
+            assert isinstance(self.quantizer, Format)
+            return shared_scale_all_reduce(x, self.quantizer, axis_name=axis_name)
+        key = key if self.rounding == "stochastic" else None
+        return quantized_all_reduce(x, self.quantizer, axis_name=axis_name, key=key)
+
+
+def formatted(
+    format: FormatName = "int8",
+    group_size: int = 256,
+    scale: Scale = "bfloat16",
+    rotate: bool = False,
+    shared_scale: bool = False,
+    seed: int = 0,
+) -> Quantized:
+    """The reducer of `quantized`, for the same arguments."""
+    quantizer = Format(format, group_size, scale)
+    return Quantized(quantizer, "nearest", rotate, shared_scale, seed=seed)
+
+
+@exchange_options()
+def quantized(
+    format: FormatName = "int8",
+    *,
+    group_size: int = 256,
+    scale: Scale = "bfloat16",
+    rotate: bool = False,
+    shared_scale: bool = False,
+    seed: int = 0,
+    **options: Unpack[LeafOptions],
+) -> optax.GradientTransformationExtraArgs:
+    """Dense all-reduce in 4, 8 or 16 bits a value, rounded to nearest, with error feedback.
+
+    Values travel to the owner of their range, which sums them in float32, and sums travel back: two
+    roundings for any number of workers, where a ring of quantised partial sums has one a worker.
+    All workers go on from the decoded sums, their owner included, so replicas stay equal. Both
+    roundings are fed back: a worker's residual has that of its own values, and that of the sums
+    that it owns. `decay=0` drops both, as Streaming DiLoCo does.
+
+    `quantized("bfloat16")` is a dense sum that travels as 16 bits on every backend, without a sum
+    in 16 bits anywhere. (A psum of bfloat16 is widened to 32 bits by XLA on CPUs, and summed in 16
+    on others.) A worker receives 2 (W - 1)/W d (bits / 32 + scale bits / (32 group_size)) words a
+    step: 0.13 times a dense all-reduce's with "int4" and these defaults. `is_dense` leaves,
+    vectors by default, travel uncompressed.
+
+    There is one level. On a mesh with other axes, such as those within a host, JAX sums over these
+    exactly, and only the sums are quantised.
+
+    `momentum` is corrected, without masking: everything is sent at each step.
+
+    Args:
+        format: "int8", "int4", "e3m0" (a power of two in 4 bits), "float8_e4m3fn", "float8_e5m2",
+            "bfloat16" or "float16": see `quantize.Format`.
+        group_size: number of consecutive values that share a scale, as a rule 32 to 1024.
+        scale: how scales travel: "bfloat16", "e8m0" (powers of two, 8 bits) or "float32".
+        rotate: whether each group is rotated by random signs, fresh at each step, and a Hadamard
+            matrix, and sums back at the end. It halves the error of integers where values have
+            unlike sizes, and leaves that of normal values as it is. Powers of two ("e3m0") lose by
+            it. It costs three products with a matrix of group_size columns, a power of two.
+        shared_scale: whether workers agree on scales first, by a pmax, so that integers can be
+            summed as they are, in one psum of words of 32 bits. Each worker has fewer levels the
+            more workers there are: see `collectives.shared_scale_all_reduce`.
+        seed: seed of the random signs.
+        **options: as for all transformations.
+
+    Raises:
+        ValueError: settings out of range, or, where it is traced, too many workers for a shared
+            scale.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> tx = quantized("int4", axis_name=None)  # one worker sends nothing, nothing is rounded
+        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> updates["kernel"][-1, -3:].tolist()
+        [2045.0, 2046.0, 2047.0]
+    """
+    reducer = formatted(format, group_size, scale, rotate, shared_scale, seed)
+    return error_feedback(reducer, **options)
+
+
+_ROTATED = {"format": "int4", "group_size": 64, "rotate": True}
+_SHARED = {"format": "int8", "group_size": 64, "shared_scale": True}
+
+QUANTIZED = System(
+    quantized,
+    formatted,
+    summary="all values in a format of 4, 8 or 16 bits, fed back",
+    received="d (W-1)/W (bits/4 + 4/group_size)",
+    cases={
+        "": Case({"format": "int8", "group_size": 64}, {"format": "int8", "group_size": 64}),
+        "rotated": Case(_ROTATED, _ROTATED),
+        "shared": Case(_SHARED, _SHARED),
+    },
+    settings=lambda request: {},
+    follows_density=False,
+)

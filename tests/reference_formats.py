@@ -1,0 +1,91 @@
+"""NumPy twins of the number formats: every value that a format has, and the nearest of them."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+_FLOATS = {
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+    "float16": np.float16,
+}
+
+
+def values_of(name):
+    """All finite values of a format, in increasing order, float64."""
+    if name in ("int8", "int4"):
+        largest = {"int8": 127, "int4": 7}[name]
+        return np.arange(-largest, largest + 1, dtype=np.float64)
+    if name == "e3m0":
+        powers = 2.0 ** np.arange(7)
+        return np.concatenate([-powers[::-1], [0], powers])
+    dtype = np.dtype(_FLOATS[name])
+    codes = np.arange(2 ** (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}").view(dtype)
+    found = codes.astype(np.float64)
+    return np.unique(found[np.isfinite(found)])
+
+
+def scale_above(x, kind):
+    """The least scale of its kind that is not below x."""
+    if kind == "float32" or not x:
+        return x
+    fraction, exponent = math.frexp(x)
+    if kind == "bfloat16":
+        return math.ldexp(math.ceil(fraction * 2**8), exponent - 8)
+    return math.ldexp(1.0, exponent - (fraction == 0.5))
+
+
+def rounded(x, name, group_size, scale="float32"):
+    """What a vector becomes, float64, and where float32 can't tell (ties, or nearly so)."""
+    x = np.asarray(x, np.float64)
+    if name == "bfloat16":
+        found = x.astype(ml_dtypes.bfloat16).astype(np.float64)
+        return found, np.zeros(len(x), bool)
+    table = values_of(name)
+    found, unclear = np.zeros(len(x)), np.zeros(len(x), bool)
+    for start in range(0, len(x), group_size):
+        span = slice(start, start + group_size)
+        s = scale_above(float(np.float32(np.abs(x[span]).max() / table[-1])), scale)
+        if not s:
+            continue
+        relative = np.clip(x[span] / s, table[0], table[-1])
+        above = np.clip(np.searchsorted(table, relative), 1, len(table) - 1)
+        low, high = table[above - 1], table[above]
+        middle = (low + high) / 2
+        found[span] = s * np.where(relative < middle, low, high)
+        unclear[span] = np.abs(relative - middle) < 1e-4 * (high - low)
+    return found, unclear
+
+
+def rotation(size, signs):
+    """H D / sqrt(n) by the sign of each entry: the parity of the bits that row and column share."""
+    rows, columns = np.ogrid[:size, :size]
+    parity = np.vectorize(lambda n: n.bit_count() % 2)((rows & columns).astype(object))
+    return (1 - 2 * parity.astype(np.float64)) * signs / np.sqrt(size)
+
+
+def all_reduced(x, rule):
+    """Total and residuals of workers' vectors x[w, d], if the owners of ranges sum them.
+
+    Args:
+        x: float64[W, d].
+        rule: what a receiver decodes of a vector. Each part is rounded once on its way to its
+            owner, unless it is the owner's, and each sum once on its way to all.
+
+    Returns:
+        float64[d], as all decode it, and float64[W, d]: senders keep x - deq(q(x)), and an owner
+        S - deq(q(S)) of its range.
+    """
+    workers, size = x.shape
+    m = -(-size // workers)
+    total, residuals = np.zeros(size), np.zeros(x.shape)
+    for owner in range(workers):
+        span = slice(owner * m, (owner + 1) * m)
+        if not total[span].size:
+            continue
+        parts = np.stack([row[span] if w == owner else rule(row[span]) for w, row in enumerate(x)])
+        residuals[:, span] = x[:, span] - parts
+        total[span] = rule(parts.sum(axis=0))
+        residuals[owner, span] = parts.sum(axis=0) - total[span]
+    return total, residuals

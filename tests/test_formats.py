@@ -1,0 +1,516 @@
+"""Number formats, rotation and shared scales against NumPy, alone and in the all-reduce."""
+
+import functools
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from published_traffic import dense_traffic, quantized_all_reduce_traffic
+from reference_formats import all_reduced, rotation, rounded, scale_above, values_of
+from workers import WAYS, feedback_loop, few, on_workers
+
+from jaxsparse import traffic
+from jaxsparse.collectives import quantized_all_reduce, shared_scale_all_reduce
+from jaxsparse.quantize import (
+    Format,
+    FormatName,
+    Quantizer,
+    Scale,
+    dequantize,
+    from_message,
+    quantize,
+    rotated,
+    rotated_back,
+    to_message,
+)
+from jaxsparse.systems import SYSTEMS, dense, quantized
+from jaxsparse.systems.quantized import Quantized, formatted
+
+NAMES, SCALES = get_args(FormatName), get_args(Scale)
+SCALED = tuple(name for name in NAMES if name != "bfloat16")
+SIZES = (1, 2, 33, 1000)
+TINY = np.finfo(np.float32).tiny
+LARGEST = {"int8": 127, "int4": 7, "e3m0": 64}
+LARGEST |= {"float8_e4m3fn": 448, "float8_e5m2": 57344, "float16": 65504}
+
+
+def normal(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def sent(x, spec):
+    """A vector as it arrives, by way of a message."""
+    message = to_message(quantize(x, spec, None), spec)
+    return dequantize(from_message(message, spec, x.size), spec, x.size)
+
+
+# --- formats ---
+
+
+def test_the_formats_have_the_values_of_their_definition():
+    assert [len(values_of(name)) for name in ("int8", "int4", "e3m0")] == [255, 15, 15]
+    for name, largest in LARGEST.items():
+        assert values_of(name)[-1] == largest
+        # All of them, times any scale that divides out, are kept exactly.
+        table = values_of(name)[:: 1 if name != "float16" else 97]
+        x = np.append(table, [largest] * (-len(table) % 64)).astype(np.float32)
+        x[::64] = largest
+        np.testing.assert_array_equal(sent(x * np.float32(2.0**-9), Format(name, 64)), x / 512)
+
+
+SPECS = [Format(name, 32, scale) for name in NAMES for scale in SCALES]
+OTHER_SCALES = [Format("int8", 32, "float32"), Format("int4", 32, "e8m0")]
+USUAL = [Format(name, 32) for name in NAMES] + OTHER_SCALES
+
+
+@pytest.mark.parametrize("size", few(SIZES, (1000,)))
+@pytest.mark.parametrize("spec", few(SPECS, USUAL), ids=str)
+def test_every_value_becomes_the_nearest(spec, size):
+    name, scale = spec.name, spec.scale
+    for power in (1, 3):
+        x = normal(size) ** power
+        expected, unclear = rounded(x, name, 32, scale)
+        assert np.mean(unclear) < 0.02
+        found = np.asarray(sent(x, spec))
+        np.testing.assert_allclose(
+            np.where(unclear, expected, found), expected, rtol=2e-6, atol=1e-30
+        )
+    assert isinstance(spec, Quantizer)
+
+
+def test_worked_int8_example():
+    x = jnp.float32([0.5, -1.27, 0.013, 0.8])
+    spec = Format("int8", 256, "float32")
+    scales = spec.scales_of(x)
+    np.testing.assert_allclose(scales, [0.01], rtol=1e-6)
+    assert spec.integers(x, scales).tolist() == [50, -127, 1, 80]
+    np.testing.assert_allclose(sent(x, spec), [0.5, -1.27, 0.01, 0.8], rtol=1e-6)
+
+
+def test_worked_e3m0_example():
+    """Levels are zero and s 2**-k, k = 0 .. 6; midpoints are 1.5 2**j; below s 2**-7 is zero."""
+    spec, s = Format("e3m0", 16, "float32"), 3.0
+    shares = np.float32([1, 0.76, 0.74, 0.5, 0.376, 0.374, 2**-6, 1.01 * 2**-7, 0.99 * 2**-7, 0])
+    expected = [1, 1, 0.5, 0.5, 0.5, 0.25, 2**-6, 2**-6, 0, 0]
+    found = np.asarray(sent(np.float32(s) * shares, spec)) / s
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(sent(np.float32(-s) * shares, spec) / -s, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("scale", "slack"), [("bfloat16", 2**-7), ("e8m0", 1.0), ("float32", 0)])
+@pytest.mark.parametrize("name", SCALED)
+def test_scales_are_rounded_up_to_their_bits_so_that_no_maximum_clips(name, scale, slack):
+    spec, largest = Format(name, 8, scale), LARGEST[name]
+    x = normal(8 * 500) * np.repeat(10.0 ** np.linspace(-20, 20, 500), 8).astype(np.float32)
+    scales = np.asarray(spec.scales_of(jnp.asarray(x)), np.float64)
+    top = np.abs(x).reshape(-1, 8).max(axis=1).astype(np.float64)
+    assert np.all(scales * largest >= top * (1 - 2**-23))
+    assert np.all(scales * largest <= top * (1 + slack) * (1 + 2**-23))
+    expected = [scale_above(float(np.float32(t / largest)), scale) for t in top]
+    np.testing.assert_allclose(scales, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", few(NAMES, ("int4", "e3m0", "float8_e5m2")))
+def test_every_format_is_a_contraction(name):
+    for scale in ("bfloat16", "e8m0"):
+        x = np.random.default_rng(1).standard_t(2, 64 * 200).astype(np.float32)
+        error = np.abs(np.asarray(sent(x, Format(name, 64, scale)), np.float64) - x)
+        assert np.all(error <= np.abs(x) * (1 + 1e-6))
+        at = np.abs(x).reshape(-1, 64).argmax(axis=1) + 64 * np.arange(200)
+        assert np.all(error[at] <= np.abs(x[at]) / 3 * (1 + 1e-6))
+
+
+@pytest.mark.parametrize("group_size", [1, 32, 1000])
+@pytest.mark.parametrize("name", NAMES)
+def test_as_many_words_travel_as_claimed(name, group_size):
+    for scale in SCALES:
+        spec = Format(name, group_size, scale)
+        for size in (1, 33, 2049):
+            message = jax.eval_shape(
+                lambda x, s=spec: to_message(quantize(x, s, None), s), size_of(size)
+            )
+            assert message.shape == (spec.words(size),)
+            assert message.dtype == jnp.uint32
+
+
+def size_of(size):
+    return jax.ShapeDtypeStruct((size,), jnp.float32)
+
+
+def test_bits_a_value_in_all():
+    assert 32 * Format("int4", 32).words(2**20) / 2**20 == 4.5
+    assert 32 * Format("int8", 32, "e8m0").words(2**20) / 2**20 == 8.25
+    assert 32 * Format("bfloat16").words(2**20) / 2**20 == 16
+    spec = Format("int8", 256, "float32")
+    for workers in (2, 8):
+        words = quantized_all_reduce_traffic(2**20, workers, spec).words
+        np.testing.assert_allclose(words / dense_traffic(2**20, workers).words, 0.2539, rtol=1e-3)
+    # A flat buffer is cut into groups: values that were rows of their own would take 8 bytes each.
+    assert Format("int8", 1, "float32").words(1000) > 1000 > 3 * Format("int8").words(1000)
+
+
+@pytest.mark.parametrize("name", few(NAMES, ("int4", "e3m0", "float8_e4m3fn")))
+@pytest.mark.parametrize("size", few([1e38, 3.4e38, 1e-38, 1e-30, 0.0], [3.4e38, 1e-38, 0.0]))
+def test_huge_tiny_and_zero_groups(size, name):
+    x = np.float32(size) * np.sign(normal(192)) * np.random.default_rng(1).uniform(0, 1, 192)
+    x = x.astype(np.float32)
+    x[:64] = 0  # a group of zeros beside the others
+    x[64::64] = size
+    for scale in SCALES:
+        found = np.asarray(sent(x, Format(name, 64, scale)), np.float64)
+        assert not np.any(found[:64])
+        if name == "bfloat16":
+            continue
+        if size > 2 * TINY * LARGEST[name]:
+            bound = np.abs(x) / 2 + size / LARGEST[name]
+            assert np.all(np.abs(found - x) <= bound * (1 + 1e-5))
+            assert np.all(found[64::64] > 0.49 * size)
+        elif size:
+            assert np.all(np.abs(found) <= 2 * size)
+    assert np.all(np.isfinite(found))
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", few(SCALED, ("int4", "e3m0", "float8_e4m3fn")))
+def test_a_value_that_is_not_finite_does_not_vanish(name, bad):
+    x = normal(64 * 3)
+    x[3] = bad
+    x[128:] = 0
+    for scale in SCALES:
+        found = sent(x, Format(name, 64, scale))
+        assert not np.any(np.isfinite(found[:64]))
+        assert np.all(np.isfinite(found[64:]))
+
+
+def test_bfloat16_is_that_of_jax_and_stays_finite():
+    x = normal(1000) * np.float32(10.0) ** np.arange(-36, 39).repeat(14)[:1000].astype(np.float32)
+    x[5:8] = 3.4e38, -3.4e38, np.inf
+    expected = jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32)
+    expected = expected.at[5].set(jnp.finfo(jnp.bfloat16).max.astype(jnp.float32))
+    expected = expected.at[6].set(-jnp.finfo(jnp.bfloat16).max.astype(jnp.float32))
+    np.testing.assert_array_equal(sent(x, Format("bfloat16")), expected)
+
+
+# --- rotation ---
+
+
+@pytest.mark.parametrize("size", few([2, 8, 64, 1024], [8, 64]))
+def test_a_rotation_is_hadamards_matrix_behind_signs(size, key):
+    groups = 3
+    units = np.eye(size, dtype=np.float32)
+    for group in range(groups):
+        x = np.zeros((size, groups * size), np.float32)
+        x[:, group * size : (group + 1) * size] = units
+        columns = np.asarray(jax.vmap(lambda x: rotated(x, size, key))(x))
+        block = columns[:, group * size : (group + 1) * size].T
+        assert not np.any(np.delete(columns.reshape(size, groups, size), group, axis=1))
+        signs = np.sign(block[0])  # the first row of H is of ones
+        np.testing.assert_allclose(block, rotation(size, signs), atol=1e-6)
+        np.testing.assert_allclose(block @ block.T, np.eye(size), atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 1000])
+def test_rotated_back_is_the_inverse_and_sums_may_stay_rotated(size, key):
+    a, b = normal(size), normal(size, 1) ** 3
+    turned = jax.jit(lambda x: rotated(x, 64, key))
+    back = jax.jit(lambda y: rotated_back(y, 64, key, size))
+    assert turned(a).shape == (-(-size // 64) * 64,)
+    np.testing.assert_allclose(back(turned(a)), a, atol=1e-5)
+    np.testing.assert_allclose(back(turned(a) + turned(b)), a + b, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(np.linalg.norm(turned(a)), np.linalg.norm(a), rtol=1e-5)
+
+
+def test_signs_are_even_and_fresh_for_each_key(key):
+    def signs(key):  # the first row of each group's matrix, by a vector that is 1 in one place
+        x = jnp.zeros((64, 40, 64)).at[jnp.arange(64), :, jnp.arange(64)].set(1)
+        return jax.vmap(lambda x: rotated(x.reshape(-1), 64, key))(x).reshape(64, 40, 64)[:, :, 0]
+
+    drawn = np.sign(np.stack([signs(k) for k in (key, jax.random.key(5))])).reshape(2, -1)
+    assert np.all(np.abs(drawn.mean(axis=1)) < 5 / np.sqrt(2560))
+    assert abs(np.mean(drawn[0] * drawn[1])) < 5 / np.sqrt(2560)
+    assert abs(np.mean(drawn[:, 1:] * drawn[:, :-1])) < 5 / np.sqrt(2560)
+
+
+def test_rotation_lowers_the_error_of_integers_for_values_of_unlike_sizes(key):
+    def error(x, name, rotate):
+        y = rotated(x, 256, key) if rotate else x
+        return np.linalg.norm(sent(y, Format(name)) - y) / np.linalg.norm(x)
+
+    heavy, even = jnp.asarray(normal(2**14) ** 3), jnp.asarray(normal(2**14))
+    for name in ("int4", "int8"):
+        assert error(heavy, name, True) < 0.65 * error(heavy, name, False)
+        assert error(even, name, True) < 1.05 * error(even, name, False)
+    assert error(heavy, "e3m0", True) > error(heavy, "e3m0", False)  # powers of two suit them
+
+
+# --- in the all-reduce ---
+
+
+WHERE = [(w, way) for way in WAYS for w in (2, 3, 5, 8)]
+
+
+@pytest.mark.parametrize("where", few(WHERE, [(3, "vmap")]), ids=str)
+@pytest.mark.parametrize("name", few(NAMES, ("int4", "e3m0", "bfloat16")))
+def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(name, where):
+    spec, size, (workers, way) = Format(name, 8), 61, where
+    x = normal((workers, size))
+    run = on_workers(lambda x: quantized_all_reduce(x, spec, axis_name="data"), workers, way)
+    result = jax.tree.map(np.asarray, run(x))
+    rule = lambda v: rounded(v, name, 8, "bfloat16")[0]
+    total, residuals = all_reduced(x.astype(np.float64), rule)
+    np.testing.assert_array_equal(result.total, np.broadcast_to(result.total[:1], x.shape))
+    np.testing.assert_allclose(result.total[0], total, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result.residual, residuals, rtol=1e-4, atol=1e-5)
+    assert np.abs(residuals).max() > 0
+
+
+@pytest.mark.parametrize("name", few(["int4", "float8_e4m3fn"], ["int4"]))
+def test_a_rotated_exchange_is_that_of_rotated_values(name):
+    workers, size = 3, 150
+    reducer, plain = formatted(name, 16, rotate=True), formatted(name, 16)
+    x = normal((workers, 1, size)) ** 3
+    _, reduced = feedback_loop(reducer, workers)(x)
+    signs = jax.random.split(jax.random.fold_in(jax.random.key(0), jnp.uint32(0)))[0]
+    turned = np.stack([rotated(row, 16, signs) for row in x[:, 0]])[:, None]
+    _, inner = feedback_loop(plain, workers)(turned)
+    back = lambda y: rotated_back(y, 16, signs, size)
+    np.testing.assert_allclose(reduced.mean[0, 0], back(inner.mean[0, 0]), atol=1e-4)
+    for w in range(workers):
+        expected = back(inner.residual[w, 0])
+        np.testing.assert_allclose(reduced.residual[w, 0], expected, atol=1e-4)
+    np.testing.assert_array_equal(reduced.state, 1)
+
+
+def test_signs_are_drawn_anew_at_each_step_and_in_each_bucket():
+    gradients = np.broadcast_to(normal((2, 1, 64)), (2, 3, 64)).copy()
+    reducer = formatted("int4", 16, rotate=True)
+    _, reduced = feedback_loop(reducer, 2)(gradients)
+    np.testing.assert_array_equal(reduced.state[0], [1, 2, 3])
+    first = reduced.residual[0, 0]
+    _, other = feedback_loop(reducer.split((64, 64))[1], 2)(gradients[:, :1])
+    assert np.any(other.residual[0, 0] != first)
+    _, again = feedback_loop(reducer, 2)(gradients[:, :1])
+    np.testing.assert_array_equal(again.residual[0, 0], first)
+
+
+FED_BACK = [
+    *(formatted(name, 64) for name in NAMES),
+    formatted("int4", 64, "e8m0"),
+    formatted("int4", 64, rotate=True),
+    formatted("int8", 64, shared_scale=True),
+    formatted("int4", 64, rotate=True, shared_scale=True),
+]
+
+
+@pytest.mark.parametrize(
+    "reducer", few(FED_BACK, [formatted("e3m0", 64), FED_BACK[-1], FED_BACK[-3]]), ids=str
+)
+def test_the_residual_stays_bounded_over_100_steps(reducer):
+    workers = 5
+    gradients = normal((workers, 100, 640))
+    _, reduced = feedback_loop(reducer, workers)(gradients)
+    residual = np.asarray(reduced.residual, np.float64).sum(axis=0)
+    ratios = np.linalg.norm(residual, axis=-1) / np.linalg.norm(gradients.sum(axis=0), axis=-1)
+    few_levels = reducer.shared_scale and reducer.quantizer.name == "int4"
+    assert ratios.max() < (2.5 if few_levels else 0.4)
+    assert ratios[75:].mean() < 1.2 * ratios[25:50].mean()  # it has settled
+    delivered = workers * np.asarray(reduced.mean[0], np.float64).sum(axis=0)
+    wanted = gradients.sum(axis=(0, 1), dtype=np.float64)
+    np.testing.assert_allclose(delivered + residual[-1], wanted, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", few(["int4", "float8_e5m2", "e3m0"], ["int4"]))
+@pytest.mark.parametrize("rotate", [False, True])
+def test_sums_that_overflow_are_kept(name, rotate):
+    x = normal((3, 1, 192))
+    x[:, 0, 80] = 3e38
+    _, reduced = feedback_loop(formatted(name, 16, rotate=rotate), 3)(x)
+    mean, residual = np.asarray(reduced.mean)[0, 0], np.asarray(reduced.residual)[:, 0]
+    group = slice(80, 96)
+    assert not mean[group].any()
+    # Rotated, the group's other values are lost beside the large one.
+    owed = [80] if rotate else group
+    np.testing.assert_array_equal(residual[:, owed], x[:, 0, owed])
+    assert np.isfinite(mean).all()
+    assert np.isfinite(residual).all()
+    others = np.delete(np.arange(192), np.r_[group])
+    kept = 3 * mean[others].astype(np.float64) + residual[:, others].sum(axis=0, dtype=np.float64)
+    np.testing.assert_allclose(kept, x[:, 0, others].sum(axis=0, dtype=np.float64), atol=1e-4)
+
+
+def test_without_decay_neither_rounding_is_fed_back():
+    def outcome(decay, x):
+        tx = quantized("int4", group_size=8, decay=decay, is_dense=lambda path, shape: False)
+        once, state = tx.update(x, tx.init(x))
+        return once, tx.update(x, state)[0]
+
+    x = normal((3, 64))
+    first, second = (np.asarray(u) for u in on_workers(lambda x: outcome(0.0, x), 3, "vmap")(x))
+    np.testing.assert_array_equal(first, second)
+    first, second = (np.asarray(u) for u in on_workers(lambda x: outcome(None, x), 3, "vmap")(x))
+    assert np.any(first != second)
+    mean = x.mean(axis=0)
+    assert np.abs(first[0] + second[0] - 2 * mean).mean() < np.abs(2 * first[0] - 2 * mean).mean()
+
+
+# --- shared scales ---
+
+
+@functools.cache
+def shared(spec, workers, way="vmap"):
+    run = lambda x: shared_scale_all_reduce(x, spec, axis_name="data")
+    return on_workers(run, workers, way)
+
+
+def summed_by_integers(x, bits, group_size):
+    workers, size = x.shape
+    levels = (2**bits - 1) // (2 * workers)
+    total, residuals, unclear = np.zeros(size), np.zeros(x.shape), np.zeros(size, bool)
+    for start in range(0, size, group_size):
+        span = slice(start, start + group_size)
+        scale = np.abs(x[:, span]).max() / levels
+        integers = np.round(x[:, span] / scale)
+        unclear[span] = np.any(np.abs(np.abs(x[:, span] / scale) % 1 - 0.5) < 1e-4, axis=0)
+        total[span] = scale * integers.sum(axis=0)
+        residuals[:, span] = x[:, span] - scale * integers
+    return total, residuals, unclear
+
+
+SHARED = [("int8", w, way) for w in (1, 2, 3, 5, 8) for way in WAYS] + [("int4", 3, "vmap")]
+
+
+@pytest.mark.parametrize("case", few(SHARED, [("int8", 3, "shard_map"), *SHARED[-2:]]), ids=str)
+def test_shared_scales_sum_integers(case):
+    name, workers, way = case
+    spec = Format(name, 16)
+    x = normal((workers, 61))
+    result = jax.tree.map(np.asarray, shared(spec, workers, way)(x))
+    np.testing.assert_array_equal(result.total, np.broadcast_to(result.total[:1], x.shape))
+    if workers == 1:
+        np.testing.assert_array_equal(result.total, x)
+        assert not result.residual.any()
+        return
+    total, residuals, unclear = summed_by_integers(x.astype(np.float64), spec.bits, 16)
+    assert unclear.mean() < 0.05
+    np.testing.assert_allclose(result.total[0][~unclear], total[~unclear], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        result.residual[:, ~unclear], residuals[:, ~unclear], rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(("name", "most"), [("int4", 7), ("int8", 127)])
+def test_no_number_of_workers_makes_sums_of_integers_overflow(name, most):
+    x = np.ones((most, 40), np.float32)
+    x[:, ::3] = -1
+    x[0, 7] = 0
+    result = shared(Format(name, 16), most)(x)
+    np.testing.assert_allclose(result.total[0], x.sum(axis=0), rtol=1e-6)
+    assert not np.asarray(result.residual).any()
+    text = rf"format='{name}' with shared_scale=True leaves no level to each of the {most + 1}"
+    with pytest.raises(ValueError, match=text) as refusal:
+        shared(Format(name, 16), most + 1)(np.ones((most + 1, 40), np.float32))
+    assert f"at most {most} workers" in str(refusal.value)
+    assert ("use format='int8'" in str(refusal.value)) == (name == "int4")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_a_group_that_is_not_finite_leaves_the_others_alone(bad):
+    x = normal((3, 64))
+    x[:, 3] = bad
+    result = jax.tree.map(np.asarray, shared(Format("int8", 16), 3)(x))
+    clean = np.where(np.abs(x) > 1e30, 0, np.nan_to_num(x))
+    expected = jax.tree.map(np.asarray, shared(Format("int8", 16), 3)(clean))
+    np.testing.assert_array_equal(result.total[:, 16:], expected.total[:, 16:])
+    assert not np.isfinite(result.total[:, 3]).any()
+
+
+# --- bytes ---
+
+
+@pytest.mark.parametrize("workers", few([2, 3, 8], [3]))
+@pytest.mark.parametrize(
+    "spec", few([Format("int4", 64, "e8m0"), Format("bfloat16")], [Format("bfloat16")]), ids=str
+)
+def test_words_on_the_wire_are_as_reckoned(spec, workers):
+    size = 1001
+    run = on_workers(lambda x: quantized_all_reduce(x, spec, axis_name="data"), workers)
+    moved = traffic.wire_bytes(run.lower(stacked(workers, size)).compile())
+    assert {c.op for c in moved.collectives} == {"all-to-all", "all-gather"}
+    assert moved.received == 4 * quantized_all_reduce_traffic(size, workers, spec).words
+
+
+def stacked(workers, size):
+    return jax.ShapeDtypeStruct((workers, size), jnp.float32)
+
+
+def test_a_dense_sum_in_bfloat16_travels_as_16_bits_and_is_summed_in_32():
+    workers, size = 8, 4096
+
+    def step(tx):
+        def update(x):
+            gradient = x.reshape(64, 64)
+            return tx.update(gradient, tx.init(gradient))[0]
+
+        return on_workers(update, workers)
+
+    exact, half = (
+        traffic.wire_bytes(step(tx).lower(stacked(workers, size)).compile()).received
+        for tx in (dense(), quantized("bfloat16"))
+    )
+    assert abs(half - exact / 2) < 16
+    # 1 and 2**-8 of the others: a sum in bfloat16, one after the other, would stay 1.
+    x = np.full((workers, size), 2.0**-8, np.float32)
+    x[0] = 1
+    found = np.asarray(step(quantized("bfloat16"))(x))
+    np.testing.assert_allclose(workers * found, 1 + 7 * 2.0**-8, rtol=2**-8)
+    assert np.all(workers * found > 1.02)
+
+
+def test_shared_scales_take_one_psum_and_one_pmax():
+    workers, size, spec = 3, 1001, Format("int8", 64)
+    moved = traffic.wire_bytes(
+        shared(spec, workers, "shard_map").lower(stacked(workers, size)).compile()
+    )
+    assert {c.op for c in moved.collectives} == {"all-reduce"}
+    words = -(-size // 4) + -(-size // 64)
+    assert moved.received == pytest.approx(4 * dense_traffic(words, workers).words, abs=16)
+
+
+ERRORS = {
+    "format": (lambda: quantized("int2"), "format='int2' is unknown: use one of int8, int4, e3m0"),
+    "scale": (lambda: Format("int8", scale="max"), "scale='max' is unknown: use one of float32"),
+    "group_size": (lambda: quantized(group_size=0), "group_size=0 must be at least 1"),
+    "rotate": (
+        lambda: quantized("int4", group_size=100, rotate=True),
+        "group_size=100, but groups are rotated only if it is a power of two: use 128",
+    ),
+    "shared": (
+        lambda: quantized("e3m0", shared_scale=True),
+        r"shared_scale=True with Format\(name='e3m0'.*use format='int8' or 'int4'",
+    ),
+    "key": (
+        lambda: quantize(jnp.ones(3), Format(), jax.random.key(0)),
+        r"Format\(name='int8'.*rounds without one: pass key=None",
+    ),
+    "rounding": (lambda: Quantized(Format()), "is deterministic: use 'nearest'"),
+    "seed": (lambda: quantized(seed=-1), "seed=-1 must be in"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "text"), ERRORS.values(), ids=ERRORS)
+def test_errors_name_the_argument_its_value_and_the_fix(wrong, text):
+    with pytest.raises(ValueError, match=text):
+        wrong()
+
+
+def test_the_rows_formula_is_that_of_the_words():
+    spec = Format("int4", 256)
+    formula = SYSTEMS["quantized"].received
+    assert formula == "d (W-1)/W (bits/4 + 4/group_size)"
+    for workers in (2, 8):
+        words = quantized_all_reduce_traffic(2**20, workers, spec).words
+        expected = 2**20 * (workers - 1) / workers * (spec.bits / 4 + 4 / spec.group_size)
+        np.testing.assert_allclose(4 * words, expected, rtol=1e-6)
