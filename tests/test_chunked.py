@@ -10,7 +10,7 @@ import reference_chunks as reference
 from supports import SUPPORTS, run, vectors
 from workers import few, on_workers, some
 
-from jaxsparse import codecs, select, traffic
+from jaxsparse import codecs, error_feedback, select, traffic
 from jaxsparse.bits import field_words, pack_fields, unpack_fields
 from jaxsparse.quantize import entry_values
 from jaxsparse.stream import SparseStream
@@ -272,6 +272,14 @@ def test_what_others_round_stays_in_the_residual(name, workers):
         kept = workers * mean + np.asarray(reduced.residual, np.float64).sum(0)
         np.testing.assert_allclose(kept, before.astype(np.float64).sum(0), atol=1e-4)
         assert np.count_nonzero(mean)
+
+
+@pytest.mark.parametrize("name", [name for name in REDUCERS if "sparcml" not in name])
+def test_messages_have_the_types_that_a_shard_map_checks(name):
+    """Tracing for bytes checks types, which `data_parallel` leaves out."""
+    tx = error_feedback(REDUCERS[name])
+    moved = traffic.traced_bytes(tx, {"w": jax.ShapeDtypeStruct((40, 50), jnp.float32)}, 4)
+    assert 0 < moved.received
 
 
 @pytest.mark.parametrize(

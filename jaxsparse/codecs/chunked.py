@@ -13,6 +13,7 @@ from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 from jaxsparse import quantize
 from jaxsparse.bits import field_words, pack_fields, unpack_fields
 from jaxsparse.codecs.ranges import sorter
+from jaxsparse.platforms import zeros
 from jaxsparse.settings import check_k, static_int
 from jaxsparse.stream import SparseStream
 
@@ -169,7 +170,8 @@ class Chunked:
             is_entry &= stream.values != 0
         chunks = jnp.where(is_entry, stream.indices // chunk, chunk_count)
         values = jnp.where(is_entry, stream.values, jnp.zeros_like(stream.values))
-        slots = jax.lax.iota(jnp.int32, stream.capacity)
+        # With the type of a worker's own array, which a cond asks of both its branches.
+        slots = jax.lax.iota(jnp.int32, stream.capacity) + zeros((), jnp.int32, (chunks,))
         return sorter(chunk_count + 1)(slots, values, chunks)
 
     def _chunk(self, capacity: int, size: int) -> int:
