@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
+from workers import mesh, some
 
 import jaxsparse
 from jaxsparse.feedback import error_feedback
@@ -79,6 +81,24 @@ def test_inject_hyperparams_sees_options_by_name(system, case):
     state = injected.init(GRADIENTS)
     assert set(state.hyperparams) == {"momentum"}
     assert state.hyperparams["momentum"] == 0.5
+
+
+@pytest.mark.parametrize("name", some(SYSTEMS, ["spardl", "sketched_sgd", "demo"]))
+def test_updates_are_typed_as_equal_in_a_shard_map_of_ones_own(name):
+    """JAX, which checks types there (check_vma), so lets them be added to replicated parameters."""
+    system = SYSTEMS[name]
+    tx = optax.chain(system.transformation(**system.cases[""].small), optax.sgd(0.1))
+    state = jax.eval_shape(lambda: jaxsparse.shard(tx.init(GRADIENTS), 4))
+    specs = jaxsparse.specs(state)
+
+    def step(gradients, state):
+        updates, state = tx.update(jaxsparse.local(gradients), state, gradients)
+        return optax.apply_updates(gradients, updates), state
+
+    run = jax.shard_map(step, mesh=mesh(4), in_specs=(P(), specs), out_specs=(P(), specs))
+    params, after = jax.eval_shape(run, GRADIENTS, state)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, GRADIENTS)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
 
 
 def program(tx):
