@@ -1,7 +1,6 @@
-"""What a row of the table of systems promises, whatever its system does; README shows the rows."""
+"""What a row of the table of systems promises, whatever its system does."""
 
 import inspect
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import OPTIONS
 from jaxsparse.systems import SYSTEMS
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
 ROWS = [
     pytest.param(
         system,
@@ -28,20 +26,6 @@ ROWS = [
 ]
 GRADIENTS = {"kernel": jnp.ones((40, 32)), "bias": jnp.ones(7)}
 systems = pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
-
-
-def readme_line(system):
-    """A row in README: what to call with the arguments that need no name."""
-    parameters = inspect.signature(system.transformation).parameters.values()
-    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return f"| `{system.name}({', '.join(named)})` | {system.summary} | {system.received} |"
-
-
-def test_readme_has_all_rows_in_their_order():
-    lines = README.read_text().splitlines()
-    start = lines.index("|---|---|---|") + 1
-    expected = [readme_line(system) for system in SYSTEMS.values()]
-    assert lines[start : lines.index("", start)] == expected, "\n".join(expected)
 
 
 @systems

@@ -283,7 +283,7 @@ def bruck_all_gather(x: Array, group: Group) -> Array:
         group: the group to gather from, of n members.
 
     Returns:
-        Array of shape (n, *x.shape), equal on all members. The order of rows is the same on all
+        Array of shape `(n, *x.shape)`, equal on all members. The order of rows is the same on all
         members, so that sums over rows round alike.
     """
     n = group.size
