@@ -1,6 +1,6 @@
 """Writes the pages that the package itself determines: the reference, and the page of systems.
 
-`check_coverage` then fails the build if a public name is missing from the site, or has no docstring.
+`check_coverage` then fails the build if a public name is missing there, or has no docstring.
 """
 
 import ast
