@@ -315,7 +315,7 @@ USES = {
     optimizer_state_as_a_batch: r"argument 1 is split as a batch, but .* batch_argnums=2",
     several_axes_to_data_parallel: r"axis_name=\('hosts', 'local'\) must be the name of one mesh",
     unknown_way: r"via='pmap' is unknown: use 'vmap', 'shard_map' or None",
-    other_axis: r"axis_name='batch' is not bound here \(mesh axes in scope: \['data'\]\)",
+    other_axis: r"axis_name='batch' is not bound .*in scope: \['data'\]\).*axis_name='data' if",
     several_axes: r"axis_name=\('data', 'model'\) is not supported: give one axis name",
     outside_the_parallel_step: r"axis_name='data' is not bound here.*data_parallel.*axis_name=None",
     unspread_state: r"argument 0.*per-worker state for 1 workers, but there are 3.*shard\(state",

@@ -189,7 +189,7 @@ def check_composition(tx):
 
 
 def test_injected_momentum_can_be_changed_between_steps():
-    # What the README asks for: all settings that are given but momentum, and rows and seed.
+    # What the docs ask for: all settings that are given but momentum, and rows and seed.
     given = {"compression": 3, "oversampling": 2, "bucket_size": 700, "axis_name": "data"}
     injected = optax.inject_hyperparams(
         jaxsparse.sketched_sgd, static_args=(*given, "rows", "seed")

@@ -1,4 +1,4 @@
-"""README's table of what is refused: each message is provoked, and none is missing."""
+"""The docs' table of what is refused: each message is provoked, and none is missing."""
 
 import pathlib
 import re
@@ -16,7 +16,7 @@ from jaxsparse import PerWorker, diagnose, reshard, shard
 from jaxsparse.quantize import QSGD
 from jaxsparse.systems.quantized import Quantized
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+ERRORS = pathlib.Path(__file__).parents[1] / "docs" / "errors.md"
 
 
 def inner_mesh():
@@ -78,12 +78,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_the_readme_says_is_refused(message):
+def test_what_the_docs_say_is_refused(message):
     with pytest.raises((ValueError, RuntimeError), match=re.escape(message)):
         REFUSED[message]()
 
 
-def test_the_readme_lists_just_these():
-    section = README.read_text().split("## What is refused, and why")[1].split("\n## ")[0]
+def test_the_docs_list_just_these():
+    section = ERRORS.read_text().split("## What is refused, and why")[1].split("\n## ")[0]
     listed = re.findall(r"^\| `(.*?)` \|", section, re.MULTILINE)
     assert listed == list(REFUSED)

@@ -3,7 +3,7 @@
     python examples/multihost/train.py
     python examples/multihost/launch.py -n 4 -- python examples/multihost/train.py --method spardl
 
-README.md beside this file has the commands for Slurm, Open MPI, Kubernetes and bare machines.
+docs/hosts.md has the commands for Slurm, Open MPI, Kubernetes and bare machines.
 """
 
 import argparse

@@ -63,10 +63,11 @@ def axis_size(axis_name: str | None) -> int:
         return jax.lax.axis_size(axis_name)
     except NameError:
         bound = sorted(map(str, jax.sharding.get_abstract_mesh().manual_axes))
+        other = f", or axis_name={bound[0]!r} if that is the workers' axis" if bound else ""
         raise ValueError(
             f"axis_name={axis_name!r} is not bound here (mesh axes in scope: {bound}). Call this "
             "inside jaxsparse.data_parallel, jax.shard_map or jax.vmap over that axis, or pass "
-            "axis_name=None for a single worker"
+            f"axis_name=None for a single worker{other}"
         ) from None
 
 
@@ -283,7 +284,7 @@ def bruck_all_gather(x: Array, group: Group) -> Array:
         group: the group to gather from, of n members.
 
     Returns:
-        Array of shape (n, *x.shape), equal on all members. The order of rows is the same on all
+        Array of shape `(n, *x.shape)`, equal on all members. The order of rows is the same on all
         members, so that sums over rows round alike.
     """
     n = group.size

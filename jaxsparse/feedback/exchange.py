@@ -121,7 +121,7 @@ def _send(
         reduced = reducer(whole, b.reducer, axis_name=axes.axis_name)
         # Of the vector, not of the pieces, which XLA would keep besides.
         residual = _select(ok, reduced.residual, whole)
-        mean = _select(ok, reduced.mean, jnp.zeros_like(whole))
+        mean = _select(ok, reduced.mean, jnp.zeros_like(reduced.mean))
         vectors = mean, residual, reduced.sent
         mean, residual, sent = cut(vectors, [piece.size for piece in x])
         if zeros:

@@ -1,6 +1,6 @@
 """The table of systems. Each has one file with its reducer, its transformation and its row.
 
-The planner, the benchmarks, the contract test and README's table all read `SYSTEMS`. A new system
+The planner, the benchmarks, the contract test and the docs all read `SYSTEMS`. A new system
 is one file, and here its import, its row and its name.
 """
 

@@ -47,7 +47,7 @@ class System(NamedTuple):
 
     transformation: Callable[..., optax.GradientTransformationExtraArgs]
     reducer: Callable[..., Budget]  # takes the same settings
-    summary: str  # for README's table, in Markdown
+    summary: str  # for the docs' table, in Markdown
     received: str  # bytes that a worker receives in a step: d elements, k = density d, W workers
     cases: Mapping[str, Case]  # "" is the usual one, others are variants
     settings: Callable[[Request], Settings] = at_density  # to deliver so much, or a ValueError

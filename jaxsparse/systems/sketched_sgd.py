@@ -246,8 +246,8 @@ def sketched_sgd(
     Args:
         compression: ratio of *payload words*: the words of all gradient leaves over the words
             psummed in a step. Dense leaves count in both. (The paper also counts what a server
-            sends back: 2d / (|S| + Pk + k), about twice this number.) It chooses each of `k` and
-            `cols` that is not given; it must be None if both are.
+            sends back: 2d / (rows cols + Pk + k), about twice this number.) It chooses each of `k`
+            and `cols` that is not given; it must be None if both are.
         k: number of coordinates of the whole tree that a step updates.
         rows: number of rows of the sketch.
         cols: number of columns of the sketch for the whole tree.

@@ -300,10 +300,12 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
             if differs:
                 raise WorkersError(
                     f"{name} differs between workers: average it with jax.lax.pmean(x, "
-                    f"{axis_name!r}), or mark it with jaxsparse.PerWorker.wrap(x). Does a "
-                    "transformation around the exchange, such as optax.MultiSteps, keep "
-                    "gradients? They are each worker's own: accumulate them inside the step, over "
-                    "parts of its batch"
+                    f"{axis_name!r}), or mark it with jaxsparse.PerWorker.wrap(x). Statistics of "
+                    f"BatchNorm need its axis_name={axis_name!r}. Does a transformation around the "
+                    "exchange, such as optax.MultiSteps, or one in front of it, such as "
+                    "optax.scale_by_adam, keep gradients? They are each worker's own: accumulate "
+                    "them inside the step, over parts of its batch, and put the transformation "
+                    "behind the exchange or in jaxsparse.per_worker"
                 )
         return outputs, batched[0]
 

@@ -2,8 +2,8 @@
 
 Strongly sparsified gradients before Adam train badly: most entries of its second moment then see
 zeros, and now and then a residual of many steps. Exchanging each worker's Adam update instead is
-one local step of a local-update method. `benchmarks/training.py` compares both; README has its
-result.
+one local step of a local-update method. `benchmarks/training.py` compares both, and docs/which.md
+has its result.
 """
 
 from typing import Any

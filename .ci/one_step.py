@@ -1,0 +1,36 @@
+"""One step with what is installed, which must be this version: `.ci/release` runs it."""
+
+import importlib.metadata
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxsparse
+
+[version] = sys.argv[1:]
+assert importlib.metadata.version("jaxsparse") == version
+package = pathlib.Path(jaxsparse.__file__).parent
+assert package.parent.name == "site-packages", package
+assert (package / "py.typed").exists()
+assert jaxsparse.planner.SystemProfile.shipped()
+
+params = {"w": jnp.ones((64, 64))}
+tx = optax.chain(jaxsparse.spardl(0.1, momentum=0.9), optax.sgd(0.1))
+
+
+def step(state, batch):
+    """What one worker does."""
+    params, opt_state = state
+    grads = jax.grad(lambda p: jnp.mean(batch @ p["w"]))(params)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+state = jaxsparse.shard((params, tx.init(params)), 4)
+params, _ = jaxsparse.data_parallel(step, 4)(state, jnp.ones((8, 64)))
+changed = int(jnp.sum(params["w"] != 1))
+assert 0 < changed <= 4 * 103, changed
+print(f"jaxsparse {version} trains with Python {sys.version.split()[0]} and JAX {jax.__version__}")

@@ -1,0 +1,291 @@
+"""Writes the pages that the package itself determines: the reference, and the page of systems.
+
+`check_coverage` then fails the build if a public name is missing there, or has no docstring.
+"""
+
+import ast
+import importlib
+import inspect
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from sphinx.errors import ExtensionError
+
+import jaxsparse
+from jaxsparse import traffic
+from jaxsparse.feedback.options import OPTIONS
+from jaxsparse.systems import SYSTEMS, System, choose
+from jaxsparse.systems.row import written
+
+# Modules of the reference, with the words of the table of contents. Those that `jaxsparse` imports
+# as modules must be here; the others have what a reader of these meets.
+MODULES = {
+    "jaxsparse": "Training",
+    "jaxsparse.systems": "Systems and their reducers",
+    "jaxsparse.outer": "Local steps and outer optimizers",
+    "jaxsparse.planner": "Planner",
+    "jaxsparse.traffic": "Bytes of programs",
+    "jaxsparse.collectives": "Collectives",
+    "jaxsparse.select": "Selection",
+    "jaxsparse.sketch": "Count sketch",
+    "jaxsparse.quantize": "Quantisation",
+    "jaxsparse.codecs": "Wire formats",
+    "jaxsparse.stream": "Sparse vectors",
+    "jaxsparse.blocks": "Blocks",
+    "jaxsparse.layout": "Gradient trees and flat buckets",
+    "jaxsparse.reducers.base": "The contract of a reducer",
+    "jaxsparse.feedback": "Error feedback",
+    "jaxsparse.training.diagnostics": "Diagnostics",
+}
+# Pages that are Markdown files of the repository.
+COPIES = {
+    "results": "benchmarks/README.md",
+    "planning": "benchmarks/planning.md",
+    "cluster": "benchmarks/cluster/README.md",
+    "local_updates": "examples/local_updates/README.md",
+    "language_model": "examples/language_model/README.md",
+    "sparse_linear": "examples/sparse_linear/README.md",
+    "contributing": "CONTRIBUTING.md",
+    "changelog": "CHANGELOG.md",
+}
+PARAMS, WORKERS, DENSITY = 2**20, 8, 0.01  # of the bytes on the page of systems
+
+
+def public_names(name: str) -> list[str]:
+    """The public names of a module: `__all__`, `from m import x as x`, and its own definitions."""
+    module = importlib.import_module(name)
+    source = ast.parse(inspect.getsource(module)).body
+    names = list(getattr(module, "__all__", ()))
+    for node in source:
+        if isinstance(node, ast.ImportFrom):
+            names += [a.name for a in node.names if a.name == a.asname]
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.append(node.target.id)  # constants have a type
+    return sorted({x for x in names if x[0] != "_"}, key=str.lower)
+
+
+def entries() -> dict[str, dict[str, str]]:
+    """What each page of the reference has: public names by the paths under which users find them.
+
+    What `jaxsparse` exports from a module of its own page is on that page, under its short path.
+    """
+    top = public_names("jaxsparse")
+    pages: dict[str, dict[str, str]] = {}
+    for module in MODULES:
+        names = public_names(module)
+        home = importlib.import_module(module)
+        short = lambda x, home=home: getattr(jaxsparse, x, None) is getattr(home, x)
+        pages[module] = {
+            x: f"jaxsparse.{x}" if x in top and short(x) else f"{module}.{x}" for x in names
+        }
+    specific = {
+        p for module, names in pages.items() if module != "jaxsparse" for p in names.values()
+    }
+    pages["jaxsparse"] = {
+        x: path
+        for x, path in pages["jaxsparse"].items()
+        if path not in specific and not inspect.ismodule(getattr(jaxsparse, x))
+    }
+    return pages
+
+
+def write_pages(docs: Path) -> None:
+    """Writes the generated pages into `docs/generated`."""
+    folder = docs / "generated"
+    folder.mkdir(exist_ok=True)
+    for page, source in COPIES.items():
+        path = docs.parent / source
+        write(folder / f"{page}.md", linked(path.read_text(), path.parent, folder))
+    for name, names in entries().items():
+        write(folder / f"{name}.md", module_page(name, MODULES[name], names))
+    write(folder / "reference.md", REFERENCE.format(toctree="\n".join(MODULES)))
+    write(folder / "systems.md", systems_page())
+
+
+def write(path: Path, text: str) -> None:
+    """Writes what has changed, so that Sphinx builds only that again."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+REFERENCE = """# Reference
+
+Every public name, from its docstring: arguments with shapes, dtypes and units, results, and errors.
+
+```{{toctree}}
+:maxdepth: 1
+
+{toctree}
+```
+"""
+
+
+def kind_of(value: Any) -> str:
+    """The word of Sphinx for a value."""
+    if inspect.isclass(value):
+        return "class"
+    return "function" if inspect.isroutine(value) else "data"
+
+
+def module_page(name: str, title: str, names: dict[str, str]) -> str:
+    """A page of the reference: the module's docstring, then each public name."""
+    module = importlib.import_module(name)
+    lines = [f".. automodule:: {name}", "   :no-members:", ""]
+    for public, path in names.items():
+        value = getattr(module, public)
+        kind = kind_of(value)
+        if kind == "data":
+            home = path.removesuffix(f".{public}")
+            lines += [f".. py:data:: {public}", f"   :module: {home}", ""]
+            lines += [f"   {comment_of(module, public)}", ""]
+            continue
+        lines += [f".. auto{kind}:: {path}"]
+        if kind == "class":
+            lines += ["   :members:", "   :special-members: __call__"]
+        lines.append("")
+    body = "\n".join(lines)
+    return f"# {title}\n\n`{name}`\n\n```{{eval-rst}}\n{body}\n```\n"
+
+
+def comment_of(module: Any, name: str) -> str:
+    """The comment above a constant, or what its value is."""
+    lines, comment = inspect.getsource(module).splitlines(), []
+    for line in reversed(lines[: next((i for i, x in enumerate(lines) if x.startswith(name)), 0)]):
+        if not line.startswith("# "):
+            break
+        comment.insert(0, line[2:])
+    return " ".join(comment) or f"`{getattr(module, name)}`"
+
+
+def linked(text: str, source: Path, page: Path) -> str:
+    """Markdown of a file in the folder `source`, with links that hold for a page in `page`."""
+    docs = Path(__file__).parent
+    copies = {docs.parent / file: docs / f"generated/{name}.md" for name, file in COPIES.items()}
+
+    def follow(match: re.Match[str]) -> str:
+        file = Path(os.path.normpath(source / match[1]))
+        if re.match(r"[a-z]+:", match[1]) or not file.exists():
+            return match[0]
+        file = copies.get(file, file)
+        scheme = "path:" if file.suffix == ".md" and not file.is_relative_to(docs) else ""
+        return f"]({scheme}{os.path.relpath(file, page)}{match[2] or ''})"
+
+    return re.sub(r"\]\(([^)#\s]+)(#[^)\s]*)?\)", follow, text)
+
+
+def systems_page() -> str:
+    """One section for each row of the table of systems."""
+    rows = [
+        "| | what it does | bytes that a worker receives in a step |",
+        "|---|---|---|",
+        *(
+            f"| [`{call(s)}`](#{anchor(s)}) | {s.summary} | {s.received} |"
+            for s in SYSTEMS.values()
+        ),
+    ]
+    sections = "\n".join(section(system) for system in SYSTEMS.values())
+    options = "\n".join(f"- `{name}={x!r}`: {text}" for name, (x, text) in OPTIONS.items())
+    return SYSTEMS_PAGE.format(table="\n".join(rows), sections=sections, options=options)
+
+
+SYSTEMS_PAGE = """# Systems
+
+Each is a transformation that stands where the mean of the gradients stood. d is the number of
+compressed elements, W the number of workers, and k = density d. Sparse systems send 8 bytes an
+entry; `codec=jaxsparse.codecs.Packed()` sends 4, and keeps the rounding in the residual.
+
+This page is generated from the table in `jaxsparse/systems`. *Measured* bytes are those that one
+worker receives in a step, from the traced program: one matrix of 1024 x 1024 parameters, 8 workers,
+a density of 1 % (or the nearest that the system has; `choose` says which).
+
+{table}
+
+All of them take the [options below](#options-of-all-systems).
+
+{sections}
+
+## Options of all systems
+
+{options}
+"""
+
+
+def call(system: System) -> str:
+    """What to call, with the arguments that need no name."""
+    parameters = inspect.signature(system.transformation).parameters.values()
+    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    return f"{system.name}({', '.join(named)})"
+
+
+def anchor(system: System) -> str:
+    """Of the section."""
+    return system.name.replace("_", "-")
+
+
+LAWS = {
+    "exact": "what workers give equals what the mean delivers plus what residuals keep, exactly",
+    "to rounding": "what workers give equals what the mean delivers plus what residuals keep, up "
+    "to the rounding of values on the wire",
+    "in expectation": "the mean is unbiased: right on average over random draws",
+    "leaks": "some of what workers give is lost: see the settings",
+}
+
+
+def section(system: System) -> str:
+    """The paper, the law, bytes, defaults and caveats of a system."""
+    doc = inspect.cleandoc(system.transformation.__doc__ or "")
+    first, *rest = doc.split("\n\n")
+    text = [p for p in rest if not p.startswith(("Args:", "Raises:", "Returns:", "Example:"))]
+    parameters = inspect.signature(system.transformation).parameters.values()
+    own = [p for p in parameters if p.name not in OPTIONS]
+    settings = ", ".join(
+        f"`{p.name}`" if p.default is p.empty else f"`{p.name}={written(p.default)}`" for p in own
+    )
+    reducer = system.reducer(**system.cases[""].small).split((600,))[0]
+    choice = choose(system.name, DENSITY, size=PARAMS, workers=WORKERS)
+    gradient = {"kernel": jax.ShapeDtypeStruct((2**10, PARAMS // 2**10), jnp.float32)}
+    moved = traffic.traced_bytes(eval(choice.transformation), gradient, WORKERS)
+    law = LAWS[reducer.conservation]
+    if system.law == "differences":
+        law = "the update is the mean of the workers' momenta, less that of their residuals"
+    lines = [
+        f"({anchor(system)})=",
+        f"## {system.name}",
+        first,
+        *text,
+        f"- **Settings**: {settings or 'none of its own'}",
+        f"- **Law**: {law}",
+        f"- **Bytes**: {system.received}",
+        f"- **Measured**: `{choice.transformation}` receives {moved.received:,} bytes in "
+        f"{moved.rounds} collectives",
+    ]
+    if system.caveat:
+        lines.append(f"- **Caveat**: it {system.caveat}")
+    head, bullets = lines[: 3 + len(text)], lines[3 + len(text) :]
+    bullets.append(f"- **Arguments and errors**: {{py:func}}`jaxsparse.{system.name}`")
+    return "\n\n".join(head) + "\n\n" + "\n".join(bullets) + "\n"
+
+
+def check_coverage(app, env) -> None:
+    """Fails the build if a public name is missing from the reference, or has no docstring."""
+    del app
+    documented = env.domaindata["py"]["objects"]
+    modules = [x for x in public_names("jaxsparse") if inspect.ismodule(getattr(jaxsparse, x))]
+    missing = [f"jaxsparse.{x}" for x in modules if f"jaxsparse.{x}" not in MODULES]
+    for module in MODULES:
+        for name in public_names(module):
+            value = getattr(importlib.import_module(module), name)
+            if inspect.ismodule(value):
+                continue
+            if not {f"{module}.{name}", f"jaxsparse.{name}"} & set(documented):
+                missing.append(f"{module}.{name}")
+            elif kind_of(value) != "data" and not (value.__doc__ or "").strip():
+                missing.append(f"the docstring of {module}.{name}")
+    if missing:
+        raise ExtensionError(f"the reference misses {', '.join(missing)}: see docs/generate.py")

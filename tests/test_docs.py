@@ -1,0 +1,48 @@
+"""The docs' Python runs, page by page, and the links between the project's pages lead somewhere."""
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = (".", "docs", "docs/notebooks", "benchmarks", "benchmarks/cluster", "examples/*")
+TEXTS = {path: path.read_text() for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md")}
+PAGES = [
+    path for path in sorted(TEXTS) if path.parent == ROOT / "docs" and "```python" in TEXTS[path]
+]
+# A block, and the comment before it if it raises: "% raises: words of the message".
+BLOCK = re.compile(
+    r"(?:^ *% raises: ([^\n]+)\n)?^( *)`{3,}python\n(.*?)^ *`{3,}$", re.DOTALL | re.MULTILINE
+)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
+    """From its top to its end in one namespace, as someone types it who reads the page."""
+    monkeypatch.chdir(tmp_path)
+    text, names = TEXTS[page], {"__name__": page.stem}
+    for block in BLOCK.finditer(text):
+        message, indent, source = block.groups()
+        above = "\n" * text.count("\n", 0, block.start(3))  # errors tell lines of the page
+        code = compile(above + re.sub(f"^{indent}", "", source, flags=re.MULTILINE), page, "exec")
+        raises = pytest.raises(ValueError, match=re.escape(message)) if message else nullcontext()
+        # As JAX is unless told otherwise.
+        with raises, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            exec(code, names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_block_is_overlooked(page):
+    assert len(BLOCK.findall(TEXTS[page])) == TEXTS[page].count("```python")
+
+
+@pytest.mark.parametrize("path", sorted(TEXTS), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(path):
+    elsewhere = re.compile("[a-z]+:|generated/")  # the latter are there when the site is built
+    links = {link for link in LINK.findall(TEXTS[path]) if not elsewhere.match(link)}
+    assert [link for link in links if not (path.parent / link).exists()] == []
