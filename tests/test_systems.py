@@ -1,6 +1,8 @@
 """What a row of the table of systems promises, whatever its system does."""
 
+import importlib
 import inspect
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import jaxsparse
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import OPTIONS
 from jaxsparse.systems import SYSTEMS
+from jaxsparse.systems.row import System
 
 ROWS = [
     pytest.param(
@@ -28,8 +31,17 @@ GRADIENTS = {"kernel": jnp.ones((40, 32)), "bias": jnp.ones(7)}
 systems = pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 
 
+def test_each_file_of_systems_has_its_rows_in_the_table():
+    """A row that is in its file alone would be tested by nothing."""
+    files = Path(jaxsparse.systems.__file__).parent.glob("[!_]*.py")
+    modules = [importlib.import_module(f"jaxsparse.systems.{path.stem}") for path in files]
+    rows = {x.name for m in modules for x in vars(m).values() if isinstance(x, System)}
+    assert rows - {*SYSTEMS} == set(), "add the row to SYSTEMS"
+
+
 @systems
 def test_the_transformation_is_public(system):
+    assert system.name in jaxsparse.systems.__all__, "add the name to __all__"
     assert getattr(jaxsparse, system.name) is system.transformation
     assert system.name in jaxsparse.__all__
 
