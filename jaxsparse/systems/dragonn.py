@@ -53,9 +53,10 @@ class Dragonn(SeededReducer):
 
     DRAGONN (Wang et al., ICML 2022), section 3.2, Alg. 1, with its sparse decoding (section 4.3).
     If several entries above the threshold share a slot, the worker sends one. The others stay in
-    the residual, as entries below the threshold do. `info.overflow` does not count them: they
-    lose by chance, as the method has it, and not for want of room. Hashes differ at each exchange and between
-    workers, so no entry loses for ever, or everywhere. The fields are the arguments of `dragonn`.
+    the residual, as entries below the threshold do. `info.overflow` does not count them: they lose
+    by chance, as the method has it, and not for want of room. Hashes differ at each exchange and
+    between workers, so no entry loses for ever, or everywhere. The fields are the arguments of
+    `dragonn`.
     """
 
     density: float = 0.001
