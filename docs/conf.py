@@ -74,6 +74,12 @@ def show_blocks(app, what, name, obj, options, lines):
     lines[:] = text
 
 
+def short_types(app, what, name, obj, options, signature, returned):
+    """Signatures without the paths of JAX's insides."""
+    del app, what, name, obj, options
+    return [x and re.sub(r"\b(jaxlib\._jax|jaxtyping)\.", "", x) for x in (signature, returned)]
+
+
 def follow_links(app, docname, source):
     """Links of hand-written pages to Markdown of the repository lead to the site's copy of it."""
     del app
@@ -83,6 +89,7 @@ def follow_links(app, docname, source):
 
 def setup(app):
     """Registers what is our own."""
+    app.connect("autodoc-process-signature", short_types)
     app.connect("source-read", follow_links)
     app.connect("autodoc-process-docstring", show_blocks, priority=100)  # before napoleon
     app.connect("env-check-consistency", generate.check_coverage)

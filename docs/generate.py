@@ -262,7 +262,7 @@ def section(system: System) -> str:
         f"- **Settings**: {settings or 'none of its own'}",
         f"- **Law**: {law}",
         f"- **Bytes**: {system.received}",
-        f"- **Measured**: `{choice.transformation}` receives {moved.received:,} bytes in "
+        f"- **Measured**: `{choice.transformation}` receives {moved.received:,.0f} bytes in "
         f"{moved.rounds} collectives",
     ]
     if system.caveat:

@@ -1,4 +1,4 @@
-"""Trains one Flax NNX classifier: dense, with sketched gradients, and with local steps.
+"""Trains one Flax NNX classifier: dense, with local steps, and with compressed gradients.
 
 The data are scikit-learn's 8x8 digits (nothing is downloaded), the workers eight emulated devices:
 
@@ -53,13 +53,16 @@ def methods_to_compare(args: argparse.Namespace) -> dict[str, optax.GradientTran
     methods: dict[str, optax.GradientTransformation | Local] = {
         "dense": jaxsparse.dense(momentum=args.momentum)
     }
-    if "true_top_k" in args.methods:
-        methods["true top-k"] = jaxsparse.true_top_k(args.k, momentum=args.momentum)
+    if "local" in args.methods:
+        methods["local steps"] = Local(jaxsparse.outer.sparse_loco(), args.local_steps)
+    if "spardl" in args.methods:
+        method = jaxsparse.spardl(args.density, momentum=args.momentum)
+        methods[f"SparDL {100 * args.density:g} %"] = method
     if "sketched_sgd" in args.methods:
         for ratio in args.compression:
             methods[f"sketched {ratio:g}x"] = jaxsparse.sketched_sgd(ratio, momentum=args.momentum)
-    if "local" in args.methods:
-        methods["local steps"] = Local(jaxsparse.outer.sparse_loco(), args.local_steps)
+    if "true_top_k" in args.methods:
+        methods["true top-k"] = jaxsparse.true_top_k(args.k, momentum=args.momentum)
     return methods
 
 
@@ -243,18 +246,19 @@ def flags() -> argparse.ArgumentParser:
     add(
         "--methods",
         nargs="*",
-        choices=["true_top_k", "sketched_sgd", "local"],
-        default=["true_top_k", "sketched_sgd", "local"],
+        choices=["local", "spardl", "sketched_sgd", "true_top_k"],
+        default=["local", "spardl", "sketched_sgd", "true_top_k"],
         help="what to compare with dense (default: all)",
     )
     add(
         "--compression",
         nargs="+",
         type=number(float, 1),
-        default=[10.0, 20.0],
+        default=[10.0],
         metavar="RATIO",
-        help="of sketched_sgd: words of the gradient over words sent (default: 10 20)",
+        help="of sketched_sgd: words of the gradient over words sent (default: 10)",
     )
+    add("--density", type=number(float, 0), default=0.01, help="of spardl (default: 0.01)")
     add(
         "--k",
         type=number(int, 1),

@@ -27,7 +27,8 @@ def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
     printed, methods = quickstart(
         *SMALL, "--devices", 3, "--compression", 8, "--seeds", 0, 1, cwd=tmp_path
     )
-    assert list(methods) == ["dense", "true top-k", "sketched 8x", "local steps"]
+    names = ["dense", "local steps", "SparDL 1 %", "sketched 8x", "true top-k"]
+    assert list(methods) == names
     for name, method in methods.items():
         curves = method["curves"]
         assert curves["steps"] == [4, 8, 12]
@@ -43,8 +44,12 @@ def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
     assert methods["dense"]["payload_bytes"] == methods["true top-k"]["payload_bytes"] == DENSE
     assert methods["sketched 8x"]["compression"] == pytest.approx(8, rel=0.01)
 
-    # 14 bits for each of 64 in 4096 elements of the kernels, and the vectors: every tenth step.
+    # Four messages of a worker's third of the entries, and the vectors.
     kernels = PARAMETERS - 2 * 128 - 10
+    dense = 4 * (PARAMETERS - kernels + 1)
+    assert methods["SparDL 1 %"]["payload_bytes"] == dense + 4 * 8 * -(-kernels // 300)
+
+    # 14 bits for each of 64 in 4096 elements of the kernels, and the vectors: every tenth step.
     entries = 64 * (kernels // 4096) + min(64, kernels % 4096)
     words = -(-entries * 12 // 32) + -(-entries * 2 // 32) + -(-entries // 256)
     sent = 4 * (words + PARAMETERS - kernels + 1 + 1)
