@@ -176,7 +176,7 @@ def save_figure(runs: dict[str, Run], path: Path, against_seconds: bool = False)
     if against_seconds:
         figure, ax = plt.subplots(figsize=(8, 5))
         axes = {ax: lambda run: np.mean([curve.seconds for curve in run.curves.values()], axis=0)}
-        ax.set(xlabel="seconds of training", xscale="log", ylabel="held-out loss, nats a byte")
+        ax.set(xlabel="seconds of training", ylabel="held-out loss, nats a byte")
     else:
         figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(11, 5), sharey=True)
         axes = {by_step: lambda run: run.steps, by_bytes: lambda run: run.steps * run.received}
