@@ -1,0 +1,59 @@
+"""The example of local updates: small runs, one after the other and in two processes."""
+
+import functools
+import json
+import sys
+
+import numpy as np
+import pytest
+import running
+
+SCRIPT = running.ROOT / "examples" / "local_updates" / "train.py"
+TINY = ["--width", 8, "--length", 4, "--batch", 1, "--workers", 2, "--eval-every", 6]
+METHODS = ("dense", "Streaming H=10")
+pytestmark = pytest.mark.slow
+run = functools.partial(running.run, SCRIPT.relative_to(running.ROOT / "examples"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With the results of a run of two seeds, and of one of a third."""
+    path = tmp_path_factory.mktemp("runs")
+    run(*TINY, "--steps", 12, "--seeds", 0, 1, "--json", "a.json", "--methods", *METHODS, cwd=path)
+    run(*TINY, "--steps", 12, "--seeds", 2, "--json", "b.json", "--methods", "dense", cwd=path)
+    return path
+
+
+def test_results_of_several_runs_are_shown_together(folder):
+    flags = ["--evidence", "known.json", "--figure", "curves.png", "--time-to", 9, 1]
+    shown = run("--show", "a.json", "b.json", *flags, cwd=folder)
+    for name in METHODS:
+        assert shown.count(f"\n{name} ") == 2  # in both tables
+    assert (folder / "curves.png").stat().st_size > 10_000
+    known = json.loads((folder / "known.json").read_text())
+    # The others have fewer seeds than dense, so that no mean can be compared.
+    assert known["rows"] == [["dense", "gradients", "dense", 1, 0.0, 1.0]]
+
+
+def test_the_rate_that_ends_lowest_is_taken(folder):
+    rates = ["--lr", 1e-9, 0.02, "--outer-lr", 0.5, 1, "--tune-steps", 12]
+    methods = ["--methods", "dense", "mean H=10", "--json", "tuned.json"]
+    run(*TINY, "--steps", 6, *rates, *methods, cwd=folder)
+    found = json.loads((folder / "tuned.json").read_text())["methods"]
+    assert found["dense"]["rates"] == "0.02"
+    assert set(found["dense"]["tried"]) == {"1e-09", "0.02"}
+    assert len(found["mean H=10"]["tried"]) == 4
+    assert found["mean H=10"]["rates"].startswith("0.02, outer")
+
+
+def test_two_processes_train_as_two_simulated_workers_do(folder):
+    flags = [*TINY, "--steps", 12, "--json", folder / "two.json", "--methods", *METHODS]
+    env = running.ENV | running.QUICK | {"JAX_PLATFORMS": "cpu"}
+    done, _ = running.in_processes([sys.executable, SCRIPT, *flags], 2, env=env)
+    assert done.status == 0, done.report
+    two, one = (json.loads((folder / f).read_text())["methods"] for f in ("two.json", "a.json"))
+    for name in METHODS:
+        here, there = two[name]["seeds"]["0"], one[name]["seeds"]["0"]
+        np.testing.assert_allclose(here["held_out"], there["held_out"], rtol=2e-4)
+        assert np.all(np.diff([0, *here["seconds"]]) > 0)
+        assert two[name]["received_bytes_a_step"] == one[name]["received_bytes_a_step"]
