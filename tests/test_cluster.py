@@ -58,6 +58,8 @@ def test_rates_that_are_none(bench, name):
 def test_flags(bench, capsys):
     args = bench.run.flags().parse_args(["--params", "1M", "64k", "2^20", "--density", "0.01"])
     assert args.params == [1_000_000, 64_000, 2**20]
+    script = ["train.py", "--steps", "3", "--methods", "dense", "a b"]
+    assert bench.run.flags().parse_args(["--hosts", "8", "--", *script]).script == script
     for wrong in (
         ["--params", "1.5"],
         ["--params", "0"],
