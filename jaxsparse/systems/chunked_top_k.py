@@ -136,6 +136,9 @@ def chunked_top_k(
 
     `momentum` is corrected, and masked where this worker sent.
 
+    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
+    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
+
     Args:
         k: number of entries of each chunk that a worker sends, or a warm-up (`jaxsparse.Stages`).
             Ties go to the lower index. A shorter last chunk sends k entries, too, or all.

@@ -51,6 +51,9 @@ def dgc(
     `density=jaxsparse.warm_up(0.001, steps=...)` lowers the density from 25 % (3.3); the paper does
     so over the first four of about 80 epochs.
 
+    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
+    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
+
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
         clip_norm: scales each worker's whole gradient, dense leaves included, to a norm of at most

@@ -128,6 +128,9 @@ def dragonn(
 
     `momentum` is corrected, and masked where this worker sent, as in Deep Gradient Compression.
 
+    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
+    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
+
     Args:
         density: m as a share of each bucket's elements, in (0, 1], or a warm-up
             (`jaxsparse.warm_up`).

@@ -37,6 +37,9 @@ def ms_topk(
 
     `momentum` is corrected, and masked where this worker sent.
 
+    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
+    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
+
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
         passes: number of trial thresholds; see `jaxsparse.select.bisection_threshold`.

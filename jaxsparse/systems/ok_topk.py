@@ -109,6 +109,9 @@ def ok_topk(
 
     `momentum` is corrected, and masked where a worker's own entry was delivered.
 
+    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
+    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
+
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
         refresh_every: most steps between exact new thresholds.

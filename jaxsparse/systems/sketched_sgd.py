@@ -243,6 +243,9 @@ def sketched_sgd(
     `momentum` is corrected, and masked at the coordinates that the update changes (momentum factor
     masking).
 
+    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
+    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
+
     Args:
         compression: ratio of *payload words*: the words of all gradient leaves over the words
             psummed in a step. Dense leaves count in both. (The paper also counts what a server

@@ -254,6 +254,9 @@ def sparcml(
 
     `momentum` is corrected, and masked where this worker sent.
 
+    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
+    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
+
     Args:
         k: number of entries of each group that a worker sends, or a warm-up (`jaxsparse.Stages`).
         group_size: number of consecutive elements in a group.

@@ -51,6 +51,9 @@ def top_k(
 
     `momentum` is corrected, and masked where this worker sent.
 
+    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
+    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
+
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up
             (`jaxsparse.warm_up`).

@@ -57,6 +57,9 @@ def true_top_k(k: int, **options: Unpack[LeafOptions]) -> optax.GradientTransfor
     `momentum` is corrected, and masked at the coordinates that the update changes (momentum factor
     masking).
 
+    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
+    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
+
     Args:
         k: number of coordinates of the whole tree that a step updates.
         **options: as for all transformations.
