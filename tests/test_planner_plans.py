@@ -204,7 +204,9 @@ def test_what_is_known_of_training_names_systems_of_the_table():
     assert {row.system for row in known.rows} <= {*systems.SYSTEMS}
     (dense,) = (row for row in known.rows if row.method == "dense")
     assert (dense.excess, dense.fewer) == (0, 1)
-    assert "not measured" in str(planned(network=SLOW, names=["random_k"], local_steps=3))
+    local = str(planned(network=SLOW, names=["chunked_top_k"], local_steps=3))
+    assert "what 10 local steps moved" in local
+    assert "before Adam" not in local
 
 
 def test_totals_add_up():
