@@ -161,8 +161,6 @@ class Plan:
         outer = f"optax.chain({self.transformation}, optax.sgd(1.0))"
         if self.best == "dense":
             outer = "jaxsparse.outer.diloco()"
-        elif _row(self.best) == "chunked_top_k":
-            outer = "jaxsparse.outer.sparse_loco()"
         return (
             f"outer = {outer}",
             f"jaxsparse.LocalSteps(step, outer, mesh, every={self.local_steps})",

@@ -1,7 +1,7 @@
 """The table of systems. Each has one file with its reducer, its transformation and its row.
 
-The planner, the benchmarks, the contract test and the docs all read `SYSTEMS`. A new system
-is one file, and here its import, its row and its name.
+The planner, the benchmarks, the contract test and the docs all read `SYSTEMS`. A new system is one
+file, and here its import, its row and its name.
 """
 
 from jaxsparse import network

@@ -11,7 +11,7 @@ from jaxsparse.systems.quantized import Quantized
 from jaxsparse.systems.row import Case, System
 
 
-def stochastic(
+def reducer(
     bits: Literal[2, 4, 8] = 4,
     group_size: int = 1024,
     scale: Literal["max", "l2"] = "max",
@@ -62,12 +62,12 @@ def qsgd(
         >>> updates["kernel"][-1, -3:].tolist()
         [2045.0, 2046.0, 2047.0]
     """
-    return error_feedback(stochastic(bits, group_size, scale, rounding, seed), **options)
+    return error_feedback(reducer(bits, group_size, scale, rounding, seed), **options)
 
 
 QSGD = System(
     qsgd,
-    stochastic,
+    reducer,
     summary="[QSGD](https://arxiv.org/abs/1610.02132): all values in 2, 4 or 8 bits",
     received="d (W-1)/W (bits/4 + 8/group_size)",
     cases={
