@@ -89,3 +89,30 @@ def all_reduced(x, rule):
         total[span] = rule(parts.sum(axis=0))
         residuals[owner, span] = parts.sum(axis=0) - total[span]
     return total, residuals
+
+
+def all_reduced_in_teams(x, teams, inside, rule):
+    """As `all_reduced`, summed inside teams of consecutive workers first.
+
+    Member i of a team sums part i of the vector over its team, each other member's part rounded by
+    `inside`. Then the members i of all teams sum part i with `rule`, as `all_reduced` does; what
+    they all decode is the total. The residual of a member has the rounding of what it sent inside,
+    and in its own part what `all_reduced` leaves of its team's sum.
+    """
+    workers, size = x.shape
+    n, m = workers // teams, -(-size // workers)
+    total, residuals = np.zeros(size), np.zeros(x.shape)
+    for i in range(n):
+        part = slice(i * teams * m, (i + 1) * teams * m)
+        if not total[part].size:
+            continue
+        members = [team * n + i for team in range(teams)]  # of equal rank
+        sums = np.zeros((teams, teams * m))
+        for w in range(workers):
+            sent = x[w, part] if w in members else inside(x[w, part])
+            residuals[w, part] = x[w, part] - sent
+            sums[w // n, : len(sent)] += sent
+        summed, left = all_reduced(sums, rule)
+        total[part] = summed[: total[part].size]
+        residuals[members, part] = left[:, : total[part].size]
+    return total, residuals

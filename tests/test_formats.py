@@ -8,12 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from published_traffic import dense_traffic, quantized_all_reduce_traffic
-from reference_formats import all_reduced, rotation, rounded, scale_above, values_of
-from workers import WAYS, feedback_loop, few, on_workers
+from reference_formats import (
+    all_reduced,
+    all_reduced_in_teams,
+    rotation,
+    rounded,
+    scale_above,
+    values_of,
+)
+from workers import WAYS, feedback_loop, few, on_workers, some
 
 from jaxsparse import traffic
-from jaxsparse.collectives import quantized_all_reduce, shared_scale_all_reduce
+from jaxsparse.collectives import Teams, quantized_all_reduce, shared_scale_all_reduce
 from jaxsparse.quantize import (
+    QSGD,
     Format,
     FormatName,
     Quantizer,
@@ -267,6 +275,85 @@ def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(na
     assert np.abs(residuals).max() > 0
 
 
+IN_TEAMS = [
+    (4, 2, "vmap"),
+    (4, 2, "shard_map"),
+    (6, 3, "vmap"),
+    (6, 2, "shard_map_unchecked"),
+    (8, 4, "shard_map"),
+    (8, 1, "shard_map"),
+    (3, 3, "vmap"),
+    (5, 1, "vmap"),
+    (9, 3, "vmap"),
+    (1, 1, "vmap"),
+]
+
+
+@pytest.mark.parametrize("where", some(IN_TEAMS, [(8, 4, "shard_map")], [(6, 3, "vmap")]), ids=str)
+@pytest.mark.parametrize("size", few([1, 7, 61, 150], [61]))
+def test_teams_sum_among_themselves_first(where, size):
+    """Both roundings of a team's sums are kept by who owns them, that of parts by who sent them."""
+    workers, teams, way = where
+    spec, levels = Format("int4", 8), Teams(teams, Format("int8", 16))
+    reduce = functools.partial(quantized_all_reduce, axis_name="data", levels=levels)
+    x = normal((workers, size))
+    result = jax.tree.map(np.asarray, on_workers(lambda x: reduce(x, spec), workers, way)(x))
+    four = lambda v: rounded(v, "int4", 8, "bfloat16")[0]
+    eight = lambda v: rounded(v, "int8", 16, "bfloat16")[0]
+    total, residuals = all_reduced_in_teams(x.astype(np.float64), teams, eight, four)
+    if workers == 1:
+        total, residuals = x[0], np.zeros_like(x)
+    np.testing.assert_array_equal(result.total, np.broadcast_to(result.total[:1], x.shape))
+    np.testing.assert_allclose(result.total[0], total, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(result.residual, residuals, rtol=1e-4, atol=1e-5)
+    kept = result.total[0] + result.residual.sum(axis=0)
+    np.testing.assert_allclose(kept, x.sum(axis=0), atol=1e-4)
+
+
+@pytest.mark.parametrize("workers", few([4, 6, 8], [8]))
+def test_teams_receive_few_bytes_from_others(workers):
+    """2 (T - 1) m values in 4 bits from other teams, which one level has n times as often."""
+    size, teams = 1001, 2
+    spec, inside = Format("int4", 64), Format("int8", 64)
+    n, m = workers // teams, -(-size // workers)
+    reduce = functools.partial(quantized_all_reduce, axis_name="data", levels=Teams(teams, inside))
+    compiled = on_workers(lambda x: reduce(x, spec), workers).lower(
+        jax.ShapeDtypeStruct((workers, size), jnp.float32)
+    )
+    moved = traffic.wire_bytes(compiled.compile())
+    across = 2 * (teams - 1) * spec.words(m)
+    within = (n - 1) * (inside.words(teams * m) + teams * spec.words(m))
+    assert moved.received == 4 * (across + within)
+
+
+def test_teams_are_checked():
+    with pytest.raises(ValueError, match=r"shared_scale=True with teams=2.*leave out one"):
+        formatted("int8", shared_scale=True, teams=2)
+    with pytest.raises(ValueError, match=r"teams=3 does not divide the 4 workers.*\[1, 2, 4\]"):
+        feedback_loop(formatted("int4", 16, teams=3), 4)(normal((4, 1, 64)))
+    with pytest.raises(ValueError, match="teams"):
+        formatted("int4", teams=2.5)
+    with pytest.raises(ValueError, match="inside='x' is no quantizer"):
+        Quantized(QSGD(4), levels=Teams(2, "x"))
+
+
+def test_stochastic_rounding_in_teams_is_unbiased(key):
+    workers, size, draws = 4, 48, 2000
+    levels = Teams(2, QSGD(8, 16))
+    x = jnp.asarray(normal((workers, size)))
+
+    def mean(x):
+        total = lambda key: (
+            quantized_all_reduce(x, QSGD(4, 16), axis_name="data", key=key, levels=levels).total
+        )
+        return jax.lax.map(total, jax.random.split(key, draws), batch_size=100)
+
+    totals = np.asarray(on_workers(mean, workers, "vmap")(x))[0]
+    error = totals.mean(axis=0) - x.sum(axis=0)
+    assert np.all(np.abs(error) < 5 * totals.std(axis=0) / np.sqrt(draws) + 1e-6)
+    assert totals.std() > 0
+
+
 @pytest.mark.parametrize("name", few(["int4", "float8_e4m3fn"], ["int4"]))
 def test_a_rotated_exchange_is_that_of_rotated_values(name):
     workers, size = 3, 150
@@ -301,15 +388,17 @@ FED_BACK = [
     formatted("int4", 64, "e8m0"),
     formatted("int4", 64, rotate=True),
     formatted("int8", 64, shared_scale=True),
+    formatted("int4", 64, teams=2),
+    formatted("int4", 64, rotate=True, teams=3),
     formatted("int4", 64, rotate=True, shared_scale=True),
 ]
 
 
 @pytest.mark.parametrize(
-    "reducer", few(FED_BACK, [formatted("e3m0", 64), FED_BACK[-1], FED_BACK[-3]]), ids=str
+    "reducer", few(FED_BACK, [formatted("e3m0", 64), *FED_BACK[-2:], FED_BACK[-5]]), ids=str
 )
 def test_the_residual_stays_bounded_over_100_steps(reducer):
-    workers = 5
+    workers = 6
     gradients = normal((workers, 100, 640))
     _, reduced = feedback_loop(reducer, workers)(gradients)
     residual = np.asarray(reduced.residual, np.float64).sum(axis=0)

@@ -1,12 +1,14 @@
-"""All-reduce of dense vectors in a few bits a value. Ranges are quantised twice.
+"""All-reduce of dense vectors in a few bits a value, at one level or at two.
 
 An owner does not round its own part of its range, which never travels. With that rounding, the
 second contraction on top of the first doubled the residual.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key, UInt32
 
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced
@@ -21,12 +23,26 @@ from jaxsparse.quantize import (
 from jaxsparse.quantize.packing import check_size
 
 
+@dataclasses.dataclass(frozen=True)
+class Teams:
+    """Teams of workers that sum among themselves first, such as the devices of each host.
+
+    Attributes:
+        teams: number of teams of consecutive workers, all of one size.
+        inside: quantiser of what workers send to others of their team.
+    """
+
+    teams: int
+    inside: Quantizer
+
+
 def quantized_all_reduce(
     x: Float[Array, " d"],
     quantizer: Quantizer,
     *,
     axis_name: str | None,
     key: Key[Array, ""] | None = None,
+    levels: Teams | None = None,
 ) -> AllReduced:
     """Sums quantised vectors. Worker w owns the range of elements w m to (w + 1) m - 1.
 
@@ -37,59 +53,110 @@ def quantized_all_reduce(
     Quantising twice is dist-EF-blockSGD's two-way compression (Zheng et al., NeurIPS 2019, Alg. 2),
     with a parameter server for each range.
 
+    With `levels`, workers sum inside their team first, and then across, as in ZeRO++'s qgZ (Wang et
+    al., 2023, section 3.3). Member i of each of the T teams gets the team's sums of T ranges, those
+    from i T on; the members i of all teams then exchange these, and the one of team t owns range
+    i T + t. Sums come back across teams, and are handed on inside as they arrived, without another
+    rounding. So a worker receives 2 (T - 1) m values from other teams, in place of 2 (W - n) m, n
+    being the size of a team.
+
     Args:
         x: float32.
         quantizer: quantiser of both halves. Its groups begin anew in each range.
         axis_name: the axis of the workers.
         key: key of stochastic rounding, the same on all workers and fresh at each step. The total
             is then unbiased, and the residual does *not* keep the error. None rounds
-            deterministically, and the residual keeps the error: that of this worker's parts, and
-            that of its own range's sum. Quantisers are refused if the residual could grow without
-            bound. With the others it does not, because an owner's error skips the first rounding
-            when it is fed back: each error goes through one contraction.
+            deterministically, and the residual keeps the error: that of this worker's parts, of
+            its team's sums, and of its own range's sum. Quantisers are refused if the residual
+            could grow without bound. With the others it does not, because what an owner rounded
+            skips the roundings before when it is fed back: each error goes through one contraction.
+        levels: None sums at one level.
 
     Returns:
         The total, equal on all workers, the residual, and no overflow. If a sum overflows, no sum
         of its group is finite.
 
     Raises:
-        ValueError: the quantiser takes no key, or needs one, or indices of `x` do not fit int32.
+        ValueError: a quantiser takes no key, or needs one, the teams do not divide the workers, or
+            indices of `x` do not fit int32.
     """
     check_size("x.size", x.size)
     if key is None:
         check_feedback(quantizer, stochastic=False)
-    workers, rank = wire.axis_size(axis_name), wire.axis_index(axis_name)
-    size, none = x.size, jnp.int32(0)
+        if levels is not None:
+            check_feedback(levels.inside, stochastic=False)
+    workers, size, none = wire.axis_size(axis_name), x.size, jnp.int32(0)
+    team, across = wire.Group.teams(axis_name, workers if levels is None else levels.teams)
     if workers == 1:
         return AllReduced(wire.replicated(x, axis_name), jnp.zeros_like(x), none)
-    m = -(-size // workers)
-    rows = jnp.pad(x, (0, workers * m - size)).reshape(workers, m)
-    ranks = jnp.arange(workers, dtype=jnp.int32)
-    counts = jnp.clip(size - m * ranks, 0, m)  # elements of each range before its padding
-    own = (ranks == rank)[:, None]
-    keys = last_key = None
+    n, teams, m = team.size, across.size, -(-size // workers)
+    rows = jnp.pad(x, (0, workers * m - size)).reshape(n, teams * m)
+    inside_keys = across_keys = last_key = None
     if key is not None:
-        drawn = jax.random.split(jax.random.fold_in(key, rank), workers + 1)
-        keys, last_key = drawn[:-1], drawn[-1]
-
-    def pack(row: Array, key: Array | None, count: Array) -> Array:
-        row = jnp.where(jnp.arange(m, dtype=jnp.int32) < count, row, 0)
-        return to_message(quantize(row, quantizer, key, count), quantizer)
-
-    def unpack(message: Array) -> Array:
-        return dequantize(from_message(message, quantizer, m), quantizer, m)
-
-    def add(total: Array, worker: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        message, row, is_own = worker
-        return total + jnp.where(is_own, row, unpack(message)), None
-
-    messages = jax.vmap(pack)(rows, keys, counts)
-    arrived = wire.all_to_all(messages, axis_name)
-    # One after the other: XLA's CPU backend takes twice the time to decode all and sum columns.
-    total = jax.lax.scan(add, jnp.zeros_like(rows[0]), (arrived, rows, own))[0]
-    message = pack(total, last_key, jnp.clip(size - m * rank, 0, m))
-    sums = jax.vmap(unpack)(wire.all_gather(message, axis_name)).reshape(-1)[:size]
+        own_key = jax.random.fold_in(key, wire.axis_index(axis_name))
+        drawn = jax.random.split(own_key, teams + 1 + (n if levels else 0))
+        across_keys, last_key, inside_keys = drawn[:teams], drawn[teams], drawn[teams + 1 :]
+    if levels is None:
+        parts, lost_inside = rows[0], jnp.zeros_like(rows)
+    else:
+        starts = teams * m * jnp.arange(n, dtype=jnp.int32)
+        counts = jnp.clip(size - starts, 0, teams * m)  # elements before the padding
+        parts, lost_inside = _scattered(rows, counts, levels.inside, team, inside_keys)
+    starts = m * (teams * team.rank + jnp.arange(teams, dtype=jnp.int32))
+    counts = jnp.clip(size - starts, 0, m)
+    total, lost = _scattered(parts.reshape(teams, m), counts, quantizer, across, across_keys)
+    message = _pack(total, last_key, counts[across.rank], quantizer)
+    decode = lambda one: _unpack(one, quantizer, m)
+    sums = jax.vmap(decode)(_gathered(message, team, across)).reshape(-1)[:size]
     if key is not None:
         return AllReduced(sums, jnp.zeros_like(x), none)
-    lost = jnp.where(own, (total - unpack(message))[None], rows - jax.vmap(unpack)(messages))
-    return AllReduced(sums, lost.reshape(-1)[:size], none)
+    own = (jnp.arange(teams, dtype=jnp.int32) == across.rank)[:, None]
+    lost = jnp.where(own, (total - decode(message))[None], lost).reshape(-1)
+    own = (jnp.arange(n, dtype=jnp.int32) == team.rank)[:, None]
+    return AllReduced(sums, jnp.where(own, lost, lost_inside).reshape(-1)[:size], none)
+
+
+def _scattered(
+    rows: Float[Array, "n m"],
+    counts: Int[Array, " n"],
+    quantizer: Quantizer,
+    group: wire.Group,
+    keys: Key[Array, " n"] | None,
+) -> tuple[Float[Array, " m"], Float[Array, "n m"]]:
+    """The sum over a group of its members' rows for this one, and what rounding took off `rows`.
+
+    What it took off the own row, which is not rounded, is not zero and means nothing.
+    """
+    m = rows.shape[1]
+    messages = jax.vmap(lambda row, key, count: _pack(row, key, count, quantizer))(
+        rows, keys, counts
+    )
+    own = (jnp.arange(group.size, dtype=jnp.int32) == group.rank)[:, None]
+
+    def add(total: Array, member: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        message, row, is_own = member
+        return total + jnp.where(is_own, row, _unpack(message, quantizer, m)), None
+
+    # One after the other: XLA's CPU backend takes twice the time to decode all and sum columns.
+    arrived = group.all_to_all(messages)
+    total = jax.lax.scan(add, jnp.zeros_like(rows[0]), (arrived, rows, own))[0]
+    return total, rows - jax.vmap(lambda message: _unpack(message, quantizer, m))(messages)
+
+
+def _gathered(message: Array, team: wire.Group, across: wire.Group) -> Array:
+    """All workers' messages in the order of their ranges, replicated."""
+    if team.size == 1:
+        return wire.all_gather(message, team.axis_name)
+    messages = wire.bruck_all_gather(wire.bruck_all_gather(message, across), team)
+    return wire.replicated(messages.reshape(-1, message.size), team.axis_name)
+
+
+def _pack(
+    row: Array, key: Array | None, count: Int[Array, ""], quantizer: Quantizer
+) -> UInt32[Array, " words"]:
+    row = jnp.where(jnp.arange(row.size, dtype=jnp.int32) < count, row, 0)
+    return to_message(quantize(row, quantizer, key, count), quantizer)
+
+
+def _unpack(message: Array, quantizer: Quantizer, size: int) -> Array:
+    return dequantize(from_message(message, quantizer, size), quantizer, size)

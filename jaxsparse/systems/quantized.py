@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced
-from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
+from jaxsparse.collectives.quantized_all_reduce import Teams, quantized_all_reduce
 from jaxsparse.collectives.shared_scale_all_reduce import check_format, shared_scale_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
@@ -26,6 +26,7 @@ from jaxsparse.quantize import (
 )
 from jaxsparse.quantize.rotation import check_rotation
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver
+from jaxsparse.settings import static_int
 from jaxsparse.systems.row import Case, System
 
 
@@ -44,38 +45,49 @@ class Quantized(SeededReducer):
             `quantize.rotated`.
         shared_scale: whether workers agree on scales, and sum integers: see
             `collectives.shared_scale_all_reduce`.
+        levels: sums inside teams of workers first, with a quantizer of their own: see
+            `collectives.quantized_all_reduce`. None has one level.
 
     Raises:
-        ValueError: the quantizer has no stochastic rounding, the residual could grow without bound,
-            groups can't be rotated, or a scale can't be shared.
+        ValueError: a quantizer has no stochastic rounding, the residual could grow without bound,
+            groups can't be rotated, a scale can't be shared, or settings contradict each other.
     """
 
     quantizer: Quantizer = QSGD()  # noqa: RUF009 - frozen
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     rotate: bool = False
     shared_scale: bool = False
+    levels: Teams | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        if not isinstance(self.quantizer, Quantizer):
-            raise ValueError(
-                f"quantizer={self.quantizer!r} is no quantizer: use quantize.Format('int8'), "
-                "quantize.QSGD(bits=4) or quantize.Sign()"
-            )
+        inside = () if self.levels is None else (self.levels.inside,)
+        for name, one in zip(("quantizer", "inside"), (self.quantizer, *inside)):
+            if not isinstance(one, Quantizer):
+                raise ValueError(
+                    f"{name}={one!r} is no quantizer: use quantize.Format('int8'), "
+                    "quantize.QSGD(bits=4) or quantize.Sign()"
+                )
         if self.rounding not in ("stochastic", "nearest"):
             raise ValueError(
                 f"rounding={self.rounding!r} is unknown: use 'stochastic' or 'nearest'"
             )
-        if self.rounding == "nearest":
-            check_feedback(self.quantizer, stochastic=False)
-        elif not self.quantizer.takes_key:
-            raise ValueError(
-                f"rounding='stochastic', but {self.quantizer} is deterministic: use 'nearest'"
-            )
+        for one in (self.quantizer, *inside):
+            if self.rounding == "nearest":
+                check_feedback(one, stochastic=False)
+            elif not one.takes_key:
+                raise ValueError(
+                    f"rounding='stochastic', but {one} is deterministic: use 'nearest'"
+                )
         if self.rotate:
             check_rotation(self.quantizer.group_size)
         if self.shared_scale:
             check_format(self.quantizer)
+        if self.shared_scale and self.levels is not None:
+            raise ValueError(
+                f"shared_scale=True with teams={self.levels.teams}: integers under a shared scale "
+                "are summed by the network's own all-reduce, which has no teams; leave out one"
+            )
 
     @property
     def conservation(self) -> Conservation:
@@ -117,7 +129,9 @@ class Quantized(SeededReducer):
             assert isinstance(self.quantizer, Format)
             return shared_scale_all_reduce(x, self.quantizer, axis_name=axis_name)
         key = key if self.rounding == "stochastic" else None
-        return quantized_all_reduce(x, self.quantizer, axis_name=axis_name, key=key)
+        return quantized_all_reduce(
+            x, self.quantizer, axis_name=axis_name, key=key, levels=self.levels
+        )
 
 
 def formatted(
@@ -126,11 +140,16 @@ def formatted(
     scale: Scale = "bfloat16",
     rotate: bool = False,
     shared_scale: bool = False,
+    teams: int | None = None,
+    inside: FormatName = "int8",
     seed: int = 0,
 ) -> Quantized:
     """The reducer of `quantized`, for the same arguments."""
     quantizer = Format(format, group_size, scale)
-    return Quantized(quantizer, "nearest", rotate, shared_scale, seed=seed)
+    levels = None
+    if teams is not None:
+        levels = Teams(static_int("teams", teams), Format(inside, group_size, scale))
+    return Quantized(quantizer, "nearest", rotate, shared_scale, levels, seed=seed)
 
 
 @exchange_options()
@@ -141,6 +160,8 @@ def quantized(
     scale: Scale = "bfloat16",
     rotate: bool = False,
     shared_scale: bool = False,
+    teams: int | None = None,
+    inside: FormatName = "int8",
     seed: int = 0,
     **options: Unpack[LeafOptions],
 ) -> optax.GradientTransformationExtraArgs:
@@ -158,8 +179,12 @@ def quantized(
     step: 0.13 times a dense all-reduce's with "int4" and these defaults. `is_dense` leaves,
     vectors by default, travel uncompressed.
 
-    There is one level. On a mesh with other axes, such as those within a host, JAX sums over these
-    exactly, and only the sums are quantised.
+    Two levels: `teams` names the hosts, whose workers sum among themselves in `inside` first, and
+    across hosts in `format`. All of them are workers of one axis, W = hosts x devices, those of a
+    host consecutive, as `jax.make_mesh((W,), ("workers",))` has them. Of d values a worker then
+    receives 2 (teams - 1)/W d from other hosts, where one level has 2 (teams - 1)/teams d. If the
+    devices of a host are *inner* axes of the mesh instead, JAX sums over these exactly, without
+    compression, and only the sums are quantised.
 
     `momentum` is corrected, without masking: everything is sent at each step.
 
@@ -175,12 +200,15 @@ def quantized(
         shared_scale: whether workers agree on scales first, by a pmax, so that integers can be
             summed as they are, in one psum of words of 32 bits. Each worker has fewer levels the
             more workers there are: see `collectives.shared_scale_all_reduce`.
+        teams: number of teams of consecutive workers, such as hosts. None has one level.
+        inside: the format inside teams, on the way to the sums. (Sums come back in `format`.) Only
+            used with `teams`.
         seed: seed of the random signs.
         **options: as for all transformations.
 
     Raises:
         ValueError: settings out of range, or, where it is traced, too many workers for a shared
-            scale.
+            scale, or workers that the teams do not divide.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -190,7 +218,7 @@ def quantized(
         >>> updates["kernel"][-1, -3:].tolist()
         [2045.0, 2046.0, 2047.0]
     """
-    reducer = formatted(format, group_size, scale, rotate, shared_scale, seed)
+    reducer = formatted(format, group_size, scale, rotate, shared_scale, teams, inside, seed)
     return error_feedback(reducer, **options)
 
 
