@@ -93,5 +93,4 @@ with mesh:
     step = lambda m, optimizer, x: jax.lax.pmean(trainer._train_step(m, optimizer, x), "hosts")  # +
     run = jaxsparse.data_parallel(merge_inputs(step), mesh, axis_name="hosts", batch_argnums=2)  # +
     trainer.create_train_step_fn = lambda: split_inputs(run)  # +
-    trainer._shard_optimizer = lambda mesh: None  # +
     trainer.train(batches())

@@ -15,7 +15,7 @@ from jaxsparse import layout as layouts
 from jaxsparse.feedback.plan import Plan, make_plan
 from jaxsparse.feedback.store import ErrorFeedbackState, Kind, kinds
 from jaxsparse.reducers.base import Budget
-from jaxsparse.training import meshes
+from jaxsparse.training import meshes, variables
 from jaxsparse.training.meshes import AnyMesh, Placement
 
 # update(updates, state, momentum, inner axes) of one worker's device. Returns updates and state.
@@ -80,6 +80,9 @@ def spread(
 ) -> ErrorFeedbackState:
     """One device's initial state as that of all devices.
 
+    If parameters are in `flax.nnx` Variables, so are the arrays that are spread over workers, as
+    those of Optax's own transformations are. A trainer that restores them then knows where to.
+
     Args:
         state: the initial state of one device's shards: zeros, and reducers' states.
         params: the parameters.
@@ -98,7 +101,13 @@ def spread(
         specs = dict(zip(names, exchanged_specs(params, placement, compressed)))
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
 
+    in_variables = axis_name is not None and variables.are_in(params)
+
     def one(x: Any, kind: Kind) -> Any:
+        x, sharding = spread_out(x, kind)
+        return variables.with_spec(x, sharding.spec) if in_variables else x
+
+    def spread_out(x: Any, kind: Kind) -> tuple[Any, NamedSharding]:
         row_axes, row_sizes = ((axis_name,), (workers,)) if kind.is_own else ((), ())
         shape = x.shape[1:] if kind.is_own else x.shape
         parts: tuple[Any, ...] = ()
@@ -110,10 +119,10 @@ def spread(
         if kind.leaf is None:
             x = jnp.broadcast_to(x[0] if kind.is_own else x, (*row_sizes, *shape))
         elif isinstance(mesh, Mesh) and not is_traced:
-            return jnp.zeros((*row_sizes, *shape), x.dtype, device=sharding)
+            return jnp.zeros((*row_sizes, *shape), x.dtype, device=sharding), sharding
         else:
             x = jnp.zeros((*row_sizes, *shape), x.dtype)
-        return meshes.constrain(x, sharding)
+        return meshes.constrain(x, sharding), sharding
 
     return jax.tree.map(one, state, kinds(state))._replace(placement=placement or ())
 

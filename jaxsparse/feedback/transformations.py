@@ -19,6 +19,7 @@ from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.reducers.stages import Staged, Stages
 from jaxsparse.settings import static_float, static_int
 from jaxsparse.training.meshes import Placement, place
+from jaxsparse.training.variables import unwrapped
 
 # How one leaf is exchanged. None: uncompressed.
 Rule = Budget | Stages[Reducer] | None
@@ -193,7 +194,7 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
 
         return run(on_device, updates, state, momentum, axis_name, mesh)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, unwrapped(update))
 
 
 def _one_rule(budget: Budget, is_dense: IsDense | None) -> Rules:

@@ -19,7 +19,7 @@ from jaxsparse.layout import narrow, short_names
 from jaxsparse.reducers.base import Budget
 from jaxsparse.systems.row import Case, Request, Settings, System
 from jaxsparse.systems.top_k import TopK
-from jaxsparse.training import meshes
+from jaxsparse.training import meshes, variables
 from jaxsparse.training.marks import PerWorker
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -150,7 +150,7 @@ def ef21_sgdm(
         kept = PerWorker.wrap(wire.varying(kept, axis_name))
         return delivered, EF21State(inner, kept, estimate, steps)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, variables.unwrapped(update))
 
 
 def _check_tree(momentum: Any, updates: Any) -> None:
@@ -174,22 +174,26 @@ def _start(
     Momenta of compressed leaves are where their residuals are: an exchange may cut leaves further.
     """
     treedef: Any
-    leaves, treedef = jax.tree.flatten(params)
+    leaves, treedef = jax.tree.leaves(params), variables.structure(params)
     placement = None if mesh is None else meshes.place(params, axis_name, mesh, specs)[0]
     own = [PartitionSpec()] * len(leaves) if placement is None else placement.own
     rows, axes = (1,), (axis_name,)
     if mesh is not None and axis_name is not None:
         rows = (mesh.shape[axis_name],)
 
+    in_variables = mesh is not None and variables.are_in(params)
+
     def zeros(leaf: Any, spec: PartitionSpec, is_own: bool) -> Any:
         if mesh is None:
             x = jnp.zeros_like(leaf, jnp.float32)
             return x[None] if is_own else x
         x = jnp.zeros((*rows, *jnp.shape(leaf)) if is_own else jnp.shape(leaf))
-        return meshes.constrain(x, NamedSharding(mesh, PartitionSpec(*axes[:is_own], *spec)))
+        spec = PartitionSpec(*axes[:is_own], *spec)
+        x = meshes.constrain(x, NamedSharding(mesh, spec))
+        return variables.with_spec(x, spec) if in_variables else x
 
     momenta = [
-        jnp.array(feedback.residual[name].value)
+        jax.tree.map(jnp.array, feedback.residual[name].value)
         if name in feedback.residual
         else wire.varying(zeros(leaf, spec, True), axis_name)
         for name, leaf, spec in zip(short_names(params), leaves, own)

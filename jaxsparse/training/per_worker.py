@@ -11,13 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse.collectives import wire
+from jaxsparse.training import meshes, variables
 from jaxsparse.training.marks import PerWorker
 
 
 def per_worker(
-    tx: optax.GradientTransformation, *, axis_name: str | None = "data"
+    tx: optax.GradientTransformation,
+    *,
+    axis_name: str | None = "data",
+    mesh: Mesh | None = None,
+    specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Runs `tx` on each worker's own gradients, before they are exchanged.
 
@@ -39,6 +45,9 @@ def per_worker(
     Args:
         tx: the transformation. Its state must have arrays, or nothing, in all leaves.
         axis_name: the axis of the workers. None: a single worker.
+        mesh: as for the exchange behind: where it is given, `init` returns a state that is already
+            spread over the workers. Without it `jaxsparse.shard` spreads the state.
+        specs: as for the exchange behind, beside `mesh`.
 
     Returns:
         A transformation, whose `update` must run where `axis_name` is bound
@@ -46,7 +55,8 @@ def per_worker(
         this library must stand behind it in the chain.
 
     Raises:
-        ValueError: from `update`: the axis is not bound, or the state is not one worker's.
+        ValueError: from `init`: partitions over `mesh` are not known. From `update`: the axis is
+            not bound, or the state is not one worker's.
 
     Example:
         >>> import jaxsparse
@@ -62,7 +72,26 @@ def per_worker(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:
-        return PerWorker.wrap(tx.init(params))
+        if mesh is None or axis_name is None:
+            return PerWorker.wrap(tx.init(params))
+        placement, _ = meshes.place(params, axis_name, mesh, specs)
+        bare, in_variables = variables.structure(params), variables.are_in(params)
+        leaves = jax.tree.leaves(params)
+        own = [PartitionSpec()] * len(leaves) if placement is None else placement.own
+
+        def spread(x: Any, spec: PartitionSpec) -> PerWorker:
+            spec = PartitionSpec(axis_name, *spec)
+            rows = jnp.broadcast_to(x, (mesh.shape[axis_name], *jnp.shape(x)))
+            rows = meshes.constrain(rows, NamedSharding(mesh, spec))
+            return PerWorker(variables.with_spec(rows, spec) if in_variables else rows)
+
+        return optax.tree_utils.tree_map_params(
+            tx,
+            spread,
+            tx.init(bare.unflatten(leaves)),
+            bare.unflatten(own),
+            transform_non_params=lambda x: spread(x, PartitionSpec()),
+        )
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         before = PerWorker.unwrap(state)
@@ -74,4 +103,4 @@ def per_worker(
         state = PerWorker.wrap(wire.varying(kept(after, before), axis_name))
         return kept(delivered, updates), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, variables.unwrapped(update))

@@ -1,0 +1,59 @@
+"""Arrays inside `flax.nnx` Variables, which say how they are sharded.
+
+Optax's states of an `nnx.State` hold Variables, too, and trainers ask these for the sharding of
+what they spread or restore (`nnx.get_named_sharding`). Flax is not imported here: no Variable
+exists before it is.
+"""
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+
+
+def _is_variable(node: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Variable)
+
+
+def are_in(tree: Any) -> bool:
+    """Whether arrays of the tree are in Variables."""
+    return any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable)))
+
+
+def structure(tree: Any) -> Any:
+    """The structure of the tree's arrays, as if no Variable were around them."""
+    return jax.tree.structure(tree, is_leaf=_is_variable)
+
+
+def with_spec(x: Any, spec: PartitionSpec) -> Any:
+    """An array in a Variable that says how it is sharded, or the array if it is not sharded."""
+    if not any(spec):
+        return x
+    # The array is where it belongs already, and Flax would look for a mesh to place it.
+    return sys.modules["flax.nnx"].Variable(x, out_sharding=tuple(spec), eager_sharding=False)
+
+
+def unwrapped(update: optax.TransformUpdateExtraArgsFn) -> optax.TransformUpdateExtraArgsFn:
+    """`update` for trees with Variables. It sees arrays, and what it returns is in Variables again.
+
+    (`nnx.Optimizer` takes them out by itself. A loop of one's own that calls `tx.update` with
+    `nnx.State`s does not.)
+    """
+
+    @functools.wraps(update)
+    def wrapper(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        given = (updates, state, params)
+        if not are_in(given):
+            return update(updates, state, params, **extra_args)
+        arrays = structure(given).unflatten(jax.tree.leaves(given))
+        found = update(*arrays, **extra_args)
+        whole: Any = jax.tree.structure((updates, state))
+        return whole.unflatten(jax.tree.leaves(found))
+
+    return wrapper

@@ -1,0 +1,149 @@
+"""States inside flax.nnx Variables: trainers ask these how to spread and restore them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from workers import few, some
+
+import jaxsparse
+from jaxsparse import data_parallel, systems
+
+SHAPE, NAMES = (2, 2, 2), ("hosts", "fsdp", "tp")
+
+
+def mesh():
+    return jax.make_mesh(SHAPE, NAMES, axis_types=(AxisType.Auto,) * 3)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        def kernel(*names):
+            return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
+        self.a = nnx.Linear(32, 64, kernel_init=kernel("fsdp", "tp"), rngs=rngs)
+        self.b = nnx.Linear(64, 32, kernel_init=kernel("tp", "fsdp"), rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(jnp.tanh(self.a(x)))
+
+
+def transformation(name, where):
+    options = {"axis_name": "hosts", "mesh": where}
+    return {
+        "spardl": lambda: jaxsparse.spardl(0.1, momentum=0.9, **options),
+        "ok_topk": lambda: jaxsparse.ok_topk(0.1, **options),  # reducers with a state
+        "ef21_sgdm": lambda: jaxsparse.ef21_sgdm(systems.TopK(0.1), **options),
+        "per_worker": lambda: optax.chain(
+            jaxsparse.per_worker(optax.scale_by_adam(), **options),
+            jaxsparse.chunked_top_k(128, **options),
+        ),
+    }[name]()
+
+
+def made(name, where):
+    """Model and optimizer, made as trainers do: parameters are spread by their metadata."""
+    model = Model(nnx.Rngs(0))
+    tx = optax.chain(transformation(name, where), optax.sgd(0.5))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def train(where, model, optimizer, steps):
+    def step(state, x):
+        model, optimizer = nnx.merge(graphdef, state)
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(jnp.square(m(x) - x)))(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), jax.lax.pmean(loss, "hosts")
+
+    graphdef, state = nnx.split((model, optimizer))
+    x = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
+    run, losses = data_parallel(step, where, axis_name="hosts"), []
+    for _ in range(steps):
+        state, loss = run(state, x)
+        losses.append(float(loss))
+    nnx.update((model, optimizer), state)
+    return losses
+
+
+def states(optimizer):
+    return nnx.state(optimizer, nnx.optimizer.OptState)
+
+
+def assert_placed(tree, shardings):
+    """Each array is where its Variable says."""
+    for (path, x), wanted in zip(
+        jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(shardings), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        assert isinstance(x.sharding, NamedSharding) or x.sharding.is_fully_replicated, name
+        assert x.sharding.is_equivalent_to(wanted, x.ndim), (name, x.sharding, wanted)
+
+
+METHODS = ["spardl", "ok_topk", "ef21_sgdm", "per_worker"]
+
+
+@pytest.mark.parametrize("name", some(METHODS, ["ef21_sgdm"], ["per_worker"]))
+def test_a_trainer_restores_each_array_where_it_was(name, tmp_path):
+    """As tunix does: it asks the metadata of Variables for the shardings to restore to."""
+    where = mesh()
+    with jax.set_mesh(where), jax.numpy_dtype_promotion("standard"):  # Optax's Adam needs it
+        model, optimizer = made(name, where)
+        state = states(optimizer)
+        assert_placed(state, nnx.get_named_sharding(state, where))
+        own = [x for x in jax.tree.leaves(state) if x.shape[:1] == (2,) and x.ndim == 3]
+        assert own
+        assert all(x.sharding.num_devices == 8 for x in own)
+        assert all(x.addressable_shards[0].data.size * 8 == x.size for x in own)
+        losses = train(where, model, optimizer, 3)
+        saver = ocp.PyTreeCheckpointer()
+        saver.save(tmp_path / "state", nnx.to_pure_dict(states(optimizer)))
+        after = train(where, model, optimizer, 2)
+
+        model, optimizer = made(name, where)
+        expected = train(where, model, optimizer, 3)
+        assert losses == expected
+        target = states(optimizer)
+        shardings = nnx.get_named_sharding(target, where)
+        target, wanted = map(nnx.to_pure_dict, (target, shardings))
+        blank = jax.tree.map(jnp.zeros_like, target)
+        arguments = ocp.checkpoint_utils.construct_restore_args(blank, wanted)
+        restored = saver.restore(tmp_path / "state", item=blank, restore_args=arguments)
+        assert_placed(restored, wanted)
+        state = states(optimizer)
+        nnx.replace_by_pure_dict(state, restored)
+        nnx.update(optimizer, state)
+        assert train(where, model, optimizer, 2) == after
+
+
+@pytest.mark.parametrize("name", few(METHODS, ["ef21_sgdm"]))
+def test_a_loop_without_an_optimizer_object_gets_variables_back(name):
+    where = mesh()
+    with jax.set_mesh(where), jax.numpy_dtype_promotion("standard"):
+        model = Model(nnx.Rngs(0))
+        params, tx = nnx.state(model, nnx.Param), transformation(name, where)
+        pure = nnx.as_pure(params)
+        run = data_parallel(
+            lambda grads, state: tx.update(grads, state),
+            where,
+            axis_name="hosts",
+            batch_argnums=(),
+            check=False,
+        )
+        updates, state = run(params, tx.init(params))
+        plain, _ = run(pure, tx.init(pure))
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+    for one, other in zip(jax.tree.leaves(updates), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_arrays_stay_arrays_where_parameters_are():
+    where = mesh()
+    params = {"kernel": jnp.zeros((32, 64))}
+    state = jaxsparse.spardl(0.1, axis_name="hosts", mesh=where).init(params)
+    is_variable = lambda node: isinstance(node, nnx.Variable)
+    assert not any(map(is_variable, jax.tree.leaves(state, is_leaf=is_variable)))
