@@ -23,8 +23,8 @@ LAYERS = [
     ["sketch.heavy", "sketch.blocks"],
     ["sketch", "layout"],
     ["collectives.wire"],
-    ["training.marks", "training.meshes", "training.replicas", "training.unreduced"]
-    + ["training.variables"],
+    ["training.marks", "training.meshes", "training.replicas"],
+    ["training.unreduced", "training.variables"],
     ["training.sharding", "traffic"],
     ["training.strays"],
     ["training.parallel", "training.per_worker", "training.resharding", "network"],

@@ -4,6 +4,8 @@ Local operands are small on purpose: f32[16] is 64 bytes, so an all-reduce over 
 2 * 7/8 * 64 = 112.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -520,6 +522,39 @@ def test_variadic_operands_and_index_comments():
     assert only.shapes == ("f32[16]", "bf16[2,3]", "s32[]")
     assert only.dtypes == ("f32", "bf16", "s32")
     assert only.payload_bytes == 64 + 12 + 4
+
+
+def shortened(text):
+    """The text as dumps of newer XLA have it: `%t#1` for a line that takes an element out."""
+    line = re.compile(
+        r"^ +%(\S+) = \S+ get-tuple-element\(.*%(.+?)\), index=(\d+).*\n", re.MULTILINE
+    )
+    while found := line.search(text):
+        short = f"%{found[2]}#{found[3]}"
+        text = text.replace(found[0], "")
+        text = re.sub(rf"%{re.escape(found[1])}(?![\w.\-])", lambda _, short=short: short, text)
+    return text
+
+
+def test_elements_of_tuples_in_short():
+    def fn(x):
+        first, second = lax.psum((x, x[:4] * 2), "data")
+        body = lambda i, c: (c[0] + 1.0, lax.psum(c[1], "data") * 0.1)
+        return lax.fori_loop(0, 5, body, (x.sum(), first))[1] + second.sum()
+
+    text = compiled(fn).as_text()
+    short = shortened(text)
+    assert "#1" in short
+    assert "get-tuple-element" in text
+    plain, found = wire_bytes(text), wire_bytes(short)
+    assert found.received == plain.received
+    assert [c.count for c in found.collectives] == [c.count for c in plain.collectives]
+    nested = hlo(
+        '%t = ((f32[16]{0}, s32[]), f32[4]{0}) custom-call(%x), custom_call_target="pair"',
+        "%z = f32[16]{0} all-reduce(%t#0#0), replica_groups={}, to_apply=%add",
+        "ROOT %o = f32[16]{0} add(%z, %z)",
+    )
+    assert wire_bytes(nested).received == 112
 
 
 def test_names_without_percent_signs():

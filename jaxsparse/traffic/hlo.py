@@ -1,7 +1,8 @@
 """A reader for compiled HLO text: computations, instructions, shapes.
 
-It splits the text of `jax.stages.Compiled.as_text()` and interprets no attribute. Operands may have
-shapes or not, and names may begin with `%` or not, because XLA versions differ in that.
+It splits the text of `jax.stages.Compiled.as_text()`, or of a dump, and interprets no attribute.
+Operands may have shapes or not, and names may begin with `%` or not, because XLA versions differ in
+that.
 """
 
 from __future__ import annotations
@@ -307,12 +308,27 @@ def _computation(name: str, lines: list[str]) -> Computation:
         if not match:
             raise ValueError(f"cannot read this line of HLO computation {name!r}: {line.strip()!r}")
         instruction = _instruction(match[2], match[3])
+        for operand in instruction.operands:
+            _take_out(operand, instructions)
         instructions[instruction.name] = instruction
         root = instruction.name if match[1] else root
     if not instructions:
         raise ValueError(f"HLO computation {name!r} is empty")
     # XLA's rule: if no instruction has the mark, the last one is the root.
     return Computation(name, instructions, instructions[root or next(reversed(instructions))])
+
+
+def _take_out(operand: str, instructions: dict[str, Instruction]) -> None:
+    """Adds the `get-tuple-element` that dumps of jaxlib 0.12 shorten to `name#2`."""
+    name, short, index = operand.rpartition("#")
+    if not short or operand in instructions:
+        return
+    _take_out(name, instructions)
+    if name in instructions:
+        types = _split(instructions[name].type.removeprefix("(").removesuffix(")"))
+        instructions[operand] = Instruction(
+            operand, types[int(index)], "get-tuple-element", (name,), f", index={index}"
+        )
 
 
 def _instruction(name: str, text: str) -> Instruction:

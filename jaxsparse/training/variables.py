@@ -45,9 +45,7 @@ def unwrapped(update: optax.TransformUpdateExtraArgsFn) -> optax.TransformUpdate
     """
 
     @functools.wraps(update)
-    def wrapper(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
+    def wrapper(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         given = (updates, state, params)
         if not are_in(given):
             return update(updates, state, params, **extra_args)
