@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxsparse.network import Link, Network
@@ -90,7 +91,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     profiling.set_defaults(run=_profile)
     add = profiling.add_argument
-    add("--out", metavar="FILE", required=True, help="the JSON file to write")
+    add(
+        "--out",
+        metavar="FILE",
+        required=True,
+        help="the JSON file to write; with --systems, it keeps its other ones",
+    )
     sizes = [2**18, 2**22]
     add("--sizes", type=_read(units.count), nargs="+", default=sizes, help="numbers of elements")
     add("--workers", type=int, nargs="+", default=[4, 16, 64], help="numbers of workers")
@@ -166,14 +172,16 @@ def _as_dict(found: Plan) -> dict[str, Any]:
 
 
 def _profile(args: argparse.Namespace) -> None:
-    profile_systems(
+    older = SystemProfile.load(args.out) if args.systems and Path(args.out).exists() else None
+    found = profile_systems(
         args.systems,
         sizes=args.sizes,
         workers=args.workers,
         density=args.density,
         repeats=args.repeats,
         progress=lambda line: print(line, flush=True),
-    ).save(args.out)
+    )
+    (older.updated(found) if older else found).save(args.out)
 
 
 if __name__ == "__main__":

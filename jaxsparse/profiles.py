@@ -182,6 +182,32 @@ class SystemProfile(Measured):
             device=f"extrapolated from {self.device}",
         )
 
+    def updated(self, newer: "SystemProfile") -> "SystemProfile":
+        """The same with a newer profile's times of its systems, in multiples of its own floors.
+
+        Times of "dense" and floors stay as they are, where this profile has them. So a system can
+        be added without measuring all others again.
+
+        Raises:
+            ValueError: the newer profile is of another device.
+        """
+        if newer.device != self.device:
+            raise ValueError(
+                f"the profile is of {self.device!r}, and the newer one of {newer.device!r}: "
+                "measure all systems on one device"
+            )
+        replaced = set(newer.systems) - {"dense"}
+        keeps = "dense" not in self.systems
+        known = {floor.elements for floor in self.floors}
+        dated = f"{', '.join(sorted(replaced))} on {newer.date}"
+        return dataclasses.replace(
+            self,
+            points=tuple(p for p in self.points if p.system not in replaced)
+            + tuple(p for p in newer.points if keeps or p.system in replaced),
+            floors=(*self.floors, *(f for f in newer.floors if f.elements not in known)),
+            settings=f"{self.settings}; {dated}",
+        )
+
     def seconds(self, system: str, size: int, workers: int, density: float) -> float:
         """The time that one worker computes in an exchange.
 

@@ -332,6 +332,9 @@ def test_what_cannot_be_planned_says_why():
     assert unknown.best == "dense"
     assert dict(unknown.left_out) == dict.fromkeys(["spardl", "sparcml"], "no measured profile")
     assert re.search(r"\nspardl +not predicted: no measured profile\n", str(unknown))
+    shaped = planned(profile=None, names=["powersgd", "demo"])
+    reason = "its computing depends on the shapes of leaves"
+    assert dict(shaped.left_out) == dict.fromkeys(["powersgd", "demo"], reason)
 
 
 @pytest.mark.parametrize(

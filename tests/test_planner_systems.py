@@ -1,5 +1,6 @@
 """Times of computing: what is measured is what an exchange computes, and how it is interpolated."""
 
+import dataclasses
 import math
 
 import jax
@@ -149,6 +150,42 @@ def test_profiles_are_measured_from_the_shell(tmp_path, capsys):
     }
     assert {p.density for p in profile.points} == {None, 0.01}
     assert "random_k, 3,000 elements, 4 workers, density 0.01: " in capsys.readouterr().out
+    arguments = f"profile --out {path} --systems sign_sgd --sizes 1k --workers 2 --repeats 1"
+    assert shell.main(arguments.split()) == 0
+    assert SystemProfile.load(path).systems == ("dense", "random_k", "sign_sgd")
+
+
+def test_a_profile_takes_a_newer_ones_systems():
+    profile = measured()
+    newer = SystemProfile(
+        (
+            SystemPoint("top_k", 2**10, 2, 0.01, 7.0),
+            SystemPoint("new", 2**12, 2, 0.01, 5.0),
+            SystemPoint("dense", 2**12, 2, None, 9.0),
+        ),
+        (Floor(2**10, 1.0), Floor(2**12, 3e-6)),
+        device="a CPU",
+        date="today",
+    )
+    found = profile.updated(newer)
+    assert found.systems == ("dense", "top_k", "new")
+    assert [p.passes for p in found.points] == [2.0, 7.0, 5.0]  # dense's is the older one
+    assert dict(found.floors) == {2**10: 1e-9 * 2**10, 2**12: 3e-6, 2**14: 1e-9 * 2**14}
+    assert found.settings == "unknown; new, top_k on today"
+    assert found.seconds("top_k", 2**10, 2, 0.01) == pytest.approx(7e-9 * 2**10)
+    alone = dataclasses.replace(profile, points=profile.points[:-1])  # without dense
+    assert alone.updated(newer).systems == ("top_k", "new", "dense")
+    with pytest.raises(ValueError, match="is of 'a CPU', and the newer one of 'another'"):
+        profile.updated(dataclasses.replace(newer, device="another"))
+
+
+def test_systems_of_matrices_are_left_out():
+    lines = []
+    profile = profile_systems(
+        ["powersgd"], sizes=[1000], workers=[2], repeats=1, progress=lines.append
+    )
+    assert profile.systems == ("dense",)
+    assert any("powersgd" in line and "depends on the shapes of leaves" in line for line in lines)
 
 
 def test_what_a_system_cannot_do_is_left_out():

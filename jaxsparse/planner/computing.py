@@ -18,7 +18,7 @@ from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.planner.tensors import TensorPoint, TensorProfile
 from jaxsparse.planner.timing import here, interleaved
 from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
-from jaxsparse.reducers.base import Reducer
+from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.settings import check_density, entries, static_int
 from jaxsparse.stream import SparseStream, to_dense
 from jaxsparse.systems import WITH_VARIANTS, Dense, SparCML, choose
@@ -130,7 +130,8 @@ def profile_systems(
         progress: function to call with a line for each measurement.
 
     Returns:
-        The profile. It leaves out combinations that a system can't do, such as some densities.
+        The profile. It leaves out combinations that a system can't do, such as some densities, and
+        systems of matrices (PowerSGD, DeMo), whose times depend on the shapes of leaves.
 
     Raises:
         ValueError: a system is unknown, settings are out of range, or no system can run with them.
@@ -149,6 +150,7 @@ def profile_systems(
             where += f", density {share:g}" if follows else ""
             try:
                 reducer = choose(name, share, size=size, workers=count).reducer(size)
+                check_shapes(reducer)
                 variants = _variants(reducer)
                 found = [time_exchange(each, size, count, repeats=repeats) for each in variants]
             except ValueError as error:
@@ -174,6 +176,12 @@ def profile_systems(
         **here(),
         settings=f"normal cubed, medians of {repeats} steps",
     )
+
+
+def check_shapes(budget: Budget) -> None:
+    """Raises ValueError if a vector's computing time says nothing of a tree's."""
+    if budget.whole_leaves:
+        raise ValueError("its computing depends on the shapes of leaves")
 
 
 def _variants(reducer: Reducer) -> list[Reducer]:

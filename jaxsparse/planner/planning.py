@@ -12,7 +12,7 @@ import optax
 
 from jaxsparse import layout as layouts, network as networks
 from jaxsparse.feedback import error_feedback, partition
-from jaxsparse.planner.computing import measured_as
+from jaxsparse.planner.computing import check_shapes, measured_as
 from jaxsparse.planner.leaf_groups import REST, Group, LeafGroups, Members
 from jaxsparse.planner.plans import BY_GROUP, GroupChoice, Plan, Prediction
 from jaxsparse.profiles import SystemProfile
@@ -218,6 +218,7 @@ class _Model(NamedTuple):
         reducer, part = self.buckets(budget, size)[0]
         name = measured_as(system, reducer, part, self.workers)
         if name not in self.profile.systems:
+            check_shapes(budget)
             raise ValueError("no measured profile")
         return self.profile.seconds(name, size, self.workers, density)
 
