@@ -35,6 +35,18 @@ def test_results_of_several_runs_are_shown_together(folder):
     assert known["rows"] == [["dense", "gradients", "dense", 1, 0.0, 1.0]]
 
 
+def test_seconds_over_a_link_are_those_of_the_bytes_received(folder):
+    links = ["--link", "1kbit", "1Mbit", "--step-seconds", 0.5, "--time-to", 9]
+    shown = run("--show", "a.json", *links, cwd=folder)
+    dense = json.loads((folder / "a.json").read_text())["methods"]["dense"]
+    for text, bandwidth in (("1kbit", 125), ("1Mbit", 125_000)):
+        seconds = 0.5 + dense["received_bytes_a_step"] / bandwidth
+        part = shown.partition(f"Over {text}, 0.5 s")[2]
+        row = part[part.index("\ndense") :].split()
+        assert row[1:3] == [f"{6 * seconds:.0f}", "(6)"]  # --eval-every
+        assert row[3] == f"{12 * seconds:.0f}"
+
+
 def test_the_rate_that_ends_lowest_is_taken(folder):
     rates = ["--lr", 1e-9, 0.02, "--outer-lr", 0.5, 1, "--tune-steps", 12]
     methods = ["--methods", "dense", "mean H=10", "--json", "tuned.json"]

@@ -141,9 +141,36 @@ def test_a_loop_without_an_optimizer_object_gets_variables_back(name):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("name", few(METHODS, ["per_worker", "ef21_sgdm"]))
+def test_simulated_workers_take_variables_too(name):
+    with jax.numpy_dtype_promotion("standard"):
+        params = nnx.state(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.Param)
+        tx = transformation(name, None)
+        run = data_parallel(
+            lambda state, grads: tx.update(grads, state)[::-1], 2, axis_name="hosts", check=False
+        )
+        grads = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
+        state = jaxsparse.shard(tx.init(params), 2, "hosts")
+        for _ in range(2):
+            state, updates = run(state, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), grads))
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
+
+
 def test_arrays_stay_arrays_where_parameters_are():
     where = mesh()
     params = {"kernel": jnp.zeros((32, 64))}
     state = jaxsparse.spardl(0.1, axis_name="hosts", mesh=where).init(params)
     is_variable = lambda node: isinstance(node, nnx.Variable)
     assert not any(map(is_variable, jax.tree.leaves(state, is_leaf=is_variable)))
+
+
+def test_variables_that_hold_nothing_stay():
+    """As in a tree of which a part is masked, such as a fragment of streaming."""
+    params = nnx.state(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.Param)
+    part = jax.tree.map(lambda x: x if x.ndim == 2 else None, params)
+    tx = jaxsparse.spardl(0.1, axis_name=None)
+    updates, state = jax.jit(tx.update)(part, tx.init(part))
+    assert jax.tree.structure(updates) == jax.tree.structure(part)
+    assert sum(int(jnp.count_nonzero(x)) for x in jax.tree.leaves(updates)) > 0
+    _, state = jax.jit(tx.update)(part, state)
+    assert int(state.skipped) == 0

@@ -43,6 +43,24 @@ class Run(NamedTuple):
         return next(iter(self.curves.values())).steps
 
 
+def over_link(runs: dict[str, Run], bandwidth: float, step_seconds: float) -> dict[str, Run]:
+    """The runs as if all that a worker receives came over such a link, and nothing overlapped.
+
+    Args:
+        runs: of any workers, simulated ones included.
+        bandwidth: bytes a second.
+        step_seconds: computing of one step.
+    """
+
+    def timed(run: Run) -> Run:
+        seconds = run.steps * (step_seconds + run.received / bandwidth)
+        return run._replace(
+            curves={seed: c._replace(seconds=seconds) for seed, c in run.curves.items()}
+        )
+
+    return {name: timed(run) for name, run in runs.items()}
+
+
 def table(runs: dict[str, Run], workers: int) -> Table:
     steps = max(run.steps[-1] for run in runs.values())
     result = Table(

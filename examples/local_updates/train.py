@@ -45,6 +45,7 @@ from rich.progress import Progress
 
 import jaxsparse
 from jaxsparse import LocalSteps, outer, per_worker
+from jaxsparse.planner import units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +335,11 @@ def main() -> None:
             if args.json is not None and is_first:
                 results.save_json(runs, vars(args), args.json)
     console.print(results.table(runs, args.workers))
-    if args.time_to:
+    for name, bandwidth in args.link:
+        reckoned = results.over_link(runs, bandwidth, args.step_seconds)
+        console.print(f"\nOver {name}, {args.step_seconds:g} s of computing a step, reckoned:")
+        console.print(results.times(reckoned, args.time_to))
+    if args.time_to and not args.link:
         console.print(results.times(runs, args.time_to))
     if args.evidence is not None and is_first:
         found = {
@@ -398,6 +403,21 @@ def flags() -> argparse.ArgumentParser:
         nargs="+",
         metavar="LOSS",
         help="print the seconds until held-out losses are reached; the figure is then of seconds",
+    )
+    add(
+        "--link",
+        type=lambda text: (text, units.bytes_per_second(text)),
+        nargs="+",
+        default=[],
+        metavar="RATE",
+        help="print the seconds of --time-to as those of a network that is slower than memory: "
+        "100Mbit and so on, for the bytes that a worker receives",
+    )
+    add(
+        "--step-seconds",
+        type=number(float, 0),
+        default=0.1,
+        help="of computing, with --link (default: 0.1)",
     )
     add("--evidence", type=Path, metavar="FILE", help="write what the planner says of training")
     add("--figure", type=Path, metavar="FILE", help="draw loss against steps and bytes")

@@ -174,7 +174,7 @@ def _start(
     Momenta of compressed leaves are where their residuals are: an exchange may cut leaves further.
     """
     treedef: Any
-    leaves, treedef = jax.tree.leaves(params), variables.structure(params)
+    leaves, treedef = jax.tree.leaves(params), jax.tree.structure(variables.without(params))
     placement = None if mesh is None else meshes.place(params, axis_name, mesh, specs)[0]
     own = [PartitionSpec()] * len(leaves) if placement is None else placement.own
     rows, axes = (1,), (axis_name,)

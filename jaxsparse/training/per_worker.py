@@ -72,11 +72,11 @@ def per_worker(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:
+        bare, in_variables = variables.without(params), variables.are_in(params)
         if mesh is None or axis_name is None:
-            return PerWorker.wrap(tx.init(params))
+            return PerWorker.wrap(tx.init(bare))
         placement, _ = meshes.place(params, axis_name, mesh, specs)
-        bare, in_variables = variables.structure(params), variables.are_in(params)
-        leaves = jax.tree.leaves(params)
+        leaves, treedef = jax.tree.flatten(bare)
         own = [PartitionSpec()] * len(leaves) if placement is None else placement.own
 
         def spread(x: Any, spec: PartitionSpec) -> PerWorker:
@@ -88,8 +88,8 @@ def per_worker(
         return optax.tree_utils.tree_map_params(
             tx,
             spread,
-            tx.init(bare.unflatten(leaves)),
-            bare.unflatten(own),
+            tx.init(bare),
+            jax.tree.unflatten(treedef, own),
             transform_non_params=lambda x: spread(x, PartitionSpec()),
         )
 

@@ -24,9 +24,10 @@ def are_in(tree: Any) -> bool:
     return any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable)))
 
 
-def structure(tree: Any) -> Any:
-    """The structure of the tree's arrays, as if no Variable were around them."""
-    return jax.tree.structure(tree, is_leaf=_is_variable)
+def without(tree: Any) -> Any:
+    """The tree with what Variables hold in their places: an array, or nothing."""
+    held = lambda node: node.get_value() if _is_variable(node) else node
+    return jax.tree.map(held, tree, is_leaf=_is_variable)
 
 
 def with_spec(x: Any, spec: PartitionSpec) -> Any:
@@ -49,8 +50,7 @@ def unwrapped(update: optax.TransformUpdateExtraArgsFn) -> optax.TransformUpdate
         given = (updates, state, params)
         if not are_in(given):
             return update(updates, state, params, **extra_args)
-        arrays = structure(given).unflatten(jax.tree.leaves(given))
-        found = update(*arrays, **extra_args)
+        found = update(*without(given), **extra_args)
         whole: Any = jax.tree.structure((updates, state))
         return whole.unflatten(jax.tree.leaves(found))
 
