@@ -31,6 +31,9 @@ OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
     "powersgd_rank_4": lambda: jaxsparse.powersgd(4),
     "powersgd_rank_4_full": lambda: jaxsparse.powersgd(4, iteration="full"),
     "dgc_clipped": lambda: jaxsparse.dgc(0.01, clip_norm=1.0),
+    # Outer steps of local updates, which take the place of a gradient's every H steps.
+    "diloco": jaxsparse.outer.diloco,
+    "sparse_loco": jaxsparse.outer.sparse_loco,
 }
 NAMES = [*WITH_VARIANTS, *OTHERS]
 

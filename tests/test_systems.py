@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 import jax
@@ -12,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 from workers import mesh, some
 
 import jaxsparse
+from jaxsparse import traffic
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import OPTIONS
-from jaxsparse.systems import SYSTEMS
+from jaxsparse.systems import SYSTEMS, choose
 from jaxsparse.systems.row import System
 
 ROWS = [
@@ -135,3 +137,41 @@ def test_a_density_has_settings(system):
         )
         assert mean.shape == (2000,)
         assert eval(choice.transformation, {"jaxsparse": jaxsparse})
+
+
+# Their texts have words, or depend on more than settings.
+IN_WORDS = {
+    "sparcml",
+    "gtopk",
+    "omni_reduce",
+    "s2_reducer",
+    "sketched_sgd",
+    "powersgd",
+    "ef21_sgdm",
+}
+
+
+def formula(text, names):
+    """The value of a row's formula: `8 k (W-1)`, or `24 C (W-1), C = 2 k/W`."""
+    total, _, room = text.partition(", C = ")
+    times = lambda part: re.sub(r"(?<=[\w)]) +(?=[\w(])", "*", part)
+    if room:
+        names = {**names, "C": eval(times(room), {"__builtins__": {}}, names)}
+    return eval(times(total), {"__builtins__": {}}, names)
+
+
+@systems
+def test_bytes_are_those_of_the_formula_that_users_read(system):
+    size, workers, name = 2**20, 8, system.name
+    reducer = choose(name, 0.01, size=size, workers=workers).reducer(size)
+    names = {"d": size, "W": workers, "k": round(0.01 * size)}
+    quantizer = getattr(reducer, "quantizer", None)
+    for field in ("bits", "group_size", "block_size"):
+        for owner in (reducer, quantizer):
+            names |= {field: getattr(owner, field)} if hasattr(owner, field) else {}
+    received = traffic.traced_bytes(reducer, size, workers).usual.received
+    if name in IN_WORDS:
+        with pytest.raises((NameError, SyntaxError)):
+            formula(system.received, names)
+    else:
+        assert received == pytest.approx(formula(system.received, names), rel=0.01)
