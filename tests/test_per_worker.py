@@ -96,3 +96,18 @@ def test_residuals_decay(delay):
         with pytest.raises(ValueError, match=rf"decay={wrong} must lie in \[0, 1\]"):
             jaxsparse.top_k(0.1, decay=wrong)
     assert isinstance(state.residual["parameters"], PerWorker)
+
+
+def test_another_axis_is_named():
+    tx = optax.chain(per_worker(optax.trace(0.9)), jaxsparse.dense(axis_name="hosts"))
+    state = shard(tx.init(jnp.zeros(SIZE)), 2, "hosts")
+    step = data_parallel(lambda g, s: tx.update(g[0], s), 2, axis_name="hosts", batch_argnums=0)
+    with pytest.raises(ValueError, match="axis_name='data' is not bound here"):
+        step(jnp.ones((2, SIZE)), state)
+
+
+def test_an_axis_left_over_from_pmap_is_explained():
+    step = data_parallel(lambda s, x: s + jax.lax.pmean(x.sum(), "batch"), 2)
+    with pytest.raises(NameError) as error:
+        step(jnp.float32(0), jnp.ones(2))
+    assert "the axis of the workers is 'data'" in error.value.__notes__[0]

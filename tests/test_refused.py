@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import misuse
 import numpy as np
+import optax
 import pytest
-from misuse import PARAMS, sketched, update
+from flax import nnx
+from misuse import ONE, PARAMS, sketched, update
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import PerWorker, diagnose, reshard, shard
+from jaxsparse import PerWorker, data_parallel, diagnose, reshard, shard
 from jaxsparse.quantize import QSGD
 from jaxsparse.systems.quantized import Quantized
 
@@ -48,6 +50,20 @@ def traced_without_specs():
     jax.jit(tx.init)(PARAMS)
 
 
+def modules_as_arguments():
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    data_parallel(lambda model, x: model(x).mean(), 2)(model, jnp.ones((4, 4)))
+
+
+def batch_by_name():
+    data_parallel(lambda state, batch: state, 2, batch_argnums=1)(ONE, batch=jnp.ones(4))
+
+
+def exchange_in_per_worker():
+    chain = optax.chain(jaxsparse.spardl(0.1), optax.scale(1.0))
+    jaxsparse.per_worker(chain).init(PARAMS)
+
+
 REFUSED = {
     "is equal on all workers": misuse.summed_gradient,
     "is not bound here": misuse.outside_the_parallel_step,
@@ -56,7 +72,12 @@ REFUSED = {
     "but these gradients and settings need": misuse.state_of_another_tree,
     "need per-worker float32": another_accumulator,
     "differs between workers": misuse.differing_output,
+    "no exchange of jaxsparse ran": lambda: update(optax.sgd(0.1)),
+    "has an exchange of jaxsparse, or another per_worker": exchange_in_per_worker,
+    "whose changes inside the step would be lost": modules_as_arguments,
+    "takes positional arguments only": batch_by_name,
     "cannot share equally": misuse.uneven_batch,
+    "is a scalar in a batch": lambda: data_parallel(lambda s, b: s, 2)(ONE, {"scale": ONE}),
     "is partitioned over devices": misuse.partitioned_over_another_axis,
     "there is no mean to carry over": lambda: reshard(PerWorker(np.arange(4)), 3),
     "would be compressed": lambda: sketched().init({"b": jnp.zeros(3)}),

@@ -104,7 +104,7 @@ def plan(
     conditions = [_written(model.network), f"computing: {model.profile}"]
     if profile is None:
         conditions.append(
-            "  which is another device than yours: measure that by python -m jaxsparse profile"
+            "  measured on the library's machine: measure yours by python -m jaxsparse profile"
             + (", or give its memory bandwidth" if memory_bandwidth is None else "")
         )
     by_dense = planner.dense()

@@ -14,8 +14,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
 
 from jaxsparse import _compat
+from jaxsparse.training import variables
 from jaxsparse.training.marks import check_wrapped, is_marked
 from jaxsparse.training.meshes import (
+    RUNNING,
     Running,
     WorkersError,
     inner_axes,
@@ -108,7 +110,12 @@ def data_parallel(
     whole = mesh if isinstance(mesh, Mesh) else None
     inner = dict(inner_axes(whole, axis_name)) if whole is not None else {}
 
-    def parallel(*args: Any) -> Any:
+    def parallel(*args: Any, **named: Any) -> Any:
+        if named:
+            raise ValueError(
+                f"data_parallel takes positional arguments only, since it knows batches by their "
+                f"positions, but got {', '.join(named)} by name"
+            )
         if any(not -len(args) <= i < len(args) for i in given):
             raise ValueError(
                 f"batch_argnums={batch_argnums} names an argument that is missing: the call has "
@@ -150,6 +157,14 @@ def data_parallel(
                     outputs = _mapped(body, workers, axis_name, is_split, whole)(*args)
                 else:
                     outputs = _manually(body, whole, axis_name, is_split, set(inner))(*args)
+        except NameError as error:
+            if "unbound axis name" in str(error):
+                error.add_note(
+                    f"Inside jaxsparse.data_parallel the axis of the workers is {axis_name!r}, and "
+                    "no other axis has a name for collectives: JAX sums over these by itself. Name "
+                    f"{axis_name!r}, or give data_parallel the axis_name of your step"
+                )
+            raise
         except ValueError as error:
             if "with_sharding_constraint" in str(error) and repr(axis_name) in str(error):
                 error.add_note(
@@ -296,7 +311,15 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
 
     @checked.def_vmap
     def rule(workers: int, batched: Any, outputs: list[Any]) -> Any:
+        how = RUNNING.get()
         for name, differs in zip(names, batched[0]):
+            if differs and how is not None and how.is_check and not how.problems:
+                raise WorkersError(
+                    f"{name} differs between workers, and no exchange of jaxsparse ran in this "
+                    "step: chain one in front of the optimizer, as in optax.chain("
+                    "jaxsparse.qsgd(4), optax.adamw(lr)), or behind jaxsparse.per_worker. A metric "
+                    f"is averaged with jax.lax.pmean(x, {axis_name!r})"
+                )
             if differs:
                 raise WorkersError(
                     f"{name} differs between workers: average it with jax.lax.pmean(x, "
@@ -314,6 +337,12 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
 
 def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> None:
     for i, arg in enumerate(args):
+        if module := variables.module_in(arg):
+            raise ValueError(
+                f"argument {i} has a flax.nnx {type(module).__name__}, whose changes inside the "
+                "step would be lost: pass the state of nnx.split, and nnx.merge it inside; or lift "
+                "the step with merge_inputs and split_inputs of flax.nnx.transforms.general"
+            )
         leaves = tree_flatten_with_path(arg)[0]
         if i in batches and any(is_marked(path) for path, _ in leaves):
             raise ValueError(
@@ -324,7 +353,12 @@ def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> 
         for path, leaf in leaves:
             name = f"argument {i}{keystr(path)}"
             shape = jnp.shape(leaf)
-            if i in batches and (not shape or shape[0] % workers):
+            if i in batches and not shape:
+                raise ValueError(
+                    f"{name} is a scalar in a batch, which can't be split: pass it as an argument "
+                    "of its own, which all workers get whole"
+                )
+            if i in batches and shape[0] % workers:
                 raise ValueError(
                     f"{name} is a batch of shape {shape}, whose first axis {workers} workers "
                     "cannot share equally: change the batch size, or leave the argument out of "

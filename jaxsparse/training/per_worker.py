@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse.collectives import wire
 from jaxsparse.training import meshes, variables
-from jaxsparse.training.marks import PerWorker
+from jaxsparse.training.marks import PerWorker, is_marked
 
 
 def per_worker(
@@ -55,8 +55,8 @@ def per_worker(
         this library must stand behind it in the chain.
 
     Raises:
-        ValueError: from `init`: partitions over `mesh` are not known. From `update`: the axis is
-            not bound, or the state is not one worker's.
+        ValueError: from `init`: `tx` exchanges, or partitions over `mesh` are not known. From
+            `update`: the axis is not bound, or the state is not one worker's.
 
     Example:
         >>> import jaxsparse
@@ -73,8 +73,15 @@ def per_worker(
 
     def init(params: Any) -> Any:
         bare, in_variables = variables.without(params), variables.are_in(params)
+        start = tx.init(bare)
+        if any(is_marked(path) for path, _ in jax.tree_util.tree_leaves_with_path(start)):
+            raise ValueError(
+                "tx has an exchange of jaxsparse, or another per_worker, inside: leave it out of "
+                "per_worker, and chain it behind, as in optax.chain(per_worker("
+                "optax.scale_by_adam()), jaxsparse.spardl(0.01))"
+            )
         if mesh is None or axis_name is None:
-            return PerWorker.wrap(tx.init(bare))
+            return PerWorker.wrap(start)
         placement, _ = meshes.place(params, axis_name, mesh, specs)
         leaves, treedef = jax.tree.flatten(bare)
         own = [PartitionSpec()] * len(leaves) if placement is None else placement.own
@@ -88,12 +95,13 @@ def per_worker(
         return optax.tree_utils.tree_map_params(
             tx,
             spread,
-            tx.init(bare),
+            start,
             jax.tree.unflatten(treedef, own),
             transform_non_params=lambda x: spread(x, PartitionSpec()),
         )
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        wire.axis_size(axis_name)  # raises if it is not bound
         before = PerWorker.unwrap(state)
         delivered, after = tx.update(updates, before, params, **extra_args)
         finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]

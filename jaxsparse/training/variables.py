@@ -24,6 +24,15 @@ def are_in(tree: Any) -> bool:
     return any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable)))
 
 
+def module_in(tree: Any) -> Any:
+    """An nnx Module or Optimizer in the tree, or None. An `nnx.State` is neither."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return None
+    is_module = lambda node: isinstance(node, nnx.Pytree)
+    return next(filter(is_module, jax.tree.leaves(tree, is_leaf=is_module)), None)
+
+
 def without(tree: Any) -> Any:
     """The tree with what Variables hold in their places: an array, or nothing."""
     held = lambda node: node.get_value() if _is_variable(node) else node
