@@ -348,7 +348,7 @@ def main() -> None:
         }
         results.save_evidence(runs, found, args.evidence)
     if args.figure is not None and is_first:
-        results.save_figure(runs, args.figure, against_seconds=bool(args.time_to))
+        results.save_figure(runs, args.figure, against_seconds=bool(args.time_to and not args.link))
 
 
 def flags() -> argparse.ArgumentParser:
