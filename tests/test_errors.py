@@ -328,7 +328,7 @@ USES = {
     summed_gradient: r"gradient\['b'\] is equal on all workers.*jaxsparse.local\(params, 'data'\)",
     averaged_gradient: r"gradient\['b'\] and all others are equal on all 3 workers.*averaged",
     uneven_batch: r"argument 0\['image'\] is a batch of shape \(6, 2\).*4 workers",
-    scalar_batch: r"argument 0 is a batch of shape \(\)",
+    scalar_batch: r"argument 0 is a scalar in a batch.*argument of its own",
     batch_argument_that_is_not_there: r"batch_argnums=5 names an argument",
     axis_not_in_mesh: r"axis_name='workers' is not an axis of the mesh.*\('data',\)",
     shard_over_an_axis_not_in_mesh: r"axis_name='workers' is not an axis of the mesh",
