@@ -25,7 +25,20 @@ def quickstart(*flags, cwd, **settings):
 @pytest.mark.slow
 def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
     printed, methods = quickstart(
-        *SMALL, "--devices", 3, "--compression", 8, "--seeds", 0, 1, cwd=tmp_path
+        *SMALL,
+        "--devices",
+        3,
+        "--compression",
+        8,
+        "--seeds",
+        0,
+        1,
+        "--methods",
+        "local",
+        "spardl",
+        "sketched_sgd",
+        "true_top_k",
+        cwd=tmp_path,
     )
     names = ["dense", "local steps", "SparDL 1 %", "sketched 8x", "true top-k"]
     assert list(methods) == names
