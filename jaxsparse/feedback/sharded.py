@@ -100,7 +100,6 @@ def spread(
         compressed = [name in state.residual for name in names]
         specs = dict(zip(names, exchanged_specs(params, placement, compressed)))
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
-
     in_variables = axis_name is not None and variables.are_in(params)
 
     def one(x: Any, kind: Kind) -> Any:

@@ -113,8 +113,8 @@ def data_parallel(
     def parallel(*args: Any, **named: Any) -> Any:
         if named:
             raise ValueError(
-                f"data_parallel takes positional arguments only, since it knows batches by their "
-                f"positions, but got {', '.join(named)} by name"
+                f"data_parallel takes positional arguments only, but got {', '.join(named)} by "
+                "name: pass them by position, by which it knows batches"
             )
         if any(not -len(args) <= i < len(args) for i in given):
             raise ValueError(
@@ -337,7 +337,7 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
 
 def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> None:
     for i, arg in enumerate(args):
-        if module := variables.module_in(arg):
+        if (module := variables.module_in(arg)) is not None:  # an empty nnx.List is false
             raise ValueError(
                 f"argument {i} has a flax.nnx {type(module).__name__}, whose changes inside the "
                 "step would be lost: pass the state of nnx.split, and nnx.merge it inside; or lift "

@@ -48,10 +48,10 @@ def with_spec(x: Any, spec: PartitionSpec) -> Any:
 
 
 def unwrapped(update: optax.TransformUpdateExtraArgsFn) -> optax.TransformUpdateExtraArgsFn:
-    """`update` for trees with Variables. It sees arrays, and what it returns is in Variables again.
+    """`update` for trees with Variables: it sees arrays, and its results are in Variables again.
 
-    (`nnx.Optimizer` takes them out by itself. A loop of one's own that calls `tx.update` with
-    `nnx.State`s does not.)
+    `nnx.Optimizer` takes arrays out by itself. A loop that calls `tx.update` with an `nnx.State`
+    does not.
     """
 
     @functools.wraps(update)
