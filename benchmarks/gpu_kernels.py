@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 from gpu_stage import Program, Stage, Times, donated_double, timed
 
-from jaxsparse import platforms, quantize, select, sketch
+from jaxsparse import codecs, platforms, quantize, select, sketch
+from jaxsparse.stream import SparseStream, to_dense
 
 _BLOCK = 256
 _FORMS_SIZE = 22  # 2^22: loops over tiles of 2^27 take a GPU most of the time there is
 _QSGD = quantize.QSGD(4)
+_INT4 = quantize.Format("int4")
+_CHUNKS = codecs.Chunked(64, 4096)  # SparseLoCo's: 12 bits of index and 2 of value an entry
 
 
 class Inputs:
@@ -59,6 +62,20 @@ class Inputs:
         """In 4 bits a value."""
         return self.made(lambda x: quantize.quantize(x, _QSGD, None), self.x)
 
+    @functools.cached_property
+    def chunks(self) -> SparseStream:
+        """The largest entries of each chunk."""
+        return self.made(_of_chunks, self.x)
+
+    @functools.cached_property
+    def message(self) -> jax.Array:
+        """Those entries, packed."""
+        return self.made(lambda stream: _CHUNKS.encode(stream, self.size), self.chunks)
+
+
+def _of_chunks(x: jax.Array) -> SparseStream:
+    return select.group_top_k(x, 64, 4096)
+
 
 class Kernel(NamedTuple):
     """One row of the table."""
@@ -74,6 +91,10 @@ def _selected(i: Inputs) -> float:
 
 def _table(i: Inputs) -> float:
     return 4 * i.spec.rows * i.spec.cols
+
+
+def _entries(i: Inputs) -> float:
+    return i.size * 64 / 4096
 
 
 def _packed(i: Inputs) -> float:
@@ -134,6 +155,31 @@ KERNELS = {
     "pack": Kernel(
         lambda i: 4 * i.size + i.size * _QSGD.bits / 8,
         lambda i: (lambda levels: quantize.pack(levels, _QSGD.bits), (i.levels,)),
+    ),
+    "int4, rotated": Kernel(
+        lambda i: 4 * i.size + i.size / 2,
+        lambda i: (
+            lambda x, key: quantize.quantize(
+                quantize.rotated(x, _INT4.group_size, key), _INT4, None
+            ),
+            (i.x, i.key),
+        ),
+    ),
+    "group_top_k": Kernel(
+        lambda i: 4 * i.size + 8 * _entries(i), lambda i: (_of_chunks, (i.x,)), 10
+    ),
+    "2-bit entries": Kernel(
+        lambda i: (8 + 14 / 8) * _entries(i),
+        lambda i: (lambda stream: _CHUNKS.encode(stream, i.size), (i.chunks,)),
+    ),
+    "2-bit entries, back": Kernel(
+        lambda i: 14 / 8 * _entries(i) + 4 * i.size,
+        lambda i: (
+            lambda words: to_dense(
+                _CHUNKS.decode(words, i.chunks.values.size, i.size, jnp.float32), i.size
+            ),
+            (i.message,),
+        ),
     ),
     "sampled_top_k": Kernel(_selected, lambda i: (lambda x: select.sampled_top_k(x, i.k), (i.x,))),
     "lax.top_k": Kernel(_selected, lambda i: (lambda x: jax.lax.top_k(jnp.abs(x), i.k)[1], (i.x,))),

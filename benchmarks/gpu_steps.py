@@ -26,6 +26,12 @@ def methods(density: float, params: int) -> dict[str, Any]:
         "dragonn": jaxsparse.dragonn(density),
         "spardl": jaxsparse.spardl(density),
         "sketched_sgd": jaxsparse.sketched_sgd((params + vectors) / sent),
+        "chunked_top_k": jaxsparse.chunked_top_k(64, 4096),
+        "quantized int8": jaxsparse.quantized("int8"),
+        "top_k": jaxsparse.top_k(density),
+        "powersgd": jaxsparse.powersgd(4),
+        "demo": jaxsparse.demo(64),
+        "ok_topk": jaxsparse.ok_topk(density),
     }
 
 

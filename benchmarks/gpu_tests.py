@@ -22,10 +22,13 @@ _ONE_DEVICE = (
 )
 # The most telling first.
 SUITES: dict[str, list[str]] = {
-    "forms": ["tests/test_gpu_forms.py", "--thorough"],
+    "forms": [
+        *("tests/test_gpu_forms.py", "--slow", "--thorough"),
+        *("-k", "not only_the_seed_may_vary"),
+    ],
     "contract": [
-        *("tests/test_replicas_repeat.py", "tests/test_contract.py", "--thorough", "-k"),
-        "bitwise or among_simulated",
+        *("tests/test_replicas_repeat.py", "tests/test_contract.py", "--slow", "--thorough"),
+        *("-k", "bitwise or among_simulated"),
     ],
     "select": [
         *("tests/test_slots.py", "tests/test_select.py", "tests/test_thresholds.py"),

@@ -55,6 +55,10 @@ def spread_twice():
     shard(shard(sketched().init(PARAMS), 2), 3)
 
 
+def spread_over_another_mesh():
+    shard(shard(sketched().init(PARAMS), mesh(2)), mesh(3))
+
+
 def state_of_another_tree():
     tx = sketched()
     update(tx, state=shard((PARAMS, tx.init({"w": jnp.ones((50, 50))})), 3))

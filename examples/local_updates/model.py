@@ -12,14 +12,13 @@ import optax
 from flax import nnx
 
 BYTES = 256  # the vocabulary
-HEADS = 4
 
 
 class Block(nnx.Module):
-    def __init__(self, width: int, rngs: nnx.Rngs):
+    def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
         self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(
-            HEADS, width, use_bias=False, decode=False, rngs=rngs
+            heads, width, use_bias=False, decode=False, rngs=rngs
         )
         self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, 4 * width, rngs=rngs)
@@ -31,10 +30,10 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    def __init__(self, width: int, layers: int, length: int, rngs: nnx.Rngs):
+    def __init__(self, width: int, layers: int, heads: int, length: int, rngs: nnx.Rngs):
         self.embedding = nnx.Embed(BYTES, width, rngs=rngs)
         self.positions = nnx.Embed(length, width, rngs=rngs)
-        self.blocks = nnx.List([Block(width, rngs) for _ in range(layers)])
+        self.blocks = nnx.List([Block(width, heads, rngs) for _ in range(layers)])
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.output = nnx.Linear(width, BYTES, rngs=rngs)
 

@@ -23,7 +23,7 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -141,10 +141,10 @@ class Rates(NamedTuple):
 
 def train(
     method: Method, args: argparse.Namespace, mesh: Mesh | None, advance: Callable[[], object]
-) -> results.Run:
+) -> Iterator[results.Run]:
     """Tries all rates on the first seed, and trains with the best ones on each.
 
-    `advance` is called after each step.
+    `advance` is called after each step. After each seed it yields what there is so far.
     """
     text = models.corpus()
     test = models.windows(text.held_out, 256, args.length, np.random.default_rng(0))
@@ -181,20 +181,18 @@ def train(
         best = min(tried, key=lambda r: np.nan_to_num(tried[r].held_out[-1], nan=np.inf))
     else:
         (best,) = rates
-    curves = [
-        tried[best]
-        if best in tried and seed == args.seeds[0] and not args.tune_steps
-        else curve(best, seed, args.steps)
-        for seed in args.seeds
-    ]
-    run = training(best, args.steps)
-    return results.Run(
-        dict(zip(args.seeds, curves, strict=True)),
-        str(best),
-        {str(r): float(each.held_out[-1]) for r, each in tried.items()},
-        run.share * run.moved.payload,
-        run.share * run.moved.received,
-    )
+    curves = {}
+    for seed in args.seeds:
+        is_tried = best in tried and seed == args.seeds[0] and not args.tune_steps
+        curves[seed] = tried[best] if is_tried else curve(best, seed, args.steps)
+        run = training(best, args.steps)
+        yield results.Run(
+            dict(curves),
+            str(best),
+            {str(r): float(each.held_out[-1]) for r, each in tried.items()},
+            run.share * run.moved.payload,
+            run.share * run.moved.received,
+        )
 
 
 def every_rates(method: Method, args: argparse.Namespace) -> list[Rates]:
@@ -228,7 +226,7 @@ class Training:
         steps: int,
     ):
         self._make = lambda seed: models.Transformer(
-            args.width, args.layers, args.length, nnx.Rngs(seed)
+            args.width, args.layers, args.heads, args.length, nnx.Rngs(seed)
         )
         self._method = method
         graphdef, params = nnx.split(self._make(0), nnx.Param)
@@ -310,7 +308,7 @@ class Training:
 def main() -> None:
     parser = flags()
     args = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", args.platform)
     methods = every_method()
     if args.list:
         print(*methods, sep="\n")
@@ -331,9 +329,9 @@ def main() -> None:
                 total += (tries * args.tune_steps) if args.tune_steps else (tries - 1) * args.steps
             task = progress.add_task(name, total=total)
             advance = functools.partial(progress.advance, task)
-            runs[name] = train(method, args, mesh, advance)
-            if args.json is not None and is_first:
-                results.save_json(runs, vars(args), args.json)
+            for runs[name] in train(method, args, mesh, advance):
+                if args.json is not None and is_first:
+                    results.save_json(runs, vars(args), args.json)
     console.print(results.table(runs, args.workers))
     for name, bandwidth in args.link:
         reckoned = results.over_link(runs, bandwidth, args.step_seconds)
@@ -359,12 +357,14 @@ def flags() -> argparse.ArgumentParser:
     add("--methods", nargs="+", choices=every_method(), default=DEFAULT, metavar="NAME")
     add("--list", action="store_true", help="print the names of all methods")
     add("--workers", type=number(int, 1), default=8, help="simulated (default: 8)")
+    add("--platform", default="cpu", help="cuda simulates the workers on one GPU (default: cpu)")
     add("--steps", type=number(int, 1), default=300, help="(default: 300)")
     add("--seeds", type=number(int, 0), nargs="+", default=[0], help="(default: 0)")
     add("--batch", type=number(int, 1), default=4, help="windows of a worker (default: 4)")
     add("--length", type=number(int, 1), default=64, help="bytes of a window (default: 64)")
     add("--width", type=number(int, 4), default=64, help="of the model (default: 64)")
     add("--layers", type=number(int, 1), default=2, help="(default: 2)")
+    add("--heads", type=number(int, 1), default=4, help="of which --width is a multiple (default: 4)")
     add(
         "--lr",
         type=number(float, 0),

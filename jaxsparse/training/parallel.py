@@ -123,6 +123,8 @@ def data_parallel(
             )
         batches = {i % len(args) for i in given}
         _check_arguments(args, batches, workers)
+        if workers > 1:
+            _warn_of_whole_batches(args, batches)
         is_split = [
             jax.tree_util.tree_map_with_path(lambda p, _, i=i: i in batches or is_marked(p), arg)
             for i, arg in enumerate(args)
@@ -374,3 +376,18 @@ def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> 
                     "carry it over from another number of workers with "
                     "jaxsparse.reshard(state, mesh)"
                 )
+
+
+def _warn_of_whole_batches(args: tuple[Any, ...], batches: set[int]) -> None:
+    """Warns of an argument that looks like part of the batch, and that no worker has a part of."""
+    rows = {x.shape[0] for i in batches for x in jax.tree.leaves(args[i])}
+    for i, arg in enumerate(args):
+        leaves = tree_flatten_with_path(arg)[0]
+        if i in batches or not leaves or any(is_marked(path) for path, _ in leaves):
+            continue
+        if all(jnp.ndim(x) and jnp.shape(x)[0] in rows for _, x in leaves):
+            warnings.warn(
+                f"argument {i} has as many rows as the batch, but every worker gets all of them: "
+                f"give batch_argnums={tuple(sorted({*batches, i}))} if it belongs to the batch",
+                stacklevel=3,
+            )

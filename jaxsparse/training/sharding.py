@@ -87,19 +87,18 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
         x = _copy(x)
         if not marked or x.shape[0] == workers:
             return x
-        if x.shape[0] != 1:
-            raise ValueError(
-                f"a PerWorker array of shape {x.shape} is already spread over {x.shape[0]} "
-                f"workers and cannot be spread over {workers}: carry the state over to another "
-                "number of workers with jaxsparse.reshard(state, mesh), or start from "
-                "tx.init(params)"
-            )
         return jnp.broadcast_to(x, (workers, *x.shape[1:]))
 
     def current(path: KeyPath, x: Any) -> PartitionSpec:
         name, marked = f"leaf{keystr(path)}", is_marked(path)
         if marked:
             check_wrapped(name, x)
+            if x.shape[0] not in (1, workers):
+                raise ValueError(
+                    f"{name} of shape {x.shape} is already spread over {x.shape[0]} workers and "
+                    f"cannot be spread over {workers}: carry the state over to another number of "
+                    "workers with jaxsparse.reshard(state, mesh), or start from tx.init(params)"
+                )
         return partition(name, x, mesh, axis_name, marked)
 
     def target(spec: PartitionSpec, marked: bool) -> PartitionSpec:
