@@ -74,7 +74,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="H",
         help="steps from one exchange of displacements to the next; 1 exchanges gradients (1)",
     )
-    add("--profile", metavar="FILE", help="profile of the device, made by the profile command")
+    add(
+        "--profile",
+        metavar="FILE",
+        help="profile of the device, made by the profile command; or h100 or cpu (cpu)",
+    )
     add(
         "--memory-bandwidth",
         type=_read(units.bytes_per_second),
@@ -127,13 +131,15 @@ def _plan(args: argparse.Namespace) -> None:
         networks: dict[str, Any] = {args.network: Network.load(args.network)}
     else:
         networks = {text: Link(args.latency, bandwidth) for text, bandwidth in args.bandwidth}
+    is_file = args.profile and Path(args.profile).exists()
+    profile = SystemProfile.load(args.profile) if is_file else args.profile
     plans = {
         text: plan(
             args.params,
             args.workers,
             network=network,
             density=args.density,
-            profile=SystemProfile.load(args.profile) if args.profile else None,
+            profile=profile,
             memory_bandwidth=args.memory_bandwidth,
             step_seconds=args.step,
             local_steps=args.local_steps,

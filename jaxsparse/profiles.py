@@ -11,7 +11,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 from jaxsparse.settings import static_float, static_int
 
 _VERSION = 3
-_SHIPPED = Path(__file__).with_name("profile.json")
+# Devices whose profiles of systems the library contains.
+_SHIPPED = ("cpu", "h100")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -244,9 +245,22 @@ class SystemProfile(Measured):
 
     @classmethod
     @functools.cache
-    def shipped(cls) -> Self:
-        """The profile that the library contains, of a CPU with two cores."""
-        return cls.load(_SHIPPED)
+    def shipped(cls, device: str = "cpu") -> Self:
+        """A profile that the library contains.
+
+        Args:
+            device: "cpu", two cores of one, which has all systems; or "h100", an NVIDIA H100,
+                which lacks some.
+
+        Raises:
+            ValueError: the library has none of this device.
+        """
+        if device not in _SHIPPED:
+            raise ValueError(
+                f"profile={device!r} is not one of the library's, {', '.join(_SHIPPED)}: measure "
+                f"one by {cls.how}"
+            )
+        return cls.load(Path(__file__).with_name(f"profile_{device}.json"))
 
 
 def _positive(name: str, value: Any) -> float:

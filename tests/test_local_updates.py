@@ -31,8 +31,30 @@ def test_results_of_several_runs_are_shown_together(folder):
         assert shown.count(f"\n{name} ") == 2  # in both tables
     assert (folder / "curves.png").stat().st_size > 10_000
     known = json.loads((folder / "known.json").read_text())
-    # The others have fewer seeds than dense, so that no mean can be compared.
-    assert known["rows"] == [["dense", "gradients", "dense", 1, 0.0, 1.0]]
+    assert {row[2] for row in known["rows"]} == set(METHODS)
+    assert known["rows"][0] == ["dense", "gradients", "dense", 1, 0.0, 1.0]
+    # Over the two seeds that both have.
+    losses = json.loads((folder / "a.json").read_text())["methods"]
+    above = [
+        losses[METHODS[-1]]["seeds"][seed]["held_out"][-1]
+        - losses["dense"]["seeds"][seed]["held_out"][-1]
+        for seed in "01"
+    ]
+    excess = next(row[4] for row in known["rows"] if row[2] == METHODS[-1])
+    assert excess == pytest.approx(sum(above) / 2, abs=1e-3)
+
+
+def test_seconds_with_measured_exchanges(folder):
+    measured = {"system": "dense", "rate": "10mbit", "seconds": 3.0, "computing_seconds": 1.0}
+    rows = {"rows": [{**measured, "received_bytes": 1000.0}]}
+    (folder / "measured.json").write_text(json.dumps(rows))
+    flags = ["--measured", "measured.json", "--step-seconds", 0.5, "--time-to", 9]
+    shown = run("--show", "a.json", *flags, "--methods", "dense", cwd=folder)
+    received = json.loads((folder / "a.json").read_text())["methods"]["dense"][
+        "received_bytes_a_step"
+    ]
+    part = shown.partition("Exchanges as measured at 10mbit, 0.5 s a step:")[2]
+    assert part[part.index("\ndense") :].split()[1] == f"{6 * (1.5 + received * 2 / 1000):.0f}"
 
 
 def test_seconds_over_a_link_are_those_of_the_bytes_received(folder):

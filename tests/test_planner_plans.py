@@ -321,6 +321,13 @@ def test_it_says_that_the_shipped_profile_is_of_another_device():
     assert found["spardl"].computing < planned(profile=None)["spardl"].computing
 
 
+def test_a_shipped_profile_by_name():
+    found = planned(profile="h100")
+    assert "computing: gpu: NVIDIA H100" in str(found)
+    assert "library's machine" not in str(found)
+    assert found["spardl"].computing < planned(profile="cpu")["spardl"].computing
+
+
 def test_what_cannot_be_planned_says_why():
     found = planned(density=0.2, names=["sketched_sgd", "spardl"])
     assert "density=0.2" in dict(found.left_out)["sketched_sgd"]

@@ -109,12 +109,20 @@ def test_unknown_system():
         measured().seconds("b", 1, 1, 1)
 
 
-def test_what_is_shipped_is_extrapolated_within_reason():
-    profile = SystemProfile.shipped()
-    assert {"dense", *(f"sparcml:{name}" for name in ALGORITHMS)} <= set(profile.systems)
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_what_is_shipped_is_extrapolated_within_reason(device):
+    profile = SystemProfile.shipped(device)
+    assert device in profile.device.lower()
+    wanted = {f"sparcml:{name}" for name in ALGORITHMS} if device == "cpu" else {"chunked_top_k"}
+    assert {"dense", *wanted} <= set(profile.systems)
     for name in profile.systems:
         for workers in (2, 16, 1024):
             assert 0 < profile.seconds(name, 10**8, workers, 0.01) < 600
+
+
+def test_a_device_of_which_nothing_is_shipped():
+    with pytest.raises(ValueError, match=r"profile='v100' is not one of the library's, cpu, h100"):
+        SystemProfile.shipped("v100")
 
 
 def test_the_whole_exchange_is_computed(monkeypatch):

@@ -51,14 +51,41 @@ def over_link(runs: dict[str, Run], bandwidth: float, step_seconds: float) -> di
         bandwidth: bytes a second.
         step_seconds: computing of one step.
     """
+    return {name: _timed(r, step_seconds + r.received / bandwidth) for name, r in runs.items()}
 
-    def timed(run: Run) -> Run:
-        seconds = run.steps * (step_seconds + run.received / bandwidth)
-        return run._replace(
-            curves={seed: c._replace(seconds=seconds) for seed, c in run.curves.items()}
-        )
 
-    return {name: timed(run) for name, run in runs.items()}
+def over_measured(
+    runs: dict[str, Run], exchanges: dict[str, tuple[str, int]], path: Path, step_seconds: float
+) -> dict[str, dict[str, Run]]:
+    """The runs as if exchanges took what was measured: the network's part in proportion to bytes.
+
+    Args:
+        runs: of any workers, simulated ones included.
+        exchanges: of each run, what exchanges, and the steps from one exchange to the next.
+        path: JSON of benchmarks/cluster/run.py, with exchanges of one vector.
+        step_seconds: computing of one step, without the exchange.
+
+    Returns:
+        The runs whose system was measured, by rate of the links.
+    """
+    found: dict[str, dict[str, Run]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        network = (row["seconds"] - row["computing_seconds"]) / row["received_bytes"]
+        for name, run in runs.items():
+            system, every = exchanges[name]
+            if system == row["system"]:
+                exchange = row["computing_seconds"] / every + run.received * network
+                found.setdefault(row["rate"], {})[name] = _timed(run, step_seconds + exchange)
+    return {
+        rate: {name: timed[name] for name in runs if name in timed} for rate, timed in found.items()
+    }
+
+
+def _timed(run: Run, step_seconds: float) -> Run:
+    seconds = run.steps * step_seconds
+    return run._replace(
+        curves={seed: c._replace(seconds=seconds) for seed, c in run.curves.items()}
+    )
 
 
 def table(runs: dict[str, Run], workers: int) -> Table:
@@ -139,31 +166,29 @@ def save_json(runs: dict[str, Run], settings: dict[str, Any], path: Path) -> Non
 
 
 def save_evidence(runs: dict[str, Run], what: dict[str, tuple[str, str, int]], path: Path) -> None:
-    """Writes where methods ended, for `jaxsparse.planner`.
+    """Writes where methods ended above dense gradients, over the seeds that both trained.
 
     Args:
-        runs: with "dense" among them.
+        runs: with "dense" among them. Those of one seed are left out, unless dense has one.
         what: of each method what is exchanged, by which system, and how many steps one waits.
-        path: of the file.
+        path: of the file, for `jaxsparse.planner`.
     """
     dense = runs["dense"]
-    end = dense.held_out[:, -1].mean()
-    seeds, steps = len(dense.curves), dense.steps[-1]
-    rows = [
-        [
-            what[name][1],
-            what[name][0],
-            name,
-            what[name][2],
-            round(float(run.held_out[:, -1].mean() - end), 3),
-            round(dense.received / run.received, 1),
-        ]
-        for name, run in runs.items()
-        if len(run.curves) == seeds and run.steps[-1] == steps
-    ]
+    steps, seeds = dense.steps[-1], len(dense.curves)
+    rows, counts = [], set()
+    for name, run in runs.items():
+        both = run.curves.keys() & dense.curves.keys()
+        if len(both) < min(2, seeds) or run.steps[-1] != steps:
+            continue
+        counts.add(len(both))
+        above = [run.curves[s].held_out[-1] - dense.curves[s].held_out[-1] for s in both]
+        exchanged, system, every = what[name]
+        fewer = round(dense.received / run.received, 1)
+        rows.append([system, exchanged, name, every, round(float(np.mean(above)), 3), fewer])
     recipe = (
-        f"a transformer of bytes (examples/local_updates), AdamW, {steps} steps, {seeds} seeds; "
-        f"held-out loss {end:.2f} nats dense"
+        f"a transformer of bytes (examples/local_updates), AdamW, {steps} steps, "
+        f"{' or '.join(map(str, sorted(counts)))} seeds; "
+        f"held-out loss {dense.held_out[:, -1].mean():.2f} nats dense"
     )
     lines = ",\n  ".join(map(json.dumps, rows))
     path.write_text(f'{{"recipe": {json.dumps(recipe)},\n "rows": [\n  {lines}]}}\n')

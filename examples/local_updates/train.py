@@ -320,8 +320,10 @@ def main() -> None:
         args.workers = mesh.size
     console = Console(quiet=not is_first)
     runs = results.load(args.show)
+    if args.methods:
+        runs = {name: runs[name] for name in args.methods if name in runs}
     with jaxsparse.fail_at_once(), Progress(console=console) as progress:
-        for name in [] if args.show else args.methods:
+        for name in [] if args.show else args.methods or DEFAULT:
             method = methods[name]
             tries = len(every_rates(method, args))
             total = args.steps * len(args.seeds)
@@ -337,7 +339,14 @@ def main() -> None:
         reckoned = results.over_link(runs, bandwidth, args.step_seconds)
         console.print(f"\nOver {name}, {args.step_seconds:g} s of computing a step, reckoned:")
         console.print(results.times(reckoned, args.time_to))
-    if args.time_to and not args.link:
+    for path in args.measured:
+        exchanges = {name: (methods[name].system, methods[name].every) for name in runs}
+        measured = results.over_measured(runs, exchanges, path, args.step_seconds)
+        for rate, timed in measured.items():
+            console.print(f"\nExchanges as measured at {rate}, {args.step_seconds:g} s a step:")
+            console.print(results.times(timed, args.time_to))
+    is_timed = args.time_to and not args.link and not args.measured
+    if is_timed:
         console.print(results.times(runs, args.time_to))
     if args.evidence is not None and is_first:
         found = {
@@ -346,7 +355,7 @@ def main() -> None:
         }
         results.save_evidence(runs, found, args.evidence)
     if args.figure is not None and is_first:
-        results.save_figure(runs, args.figure, against_seconds=bool(args.time_to and not args.link))
+        results.save_figure(runs, args.figure, against_seconds=bool(is_timed))
 
 
 def flags() -> argparse.ArgumentParser:
@@ -354,7 +363,13 @@ def flags() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--methods", nargs="+", choices=every_method(), default=DEFAULT, metavar="NAME")
+    add(
+        "--methods",
+        nargs="+",
+        choices=every_method(),
+        metavar="NAME",
+        help="(default: six; with --show: all)",
+    )
     add("--list", action="store_true", help="print the names of all methods")
     add("--workers", type=number(int, 1), default=8, help="simulated (default: 8)")
     add("--platform", default="cpu", help="cuda simulates the workers on one GPU (default: cpu)")
@@ -364,7 +379,7 @@ def flags() -> argparse.ArgumentParser:
     add("--length", type=number(int, 1), default=64, help="bytes of a window (default: 64)")
     add("--width", type=number(int, 4), default=64, help="of the model (default: 64)")
     add("--layers", type=number(int, 1), default=2, help="(default: 2)")
-    add("--heads", type=number(int, 1), default=4, help="of which --width is a multiple (default: 4)")
+    add("--heads", type=number(int, 1), default=4, help="divide --width (default: 4)")
     add(
         "--lr",
         type=number(float, 0),
@@ -414,10 +429,18 @@ def flags() -> argparse.ArgumentParser:
         "100Mbit and so on, for the bytes that a worker receives",
     )
     add(
+        "--measured",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="print the seconds of --time-to with exchanges that benchmarks/cluster/run.py timed",
+    )
+    add(
         "--step-seconds",
         type=number(float, 0),
         default=0.1,
-        help="of computing, with --link (default: 0.1)",
+        help="of computing, with --link or --measured (default: 0.1)",
     )
     add("--evidence", type=Path, metavar="FILE", help="write what the planner says of training")
     add("--figure", type=Path, metavar="FILE", help="draw loss against steps and bytes")

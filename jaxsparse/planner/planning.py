@@ -31,7 +31,7 @@ def plan(
     *,
     network: networks.Network | networks.Link,
     density: float = 0.01,
-    profile: SystemProfile | None = None,
+    profile: SystemProfile | str | None = None,
     memory_bandwidth: float | None = None,
     step_seconds: float = 0.0,
     local_steps: int = 1,
@@ -56,7 +56,8 @@ def plan(
             `Link` with latency in seconds and bandwidth in bytes a second.
         density: share of the compressed elements that a step delivers, in (0, 1]. See
             `jaxsparse.systems.choose` for each system's settings.
-        profile: computing times of the device. None: those of `SystemProfile.shipped`, of a CPU.
+        profile: computing times of the device, or the name of a profile that the library contains
+            (`SystemProfile.shipped`): "h100", or "cpu", which None stands for.
         memory_bandwidth: bytes a second. The profile is scaled to it, as if all times were passes
             over memory. This is a rough extrapolation from a CPU's times to a GPU's.
         step_seconds: time of forward and backward pass, which no system changes.
@@ -105,7 +106,7 @@ def plan(
     if profile is None:
         conditions.append(
             "  measured on the library's machine: measure yours by python -m jaxsparse profile"
-            + (", or give its memory bandwidth" if memory_bandwidth is None else "")
+            + ("" if memory_bandwidth else ", take profile 'h100', or give its memory bandwidth")
         )
     by_dense = planner.dense()
     found, left_out = [by_dense], []
@@ -166,8 +167,9 @@ def _network(given: Any) -> networks.Network:
     return given
 
 
-def _profile(given: SystemProfile | None, memory_bandwidth: float | None) -> SystemProfile:
-    profile = SystemProfile.shipped() if given is None else given
+def _profile(given: SystemProfile | str | None, memory_bandwidth: float | None) -> SystemProfile:
+    named = "cpu" if given is None else given
+    profile = SystemProfile.shipped(named) if isinstance(named, str) else named
     if not isinstance(profile, SystemProfile):
         raise ValueError(
             f"profile={given!r} must be a SystemProfile: measure one by "

@@ -379,10 +379,10 @@ def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> 
 
 
 def _warn_of_whole_batches(args: tuple[Any, ...], batches: set[int]) -> None:
-    """Warns of an argument that looks like part of the batch, and that no worker has a part of."""
+    """Warns of arguments behind the batch that look like a part of it, but are not split."""
     rows = {x.shape[0] for i in batches for x in jax.tree.leaves(args[i])}
-    for i, arg in enumerate(args):
-        leaves = tree_flatten_with_path(arg)[0]
+    for i in range(min(batches, default=len(args)), len(args)):
+        leaves = tree_flatten_with_path(args[i])[0]
         if i in batches or not leaves or any(is_marked(path) for path, _ in leaves):
             continue
         if all(jnp.ndim(x) and jnp.shape(x)[0] in rows for _, x in leaves):
