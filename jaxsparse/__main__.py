@@ -131,7 +131,7 @@ def _plan(args: argparse.Namespace) -> None:
         networks: dict[str, Any] = {args.network: Network.load(args.network)}
     else:
         networks = {text: Link(args.latency, bandwidth) for text, bandwidth in args.bandwidth}
-    is_file = args.profile and Path(args.profile).exists()
+    is_file = args.profile is not None and args.profile not in SystemProfile.NAMES
     profile = SystemProfile.load(args.profile) if is_file else args.profile
     plans = {
         text: plan(

@@ -11,8 +11,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 from jaxsparse.settings import static_float, static_int
 
 _VERSION = 3
-# Devices whose profiles of systems the library contains.
-_SHIPPED = ("cpu", "h100")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +123,7 @@ class SystemProfile(Measured):
         "points": "system, elements, workers, density, time in multiples of the floor",
     }
     how: ClassVar[str] = "python -m jaxsparse profile --out FILE"
+    NAMES: ClassVar[tuple[str, ...]] = ("cpu", "h100")  # of those that the library contains
 
     points: tuple[SystemPoint, ...]
     floors: tuple[Floor, ...]
@@ -249,16 +248,16 @@ class SystemProfile(Measured):
         """A profile that the library contains.
 
         Args:
-            device: "cpu", two cores of one, which has all systems; or "h100", an NVIDIA H100,
-                which lacks some.
+            device: "cpu", two cores of one, with all systems but those of matrices; or "h100", an
+                NVIDIA H100, with 16 systems and variants.
 
         Raises:
             ValueError: the library has none of this device.
         """
-        if device not in _SHIPPED:
+        if device not in cls.NAMES:
             raise ValueError(
-                f"profile={device!r} is not one of the library's, {', '.join(_SHIPPED)}: measure "
-                f"one by {cls.how}"
+                f"profile={device!r} is not one of the library's, {', '.join(cls.NAMES)}: measure "
+                f"one by {cls.how}, or SystemProfile.load a file"
             )
         return cls.load(Path(__file__).with_name(f"profile_{device}.json"))
 

@@ -196,6 +196,7 @@ def distance_after_training(tx):
     return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
 
 
+@pytest.mark.slow
 def test_cocktail_sgd_trains_nearly_as_dense_sgd_does():
     everything = lambda path, shape: False
     of_all = distance_after_training(dense())

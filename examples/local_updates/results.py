@@ -1,6 +1,8 @@
 """What the methods reached and sent: a table, a figure and JSON."""
 
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,23 +64,25 @@ def over_measured(
     Args:
         runs: of any workers, simulated ones included.
         exchanges: of each run, what exchanges, and the steps from one exchange to the next.
-        path: JSON of benchmarks/cluster/run.py, with exchanges of one vector.
+        path: JSON of benchmarks/cluster/run.py, with exchanges of one vector. Of several by one
+            system (at several densities), the one closest in bytes counts.
         step_seconds: computing of one step, without the exchange.
 
     Returns:
         The runs whose system was measured, by rate of the links.
     """
-    found: dict[str, dict[str, Run]] = {}
-    for row in json.loads(path.read_text())["rows"]:
-        network = (row["seconds"] - row["computing_seconds"]) / row["received_bytes"]
-        for name, run in runs.items():
-            system, every = exchanges[name]
-            if system == row["system"]:
-                exchange = row["computing_seconds"] / every + run.received * network
-                found.setdefault(row["rate"], {})[name] = _timed(run, step_seconds + exchange)
-    return {
-        rate: {name: timed[name] for name in runs if name in timed} for rate, timed in found.items()
-    }
+    rows = json.loads(path.read_text())["rows"]
+    found: dict[str, dict[str, Run]] = {rate: {} for rate in dict.fromkeys(r["rate"] for r in rows)}
+    for rate, (name, run) in itertools.product(found, runs.items()):
+        system, every = exchanges[name]
+        moved = every * run.received
+        known = [row for row in rows if (row["rate"], row["system"]) == (rate, system)]
+        if known:
+            row = min(known, key=lambda row: abs(math.log(row["received_bytes"] / moved)))
+            computing = min(row["computing_seconds"], row["seconds"])
+            network = (row["seconds"] - computing) * moved / row["received_bytes"]
+            found[rate][name] = _timed(run, step_seconds + (computing + network) / every)
+    return found
 
 
 def _timed(run: Run, step_seconds: float) -> Run:

@@ -310,6 +310,8 @@ def main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_platforms", args.platform)
     methods = every_method()
+    if (args.link or args.measured) and not args.time_to:
+        parser.error("--link and --measured print seconds to losses: give --time-to, too")
     if args.list:
         print(*methods, sep="\n")
         return
@@ -320,8 +322,12 @@ def main() -> None:
         args.workers = mesh.size
     console = Console(quiet=not is_first)
     runs = results.load(args.show)
-    if args.methods:
-        runs = {name: runs[name] for name in args.methods if name in runs}
+    if args.show and args.methods:
+        if absent := [name for name in args.methods if name not in runs]:
+            parser.error(f"--methods: the files of --show have no {', '.join(absent)}")
+        runs = {name: runs[name] for name in args.methods}
+    if args.evidence is not None and args.show and "dense" not in runs:
+        parser.error("--evidence compares with dense: name it in --methods, too")
     with jaxsparse.fail_at_once(), Progress(console=console) as progress:
         for name in [] if args.show else args.methods or DEFAULT:
             method = methods[name]

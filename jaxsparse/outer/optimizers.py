@@ -123,10 +123,10 @@ def sparse_loco(
     (`clip="median"`), and its two-bit levels (`quantizer="published"`) use one bit of the two on
     normal values. Its 72B run lowered the outer rate from 1 to 0.4 by hand: give a schedule.
 
-    Choose k by the length of the run. On models of 0.1M and 11M parameters the sparse exchange cost
-    at most 0.04 nats over a dense mean of the same displacements if an entry got its turn ten
-    times, exchanges * k / chunk_size >= 10, and up to 0.4 at two or three times
-    (examples/local_updates). The default k, the paper's, so wants 640 exchanges.
+    Choose k by the length of the run, in which an entry gets exchanges * k / chunk_size turns. On
+    models of 0.1M and 11M parameters the sparse exchange cost 0.04 nats or less over a dense mean
+    of the same displacements with 19 turns and more, and up to 0.4 with two or three
+    (examples/local_updates). The default k, the paper's, gives ten turns after 640 exchanges.
 
     Args:
         learning_rate: the outer rate, or a schedule of it by outer steps.

@@ -172,7 +172,7 @@ def _profile(given: SystemProfile | str | None, memory_bandwidth: float | None) 
     profile = SystemProfile.shipped(named) if isinstance(named, str) else named
     if not isinstance(profile, SystemProfile):
         raise ValueError(
-            f"profile={given!r} must be a SystemProfile: measure one by "
+            f"profile={given!r} must be a SystemProfile, 'cpu' or 'h100': measure one by "
             "jaxsparse.planner.profile_systems(), or SystemProfile.load a saved one"
         )
     return profile if memory_bandwidth is None else profile.scaled(memory_bandwidth)

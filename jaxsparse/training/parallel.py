@@ -80,7 +80,8 @@ def data_parallel(
             with `PartitionSpec((axis_name, "fsdp"))` if "fsdp" is to share a worker's part.
         donate_argnums: as for `jax.jit`. Donate the training state.
         check: trace `step` once more, without its exchange, to see that outputs are equal on all
-            workers and that gradients have not been averaged.
+            workers and that gradients have not been averaged; and warn of arguments behind the
+            first batch that have as many rows as it, but are not in `batch_argnums`.
         via: how to run on a mesh with other axes; None: see above.
 
     On a mesh with other axes, the first call reads the compiled step, and warns of collectives
@@ -123,8 +124,13 @@ def data_parallel(
             )
         batches = {i % len(args) for i in given}
         _check_arguments(args, batches, workers)
-        if workers > 1:
-            _warn_of_whole_batches(args, batches)
+        if check and workers > 1 and (whole_batches := _whole_batches(args, batches)):
+            warnings.warn(
+                f"arguments {whole_batches} have as many rows as the batch, but every worker gets "
+                f"all of them: give batch_argnums={tuple(sorted({*batches, *whole_batches}))} if "
+                "they belong to the batch, and check=False if not",
+                stacklevel=2,
+            )
         is_split = [
             jax.tree_util.tree_map_with_path(lambda p, _, i=i: i in batches or is_marked(p), arg)
             for i, arg in enumerate(args)
@@ -378,16 +384,15 @@ def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> 
                 )
 
 
-def _warn_of_whole_batches(args: tuple[Any, ...], batches: set[int]) -> None:
-    """Warns of arguments behind the batch that look like a part of it, but are not split."""
+def _whole_batches(args: tuple[Any, ...], batches: set[int]) -> list[int]:
+    """The arguments behind the first batch that look like a part of it, but are not split."""
     rows = {x.shape[0] for i in batches for x in jax.tree.leaves(args[i])}
-    for i in range(min(batches, default=len(args)), len(args)):
-        leaves = tree_flatten_with_path(args[i])[0]
-        if i in batches or not leaves or any(is_marked(path) for path, _ in leaves):
-            continue
-        if all(jnp.ndim(x) and jnp.shape(x)[0] in rows for _, x in leaves):
-            warnings.warn(
-                f"argument {i} has as many rows as the batch, but every worker gets all of them: "
-                f"give batch_argnums={tuple(sorted({*batches, i}))} if it belongs to the batch",
-                stacklevel=3,
-            )
+
+    def looks_so(arg: Any) -> bool:
+        leaves = tree_flatten_with_path(arg)[0]
+        return bool(leaves) and all(
+            jnp.ndim(x) and jnp.shape(x)[0] in rows and not is_marked(path) for path, x in leaves
+        )
+
+    behind = range(min(batches, default=len(args)), len(args))
+    return [i for i in behind if i not in batches and looks_so(args[i])]
