@@ -104,7 +104,7 @@ def test_sums(name, workers):
 
 
 @pytest.mark.parametrize("workers", some(ON_DEVICES, (5,), slow=(8,)))
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name", some(LOSSLESS, ("recursive_double", "sparse_ring")))
 def test_sums_on_devices(name, workers):
     check_exact(name, workers, "shard_map")
 

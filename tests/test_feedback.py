@@ -188,6 +188,7 @@ def check_composition(tx):
     assert np.any(residuals[0][0] != residuals[0][1])
 
 
+@pytest.mark.slow
 def test_injected_momentum_can_be_changed_between_steps():
     # What the docs ask for: all settings that are given but momentum, and rows and seed.
     given = {"compression": 3, "oversampling": 2, "bucket_size": 700, "axis_name": "data"}

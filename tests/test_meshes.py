@@ -464,7 +464,7 @@ def mesh_of_workers():
     return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize("name", ["ok_topk", *some(["spardl"], [])])
+@pytest.mark.parametrize("name", some(["ok_topk", "spardl"], []))
 def test_training_goes_on_with_other_hosts_and_another_inner_mesh(name):
     """4 x 2 to 2 x 4 to 8 x 1: what is owed stays, to rounding."""
     shapes = {name: SHAPES[name] for name in ("both", "one")}

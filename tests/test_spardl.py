@@ -106,6 +106,12 @@ def test_three_workers_by_hand():
             [1, 0, 0, 0, 0, 0],
             [0, 0, 3, 1, 0, 1],
         ]
+        # What a worker put forward, wherever it left from, and what arrived.
+        assert reduced.sent.astype(int).tolist() == [
+            [0, 1, 0, 0, 0, 0],
+            [0, 1, 0, 1, 1, 0],
+            [0, 1, 0, 0, 1, 0],
+        ]
 
 
 def test_eight_teams_by_hand():

@@ -251,6 +251,7 @@ def test_settings_are_checked():
         bisection_threshold(x, 1, passes=-1)
     with pytest.raises(ValueError, match=r"passes=1\.5 must be an int"):
         Bisection(1.5)
+    assert sampled_threshold(x, 1, samples=1) == 1
     with pytest.raises(ValueError, match="samples=0 must be at least 1"):
         sampled_top_k(x, 1, samples=0)
     with pytest.raises(ValueError, match="samples='all' must be an int"):

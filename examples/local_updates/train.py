@@ -310,6 +310,8 @@ def main() -> None:
     args = parser.parse_args()
     jax.config.update("jax_platforms", args.platform)
     methods = every_method()
+    if args.width % args.heads:
+        parser.error(f"--heads {args.heads} must divide --width {args.width}")
     if (args.link or args.measured) and not args.time_to:
         parser.error("--link and --measured print seconds to losses: give --time-to, too")
     if args.list:
@@ -337,7 +339,8 @@ def main() -> None:
                 total += (tries * args.tune_steps) if args.tune_steps else (tries - 1) * args.steps
             task = progress.add_task(name, total=total)
             advance = functools.partial(progress.advance, task)
-            for runs[name] in train(method, args, mesh, advance):
+            for run in train(method, args, mesh, advance):
+                runs[name] = run
                 if args.json is not None and is_first:
                     results.save_json(runs, vars(args), args.json)
     console.print(results.table(runs, args.workers))
