@@ -110,7 +110,7 @@ def test_sums_on_devices(name, workers):
 
 
 @pytest.mark.parametrize("workers", few((3, 8), (3,)))
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name", some(LOSSLESS, ("split_allgather", "all_gather_sum")))
 @pytest.mark.parametrize(
     "operation",
     some(

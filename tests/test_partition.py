@@ -93,6 +93,7 @@ def test_payload_is_the_sum_of_the_groups():
     assert sent.payload == 4 * (300 * 16 + 3 * 100 + 2 * 10 + 33 + 1)
 
 
+@pytest.mark.slow
 def test_a_budget_for_one_group_counts_the_dense_leaves_and_for_several_does_not():
     budget = SketchedBudget(5.0, SketchedSGD(k=1, cols=1, rows=3), None, None)
     shapes = {"embed": (300, 16), "kernel": (64, 50), "bias": (300,)}

@@ -212,6 +212,7 @@ def test_what_a_system_cannot_do_is_left_out():
         profile_systems(["best"], sizes=[1000])
 
 
+@pytest.mark.slow
 def test_each_of_sparcml_s_algorithms_is_measured():
     lines = []
     profile = profile_systems(
