@@ -17,7 +17,10 @@ _BLOCK = 256
 _FORMS_SIZE = 22  # 2^22: loops over tiles of 2^27 take a GPU most of the time there is
 _QSGD = quantize.QSGD(4)
 _INT4 = quantize.Format("int4")
-_CHUNKS = codecs.Chunked(64, 4096)  # SparseLoCo's: 12 bits of index and 2 of value an entry
+_CHUNK_K, _CHUNK_SIZE = 64, 4096
+_CHUNKS = codecs.Chunked(
+    _CHUNK_K, _CHUNK_SIZE
+)  # SparseLoCo's: 12 bits of index and 2 of value an entry
 
 
 class Inputs:
@@ -74,7 +77,7 @@ class Inputs:
 
 
 def _of_chunks(x: jax.Array) -> SparseStream:
-    return select.group_top_k(x, 64, 4096)
+    return select.group_top_k(x, _CHUNK_K, _CHUNK_SIZE)
 
 
 class Kernel(NamedTuple):
@@ -94,7 +97,7 @@ def _table(i: Inputs) -> float:
 
 
 def _entries(i: Inputs) -> float:
-    return i.size * 64 / 4096
+    return i.size * _CHUNK_K / _CHUNK_SIZE
 
 
 def _packed(i: Inputs) -> float:

@@ -131,7 +131,7 @@ def _plan(args: argparse.Namespace) -> None:
         networks: dict[str, Any] = {args.network: Network.load(args.network)}
     else:
         networks = {text: Link(args.latency, bandwidth) for text, bandwidth in args.bandwidth}
-    is_file = args.profile is not None and args.profile not in SystemProfile.NAMES
+    is_file = args.profile is not None and args.profile not in SystemProfile.shipped_devices
     profile = SystemProfile.load(args.profile) if is_file else args.profile
     plans = {
         text: plan(

@@ -123,7 +123,7 @@ class SystemProfile(Measured):
         "points": "system, elements, workers, density, time in multiples of the floor",
     }
     how: ClassVar[str] = "python -m jaxsparse profile --out FILE"
-    NAMES: ClassVar[tuple[str, ...]] = ("cpu", "h100")  # of those that the library contains
+    shipped_devices: ClassVar[tuple[str, ...]] = ("cpu", "h100")
 
     points: tuple[SystemPoint, ...]
     floors: tuple[Floor, ...]
@@ -254,10 +254,11 @@ class SystemProfile(Measured):
         Raises:
             ValueError: the library has none of this device.
         """
-        if device not in cls.NAMES:
+        if device not in cls.shipped_devices:
+            known = ", ".join(cls.shipped_devices)
             raise ValueError(
-                f"profile={device!r} is not one of the library's, {', '.join(cls.NAMES)}: measure "
-                f"one by {cls.how}, or SystemProfile.load a file"
+                f"profile={device!r} is not one of the library's, {known}: measure one by "
+                f"{cls.how}, or SystemProfile.load a file"
             )
         return cls.load(Path(__file__).with_name(f"profile_{device}.json"))
 

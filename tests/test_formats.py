@@ -205,7 +205,7 @@ def test_bfloat16_is_that_of_jax_and_stays_finite():
 # --- rotation ---
 
 
-@pytest.mark.parametrize("size", few([2, 8, 64, 1024], [8, 64]))
+@pytest.mark.parametrize("size", some([2, 8, 64, 256, 1024], [8, 256], [64, 1024]))
 def test_a_rotation_is_hadamards_matrix_behind_signs(size, key):
     groups = 3
     units = np.eye(size, dtype=np.float32)

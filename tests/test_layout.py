@@ -21,7 +21,7 @@ def tree_of(shapes):
     }
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)  # each compiles for its shapes
+@settings(max_examples=25, deadline=None, derandomize=True)  # each compiles for its shapes
 @given(
     shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=7),
     limit=st.one_of(st.none(), st.integers(1, 40)),
