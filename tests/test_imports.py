@@ -24,7 +24,7 @@ LAYERS = [
     ["sketch", "layout"],
     ["collectives.wire"],
     ["training.marks", "training.meshes", "training.replicas"],
-    ["training.unreduced", "training.variables"],
+    ["training.unreduced"],
     ["training.sharding", "traffic"],
     ["training.strays"],
     ["training.parallel", "training.per_worker", "training.resharding", "network"],

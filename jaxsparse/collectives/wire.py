@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +150,49 @@ def pmax(x: Array, axis_name: str | None) -> Array:
     if _alone.get():
         return _stand_in(x)
     return jax.lax.pmax(x, axis_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The axes of an exchange.
+
+    Attributes:
+        axis_name: the axis of the workers, over which reducers exchange; None for a single worker.
+        inner: the axes of a worker's own devices. Each device exchanges its own shards.
+    """
+
+    axis_name: str | None
+    inner: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All axes."""
+        return (*(() if self.axis_name is None else (self.axis_name,)), *self.inner)
+
+    def none_of(self, *broken: Bool[Array, ""]) -> tuple[Bool[Array, ""], ...]:
+        """For each flag, whether it is set on no device. The result is the same on all devices."""
+        flags = jnp.stack([jnp.where(flag, jnp.float32(1), jnp.float32(0)) for flag in broken])
+        total = psum(varying(flags, self.axis_name), self.all)
+        return tuple(total[i] == 0 for i in range(len(broken)))
+
+    def check(self, updates: Any) -> None:
+        """Raises ValueError if the axis is not bound, or gradients have been summed already."""
+        axis = self.axis_name
+        axis_size(axis)
+        if axis is None or not tracks_replication(axis):
+            return
+        for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+            if leaf.size and not is_varying(leaf, axis):
+                raise ValueError(
+                    f"gradient{jax.tree_util.keystr(path)} is equal on all workers of axis "
+                    f"{axis!r}: JAX has already summed it, uncompressed, because it was taken "
+                    "with respect to replicated parameters. Differentiate with respect to "
+                    f"jaxsparse.local(params, {axis!r}) instead, and do not average gradients "
+                    "yourself. (If it is a constant, make it local with jaxsparse.local, too. If "
+                    "this shard_map checks types but stands in one with check_vma=False, or if "
+                    "optax.MultiSteps around this has averaged it, run the step through "
+                    "jaxsparse.data_parallel, or give check_vma=False here, too)"
+                )
 
 
 def _as_bits(x: Array) -> Array:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxsparse.collectives import wire
-from jaxsparse.feedback.plan import Axes, Plan
-from jaxsparse.layout import Pieces, cut
-from jaxsparse.reducers.base import Info
+from jaxsparse.collectives.wire import Axes
+from jaxsparse.layout import Layout, Pieces, cut
+from jaxsparse.reducers.base import Info, Reducer
 
 T = TypeVar("T")
 
@@ -43,6 +43,17 @@ class Exchanged(NamedTuple):
     carried: Carried
     info: Info
     ok: Bool[Array, ""]  # whether everything is finite on all workers
+
+
+class Plan(NamedTuple):
+    """How the leaves of a tree are exchanged."""
+
+    layout: Layout
+    reducers: tuple[Reducer, ...]  # one a bucket
+    needs_zeros: tuple[bool, ...]  # one a reducer
+    sizes: tuple[int, ...]  # number of elements of each bucket
+    dense_size: int  # number of uncompressed elements
+    dense_elements: int  # number of uncompressed elements of all of a worker's devices
 
 
 class Settings(NamedTuple):

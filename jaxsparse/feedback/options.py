@@ -1,4 +1,4 @@
-"""The options that all transformations share. This file alone declares and documents them."""
+"""The options that all transformations share: declared, documented and checked here alone."""
 
 import functools
 import inspect
@@ -6,10 +6,13 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
 from jaxsparse.layout import IsDense
+from jaxsparse.settings import static_float, static_int
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -155,3 +158,54 @@ def _documented(docstring: str, names: list[str]) -> str:
         for name in names
     ]
     return docstring[:start] + "\n".join(entries) + docstring[end:]
+
+
+def check_momentum(momentum: Any) -> None:
+    """Raises ValueError unless it is None or a scalar in [0, 1). A traced one has no value yet."""
+    if momentum is None:
+        return
+    if jnp.ndim(momentum) != 0:
+        raise ValueError(
+            f"momentum has shape {jnp.shape(momentum)}: pass a scalar in [0, 1), the same for all "
+            "leaves (optax.multi_transform treats leaves differently)"
+        )
+    if not isinstance(momentum, jax.core.Tracer) and not 0 <= float(momentum) < 1:
+        raise ValueError(f"momentum={momentum} must lie in [0, 1); use None for no momentum")
+
+
+def is_nesterov(nesterov: Any, momentum: Any) -> bool:
+    """Whether momentum is Nesterov's. Raises ValueError unless it is a bool or None (for False)."""
+    if nesterov is None:
+        return False
+    if not isinstance(nesterov, bool):
+        raise ValueError(
+            f"nesterov={nesterov!r} must be True, False or None: it is static (list it in "
+            "static_args under optax.inject_hyperparams)"
+        )
+    if nesterov and momentum is None:
+        raise ValueError("nesterov=True needs a momentum: give momentum=0.9, for example")
+    return nesterov
+
+
+def decay_factor(decay: Any) -> float:
+    """The factor of residuals. Raises ValueError unless it lies in [0, 1] or is None (for 1)."""
+    factor = 1.0 if decay is None else static_float("decay", decay)
+    if not 0 <= factor <= 1:
+        raise ValueError(
+            f"decay={decay} must lie in [0, 1]: 1 keeps what was not sent, 0.95 forgets two thirds "
+            "of it in 20 steps, and 0 drops it at once"
+        )
+    return factor
+
+
+def is_delayed(delay: Any) -> bool:
+    """Whether the exchange is delayed. Raises ValueError unless `delay` is 0, 1 or None (for 0)."""
+    if delay is None:
+        return False
+    steps = static_int("delay", delay)
+    if steps not in (0, 1):
+        raise ValueError(
+            f"delay={steps} must be 0, to exchange this step's gradients, or 1, to exchange those "
+            "of the steps before"
+        )
+    return steps == 1

@@ -12,10 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxsparse import layout as layouts
-from jaxsparse.feedback.plan import Plan, make_plan
 from jaxsparse.feedback.store import ErrorFeedbackState, Kind, kinds
 from jaxsparse.reducers.base import Budget
-from jaxsparse.training import meshes, variables
+from jaxsparse.training import marks, meshes
 from jaxsparse.training.meshes import AnyMesh, Placement
 
 # update(updates, state, momentum, inner axes) of one worker's device. Returns updates and state.
@@ -26,10 +25,14 @@ Update = Callable[[Any, ErrorFeedbackState, Any, tuple[str, ...]], tuple[Any, Er
 _FEWEST = 1024
 
 
-def sharded_plan(
-    tree: Any, budgets: Sequence[Budget | None], bucket_size: int | None, placement: Placement
-) -> Plan:
-    """The plan of one device's shards.
+def shards(
+    tree: Any, budgets: Sequence[Budget | None], placement: Placement
+) -> tuple[Any, list[Budget | None], int]:
+    """What one device exchanges.
+
+    Returns:
+        Shapes and dtypes of its shards; their budgets, None for leaves that can't be cut over all
+        inner axes; and the number of uncompressed elements of all of a worker's devices.
 
     Raises:
         ValueError: no leaf that a budget is for can be cut over all inner axes.
@@ -46,17 +49,12 @@ def sharded_plan(
             "go uncompressed"
         )
     specs = exchanged_specs(tree, placement, [b is not None for b in own])
-    shards = [
+    each = [
         jax.ShapeDtypeStruct(placement.local(shape, spec), jnp.result_type(leaf))
         for leaf, shape, spec in zip(leaves, shapes, specs)
     ]
-    return make_plan(
-        treedef.unflatten(shards),
-        own,
-        bucket_size,
-        devices=placement.devices,
-        dense_elements=sum(math.prod(s) for s, b in zip(shapes, own) if b is None),
-    )
+    dense_elements = sum(math.prod(s) for s, b in zip(shapes, own) if b is None)
+    return treedef.unflatten(each), own, dense_elements
 
 
 def exchanged_specs(
@@ -100,11 +98,11 @@ def spread(
         compressed = [name in state.residual for name in names]
         specs = dict(zip(names, exchanged_specs(params, placement, compressed)))
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
-    in_variables = axis_name is not None and variables.are_in(params)
+    in_variables = axis_name is not None and marks.has_variables(params)
 
     def one(x: Any, kind: Kind) -> Any:
         x, sharding = spread_out(x, kind)
-        return variables.with_spec(x, sharding.spec) if in_variables else x
+        return marks.in_variable(x, sharding.spec) if in_variables else x
 
     def spread_out(x: Any, kind: Kind) -> tuple[Any, NamedSharding]:
         row_axes, row_sizes = ((axis_name,), (workers,)) if kind.is_own else ((), ())
@@ -126,41 +124,31 @@ def spread(
     return jax.tree.map(one, state, kinds(state))._replace(placement=placement or ())
 
 
-def run(
+def on_devices(
     update: Update,
     updates: Any,
     state: ErrorFeedbackState,
     momentum: Any,
-    axis_name: str | None,
-    mesh: Mesh | None,
+    mesh: AnyMesh,
+    axis_name: str,
+    placement: Placement,
+    is_manual: bool,
 ) -> tuple[Any, ErrorFeedbackState]:
-    """Runs `update` where it can exchange: here, or on each device of the mesh.
+    """Runs `update` on each device of a mesh with inner axes.
 
-    Raises:
-        ValueError: the state was not made for the inner axes of this mesh.
+    Args:
+        update: of one device.
+        updates: gradients of the worker, or under `jax.vmap` of all workers.
+        state: likewise.
+        momentum: a factor, equal on all workers.
+        mesh: the mesh.
+        axis_name: the axis of the workers.
+        placement: where the leaves are.
+        is_manual: whether the workers' axis is one of `jax.shard_map`, and not of `jax.vmap`.
     """
-    how, context = meshes.RUNNING.get(), jax.sharding.get_abstract_mesh()
-    if how is not None and how.axis_name == axis_name and how.is_check:
-        return _checked(updates, state, how)
-    is_manual = axis_name in context.manual_axes
-    if is_manual or mesh is None:
-        found: AnyMesh | None = context if is_manual else how.mesh if how else None
-    else:
-        found = mesh
-    inner = () if found is None or axis_name is None else meshes.inner_axes(found, axis_name)
-    placement = state.placement or None
-    if inner != (placement.inner if placement else ()):
-        raise ValueError(
-            f"the state was made for the inner axes {placement.inner if placement else ()}, but "
-            f"the mesh here has {inner} beside {axis_name!r}: make it with tx.init(params) from "
-            "parameters on this mesh (or give mesh= and specs= to the transformation), or carry it "
-            "over with jaxsparse.reshard(state, mesh, like=tx.init(params))"
-        )
-    if placement is None or found is None or axis_name is None:
-        return update(updates, state, momentum, ())
-    on_devices = functools.partial(_on_devices, update, found, axis_name, placement)
+    on_each = functools.partial(_on_devices, update, mesh, axis_name, placement)
     if is_manual:
-        return on_devices(False, updates, state, momentum)
+        return on_each(False, updates, state, momentum)
 
     @custom_vmap
     def exchanged(updates: Any, state: Any, momentum: Any, rank: Any) -> Any:
@@ -169,7 +157,7 @@ def run(
     @exchanged.def_vmap
     def rule(workers: int, batched: Any, updates: Any, state: Any, momentum: Any, _: Any) -> Any:
         updates, state, momentum = _rows(workers, batched[:3], updates, state, momentum)
-        delivered, state = on_devices(True, updates, state, momentum)
+        delivered, state = on_each(True, updates, state, momentum)
         batched = jax.tree.map(lambda kind: kind.is_own, kinds(state))
         return (delivered, state), (jax.tree.map(lambda _: False, delivered), batched)
 
@@ -288,7 +276,7 @@ def _own(workers: int, updates: Any, batched: Any) -> ValueError | None:
     )
 
 
-def _checked(
+def checked(
     updates: Any, state: ErrorFeedbackState, how: meshes.Running
 ) -> tuple[Any, ErrorFeedbackState]:
     """Stands in for an exchange when a step is traced for its types alone."""

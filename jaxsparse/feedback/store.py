@@ -13,8 +13,8 @@ from jaxtyping import Array, BFloat16, DTypeLike, Float, Int, UInt32
 
 from jaxsparse import hashing, layout as layouts
 from jaxsparse.collectives import wire
-from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged
-from jaxsparse.feedback.plan import Axes, Plan
+from jaxsparse.collectives.wire import Axes
+from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged, Plan
 from jaxsparse.reducers.base import Info
 from jaxsparse.training.marks import PerWorker
 from jaxsparse.training.meshes import Placement

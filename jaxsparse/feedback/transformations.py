@@ -1,7 +1,7 @@
 """Error feedback around one reducer or several, as Optax transformations."""
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -9,24 +9,26 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jaxsparse.feedback.exchange import Settings, exchange, keep_rounding
-from jaxsparse.feedback.options import LeafOptions, Options, exchange_options
-from jaxsparse.feedback.plan import Axes, Plan, make_plan
-from jaxsparse.feedback.sharded import run, sharded_plan, spread
+from jaxsparse import layout as layouts
+from jaxsparse.collectives.wire import Axes
+from jaxsparse.feedback.exchange import Plan, Settings, exchange, keep_rounding
+from jaxsparse.feedback.options import (
+    LeafOptions,
+    Options,
+    check_momentum,
+    decay_factor,
+    exchange_options,
+    is_delayed,
+    is_nesterov,
+)
+from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
+from jaxsparse.feedback.sharded import Update, checked, on_devices, shards, spread
 from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator
 from jaxsparse.layout import IsDense, named_leaves, small_or_vector
-from jaxsparse.reducers.base import Budget, Reducer
-from jaxsparse.reducers.stages import Staged, Stages
-from jaxsparse.settings import static_float, static_int
-from jaxsparse.training.meshes import Placement, place
-from jaxsparse.training.variables import unwrapped
-
-# How one leaf is exchanged. None: uncompressed.
-Rule = Budget | Stages[Reducer] | None
-# Its arguments: a leaf's key path, as jax.tree_util.keystr prints it, and its shape.
-Policy = Callable[[str, tuple[int, ...]], Rule]
-# The checked rules of all leaves at once.
-Rules = Callable[[Sequence[tuple[str, tuple[int, ...]]]], Sequence[Budget | None]]
+from jaxsparse.reducers.base import Budget, Leaf, Reducer
+from jaxsparse.training import meshes
+from jaxsparse.training.marks import unwrapped
+from jaxsparse.training.meshes import AnyMesh, Placement, place
 
 
 @exchange_options()
@@ -141,15 +143,15 @@ def partition(
         >>> int(updates["embedding"].sum()), int(updates["kernel"].sum())
         (21, 1024)
     """
-    return _feedback(_by_policy(policy, default), options)
+    return _feedback(by_policy(policy, default), options)
 
 
 def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExtraArgs:
     """The transformation, for leaves that go as the rules say."""
     axis_name, momentum = options.get("axis_name", "data"), options.get("momentum")
     check_momentum(momentum)
-    nesterov = _is_nesterov(options.get("nesterov"), momentum)
-    is_delayed, decay = _is_delayed(options.get("delay")), _decay(options.get("decay"))
+    nesterov = is_nesterov(options.get("nesterov"), momentum)
+    delayed, decay = is_delayed(options.get("delay")), decay_factor(options.get("decay"))
     dtype = accumulator(options.get("accumulator_dtype"))
     bucket_size, mesh = options.get("bucket_size"), options.get("mesh")
     if mesh is not None and not isinstance(mesh, Mesh):
@@ -159,13 +161,14 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
         )
 
     def plan_of(tree: Any, placement: Placement | None) -> Plan:
-        budgets = rules(named_leaves(tree))
+        budgets = rules(tree)
         if placement is None:
-            return make_plan(tree, budgets, bucket_size)
-        return sharded_plan(tree, budgets, bucket_size, placement)
+            return _plan(tree, budgets, bucket_size)
+        own, budgets, dense_elements = shards(tree, budgets, placement)
+        return _plan(own, budgets, bucket_size, placement.devices, dense_elements)
 
     def store_of(inner: tuple[str, ...]) -> Store:
-        return Store(Axes(axis_name, inner), momentum is not None, is_delayed, dtype)
+        return Store(Axes(axis_name, inner), momentum is not None, delayed, dtype)
 
     def init(params: Any) -> ErrorFeedbackState:
         placement, found = place(params, axis_name, mesh, options.get("specs"))
@@ -176,14 +179,13 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
         updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ErrorFeedbackState]:
         del params, extra_args
-        Axes(axis_name).check(updates)
         plan = plan_of(updates, state.placement or None)
 
         def on_device(
             updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
         ) -> tuple[Any, ErrorFeedbackState]:
             store = store_of(inner)
-            settings = Settings(store.axes, momentum, is_delayed, decay, nesterov)
+            settings = Settings(store.axes, momentum, delayed, decay, nesterov)
             carried = store.load(state, plan)
             buckets, dense = plan.layout.flatten(updates)
             done = exchange(buckets, dense, carried, plan, settings)
@@ -192,7 +194,8 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
                 done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
             return delivered, store.save(done, state, plan)
 
-        return run(on_device, updates, state, momentum, axis_name, mesh)
+        Axes(axis_name).check(updates)
+        return _run(on_device, updates, state, momentum, axis_name, mesh)
 
     return optax.GradientTransformationExtraArgs(init, unwrapped(update))
 
@@ -200,12 +203,12 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
 def _one_rule(budget: Budget, is_dense: IsDense | None) -> Rules:
     """The rules that give the budget to all leaves but those that `is_dense` picks."""
 
-    def rules(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[Budget | None]:
+    def rules(tree: Any) -> list[Budget | None]:
         pick = small_or_vector if is_dense is None else is_dense
-        found = [None if pick(*leaf) else budget for leaf in leaves]
+        found = [None if pick(*leaf) else budget for leaf in named_leaves(tree)]
         if is_dense is None and not any(found):
             raise ValueError(
-                f"no leaf would be compressed: all {len(leaves)} are vectors, scalars or smaller "
+                f"no leaf would be compressed: all {len(found)} are vectors, scalars or smaller "
                 "than 1024 elements, which go dense by default. Pass "
                 "is_dense=lambda path, shape: False to compress them all, or use jaxsparse.dense()"
             )
@@ -214,106 +217,96 @@ def _one_rule(budget: Budget, is_dense: IsDense | None) -> Rules:
     return rules
 
 
-def _by_policy(policy: Policy | Mapping[str, Rule], default: Rule) -> Rules:
-    """The rules of a policy function, or of a mapping from regular expressions on key paths."""
-    if callable(policy):
-        return lambda leaves: [_budget(policy(*leaf), leaf[0]) for leaf in leaves]
-    patterns = _compiled(policy)
+def _plan(
+    tree: Any,
+    budgets: Sequence[Budget | None],
+    bucket_size: int | None,
+    devices: int = 1,
+    dense_elements: int | None = None,
+) -> Plan:
+    """The plan for one tree structure, given each leaf's budget; None: uncompressed.
 
-    def rules(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[Budget | None]:
-        first = [next((p for p in patterns if p.search(path)), None) for path, _ in leaves]
-        if unused := sorted(pattern.pattern for pattern in patterns if pattern not in first):
-            paths = tuple(path for path, _ in leaves)
-            raise ValueError(f"policy: no leaf is left for {unused}; the paths are {paths}")
-        found = [default if pattern is None else patterns[pattern] for pattern in first]
-        return [_budget(rule, path) for rule, (path, _) in zip(found, leaves)]
+    Leaves with equal budgets are laid end to end and exchanged as one vector.
 
-    return rules
+    Args:
+        tree: arrays, or their shapes and dtypes, as one device has them.
+        budgets: a budget or None for each leaf.
+        bucket_size: see `jaxsparse.layout.plan`.
+        devices: the number of a worker's devices, each with buckets of the same sizes. They share
+            settings that are totals for the tree, as buckets do.
+        dense_elements: the number of uncompressed elements of them all.
 
-
-def _compiled(policy: Mapping[str, Rule]) -> dict[re.Pattern[str], Rule]:
-    if not isinstance(policy, Mapping) or not all(isinstance(rule, str) for rule in policy):
+    Raises:
+        ValueError: a budget does not fit, or see `jaxsparse.layout.plan`.
+    """
+    groups = dict.fromkeys(budget for budget in budgets if budget is not None)
+    shape = {budget: (budget.alignment, budget.whole_leaves) for budget in groups}
+    layout = layouts.plan_groups(
+        tree,
+        budgets,
+        bucket_size=bucket_size,
+        alignment={budget: alignment for budget, (alignment, _) in shape.items()},
+        whole_leaves={budget for budget, (_, whole) in shape.items() if whole},
+    )
+    sizes, all_dense = layout.bucket_sizes, layout.dense_size
+    of_group = [[i for i, own in enumerate(layout.groups) if own == group] for group in groups]
+    dense_size = all_dense if sum(map(bool, of_group)) == 1 else 0
+    reducers: list[Reducer] = []
+    for (budget, (_, is_whole)), own in zip(shape.items(), of_group):
+        each = tuple(sizes[i] for i in own for _ in range(devices))
+        made = list(budget.split(each, dense_size * devices)[::devices])
+        if is_whole:
+            leaves = [tuple(Leaf(*leaf) for leaf in layout.leaves(i)) for i in own]
+            made = [reducer.with_leaves(each) for reducer, each in zip(made, leaves)]
+        reducers += made
+    # No permutation may stand in a branch on a value that differs between a worker's devices,
+    # because XLA runs it as one collective of all devices. Sums may.
+    if devices > 1 and (adapting := [r for r in reducers if r.adapts_messages]):
         raise ValueError(
-            f"policy={policy!r} must be a function of path and shape, or a mapping from regular "
-            'expressions to reducers: {"embedding": jaxsparse.systems.S2(...)}'
+            f"gather='bruck' of {adapting[0]} adapts its messages to each device's shard, and "
+            f"the {devices} devices of a worker would wait for each other for ever: use "
+            "gather='recursive' (for a power of two of teams), or teams=1"
         )
-    try:
-        return {re.compile(rule): reducer for rule, reducer in policy.items()}
-    except re.error as error:
-        raise ValueError(
-            f"policy: {error.pattern!r} is no regular expression ({error}): escape the brackets of "
-            "key paths, or leave them out"
-        ) from None
+    return Plan(
+        layout=layout,
+        reducers=tuple(reducers),
+        needs_zeros=tuple(map(operator.attrgetter("needs_zeros"), reducers)),
+        sizes=sizes,
+        dense_size=all_dense,
+        dense_elements=all_dense if dense_elements is None else dense_elements,
+    )
 
 
-def _budget(reducer: Any, path: str) -> Budget | None:
-    if reducer is None:
-        return None
-    if isinstance(reducer, Stages):
-        for stage in reducer.values:
-            _budget(stage, path)
-        reducer = Staged(reducer)
-    if isinstance(reducer, type) or not isinstance(reducer, Budget):
+def _run(
+    update: Update,
+    updates: Any,
+    state: ErrorFeedbackState,
+    momentum: Any,
+    axis_name: str | None,
+    mesh: Mesh | None,
+) -> tuple[Any, ErrorFeedbackState]:
+    """Runs `update` where it can exchange: here, or on each device of the mesh.
+
+    Raises:
+        ValueError: the state was not made for the inner axes of this mesh.
+    """
+    how, context = meshes.RUNNING.get(), jax.sharding.get_abstract_mesh()
+    if how is not None and how.axis_name == axis_name and how.is_check:
+        return checked(updates, state, how)
+    is_manual = axis_name in context.manual_axes
+    if is_manual or mesh is None:
+        found: AnyMesh | None = context if is_manual else how.mesh if how else None
+    else:
+        found = mesh
+    inner = () if found is None or axis_name is None else meshes.inner_axes(found, axis_name)
+    placement = state.placement or None
+    if inner != (placement.inner if placement else ()):
         raise ValueError(
-            f"policy gives {reducer!r} for leaf{path}: give a reducer, such as "
-            "jaxsparse.systems.SparDL(0.01), or None for uncompressed"
+            f"the state was made for the inner axes {placement.inner if placement else ()}, but "
+            f"the mesh here has {inner} beside {axis_name!r}: make it with tx.init(params) from "
+            "parameters on this mesh (or give mesh= and specs= to the transformation), or carry it "
+            "over with jaxsparse.reshard(state, mesh, like=tx.init(params))"
         )
-    try:
-        hash(reducer)
-    except TypeError:
-        raise ValueError(
-            f"policy gives {reducer!r} for leaf{path}, which is not hashable: leaves are grouped "
-            "by equal reducers, so make it a frozen dataclass"
-        ) from None
-    return reducer
-
-
-def check_momentum(momentum: Any) -> None:
-    """Raises ValueError unless it is None or a scalar in [0, 1). A traced one has no value yet."""
-    if momentum is None:
-        return
-    if jnp.ndim(momentum) != 0:
-        raise ValueError(
-            f"momentum has shape {jnp.shape(momentum)}: pass a scalar in [0, 1), the same for all "
-            "leaves (optax.multi_transform treats leaves differently)"
-        )
-    if not isinstance(momentum, jax.core.Tracer) and not 0 <= float(momentum) < 1:
-        raise ValueError(f"momentum={momentum} must lie in [0, 1); use None for no momentum")
-
-
-def _is_nesterov(nesterov: Any, momentum: Any) -> bool:
-    """Whether momentum is Nesterov's. Raises ValueError unless it is a bool or None (for False)."""
-    if nesterov is None:
-        return False
-    if not isinstance(nesterov, bool):
-        raise ValueError(
-            f"nesterov={nesterov!r} must be True, False or None: it is static (list it in "
-            "static_args under optax.inject_hyperparams)"
-        )
-    if nesterov and momentum is None:
-        raise ValueError("nesterov=True needs a momentum: give momentum=0.9, for example")
-    return nesterov
-
-
-def _decay(decay: Any) -> float:
-    """The factor of residuals. Raises ValueError unless it lies in [0, 1] or is None (for 1)."""
-    factor = 1.0 if decay is None else static_float("decay", decay)
-    if not 0 <= factor <= 1:
-        raise ValueError(
-            f"decay={decay} must lie in [0, 1]: 1 keeps what was not sent, 0.95 forgets two thirds "
-            "of it in 20 steps, and 0 drops it at once"
-        )
-    return factor
-
-
-def _is_delayed(delay: Any) -> bool:
-    """Whether the exchange is delayed. Raises ValueError unless `delay` is 0, 1 or None (for 0)."""
-    if delay is None:
-        return False
-    steps = static_int("delay", delay)
-    if steps not in (0, 1):
-        raise ValueError(
-            f"delay={steps} must be 0, to exchange this step's gradients, or 1, to exchange those "
-            "of the steps before"
-        )
-    return steps == 1
+    if placement is None or found is None or axis_name is None:
+        return update(updates, state, momentum, ())
+    return on_devices(update, updates, state, momentum, found, axis_name, placement, is_manual)

@@ -12,14 +12,12 @@ from jaxtyping import Array, UInt32
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import ErrorFeedbackState, error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.feedback.plan import Axes
-from jaxsparse.feedback.transformations import check_momentum
+from jaxsparse.feedback.options import LeafOptions, check_momentum, exchange_options
 from jaxsparse.layout import narrow, short_names
 from jaxsparse.reducers.base import Budget
 from jaxsparse.systems.row import Case, Request, Settings, System
 from jaxsparse.systems.top_k import TopK
-from jaxsparse.training import meshes, variables
+from jaxsparse.training import marks, meshes
 from jaxsparse.training.marks import PerWorker
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
@@ -125,7 +123,7 @@ def ef21_sgdm(
     def update(
         updates: Any, state: EF21State, params: Any = None, **extra_args: Any
     ) -> tuple[Any, EF21State]:
-        Axes(axis_name).check(updates)
+        wire.Axes(axis_name).check(updates)
         before = PerWorker.unwrap(state.momentum)
         _check_tree(before, updates)
         eta = 1 - jnp.asarray(0.0 if momentum is None else momentum, jnp.float32)
@@ -150,7 +148,7 @@ def ef21_sgdm(
         kept = PerWorker.wrap(wire.varying(kept, axis_name))
         return delivered, EF21State(inner, kept, estimate, steps)
 
-    return optax.GradientTransformationExtraArgs(init, variables.unwrapped(update))
+    return optax.GradientTransformationExtraArgs(init, marks.unwrapped(update))
 
 
 def _check_tree(momentum: Any, updates: Any) -> None:
@@ -174,14 +172,14 @@ def _start(
     Momenta of compressed leaves are where their residuals are: an exchange may cut leaves further.
     """
     treedef: Any
-    leaves, treedef = jax.tree.leaves(params), jax.tree.structure(variables.without(params))
+    leaves, treedef = jax.tree.leaves(params), jax.tree.structure(marks.without_variables(params))
     placement = None if mesh is None else meshes.place(params, axis_name, mesh, specs)[0]
     own = [PartitionSpec()] * len(leaves) if placement is None else placement.own
     rows, axes = (1,), (axis_name,)
     if mesh is not None and axis_name is not None:
         rows = (mesh.shape[axis_name],)
 
-    in_variables = mesh is not None and variables.are_in(params)
+    in_variables = mesh is not None and marks.has_variables(params)
 
     def zeros(leaf: Any, spec: PartitionSpec, is_own: bool) -> Any:
         if mesh is None:
@@ -190,7 +188,7 @@ def _start(
         x = jnp.zeros((*rows, *jnp.shape(leaf)) if is_own else jnp.shape(leaf))
         spec = PartitionSpec(*axes[:is_own], *spec)
         x = meshes.constrain(x, NamedSharding(mesh, spec))
-        return variables.with_spec(x, spec) if in_variables else x
+        return marks.in_variable(x, spec) if in_variables else x
 
     momenta = [
         jax.tree.map(jnp.array, feedback.residual[name].value)

@@ -1,16 +1,23 @@
-"""Pytree marks for per-worker arrays, and their partition specs.
+"""What stands around arrays in a state: our marks, and Flax's variables.
 
 Parameters and most optimizer state are equal on all workers; residuals are not. `PerWorker` marks
 the arrays that differ, so that `shard` and `data_parallel` serve an Optax state, a linen
 `TrainState` and an nnx state alike.
+
+Optax's states of an `nnx.State` hold `nnx.Variable`s. Trainers ask these for the sharding of what
+they spread or restore (`nnx.get_named_sharding`). Flax is not imported here: no Variable exists
+before it is.
 """
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, KeyPath
 
@@ -110,3 +117,55 @@ def specs(tree: Any, axis_name: str = "data") -> Any:
         `PartitionSpec(axis_name)` for each per-worker array, and `PartitionSpec()` for all others.
     """
     return map_marked(lambda _, own: PartitionSpec(axis_name) if own else PartitionSpec(), tree)
+
+
+def _is_variable(node: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(node, nnx.Variable)
+
+
+def has_variables(tree: Any) -> bool:
+    """Whether arrays of the tree are in Variables."""
+    return any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable)))
+
+
+def module_in(tree: Any) -> Any:
+    """An nnx Module or Optimizer in the tree, or None. An `nnx.State` is neither."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return None
+    is_module = lambda node: isinstance(node, nnx.Pytree)
+    return next(filter(is_module, jax.tree.leaves(tree, is_leaf=is_module)), None)
+
+
+def without_variables(tree: Any) -> Any:
+    """The tree with what Variables hold in their places: an array, or nothing."""
+    held = lambda node: node.get_value() if _is_variable(node) else node
+    return jax.tree.map(held, tree, is_leaf=_is_variable)
+
+
+def in_variable(x: Any, spec: PartitionSpec) -> Any:
+    """An array in a Variable that says how it is sharded, or the array if it is not sharded."""
+    if not any(spec):
+        return x
+    # The array is where it belongs already, and Flax would look for a mesh to place it.
+    return sys.modules["flax.nnx"].Variable(x, out_sharding=tuple(spec), eager_sharding=False)
+
+
+def unwrapped(update: optax.TransformUpdateExtraArgsFn) -> optax.TransformUpdateExtraArgsFn:
+    """`update` for trees with Variables: it sees arrays, and its results are in Variables again.
+
+    `nnx.Optimizer` takes arrays out by itself. A loop that calls `tx.update` with an `nnx.State`
+    does not.
+    """
+
+    @functools.wraps(update)
+    def wrapper(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        given = (updates, state, params)
+        if not has_variables(given):
+            return update(updates, state, params, **extra_args)
+        found = update(*without_variables(given), **extra_args)
+        whole: Any = jax.tree.structure((updates, state))
+        return whole.unflatten(jax.tree.leaves(found))
+
+    return wrapper

@@ -14,8 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
 
 from jaxsparse import _compat
-from jaxsparse.training import variables
-from jaxsparse.training.marks import check_wrapped, is_marked
+from jaxsparse.training.marks import check_wrapped, is_marked, module_in
 from jaxsparse.training.meshes import (
     RUNNING,
     Running,
@@ -345,7 +344,7 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
 
 def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> None:
     for i, arg in enumerate(args):
-        if (module := variables.module_in(arg)) is not None:  # an empty nnx.List is false
+        if (module := module_in(arg)) is not None:  # an empty nnx.List is false
             raise ValueError(
                 f"argument {i} has a flax.nnx {type(module).__name__}, whose changes inside the "
                 "step would be lost: pass the state of nnx.split, and nnx.merge it inside; or lift "

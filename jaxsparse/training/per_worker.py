@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsparse.collectives import wire
-from jaxsparse.training import meshes, variables
+from jaxsparse.training import marks, meshes
 from jaxsparse.training.marks import PerWorker, is_marked
 
 
@@ -72,7 +72,7 @@ def per_worker(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:
-        bare, in_variables = variables.without(params), variables.are_in(params)
+        bare, in_variables = marks.without_variables(params), marks.has_variables(params)
         start = tx.init(bare)
         if any(is_marked(path) for path, _ in jax.tree_util.tree_leaves_with_path(start)):
             raise ValueError(
@@ -90,7 +90,7 @@ def per_worker(
             spec = PartitionSpec(axis_name, *spec)
             rows = jnp.broadcast_to(x, (mesh.shape[axis_name], *jnp.shape(x)))
             rows = meshes.constrain(rows, NamedSharding(mesh, spec))
-            return PerWorker(variables.with_spec(rows, spec) if in_variables else rows)
+            return PerWorker(marks.in_variable(rows, spec) if in_variables else rows)
 
         return optax.tree_utils.tree_map_params(
             tx,
@@ -111,4 +111,4 @@ def per_worker(
         state = PerWorker.wrap(wire.varying(kept(after, before), axis_name))
         return kept(delivered, updates), state
 
-    return optax.GradientTransformationExtraArgs(init, variables.unwrapped(update))
+    return optax.GradientTransformationExtraArgs(init, marks.unwrapped(update))

@@ -1,0 +1,71 @@
+"""Which leaf goes how: policies over a tree's leaves, checked."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxsparse.layout import named_leaves
+from jaxsparse.reducers.base import Budget, Reducer
+from jaxsparse.reducers.stages import Staged, Stages
+
+# How one leaf is exchanged. None: uncompressed.
+Rule = Budget | Stages[Reducer] | None
+# Its arguments: a leaf's key path, as jax.tree_util.keystr prints it, and its shape.
+Policy = Callable[[str, tuple[int, ...]], Rule]
+# Of a tree: the budget of each leaf, checked.
+Rules = Callable[[Any], Sequence[Budget | None]]
+
+
+def by_policy(policy: Policy | Mapping[str, Rule], default: Rule) -> Rules:
+    """The rules of a policy function, or of a mapping from regular expressions on key paths."""
+    if callable(policy):
+        return lambda tree: [_budget(policy(*leaf), leaf[0]) for leaf in named_leaves(tree)]
+    patterns = _compiled(policy)
+
+    def rules(tree: Any) -> list[Budget | None]:
+        leaves = named_leaves(tree)
+        first = [next((p for p in patterns if p.search(path)), None) for path, _ in leaves]
+        if unused := sorted(pattern.pattern for pattern in patterns if pattern not in first):
+            paths = tuple(path for path, _ in leaves)
+            raise ValueError(f"policy: no leaf is left for {unused}; the paths are {paths}")
+        found = [default if pattern is None else patterns[pattern] for pattern in first]
+        return [_budget(rule, path) for rule, (path, _) in zip(found, leaves)]
+
+    return rules
+
+
+def _compiled(policy: Mapping[str, Rule]) -> dict[re.Pattern[str], Rule]:
+    if not isinstance(policy, Mapping) or not all(isinstance(rule, str) for rule in policy):
+        raise ValueError(
+            f"policy={policy!r} must be a function of path and shape, or a mapping from regular "
+            'expressions to reducers: {"embedding": jaxsparse.systems.S2(...)}'
+        )
+    try:
+        return {re.compile(rule): reducer for rule, reducer in policy.items()}
+    except re.error as error:
+        raise ValueError(
+            f"policy: {error.pattern!r} is no regular expression ({error}): escape the brackets of "
+            "key paths, or leave them out"
+        ) from None
+
+
+def _budget(reducer: Any, path: str) -> Budget | None:
+    if reducer is None:
+        return None
+    if isinstance(reducer, Stages):
+        for stage in reducer.values:
+            _budget(stage, path)
+        reducer = Staged(reducer)
+    if isinstance(reducer, type) or not isinstance(reducer, Budget):
+        raise ValueError(
+            f"policy gives {reducer!r} for leaf{path}: give a reducer, such as "
+            "jaxsparse.systems.SparDL(0.01), or None for uncompressed"
+        )
+    try:
+        hash(reducer)
+    except TypeError:
+        raise ValueError(
+            f"policy gives {reducer!r} for leaf{path}, which is not hashable: leaves are grouped "
+            "by equal reducers, so make it a frozen dataclass"
+        ) from None
+    return reducer
