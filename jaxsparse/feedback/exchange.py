@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _MOST = 2**31 - 1  # the largest int32
+_ROWS = 8  # of a vector that is checked
 
 
 class Bucket(NamedTuple):
@@ -36,7 +37,11 @@ class Carried(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """The means that a step delivers, and the state after it."""
+    """The means that a step delivers, and the state after it.
+
+    Without a delay, the residuals that `in_place` names count only if `ok`; the store keeps the old
+    ones otherwise.
+    """
 
     means: list[Pieces]  # one a bucket
     dense_mean: Array
@@ -130,8 +135,10 @@ def _send(
             x = _select(ok, _fed_back(x, added, settings), x)
         whole = jnp.concatenate(x)
         reduced = reducer(whole, b.reducer, axis_name=axes.axis_name)
-        # Of the vector, not of the pieces, which XLA would keep besides.
-        residual = _select(ok, reduced.residual, whole)
+        residual = reduced.residual
+        if not in_place(reducer, kept is not None):
+            # Of the vector, not of the pieces, which XLA would keep besides.
+            residual = _select(ok, residual, whole)
         mean = _select(ok, reduced.mean, jnp.zeros_like(reduced.mean))
         vectors = mean, residual, reduced.sent
         mean, residual, sent = cut(vectors, [piece.size for piece in x])
@@ -143,6 +150,17 @@ def _send(
         after.append(Bucket(residual, kept, _select(ok, reduced.state, b.reducer)))
         infos.append(reduced.info)
     return means, after, infos
+
+
+def in_place(reducer: Reducer, has_momentum: bool) -> bool:
+    """Whether the store, and not the exchange, chooses between a new residual and the old one.
+
+    A scatter then changes the exchanged vector, of which XLA would need a copy to choose that. It
+    has the old state anyway. Without momentum, memory for the vector is that of the old state, so
+    that this saves nothing (DGC's step takes 5.6 d with it and 6.5 d without; EF21's, which has no
+    momentum in here, 8.2 d and 7.3 d).
+    """
+    return reducer.changes_few and has_momentum
 
 
 def _add_later(
@@ -296,8 +314,11 @@ def _added(
 
 
 def _all_finite(x: Array) -> Array:
-    # A sum propagates NaN, which maxima on CPU may drop, and stores no array of x's size.
-    return jnp.sum(x * jnp.zeros_like(x, shape=())) == 0
+    # A sum would be shorter, but XLA's CPU backend hands it to a library together with all that it
+    # adds up, and stores gradients with momentum for that. Of rows, it stores few flags.
+    many = x.size - x.size % _ROWS
+    rows = jnp.all(jnp.isfinite(x[:many]).reshape(_ROWS, -1), axis=0)
+    return jnp.all(jax.lax.optimization_barrier(rows)) & jnp.all(jnp.isfinite(x[many:]))
 
 
 def count(elements: int) -> Int[Array, ""]:

@@ -123,6 +123,15 @@ class Reducer(Budget):
         return False
 
     @property
+    def changes_few(self) -> bool:
+        """Whether the residual is the vector itself, but for few entries.
+
+        It is right for each reducer either way, and saves a pass over the vector and a copy of it
+        where a scatter makes the residual.
+        """
+        return False
+
+    @property
     def adapts_messages(self) -> bool:
         """Whether the shapes of its messages depend on earlier exchanges.
 
@@ -220,12 +229,19 @@ def deliver(
         delivered: number of coordinates that the mean carries. None: count those that are not 0.
         overflow: number of entries without room in messages.
     """
+    finite = jnp.isfinite(total)
+    sent = None if sent is None else sent & finite
+    mean, counts = _mean_of(total, workers, delivered, overflow)
+    return Reduced(mean, jnp.where(finite, residual, x), sent, state, counts)
+
+
+def _mean_of(
+    total: Float[Array, " d"], workers: int, delivered: Any, overflow: Any
+) -> tuple[Float[Array, " d"], Info]:
+    """The mean that a sum delivers, and the counts; see `deliver`."""
     if delivered is None:
         delivered = count_where(total, lambda total: finite_sums(total)[0] / workers != 0)
-    total, finite = finite_sums(total)
-    mean = total / workers
-    sent = None if sent is None else sent & finite
-    return Reduced(mean, jnp.where(finite, residual, x), sent, state, info(delivered, overflow))
+    return finite_sums(total)[0] / workers, info(delivered, overflow)
 
 
 def deliver_merged(
@@ -258,7 +274,13 @@ def deliver_merged(
 
 
 def deliver_streams(
-    x: Float[Array, " d"], stream: SparseStream, result: AllReduced, state: Any, workers: int
+    x: Float[Array, " d"],
+    stream: SparseStream,
+    result: AllReduced,
+    state: Any,
+    workers: int,
+    *,
+    is_own: bool = False,
 ) -> Reduced:
     """The result of a sparse all-reduce of entries of `x`.
 
@@ -271,16 +293,22 @@ def deliver_streams(
         result: the result of the all-reduce.
         state: the reducer's new state.
         workers: number of workers, W.
+        is_own: whether the all-reduce leaves a worker nothing but parts of its own entries, as
+            `all_gather_sum` does.
     """
     largest = jnp.finfo(x.dtype).max
     at = lambda dense: dense.at[stream.indices].get(mode="fill", fill_value=0)
     # Shares of others' entries can overflow float32, and an inf would stay for ever.
     cut = lambda residual: jnp.clip(residual, -largest, largest)
-    # Entries are few. A second dense vector for their values would cost passes and memory.
+    # Entries are few. A second dense vector for their values would cost passes and memory. Where a
+    # sum overflows nothing is sent.
     kept = cut(at(x) - stream.values + at(result.residual))
-    residual = cut(x + result.residual).at[stream.indices].set(kept, mode="drop")
+    kept = jnp.where(jnp.isfinite(at(result.total)), kept, at(x))
+    others = x if is_own else jnp.where(jnp.isfinite(result.total), cut(x + result.residual), x)
+    residual = others.at[stream.indices].set(kept, mode="drop")
     sent = marked(stream._replace(values=jnp.where(kept != at(x), stream.values, 0)), x.size)
-    return deliver(x, result.total, residual, sent, state, workers, overflow=result.overflow)
+    mean, counts = _mean_of(result.total, workers, None, result.overflow)
+    return Reduced(mean, residual, sent, state, counts)
 
 
 def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:

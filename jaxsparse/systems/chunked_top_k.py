@@ -73,14 +73,14 @@ class ChunkedTopK(Reducer):
             result = all_gather_sum(
                 stream, x.size, axis_name=axis_name, codec=self.codec, distinct=True
             )
-            return deliver_streams(x, stream, result, state, workers)
+            return deliver_streams(x, stream, result, state, workers, is_own=True)
 
         messages = wire.all_gather(self.codec.encode(stream, x.size), axis_name)
         total, senders = self._combined(messages, stream.capacity, x.size)
         lost = stream.values - self.codec.rounded(stream, x.size)
         residual = jnp.zeros_like(x).at[stream.indices].set(lost, unique_indices=True)
         result = AllReduced(total, residual, jnp.int32(0))
-        reduced = deliver_streams(x, stream, result, state, workers)
+        reduced = deliver_streams(x, stream, result, state, workers, is_own=True)
         if self.aggregate == "mean":
             return reduced
         mean = finite_sums(total)[0] / jnp.maximum(senders, 1).astype(jnp.float32)

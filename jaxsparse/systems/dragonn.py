@@ -92,6 +92,11 @@ class Dragonn(SeededReducer):
         """The seed of one worker's slots at one exchange."""
         return hashing.combine(self.seed, step, rank)
 
+    @property
+    def changes_few(self) -> bool:
+        """Its own largest entries."""
+        return True
+
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
         seed = self.hash_seed(state, wire.axis_index(axis_name))
@@ -100,7 +105,9 @@ class Dragonn(SeededReducer):
         result = all_gather_sum(
             stream, x.size, axis_name=axis_name, codec=self.codec, distinct=True
         )
-        return deliver_streams(x, stream, result, state + jnp.uint32(1), wire.axis_size(axis_name))
+        return deliver_streams(
+            x, stream, result, state + jnp.uint32(1), wire.axis_size(axis_name), is_own=True
+        )
 
 
 @exchange_options()

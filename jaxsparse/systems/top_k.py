@@ -26,13 +26,18 @@ class TopK(EntryReducer):
     The fields are the arguments of `top_k`.
     """
 
+    @property
+    def changes_few(self) -> bool:
+        """Its own largest entries."""
+        return True
+
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
         stream = SELECTORS[self.selection](x, entries(self.density, x.size))
         result = all_gather_sum(
             stream, x.size, axis_name=axis_name, codec=self.codec, distinct=True
         )
-        return deliver_streams(x, stream, result, state, wire.axis_size(axis_name))
+        return deliver_streams(x, stream, result, state, wire.axis_size(axis_name), is_own=True)
 
 
 @exchange_options()
