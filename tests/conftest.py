@@ -1,25 +1,22 @@
 """Strict settings for every test: emulated devices, strict dtype and rank promotion."""
 
 import gc
-import importlib.metadata
 import os
 from pathlib import Path
 
+from running import QUICK_FLAG
+
 # Before jax is imported: emulated devices are made when the backend starts. On a busy machine one
-# of them may reach a collective later than the 40 s after which XLA ends the process. XLA's older
-# code generator, where it is still there, compiles in half the time. To compile as users do, set
-# JAX_DISABLE_MOST_OPTIMIZATIONS=0.
+# of them may reach a collective later than the 40 s after which XLA ends the process. To compile as
+# users do, set JAX_DISABLE_MOST_OPTIMIZATIONS=0.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
     + " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-    + " --xla_cpu_use_fusion_emitters=false"
-    * (
-        os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0"
-        and importlib.metadata.version("jaxlib").startswith("0.10.")
-    )
+    + QUICK_FLAG * (os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0")
 )
 
+import chex
 import jax
 import pytest
 
@@ -69,6 +66,12 @@ def forget_programs():
     """Compiled programs would add up to gigabytes."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def count_traces_from_here():
+    """Between tests programs may be forgotten, and functions be traced again."""
+    chex.clear_trace_counter()
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -1,11 +1,9 @@
 """States through Orbax: into a new process bit for bit, to other workers, past a SIGKILL."""
 
 import functools
-import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +12,19 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import run_resume
+import running
 from sklearn.datasets import load_digits
 from workers import mesh
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, reshard, shard
 
-ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "tests" / "run_resume.py"
-ENV = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
-    "PYTHONPATH": str(ROOT),
-    "JAX_PLATFORMS": "cpu",
-    "JAX_NUM_CPU_DEVICES": str(run_resume.WORKERS),
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-}
+SCRIPT = running.ROOT / "tests" / "run_resume.py"
+ENV = (
+    running.ENV
+    | running.QUICK
+    | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(run_resume.WORKERS)}
+)
 QUICK = ("spardl_adaptive", "warm_up", "delay")
 
 

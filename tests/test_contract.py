@@ -143,7 +143,6 @@ def _step_and_state(name, momentum):
 
 @functools.cache
 def _compiled_step(name, momentum):
-    chex.clear_trace_counter()
     step, state = _step_and_state(name, momentum)
     return data_parallel(step, mesh(3)), shard(state, mesh(3))
 

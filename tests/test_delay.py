@@ -2,8 +2,6 @@
 
 import functools
 import json
-import os
-import pathlib
 import subprocess
 import sys
 
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import running
 from contract import CASES, conserves, rounds
 from supports import flat as flat_state
 from workers import few, on_workers, some
@@ -20,7 +19,6 @@ import jaxsparse
 from jaxsparse import PerWorker, data_parallel, error_feedback, local, shard
 from jaxsparse.systems import TopK
 
-ROOT = pathlib.Path(__file__).parents[1]
 STEPS = 4
 SHAPES = {"kernel": (20, 31), "bias": (5,)}
 REDUCERS = {name: case.reducer for name, case in CASES.items()}
@@ -219,12 +217,11 @@ def test_a_state_without_the_pending_gradients_is_refused():
 @pytest.mark.parametrize("method", few(["spardl", "sketched_sgd"], ["sketched_sgd"]))
 def test_the_compiled_exchange_depends_on_no_gradient(tmp_path, method):
     """But for the flag, which travels with the loss, by benchmarks/overlap.py as a user runs it."""
-    script = ROOT / "benchmarks" / "overlap.py"
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    script = running.ROOT / "benchmarks" / "overlap.py"
     flags = ["--method", method, "--width", "128", "--json", tmp_path / "result.json"]
     done = subprocess.run(
         [sys.executable, script, *flags],
-        env=env | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env=running.ENV | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )

@@ -205,7 +205,6 @@ def compiled_step():
         updates, opt_state = tx.update(jax.grad(loss)(local(params)), opt_state, params, extra=1)
         return optax.apply_updates(params, updates), opt_state
 
-    chex.clear_trace_counter()
     return data_parallel(step, mesh(3)), shard((PARAMS, tx.init(PARAMS)), mesh(3))
 
 

@@ -3,19 +3,17 @@
 import importlib
 import json
 import math
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import matplotlib.image
 import numpy as np
 import pytest
+import running
 from flax import nnx
 
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "examples" / "language_model"
+FOLDER = running.ROOT / "examples" / "language_model"
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +45,7 @@ def train(modules):
 
 
 def run(*flags, cwd):
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"PYTHONPATH": str(ROOT), "COLUMNS": "100", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    env = running.ENV | running.QUICK | {"COLUMNS": "100"}
     done = subprocess.run(
         [sys.executable, str(FOLDER / "train.py"), *map(str, flags)],
         cwd=cwd,

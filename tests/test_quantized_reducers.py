@@ -2,16 +2,15 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import running
 from published_traffic import quantized_all_reduce_traffic
 from recorders import record
 from reference_formats import all_reduced
@@ -24,7 +23,6 @@ from jaxsparse.quantize import QSGD, Quantizer, Sign, dequantize, quantize, to_m
 from jaxsparse.systems import qsgd, sign_sgd
 from jaxsparse.systems.quantized import Quantized
 
-ROOT = Path(__file__).parents[1]
 WHERE = [(w, way) for way in ("vmap", "shard_map", "shard_map_unchecked") for w in (1, 2, 3, 5, 8)]
 USUAL = [(3, "vmap"), (8, "shard_map")]
 
@@ -326,11 +324,10 @@ def test_signs_need_feedback():
 def test_digits_with_feedback_are_learnt_as_by_dense_and_without_they_are_not(tmp_path):
     methods = ["dense", "2 bits", "2 bits, feedback", "2 bits, nearest, none"]
     methods += ["sign, feedback", "sign, none", "--seeds", "0", "1"]
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    script = ROOT / "benchmarks" / "quantized.py"
+    script = running.ROOT / "benchmarks" / "quantized.py"
     done = subprocess.run(
         [sys.executable, script, "--methods", *methods, "--json", tmp_path / "result.json"],
-        env=env | {"PYTHONPATH": str(ROOT)},
+        env=running.ENV,
         capture_output=True,
         text=True,
     )

@@ -2,21 +2,19 @@
 
 import functools
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import running
 from workers import some
 
 from jaxsparse.collectives.spardl import Adaptation
 from jaxsparse.systems.spardl import SparDL
 
-ROOT = Path(__file__).parents[1]
 WORKERS, STEPS, SIZE = 14, 50, 997
 FORMS = [(1, "recursive"), (2, "recursive"), (2, "bruck"), (7, "bruck"), (14, "bruck")]
 
@@ -107,12 +105,11 @@ def test_partial_and_local_residuals_leak(form):
 
 def benchmark(*flags, cwd):
     """The results of benchmarks/spardl.py, run as a user runs it."""
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    script = ROOT / "benchmarks" / "spardl.py"
+    script = running.ROOT / "benchmarks" / "spardl.py"
     done = subprocess.run(
         [sys.executable, script, *map(str, flags), "--json", "result.json"],
         cwd=cwd,
-        env=env | {"PYTHONPATH": str(ROOT)},
+        env=running.ENV,
         capture_output=True,
         text=True,
     )

@@ -2,21 +2,19 @@
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
+import running
 from scipy.sparse import csr_matrix
 from workers import mesh, some
 
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "examples" / "sparse_linear"
+FOLDER = running.ROOT / "examples" / "sparse_linear"
 FEATURES = 400
 OTHER_WORKERS = dict.fromkeys((1, 2, 5, 8), pytest.mark.thorough)
 HASHES = {"imp": 85355, "mpo": 33886, "poi": 204758, "oim": 169988}
@@ -40,7 +38,7 @@ def example():
 
 def forget_examples():
     for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(str(ROOT / "examples")):
+        if (getattr(module, "__file__", None) or "").startswith(str(running.ROOT / "examples")):
             del sys.modules[name]
 
 
@@ -279,9 +277,7 @@ def test_errors_name_the_flag(example, flags, message, tmp_path, monkeypatch, ca
 
 @pytest.mark.slow
 def test_the_command_writes_table_curves_and_figure(tmp_path):
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]), "COLUMNS": "80"}
-    env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    env = running.ENV | running.QUICK | {"COLUMNS": "80"}
     flags = ["--small", "--workers", "3", "--model", "svm", "--out", "a/b"]
     flags += ["--exchange", "dense", "auto", "--bandwidth", "0.01"]
     done = subprocess.run(
