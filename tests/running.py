@@ -22,7 +22,7 @@ QUICK_FLAG = (
 )
 # Children have the devices that a test gives them, and not those of conftest.py.
 ENV = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
-    "PYTHONPATH": str(ROOT)
+    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 }
 # They compile as users do, unless a test adds this.
 QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK_FLAG}

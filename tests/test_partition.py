@@ -10,7 +10,17 @@ from workers import mesh, on_workers
 
 from jaxsparse import Stages, data_parallel, error_feedback, layout, local, shard, traffic
 from jaxsparse.feedback import partition
-from jaxsparse.systems import Dense, SketchedBudget, SketchedSGD, SparDL, TopK, TrueTopK
+from jaxsparse.systems import (
+    Dense,
+    Dragonn,
+    OmniReduce,
+    Quantized,
+    SketchedBudget,
+    SketchedSGD,
+    SparDL,
+    TopK,
+    TrueTopK,
+)
 
 SHAPES = {"embed": (50, 8), "kernel": (30, 20), "out": (20, 11), "bias": (20,)}
 RULES = {"embed": TopK(0.1), "kernel|out": SparDL(0.05)}
@@ -51,6 +61,34 @@ def test_each_group_is_exchanged_as_if_alone():
     assert {k: v.value.shape[2:] for k, v in state.residual.items()} == {
         k: v for k, v in SHAPES.items() if k != "bias"
     }
+
+
+def test_a_skipped_step_changes_nothing_whatever_the_reducer():
+    """The store keeps some residuals, the exchange others."""
+    rules = {
+        "embed": Dragonn(0.1),
+        "kernel": Quantized(),
+        "out": OmniReduce(block_size=8, union_density=1.0),
+    }
+    tx = partition(rules, momentum=0.5)
+    given = gradients(2)
+    given["kernel"] = given["kernel"].at[1, 1, 3, 4].set(jnp.inf)  # the second worker's second
+
+    def run(grads):
+        states = [tx.init(jax.tree.map(lambda g: g[0], grads))]
+        updates = []
+        for step in range(3):
+            update, state = tx.update(jax.tree.map(lambda g, i=step: g[i], grads), states[-1])
+            updates.append(update)
+            states.append(state)
+        return updates, states
+
+    stacked = jax.tree.map(lambda x: x.swapaxes(0, 1), given)
+    updates, (_, before, skipped, after) = on_workers(run, 2, "vmap")(stacked)
+    assert not any(map(np.any, jax.tree.leaves(updates[1])))
+    jax.tree.map(np.testing.assert_array_equal, skipped._replace(skipped=before.skipped), before)
+    assert np.all(skipped.skipped == 1)
+    assert all(map(np.any, jax.tree.leaves((updates[2], after.residual["embed"]))))
 
 
 def test_a_function_and_a_mapping_are_the_same():

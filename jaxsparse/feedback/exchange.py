@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.wire import Axes
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _MOST = 2**31 - 1  # the largest int32
-_ROWS = 8  # of a vector that is checked
+_FLAG_FOR = 8  # elements that share a flag when a vector is checked
 
 
 class Bucket(NamedTuple):
@@ -78,8 +78,8 @@ def exchange(
 
     Before the buckets, workers exchange the dense leaves and, in the same message, a flag that
     gradients are finite. A skipped step so needs no message of its own, and exchanges the old
-    residual in vain. A later decision would need a copy of the old state, one to two d floats of
-    memory. With a delay, only the flag waits for the gradients.
+    residual in vain. A decision after the buckets would need a copy of what was exchanged, of one
+    to two d floats. With a delay, only the flag waits for the gradients.
     """
     axes = settings.axes
     pending = None
@@ -110,8 +110,8 @@ def _send(
     """Exchanges each bucket's residual, plus its gradient unless `gradients` is None.
 
     Returns:
-        The means of buckets; the buckets' new state, or the old one if not `ok`; and the
-        counts of each exchange.
+        The means of buckets; the buckets' new state, or the old one if not `ok`, but for residuals
+        that `in_place` names; and the counts of each exchange.
     """
     axes = settings.axes
     means: list[Pieces] = []
@@ -155,10 +155,10 @@ def _send(
 def in_place(reducer: Reducer, has_momentum: bool) -> bool:
     """Whether the store, and not the exchange, chooses between a new residual and the old one.
 
-    A scatter then changes the exchanged vector, of which XLA would need a copy to choose that. It
-    has the old state anyway. Without momentum, memory for the vector is that of the old state, so
-    that this saves nothing (DGC's step takes 5.6 d with it and 6.5 d without; EF21's, which has no
-    momentum in here, 8.2 d and 7.3 d).
+    A scatter then changes the exchanged vector itself, of which XLA would need a copy to choose
+    that instead. The store has the old residual anyway. So a step of DGC takes 5.6 d floats and not
+    6.5. Without momentum the vector lies where the old residual was, and choosing late costs more
+    than it saves: EF21's step, which has no momentum in here, would take 8.2 d and not 7.3.
     """
     return reducer.changes_few and has_momentum
 
@@ -313,12 +313,13 @@ def _added(
     return _corrected(gradient, u, settings, needs_zeros)
 
 
-def _all_finite(x: Array) -> Array:
+def _all_finite(x: Float[Array, " n"]) -> Array:
     # A sum would be shorter, but XLA's CPU backend hands it to a library together with all that it
-    # adds up, and stores gradients with momentum for that. Of rows, it stores few flags.
-    many = x.size - x.size % _ROWS
-    rows = jnp.all(jnp.isfinite(x[:many]).reshape(_ROWS, -1), axis=0)
-    return jnp.all(jax.lax.optimization_barrier(rows)) & jnp.all(jnp.isfinite(x[many:]))
+    # adds up, and stores gradients with momentum for that. The barrier keeps XLA from storing a
+    # flag for each element.
+    many = x.size - x.size % _FLAG_FOR
+    flags = jnp.all(jnp.isfinite(x[:many]).reshape(_FLAG_FOR, -1), axis=0)
+    return jnp.all(jax.lax.optimization_barrier(flags)) & jnp.all(jnp.isfinite(x[many:]))
 
 
 def count(elements: int) -> Int[Array, ""]:

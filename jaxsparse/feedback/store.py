@@ -162,7 +162,7 @@ class Store(NamedTuple):
             }
         if not self.is_delayed:
             # In the leaves' shapes, so that XLA writes the new residual over the old one.
-            for name in {layout.names[i] for i in self._in_place(plan)}:
+            for name in [layout.names[i] for i in sorted(self._in_place(plan))]:
                 x, old = accumulators["residual"][name].value, before.residual[name].value
                 accumulators["residual"][name] = PerWorker(jnp.where(done.ok, x, old))
         return self._marked(

@@ -194,7 +194,7 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
                 done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
             return delivered, store.save(done, state, plan)
 
-        Axes(axis_name).check(updates)
+        Axes(axis_name).check(updates)  # what is wrong with the tree itself was said first
         return _run(on_device, updates, state, momentum, axis_name, mesh)
 
     return optax.GradientTransformationExtraArgs(init, unwrapped(update))

@@ -29,6 +29,7 @@ class ChunkedTopK(Reducer):
     The fields are the arguments of `chunked_top_k`.
     """
 
+    changes_few = True
     k: int = 64
     chunk_size: int = 4096
     value_bits: Literal[2, 4, 8, 16, 32] = 2

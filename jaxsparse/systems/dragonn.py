@@ -59,6 +59,7 @@ class Dragonn(SeededReducer):
     `dragonn`.
     """
 
+    changes_few = True
     density: float = 0.001
     extract: Extract = "hash"
     samples: int | None = None
@@ -91,11 +92,6 @@ class Dragonn(SeededReducer):
     def hash_seed(self, step: UInt32[Array, ""], rank: Array | int) -> UInt32[Array, ""]:
         """The seed of one worker's slots at one exchange."""
         return hashing.combine(self.seed, step, rank)
-
-    @property
-    def changes_few(self) -> bool:
-        """Its own largest entries."""
-        return True
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""

@@ -34,6 +34,7 @@ class OkTopk(EntryReducer):
     The fields are the arguments of `ok_topk`.
     """
 
+    changes_few = True
     refresh_every: int = 32
     rebalance_every: int = 64
     capacity_factor: float = 2.0

@@ -47,6 +47,7 @@ class RandomK(SeededReducer):
     draws anew, without replacement. The fields are the arguments of `random_k`.
     """
 
+    changes_few = True
     density: float
     reducer: Reducer = _SUM
 

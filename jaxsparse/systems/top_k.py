@@ -26,10 +26,7 @@ class TopK(EntryReducer):
     The fields are the arguments of `top_k`.
     """
 
-    @property
-    def changes_few(self) -> bool:
-        """Its own largest entries."""
-        return True
+    changes_few = True
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
