@@ -1,6 +1,8 @@
 """Error feedback: the worked example, and what composes with it in Optax."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import reference
+import running
 from supports import flat
 from training import train
 from workers import few, mesh, some
@@ -361,6 +364,29 @@ def test_one_nan_in_many_elements_skips_the_step(position, simulated):
     assert after.skipped == 1
     assert not np.any(updates["w"])
     jax.tree.map(np.testing.assert_array_equal, after._replace(skipped=before.skipped), before)
+
+
+LOWERED = """
+import jax, jax.numpy as jnp, jaxsparse
+tx = jaxsparse.top_k(0.1, momentum=0.9)
+params, grads = ({name: jnp.zeros((n, 30)) for name in "abcdefgh"} for n in (40, 80))
+step = jaxsparse.data_parallel(lambda state, grads: tx.update(grads, state), 2, check=False)
+print(jax.jit(step).lower(jaxsparse.shard(tx.init(params), 2), grads).as_text())
+"""
+
+
+@pytest.mark.slow
+def test_processes_lower_the_same_program():
+    """Strings hash differently in each, so none may go through names in a set's order."""
+    texts = []
+    for seed in "12":
+        env = running.ENV | running.QUICK | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-c", LOWERED]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+    assert len(texts[0]) > 10_000
+    assert texts[0] == texts[1]
 
 
 SPARSE = {
