@@ -260,6 +260,7 @@ REDUCERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(REDUCERS, ["gtopk"]))
 @pytest.mark.parametrize("workers", some([4, 6], [6]))  # 6: some fold in and out
 def test_what_others_round_stays_in_the_residual(name, workers):

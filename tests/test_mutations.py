@@ -131,6 +131,7 @@ def test_faults_are_caught_or_survive(tree, capsys):
     assert {path: path.read_bytes() for path in tree.rglob("*.py")} == before
 
 
+@pytest.mark.slow
 def test_a_run_without_end_is_caught(tree, capsys):
     (tree / "tests/test_room.py").write_text(
         "import time\nfrom jaxsparse import platforms\ndef test():\n"

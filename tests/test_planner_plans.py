@@ -52,6 +52,7 @@ TREE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", few([2, 3, 8, 14, 64], [3]))
 def test_every_system_is_planned(workers):
     found = planned(workers=workers, names=None)

@@ -125,6 +125,7 @@ def test_a_device_of_which_nothing_is_shipped():
         SystemProfile.shipped("v100")
 
 
+@pytest.mark.slow
 def test_the_whole_exchange_is_computed(monkeypatch):
     """Nothing is optimised away: mean, residual and state leave the program."""
     from jaxsparse.collectives import wire

@@ -374,6 +374,7 @@ def test_ties_give_distinct_indices(case, key):
         check_choice(table, spec, size, choice)
 
 
+@pytest.mark.slow
 def test_indices_are_recovered_where_slots_are_fullest():
     """The last of 255 tiles that share slots, so its number needs all bits that it has."""
     size, tile, k = 255 * 15 * 50, 50, 20

@@ -97,6 +97,7 @@ def test_bytes_follow_the_stage():
     assert sent.payload == 8 * k[0] + 4 * (DENSE + 1)
 
 
+@pytest.mark.slow
 def test_autotune_times_every_candidate():
     params = {"kernel": jax.ShapeDtypeStruct((64, 65), jnp.float32)}
     make = lambda teams: jaxsparse.spardl(0.01, teams=teams, gather="bruck")

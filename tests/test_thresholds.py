@@ -176,6 +176,7 @@ def test_the_sampled_count_varies_as_order_statistics():
         assert found.std() > 0.1 * deviation, name
 
 
+@pytest.mark.slow
 def test_energy_of_the_largest():
     size, k = 2**16, 655
     x = np.random.default_rng(0).normal(size=(6, size)).astype(np.float32)
