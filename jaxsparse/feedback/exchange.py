@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _MOST = 2**31 - 1  # the largest int32
-_FLAG_FOR = 8  # elements that share a flag when a vector is checked
+_PER_FLAG = 8  # elements that share a flag when a vector is checked
 
 
 class Bucket(NamedTuple):
@@ -153,12 +153,13 @@ def _send(
 
 
 def in_place(reducer: Reducer, has_momentum: bool) -> bool:
-    """Whether the store, and not the exchange, chooses between a new residual and the old one.
+    """Whether the store chooses between a new residual and the old one. If not, the exchange does.
 
-    A scatter then changes the exchanged vector itself, of which XLA would need a copy to choose
-    that instead. The store has the old residual anyway. So a step of DGC takes 5.6 d floats and not
-    6.5. Without momentum the vector lies where the old residual was, and choosing late costs more
-    than it saves: EF21's step, which has no momentum in here, would take 8.2 d and not 7.3.
+    The exchange would choose between the exchanged vector and the residual that a scatter makes of
+    it, so XLA would copy the vector first. The store has the old residual anyway: a step of DGC
+    takes 5.6 d floats instead of 6.5. Without momentum, the exchanged vector lies where the old
+    residual was, and the store's choice takes more memory: EF21's step has no momentum in here, and
+    would take 8.2 d instead of 7.3.
     """
     return reducer.changes_few and has_momentum
 
@@ -317,8 +318,8 @@ def _all_finite(x: Float[Array, " n"]) -> Array:
     # A sum would be shorter, but XLA's CPU backend hands it to a library together with all that it
     # adds up, and stores gradients with momentum for that. The barrier keeps XLA from storing a
     # flag for each element.
-    many = x.size - x.size % _FLAG_FOR
-    flags = jnp.all(jnp.isfinite(x[:many]).reshape(_FLAG_FOR, -1), axis=0)
+    many = x.size - x.size % _PER_FLAG
+    flags = jnp.all(jnp.isfinite(x[:many]).reshape(_PER_FLAG, -1), axis=0)
     return jnp.all(jax.lax.optimization_barrier(flags)) & jnp.all(jnp.isfinite(x[many:]))
 
 
