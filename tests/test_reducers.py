@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 from workers import few, on_workers, some
 
+from jaxsparse.collectives.messages import AllReduced
+from jaxsparse.reducers.base import deliver_streams
+from jaxsparse.stream import SparseStream
 from jaxsparse.systems import SketchedBudget, SketchedSGD, TrueTopK
 
 SIZE = 2003
@@ -50,3 +53,21 @@ def test_values_beyond_float16_are_exchanged_exactly(way, seed):
     np.testing.assert_array_equal(mean[70:80], big)
     np.testing.assert_array_equal(mean[80:90], 21_840)
     assert mean[300] == 9_999
+
+
+def test_what_an_all_reduce_leaves_is_owed_by_hand():
+    """Of sent entries and others', beside a sum that overflows, and past the range of float32."""
+    x = jnp.float32([1, 2, 3, 4, 3e38, 6])
+    stream = SparseStream(jnp.int32([0, 5, 6]), jnp.float32([1, 6, 0]))  # the last slot is empty
+    total = jnp.float32([4, 0, jnp.inf, 6, 0, jnp.inf])
+    left = AllReduced(total, jnp.float32([0.25, 0, 7, 0.5, 3e38, 0]), jnp.int32(1))
+    reduced = deliver_streams(x, stream, left, (), 2)
+    largest = np.finfo(np.float32).max
+    np.testing.assert_array_equal(reduced.residual, np.float32([0.25, 2, 3, 4.5, largest, 6]))
+    np.testing.assert_array_equal(reduced.mean, [2, 0, 0, 3, 0, 0])
+    assert reduced.sent.tolist() == [True, False, False, False, False, False]
+    assert (reduced.info.delivered, reduced.info.overflow) == (2, 1)
+    own = AllReduced(total, jnp.float32([0.25, 0, 0, 0, 0, 0]), jnp.int32(1))
+    for is_own in (False, True):
+        reduced = deliver_streams(x, stream, own, (), 2, is_own=is_own)
+        np.testing.assert_array_equal(reduced.residual, np.float32([0.25, 2, 3, 4, 3e38, 6]))
