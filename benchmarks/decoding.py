@@ -27,10 +27,10 @@ from jaxsparse.settings import entries
 def decode_dense(parcel: MessageFormat, messages: jax.Array) -> jax.Array:
     def add(total, message):
         # Without the barrier XLA adds the entries to `total`: it decodes sparsely by itself.
-        decoded = jax.lax.optimization_barrier(parcel.merge(parcel.empty(), message))
+        decoded = jax.lax.optimization_barrier(parcel.vector(message))
         return total + decoded, None
 
-    return jax.lax.scan(add, parcel.empty(), messages)[0]
+    return jax.lax.scan(add, jnp.zeros(parcel.size, parcel.dtype), messages)[0]
 
 
 def messages_of(workers: int, k: int, size: int) -> jax.Array:

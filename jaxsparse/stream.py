@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Int, Num
+from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Int, Num, Shaped
 
 Operation = Literal["sum", "max", "min", "or"]
 
@@ -51,8 +51,21 @@ def to_dense(stream: SparseStream, size: int, op: Operation = "sum") -> Num[Arra
     dtype = stream.values.dtype
     if op == "or":  # whose scatter wants distinct indices
         stream = merge_duplicates(stream, size, op)
-    empty = jnp.full((size,), neutral(op, dtype), dtype)
+    empty = filled(size, neutral(op, dtype), stream.indices)
     return scatter(op, empty, stream.indices, stream.values)
+
+
+def filled(
+    size: int, value: Shaped[ArrayLike, ""], indices: Int[Array, " k"]
+) -> Shaped[Array, " size"]:
+    """A vector of one value to scatter into at `indices`, made no earlier than those.
+
+    Otherwise XLA's CPU backend makes it when the program begins, and keeps it until the scatter: a
+    step of top-k would take 5.3 d floats instead of 4.3.
+    """
+    # Zero for any index, which XLA does not find out.
+    zero = (jnp.min(indices[:1], initial=0) & 1) >> 1
+    return jnp.full((size,), value + zero.astype(jnp.result_type(value)))
 
 
 def add_to(x: Num[Array, " d"], stream: SparseStream) -> Num[Array, " d"]:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from running import ENV
 
 from jaxsparse import planner
 from jaxsparse.traffic import Collective, Conditional, WireBytes
@@ -337,7 +338,7 @@ def _start(path, *flags):
     command = [sys.executable, str(FOLDER / "run.py"), "--json", str(path), *flags]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        env=ENV,
     )  # fmt: skip
 
 

@@ -1,25 +1,22 @@
 """benchmarks/gpu.py on a CPU: it ends in time, and says what it left out and what is wrong."""
 
 import json
-import os
-import pathlib
 import subprocess
 import sys
 import time
 
 import jax
 import pytest
+from running import ENV, ROOT
 
-ROOT = pathlib.Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 TINY = ["--platform", "cpu", "--sizes", "10", "11", "--repeat-size", "10", "--params", "40_000"]
 
 
 def run(*arguments, timeout):
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return subprocess.run(
         [sys.executable, SCRIPT, *TINY, *map(str, arguments)],
-        env=env,
+        env=ENV,
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -2,6 +2,12 @@
 
 import ast
 import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+from running import ENV
 
 import jaxsparse
 
@@ -120,3 +126,17 @@ def test_no_test_imports_another():
             names = [alias.name for alias in getattr(node, "names", ()) if hasattr(alias, "asname")]
             names += [getattr(node, "module", None) or ""]
             assert not any(name.startswith("test_") for name in names), path.name
+
+
+@pytest.mark.slow
+def test_a_gradient_walks_through_few_files():
+    script = ROOT.parent / "benchmarks" / "call_path.py"
+    done = subprocess.run(
+        [sys.executable, script], env=ENV, capture_output=True, text=True, check=True
+    )
+    found = re.findall(r"\| `(\w+)` \| (\d+) \| (\d+) \|", done.stdout)
+    most = {"dense": (8, 25), "spardl": (15, 70), "sketched_sgd": (18, 100)}
+    assert {name for name, _, _ in found} == set(most)
+    for name, files, moves in found:
+        assert int(files) <= most[name][0]
+        assert int(moves) <= most[name][1]

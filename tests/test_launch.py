@@ -108,6 +108,14 @@ def test_the_report_has_the_last_lines_without_a_native_stack():
     assert outcome.report.splitlines()[2:] == [str(i) for i in range(11, 31)]
 
 
+def test_what_gloo_prints_amid_a_line_leaves_the_line_whole():
+    # Python writes a line and its end one after the other.
+    _, lines = run(f"printf 'first half'; echo '{GLOO}'; echo; echo '{GLOO}'; echo next", 1)
+    assert lines == [["first half", "next"]]
+    _, lines = run(f"printf unfinished; echo '{GLOO}'", 1)
+    assert lines == [["unfinished"]]
+
+
 def test_the_limit_names_who_still_ran():
     outcome, _ = run(f"[ {RANK} = 1 ] || exec sleep 100", 3, timeout=0.4)
     assert outcome == (124, None, "rank 0, 2 still ran")

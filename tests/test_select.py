@@ -12,7 +12,7 @@ from workers import few, some
 
 from jaxsparse import select, sketch, stream
 from jaxsparse.blocks import BlockStream
-from jaxsparse.select.compaction import compact_ranked
+from jaxsparse.select.compaction import compact_ranked, compact_rows
 
 
 @pytest.mark.parametrize("size", [1, 2, 17, 1000])
@@ -91,6 +91,19 @@ def test_every_single_position_is_found():
     found = jax.jit(jax.vmap(find))(jnp.arange(2100, dtype=jnp.int32))
     np.testing.assert_array_equal(found[:, 0], np.arange(2100))
     assert np.all(found[:, 1] == 2100)
+
+
+@pytest.mark.parametrize("width", few([1, 31, 32, 33, 1025], [33, 1025]))
+def test_compact_of_each_row(width):
+    mask = (
+        np.random.default_rng(width).uniform(size=(5, width)) < np.array([[0, 0.1, 0.5, 0.9, 1]]).T
+    )
+    capacity = -(-width // 2)
+    places, counts = compact_rows(jnp.asarray(mask), capacity)
+    np.testing.assert_array_equal(counts, mask.sum(axis=1))
+    for row, found in zip(mask, np.asarray(places)):
+        there = np.flatnonzero(row)[:capacity]
+        np.testing.assert_array_equal(found[: len(there)], there)
 
 
 @pytest.mark.parametrize("size", few([1, 31, 1024, 3000], [31, 3000]))

@@ -191,3 +191,12 @@ def test_errors_name_what_is_wrong():
     half = SparseStream(jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.bfloat16))
     with pytest.raises(ValueError, match="values have dtype bfloat16: Coo sends dtypes of 4 bytes"):
         codecs.COO.encode(half, 10)
+
+
+@pytest.mark.parametrize("indices", [[], [0], [5], [-1, 2], [-2]])
+def test_what_is_filled_has_the_value_whatever_the_indices(indices):
+    indices = jnp.asarray(indices, jnp.int32)
+    for value in (False, np.float32(-np.inf), np.int32(-(2**31)), np.uint32(0)):
+        vector = stream.filled(3, value, indices)
+        assert vector.dtype == np.asarray(value).dtype
+        assert vector.tolist() == [value] * 3

@@ -22,9 +22,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-_TAIL = 20  # lines
-# gloo prints the first in every process, without a switch; the other is absl's stack of addresses.
-_NOISE = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer|    @ +0x[0-9a-f]+  ")
+# What gloo prints in every process, even amid a line of Python's, and absl's stack of addresses.
+_NOISE = re.compile(r"(?:\[Gloo\] Rank \d+ is connected to \d+ peer|^    @ +0x[0-9a-f]+  ).*\n")
 # A rank and a line of it or its exit status; -1 and a signal, or 0 when the time is up.
 _Events = queue.SimpleQueue[tuple[int, str | int]]
 
@@ -37,10 +36,6 @@ class Outcome(NamedTuple):
     report: str  # in words, with the last lines of the rank that failed
 
 
-def show(rank: int, line: str) -> None:
-    print(f"[{rank}] {line}", flush=True)
-
-
 def launch(
     command: Sequence[str],
     processes: int,
@@ -48,7 +43,7 @@ def launch(
     devices: int = 1,
     timeout: float | None = None,
     grace: float = 3.0,
-    on_line: Callable[[int, str], object] = show,
+    on_line: Callable[[int, str], object] = lambda i, line: print(f"[{i}] {line}", flush=True),
     env: Mapping[str, str] | None = None,
     wrap: Callable[[int], Sequence[str]] = lambda rank: (),
     host: str = "127.0.0.1",
@@ -73,7 +68,7 @@ def launch(
     """
     with socket.create_server(("", 0)) as probe:  # at a free port
         address = f"{host}:{probe.getsockname()[1]}"
-    tails = [collections.deque[str](maxlen=_TAIL) for _ in range(processes)]
+    tails = [collections.deque[str](maxlen=20) for _ in range(processes)]
     running = set(range(processes))
     status, failed, report = 0, None, f"{processes} processes ended well"
 
@@ -157,10 +152,15 @@ class _Rank:
 
     def _read(self, rank: int, events: _Events) -> None:
         assert self._process.stdout is not None
+        begun = ""
         with self._process.stdout as lines:
             for line in lines:
-                if not _NOISE.match(line):
-                    events.put((rank, line.rstrip("\n")))
+                begun, noises = _NOISE.subn("", begun + line)
+                if not noises:
+                    events.put((rank, begun.rstrip("\n")))
+                    begun = ""
+        if begun:
+            events.put((rank, begun))
 
     def signal(self, number: int) -> None:
         if self.thread.is_alive():  # later its id may be another's

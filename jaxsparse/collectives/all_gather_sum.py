@@ -42,7 +42,7 @@ def all_gather_sum(
             stream = merge_duplicates(stream, size, op)
         if not message_format.is_exact:
             lost = stream.values - codec.rounded(stream, size)
-            residual = residual.at[stream.indices].add(lost, mode="drop")
+            residual = to_dense(SparseStream(stream.indices, lost), size)
         message = codec.encode(stream, size)
     messages = wire.all_gather(message, axis_name)
     return AllReduced(message_format.merge_all(messages), residual, jnp.int32(0))

@@ -17,6 +17,7 @@ from jaxsparse.stream import (
     SparseStream,
     check_operation,
     combine,
+    filled,
     from_dense,
     neutral,
     scatter,
@@ -94,10 +95,6 @@ class MessageFormat:
         """Whether messages round no value."""
         return self.is_dense or self.codec.is_exact
 
-    def empty(self) -> Num[Array, " size"]:
-        """The vector without entries."""
-        return jnp.full((self.size,), neutral(self.op, self.dtype), self.dtype)
-
     def extract(self, x: Num[Array, " size"]) -> SparseStream:
         """The first `capacity` entries of `x`."""
         return from_dense(x, select.compact(x != neutral(self.op, x.dtype), self.capacity))
@@ -121,15 +118,25 @@ class MessageFormat:
         """Combines `x` with the vector of a message."""
         if self.is_dense:
             return combine(self.op, x, codecs.from_bits(message, self.dtype))
-        stream = self.codec.decode(message, self.capacity, self.size, self.dtype)
-        return scatter(self.op, x, stream.indices, stream.values)
+        return scatter(self.op, x, *self._entries(message))
+
+    def vector(self, message: UInt32[Array, " words"]) -> Num[Array, " size"]:
+        """The vector of a message."""
+        if self.is_dense:
+            return codecs.from_bits(message, self.dtype)
+        entries = self._entries(message)
+        empty = filled(self.size, neutral(self.op, self.dtype), entries.indices)
+        return scatter(self.op, empty, *entries)
+
+    def _entries(self, message: UInt32[Array, " words"]) -> SparseStream:
+        return self.codec.decode(message, self.capacity, self.size, self.dtype)
 
     def merge_all(self, messages: UInt32[Array, "n words"]) -> Num[Array, " size"]:
         """Combines the vectors of all messages, one after the other.
 
         A single scatter would combine entries with equal indices in any order on a GPU.
         """
-        total = self.merge(self.empty(), messages[0])
+        total = self.vector(messages[0])
         if len(messages) == 1:
             return total
         step = lambda total, message: (self.merge(total, message), None)
@@ -137,7 +144,7 @@ class MessageFormat:
 
     def ranges(self, messages: UInt32[Array, "n words"]) -> Num[Array, " n*size"]:
         """The vectors of all messages, end to end."""
-        return jax.vmap(lambda words: self.merge(self.empty(), words))(messages).reshape(-1)
+        return jax.vmap(self.vector)(messages).reshape(-1)
 
 
 def with_count(

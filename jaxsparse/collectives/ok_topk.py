@@ -14,7 +14,7 @@ from jaxsparse.collectives.spardl import Select, largest
 from jaxsparse.platforms import magnitude_bits, to_bits, zeros
 from jaxsparse.select.compaction import first_of_ranges, running_sum
 from jaxsparse.select.thresholds import EXACT_PASSES, bisection, sample_size
-from jaxsparse.stream import SparseStream, add_to, from_dense
+from jaxsparse.stream import SparseStream, add_to, filled, from_dense, to_dense
 
 # Slots for each of the k wanted entries, so that more than they hold reach a sampled threshold in
 # one of some thousand samples only.
@@ -210,7 +210,7 @@ def ok_topk(
     means = streams.values.ravel() / workers
     means = jnp.where(jnp.isfinite(means), means, 0)
     elements = regions.elements(place, streams.indices.ravel())
-    mean = jnp.zeros((size,), x.dtype).at[elements].set(means, mode="drop")
+    mean = to_dense(SparseStream(elements, means), size)
     delivered = jnp.sum((means != 0) & (elements < size), dtype=jnp.int32)
 
     # All that differs from x is where entries are: no pass over all of it.
@@ -219,7 +219,7 @@ def ok_topk(
     arriving = jax.vmap(lambda row: codec.rounded(row, regions.length))(leaving)
     lost = entries.values - arriving.ravel()
     residual = x.at[index].set(lost, mode="drop")
-    sent = jnp.zeros_like(x, jnp.bool_).at[index].set(True, mode="drop")
+    sent = filled(size, False, index).at[index].set(True, mode="drop")
     if not between.is_exact:
         index = regions.elements(place, positions)
         lost = jnp.where(arrives(index), sums.values - rounded, 0)

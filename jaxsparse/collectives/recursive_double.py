@@ -75,7 +75,7 @@ def recursive_double(
         message_format, x, residual = prepare(rank < power, power)
         pairs = [(i, power + i) for i in range(extra)]
         message = wire.permute(message_format.pack(x), axis_name, pairs)
-        x = jnp.where(rank >= power, message_format.merge(message_format.empty(), message), x)
+        x = jnp.where(rank >= power, message_format.vector(message), x)
     return AllReduced(wire.replicated(x, axis_name), residual, jnp.int32(0))
 
 

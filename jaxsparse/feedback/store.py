@@ -14,7 +14,7 @@ from jaxtyping import Array, BFloat16, DTypeLike, Float, Int, UInt32
 from jaxsparse import hashing, layout as layouts
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.wire import Axes
-from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged, Plan, in_place
+from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged, Plan
 from jaxsparse.reducers.base import Info
 from jaxsparse.training.marks import PerWorker
 from jaxsparse.training.meshes import Placement
@@ -160,11 +160,12 @@ class Store(NamedTuple):
                 name: PerWorker(x[None]) if described[field][name].is_own else x
                 for name, x in named.items()
             }
-        if not self.is_delayed:
-            # In the leaves' shapes, so that XLA writes the new residual over the old one.
-            for name in [layout.names[i] for i in sorted(self._in_place(plan))]:
-                x, old = accumulators["residual"][name].value, before.residual[name].value
-                accumulators["residual"][name] = PerWorker(jnp.where(done.ok, x, old))
+        opened = [pieces for pieces, is_open in zip(layout.buckets, done.is_open) if is_open]
+        # In the leaves' shapes, so that XLA writes the new residual over the old one.
+        for leaf in sorted({leaf for pieces in opened for leaf, _, _ in pieces}):
+            name, stored = layout.names[leaf], accumulators["residual"]
+            old = before.residual[name].value
+            stored[name] = PerWorker(jnp.where(done.ok, stored[name].value, old))
         return self._marked(
             ErrorFeedbackState(
                 **accumulators,
@@ -175,12 +176,6 @@ class Store(NamedTuple):
                 placement=before.placement,
             )
         )
-
-    def _in_place(self, plan: Plan) -> set[int]:
-        """The leaves whose residual the exchange returns whether or not the step counts."""
-        each = zip(plan.layout.buckets, plan.reducers)
-        chosen = [pieces for pieces, reducer in each if in_place(reducer, self.has_momentum)]
-        return {leaf for pieces in chosen for leaf, _, _ in pieces}
 
     def _marked(self, state: ErrorFeedbackState) -> ErrorFeedbackState:
         """The state with marked arrays typed as different between workers."""

@@ -272,7 +272,6 @@ def _plan(
         reducers=tuple(reducers),
         needs_zeros=tuple(map(operator.attrgetter("needs_zeros"), reducers)),
         sizes=sizes,
-        dense_size=all_dense,
         dense_elements=all_dense if dense_elements is None else dense_elements,
     )
 

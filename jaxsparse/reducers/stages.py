@@ -100,7 +100,7 @@ class Staged(Reducer):
     """Uses the reducer of the current stage, which the number of exchanges so far determines.
 
     Skipped steps do not count. `changes_few` stays False: a branch gets a copy of the vector anyway
-    (a step of DGC with a warm-up takes 8.9 d floats, and 9.9 with it).
+    (a step of DGC with a warm-up takes 8.3 d floats, and would take 9.3 with it).
 
     Attributes:
         stages: the reducers. Their states must have equal shapes and dtypes. A stage without state,

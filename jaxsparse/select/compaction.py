@@ -142,32 +142,27 @@ def first_of_ranges(
     return compact_ranked(x, mask, len(bounds), capacity, enough=enough)
 
 
-def some_of_rows(
+def compact_rows(
     mask: Bool[Array, "n width"], capacity: int
 ) -> tuple[Int[Array, "n capacity"], Int[Array, " n"]]:
-    """Positions of True elements of each row, in no order, and how many there are.
-
-    Bits stay where packing leaves them: their order would cost as much as the rest.
+    """Positions of the first `capacity` True elements of each row, and how many there are.
 
     Args:
         mask: n * width < 2**31.
         capacity: slots for each row.
 
     Returns:
-        int32, positions within a row; slots without an element hold any number. int32, how many
-        elements of each row are True, which may be more than the slots.
+        int32, positions within a row, increasing; slots without an element hold any number. int32,
+        how many elements of each row are True, which may be more than the slots.
 
-    >>> places, counts = some_of_rows(jnp.array([[False, True, True], [True, False, False]]), 2)
+    >>> places, counts = compact_rows(jnp.array([[False, True, True], [True, False, False]]), 2)
     >>> places[0].tolist(), counts.tolist()
     ([1, 2], [2, 1])
     """
     n, width = mask.shape
     # A power of two of words, for the search.
     count = 1 << (-(-width // _BITS) - 1).bit_length()
-    planes = jnp.pad(mask, ((0, 0), (0, count * _BITS - width))).reshape(n, _BITS, count)
-    words = planes[:, 0].astype(jnp.uint32)
-    for number in range(1, _BITS):
-        words |= planes[:, number].astype(jnp.uint32) << np.uint32(number)
+    words = _words(jnp.pad(mask, ((0, 0), (0, count * _BITS - width))))
     block = min(count, _BITS)
     within = _sums_along(_counts(words).reshape(-1, block)).reshape(n, -1, block)
     ends = jnp.cumsum(within[:, :, -1], axis=1)
@@ -175,8 +170,8 @@ def some_of_rows(
     slot = lax.broadcasted_iota(jnp.int32, (n, capacity), 1)
     first = count * lax.broadcasted_iota(jnp.int32, (n, capacity), 0)
     word, rank = _find_word(within.ravel(), first, slot, count)
-    plane = _find_bit(_at(words.ravel(), word), rank)
-    return plane * count + word - first, ends[:, -1]
+    bit = _find_bit(_at(words.ravel(), word), rank)
+    return (word - first) * _BITS + bit, ends[:, -1]
 
 
 class _Found(NamedTuple):
@@ -264,30 +259,18 @@ def _pack_all(
 @jax.jit  # traced once for all ranks, on CPU and GPU
 def _pack(mask: Bool[Array, " n"]) -> UInt32[Array, "blocks 32"]:
     """Bit i of word w of block b is element 1024 b + 32 w + i; False past the end."""
-    square = jnp.pad(mask, (0, -mask.size % _BLOCK)).reshape(-1, _BITS, _BITS)
-    # Words are made of columns, which vectorises, as a sum along the last axis does not; then
-    # every block of bits is transposed.
-    words = square[:, 0].astype(jnp.uint32)
-    for row in range(1, _BITS):
-        words |= square[:, row].astype(jnp.uint32) << np.uint32(row)
-    return _transpose(words)
+    # The last block by itself: XLA takes four times as long for a vector that is padded.
+    whole = mask.size - mask.size % _BLOCK
+    rest = jnp.pad(mask[whole:], (0, -mask.size % _BLOCK))
+    return jnp.concatenate([_words(mask[:whole]), _words(rest)]).reshape(-1, _BITS)
 
 
-def _transpose(words: UInt32[Array, "blocks 32"]) -> UInt32[Array, "blocks 32"]:
-    """Transposes 32 x 32 bits, by swaps of ever smaller squares (Hacker's Delight, 7-3)."""
-    for half, low_bits in (
-        (16, 0x0000FFFF),
-        (8, 0x00FF00FF),
-        (4, 0x0F0F0F0F),
-        (2, 0x33333333),
-        (1, 0x55555555),
-    ):
-        pairs = words.reshape(-1, _BITS // (2 * half), 2, half)
-        top, bottom = pairs[:, :, 0], pairs[:, :, 1]
-        swap = ((top >> np.uint32(half)) ^ bottom) & np.uint32(low_bits)
-        top, bottom = top ^ (swap << np.uint32(half)), bottom ^ swap
-        words = jnp.stack([top, bottom], axis=2).reshape(-1, _BITS)
-    return words
+def _words(mask: Bool[Array, "*rows width"]) -> UInt32[Array, "*rows width/32"]:
+    """The bits of the last axis, 32 to a word, beginning with the lowest."""
+    # By way of bytes: a CPU adds up eight small numbers in half the time of 32 large ones.
+    bits = mask.reshape(*mask.shape[:-1], -1, _BITS // 8, 8).astype(jnp.uint8)
+    bits <<= lax.broadcasted_iota(jnp.uint8, bits.shape, bits.ndim - 1)
+    return lax.bitcast_convert_type(jnp.sum(bits, axis=-1, dtype=jnp.uint8), jnp.uint32)
 
 
 def running_sum(x: Int[Array, " n"], *, most: int, total: int) -> Int[Array, " n"]:

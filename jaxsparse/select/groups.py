@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Int32
 
-from jaxsparse.select.compaction import compact, some_of_rows
+from jaxsparse.select.compaction import compact, compact_rows
 from jaxsparse.settings import check_k, check_vector, static_int
 from jaxsparse.stream import SparseStream
 
@@ -147,13 +147,13 @@ def _by_candidates(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
     is_candidate = _magnitude(x) >= jnp.maximum(bound, 1)[:, None]
     is_candidate |= (bound == 0)[:, None] & (place < k)
     room = math.ceil(_ROOM * k)
-    places, counts = some_of_rows(is_candidate, room)
+    places, counts = compact_rows(is_candidate, room)
     is_there = lax.broadcasted_iota(jnp.int32, places.shape, 1) < counts[:, None]
     places = jnp.where(is_there, places, width)
     first = width * lax.broadcasted_iota(jnp.int32, places.shape, 0)
     values = x.ravel().at[first + jnp.minimum(places, width - 1)].get(mode="promise_in_bounds")
     keys = jnp.where(is_there, _magnitude(values), 0)
-    kept, _ = some_of_rows(_largest(keys, places, width, k), k)
+    kept, _ = compact_rows(_largest(keys, places, width, k), k)
 
     kept = jnp.take_along_axis(places, kept, axis=1, mode="promise_in_bounds")
 

@@ -18,7 +18,7 @@ from jaxsparse.magnitude import largest_magnitude, shares_of
 from jaxsparse.platforms import count_where
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer, deliver_streams, finite_sums
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.stream import SparseStream, add_to
+from jaxsparse.stream import SparseStream, add_to, filled, to_dense
 from jaxsparse.systems.row import Case, Request, Settings, System, one_in
 
 
@@ -79,7 +79,7 @@ class ChunkedTopK(Reducer):
         messages = wire.all_gather(self.codec.encode(stream, x.size), axis_name)
         total, senders = self._combined(messages, stream.capacity, x.size)
         lost = stream.values - self.codec.rounded(stream, x.size)
-        residual = jnp.zeros_like(x).at[stream.indices].set(lost, unique_indices=True)
+        residual = to_dense(stream._replace(values=lost), x.size)
         result = AllReduced(total, residual, jnp.int32(0))
         reduced = deliver_streams(x, stream, result, state, workers, is_own=True)
         if self.aggregate == "mean":
@@ -103,8 +103,8 @@ class ChunkedTopK(Reducer):
             total, senders = carry
             return (add_to(total, stream), senders.at[stream.indices].add(1, mode="drop")), None
 
-        start = jnp.zeros_like(streams.values, shape=(size,))
-        none = jnp.zeros_like(streams.indices, shape=(size,))
+        start = filled(size, jnp.float32(0), streams.indices[0])
+        none = filled(size, jnp.int32(0), streams.indices[0])
         return jax.lax.scan(add, (start, none), streams)[0]
 
 

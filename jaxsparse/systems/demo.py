@@ -22,7 +22,7 @@ from jaxsparse.reducers.base import Conservation, Reduced, Reducer, finite_sums,
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.settings import check_k, static_int
-from jaxsparse.stream import SparseStream, add_to
+from jaxsparse.stream import SparseStream, add_to, to_dense
 from jaxsparse.systems.row import Case, Request, Settings, System
 
 ValueBits = Literal[2, 4, 8, 16, 32]
@@ -135,8 +135,7 @@ class DeMo(MatrixReducer):
             else:
                 ones = lambda m, read=read: _counted(read(m))
                 mean.append(total / jnp.maximum(_added(part, ones, size), 1))
-            sent = jnp.zeros_like(stream.values, shape=(size,))
-            sent = sent.at[stream.indices].set(codec.rounded(stream, size), unique_indices=True)
+            sent = to_dense(stream._replace(values=codec.rounded(stream, size)), size)
             own.append(jnp.where(finite, sent, 0))
         return own, mean
 
@@ -181,7 +180,7 @@ def _added(
 ) -> Float[Array, " d"]:
     """The sum of what is read from all messages, one after the other."""
     add = lambda total, message: (add_to(total, read(message)), None)
-    return jax.lax.scan(add, jnp.zeros_like(messages, jnp.float32, shape=(size,)), messages)[0]
+    return jax.lax.scan(add, to_dense(read(messages[0]), size), messages[1:])[0]
 
 
 def _counted(stream: SparseStream) -> SparseStream:
