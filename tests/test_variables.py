@@ -99,6 +99,10 @@ def test_a_trainer_restores_each_array_where_it_was(name, tmp_path):
         assert all(x.sharding.num_devices == 8 for x in own)
         assert all(x.addressable_shards[0].data.size * 8 == x.size for x in own)
         losses = train(where, model, optimizer, 3)
+        # XLA may have left an array elsewhere than its Variable says. From another place the next
+        # step is another program, whose sums may differ in their last bits.
+        state = states(optimizer)
+        nnx.update(optimizer, jax.device_put(state, nnx.get_named_sharding(state, where)))
         saver = ocp.PyTreeCheckpointer()
         saver.save(tmp_path / "state", nnx.to_pure_dict(states(optimizer)))
         after = train(where, model, optimizer, 2)
