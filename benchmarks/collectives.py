@@ -95,7 +95,7 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
         def f(x: jax.Array) -> Any:
             # Not known to the compiler, or it would drop the branches of later steps.
             state = jax.lax.optimization_barrier(reducer.init(size))
-            reduced = reducer(x, state, axis_name="data")
+            reduced = reducer(x, state, axis_name="data").whole(x)
             return reduced.mean, reduced.residual
 
         sent = wire(f, workers, jax.ShapeDtypeStruct((size,), jnp.float32))

@@ -56,7 +56,7 @@ def exchanges(size: int, workers: int) -> dict[str, Callable[[jax.Array], Any]]:
         ).reducer(size)
 
         def exchange(x, reducer=reducer):
-            reduced = reducer(x, reducer.init(size), axis_name="data")
+            reduced = reducer(x, reducer.init(size), axis_name="data").whole(x)
             return {"mean": reduced.mean, "residual": reduced.residual}
 
         programs[name] = jax.vmap(exchange, axis_name="data")

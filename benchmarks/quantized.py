@@ -53,7 +53,7 @@ class WithoutFeedback(Reducer):
         return self.reducer.init(size)
 
     def __call__(self, x: jax.Array, state: Any, *, axis_name: str | None) -> Reduced:
-        reduced = self.reducer(x, state, axis_name=axis_name)
+        reduced = self.reducer(x, state, axis_name=axis_name).whole(x)
         return reduced._replace(residual=jnp.zeros_like(x))
 
 

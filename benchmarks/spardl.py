@@ -135,7 +135,7 @@ def follow(reducer: SparDL, args: argparse.Namespace, seeds: list[int]) -> list[
 
     def exchange(params: Any, residual: Any, state: Any, batch: Any) -> tuple[Any, ...]:
         x = residual + jax.grad(lambda p: loss_of(unravel(p), batch))(params)
-        reduced = reducer(x, state, axis_name="data")
+        reduced = reducer(x, state, axis_name="data").whole(x)
         count = gathered(reducer, x, state) if state != () else jnp.float32(0)
         return x, reduced.residual, count, reduced.mean, reduced.state
 

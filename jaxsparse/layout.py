@@ -17,9 +17,11 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxsparse.settings import static_int
 
-# A bucket as flat arrays, one for each leaf or part of a leaf in it. What is added up by pieces
-# needs no vector of its own: XLA joins vectors before it adds them, and keeps each.
-Pieces = tuple[Float[Array, " n"], ...]
+# A bucket as arrays, one for each leaf or part of a leaf in it: a leaf's are [1, *shape], a part's
+# are flat. What is added up by pieces needs no vector of its own: XLA joins vectors before it adds
+# them, and keeps each. And XLA writes a sum over a summand of the same shape: accumulators are
+# [1, *shape].
+Pieces = tuple[Float[Array, "..."], ...]
 
 # Its arguments: one leaf's key path, as jax.tree_util.keystr prints it, and its shape.
 IsDense = Callable[[str, tuple[int, ...]], bool]
@@ -99,7 +101,7 @@ class Layout(NamedTuple):
 
     def leaves_in_dense(self, dense: Float[Array, " n"]) -> dict[int, Array]:
         """The leaves in the dense vector, by number and in their shapes."""
-        parts = cut(dense, [piece.stop - piece.start for piece in self.dense])
+        parts = cut(dense, [(piece.stop - piece.start,) for piece in self.dense])
         return self._leaves([(parts, self.dense)])
 
     def _leaves(self, vectors: Iterable[tuple[Pieces, Sequence[_Piece]]]) -> dict[int, Array]:
@@ -111,24 +113,30 @@ class Layout(NamedTuple):
 
 
 def _pieces(leaves: Mapping[int, Array], own: Sequence[_Piece]) -> Pieces:
-    return tuple(
-        jax.lax.slice(leaves[leaf].reshape(-1), (start,), (stop,)).astype(jnp.float32)
-        for leaf, start, stop in own
-    )
+    def piece(x: Array, start: int, stop: int) -> Array:
+        if stop - start == x.size:
+            return x.reshape(1, *x.shape)
+        return jax.lax.slice(x.reshape(-1), (start,), (stop,))
+
+    return tuple(piece(leaves[leaf], a, b).astype(jnp.float32) for leaf, a, b in own)
 
 
-def join(pieces: Sequence[Float[Array, " n"]]) -> Float[Array, " d"]:
+def join(pieces: Sequence[Float[Array, "..."]]) -> Float[Array, " d"]:
     """The vector of pieces laid end to end."""
-    if not pieces:
+    flat = [piece.reshape(-1) for piece in pieces]
+    if not flat:
         return jnp.zeros((0,), jnp.float32)
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 
-def cut(vectors: Any, sizes: Sequence[int]) -> Any:
-    """A vector in pieces of these sizes; or several, in any tree, each replaced by its pieces."""
-    stops = list(itertools.accumulate(sizes))
-    bounds = list(zip([0, *stops], stops))
-    return jax.tree.map(lambda x: tuple(jax.lax.slice(x, (a,), (b,)) for a, b in bounds), vectors)
+def cut(vectors: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+    """A vector in pieces of these shapes; or several, in any tree, each replaced by its pieces."""
+    stops = list(itertools.accumulate(map(math.prod, shapes)))
+    each = list(zip([0, *stops], stops, shapes))
+    return jax.tree.map(
+        lambda x: tuple(jax.lax.slice(x, (a,), (b,)).reshape(shape) for a, b, shape in each),
+        vectors,
+    )
 
 
 def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:

@@ -36,7 +36,7 @@ def exchange(reducer, workers, way):
     def step(carried, gradient):
         state, residual = carried
         x = residual + gradient
-        reduced = reducer(x, state, axis_name="data")
+        reduced = reducer(x, state, axis_name="data").whole(x)
         return (reduced.state, reduced.residual), (x, reduced)
 
     def run(gradients):

@@ -84,7 +84,7 @@ def exchange(name, workers, way):
     def step(carried, gradient):
         state, residual = carried
         x = residual + gradient
-        reduced = reducer(x, state, axis_name="data")
+        reduced = reducer(x, state, axis_name="data").whole(x)
         if way == "shard_map":
             for leaf in jax.tree.leaves((reduced.mean, reduced.state, reduced.info)):
                 assert not wire.is_varying(leaf, "data"), "must be typed replicated"

@@ -126,7 +126,7 @@ def test_peak_memory_of_a_whole_step(settings, floats, leaves):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "floats", "leaves"),
-    [("dgc", 5.3, 1), ("dgc", 5.8, 16), ("top_k", 4.5, 1), ("gtopk", 5.3, 1), ("ok_topk", 5.2, 1)],
+    [("dgc", 4.3, 1), ("dgc", 5.5, 16), ("top_k", 3.5, 1), ("gtopk", 5.3, 1), ("ok_topk", 5.2, 1)],
 )
 def test_peak_memory_of_a_system(name, floats, leaves):
     """The same, at a density of 1 %."""

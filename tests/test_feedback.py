@@ -13,7 +13,7 @@ import reference
 import running
 from supports import flat
 from training import train
-from workers import few, mesh, some
+from workers import few, mesh, on_workers, some
 
 import jaxsparse
 from jaxsparse import PerWorker, codecs, data_parallel, local, shard, traffic
@@ -327,6 +327,44 @@ def test_an_update_beyond_float16_is_delivered_in_parts():
         assert np.all(np.isfinite(updates))
         total += float(updates[0])
     assert total + float(flat(state[1].residual)[0, 0]) == 1e5
+
+
+LEAVES = {"a": (3, 5, 7), "b": (40,), "c": (1,), "d": (16, 16), "e": (1, 2, 99)}  # 600 elements
+
+
+@pytest.mark.parametrize("bucket_size", some([None, 251], [None]))
+@pytest.mark.parametrize("density", [0.01, 0.05, 0.2])
+def test_several_leaves_are_exchanged_as_one(density, bucket_size):
+    """Be their entries few, few for a single leaf, or many; a step between them is skipped."""
+    top = jaxsparse.systems.TopK(density, codec=codecs.Packed())  # which rounds
+    tx = jaxsparse.error_feedback(
+        top, momentum=0.5, bucket_size=bucket_size, is_dense=lambda *_: False
+    )
+    rows = np.random.default_rng(0).integers(-3000, 3000, (2, 5, 600)).astype(np.float32)
+    rows[1, 2, 333] = np.nan
+    stops = np.cumsum([np.prod(shape) for shape in LEAVES.values()])[:-1]
+    parts = zip(LEAVES.items(), np.split(rows, stops, axis=2))
+    trees = {name: part.reshape(2, 5, *shape) for (name, shape), part in parts}
+
+    def run(grads):
+        def step(state, grads):
+            updates, state = tx.update(grads, state)
+            return state, (updates, state.residual, state.momentum, state.info, state.skipped)
+
+        return jax.lax.scan(step, tx.init(jax.tree.map(lambda g: g[0], grads)), grads)[1]
+
+    joined = lambda part: flat(part, 2).reshape(2, 5, -1)
+    several, one = (
+        [joined(part) for part in on_workers(run, 2, "vmap")(grads)] for grads in (trees, rows)
+    )
+    jax.tree.map(np.testing.assert_array_equal, several, one)
+    updates, residual, momentum, _, skipped = one
+    assert skipped[0, :, 0].tolist() == [0, 0, 1, 1, 1]
+    for kept in (residual, momentum):
+        np.testing.assert_array_equal(kept[:, 2], kept[:, 1])
+        assert np.any(kept[:, 3] != kept[:, 2])
+    assert not updates[:, 2].any()
+    assert np.all((momentum[:, 0] == 0).sum(1) >= round(density * 600))
 
 
 @pytest.mark.parametrize("momentum", [None, 0.9])

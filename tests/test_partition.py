@@ -64,7 +64,7 @@ def test_each_group_is_exchanged_as_if_alone():
 
 
 def test_a_skipped_step_changes_nothing_whatever_the_reducer():
-    """The store keeps some residuals, the exchange others."""
+    """Some reducers give a residual at few entries, others a whole one."""
     rules = {
         "embed": Dragonn(0.1),
         "kernel": Quantized(),

@@ -111,7 +111,7 @@ def test_ok_topk_draws_regions_of_other_workers_anew():
     reducer = OkTopk(0.02, capacity_factor=4.0)
 
     def step(x, state):
-        return reducer(x, state, axis_name="data")
+        return reducer(x, state, axis_name="data").whole(x)
 
     def spread(state, workers):
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), state)

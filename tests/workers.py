@@ -64,7 +64,7 @@ def feedback_loop(reducer, workers, way="vmap"):
     def step(carried, gradient):
         state, residual = carried
         x = residual + gradient
-        reduced = reducer(x, state, axis_name="data")
+        reduced = reducer(x, state, axis_name="data").whole(x)
         return (reduced.state, reduced.residual), (x, reduced)
 
     def run(gradients):

@@ -75,7 +75,7 @@ def _exchange(cell: Cell, mesh: Mesh, alone: bool) -> Program:
         *state, gradient = rest
         with _sending(alone, workers):
             x = gradient[0] + kept * residual[0]
-            reduced = reducer(x, treedef.unflatten(state), axis_name=_MESH_AXIS)
+            reduced = reducer(x, treedef.unflatten(state), axis_name=_MESH_AXIS).whole(x)
         return reduced.mean, reduced.residual[None], *jax.tree.leaves(reduced.state)
 
     carried_specs = [whole, split, *state_specs]

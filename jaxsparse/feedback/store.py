@@ -160,12 +160,6 @@ class Store(NamedTuple):
                 name: PerWorker(x[None]) if described[field][name].is_own else x
                 for name, x in named.items()
             }
-        opened = [pieces for pieces, is_open in zip(layout.buckets, done.is_open) if is_open]
-        # In the leaves' shapes, so that XLA writes the new residual over the old one.
-        for leaf in sorted({leaf for pieces in opened for leaf, _, _ in pieces}):
-            name, stored = layout.names[leaf], accumulators["residual"]
-            old = before.residual[name].value
-            stored[name] = PerWorker(jnp.where(done.ok, stored[name].value, old))
         return self._marked(
             ErrorFeedbackState(
                 **accumulators,
@@ -188,8 +182,8 @@ class Store(NamedTuple):
     def _rounded(self, carried: Carried, round_: Array, plan: Plan) -> Carried:
         buckets = []
         for i, (b, zeros) in enumerate(zip(carried.buckets, plan.needs_zeros)):
-            sizes = [piece.size for piece in b.residual]
-            narrow = lambda x, key, sizes=sizes: layouts.cut(rounded(layouts.join(x), key), sizes)
+            shapes = [piece.shape for piece in b.residual]
+            narrow = lambda x, key, to=shapes: layouts.cut(rounded(layouts.join(x), key), to)
             residual = narrow(b.residual, key_of(round_, 2 * i, self.axes.all))
             momentum = b.momentum
             if momentum is not None:

@@ -68,7 +68,7 @@ def time_exchange(
         del mean  # its memory holds the next one
         state, residual = carried
         x = gradient + scale * residual if has_residual else gradient
-        reduced = reducer(x, state, axis_name="data")
+        reduced = reducer(x, state, axis_name="data").whole(x)
         return (reduced.state, reduced.residual if has_residual else residual), reduced.mean
 
     gradient = jax.jit(lambda key: jax.random.normal(key, (size,)) ** 3)(jax.random.key(size))

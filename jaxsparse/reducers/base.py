@@ -44,13 +44,30 @@ def info(delivered: Any, overflow: Any = 0) -> Info:
 
 
 class Reduced(NamedTuple):
-    """The result of one exchange of vectors of d elements among W workers."""
+    """The result of one exchange of vectors of d elements among W workers.
+
+    A reducer that sends few entries gives the residual there alone, n of them: then no step needs a
+    second vector for it.
+    """
 
     mean: Float[Array, " d"]  # float32 estimate of (1/W) sum_w x_w, bitwise equal on all workers
-    residual: Float[Array, " d"]  # float32: this worker's share of all that was not delivered
-    sent: Bool[Array, " d"] | None  # where to mask momentum; None: nowhere
+    residual: Float[Array, " n"]  # float32: this worker's share of all that was not delivered
+    sent: Bool[Array, " n"] | None  # where to mask momentum; None: nowhere
     state: Any  # the reducer's own state
     info: Info
+    # int32: the elements of which `residual` and `sent` tell, all different, but for d, which is
+    # none. Elsewhere the residual is x, and nothing was sent. None: all of x, in order.
+    indices: Int[Array, " n"] | None = None
+
+    def whole(self, x: Float[Array, " d"]) -> "Reduced":
+        """The same result with residual and mask of all of `x`, which was exchanged."""
+        if self.indices is None:
+            return self
+        residual = x.at[self.indices].set(self.residual, mode="drop")
+        sent = self.sent
+        if sent is not None:
+            sent = filled(x.size, False, self.indices).at[self.indices].set(sent, mode="drop")
+        return self._replace(residual=residual, sent=sent, indices=None)
 
 
 class Leaf(NamedTuple):
@@ -99,8 +116,8 @@ class Reducer(Budget):
     among buckets.
     """
 
-    # A hint, on which no result depends: whether a scatter of few entries into the vector makes the
-    # residual. A step with momentum then takes 0.2 to 0.8 d floats less.
+    # A hint, on which no result depends: whether residuals are given at few entries. The exchange
+    # then adds up in the leaves' shapes, to write residuals over the old ones.
     changes_few: ClassVar[bool] = False
 
     def __post_init__(self):
@@ -299,11 +316,12 @@ def deliver_streams(
     # sum overflows nothing is sent.
     kept = cut(at(x) - stream.values + at(result.residual))
     kept = jnp.where(jnp.isfinite(at(result.total)), kept, at(x))
-    others = x if is_own else jnp.where(jnp.isfinite(result.total), cut(x + result.residual), x)
-    residual = others.at[stream.indices].set(kept, mode="drop")
-    sent = marked(stream._replace(values=jnp.where(kept != at(x), stream.values, 0)), x.size)
+    sent = (kept != at(x)) & (stream.values != 0)
     mean, counts = _mean_of(result.total, workers, None, result.overflow)
-    return Reduced(mean, residual, sent, state, counts)
+    reduced = Reduced(mean, kept, sent, state, counts, stream.indices)
+    if is_own:
+        return reduced
+    return reduced.whole(jnp.where(jnp.isfinite(result.total), cut(x + result.residual), x))
 
 
 def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
@@ -314,10 +332,11 @@ def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Redu
     sent if its sum overflows.
     """
     kept = kept._replace(values=finite_sums(kept.values)[0])
-    mean = to_dense(kept, x.size)
-    sent = mean != 0
-    residual = jnp.where(sent, jnp.zeros_like(x), x)
-    return Reduced(mean, residual, sent, state, info(jnp.count_nonzero(kept.values)))
+    sent = kept.values != 0
+    own = x.at[kept.indices].get(mode="fill", fill_value=0)
+    residual = jnp.where(sent, jnp.zeros_like(own), own)
+    counts = info(jnp.count_nonzero(kept.values))
+    return Reduced(to_dense(kept, x.size), residual, sent, state, counts, kept.indices)
 
 
 def marked(stream: SparseStream, size: int) -> Bool[Array, " d"]:

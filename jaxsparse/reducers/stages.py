@@ -99,8 +99,8 @@ _CONSERVATION: tuple[Conservation, ...] = ("exact", "to rounding", "in expectati
 class Staged(Reducer):
     """Uses the reducer of the current stage, which the number of exchanges so far determines.
 
-    Skipped steps do not count. `changes_few` stays False: a branch gets a copy of the vector anyway
-    (a step of DGC with a warm-up takes 8.3 d floats, and would take 9.3 with it).
+    Skipped steps do not count. A branch gets a copy of the vector, so a step of DGC with a warm-up
+    takes twice the memory.
 
     Attributes:
         stages: the reducers. Their states must have equal shapes and dtypes. A stage without state,
@@ -168,7 +168,7 @@ class Staged(Reducer):
         masks: list[bool] = []  # whether each stage masks momentum, known once all have been traced
 
         def run(reducer: Reducer, x: Array, inner: Any) -> Reduced:
-            reduced = reducer(x, inner, axis_name=axis_name)
+            reduced = reducer(x, inner, axis_name=axis_name).whole(x)
             masks.append(reduced.sent is not None)
             sent = jnp.zeros_like(x, jnp.bool_) if reduced.sent is None else reduced.sent
             counts = wire.varying_as(reduced.info, x, axis_name)  # a constant is typed as equal

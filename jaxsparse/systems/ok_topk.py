@@ -34,7 +34,6 @@ class OkTopk(EntryReducer):
     The fields are the arguments of `ok_topk`.
     """
 
-    changes_few = True
     refresh_every: int = 32
     rebalance_every: int = 64
     capacity_factor: float = 2.0

@@ -88,16 +88,17 @@ class RandomK(SeededReducer):
         k = entries(self.density, x.size)
         chosen = hashing.permute(jnp.arange(k, dtype=jnp.int32), x.size, key)
         drawn = x.at[chosen].get(unique_indices=True)
-        part = self.reducer(drawn, state.inner, axis_name=axis_name)
+        part = self.reducer(drawn, state.inner, axis_name=axis_name).whole(drawn)
         # A reducer of everything masks nothing, but here few coordinates had their turn.
         sent = (part.residual != drawn) | (drawn == 0) if part.sent is None else part.sent
-        dense, mask = jnp.zeros_like(part.mean, shape=x.shape), jnp.zeros_like(sent, shape=x.shape)
+        dense = jnp.zeros_like(part.mean, shape=x.shape)
         return Reduced(
             dense.at[chosen].set(part.mean, unique_indices=True),
-            x.at[chosen].set(part.residual, unique_indices=True),
-            mask.at[chosen].set(sent, unique_indices=True),
+            part.residual,
+            sent,
             RandomKState(state.draws + jnp.uint32(1), part.state),
             info(jnp.count_nonzero(part.mean), part.info.overflow),
+            chosen,
         )
 
 

@@ -47,6 +47,7 @@ class SketchedSGD(SeededReducer):
             workers clips its table to the largest power of two that the sum can hold W times.
     """
 
+    changes_few = True
     k: int
     cols: int
     rows: int = 5

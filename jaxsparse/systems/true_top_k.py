@@ -24,6 +24,7 @@ class TrueTopK(Reducer):
     `true_top_k`.
     """
 
+    changes_few = True
     k: int
 
     def __post_init__(self):
