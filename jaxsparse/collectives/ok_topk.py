@@ -14,7 +14,7 @@ from jaxsparse.collectives.spardl import Select, largest
 from jaxsparse.platforms import magnitude_bits, to_bits, zeros
 from jaxsparse.select.compaction import first_of_ranges, running_sum
 from jaxsparse.select.thresholds import EXACT_PASSES, bisection, sample_size
-from jaxsparse.stream import SparseStream, add_to, filled, from_dense, to_dense
+from jaxsparse.stream import SparseStream, add_to, from_dense, to_dense
 
 # Slots for each of the k wanted entries, so that more than they hold reach a sampled threshold in
 # one of some thousand samples only.
@@ -46,8 +46,9 @@ class OkTopk(NamedTuple):
     """Outcome of `ok_topk`."""
 
     mean: Float[Array, " d"]  # of the sums that were delivered; equal on all workers
-    residual: Float[Array, " d"]  # what this worker has to feed back
-    sent: Bool[Array, " d"]  # entries of its own that `mean` contains
+    own: SparseStream  # where it selected, what this worker has to feed back; elsewhere that is x
+    sent: Bool[Array, " n"]  # which of these entries `mean` contains
+    lost: tuple[SparseStream, ...]  # what its rounding took from sums, to feed back as well
     delivered: Int[Array, ""]  # int32: elements of `mean` other than 0
     overflow: Int[Array, ""]  # int32: entries, of all workers, that found no room
     agreed: Agreed
@@ -215,25 +216,24 @@ def ok_topk(
 
     # All that differs from x is where entries are: no pass over all of it.
     arrives = lambda indices: mean.at[indices].get(mode="fill", fill_value=0) != 0
-    index = jnp.where(arrives(entries.indices), entries.indices, size)
+    sent = arrives(entries.indices)
     arriving = jax.vmap(lambda row: codec.rounded(row, regions.length))(leaving)
-    lost = entries.values - arriving.ravel()
-    residual = x.at[index].set(lost, mode="drop")
-    sent = filled(size, False, index).at[index].set(True, mode="drop")
+    left = jnp.where(sent, entries.values - arriving.ravel(), entries.values)
+    lost: tuple[SparseStream, ...] = ()
     if not between.is_exact:
         index = regions.elements(place, positions)
-        lost = jnp.where(arrives(index), sums.values - rounded, 0)
-        residual = residual.at[index].add(lost, mode="drop")
+        lost += (SparseStream(index, jnp.where(arrives(index), sums.values - rounded, 0)),)
     if not codec.is_local:
         index = regions.elements(place, held.indices)
-        lost = jnp.where(arrives(index), held.values - codec.rounded(held, regions.positions), 0)
-        residual = residual.at[index].add(lost, mode="drop")
+        more = held.values - codec.rounded(held, regions.positions)
+        lost += (SparseStream(index, jnp.where(arrives(index), more, 0)),)
     is_stale = too_many | (2 * passing < k)
     many = zeros((), jnp.int32, (agreed.workers,)) + workers
     return OkTopk(
         mean,
-        residual,
+        SparseStream(entries.indices, left),
         sent,
+        lost,
         delivered,
         crowded_out + left_out,
         Agreed(place, many, threshold, crowded_out > 0, is_stale),

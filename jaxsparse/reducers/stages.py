@@ -99,8 +99,8 @@ _CONSERVATION: tuple[Conservation, ...] = ("exact", "to rounding", "in expectati
 class Staged(Reducer):
     """Uses the reducer of the current stage, which the number of exchanges so far determines.
 
-    Skipped steps do not count. A branch gets a copy of the vector, so a step of DGC with a warm-up
-    takes twice the memory.
+    Skipped steps do not count. A branch gets a copy of the vector, so a step of DGC takes twice the
+    memory with a warm-up: 8.5 d floats instead of 4.2.
 
     Attributes:
         stages: the reducers. Their states must have equal shapes and dtypes. A stage without state,

@@ -1,6 +1,7 @@
 """Ok-Topk (Li and Hoefler, PPoPP 2022)."""
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple, Unpack
 
@@ -17,6 +18,7 @@ from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.selection import SELECTORS, Selection
 from jaxsparse.settings import entries, static_float, static_int
+from jaxsparse.stream import add_to
 from jaxsparse.systems.row import Case, System
 
 
@@ -51,6 +53,11 @@ class OkTopk(EntryReducer):
             )
 
     @property
+    def changes_few(self) -> bool:
+        """Unless owners round sums: what that takes may be at any entries."""
+        return self.codec.is_exact and self.codec.is_local
+
+    @property
     def dense_at_full_budget(self) -> bool:
         """Between refreshes sums below the old threshold stay behind, whatever the density."""
         return False
@@ -75,13 +82,13 @@ class OkTopk(EntryReducer):
             top_k=about_top_k if self.selection == "fast" else SELECTORS[self.selection],
         )
         new_state = OkTopkState(state.step + jnp.uint32(1), result.agreed)
-        return Reduced(
-            result.mean,
-            result.residual,
-            result.sent,
-            new_state,
-            info(result.delivered, result.overflow),
-        )
+        counts = info(result.delivered, result.overflow)
+        own = result.own
+        reduced = Reduced(result.mean, own.values, result.sent, new_state, counts, own.indices)
+        if result.lost:  # at any indices, own ones among them
+            reduced = reduced.whole(x)
+        residual = functools.reduce(add_to, result.lost, reduced.residual)
+        return reduced._replace(residual=residual)
 
 
 @exchange_options()

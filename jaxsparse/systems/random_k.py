@@ -21,6 +21,7 @@ from jaxsparse.reducers.base import (
 )
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.settings import check_density, check_vector, entries
+from jaxsparse.stream import filled
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System
 from jaxsparse.systems.top_k import TopK
@@ -91,7 +92,7 @@ class RandomK(SeededReducer):
         part = self.reducer(drawn, state.inner, axis_name=axis_name).whole(drawn)
         # A reducer of everything masks nothing, but here few coordinates had their turn.
         sent = (part.residual != drawn) | (drawn == 0) if part.sent is None else part.sent
-        dense = jnp.zeros_like(part.mean, shape=x.shape)
+        dense = filled(x.size, jnp.float32(0), chosen)
         return Reduced(
             dense.at[chosen].set(part.mean, unique_indices=True),
             part.residual,
