@@ -80,7 +80,8 @@ def add_decoded(total: jax.Array, values: Quantized, spec: Quantizer) -> jax.Arr
 def exchange(residual: jax.Array, x: jax.Array, state: Any, reducer: Reducer) -> Any:
     """One worker's computations; the mean becomes the next gradient."""
     with wire.dry_run(8):
-        reduced = reducer(residual + x, state, axis_name="data")
+        x = residual + x
+        reduced = reducer(x, state, axis_name="data").whole(x)
     return reduced.residual, reduced.mean, reduced.state
 
 

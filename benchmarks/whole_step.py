@@ -1,8 +1,9 @@
 """Whole training steps of every system: time, peak memory and what compiling them takes.
 
-The state is donated; d elements are in one kernel, beside a small bias; workers are emulated
-devices. The loss is the sum of squares of the parameters, so that the exchange takes nearly all of
-the time. Each system's step takes turns with dense's, and the table has the ratio of their medians.
+The state is donated; d elements are in one kernel or several, beside a small bias; workers are
+emulated devices. The loss is the sum of squares of the parameters, so that the exchange takes
+nearly all of the time. Each system's step takes turns with dense's, and the table has the ratio of
+their medians.
 Programs are compiled as users do, and as the tests do (`jax_disable_most_optimizations`); tracing
 includes lowering.
 """
@@ -31,6 +32,7 @@ OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
     "powersgd_rank_4": lambda: jaxsparse.powersgd(4),
     "powersgd_rank_4_full": lambda: jaxsparse.powersgd(4, iteration="full"),
     "dgc_clipped": lambda: jaxsparse.dgc(0.01, clip_norm=1.0),
+    "dgc_warm_up": lambda: jaxsparse.dgc(jaxsparse.warm_up(0.01, steps=400)),
     # Outer steps of local updates, which take the place of a gradient's every H steps.
     "diloco": jaxsparse.outer.diloco,
     "sparse_loco": jaxsparse.outer.sparse_loco,
@@ -49,10 +51,11 @@ def transformation(name: str, size: int, workers: int) -> optax.GradientTransfor
 class Step:
     """One system's step, from its transformation to the compiled program."""
 
-    def __init__(self, name: str, size: int, mesh: jax.sharding.Mesh):
+    def __init__(self, name: str, size: int, mesh: jax.sharding.Mesh, leaves: int = 1):
         self.mesh, self.workers = mesh, mesh.shape["data"]
         self.tx = optax.chain(transformation(name, size, self.workers), optax.sgd(0.1))
-        self.shapes = {"kernel": (size // 1024, 1024), "bias": (1024,)}
+        kernels = {f"kernel{i}": (size // leaves // 1024, 1024) for i in range(leaves)}
+        self.shapes = {**kernels, "bias": (1024,)}
 
     def __call__(self, state: Any, batch: jax.Array) -> Any:
         """One worker's step."""
@@ -111,7 +114,7 @@ def measure(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dic
     row["instructions"] = sum(" = " in line for line in program.as_text().splitlines())
     row["peak_d"] = peak(program) / (4 * args.size)
     if not args.only_compile:
-        steps = {key: Step(key, args.size, mesh) for key in ("dense", name)}
+        steps = {key: Step(key, args.size, mesh, args.leaves) for key in ("dense", name)}
         runs = {
             key: step.runner(program if key == name else step.compiled()[0])
             for key, step in steps.items()
@@ -125,7 +128,7 @@ def measure(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> dic
 def least(name: str, mesh: jax.sharding.Mesh, args: argparse.Namespace) -> tuple[Any, float, float]:
     """The program, and the least seconds of several compilations, each from the beginning."""
     programs, traced, compiled = zip(
-        *(Step(name, args.size, mesh).compiled() for _ in range(args.compilations))
+        *(Step(name, args.size, mesh, args.leaves).compiled() for _ in range(args.compilations))
     )
     return programs[0], min(traced), min(compiled)
 
@@ -149,6 +152,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--systems", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--size", type=timing.size_of, default=2**24, metavar="D", help="or 2^24")
+    parser.add_argument("--leaves", type=int, default=1, help="kernels, which share the elements")
     parser.add_argument("--workers", type=int, default=2, help="emulated devices")
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each system")
     parser.add_argument("--compilations", type=int, default=2, help="of which the least is told")

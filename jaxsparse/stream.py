@@ -58,12 +58,12 @@ def to_dense(stream: SparseStream, size: int, op: Operation = "sum") -> Num[Arra
 def filled(
     size: int, value: Shaped[ArrayLike, ""], indices: Int[Array, " k"]
 ) -> Shaped[Array, " size"]:
-    """A vector of one value to scatter into at `indices`, made no earlier than those.
+    """A vector of one value to scatter into, which XLA makes only once `indices` are there.
 
-    Otherwise XLA's CPU backend makes it when the program begins, and keeps it until the scatter: a
+    Otherwise its CPU backend makes it when the program begins, and keeps it until the scatter: a
     step of top-k would take 4.3 d floats instead of 3.3.
     """
-    # Zero for any index, which XLA does not find out.
+    # It is always zero, which XLA does not find out.
     zero = (jnp.min(indices[:1], initial=0) & 1) >> 1
     return jnp.full((size,), value + zero.astype(jnp.result_type(value)))
 

@@ -65,11 +65,12 @@ def runner(reducer, workers, way, size=SIZE):
     def step(carried, gradient):
         state, residual = carried
         x = residual + gradient
-        reduced = reducer(x, state, axis_name="data").whole(x)
+        given = reducer(x, state, axis_name="data")
+        reduced = given.whole(x)
         if way == "shard_map":
             for leaf in jax.tree.leaves((reduced.mean, reduced.info)):
                 assert not wire.is_varying(leaf, "data"), "must be typed replicated"
-        return (reduced.state, reduced.residual), (x, reduced)
+        return (reduced.state, reduced.residual), (x, reduced._replace(indices=given.indices))
 
     def run(gradients):  # (steps, d)
         per_worker = lambda leaf: isinstance(leaf, PerWorker)
@@ -111,6 +112,11 @@ def check_laws(reducer, results, workers):
         np.testing.assert_array_equal(mean, np.broadcast_to(mean[0], mean.shape))
         assert reduced.mean.dtype == reduced.residual.dtype == jnp.float32
         assert reduced.sent is None or reduced.sent.dtype == jnp.bool_
+        for indices in () if reduced.indices is None else np.asarray(reduced.indices):
+            entries = indices[indices != x.shape[1]]
+            assert len(np.unique(entries)) == len(entries)
+            assert entries.min(initial=0) >= 0
+            assert entries.max(initial=0) < x.shape[1]
         if conserves(reducer):
             kept = workers * mean[0].astype(np.float64)
             kept += np.asarray(reduced.residual, np.float64).sum(0)

@@ -19,7 +19,7 @@ P = TypeVar("P", bound=Pieces | None)
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _MOST = 2**31 - 1  # the largest int32
 _PER_FLAG = 8  # elements that share a flag when a vector is checked
-_PER_ENTRY = 16  # elements of a bucket, for each of its pieces, to one entry that is few
+_PER_ENTRY = 16  # entries are few if a bucket has as many elements for each entry and piece
 
 
 class Bucket(NamedTuple):
@@ -107,7 +107,8 @@ def _shaped(pieces: P, reducer: Reducer) -> P:
 
     XLA writes a result over an operand of the same shape. So sums in accumulators' shapes take no
     memory of their own, if only few entries change then. A whole new residual is a flat vector, and
-    the sums that it comes from had better be flat, too: it is then written over those.
+    the sums that it comes from had better be flat, too: it is then written over those. (Of many
+    pieces the residual is cut, and their shapes make no difference.)
     """
     return pieces if reducer.changes_few else jax.tree.map(lambda x: x.reshape(-1), pieces)
 
@@ -145,12 +146,12 @@ def _send(
                 kept = u = _select(ok, u, kept)
             added = _added(gradient, u, kept, settings, zeros)
             x = _select(ok, _fed_back(x, added, settings), x)
-        whole = join(x)
-        reduced = reducer(whole, b.reducer, axis_name=axes.axis_name)
+        vector = join(x)
+        reduced = reducer(vector, b.reducer, axis_name=axes.axis_name)
         mean = _select(ok, reduced.mean, jnp.zeros_like(reduced.mean))
         mean = cut(mean, [piece.shape for piece in x])
-        residual, masked = _left(x, whole, None if zeros else kept, reduced, ok)
-        mean, kept = _mean_momentum(mean, kept, ok, settings) if zeros else (mean, masked)
+        residual, own = _left(x, vector, None if zeros else kept, reduced, ok)
+        mean, kept = _mean_momentum(mean, kept, ok, settings) if zeros else (mean, own)
         means.append(mean)
         after.append(Bucket(residual, kept, _select(ok, reduced.state, b.reducer)))
         infos.append(reduced.info)
@@ -158,27 +159,27 @@ def _send(
 
 
 def _left(
-    x: Pieces, whole: Array, momentum: Pieces | None, reduced: Reduced, ok: Bool[Array, ""]
+    x: Pieces, vector: Array, momentum: Pieces | None, reduced: Reduced, ok: Bool[Array, ""]
 ) -> tuple[Pieces, Pieces | None]:
-    """The residual that an exchange leaves, and the momentum, masked where `x` was sent.
+    """The residual that an exchange leaves, and the momentum, masked where a worker sent.
 
-    If not `ok`, it leaves `x` and the momentum as they are. With entries, only these are chosen: a
-    choice between vectors would need a copy of the exchanged one.
+    If not `ok`, it leaves what was exchanged, `x` or as one vector `vector`, and the momentum as
+    they are. With entries, only these are chosen: a choice between vectors would need a copy.
 
     Where entries are few, pieces change in place: with two leaves a step of DGC takes 4.3 d floats
     instead of 5.3, with six 1.3 times as long as a dense one instead of 1.45. But each piece looks
-    at all entries, so with 32 it would take 2.8 times as long instead of 1.6.
+    at all entries, so with 32 it would take 2.8 times as long instead of 1.6
+    (`benchmarks/whole_step.py --leaves`).
     """
     residual, sent, indices = reduced.residual, reduced.sent, reduced.indices
-    own = whole if indices is None else whole.at[indices].get(mode="fill", fill_value=0)
+    own = vector if indices is None else vector.at[indices].get(mode="fill", fill_value=0)
     residual = _select(ok, residual, own)
     sent = None if sent is None else ok & sent
-    if indices is not None and len(x) * indices.size <= whole.size // _PER_ENTRY:
+    if indices is not None and len(x) * indices.size <= vector.size // _PER_ENTRY:
         if momentum is not None and sent is not None:
-            masked = jnp.where(sent, indices, whole.size)
-            momentum = _with(momentum, masked, jnp.float32(0))
+            momentum = _with(momentum, jnp.where(sent, indices, vector.size), jnp.float32(0))
         return _with(x, indices, residual), momentum
-    reduced = reduced._replace(residual=residual, sent=sent).whole(whole)
+    reduced = reduced._replace(residual=residual, sent=sent).whole(vector)
     residual, sent = cut((reduced.residual, reduced.sent), [piece.shape for piece in x])
     if momentum is not None and sent is not None:
         momentum = jax.tree.map(_masked, momentum, sent)
@@ -186,7 +187,7 @@ def _left(
 
 
 def _with(pieces: Pieces, indices: Int[Array, " n"], values: Array) -> Pieces:
-    """The pieces of a vector with values set at indices of that vector; those past it are none."""
+    """The pieces of a vector with values set at indices of that vector; d is ignored."""
     changed, start = [], 0
     for piece in pieces:
         within = indices - jnp.int32(start)

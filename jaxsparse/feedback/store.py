@@ -1,6 +1,6 @@
-"""The state of error feedback between steps: its marks, leaves' shapes and narrow accumulators.
+"""The state of error feedback between steps: its marks and narrow accumulators.
 
-This file alone knows them. `exchange` sees float32 vectors of one worker.
+This file alone knows them. `exchange` sees one worker's buckets, in float32 pieces.
 """
 
 import dataclasses

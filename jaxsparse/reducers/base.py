@@ -46,8 +46,8 @@ def info(delivered: Any, overflow: Any = 0) -> Info:
 class Reduced(NamedTuple):
     """The result of one exchange of vectors of d elements among W workers.
 
-    A reducer that sends few entries gives the residual there alone, n of them: then no step needs a
-    second vector for it.
+    A reducer that sends few entries may give residual and mask there alone, n of them. Then no step
+    needs a second vector for them.
     """
 
     mean: Float[Array, " d"]  # float32 estimate of (1/W) sum_w x_w, bitwise equal on all workers
@@ -55,12 +55,17 @@ class Reduced(NamedTuple):
     sent: Bool[Array, " n"] | None  # where to mask momentum; None: nowhere
     state: Any  # the reducer's own state
     info: Info
-    # int32: the elements of which `residual` and `sent` tell, all different, but for d, which is
-    # none. Elsewhere the residual is x, and nothing was sent. None: all of x, in order.
+    # int32: where `residual` and `sent` are given. Each is in [0, d] and different from all others;
+    # only d, an empty slot, may repeat. Elsewhere the residual is x, and nothing was sent. None:
+    # `residual` and `sent` have d elements.
     indices: Int[Array, " n"] | None = None
 
     def whole(self, x: Float[Array, " d"]) -> "Reduced":
-        """The same result with residual and mask of all of `x`, which was exchanged."""
+        """The same result with residual and mask as vectors of d elements.
+
+        Args:
+            x: what was exchanged, which is the residual elsewhere.
+        """
         if self.indices is None:
             return self
         residual = x.at[self.indices].set(self.residual, mode="drop")
@@ -325,7 +330,8 @@ def deliver_streams(
     reduced = Reduced(mean, kept, sent, state, counts, stream.indices)
     if is_own:
         return reduced
-    return reduced.whole(jnp.where(jnp.isfinite(result.total), cut(x + result.residual), x))
+    elsewhere = jnp.where(jnp.isfinite(result.total), cut(x + result.residual), x)
+    return reduced.whole(elsewhere)
 
 
 def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:

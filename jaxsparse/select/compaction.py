@@ -20,7 +20,7 @@ from jaxsparse.settings import check_vector, static_int
 
 __all__ = ["compact", "compact_ranked", "first_of_ranges", "running_sum"]
 
-# Bits a word; also words a block, so that a block is a square of bits.
+# Bits a word; also words a block.
 _BITS = 32
 _BLOCK = _BITS * _BITS
 # Of a running sum, summed at once; the largest sum that float32 holds with all below it.
