@@ -121,6 +121,10 @@ class Reducer(Budget):
     among buckets.
     """
 
+    # A hint, on which no result depends: whether residuals are given at few entries. The exchange
+    # then adds up in the leaves' shapes, to write residuals over the old ones.
+    changes_few = False
+
     def __post_init__(self):
         """Nothing to check here."""
 
@@ -141,14 +145,6 @@ class Reducer(Budget):
         With momentum, or with the rounding to a leaf's dtype in the residual, every row that was
         ever touched would stay non-zero for ever. So the momentum is that of the mean, and this
         rounding is dropped, as for dense leaves.
-        """
-        return False
-
-    @property
-    def changes_few(self) -> bool:
-        """Whether it gives residuals at few entries. A hint, on which no result depends.
-
-        The exchange then adds up in the leaves' shapes, to write residuals over the old ones.
         """
         return False
 

@@ -51,11 +51,8 @@ class OkTopk(EntryReducer):
                 f"capacity_factor={self.capacity_factor} must be finite and at least 1, an even "
                 "share"
             )
-
-    @property
-    def changes_few(self) -> bool:
-        """Unless owners round sums: what that takes may be at any entries."""
-        return self.codec.is_exact and self.codec.is_local
+        # What owners lose as they round sums may be at any entries.
+        object.__setattr__(self, "changes_few", self.codec.is_exact and self.codec.is_local)
 
     @property
     def dense_at_full_budget(self) -> bool:
