@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -505,7 +506,9 @@ def test_collectives_of_the_source(shape, names, shuffled):
     nbytes = sorted(each.received_bytes for each in strays)
     outside = [nbytes for axes, nbytes in expected[1:] if "hosts" in crossed(axes)]
     assert nbytes == pytest.approx(sorted(outside))
-    assert all(__file__ in each.source for each in strays)
+    # A program from the compilation cache names the file that it was first compiled from, maybe
+    # that of another checkout.
+    assert all(Path(__file__).name in each.source for each in strays)
 
 
 def test_groups_are_those_that_run():
