@@ -161,8 +161,9 @@ def _settled(
 ) -> tuple[Pieces, Pieces, Pieces | None]:
     """The mean of an exchange, the residual that it leaves, and the momentum, masked where sent.
 
-    If not `ok`, the mean is zero, and what was exchanged, `x` or as one vector `vector`, and the
-    momentum stay. With entries, only these are chosen: a choice between vectors would need a copy.
+    If not `ok`, the mean is zero; the momentum stays, and so does what was exchanged (`x`, and as
+    one vector `vector`). With entries, only these are chosen: a choice between vectors would need a
+    copy.
 
     Where entries are few, pieces change in place: with two leaves a step of DGC takes 4.3 d floats
     instead of 5.3, with six 1.3 times as long as a dense one instead of 1.45. But each piece looks
