@@ -74,7 +74,8 @@ def collective(name, workers, way, **settings):
     function = LOSSLESS[name]
 
     def f(indices, values):
-        return function(SparseStream(indices, values), SIZE, axis_name="data", **settings)
+        result = function(SparseStream(indices, values), SIZE, axis_name="data", **settings)
+        return result.whole()
 
     return on_workers(f, workers, way)
 

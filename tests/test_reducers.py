@@ -67,7 +67,7 @@ def test_what_an_all_reduce_leaves_is_owed_by_hand():
     np.testing.assert_array_equal(reduced.mean, [2, 0, 0, 3, 0, 0])
     assert reduced.sent.tolist() == [True, False, False, False, False, False]
     assert (reduced.info.delivered, reduced.info.overflow) == (2, 1)
-    own = AllReduced(total, jnp.float32([0.25, 0, 0, 0, 0, 0]), jnp.int32(1))
-    for is_own in (False, True):
-        reduced = deliver_streams(x, stream, own, (), 2, is_own=is_own).whole(x)
+    own = AllReduced(total, jnp.float32([0.25, 0, 0]), jnp.int32(1), stream.indices)
+    for result in (own, own.whole()):
+        reduced = deliver_streams(x, stream, result, (), 2).whole(x)
         np.testing.assert_array_equal(reduced.residual, np.float32([0.25, 2, 3, 4, 3e38, 6]))

@@ -36,6 +36,15 @@ def test_gtopk_equals_its_description(where):
         np.testing.assert_array_equal(expected + residuals.sum(0), x.sum(0))
 
 
+@pytest.mark.parametrize("workers", some((3, 6, 7, 8), (6,), slow=(3, 8)))
+def test_gtopk_keeps_what_its_codec_rounds(workers):
+    """Of workers beyond a power of two, too, whose entries are replaced at the end."""
+    x = np.random.default_rng(workers).normal(size=(workers, 1, SIZE)).astype(np.float32)
+    ((_, reduced),) = run(GTopK(0.1, codec=codecs.Packed(), selection="exact"), x)
+    kept = workers * reduced.mean[0].astype(np.float64) + reduced.residual.sum(0, dtype=np.float64)
+    np.testing.assert_allclose(kept, x.sum((0, 1), dtype=np.float64), atol=1e-5)
+
+
 def test_gtopk_as_published_leaks():
     x = np.array([[6, 0], [6, 0], [2, 0], [0, 9]])
     for residuals, lost in (("global", 0), ("published", 2)):

@@ -30,19 +30,23 @@ def all_gather_sum(
         codec: wire format of sparse messages.
         distinct: whether no index repeats in a stream, as after a top-k. This saves a sort.
 
+    Returns:
+        The combined entries. The residual is what rounding took of each of this worker's entries,
+        in the stream's order, or in increasing order of indices unless `distinct`. The overflow is
+        0.
+
     Raises:
         ValueError: the op is unknown, or does not go with this dtype or codec.
     """
     message_format = MessageFormat(size, stream.capacity, op, stream.values.dtype, codec)
-    residual = jnp.zeros_like(stream.values, shape=(size,))
+    if not distinct:  # a GPU scatters equal indices in any order, and replicas would drift
+        stream = merge_duplicates(stream, size, op)
+    lost = jnp.zeros_like(stream.values)
     if message_format.is_dense:
         message = message_format.pack(to_dense(stream, size, op))
     else:
-        if not distinct:  # a GPU scatters equal indices in any order, and replicas would drift
-            stream = merge_duplicates(stream, size, op)
         if not message_format.is_exact:
             lost = stream.values - codec.rounded(stream, size)
-            residual = to_dense(SparseStream(stream.indices, lost), size)
         message = codec.encode(stream, size)
     messages = wire.all_gather(message, axis_name)
-    return AllReduced(message_format.merge_all(messages), residual, jnp.int32(0))
+    return AllReduced(message_format.merge_all(messages), lost, jnp.int32(0), stream.indices)

@@ -47,7 +47,7 @@ def dsar_split_allgather(
         raise ValueError(f"quantizer={quantizer}, but only sums can be quantised, not op={op!r}")
     if quantizer is not None and key is None:
         quantize.check_feedback(quantizer, stochastic=False)
-    total, residual, overflow = split(
+    total, residual, overflow, _ = split(
         stream, size, axis_name=axis_name, op=op, codec=codec, capacity_factor=capacity_factor
     )
     m = total.size

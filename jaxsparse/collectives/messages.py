@@ -21,6 +21,7 @@ from jaxsparse.stream import (
     from_dense,
     neutral,
     scatter,
+    to_dense,
 )
 
 
@@ -28,11 +29,24 @@ class AllReduced(NamedTuple):
     """The entries of all workers' streams over vectors of d elements, combined.
 
     For sums, `sum over workers of to_dense(stream) == total + sum over workers of residual`.
+
+    An all-reduce that leaves a worker nothing but parts of its own entries gives them alone, n of
+    them: then no vector is made for their sake.
     """
 
     total: Num[Array, " d"]  # equal on all workers; the neutral element where there are no entries
-    residual: Num[Array, " d"]  # this worker's share of all that `total` lacks; 0 unless op="sum"
+    residual: Num[Array, " n"]  # this worker's share of all that `total` lacks; 0 unless op="sum"
     overflow: Int[Array, ""]  # int32: number of entries without room on all workers; equal on all
+    # int32: where `residual` is given, in [0, d]. d, an empty slot, may repeat, others don't.
+    # Elsewhere it is 0. None: it has d elements.
+    indices: Int[Array, " n"] | None = None
+
+    def whole(self) -> "AllReduced":
+        """The same result with the residual as a vector of d elements."""
+        if self.indices is None:
+            return self
+        residual = to_dense(SparseStream(self.indices, self.residual), self.total.size)
+        return self._replace(residual=residual, indices=None)
 
 
 def left_of(total: Num[Array, " d"], sent: Num[Array, " d"]) -> Num[Array, " d"]:

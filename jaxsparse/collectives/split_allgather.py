@@ -53,7 +53,7 @@ def split_allgather(
         ValueError: the op is unknown, or does not go with this dtype, codec or capacity.
     """
     workers = wire.axis_size(axis_name)
-    total, residual, overflow = split(
+    total, residual, overflow, _ = split(
         stream, size, axis_name=axis_name, op=op, codec=codec, capacity_factor=capacity_factor
     )
     message_format = _gather_format(

@@ -296,8 +296,6 @@ def deliver_streams(
     result: AllReduced,
     state: Any,
     workers: int,
-    *,
-    is_own: bool = False,
 ) -> Reduced:
     """The result of a sparse all-reduce of entries of `x`.
 
@@ -307,11 +305,10 @@ def deliver_streams(
     Args:
         x: float32, this worker's whole vector.
         stream: the entries of `x` that it put forward, with distinct indices.
-        result: the result of the all-reduce.
+        result: the result of the all-reduce. If its residual is given at few entries, they are
+            those of `stream`, in its order.
         state: the reducer's new state.
         workers: number of workers, W.
-        is_own: whether the all-reduce leaves a worker nothing but parts of its own entries, as
-            `all_gather_sum` does.
     """
     largest = jnp.finfo(x.dtype).max
     at = lambda dense: dense.at[stream.indices].get(mode="fill", fill_value=0)
@@ -319,12 +316,14 @@ def deliver_streams(
     cut = lambda residual: jnp.clip(residual, -largest, largest)
     # Entries are few. A second dense vector for their values would cost passes and memory. Where a
     # sum overflows nothing is sent.
-    kept = cut(at(x) - stream.values + at(result.residual))
+    is_few = result.indices is not None
+    lost = result.residual if is_few else at(result.residual)
+    kept = cut(at(x) - stream.values + lost)
     kept = jnp.where(jnp.isfinite(at(result.total)), kept, at(x))
     sent = (kept != at(x)) & (stream.values != 0)
     mean, counts = _mean_of(result.total, workers, None, result.overflow)
     reduced = Reduced(mean, kept, sent, state, counts, stream.indices)
-    if is_own:
+    if is_few:
         return reduced
     elsewhere = jnp.where(jnp.isfinite(result.total), cut(x + result.residual), x)
     return reduced.whole(elsewhere)

@@ -18,7 +18,7 @@ from jaxsparse.magnitude import largest_magnitude, shares_of
 from jaxsparse.platforms import count_where
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer, deliver_streams, finite_sums
 from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.stream import SparseStream, add_to, filled, to_dense
+from jaxsparse.stream import SparseStream, add_to, filled
 from jaxsparse.systems.row import Case, Request, Settings, System, one_in
 
 
@@ -74,14 +74,13 @@ class ChunkedTopK(Reducer):
             result = all_gather_sum(
                 stream, x.size, axis_name=axis_name, codec=self.codec, distinct=True
             )
-            return deliver_streams(x, stream, result, state, workers, is_own=True)
+            return deliver_streams(x, stream, result, state, workers)
 
         messages = wire.all_gather(self.codec.encode(stream, x.size), axis_name)
         total, senders = self._combined(messages, stream.capacity, x.size)
         lost = stream.values - self.codec.rounded(stream, x.size)
-        residual = to_dense(stream._replace(values=lost), x.size)
-        result = AllReduced(total, residual, jnp.int32(0))
-        reduced = deliver_streams(x, stream, result, state, workers, is_own=True)
+        result = AllReduced(total, lost, jnp.int32(0), stream.indices)
+        reduced = deliver_streams(x, stream, result, state, workers)
         if self.aggregate == "mean":
             return reduced
         mean = finite_sums(total)[0] / jnp.maximum(senders, 1).astype(jnp.float32)

@@ -101,9 +101,8 @@ class Dragonn(SeededReducer):
         result = all_gather_sum(
             stream, x.size, axis_name=axis_name, codec=self.codec, distinct=True
         )
-        return deliver_streams(
-            x, stream, result, state + jnp.uint32(1), wire.axis_size(axis_name), is_own=True
-        )
+        workers = wire.axis_size(axis_name)
+        return deliver_streams(x, stream, result, state + jnp.uint32(1), workers)
 
 
 @exchange_options()

@@ -49,15 +49,12 @@ class GTopK(EntryReducer):
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
         stream = SELECTORS[self.selection](x, entries(self.density, x.size))
-        total, discarded, _ = gtopk_all_reduce(
-            stream, x.size, axis_name=axis_name, codec=self.codec
-        )
+        result = gtopk_all_reduce(stream, x.size, axis_name=axis_name, codec=self.codec)
         unselected = x.at[stream.indices].set(0, mode="drop")
-        if self.residuals == "published":
-            discarded = jnp.zeros_like(x)
+        discarded = result.residual if self.residuals == "global" else jnp.zeros_like(x)
         selected = marked(stream, x.size)
         workers = wire.axis_size(axis_name)
-        return deliver_merged(x, total, unselected + discarded, selected, state, workers)
+        return deliver_merged(x, result.total, unselected + discarded, selected, state, workers)
 
 
 @exchange_options()

@@ -34,7 +34,7 @@ class TopK(EntryReducer):
         result = all_gather_sum(
             stream, x.size, axis_name=axis_name, codec=self.codec, distinct=True
         )
-        return deliver_streams(x, stream, result, state, wire.axis_size(axis_name), is_own=True)
+        return deliver_streams(x, stream, result, state, wire.axis_size(axis_name))
 
 
 @exchange_options()
