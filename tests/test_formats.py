@@ -26,6 +26,7 @@ from jaxsparse.quantize import (
     FormatName,
     Quantizer,
     Scale,
+    Sign,
     dequantize,
     from_message,
     quantize,
@@ -308,6 +309,22 @@ def test_teams_sum_among_themselves_first(where, size):
     np.testing.assert_allclose(result.residual, residuals, rtol=1e-4, atol=1e-5)
     kept = result.total[0] + result.residual.sum(axis=0)
     np.testing.assert_allclose(kept, x.sum(axis=0), atol=1e-4)
+
+
+@pytest.mark.parametrize("size", few([29, 61, 18], [29]))
+def test_signs_inside_teams_are_means_without_padding(size):
+    """A group of 8 that ends in the padding has the mean of its elements alone."""
+    levels = Teams(2, Sign(8))
+    spec = Format("int4", 8)
+    reduce = lambda x: quantized_all_reduce(x, spec, axis_name="data", levels=levels)
+    x = normal((4, size))
+    result = jax.tree.map(np.asarray, on_workers(reduce, 4, "vmap")(x))
+    groups = lambda v: [v[i : i + 8] for i in range(0, len(v), 8)]
+    signs = lambda v: np.concatenate([np.sign(g) * np.mean(abs(g)) for g in groups(v)])
+    four = lambda v: rounded(v, "int4", 8, "bfloat16")[0]
+    total, residuals = all_reduced_in_teams(x.astype(np.float64), 2, signs, four)
+    np.testing.assert_allclose(result.total[0], total, atol=1e-5)
+    np.testing.assert_allclose(result.residual, residuals, atol=1e-5)
 
 
 @pytest.mark.parametrize("workers", few([4, 6, 8], [8]))
