@@ -158,6 +158,19 @@ def test_what_finds_no_room_stays_and_is_counted(name, workers, codec):
     assert overflowed > 0
 
 
+def test_overflow_of_the_ring_counts_what_is_cut_on_the_way_and_at_the_end():
+    """Worker 0 sends half of its entries to worker 1, which delivers half of the sums."""
+    indices = np.stack([np.arange(K), np.arange(K)]).astype(np.int32)  # all of the first range
+    data = Streams(indices, np.stack([np.arange(1, K + 1), np.ones(K)]).astype(np.float32))
+    total, residual, overflow = run("sparse_ring", data, capacity_factor=1.0)
+    small, large = slice(K // 2), slice(K // 2, K)
+    assert overflow == 2 * (K // 2)
+    np.testing.assert_array_equal(total[small], 0)
+    np.testing.assert_array_equal(total[large], np.arange(K // 2, K) + 2)
+    np.testing.assert_array_equal(residual[:, small], data.values[:, small])
+    assert not residual[:, K // 2 :].any()
+
+
 def test_overflow_of_the_split_counts_the_entries_beyond_an_even_share():
     indices = np.stack([np.arange(K), np.arange(K)]).astype(np.int32)  # all of the first range
     data = Streams(indices, np.ones((2, K), np.float32))
