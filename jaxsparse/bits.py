@@ -45,9 +45,13 @@ def pack_bits(mask: Bool[Array, "*batch n"]) -> UInt32[Array, "*batch words"]:
 def unpack_bits(packed: UInt32[Array, "*batch words"], size: int) -> Bool[Array, "*batch n"]:
     """The vectors of `size` elements that `pack_bits` packed.
 
+    Raises:
+        ValueError: `packed` has not words(size) along the last axis.
+
     >>> unpack_bits(jnp.uint32([5]), 3).tolist()
     [True, False, True]
     """
+    _check_words(packed, words(size))
     planes = (packed[..., None, :] >> _shifts(packed.ndim)) & jnp.uint32(1)
     return planes.reshape(*packed.shape[:-1], -1)[..., :size] != 0
 
@@ -104,9 +108,13 @@ def unpack_fields(
 ) -> UInt32[Array, "*batch n"]:
     """The `size` fields that `pack_fields` packed.
 
+    Raises:
+        ValueError: `packed` has not field_words(size, bits) along the last axis.
+
     >>> unpack_fields(jnp.uint32([0x4DBB8]), 12, 2).tolist()
     [3000, 77]
     """
+    _check_words(packed, field_words(size, bits))
     *batch, found = packed.shape
     count, length = _period(bits)
     if not bits:
@@ -125,6 +133,15 @@ def unpack_fields(
             value |= runs[..., word + 1] << jnp.uint32(_BITS - shift)
         fields.append(value & jnp.uint32(2**bits - 1))
     return jnp.stack(fields, axis=-1).reshape(*batch, -1)[..., :size]
+
+
+def _check_words(packed: UInt32[Array, "*batch words"], expected: int) -> None:
+    # Too few would give fewer elements than asked for, and too many bits other elements.
+    if packed.shape[-1] != expected:
+        raise ValueError(
+            f"packed has {packed.shape[-1]} words a vector, but `size` elements take {expected}: "
+            "give the words that packing returned, and the number of elements that were packed"
+        )
 
 
 def _period(bits: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from supports import SUPPORTS, run, vectors
 from workers import few, on_workers, some
 
 from jaxsparse import codecs, error_feedback, select, traffic
-from jaxsparse.bits import field_words, pack_fields, unpack_fields
+from jaxsparse.bits import field_words, pack_fields, unpack_bits, unpack_fields
 from jaxsparse.quantize import entry_values
 from jaxsparse.stream import SparseStream
 from jaxsparse.systems import ChunkedTopK, GTopK, OkTopk, SparCML, SparDL, TopK
@@ -38,6 +38,17 @@ def decoded(values, bits, quantizer):
 
 def test_two_indices_are_three_bytes():
     assert np.asarray(pack_fields(jnp.uint32([3000, 77]), 12)).tobytes() == b"\xb8\xdb\x04\x00"
+
+
+def test_another_number_of_words_is_refused():
+    for unpack, taken in (
+        (lambda words, size: unpack_fields(words, 12, size), 24),
+        (unpack_bits, 2),
+    ):
+        for found in (taken - 1, taken + 1):
+            message = f"packed has {found} words a vector, but `size` elements take {taken}"
+            with pytest.raises(ValueError, match=message):
+                unpack(jnp.zeros(found, jnp.uint32), 64)
 
 
 @pytest.mark.parametrize("bits", few(range(33), [0, 9, 12]))
