@@ -17,6 +17,7 @@ from jaxsparse.collectives import (
     sparse_ring,
     split_allgather,
 )
+from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.stream import SparseStream
 
 SIZE, K = 307, 12  # prime: no number of workers divides it
@@ -133,6 +134,17 @@ def test_an_absent_entry_is_neutral():
         total, _, _ = run(name, data, op="max")
         assert total[4] == -2
         assert np.all(np.delete(total, 4) == -np.inf)
+
+
+@pytest.mark.parametrize("name", some(LOSSLESS, ("all_gather_sum",)))
+def test_messages_are_dense_if_streams_are_no_shorter(name):
+    """COO takes two words an entry, so that K entries are as long as 2 K elements."""
+    for size, is_dense in ((2 * K, True), (2 * K + 1, False)):
+        assert MessageFormat(size, K, "sum", jnp.float32, codecs.COO).is_dense == is_dense
+        entries = SparseStream(jnp.arange(K, dtype=jnp.int32), jnp.ones(K))
+        reduced = LOSSLESS[name](entries, size, axis_name=None).whole()
+        np.testing.assert_array_equal(reduced.total, [1] * K + [0] * (size - K))
+        assert not reduced.residual.any()
 
 
 BOUNDED = {

@@ -185,6 +185,17 @@ def test_selected_entries_are_about_the_k_largest(size):
     assert len(kept) == np.count_nonzero(sparse)
 
 
+@pytest.mark.parametrize("k", few([1, 3, 7], [1, 3]))
+def test_among_equal_elements_an_odd_number_are_selected(k):
+    """Fewer than k / 2 lie above the k-th largest, and all others are equal to it."""
+    x = np.ones(300, np.float32)
+    x[200 : 200 + k // 2] = 5
+    stream = jax.tree.map(np.asarray, about_top_k(jnp.asarray(x), k))
+    kept = stream.indices[stream.indices < x.size]
+    assert len(set(kept.tolist())) == len(kept) == k
+    assert stream.values.sum() == 5 * (k // 2) + k - k // 2
+
+
 def test_few_entries_of_a_large_vector_are_not_sampled():
     x = np.random.default_rng(0).normal(size=2**17).astype(np.float32)
     stream = jax.jit(lambda x: about_top_k(x, 100))(x)
