@@ -183,6 +183,18 @@ def test_overflow_of_the_ring_counts_what_is_cut_on_the_way_and_at_the_end():
     assert not residual[:, K // 2 :].any()
 
 
+def test_dense_messages_of_a_bounded_ring_have_room_for_all():
+    """Room for 6 entries takes 12 words, and a range of 10 elements fewer."""
+    indices = jnp.tile(jnp.arange(K, dtype=jnp.int32), (2, 1))  # all of the first range, and 2
+    ring = lambda indices: sparse_ring(
+        SparseStream(indices, jnp.ones(K)), 20, axis_name="data", capacity_factor=1.0
+    )
+    reduced = on_workers(ring, 2, "vmap")(indices)
+    np.testing.assert_array_equal(reduced.total[0], [2] * K + [0] * (20 - K))
+    assert not reduced.residual.any()
+    assert not reduced.overflow.any()
+
+
 def test_overflow_of_the_split_counts_the_entries_beyond_an_even_share():
     indices = np.stack([np.arange(K), np.arange(K)]).astype(np.int32)  # all of the first range
     data = Streams(indices, np.ones((2, K), np.float32))
