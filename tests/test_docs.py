@@ -1,11 +1,14 @@
 """The docs' Python runs, page by page, and the links between the project's pages lead somewhere."""
 
+import pkgutil
 import re
 from contextlib import nullcontext
 from pathlib import Path
 
 import jax
 import pytest
+
+from jaxsparse.systems import SYSTEMS
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = (".", "docs", "docs/notebooks", "benchmarks", "benchmarks/cluster", "examples/*")
@@ -18,6 +21,7 @@ BLOCK = re.compile(
     r"(?:^ *% raises: ([^\n]+)\n)?^( *)`{3,}python\n(.*?)^ *`{3,}$", re.DOTALL | re.MULTILINE
 )
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+NAME = re.compile(r"\bjaxsparse(?:\.[A-Za-z_]\w*)+")
 
 
 @pytest.mark.slow
@@ -46,3 +50,18 @@ def test_links_lead_to_files(path):
     elsewhere = re.compile("[a-z]+:|generated/")  # the latter are there when the site is built
     links = {link for link in LINK.findall(TEXTS[path]) if not elsewhere.match(link)}
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("path", sorted(TEXTS), ids=lambda path: str(path.relative_to(ROOT)))
+def test_names_lead_to_what_there_is(path):
+    for name in set(NAME.findall(TEXTS[path])):
+        pkgutil.resolve_name(name)
+
+
+def test_the_table_of_the_readme_names_systems():
+    """It need not have all of them, as the docs' generated table has."""
+    rows = [line for line in TEXTS[ROOT / "README.md"].splitlines() if line.startswith("| ")]
+    cells = [row.split("|")[-2] for row in rows if "`" in row]
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert len(named) == len(set(named)) >= 20
+    assert set(named) <= {*SYSTEMS}
