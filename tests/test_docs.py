@@ -54,6 +54,8 @@ def test_links_lead_to_files(path):
 
 @pytest.mark.parametrize("path", sorted(TEXTS), ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_lead_to_what_there_is(path):
+    if path == ROOT / "CHANGELOG.md":
+        return  # it may name what is gone
     for name in set(NAME.findall(TEXTS[path])):
         pkgutil.resolve_name(name)
 
