@@ -89,7 +89,7 @@ def _places(
     seed: UInt32[Array, ""],
     tile: Integer[Array, "*tiles"],
     within: Integer[Array, "..."],
-) -> tuple[Int[Array, "rows *tiles"], list[UInt32[Array, "..."]]]:
+) -> tuple[list[Int[Array, "*tiles"]], list[UInt32[Array, "..."]]]:
     """Where rows hold elements, and whether they flip their signs.
 
     Args:
@@ -99,12 +99,18 @@ def _places(
         within: places of elements in their tiles, of a shape that broadcasts with that of `tile`.
 
     Returns:
-        The column of each tile's first element in each row; and for each row words of which the
-        highest bit is set where an element's sign is flipped.
+        For each row the column of each tile's first element, and words of which the highest bit is
+        set where an element's sign is flipped.
     """
     size = np.uint32(spec.tile)
-    row = lax.iota(jnp.uint32, spec.rows).reshape(-1, *[1] * tile.ndim)
-    columns = bounded(combine(seed, row, tile[None]), spec.cols).astype(jnp.int32)
+    column = lambda row, tile: bounded(combine(seed, row, tile), spec.cols).astype(jnp.int32)
+    if tile.shape == within.shape:  # of all rows at once, XLA's CPU backend would store them
+        columns = [column(row, tile) for row in range(spec.rows)]
+    else:  # they are few, and one hash is less to compile
+        each = column(lax.iota(jnp.uint32, spec.rows).reshape(-1, *[1] * tile.ndim), tile[None])
+        if tile.ndim:  # or they are hashed once an element
+            each = lax.optimization_barrier(each)
+        columns = [each[row] for row in range(spec.rows)]
     index = as_uint32(tile) * size + as_uint32(within)
     words: list[Array] = []
     for first in range(0, spec.rows, 32):  # one hash has the signs of 32 rows
@@ -144,8 +150,8 @@ def add_one(
     """Adds the first n elements of a tile, given its number."""
     values = values.astype(jnp.float32)
     columns, words = _places(spec, seed, tile, lax.iota(jnp.uint32, values.size))
-    for row, word in enumerate(words):
-        corner = jnp.int32(row), columns[row]
+    for row, (column, word) in enumerate(zip(columns, words)):
+        corner = jnp.int32(row), column
         window = lax.dynamic_slice(table, corner, (1, values.size)) + _flip(values, word)[None]
         table = lax.dynamic_update_slice(table, window, corner)
     return table
@@ -196,8 +202,8 @@ def tile_estimates(
     def estimates(tile: Array, length: int) -> Array:
         columns, words = _places(spec, seed, tile, lax.iota(jnp.uint32, length))
         rows = []
-        for row, word in enumerate(words):
-            corner = jnp.int32(row), columns[row]
+        for row, (column, word) in enumerate(zip(columns, words)):
+            corner = jnp.int32(row), column
             rows.append(_flip(lax.dynamic_slice(table, corner, (1, length))[0], word))
         return median(rows)
 
@@ -221,11 +227,9 @@ def estimates_at(
         within: places of elements in their tiles, of a shape that broadcasts with that of `tile`.
     """
     columns, words = _places(spec, seed, tile, within)
-    if tile.size < words[0].size:
-        columns = lax.optimization_barrier(columns)  # or they are hashed once an element
     rows = []
-    for row, word in enumerate(words):
-        column = columns[row] + within.astype(jnp.int32)
+    for row, (start, word) in enumerate(zip(columns, words)):
+        column = start + within.astype(jnp.int32)
         column = jnp.where(column < spec.cols, column, column - spec.cols)
         rows.append(_flip(table[row].at[column].get(mode="promise_in_bounds"), word))
     return median(rows)
