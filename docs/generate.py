@@ -231,7 +231,9 @@ def anchor(system: System) -> str:
 LAWS = {
     "exact": "what workers give equals what the mean delivers plus what residuals keep, exactly",
     "to rounding": "what workers give equals what the mean delivers plus what residuals keep, up "
-    "to the rounding of values on the wire",
+    "to the rounding of each value",
+    "to group rounding": "what workers give equals what the mean delivers plus what residuals "
+    "keep, up to the rounding of the largest of the values that share a scale or a transform",
     "in expectation": "the mean is unbiased: right on average over random draws",
     "leaks": "some of what workers give is lost: see the settings",
 }

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from workers import on_workers, some
 
-from jaxsparse import PerWorker, codecs
+from jaxsparse import PerWorker
 from jaxsparse.collectives import wire
 from jaxsparse.systems import SYSTEMS
 
@@ -96,11 +96,6 @@ def by_step(results):
     return [jax.tree.map(lambda leaf, i=i: leaf[:, i], results) for i in range(steps)]
 
 
-def conserves(reducer):
-    """Whether sums are conserved at each exchange, exactly or to rounding."""
-    return reducer.conservation in ("exact", "to rounding")
-
-
 def has_sketch(reducer):
     """Whether values are estimates of a sketch."""
     return hasattr(reducer, "rows")
@@ -117,7 +112,7 @@ def check_laws(reducer, results, workers):
             assert len(np.unique(entries)) == len(entries)
             assert entries.min(initial=0) >= 0
             assert entries.max(initial=0) < x.shape[1]
-        if conserves(reducer):
+        if reducer.conserves:
             kept = workers * mean[0].astype(np.float64)
             kept += np.asarray(reduced.residual, np.float64).sum(0)
             if reducer.conservation == "exact":
@@ -135,9 +130,7 @@ def rounds(reducer):
 def quantizes(reducer):
     """Whether values are rounded by arithmetic, which XLA computes differently as it fuses.
 
-    Codecs round by conversions, but for those with common levels. Sketches of integers are exact.
+    Single values are rounded by conversions. Sketches of integers are exact.
     """
-    if getattr(reducer, "bits", None) is not None:
-        return True
-    codec = getattr(reducer, "codec", codecs.COO)
-    return rounds(reducer) and codec.is_local == codec.is_exact and not has_sketch(reducer)
+    is_scaled = reducer.conservation in ("to group rounding", "in expectation")
+    return is_scaled and not has_sketch(reducer)

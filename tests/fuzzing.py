@@ -125,16 +125,9 @@ class Program:
         return SYSTEMS[self.name].reducer(**settings).split((size,))[0]
 
     @property
-    def conserves(self):
-        return self.reducer.conservation in ("exact", "to rounding")
-
-    @property
     def shares_scales(self):
         """Whether an element's error may be relative to others of its bucket."""
-        if self.name in ("qsgd", "quantized", "sign_sgd", "powersgd", "chunked_top_k", "demo"):
-            return True
-        codec = self.settings.get("codec", codecs.COO)
-        return self.settings.get("bits") is not None or not codec.is_local
+        return self.reducer.conservation in ("to group rounding", "in expectation")
 
     @property
     def spread(self):
@@ -854,7 +847,7 @@ def _check_sums(program, x, added, entering, mean, residual):
     if program.name == "sparcml":
         # A partial sum that overflows and finds no room is cut to what float32 holds.
         bound = np.where(scale >= LARGEST, scale, bound)
-    if program.conserves:
+    if program.reducer.conserves:
         came, left = (x + added).sum(0), program.workers * mean + residual.sum(0)
         error = np.abs(came - left)
         i = int(np.argmax(error / bound))

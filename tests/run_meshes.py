@@ -21,7 +21,7 @@ jax.config.update("jax_disable_most_optimizations", True)
 
 def check(name):
     import on_meshes as cases
-    from contract import CASES, conserves, rounds
+    from contract import CASES, rounds
 
     reducer = CASES[name].reducer
     where = cases.mesh((jax.process_count(), jax.local_device_count()))
@@ -42,7 +42,7 @@ def check(name):
     assert np.any(given["both"])
     tolerance = {"atol": 0.2} if rounds(reducer) else {"atol": 0, "rtol": 0}
     for leaf in cases.SHAPES:
-        if conserves(reducer) or leaf not in owed:
+        if reducer.conserves or leaf not in owed:
             total = given[leaf] + owed.get(leaf, 0.0)
             np.testing.assert_allclose(total, sent[leaf], **tolerance, err_msg=leaf)
     jaxsparse.check_replicas(state)

@@ -15,7 +15,6 @@ from contract import (
     SIZE,
     by_step,
     check_laws,
-    conserves,
     each,
     gradients,
     quantizes,
@@ -107,7 +106,7 @@ def test_tiny_vectors(name, size):
 
 
 @pytest.mark.slow
-@named([name for name, case in CASES.items() if conserves(case.reducer)])
+@named([name for name, case in CASES.items() if case.reducer.conserves])
 def test_rounding_error_only_on_real_numbers(name):
     workers = 7
     x = np.random.default_rng(0).normal(size=(workers, 1, SIZE)).astype(np.float32)

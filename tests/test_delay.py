@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 import running
-from contract import CASES, conserves, rounds
+from contract import CASES, rounds
 from supports import flat as flat_state
 from workers import few, on_workers, some
 
@@ -96,7 +96,7 @@ def check_conservation(name, grads, updates, state, workers):
     )
 
 
-CONSERVING = [name for name, case in CASES.items() if conserves(case.reducer)]
+CONSERVING = [name for name, case in CASES.items() if case.reducer.conserves]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from contract import CASES, conserves, rounds
+from contract import CASES, rounds
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_meshes import MESHES, NAMES, SHAPES, SPECS, gradients, is_bias, mesh, on, put, stepper
@@ -47,7 +47,7 @@ def kept(state, field, name):
     return 0.0 if found is None else np.asarray(found.value, np.float64).sum(0)
 
 
-LAWFUL = [name for name, case in CASES.items() if conserves(case.reducer)]
+LAWFUL = [name for name, case in CASES.items() if case.reducer.conserves]
 ADAPTING = {name for name, case in CASES.items() if case.reducer.adapts_messages}
 
 

@@ -153,7 +153,7 @@ def test_of_a_reducer_that_rounds_the_residual_has_the_rest():
         at = jax.tree.map(lambda a, step=step: a[:, step], reduced)
         assert lost_of(x[:, step], at) < 1e-6
     assert np.any(reduced.residual[:, 0][reduced.sent[:, 0]])
-    assert RandomK(0.5, few_bits).conservation == "to rounding"
+    assert RandomK(0.5, few_bits).conservation == "to group rounding"
 
 
 def test_a_reducers_draws_are_fresh_in_each_bucket_and_step():

@@ -23,8 +23,9 @@ from jaxsparse.stream import SparseStream, filled, to_dense
 _MOST = 2**31 - 1  # the largest int32
 
 # How well sum_w x_w == W * mean + sum_w residual_w holds: for all values whose sums and means fit
-# float32; up to the rounding of values on the wire; on average over random draws; or not at all.
-Conservation = Literal["exact", "to rounding", "in expectation", "leaks"]
+# float32; up to the rounding of each value; up to that of the largest of a group of values, which
+# share a scale or a transform; on average over random draws; or not at all.
+Conservation = Literal["exact", "to rounding", "to group rounding", "in expectation", "leaks"]
 
 
 class Info(NamedTuple):
@@ -130,8 +131,13 @@ class Reducer(Budget):
 
     @property
     def conservation(self) -> Conservation:
-        """How well it keeps the contract at the top of this file. A test checks it."""
+        """How well it keeps the contract at the top of this file. Tests check it."""
         return "exact"
+
+    @property
+    def conserves(self) -> bool:
+        """Whether each exchange conserves sums, if only to rounding."""
+        return self.conservation in ("exact", "to rounding", "to group rounding")
 
     @property
     def dense_at_full_budget(self) -> bool:

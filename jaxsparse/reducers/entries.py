@@ -30,5 +30,12 @@ class EntryReducer(Reducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The residual keeps the codec's rounding."""
-        return "exact" if self.codec.is_exact else "to rounding"
+        """The codec's."""
+        return conservation_of(self.codec)
+
+
+def conservation_of(codec: codecs.Codec) -> Conservation:
+    """How well sums are conserved if the residual keeps what the codec rounds."""
+    if codec.is_exact:
+        return "exact"
+    return "to rounding" if codec.is_local else "to group rounding"

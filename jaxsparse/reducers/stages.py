@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ class StagedState(NamedTuple):
 
 
 # From the strongest promise to the weakest.
-_CONSERVATION: tuple[Conservation, ...] = ("exact", "to rounding", "in expectation", "leaks")
+_CONSERVATION: tuple[Conservation, ...] = get_args(Conservation)
 
 
 @dataclasses.dataclass(frozen=True)

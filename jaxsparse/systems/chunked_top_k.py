@@ -17,6 +17,7 @@ from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.magnitude import largest_magnitude, shares_of
 from jaxsparse.platforms import count_where
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer, deliver_streams, finite_sums
+from jaxsparse.reducers.entries import conservation_of
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.stream import SparseStream, add_to, filled
 from jaxsparse.systems.row import Case, Request, Settings, System, one_in
@@ -59,7 +60,7 @@ class ChunkedTopK(Reducer):
         """Only the mean over all workers, unclipped, conserves what workers sent."""
         if self.aggregate != "mean" or self.clip is not None:
             return "leaks"
-        return "exact" if self.codec.is_exact else "to rounding"
+        return conservation_of(self.codec)
 
     @property
     def dense_at_full_budget(self) -> bool:

@@ -79,7 +79,7 @@ class DeMo(MatrixReducer):
     @property
     def conservation(self) -> Conservation:
         """Transforms round. Only the mean over all workers conserves what they sent."""
-        return "to rounding" if self.aggregate == "mean" else "leaks"
+        return "to group rounding" if self.aggregate == "mean" else "leaks"
 
     @property
     def dense_at_full_budget(self) -> bool:

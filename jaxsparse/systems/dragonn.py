@@ -14,6 +14,7 @@ from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver_streams
+from jaxsparse.reducers.entries import conservation_of
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.slots import hash_extract
@@ -81,8 +82,8 @@ class Dragonn(SeededReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The residual keeps the codec's rounding."""
-        return "exact" if self.codec.is_exact else "to rounding"
+        """The codec's."""
+        return conservation_of(self.codec)
 
     @property
     def dense_at_full_budget(self) -> bool:

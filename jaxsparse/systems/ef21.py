@@ -14,7 +14,7 @@ from jaxsparse.collectives import wire
 from jaxsparse.feedback import ErrorFeedbackState, error_feedback
 from jaxsparse.feedback.options import LeafOptions, check_momentum, exchange_options
 from jaxsparse.layout import narrow, short_names
-from jaxsparse.reducers.base import Budget
+from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.systems.row import Case, Request, Settings, System
 from jaxsparse.systems.top_k import TopK
 from jaxsparse.training import marks, meshes
@@ -95,7 +95,7 @@ def ef21_sgdm(
         raise ValueError(
             f"reducer={reducer!r} must be a reducer, such as jaxsparse.systems.TopK(0.01)"
         )
-    if getattr(reducer, "conservation", "exact") not in ("exact", "to rounding"):
+    if isinstance(reducer, Reducer) and not reducer.conserves:
         raise ValueError(
             f"reducer={reducer} does not conserve sums, so that the estimate would add up its "
             "errors for ever: use one that keeps them in its residual (rounding to nearest, the "

@@ -95,7 +95,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
     @property
     def conservation(self) -> Conservation:
         """Products of factors round."""
-        return "to rounding"
+        return "to group rounding"
 
     def rank_of(self, matrix: Matrix) -> int:
         """The rank of a matrix's factors, or 0 if it travels whole.

@@ -92,7 +92,7 @@ class Quantized(SeededReducer):
     @property
     def conservation(self) -> Conservation:
         """The error of stochastic rounding is dropped."""
-        return "to rounding" if self.rounding == "nearest" else "in expectation"
+        return "to group rounding" if self.rounding == "nearest" else "in expectation"
 
     @property
     def dense_at_full_budget(self) -> bool:

@@ -23,6 +23,7 @@ from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.profiles import SystemProfile
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver_streams
+from jaxsparse.reducers.entries import conservation_of
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream
@@ -96,7 +97,7 @@ class SparCML(SeededReducer):
         """The error of stochastic rounding is dropped."""
         if self._is_random:
             return "in expectation"
-        return "exact" if self.bits is None and self.codec.is_exact else "to rounding"
+        return conservation_of(self.codec) if self.bits is None else "to group rounding"
 
     @property
     def dense_at_full_budget(self) -> bool:
