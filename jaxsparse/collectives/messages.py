@@ -118,9 +118,10 @@ class MessageFormat:
         if self.is_exact:
             return x
         codecs.check_local(self.codec, "this all-reduce")
-        return self.codec.rounded(
-            SparseStream(jnp.arange(self.size, dtype=jnp.int32), x), self.size
-        )
+        whole = SparseStream(jnp.arange(self.size, dtype=jnp.int32), x)
+        rounded = self.codec.rounded(whole, self.size)
+        # What rounds to -0 is no entry, and arrives as +0. Replicas that keep it would differ.
+        return jnp.where(rounded == 0, jnp.zeros_like(rounded), rounded)
 
     def pack(self, x: Num[Array, " size"]) -> UInt32[Array, " words"]:
         """The message."""
