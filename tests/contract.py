@@ -115,10 +115,11 @@ def check_laws(reducer, results, workers):
         if reducer.conserves:
             kept = workers * mean[0].astype(np.float64)
             kept += np.asarray(reduced.residual, np.float64).sum(0)
+            came, promise = np.asarray(x, np.float64).sum(0), f"{reducer.conservation=}"
             if reducer.conservation == "exact":
-                np.testing.assert_array_equal(np.asarray(x, np.float64).sum(0), kept)
+                np.testing.assert_array_equal(came, kept, err_msg=promise)
             else:  # what is delivered are no multiples of W, and means inexact
-                np.testing.assert_allclose(np.asarray(x, np.float64).sum(0), kept, atol=1e-2)
+                np.testing.assert_allclose(came, kept, atol=1e-2, err_msg=promise)
         assert np.all(np.asarray(reduced.info.delivered) == reduced.info.delivered[0])
 
 

@@ -730,6 +730,7 @@ def _check_step(program, gradients, update, before, after):
         _check_delivered(program, packed, now.momentum, bound, update)
     _check_sums(program, x, added, entering + of_mean, mean, now.residual)
     is_published = program.settings.get("quantizer") == "published"
+    # Sketches, signs, products and transforms: a new system that has them joins.
     mixes = program.name in ("s2_reducer", "sign_sgd", "powersgd", "demo")
     mixes |= bool(program.settings.get("rotate"))
     if not mixes and not is_published:
@@ -853,7 +854,7 @@ def _check_sums(program, x, added, entering, mean, residual):
         i = int(np.argmax(error / bound))
         assert error[i] <= bound[i], (
             f"of compressed element {i} {came[i]} went in and {left[i]} is accounted for: off by "
-            f"{error[i] / bound[i]:.3g} bounds"
+            f"{error[i] / bound[i]:.3g} bounds, where {program.reducer.conservation=}"
         )
 
 

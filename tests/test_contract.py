@@ -90,7 +90,8 @@ def test_full_budget_is_the_dense_mean(name, workers):
     if not CASES[name].full.dense_at_full_budget:
         pytest.skip("not promised")
     ((x, reduced),) = by_step(run(name, workers, full=True, steps=1))
-    np.testing.assert_array_equal(reduced.mean[0], np.asarray(x).mean(0))
+    expected = np.asarray(x).mean(0)
+    np.testing.assert_array_equal(reduced.mean[0], expected, err_msg="dense_at_full_budget is True")
     # Where the workers' values cancel, a reducer may keep them: no less is delivered for it.
     np.testing.assert_array_equal(np.asarray(reduced.residual).sum(0), np.zeros(SIZE))
 

@@ -173,5 +173,9 @@ def test_bytes_are_those_of_the_formula_that_users_read(system):
     if name in IN_WORDS:
         with pytest.raises((NameError, SyntaxError)):
             formula(system.received, names)
-    else:
-        assert received == pytest.approx(formula(system.received, names), rel=0.01)
+        return
+    try:
+        expected = formula(system.received, names)
+    except (NameError, SyntaxError) as error:
+        pytest.fail(f"{system.received!r} is no formula of {[*names]} ({error}): see IN_WORDS")
+    assert received == pytest.approx(expected, rel=0.01)

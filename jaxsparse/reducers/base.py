@@ -310,7 +310,8 @@ def deliver_streams(
 
     Args:
         x: float32, this worker's whole vector.
-        stream: the entries of `x` that it put forward, with distinct indices.
+        stream: what it put forward, with distinct indices. Where values differ from those of `x`,
+            the residual keeps the difference.
         result: the result of the all-reduce. If its residual is given at few entries, they are
             those of `stream`, in its order.
         state: the reducer's new state.
