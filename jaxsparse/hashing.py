@@ -100,6 +100,22 @@ def bounded(h: UInt32[Array, "*shape"], n: int) -> UInt32[Array, "*shape"]:
     return h_high * n_high + (cross >> half) + (middle >> half)
 
 
+def drawn(n: int, *words: Integer[Array, "..."] | int) -> Int[Array, "..."]:
+    """A number in 0 .. n - 1, drawn by the hash of words.
+
+    Args:
+        n: 1 <= n < 2**31.
+        *words: see `combine`.
+
+    Returns:
+        int32 of the broadcast shape.
+
+    >>> [int(drawn(10, 1, word)) for word in range(4)]
+    [7, 4, 2, 5]
+    """
+    return bounded(combine(*words), n).astype(jnp.int32)
+
+
 def permute(i: Int[Array, " m"], n: int, key: Key[Array, ""]) -> Int[Array, " m"]:
     """A pseudorandom permutation of 0 .. n - 1, evaluated only where it is asked for.
 

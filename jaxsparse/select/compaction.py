@@ -94,7 +94,7 @@ def compact_ranked(
     size = x.size
     if not size or not capacity:
         return jnp.zeros_like(x, jnp.int32, shape=(capacity,))
-    words, within, ends, block = by_platform(
+    words, within, ends, block, always = by_platform(
         x,
         jnp.asarray(first, jnp.int32),
         default=functools.partial(
@@ -112,7 +112,8 @@ def compact_ranked(
     bit = _find_bit(_at(words.ravel(), word), rank)
     # Words of one rank have as many bits as elements, and none is negative.
     position = lax.rem(word, jnp.int32(len(words) // ranks * _BITS)) * _BITS + bit
-    return jnp.where(slot < ends[-1], position, size)
+    found = jnp.where(slot < ends[-1], position, size)
+    return lax.cond(always, lambda found: found, jnp.zeros_like, found)
 
 
 def first_of_ranges(
@@ -181,6 +182,10 @@ class _Found(NamedTuple):
     within: Int[Array, "ranks*blocks 32"]  # elements up to and with each word of its block
     ends: Int[Array, " ranks*blocks"]  # elements up to and with each block
     block: Int[Array, " capacity"]  # that holds the element of each slot
+    # True. XLA's CPU backend fuses cheap operations into all that use their results, which would
+    # compute positions again: five times in a step of top-k. It fuses nothing across a branch, if
+    # it can't find out which one is taken. (A barrier is gone before fusion.) For GPUs a constant.
+    always: Bool[Array, ""]
 
 
 def _in_turn(
@@ -198,7 +203,8 @@ def _in_turn(
     else:
         words = _pack_in_turn(x, mask=mask, ranks=ranks, enough=enough)
     within = _sums_along(_counts(words))
-    return _Found(words, within, *_blocks_by_marks(within[:, -1], first, capacity=capacity))
+    ends, block = _blocks_by_marks(within[:, -1], first, capacity=capacity)
+    return _Found(words, within, ends, block, ends[-1] >= 0)
 
 
 def _at_once(
@@ -212,7 +218,8 @@ def _at_once(
     """For GPUs."""
     words = _pack(mask(x, 0)) if ranks == 1 else _pack_all(x, mask=mask, ranks=ranks)
     within = _sum_along(_counts(words))
-    return _Found(words, within, *_blocks_by_search(within[:, -1], first, capacity=capacity))
+    ends, block = _blocks_by_search(within[:, -1], first, capacity=capacity)
+    return _Found(words, within, ends, block, jnp.ones_like(ends[-1], jnp.bool_))
 
 
 def _counts(words: UInt32[Array, "blocks 32"]) -> Int[Array, "blocks 32"]:

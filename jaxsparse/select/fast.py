@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
-from jaxsparse.hashing import bounded, combine
+from jaxsparse.hashing import drawn
 from jaxsparse.platforms import by_platform, kth_largest, laid_around, over_tiles, zeros
 from jaxsparse.select.compaction import first_of_ranges
 from jaxsparse.settings import check_k, check_seed, check_vector
@@ -177,7 +177,7 @@ class _Grid(NamedTuple):
         """The slot, of its group, of the first element of tile b."""
         if self.per_group == 1:
             return zeros(b.shape, jnp.int32, (b, seed))  # as varying over devices as hashes
-        return bounded(combine(seed, b), self.tile).astype(jnp.int32)
+        return drawn(self.tile, seed, b)
 
     def key(self, value: Float[Array, "*shape"], b: Int[Array, "..."]) -> UInt32[Array, "*shape"]:
         """A magnitude and which tile of its group it is from; not 0, which marks an empty slot."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
-from jaxsparse.hashing import bounded, combine
+from jaxsparse.hashing import drawn
 from jaxsparse.platforms import by_platform, laid_around, magnitude_bits, over_tiles, zeros
 from jaxsparse.settings import check_seed, check_slots, check_vector
 from jaxsparse.stream import SparseStream
@@ -115,7 +115,7 @@ def _gather(
 
 def _start(seed: UInt32[Array, ""], b: Int[Array, "*tiles"], tile: int) -> Int[Array, "*tiles"]:
     """The slot of the first element of tile b."""
-    return bounded(combine(seed, b), tile).astype(jnp.int32)
+    return drawn(tile, seed, b)
 
 
 def _key(x: Float[Array, "*shape"], b: Int[Array, "..."], id_bits: int) -> UInt32[Array, "*shape"]:
@@ -129,7 +129,7 @@ def _largest_of_rows(
     rows, slots = indices.shape
     row = lax.broadcasted_iota(jnp.int32, (rows, slots), 0)
     slot = lax.broadcasted_iota(jnp.int32, (rows, slots), 1)
-    start = bounded(combine(seed, row, _ROW), slots).astype(jnp.int32)
+    start = drawn(slots, seed, row, _ROW)
     entry = row * slots + (slot - start) % slots
     magnitude = magnitude_bits(_at(values.ravel(), entry))
     winner = jnp.argmax(magnitude, axis=0)[None]

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
-from jaxsparse.hashing import as_uint32, bounded, combine, keyed
+from jaxsparse.hashing import as_uint32, combine, drawn, keyed
 from jaxsparse.platforms import zeros
 from jaxsparse.settings import static_int, static_seed
 
@@ -103,14 +103,14 @@ def _places(
         set where an element's sign is flipped.
     """
     size = np.uint32(spec.tile)
-    column = lambda row, tile: bounded(combine(seed, row, tile), spec.cols).astype(jnp.int32)
     if tile.shape == within.shape:  # of all rows at once, XLA's CPU backend would store them
-        columns = [column(row, tile) for row in range(spec.rows)]
+        columns = [drawn(spec.cols, seed, row, tile) for row in range(spec.rows)]
     else:  # they are few, and one hash is less to compile
-        each = column(lax.iota(jnp.uint32, spec.rows).reshape(-1, *[1] * tile.ndim), tile[None])
+        row = lax.iota(jnp.uint32, spec.rows).reshape(-1, *[1] * tile.ndim)
+        each = drawn(spec.cols, seed, row, tile[None])
         if tile.ndim:  # or they are hashed once an element
             each = lax.optimization_barrier(each)
-        columns = [each[row] for row in range(spec.rows)]
+        columns = list(jnp.unstack(each))
     index = as_uint32(tile) * size + as_uint32(within)
     words: list[Array] = []
     for first in range(0, spec.rows, 32):  # one hash has the signs of 32 rows
@@ -171,7 +171,7 @@ def add_all(
     """
     size = spec.tile
     row, within = lax.iota(jnp.int32, spec.rows), lax.iota(jnp.uint32, size)[None, None]
-    columns = bounded(combine(seed, row[None], tiles[:, None]), spec.cols).astype(jnp.int32)
+    columns = drawn(spec.cols, seed, row[None], tiles[:, None])
     rows = jnp.broadcast_to(row[None], columns.shape)
     # Row within tile, so that a tile is read from memory for the first row alone.
     row = row[None, :, None]
