@@ -133,5 +133,4 @@ def quantizes(reducer):
 
     Single values are rounded by conversions. Sketches of integers are exact.
     """
-    is_scaled = reducer.conservation in ("to group rounding", "in expectation")
-    return is_scaled and not has_sketch(reducer)
+    return reducer.conservation not in ("exact", "to rounding") and not has_sketch(reducer)

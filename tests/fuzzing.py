@@ -127,7 +127,7 @@ class Program:
     @property
     def shares_scales(self):
         """Whether an element's error may be relative to others of its bucket."""
-        return self.reducer.conservation in ("to group rounding", "in expectation")
+        return self.reducer.conservation not in ("exact", "to rounding")
 
     @property
     def spread(self):
