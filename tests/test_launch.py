@@ -114,6 +114,11 @@ def test_what_gloo_prints_amid_a_line_leaves_the_line_whole():
     assert lines == [["first half", "next"]]
     _, lines = run(f"printf unfinished; echo '{GLOO}'", 1)
     assert lines == [["unfinished"]]
+    # Two of its threads write at the same time.
+    word, rest = GLOO[:12], GLOO[12:]
+    both = GLOO.replace("Expected", f"{word}Expected")
+    script = f"echo '{both}'; echo '{rest}'; printf '{word}'; echo 7 lines; echo '{rest}'; echo 8"
+    assert run(script, 1)[1] == [["7 lines", "8"]]
 
 
 def test_the_limit_names_who_still_ran():

@@ -58,10 +58,13 @@ def run(processes, devices, *flags, folder):
     env = ENV | cache
     outcome, lines = in_processes(command, processes, devices=devices, timeout=120, env=env)
     assert outcome.status == 0, outcome.report
-    # Gloo prints, too, in pieces that may stand before a line of ours.
-    found = (SAID.search(line) for line in lines[0])
-    shown = [match[0] for match in found if match]
-    return json.loads((folder / f"{processes}.json").read_text()), shown
+    return json.loads((folder / f"{processes}.json").read_text()), said(lines[0])
+
+
+def said(lines):
+    """The lines of the trainer, without what libraries may print."""
+    found = (SAID.search(line) for line in lines)
+    return [match[0] for match in found if match]
 
 
 LOCAL = ("--local-steps", "2")
@@ -227,8 +230,9 @@ def test_killed_among_four_it_goes_on_among_three(tmp_path, local):
     # That of step 25 may not have been complete; that of 20 was, when 25 was begun.
     assert 20 <= last < 200
 
-    outcome, (shown, *_) = in_processes(command, 3, timeout=300, env=ENV)
+    outcome, (printed, *_) = in_processes(command, 3, timeout=300, env=ENV)
     assert outcome.status == 0, outcome.report
+    shown = said(printed)
     assert shown[0] == f"resumed after step {last} of 200"
     assert shown[1].startswith("4 workers saved it: what their residuals hold back is carried over")
     report = json.loads((tmp_path / "report.json").read_text())

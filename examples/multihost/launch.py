@@ -22,8 +22,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-# What gloo prints in every process, even amid a line of Python's, and absl's stack of addresses.
-_NOISE = re.compile(r"(?:\[Gloo\] Rank \d+ is connected to \d+ peer|^    @ +0x[0-9a-f]+  ).*\n")
+# Gloo's threads print word by word, amid each other's words and Python's lines; absl prints stacks.
+_GLOO = r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of [a-z ]+ : "
+_NOISE = re.compile(rf"(?:^\d+)?(?:{_GLOO})(?:{_GLOO}|\d+(?={_GLOO}|\n))*\n?|^    @ +0x\w+ .*\n")
 # A rank and a line of it or its exit status; -1 and a signal, or 0 when the time is up.
 _Events = queue.SimpleQueue[tuple[int, str | int]]
 
@@ -155,9 +156,9 @@ class _Rank:
         begun = ""
         with self._process.stdout as lines:
             for line in lines:
-                begun, noises = _NOISE.subn("", begun + line)
-                if not noises:
-                    events.put((rank, begun.rstrip("\n")))
+                begun = _NOISE.sub("", begun + line)
+                if begun.endswith("\n"):
+                    events.put((rank, begun[:-1]))
                     begun = ""
         if begun:
             events.put((rank, begun))
