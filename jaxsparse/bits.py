@@ -136,7 +136,7 @@ def unpack_fields(
 
 
 def _check_words(packed: UInt32[Array, "*batch words"], expected: int) -> None:
-    # Too few would give fewer elements than asked for, and too many bits other elements.
+    # Too few words would give too few elements. Too many words of bits would give other elements.
     if packed.shape[-1] != expected:
         raise ValueError(
             f"packed has {packed.shape[-1]} words a vector, but `size` elements take {expected}: "

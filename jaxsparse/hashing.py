@@ -1,7 +1,7 @@
 """Counter-based hashes of 32-bit integers: any element's hash, at any time, with no table stored.
 
-Everything stays in uint32, because JAX without x64 silently narrows uint64 to it. Constants are of
-NumPy: those of JAX are arrays, which take tracing longer than all that is done with them.
+Everything stays in uint32, because JAX without x64 silently narrows uint64 to it. Constants are
+NumPy's. JAX's constants are arrays, which take longer to trace than the operations on them.
 """
 
 import jax
@@ -14,15 +14,15 @@ __all__ = ["as_uint32", "bounded", "combine", "keyed", "mix", "permute"]
 
 # 2**32 over the golden ratio: odd, and its multiples spread evenly over 32 bits.
 _GOLDEN = 0x9E3779B9
-# Of `permute`: with half of them, draws from a few elements are measurably uneven.
+# Number of rounds of `permute`. With half of them, draws from a few elements are measurably uneven.
 _ROUNDS = 6
 
 
 def mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Mixes the 32 bits of each element: a bijection in which every input bit moves all others.
+    """Mixes the 32 bits of each element by a bijection: each input bit affects all output bits.
 
-    Multiplications and xor-shifts with the constants of least bias found by C. Wellons
-    (https://github.com/skeeto/hash-prospector).
+    It multiplies and xor-shifts, with constants of low bias that TheIronBorn found
+    (https://github.com/skeeto/hash-prospector/issues/19).
 
     Args:
         x: uint32 of any shape.
@@ -39,10 +39,10 @@ def mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 
 def combine(*words: Integer[Array, "..."] | int) -> UInt32[Array, "..."]:
-    """Hashes words into one, in which their order matters.
+    """Hashes words into one word. Their order matters.
 
     Args:
-        *words: integers, or integer arrays that broadcast together; taken modulo 2**32.
+        *words: integers, or integer arrays that broadcast together. They are taken modulo 2**32.
 
     Returns:
         uint32 of the broadcast shape.
@@ -60,14 +60,14 @@ def combine(*words: Integer[Array, "..."] | int) -> UInt32[Array, "..."]:
 def keyed(
     index: UInt32[Array, "*shape"], key: UInt32[Array, ""] | UInt32[Array, "*shape"]
 ) -> UInt32[Array, "*shape"]:
-    """Hash of a counter under a key.
+    """The hash of a counter under a key.
 
-    Keys must be well mixed (from `combine`). The index is multiplied first, so that neither runs
-    nor arithmetic progressions of indices under two keys meet in one hash.
+    Keys must be well mixed (from `combine`). The index is multiplied first, so that a run or an
+    arithmetic progression of indices does not get the same hashes under two keys.
 
     Args:
-        index: uint32 of any shape.
-        key: uint32, a scalar or one per index.
+        index: counter, uint32 of any shape.
+        key: one key, or a key for each index, uint32.
 
     Returns:
         uint32 of index's shape.
@@ -82,8 +82,8 @@ def bounded(h: UInt32[Array, "*shape"], n: int) -> UInt32[Array, "*shape"]:
     """Maps a hash to 0 .. n - 1 as floor(h n / 2**32), with a bias below n / 2**32.
 
     Args:
-        h: uint32 of any shape.
-        n: 1 <= n < 2**32.
+        h: hash, uint32 of any shape.
+        n: number of results, 1 <= n < 2**32.
 
     Returns:
         uint32 of the same shape, each below n.
@@ -94,7 +94,7 @@ def bounded(h: UInt32[Array, "*shape"], n: int) -> UInt32[Array, "*shape"]:
     half, ones = np.uint32(16), np.uint32(0xFFFF)
     n_low, n_high = np.uint32(n & 0xFFFF), np.uint32(n >> 16)
     h_low, h_high = h & ones, h >> half
-    # The high word of the 64-bit product, from 16-bit halves; no sum below exceeds 2**32 - 1.
+    # The high word of the 64-bit product, from 16-bit halves. No sum below exceeds 2**32 - 1.
     cross = h_low * n_high
     middle = h_high * n_low + ((h_low * n_low) >> half) + (cross & ones)
     return h_high * n_high + (cross >> half) + (middle >> half)
@@ -104,8 +104,8 @@ def drawn(n: int, *words: Integer[Array, "..."] | int) -> Int[Array, "..."]:
     """A number in 0 .. n - 1, drawn by the hash of words.
 
     Args:
-        n: 1 <= n < 2**31.
-        *words: see `combine`.
+        n: number of results, 1 <= n < 2**31.
+        *words: words to hash; see `combine`.
 
     Returns:
         int32 of the broadcast shape.
@@ -117,19 +117,19 @@ def drawn(n: int, *words: Integer[Array, "..."] | int) -> Int[Array, "..."]:
 
 
 def permute(i: Int[Array, " m"], n: int, key: Key[Array, ""]) -> Int[Array, " m"]:
-    """A pseudorandom permutation of 0 .. n - 1, evaluated only where it is asked for.
+    """A pseudorandom permutation of 0 .. n - 1, evaluated at `i` only.
 
-    `permute(arange(m), n, key)` draws m indices without replacement in O(m), where a shuffle
-    would take O(n). Indices are mixed by bijections of the next power of two, again and again
-    until they fall below n (cycle walking; fewer than two turns on average).
+    `permute(arange(m), n, key)` draws m indices without replacement in O(m). A shuffle would take
+    O(n). Bijections of 0 .. p - 1, with the next power of two p >= n, mix the indices again and
+    again until they fall below n (cycle walking; fewer than two turns on average).
 
     Args:
-        i: int32, each in 0 .. n - 1.
-        n: 1 <= n <= 2**31.
-        key: a JAX random key.
+        i: indices, int32, each in 0 .. n - 1.
+        n: number of elements, 1 <= n <= 2**31.
+        key: JAX random key that chooses the permutation.
 
     Returns:
-        int32, distinct wherever i is.
+        int32, distinct wherever `i` is.
 
     >>> sorted(permute(jnp.arange(5), 5, jax.random.key(0)).tolist())
     [0, 1, 2, 3, 4]
@@ -151,7 +151,7 @@ def permute(i: Int[Array, " m"], n: int, key: Key[Array, ""]) -> Int[Array, " m"
 
 
 def as_uint32(word: Integer[Array, "*shape"] | int) -> UInt32[Array, "*shape"]:
-    """An integer or integer array as uint32, modulo 2**32.
+    """The integer or integer array as uint32, modulo 2**32.
 
     >>> as_uint32(-1).item() == 2**32 - 1
     True

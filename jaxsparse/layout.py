@@ -1,9 +1,9 @@
 """The layout of a gradient pytree in flat buckets, planned once from shapes.
 
-Leaves with one reducer are laid end to end, each row-major, in the order of `jax.tree.leaves`. The
-vector is cut into the fewest buckets within the size limit, of nearly equal sizes; without a limit
-it is one bucket. A leaf may straddle buckets. Leaves that are not compressed are laid end to end in
-one dense vector, in the same order. Empty leaves travel in neither.
+Leaves with equal reducers are laid end to end, each row-major, in the order of `jax.tree.leaves`.
+Each such vector is cut into the fewest buckets within the size limit, of nearly equal sizes.
+Without a limit it is one bucket. A leaf may straddle buckets. Leaves that are not compressed are
+laid end to end in one dense vector, in the same order. Empty leaves are in neither.
 """
 
 import itertools
@@ -17,13 +17,13 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxsparse.settings import static_int
 
-# A bucket as arrays, one for each leaf or part of a leaf in it: a leaf's are [1, *shape], a part's
-# are flat. What is added up by pieces needs no vector of its own: XLA joins vectors before it adds
-# them, and keeps each. And XLA writes a sum over a summand of the same shape: accumulators are
-# [1, *shape].
+# A bucket as arrays, one for each leaf or part of a leaf in it. The array of a leaf is [1, *shape],
+# and that of a part is flat. Sums by pieces need no vectors of buckets, which XLA would join before
+# it adds them, and keep. XLA also writes a sum over a summand of the same shape, and accumulators
+# are [1, *shape].
 Pieces = tuple[Float[Array, "..."], ...]
 
-# Its arguments: one leaf's key path, as jax.tree_util.keystr prints it, and its shape.
+# A function of one leaf's key path, as jax.tree_util.keystr prints it, and of its shape.
 IsDense = Callable[[str, tuple[int, ...]], bool]
 
 
@@ -74,7 +74,7 @@ class Layout(NamedTuple):
         return [(self.paths[p.leaf], self.shapes[p.leaf]) for p in self.buckets[bucket]]
 
     def flatten(self, tree: Any) -> tuple[list[Pieces], Float[Array, " n"]]:
-        """The buckets, in pieces, and the dense vector of `tree`, in float32."""
+        """The buckets of `tree`, in pieces, and its dense vector, all in float32."""
         leaves = dict(enumerate(self.treedef.flatten_up_to(tree)))
         return self.buckets_of(leaves), self.dense_of(leaves)
 
@@ -88,11 +88,11 @@ class Layout(NamedTuple):
         return self.treedef.unflatten(leaves)
 
     def buckets_of(self, leaves: Mapping[int, Array]) -> list[Pieces]:
-        """The buckets of leaves by number, in pieces and in float32."""
+        """The buckets, in pieces and in float32, from leaves by number."""
         return [_pieces(leaves, own) for own in self.buckets]
 
     def dense_of(self, leaves: Mapping[int, Array]) -> Float[Array, " n"]:
-        """The dense vector of leaves by number, in float32."""
+        """The dense vector, in float32, from leaves by number."""
         return join(_pieces(leaves, self.dense))
 
     def leaves_in(self, buckets: Sequence[Pieces]) -> dict[int, Array]:
@@ -130,7 +130,7 @@ def join(pieces: Sequence[Float[Array, "..."]]) -> Float[Array, " d"]:
 
 
 def cut(vectors: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-    """A vector in pieces of these shapes; or several, in any tree, each replaced by its pieces."""
+    """Cuts a vector into pieces of these shapes. In a tree of vectors, it cuts each."""
     stops = list(itertools.accumulate(map(math.prod, shapes)))
     each = list(zip([0, *stops], stops, shapes))
     return jax.tree.map(
@@ -140,7 +140,7 @@ def cut(vectors: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
 
 
 def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:
-    """Float32 `x` in another float dtype; values beyond its range are clipped.
+    """Float32 `x` in another float dtype. Values beyond its range are clipped.
 
     Args:
         x: float32 array.
@@ -150,7 +150,7 @@ def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:
     limit = float(jnp.finfo(dtype).max)
     if limit < float(jnp.finfo(jnp.float32).max):
         if summands > 1:
-            # Powers of two add up without rounding, which could exceed the limit in the last sum.
+            # Powers of two add up without rounding. Rounding could make the last sum overflow.
             limit = 2.0 ** math.floor(math.log2(limit / summands))
         x = jnp.clip(x, -limit, limit)
     return x.astype(dtype)
@@ -171,16 +171,16 @@ def plan(
 
     Args:
         tree: pytree of floating-point arrays (or `jax.ShapeDtypeStruct`s) of any float dtypes.
-        is_dense: function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape:
-            whether the leaf travels uncompressed. By default vectors, scalars and leaves below 1024
-            elements do.
+        is_dense: function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape that
+            says whether the leaf travels uncompressed. By default vectors, scalars and leaves below
+            1024 elements do.
         bucket_size: most elements that a bucket may have. None: one bucket.
-        alignment: the sizes of all buckets but the last are multiples of it, even if they exceed
-            `bucket_size`.
+        alignment: number that divides the sizes of all buckets but the last, even if they then
+            exceed `bucket_size`.
 
     Returns:
-        The layout. Compressed elements are split evenly: bucket sizes differ by one element, or by
-        one multiple of the alignment, at most.
+        The layout. Compressed elements are split evenly. Bucket sizes differ by less than twice the
+        alignment, that is, by at most one element if it is 1.
 
     Raises:
         ValueError: the tree has no elements, a leaf is not of a float dtype, or `bucket_size` is
@@ -228,14 +228,14 @@ def plan_groups(
     alignment: Mapping[Hashable, int] = {},
     whole_leaves: Container[Hashable] = (),
 ) -> Layout:
-    """As `plan`, with separate buckets for several groups of leaves.
+    """Plans a layout as `plan` does, with separate buckets for several groups of leaves.
 
     Args:
         tree: see `plan`.
         groups: the group of each leaf, in the order of `jax.tree.leaves`: any hashable, or None for
             a dense leaf.
         bucket_size: most elements that a bucket may have. None: one bucket a group.
-        alignment: as in `plan`, by group. Default: 1.
+        alignment: alignment of each group, as in `plan`. Default: 1.
         whole_leaves: groups whose leaves must not straddle buckets. A leaf above the limit then has
             a bucket of its own.
 
@@ -281,9 +281,9 @@ def plan_groups(
 
 
 def short_names(tree: Any) -> tuple[str, ...]:
-    """A name of each leaf: its keys with dots between them, "layers.0.kernel"."""
+    """A name for each leaf: its keys with dots between them, such as "layers.0.kernel"."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    # Flax's variables end with it, and gradients with respect to them don't always.
+    # Paths of Flax's variables end with "value". Those of gradients for them don't always.
     is_value = lambda path: bool(path) and getattr(path[-1], "name", None) == "value"
     paths = [path[:-1] if is_value(path) else path for path in paths]
     names = [jax.tree_util.keystr(p, simple=True, separator=".") or "parameters" for p in paths]

@@ -1,15 +1,18 @@
 """Passes over a vector in the form that suits the device: loops over tiles, or all of it at once.
 
-Loops over tiles, whose working set fits into a cache, suit a CPU. A GPU starts at least one kernel
-a turn, some microseconds each, and has threads for a whole vector at once. `by_platform` takes two
-forms of one function; the device that it is compiled for decides which of them runs.
+Loops over tiles suit a CPU, because a tile's working set fits into a cache. A GPU has threads for a
+whole vector at once, but in a loop it starts at least one kernel a turn, some microseconds each.
+`by_platform` takes two forms of one function. The device that it is compiled for decides which of
+them runs.
 
-On a GPU, slots take their maxima over the columns of a matrix that is gathered and never stored,
-decoding is one gather, encoding one scatter of tiles, hash extraction one scatter-max, and a k-th
-largest is found by digits of four bits. `tests/test_gpu_forms.py` holds one form against the other
-on CPU; `pytest --gpu-forms` runs any test with what GPUs get; `benchmarks/gpu_compiled.py` counts
-what XLA makes of them. Norms of blocks, top-k of groups and quantising have one form: they are
-reductions along rows and elementwise work. Loops of a turn for each worker or pass stay as well.
+These are the forms for a GPU. Slots take their maxima over the columns of a matrix that is gathered
+and never stored. Decoding gathers once for each row of a sketch, and encoding is one scatter of
+tiles. Hash extraction is one scatter-max. A k-th largest is found by digits of four bits.
+
+`tests/test_gpu_forms.py` compares the two forms on CPU. `pytest --gpu-forms` runs any test with the
+forms for GPUs, and `benchmarks/gpu_compiled.py` counts the kernels and bytes of what XLA compiles.
+Norms of blocks, top-k of groups and quantising have one form, because they are reductions along
+rows and elementwise work. Loops with a turn for each worker or pass have one form, too.
 """
 
 import functools
@@ -36,37 +39,40 @@ __all__ = [
     "zeros",
 ]
 
-# By a name of this file's, for tests and benchmarks that choose otherwise.
+# A name in this module, so that tests and benchmarks can replace it to choose the form.
 platform_dependent = lax.platform_dependent
 
-# Of what is reduced at once; larger or smaller ones are slower (measured at d = 2^24 on CPU).
+# Number of elements that are reduced at once, and number of rows that they are laid in. Larger and
+# smaller tiles are slower (measured at d = 2^24 on CPU).
 _TILE = 2**20
 _ROWS = 8
-# Of a k-th largest. More mean fewer passes, but each counts for 2**bits - 1 trials.
+# Bits that a pass of the search for a k-th largest finds on a GPU. More bits mean fewer passes, but
+# each pass counts for 2**bits - 1 trials.
 _DIGIT_BITS = 4
 
 Result = TypeVar("Result")
 Carry = TypeVar("Carry")
 
-# What is compared, uint32 of each element; None: the elements themselves.
+# A function that gives the uint32 key of each element, by which elements are compared. None: the
+# elements are the keys.
 Key = Callable[[Array], UInt32[Array, " n"]] | None
 
-# Of the same dtype with x64, too.
+# A sum that stays uint32 with x64, too.
 _sum = functools.partial(jnp.sum, dtype=jnp.uint32)
 
 
 def by_platform(
     *operands: Array, default: Callable[..., Result], gpu: Callable[..., Result]
 ) -> Result:
-    """`gpu(*operands)` on NVIDIA's and AMD's GPUs, elsewhere `default(*operands)`.
+    """`gpu(*operands)` on NVIDIA's and AMD's GPUs, `default(*operands)` elsewhere.
 
-    Both are traced, one is compiled. They must return the same, bit for bit unless the caller says
-    otherwise to its own: a test holds one against the other on CPU.
+    Both are traced, and one is compiled. They must return the same bits, unless the caller tells
+    its own callers otherwise. Tests compare the two on CPU.
 
     Args:
         operands: arrays.
-        default: for CPUs and everything else.
-        gpu: for GPUs.
+        default: form for CPUs and everything else.
+        gpu: form for GPUs.
     """
     return platform_dependent(*operands, default=default, cuda=gpu, rocm=gpu)
 
@@ -74,7 +80,7 @@ def by_platform(
 def over_tiles(
     size: int, tile: int, step: Callable[[Int[Array, ""], Carry, int], Carry], carry: Carry
 ) -> Carry:
-    """Folds `step(number, carry, length)` over all tiles; the length is static."""
+    """Folds `step(number, carry, length)` over all tiles. The length of each tile is static."""
     full, rest = divmod(size, tile)
     if full:
         carry = lax.fori_loop(
@@ -84,7 +90,7 @@ def over_tiles(
 
 
 def laid_around(start: Int[Array, "*tiles 1"], tile: int) -> Int[Array, "*tiles tile"]:
-    """Which element of a tile lies at each of `tile` slots, if its first one lies at slot `start`.
+    """The element of a tile at each of `tile` slots, if its first element is at slot `start`.
 
     >>> laid_around(jnp.array([[0], [2]]), 3).tolist()
     [[0, 1, 2], [1, 2, 0]]
@@ -97,7 +103,7 @@ def laid_around(start: Int[Array, "*tiles 1"], tile: int) -> Int[Array, "*tiles 
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: tuple[Array, ...]) -> Array:
     """Zeros with the replication type of all of `like` together, to start a loop's carry.
 
-    With that of one array they are `jnp.zeros_like(x, dtype, shape)`.
+    For a single array x, `jnp.zeros_like(x, dtype, shape)` is the same.
     """
     total = jnp.zeros(shape, dtype)
     for x in like:
@@ -110,9 +116,9 @@ def count_reaching(
     trial: UInt32[Array, ""],
     key: Key = None,
 ) -> UInt32[Array, ""]:
-    """The number of elements with key(x) >= trial, of keys and trials below 2**31."""
+    """The number of elements with key(x) >= trial. Keys and trials are below 2**31."""
 
-    # The sign bit of trial - 1 - key, which is summed faster than a comparison.
+    # The sign bit of trial - 1 - key. XLA sums it faster than a comparison.
     def reaches(part: Array) -> Array:
         return (trial - jnp.uint32(1) - (part if key is None else key(part))) >> jnp.uint32(31)
 
@@ -122,7 +128,7 @@ def count_reaching(
 def count_where(
     x: Shaped[Array, " d"], is_counted: Callable[[Array], Bool[Array, " n"]]
 ) -> Int[Array, ""]:
-    """The number of elements that `is_counted` is true of, as an int32."""
+    """The number of elements for which `is_counted` is true, as an int32."""
     counted = lambda part: is_counted(part).astype(jnp.uint32)
     return folded(_sum, jnp.add, counted, x).astype(jnp.int32)
 
@@ -133,7 +139,7 @@ def folded(
     value: Callable[[Array], UInt32[Array, " n"]],
     x: Shaped[Array, " d"],
 ) -> UInt32[Array, ""]:
-    """reduce(value(x)), of which 0 is neutral; on CPU ten times faster."""
+    """reduce(value(x)), but ten times faster on CPU. 0 is the neutral element of the reduction."""
     if _tile(x.size) < _ROWS * _ROWS:
         return reduce(value(x))
     return by_platform(
@@ -149,7 +155,7 @@ def _in_lanes(
     value: Callable[[Array], UInt32[Array, " n"]],
     x: Shaped[Array, " d"],
 ) -> UInt32[Array, ""]:
-    """XLA's CPU backend reduces a vector element by element, but the rows of a matrix in lanes."""
+    """`folded` for CPUs. XLA reduces the rows of a matrix in lanes, a vector element by element."""
     tile = _tile(x.size)
 
     def step(b: Array, lanes: Array, length: int) -> Array:
@@ -167,20 +173,20 @@ def _tile(size: int) -> int:
 
 
 def kth_largest(x: Shaped[Array, " n"], k: int, *, bits: int, key: Key = None) -> UInt32[Array, ""]:
-    """The largest t that key(x) >= t for at least k elements, of keys below 2**bits.
+    """The largest t that the keys of at least k elements reach.
 
     Args:
         x: n elements.
-        k: 1 <= k <= n.
-        bits: of keys, at most 31.
-        key: what is compared; see `Key`.
+        k: number of elements, 1 <= k <= n.
+        bits: number of bits of a key, at most 31. Keys are below 2**bits.
+        key: function that gives the keys; see `Key`.
     """
     find = functools.partial(_by_bits, k=k, bits=bits, key=key)
     return by_platform(x, default=find, gpu=functools.partial(_by_digits, k=k, bits=bits, key=key))
 
 
 def _by_bits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32[Array, ""]:
-    """Pass by pass one bit, the highest first."""
+    """`kth_largest` with one pass for each bit, the highest first."""
 
     def set_bit(i: Array, t: Array) -> Array:
         trial = t | (jnp.uint32(1) << (bits - 1 - i).astype(jnp.uint32))
@@ -190,7 +196,7 @@ def _by_bits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32[A
 
 
 def _by_digits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32[Array, ""]:
-    """Pass by pass a digit, by one sum for all of its trials, which reads the array once."""
+    """`kth_largest` with one pass for each digit: one sum for all trials reads the array once."""
     digits = -(-bits // _DIGIT_BITS)
     several = 2**_DIGIT_BITS - 1
     add = lambda a, b: tuple(map(jnp.add, a, b))
@@ -201,7 +207,7 @@ def _by_digits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32
         trials = [t + unit * np.uint32(digit + 1) for digit in range(several)]
         reaches = tuple((keys >= trial).astype(jnp.uint32) for trial in trials)
         counts = lax.reduce(reaches, (jnp.uint32(0),) * several, add, (0,))
-        # The larger the trial, the fewer reach it.
+        # Fewer elements reach a larger trial, so the digit is the number of trials that k reach.
         reached = jnp.stack(counts) >= jnp.uint32(k)
         return t + unit * jnp.sum(reached, dtype=jnp.uint32)
 
@@ -209,7 +215,7 @@ def _by_digits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32
 
 
 def magnitude_bits(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Ordered as abs(x) is, but as integers below 2**31."""
+    """The bits of abs(x), which are integers below 2**31 in the same order."""
     return to_bits(x) & jnp.uint32(2**31 - 1)
 
 

@@ -1,4 +1,4 @@
-"""What static settings, and the arguments of all selections, have in common."""
+"""Checks of static settings, and of arguments that all selections have."""
 
 import math
 import numbers
@@ -11,7 +11,7 @@ from jaxtyping import Integer, UInt32
 
 
 def static_int(name: str, value: Any) -> int:
-    """The setting `value` as an int; NumPy's integers count as such.
+    """The setting `value` as an int. It may be one of NumPy's integers.
 
     Raises:
         ValueError: it is a bool, a float, an array or anything else.
@@ -25,7 +25,7 @@ def static_seed(name: str, value: Any) -> int:
     """The setting `value` as a seed, 0 <= seed < 2**32.
 
     Raises:
-        ValueError: it is no int, or out of that range, beyond which seeds would repeat.
+        ValueError: it is no int, or out of that range. Seeds beyond it would repeat.
     """
     seed = static_int(name, value)
     if not 0 <= seed < 2**32:
@@ -36,7 +36,7 @@ def static_seed(name: str, value: Any) -> int:
 
 
 def static_float(name: str, value: Any) -> float:
-    """The setting `value` as a float; ints and NumPy's numbers count as such.
+    """The setting `value` as a float. It may be an int or one of NumPy's numbers.
 
     Raises:
         ValueError: it is a bool, an array, a string, NaN or anything else.
@@ -56,13 +56,13 @@ def check_density(density: float) -> None:
 
 
 def entries(density: float, size: int, parts: int = 1) -> int:
-    """Entries of each of `parts` equal parts of `size` elements, rounded up, at least 1.
+    """Number of entries of each of `parts` parts: density * size / parts, rounded up, at least 1.
 
     Example:
         >>> entries(0.01, 1000), entries(0.01, 1000, parts=3), entries(0.01, 10)
         (10, 4, 1)
     """
-    # Less a hair, for 0.01 * 1000 must not round up to 11.
+    # A hair less, because 0.07 * 100, which is 7.000000000000001, must not round up to 8.
     return max(1, math.ceil(density * size / parts * (1 - 1e-12)))
 
 
@@ -78,14 +78,14 @@ def check_vector(name: str, x: Array) -> None:
 
 
 def check_k(k: int, size: int, limit: str | None = None) -> int:
-    """The number of elements to keep as an int; a ValueError unless it is one, 1 <= k <= size.
+    """The number of elements to keep as an int. Raises ValueError unless it is one in 1 .. size.
 
-    Call it outside `jax.jit`, which takes True for 1 once it has seen that.
+    Call it outside `jax.jit`, which takes k=True for k=1 once it has seen k=1.
 
     Args:
-        k: a Python or NumPy int.
-        size: the largest k.
-        limit: how the error names it; None: as the vector's size.
+        k: number of elements to keep, a Python or NumPy int.
+        size: largest k.
+        limit: name of `size` in the error. None: the vector's size.
     """
     k = static_int("k", k)
     if not 1 <= k <= size:
@@ -95,7 +95,7 @@ def check_k(k: int, size: int, limit: str | None = None) -> int:
 
 
 def check_seed(seed: Integer[Array, ""] | int) -> UInt32[Array, ""]:
-    """The seed as uint32; a ValueError unless it is an int or an integer scalar."""
+    """The seed as uint32. Raises ValueError unless it is an int or an integer scalar."""
     if type(seed) is int:
         return jnp.uint32(seed % 2**32)
     dtype = getattr(seed, "dtype", None)
@@ -105,7 +105,7 @@ def check_seed(seed: Integer[Array, ""] | int) -> UInt32[Array, ""]:
 
 
 def check_slots(slots: int, size: int) -> int:
-    """The number of slots as an int; a ValueError unless it is from 1 to `size`."""
+    """The number of slots as an int. Raises ValueError unless it is an int from 1 to `size`."""
     slots = static_int("slots", slots)
     if not 1 <= slots <= size:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Sparse vectors of a static capacity (SparCML, section 5.1), and how their entries are combined.
+"""Sparse vectors of a static capacity (SparCML, section 5.1), and operations that combine entries.
 
-By one of four operations: sum, max, min, or. All are commutative and associative, and an absent
-entry counts as the operation's neutral element: max(-2, absent) is -2, not 0.
+The four operations are sum, max, min and or. All are commutative and associative. An absent entry
+counts as the operation's neutral element: max(-2, absent) is -2, not 0.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -30,17 +30,17 @@ class SparseStream(NamedTuple):
 
 
 def from_dense(x: Num[Array, " d"], indices: Int[Array, " k"]) -> SparseStream:
-    """The entries of `x` at `indices`; out-of-range indices give empty slots."""
+    """The entries of `x` at `indices`. Out-of-range indices give empty slots."""
     return SparseStream(indices, x.at[indices].get(mode="fill", fill_value=0))
 
 
 def to_dense(stream: SparseStream, size: int, op: Operation = "sum") -> Num[Array, " d"]:
-    """The dense vector of length `size`; entries with the same index are combined.
+    """The dense vector of length `size`. Entries with the same index are combined.
 
     Args:
-        stream: its entries.
-        size: of the vector, d.
-        op: how entries with the same index are combined; absent ones are its neutral element.
+        stream: entries of the vector.
+        size: number of elements of the vector, d.
+        op: operation that combines entries with the same index. Absent entries count as neutral.
 
     Example:
         >>> import jax.numpy as jnp
@@ -49,7 +49,7 @@ def to_dense(stream: SparseStream, size: int, op: Operation = "sum") -> Num[Arra
         [1.0, 0.0, 5.0, 0.0]
     """
     dtype = stream.values.dtype
-    if op == "or":  # whose scatter wants distinct indices
+    if op == "or":  # its scatter needs distinct indices
         stream = merge_duplicates(stream, size, op)
     empty = filled(size, neutral(op, dtype), stream.indices)
     return scatter(op, empty, stream.indices, stream.values)
@@ -58,12 +58,12 @@ def to_dense(stream: SparseStream, size: int, op: Operation = "sum") -> Num[Arra
 def filled(
     size: int, value: Shaped[ArrayLike, ""], indices: Int[Array, " k"]
 ) -> Shaped[Array, " size"]:
-    """A vector of one value to scatter into, which XLA makes only once `indices` are there.
+    """A vector of one value to scatter into. XLA makes it only once `indices` are there.
 
-    Otherwise its CPU backend makes it when the program begins, and keeps it until the scatter: a
-    step of top-k would take 4.3 d floats instead of 3.3.
+    Otherwise XLA's CPU backend would make it when the program begins, and keep it until the
+    scatter. A step of top-k would then take 4.3 d floats instead of 3.3.
     """
-    # It is always zero, which XLA does not find out.
+    # This is always zero, but XLA does not find that out.
     zero = (jnp.min(indices[:1], initial=0) & 1) >> 1
     return jnp.full((size,), value + zero.astype(jnp.result_type(value)))
 
@@ -73,8 +73,8 @@ def add_to(x: Num[Array, " d"], stream: SparseStream) -> Num[Array, " d"]:
 
     Args:
         x: vector of d elements.
-        stream: entries of such a vector; those of one index are added in any order, on a GPU in
-            another one at each run.
+        stream: entries of such a vector. Entries with the same index are added in any order, which
+            on a GPU may change from run to run.
 
     Example:
         >>> import jax.numpy as jnp
@@ -86,16 +86,17 @@ def add_to(x: Num[Array, " d"], stream: SparseStream) -> Num[Array, " d"]:
 
 
 def merge_duplicates(stream: SparseStream, size: int, op: Operation = "sum") -> SparseStream:
-    """One entry for each index, in increasing order of indices, then empty slots between them.
+    """One entry for each index, in increasing order of indices, with empty slots between them.
 
     Args:
         stream: k entries, in any order.
-        size: of the vector, d.
-        op: how entries with the same index are combined.
+        size: number of elements of the vector, d.
+        op: operation that combines entries with the same index.
 
     Returns:
-        Of the same capacity k. The combined entry is in the last slot of those it came from; the
-        others are empty, so that indices other than d increase from slot to slot.
+        A stream of the same capacity k. Entries are sorted, and each combined entry is in the last
+        slot of those that it came from. The other slots are empty, so indices other than d increase
+        from slot to slot.
 
     Example:
         >>> import jax.numpy as jnp
@@ -119,7 +120,7 @@ def merge_duplicates(stream: SparseStream, size: int, op: Operation = "sum") -> 
 
 
 def _last_of_runs(indices: Int[Array, " k"], values: Num[Array, " k"], size: int) -> SparseStream:
-    """The last entry of each run of equal indices; the others' slots are empty."""
+    """The last entry of each run of equal indices. The slots of the others are empty."""
     valid = _differs(indices, 1) & (indices < size)
     return SparseStream(
         jnp.where(valid, indices, size), jnp.where(valid, values, jnp.zeros_like(values))
@@ -127,7 +128,7 @@ def _last_of_runs(indices: Int[Array, " k"], values: Num[Array, " k"], size: int
 
 
 def _differs(indices: Int[Array, " k"], offset: int) -> Bool[Array, " k"]:
-    """Whether an index differs from the one `offset` slots on; True at that end."""
+    """Whether an index differs from the one `offset` slots on. True where there is none."""
     if indices.shape[0] == 0:
         return jnp.zeros((0,), jnp.bool_)
     different = indices[1:] != indices[:-1]
@@ -136,21 +137,21 @@ def _differs(indices: Int[Array, " k"], offset: int) -> Bool[Array, " k"]:
 
 
 def add(a: SparseStream, b: SparseStream, size: int, op: Operation = "sum") -> SparseStream:
-    """The entries of both, those with the same index combined; capacity is that of both together.
+    """The entries of both streams, combined where indices are equal. The capacities add up.
 
     Args:
         a: entries of a vector of `size` elements, with distinct indices.
-        b: entries of another, with distinct indices, too.
-        size: of the vectors, d.
-        op: how entries with the same index are combined.
+        b: entries of another such vector, with distinct indices, too.
+        size: number of elements of the vectors, d.
+        op: operation that combines entries with the same index.
 
     Returns:
-        As `merge_duplicates`.
+        A stream like that of `merge_duplicates`.
     """
     both = SparseStream(*(jnp.concatenate(pair) for pair in zip(a, b)))
     check_operation(op, both.values.dtype)
     indices, values = jax.lax.sort((both.indices, both.values), num_keys=1)
-    # A run is a pair at most, which needs no scan: that would take twenty times as long to compile.
+    # A run is a pair at most and needs no scan, which would take twenty times as long to compile.
     pairs = combine(op, jnp.roll(values, 1), values)
     return _last_of_runs(indices, jnp.where(_differs(indices, -1), values, pairs), size)
 
@@ -159,9 +160,9 @@ def delta(size: int, entry_bytes: float = 8, dense_bytes: float = 4) -> int:
     """The number of entries up to which a sparse message is no longer than a dense one.
 
     Args:
-        size: of the vector, d.
-        entry_bytes: of one entry on the wire: 8 for an int32 index and a float32 value.
-        dense_bytes: of one element of the dense vector.
+        size: number of elements of the vector, d.
+        entry_bytes: bytes of one entry on the wire: 8 for an int32 index and a float32 value.
+        dense_bytes: bytes of one element of the dense vector.
 
     SparCML, section 5.1: size * dense_bytes / entry_bytes.
 
@@ -206,9 +207,9 @@ def combine(op: Operation, a: Num[Array, "*shape"], b: Num[Array, "*shape"]) -> 
 
 
 def scatter(op: Operation, dense: Num[Array, " d"], indices: Array, values: Array) -> Array:
-    """`dense` with `values` combined into it at `indices`; out-of-range indices are ignored.
+    """`dense` with `values` combined into it at `indices`. Out-of-range indices are ignored.
 
-    An index may repeat, but for "or".
+    An index may repeat, except for "or".
     """
     at = dense.at[indices]
     if op == "sum":

@@ -26,22 +26,23 @@ class Chunked:
 
     With `k`, slot j of a stream belongs to chunk j // k: `select.group_top_k(x, k, chunk_size)`
     gives such streams. A message is the packed indices, the packed values and their levels. Zeros
-    are entries as others.
+    are entries like any others.
 
     Without `k`, a message begins with the number of entries of each chunk, and travels in the
     chunks' order. Empty slots, and zeros that would be rounded, come last and decode to empty
     slots. It takes any stream.
 
     Values of 2, 4 and 8 bits share levels with others of their message. So messages of sums that
-    were rounded before need 16 or 32 bits: those of SparCML's all-reduces but `all_gather`, and
-    SparDL's with `gather="bruck"`.
+    were rounded before need 16 or 32 bits. SparCML's all-reduces except `all_gather` send such
+    messages, and so does SparDL with `gather="bruck"`.
 
     Attributes:
-        k: entries of each chunk, from 1 to chunk_size. None: any number.
-        chunk_size: elements of a chunk, at most 65,536. None: 4096 with a `k`; without one the
-            power of two with the shortest messages.
-        value_bits: 2, 4, 8, 16 or 32.
-        quantizer: levels of 2, 4 and 8 bits: "sign_magnitude", or "published", SparseLoCo's.
+        k: number of entries of each chunk, from 1 to chunk_size. None: any number.
+        chunk_size: number of elements of a chunk, at most 65,536. None: 4096 with a `k`, and
+            without one the power of two with the shortest messages.
+        value_bits: bits of a value: 2, 4, 8, 16 or 32.
+        quantizer: quantiser of values in 2, 4 and 8 bits: "sign_magnitude", or "published", which
+            is SparseLoCo's.
     """
 
     k: int | None = None
@@ -65,16 +66,16 @@ class Chunked:
                 k = check_k(self.k, chunk_size, f"chunk_size={chunk_size}")
                 object.__setattr__(self, "k", k)
         object.__setattr__(self, "value_bits", static_int("value_bits", self.value_bits))
-        _ = self._values  # raises where it is wrong
+        _ = self._values  # raises if a setting is wrong
 
     @property
     def is_exact(self) -> bool:
-        """With 32 bits a value."""
+        """Whether values have 32 bits."""
         return self._values.is_exact
 
     @property
     def is_local(self) -> bool:
-        """With 16 or 32 bits a value."""
+        """Whether values have 16 or 32 bits."""
         return self.value_bits >= 16
 
     @property
@@ -90,7 +91,9 @@ class Chunked:
             )
 
     def count(self, size: int) -> int:
-        """The entries of a vector of `size` elements: k of each chunk, or all of a shorter one.
+        """The number of entries of a vector of `size` elements.
+
+        It is k for each chunk. A last chunk with fewer than k elements has all of them.
 
         Raises:
             ValueError: there is no `k`.
@@ -100,7 +103,7 @@ class Chunked:
         return self.k * (size // self.chunk_size) + min(self.k, size % self.chunk_size)
 
     def words(self, capacity: int, size: int) -> int:
-        """The counts if there is no `k`, the indices, the values and their levels."""
+        """The number of words of the counts (without `k`), indices, values and levels."""
         chunk = self._chunk(capacity, size)
         indices = field_words(capacity, _index_bits(chunk))
         return self._header(chunk, size) + indices + self._values.words(capacity)
@@ -127,7 +130,7 @@ class Chunked:
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
-        """The stream: in the same order with a `k`, in the order of the chunks without one."""
+        """The stream, in the same order with a `k`, and in the order of the chunks without one."""
         chunk = self._chunk(capacity, size)
         header = self._header(chunk, size)
         end = header + field_words(capacity, _index_bits(chunk))
@@ -145,7 +148,7 @@ class Chunked:
         return SparseStream(indices, jnp.where(is_entry, values, jnp.zeros_like(values)))
 
     def rounded(self, stream: SparseStream, size: int) -> Num[Array, " capacity"]:
-        """See `Codec`. What is decoded, so that sender and receivers agree."""
+        """See `Codec`. It decodes what it encodes, so that sender and receivers agree."""
         if self.is_exact:
             return stream.values
         capacity = stream.capacity
@@ -170,12 +173,12 @@ class Chunked:
             is_entry &= stream.values != 0
         chunks = jnp.where(is_entry, stream.indices // chunk, chunk_count)
         values = jnp.where(is_entry, stream.values, jnp.zeros_like(stream.values))
-        # With the type of a worker's own array, which a cond asks of both its branches.
+        # Slots get the type of a worker's own array, because both branches of a cond need one type.
         slots = jax.lax.iota(jnp.int32, stream.capacity) + zeros((), jnp.int32, (chunks,))
         return sorter(chunk_count + 1)(slots, values, chunks)
 
     def _chunk(self, capacity: int, size: int) -> int:
-        """The elements of a chunk: no more than the vector has."""
+        """The number of elements of a chunk, at most that of the vector."""
         if self.k is not None and capacity != self.count(size):
             raise ValueError(
                 f"a stream of {capacity} entries, but k={self.k} of every {self.chunk_size} of "

@@ -101,7 +101,7 @@ def check_codec(codec: Codec) -> None:
 
 
 def check_local(codec: Codec, user: str) -> None:
-    """Raises ValueError if the codec rounds entries together, and `user` regroups rounded ones."""
+    """Raises ValueError if the codec rounds entries together, because `user` regroups entries."""
     if not codec.is_local:
         raise ValueError(
             f"codec={codec} rounds the entries of a message together, but {user} sends rounded "

@@ -75,7 +75,7 @@ class Packed:
             # Unrolled, the search is one pass, and 3 times faster on a CPU.
             place = jnp.searchsorted(ends, slots, side="right", method="scan_unrolled")
             indices += place.astype(jnp.int32) * _RANGE
-        indices = jnp.where(words == 0, size, indices)  # an empty slot, behind all ranges, too
+        indices = jnp.where(words == 0, size, indices)  # an empty slot, even one behind all ranges
         bits = (words & jnp.uint32(0xFFFF)).astype(jnp.uint16)
         return SparseStream(indices, jax.lax.bitcast_convert_type(bits, self.dtype).astype(dtype))
 
@@ -89,7 +89,7 @@ class Packed:
 
         A value that is not finite does not change. Clipped, an overflow would look like a sum.
         """
-        # XLA may remove a conversion there and back, but not this.
+        # XLA may remove a conversion to 16 bits and back, but not this operation.
         info = jnp.finfo(self.dtype)
         limit = float(info.max)
         rounded = jax.lax.reduce_precision(jnp.clip(values, -limit, limit), info.nexp, info.nmant)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 @functools.cache
 def sorter(count: int) -> Callable[..., tuple[Array, Array, Array]]:
-    """A function that sorts arrays along their last axis, by the last array, of ints < `count`."""
+    """A function that sorts arrays along their last axis, by the last array's ints < `count`."""
 
     @jax.custom_batching.custom_vmap
     def in_order(*arrays: Array) -> tuple[Array, ...]:

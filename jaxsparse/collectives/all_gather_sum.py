@@ -31,9 +31,9 @@ def all_gather_sum(
         distinct: whether no index repeats in a stream, as after a top-k. This saves a sort.
 
     Returns:
-        The combined entries. The residual is what rounding took of each of this worker's entries,
-        in the stream's order, or in increasing order of indices unless `distinct`. The overflow is
-        0.
+        The combined entries. The residual is the rounding error of each of this worker's entries,
+        in the stream's order if `distinct`, or else in increasing order of indices. The overflow
+        is 0.
 
     Raises:
         ValueError: the op is unknown, or does not go with this dtype or codec.

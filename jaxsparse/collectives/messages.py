@@ -1,7 +1,7 @@
 """Messages and results of the sparse all-reduces.
 
 A message carries a partial result, as a stream or as a dense array, whichever is shorter. Its last
-word may be a count, which so needs no round of its own.
+word may be a count, so that counts need no round of their own.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ class AllReduced(NamedTuple):
 
     For sums, `sum over workers of to_dense(stream) == total + sum over workers of residual`.
 
-    An all-reduce that leaves a worker nothing but parts of its own entries gives them alone, n of
-    them: then no vector is made for their sake.
+    If a worker's residual has only parts of its own n entries, an all-reduce may give it at these
+    entries alone. Then no vector is made for it.
     """
 
     total: Num[Array, " d"]  # equal on all workers; the neutral element where there are no entries
     residual: Num[Array, " n"]  # this worker's share of all that `total` lacks; 0 unless op="sum"
     overflow: Int[Array, ""]  # int32: number of entries without room on all workers; equal on all
-    # int32: where `residual` is given, in [0, d]. d, an empty slot, may repeat, others don't.
-    # Elsewhere it is 0. None: it has d elements.
+    # int32: where `residual` is given. Each is in [0, d], and only d, an empty slot, may repeat.
+    # Elsewhere the residual is 0. None: `residual` has d elements.
     indices: Int[Array, " n"] | None = None
 
     def whole(self) -> "AllReduced":
@@ -71,7 +71,7 @@ class MessageFormat:
 
     Attributes:
         size: number of elements of the vector.
-        capacity: most entries of the vector.
+        capacity: the most entries that the vector may have.
         op: operation that combines vectors.
         dtype: dtype of the vector, 4 bytes wide.
         codec: wire format of sparse messages.
@@ -120,7 +120,8 @@ class MessageFormat:
         codecs.check_local(self.codec, "this all-reduce")
         whole = SparseStream(jnp.arange(self.size, dtype=jnp.int32), x)
         rounded = self.codec.rounded(whole, self.size)
-        # What rounds to -0 is no entry, and arrives as +0. Replicas that keep it would differ.
+        # A value that rounds to -0 is no entry, and arrives as +0. A sender that kept -0 would
+        # differ from the receivers.
         return jnp.where(rounded == 0, jnp.zeros_like(rounded), rounded)
 
     def pack(self, x: Num[Array, " size"]) -> UInt32[Array, " words"]:
@@ -165,7 +166,7 @@ class MessageFormat:
 def with_count(
     message: UInt32[Array, " words"], count: Int[Array, ""] | None
 ) -> UInt32[Array, " words+1"]:
-    """The message with this worker's count behind it, or without if it is None."""
+    """The message followed by this worker's count. None: without a count."""
     if count is None:
         return message
     return jnp.concatenate([message, count.astype(jnp.uint32)[None]])

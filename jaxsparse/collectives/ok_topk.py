@@ -1,4 +1,4 @@
-"""Ok-Topk: sums of balanced regions above reused thresholds (Li and Hoefler, PPoPP 2022)."""
+"""Ok-Topk: balanced regions, and sums above reused thresholds (Li and Hoefler, PPoPP 2022)."""
 
 import math
 from typing import NamedTuple
@@ -16,41 +16,42 @@ from jaxsparse.select.compaction import first_of_ranges, running_sum
 from jaxsparse.select.thresholds import EXACT_PASSES, bisection, sample_size
 from jaxsparse.stream import SparseStream, add_to, from_dense, to_dense
 
-# Slots for each of the k wanted entries, so that more than they hold reach a sampled threshold in
-# one of some thousand samples only.
+# Slots for each of the k wanted entries. With so many, a sampled threshold lets more entries pass
+# than there are slots in only one of some thousand samples.
 _SLOTS_PER_K = 1.5
-# Samples are read once for each bit of a magnitude, which takes a while from this size on.
+# Number of times that a sample is read, once for each bit of a magnitude. With vectors of _LARGE
+# elements or more, this takes a while.
 _READS = 32
 _LARGE = 2**17
-# Bits of a magnitude that each round of the search for a threshold settles.
+# Number of bits of a magnitude that each round of the search for a threshold finds.
 _DIGIT_BITS = 8
 
 
 class Agreed(NamedTuple):
-    """What workers agree on for many steps. Equal on all workers."""
+    """Regions and threshold, which are reused for many steps. Equal on all workers."""
 
-    place: Int[Array, " bins"]  # int32: of each bin in the regions of so many
-    workers: Int[Array, ""]  # int32
-    threshold: Float[Array, ""]  # of the sums' magnitudes
-    is_crowded: Bool[Array, ""]  # entries found no room: draw new regions
+    place: Int[Array, " bins"]  # int32: the place of each bin in the regions
+    workers: Int[Array, ""]  # int32: number of workers that the regions are for
+    threshold: Float[Array, ""]  # float32: the magnitude that a sum must reach
+    is_crowded: Bool[Array, ""]  # entries had no room: draw new regions
     is_stale: Bool[Array, ""]  # too many or too few sums passed: take a new threshold
 
     @classmethod
     def start(cls, size: int) -> "Agreed":
-        """Before the first step, which draws regions and takes a threshold."""
+        """The state before the first step, which draws regions and takes a threshold."""
         place = jnp.arange(bin_count(size), dtype=jnp.int32)
         return cls(place, jnp.int32(0), jnp.float32(0), jnp.bool_(True), jnp.bool_(True))
 
 
 class OkTopk(NamedTuple):
-    """Outcome of `ok_topk`."""
+    """The result of `ok_topk`."""
 
-    mean: Float[Array, " d"]  # of the sums that were delivered; equal on all workers
-    own: SparseStream  # where it selected, what this worker has to feed back; elsewhere that is x
+    mean: Float[Array, " d"]  # the sums that were delivered, over W; equal on all workers
+    own: SparseStream  # the residual at the entries that had room; elsewhere the residual is x
     sent: Bool[Array, " n"]  # which of these entries `mean` contains
-    lost: tuple[SparseStream, ...]  # what its rounding took from sums, to feed back as well
-    delivered: Int[Array, ""]  # int32: elements of `mean` other than 0
-    overflow: Int[Array, ""]  # int32: entries, of all workers, that found no room
+    lost: tuple[SparseStream, ...]  # this worker's rounding of sums, to add to the residual
+    delivered: Int[Array, ""]  # int32: number of elements of `mean` other than 0
+    overflow: Int[Array, ""]  # int32: number of entries and sums without room, over all workers
     agreed: Agreed
 
 
@@ -63,27 +64,28 @@ class _Search(NamedTuple):
 def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     """The elements that reach a sampled threshold: on average k of them, k / 2 to 3 k / 2 + 1.
 
-    Where more or fewer do, as among many that are equal, those above the k-th largest itself; if
-    they are fewer than k / 2, those at it as well, until there are k. Where sampling a large vector
-    would take longer, as for k below 2000, `select.fast_top_k` takes k. Slots without an entry have
-    index d and value 0.
+    If more or fewer reach it, as among many equal elements, this selects the elements above the
+    k-th largest magnitude. On a GPU, or if these are fewer than k / 2, it adds elements of exactly
+    that magnitude until there are k. It never selects zeros. If sampling a large vector would take
+    longer, as for k below 2000, `select.fast_top_k` selects k elements instead. Slots without an
+    entry have index d and value 0.
 
     Args:
-        x: float32, without NaN.
-        k: 1 <= k <= d.
+        x: vector of d elements, float32 without NaN.
+        k: number of elements wanted, 1 <= k <= d.
     """
     if x.size >= _LARGE and _READS * sample_size(x.size, k) > x.size:
         return select.fast_top_k(x, k)
     capacity = min(int(_SLOTS_PER_K * k) + 1, x.size)
     sampled = to_bits(select.sampled_threshold(x, k))
 
-    # A loop, so that either threshold's entries are found by the same code, compiled once.
+    # A loop, so that the code that finds entries is compiled once for both thresholds.
     def search(last: _Search) -> _Search:
         is_exact = last.turn > 0
         threshold = jax.lax.cond(
             is_exact, lambda: bisection(x, k, EXACT_PASSES)[0], lambda: sampled
         )
-        at = jnp.maximum(threshold, jnp.uint32(1))  # without zeros
+        at = jnp.maximum(threshold, jnp.uint32(1))  # leaves out zeros
         above = jnp.where(is_exact, threshold + jnp.uint32(1), at)
         indices = first_of_ranges(
             x, (above, at), capacity + 1, key=magnitude_bits, enough=(k + 1) // 2
@@ -113,36 +115,37 @@ def ok_topk(
     capacity_factor: float = 2.0,
     top_k: Select = about_top_k,
 ) -> OkTopk:
-    """Means of workers' k largest entries, as far as their sums are above a threshold.
+    """Means of the workers' k largest entries, where the sum of these reaches a threshold.
 
-    Workers send their entries to the owners of W regions that hold about equally many; owners add
-    them up, hand on the large sums so that all workers have equally many, and these are gathered.
-    The threshold is that of the k largest sums when it is taken, and is reused then. (The paper
-    reuses workers' own thresholds, too, for a step in which selecting is a pass over x; here they
-    are taken anew from samples, which takes less than that pass.)
+    The vector is divided into W regions that hold about equally many entries. Workers send their
+    entries to the owners of the regions, and owners add them up. Owners hand on the large sums so
+    that all workers have equally many. Then all workers gather these sums. The threshold is the
+    k-th largest sum at the step that takes it, and later steps reuse it. (The paper also reuses
+    each worker's own threshold, so that selection is one pass over x in most steps. Here a sample
+    gives a new one at each step, which takes less than that pass.)
 
-    Each message has room for C = ceil(capacity_factor k / W) entries, or those of a region if they
-    are fewer. Entries that find none stay with their workers; if too many sums pass the threshold,
-    each owner delivers its share of what there is room for, the largest ones. Both are counted.
-    A step with old regions and threshold takes 6 C (W - 1) words in COO: capacity_factor times the
-    published 6 k (W - 1) / W.
+    Each message has room for C = ceil(capacity_factor k / W) entries, or for all entries of a
+    region if they are fewer. Entries without room stay with their workers. If too many sums pass
+    the threshold, each owner delivers its share of the room, its largest sums. Entries and sums
+    without room are counted. A step with old regions and threshold takes 6 C (W - 1) words in COO:
+    capacity_factor times the published 6 k (W - 1) / W.
 
     Args:
-        x: float32.
-        k: entries that each worker sends, more or less as `top_k` does it, and wanted in the
-            result.
-        agreed: from the step before.
+        x: this worker's vector of d elements, float32.
+        k: number of entries wanted from each worker and in the result. `top_k` may select more or
+            fewer.
+        agreed: the `Agreed` of the step before.
         refresh: whether to take a new threshold even if the old one served; equal on all workers.
         rebalance: whether to draw new regions even if the old ones served; equal on all workers.
-        axis_name: whose workers take part.
-        codec: of the messages. If its values share levels, as those of `codecs.Chunked` in few
-            bits do, the messages between owners have 32 bits a value.
-        capacity_factor: room in messages. The smaller, the fewer words and the more overflow; with
-            a factor of 1 more than k entries never fit.
-        top_k: picks the entries.
+        axis_name: the axis of the workers.
+        codec: wire format of the messages. If its values share levels, as those of
+            `codecs.Chunked` in few bits do, the messages between owners have 32 bits a value.
+        capacity_factor: room in messages, in multiples of k / W entries. A smaller factor means
+            fewer words and more overflow. With 1, more than k entries never fit.
+        top_k: function that selects the entries.
     """
-    # Sums are handed on before they are gathered. Rounded twice, those of codecs whose values share
-    # levels would differ from what their senders noted.
+    # Sums are handed on before they are gathered. If a codec rounds values that share levels, a
+    # second rounding would give other numbers than those that the senders subtracted.
     between = codec if codec.is_local else codecs.Chunked(value_bits=32)
     workers, size = wire.axis_size(axis_name), x.size
     regions = Regions(size, workers)
@@ -170,14 +173,14 @@ def ok_topk(
         lambda: agreed.threshold,
     )
 
-    # From the owners, evenly to all: the sum at place p of all goes to worker p // room.
+    # From the owners, evenly to all: the sum in slot s of all slots goes to worker s // room.
     number = _numbered((magnitude >= threshold) & (magnitude > 0))
     count = number[-1]
     all_counts = wire.all_gather(count, axis_name)
     passing = jnp.sum(all_counts)
     share = jnp.minimum(1.0, limit / jnp.maximum(passing, 1).astype(jnp.float32))
-    # A little more than the share: rounded down, equal counts could all become 0. What then comes
-    # to lie past the limit is not held.
+    # Scale up by 2^-20 so that floor() does not turn equal counts into 0. Sums that then lie past
+    # the limit are not delivered.
     share = all_counts.astype(jnp.float32) * share * (1 + 2.0**-20)
     quotas = jnp.floor(share).astype(jnp.int32)
     quotas = jnp.where(passing <= limit, all_counts, quotas)
@@ -196,7 +199,7 @@ def ok_topk(
     spread = _in_slots(SparseStream(positions, rounded), slots, limit, regions.positions)
     spread = SparseStream(*(part.reshape(workers, room) for part in spread))
     held = _exchange(spread, regions.positions, axis_name, between)
-    # Without the empty slots. (A slot is filled by one worker, if any, but codecs may move it.)
+    # Drop the empty slots. (At most one worker fills a slot, but codecs may move its entry.)
     held = SparseStream(held.indices.ravel(), held.values.ravel())
     is_entry = held.indices < regions.positions
     slots = jnp.where(is_entry, _numbered(is_entry) - 1, room)
@@ -214,7 +217,7 @@ def ok_topk(
     mean = to_dense(SparseStream(elements, means), size)
     delivered = jnp.sum((means != 0) & (elements < size), dtype=jnp.int32)
 
-    # All that differs from x is where entries are: no pass over all of it.
+    # The residual differs from x only at entries, so it needs no pass over the whole vector.
     arrives = lambda indices: mean.at[indices].get(mode="fill", fill_value=0) != 0
     sent = arrives(entries.indices)
     arriving = jax.vmap(lambda row: codec.rounded(row, regions.length))(leaving)
@@ -245,9 +248,9 @@ def _room(k: int, regions: Regions, capacity_factor: float) -> int:
 
 
 def _sums(arrived: SparseStream, length: int) -> SparseStream:
-    """The sums of all workers' entries of one region, in as many slots, by their indices."""
+    """Sums a region's entries over workers, sorted by index, in as many slots as `arrived` has."""
 
-    # One worker's after the other's: within one scatter a GPU would add in any order.
+    # Add one worker's entries after another's: within one scatter a GPU would add in any order.
     def add(total: Array, row: SparseStream) -> tuple[Array, None]:
         return add_to(total, row), None
 
@@ -259,19 +262,19 @@ def _sums(arrived: SparseStream, length: int) -> SparseStream:
 
 
 def _kth_largest(magnitudes: Float[Array, " n"], k: int, axis_name: str | None) -> Float[Array, ""]:
-    """The k-th largest of all workers' magnitudes, digit by digit; 0 if there are fewer than k."""
+    """The k-th largest of all workers' magnitudes, found digit by digit. 0 if there are fewer."""
     keys, values = to_bits(magnitudes), 2**_DIGIT_BITS
 
     def settle(i: Array, search: tuple[Array, Array]) -> tuple[Array, Array]:
         found, wanted = search
         shift = jnp.uint32(32 - _DIGIT_BITS) - _DIGIT_BITS * i.astype(jnp.uint32)
-        # Count the magnitudes whose leading digits match those found so far. (A shift by 32 bits,
-        # for the first digit, has no result; two shifts have.)
+        # Count the magnitudes whose leading digits match those found so far. (The first digit
+        # takes two shifts, because the result of one shift by 32 bits is undefined.)
         known = (keys ^ found) >> shift >> jnp.uint32(_DIGIT_BITS) == 0
         digit = (keys >> shift).astype(jnp.int32) & (values - 1)
         counts = jnp.zeros((values,), jnp.int32)
         counts = counts.at[jnp.where(known, digit, values)].add(1, mode="drop")
-        from_here = jax.lax.cumsum(wire.psum(counts, axis_name), reverse=True)  # falls
+        from_here = jax.lax.cumsum(wire.psum(counts, axis_name), reverse=True)  # falling
         best = jnp.maximum(jnp.sum(from_here >= wanted, dtype=jnp.int32) - 1, 0)
         beyond = from_here[jnp.minimum(best + 1, values - 1)]
         wanted -= jnp.where(best + 1 < values, beyond, 0)
@@ -283,14 +286,14 @@ def _kth_largest(magnitudes: Float[Array, " n"], k: int, axis_name: str | None) 
 
 
 def _numbered(mask: Bool[Array, " n"]) -> Int[Array, " n"]:
-    """Of each element which of the True ones it is, from 1 on; between these that of the last."""
+    """The number of True elements up to and with each element."""
     return running_sum(mask.astype(jnp.int32), most=1, total=mask.size)
 
 
 def _in_slots(
     stream: SparseStream, slots: Int[Array, " n"], capacity: int, size: int
 ) -> SparseStream:
-    """The stream's entries in slots of their own; those past the capacity are left out."""
+    """The stream's entries in the given slots. Those in slots past the capacity are left out."""
     indices = jnp.full((capacity,), size, jnp.int32)
     values = jnp.zeros((capacity,), stream.values.dtype)
     return SparseStream(

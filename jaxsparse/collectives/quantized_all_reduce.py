@@ -54,23 +54,23 @@ def quantized_all_reduce(
     with a parameter server for each range.
 
     With `levels`, workers sum inside their team first, and then across, as in ZeRO++'s qgZ (Wang et
-    al., 2023, section 3.3). Member i of each of the T teams gets the team's sums of T ranges, those
-    from i T on; the members i of all teams then exchange these, and the one of team t owns range
-    i T + t. Sums come back across teams, and are handed on inside as they arrived, without another
-    rounding. So a worker receives 2 (T - 1) m values from other teams, in place of 2 (W - n) m, n
-    being the size of a team.
+    al., 2023, section 3.3). Let there be T teams of n workers. Member i of each team gets the
+    team's sums of ranges i T to (i + 1) T - 1. The members i of all teams then exchange these, and
+    the one of team t owns range i T + t. Sums come back across teams, and are handed on inside as
+    they arrived, without another rounding. So a worker receives 2 (T - 1) m values from other
+    teams, in place of 2 (W - n) m.
 
     Args:
-        x: float32.
+        x: this worker's vector of d elements, float32.
         quantizer: quantiser of both halves. Its groups begin anew in each range.
         axis_name: the axis of the workers.
         key: key of stochastic rounding, the same on all workers and fresh at each step. The total
             is then unbiased, and the residual does *not* keep the error. None rounds
-            deterministically, and the residual keeps the error: that of this worker's parts, of
-            its team's sums, and of its own range's sum. Quantisers are refused if the residual
-            could grow without bound. With the others it does not, because what an owner rounded
-            skips the roundings before when it is fed back: each error goes through one contraction.
-        levels: None sums at one level.
+            deterministically, and the residual keeps the errors of this worker's parts, of its
+            team's sums, and of its own range's sum. Quantisers are refused if the residual could
+            grow without bound. With the others it does not: an owner's error skips the earlier
+            roundings when it is fed back, so each error goes through one contraction.
+        levels: teams that sum first. None: sums at one level.
 
     Returns:
         The total, equal on all workers, the residual, and no overflow. If a sum overflows, no sum
@@ -123,9 +123,9 @@ def _scattered(
     group: wire.Group,
     keys: Key[Array, " n"] | None,
 ) -> tuple[Float[Array, " m"], Float[Array, "n m"]]:
-    """The sum over a group of its members' rows for this one, and what rounding took off `rows`.
+    """The sum of the group's rows for this member, and the rounding errors of `rows`.
 
-    What it took off the own row, which is not rounded, is not zero and means nothing.
+    The own row is not rounded. The error given for it is not zero, and means nothing.
     """
     m = rows.shape[1]
     messages = jax.vmap(lambda row, key, count: _pack(row, key, count, quantizer))(
@@ -137,7 +137,7 @@ def _scattered(
         message, row, is_own = member
         return total + jnp.where(is_own, row, _unpack(message, quantizer, m)), None
 
-    # One after the other: XLA's CPU backend takes twice the time to decode all and sum columns.
+    # One row after the other: XLA's CPU backend takes twice as long to decode all and sum columns.
     arrived = group.all_to_all(messages)
     total = jax.lax.scan(add, jnp.zeros_like(rows[0]), (arrived, rows, own))[0]
     return total, rows - jax.vmap(lambda message: _unpack(message, quantizer, m))(messages)

@@ -1,9 +1,10 @@
-"""Which worker adds up which part of a vector, so that all have about as much to do (Ok-Topk).
+"""Regions of a vector, one for each worker to add up, with about equally many entries (Ok-Topk).
 
-Regions come from a histogram of the selected indices in 1024 bins, summed over workers, instead of
-an average of each worker's own boundaries: the state's shape does not depend on W then, and the
-balance is that of the sum. Bins are dealt to owners, heaviest first, to each at most 3/2 of an even
-number: a region is 3/2 d / W long whatever the gradients, and so is all that an owner adds up.
+Regions come from a histogram of the selected indices in 1024 bins, summed over workers. (The paper
+averages the workers' own boundaries.) So the state's shape does not depend on W, and regions are
+balanced for the sum. Bins are dealt to owners, heaviest first. An owner gets at most 3/2 of an even
+number of bins. So a region, and the vector that its owner adds up, has 3/2 d / W elements for any
+gradients.
 """
 
 import dataclasses
@@ -14,27 +15,27 @@ from jaxtyping import Array, Int
 
 from jaxsparse.platforms import zeros
 
-# The vector is cut into as many, of equal length, by whose counts regions are balanced.
+# Number of bins of equal length that a vector is cut into. Their counts balance the regions.
 _BINS = 1024
 
 
 def bin_count(size: int) -> int:
-    """Bins that a vector of `size` elements is cut into."""
+    """The number of bins that a vector of `size` elements is cut into."""
     return min(size, _BINS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Regions:
-    """Regions of W workers: of as many places for bins, wherever these lie in the vector.
+    """Regions of W workers, with equally many places for bins from anywhere in the vector.
 
-    (The paper's are intervals, of which one may be nearly all of the vector; regions of one length
-    make what a worker adds up 3/2 d / W elements long, whatever the gradients.) There are half as
-    many places again as bins, so that who owns a heavy bin need own no others. Positions are
-    elements in the order of places, region after region.
+    (The paper's regions are intervals, and one of them may be nearly all of the vector. With
+    regions of one length, each worker adds up 3/2 d / W elements for any gradients.) There are 3/2
+    as many places as bins, so that the owner of a heavy bin need own no others, if there are 3
+    workers or more. Positions count elements in the order of places, region after region.
 
     Attributes:
-        size: elements of the vector, d.
-        workers: W.
+        size: number of elements of the vector, d.
+        workers: number of workers, W.
     """
 
     size: int
@@ -50,17 +51,17 @@ class Regions:
 
     @property
     def bins(self) -> int:
-        """Their number; the last ones may be shorter or empty."""
+        """The number of bins. The last ones may be shorter or empty."""
         return bin_count(self.size)
 
     @property
     def bin_size(self) -> int:
-        """Elements of one."""
+        """The number of elements of a bin."""
         return -(-self.size // self.bins)
 
     @property
     def places(self) -> int:
-        """Of one region, for its bins; some are empty."""
+        """The number of places for bins in one region. Some stay empty."""
         even = -(-self.bins // self.workers)
         roomy = -(-3 * self.bins // (2 * self.workers))
         fits = self.workers * roomy * self.bin_size < 2**31
@@ -68,19 +69,19 @@ class Regions:
 
     @property
     def length(self) -> int:
-        """Positions of one region."""
+        """The number of positions of one region."""
         return self.places * self.bin_size
 
     @property
     def positions(self) -> int:
-        """Of all regions; there are at least as many as elements."""
+        """The number of positions of all regions, at least that of elements."""
         return self.workers * self.length
 
     def draw(self, counts: Int[Array, " bins"]) -> Int[Array, " bins"]:
-        """A place for each bin: the heaviest first, to the owner with the least so far.
+        """Deals a place to each bin, heaviest first, at the owner with the fewest entries so far.
 
         Args:
-            counts: entries in each.
+            counts: number of entries in each bin.
         """
         order = jnp.argsort(-counts)
         most = jnp.int32(2**31 - 1)
@@ -96,20 +97,20 @@ class Regions:
         return jax.lax.fori_loop(0, self.bins, deal, (place, none, none))[0]
 
     def counts(self, indices: Int[Array, " k"]) -> Int[Array, " bins"]:
-        """Of each bin how many of the elements it has; indices past the end count for none."""
+        """The number of indices in each bin. Indices past the end count for none."""
         number = jnp.where(indices < self.size, indices // self.bin_size, self.bins)
         return jnp.zeros((self.bins,), jnp.int32).at[number].add(1, mode="drop")
 
     def positions_of(
         self, place: Int[Array, " bins"], indices: Int[Array, " k"]
     ) -> Int[Array, " k"]:
-        """The position of each element; `positions` of those past the end."""
+        """The position of each index, or `positions` for an index past the end."""
         at = place.at[indices // self.bin_size].get(mode="clip")
         position = at * self.bin_size + indices % self.bin_size
         return jnp.where(indices < self.size, position, self.positions)
 
     def elements(self, place: Int[Array, " bins"], positions: Int[Array, " n"]) -> Int[Array, " n"]:
-        """The index of each position; `size` of those past the end."""
+        """The index at each position, or `size` for a position past the end."""
         bin_at = jnp.full((self.workers * self.places,), self.bins, jnp.int32)
         bin_at = bin_at.at[place].set(jnp.arange(self.bins, dtype=jnp.int32))
         is_entry = positions < self.positions
@@ -121,15 +122,16 @@ class Regions:
 def by_owner(
     positions: Int[Array, " k"], regions: Regions, room: int
 ) -> tuple[Int[Array, "workers room"], Int[Array, ""]]:
-    """Positions in the rows of their owners, increasing.
+    """Sorts positions into a row for each owner.
 
     Args:
-        positions: in any order; `regions.positions` of empty slots.
-        regions: the owners'.
-        room: for as many positions of an owner; the first ones.
+        positions: k positions in any order. `regions.positions` marks an empty slot.
+        regions: the regions of the owners.
+        room: number of slots in a row. An owner's first positions get them.
 
     Returns:
-        Rows, which end with empty slots; and how many positions are not in them.
+        Rows of increasing positions, which end with empty slots. The number of positions that are
+        not in them.
     """
     positions = jax.lax.sort(positions, is_stable=False)
     bounds = jnp.arange(regions.workers + 1, dtype=jnp.int32) * regions.length

@@ -1,8 +1,8 @@
 """All-reduce of integers of a few bits under scales that all workers share: sums need no decoding.
 
-Scales are agreed on first, by a maximum over workers. The integers then add up where they are, in
-the network's own all-reduce, and are rounded once, by their senders. (Global-QSGD, Xin et al.,
-2023; THC, Li et al., NSDI 2024, with a table of levels besides.)
+Workers agree on scales first, by a maximum. The integers then add up as they are, in the network's
+own all-reduce. They are rounded once, by their senders. (Global-QSGD, Xin et al., 2023; THC, Li et
+al., NSDI 2024, which adds a table of levels.)
 """
 
 import dataclasses
@@ -21,26 +21,26 @@ from jaxsparse.quantize.packing import check_size
 def shared_scale_all_reduce(
     x: Float[Array, " d"], quantizer: Format, *, axis_name: str | None
 ) -> AllReduced:
-    """Sums integers of b bits in words of 32 bits, which no field of a word can leave.
+    """Sums integers of b bits in words of 32 bits. No sum is too large for its b bits.
 
     A worker's integers are -s .. s with s = (2^b - 1) // (2 W), plus s. So a sum of W of them is at
-    most 2^b - 1. More workers leave fewer levels to each: of "int8", 63 on 2 workers, 15 on 8 and 1
-    on 64 to 127; of "int4", 3 on 2 workers and 1 on 4 to 7. (Sums in `quantized_all_reduce` round
-    twice, but have all levels.)
+    most 2^b - 1. More workers leave fewer levels to each. With "int8", s is 63 for 2 workers, 15
+    for 8 and 1 for 64 to 127. With "int4", it is 3 for 2 workers and 1 for 4 to 7. (Sums in
+    `quantized_all_reduce` round twice, but have all levels.)
 
-    A worker receives 2 (W - 1)/W d (b / 32 + 1 / group_size) words: scales travel as float32,
+    A worker receives 2 (W - 1)/W d (b / 32 + 1 / group_size) words. Scales travel as float32,
     because not all backends take a maximum of shorter numbers.
 
-    All workers' values in a group are rounded as one group of W B values would be, so the error is
-    a contraction of them all, and their residuals stay bounded.
+    All workers' values in a group are rounded as one group of W * group_size values would be. So
+    the error is a contraction of them all, and their residuals stay bounded.
 
     Args:
-        x: float32.
+        x: this worker's vector of d elements, float32.
         quantizer: `Format("int8")` or `Format("int4")`. Its `scale` is not used.
         axis_name: the axis of the workers.
 
     Returns:
-        The total, equal on all workers, the residual, which has this worker's rounding, and no
+        The total, equal on all workers, the residual, which is this worker's rounding error, and no
         overflow.
 
     Raises:
@@ -62,7 +62,7 @@ def shared_scale_all_reduce(
             f"{wider}shared_scale=False, or at most {2 ** (bits - 1) - 1} workers"
         )
     quantizer = dataclasses.replace(quantizer, scale="float32")
-    # Bits of magnitudes, as integers, have the same order, and infinity is the largest.
+    # The bits of scales, as integers, have the same order, and infinity is the largest.
     own = lax.bitcast_convert_type(quantizer.scales_of(x, levels), jnp.uint32)
     scales = lax.bitcast_convert_type(wire.pmax(own, axis_name), jnp.float32)
     integers = quantizer.integers(x, scales, levels)

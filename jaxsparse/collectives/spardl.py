@@ -3,9 +3,10 @@
 Spar-Reduce-Scatter (section III-B) cuts each block before it is sent. Spar-All-Gather (III-D) sums
 blocks over teams: R-SAG for a power of two of teams, B-SAG for any number.
 
-Spar-Reduce-Scatter works in one buffer: nothing is added to a block that has left, so the sums end
-as what was left behind of each, and what arrives is added entry by entry. B-SAG's step never gets
-shorter than its first: halved at each turn it would end at nothing while h is right.
+Spar-Reduce-Scatter works in one buffer. Entries that arrive are added to it one by one. Nothing is
+added to a block that has been sent, so the buffer ends as the discarded part of each block.
+B-SAG's step never gets shorter than its first. Halved at each turn, it would shrink to nothing
+while h is right.
 """
 
 import functools
@@ -21,43 +22,43 @@ from jaxsparse import codecs
 from jaxsparse.collectives.wire import Group, bruck_all_gather
 from jaxsparse.stream import SparseStream, add, add_to, to_dense
 
-# Of a vector and k: k of its entries, with distinct indices.
+# A function of a vector and k that returns k of the vector's entries, with distinct indices.
 Select = Callable[[Float[Array, " m"], int], SparseStream]
 
 
 class Scattered(NamedTuple):
-    """What a worker holds after Spar-Reduce-Scatter among n workers, in blocks of m elements."""
+    """The result of Spar-Reduce-Scatter on one of n workers, for blocks of m elements."""
 
-    block: SparseStream  # the largest of the sums of its own block; indices within the block
-    discarded: Float[Array, "n m"]  # what it itself cut off or rounded away, at any stage
-    selected: Bool[Array, "n m"]  # entries that it sent, or kept of its own block
+    block: SparseStream  # the k largest sums of its own block; indices are within the block
+    discarded: Float[Array, "n m"]  # the parts that this worker cut off or rounded away
+    selected: Bool[Array, "n m"]  # where it sent an entry, or kept one of its own block
 
 
 def spar_reduce_scatter(
     rows: Float[Array, "n m"], k: int, group: Group, *, select: Select, codec: codecs.Codec
 ) -> Scattered:
-    """Member i of each group receives the sum of row i, of which nobody ever sends more than k.
+    """Member i of each group receives the sum of row i. Nobody sends more than k entries of a row.
 
-    Blocks are numbered from the worker's own, 0. With D = 2^(l - i) at step i of
-    l = ceil(log2 n), blocks D to min(2D, n) - 1 go to the member D further on, where they are its
-    blocks 0, 1, ... So all n work, for any n, and each block is sent once. A block is cut to its k
-    largest entries when it is about to be sent, and not after each addition (the paper's
-    "optimization for SRS"); the own block last of all.
+    Blocks are numbered from the worker's own block, 0. Let D = 2^(l - i) at step i of
+    l = ceil(log2 n). A worker sends blocks D to min(2D, n) - 1 to the member D further on, where
+    they are blocks 0, 1, ... So all n workers work at each step, for any n, and each block is sent
+    once. A block is cut to its k largest entries just before it is sent, and not after each
+    addition (the paper's "optimization for SRS"). The own block is cut last.
 
     Rounds: ceil(log2 n). Words received: (n - 1) codec.words(k, m), in COO 2 k (n - 1).
 
     Args:
         rows: float32, one block for each member.
-        k: entries of a block that are sent, 1 <= k <= m.
-        group: the workers that take part, n of them.
-        select: picks the k largest entries, or nearly so.
-        codec: of the messages.
+        k: number of entries of a block that are sent, 1 <= k <= m.
+        group: the n workers that take part.
+        select: function that selects the k largest entries, or nearly so.
+        codec: wire format of the messages.
 
     Returns:
-        The own block, not yet rounded by the codec, and what was left behind on the way.
+        The own block, not yet rounded by the codec, and the parts that this worker discarded.
     """
     n, m = rows.shape
-    # Nothing is added to a block that has left, so `sums` ends as what was left behind of each.
+    # Nothing is added to a block that has been sent, so `sums` ends as the parts discarded.
     sums, rank = rows, group.rank
     selected = jnp.zeros_like(rows, jnp.bool_)
     encode = functools.partial(codec.encode, size=m)
@@ -87,19 +88,19 @@ def _add(
     indices: Int[Array, "c k"],
     values: Float[Array, "c k"],
 ) -> Float[Array, "n m"]:
-    """Adds entries to some of the rows, whose numbers are given; empty slots are left out.
+    """Adds entries to the rows with the given numbers. Empty slots are left out.
 
-    No row has two entries of one index, which a GPU would add in any order.
+    No row gets two entries with the same index. A GPU would add those in any order.
     """
     return rows.at[numbers[:, None], indices].add(values, mode="drop")
 
 
-# B-SAG's messages have one of this many capacities, evenly spaced on a logarithmic scale.
+# Number of capacities that B-SAG's messages can have, evenly spaced on a logarithmic scale.
 _RUNGS = 4
 
 
 def largest(stream: SparseStream, k: int) -> tuple[SparseStream, SparseStream]:
-    """The k entries of largest magnitude, in falling order, and the stream without them."""
+    """The k entries of largest magnitude, the largest first, and the stream without them."""
     k = min(k, stream.capacity)
     _, slots = jax.lax.top_k(jnp.abs(stream.values), k)
     kept = SparseStream(stream.indices[slots], stream.values[slots])
@@ -109,24 +110,24 @@ def largest(stream: SparseStream, k: int) -> tuple[SparseStream, SparseStream]:
 def recursive(
     block: SparseStream, size: int, k: int, teams: Group, *, codec: codecs.Codec
 ) -> tuple[SparseStream, Float[Array, " m"]]:
-    """R-SAG: recursive doubling over teams, cutting to the k largest after each exchange.
+    """R-SAG: recursive doubling over teams. After each exchange the sum is cut to its k largest.
 
-    After exchange t, 2^(t+1) workers hold the same sum and cut the same entries: each keeps
-    2^-(t+1) of these. (The paper's "half" is right for two teams; with more of them it would feed
+    After exchange t, 2^(t+1) workers hold the same sum and cut the same entries. Each keeps
+    2^-(t+1) of these. (The paper's "half" is right for two teams. With more teams it would feed
     back more than was lost.)
 
     Rounds: log2(teams). Words received: log2(teams) codec.words(k, size).
 
     Args:
         block: this team's sum, at most k entries.
-        size: of the block, m.
-        k: entries kept at each stage.
-        teams: the workers of equal rank in each team.
-        codec: of the messages.
+        size: number of elements of the block, m.
+        k: number of entries kept at each stage.
+        teams: the workers of equal rank in all teams.
+        codec: wire format of the messages.
 
     Returns:
-        The sum over teams, cut, equal on the workers of equal rank in all teams; and this worker's
-        share of what was cut off and rounded away.
+        The sum over teams after the cuts, equal on the workers of equal rank in all teams. This
+        worker's share of the entries that were cut off, and of rounding.
 
     Raises:
         ValueError: the number of teams is not a power of two.
@@ -152,26 +153,29 @@ def recursive(
 
 
 class Adaptation(NamedTuple):
-    """B-SAG's state: how many entries a worker sends. Equal on all workers."""
+    """B-SAG's state, which adapts the number of entries to send. Equal on all workers."""
 
-    h: Float[Array, ""]
-    step: Float[Array, ""]
-    flag: Bool[Array, ""]  # the last adjustment kept its direction
+    h: Float[Array, ""]  # float32: number of entries that a worker sends, before rounding
+    step: Float[Array, ""]  # float32: signed step of h
+    flag: Bool[Array, ""]  # the next adjustment doubles the step if it keeps the direction
 
     @classmethod
     def start(cls, k: int, teams: int) -> "Adaptation":
-        """As Alg. 2 begins, for k entries wanted after the gather."""
+        """The state with which Alg. 2 begins, for k entries wanted after the gather."""
         h = max(1, k / teams)
         return cls(jnp.float32(h), jnp.float32(0.01 * (k - k / teams)), jnp.bool_(False))
 
     def adapt(self, entries: Float[Array, ""], k: int, teams: int) -> "Adaptation":
-        """Alg. 2: moves h so that `entries`, those after the gather, approach k.
+        """Alg. 2: moves h so that `entries`, the number of entries after the gather, approaches k.
 
-        The step doubles at every second adjustment in the same direction and is halved and turned
-        when the direction is wrong. (The listing is followed; the text has the signs reversed.)
-        h is kept between k / teams and k, at which teams overlap not at all or wholly. So are steps
-        between the first one, or they would halve to nothing while h is right, and that range, or
-        they would grow without limit while h is at its end.
+        The step doubles at every second adjustment in the same direction. If the direction is
+        wrong, the step is halved and reversed. (This is the paper's listing. Its text has the signs
+        reversed.)
+
+        h stays between k / teams, which is right if the teams' entries do not overlap, and k, which
+        is right if they coincide. A step is never shorter than the first one, or it would shrink to
+        nothing while h is right. It is never longer than the range of h, or it would grow without
+        limit while h is at a bound.
         """
         onward = (entries > k) != (self.step > 0)
         step = jnp.where(onward, jnp.where(self.flag, 2 * self.step, self.step), -self.step / 2)
@@ -179,7 +183,7 @@ class Adaptation(NamedTuple):
         return Adaptation(self.h + step, step, onward & ~self.flag).within(k, teams)
 
     def within(self, k: int, teams: int) -> "Adaptation":
-        """With h and the length of the step kept between their bounds, see `adapt`."""
+        """The same state with h and the length of the step kept within the bounds of `adapt`."""
         shortest = 0.01 * (k - k / teams)
         length = jnp.clip(jnp.abs(self.step), shortest, k - k / teams)
         step = jnp.where(self.step > 0, length, -length)
@@ -198,22 +202,22 @@ def bruck(
 ) -> tuple[SparseStream, Float[Array, " m"], Int[Array, ""]]:
     """B-SAG: each worker sends its h largest entries to all teams, and the sum is cut to k.
 
-    The messages' capacity is the lowest of a ladder of 4 between k / teams and k that holds h
-    entries, chosen at run time, so the words that travel follow h.
+    Messages have one of at most 4 capacities between k / teams and k, the smallest that holds h
+    entries. It is chosen at run time, so the words that travel follow h.
 
     Rounds: ceil(log2(teams)). Words received: (teams - 1) codec.words(capacity, size).
 
     Args:
         block: this team's sum, at most k entries.
-        size: of the block, m.
-        k: entries kept of the sum over teams.
-        teams: the workers of equal rank in each team.
-        state: h, equal on all workers.
-        select: picks the k largest entries of the sum.
-        codec: of the messages.
+        size: number of elements of the block, m.
+        k: number of entries kept of the sum over teams.
+        teams: the workers of equal rank in all teams.
+        state: the state with h, equal on all workers.
+        select: function that selects the k largest entries of the sum.
+        codec: wire format of the messages.
 
     Returns:
-        As `recursive`, and int32: how many entries the sum had before it was cut.
+        The results of `recursive`, and the number of entries of the sum before the cut, int32.
     """
     rungs = ladder(k, teams.size)
     h = jnp.round(state.h).astype(jnp.int32)
@@ -232,7 +236,7 @@ def bruck(
         messages = bruck_all_gather(message, teams)
         decode = lambda words: codec.decode(words, capacity, size, block.values.dtype)
         total = to_dense(decode(messages[0]), size)
-        # One after the other: within one scatter, duplicates have no order.
+        # Add one message after another: within one scatter, duplicates have no order.
         for i in range(1, teams.size):
             total = add_to(total, decode(messages[i]))
         return total
@@ -247,6 +251,6 @@ def bruck(
 
 
 def ladder(k: int, teams: int) -> list[int]:
-    """Capacities of B-SAG's messages, from k / teams to k."""
+    """The capacities of B-SAG's messages, from k / teams to k."""
     exponents = [1 - i / (_RUNGS - 1) for i in range(_RUNGS)]
     return sorted({math.ceil(k * teams**-e * (1 - 1e-12)) for e in exponents})

@@ -43,11 +43,11 @@ def split_allgather(
             bounded.
         codec: wire format of sparse messages.
         capacity_factor: room for one owner's entries, in multiples of an even share, k / W. None:
-            room for all k. Without room, the stream's last entries for an owner stay in the
+            room for all k. Entries without room, the stream's last ones for an owner, stay in the
             residual and are counted.
         union_factor: room for one owner's sums, in multiples of k / W. 1 suffices if all workers
-            have the same indices. None: room for all possible sums. Without room, the smallest sums
-            stay in the owner's residual and are counted.
+            have the same indices. None: room for all possible sums. Sums without room, the smallest
+            ones, stay in the owner's residual and are counted.
 
     Raises:
         ValueError: the op is unknown, or does not go with this dtype, codec or capacity.

@@ -28,9 +28,9 @@ _alone: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxsparse_a
 def dry_run(workers: int | None) -> Iterator[None]:
     """Inside it, traced programs compute as the first of `workers` workers, and send nothing.
 
-    This worker's own messages replace those that would arrive, as if all workers held the same. So
-    one device can time the computations of an exchange for any number of workers. The axis need not
-    be bound. `workers=None` inside a dry run sends again.
+    This worker's own messages replace those that would arrive, as if all workers held the same
+    data. So one device can time the computations of an exchange for any number of workers. The axis
+    need not be bound. `workers=None` inside a dry run sends again.
     """
     token = _alone.set(workers)
     try:
@@ -105,9 +105,9 @@ def varying(tree: T, axis_name: str | None) -> T:
 
 
 def varying_as(tree: T, x: Array, axis_name: str | None) -> T:
-    """`tree` typed as different along all axes but `axis_name` along which `x` is. Moves no data.
+    """Types `tree` as different along the axes along which `x` is, except `axis_name`.
 
-    For constants to which loops and branches add what was summed over `axis_name`.
+    It moves no data. It is for constants to which loops and branches add sums over `axis_name`.
     """
     for axis in _compat.varying_axes(x) - {axis_name}:
         tree = varying(tree, axis)
@@ -246,7 +246,7 @@ def all_to_all(x: Array, axis_name: str | None) -> Array:
     if _alone.get():
         return _stand_in(jnp.broadcast_to(x[:1], x.shape))
     if not _in_shard_map(axis_name):
-        # JAX fails on what vmap holds once for all workers, as in the first round of a scan.
+        # JAX fails on an array that vmap holds once for all workers, as in a scan's first round.
         x = jnp.where(axis_index(axis_name) >= 0, x, jnp.zeros_like(x))
     moved = jax.lax.all_to_all(_as_bits(x), axis_name, split_axis=0, concat_axis=0, tiled=True)
     return _from_bits(moved, x.dtype)

@@ -2,7 +2,7 @@
 
 A quantiser is a frozen dataclass of settings: `Format` (integers, floats and powers of two),
 `QSGD` (its paper's roundings and scales) or `Sign`. `quantize` and `dequantize` take any of them.
-`rotated` spreads large values over their group before, and `rotated_back` is its inverse.
+`rotated` spreads large values over their group first, and `rotated_back` is its inverse.
 `check_feedback` refuses settings whose error must not be fed back. `entry_values` packs the values
 of sparse entries, whose indices travel beside them.
 """

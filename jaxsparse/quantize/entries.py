@@ -1,7 +1,8 @@
 """Values of sparse entries in 2 to 32 bits, for messages whose indices travel beside them.
 
-A value never becomes a level of its own: entries share a few levels, which travel with them. Each
-class packs a vector of float32 values into words, and the receivers decode the same words.
+In 2 to 8 bits, entries share a few levels, which travel with them. In 16 or 32 bits, values are
+floats. Each class packs a vector of float32 values into words, and the receivers decode the same
+words.
 """
 
 import dataclasses
@@ -21,9 +22,10 @@ __all__ = ["EntryValues", "Floats", "Published", "SignMagnitude", "ValueQuantize
 
 ValueQuantizer = Literal["sign_magnitude", "published"]
 
-# Consecutive entries that share two levels: the entries of 4 chunks of 64. See `SignMagnitude`.
+# Number of consecutive entries that share two levels, as many as 4 chunks with 64 entries have. See
+# `SignMagnitude`.
 _GROUP = 256
-# The widest that the levels of 4 and 8 bits are apart: 1 octave, and 16 octaves in all.
+# The widest range of the levels of 4 and 8 bits, in octaves. Neighbours are at most 1 octave apart.
 _OCTAVES = 16
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
@@ -37,32 +39,32 @@ class EntryValues(Protocol):
         ...
 
     def words(self, size: int) -> int:
-        """Words of 32 bits for `size` values, levels included."""
+        """The number of words of 32 bits for `size` values, levels included."""
         ...
 
     def encode(
         self, values: Float[Array, " n"], count: Int[Array, ""] | int
     ) -> UInt32[Array, " words"]:
-        """The words of float32 values, of which the first `count` share levels.
+        """The words of float32 values, the first `count` of which share levels.
 
-        If a value is not finite, those that share its levels may decode to values that are not.
+        If a value is not finite, values that share its levels may decode to values that are not.
         """
         ...
 
     def decode(self, words: UInt32[Array, " words"], size: int) -> Float[Array, " n"]:
-        """The values as all workers receive them, float32."""
+        """The values that all workers receive, float32."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Floats:
-    """float32 values, or the same rounded to bfloat16, and clipped to its range if finite."""
+    """float32 values, or bfloat16 values, to whose range finite values are clipped."""
 
     bits: Literal[16, 32]
 
     @property
     def is_exact(self) -> bool:
-        """With 32 bits."""
+        """Whether values have 32 bits."""
         return self.bits == 32
 
     def words(self, size: int) -> int:
@@ -89,18 +91,18 @@ class Floats:
 class SignMagnitude:
     """A sign, and a magnitude that is one of 2, 8 or 128 levels of the entry's group.
 
-    Two bits: magnitudes above the group's mean have one level, the others another, each the mean of
-    its half. The error is at right angles to what is sent, so it is always smaller than the values,
-    and error feedback stays bounded. If a group has zeros, these are the lower half, so that zeros
-    stay zeros.
+    Two bits: magnitudes above the group's mean have one level, and the others have another. Each
+    level is the mean of its half. The error is at right angles to what is sent, so it is always
+    smaller than the values, and error feedback stays bounded. If a group has zeros, these are the
+    lower half, so that zeros stay zeros.
 
-    4 and 8 bits: level 0 is zero, the others are evenly spaced in the logarithm between the least
-    magnitude above zero (but at most one octave apart, and 16 octaves in all) and the largest.
+    4 and 8 bits: level 0 is zero. The others are evenly spaced in the logarithm between the least
+    magnitude above zero and the largest, but at most one octave apart, and 16 octaves in all.
 
-    The two levels of a group, low and high, travel as two bfloat16 in one word: an eighth of a bit
-    an entry. They are a group's, not the whole vector's, because one vector holds leaves of
-    unlike magnitudes: with common levels, the entries of a small leaf decode to those of a large
-    one.
+    Two levels of a group, low and high, travel as two bfloat16 in one word: an eighth of a bit an
+    entry. Each group has its own levels because one vector holds leaves of unlike magnitudes. With
+    levels for the whole vector, entries of a leaf with small values would decode to the levels of a
+    leaf with large ones.
 
     Attributes:
         bits: bits of a value, 2, 4 or 8.
@@ -169,11 +171,11 @@ class SignMagnitude:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """The quantiser of SparseLoCo's published code, for parity. All values share its levels.
+    """The quantiser of SparseLoCo's published code, for parity. All values share the levels.
 
-    With n = 2**bits bins: values are centred at their mean, cut at multiples of 6/n of their
-    standard deviation, and each bin decodes to the mean of its values. With 2 bits and the largest
-    entries of a vector, two bins stay empty: it is one bit, sent as two.
+    Values are centred at their mean and put into n = 2**bits bins. A bin is 6/n of the values'
+    standard deviation wide, and decodes to the mean of its values. With 2 bits and the largest
+    entries of a vector, two bins stay empty, so one bit is sent as two.
 
     The mean and the n bins' means travel as float32. (hivemind's Uniform8BitQuantization with n
     bins; SparseLoCo, Sarfi et al., 2025.)
@@ -225,7 +227,7 @@ class Published:
 
 
 def entry_values(bits: int, quantizer: ValueQuantizer) -> EntryValues:
-    """The way to send values in so many bits. 16 and 32 bits are floats for both quantisers.
+    """The way to send values in `bits` bits. 16 and 32 bits are floats for both quantisers.
 
     Raises:
         ValueError: bits is not 2, 4, 8, 16 or 32, or the quantiser is unknown.
@@ -241,7 +243,7 @@ def entry_values(bits: int, quantizer: ValueQuantizer) -> EntryValues:
 
 
 def _mean(rows: Float[Array, "n m"], mask: Array) -> Float[Array, " n"]:
-    """The mean of each row where the mask is true; 0 where it is nowhere."""
+    """The mean of each row where the mask is true, or 0 if it is nowhere true."""
     count = jnp.sum(mask, axis=1, dtype=jnp.int32).astype(jnp.float32)
     return jnp.sum(jnp.where(mask, rows, 0), axis=1) / jnp.maximum(count, 1)
 
@@ -258,7 +260,7 @@ def _nearest(
     spacing = jnp.maximum(_octaves(low, high), 2.0**-20) / steps
     level = 1 + jnp.round((jnp.log2(magnitudes) - jnp.log2(low)) / spacing)
     level = jnp.clip(level, 1, steps + 1).astype(jnp.uint32)
-    is_small = (magnitudes == 0) | (magnitudes < low / 2)  # the latter may be flushed to zero
+    is_small = (magnitudes == 0) | (magnitudes < low / 2)  # low / 2 may be flushed to zero
     return jnp.where(is_small, jnp.uint32(0), level)
 
 
@@ -274,5 +276,5 @@ def _to_half(x: Float[Array, "*n"]) -> UInt32[Array, "*n"]:
 
 
 def _from_half(bits: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
-    """The float32 of the 16 lowest bits, which are its upper ones."""
+    """The float32 whose upper 16 bits are the lowest 16 bits given."""
     return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)

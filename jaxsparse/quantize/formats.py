@@ -1,9 +1,9 @@
-"""Values in a number format of 4 to 16 bits, relative to a scale that a group of them shares.
+"""Values in a number format of 4 to 16 bits, relative to a scale that a group of values shares.
 
-`QSGD` has a few more choices for integers, those of its paper: stochastic rounding and the norm as
-a scale. The formats here are those of today's all-reduces (torchft, INTELLECT-1's prime, ZeRO++,
-Streaming DiLoCo): always rounded to nearest, so that a residual can keep the error, with scales
-that are themselves short.
+`QSGD` has more choices for integers, from its paper: stochastic rounding and the norm as a scale.
+The formats here are those of today's all-reduces (torchft, INTELLECT-1's prime, ZeRO++,
+Streaming DiLoCo). They always round to nearest, so that a residual can keep the error, and their
+scales are short, too.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ Scale = Literal["float32", "bfloat16", "e8m0"]
 class _Values(NamedTuple):
     bits: int
     largest: int | None  # None: values need no scale
-    dtype: DTypeLike | None = None  # of floats that JAX has
+    dtype: DTypeLike | None = None  # dtype of floats, if JAX has one
 
 
 _VALUES = {
@@ -48,13 +48,13 @@ _INFINITY = 0x7F800000  # bits of float32
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Rounds each value to the nearest of the format's, times the scale of its group.
+    """Rounds each value to the nearest number of the format times the scale of the value's group.
 
-    The scale is the largest magnitude of the group over the format's largest number, rounded *up*
-    to its own few bits, so that the largest magnitude does not clip. (It may from 2**127 on.) Ties
-    of integers and floats go to even, those of "e3m0" up. No error is larger than its value, and
-    that of a group's largest is at most a third of it. So every format is a contraction, and a
-    residual that is fed back stays bounded for any data.
+    The scale is the largest magnitude of the group over the format's largest number. It is rounded
+    *up* to its own few bits, so that the largest magnitude does not clip. (From 2**127 on it may.)
+    Ties of integers and floats go to even, those of "e3m0" up. No error is larger than its value,
+    and the error of a group's largest value is at most a third of that value. So every format is a
+    contraction, and a residual that is fed back stays bounded for any data.
 
     Attributes:
         name: "int8" (-127 .. 127), "int4" (-7 .. 7), "float8_e4m3fn" (largest 448), "float8_e5m2"
@@ -62,9 +62,9 @@ class Format:
             to 64 (the "FP4" of Streaming DiLoCo, arXiv 2501.18512; its scale is not published, this
             one is ours). "bfloat16" has the range of float32 and no scales.
         group_size: number of consecutive values that share a scale, B.
-        scale: how scales travel: "bfloat16", "float32", or "e8m0" for powers of two in 8 bits, as
-            in the OCP formats (its byte 0 is zero here). Scales add 16 / B, 32 / B or 8 / B bits a
-            value.
+        scale: format of the scales on the wire: "bfloat16", "float32", or "e8m0" for powers of two
+            in 8 bits, as in the OCP formats (here its byte 0 stands for zero). Scales add 16 / B,
+            32 / B or 8 / B bits a value.
 
     Raises:
         ValueError: unknown name or scale, or group_size is below 1.
@@ -97,7 +97,7 @@ class Format:
 
     @property
     def scale_bits(self) -> int:
-        """Bits of a scale on the wire; 0 for formats without."""
+        """Bits of a scale on the wire, or 0 for a format without scales."""
         return 0 if _VALUES[self.name].largest is None else _SCALE_BITS[self.scale]
 
     @property
@@ -127,10 +127,10 @@ class Format:
     ) -> Float[Array, " groups"]:
         """The scales of a vector's groups, as they travel. Infinite if a value is not finite.
 
-        Groups so small that their scale would be no normal number have scale 0.
+        A group has scale 0 if its values are so small that the scale would be no normal number.
 
         Args:
-            x: float32.
+            x: vector of d elements, float32.
             largest: the number that the largest magnitude becomes. None: the format's largest.
         """
         largest = _VALUES[self.name].largest if largest is None else largest
@@ -180,7 +180,7 @@ class Format:
     def integers(
         self, x: Float[Array, " d"], scales: Float[Array, " groups"], largest: int | None = None
     ) -> Int[Array, " d"]:
-        """Multiples of the scales, int32, in -largest .. largest (None: the format's largest)."""
+        """Values as multiples of their scales: int32, -largest .. largest (None: the format's)."""
         limit = _VALUES[self.name].largest if largest is None else largest
         assert limit is not None
         # Clipped as integers, because what a NaN becomes depends on the backend.
@@ -200,7 +200,7 @@ class Format:
         return dtype
 
     def _relative(self, x: Float[Array, " d"], scales: Float[Array, " groups"]) -> Array:
-        """Values over the scales of their groups; 0 or NaN where a scale is 0 or not finite."""
+        """Values over the scales of their groups. 0 or NaN where a scale is 0 or not finite."""
         usual = (scales > 0) & jnp.isfinite(scales)
         return self.scaled(x, jnp.where(usual, 1 / jnp.where(usual, scales, 1), 0))
 

@@ -22,7 +22,7 @@ def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
     Args:
         levels: int32[d], each in -2**(bits - 1) .. 2**(bits - 1) - 1. Others are taken modulo
             2**bits.
-        bits: 2, 4 or 8.
+        bits: bits of an integer: 2, 4 or 8.
 
     Returns:
         uint32[ceil(d * bits / 32)]. The last word is padded with zeros.
@@ -48,8 +48,8 @@ def unpack(words: UInt32[Array, " words"], bits: int, size: int) -> Int[Array, "
     """The integers that `pack` packed.
 
     Args:
-        words: uint32[ceil(size * bits / 32)].
-        bits: as in `pack`.
+        words: the packed integers, uint32[ceil(size * bits / 32)].
+        bits: bits of an integer, as in `pack`.
         size: number of integers.
 
     Returns:

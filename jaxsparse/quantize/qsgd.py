@@ -28,8 +28,8 @@ class QSGD:
         bits: bits of a value on the wire: 2, 4 or 8.
         group_size: number of values that share a scale, the paper's d of a group; B below.
         scale: "max" is the largest magnitude of the group. That value has no error, and no other
-            error exceeds max / s. "l2" is the norm of the group, as in the paper: more zeros, and
-            larger errors.
+            error exceeds max / s. "l2" is the norm of the group, as in the paper. It makes more
+            zeros and larger errors.
 
     Raises:
         ValueError: bits is not 2, 4 or 8, group_size is below 1, or scale is unknown.
@@ -96,10 +96,10 @@ class QSGD:
         Either of two contractions proves it. The first: under "max" no residual exceeds r max|x|
         with r = 1 / s, or 1 / (2 s) to nearest, where x is gradient plus residual. So r < 1 keeps
         all residuals below r / (1 - r) times the largest gradient of the group. The second:
-        `error_bound` is below 1. One of them holds for all settings but two. "max" with 2 bits, a
-        key and B > 8: at B = 1024 the residual of normal gradients grows to some 12 times their
-        norm. "l2" with B >= 4 s^2: with a key the residual grows exponentially, and to nearest
-        equal values are never sent.
+        `error_bound` is below 1. One of them holds for all settings but two. One is "max" with 2
+        bits, a key and B > 8: at B = 1024 the residual of normal gradients grows to some 12 times
+        their norm. The other is "l2" with B >= 4 s^2: with a key the residual grows exponentially,
+        and to nearest equal values are never sent.
 
         Args:
             stochastic: whether `quantize` gets a key.

@@ -83,7 +83,8 @@ def check_feedback(spec: Quantizer, *, stochastic: bool) -> None:
         stochastic: whether `quantize` gets a key.
 
     Raises:
-        ValueError: the residual could grow without bound. It names settings without this problem.
+        ValueError: the residual could grow without bound. The error names settings without this
+            problem.
 
     >>> from jaxsparse.quantize.qsgd import QSGD
     >>> check_feedback(QSGD(bits=4), stochastic=True)
@@ -165,12 +166,13 @@ def dequantize(quantized: Quantized, spec: Quantizer, size: int) -> Float[Array,
     return spec.dequantize(quantized, size)
 
 
-# Where a float32 has the bits of a scale: 16 of them are a bfloat16, 8 an exponent (E8M0).
+# Position of a scale's lowest bit in a float32, for scales of 32 bits, 16 (bfloat16) and 8 (the
+# exponent, E8M0).
 SCALE_SHIFTS = {32: 0, 16: 16, 8: 23}
 
 
 def to_message(quantized: Quantized, spec: Quantizer) -> UInt32[Array, " words"]:
-    """Words and scales in one array, of `words(size)` words of the quantiser."""
+    """Words and scales in one array, whose length is the quantiser's `words(size)`."""
     if not spec.scale_bits:
         return quantized.words
     scales = lax.bitcast_convert_type(quantized.scales, jnp.uint32)
@@ -196,6 +198,6 @@ def check_group_size(group_size: int) -> None:
 
 
 def in_groups(x: Float[Array, " d"], group_size: int) -> Float[Array, "groups values"]:
-    """The vector as rows, one a group; zeros fill the last one."""
+    """The vector as rows, one for each group. Zeros fill the last row."""
     width = min(group_size, x.size)
     return jnp.pad(x, (0, -x.size % width)).reshape(-1, width)

@@ -1,8 +1,8 @@
 """Rotates groups of values at random, so that no value of a group is much larger than the others.
 
-A few bits serve normal values well, and a single large one badly: its scale leaves no level for the
-others. A random rotation makes the values of any group nearly normal. It is linear, so that sums
-can stay rotated until the end.
+A few bits are enough for normal values, but not for a group with a single large value: the scale
+of that value leaves no level for the others. A random rotation makes the values of any group nearly
+normal. It is linear, so that sums can stay rotated until the end.
 """
 
 import functools
@@ -22,21 +22,20 @@ __all__ = ["check_rotation", "rotated", "rotated_back"]
 def rotated(x: Float[Array, " d"], size: int, key: Key[Array, ""]) -> Float[Array, " padded"]:
     """H D x / sqrt(n) for each n consecutive values: random signs D, then a Hadamard matrix H.
 
-    From n = 256 on, additions combine parts that a matrix of n / 4 to n / 16 turned. On 2 CPU cores
-    that takes 13 passes over x at n = 256 and 17 at 1,024, where the whole matrix takes 14 and 50,
-    and additions alone 26 (n = 256).
+    From n = 256 on, a matrix of n / 4 to n / 16 rows turns parts of a group, and additions combine
+    the parts. On 2 CPU cores that takes 13 passes over x at n = 256 and 17 at 1,024, where the
+    whole matrix takes 14 and 50, and additions alone 26 (n = 256).
 
     Args:
-        x: float32.
-        size: n, a power of two.
+        x: vector of d elements, float32.
+        size: number of values of a group, n, a power of two.
         key: key of the signs, equal on all workers and fresh at each step.
 
     Returns:
-        float32 of the next multiple of n values. They are rounded to float32, relative to the norm
-        of their group. A group with a value that is not finite has none
-        that is.
+        float32, d rounded up to a multiple of n. Values are rounded to float32, relative to the
+        norm of their group. If a value of a group is not finite, no result of the group is.
 
-    Suresh et al. (ICML 2017), section 3, who call it randomised Hadamard transform; SDP4Bit (Jia et
+    Suresh et al. (ICML 2017), section 3, call it the randomised Hadamard transform. SDP4Bit (Jia et
     al., NeurIPS 2024) uses it for gradients.
 
     >>> rotated(jnp.float32([8, 0, 0, 0]), 4, jax.random.key(0)).tolist()
@@ -53,7 +52,7 @@ def rotated_back(
     """The inverse of `rotated` for the same size and key, D H y / sqrt(n), without the padding.
 
     Args:
-        y: float32, rotated values or a sum of them.
+        y: rotated values or a sum of such vectors, float32.
         size: as in `rotated`.
         key: as in `rotated`.
         original: number of values before padding, d.
@@ -72,7 +71,10 @@ def check_rotation(size: int) -> None:
 
 
 def _turned(x: Array, size: int) -> Array:
-    """Sylvester's matrix is a Kronecker product: rounds of additions, and a smaller matrix."""
+    """Multiplies each group by Sylvester's matrix over sqrt(size).
+
+    The matrix is a Kronecker product, so a smaller matrix and rounds of additions replace it.
+    """
     count = min(16, size // 64) if size >= 256 else 1
     pieces = x.reshape(-1, size // count)
     pieces = jnp.matmul(pieces, _hadamard(size // count, size), precision=lax.Precision.HIGHEST)
@@ -96,7 +98,7 @@ def _signed(x: Array, key: Key[Array, ""]) -> Array:
 
 @functools.cache
 def _hadamard(size: int, whole: int) -> np.ndarray:
-    """Sylvester's matrix of this size, over sqrt(whole)."""
+    """Sylvester's matrix of this size, divided by sqrt(whole)."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])

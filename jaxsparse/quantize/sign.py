@@ -12,7 +12,7 @@ from jaxsparse.quantize.quantizer import Quantized, check_group_size, in_groups
 
 @dataclasses.dataclass(frozen=True)
 class Sign:
-    """C(x) = (||x||_1 / B) sign(x) in each group of B values; deterministic and biased.
+    """C(x) = (||x||_1 / B) sign(x) in each group of B values. It is deterministic and biased.
 
     Zero counts as positive, so that every value takes one bit. C is a contraction for any data:
     ||C(x) - x||^2 = ||x||^2 - ||x||_1^2 / B <= (1 - 1 / B) ||x||^2. It needs error feedback;
@@ -22,8 +22,8 @@ class Sign:
     et al., NeurIPS 2019).
 
     Attributes:
-        group_size: number of values that share a scale, B. The last group may have fewer, and a
-            mean over these. Groups of 1024 take 3 % more words than signs alone.
+        group_size: number of values that share a scale, B. The last group may have fewer, and its
+            scale is the mean over these. Groups of 1024 take 3 % more words than signs alone.
 
     Raises:
         ValueError: group_size is not an int of at least 1.

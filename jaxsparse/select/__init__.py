@@ -3,13 +3,13 @@
     top_k           exactly the k largest magnitudes, in order; sorts
     threshold_top_k exactly the k largest, in no order and without a sort
     fast_top_k      nearly the k largest, in no order; a few passes and no sort
-    sampled_top_k   those above a threshold that a sample estimates, at most k (DGC)
-    bisection_top_k the k largest but for a bracket that bisection leaves (MSTopk)
+    sampled_top_k   at most k that reach a threshold estimated from a sample (DGC)
+    bisection_top_k nearly the k largest, up to the bracket that bisection leaves (MSTopk)
     group_top_k     the k largest of each run of `group_size` elements (SparCML)
     block_top_k     the k blocks of largest l2 norm (S2 Reducer, OmniReduce)
     hash_extract    entries above a threshold, in hashed slots (DRAGONN)
-    slot_max        the largest of each of m random sets, no threshold
-    compact         the positions of a mask's True elements, for masks of one's own
+    slot_max        the largest of each of m random sets, without a threshold
+    compact         the positions of a mask's True elements, for your own masks
 
 All have static sizes and work under jit, vmap and shard_map.
 """

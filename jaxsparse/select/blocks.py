@@ -22,7 +22,7 @@ def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
     Args:
         x: float vector of d elements.
         k: number of blocks to keep, 1 <= k <= ceil(d / block_size).
-        block_size: elements of a block; the last one may be shorter.
+        block_size: number of elements of a block. The last one may be shorter.
 
     Returns:
         Distinct int32 block numbers and the blocks, in the dtype of `x`.
@@ -49,8 +49,8 @@ def _block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
 
 
 def _norms(x: Float[Array, " d"], block_size: int) -> Float[Array, " blocks"]:
-    """Norms over sqrt(block_size), which can't overflow; nor do squares, or vanish."""
+    """Norms divided by sqrt(block_size): none overflow, and squares neither overflow nor vanish."""
     rows = blocks.rows(x.astype(jnp.float32), block_size)
-    # Not beyond these: reciprocals of the largest floats would be subnormal, which CPUs flush to 0.
+    # Clipped, because reciprocals of the largest floats would be subnormal, which CPUs flush to 0.
     scale = jnp.clip(largest_magnitude(rows, axis=1), 2.0**-125, 2.0**125)
     return scale * jnp.sqrt(jnp.mean(jnp.square(rows / scale[:, None]), axis=1))

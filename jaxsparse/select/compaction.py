@@ -1,7 +1,7 @@
 """Positions of the True elements of a mask, without a sort, a long scatter or a long scan.
 
-The mask is packed 32 elements to a word and the words are counted in blocks of 32, so anything
-that is slow per element (scans, scatters, gathers) runs over a thousandth of the elements, or over
+The mask is packed 32 elements to a word, and bits are counted in blocks of 32 words. So operations
+that are slow per element (scans, scatters, gathers) run over a thousandth of the elements, or over
 the slots of the result.
 """
 
@@ -20,10 +20,11 @@ from jaxsparse.settings import check_vector, static_int
 
 __all__ = ["compact", "compact_ranked", "first_of_ranges", "running_sum"]
 
-# Bits a word; also words a block.
+# Number of bits of a word, and of words of a block.
 _BITS = 32
 _BLOCK = _BITS * _BITS
-# Of a running sum, summed at once; the largest sum that float32 holds with all below it.
+# Number of elements of a running sum that are summed at once, and the number up to which float32
+# holds all integers.
 _ALONG = 64
 _EXACT = 2**24
 
@@ -31,16 +32,16 @@ _EXACT = 2**24
 def compact(mask: Bool[Array, " n"], capacity: int) -> Int[Array, " capacity"]:
     """Positions of the first `capacity` True elements, in increasing order.
 
-    The same as `jnp.nonzero(mask, size=capacity, fill_value=mask.size)[0]`, but some thirty
-    times faster on CPU where a hundredth is True. The work is one pass over the mask, a few over
-    its n / 32 words, and a running sum and seven gathers for each slot.
+    The result is that of `jnp.nonzero(mask, size=capacity, fill_value=mask.size)[0]`, but about
+    thirty times faster on CPU if a hundredth of the mask is True. The work is one pass over the
+    mask, a few over its n / 32 words, and a running sum and seven gathers over the slots.
 
     Args:
         mask: bool[n], n < 2**31.
-        capacity: slots, at least 0; more than n are allowed.
+        capacity: number of slots, at least 0. It may exceed n.
 
     Returns:
-        int32[capacity]; slots without an element hold n, the index of an empty slot.
+        int32[capacity]. Slots without an element hold n, the index of an empty slot.
 
     Raises:
         ValueError: mask is not a bool vector, or capacity is not an int of at least 0.
@@ -76,15 +77,16 @@ def compact_ranked(
 
     Args:
         x: n elements, n < 2**31.
-        mask: which elements of `x` have a rank; no element has two.
-        ranks: their number, at most 7.
-        capacity: slots.
-        enough: once there are so many elements, further ranks need not be looked for, and on a CPU
-            are not. None: the capacity.
-        first: elements that are left out before those.
+        mask: function of elements and a rank that says which of them have that rank. No element has
+            two.
+        ranks: number of ranks, at most 7.
+        capacity: number of slots.
+        enough: number of elements after which further ranks need not be looked for. A CPU stops
+            there. None: the capacity.
+        first: number of elements to leave out at the beginning of this order.
 
     Returns:
-        int32[capacity]: first all of rank 0, increasing, then those of rank 1, and so on; slots
+        int32[capacity]: the positions of rank 0, increasing, then those of rank 1, and so on. Slots
         without an element hold n.
 
     >>> kind = jnp.array([1, 2, 0])
@@ -110,7 +112,7 @@ def compact_ranked(
     rank = slot - _at(ends - within[:, -1], block)
     word, rank = _find_word(within.ravel(), block * _BITS, rank)
     bit = _find_bit(_at(words.ravel(), word), rank)
-    # Words of one rank have as many bits as elements, and none is negative.
+    # Each rank has words for all elements, one rank after the other. No number is negative.
     position = lax.rem(word, jnp.int32(len(words) // ranks * _BITS)) * _BITS + bit
     found = jnp.where(slot < ends[-1], position, size)
     return lax.cond(always, lambda found: found, jnp.zeros_like, found)
@@ -124,13 +126,15 @@ def first_of_ranges(
     key: Key = None,
     enough: int | None = None,
 ) -> Int[Array, " capacity"]:
-    """`compact_ranked` by the ranges of keys: from the first bound on, from the next one, ...
+    """`compact_ranked` with ranges of keys as ranks.
+
+    Rank 0 has the keys from the first bound on, rank 1 those from the next bound to the first, ...
 
     Args:
         x: n elements.
-        bounds: falling.
-        capacity: slots.
-        key: of elements, below 2**31; see `Key`.
+        bounds: lower ends of the ranges, falling.
+        capacity: number of slots.
+        key: key of an element, below 2**31; see `Key`.
         enough: see `compact_ranked`.
     """
     lower = jnp.stack(bounds)
@@ -138,7 +142,7 @@ def first_of_ranges(
 
     def mask(x: Array, rank: Array | int) -> Array:
         keys = x if key is None else key(x)
-        return keys - lower[rank] < length[rank]  # what is below wraps round
+        return keys - lower[rank] < length[rank]  # keys below the range wrap round
 
     return compact_ranked(x, mask, len(bounds), capacity, enough=enough)
 
@@ -146,22 +150,22 @@ def first_of_ranges(
 def compact_rows(
     mask: Bool[Array, "n width"], capacity: int
 ) -> tuple[Int[Array, "n capacity"], Int[Array, " n"]]:
-    """Positions of the first `capacity` True elements of each row, and how many there are.
+    """Positions of the first `capacity` True elements of each row, and the number of all of them.
 
     Args:
-        mask: n * width < 2**31.
-        capacity: slots for each row.
+        mask: rows of bools, n * width < 2**31.
+        capacity: number of slots for each row.
 
     Returns:
-        int32, positions within a row, increasing; slots without an element hold any number. int32,
-        how many elements of each row are True, which may be more than the slots.
+        Positions within a row, int32, increasing; slots without an element hold any number. The
+        number of True elements of each row, int32, which may exceed the capacity.
 
     >>> places, counts = compact_rows(jnp.array([[False, True, True], [True, False, False]]), 2)
     >>> places[0].tolist(), counts.tolist()
     ([1, 2], [2, 1])
     """
     n, width = mask.shape
-    # A power of two of words, for the search.
+    # The search needs a power of two of words.
     count = 1 << (-(-width // _BITS) - 1).bit_length()
     words = _words(jnp.pad(mask, ((0, 0), (0, count * _BITS - width))))
     block = min(count, _BITS)
@@ -176,15 +180,15 @@ def compact_rows(
 
 
 class _Found(NamedTuple):
-    """What tells the positions of the elements that have a rank."""
+    """Bits and counts, from which the positions of the elements that have a rank are found."""
 
-    words: UInt32[Array, "ranks*blocks 32"]  # their bits
-    within: Int[Array, "ranks*blocks 32"]  # elements up to and with each word of its block
-    ends: Int[Array, " ranks*blocks"]  # elements up to and with each block
-    block: Int[Array, " capacity"]  # that holds the element of each slot
-    # True. XLA's CPU backend fuses cheap operations into all that use their results, which would
-    # compute positions again: five times in a step of top-k. It fuses nothing across a branch, if
-    # it can't find out which one is taken. (A barrier is gone before fusion.) For GPUs a constant.
+    words: UInt32[Array, "ranks*blocks 32"]  # the masks' bits
+    within: Int[Array, "ranks*blocks 32"]  # count of a block's elements to the end of each word
+    ends: Int[Array, " ranks*blocks"]  # count of all elements to the end of each block
+    block: Int[Array, " capacity"]  # the block that holds the element of each slot
+    # True, and for GPUs a constant. XLA's CPU backend fuses cheap operations into each operation
+    # that uses their results, so that a step of top-k would compute positions five times. It fuses
+    # nothing across a branch unless it finds out which side is taken. (Barriers are gone by then.)
     always: Bool[Array, ""]
 
 
@@ -197,7 +201,7 @@ def _in_turn(
     capacity: int,
     enough: int,
 ) -> _Found:
-    """For CPUs."""
+    """The counts as a CPU finds them, one rank after the other."""
     if ranks == 1:
         words = _pack(mask(x, 0))
     else:
@@ -215,7 +219,7 @@ def _at_once(
     ranks: int,
     capacity: int,
 ) -> _Found:
-    """For GPUs."""
+    """The counts as a GPU finds them, all ranks at once."""
     words = _pack(mask(x, 0)) if ranks == 1 else _pack_all(x, mask=mask, ranks=ranks)
     within = _sum_along(_counts(words))
     ends, block = _blocks_by_search(within[:, -1], first, capacity=capacity)
@@ -229,10 +233,10 @@ def _counts(words: UInt32[Array, "blocks 32"]) -> Int[Array, "blocks 32"]:
 def _pack_in_turn(
     x: Shaped[Array, " n"], *, mask: Callable[..., Array], ranks: int, enough: int
 ) -> UInt32[Array, "ranks*blocks 32"]:
-    """The masks' bits, those of one rank after the other; none once there are enough.
+    """The masks' bits, rank by rank. Once there are enough elements, further ranks have none.
 
-    A loop, because XLA takes five times as long for several masks of one vector at once, and longer
-    to compile them.
+    It is a loop, because XLA takes five times as long for several masks of one vector at once, and
+    longer to compile them.
     """
     blocks = -(-x.size // _BLOCK)
     like = mask(x[:1], 0)
@@ -243,9 +247,10 @@ def _pack_in_turn(
 
     def pack(packed: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         rank, found, words = packed
-        # Together, or XLA takes what a mask makes of x alone out of the loop, and stores it.
+        # Without the barrier, XLA computes the part of the mask that depends on x alone before the
+        # loop, and stores it.
         more = _pack(mask(*lax.optimization_barrier((x, rank))))
-        # In lanes, then across them.
+        # Sum in lanes first, then across them.
         count = jnp.sum(lax.population_count(more).astype(jnp.int32), axis=0, dtype=jnp.int32)
         words = jnp.where(lax.iota(jnp.int32, ranks)[:, None, None] == rank, more[None], words)
         return rank + 1, found + jnp.sum(count, dtype=jnp.int32), words
@@ -258,15 +263,15 @@ def _pack_in_turn(
 def _pack_all(
     x: Shaped[Array, " n"], *, mask: Callable[..., Array], ranks: int
 ) -> UInt32[Array, "ranks*blocks 32"]:
-    """`_pack_in_turn` without a loop, and of all ranks."""
+    """`_pack_in_turn` without a loop, and for all ranks."""
     packed = (lax.optimization_barrier(_pack(mask(x, rank))) for rank in range(ranks))
     return jnp.concatenate(list(packed))
 
 
 @jax.jit  # traced once for all ranks, on CPU and GPU
 def _pack(mask: Bool[Array, " n"]) -> UInt32[Array, "blocks 32"]:
-    """Bit i of word w of block b is element 1024 b + 32 w + i; False past the end."""
-    # The last block by itself: XLA takes four times as long for a vector that is padded.
+    """Bit i of word w of block b is element 1024 b + 32 w + i, or False past the end."""
+    # The last block is packed by itself, because XLA takes four times as long for a padded vector.
     whole = mask.size - mask.size % _BLOCK
     rest = jnp.pad(mask[whole:], (0, -mask.size % _BLOCK))
     return jnp.concatenate([_words(mask[:whole]), _words(rest)]).reshape(-1, _BITS)
@@ -274,22 +279,22 @@ def _pack(mask: Bool[Array, " n"]) -> UInt32[Array, "blocks 32"]:
 
 def _words(mask: Bool[Array, "*rows width"]) -> UInt32[Array, "*rows width/32"]:
     """The bits of the last axis, 32 to a word, beginning with the lowest."""
-    # By way of bytes: a CPU adds up eight small numbers in half the time of 32 large ones.
+    # Bytes come first: a CPU adds up eight small numbers in half the time of 32 large ones.
     bits = mask.reshape(*mask.shape[:-1], -1, _BITS // 8, 8).astype(jnp.uint8)
     bits <<= lax.broadcasted_iota(jnp.uint8, bits.shape, bits.ndim - 1)
     return lax.bitcast_convert_type(jnp.sum(bits, axis=-1, dtype=jnp.uint8), jnp.uint32)
 
 
 def running_sum(x: Int[Array, " n"], *, most: int, total: int) -> Int[Array, " n"]:
-    """The sums of elements up to and with each one.
+    """The sum of all elements up to and including each one.
 
-    Of rows as products with a triangle, which CPUs compute faster, and XLA compiles sooner, than
-    the passes that it makes of `jnp.cumsum`.
+    Rows are summed by products with a triangular matrix. CPUs compute these faster, and XLA
+    compiles them sooner, than the passes that XLA makes of `jnp.cumsum`.
 
     Args:
-        x: int32, none negative.
-        most: that an element can be.
-        total: that their sum can be.
+        x: elements, int32, none negative.
+        most: upper bound of the elements.
+        total: upper bound of their sum.
     """
     if x.size == 1 or min(most * _ALONG, total) > _EXACT:
         return jnp.cumsum(x)
@@ -303,7 +308,7 @@ def running_sum(x: Int[Array, " n"], *, most: int, total: int) -> Int[Array, " n
 
 
 def _sums_along(rows: Int[Array, "n m"]) -> Int[Array, "n m"]:
-    """The running sum along each row of at most 2**24 in all, none negative."""
+    """The running sum along each row. No element is negative, and no row's sum exceeds 2**24."""
     width = rows.shape[1]
     triangle = jnp.asarray(np.triu(np.ones((width, width), np.float32)))
     sums = lax.dot(rows.astype(jnp.float32), triangle, precision=lax.Precision.HIGHEST)
@@ -313,8 +318,8 @@ def _sums_along(rows: Int[Array, "n m"]) -> Int[Array, "n m"]:
 def _sum_along(rows: Int[Array, "n 32"]) -> Int[Array, "n 32"]:
     """The running sum along each row.
 
-    A CPU multiplies by a triangle instead (`_sums_along`): of these steps XLA makes one fusion
-    after the other, each of which computes the ones before again.
+    On a CPU, `_sums_along` multiplies by a triangular matrix instead. There XLA would make a fusion
+    of each of these steps, and each fusion would compute the steps before it again.
     """
     for step in (1, 2, 4, 8, 16):
         rows += jnp.pad(rows[:, :-step], ((0, 0), (step, 0)))
@@ -324,11 +329,11 @@ def _sum_along(rows: Int[Array, "n 32"]) -> Int[Array, "n 32"]:
 def _blocks_by_marks(
     counts: Int[Array, " blocks"], first: Int[Array, ""], *, capacity: int
 ) -> tuple[Int[Array, " blocks"], Int[Array, " capacity"]]:
-    """Elements up to and with each block; the block that holds the element of each slot.
+    """The count of elements to the end of each block, and the block of each slot's element.
 
-    The first slot's is the element number `first`. Of slots without an element any block. Each
-    block marks its first slot: how many have begun up to a slot tells the last of them, for those
-    without an element begin where the next one does.
+    The first slot holds element number `first`. Slots without an element get any block. Each block
+    marks the slot where it begins. The number of blocks that have begun up to a slot tells the last
+    of them. It is the right one, because blocks without elements begin where the next one does.
     """
     ends = running_sum(counts, most=_BLOCK, total=len(counts) * _BLOCK)
     blocks = len(counts)
@@ -340,7 +345,7 @@ def _blocks_by_marks(
 def _blocks_by_search(
     counts: Int[Array, " blocks"], first: Int[Array, ""], *, capacity: int
 ) -> tuple[Int[Array, " blocks"], Int[Array, " capacity"]]:
-    """`_blocks_by_marks` with no sum over the slots, which takes a GPU dozens of kernels."""
+    """`_blocks_by_marks` without a sum over the slots, which takes a GPU dozens of kernels."""
     ends = jnp.cumsum(counts)
     slot = lax.iota(jnp.int32, capacity) + first
     slot = jnp.minimum(slot, jnp.maximum(ends[-1] - 1, 0))
@@ -354,9 +359,9 @@ def _find_word(
     rank: Int[Array, "*slots"],
     words: int = _BITS,
 ) -> tuple[Int[Array, "*slots"], Int[Array, "*slots"]]:
-    """The words that hold the rank-th elements of blocks, and their ranks in these words.
+    """For each slot, the word that holds the rank-th element of a block, and its rank in the word.
 
-    A block has a power of two of `words`, the first of which is given.
+    A block has `words` words, a power of two, and `first` is the first of them.
     """
     word, before = first, jnp.zeros_like(rank)
     for step in (words >> i for i in range(1, words.bit_length())):
@@ -379,5 +384,5 @@ def _find_bit(word: UInt32[Array, "*slots"], rank: Int[Array, "*slots"]) -> Int[
 
 
 def _at(x: Shaped[Array, " n"], indices: Int[Array, "*slots"]) -> Shaped[Array, "*slots"]:
-    """x[indices], of indices in bounds: the checks would take as long as the rest."""
+    """x[indices]. The indices are in bounds, and checks would take as long as the rest."""
     return x.at[indices].get(mode="promise_in_bounds")

@@ -1,8 +1,8 @@
 """Nearly the k largest elements of a vector in memory, or of one that is computed tile by tile.
 
-A full sort of d elements costs a hundred passes over them. Here every tile is folded into an array
-of slots by an elementwise maximum as it is computed, on a GPU all at once; then a threshold and a
-compaction pick k of the slots.
+A full sort of d elements costs a hundred passes over them. Here each tile is folded into an array
+of slots by an elementwise maximum as it is computed. (On a GPU, all tiles are folded at once.) Then
+a threshold and a compaction pick k of the slots.
 """
 
 import functools
@@ -22,15 +22,17 @@ from jaxsparse.stream import SparseStream
 
 __all__ = ["Values", "fast_top_k", "streaming_top_k"]
 
-# As many tiles as spread regions of heavy elements over all slots, but not so small, nor so large,
-# that a step's overhead or its way past the caches counts.
+# Number of tiles: enough to spread regions of heavy elements over all slots. Tiles are not so small
+# that a step's overhead counts, nor so large that they exceed the caches.
 _TILES = 64
 _MIN_TILE, _MAX_TILE = 2**10, 2**18
-# Two of the k largest that share a slot cost the smaller one: with 8 slots per kept element that
-# loses one in sixteen, and the energy lost is less, for the next largest takes its place.
+# Number of slots per kept element. If two of the k largest share a slot, the smaller one is lost.
+# With 8 slots, one in sixteen is lost. The energy lost is less, because the next largest takes its
+# place.
 _SLOTS_PER_K = 8
-# A key is a magnitude with its lowest bits replaced by the element's place among those of its
-# slot, so one unsigned maximum keeps both. The 23 bits left rank to a relative 2**-15.
+# Number of bits for an element's place among those of its slot. They replace the lowest bits of its
+# magnitude in a key, so that one unsigned maximum keeps both. The 23 bits that are left rank
+# magnitudes to a relative 2**-15.
 _ID_BITS = 8
 _MAX_PER_SLOT = 2**_ID_BITS - 1
 
@@ -40,22 +42,23 @@ def fast_top_k(
 ) -> SparseStream:
     """Nearly the k entries of largest magnitude, without a sort.
 
-    Elements pass through at least 8 k slots of which each keeps its largest, so one of the k
-    largest can lose its place to a larger one in its slot: about 6 % of them do, in exchange for
-    the next largest, whatever their arrangement on average over seeds. Of k = 1 % of normal
-    data 99.5 % of the energy (sum of squares) of the k largest is kept, of cubed normals 98.9 %.
-    Regions of heavy elements that meet do so as a whole, so one seed can lose more of them than
-    another: elements a stride apart meet with probability 1 / stride, long runs in proportion to
-    their length. Magnitudes within 2**-15 of each other rank as equal.
+    Elements pass through at least 8 k slots, and each slot keeps its largest. So one of the k
+    largest can lose its place to a larger one in its slot. On average over seeds about 6 % of them
+    do, however they are arranged, and the next largest replace them. With k = 1 % of normal data,
+    99.5 % of the energy (sum of squares) of the k largest is kept; with cubed normals, 98.9 %.
 
-    Where 16 k > d each element has its own slot, and the k largest are found exactly; of equal
-    magnitudes the lower indices. That takes a pass for each bit of a float, which on CPU is
-    hardly faster than the sort in `top_k`.
+    Regions of heavy elements that meet do so as a whole, so one seed can lose more of them than
+    another. Elements a stride apart meet with probability 1 / stride, and long runs in proportion
+    to their length. Magnitudes within a relative 2**-15 of each other rank as equal.
+
+    If 16 k > d, each element has its own slot, and the k largest are found exactly. Of equal
+    magnitudes, the lower indices are kept. On CPU the exact search takes a pass for each bit of a
+    float, and is hardly faster than the sort in `top_k`.
 
     Args:
         x: float vector of d elements, without NaN. float64 is ranked as float32.
         k: number of entries to keep, 1 <= k <= d.
-        seed: integer below 2**32, of the places of slots; may be traced.
+        seed: seed of the slots' places, an integer below 2**32. It may be traced.
 
     Returns:
         Distinct int32 indices, in no order, and the values of `x` there, in its dtype.
@@ -84,14 +87,15 @@ class Values(NamedTuple):
     """Two ways to the same float32 values of a vector, which need not be stored."""
 
     of_tile: Callable[[Int[Array, ""], int], Float[Array, " n"]]
-    """Of a tile's first n elements, from its number and n; must not see past the vector's end."""
+    """The values of a tile's first n elements, given its number and n. It must not read past the
+    vector's end."""
     anywhere: Callable[[Int[Array, "..."], Int[Array, "*shape"]], Float[Array, "*shape"]]
-    """Of elements anywhere, from the numbers of their tiles, which may broadcast, and their places
-    within these; of the last tile also places past the vector's end, with any value."""
+    """The values of elements anywhere, given the numbers of their tiles, which may broadcast, and
+    their places in these. Places in the last tile may lie past the vector's end, with any value."""
 
     @classmethod
     def of_vector(cls, x: Float[Array, " d"], tile: int) -> "Values":
-        """Of a vector that is stored."""
+        """The values of a vector that is stored."""
 
         def of_tile(number: Array, length: int) -> Array:
             return lax.dynamic_slice(x, (number * tile,), (length,)).astype(jnp.float32)
@@ -114,18 +118,19 @@ def streaming_top_k(
 ) -> Int[Array, " k"]:
     """Indices of nearly the k largest magnitudes: the k largest of at least 8 k slots' maxima.
 
-    The tiles b = g, g + groups, g + 2 groups, ... share the slots of group g, each laid around
-    them cyclically from its own random slot. So a run of heavy elements meets itself neither
-    within a tile nor in those around it, and an arithmetic progression, such as a column of a
-    weight matrix, meets its part in another tile with probability 1 / stride. With fewer than two
-    candidates a slot (16 k > size) each element has its own and the answer is exact.
+    The tiles b = g, g + groups, g + 2 groups, ... share the slots of group g. Each is laid around
+    them cyclically from its own random slot. So a run of heavy elements does not meet itself within
+    a tile, nor in neighbouring tiles unless there is only one group. An arithmetic progression,
+    such as a column of a weight matrix, meets its part in another tile with probability 1 / stride.
+    With fewer than two candidates per slot (16 k > size), each element has its own slot, and the
+    answer is exact.
 
     Args:
-        values: of the vector.
-        size: number of elements, d.
-        tile: elements a tile; the last one may be shorter.
-        k: 1 <= k <= size.
-        seed: of the offsets.
+        values: the vector's values.
+        size: number of elements of the vector, d.
+        tile: number of elements of a tile. The last one may be shorter.
+        k: number of indices, 1 <= k <= size.
+        seed: seed of the tiles' offsets.
         like: arrays that `values` reads, for the replication type of the loop's carry.
 
     Returns:
@@ -142,7 +147,7 @@ def streaming_top_k(
     if not shared:
         slots = slots[:size]
 
-    # At least k slots are taken: each element has its own, or every group a whole tile.
+    # At least k slots are taken: each element has its own, or each group has a whole tile.
     magnitude = slots >> jnp.uint32(id_bits)
     threshold = kth_largest(magnitude, k, bits=31 - id_bits)
     above = (threshold + jnp.uint32(1)) << jnp.uint32(id_bits)
@@ -152,7 +157,7 @@ def streaming_top_k(
         return winners
 
     place = (slots[winners] & jnp.uint32(2**id_bits - 1)).astype(jnp.int32) - 1
-    # None is negative, which `//` and `%` would take further operations for.
+    # No number is negative here. `//` and `%` would take further operations for those that are.
     tile_ = jnp.int32(tile)
     b = place * grid.groups + lax.div(winners, tile_)
     within = lax.rem(winners, tile_) - grid.start(seed, b)
@@ -162,10 +167,10 @@ def streaming_top_k(
 class _Grid(NamedTuple):
     """Which tiles share slots."""
 
-    size: int  # elements, d
-    tile: int  # elements of one
+    size: int  # number of elements, d
+    tile: int  # number of elements of a tile
     groups: int  # tile b is in group b % groups
-    per_group: int  # tiles; with one each element has a slot of its own
+    per_group: int  # largest number of tiles of a group; if 1, each element has its own slot
 
     @classmethod
     def of(cls, size: int, tile: int, k: int) -> "_Grid":
@@ -174,13 +179,13 @@ class _Grid(NamedTuple):
         return cls(size, tile, -(-tiles // per_group), per_group)
 
     def start(self, seed: UInt32[Array, ""], b: Int[Array, "*tiles"]) -> Int[Array, "*tiles"]:
-        """The slot, of its group, of the first element of tile b."""
+        """The slot, in its group, of the first element of tile b."""
         if self.per_group == 1:
-            return zeros(b.shape, jnp.int32, (b, seed))  # as varying over devices as hashes
+            return zeros(b.shape, jnp.int32, (b, seed))  # with the replication type of hashes
         return drawn(self.tile, seed, b)
 
     def key(self, value: Float[Array, "*shape"], b: Int[Array, "..."]) -> UInt32[Array, "*shape"]:
-        """A magnitude and which tile of its group it is from; not 0, which marks an empty slot."""
+        """A magnitude. With shared slots it names the tile too, and only empty slots are 0."""
         bits = lax.bitcast_convert_type(value, jnp.uint32)
         if self.per_group == 1:
             return bits & jnp.uint32(2**31 - 1)
@@ -191,7 +196,7 @@ class _Grid(NamedTuple):
 def _fold(
     values: Values, grid: _Grid, like: tuple[Array, ...], seed: UInt32[Array, ""]
 ) -> UInt32[Array, "groups tile"]:
-    """The largest key of each slot, tile by tile."""
+    """The largest key of each slot, computed tile by tile."""
     shared = grid.per_group > 1
     around = grid.tile if shared else 0  # slots past a group's end, folded onto its beginning
 
@@ -214,7 +219,7 @@ def _gather(values: Values, grid: _Grid, seed: UInt32[Array, ""]) -> UInt32[Arra
     exists = b < -(-grid.size // grid.tile)
     b = jnp.where(exists, b, 0)
     length = jnp.where(exists, jnp.minimum(grid.size - b * grid.tile, grid.tile), 0)
-    # Else the offset of a tile would be hashed once an element.
+    # Without a barrier, the offset of a tile would be hashed once for each element.
     start, length = lax.optimization_barrier((grid.start(seed, b), length))
     within = laid_around(start, grid.tile)
     key = grid.key(values.anywhere(b, within), b)

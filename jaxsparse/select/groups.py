@@ -14,20 +14,20 @@ from jaxsparse.stream import SparseStream
 
 __all__ = ["group_top_k"]
 
-# A group is a grid of at most this many rows: what a round reads again of each group.
+# Largest number of rows of a group's grid. A round reads so many elements of the group again.
 _ROWS = 16
-# Columns are a multiple of this, so that their maxima vectorise.
+# The number of columns is a multiple of this, so that their maxima vectorise.
 _VECTOR = 8
-# From here on candidates are faster than rounds.
+# Largest k that is found by rounds. Beyond it, candidates are faster.
 _MAX_ROUNDS = 16
-# So few elements are sorted in less time than it takes to compile anything else.
+# Largest number of elements to sort. Sorting them takes less time than compiling anything else.
 _SORTED = 2**14
-# Maxima for each of k entries, and slots for the candidates that these let pass. Of random data
-# 1.15 k do. A group that has more, as among equal magnitudes, is sorted.
+# Number of maxima, and of slots for the candidates that they let pass, for each of k entries. With
+# random data 1.15 k pass. A group with more than fit, as among equal magnitudes, is sorted.
 _MAXIMA, _ROOM = 4, 1.5
-# Bits of a magnitude, and those that settle which maxima let candidates pass.
+# Number of bits of a magnitude, and of its highest bits, which set the bound for candidates.
 _KEY_BITS, _COARSE_BITS = 31, 16
-# Bits that a pass settles, by one sum for all of its trials.
+# Number of bits that a pass determines, by one sum for all of its trials.
 _DIGIT_BITS = 2
 
 
@@ -38,9 +38,9 @@ def group_top_k(x: Float[Array, " d"], k: int = 4, group_size: int = 512) -> Spa
     min(k, its length) entries, so no slot is empty.
 
     Args:
-        x: float vector of d elements, without NaN.
-        k: entries to keep of a group, 1 <= k <= group_size.
-        group_size: elements a group, at least 1.
+        x: float vector of d elements, without NaN. float64 may be ranked as float32.
+        k: number of entries to keep of a group, 1 <= k <= group_size.
+        group_size: number of elements of a group, at least 1.
 
     Returns:
         k (d // group_size) + min(k, d % group_size) entries, group by group: distinct int32
@@ -91,8 +91,8 @@ def _top_k_of_rows(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
 def _by_rounds(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
     """`lax.top_k(abs(x), k)[1]`, in one pass over `x` and k rounds over a sixteenth of it.
 
-    A row is laid out as a grid. The first pass finds each column's maximum; a round then takes the
-    largest of these and reads only its column again, for the next one there.
+    A row is laid out as a grid. The first pass finds each column's maximum. A round then takes the
+    largest of these, and reads only its column again to find the next largest there.
     """
     n, width = x.shape
     cols = min(width, _VECTOR * -(-width // (_VECTOR * _ROWS)))
@@ -102,10 +102,10 @@ def _by_rounds(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
         key = jnp.pad(key, ((0, 0), (0, rows * cols - width)), constant_values=-1)
         key = lax.optimization_barrier(key)
     key = key.reshape(n, rows, cols)
-    # Of each column: the largest element that is left (-1 for none), and the first row that has it.
+    # The largest element that is left in each column (-1 for none), and the first row that has it.
     largest = jnp.max(key, axis=1)
     row = _first_equal(key, largest, axis=1)
-    # Without barriers XLA fuses reductions into what reads them, and no longer vectorises them.
+    # Without barriers XLA fuses reductions into their users, and no longer vectorises them.
     largest, row = lax.optimization_barrier((largest, row))
 
     column = lax.iota(jnp.int32, cols)[None]
@@ -118,7 +118,7 @@ def _by_rounds(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
         best, place = lax.optimization_barrier((best, place))
         chosen.append(place)
         if left:
-            # Elements leave a column in order, so those left are the ones that come after.
+            # Elements leave a column in order, so those after the last one taken are left.
             at = place % cols + in_column
             key = _magnitude(jnp.take_along_axis(x, jnp.minimum(at, width - 1), axis=1))
             after = (key < best) | ((key == best) & (at > place))
@@ -137,12 +137,12 @@ def _by_candidates(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
 
     A row is folded into 4 k maxima. The k-th largest of these is a bound that k elements reach, and
     rarely more than 1.5 k. These candidates are brought together, and the k largest of them are
-    found bit by bit. Rows with more candidates are sorted.
+    found bit by bit. Rows with more than 1.5 k candidates are sorted.
     """
     width = x.shape[1]
     bound = _reached(_maxima(x, _MAXIMA * k) >> (_KEY_BITS - _COARSE_BITS), k, _COARSE_BITS)
     bound = bound << (_KEY_BITS - _COARSE_BITS)
-    # Among zeros the first k places are enough to choose from.
+    # If zeros are among the k largest, the first k places have enough of them.
     place = lax.broadcasted_iota(jnp.int32, (1, width), 1)
     is_candidate = _magnitude(x) >= jnp.maximum(bound, 1)[:, None]
     is_candidate |= (bound == 0)[:, None] & (place < k)
@@ -157,7 +157,7 @@ def _by_candidates(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
 
     kept = jnp.take_along_axis(places, kept, axis=1, mode="promise_in_bounds")
 
-    # The rows with more candidates than room, one at a time: a branch would copy all of x.
+    # Rows with too many candidates are sorted one at a time, because a branch would copy all of x.
     crowded = counts > room
     rows = compact(crowded, len(x))
 
@@ -170,10 +170,10 @@ def _by_candidates(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
 
 
 def _maxima(x: Float[Array, "n width"], least: int) -> Int32[Array, "n cols"]:
-    """The largest magnitudes of at least so many columns of each row, laid out as a grid.
+    """The largest magnitudes of the columns of each row's grid, which has at least `least` columns.
 
-    The number of columns is no power of two: the columns of a weight matrix, a power of two apart
-    in x, would meet in few columns of the grid.
+    The number of columns is no power of two. Otherwise the columns of a weight matrix, a power of
+    two apart in x, would meet in few columns of the grid.
     """
     width = x.shape[1]
     cols = least // _VECTOR * _VECTOR + _VECTOR
@@ -190,7 +190,10 @@ def _maxima(x: Float[Array, "n width"], least: int) -> Int32[Array, "n cols"]:
 def _largest(
     keys: Int32[Array, "n m"], places: Int32[Array, "n m"], width: int, k: int
 ) -> Bool[Array, "n m"]:
-    """The k largest of each row, of equal ones those with the lowest of places 0 to width."""
+    """A mask of the k largest keys of each row. Equal keys rank by places, the lowest first.
+
+    Places are from 0 to `width`, which stands for an empty slot and is never in the mask.
+    """
     bound = _reached(keys, k, _KEY_BITS)[:, None]
     above = keys > bound
     needed = k - jnp.sum(above, axis=1, dtype=jnp.int32)
@@ -202,7 +205,7 @@ def _largest(
 def _reached(
     keys: Int32[Array, "n m"], k: Int32[Array, " n"] | int, bits: int
 ) -> Int32[Array, " n"]:
-    """Of each row the largest number below 2**bits that at least k keys reach; 0 if none is."""
+    """The largest number in each row that at least k keys reach, below 2**bits; 0 if none is."""
     n, m = keys.shape
     lanes = math.gcd(m, 2 * _VECTOR)
     trials = range(1, 2**_DIGIT_BITS)
@@ -218,7 +221,7 @@ def _reached(
         )
         # One reduction of several arrays reads the keys once, and in lanes it vectorises.
         counts = lax.reduce(reaches, (jnp.int32(0),) * len(bounds), add, (1,))
-        for bound, count in zip(bounds, counts):  # rising, but for those that overflow
+        for bound, count in zip(bounds, counts):  # the bounds rise, unless they overflow
             is_reached = (jnp.sum(count, axis=1, dtype=jnp.int32) >= k) & (bound > 0)
             found = jnp.where(is_reached, bound, found)
         return found
@@ -228,13 +231,13 @@ def _reached(
 
 
 def _magnitude(x: Float[Array, "..."]) -> Int32[Array, "..."]:
-    """Ordered as abs(x) is, but as integers, whose maximum vectorises."""
+    """Integers in the order of abs(x). Their maximum vectorises."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     return bits & jnp.int32(2**31 - 1)
 
 
 def _first_equal(x: Int[Array, "..."], value: Int[Array, "..."], axis: int) -> Int[Array, "..."]:
-    """The lowest index along `axis` at which x is `value`, which occurs there."""
+    """The lowest index along `axis` at which x equals `value`, which must occur."""
     number = lax.broadcasted_iota(jnp.int32, x.shape, axis)
     equal = x == jnp.expand_dims(value, axis)
     return jnp.min(jnp.where(equal, number, x.shape[axis]), axis=axis)

@@ -14,33 +14,33 @@ from jaxsparse.stream import SparseStream
 
 __all__ = ["slot_max"]
 
-# Shorter tiles cost more for the step than for the elements.
+# Least size of a tile. Shorter ones cost more for the step than for the elements.
 _MIN_TILE = 2**14
-# Starts of tiles are hashed under (seed, number), those of a tile's rows under one word more.
+# Extra word in the hash for a row's start. A tile's start is hashed under (seed, number) alone.
 _ROW = 1
 
 
 def slot_max(
     x: Float[Array, " d"], slots: int, *, seed: Integer[Array, ""] | int = 0
 ) -> SparseStream:
-    """The largest magnitude of each of `slots` random sets of about d / slots elements.
+    """The largest magnitude of each of m = `slots` random sets of about d / m elements.
 
-    Needs no threshold, fills every slot, and costs a pass over x. One of the m largest is kept if
-    it meets no larger one: the r-th largest with probability about exp(-r / m). Of m = 1 % of
-    cubed normals 85 % of the energy (sum of squares) of the m largest is kept, where
-    `hash_extract` keeps 63 % and `fast_top_k`, in about twice the time, 99 %.
+    It needs no threshold, fills every slot, and takes a pass over x. One of the m largest is kept
+    if it meets no larger one. The r-th largest is kept with probability about exp(-r / m). With
+    m = 1 % of cubed normals, 85 % of the energy (sum of squares) of the m largest is kept.
+    `hash_extract` keeps 63 %, and `fast_top_k` keeps 99 % in about twice the time.
 
-    Rows of m elements are laid cyclically around the slots, each from a random one. (Below 2**14
-    slots several rows make a tile, which is first laid around itself.) So elements of a row don't
-    meet, and any others do with probability 1 / m; heavy regions of two rows meet as a whole.
+    Rows of m elements are laid cyclically around the slots, each from a random slot. (Below 2**14
+    slots, several rows make a tile, which is first laid around itself.) So elements of a row don't
+    meet, and any others meet with probability 1 / m. Heavy regions of two rows meet as a whole.
     Magnitudes are ranked to a relative 2**-22 d / max(m, 2**14), or 2**-22 if that is more: 2**-15
-    at a density of 1 % and 2**-12 at 0.1 %. Of equal ones any is kept.
+    at a density of 1 % and 2**-12 at 0.1 %. Any of equal magnitudes may be kept.
 
     Args:
         x: float vector of d elements, without NaN. float64 is ranked as float32.
-        slots: m, number of entries to keep, 1 <= m <= d.
-        seed: integer below 2**32, of the sets; may be traced. Needs to change from step to step,
-            or the same elements meet at each.
+        slots: number of entries to keep, m, 1 <= m <= d.
+        seed: seed of the sets, an integer below 2**32. It may be traced. It needs to change from
+            step to step, or the same elements meet at each.
 
     Returns:
         m entries in the order of slots: distinct int32 indices, and the values of `x` there, in
@@ -87,7 +87,7 @@ def _slot_max(x: Float[Array, " d"], slots: int, seed: UInt32[Array, ""]) -> Spa
 def _fold(
     x: Float[Array, " d"], seed: UInt32[Array, ""], *, tile: int, id_bits: int
 ) -> UInt32[Array, " tile"]:
-    """The largest key of each slot of a tile, tile by tile."""
+    """The largest key of each slot of a tile, computed tile by tile."""
 
     def fold(b: Array, best: Array, length: int) -> Array:
         key = _key(lax.dynamic_slice(x, (b * tile,), (length,)), b, id_bits)
@@ -104,7 +104,7 @@ def _gather(
 ) -> UInt32[Array, " tile"]:
     """`_fold` as the maximum over the columns of a matrix that is never stored."""
     b = lax.iota(jnp.int32, -(-x.size // tile))
-    # Else the offset of a tile would be hashed once an element.
+    # Without a barrier, the offset of a tile would be hashed once for each element.
     start = lax.optimization_barrier(_start(seed, b, tile))[:, None]
     within = laid_around(start, tile)
     b = b[:, None]
@@ -138,5 +138,5 @@ def _largest_of_rows(
 
 
 def _at(x: Array, indices: Int[Array, "..."]) -> Array:
-    """x[indices], of indices in bounds, which are not checked."""
+    """x[indices]. The indices are in bounds, and are not checked."""
     return x.at[indices].get(mode="promise_in_bounds")

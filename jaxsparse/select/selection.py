@@ -14,10 +14,10 @@ from jaxsparse.stream import SparseStream
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """DGC's: the largest of those that reach a sampled threshold. See `select.sampled_top_k`.
+    """DGC's: the largest entries that reach a sampled threshold. See `select.sampled_top_k`.
 
     Attributes:
-        samples: size of the sample; None takes what serves.
+        samples: size of the sample. None: enough for the vector's size and k.
     """
 
     samples: int | None = None
@@ -36,7 +36,7 @@ class Bisection:
     """MSTopk's: a bracket around the k-th largest. See `select.bisection_top_k`.
 
     Attributes:
-        passes: trial thresholds.
+        passes: number of trial thresholds.
     """
 
     passes: int = DEFAULT_PASSES
@@ -49,30 +49,31 @@ class Bisection:
         return bisection_top_k(x, k, passes=self.passes)
 
 
-# "fast" keeps nearly the largest, in the same time whatever the data; the others find a threshold:
-# "exact" the right one; "sampled" and "bisection" are `Sampled()` and `Bisection()`.
+# "fast" keeps nearly the largest entries, and its time does not depend on the data. The others find
+# a threshold. "exact" finds the right one. "sampled" and "bisection" are `Sampled()` and
+# `Bisection()`.
 Selection = Literal["fast", "exact", "sampled", "bisection"] | Sampled | Bisection
 
 Select = Callable[[Float[Array, " m"], int], SparseStream]
 
 
 class _Selectors(dict[Selection, Select]):
-    """By name; settings are such functions themselves."""
+    """Selection functions by name. Settings are such functions themselves."""
 
     def __missing__(self, selection: Selection) -> Select:
         assert not isinstance(selection, str)
         return selection
 
 
-# Functions of a vector and k: at most k entries with distinct indices, in k slots. Slots without an
-# entry have the vector's size for an index, and value 0.
+# Functions of a vector and k. They return at most k entries with distinct indices, in k slots. A
+# slot without an entry has the vector's size as its index, and value 0.
 SELECTORS = _Selectors(
     fast=fast_top_k, exact=threshold_top_k, sampled=Sampled(), bisection=Bisection()
 )
 
 
 def check_selection(selection: Selection) -> None:
-    """Raises ValueError for an unknown name, or what is neither a name nor settings."""
+    """Raises ValueError unless `selection` is a known name or settings."""
     if isinstance(selection, (Sampled, Bisection)):
         return
     if not isinstance(selection, str) or selection not in SELECTORS:

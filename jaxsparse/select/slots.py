@@ -1,7 +1,7 @@
 """Extraction into random slots: an element's place in the result is hashed, not counted.
 
 Elements that share a slot contend for it, and the losers are left out. With a fresh seed at each
-step others contend, so none loses for ever.
+step, other elements contend, so that none loses for ever.
 """
 
 import functools
@@ -21,18 +21,18 @@ from jaxsparse.stream import SparseStream, from_dense
 
 __all__ = ["Extraction", "counted_hash_extract", "hash_extract", "hash_slots"]
 
-# Elements that are compacted before they are hashed, for each slot. More pass only where a
-# threshold is far off, or where many elements tie with it.
+# Number of elements per slot that are compacted before they are hashed. More pass only if a
+# threshold is far off, or if many elements tie with it.
 _ROOM = 2
-# Elements of a step where more than that pass.
+# Number of elements of a step if more than that pass.
 _SCATTERED = 2**16
 
 
 class Extraction(NamedTuple):
-    """What `hash_extract` keeps, and of how many."""
+    """The entries that `hash_extract` keeps, and the number that passed."""
 
     stream: SparseStream  # m slots
-    passed: Int[Array, ""]  # int32; entries of the stream, and those that lost their slots
+    passed: Int[Array, ""]  # int32: number of entries, with those that lost their slots
 
 
 def hash_extract(
@@ -44,19 +44,21 @@ def hash_extract(
 ) -> SparseStream:
     """Entries of magnitude at least `threshold`, each in the slot that its index hashes to.
 
-    Of those that share a slot the one of largest index stays: the last to write, if all write in
-    order. With n that pass a slot is empty with probability (1 - 1/m)^n: n = m fill 63 % of the
-    slots, whatever the magnitudes.
+    If entries share a slot, the one of largest index stays: the last to write, if all write in
+    order. If n entries pass, a slot is empty with probability (1 - 1/m)^n. So n = m entries fill
+    63 % of the slots, whatever their magnitudes.
 
-    Costs a pass over x, and for 2 m elements a place, a hash and a write. Where more pass, these
-    for all of x, several times as long; on a GPU always, for all of x at once.
+    It takes a pass over x, and a place, a hash and a write for 2 m elements. If more pass, it takes
+    a hash and a write for all of x, which is several times as long. A GPU always does the latter,
+    for all of x at once.
 
     Args:
         x: float vector of d elements. NaN does not pass.
-        threshold: t, scalar, compared in float32 (float64 for an `x` in it); may be traced.
-        slots: m, 1 <= m <= d.
-        seed: integer below 2**32, of the hash; may be traced. Needs to change from step to step,
-            or the same entries lose their slots at each.
+        threshold: least magnitude of an entry, t, a scalar. It is compared in float32, or in
+            float64 if `x` is float64. It may be traced.
+        slots: number of slots, m, 1 <= m <= d.
+        seed: seed of the hash, an integer below 2**32. It may be traced. It needs to change from
+            step to step, or the same entries lose their slots at each.
 
     Returns:
         m entries in the order of slots: distinct int32 indices, and the values of `x` there, in
@@ -84,19 +86,20 @@ def counted_hash_extract(
     *,
     seed: Integer[Array, ""] | int = 0,
 ) -> Extraction:
-    """`hash_extract` and how many elements passed, a count that by itself would take longer.
+    """`hash_extract`, and the number of elements that passed. A separate count takes longer.
 
     Args:
-        x: as `hash_extract`.
-        threshold: as there.
-        slots: as there.
-        seed: as there.
+        x: see `hash_extract`.
+        threshold: see `hash_extract`.
+        slots: see `hash_extract`.
+        seed: see `hash_extract`.
 
     Returns:
-        The stream, and n as int32: n less the stream's entries have lost their slots.
+        The stream, and the number n of elements that passed, int32. The difference of n and the
+        number of the stream's entries is the number of elements that lost their slots.
 
     Raises:
-        ValueError: as there.
+        ValueError: see `hash_extract`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -116,15 +119,15 @@ def counted_hash_extract(
 def hash_slots(
     indices: Integer[Array, " n"], slots: int, seed: Integer[Array, ""] | int = 0
 ) -> Int[Array, " n"]:
-    """The slots h(i) that `hash_extract` writes elements i into.
+    """The slot h(i) that `hash_extract` writes element i into, for each index i.
 
     Args:
-        indices: i, integers.
-        slots: m, at least 1.
-        seed: integer below 2**32; may be traced.
+        indices: indices of elements, integers.
+        slots: number of slots, m, at least 1.
+        seed: seed of the hash, an integer below 2**32. It may be traced.
 
     Returns:
-        int32, each below m, uniform to m / 2**32.
+        Slots, int32, each below m, and uniform to m / 2**32.
 
     >>> sorted(set(hash_slots(jnp.arange(50), 3).tolist()))
     [0, 1, 2]
@@ -147,7 +150,7 @@ def _extract(
     slot_of: Callable[[Int[Array, " n"]], Int[Array, " n"]],
     like: tuple[Array, ...],
 ) -> Extraction:
-    """`counted_hash_extract` with any hash; `like` as in `zeros`."""
+    """`counted_hash_extract` with any hash, `slot_of`. For `like` see `zeros`."""
 
     def write(held: Array, indices: Array, chosen: Array) -> Array:
         slot = jnp.where(chosen, slot_of(indices), slots)
@@ -164,13 +167,13 @@ def _extract(
     return Extraction(from_dense(x, jnp.where(held < 0, x.size, held)), passed)
 
 
-_Write = Callable[[Array, Array, Array], Array]  # into held: of these indices, those chosen
+_Write = Callable[[Array, Array, Array], Array]  # writes the chosen ones of indices into `held`
 
 
 def _write_all(
     x: Float[Array, " d"], threshold: Float[Array, ""], held: Int[Array, " m"], *, write: _Write
 ) -> tuple[Int[Array, " m"], Int[Array, ""]]:
-    """A write for each element, nearly all of which are dropped; no order changes a maximum."""
+    """One write per element. Nearly all are dropped, and their order does not change a maximum."""
     chosen = _passes(x, threshold)
     held = write(held, lax.iota(jnp.int32, x.size), chosen)
     return held, jnp.sum(chosen, dtype=jnp.int32)
@@ -179,7 +182,7 @@ def _write_all(
 def _write_compacted(
     x: Float[Array, " d"], threshold: Float[Array, ""], held: Int[Array, " m"], *, write: _Write
 ) -> tuple[Int[Array, " m"], Int[Array, ""]]:
-    """`_write_all`, but dropped writes cost a CPU as much as others."""
+    """`_write_all` after a compaction, because dropped writes cost a CPU as much as others."""
     size = x.size
     positions = compact(_passes(x, threshold), min(_ROOM * held.size, size))
     chosen = positions < size
@@ -187,8 +190,8 @@ def _write_compacted(
     passed = jnp.sum(chosen, dtype=jnp.int32)
 
     if len(positions) < size:
-        # More may pass. A loop of no steps rather than a branch, both of which vmap would run.
-        # Those that have been written are written again, which changes no maximum.
+        # More may pass. If not, the loop has no steps. (Of a branch, vmap would run both sides.)
+        # Elements that have been written are written again, which changes no maximum.
         tile = min(_SCATTERED, size)
         steps = jnp.where(chosen[-1], -(-size // tile), 0)
 

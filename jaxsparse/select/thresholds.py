@@ -1,4 +1,4 @@
-"""Magnitudes that about k elements reach: estimated from a sample, or bracketed.
+"""Magnitudes that about k elements reach, estimated from a sample or bracketed.
 
 DGC samples (Lin et al., ICLR 2018), MSTopk bisects (Shi et al., MLSys 2021).
 """
@@ -23,15 +23,16 @@ from jaxsparse.settings import check_k, check_seed, check_vector, static_int
 
 __all__ = ["DEFAULT_PASSES", "Bracket", "bisection_threshold", "sampled_threshold"]
 
-# With so many of the k largest in the sample, the number of elements that reach its threshold has
-# a standard deviation of 1/8.
+# Least expected number of the k largest in the sample. With 64 of them, the number of elements that
+# reach the threshold has a standard deviation of about k / 8.
 _LARGE_SAMPLES = 64
-# As many are sampled at least, for they cost less than a pass over the vector.
+# Least size of the sample. So few cost less than a pass over the vector.
 _MIN_SAMPLES = 2**14
 _MAX_SHARE = 1000  # the sample is at least d over this
-# After the pass at the mean they narrow six octaves to a hundredth of one.
+# Number of passes. After the one at the mean, nine narrow six octaves to a hundredth of one.
 DEFAULT_PASSES = 10
-# One at the mean, and each further one halves a range of 31 bits: the k-th largest itself.
+# Number of passes that find the k-th largest itself: one at the mean, and 31 that each halve a
+# range of 31 bits.
 EXACT_PASSES = 32
 
 
@@ -51,21 +52,21 @@ def sampled_threshold(
 ) -> Float[Array, ""]:
     """A magnitude that about k elements reach, from a random sample of `x`.
 
-    Deep Gradient Compression (Lin et al., ICLR 2018, section 3.1, "hierarchical" selection):
-    the r-th largest of a sample of n, with r = k n / d. One element is drawn at random from each of
-    n runs of equal length, so none twice; the number that reach the threshold has a standard
-    deviation of at most about k / sqrt(r).
+    It is the r-th largest of a sample of n, with r = k n / d (Deep Gradient Compression, Lin et
+    al., ICLR 2018, section 3.1, "hierarchical" selection). One element is drawn at random from each
+    of n runs of equal length, so that none is drawn twice. The number of elements that reach the
+    threshold has a standard deviation of at most about k / sqrt(r).
 
     Args:
         x: float vector of d elements, without NaN. float64 is ranked as float32.
-        k: elements wanted, 1 <= k <= d.
-        samples: size of the sample, up to twice of which is taken so that runs have equal
-            lengths; where that is all of `x` the threshold is exactly the k-th largest magnitude.
-            By default d / 1000, but at least 16,384 and enough for r = 64.
-        seed: integer below 2**32, of the places; may be traced.
+        k: number of elements that should reach the threshold, 1 <= k <= d.
+        samples: size of the sample. Up to twice as many are taken, so that runs have equal lengths.
+            If that is all of `x`, the threshold is exactly the k-th largest magnitude. None:
+            d / 1000, but at least 16,384 and enough for r = 64.
+        seed: seed of the places, an integer below 2**32. It may be traced.
 
     Returns:
-        float32; 0 if k = d.
+        The threshold, float32. It is 0 if k = d.
 
     Raises:
         ValueError: `x` is not a vector, k or samples is no int or out of range, or seed is not an
@@ -85,12 +86,12 @@ def sampled_threshold(
 
 
 def sample_size(size: int, k: int) -> int:
-    """How many elements `sampled_threshold` samples by default."""
+    """The number of elements that `sampled_threshold` samples by default."""
     return max(_MIN_SAMPLES, size // _MAX_SHARE, _LARGE_SAMPLES * size // k)
 
 
 def check_samples(samples: int) -> int:
-    """The setting as an int; a ValueError unless it is one of at least 1."""
+    """The setting as an int. Raises ValueError unless it is at least 1."""
     samples = static_int("samples", samples)
     if samples < 1:
         raise ValueError(f"samples={samples} must be at least 1: None takes d / 1000 or more")
@@ -116,19 +117,19 @@ def _sampled_threshold(
 
 
 def bisection_threshold(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASSES) -> Bracket:
-    """Magnitudes around the k-th largest, by counting how many elements reach trial thresholds.
+    """Magnitudes around the k-th largest, by counting the elements that reach trial thresholds.
 
     MSTopk (Shi et al., MLSys 2021, "Towards Scalable Distributed Training of Deep Learning on
-    Public Cloud Clusters", Alg. 1): a fixed number of passes that halve the range between mean and
-    maximum. The first trial is the mean magnitude; further ones halve the bits of floats, and so
-    about the logarithm of the ratio of upper and lower.
+    Public Cloud Clusters", Alg. 1) halves the range between mean and maximum in a fixed number of
+    passes. Here the first trial is the mean magnitude. Further trials halve the range of the
+    floats' bits, and so halve approximately the logarithm of upper / lower.
 
     Args:
         x: float vector of d elements, without NaN. float64 is ranked as float32.
-        k: 1 <= k <= d.
-        passes: trials, at least 0; each is a pass over `x`, as are mean and maximum before them.
-            From 32 on, whatever their number, `lower` is the k-th largest magnitude, in 31 passes
-            (8 on a GPU), and `upper` the next float.
+        k: rank of the magnitude that is bracketed, 1 <= k <= d.
+        passes: number of trials, at least 0. Each is a pass over `x`, and so are the mean and the
+            maximum before them. From 32 on, `lower` is the k-th largest magnitude, in 31 passes (8
+            on a GPU), and `upper` is the next float.
 
     Returns:
         `lower`, which at least k elements reach, and `upper`, which fewer do.
@@ -145,14 +146,14 @@ def bisection_threshold(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_
     check_vector("x", x)
     k = check_k(k, x.size)
     low, high = bisection(x, k, check_passes(passes))
-    # One above infinity would be NaN.
+    # The bits after those of infinity would be NaN.
     infinity = jnp.uint32(0x7F800000)
     as_float = lambda bits: jax.lax.bitcast_convert_type(bits, jnp.float32)
     return Bracket(as_float(low), as_float(jnp.minimum(high, infinity)))
 
 
 def check_passes(passes: int) -> int:
-    """The setting as an int; a ValueError unless it is one of at least 0."""
+    """The setting as an int. Raises ValueError unless it is at least 0."""
     passes = static_int("passes", passes)
     if passes < 0:
         raise ValueError(f"passes={passes} must be at least 0: 10 are usual, 32 are exact")
@@ -167,7 +168,7 @@ def bisection(
     if passes >= EXACT_PASSES:
         low = kth_largest(x, k, bits=31, key=magnitude_bits)
         return low, low + jnp.uint32(1)
-    # A sum that overflows is infinite, above which few are.
+    # If the sum overflows, the mean is infinite, which few elements reach.
     mean = jnp.sum(jnp.abs(x.astype(jnp.float32))) * jnp.float32(1 / x.size)
     return _bisect(x, k, to_bits(mean), passes)
 
@@ -175,7 +176,7 @@ def bisection(
 def _bisect(
     x: Float[Array, " d"], k: int, first: UInt32[Array, ""], passes: int
 ) -> tuple[UInt32[Array, ""], UInt32[Array, ""]]:
-    """`bisection`, in which `first` is tried before the middle of the range is."""
+    """`bisection` with `first` as its first trial, unless it exceeds the maximum."""
     low = zeros((), jnp.uint32, (x, first))
     high = folded(jnp.max, jnp.maximum, magnitude_bits, x) + jnp.uint32(1)
 

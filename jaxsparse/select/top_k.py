@@ -1,7 +1,7 @@
 """The k largest elements, by a sort or, in no order, by a threshold.
 
-Exact top-k is two thresholds: one from a sample lets some 7/5 k candidates pass, one found bit by
-bit among these is exact, and a count tells when the sample was off.
+Exact top-k takes two thresholds. One from a sample lets about 7/5 k candidates pass. The other is
+exact, and is found bit by bit among these. A count tells when the sample was off.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jaxsparse.stream import SparseStream, from_dense
 
 __all__ = ["bisection_top_k", "sampled_top_k", "threshold_top_k", "top_k"]
 
-# So few elements are sorted in less time than it takes to compile anything else.
+# Largest number of elements to sort. Sorting them takes less time than compiling anything else.
 _SORTED = 2**14
 
 
@@ -68,20 +68,20 @@ def sampled_top_k(
 ) -> SparseStream:
     """At most k entries of large magnitude, by a sampled threshold (DGC's selection).
 
-    The threshold is that of 5/4 k elements, so that with the default sample k are nearly always
-    there; then the k largest of those that reach it (the "hierarchical" step). There is room for
-    2 k of them, those above the threshold before those at it.
+    About 5/4 k elements reach the threshold. With the default sample, at least k nearly always do.
+    The k largest of these are kept (the "hierarchical" step). There is room for 2 k of them. It
+    goes first to those above the threshold, and then to those at it.
 
     Args:
         x: float vector of d elements, without NaN. float64 is ranked as float32.
         k: number of slots, 1 <= k <= d.
-        samples: see `sampled_threshold`; if that is all of `x` these are the k largest, of equal
-            magnitudes the lower indices.
+        samples: see `sampled_threshold`. If that is all of `x`, the result is the k largest. Of
+            equal magnitudes, the lower indices are kept.
         seed: see `sampled_threshold`.
 
     Returns:
         Distinct int32 indices, in no order, and the values of `x` there, in its dtype. Zeros are
-        never selected; slots without an entry have index d and value 0.
+        never selected. Slots without an entry have index d and value 0.
 
     Raises:
         ValueError: see `sampled_threshold`.
@@ -103,22 +103,24 @@ def threshold_top_k(
 ) -> SparseStream:
     """The k entries of largest magnitude, exactly, without sorting the vector.
 
-    A sampled threshold picks somewhat more than k candidates, and their k-th largest is found by
-    bisection. If that went wrong, which a count tells (fewer than k or more than 2 k candidates;
-    for random data some 1 in 100 samples), the whole vector is bisected: four times the work.
+    A sampled threshold picks somewhat more than k candidates, and bisection finds the k-th largest
+    of these. A count tells if the sample was off: fewer than k candidates, or more than 2 k. With
+    random data that is about 1 in 100 samples. The whole vector is then bisected, which is four
+    times the work. Under `vmap` all vectors are bisected whether or not their samples were off.
 
-    Under `vmap` that is done for all if for one. Up to 16,384 elements are sorted, and all are
-    bisected at once if k is a quarter of them or more.
+    Vectors of up to 16,384 elements are sorted. If k is a quarter of the elements or more, the
+    whole vector is bisected at once.
 
     Args:
         x: float vector of d elements, without NaN. float64 is ranked as float32.
         k: number of slots, 1 <= k <= d.
-        seed: integer below 2**32, of the sample; may be traced. It has no influence on the result.
+        seed: seed of the sample, an integer below 2**32. It may be traced, and has no influence on
+            the result.
 
     Returns:
-        Distinct int32 indices, in no order, of equal magnitudes the lower ones, and the values of
-        `x` there, in its dtype. Zeros are never selected; slots without an entry have index d and
-        value 0.
+        Distinct int32 indices, in no order, and the values of `x` there, in its dtype. Of equal
+        magnitudes, the lower indices are kept. Zeros are never selected. Slots without an entry
+        have index d and value 0.
 
     Raises:
         ValueError: `x` is not a vector, k is no int or out of range, or seed is not an integer
@@ -135,7 +137,7 @@ def threshold_top_k(
         return _without_zeros(_top_k(x, k), x.size)
     if 4 * k >= x.size:  # candidates would be half of all
         return _without_zeros(_bisection_top_k(x, k, EXACT_PASSES), x.size)
-    aim = min(-(-7 * k // 5), x.size)  # as far from k as from 2 k, by their ratios
+    aim = min(-(-7 * k // 5), x.size)  # as far from k as from 2 k, in ratio
     return _threshold_top_k(x, k, sampled_threshold(x, aim, seed=seed))
 
 
@@ -154,7 +156,7 @@ def _threshold_top_k(x: Float[Array, " d"], k: int, threshold: Float[Array, ""])
         )
         candidates = _reaching(x, k, t)
         enough = (candidates[k - 1] < x.size) | (t == 0)
-        # The last one is above the threshold only if others may have found no room.
+        # If the last candidate is above the threshold, others may have found no room.
         last_one = x.at[candidates[-1]].get(mode="fill", fill_value=0)
         all_fit = magnitude_bits(last_one) <= t
         return _Search(last.turn + 1, enough & all_fit, t, candidates)
@@ -166,7 +168,7 @@ def _threshold_top_k(x: Float[Array, " d"], k: int, threshold: Float[Array, ""])
         zeros((), jnp.uint32, like) + to_bits(threshold),
         zeros((min(2 * k, x.size),), jnp.int32, like),
     )
-    # What the sampled threshold does not find the exact one does.
+    # If the sampled threshold does not find them, the exact one does.
     found = jax.lax.while_loop(lambda last: ~last.is_done & (last.turn < 2), search, start)
     return _largest_of(from_dense(x, found.candidates), k)
 
@@ -179,7 +181,7 @@ def _largest_reaching(x: Float[Array, " d"], k: int, threshold: Float[Array, ""]
 def _reaching(x: Float[Array, " d"], k: int, threshold: UInt32[Array, ""]) -> Int[Array, " room"]:
     """Positions of up to 2 k elements, none of them 0.
 
-    First those above the threshold, then those at it, which are only looked for if they are needed.
+    Those above the threshold come first, then those at it, which a CPU looks for only if needed.
     """
     at = jnp.maximum(threshold, jnp.uint32(1))
     room = min(2 * k, x.size)
@@ -200,15 +202,15 @@ def _without_zeros(stream: SparseStream, size: int) -> SparseStream:
 def bisection_top_k(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASSES) -> SparseStream:
     """Nearly the k entries of largest magnitude, by a bracket around the k-th (MSTopk).
 
-    All that reach the upper end of `bisection_threshold`, and of those that reach only the lower
-    one as many as there is room for, lowest indices first: what these leave out is larger than they
-    are by a factor of upper / lower at most.
+    It keeps all entries that reach the upper end of `bisection_threshold`. The remaining slots go
+    to entries that reach only the lower end, lowest indices first. Entries that are left out are
+    larger than these by a factor of at most upper / lower.
 
     Args:
         x: float vector of d elements, without NaN. float64 is ranked as float32.
         k: number of entries to keep, 1 <= k <= d.
-        passes: see `bisection_threshold`; from 32 on the k largest, of equal magnitudes the lower
-            indices.
+        passes: see `bisection_threshold`. From 32 on, the result is exactly the k largest. Of equal
+            magnitudes, the lower indices are kept.
 
     Returns:
         Exactly k distinct int32 indices, and the values of `x` there, in its dtype.

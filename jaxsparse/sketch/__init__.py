@@ -2,15 +2,15 @@
 
     S[j, h_j(i)] += sign_j(i) x_i,    estimate_i = median_j sign_j(i) S[j, h_j(i)]
 
-h_j is piecewise linear: x is cut into tiles, and row j adds tile b, contiguous, at a random offset
-of its own, cyclically. Two elements of a tile never collide, two of different tiles collide with
-probability 1 / cols, and signs are independent per element, so estimates are unbiased with
-variance at most ||x||^2 / cols a row, as for independent columns; but memory is read and written in
-runs, many times faster than a scatter into random columns.
+h_j is piecewise linear: x is cut into tiles, and row j adds tile b to consecutive columns,
+cyclically, from a random offset of its own. Two elements of a tile never collide, and two of
+different tiles collide with probability 1 / cols. Signs are independent per element. So estimates
+are unbiased with variance at most ||x||^2 / cols a row, as for independent columns. But memory is
+read and written in runs, many times faster than a scatter into random columns.
 
-Columns and signs are hashes of (seed, row, index): no table of them is stored, and tables of
-different x merge by addition when spec and seed agree. Where size <= rows * cols, sending x dense
-costs less than its sketch.
+Columns and signs are hashes of (seed, row, index), so they are not stored. Sketches of different x
+merge by addition if their spec and seed agree. Where size <= rows * cols, sending x dense costs no
+more than sending its sketch.
 
 Where x has few non-zero blocks, `encode_blocks` and `decode_blocks` do the same for these alone.
 """

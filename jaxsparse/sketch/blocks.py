@@ -1,4 +1,4 @@
-"""The count sketch of a block-sparse vector: work for its blocks alone."""
+"""The count sketch of a block-sparse vector, at the cost of its blocks alone."""
 
 import functools
 
@@ -30,21 +30,22 @@ def encode_blocks(
 ) -> Float[Array, "rows cols"]:
     """Sketches a block-sparse vector: to rounding, `encode` of the dense vector it stands for.
 
-    A block is a tile of the sketch: each row adds it, contiguous, at a random offset. Tables of
-    different vectors, with blocks wherever, merge by addition. On a GPU sums are taken in any
-    order: see `encode`.
+    A block is a tile of the sketch. Each row adds it to consecutive columns, from a random offset.
+    Sketches of different vectors merge by addition, wherever the blocks are. On a GPU sums are
+    taken in any order: see `encode`.
 
     Args:
-        stream: k blocks; float32, bfloat16 or float16, accumulated in float32. Slots of zeros add
+        stream: k blocks in float32, bfloat16 or float16. Sums are float32. Slots of zeros add
             nothing.
         spec: rows, cols, default seed, and a tile_size that is the stream's block_size.
-        seed: overrides spec.seed; traced.
+        seed: seed of the hashes. It is traced. None: spec.seed.
 
     Returns:
-        float32[rows, cols].
+        The sketch, float32[rows, cols].
 
     Raises:
-        ValueError: stream is not such, a block is no tile of spec, or seed no integer scalar.
+        ValueError: stream has other shapes or dtypes, a block is not a tile of spec, or seed is not
+            an integer scalar.
 
     S2 Reducer (Ge et al., 2021), Alg. 1, lines 3-7.
 
@@ -97,18 +98,18 @@ def decode_blocks(
     """Estimates some blocks, bitwise as `decode` does.
 
     Args:
-        table: float32[rows, cols], from `encode_blocks`, `encode`, or a sum of such.
-        spec: the one it was encoded with, whose tiles are the blocks.
-        indices: int32[n], of blocks.
-        count: number of blocks; indices of at least that mark empty slots. None: there are none.
-        seed: the one it was encoded with.
+        table: sketch, float32[rows, cols], from `encode_blocks`, `encode`, or a sum of such ones.
+        spec: spec that it was encoded with. Its tiles are the blocks.
+        indices: indices of blocks, int32[n].
+        count: number of blocks. Indices from it on mark empty slots. None: no slots are empty.
+        seed: seed that it was encoded with. None: spec.seed.
 
     Returns:
-        The blocks at `indices`, float32[n, block_size]; zeros in empty slots.
+        The blocks at `indices`, float32[n, block_size], and zeros in empty slots.
 
     Raises:
         ValueError: table does not match spec, indices are not a vector of integers, or seed is
-            no integer scalar.
+            not an integer scalar.
 
     S2 Reducer, Alg. 1, lines 10-15.
 

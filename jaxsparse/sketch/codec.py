@@ -1,10 +1,11 @@
 """Linear maps between a vector and its count sketch: encode, merge, decode, l2 norm.
 
 Encoding adds tiles at random offsets instead of scattering elements, so that memory is read in
-runs. Elements of one tile never collide; those of two tiles do with probability 1 / cols. A tile
-depends on the spec alone, because `decode_at` does not know the size. Signs are per element: signs
-per tile would bias the l2 norm of constant data. Only a worker's own sketch is summed in any order,
-by a GPU's atomic additions: replicas decode one sum of all, and so stay equal.
+runs. Elements of one tile never collide. Elements of two tiles collide with probability 1 / cols.
+The size of a tile depends on the spec alone, because `decode_at` does not know the vector's size.
+Signs are per element, because signs per tile would bias the l2 norm of constant data. A GPU's
+atomic additions sum in any order, but only a worker's own sketch. Replicas decode one sum of all
+sketches, and so stay equal.
 """
 
 import functools
@@ -32,21 +33,22 @@ from jaxsparse.sketch.tiles import (
 def encode(
     x: Float[Array, " d"], spec: SketchSpec, *, seed: Seed = None
 ) -> Float[Array, "rows cols"]:
-    """Sketches a vector, linearly: sketches of x and y sum to that of x + y, to rounding.
+    """Sketches a vector, linearly: sketches of x and y sum to the sketch of x + y, to rounding.
 
-    On a GPU sums are taken in any order: the last bits may differ from run to run (unless
+    On a GPU sums are taken in any order, so the last bits may differ from run to run (unless
     `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which takes longer).
 
     Args:
-        x: float32, bfloat16 or float16[d], 1 <= d < 2**31; accumulated in float32.
-        spec: rows, cols and default seed.
-        seed: overrides spec.seed; traced, so that fresh hashes each step need no new trace.
+        x: vector of d elements, 1 <= d < 2**31, in float32, bfloat16 or float16. Sums are float32.
+        spec: rows, cols, tile size and default seed of the sketch.
+        seed: seed of the hashes. It is traced, so that fresh hashes each step need no new trace.
+            None: spec.seed.
 
     Returns:
-        float32[rows, cols].
+        The sketch, float32[rows, cols].
 
     Raises:
-        ValueError: x is not such a vector, or seed not an integer scalar.
+        ValueError: x is not such a vector, or seed is not an integer scalar.
 
     Sketched-SGD (Ivkin et al., 2019), section 3 and appendix C.
 
@@ -92,13 +94,13 @@ def _encode_at_once(
 
 @jax.jit
 def merge(*tables: Float[Array, "rows cols"]) -> Float[Array, "rows cols"]:
-    """The sketch of a sum of vectors, from theirs under one spec and seed.
+    """The sketch of a sum of vectors, from their sketches with one spec and seed.
 
     Args:
-        *tables: one or more, float32[rows, cols].
+        *tables: one or more sketches, float32[rows, cols].
 
     Returns:
-        float32[rows, cols], their sum.
+        The sum of the sketches, float32[rows, cols].
 
     Raises:
         ValueError: there are none, or their shapes differ.
@@ -123,13 +125,13 @@ def decode(
     With an even number of rows it is the average of the two middle ones.
 
     Args:
-        table: float32[rows, cols], from `encode` or a sum of such.
-        spec: the one it was encoded with.
-        size: d, of the vector that was encoded.
-        seed: the one it was encoded with.
+        table: sketch, float32[rows, cols], from `encode` or a sum of such sketches.
+        spec: spec that it was encoded with.
+        size: number of elements of the vector that was encoded, d.
+        seed: seed that it was encoded with. None: spec.seed.
 
     Returns:
-        float32[size].
+        The estimates, float32[size].
 
     Raises:
         ValueError: table does not match spec, or size or seed is out of range.
@@ -186,18 +188,18 @@ def decode_at(
     """Estimates some coordinates, bitwise as `decode(...)[indices]` does.
 
     Args:
-        table: float32[rows, cols].
-        spec: the one it was encoded with.
-        indices: int32[n]. The vector counts as followed by zeros: an index past its end (a
-            negative one is taken modulo 2**32) is estimated too, without bias for 0.
-        seed: the one it was encoded with.
+        table: sketch, float32[rows, cols].
+        spec: spec that it was encoded with.
+        indices: coordinates, int32[n]. The vector counts as followed by zeros, so an index past its
+            end gives an unbiased estimate of 0. A negative one is taken modulo 2**32.
+        seed: seed that it was encoded with. None: spec.seed.
 
     Returns:
-        float32[n].
+        The estimates, float32[n].
 
     Raises:
         ValueError: table does not match spec, indices are not a vector of integers, or seed is
-            no integer scalar.
+            not an integer scalar.
 
     >>> spec = SketchSpec(rows=3, cols=8)
     >>> decode_at(encode(jnp.array([0.0, 7.0]), spec), spec, jnp.array([1])).tolist()
@@ -225,13 +227,13 @@ def _decode_at(
 
 @jax.jit
 def l2_norm(table: Float[Array, "rows cols"]) -> Float[Array, ""]:
-    """Estimates the l2 norm of the vector: the median over rows of their own norms.
+    """Estimates the l2 norm of the vector: the median of the norms of the rows.
 
     Args:
-        table: float32[rows, cols].
+        table: sketch, float32[rows, cols].
 
     Returns:
-        float32[], relative error O(1 / sqrt(cols)).
+        The norm, float32[], with a relative error of O(1 / sqrt(cols)).
 
     Raises:
         ValueError: table is not two-dimensional.
@@ -244,7 +246,7 @@ def l2_norm(table: Float[Array, "rows cols"]) -> Float[Array, ""]:
     if table.ndim != 2:
         raise ValueError(f"table has shape {table.shape}: pass the [rows, cols] of encode")
     largest = jnp.max(jnp.abs(table))
-    scale = jnp.where(largest > 0, largest, 1)  # or squares of 1e30 and 1e-30 leave float32
+    scale = jnp.where(largest > 0, largest, 1)  # unscaled squares of 1e30 and 1e-30 leave float32
     return scale * median(list(jnp.sqrt(jnp.sum(jnp.square(table / scale), axis=1))))
 
 
@@ -257,7 +259,7 @@ def check_size(name: str, size: int) -> None:
 
 
 def check_table(table: Array, spec: SketchSpec) -> Float[Array, "rows cols"]:
-    """The table, or a ValueError if it isn't one of `spec`."""
+    """The table. Raises ValueError unless it is a float32 sketch of `spec`."""
     if table.shape != (spec.rows, spec.cols):
         raise ValueError(
             f"table has shape {table.shape}, but spec is {spec}: decode with the spec that it was "

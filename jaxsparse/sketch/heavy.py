@@ -1,9 +1,9 @@
 """Heavy hitters of a sketched vector, found without decoding all of it into memory.
 
-Heavy hitters are neither stored nor sorted: decoded tiles fold into 8 k slots by an unsigned
-maximum of magnitude and place; a threshold found bit by bit picks k slots, and `select.compact`
-finds their positions. Slots start at a random place for each tile, so that rows and columns of a
-weight matrix don't fall onto each other.
+Estimates are neither stored nor sorted. Decoded tiles are folded into slots by an unsigned maximum
+of magnitude and place. There are at least 8 k slots, or one for each element. A threshold, found
+without a sort, then picks k slots, and `select.compaction` finds their positions. Each tile begins
+at a random slot, so that rows and columns of a weight matrix don't fall onto each other.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jaxsparse.settings import check_k, check_seed
 from jaxsparse.sketch.codec import check_size, check_table, decode_at, l2_norm
 from jaxsparse.sketch.tiles import Seed, SketchSpec, estimates_at, tile_estimates
 
-# The slots' offsets are hashed under a word that no row has.
+# Number under which the slots' offsets are hashed. No row of a sketch has it.
 _SLOTS = 2**32 - 2
 
 
@@ -38,27 +38,27 @@ def heavy_hitters(
     key: Key[Array, ""] | None = None,
     seed: Seed = None,
 ) -> tuple[Int[Array, " k"], Float[Array, " k"]]:
-    """Finds k distinct coordinates of large estimates; the same ones from the same table.
+    """Finds k distinct coordinates with large estimates: the same ones from the same table.
 
     "top_k" takes nearly the k largest magnitudes (Alg. 3's selection). Estimates pass through
-    slots of which each keeps its largest, so a large coordinate can lose its place to a larger
-    one in its slot: about 6 % of the k do, in exchange for the next largest, whatever their
-    arrangement on average; and magnitudes within 2**-15 of each other rank as equal. Where
-    16 k > size it is exact. "heavymix" (Alg. 1) keeps of these k the heavy ones,
-    |estimate| >= l2 / sqrt(k), and draws the others uniformly from all that are not heavy.
+    slots, and each slot keeps its largest one. So a large coordinate can lose its place to a larger
+    one in its slot. About 6 % of the k do, on average over seeds, however they are arranged; the
+    next largest take their places. Magnitudes within 2**-15 of each other rank as equal. Where
+    16 k > size the result is exact. "heavymix" (Alg. 1) keeps the heavy ones among these k, those
+    with |estimate| >= l2 / sqrt(k), and draws the others uniformly from all that are not heavy.
 
     Args:
-        table: float32[rows, cols].
-        spec: the one it was encoded with.
-        size: d, of the vector that was encoded.
-        k: 1 <= k <= size.
+        table: sketch, float32[rows, cols].
+        spec: spec that it was encoded with.
+        size: number of elements of the vector that was encoded, d.
+        k: number of coordinates, 1 <= k <= size.
         rule: "top_k" or "heavymix".
-        key: a JAX random key, the same on all workers; "heavymix" needs it.
-        seed: the one the table was encoded with.
+        key: JAX random key, the same on all workers. "heavymix" needs it.
+        seed: seed that the table was encoded with. None: spec.seed.
 
     Returns:
         indices: int32[k], distinct, each below size, in no particular order.
-        estimates: float32[k], `decode_at` of them.
+        estimates: float32[k], `decode_at` of these indices.
 
     Raises:
         ValueError: table does not match spec, size, k, rule or seed is out of range, or key is
@@ -121,16 +121,16 @@ def mix_in_random(
 ) -> Int[Array, " k"]:
     """Keeps the heavy ones of k indices and replaces the others by random non-heavy ones.
 
-    They are drawn from the first 2 k of a pseudorandom permutation of all indices. Only if
-    `indices` lacks more than k heavy ones can these hold too few that are not heavy: then heavy
+    New indices are drawn from the first 2 k of a pseudorandom permutation of all indices. Only if
+    `indices` lacks more than k heavy ones can these 2 k hold too few that are not heavy. Then heavy
     ones take the places left.
 
     Args:
-        indices: distinct, each below `size`.
-        heavy: which of them to keep.
+        indices: k distinct indices, each below `size`.
+        heavy: mask of the indices to keep.
         size: number of elements, d.
-        is_heavy: tells whether elements are heavy.
-        key: of the permutation.
+        is_heavy: function that tells whether elements are heavy.
+        key: random key of the permutation.
 
     Returns:
         int32, distinct, each below `size`.

@@ -1,7 +1,7 @@
 """Where a count sketch puts each element: tiles, their offsets in the rows, signs.
 
-Adding tiles of a vector to a sketch, one after the other or all at once; and what a sketch says of
-single elements, tile by tile or anywhere.
+Some functions add tiles of a vector to a sketch, one after the other or all at once. Others
+estimate single elements from a sketch, tile by tile or anywhere.
 """
 
 import dataclasses
@@ -28,10 +28,12 @@ __all__ = [
 ]
 
 
-# Shorter tiles are closer to independent columns, longer ones have less overhead: this one is
-# within a tenth of the fastest, and small enough for a second-level cache.
+# Default number of elements of a tile, if a row has so many columns. Shorter tiles are closer to
+# independent columns, and longer ones have less overhead. This one is within a tenth of the fastest
+# and small enough for a second-level cache.
 _MAX_TILE = 2**14
-# Rows' offsets are hashed under their numbers, signs under one that no row has.
+# Number under which signs are hashed. Offsets are hashed under the number of their row, and no row
+# has this one.
 _SIGN = 2**32 - 1
 
 Seed = Integer[Array, ""] | int | None
@@ -42,12 +44,13 @@ class SketchSpec:
     """Shape and default seed of a count sketch.
 
     Attributes:
-        rows: r, independent rows; an estimate is the median over them. O(log(d / delta)) rows
-            bound the failure probability by delta; 5 is usual.
-        cols: c, columns of a row. O(1 / eps) are needed to find coordinates of eps ||x||^2.
-        seed: 0 <= seed < 2**32, of the hashes wherever a function is not given its own.
-        tile_size: consecutive elements that share an offset in each row, at most `cols`, and so
-            never collide with each other; `encode_blocks` wants it to be the size of a block.
+        rows: number of independent rows, r. An estimate is the median over them. O(log(d / delta))
+            rows bound the failure probability by delta. 5 is usual.
+        cols: number of columns of a row, c. O(1 / eps) are needed to find coordinates whose squares
+            are at least eps ||x||^2.
+        seed: seed of the hashes where a function is not given its own, 0 <= seed < 2**32.
+        tile_size: number of consecutive elements that share an offset in each row, at most `cols`.
+            They never collide with each other. `encode_blocks` needs it to be the size of a block.
             None: min(cols, 2**14), which is fast.
 
     Raises:
@@ -73,14 +76,14 @@ class SketchSpec:
             tile = static_int("tile_size", self.tile_size)
             if not 1 <= tile <= self.cols:
                 raise ValueError(
-                    f"tile_size={tile} must be in 1 .. {self.cols}, cols: a tile is shorter than a "
-                    "row"
+                    f"tile_size={tile} must be in 1 .. {self.cols}, cols: a tile is no longer than "
+                    "a row"
                 )
             object.__setattr__(self, "tile_size", tile)
 
     @property
     def tile(self) -> int:
-        """Elements that share an offset. No function of the size, which `decode_at` lacks."""
+        """Number of elements of a tile. It can't depend on d, which `decode_at` does not know."""
         return min(self.cols, _MAX_TILE) if self.tile_size is None else self.tile_size
 
 
@@ -90,25 +93,25 @@ def _places(
     tile: Integer[Array, "*tiles"],
     within: Integer[Array, "..."],
 ) -> tuple[list[Int[Array, "*tiles"]], list[UInt32[Array, "..."]]]:
-    """Where rows hold elements, and whether they flip their signs.
+    """The columns where each row holds the tiles, and whether it flips the signs of elements.
 
     Args:
-        spec: its rows, cols and tile.
-        seed: of all hashes.
+        spec: rows, cols and tile of the sketch.
+        seed: seed of all hashes.
         tile: numbers of tiles.
-        within: places of elements in their tiles, of a shape that broadcasts with that of `tile`.
+        within: places of elements in their tiles. Its shape broadcasts with that of `tile`.
 
     Returns:
-        For each row the column of each tile's first element, and words of which the highest bit is
-        set where an element's sign is flipped.
+        Two lists with an item for each row: the column of each tile's first element, and words
+        whose highest bit is set where an element's sign is flipped.
     """
     size = np.uint32(spec.tile)
-    if tile.shape == within.shape:  # of all rows at once, XLA's CPU backend would store them
+    if tile.shape == within.shape:  # XLA's CPU backend would store columns of all rows at once
         columns = [drawn(spec.cols, seed, row, tile) for row in range(spec.rows)]
-    else:  # they are few, and one hash is less to compile
+    else:  # columns are few, and one hash for all rows is less to compile
         row = lax.iota(jnp.uint32, spec.rows).reshape(-1, *[1] * tile.ndim)
         each = drawn(spec.cols, seed, row, tile[None])
-        if tile.ndim:  # or they are hashed once an element
+        if tile.ndim:  # otherwise they would be hashed again for each element
             each = lax.optimization_barrier(each)
         columns = list(jnp.unstack(each))
     index = as_uint32(tile) * size + as_uint32(within)
@@ -120,23 +123,23 @@ def _places(
 
 
 def _flip(x: Float[Array, "..."], word: UInt32[Array, "..."]) -> Float[Array, "..."]:
-    """Flips the signs of elements where a word has the highest bit set."""
+    """Flips the signs of elements where the highest bit of a word is set."""
     sign = word & np.uint32(0x80000000)
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ sign, jnp.float32)
 
 
 def empty(spec: SketchSpec, like: tuple[Array, ...]) -> Float[Array, "rows cols+tile"]:
-    """A table of zeros, in which tiles that start near the end of a row run on past it.
+    """A table of zeros with `tile` further columns, into which tiles near a row's end run on.
 
     Args:
-        spec: its rows, cols and tile.
+        spec: rows, cols and tile of the sketch.
         like: arrays that will be added, for the replication type.
     """
     return zeros((spec.rows, spec.cols + spec.tile), jnp.float32, like)
 
 
 def wrapped(table: Float[Array, "rows cols+tile"], spec: SketchSpec) -> Float[Array, "rows cols"]:
-    """The sketch: what runs on past the end belongs to the beginning."""
+    """The sketch: columns past the end of a row are added to its beginning."""
     return table[:, : spec.cols].at[:, : spec.tile].add(table[:, spec.cols :])
 
 
@@ -147,7 +150,7 @@ def add_one(
     spec: SketchSpec,
     seed: UInt32[Array, ""],
 ) -> Float[Array, "rows cols+tile"]:
-    """Adds the first n elements of a tile, given its number."""
+    """Adds the first n elements of the tile with number `tile`."""
     values = values.astype(jnp.float32)
     columns, words = _places(spec, seed, tile, lax.iota(jnp.uint32, values.size))
     for row, (column, word) in enumerate(zip(columns, words)):
@@ -165,20 +168,20 @@ def add_all(
 ) -> Float[Array, "rows cols"]:
     """The sketch of whole tiles, given their numbers, in one scatter.
 
-    The order of sums is any, and may be another at the next run: to rounding, what `add_one`
-    makes of one tile after the other. So workers may send such sums to each other, but must not
-    rely on finding the same ones for themselves.
+    To rounding, it is what `add_one` makes of one tile after the other. Sums are taken in any
+    order, which may change from run to run. So workers may send such sums to each other, but must
+    not rely on all computing equal ones.
     """
     size = spec.tile
     row, within = lax.iota(jnp.int32, spec.rows), lax.iota(jnp.uint32, size)[None, None]
     columns = drawn(spec.cols, seed, row[None], tiles[:, None])
     rows = jnp.broadcast_to(row[None], columns.shape)
-    # Row within tile, so that a tile is read from memory for the first row alone.
+    # Rows are an axis inside that of tiles, so that a tile is read from memory for one row alone.
     row = row[None, :, None]
     index = as_uint32(tiles)[:, None, None] * np.uint32(size) + within
     words = keyed(index, combine(seed, _SIGN, row // 32)) << (row % 32).astype(jnp.uint32)
     updates = _flip(values.astype(jnp.float32)[:, None], words)
-    # Else the offset of a tile would be hashed once an element.
+    # Without a barrier, the offset of a tile would be hashed again for each element.
     corners = lax.optimization_barrier(jnp.stack([rows, columns], axis=2))
     table = lax.scatter_add(
         jnp.zeros_like(updates, shape=(spec.rows, spec.cols + size)),
@@ -195,8 +198,8 @@ def add_all(
 def tile_estimates(
     table: Float[Array, "rows cols"], spec: SketchSpec, seed: UInt32[Array, ""]
 ) -> Callable[[Int[Array, ""], int], Float[Array, " n"]]:
-    """A function of tile number and length that decodes this tile."""
-    # A tile that starts near the end of a row reads on from its beginning.
+    """A function that decodes a tile, given its number and length."""
+    # A tile that starts near the end of a row goes on at the row's beginning.
     table = jnp.concatenate([table, table[:, : spec.tile]], axis=1)
 
     def estimates(tile: Array, length: int) -> Array:
@@ -220,11 +223,11 @@ def estimates_at(
     """Decodes elements anywhere, bitwise as `tile_estimates` does.
 
     Args:
-        table: the sketch.
-        spec: its rows, cols and tile.
-        seed: of all hashes.
+        table: sketch.
+        spec: rows, cols and tile of the sketch.
+        seed: seed of all hashes.
         tile: numbers of tiles.
-        within: places of elements in their tiles, of a shape that broadcasts with that of `tile`.
+        within: places of elements in their tiles. Its shape broadcasts with that of `tile`.
     """
     columns, words = _places(spec, seed, tile, within)
     rows = []
@@ -238,8 +241,8 @@ def estimates_at(
 def median(rows):
     """Elementwise median, by dropping the smallest and the largest again and again.
 
-    The smallest of n // 2 + 2 elements has more than half of all n above it, so it can go before
-    the others are looked at; likewise the largest.
+    The smallest of n // 2 + 2 elements has more than half of all n above it, so it is dropped
+    before the others are looked at. So is the largest.
     """
     n = len(rows)
     window, later = rows[: n // 2 + 2], rows[n // 2 + 2 :]
@@ -255,7 +258,8 @@ def median(rows):
 
 
 def _ordered(a, b):
-    # One instruction each, where jnp.minimum takes three to propagate NaN: a column lost to NaN is
-    # an outlier like others, and a coordinate that is NaN is so in all rows.
+    # Each selection is one instruction. jnp.minimum takes three, because it propagates NaN. That is
+    # not needed: a column lost to NaN is an outlier like others, and a coordinate that is NaN is so
+    # in all rows.
     less = a < b
     return jnp.where(less, a, b), jnp.where(less, b, a)
