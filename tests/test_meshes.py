@@ -19,6 +19,7 @@ from workers import some
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, reshard, shard, traffic
+from jaxsparse.feedback.sharded import exchanged_specs
 from jaxsparse.systems import OmniReduce
 from jaxsparse.training import meshes
 
@@ -126,6 +127,13 @@ def test_a_device_holds_its_shards_alone():
         assert local.size == math.prod(SHAPES[name]) // 4, name
         assert node.value.shape == (2, *SHAPES[name])
     assert set(state.residual) == {"both", "one", "none"}
+
+
+def test_a_small_dense_leaf_is_exchanged_as_it_is():
+    """A large one is cut further. Gathering a small one again would cost more than that saves."""
+    placement = meshes.Placement((("fsdp", 4),), (P(), P()))
+    leaves = {"large": jnp.zeros(4096), "small": jnp.zeros(4092)}
+    assert exchanged_specs(leaves, placement, [False, False]) == [P("fsdp"), P()]
 
 
 def test_updates_are_placed_as_parameters_are_and_counted_on_all_devices():
