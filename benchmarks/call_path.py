@@ -3,7 +3,7 @@
 One `update` is traced, not run, for four simulated workers and a tree of a (64, 64) kernel and a
 bias, with momentum on and JAX's caches of traced functions empty. `sys.setprofile` sees the calls
 of the package's own functions (lambdas, comprehensions and resumed generators, too) in the order
-of their starts. A move is a call whose file is not that of the call before it; returns do not
+of their starts. A move is a call whose file is not that of the call before it. Returns do not
 count. Compare counts within one version of Python only: 3.12 runs comprehensions without a frame.
 
     python benchmarks/call_path.py                          # dense, spardl, sketched_sgd
@@ -70,12 +70,12 @@ def calls(name: str, changed: dict[str, Any]) -> list[str]:
 
 
 def entries(files: list[str]) -> collections.Counter[str]:
-    """How often each file is entered from another one, or from outside."""
+    """Numbers of entries into each file, from another file or from outside."""
     return collections.Counter(file for file, _ in itertools.groupby(files))
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """`k=8` as a name and a value; what is no Python literal is a string."""
+    """`k=8` as a name and a value. A value that is no Python literal is a string."""
     name, _, value = text.partition("=")
     try:
         return name, ast.literal_eval(value)

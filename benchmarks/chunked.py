@@ -2,9 +2,9 @@
 
     python benchmarks/chunked.py --sizes 2^24
 
-The floor and the interleaving are those of codecs.py: compare ratios, not times. "decode" makes the
-entries of one message, "decode, dense" the dense vector. Then it prints the relative squared error
-of the values in 2, 4 and 8 bits, of several distributions.
+The floor and the interleaving are those of codecs.py. Compare ratios, not times. "decode" makes the
+entries of one message, and "decode, dense" makes the dense vector. Then it prints the relative
+squared error of the values in 2, 4 and 8 bits, for several distributions.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         return buffer[0]
 
     runs: dict[str, Any] = {"x * 2 donated": donated, "select": lambda: choose(x)}
-    order = jnp.argsort(stream.indices)  # as most selections have it
+    order = jnp.argsort(stream.indices)  # the order of most selections
     ordered = jax.tree.map(lambda part: part[order], stream)
     for name, each, given in (("", codec, stream), (", any stream", anyhow, ordered)):
         encode = jax.jit(functools.partial(each.encode, size=size))

@@ -1,8 +1,8 @@
 """Times the count sketch against the cheapest pass over the same vector, on any backend.
 
-The floor is a jitted `x * 2` into its own buffer (donated); into a fresh one it mostly times page
-faults on a CPU. Runs of all operations are interleaved, so that a noisy machine slows all alike:
-compare ratios, not times.
+The floor is a jitted `x * 2` into its own buffer (donated). Into a fresh one it mostly times page
+faults on a CPU. Runs of all operations are interleaved, so that a noisy machine slows all alike.
+Compare ratios, not times.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from jaxsparse.hashing import bounded, combine, keyed
 
 @functools.partial(jax.jit, static_argnames="spec")
 def scatter_encode(x: jax.Array, spec: sketch.SketchSpec) -> jax.Array:
-    """The textbook's sketch: every element to an independent random bucket."""
+    """The textbook's sketch, in which every element has an independent random column."""
     index = jnp.arange(x.size, dtype=jnp.uint32)
     rows = []
     for row in range(spec.rows):
@@ -36,7 +36,7 @@ def scatter_encode(x: jax.Array, spec: sketch.SketchSpec) -> jax.Array:
 def exact_heavy_hitters(
     table: jax.Array, spec: sketch.SketchSpec, size: int, k: int
 ) -> tuple[jax.Array, jax.Array]:
-    """All estimates, then the k largest."""
+    """The k largest of all estimates."""
     estimates = sketch.decode(table, spec, size)
     indices = jax.lax.top_k(jnp.abs(estimates), k)[1]
     return indices, estimates[indices]
@@ -123,7 +123,7 @@ def parse_args() -> argparse.Namespace:
         help="elements of the vector, as 1048576 or 2^20",
     )
     parser.add_argument("--rows", type=int, default=5, help="rows of the sketch")
-    parser.add_argument("--cols", type=int, help="buckets a row; if not given, a 64th of the size")
+    parser.add_argument("--cols", type=int, help="columns, if not a 64th of the size")
     parser.add_argument("--density", type=float, default=0.01, help="k / size of heavy_hitters")
     parser.add_argument(
         "--data",

@@ -1,16 +1,16 @@
-"""What each sparse all-reduce pays, read from its compiled program, beside what is published.
+"""Words that each sparse all-reduce pays, read from its compiled program, beside published words.
 
     python benchmarks/collectives.py
     python benchmarks/collectives.py --workers 8 --size 1000000 --density 0.001
 
-Words are 4 bytes, received by one worker; an entry in COO has two. An exchange is one collective of
-the compiled program: a permutation is one round, an all-gather or all-to-all as many as the network
-library makes of it. Nothing is run: the table is the same on any machine.
+A word is 4 bytes that one worker receives. An entry in COO has two words. An exchange is one
+collective of the compiled program. A permutation takes one round, an all-gather or all-to-all as
+many as the network library makes of it. Nothing is run, so the table is the same on any machine.
 """
 
 import os
 
-# Before jax is imported: compiling for W workers needs W devices.
+# This stands before jax is imported, because compiling for W workers needs W devices.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=64"
 )
@@ -42,17 +42,17 @@ from jaxsparse.stream import SparseStream
 
 
 class Row(NamedTuple):
-    """One algorithm: what it pays, and what its paper says."""
+    """One algorithm: the words that it pays, and the words that its paper says."""
 
     name: str
     exchanges: int
-    words: tuple[float, float]  # of the cheapest and the dearest branch
+    words: tuple[float, float]  # with the cheapest and with the dearest branches
     published: tuple[float, float]  # range of words
-    reason: str  # for a difference
+    reason: str  # reason for a difference
 
 
 def wire(f: Callable[..., Any], workers: int, *shapes: jax.ShapeDtypeStruct) -> traffic.WireBytes:
-    """What f of one worker's arrays sends."""
+    """The bytes that f moves, a function of one worker's arrays."""
     mesh = Mesh(np.array(jax.devices()[:workers]), ("data",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("data")
 
@@ -65,7 +65,7 @@ def wire(f: Callable[..., Any], workers: int, *shapes: jax.ShapeDtypeStruct) -> 
 
 
 def words(sent: traffic.WireBytes) -> tuple[float, float]:
-    """Received words if the cheapest, and if the dearest branches are taken."""
+    """Received words if the cheapest branches are taken, and if the dearest are."""
     saved = sum(
         c.branches[c.dearest].received - min(b.received for b in c.branches)
         for c in sent.conditionals
@@ -74,7 +74,7 @@ def words(sent: traffic.WireBytes) -> tuple[float, float]:
 
 
 def rows(workers: int, size: int, k: int) -> list[Row]:
-    """All algorithms, for k of `size` entries a worker."""
+    """Rows of all algorithms, for k of `size` entries a worker."""
     W, log = workers, math.ceil(math.log2(workers))
     table = []
 
@@ -93,7 +93,7 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
 
     def reducer(name: str, reducer: Reducer, published: Any, reason: str = ""):
         def f(x: jax.Array) -> Any:
-            # Not known to the compiler, or it would drop the branches of later steps.
+            # A compiler that knew the first state would drop the branches of later steps.
             state = jax.lax.optimization_barrier(reducer.init(size))
             reduced = reducer(x, state, axis_name="data").whole(x)
             return reduced.mean, reduced.residual

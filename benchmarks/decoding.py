@@ -1,10 +1,10 @@
 """Times sparse against dense decoding of all workers' messages (DRAGONN, section 4.3).
 
-Sparse decoding adds the entries of all W messages to one dense array; dense decoding makes one of
-each message and adds these up. Runs are interleaved, so that a noisy machine slows all alike, and
-the least time of each counts. The fit `first d + entry W m + pass W d`, none negative and with the
-least relative squares, tells a cost by the entry from one by the worker, because it is over several
-densities.
+Sparse decoding adds the entries of all W messages to one dense array. Dense decoding makes a dense
+array of each message and adds these up. Runs are interleaved, so that a noisy machine slows all
+alike, and the least time of each counts. The fit `first d + entry W m + pass W d` has the least
+relative squares, and no negative coefficient. Over several densities it tells a cost of each entry
+from a cost of each worker.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from jaxsparse.settings import entries
 
 def decode_dense(parcel: MessageFormat, messages: jax.Array) -> jax.Array:
     def add(total, message):
-        # Without the barrier XLA adds the entries to `total`: it decodes sparsely by itself.
+        # Without the barrier XLA adds the entries to `total`, and so decodes sparsely by itself.
         decoded = jax.lax.optimization_barrier(parcel.vector(message))
         return total + decoded, None
 
@@ -42,14 +42,14 @@ def messages_of(workers: int, k: int, size: int) -> jax.Array:
 
 
 def copies(compiled: str, size: int) -> int:
-    """Copies of a vector of `size` floats outside the entry computation: within a loop."""
+    """Number of copies of a vector of `size` floats outside the entry computation: in a loop."""
     computations = re.split(r"\n(?=\S)", compiled)
     bodies = [text for text in computations if not text.startswith("ENTRY")]
     return sum(len(re.findall(rf"= f32\[{size}\]\S* copy\(", text)) for text in bodies)
 
 
 def fit(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Non-negative coefficients of least relative squares: of all subsets of columns the best."""
+    """Non-negative coefficients of least relative squares: the best of all subsets of columns."""
     a = columns / seconds[:, None]
     best, error = np.zeros(a.shape[1]), np.inf
     for count in range(1, a.shape[1] + 1):

@@ -6,9 +6,10 @@
 
 Each of ten simulated workers has digits of its own, sorted by label, so that the workers' gradients
 differ even at the minimum. A worker draws `--batches` of its images in each step (0: all of them),
-and sends the largest hundredth of 650 entries. Rates are constant, but for `--drop`. The numbers
-are norms of the full gradient of the regularised loss, which is convex: medians over the last fifth
-of a run, and their median and range over seeds of the draws. Nothing is downloaded.
+and sends the largest hundredth of 650 entries. Rates are constant, but for `--drop`. The table has
+norms of the full gradient of the regularised loss, which is convex. It takes the median over the
+last fifth of each run, and has the median and range of these over seeds of the draws. Nothing is
+downloaded.
 """
 
 import argparse
@@ -35,7 +36,7 @@ CLASSES = 10
 
 
 def data_of(workers: int) -> tuple[jax.Array, jax.Array]:
-    """Images [W, n, 65], with a constant pixel, and labels [W, n]; each worker has a few digits."""
+    """Images [W, n, 65], with a constant pixel, and labels [W, n]: a few digits a worker."""
     train, _ = digits.load()
     order = np.argsort(train.labels, kind="stable")
     n = len(order) // workers

@@ -3,14 +3,15 @@
     python benchmarks/formats.py
     python benchmarks/formats.py --size 2^22 --workers 4 8
 
-The first table rounds one vector: the error as a share of its norm for normal values, for normal
-values cubed and for Student's t with 2 degrees of freedom, bits a value with its scales, and times
-as multiples of that of `x * 2` in place: of quantising, of adding what is decoded to a sum in
-place, and of a whole exchange as one of 8 workers computes it, with feedback and without a network
-(runs take turns; medians). The second sums vectors of W workers in NumPy, and has the error as a
-share of the sum's norm. In a ring each hop rounds a partial sum, as INTELLECT-1's does; in an
-all-to-all each part is rounded once, and each sum once. In pairs, workers sum by twos in int8
-first, and pairs sum in the format named (`quantized(..., teams=W // 2)`).
+The first table rounds one vector. It has the error as a share of the vector's norm, for normal
+values, for normal values cubed and for Student's t with 2 degrees of freedom, and the bits a value
+with its scales. Its times are medians of runs that take turns, as multiples of the time of `x * 2`
+in place: of quantising, of adding decoded values to a sum in place, and of a whole exchange as one
+of 8 workers computes it, with feedback and without a network. The second table sums vectors of W
+workers in NumPy, and has the error as a share of the sum's norm. In a ring each hop rounds a
+partial sum, as INTELLECT-1's does. In an all-to-all each part is rounded once, and each sum once.
+In pairs, workers sum by twos in int8 first, and pairs sum in the format named
+(`quantized(..., teams=W // 2)`).
 """
 
 import argparse
@@ -72,13 +73,13 @@ def encode(x: jax.Array, spec: Quantizer, rotate: bool) -> Quantized:
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnums=0)
 def add_decoded(total: jax.Array, values: Quantized, spec: Quantizer) -> jax.Array:
-    """Sums stay rotated, so decoding rotates nothing back."""
+    """Adds decoded values to a sum. Sums stay rotated, so decoding rotates nothing back."""
     return total + dequantize(values, spec, total.size)
 
 
 @functools.partial(jax.jit, static_argnames="reducer", donate_argnums=(0, 1))
 def exchange(residual: jax.Array, x: jax.Array, state: Any, reducer: Reducer) -> Any:
-    """One worker's computations; the mean becomes the next gradient."""
+    """The computations of one worker. The mean becomes the next gradient."""
     with wire.dry_run(8):
         x = residual + x
         reduced = reducer(x, state, axis_name="data").whole(x)
@@ -94,13 +95,13 @@ def error(x: jax.Array, spec: Quantizer, rotate: bool) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="spec")
 def decoded(rows: jax.Array, spec: Quantizer) -> jax.Array:
-    """Each row as its receiver has it."""
+    """Each row as its receiver decodes it."""
     one = lambda x: dequantize(quantize(x, spec, None), spec, x.size)
     return jax.vmap(one)(rows)
 
 
 def ring(x: np.ndarray, spec: Quantizer) -> np.ndarray:
-    """Chunk c starts at worker c; each worker on its way adds its part to what it decodes."""
+    """Chunk c starts at worker c. Each worker on its way decodes it, and adds its own part."""
     workers = len(x)
     chunks, c = x.reshape(workers, workers, -1), np.arange(workers)
     rule = lambda rows: np.asarray(decoded(jnp.float32(rows), spec), np.float64)

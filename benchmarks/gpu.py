@@ -1,16 +1,16 @@
-"""Everything to be known of one GPU, in one command that ends in time: correct, repeatable, fast?
+"""Tests one GPU by one command that ends in time: is it correct, is it repeatable, is it fast?
 
     python benchmarks/gpu.py --json gpu.json --markdown gpu.md
     python benchmarks/gpu.py --platform cpu --sizes 16 20 --params 100_000 --minutes 3
 
-Stages run in this order, each in a process of its own, so that one that hangs or runs out of memory
-costs no more than its share of the time: tests (pytest, chosen for one device), repeats (decodes
-are bitwise the same at each run), kernels (times beside their memory traffic), steps (whole updates
-of simulated workers), forms (the kernels of which CPU and GPU have forms of their own, in those of
-the other), trace. What there is no time for is named; the exit code is 1 if a test
-failed, replicas would drift apart, or something broke. Needs no installation of jaxsparse, and
-torch only for its own rows. On a CPU programs are compiled fast, not to run fast: such a run shows
-that the command works.
+Stages run in this order: tests (pytest, chosen for one device), repeats (decodes are bitwise the
+same at each run), kernels (times beside their memory traffic), steps (whole updates of simulated
+workers), forms (kernels that CPU and GPU have different forms of, in the form of the other), trace.
+Each has a process of its own, so that one that hangs or runs out of memory costs no more than its
+share of the time. The command names everything that it has no time for. Its exit code is 1 if a
+test failed, replicas would drift apart, or something broke. It needs no installation of jaxsparse,
+and torch only for its own rows. On a CPU programs are compiled fast, not to run fast: such a run
+shows that the command works.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from pathlib import Path
 import gpu_report
 import gpu_tests
 
-# Of the time that is left when a stage starts; a stage that needs less leaves it to the others.
+# Shares of the time that is left when a stage starts. Later stages get what it does not need.
 SHARES = {"tests": 0.4, "repeats": 0.3, "kernels": 0.6, "steps": 0.7, "forms": 0.7, "trace": 1.0}
-_LEAST = 8.0  # seconds without which no stage starts
-_REPORT = 2.0  # for the tables at the end
+_LEAST = 8.0  # seconds: no stage starts if less time is left
+_REPORT = 2.0  # seconds for the tables at the end
 
 
 def exponent(text: str) -> int:
-    """E of a vector of 2^E elements: a block of 256 at least, and indices are int32."""
+    """E, for vectors of 2^E elements: at least a block of 256, and few enough for int32 indices."""
     if not text.isdecimal() or not 8 <= int(text) <= 30:
         raise argparse.ArgumentTypeError(f"{text!r} must be an int from 8 to 30: 20 is 2^20")
     return int(text)
@@ -94,7 +94,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--trace", metavar="DIR", help="profiles of the three slowest kernels")
     parser.add_argument("--json", metavar="FILE", help="also write all results here")
     parser.add_argument("--markdown", metavar="FILE", help="also write the last block here")
-    # Of a process that runs one stage.
+    # Flags of a process that runs one stage.
     for name, kind in ("--stage", str), ("--seconds", float), ("--records", Path):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     parser.add_argument("--slowest", nargs="+", default=[], help=argparse.SUPPRESS)
@@ -102,7 +102,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_stage(args: argparse.Namespace) -> None:
-    """What the process of one stage does."""
+    """Runs one stage in this process."""
     import gpu_kernels
     import gpu_repeats
     import gpu_stage
@@ -133,9 +133,9 @@ def run_stage(args: argparse.Namespace) -> None:
 def run_process(
     args: argparse.Namespace, name: str, seconds: float, records: Path, extra: list[str]
 ) -> list[dict]:
-    """Runs a stage in its process, ends it if it is late, and reads what it wrote."""
+    """Runs a stage in its own process, ends it if it is late, and reads the rows that it wrote."""
     command = [sys.executable, __file__, *sys.argv[1:], "--stage", name]
-    # A little less than it has before it is ended.
+    # A little less than the time after which it is ended.
     command += ["--seconds", str(max(1.0, seconds - 4)), "--records", str(records), *extra]
     process = subprocess.Popen(
         command, env=gpu_tests.environment(args.platform), start_new_session=True
@@ -157,7 +157,7 @@ def run_process(
 
 
 def slowest(records: list[dict], count: int = 3) -> list[str]:
-    """The kernels of the library furthest above their floors, at the largest size measured."""
+    """The library's kernels that are furthest above their floors, at the largest size measured."""
     rows = [r for r in records if "over_floor" in r and "torch" not in r["name"]]
     most = max((r["size"] for r in rows), default=0)
     rows = sorted((r for r in rows if r["size"] == most), key=lambda r: -r["over_floor"])
@@ -165,11 +165,11 @@ def slowest(records: list[dict], count: int = 3) -> list[str]:
 
 
 def run_all(args: argparse.Namespace) -> dict[str, list[dict]]:
-    """All stages that there is time for."""
+    """Runs all stages that there is time for."""
     end = time.monotonic() + 60 * args.minutes - _REPORT
     results: dict[str, list[dict]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        # At most a minute to see that there is one; tests would run on the CPU without a word.
+        # To look for a device takes at most a minute. Without one, tests would run on the CPU.
         limit = min(60.0, end - time.monotonic())
         results["device"] = run_process(args, "device", limit, Path(folder) / "device", [])
         if not any("chip" in row for row in results["device"]):
@@ -199,14 +199,14 @@ def run_all(args: argparse.Namespace) -> dict[str, list[dict]]:
 
 
 def run_tests(args: argparse.Namespace, seconds: float) -> Iterator[dict]:
-    """Rows of the suites, which are shown as they end."""
+    """Rows of the suites. Each is shown when its suite ends."""
     for row in gpu_tests.run(args.suites, args.platform, seconds, args.test_workers):
         print("\n".join([*row.get("tail", []), str({**row, "tail": "above"})]), flush=True)
         yield {"stage": "tests", **row}
 
 
 def wrong(results: dict[str, list[dict]]) -> list[str]:
-    """What must not be: failed tests, decodes that differ, stages or kernels that broke."""
+    """Everything that is wrong: failed tests, decodes that differ, stages or kernels that broke."""
     found = []
     for row in (row for rows in results.values() for row in rows):
         if row.get("failed"):
@@ -217,7 +217,7 @@ def wrong(results: dict[str, list[dict]]) -> list[str]:
 
 
 def block(args: argparse.Namespace, results: dict[str, list[dict]]) -> str:
-    """The Markdown at the end; shows the same tables on the way."""
+    """The report in Markdown. It also shows the same tables on the terminal."""
     tables: list[gpu_report.Table] = []
     makers = {
         "tests": lambda rows: [gpu_report.of_tests(rows)],
@@ -250,7 +250,7 @@ def main() -> None:
     if args.stage:
         run_stage(args)
         sys.stdout.flush()
-        os._exit(0)  # without waiting for what still compiles
+        os._exit(0)  # without waiting for programs that still compile
     results = run_all(args)
     text = block(args, results)
     print(f"\n{text}")

@@ -1,11 +1,11 @@
-"""What XLA makes of the kernels and updates of gpu.py, for a GPU that need not be there.
+"""Counts what XLA makes of the kernels and updates of gpu.py, for a GPU that need not be there.
 
     pip install "jax[cuda12]"
     python benchmarks/gpu_compiled.py --markdown compiled.md
 
-Times need the GPU. But what is compiled for one can be counted: kernels that a call starts, turns
-of loops, memory besides arguments and results, and about how many bytes go through the memory, as a
-multiple of those that must. JAX's plugin for CUDA compiles for the H200 without any device.
+Times need the GPU, but a compiled program tells the kernels that a call starts, turns of loops, the
+memory besides arguments and results, and about how many bytes go through the memory, as a multiple
+of those that must. JAX's plugin for CUDA compiles for the H200 without any device.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxsparse.traffic import hlo
 from jaxsparse.traffic.trip_counts import trip_count
 
-_SECTOR = 32  # bytes that are read at least
+_SECTOR = 32  # least number of bytes that are read
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("opt-barrier", "partition-id", "add-dependency"),
@@ -41,7 +41,7 @@ _FREE = {
 
 
 class Work(NamedTuple):
-    """Of one call of a computation; of branches the one with the fewest kernels counts."""
+    """The work of one call of a computation. The branch with the fewest kernels counts."""
 
     kernels: int
     bytes: float  # an estimate: as if nothing of one kernel were left in the cache for the next
@@ -49,10 +49,10 @@ class Work(NamedTuple):
 
 
 def work(module: hlo.Module, name: str) -> Work:
-    """What the instructions of a computation add up to.
+    """The work of all instructions of a computation.
 
-    A loop whose number of turns depends on data counts as one turn, and a sort as one kernel, which
-    it is not: "sort" is among the loops then.
+    A loop whose number of turns depends on data counts as one turn. A sort counts as one kernel,
+    which it is not, so "sort" is then among the loops.
     """
     kernels, moved, loops = 0, 0.0, list[str]()
     computation = module.computations[name]
@@ -88,7 +88,7 @@ def work(module: hlo.Module, name: str) -> Work:
 def _traffic(
     module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction
 ) -> float:
-    """Bytes that a kernel reads and writes; of what it takes parts of, the parts."""
+    """Bytes that a kernel reads and writes. If it takes parts of an operand, the parts count."""
     sizes = [
         sum(s.nbytes for s in hlo.parse_type(computation.instructions[name].type))
         for name in instruction.operands
@@ -110,7 +110,7 @@ def _size(instruction: hlo.Instruction) -> float:
 
 
 def _written(fused: hlo.Computation, name: str) -> float:
-    """Bytes of a result of a fusion that it writes: of what is updated in place, the update."""
+    """Bytes of a result that a fusion writes. If it is updated in place, the update counts."""
     root = fused.instructions[name]
     if root.opcode == "bitcast":
         return _written(fused, root.operands[0])
@@ -124,7 +124,7 @@ def _written(fused: hlo.Computation, name: str) -> float:
 
 
 def _needed(fused: hlo.Computation, name: str) -> float:
-    """Bytes of a value that a fusion reads; infinite for all of it."""
+    """Bytes of a value that a fusion reads, or infinity for all of them."""
     total = 0.0
     for user in fused.instructions.values():
         if name not in user.operands:
@@ -147,12 +147,12 @@ def _needed(fused: hlo.Computation, name: str) -> float:
 
 
 def _sectors(size: float, pieces: float) -> float:
-    """Bytes that are moved for pieces anywhere that have `size` bytes together."""
+    """Bytes that are moved for scattered pieces that have `size` bytes together."""
     return max(size, _SECTOR * pieces)
 
 
 class Shapes(gpu_kernels.Inputs):
-    """Of the inputs of all kernels, without the inputs."""
+    """Shapes of the inputs of all kernels, without the inputs."""
 
     def made(self, function: Callable[..., Any], *args: Any) -> Any:
         """The shapes of function(*args)."""
@@ -160,11 +160,11 @@ class Shapes(gpu_kernels.Inputs):
 
 
 class Compiled(NamedTuple):
-    """A program and what compiling it took."""
+    """Numbers of a compiled program."""
 
     work: Work
     temporary: int  # bytes besides arguments and results
-    all_bytes: int  # with them
+    all_bytes: int  # bytes with arguments and results
     seconds: float
 
 
@@ -179,7 +179,7 @@ def compiled(program: Program, device: Any, donate: tuple[int, ...] = ()) -> Com
     done = jax.jit(function, donate_argnums=donate).lower(*placed).compile()
     seconds = time.perf_counter() - start
     module, memory = hlo.parse(str(done.as_text())), done.memory_analysis()
-    assert memory is not None  # which the plugin always tells
+    assert memory is not None  # the plugin always tells it
     kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
     return Compiled(
         work(module, module.entry),
@@ -190,7 +190,7 @@ def compiled(program: Program, device: Any, donate: tuple[int, ...] = ()) -> Com
 
 
 def kernels(args: argparse.Namespace, device: Any) -> gpu_report.Table:
-    """All kernels at one size, beside what a GPU would start of the forms for CPUs."""
+    """A table of all kernels at one size, and of how many a CPU's form would start."""
     inputs = Shapes(2**args.size, args.density)
     rows = []
     for name, kernel in gpu_kernels.KERNELS.items():
@@ -213,7 +213,7 @@ def kernels(args: argparse.Namespace, device: Any) -> gpu_report.Table:
 
 
 def exchanges(args: argparse.Namespace, device: Any) -> gpu_report.Table:
-    """Of every system, at 1 %."""
+    """A table of every system's exchange, at 1 %."""
     rows = []
     size = 2**args.exchange_size
     x = jax.ShapeDtypeStruct((args.workers, size), jnp.float32)
@@ -231,7 +231,7 @@ def exchanges(args: argparse.Namespace, device: Any) -> gpu_report.Table:
 
 
 def updates(args: argparse.Namespace, device: Any) -> gpu_report.Table:
-    """Whole updates of simulated workers."""
+    """A table of whole updates of simulated workers."""
     rows = []
     for name, tx in gpu_steps.methods(args.density, args.params).items():
         if args.only and not any(word in name for word in args.only):

@@ -14,7 +14,7 @@ from jaxsparse import codecs, platforms, quantize, select, sketch
 from jaxsparse.stream import SparseStream, to_dense
 
 _BLOCK = 256
-_FORMS_SIZE = 22  # 2^22: loops over tiles of 2^27 take a GPU most of the time there is
+_FORMS_SIZE = 22  # 2^22: with 2^27, loops over tiles would take most of a GPU's time
 _QSGD = quantize.QSGD(4)
 _INT4 = quantize.Format("int4")
 _CHUNK_K, _CHUNK_SIZE = 64, 4096
@@ -24,7 +24,7 @@ _CHUNKS = codecs.Chunked(
 
 
 class Inputs:
-    """Of all kernels at one size: cubed normals, of which k entries are to be found."""
+    """Inputs of all kernels at one size: cubed normals, among which k entries are to be found."""
 
     def __init__(self, size: int, density: float):
         self.size = size
@@ -32,7 +32,7 @@ class Inputs:
         self.blocks = -(-size // _BLOCK)
         self.block_k = max(1, int(density * self.blocks))
         self.spec = sketch.SketchSpec(rows=5, cols=max(1, size // 64))
-        # That k of them reach on average.
+        # The threshold that k magnitudes reach on average.
         self.threshold = statistics.NormalDist().inv_cdf(1 - self.k / size / 2) ** 3
         self.key = jax.random.key(1)
 
@@ -47,7 +47,7 @@ class Inputs:
 
     @functools.cached_property
     def mask(self) -> jax.Array:
-        """Where x reaches the threshold."""
+        """Mask of the elements of x whose magnitude reaches the threshold."""
         return self.made(lambda x: jnp.abs(x) >= self.threshold, self.x)
 
     @functools.cached_property
@@ -62,7 +62,7 @@ class Inputs:
 
     @functools.cached_property
     def quantized(self) -> quantize.Quantized:
-        """In 4 bits a value."""
+        """The values of x in 4 bits each."""
         return self.made(lambda x: quantize.quantize(x, _QSGD, None), self.x)
 
     @functools.cached_property
@@ -72,7 +72,7 @@ class Inputs:
 
     @functools.cached_property
     def message(self) -> jax.Array:
-        """Those entries, packed."""
+        """The entries of `chunks`, packed."""
         return self.made(lambda stream: _CHUNKS.encode(stream, self.size), self.chunks)
 
 
@@ -85,7 +85,7 @@ class Kernel(NamedTuple):
 
     traffic: Callable[[Inputs], float]  # bytes that have to move, whatever the algorithm
     program: Callable[[Inputs], Program]
-    target: float | None = None  # times that traffic at the bandwidth of a copy
+    target: float | None = None  # limit: a multiple of that traffic's time at a copy's bandwidth
 
 
 def _selected(i: Inputs) -> float:
@@ -104,8 +104,8 @@ def _packed(i: Inputs) -> float:
     return i.size * _QSGD.bits / 8 + 4 * i.size / _QSGD.group_size
 
 
-# The vector that heavy_hitters looks for them in is never stored; it counts as read once all the
-# same, or nothing at all would have to move.
+# heavy_hitters never stores the vector in which it looks for entries. It counts as read once all
+# the same, or hardly anything would have to move.
 KERNELS = {
     "hash_extract": Kernel(
         _selected,
@@ -189,7 +189,7 @@ KERNELS = {
 }
 
 
-# Those of which CPU and GPU have forms of their own.
+# Kernels that CPU and GPU have different forms of.
 TWO_FORMS = (
     *("hash_extract", "slot_max", "sketch.encode", "sketch.decode", "heavy_hitters"),
     *("threshold_top_k", "fast_top_k", "compact"),
@@ -197,7 +197,7 @@ TWO_FORMS = (
 
 
 def table(stage: Stage) -> None:
-    """Times all kernels, size by size; the first sizes are the ones that matter."""
+    """Times all kernels, size by size. The first sizes are the ones that matter."""
     torch, why = _torch(stage.args.platform)
     if torch is None:
         stage.record(note=why)
@@ -213,15 +213,15 @@ def table(stage: Stage) -> None:
 
 
 def choose_forms(platform: str) -> None:
-    """Makes all that is traced from here on take one platform's forms: "default" or "cuda"."""
+    """Makes all later traces take the forms of one platform: "default" or "cuda"."""
     platforms.platform_dependent = lambda *operands, **forms: forms[platform](*operands)
     jax.clear_caches()
 
 
 def other_forms(stage: Stage) -> None:
-    """Times the forms that this device does not take by itself, at one size of those wanted.
+    """Times the forms that this device does not take by itself, at one of the wanted sizes.
 
-    A process of its own: what it traces must not be found by others.
+    It needs a process of its own, because others must not find the programs that it traces.
     """
     choose_forms("default" if stage.args.platform == "gpu" else "cuda")
     sizes = stage.args.sizes
@@ -245,7 +245,7 @@ def _time_all(stage: Stage, exponent: int, inputs: Inputs, kernels: dict[str, Ke
 def _row(
     stage: Stage, exponent: int, inputs: Inputs, name: str, measure: Callable[[], Times]
 ) -> None:
-    """The time of one kernel, and of a copy just before: clocks of a chip change."""
+    """Times one kernel, and a copy just before it, because the clocks of a chip change."""
     both = stage.attempt(
         f"{name} at 2^{exponent}", lambda: (timed(donated_double(inputs.size)), measure())
     )
@@ -287,7 +287,7 @@ def _torch(platform: str) -> tuple[Any, str]:
 
 
 def _torch_runs(torch: Any, inputs: Inputs, platform: str) -> dict[str, Callable[[], Any]]:
-    """The top-k of torch, and a count sketch with stored hashes, as usual there."""
+    """The top-k of torch, and a count sketch with stored hashes, which is usual there."""
     made: dict[str, Any] = {}
     where = "cuda" if platform == "gpu" else "cpu"
 
@@ -323,7 +323,7 @@ def _torch_timed(torch: Any, run: Callable[[], Any]) -> Times:
 
 
 def trace(stage: Stage) -> None:
-    """Profiles the kernels that are slowest by their floors at the largest size."""
+    """Profiles the kernels that are furthest above their floors, at the largest size."""
     inputs = Inputs(2 ** max(stage.args.sizes), stage.args.density)
     programs = {name: KERNELS[name].program(inputs) for name in stage.args.slowest}
     for name, compiled in stage.compiled(programs):

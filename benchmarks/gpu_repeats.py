@@ -1,6 +1,6 @@
-"""The decodes of gpu.py, run again and again on one input: replicas must stay bitwise equal.
+"""Repeats the decodes of gpu.py on one input, because replicas must stay bitwise equal.
 
-Data are no integers, whose sums are exact in any order and would hide an order that changes.
+The data are not integers. Sums of integers are exact in any order, and would hide a change of it.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from jaxsparse import planner, quantize, select, sketch, systems
 from jaxsparse.stream import SparseStream, to_dense
 
 _DENSITY = 0.01
-# One scatter adds entries of one index in any order; so is a worker's own sketch made on a GPU, and
-# nothing that replicas make each for themselves. These may differ from run to run.
+# Programs that may differ from run to run, because one scatter adds entries of one index in any
+# order. A worker's own sketch is made so on a GPU. Nothing that each replica makes for itself is.
 DUPLICATES = "to_dense, 8 entries an index (no promise)"
 ANY_ORDER = (DUPLICATES, "sketch.encode", "mean of sketched_sgd", "mean of s2_reducer")
 
@@ -48,7 +48,7 @@ def _kernels(size: int) -> dict[str, Program]:
 
 
 def exchanges(size: int, workers: int) -> dict[str, Callable[[jax.Array], Any]]:
-    """By each system, of vectors [workers, size]; of workers that one device simulates."""
+    """Exchanges of vectors [workers, size] by system. One device simulates the workers."""
     programs: dict[str, Callable[[jax.Array], Any]] = {}
     for name in systems.WITH_VARIANTS:
         reducer = systems.choose(
@@ -74,13 +74,13 @@ def _bits(x: jax.Array) -> jax.Array:
 
 @jax.jit
 def _different(a: Any, b: Any) -> Any:
-    """Elements whose bits differ."""
+    """The number of elements whose bits differ."""
     counts = jax.tree.map(lambda x, y: jnp.sum(_bits(x) != _bits(y)), a, b)
     return sum(jax.tree.leaves(counts))
 
 
 def repeats(stage: Stage) -> None:
-    """Runs each program a number of times and counts the elements that differ from the first."""
+    """Runs each program several times, and counts the elements that differ from the first run."""
     size, times = 2**stage.args.repeat_size, stage.args.repeats
     programs = _kernels(size) | _means(size, stage.args.workers)
     programs = {name: program for name, program in programs.items() if stage.wanted(name)}

@@ -1,4 +1,4 @@
-"""Tables of what gpu.py found, for a terminal and as Markdown."""
+"""Tables of the results of gpu.py, for a terminal and as Markdown."""
 
 import statistics
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ Record = dict[str, Any]
 
 
 class Table(NamedTuple):
-    """Rows under a title; notes follow."""
+    """Rows under a title, and notes below them."""
 
     title: str
     headers: list[str]
@@ -20,7 +20,7 @@ class Table(NamedTuple):
     notes: list[str]
 
     def show(self) -> None:
-        """Prints it to the terminal."""
+        """Prints the table to the terminal."""
         console = rich.console.Console(highlight=False)
         if self.rows:
             table = rich.table.Table(title=self.title, title_justify="left")
@@ -33,7 +33,7 @@ class Table(NamedTuple):
             console.print(note, markup=False)
 
     def markdown(self) -> str:
-        """The same as Markdown."""
+        """The table as Markdown."""
         lines = [f"### {self.title}", ""]
         if self.rows:
             lines += [_line(self.headers), "|---|" + "---:|" * (len(self.headers) - 1)]
@@ -71,7 +71,7 @@ def of_tests(records: list[Record]) -> Table:
 
 
 def of_repeats(records: list[Record]) -> Table:
-    """Which decodes differ from run to run."""
+    """Counts of runs and elements of each decode that differ."""
     rows = []
     for r in _named(records):
         unlike = f"{r['runs']} of {r['times'] - 1}" if r["runs"] else "none"
@@ -81,7 +81,7 @@ def of_repeats(records: list[Record]) -> Table:
 
 
 def of_kernels(records: list[Record]) -> list[Table]:
-    """At 2^27 or the size next to it, in full; at all sizes in short; what a size took at least."""
+    """A full table at 2^27 or the size next to it, and a short one of all sizes."""
     found = _named(records)
     sizes = sorted({r["size"] for r in found})
     if not sizes:
@@ -113,7 +113,7 @@ def of_kernels(records: list[Record]) -> list[Table]:
 
 
 def of_forms(records: list[Record], kernels: list[Record]) -> Table:
-    """Forms for the other kind of device, beside the ones that were meant for this one."""
+    """Times of the forms for the other kind of device, beside those of this device's forms."""
     own = {(r["name"], r["size"]): r["ms"] for r in _named(kernels)}
     rows = []
     for r in _named(records):
@@ -125,7 +125,7 @@ def of_forms(records: list[Record], kernels: list[Record]) -> Table:
 
 
 def of_steps(records: list[Record]) -> Table:
-    """Updates, and their memory."""
+    """Times and memory of updates."""
     found = _named(records)
     gib = lambda count: "" if count is None else f"{count / 2**30:.3f}"
     rows = [
@@ -140,6 +140,6 @@ def of_steps(records: list[Record]) -> Table:
 
 
 def of_trace(records: list[Record]) -> Table:
-    """Where traces are."""
+    """The folders of traces."""
     rows = [[r["name"], r["folder"]] for r in _named(records)]
     return Table("Traces", ["kernel", "folder"], rows, _notes(records))

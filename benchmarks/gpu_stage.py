@@ -1,4 +1,4 @@
-"""What the stages of gpu.py share: a budget, results that outlive a crash, timing."""
+"""Shared by the stages of gpu.py: a budget of time, results that outlive a crash, and timing."""
 
 import concurrent.futures
 import functools
@@ -17,17 +17,17 @@ import jax
 # A program with its arguments.
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
-_LEAST = 1.0  # seconds left without which nothing is begun
-_BATCH = 0.01  # seconds between two waits: a hundred times what a wait costs
+_LEAST = 1.0  # seconds: nothing begins if less time is left
+_BATCH = 0.01  # seconds between two waits, a hundred times the cost of a wait
 _MOST_CALLS = 500
 _MOST = 2.0  # seconds for all batches of a slow program
 
 
 class Stage:
-    """Writes results one by one and keeps the time: gpu.py ends the process when its time is up.
+    """Writes results one by one, and keeps to its time, after which gpu.py ends the process.
 
     Attributes:
-        args: of the command.
+        args: arguments of the command.
     """
 
     def __init__(self, args: Any, name: str, records: Path, seconds: float):
@@ -37,28 +37,28 @@ class Stage:
         self._end = time.monotonic() + seconds
 
     def record(self, **values: Any) -> None:
-        """Adds a row of this stage; gpu.py reads it even if the process dies afterwards."""
+        """Adds a row of this stage. gpu.py reads it even if the process dies afterwards."""
         with self._records.open("a") as file:
             file.write(json.dumps({"stage": self._name, **values}) + "\n")
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds that are left."""
         return self._end - time.monotonic()
 
     def wanted(self, name: str) -> bool:
-        """Whether --only leaves this one in."""
+        """Whether --only leaves the program of this name in."""
         return not self.args.only or any(word in name for word in self.args.only)
 
     def attempt(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args) unless time is up; None, and a row that says why, if it didn't work."""
+        """function(*args). If it fails or time is up: None, and a row that says why."""
         try:
             if self.left >= _LEAST:
                 return function(*args)
             self.skip(what)
-        except TimeoutError:  # compiling takes longer than there is time
+        except TimeoutError:  # compiling takes longer than the time that is left
             self.skip(what)
-        except Exception as error:  # of one kernel; the others are still worth their time
+        except Exception as error:  # one kernel's: the others are still worth their time
             first = (str(error).strip().splitlines() or ["no message"])[0]
             text = f"{type(error).__name__}: {first}"[:300]
             self.record(failed=what, why=text)
@@ -66,14 +66,14 @@ class Stage:
         return None
 
     def skip(self, what: str) -> None:
-        """Says that there is no time for it."""
+        """Says that there is no time for `what`."""
         self.record(skipped=what)
         print(f"skipped: {what}, {max(self.left, 0):.0f} s left", flush=True)
 
     def compiled(
         self, programs: dict[str, Program], donate: tuple[int, ...] = ()
     ) -> Iterator[tuple[str, Any]]:
-        """Names and compiled programs, in order as they are ready; several compile at a time."""
+        """Names and compiled programs, in order, as they are ready. Several compile at a time."""
 
         def build(f: Callable[..., Any], args: tuple[Any, ...]) -> Any:
             return jax.jit(f, donate_argnums=donate).lower(*args).compile()
@@ -92,14 +92,14 @@ class Stage:
     def compiled_apart(
         self, programs: dict[str, Program], donate: tuple[int, ...] = ()
     ) -> Iterator[tuple[str, Any]]:
-        """The same, with nothing compiling meanwhile: that takes the cores that dispatch calls."""
+        """The same, but nothing compiles meanwhile, because dispatching calls needs the cores."""
         left = iter(programs.items())
         while some := dict(itertools.islice(left, os.cpu_count())):
             yield from list(self.compiled(some, donate))
 
 
 class Times(NamedTuple):
-    """Of one call, over batches of calls."""
+    """Times of one call, over batches of calls."""
 
     median: float  # seconds
     least: float
@@ -112,10 +112,10 @@ def timed(
 ) -> Times:
     """Seconds of a call among many that are queued behind each other.
 
-    Calls run on a GPU's queue in order, so one wait after many of them times the device and not
-    the way to it and back; of programs shorter than their dispatch it times that, which is what a
-    training step pays, too. (A loop inside one program would have to change its input at each
-    turn, lest XLA hoist the work out: a pass over memory, as long as some of these kernels.)
+    Calls run on a GPU's queue in order. So one wait after many calls times the device, and not the
+    way to it and back. If a program is shorter than its dispatch, the dispatch is timed, which a
+    training step pays, too. (A loop inside one program would have to change its input at each turn,
+    or XLA would hoist the work out. This change is a pass over memory, as long as some kernels.)
     """
     wait(run())  # compiles, if it was not compiled before
     start = time.perf_counter()
@@ -135,7 +135,7 @@ def timed(
 
 @functools.lru_cache(maxsize=1)
 def donated_double(size: int) -> Callable[[], jax.Array]:
-    """Doubles a vector in its own buffer: 8 bytes of traffic an element, nothing else."""
+    """A function that doubles a vector in its own buffer: 8 bytes of traffic an element."""
     double = jax.jit(lambda x: x * 2, donate_argnums=0)
     buffer = [jax.numpy.zeros(size, jax.numpy.float32)]
 
@@ -147,10 +147,10 @@ def donated_double(size: int) -> Callable[[], jax.Array]:
 
 
 def device() -> Any:
-    """The one that everything runs on."""
+    """The device that everything runs on."""
     return jax.devices()[0]
 
 
 def memory() -> dict[str, int]:
-    """What the device tells of its memory; empty on a CPU."""
+    """The device's numbers about its memory. A CPU has none."""
     return device().memory_stats() or {}

@@ -1,4 +1,4 @@
-"""Whole updates of gpu.py: workers simulated on one device, a tree of matrices and vectors."""
+"""Whole updates of gpu.py, for workers that one device simulates, with matrices and vectors."""
 
 import os
 from collections.abc import Callable
@@ -18,8 +18,8 @@ _FLOATS = 6.5
 
 
 def methods(density: float, params: int) -> dict[str, Any]:
-    vectors = _LAYERS * _WIDTH  # which travel dense
-    # Of Sketched-SGD: 4 k words of table and as many of candidates for k coordinates.
+    vectors = _LAYERS * _WIDTH  # elements that travel dense
+    # Sketched-SGD sends 4 k words of table and as many of candidates for k coordinates.
     sent = min(1.0, 8 * density) * params + vectors
     return {
         "dense": jaxsparse.dense(),
@@ -36,7 +36,7 @@ def methods(density: float, params: int) -> dict[str, Any]:
 
 
 def _room() -> float:
-    """Bytes that may be used."""
+    """Bytes of memory that may be used."""
     limit = memory().get("bytes_limit")
     if limit:
         return 0.8 * limit
@@ -51,7 +51,7 @@ def fitting(params: int, workers: int) -> int:
 
 
 class Update(NamedTuple):
-    """A step whose gradients are given, and what makes its arguments."""
+    """A step that is given gradients, and functions that make its arguments."""
 
     step: Callable[..., Any]
     start: Callable[[], Any]
@@ -85,7 +85,7 @@ def update_of(tx: optax.GradientTransformation, params: int, workers: int) -> Up
 
 
 def steps(stage: Stage) -> None:
-    """Times an update of each method, and what memory it takes."""
+    """Measures the time and memory of an update by each method."""
     workers = stage.args.workers
     params = fitting(stage.args.params, workers)
     if params < stage.args.params:
@@ -133,7 +133,7 @@ def steps(stage: Stage) -> None:
             ms=1e3 * times.median,
             min_ms=1e3 * times.least,
             planned_bytes=total,
-            # The device tells the largest so far: of this method only if it is a new one.
+            # The device tells the largest peak so far, which is this method's if it is a new one.
             peak_bytes=peak if peak > before else None,
         )
         print(f"{name:<14} {1e3 * times.median:>10.2f} ms, {total / 2**30:.2f} GiB", flush=True)

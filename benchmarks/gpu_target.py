@@ -1,4 +1,4 @@
-"""GPUs to compile for that need not be there."""
+"""Descriptions of GPUs, to compile programs for GPUs that need not be there."""
 
 import os
 import sys
@@ -41,13 +41,13 @@ device_description_str: "NVIDIA H200"
 
 
 def h200(count: int = 1) -> list[Any]:
-    """Devices of one host that programs can be compiled for, and nothing else.
+    """Devices of one host, for which programs can be compiled, and nothing else.
 
-    To be called before JAX looks for devices: if there are GPUs none is asked. Ends the program
-    where JAX's plugin for CUDA is not installed.
+    Call it before JAX looks for devices. If there are GPUs, it asks none. It ends the program if
+    JAX's plugin for CUDA is not installed.
     """
     jax.config.update("jax_platforms", "cpu")
-    # Which variant of a kernel is the fastest can't be tried.
+    # Variants of a kernel can't be tried to find the fastest.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
     try:
         described = topologies.get_topology_desc(

@@ -1,4 +1,4 @@
-"""The correctness tests that make sense on one device, as a subprocess of gpu.py."""
+"""Runs the correctness tests that make sense on one device, in a subprocess of gpu.py."""
 
 import contextlib
 import importlib.metadata
@@ -15,12 +15,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Leaves out variants over devices, other settings of the process, and what needs no chip.
+# Leaves out variants over devices, other settings of the process, and tests that need no chip.
 _ONE_DEVICE = (
     "not shard_map and not varying and not on_devices and not x64 and not replicated "
     "and not seed_may_vary and not refused and not refuses and not errors_name and not checked"
 )
-# The most telling first.
+# Suites of tests, the most telling first.
 SUITES: dict[str, list[str]] = {
     "forms": [
         *("tests/test_gpu_forms.py", "--slow", "--thorough"),
@@ -48,7 +48,7 @@ SUITES: dict[str, list[str]] = {
     "hashing": ["tests/test_hashing.py"],
 }
 
-# As pytest -v prints outcomes, with xdist and without.
+# An outcome as pytest -v prints it, with xdist and without.
 _OUTCOME = re.compile(
     r"^(?:\[gw\d+\] \[[\s\d]+%\] (?P<parallel>[A-Z]+) (?P<test>.+?)|"
     r"(?P<name>\S*::.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*)\s*$"
@@ -57,14 +57,15 @@ _COLLECTING = re.compile(r"^ERROR (?P<file>tests/\S+)")
 
 
 def environment(platform: str) -> dict[str, str]:
-    """For every process: the platform, memory that is shared, and how programs are compiled.
+    """Variables of every process: the platform, shared memory, and how programs are compiled.
 
-    On a GPU as users run them: tests/conftest.py turns optimisations off unless told (the emulated
-    CPU devices that it asks for do no harm there). On a CPU, where times say nothing here, without.
+    On a GPU they are compiled as users run them. (tests/conftest.py turns optimisations off unless
+    the variable is set. The emulated CPU devices that it asks for do no harm there.) On a CPU,
+    where times say nothing here, they are compiled without optimisations.
     """
     platforms = "cpu"
     if platform == "gpu":
-        # "cpu" besides, for what asks for that backend by name; without a GPU this fails at once.
+        # "cpu" is for code that asks for that backend by name. Without a GPU this fails at once.
         platforms = os.environ.get("JAX_PLATFORMS", "cpu")
         platforms = "cuda,cpu" if platforms == "cpu" else platforms
     defaults = {
@@ -75,7 +76,7 @@ def environment(platform: str) -> dict[str, str]:
     }
     flags = os.environ.get("XLA_FLAGS", "")
     if platform == "gpu" and importlib.metadata.version("jaxlib") in ("0.10.2", "0.11.0"):
-        # These compile sums of floats to loops of compare-and-swap unless told, see README.md.
+        # Without this they compile sums of floats to loops of compare-and-swap, see README.md.
         flags += " --xla_backend_extra_options=-nvptx-allow-ftz-atomics"
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     given = {"JAX_PLATFORMS": platforms, "PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags}
@@ -83,7 +84,7 @@ def environment(platform: str) -> dict[str, str]:
 
 
 def outcomes(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Names and outcomes of the tests, from pytest's output, however far it came."""
+    """Names and outcomes of the tests in pytest's output, which may be cut short."""
     for line in lines:
         if found := _OUTCOME.match(line):
             yield found["test"] or found["name"], found["parallel"] or found["outcome"]
@@ -95,16 +96,16 @@ def run(names: Sequence[str], platform: str, seconds: float, workers: int) -> It
     """One row of results for each suite, until time is up.
 
     Args:
-        names: of suites.
+        names: names of suites.
         platform: "gpu" or "cpu".
-        seconds: for all of them.
-        workers: processes of pytest; one if xdist is not there.
+        seconds: time for all suites.
+        workers: number of pytest's processes. Without xdist there is one.
     """
     if importlib.util.find_spec("pytest") is None:
         yield {"note": "pytest is not installed: no test was run"}
         return
     end = time.monotonic() + seconds
-    # addopts in pyproject.toml want xdist; warnings of a newer JAX are not what is tested here.
+    # addopts in pyproject.toml want xdist. Warnings of a newer JAX are not what is tested here.
     command = [sys.executable, "-m", "pytest", "-v", "--tb=line", "-p", "no:cacheprovider"]
     command += ["-o", "addopts=--import-mode=importlib", "-W", "default"]
     command += ["--continue-on-collection-errors"]
@@ -115,7 +116,7 @@ def run(names: Sequence[str], platform: str, seconds: float, workers: int) -> It
         if left < 5:
             yield {"skipped": name}
             continue
-        # The first ones matter most, but must not take all of it.
+        # The first suites matter most, but must not take all of the time.
         share = left if name == names[-1] else left / 2
         yield _suite(name, command + SUITES[name], platform, share)
 
@@ -152,14 +153,14 @@ def _suite(name: str, command: list[str], platform: str, seconds: float) -> dict
         "failures": bad,
         "complete": complete,
         "seconds": round(time.monotonic() - start, 1),
-        # Of pytest itself: 0 and 1 are outcomes of tests, anything else that it did not run them.
+        # pytest's own: 0 and 1 are outcomes of tests. With anything else it did not run them.
         "returncode": process.returncode,
         "tail": lines[-15:] if bad or not found else [],
     }
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """Ends a process, unless it has ended, and all that it started: a session of their own."""
+    """Ends a process, if it still runs, and all that it started, which form one session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,26 +1,26 @@
-"""What the exchange of gradients may run beside, read from a compiled training step.
+"""Reads from a compiled training step what may run beside the exchange of gradients.
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --method top_k --layers 8 --repeats 20
 
-With libtpu installed, but no TPU, or JAX's plugin for CUDA, but no GPU, what XLA's scheduler makes
-of it there:
+With libtpu installed, but no TPU, or with JAX's plugin for CUDA, but no GPU, it shows what XLA's
+scheduler makes of the step there:
 
     python benchmarks/overlap.py --topology h200:4
     python benchmarks/overlap.py --topology v5e:2x4
     python benchmarks/overlap.py --topology v5e:2x4 --method dense --async-all-reduce
 
-For each collective of the step, with and without delay: whether it depends on the backward pass,
-and, where the backend's collectives are asynchronous, which computations the schedule puts between
-its start and its end. A synchronous collective has nothing in between; what it does not depend on
-may run beside it only where the backend runs independent computations at the same time.
+For each collective of the step, with and without delay, it prints whether the collective depends on
+the backward pass. If the backend's collectives are asynchronous, it also counts the computations
+that the schedule puts between start and end. A synchronous collective has nothing in between.
+Independent computations may run beside it only if the backend runs several at the same time.
 
-A computation counts as the backward pass's if JAX's name stack, which XLA keeps, says so.
+A computation belongs to the backward pass if JAX's name stack, which XLA keeps, says so.
 """
 
 import os
 
-# Before jax is imported: a mesh needs devices.
+# This stands before jax is imported, because a mesh needs devices.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -69,7 +69,7 @@ class Row(NamedTuple):
     after_backward: bool  # whether it depends on a computation of the backward pass
     is_async: bool
     between: int  # computations scheduled between its start and its end
-    between_backward: int  # of these, the backward pass's
+    between_backward: int  # number of the backward pass's among them
 
 
 def rows(text: str) -> list[Row]:
@@ -110,8 +110,8 @@ def rows(text: str) -> list[Row]:
 
 
 _NO_WORK = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
-# TPUs cut a collective into pieces and fuse these with the computations between two fusions of
-# these names.
+# Names of fusions. TPUs cut a collective into pieces, and fuse these with the computations between
+# two fusions of these names.
 _FUSED_START, _FUSED_DONE = "async-collective-start", "async-collective-done"
 
 
@@ -129,7 +129,7 @@ def _is_part(instruction: hlo.Instruction) -> bool:
 
 
 def _inside(module: hlo.Module, name: str) -> Iterable[tuple[hlo.Computation, hlo.Instruction]]:
-    """An entry instruction and those of all computations that it calls, each with its own."""
+    """An entry instruction and those that it calls, each with the computation that holds it."""
     entry = module.computations[module.entry]
     todo = [(entry, entry.instructions[name])]
     while todo:
@@ -142,7 +142,7 @@ def _inside(module: hlo.Module, name: str) -> Iterable[tuple[hlo.Computation, hl
 
 
 def _end(start: str, entry: dict[str, hlo.Instruction]) -> str | None:
-    """What waits for an asynchronous collective; None for a synchronous one."""
+    """The instruction that waits for an asynchronous collective. None for a synchronous one."""
     if start.startswith(_FUSED_START):
         return start.replace(_FUSED_START, _FUSED_DONE)
     if not entry[start].opcode.endswith(("-start", "-update")):

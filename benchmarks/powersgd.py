@@ -9,10 +9,11 @@ this library's step, both over gloo. In each step all methods get the same gradi
 other. Gradients have a slowly turning spectrum that falls as 1/i, shared by the workers, and noise
 of their own. The hook demands two dense steps before it compresses, which are not counted.
 
-An error is the norm of what a method delivered less the exact mean, over the norm of the exact
-mean: of single steps (their mean), and of the sums over all steps, which feedback keeps small.
-Times are medians; each is over the same framework's dense all-reduce, too, because DDP also copies
-gradients into its buckets. Words are those of one worker's messages.
+An error is the norm of the difference between a method's result and the exact mean, over the norm
+of the exact mean. The table has the mean error of single steps, and the error of the sums over all
+steps, which feedback keeps small. Times are medians. Each is also divided by the time of the same
+framework's dense all-reduce, because DDP also copies gradients into its buckets. Words are those of
+one worker's messages.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 PROCESSES = 2
-DENSE_STEPS = 2  # that the hook of PyTorch takes before it compresses
+DENSE_STEPS = 2  # dense steps that PyTorch's hook takes before it compresses
 
 
 class Gradients:
@@ -56,7 +57,7 @@ class Row(NamedTuple):
     """One method's function from a worker's gradients to means, and the words that it sends."""
 
     run: Callable[[Any], Any]
-    put: Callable[[np.ndarray], Any]  # gradients as the method takes them, which is not timed
+    put: Callable[[np.ndarray], Any]  # puts gradients into the method's form; it is not timed
     words: float
     dense: str  # the row whose time is the unit
 
@@ -143,7 +144,7 @@ def jax_rows(args: argparse.Namespace) -> dict[str, Row]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """One of the processes."""
+    """Runs one of the processes."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[args.process % os.cpu_count()]})
     import jax
     import torch.distributed

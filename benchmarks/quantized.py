@@ -83,7 +83,7 @@ METHODS: dict[str, Any] = {
 
 
 def received_words(tx: optax.GradientTransformation, hidden: int) -> int:
-    """Of compressed leaves, as compiled for devices."""
+    """Words of compressed leaves that a worker receives in a step, as compiled for devices."""
     mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices("cpu"))
 
     def step(state: Any, batch: jax.Array) -> Any:
@@ -97,7 +97,7 @@ def received_words(tx: optax.GradientTransformation, hidden: int) -> int:
     moved = jaxsparse.traffic.wire_bytes(
         jaxsparse.data_parallel(step, mesh), state, jnp.ones(WORKERS)
     ).received
-    uncompressed = jaxsparse.layout.plan(params).dense_size + 1  # and the flag: all are finite
+    uncompressed = jaxsparse.layout.plan(params).dense_size + 1  # 1: the flag that all are finite
     return round(moved / 4 - 2 * (WORKERS - 1) / WORKERS * uncompressed)
 
 

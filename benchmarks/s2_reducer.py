@@ -3,12 +3,11 @@
     python benchmarks/s2_reducer.py
     python benchmarks/s2_reducer.py --figure benchmarks/figures/s2_ratio.png
 
-The paper's figure 8 in small: for each ratio, the table is sized by the expected union of the
-workers' blocks, and by one worker's own blocks. Nothing is downloaded, and one device plays all
+This is the paper's figure 8 in small. For each ratio, the table is sized by the expected union of
+the workers' blocks, and by one worker's own blocks. Nothing is downloaded, and one device plays all
 workers. Means and standard deviations are over seeds of initial weights, batches and hashes. Words
-are those of the psum of compressed leaves; the union of supports adds one bit a block. "exact" is
-said where the table would be no smaller than the blocks of all workers, which are then summed
-themselves.
+are those of the psum of compressed leaves. The union of supports adds one bit a block. "exact"
+marks tables that would be no smaller than the blocks of all workers. Then the blocks are summed.
 """
 
 import argparse
@@ -34,7 +33,7 @@ digits: Any = spardl.digits
 
 
 class Outcome(NamedTuple):
-    """After training, by seed."""
+    """Results of training, by seed."""
 
     train_loss: list[float]  # over the whole training set
     accuracy: list[float]  # on the test set, in [0, 1]
@@ -48,9 +47,9 @@ def batches(args: argparse.Namespace, seed: int) -> Any:
 
 
 def train(make: Any, args: argparse.Namespace) -> Outcome:
-    """One run for each seed, by the transformation `make()`."""
+    """Trains by the transformation `make()`, once for each seed."""
     train_set, test_set = digits.load()
-    # Not down to 0: what error feedback holds back still has to arrive.
+    # The rate does not fall to 0, because entries that wait in residuals still have to arrive.
     schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
     tx = optax.chain(make(), optax.sgd(schedule))
 

@@ -1,9 +1,9 @@
 """Times selections against the cheapest pass over the same vector, on any backend.
 
-The floor is a jitted `x * 2` into its own buffer (donated); into a fresh one it mostly times page
-faults on a CPU. Runs of all operations are interleaved, so that a noisy machine slows all alike:
-compare ratios, not times. Energy is the sum of squares kept, over that of the k largest for the
-same number of entries.
+The floor is a jitted `x * 2` into its own buffer (donated). Into a fresh one it mostly times page
+faults on a CPU. Runs of all operations are interleaved, so that a noisy machine slows all alike.
+Compare ratios, not times. Energy is the sum of squares of the kept entries, over that of the same
+number of largest entries.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         "compact": (k, lambda: select.compact(mask, k)),
     }
     if size <= args.slow_limit:
-        # Here 16 k > size.
+        # With so many entries 16 k > size, where fast_top_k is exact.
         many = size // 16 + 1
         cases |= {
             "top_k": (k, lambda: select.top_k(x, k)),

@@ -1,16 +1,16 @@
-"""Which of SparCML's all-reduces is fastest, by density and number of workers (its figure 3).
+"""Ranks SparCML's all-reduces by their times, by density and number of workers (its figure 3).
 
     python benchmarks/sparcml_order.py
     python benchmarks/sparcml_order.py --latency 1.5e-6 --bandwidth 1e10  # near the paper's Aries
     python benchmarks/sparcml_order.py --figure benchmarks/figures/sparcml_order.png
     python benchmarks/sparcml_order.py --measured times.json
 
-From the alpha-beta model, without sums and selections: rounds times latency, and words received
-over bandwidth. "published" has the paper's rounds, and the words that its algorithms send if each
-worker's k indices are drawn uniformly, as in its experiments: messages are as long as what is in
-them. "library" has what this library's messages have room for, which is fixed when a program is
-compiled. Measured times, if given, are rows {"algorithm", "workers", "density", "size", "seconds"}
-in a JSON list, or in the "results" of an object.
+Times are those of the alpha-beta model, without sums and selections: rounds times latency, plus
+received words over bandwidth. "published" has the paper's rounds, and the words that its algorithms
+send if each worker's k indices are drawn uniformly, as in its experiments. There messages are as
+long as their contents. "library" has the words that this library's messages have room for, which is
+fixed when a program is compiled. Measured times, if given, are rows {"algorithm", "workers",
+"density", "size", "seconds"} in a JSON list, or in the "results" of an object.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LETTERS = {
     "all_gather": "G",
     "dense": "d",
 }
-# As the paper names them; it has no all-gather of all entries.
+# Names in the paper, which has no all-gather of all entries.
 PUBLISHED = {
     "recursive_double": "SSAR_Recursive_double",
     "split_allgather": "SSAR_Split_allgather",
@@ -45,12 +45,12 @@ PUBLISHED = {
     "ring": "ring, sparse",
     "dense": "ring, dense",
 }
-EDGE = 1.02  # times nearer to each other than this have no order
+EDGE = 1.02  # times whose ratio is below this have no order
 DAINT = 0.00781  # density of figure 3, left: 4 of 512
 
 
 class Cell(NamedTuple):
-    """One density on one number of workers."""
+    """One density and one number of workers."""
 
     density: float
     workers: int
@@ -59,16 +59,16 @@ class Cell(NamedTuple):
 
 
 def published(k: int, size: int, workers: int) -> dict[str, Traffic]:
-    """Rounds and expected words of the paper's algorithms, for uniform indices.
+    """Rounds and expected words of the paper's algorithms (section 5.3), for uniform indices.
 
-    Section 5.3. An entry is two words. Partial sums become dense where that is shorter (section
-    5.1), but not what SSAR_Split_allgather gathers, since that never switches (5.2). For numbers of
-    workers that are no power of two the paper has no formula; the logarithm is rounded up.
+    An entry is two words. Partial sums become dense where that is shorter (section 5.1). The sums
+    that SSAR_Split_allgather gathers do not, since it never switches (5.2). For numbers of workers
+    that are no power of two the paper has no formula. Here the logarithm is rounded up.
     """
     log, others = (workers - 1).bit_length(), workers - 1
 
     def union(of: float) -> float:
-        """Elements that so many workers have together."""
+        """Expected number of elements that `of` workers have together."""
         return -size * math.expm1(of * math.log1p(-k / size)) if k < size else size
 
     def words(entries: float, room: float) -> float:
@@ -89,7 +89,7 @@ def published(k: int, size: int, workers: int) -> dict[str, Traffic]:
 
 
 def library(k: int, args: argparse.Namespace, workers: int) -> dict[str, Traffic]:
-    """What this library pays for k entries a worker."""
+    """Rounds and words that this library pays for k entries a worker."""
     traffic = sparcml_traffic(k, args.size, workers, args.capacity_factor, args.union_factor)
     return {**traffic, "dense": dense_traffic(args.size, workers)}
 
@@ -110,17 +110,17 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 
 
 def order(link: Link, traffic: dict[str, Traffic]) -> list[str]:
-    """Algorithms, fastest first."""
+    """The algorithms, fastest first."""
     return sorted(traffic, key=lambda name: traffic[name].seconds(link))
 
 
 def slower(link: Link, traffic: dict[str, Traffic], one: str, other: str) -> bool:
-    """Whether `one` takes longer than `other`, by more than the edge."""
+    """Whether `one` takes longer than `other`, by more than `EDGE`."""
     return traffic[one].seconds(link) > EDGE * traffic[other].seconds(link)
 
 
 def reversed_pairs(link: Link, cell: Cell) -> list[tuple[str, str]]:
-    """Pairs of algorithms whose order is another than published: (faster here, faster there)."""
+    """Pairs of algorithms in another order than published: (faster here, faster there)."""
     return [
         (here, there)
         for here, there in itertools.permutations(PUBLISHED, 2)
@@ -129,7 +129,7 @@ def reversed_pairs(link: Link, cell: Cell) -> list[tuple[str, str]]:
 
 
 def ranking(link: Link, traffic: dict[str, Traffic]) -> str:
-    """Letters of the three fastest, fastest first; = between those of the same time."""
+    """Letters of the three fastest, fastest first, with = between equal times."""
     names = order(link, traffic)
     text = LETTERS[names[0]]
     for before, name in itertools.pairwise(names[:3]):
@@ -138,7 +138,7 @@ def ranking(link: Link, traffic: dict[str, Traffic]) -> str:
 
 
 def show_fastest(link: Link, table: list[Cell], args: argparse.Namespace) -> None:
-    """The three fastest of each cell, in both models."""
+    """Prints the three fastest of each cell, in both models."""
     for title in ("published", "library"):
         print(f"\nthe three fastest, {title}; milliseconds of the fastest")
         print("density  " + "".join(f"{f'W = {W}':>14}" for W in args.workers))
@@ -153,14 +153,14 @@ def show_fastest(link: Link, table: list[Cell], args: argparse.Namespace) -> Non
 
 
 def room(name: str, where: list[Cell]) -> str:
-    """Words that this library pays, in multiples of the published ones."""
+    """The words that this library pays, in multiples of the published ones."""
     more = [cell.library[name].words / cell.published[name].words for cell in where]
     low, high = (f"{each:.2g}" for each in (min(more), max(more)))
     return f"{low} x" if low == high else f"{low} to {high} x"
 
 
 def show_differences(link: Link, table: list[Cell]) -> list[dict[str, Any]]:
-    """Where the library's order is not the published one, and what makes it so."""
+    """Prints where the library's order is not the published one, and why."""
     differences = [
         {"density": cell.density, "workers": cell.workers, "faster": here, "published": there}
         for cell in table
@@ -193,7 +193,7 @@ def show_differences(link: Link, table: list[Cell]) -> list[dict[str, Any]]:
 
 
 def claims(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What the paper says of figure 3 (section 8.1), in both models, on this link."""
+    """Prints whether both models agree with the paper on figure 3 (section 8.1), on this link."""
     many, few = max(args.workers), min(args.workers)
     some = min(args.workers, key=lambda W: abs(W - 8))
 
@@ -281,7 +281,7 @@ def claims(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measured times beside the model's, and whether their orders agree."""
+    """Prints measured times beside the model's, and whether their orders agree."""
     content = json.loads(args.measured.read_text())
     rows = content if isinstance(content, list) else content["results"]
     groups: dict[tuple[float, int, int], dict[str, float]] = {}
@@ -320,7 +320,7 @@ def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def draw(link: Link, args: argparse.Namespace) -> None:
-    """The two panels of figure 3."""
+    """Draws the two panels of figure 3."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), dpi=80, layout="constrained")

@@ -4,12 +4,12 @@
     python benchmarks/spardl.py codecs --seeds 0 1 2
     python benchmarks/spardl.py entries --figure benchmarks/figures/bsag_entries.png
 
-`residuals` compares the rules of what is fed back, by the outcome of training and by what leaks at
-each step; `codecs` compares exact messages with packed ones; `entries` follows B-SAG's h, and the
-entries after its gather, to the number that is wanted. Nothing is downloaded, and one device plays
-all workers. Means and standard deviations are over seeds of initial weights and batches. Words
-are those of compressed leaves that a worker sends in a step, read from a program compiled for 14
-devices; B-SAG's are the most that it may send.
+`residuals` compares the rules for residuals, by the outcome of training and by what leaks at each
+step. `codecs` compares exact messages with packed ones. `entries` follows B-SAG's h, and the number
+of entries after its gather, to the number that is wanted. Nothing is downloaded, and one device
+plays all workers. Means and standard deviations are over seeds of initial weights and batches.
+Words are those of compressed leaves that a worker sends in a step, read from a program compiled for
+14 devices. For B-SAG they are the most that it may send.
 """
 
 import argparse
@@ -44,7 +44,7 @@ WORKERS = 14
 
 
 def init(seed: int, hidden: int) -> Any:
-    """Three layers, He-normal."""
+    """Parameters of three layers, He-normal."""
     widths = (64, hidden, hidden, 10)
     keys = jax.random.split(jax.random.key(seed), 3)
     return [
@@ -76,16 +76,16 @@ def batches(args: argparse.Namespace, seed: int) -> Any:
 
 
 class Outcome(NamedTuple):
-    """After training, by seed."""
+    """Results of training, by seed."""
 
     train_loss: list[float]  # over the whole training set
     accuracy: list[float]  # on the test set, in [0, 1]
-    words: int  # of compressed leaves, that a worker sends in a step, as compiled; at most
+    words: int  # most words of compressed leaves that a worker sends in a step, as compiled
 
 
 def train(method: optax.GradientTransformation, args: argparse.Namespace) -> Outcome:
     train_set, test_set = digits.load()
-    # Not down to 0: what error feedback holds back still has to arrive.
+    # The rate does not fall to 0, because entries that wait in residuals still have to arrive.
     schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
     tx = optax.chain(method, optax.sgd(schedule))
 
@@ -107,14 +107,14 @@ def train(method: optax.GradientTransformation, args: argparse.Namespace) -> Out
         right = logits_of(params, test_set.images).argmax(axis=-1) == test_set.labels
         return loss_of(params, train_set), jnp.mean(right)
 
-    # Nothing is sent on one device: what devices would send is read from a program compiled for
-    # as many of them, and never run.
+    # One device sends nothing. The words are read from a program that is compiled for as many
+    # devices and never run.
     mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices("cpu"))
     on_mesh = jaxsparse.data_parallel(step, mesh)
     one = jax.tree.map(lambda x: x[0], batches(args, seed=0))
     payload = jaxsparse.traffic.wire_bytes(on_mesh, create(0), one).payload
     layout = jaxsparse.layout.plan(init(0, args.hidden))
-    words = int(payload) // 4 - layout.dense_size - 1  # and the flag that gradients are finite
+    words = int(payload) // 4 - layout.dense_size - 1  # 1: the flag that gradients are finite
 
     results = [run(create(seed), batches(args, seed)) for seed in args.seeds]
     losses, accuracies = zip(*results)
@@ -122,11 +122,11 @@ def train(method: optax.GradientTransformation, args: argparse.Namespace) -> Out
 
 
 class Trace(NamedTuple):
-    """What a reducer did at each step of training; arrays of one value a step."""
+    """Measures of a reducer at each step of training. The arrays have one value a step."""
 
     leak: jax.Array  # |sum_w x_w - W mean - sum_w residual_w| / |sum_w x_w|
-    entries: jax.Array  # after B-SAG's gather, before the cut; mean over blocks
-    h: jax.Array  # that B-SAG sent with
+    entries: jax.Array  # number after B-SAG's gather, before the cut; mean over blocks
+    h: jax.Array  # the h that B-SAG sent with
 
 
 def follow(reducer: SparDL, args: argparse.Namespace, seeds: list[int]) -> list[Trace]:
@@ -167,18 +167,18 @@ def follow(reducer: SparDL, args: argparse.Namespace, seeds: list[int]) -> list[
 
 
 def wanted(reducer: SparDL, size: int) -> int:
-    """Entries of a block that are delivered, L, of vectors of `size` elements."""
+    """Number of entries of a block that are delivered, L, for vectors of `size` elements."""
     return entries(reducer.density, size, parts=WORKERS // reducer.teams)
 
 
 def started(reducer: SparDL, size: int, state: Any) -> collectives.Adaptation:
-    """The state that B-SAG's first exchange works with, where there was none."""
+    """The state, or at the start the one that B-SAG's first exchange works with."""
     first = collectives.Adaptation.start(wanted(reducer, size), reducer.teams)
     return jax.tree.map(lambda now, start: jnp.where(state.h > 0, now, start), state, first)
 
 
 def gathered(reducer: SparDL, x: jax.Array, state: Any) -> jax.Array:
-    """Entries of this worker's block after B-SAG's gather, by the steps of the reducer's call."""
+    """Number of entries of this worker's block after B-SAG's gather, by the reducer's own steps."""
     team, across = Group.teams("data", reducer.teams)
     k, size = wanted(reducer, x.size), -(-x.size // team.size)
     rows = jnp.pad(x, (0, team.size * size - x.size)).reshape(team.size, size)
@@ -207,7 +207,7 @@ HEADER = f"{'method':<22} {'train loss':>18} {'accuracy, %':>16} {'words':>8}"
 
 
 def residuals(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The paper's figure 17 in small."""
+    """Shows the paper's figure 17 in small."""
     print(
         "leak: |sum_w x_w - W mean - sum_w residual_w| / |sum_w x_w|, mean and maximum over steps"
     )
@@ -229,7 +229,7 @@ def residuals(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compare_codecs(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What rounding to bfloat16 costs, and saves."""
+    """Shows what rounding to bfloat16 costs, and what it saves."""
     print(HEADER)
     results = [show("dense", train(jaxsparse.dense(momentum=args.momentum), args))]
     choices: dict[str, codecs.Codec] = {"COO": codecs.COO, "Packed": codecs.Packed()}
@@ -248,7 +248,7 @@ def compare_codecs(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def follow_entries(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Whether B-SAG's adaptation settles."""
+    """Shows whether B-SAG's adaptation settles."""
     late = args.steps // 2
     print(f"entries after the gather / L; mean, standard deviation and h / L after step {late}")
     print(

@@ -1,4 +1,4 @@
-"""What benchmarks share: interleaved runs, sizes as 2^20, where they ran."""
+"""Shared by benchmarks: interleaved runs, sizes such as 2^20, and where they ran."""
 
 import datetime
 import json
@@ -10,13 +10,13 @@ from jaxsparse.planner.timing import interleaved as interleaved
 
 
 def size_of(text: str) -> int:
-    """2^20 or 1048576."""
+    """The int that 2^20 or 1048576 stands for."""
     base, _, exponent = text.partition("^")
     return int(base) ** int(exponent or 1)
 
 
 def where() -> dict[str, str]:
-    """Versions, device and date, which are printed, too."""
+    """Versions, device and date. It prints them, too."""
     device: Any = jax.devices()[0]
     found = {
         "jax": jax.__version__,

@@ -1,11 +1,11 @@
-"""Where training ends by each exchange: a small language model, and digits; simulated workers.
+"""Trains a small language model, or a model of digits, by each exchange on simulated workers.
 
 The language model (embeddings of the last bytes, two layers, Adam) learns Python's reference
-manual; its loss is in nats a byte. The other model (two hidden layers, SGD with momentum) learns
-scikit-learn's digits; beside its loss stands the share of images that are right. Both are held out.
-Each row has the mean and the range over seeds, and how many times fewer bytes a worker receives
-than by dense gradients. All rows take the same steps and batches. Each of `--rates` is tried for
-each row on seed 0, and the best one is used for all seeds, dense included.
+manual. Its loss is in nats a byte. The other model (two hidden layers, SGD with momentum) learns
+scikit-learn's digits. Beside its loss stands the share of images that are right. All are measured
+on held-out data. Each row has the mean and the range over seeds, and how many times fewer bytes a
+worker receives than by dense gradients. All rows take the same steps and batches. Each row, dense
+included, tries each of `--rates` on seed 0, and takes the best one for all seeds.
 
     python benchmarks/training.py
     python benchmarks/training.py --task digits
@@ -33,12 +33,12 @@ from jaxsparse.printing import aligned
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 digits: Any = importlib.import_module("digits")
 
-CONTEXT, WIDTH, HIDDEN, BATCH = 16, 24, 384, 32  # the batch is a worker's
+CONTEXT, WIDTH, HIDDEN, BATCH = 16, 24, 384, 32  # BATCH is for each worker
 Transformation: TypeAlias = optax.GradientTransformation
 
 
 class Local(NamedTuple):
-    """A worker's own optimizer, and what exchanges the displacements of so many steps."""
+    """A worker's own optimizer, and the outer one, which exchanges displacements of some steps."""
 
     inner: Transformation
     outer: Transformation
@@ -101,7 +101,7 @@ def digit_rows(density: float) -> Rows:
         "PowerSGD rank 4": own(lambda **more: jaxsparse.powersgd(4, **more)),
         "DeMo": lambda lr: optax.chain(jaxsparse.demo(k), optax.scale_by_sign(), rate(lr / 50)),
         "EF21-SGDM": lambda lr: optax.chain(
-            # Its momentum is an average, others' is a sum.
+            # Its momentum is an average, and the others' is a sum.
             jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(density), momentum=0.9),
             rate(10 * lr),
         ),
@@ -115,15 +115,15 @@ def digit_rows(density: float) -> Rows:
 
 
 class Task(NamedTuple):
-    """What is learned."""
+    """A model to train, and its data."""
 
     rows: Callable[[float], Rows]
     rates: Sequence[float]
-    init: Callable[[int], Any]  # of a seed: parameters
+    init: Callable[[int], Any]  # parameters, from a seed
     loss_of: Callable[[Any, Any], jax.Array]
-    draw: Callable[[int, np.random.Generator], Any]  # so many examples to train on
-    test: Callable[[], Any]  # those that are held out
-    right: Callable[[Any, Any], jax.Array] | None = None  # share of them
+    draw: Callable[[int, np.random.Generator], Any]  # a number of examples to train on
+    test: Callable[[], Any]  # held-out examples
+    right: Callable[[Any, Any], jax.Array] | None = None  # share of right ones
 
 
 def text() -> Task:

@@ -1,11 +1,10 @@
-"""Whole training steps of every system: time, peak memory and what compiling them takes.
+"""Measures whole training steps of every system: time, peak memory, and the time to compile them.
 
-The state is donated; d elements are in one kernel or several, beside a small bias; workers are
+The state is donated. The d elements are in one kernel or several, beside a small bias. Workers are
 emulated devices. The loss is the sum of squares of the parameters, so that the exchange takes
 nearly all of the time. Each system's step takes turns with dense's, and the table has the ratio of
-their medians.
-Programs are compiled as users do, and as the tests do (`jax_disable_most_optimizations`); tracing
-includes lowering.
+their medians. Programs are compiled as users do, and as the tests do
+(`jax_disable_most_optimizations`). Tracing includes lowering.
 """
 
 import argparse
@@ -24,7 +23,7 @@ import jaxsparse
 from jaxsparse import data_parallel, shard
 from jaxsparse.systems import WITH_VARIANTS, choose
 
-# Settings that are no variant of a row.
+# Settings that are no variant in the table of systems.
 OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
     "dense_momentum": lambda: jaxsparse.dense(momentum=0.9),
     "heavymix": lambda: jaxsparse.sketched_sgd(12.5, selection="heavymix"),
@@ -33,7 +32,7 @@ OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
     "powersgd_rank_4_full": lambda: jaxsparse.powersgd(4, iteration="full"),
     "dgc_clipped": lambda: jaxsparse.dgc(0.01, clip_norm=1.0),
     "dgc_warm_up": lambda: jaxsparse.dgc(jaxsparse.warm_up(0.01, steps=400)),
-    # Outer steps of local updates, which take the place of a gradient's every H steps.
+    # Outer steps of local updates. Every H steps, one takes the place of a gradient's exchange.
     "diloco": jaxsparse.outer.diloco,
     "sparse_loco": jaxsparse.outer.sparse_loco,
 }
@@ -41,7 +40,7 @@ NAMES = [*WITH_VARIANTS, *OTHERS]
 
 
 def transformation(name: str, size: int, workers: int) -> optax.GradientTransformationExtraArgs:
-    """A system's, for a density of about 1 %; of blocks, too."""
+    """A system's transformation, for a density of about 1 %, which may be one of blocks."""
     if name in OTHERS:
         return OTHERS[name]()
     choice = choose(name, 0.01, size=size, workers=workers)
@@ -78,7 +77,7 @@ class Step:
         return program, traced - start, time.perf_counter() - traced
 
     def runner(self, program: Any) -> Callable[[], Any]:
-        """Runs one step after the other, each on the state that the last one left."""
+        """A function that runs a step on the state that its last call left."""
         keys = jax.random.split(jax.random.key(0), len(self.shapes))
         params = {n: jax.random.normal(k, s) ** 3 for k, (n, s) in zip(keys, self.shapes.items())}
         state = [shard((params, self.tx.init(params)), self.mesh)]

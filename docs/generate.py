@@ -21,8 +21,8 @@ from jaxsparse.feedback.options import OPTIONS
 from jaxsparse.systems import SYSTEMS, System, choose
 from jaxsparse.systems.row import written
 
-# Modules of the reference, with the words of the table of contents. Those that `jaxsparse` imports
-# as modules must be here; the others have what a reader of these meets.
+# Modules of the reference, with their titles in the table of contents. The modules that `jaxsparse`
+# imports as modules must be here. The others have names that a reader of these meets.
 MODULES = {
     "jaxsparse": "Training",
     "jaxsparse.systems": "Systems and their reducers",
@@ -52,7 +52,7 @@ COPIES = {
     "contributing": "CONTRIBUTING.md",
     "changelog": "CHANGELOG.md",
 }
-PARAMS, WORKERS, DENSITY = 2**20, 8, 0.01  # of the bytes on the page of systems
+PARAMS, WORKERS, DENSITY = 2**20, 8, 0.01  # settings of the bytes on the page of systems
 
 
 def public_names(name: str) -> list[str]:
@@ -71,9 +71,10 @@ def public_names(name: str) -> list[str]:
 
 
 def entries() -> dict[str, dict[str, str]]:
-    """What each page of the reference has: public names by the paths under which users find them.
+    """Public names on each page of the reference, with the paths under which users find them.
 
-    What `jaxsparse` exports from a module of its own page is on that page, under its short path.
+    If `jaxsparse` exports a name of a module with its own page, the name is on that page, under its
+    short path.
     """
     top = public_names("jaxsparse")
     pages: dict[str, dict[str, str]] = {}
@@ -109,7 +110,7 @@ def write_pages(docs: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes what has changed, so that Sphinx builds only that again."""
+    """Writes a page if its text has changed, so that Sphinx builds only such pages again."""
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
@@ -154,7 +155,7 @@ def module_page(name: str, title: str, names: dict[str, str]) -> str:
 
 
 def comment_of(module: Any, name: str) -> str:
-    """The comment above a constant, or what its value is."""
+    """The comment above a constant. Without a comment, its value."""
     lines, comment = inspect.getsource(module).splitlines(), []
     for line in reversed(lines[: next((i for i, x in enumerate(lines) if x.startswith(name)), 0)]):
         if not line.startswith("# "):
@@ -196,7 +197,7 @@ def systems_page() -> str:
 
 SYSTEMS_PAGE = """# Systems
 
-Each is a transformation that stands where the mean of the gradients stood. d is the number of
+Each is a transformation that takes the place of the mean of the gradients. d is the number of
 compressed elements, W the number of workers, and k = density d. Sparse systems send 8 bytes an
 entry; `codec=jaxsparse.codecs.Packed()` sends 4, and keeps the rounding in the residual.
 
@@ -217,25 +218,25 @@ All of them take the [options below](#options-of-all-systems).
 
 
 def call(system: System) -> str:
-    """What to call, with the arguments that need no name."""
+    """The call of a system, with the arguments that need no name."""
     parameters = inspect.signature(system.transformation).parameters.values()
     named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     return f"{system.name}({', '.join(named)})"
 
 
 def anchor(system: System) -> str:
-    """Of the section."""
+    """The anchor of a system's section."""
     return system.name.replace("_", "-")
 
 
 LAWS = {
-    "exact": "what workers give equals what the mean delivers plus what residuals keep, exactly",
-    "to rounding": "what workers give equals what the mean delivers plus what residuals keep, up "
+    "exact": "the workers' vectors add up to what the mean delivers plus the residuals, exactly",
+    "to rounding": "the workers' vectors add up to what the mean delivers plus the residuals, up "
     "to the rounding of each value",
-    "to group rounding": "what workers give equals what the mean delivers plus what residuals "
-    "keep, up to the rounding of the largest of the values that share a scale or a transform",
+    "to group rounding": "the workers' vectors add up to what the mean delivers plus the "
+    "residuals, up to the rounding of the largest of the values that share a scale or a transform",
     "in expectation": "the mean is unbiased: right on average over random draws",
-    "leaks": "some of what workers give is lost: see the settings",
+    "leaks": "part of the workers' vectors is lost: see the settings",
 }
 
 

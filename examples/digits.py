@@ -1,4 +1,4 @@
-"""What the examples share: scikit-learn's embedded digits, and devices to act as workers."""
+"""Shared by the examples: scikit-learn's embedded digits, and devices that act as workers."""
 
 import argparse
 import math
@@ -18,7 +18,7 @@ class Digits(NamedTuple):
 
 
 def load() -> tuple[Digits, Digits]:
-    """1437 images to train on and 360 to test on; the same ones for every seed."""
+    """Loads 1437 images to train on and 360 to test on. They are the same for every seed."""
     images, labels = datasets.load_digits(return_X_y=True)
     split = train_test_split(images / 16, labels, test_size=0.2, stratify=labels, random_state=0)
     train_images, test_images, train_labels, test_labels = split
@@ -29,7 +29,7 @@ def load() -> tuple[Digits, Digits]:
 
 
 def batches(data: Digits, size: int, steps: int, seed: int) -> Iterator[Digits]:
-    """Random batches of all workers together; `jaxsparse.data_parallel` deals them out."""
+    """Random batches for all workers together. `jaxsparse.data_parallel` deals out each batch."""
     rng = np.random.default_rng(seed)
     for _ in range(steps):
         chosen = rng.integers(len(data.labels), size=size)
@@ -37,7 +37,7 @@ def batches(data: Digits, size: int, steps: int, seed: int) -> Iterator[Digits]:
 
 
 def shared_batch(size: int, workers: int) -> int:
-    """`size` rounded up to what `workers` can share equally."""
+    """`size`, rounded up to a multiple of `workers`, so that they can share it equally."""
     return -(-size // workers) * workers
 
 
@@ -65,12 +65,12 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class Workers(NamedTuple):
-    run: Mesh | int  # what jaxsparse.shard and jaxsparse.data_parallel are given
-    mesh: Mesh  # the same number of devices, to compile for where bytes are to be read
+    run: Mesh | int  # for jaxsparse.shard and jaxsparse.data_parallel; int: simulated workers
+    mesh: Mesh  # as many devices, for programs that are compiled to count their bytes
 
 
 def find_workers(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Workers:
-    """Call it before anything else touches JAX's devices."""
+    """The workers that the flags ask for. Call it before anything else touches JAX's devices."""
     emulated = args.simulate or args.devices or 8
     if args.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -81,8 +81,8 @@ def find_workers(args: argparse.Namespace, parser: argparse.ArgumentParser) -> W
     except RuntimeError as error:
         parser.error(f"--platform {args.platform}: {error}. Use --platform cpu to emulate devices")
     if args.simulate:
-        # What is simulated on one device does not communicate. That it would is read from a
-        # program compiled for as many emulated devices, and never run.
+        # A simulation on one device sends nothing. Its bytes are read from a program that is
+        # compiled for as many emulated devices and never run.
         mesh = jax.make_mesh((args.simulate,), ("data",), devices=jax.devices("cpu"))
         return Workers(args.simulate, mesh)
     wanted = args.devices or len(devices)
@@ -106,5 +106,5 @@ def number(kind: type, low: float, below: float = math.inf) -> Callable[[str], A
             raise argparse.ArgumentTypeError(f"{value} is out of range: give at least {low}{limit}")
         return value
 
-    parse.__name__ = kind.__name__  # argparse says it of what is no number at all
+    parse.__name__ = kind.__name__  # argparse names the type if the text is no number
     return parse

@@ -1,11 +1,11 @@
 """Fully sharded training inside a host, compressed exchange between hosts.
 
-Eight emulated devices are two hosts of four. Weights and Adam's moments are sharded over the four
-devices of a host, so that each device holds a quarter of them (FSDP, ZeRO stage 3). The code of the
-step is that of any trainer under `jax.jit`: JAX gathers a weight where a layer needs it, and sums
+Eight emulated devices act as two hosts of four. Weights and Adam's moments are sharded over the
+four devices of a host, so that each device holds a quarter of them (FSDP, ZeRO stage 3). The step
+is written as for any trainer under `jax.jit`: JAX gathers a weight where a layer needs it, and sums
 the gradients over the fast axis, "local". Three lines add jaxsparse, which exchanges each device's
-shard over the slow axis, "hosts", by SparDL. The data are scikit-learn's 8x8 digits (nothing is
-downloaded):
+shard by SparDL over the slow axis, "hosts". The data are scikit-learn's 8x8 digits, so nothing is
+downloaded:
 
     python examples/fsdp.py
     python examples/fsdp.py --method dense
@@ -33,7 +33,7 @@ Params = list[dict[str, jax.Array]]
 
 
 def init_params(hidden: int, seed: int, mesh: Mesh) -> Params:
-    """Kernels are sharded along their first axis; biases are small, and stay whole."""
+    """Initial parameters. Kernels are sharded along their first axis. Small biases stay whole."""
     rng = np.random.default_rng(seed)
     sizes = (64, hidden, hidden, 10)
 
@@ -64,7 +64,7 @@ def loss_of(params: Params, batch: digits.Digits) -> jax.Array:
 
 def make_step(tx: optax.GradientTransformation):
     def step(state: Any, batch: digits.Digits) -> tuple[Any, jax.Array]:
-        """What one host does, given its share of the batch."""
+        """The step of one host, given its share of the batch."""
         params, opt_state = state
         loss, grads = jax.value_and_grad(loss_of)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -92,14 +92,14 @@ def main() -> None:
     ]
     params = init_params(digits.shared_batch(args.hidden, LOCAL), args.seed, mesh)
 
-    # What is small goes uncompressed, and it is the shard that counts: of the last kernel 96 x 10
-    # elements by default, fewer than 1024, travel with the biases.
+    # Small leaves go uncompressed. The size of the shard decides: the last kernel's has 96 x 10
+    # elements by default, fewer than 1024, so it travels with the biases.
     exchange = {
         "dense": jaxsparse.dense(axis_name="hosts", delay=args.delay),
         "spardl": jaxsparse.spardl(args.density, axis_name="hosts", delay=args.delay),
     }[args.method]
 
-    # The three lines that are not those of any trainer.
+    # These three lines are all that jaxsparse adds to the trainer.
     tx = optax.chain(exchange, optax.adam(args.lr))
     state = jaxsparse.shard((params, tx.init(params)), mesh, axis_name="hosts")
     step = jaxsparse.data_parallel(make_step(tx), mesh, axis_name="hosts", donate_argnums=0)

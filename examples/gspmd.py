@@ -1,11 +1,11 @@
-"""A transformer on three mesh axes: two are JAX's own, and jaxsparse compresses over the third.
+"""A transformer on three mesh axes: JAX handles two, and jaxsparse compresses over the third.
 
-Eight emulated devices are two hosts of four. Inside a host, parameters are sharded over "fsdp" and
-"tp" (FSDP and tensor parallelism) as the metadata of their Flax nnx initializers says, and JAX adds
-the communication that they need. Each method trains the same model on the same data:
+Eight emulated devices act as two hosts of four. Inside a host, parameters are sharded over "fsdp"
+and "tp" (FSDP and tensor parallelism), as the metadata of their Flax nnx initializers says. JAX
+adds the communication that this needs. Each method trains the same model on the same data:
 
 - GSPMD: `jax.jit` and Optax alone. JAX sums gradients over hosts, too.
-- dense: jaxsparse, uncompressed. Losses are those of GSPMD.
+- dense: jaxsparse between hosts, uncompressed. It has the same losses as GSPMD.
 - spardl: jaxsparse with SparDL between hosts, which sends 5 % of the gradient's elements.
 
 The model reads the bytes of Python's own reference manual, so nothing is downloaded:
@@ -41,7 +41,7 @@ HEADS = 4
 
 
 def sharded(*axes: str | None) -> Any:
-    """An initializer of a parameter whose dimensions are sharded over these axes."""
+    """An initializer for a parameter whose dimensions are sharded over these axes."""
     return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
 
 
@@ -71,18 +71,18 @@ class Transformer(nnx.Module):
     """A byte-level language model.
 
     Args:
-        width: of the residual stream.
-        layers: the number of blocks.
-        length: most bytes of a window.
-        batch_axes: the mesh axes over which activations share the windows of a batch.
-        rngs: for the initial parameters.
+        width: number of features of the residual stream.
+        layers: number of blocks.
+        length: largest number of bytes in a window.
+        batch_axes: mesh axes over which the windows of a batch are divided.
+        rngs: random streams for the initial parameters.
     """
 
     def __init__(
         self, width: int, layers: int, length: int, batch_axes: tuple[str, ...], rngs: nnx.Rngs
     ):
         # The lookup below splits windows over "fsdp". If the table's columns were split over it,
-        # too, XLA would gather the table, and that across hosts.
+        # too, XLA would gather the table, even across hosts.
         table = sharded("fsdp", "tp")
         self.embedding = nnx.Param(table(rngs.params(), (BYTES, width)))
         self.positions = nnx.Param(table(rngs.params(), (length, width)))
@@ -109,18 +109,18 @@ def loss_of(model: Transformer, windows: jax.Array) -> jax.Array:
 class Run(NamedTuple):
     loss: float  # nats a byte, mean over the last tenth of the steps
     across: float  # bytes that a device receives in one step by collectives that cross hosts
-    inside: float  # and by all others
-    seconds: float  # median over steps
+    inside: float  # bytes that it receives in one step by all others
+    seconds: float  # median time of a step
 
 
 def train(method: str, args: argparse.Namespace, mesh: Mesh, progress: Progress) -> Run:
-    """Trains a model; the mesh is that of the context."""
+    """Trains a model on `mesh`, which must also be the mesh of the context."""
     is_ours = method != "GSPMD"
     tx = optax.adam(optax.warmup_cosine_decay_schedule(0, args.lr, args.steps // 10, args.steps))
     if is_ours:
         tx = optax.chain(exchange_of(method, args), tx)  # the first of jaxsparse's three lines
 
-    # Under jaxsparse a step is one host's: its constraints name the axes inside a host only.
+    # Under jaxsparse a step is that of one host. Its constraints name only axes inside a host.
     batch_axes = ("fsdp",) if is_ours else ("hosts", "fsdp")
     model = Transformer(args.width, args.layers, args.length, batch_axes, nnx.Rngs(args.seed))
     graphdef, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
@@ -130,7 +130,7 @@ def train(method: str, args: argparse.Namespace, mesh: Mesh, progress: Progress)
         loss, grads = nnx.value_and_grad(loss_of)(model, windows)
         optimizer.update(model, grads)
         if is_ours:
-            loss = jax.lax.pmean(loss, "hosts")  # to be shown
+            loss = jax.lax.pmean(loss, "hosts")  # only to be reported
         return nnx.state((model, optimizer)), loss
 
     if is_ours:

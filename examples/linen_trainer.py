@@ -1,11 +1,12 @@
 """Trains a Flax linen `TrainState` by one method of gradient exchange, with gradient accumulation.
 
-The data are scikit-learn's 8x8 digits (nothing is downloaded), the workers eight emulated devices:
+The data are scikit-learn's 8x8 digits, so nothing is downloaded. Eight emulated devices are the
+workers:
 
     python examples/linen_trainer.py --method sketched_sgd --accumulate 4
 
-With `--csv FILE` it also writes what the exchange delivers and holds back at each step, and shows
-some of it beside the progress.
+With `--csv FILE` it also writes diagnostics of each step (how much the exchange delivers and holds
+back), and shows some of them beside the progress.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import jaxsparse
 from jaxsparse.training.diagnostics import Diagnostics
 
-SHOWN = ("loss", "residual_norm", "delivered_share")  # beside the progress
+SHOWN = ("loss", "residual_norm", "delivered_share")  # columns that are shown beside the progress
 
 
 class MLP(nn.Module):
@@ -45,9 +46,9 @@ class MLP(nn.Module):
 def step(
     state: TrainState, batch: digits.Digits, key: jax.Array, *, accumulate: int, report: bool
 ) -> tuple[TrainState, jax.Array, Diagnostics | None]:
-    """What one worker does, given its share of the batch and its own residual."""
+    """The step of one worker, given its share of the batch and its own residual."""
     params = state.params
-    # The key is the same everywhere: without the worker's number all would drop the same units.
+    # All workers get the same key. Without the worker's number all would drop the same units.
     key = jax.random.fold_in(jax.random.fold_in(key, state.step), jax.lax.axis_index("data"))
 
     def loss_of(params: Any, micro: digits.Digits, key: jax.Array) -> jax.Array:
@@ -58,13 +59,13 @@ def step(
         loss, grads = jax.value_and_grad(loss_of)(params, *micro_and_key)
         return jax.tree.map(jnp.add, total, grads), loss
 
-    # Accumulating here, and not by optax.MultiSteps, leaves one exchange for all micro-batches.
+    # Accumulate here, not by optax.MultiSteps: one exchange then serves all micro-batches.
     micros = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
     keys = jax.random.split(key, accumulate)
     zeros = jax.tree.map(jnp.zeros_like, params)
     total, losses = jax.lax.scan(add_gradient, zeros, (micros, keys))
 
-    # As state.apply_gradients does it, but the updates are at hand to be reported.
+    # The same as state.apply_gradients, written out so that the updates can be reported.
     grads = jax.tree.map(lambda g: g / accumulate, total)
     updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
     state = state.replace(
@@ -127,7 +128,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def log(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """What writes a row to the file at once, so that a run that is stopped leaves those it has."""
+    """Yields a function that writes a row at once, so that a run that is stopped keeps its rows."""
     if path is None:
         yield lambda row: None
         return

@@ -1,10 +1,10 @@
-"""Trains in float16 with dynamic loss scaling: a step that overflows is skipped, the scale lowered.
+"""Trains in float16 with dynamic loss scaling: a step that overflows is skipped on all workers.
 
 Small gradients vanish in float16 unless the loss is scaled up, and large ones overflow if it is
-scaled too far. So the scale is raised every so often, and when a gradient overflows, on whatever
-worker, that step is skipped on all of them and the scale halved. jaxsparse agrees on that by itself
-and counts in its state, so the scale follows the counter. The data are scikit-learn's 8x8 digits
-(nothing is downloaded), the workers eight emulated devices:
+scaled too far. So the scale is raised every so often. If a gradient overflows on any worker, all
+workers skip the step and halve the scale. jaxsparse makes them agree, and counts skipped steps in
+its state. The scale follows this counter. The data are scikit-learn's 8x8 digits, so nothing is
+downloaded. Eight emulated devices are the workers:
 
     python examples/loss_scaling.py
 """
@@ -24,13 +24,13 @@ import jaxsparse
 
 
 class LossScale(NamedTuple):
-    """What the loss is multiplied by. Equal on all workers."""
+    """The factor that multiplies the loss. It is equal on all workers."""
 
     scale: jax.Array  # float32
-    good_steps: jax.Array  # int32: since it was last changed
+    good_steps: jax.Array  # int32: number of good steps since the scale last changed
 
     def after(self, is_good: jax.Array, raise_every: int) -> "LossScale":
-        """Doubled after `raise_every` good steps in a row, halved at once after a bad one."""
+        """The scale, doubled after `raise_every` good steps in a row or halved after a bad one."""
         good_steps = jnp.where(is_good, self.good_steps + 1, 0)
         rises = good_steps == raise_every
         factor = jnp.where(is_good, jnp.where(rises, 2.0, 1.0), 0.5)
@@ -40,7 +40,7 @@ class LossScale(NamedTuple):
 
 
 class State(NamedTuple):
-    params: Any  # float32, computed with in float16
+    params: Any  # float32; the model computes with float16 copies
     exchange: Any  # jaxsparse's state
     optimizer: Any
     loss_scale: LossScale
@@ -68,7 +68,7 @@ def logits_of(params: list[dict[str, jax.Array]], images: Any) -> jax.Array:
 
 def make_step(method: Any, optimizer: Any, raise_every: int):
     def step(state: State, batch: digits.Digits) -> tuple[State, jax.Array]:
-        """What one worker does, given its share of the batch and its own residual."""
+        """The step of one worker, given its share of the batch and its own residual."""
         scale = state.loss_scale.scale
 
         def scaled_loss(params: Any) -> tuple[jax.Array, jax.Array]:
@@ -77,16 +77,16 @@ def make_step(method: Any, optimizer: Any, raise_every: int):
             return losses.mean() * scale, losses.mean()
 
         (_, loss), grads = jax.value_and_grad(scaled_loss, has_aux=True)(state.params)
-        # Residuals outlive the scale of today: what is fed back is in the loss's own units.
+        # Residuals outlive the current scale, so gradients go back to the loss's own units.
         grads = jax.tree.map(lambda g: g / scale, grads)
         updates, exchange = method.update(grads, state.exchange)
-        # Whether *this worker's* gradients are finite must not decide anything: all workers agree
-        # on the counter, so all take the same branch.
+        # Let the counter decide, and not this worker's own gradients: it is equal on all workers,
+        # so all take the same branch.
         is_good = optax.tree.get(exchange, "skipped") == optax.tree.get(state.exchange, "skipped")
 
-        # The update of a skipped step is zero (with delay=1 it is not: then apply it, and guard the
-        # scale only). The optimizer would still age its moments by it, so keep them; jaxsparse's
-        # own state needs no such care.
+        # The update of a skipped step is zero, but the optimizer would still age its moments by it.
+        # So keep the old moments. jaxsparse's own state needs no such care. (With delay=1 the
+        # update is not zero: apply it, and guard the scale only.)
         updates, optimizer_state = optimizer.update(updates, state.optimizer, state.params)
         keep = lambda new, old: jnp.where(is_good, new, old)
         state = State(

@@ -1,6 +1,7 @@
-"""Trains one Flax NNX classifier: dense, with local steps, and with compressed gradients.
+"""Trains a Flax NNX classifier with dense gradients, local steps and compressed gradients.
 
-The data are scikit-learn's 8x8 digits (nothing is downloaded), the workers eight emulated devices:
+The data are scikit-learn's 8x8 digits, so nothing is downloaded. Eight emulated devices are the
+workers:
 
     python examples/quickstart.py
     python examples/quickstart.py --devices 3 --compression 5 50
@@ -42,14 +43,14 @@ class MLP(nnx.Module):
 
 
 class Local(NamedTuple):
-    """Local steps: workers train alone, and then exchange what that moved."""
+    """Local steps: each worker trains alone, and then all exchange how far their models moved."""
 
     outer: optax.GradientTransformation
     every: int
 
 
 def methods_to_compare(args: argparse.Namespace) -> dict[str, optax.GradientTransformation | Local]:
-    """The model, the data and every other setting are the same for all of them."""
+    """The methods by name. They share the model, the data and all other settings."""
     methods: dict[str, optax.GradientTransformation | Local] = {
         "dense": jaxsparse.dense(momentum=args.momentum)
     }
@@ -72,14 +73,14 @@ def train(
     args: argparse.Namespace,
     advance: Callable[[], object],
 ) -> report.Run:
-    """Trains once for each seed, calling `advance` after every step."""
+    """Trains once for each seed, and calls `advance` after every step."""
     train_set, test_set = digits.load()
-    # Not down to 0: what error feedback holds back still has to arrive.
+    # The rate does not fall to 0, because entries that wait in residuals still have to arrive.
     schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
     if isinstance(method, Local):
         tx = optax.sgd(schedule, momentum=args.momentum)
     else:
-        tx = optax.chain(method, optax.sgd(schedule))  # the momentum is the method's
+        tx = optax.chain(method, optax.sgd(schedule))  # the method has the momentum
 
     def create(seed: int) -> tuple[Any, Any]:
         model = MLP(args.hidden, nnx.Rngs(seed))
@@ -89,7 +90,7 @@ def train(
     model_graphdef = nnx.graphdef(MLP(args.hidden, nnx.Rngs(0)))
 
     def step(state: Any, batch: digits.Digits) -> tuple[Any, jax.Array]:
-        """What one worker does, given its share of the batch and its own residual."""
+        """The step of one worker, given its share of the batch and its own residual."""
         model, optimizer = nnx.merge(graphdef, state)
 
         def loss_of(model: Any) -> jax.Array:
@@ -108,7 +109,7 @@ def train(
     batches = functools.partial(digits.batches, train_set, args.batch_size, args.steps)
     way = with_local_steps if isinstance(method, Local) else with_gradients
     trainer = way(step, method, workers.run)
-    # Nothing is sent among workers on one device: read then what a mesh would send.
+    # Simulated workers send nothing. Their bytes are those that a mesh would send.
     on_mesh = way(step, method, workers.mesh) if args.simulate else trainer
     payload = on_mesh.payload(on_mesh.start(first), next(batches(seed=0)))
 
@@ -121,7 +122,7 @@ def train(
         for i, batch in enumerate(batches(seed=seed), start=1):
             began = time.perf_counter()
             state, loss = trainer.step(state, batch, i - 1)
-            losses.append(float(loss.mean()))  # waits: emulated devices may deadlock on a queue
+            losses.append(float(loss.mean()))  # waits: emulated devices may deadlock if steps queue
             seconds.append(time.perf_counter() - began)
             if i % args.eval_every == 0 or i == args.steps:
                 curves[-1].append(
@@ -135,20 +136,20 @@ def train(
 
 
 class Trainer(NamedTuple):
-    """One way to run the step of a worker on all of them."""
+    """A way to run the step of one worker on all workers."""
 
-    start: Callable[[Any], Any]  # all workers' state from one's
+    start: Callable[[Any], Any]  # from the state of one worker to that of all
     step: Callable[[Any, digits.Digits, int], tuple[Any, jax.Array]]
-    params: Callable[[Any], Any]  # of the model and of its optimizer, which has none
-    payload: Callable[[Any, digits.Digits], float]  # bytes, mean over steps
+    params: Callable[[Any], Any]  # from a state to a tuple that begins with the model's
+    payload: Callable[[Any, digits.Digits], float]  # bytes handed to collectives, mean over steps
 
 
 def with_gradients(step: Any, _: Any, where: Mesh | int) -> Trainer:
-    """Workers exchange gradients in each step, in the optimizer's transformation."""
+    """Workers exchange gradients in each step, inside the optimizer's transformation."""
 
     def marked(state: Any, batch: digits.Digits) -> tuple[Any, Any]:
         state, loss = step(state, batch)
-        # The loss is averaged outside: the exchange is then all that the step communicates.
+        # The loss is averaged outside, so that the step communicates nothing but the exchange.
         return state, jaxsparse.PerWorker.wrap(loss)
 
     run = jaxsparse.data_parallel(marked, where, donate_argnums=0)
@@ -166,7 +167,7 @@ def with_gradients(step: Any, _: Any, where: Mesh | int) -> Trainer:
 
 
 def with_local_steps(step: Any, method: Any, where: Mesh | int) -> Trainer:
-    """Workers train alone, and exchange what that moved every so many steps."""
+    """Workers train alone. Every `method.every` steps they exchange how far their models moved."""
     train = jaxsparse.LocalSteps(
         step,
         method.outer,

@@ -18,11 +18,11 @@ from rich.table import Table
 class Run(NamedTuple):
     """One method, trained once for each seed."""
 
-    steps: np.ndarray  # int[points]: when the curves were measured
+    steps: np.ndarray  # int[points]: steps at which the curves were measured
     train_loss: np.ndarray  # float[seeds, points]: mean over the steps since the last point
     test_accuracy: np.ndarray  # float[seeds, points]
     payload: float  # bytes that a worker hands to collectives, mean over steps
-    seconds: float  # median over steps
+    seconds: float  # median time of a step
 
 
 def compression(runs: dict[str, Run], name: str) -> float:
@@ -59,7 +59,7 @@ def _mean_and_spread(values: np.ndarray, form: str) -> str:
 
 
 def summary(runs: dict[str, Run]) -> str:
-    """What was shown, in words."""
+    """Each method's accuracy and bytes beside those of dense, in words."""
 
     def accuracy(name: str) -> str:
         return f"{100 * runs[name].test_accuracy[:, -1].mean():.1f} %"

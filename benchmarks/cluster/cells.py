@@ -1,4 +1,4 @@
-"""What is measured, one cell of the tables at a time, and the reducers that it is measured with."""
+"""Cells of the tables, each of which is one measurement, and the reducers that they measure."""
 
 import dataclasses
 import itertools
@@ -11,12 +11,12 @@ from jaxsparse.systems.ok_topk import OkTopk
 from jaxsparse.systems.sketched_sgd import SketchedBudget, SketchedSGD
 from jaxsparse.systems.sparcml import SparCML
 
-# All that make sense on dense gradients; sketched_sgd:40 is sketched_sgd at compression 40.
+# Systems that make sense on dense gradients. sketched_sgd:40 is sketched_sgd at compression 40.
 EVERY = (
     *(name for name in WITH_VARIANTS if name != "true_top_k"),
     "sketched_sgd:40",
 )
-# Selection and exchange of the research code that PEERS lists, and ours at 4 bytes an entry.
+# Systems of the research code in summary.PEERS, also with 4 bytes an entry.
 PEERS = (
     *("dense", "spardl", "spardl_packed", "ok_topk", "ok_topk_packed", "ok_topk_packed:1.5"),
     *("top_k", "top_k_packed"),
@@ -35,10 +35,10 @@ class Cell(NamedTuple):
 
 
 def budget(cell: Cell, workers: int) -> Budget:
-    """The reducer, or what makes the reducers of a whole tree.
+    """The reducer of a cell, or the budget that makes the reducers of a whole tree.
 
     Programs are compiled before any rate is known, so `sparcml` without a setting runs the
-    algorithm that suits a `planner.Link()`, whatever the rate; those of `SPARCML` run each.
+    algorithm that suits a `planner.Link()`, whatever the rate. Systems of `SPARCML` name one each.
 
     Raises:
         ValueError: the system is unknown, or can't be used like this.
@@ -71,7 +71,7 @@ def budget(cell: Cell, workers: int) -> Budget:
 
 
 def is_fixed(system: str) -> bool:
-    """Whether it sends the same whatever the density."""
+    """Whether the system sends the same at all densities."""
     name, _, setting = system.partition(":")
     return not WITH_VARIANTS[name].follows_density or (name == "sketched_sgd" and bool(setting))
 
@@ -83,7 +83,7 @@ def grid(
     densities: Sequence[float],
     workers: int,
 ) -> tuple[list[Cell], dict[str, str]]:
-    """All combinations, and for those that are not possible the reason.
+    """The possible combinations, and the reasons why the others are not possible.
 
     A system that ignores the density is measured once, at the first.
     """

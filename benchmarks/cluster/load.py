@@ -1,4 +1,4 @@
-"""How busy other programs keep the machine, for times measured meanwhile are worth less."""
+"""Measures how busy other programs keep the machine, because times are worth less meanwhile."""
 
 import os
 import time
@@ -8,7 +8,7 @@ class Others:
     """Counts the processor time of all processes that do not descend from one.
 
     Args:
-        root: the process whose descendants, and itself, do not count.
+        root: id of a process that does not count, nor do its descendants.
     """
 
     def __init__(self, root: int):
@@ -19,13 +19,13 @@ class Others:
         """Cores that others kept busy, on average since this was made."""
         after = _processes()
         own = {self._root}
-        # A child has nearly always a greater number than its parent; twice is for the rest.
+        # A child nearly always has a greater id than its parent. The second pass is for the rest.
         for _ in range(2):
             own |= {pid for pid, (parent, _) in sorted(after.items()) if parent in own}
         ticks = sum(
             used - self._before.get(pid, (0, 0))[1]
             for pid, (parent, used) in after.items()
-            # 2 is the parent of kernel threads, which work for whoever sends.
+            # 2 is the parent of kernel threads, which work for every sender.
             if pid not in own and pid != 2 and parent != 2
         )
         return ticks / os.sysconf("SC_CLK_TCK") / max(1e-3, time.monotonic() - self._start)

@@ -1,8 +1,8 @@
-"""Hosts on one machine: a network namespace each, on one bridge, with links of a given rate.
+"""Hosts on one machine: each is a network namespace, on one bridge, with links of a given rate.
 
 Each host has its own network stack, an interface eth0 whose counters count what it sends and
-receives, and its own /etc/hosts. What it sends is shaped at its interface, what it receives at the
-bridge's port that faces it, by the kernel's token bucket filter. Latency is what the kernel takes.
+receives, and its own /etc/hosts. The kernel's token bucket filter shapes what it sends at its
+interface, and what it receives at the bridge's port that faces it. The latency is the kernel's own.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _OWN = re.compile(rf"{_PREFIX}-(switch|host\d+)$")
 _SWITCH = f"{_PREFIX}-switch"
 _SUBNET = "10.213.0"
 _LOCK = Path("/run") / f"{_PREFIX}-cluster.lock"
-_HOSTS_FILES = Path("/etc/netns")  # what `ip netns exec` mounts over /etc
+_HOSTS_FILES = Path("/etc/netns")  # `ip netns exec` mounts its files over /etc
 _QUEUE = "4m"  # bytes that may wait at a link
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -31,13 +31,13 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """What a link carries in one direction, as `100mbit`, `1gbit`, or `none` for unshaped.
+    """The rate of a link in one direction, such as `100mbit` or `1gbit`, or `none` for unshaped.
 
     Attributes:
-        name: as it is given to `tc`.
+        name: the rate as `tc` takes it.
 
     Raises:
-        ValueError: it is not understood.
+        ValueError: the name is not understood.
 
     Example:
         >>> Rate("100mbit").bits, Rate("none").bits
@@ -56,23 +56,23 @@ class Rate:
 
     @property
     def bits(self) -> float | None:
-        """Bits a second, headers included; None if unshaped."""
+        """Bits a second, headers included. None if unshaped."""
         if self.name == "none":
             return None
         return float(self.name[:-4]) * _UNITS[self.name[-4:]]
 
     @property
     def payload(self) -> float | None:
-        """Bytes a second that TCP is left with: 1448 of the 1514 in each Ethernet frame."""
+        """Bytes a second that are left for TCP's payload: 1448 of the 1514 in an Ethernet frame."""
         return None if self.bits is None else self.bits / 8 * 1448 / 1514
 
     @property
     def segment(self) -> int:
         """Bytes that the kernel hands to the link at once (GSO).
 
-        The bucket must hold one of them and passes as much unshaped after a pause, so that a short
-        message would cross a slow link for nothing if it were the usual 64 KiB. Smaller ones cost
-        the processor more.
+        The bucket must hold one segment, and passes as much unshaped after a pause. With the usual
+        64 KiB a short message would cross a slow link for nothing. Smaller segments cost the
+        processor more.
         """
         for limit, segment in ((2e8, 8_000), (5e8, 16_000), (1e9, 32_000)):
             if self.bits is not None and self.bits <= limit:
@@ -91,8 +91,8 @@ class Cluster:
     """Hosts that are up.
 
     Attributes:
-        hosts: how many.
-        rate: of each link, either way.
+        hosts: number of hosts.
+        rate: rate of each link, either way.
     """
 
     hosts: int
@@ -105,7 +105,7 @@ class Cluster:
 
     @staticmethod
     def address(host: int) -> str:
-        """Its IPv4 address."""
+        """The IPv4 address of a host."""
         return f"{_SUBNET}.{host + 1}"
 
     def enter(self, host: int) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ class Cluster:
 
 
 def missing() -> str | None:
-    """What this machine lacks to emulate a cluster, in words; None if nothing."""
+    """In words, what this machine lacks to emulate a cluster. None: nothing."""
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if absent:
         return f"the commands {' and '.join(absent)} (Debian: apt-get install iproute2)"
@@ -142,11 +142,11 @@ def missing() -> str | None:
 def cluster(hosts: int, rate: Rate) -> Iterator[Cluster]:
     """Hosts that exist inside the block, whatever ends it.
 
-    What an earlier run left behind, because it was killed, is removed first.
+    It first removes hosts that an earlier run left behind because it was killed.
 
     Args:
-        hosts: how many, 2 to 200.
-        rate: of each link.
+        hosts: number of hosts, 2 to 200.
+        rate: rate of each link.
 
     Raises:
         ValueError: `hosts` is out of range.
@@ -181,7 +181,7 @@ def _build(up: Cluster) -> None:
         _run(*inside, "link", "set", "lo", "up")
         _run(*inside, "addr", "add", f"{own}/24", "dev", "eth0")
         _run(*inside, "link", "set", "eth0", "gso_max_size", str(up.rate.segment), "up")
-        # On the route, because the system-wide setting cannot be written in every namespace.
+        # Set on the route, because the system-wide setting cannot be written in every namespace.
         route = ("route", "replace", f"{_SUBNET}.0/24", "dev", "eth0", "src", own)
         _run(*inside, *route, "congctl", "cubic")
         _shape(name, "eth0", up.rate)

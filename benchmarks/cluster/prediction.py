@@ -1,4 +1,4 @@
-"""What the alpha-beta model says of a compiled program on the emulated links."""
+"""Predictions of the alpha-beta model for compiled programs on the emulated links."""
 
 import dataclasses
 import statistics
@@ -9,7 +9,7 @@ from namespaces import Rate
 from jaxsparse import planner, traffic
 
 _OPS = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
-# What some collectives make of a link, at worst.
+# Share of a link's rate that some collectives reach, at worst.
 _LEAST_SHARE = 0.5
 
 
@@ -18,11 +18,11 @@ def fitted(network: planner.Network, rate: Rate) -> planner.Network:
 
     The rate of a shaped link is known. On a busy machine, where messages wait for a core, a fit to
     short times can miss it by far. Bandwidths are therefore kept between half of the rate and the
-    rate, and each latency is the median of what that leaves of the times.
+    rate. Each latency is the median of the rest of the times.
 
     Args:
-        network: as measured, with its timings.
-        rate: of its links.
+        network: network as measured, with its timings.
+        rate: rate of its links.
     """
     if rate.payload is None:
         return network
@@ -41,8 +41,8 @@ def fitted(network: planner.Network, rate: Rate) -> planner.Network:
 
 
 def usual_seconds(moved: traffic.WireBytes, network: planner.Network) -> float:
-    """Seconds of a program of which each conditional takes its cheapest branch.
+    """Seconds of a program in which each conditional takes its cheapest branch.
 
-    The dear ones, in which Ok-Topk takes new thresholds, are taken in one step of 32.
+    The dear branches, in which Ok-Topk takes new thresholds, are taken in one step of 32.
     """
     return network.seconds(moved.usual)

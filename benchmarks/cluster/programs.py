@@ -1,4 +1,4 @@
-"""The compiled programs of a cell: as they run on the cluster, and what they compute alone.
+"""The compiled programs of a cell: one that runs on the cluster, and one that only computes.
 
 Compiling is most of a sweep's time. All ranks run the same program, so each is compiled by one rank
 and loaded by the others, from files that later runs find again.
@@ -26,21 +26,21 @@ import jaxsparse
 from jaxsparse import traffic
 from jaxsparse.collectives import wire
 
-_BATCH, _INPUTS, _CLASSES = 8, 64, 10  # of the model that is trained: examples of a worker
+_BATCH, _INPUTS, _CLASSES = 8, 64, 10  # batch of a worker; inputs and classes of the trained model
 _MESH_AXIS = "data"
 
 
 class Program(NamedTuple):
-    """A function of flat arrays that returns the first of them anew."""
+    """A function of flat arrays that returns new values of the first of them."""
 
-    function: Any  # jitted; of carried arrays, which are donated, and fixed ones
-    carried: list[jax.ShapeDtypeStruct]  # with shardings
+    function: Any  # jitted; takes carried arrays, which are donated, and fixed ones
+    carried: list[jax.ShapeDtypeStruct]  # shapes with shardings
     fixed: list[jax.ShapeDtypeStruct]
-    initial: Callable[[], list[np.ndarray]]  # this process's share of all of them
+    initial: Callable[[], list[np.ndarray]]  # this process's share of all arrays
 
 
 class Loaded(NamedTuple):
-    """A compiled program, and what it moves."""
+    """A compiled program, and the bytes that it moves."""
 
     run: Callable[..., Any]
     moved: traffic.WireBytes
@@ -51,8 +51,8 @@ def program(cell: Cell, mesh: Mesh, *, alone: bool) -> Program:
 
     Args:
         cell: what to measure.
-        mesh: with one device of each process.
-        alone: nothing is sent; what would arrive is what the worker itself sends.
+        mesh: mesh with one device of each process.
+        alone: whether to send nothing. Each worker then receives its own messages.
     """
     return {"exchange": _exchange, "step": _step}[cell.what](cell, mesh, alone)
 
@@ -66,8 +66,8 @@ def _exchange(cell: Cell, mesh: Mesh, alone: bool) -> Program:
     leaves, treedef = jax.tree.flatten(start)
     split, whole = PartitionSpec(_MESH_AXIS), PartitionSpec()
     state_specs = jax.tree.leaves(jaxsparse.specs(start), is_leaf=lambda s: s in (split, whole))
-    # All of it would pile up for the first 1 / density exchanges, and half of it settles within a
-    # few. Without the other workers most of what is selected would never arrive: none is kept.
+    # The whole residual would pile up for the first 1 / density exchanges. Half of it settles in a
+    # few. Without the other workers most selected entries would never arrive, so none is kept.
     kept = np.float32(0 if alone else 0.5)
 
     def body(mean: Any, residual: Any, *rest: Any) -> Any:
@@ -102,16 +102,16 @@ def _exchange(cell: Cell, mesh: Mesh, alone: bool) -> Program:
 
 @functools.lru_cache(maxsize=1)
 def _gradient(size: int) -> np.ndarray:
-    """This process's: normal, cubed, as heavy in the tails as gradients are."""
+    """This process's gradient: cubed normals, as heavy in the tails as gradients are."""
     rng = np.random.default_rng(jax.process_index())
     return rng.standard_normal(size, np.float32) ** 3
 
 
 def hidden(params: int) -> int:
-    """Width of a model of two hidden layers that has about so many parameters.
+    """Width of a model of two hidden layers that has about `params` parameters.
 
     >>> hidden(1_000_000)
-    963
+    964
     """
     edges = _INPUTS + _CLASSES
     return max(1, round(((edges**2 + 4 * params) ** 0.5 - edges) / 2))
@@ -199,10 +199,10 @@ def arguments(made: Program) -> tuple[list[jax.Array], list[jax.Array]]:
 
 @contextlib.contextmanager
 def _newly_compiled() -> Iterator[None]:
-    """Turns JAX's compilation cache off: what comes out of it can't be serialized again."""
+    """Turns JAX's compilation cache off. Programs out of it can't be serialized again."""
     before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX reads the setting once, until this
+    compilation_cache.reset_cache()  # JAX reads the setting once, and again after this
     try:
         yield
     finally:
@@ -229,12 +229,12 @@ class Store:
         self._version = sources.hexdigest()
 
     def path(self, cell: Cell, alone: bool) -> Path:
-        """Where the program is, or will be."""
+        """The path where the program is, or will be."""
         key = (*cell, alone, self._workers, self._version)
         return self._folder / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
 
     def compile(self, cell: Cell, alone: bool, mesh: Mesh) -> None:
-        """Puts it there."""
+        """Compiles the program, and puts it there."""
         made = program(cell, mesh, alone=alone)
         lowered = made.function.lower(*made.carried, *made.fixed)
         with _newly_compiled():
@@ -246,7 +246,7 @@ class Store:
         partial.rename(path)
 
     def load(self, cell: Cell, alone: bool, mesh: Mesh) -> Loaded:
-        """Takes it from there, and waits until it is."""
+        """Loads the program from there, and waits until it is there."""
         path = self.path(cell, alone)
         while not path.exists():  # if the rank that compiles it fails, the launcher ends this one
             time.sleep(0.05)

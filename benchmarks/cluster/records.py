@@ -1,4 +1,4 @@
-"""The file of results: what was measured so far, complete after each row."""
+"""The file of results. It is complete after each row."""
 
 import json
 import os
@@ -9,13 +9,13 @@ _CELL = ("what", "system", "params", "density", "hosts", "rate")
 
 
 class Records:
-    """Rows and networks in a JSON file; a row replaces an earlier one of the same cell.
+    """Rows and networks in a JSON file. A row replaces an earlier one of the same cell.
 
     Args:
-        path: of the file, which need not exist yet.
+        path: path of the file, which need not exist yet.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: the file has no results of this benchmark.
     """
 
     def __init__(self, path: Path):
@@ -38,21 +38,21 @@ class Records:
             ) from error
 
     def has(self, cell: dict[str, Any]) -> bool:
-        """Whether there is a row of this cell, given by its fields, hosts and rate."""
+        """Whether there is a row of this cell, which is given by its fields, hosts and rate."""
         return any(all(row[name] == cell[name] for name in _CELL) for row in self.rows)
 
     def add(self, row: dict[str, Any]) -> None:
-        """One measured cell."""
+        """Adds one measured cell."""
         self.rows = _replaced(self.rows, row, _CELL)
         self._write()
 
     def add_network(self, network: dict[str, Any]) -> None:
-        """What the links of a cluster were measured to be."""
+        """Adds the measured links of a cluster."""
         self.networks = _replaced(self.networks, network, ("hosts", "rate"))
         self._write()
 
     def add_training(self, run: dict[str, Any]) -> None:
-        """One training run from start to end."""
+        """Adds one training run, from start to end."""
         self.training = _replaced(self.training, run, ("method", "hosts", "rate"))
         self._write()
 

@@ -5,9 +5,9 @@
     python benchmarks/cluster/run.py --hosts 4 -- examples/multihost/train.py --method top_k
 
 Each host is a network namespace with links of its own and runs one JAX process. Rows go to a JSON
-file as they come, and summary.py makes tables and figures of it. Behind `--` stands a script that
-all hosts run in place of that. What such a cluster can show, and what it cannot, is in README.md
-beside this file.
+file as they come, and summary.py makes tables and figures of it. If a script stands behind `--`,
+all hosts run it instead. README.md beside this file says what such a cluster can show, and what it
+cannot.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from records import Records
 
 _FOLDER = Path(__file__).parent
 _TRAIN = _FOLDER.parents[1] / "examples" / "multihost" / "train.py"
-# Memory that is freed stays with the process, as on accelerators: else glibc gives large arrays
-# back at once, and page faults are up to 40 % of what an exchange computes.
+# Settings of glibc that leave freed memory with the process, as on accelerators. Otherwise it gives
+# large arrays back at once, and page faults are up to 40 % of an exchange's computing time.
 _MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
@@ -42,7 +42,7 @@ _WHAT = ("exchange", "step", "bytes", "peers", "sparcml", "end_to_end")
 
 
 def count(text: str) -> int:
-    """1000000, 1M, 64k or 2^20."""
+    """The number that 1000000, 1M, 64k or 2^20 stands for."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kM]?)|(\d+)\^(\d+)", text)
     value = 0.0
     if found:
@@ -119,12 +119,12 @@ def flags() -> argparse.ArgumentParser:
 def wanted(
     args: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> tuple[list[Any], dict[str, str]]:
-    """The cells, and what is not possible. Imports JAX, which takes seconds."""
+    """The cells, and the reasons why others are not possible. Imports JAX, which takes seconds."""
     import cells
 
     for system in args.systems or ():
         try:
-            # At a density at which all are possible, so that only names are in question.
+            # All systems are possible at this density, so that only names are in question.
             cells.budget(cells.Cell("exchange", system, 1_000_000, 0.001), args.hosts)
         except ValueError as error:
             parser.error(f"--systems {system}: {error}")
@@ -185,7 +185,7 @@ def measure(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Runs the example of several hosts with each method."""
+    """Runs examples/multihost/train.py with each method."""
     records = Records(args.json)
     for method in args.methods:
         name = method if args.local_steps == 1 else f"{method}, every {args.local_steps} steps"

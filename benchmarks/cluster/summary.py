@@ -21,25 +21,25 @@ from records import Records
 Row = dict[str, Any]
 Key = tuple[str, int, str, int, float]  # what, hosts, rate, params, density
 
-# Times that differ by less say nothing about an order.
+# A factor. Times that differ by less say nothing about an order.
 _TELLING = 1.1
 _SHOWN = (
     *("dense", "sketched_sgd", "spardl", "spardl_packed", "ok_topk", "sparcml", "gtopk", "top_k"),
     *("qsgd", "sign_sgd"),
 )
-# That pick the largest entries of a worker, or nearly so.
+# Systems that pick the largest entries of a worker, or nearly so.
 _ENTRIES = ("spardl", "ok_topk", "top_k", "gtopk", "dgc", "ms_topk", "dragonn", "sparcml")
 
 
 class Published(NamedTuple):
     """The authors' MPI code on links shaped alike, two cores for all ranks, 4,000,000 floats, 1 %.
 
-    Medians of another run, on another day: a ratio near 1 decides nothing.
+    Seconds are medians of another run, on another day, so a ratio near 1 decides nothing.
     """
 
     hosts: int
     rate: str
-    system: str  # ours of the same name
+    system: str  # our system of the same name
     seconds: float  # selection included
     sent: float  # bytes a rank sends
 
@@ -69,7 +69,7 @@ class Claim(NamedTuple):
 
 
 def cells(rows: Iterable[Row]) -> dict[Key, dict[str, Row]]:
-    """Rows of each cell by system; those that ignore the density are in the cells of all."""
+    """Rows of each cell by system. Rows that ignore the density are in the cells of all."""
     found: dict[Key, dict[str, Row]] = collections.defaultdict(dict)
     densities: dict[tuple[Any, ...], set[float]] = collections.defaultdict(set)
     for row in rows:
@@ -89,7 +89,7 @@ def cells(rows: Iterable[Row]) -> dict[Key, dict[str, Row]]:
 
 
 def ignores_density(row: Row) -> bool:
-    """Whether it is measured once for all densities."""
+    """Whether the row's system is measured once for all densities."""
     return row["system"] in ("dense", "qsgd", "sign_sgd") or row["system"].startswith(
         "sketched_sgd:"
     )
@@ -100,11 +100,11 @@ def _speed(rate: str) -> float:
 
 
 def ranked(found: dict[Key, dict[str, Row]], pairs_of: str = "all") -> tuple[int, int]:
-    """Pairs of systems that the model puts in the order that was measured, and all pairs.
+    """Numbers of pairs of systems: those that the model orders as measured, and all pairs.
 
     Args:
         found: rows by cell.
-        pairs_of: "all" systems of a cell, or "dense" with each other one.
+        pairs_of: "all": all systems of a cell. "dense": dense with each other system.
 
     Returns:
         Both counts, without pairs whose times differ by less than a tenth.
@@ -167,7 +167,7 @@ def _gain(ratio: float) -> str:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """What the emulated cluster is to show."""
+    """The statements that the emulated cluster is to show."""
     found = cells(rows)
     return [*_against_dense(found), *_against_model(found), *_bytes(found), *_against_peers(found)]
 
@@ -314,10 +314,11 @@ def draw(rows: Sequence[Row], shown: Sequence[str], by: str, path: Path) -> bool
     """A panel for each size and density: time against bandwidth, or against hosts.
 
     Args:
-        rows: of all cells.
-        shown: systems.
-        by: "rate", with the number of hosts that has the most rates, or "hosts", likewise.
-        path: of the PNG.
+        rows: rows of all cells.
+        shown: systems to draw.
+        by: "rate", at the number of hosts that has the most rates, or "hosts", at the rate that has
+            the most numbers of hosts.
+        path: path of the PNG.
 
     Returns:
         Whether there was anything to draw.
@@ -366,7 +367,7 @@ def draw(rows: Sequence[Row], shown: Sequence[str], by: str, path: Path) -> bool
 
 
 def draw_training(runs: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Accuracy against seconds of training."""
+    """Draws accuracy against seconds of training, if there are runs. Returns whether it did."""
     from matplotlib.figure import Figure
 
     if not runs:
@@ -391,7 +392,7 @@ def draw_training(runs: Sequence[dict[str, Any]], path: Path) -> bool:
 
 
 def training_table(runs: Sequence[dict[str, Any]]) -> str:
-    """Markdown: what each training run took."""
+    """Markdown: a table of the training runs."""
     if not runs:
         return ""
     lines = ["| trained | hosts | rate | steps | seconds | test accuracy | received kB a step |",

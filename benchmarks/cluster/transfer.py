@@ -1,4 +1,4 @@
-"""One TCP connection that carries as much as it can: shows that a link has its rate.
+"""Shows that a link has its rate, by one TCP connection that carries as much as it can.
 
 python transfer.py receive PORT         prints Mbit/s of payload once the sender is done
 python transfer.py send ADDRESS PORT SECONDS

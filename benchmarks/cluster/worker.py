@@ -24,20 +24,20 @@ from records import Records
 from jaxsparse import fail_at_once, planner
 from jaxsparse.collectives import wire
 
-_LEAST = 3  # repetitions
-_WORDS = (1, 2**10, 2**14, 2**17, 2**20)  # that links are measured with
+_LEAST = 3  # least number of repetitions
+_WORDS = (1, 2**10, 2**14, 2**17, 2**20)  # sizes of messages with which links are measured
 _DEVICE = "eth0"
 
 
 class Plan(NamedTuple):
-    """What `run.py` asks for."""
+    """The cells and settings that `run.py` asks for."""
 
     cells: list[list[Any]]
     rate: str
-    repeats: int  # of a cell, at most
-    seconds: float  # for the repetitions of a cell, but at least 3
+    repeats: int  # repetitions of a cell, at most
+    seconds: float  # time for the repetitions of a cell, of which there are at least 3
     store: str  # folder of compiled programs
-    results: str  # file
+    results: str  # file of results
     root: int  # process id of run.py
 
 
@@ -70,7 +70,7 @@ class Bench:
         jax.block_until_ready(self._sum(self._one))
 
     def everyone(self, values: np.ndarray) -> np.ndarray:
-        """The arrays of all ranks, stacked; of at most `repeats` elements, that one compiles."""
+        """The arrays of all ranks, stacked. Equal padding lets one program serve them all."""
         padded = np.zeros(max(self.plan.repeats, _LEAST, 2), np.float32)
         padded[: len(values)] = values
         gathered = np.asarray(multihost_utils.process_allgather(padded))
@@ -93,7 +93,7 @@ class Bench:
             carried = jax.block_until_ready(loaded.run(*carried, *fixed))
             return time.perf_counter() - start
 
-        once()  # connections are made, and memory is touched first
+        once()  # makes connections, and touches memory for the first time
         slowest = float(self.everyone(np.array([once()])).max())
         for _ in range(min(3, int(self.plan.seconds / slowest))):
             once()  # for the state to settle
@@ -105,7 +105,7 @@ class Bench:
         return self.everyone(seconds).max(axis=0), self.everyone(moved)
 
     def measure(self, cell: Cell, store: Store, network: planner.Network) -> dict[str, Any]:
-        """The row of a cell."""
+        """Measures a cell. Returns its row."""
         others = Others(self.plan.root)
         made = program(cell, self.mesh, alone=False)
         loaded = store.load(cell, False, self.mesh)
@@ -156,7 +156,7 @@ def counters() -> np.ndarray:
 
 
 def compile_all(cells: list[Cell], store: Store, mesh: Mesh) -> None:
-    """Each program on one rank, as many at a time as there are cores."""
+    """Compiles each program on one rank, as many at a time as there are cores."""
     wanted = [(cell, alone) for cell in cells for alone in (False, True)]
     wanted = [each for each in wanted if not store.path(*each).exists()]
     # All ranks must have looked before the first program appears.
@@ -184,7 +184,7 @@ def main() -> None:
     bench = Bench(plan)
     store = Store(Path(plan.store), bench.mesh.size)
     compile_all(cells, store, bench.mesh)
-    # Up to sizes at which the rate, and not the first burst, is what counts.
+    # The largest sizes are such that the rate counts, and not the first burst.
     measured = planner.measure_network(bench.mesh, words=_WORDS, seconds=15.0)
     network = fitted(measured, Rate(plan.rate))
     records = Records(Path(plan.results))

@@ -3,10 +3,10 @@
     pip install -r benchmarks/trainers/requirements.txt
     python benchmarks/trainers/compare.py linen_lm tunix_qwen3
 
-A trainer is a script, whose lines that end in "# +" are added for jaxsparse. Without them it is the
-original, which `jax.jit` runs on the same mesh. The compressed one runs twice, with a budget for
-everything, where its losses must be the original's, and with 1 %. Bytes are those that a device
-receives in a step, read from the dump of the largest program that the process compiles.
+A trainer is a script. Its lines that end in "# +" are added for jaxsparse. Without them it is the
+original, which `jax.jit` runs on the same mesh. The compressed trainer runs twice: with a budget
+for everything, where its losses must be the original's, and with 1 %. Bytes are those that a device
+receives in a step. They are read from the dump of the largest program that the process compiles.
 """
 
 import argparse
@@ -25,15 +25,15 @@ import jaxsparse
 HERE = Path(__file__).parent
 MESH = AbstractMesh((2, 2, 2), ("hosts", "fsdp", "tp"))
 MOST_LINES = 8
-TOLERANCE = 2e-6  # of losses, relative
+TOLERANCE = 2e-6  # relative tolerance of losses
 
 
 class Run(NamedTuple):
-    """What a trainer did."""
+    """Losses and bytes of one run of a trainer."""
 
     losses: list[float]
     across: float  # bytes that a device receives in one step by collectives that cross hosts
-    inside: float  # and by all others
+    inside: float  # bytes that it receives in one step by all others
 
 
 def without(script: str) -> str:
@@ -50,7 +50,7 @@ def run(script: str, steps: int, density: float = 1.0, timeout: float = 600) -> 
     """Runs a script in a process of its own, on eight emulated devices.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the script failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trainer.py"
@@ -81,7 +81,7 @@ def run(script: str, steps: int, density: float = 1.0, timeout: float = 600) -> 
 
 
 def furthest(run: Run, original: Run) -> float:
-    """The largest difference of a step's losses, relative."""
+    """The largest relative difference between the losses of a step."""
     return max(abs(a - b) / abs(b) for a, b in zip(run.losses, original.losses, strict=True))
 
 

@@ -1,8 +1,8 @@
 """Word-level corpora: Python's own documentation, or a file of space-separated tokens.
 
 Every CPython carries its reference manual (`pydoc_data.topics`) and the docstrings of its standard
-library: half a million words and punctuation marks, of which nothing is downloaded. They differ a
-little from one Python version to the next.
+library. Together they have half a million words and punctuation marks, and nothing is downloaded.
+They differ a little from one Python version to the next.
 """
 
 import ast
@@ -21,12 +21,12 @@ UNKNOWN, END = "<unk>", "<eos>"
 Document = list[str]
 
 _TOKEN = re.compile(r"[a-z]+(?:'[a-z]+)?|\d+|_+|[^\w\s]")
-# Distributions leave these out or add to them.
+# Folders that some distributions leave out or add to.
 _ELSEWHERE = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib", "turtledemo"}
 
 
 class Corpus(NamedTuple):
-    """Two texts as one long row of word numbers each; a document ends with `END`."""
+    """Two texts, each as one long row of word numbers. Every document ends with `END`."""
 
     train: np.ndarray  # int32[n]
     valid: np.ndarray  # int32[m]
@@ -43,15 +43,15 @@ def tokens(text: str) -> Document:
 
 
 def manual() -> list[Document]:
-    """The topics of Python's reference manual, by name."""
+    """The topics of Python's reference manual, in the order of their names."""
     return [tokens(text) for _, text in sorted(topics.topics.items())]
 
 
 def docstrings(root: Path | None = None) -> list[Document]:
-    """The docstrings of each file below `root`, by path; nothing is imported.
+    """The docstrings of each file below `root`, in the order of their paths. Imports nothing.
 
     Args:
-        root: a folder of Python sources; None for the standard library.
+        root: folder of Python sources. None: the standard library.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     documents = []
@@ -84,10 +84,10 @@ def read(path: Path) -> list[Document]:
 
 
 def split(documents: Sequence[Document], one_in: int = 10) -> tuple[list[Document], list[Document]]:
-    """To train on, and one in ten or so to validate on, chosen by a hash of the words.
+    """Documents to train on, and about one in `one_in` to validate on, by a hash of the words.
 
     The same document is always on the same side, whatever its neighbours and however often it
-    occurs, so that no copy of it crosses over.
+    occurs. So no copy of a training document is in the validation text.
     """
     train: list[Document] = []
     valid: list[Document] = []
@@ -98,15 +98,15 @@ def split(documents: Sequence[Document], one_in: int = 10) -> tuple[list[Documen
 
 
 def build(train: Sequence[Document], valid: Sequence[Document], vocabulary: int) -> Corpus:
-    """Numbers words by their frequency in `train`; the rarest become `UNKNOWN`.
+    """Numbers words by their frequency in `train`. The rarest become `UNKNOWN`.
 
     Args:
         train: documents to train on, and to take the vocabulary from.
         valid: documents to validate on.
-        vocabulary: most words to tell apart, `UNKNOWN` and `END` included.
+        vocabulary: largest number of words to tell apart, `UNKNOWN` and `END` included.
 
     Raises:
-        ValueError: one of the two has no tokens, or the vocabulary is below 3.
+        ValueError: `train` or `valid` has no tokens, or the vocabulary is below 3.
     """
     if vocabulary < 3:
         raise ValueError(f"vocabulary={vocabulary} must be at least 3: {UNKNOWN}, {END} and a word")
@@ -128,7 +128,7 @@ def build(train: Sequence[Document], valid: Sequence[Document], vocabulary: int)
 
 
 def batches(text: np.ndarray, windows: int, length: int, steps: int, seed: int) -> Iterator:
-    """Random windows of all workers together, int32[windows, length + 1]: inputs and targets."""
+    """Random windows for all workers together, int32[windows, length + 1]: inputs and targets."""
     rng = np.random.default_rng(seed)
     for _ in range(steps):
         starts = rng.integers(len(text) - length, size=windows)
@@ -136,9 +136,10 @@ def batches(text: np.ndarray, windows: int, length: int, steps: int, seed: int) 
 
 
 def consecutive(text: np.ndarray, length: int) -> np.ndarray:
-    """The whole text as windows that overlap by the one word that is target, then input.
+    """The whole text as windows, int32[n, length + 1]: inputs and targets.
 
-    int32[n, length + 1]; up to `length` words at the end are left out.
+    A window's last word, which is only a target, is the next window's first input. Fewer than
+    `length` words at the end are left out.
     """
     starts = np.arange(0, len(text) - length, length)
     return text[starts[:, None] + np.arange(length + 1)]

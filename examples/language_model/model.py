@@ -1,4 +1,4 @@
-"""An LSTM language model whose embedding's gradient is sparse, and its loss."""
+"""An LSTM language model with a sparse gradient of its embedding, and its loss."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ from flax import nnx
 
 
 class LanguageModel(nnx.Module):
-    """Embedding, one LSTM layer and an output matrix of its own, behind a narrower layer.
+    """An embedding, one LSTM layer, a narrower layer, and an output matrix that is not shared.
 
-    The gradient of `embedding` has rows other than 0 for the words of the batch only. That of
-    `output` is dense: the softmax pushes every word's score down.
+    The gradient of `embedding` is zero in all rows but those of the batch's words. The gradient of
+    `output` is dense, because the softmax pushes every word's score down.
     """
 
     def __init__(self, words: int, width: int, hidden: int, output: int, rngs: nnx.Rngs):
@@ -23,7 +23,7 @@ class LanguageModel(nnx.Module):
         self.output = nnx.Linear(output, words, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Scores of what follows: int[windows, length] to float[windows, length, words]."""
+        """Scores of the next words: int[windows, length] to float[windows, length, words]."""
         gates = jnp.swapaxes(self.gates(self.embedding(tokens)), 0, 1)  # time first, for the scan
         kernel = self.recurrent.kernel[...]
 
@@ -36,7 +36,7 @@ class LanguageModel(nnx.Module):
             short = nnx.sigmoid(leave) * jnp.tanh(long)
             return (short, long), short
 
-        # Not zeros: a scan's carry must be typed as differing between workers, as the gates are.
+        # Made of the gates, so that the type says, as theirs does, that workers' values differ.
         nothing = jnp.zeros_like(gates[0, :, : kernel.shape[0]])
         _, states = jax.lax.scan(step, (nothing, nothing), gates)
         return self.output(nnx.relu(self.narrow(jnp.swapaxes(states, 0, 1))))

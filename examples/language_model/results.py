@@ -1,4 +1,4 @@
-"""What the methods reached and sent: a table, a figure, JSON and one sentence for each."""
+"""Perplexities and bytes of the methods: a table, a figure, JSON and a sentence for each."""
 
 import json
 from pathlib import Path
@@ -18,12 +18,12 @@ from rich.table import Table
 class Run(NamedTuple):
     """One method, trained once for each seed."""
 
-    steps: np.ndarray  # int[points]: when the curves were measured
+    steps: np.ndarray  # int[points]: steps at which the curves were measured
     perplexity: np.ndarray  # float[seeds, points], of the validation text
     received: float  # bytes that a worker receives in one step
-    embedding: float  # of these, bytes of the embedding's gradient
-    overflow: int  # elements that were kept back for want of room, over all steps and seeds
-    seconds: float  # median over steps
+    embedding: float  # the part of `received` that is for the embedding's gradient
+    overflow: int  # elements that found no room in messages, over all steps and seeds
+    seconds: float  # median time of a step
 
 
 def table(runs: dict[str, Run], caption: str) -> Table:
@@ -56,7 +56,7 @@ def _mean_and_spread(values: np.ndarray) -> str:
 
 
 def summary(runs: dict[str, Run]) -> str:
-    """Each method beside dense, in words."""
+    """A sentence for each method, which compares it with dense."""
     dense = runs["dense"]
     lines = []
     for name, run in runs.items():

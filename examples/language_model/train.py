@@ -1,6 +1,7 @@
 """Trains a word-level LSTM whose embedding's gradient travels sparse, sketched or dense.
 
-The text is Python's own documentation (nothing is downloaded), the workers eight emulated devices:
+The text is Python's own documentation, so nothing is downloaded. Eight emulated devices are the
+workers:
 
     python examples/language_model/train.py
     python examples/language_model/train.py --methods dense s2 --seeds 0 1 2
@@ -31,14 +32,14 @@ import jaxsparse
 from jaxsparse.reducers.base import Reducer
 
 METHODS = ("dense", "gather", "s2", "s2 + spardl")
-# How each leaf of the model is exchanged, by a part of its name; all others go dense.
+# Reducers of the model's leaves, by a part of their names. All other leaves go dense.
 Policy = dict[str, Reducer]
 EMBEDDING = "embedding"
 MATRICES = "(gates|recurrent|output).*kernel"
 
 
 def policies(args: argparse.Namespace, union: int) -> dict[str, Policy]:
-    """The methods; `union` is how many words a step's batch may touch, of all workers together."""
+    """The methods by name. All workers together may touch `union` words in a step."""
     words = args.vocabulary
     own = min(words, args.windows // args.workers * args.length)
     gather = jaxsparse.systems.SparseAllGather(block_size=args.width, capacity_density=own / words)
@@ -57,17 +58,17 @@ def policies(args: argparse.Namespace, union: int) -> dict[str, Policy]:
 
 
 def most_distinct(text: np.ndarray, args: argparse.Namespace) -> int:
-    """The most distinct words among the inputs of one step's batch, in 100 batches."""
+    """The largest number of distinct words in a batch's inputs, among 100 batches."""
     batches = corpus.batches(text, args.windows, args.length, 100, seed=12345)
     return max(len(np.unique(batch[:, :-1])) for batch in batches)
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    """Adam, but SGD with momentum for the embedding, of the mean gradient.
+    """Adam, but for the embedding SGD with momentum of the mean gradient.
 
-    A sketch's noise is spread evenly over the rows of a batch. Adam would divide it by itself in
-    the rows of rare words, where it is most of the gradient, and so make it as large as the signal
-    in others.
+    A sketch spreads its noise evenly over the rows of a batch. In the rows of rare words the noise
+    is most of the gradient. Adam would divide it by its own size there, and so make it as large as
+    the signal in other rows.
     """
 
     def schedule(peak: float) -> optax.Schedule:
@@ -94,7 +95,7 @@ def train(
     args: argparse.Namespace,
     advance: Callable[[], object],
 ) -> results.Run:
-    """Trains once for each seed, calling `advance` after every step."""
+    """Trains once for each seed, and calls `advance` after every step."""
     tx = optax.chain(jaxsparse.partition(policy), make_optimizer(args))
 
     def create(seed: int) -> tuple[Any, Any]:
@@ -107,7 +108,7 @@ def train(
     graphdef, state = create(seed=0)
 
     def step(state: Any, windows: jax.Array) -> tuple[Any, jax.Array]:
-        """What one worker does, given its share of the batch."""
+        """The step of one worker, given its share of the batch."""
         lm, optimizer = nnx.merge(graphdef, state)
         grads = nnx.grad(model.loss)(lm, windows)
         optimizer.update(lm, grads)
@@ -153,7 +154,7 @@ def train(
 
 
 def embedding_bytes(policy: Policy, shape: tuple[int, int], mesh: Mesh) -> float:
-    """Bytes that a worker receives for a gradient of the embedding alone, from compiled HLO."""
+    """Bytes that a worker receives for the gradient of the embedding alone, from compiled HLO."""
     tx = jaxsparse.partition({rule: policy[rule] for rule in policy if rule == EMBEDDING})
     params = {EMBEDDING: jnp.zeros(shape)}
 
@@ -357,7 +358,7 @@ def positive(text: str) -> int:
     return value
 
 
-positive.__name__ = "int"  # argparse says it of what is no number at all
+positive.__name__ = "int"  # argparse names the type if the text is no number
 
 
 if __name__ == "__main__":

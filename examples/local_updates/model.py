@@ -58,7 +58,7 @@ class Corpus(NamedTuple):
 
 
 def corpus() -> Corpus:
-    """The modules of the standard library that are single files; one in ten is held out."""
+    """The standard library's modules that are single files. About one in ten is held out."""
     parts: tuple[list[bytes], list[bytes]] = [], []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         parts[zlib.crc32(path.name.encode()) % 10 == 0].append(path.read_bytes())

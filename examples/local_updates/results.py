@@ -1,4 +1,4 @@
-"""What the methods reached and sent: a table, a figure and JSON."""
+"""Losses and bytes of the methods: tables, a figure and JSON."""
 
 import itertools
 import json
@@ -18,40 +18,40 @@ from rich.table import Table
 
 
 class Curve(NamedTuple):
-    """One training. Arrays are of the points at which it was measured."""
+    """The curve of one training. Its arrays have a value for each point that was measured."""
 
     steps: np.ndarray  # int[points]
-    seconds: np.ndarray  # float[points], of training, without compiling and evaluating
-    held_out: np.ndarray  # float[points], nats a byte
+    seconds: np.ndarray  # float[points]: training, without compiling and evaluating
+    held_out: np.ndarray  # float[points]: loss in nats a byte
 
 
 class Run(NamedTuple):
     """One method, trained once for each seed."""
 
     curves: dict[int, Curve]  # by seed
-    rates: str  # learning rates, the best of those that were tried
-    tried: dict[str, float]  # the first seed's last loss, by rates
-    payload: float  # bytes that a worker hands over, mean over steps
-    received: float  # and that it receives
+    rates: str  # the best of the learning rates that were tried
+    tried: dict[str, float]  # the last loss of the first seed, by learning rates
+    payload: float  # bytes that a worker hands to collectives, mean over steps
+    received: float  # bytes that a worker receives, mean over steps
 
     @property
     def held_out(self) -> np.ndarray:
-        """Nats a byte, float[seeds, points]."""
+        """The losses in nats a byte, float[seeds, points]."""
         return np.array([curve.held_out for curve in self.curves.values()])
 
     @property
     def steps(self) -> np.ndarray:
-        """When seeds were measured, all alike: int[points]."""
+        """The steps at which all seeds were measured, int[points]."""
         return next(iter(self.curves.values())).steps
 
 
 def over_link(runs: dict[str, Run], bandwidth: float, step_seconds: float) -> dict[str, Run]:
-    """The runs as if all that a worker receives came over such a link, and nothing overlapped.
+    """The runs, timed as if a worker received all bytes over one link, without any overlap.
 
     Args:
-        runs: of any workers, simulated ones included.
-        bandwidth: bytes a second.
-        step_seconds: computing of one step.
+        runs: runs of any workers, simulated ones included.
+        bandwidth: bandwidth of the link in bytes a second.
+        step_seconds: seconds of computing in one step.
     """
     return {name: _timed(r, step_seconds + r.received / bandwidth) for name, r in runs.items()}
 
@@ -59,14 +59,14 @@ def over_link(runs: dict[str, Run], bandwidth: float, step_seconds: float) -> di
 def over_measured(
     runs: dict[str, Run], exchanges: dict[str, tuple[str, int]], path: Path, step_seconds: float
 ) -> dict[str, dict[str, Run]]:
-    """The runs as if exchanges took what was measured: the network's part in proportion to bytes.
+    """The runs, timed with measured exchanges. The network's part grows in proportion to bytes.
 
     Args:
-        runs: of any workers, simulated ones included.
-        exchanges: of each run, what exchanges, and the steps from one exchange to the next.
-        path: JSON of benchmarks/cluster/run.py, with exchanges of one vector. Of several by one
-            system (at several densities), the one closest in bytes counts.
-        step_seconds: computing of one step, without the exchange.
+        runs: runs of any workers, simulated ones included.
+        exchanges: for each run, the system that exchanges, and the steps between exchanges.
+        path: JSON file of benchmarks/cluster/run.py, with exchanges of one vector. If it has
+            several of one system (at several densities), the one closest in bytes counts.
+        step_seconds: seconds of computing in one step, without the exchange.
 
     Returns:
         The runs whose system was measured, by rate of the links.
@@ -122,7 +122,7 @@ def table(runs: dict[str, Run], workers: int) -> Table:
 
 
 def times(runs: dict[str, Run], goals: list[float]) -> Table:
-    """Seconds and steps until held-out losses are reached: means over seeds, if all reach them."""
+    """A table of seconds and steps to held-out losses: means over seeds, if all reach them."""
     result = Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -170,12 +170,13 @@ def save_json(runs: dict[str, Run], settings: dict[str, Any], path: Path) -> Non
 
 
 def save_evidence(runs: dict[str, Run], what: dict[str, tuple[str, str, int]], path: Path) -> None:
-    """Writes where methods ended above dense gradients, over the seeds that both trained.
+    """Writes how far methods ended above dense gradients, over the seeds that both trained.
 
     Args:
-        runs: with "dense" among them. Those of one seed are left out, unless dense has one.
-        what: of each method what is exchanged, by which system, and how many steps one waits.
-        path: of the file, for `jaxsparse.planner`.
+        runs: runs, with "dense" among them. Runs of fewer than two common seeds are left out,
+            unless dense has one alone, and so are runs of another number of steps.
+        what: for each method, what is exchanged, by which system, and the steps between exchanges.
+        path: path of the file, for `jaxsparse.planner`.
     """
     dense = runs["dense"]
     steps, seeds = dense.steps[-1], len(dense.curves)
@@ -199,7 +200,7 @@ def save_evidence(runs: dict[str, Run], what: dict[str, tuple[str, str, int]], p
 
 
 def load(paths: list[Path]) -> dict[str, Run]:
-    """The runs that `save_json` wrote; the seeds of several files are put together."""
+    """The runs that `save_json` wrote. The seeds of several files are put together."""
     runs: dict[str, Run] = {}
     for path in paths:
         for name, found in json.loads(path.read_text())["methods"].items():

@@ -1,18 +1,19 @@
-"""Trains a byte-level transformer by exchanging gradients, updates, or what local steps moved.
+"""Trains a byte-level transformer whose workers exchange gradients, updates or displacements.
 
-Eight simulated workers read Python's own library, of which nothing is downloaded. AdamW is the
-optimizer of all methods; what workers send each other differs:
+Eight simulated workers read Python's own library, so nothing is downloaded. All methods train with
+AdamW. They differ in what workers send each other:
 
 - dense: gradients, uncompressed, in each step.
-- gradients: by a system of the library, before AdamW, as one would chain it first.
-- updates: each worker's own Adam runs first, and its update is exchanged.
-- DiLoCo, SparseLoCo, ...: workers train alone for H steps, and then exchange what that moved.
+- gradients: gradients, by a system of jaxsparse that is chained before AdamW.
+- updates: the updates of each worker's own Adam, which runs before the exchange.
+- DiLoCo, SparseLoCo, ...: displacements. Workers train alone for H steps, and then exchange how far
+  their parameters moved.
 
     python examples/local_updates/train.py
     python examples/local_updates/train.py --methods dense "DiLoCo H=10" --steps 2000 --seeds 1 2 3
     python examples/local_updates/train.py --list
 
-In several processes each device is a worker, and seconds are those of a network:
+In several processes each device is a worker, and seconds include those of the network:
 
     python examples/multihost/launch.py -n 4 -- python examples/local_updates/train.py
 """
@@ -50,14 +51,14 @@ from jaxsparse.planner import units
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """What is exchanged, and how.
+    """One of the compared methods: the thing that workers exchange, and the way.
 
     Attributes:
-        exchange: "gradients", "updates" or "displacements".
-        system: what exchanges them.
-        tx: makes the exchange, or, of the outer learning rate, the outer optimizer.
-        every: H, of displacements.
-        outer_lr: of displacements, where none is asked for: the paper's.
+        exchange: what they exchange: "gradients", "updates" or "displacements".
+        system: name of the system that exchanges it.
+        tx: makes the exchange. For displacements, it makes the outer optimizer from its rate.
+        every: number of local steps between exchanges of displacements, H.
+        outer_lr: outer learning rate for displacements if no flag gives one. It is the paper's.
         streaming: see `jaxsparse.LocalSteps`.
     """
 
@@ -130,7 +131,7 @@ DEFAULT = (
 
 
 class Rates(NamedTuple):
-    """Learning rates: AdamW's highest, and that of outer steps, which not all methods have."""
+    """Learning rates: AdamW's peak, and the rate of outer steps, or None without outer steps."""
 
     lr: float
     outer: float | None
@@ -142,9 +143,9 @@ class Rates(NamedTuple):
 def train(
     method: Method, args: argparse.Namespace, mesh: Mesh | None, advance: Callable[[], object]
 ) -> Iterator[results.Run]:
-    """Tries all rates on the first seed, and trains with the best ones on each.
+    """Tries all rates on the first seed, and trains all seeds with the best rates.
 
-    `advance` is called after each step. After each seed it yields what there is so far.
+    It calls `advance` after each step, and yields the run so far after each seed.
     """
     text = models.corpus()
     test = models.windows(text.held_out, 256, args.length, np.random.default_rng(0))
@@ -177,7 +178,7 @@ def train(
     rates = every_rates(method, args)
     if len(rates) > 1:
         tried = {r: curve(r, args.seeds[0], args.tune_steps or args.steps) for r in rates}
-        # A loss that is not a number is not the best.
+        # A loss that is not a number counts as infinite.
         best = min(tried, key=lambda r: np.nan_to_num(tried[r].held_out[-1], nan=np.inf))
     else:
         (best,) = rates
@@ -196,20 +197,20 @@ def train(
 
 
 def every_rates(method: Method, args: argparse.Namespace) -> list[Rates]:
-    """That are to be tried."""
+    """The learning rates that are to be tried."""
     if method.exchange != "displacements":
         return [Rates(lr, None) for lr in args.lr]
     return list(map(Rates, *zip(*itertools.product(args.lr, args.outer_lr or [method.outer_lr]))))
 
 
 class Training:
-    """A way to train models of one kind, one after the other.
+    """Trains models of one kind, one after the other.
 
     Attributes:
-        state: of all workers.
-        moved: what one exchange moves.
-        share: exchanges a step.
-        is_compiled: whether its programs are.
+        state: state of all workers.
+        moved: bytes that one exchange moves.
+        share: number of whole exchanges for each step, on average.
+        is_compiled: whether the programs are compiled.
     """
 
     state: Any
@@ -252,7 +253,7 @@ class Training:
             local = LocalSteps(
                 stepper(inner), exchange, workers, every=method.every, streaming=method.streaming
             )
-            # Streaming exchanges a part of the parameters at a time; at the end, all are exchanged.
+            # Streaming exchanges a part of the parameters at a time. At the end it exchanges all.
             turns = sum(local.due(n) is not None for n in range(1, steps + 1))
             fragments = len(local.outer)
             is_left = fragments > 1 or local.due(steps) is None
@@ -279,13 +280,13 @@ class Training:
         self.moved = jaxsparse.traffic.traced_bytes(exchange, params, args.workers)
 
     def start(self, seed: int) -> None:
-        """A new model's training."""
-        # From the host: its arrays are not donated with the state.
+        """Begins to train a new model."""
+        # Copies in host memory are not donated with the state.
         self.state = self._start(jax.device_get(nnx.state(self._make(seed), nnx.Param)))
 
     def compile(self, batch: Any, seed: int) -> None:
-        """Takes some steps and forgets them, so that later ones wait for no compiler."""
-        for t in range(self._method.every + 2):  # the first fragment's turn is then over, too
+        """Takes some steps and forgets them, so that later steps do not wait for the compiler."""
+        for t in range(self._method.every + 2):  # so that the first fragment has its turn, too
             self.step(batch, t)
         self.finish()
         self.start(seed)

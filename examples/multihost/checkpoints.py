@@ -1,4 +1,4 @@
-"""Checkpoints with Orbax: training goes on after a stop, on as many workers or another number."""
+"""Checkpoints with Orbax: a stopped run goes on, with the same number of workers or another."""
 
 import argparse
 import secrets
@@ -17,7 +17,7 @@ import jaxsparse
 
 T = TypeVar("T")
 
-# Of these flags depend the model, the method's state, the learning rates and the order of the data.
+# Flags that determine the model, the method's state, the learning rates and the order of the data.
 FIXED = (
     "method",
     "density",
@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=number(int, 1),
         default=20,
         metavar="STEPS",
-        help="the last step is saved as well, and that at which a preemption is announced "
+        help="the last step is saved as well, and a step at which a preemption is announced "
         "(default: 20)",
     )
     add("--keep", type=number(int, 1), default=2, metavar="N", help="the last N only (default: 2)")
@@ -58,16 +58,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class Progress(NamedTuple):
-    """How far a run has come, besides its state."""
+    """The progress of a run, which is saved beside its state."""
 
-    step: int  # how many are done
-    workers: int  # that did the last one
-    seconds: float  # of training
-    points: list[dict[str, Any]]  # of the report
+    step: int  # number of steps that are done
+    workers: int  # number of workers that did the last step
+    seconds: float  # seconds of training
+    points: list[dict[str, Any]]  # points of the report
 
 
 class Checkpoints:
-    """Those of one run."""
+    """The checkpoints of one run."""
 
     def __init__(self, args: argparse.Namespace, parser: argparse.ArgumentParser):
         self._parser = parser
@@ -90,7 +90,7 @@ class Checkpoints:
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=args.keep,
                 save_decision_policy=policy,
-                cleanup_tmp_directories=True,  # what a killed run left half-written
+                cleanup_tmp_directories=True,  # a killed run may leave them half-written
             ),
         )
         if not args.resume and (steps := self._manager.all_steps()):
@@ -100,7 +100,7 @@ class Checkpoints:
             )
 
     def _check_shared(self) -> None:
-        """Ends the program if processes see different directories: a save would never end."""
+        """Ends the program if processes see different directories. A save would then never end."""
         token = multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))
         file = self._directory / f"seen-{token}"
         if jax.process_index() == 0:
@@ -120,11 +120,12 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The last complete checkpoint, as process 0 sees it.
 
-        Orbax writes under a temporary name and renames what is complete. But a directory whose
-        copying was interrupted may have the final name: it is renamed, to be out of the way.
+        Orbax writes a checkpoint under a temporary name, and renames it when it is complete. But a
+        directory whose copying was interrupted may have the final name. It is renamed, to be out of
+        the way.
         """
         while True:
-            # A file system over a network may show other processes other files.
+            # On a network's file system processes may see different files, so process 0 decides.
             newest, is_complete = -1, False
             if jax.process_index() == 0:
                 newest = max(self._manager.all_steps(), default=-1)
@@ -147,12 +148,12 @@ class Checkpoints:
         return self._manager.metadata(step).commit_timestamp_nsecs is not None
 
     def resume(self, fresh: T, start: Progress, mesh: Mesh) -> tuple[T, Progress]:
-        """State and progress of the last complete checkpoint; as given if there is none.
+        """State and progress of the last complete checkpoint, or those given if there is none.
 
         Args:
-            fresh: the state of a new run on `mesh`. It is deleted if there is a checkpoint.
-            start: the progress of a new run.
-            mesh: of all workers.
+            fresh: state of a new run on `mesh`. It is deleted if there is a checkpoint.
+            start: progress of a new run.
+            mesh: mesh of all workers.
         """
         step = self.latest()
         if step is None:
@@ -168,16 +169,17 @@ class Checkpoints:
         return state, progress
 
     def restore(self, step: int, fresh: T, mesh: Mesh) -> tuple[T, Progress]:
-        """State and progress at `step`.
+        """State and progress that were saved at `step`.
 
-        As many workers as saved it read each its own residuals. Otherwise each process reads all
-        of them into host memory, and keeps the averages that are its workers' new ones.
+        If the number of workers is still the same, each worker reads its own residuals. Otherwise
+        each process reads all residuals into host memory, and keeps the averages that become its
+        workers' new residuals.
 
         Args:
-            step: of a complete checkpoint.
-            fresh: the state of a new run on `mesh`, for its shapes, dtypes and shardings. It is
-                deleted, to leave its memory to the one that is read.
-            mesh: of all workers.
+            step: step of a complete checkpoint.
+            fresh: state of a new run on `mesh`, for its shapes, dtypes and shardings. It is
+                deleted, so that the state that is read can have its memory.
+            mesh: mesh of all workers.
         """
         read: Any = ocp.args.Composite
         saved = self._manager.restore(step, args=read(progress=ocp.args.JsonRestore())).progress
@@ -189,7 +191,7 @@ class Checkpoints:
             if not has_moved or spec == PartitionSpec():
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             shape = (progress.workers, *x.shape[1:])
-            return np.broadcast_to(np.zeros((), x.dtype), shape)  # stands for it, in one element
+            return np.broadcast_to(np.zeros((), x.dtype), shape)  # has the memory of one element
 
         targets = jax.tree.map(target, fresh, jaxsparse.specs(fresh))
         jax.tree.map(lambda x: x.delete(), fresh)
@@ -208,13 +210,13 @@ class Checkpoints:
                 )
 
     def save(self, state: Any, progress: Progress) -> None:
-        """Saves if it is time to; call it after each step, in all processes."""
+        """Saves if a checkpoint is due. Call it after each step, in all processes."""
         if progress.step != self._settings["steps"] and not self._manager.should_save(
             progress.step
         ):
             return
         saved = {"settings": self._settings, "progress": progress._asdict()}
-        # What donation may overwrite is copied before this returns; files are written meanwhile.
+        # Arrays are copied before this returns, so donation may overwrite them. Files come later.
         self._manager.save(
             progress.step,
             args=ocp.args.Composite(
@@ -228,8 +230,8 @@ class Checkpoints:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Waits for what is being written.
+        """Waits until all checkpoints are written.
 
-        Not called on an error: it would wait for processes that may be gone.
+        Do not call it on an error: it would wait for processes that may be gone.
         """
         self._manager.close()

@@ -2,9 +2,9 @@
 
     python examples/multihost/launch.py -n 4 -- python examples/multihost/train.py
 
-It serves tests, demonstrations and emulated clusters; across machines use Slurm, mpirun or
-Kubernetes. `jax.distributed.initialize()` needs no arguments in a process started here: it reads
-Open MPI's variables. So a program that starts MPI itself needs mpirun instead.
+It serves tests, demonstrations and emulated clusters. Across machines use Slurm, mpirun or
+Kubernetes. `jax.distributed.initialize()` needs no arguments in a process started here, because it
+reads Open MPI's variables. So a program that starts MPI itself needs mpirun instead.
 """
 
 import argparse
@@ -22,15 +22,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-# Gloo's threads print word by word, amid each other's words and Python's lines; absl prints stacks.
+# Gloo's threads print word by word, amid each other's and Python's lines. Absl prints stacks.
 _GLOO = r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of [a-z ]+ : "
 _NOISE = re.compile(rf"(?:^\d+)?(?:{_GLOO})(?:{_GLOO}|\d+(?={_GLOO}|\n))*\n?|^    @ +0x\w+ .*\n")
-# A rank and a line of it or its exit status; -1 and a signal, or 0 when the time is up.
+# An event is a rank with its line or exit status, or -1 with a signal, or -1 with 0: time is up.
 _Events = queue.SimpleQueue[tuple[int, str | int]]
 
 
 class Outcome(NamedTuple):
-    """How a run ended."""
+    """The outcome of a run."""
 
     status: int  # 0; the failed rank's exit status, or 128 + its signal; 124: the time was up
     failed: int | None  # the rank that failed first
@@ -51,19 +51,18 @@ def launch(
 ) -> Outcome:
     """Runs `command` in several processes of this machine and waits for all of them.
 
-    If one fails, the time is up, `on_line` raises or a signal asks this process to end, the ranks
-    and all that they started get SIGTERM and, `grace` seconds later, SIGKILL: JAX takes SIGTERM
-    for a notice of preemption and goes on. That signal is then raised as KeyboardInterrupt with
-    its number. Call it in the main thread.
+    If a rank fails, the time is up, `on_line` raises or a signal asks this process to end, the
+    ranks and all that they started get SIGTERM and, `grace` seconds later, SIGKILL. A signal is
+    then raised as KeyboardInterrupt with its number. Call it in the main thread.
 
     Args:
         command: program and arguments, the same for all ranks.
-        processes: how many.
+        processes: number of ranks.
         devices: emulated CPU devices, or GPUs, of each process.
-        timeout: limit of the run in seconds; None: none.
-        grace: seconds from SIGTERM to SIGKILL.
+        timeout: limit of the run in seconds. None: no limit.
+        grace: seconds from SIGTERM, which JAX takes for a notice of preemption, to SIGKILL.
         on_line: called with a rank and each line that it prints, to stdout or stderr.
-        env: environment to which the variables of the run are added; None: this process's.
+        env: environment to which the variables of the run are added. None: this process's.
         wrap: words before the command of a rank, such as `("ip", "netns", "exec", f"h{rank}")`.
         host: address at which all ranks reach rank 0.
     """
@@ -93,7 +92,7 @@ def launch(
     events: _Events = queue.SimpleQueue()
     ranks: list[_Rank] = []
     timer = threading.Timer(timeout or threading.TIMEOUT_MAX, events.put, [(-1, 0)])
-    # As events they can't come between the start of a process and its place in `ranks`.
+    # Signals become events, so none can come between a process's start and its place in `ranks`.
     stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     stops = [number for number in stops if signal.getsignal(number) != signal.SIG_IGN]
     before = [signal.signal(n, lambda number, _: events.put((-1, number))) for n in stops]
@@ -118,17 +117,17 @@ def launch(
 
 
 def _variables(rank: int, processes: int, devices: int, address: str) -> dict[str, str]:
-    """What tells a process its place in the run."""
+    """Environment variables that tell a process its place in the run."""
     return {
         "JAX_COORDINATOR_ADDRESS": address,
         "JAX_COORDINATOR_BIND_ADDRESS": address,  # JAX's own default is every interface
-        "JAX_NUM_CPU_DEVICES": str(devices),  # JAX prefers it to what XLA_FLAGS say
+        "JAX_NUM_CPU_DEVICES": str(devices),  # JAX prefers it to XLA_FLAGS
         "JAX_LOCAL_DEVICE_IDS": ",".join(str(rank * devices + i) for i in range(devices)),
         "OMPI_MCA_orte_hnp_uri": f"0.0;tcp://{address}",  # without it JAX reads none of these
         "OMPI_COMM_WORLD_SIZE": str(processes),
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "PYTHONUNBUFFERED": "1",  # or a process that is killed takes its last words along
+        "PYTHONUNBUFFERED": "1",  # so that a killed process leaves its last words
     }
 
 
@@ -147,7 +146,7 @@ class _Rank:
         reader = threading.Thread(target=self._read, args=(rank, events), daemon=True)
         reader.start()
         status = self._process.wait()
-        self.signal(signal.SIGKILL)  # to what it left running, which keeps the pipe open
+        self.signal(signal.SIGKILL)  # ends what it left running, which keeps the pipe open
         reader.join(1.0)
         events.put((rank, status))
 
@@ -164,7 +163,7 @@ class _Rank:
             events.put((rank, begun))
 
     def signal(self, number: int) -> None:
-        if self.thread.is_alive():  # later its id may be another's
+        if self.thread.is_alive():  # later its id may be another process's
             with contextlib.suppress(OSError):  # nothing is left of its group
                 os.killpg(self._process.pid, number)
 
@@ -187,7 +186,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.n < 1 or args.d < 1:
         parser.error(f"-n {args.n} -d {args.d}: give at least 1 of each")
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored it would hide failures
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, it hides failures
     try:
         outcome = launch(args.command, args.n, devices=args.d, timeout=args.timeout)
     except KeyboardInterrupt as stop:

@@ -1,4 +1,4 @@
-"""How a process finds the others, and how soon it notices that one is lost."""
+"""Flags that let a process find the others, and set how soon it notices a lost one."""
 
 import argparse
 
@@ -20,13 +20,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=15,
         metavar="SECONDS",
-        help="without a sign of life after which a process counts as dead and the others end "
+        help="a process without a sign of life for so long counts as dead, and the others end "
         "(default: 15)",
     )
 
 
 def join(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Joins the run that the flags or a cluster's environment name; without either runs alone.
+    """Joins the run that the flags or a cluster's environment name. Without either, it runs alone.
 
     Call it before anything touches JAX's devices.
     """
@@ -47,11 +47,11 @@ def join(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     try:
         jax.distributed.initialize(
             *given,
-            # A process started by hand inside a Slurm job would be given a single GPU otherwise.
+            # Otherwise a process started by hand inside a Slurm job would get a single GPU.
             cluster_detection_method=None if args.coordinator is None else "deactivate",
             heartbeat_timeout_seconds=args.heartbeat,
         )
     except ValueError as error:
         if "coordinator_address should be defined" not in str(error):
             raise
-        # Nothing says that there are others.
+        # Neither flags nor environment name other processes.

@@ -1,4 +1,4 @@
-"""What each process loads of the data: the rows that its own devices need."""
+"""The share of the data that each process loads: the rows that its own devices need."""
 
 from collections.abc import Iterator
 from typing import TypeVar
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def own_rows(rows: int, sharding: NamedSharding) -> np.ndarray:
-    """Which of a batch's rows this process's devices hold, in order."""
+    """The numbers of the batch's rows that this process's devices hold, in order."""
     slices = sharding.addressable_devices_indices_map((rows,)).values()
     return np.unique(np.concatenate([np.arange(rows)[index] for index in slices]))
 
 
 def to_global(own: T, rows: int, sharding: NamedSharding) -> T:
-    """A tree of arrays of `rows` rows over all processes, of which this one gives its own."""
+    """A tree of global arrays of `rows` rows, to which each process gives its own rows."""
     make = jax.make_array_from_process_local_data
     return jax.tree.map(lambda x: make(sharding, x, (rows, *x.shape[1:])), own)
 
@@ -27,10 +27,10 @@ def to_global(own: T, rows: int, sharding: NamedSharding) -> T:
 def batches(
     data: Digits, size: int, steps: int, seed: int, sharding: NamedSharding, skip: int = 0
 ) -> Iterator[Digits]:
-    """Random batches of all processes together, but for the first `skip` of the `steps`.
+    """Random batches for all processes together, without the first `skip` of the `steps`.
 
-    All draw the same row numbers, so a run does not depend on how many processes share it, but
-    each reads only its own rows.
+    All processes draw the same row numbers, so a run does not depend on the number of processes.
+    Each process reads only its own rows.
     """
     own = own_rows(size, sharding)
     rng = np.random.default_rng(seed)
@@ -42,7 +42,7 @@ def batches(
 
 
 def whole(data: Digits, sharding: NamedSharding) -> Digits:
-    """All rows once, padded to what the devices can share by rows with the label -1."""
+    """All rows once, padded with rows of label -1 until the devices can share them equally."""
     count = len(data.labels)
     rows = digits.shared_batch(count, sharding.num_devices)
     chosen = own_rows(rows, sharding)

@@ -73,29 +73,29 @@ class TrainState(NamedTuple):
 
 
 class Training(NamedTuple):
-    """One way to train."""
+    """A way to train: by exchanges of gradients, or of displacements."""
 
     state: Any
-    run: Callable[[Any, digits.Digits, int], Any]  # of state, batch and steps done: one step
-    finish: Callable[[Any], Any]  # what is left to do at the end
-    moved: jaxsparse.traffic.WireBytes  # by one exchange
+    run: Callable[[Any, digits.Digits, int], Any]  # one step, from state, batch and steps done
+    finish: Callable[[Any], Any]  # the exchange that may be left at the end
+    moved: jaxsparse.traffic.WireBytes  # bytes of one exchange
     own: Callable[[Any], TrainState]  # the part of a state that has the loss
-    with_own: Callable[[Any, TrainState], Any]
+    with_own: Callable[[Any, TrainState], Any]  # the state with another such part
 
 
 class Point(NamedTuple):
-    """Where training stood."""
+    """A point of the report, which is measured after a step."""
 
     step: int
-    seconds: float  # of training, without compiling and evaluating
+    seconds: float  # seconds of training, without compiling and evaluating
     loss: float  # mean over the steps since the last point
     accuracy: float  # on the test images
 
 
 def make_method(args: argparse.Namespace, size: int) -> optax.GradientTransformation:
-    """What takes the place of averaging gradients."""
+    """The transformation that takes the place of averaging gradients."""
     make: Callable[..., Any] = getattr(jaxsparse, args.method)
-    # Local steps have their momentum inside.
+    # With local steps, the workers' own optimizer has the momentum.
     settings: dict[str, Any] = {"momentum": args.momentum} if args.local_steps == 1 else {}
     if args.method in BY_DENSITY:
         settings["density"] = args.density
@@ -120,7 +120,7 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     model = MLP(args.hidden)
     params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, 64)))["params"]
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-    # Not down to 0: what error feedback holds back still has to arrive.
+    # The rate does not fall to 0, because entries that wait in residuals still have to arrive.
     schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
 
     def loss_of(params: Any, batch: digits.Digits) -> jax.Array:
@@ -196,11 +196,11 @@ def exchanging_gradients(
     tx = optax.chain(method, optax.sgd(schedule))
 
     def step(state: TrainState, batch: digits.Digits) -> TrainState:
-        """What one worker does, given its share of the batch and its own residual."""
+        """The step of one worker, given its share of the batch and its own residual."""
         # local() keeps the gradients this worker's own until the method exchanges them.
         loss, grads = jax.value_and_grad(loss_of)(jaxsparse.local(state.params), batch)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        # The loss is averaged when it is reported: the exchange is all that a step communicates.
+        # The loss is averaged only for reports, so a step communicates nothing but the exchange.
         total = jaxsparse.PerWorker(state.loss.value + loss)
         return TrainState(optax.apply_updates(state.params, updates), opt_state, total)
 
@@ -225,7 +225,7 @@ def exchanging_displacements(
     batch: digits.Digits,
     mesh: Mesh,
 ) -> Training:
-    """Each worker trains alone, and after `--local-steps` they exchange what that moved."""
+    """Each worker trains alone for `--local-steps` steps, and then all exchange displacements."""
     tx = optax.sgd(schedule, momentum=args.momentum)
 
     def step(state: TrainState, batch: digits.Digits) -> tuple[TrainState, None]:
@@ -238,7 +238,7 @@ def exchanging_displacements(
     outer = optax.chain(method, optax.sgd(args.outer_lr))
     steps = jaxsparse.LocalSteps(step, outer, mesh, every=args.local_steps)
     state = steps.init(TrainState(params, tx.init(params), jnp.float32(0)))
-    steps.inner.lower(state.worker, batch).compile()  # JAX keeps it for the first step
+    steps.inner.lower(state.worker, batch).compile()  # JAX keeps the program for the first step
     return Training(
         state,
         lambda state, batch, done: steps(state, batch, done)[0],
@@ -257,7 +257,7 @@ _mean = jax.jit(jnp.mean)
 
 
 def mean(loss: jaxsparse.PerWorker) -> float:
-    """Over workers, of whom no process holds all: all have to call it."""
+    """The mean over workers. No process holds all of them, so all processes have to call it."""
     return float(_mean(loss.value))
 
 

@@ -9,13 +9,15 @@ from data import Rows
 
 
 class Batch(NamedTuple):
-    """The rows of all workers, those of a worker renumbered to the features that it touches.
+    """The rows of all workers in one step, with small numbers for the features that they touch.
 
-    With W workers, b rows for each, at most z features in a row and t in a worker's rows.
+    There are W workers with b rows each. A row has at most z features, and a worker's rows touch at
+    most t features.
     """
 
-    touched: np.ndarray  # int32[W * t]: features, distinct for a worker; the number of them if none
-    positions: np.ndarray  # int32[W * b, z]: places in `touched`
+    # int32[W * t]: each worker's distinct features, padded with the number of all features
+    touched: np.ndarray
+    positions: np.ndarray  # int32[W * b, z]: places in the worker's part of `touched`
     values: np.ndarray  # float32[W * b, z]: 0 where a row has fewer features
     labels: np.ndarray  # int32[W * b]
 
@@ -25,10 +27,11 @@ class Room:
     """The static shapes that the fullest step of a run needs, so that nothing is ever left out.
 
     Attributes:
-        features: touched by the rows of one worker.
-        row: features of a row.
-        to_owner: gradient entries of one worker that lie in one of W equal ranges.
-        of_owner: those of all workers together in one range, each index counted once.
+        features: number of features that the rows of one worker touch.
+        row: number of features of a row.
+        to_owner: number of gradient entries of one worker that lie in one of W equal ranges.
+        of_owner: number of gradient entries of all workers together in one of these ranges. Each
+            index counts once.
     """
 
     features: int
@@ -41,12 +44,12 @@ class Batches:
     """Random batches, the same ones for every exchange.
 
     Args:
-        rows: to choose from, with replacement.
-        workers: W.
-        per_worker: rows of each, b.
-        columns: of the model: gradient entries for each feature.
+        rows: rows to choose from, with replacement.
+        workers: number of workers, W.
+        per_worker: number of rows of each worker, b.
+        columns: number of gradient entries for each feature: the model's columns.
         steps: number of batches.
-        seed: of the choice.
+        seed: seed of the choice.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Batches:
         self._rows = rows
         self.steps = steps
         total = rows.features.shape[1]
-        entries = -(-total * columns // workers)  # of a range
+        entries = -(-total * columns // workers)  # elements of a range
         features = row = to_owner = of_owner = 1
         for step in self._chosen:
             touched = [np.unique(rows.features[own].indices) for own in step]
@@ -91,7 +94,7 @@ class Batches:
 
 
 def _owned(features: np.ndarray, columns: int, entries: int) -> int:
-    """The most gradient entries of these features in one range of so many entries."""
+    """The most gradient entries that these features have in one range of `entries` elements."""
     if not len(features):
         return 0
     indices = features[:, None].astype(np.int64) * columns + np.arange(columns)

@@ -33,11 +33,11 @@ CHUNK_LINES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Examples.
+    """Sparse rows and their labels.
 
     Attributes:
         features: float32[n, features], rows of length 1.
-        labels: int32[n], of `classes` kinds.
+        labels: int32[n], numbers of classes.
     """
 
     features: csr_matrix
@@ -46,7 +46,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """What to train on and what to test on."""
+    """Rows to train on, rows to test on, and the names of their classes."""
 
     train: Rows
     test: Rows
@@ -54,22 +54,24 @@ class Dataset:
 
     @property
     def majority(self) -> float:
-        """Accuracy on the test set of always guessing the commonest class of the training set."""
+        """The test accuracy of a guess that is always the commonest class of the training set."""
         guess = np.bincount(self.train.labels).argmax()
         return float(np.mean(self.test.labels == guess))
 
 
 def source_chunks(features: int, packages: Sequence[str] = PACKAGES) -> Dataset:
-    """Which package of the standard library does a piece of source come from?
+    """Chunks of source code, with the package of the standard library that each comes from.
 
-    Test chunks come from other files than training chunks, and none of them is also found there.
+    Test chunks come from other files than training chunks. A chunk that also occurs in training is
+    not tested.
 
     Args:
-        features: hashes of trigrams, the number of columns.
-        packages: names of the classes; those that this Python lacks are left out.
+        features: number of features, to which trigrams are hashed.
+        packages: names of the classes. Packages of fewer than two files in this Python are left
+            out.
 
     Raises:
-        ValueError: fewer than two of the packages are there.
+        ValueError: fewer than two packages remain.
     """
     present = [name for name in packages if len(python_files(name)) > 1]
     if len(present) < 2:
@@ -92,13 +94,13 @@ def python_files(package: str) -> list[Path]:
 
 
 def split_files(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """Files to train on and to test on, the same for every seed: one in four, of all sizes."""
+    """Files to train on, and one in four to test on: of all sizes, and the same for every seed."""
     order = sorted(files, key=lambda path: (path.stat().st_size, path))
     return [f for i, f in enumerate(order) if i % 4 != 1], order[1::4]
 
 
 def chunks(file: Path) -> list[str]:
-    """The file's text in pieces of some lines, with white space made uniform."""
+    """The file's text in chunks of a few lines, with uniform white space and no blank lines."""
     lines = [" ".join(line.split()) for line in file.read_text("utf-8").splitlines()]
     lines = [line for line in lines if line]
     starts = range(0, len(lines), CHUNK_LINES)
@@ -106,7 +108,7 @@ def chunks(file: Path) -> list[str]:
 
 
 def hashed_trigrams(text: str, features: int) -> Counter[int]:
-    """How often each feature occurs: the CRC-32 of three characters, modulo `features`."""
+    """Counts of a text's features. A feature is the CRC-32 of a trigram, modulo `features`."""
     found = Counter(text[i : i + 3] for i in range(len(text) - 2))
     counts: Counter[int] = Counter()
     for trigram, count in found.items():
@@ -132,13 +134,14 @@ def _rows(examples: Iterable[tuple[str, int]], features: int) -> Rows:
 
 
 def libsvm(file: Path) -> Dataset:
-    """Reads a file such as those of the URL and Webspam sets; a fifth of its rows are for testing.
+    """Reads a file such as those of the URL and Webspam sets. A fifth of its rows are for testing.
 
     Args:
-        file: lines "label index:value ...", of at least two labels; may end in .gz or .bz2.
+        file: path of a file of lines "label index:value ...", with at least two labels. Its name
+            may end in .gz or .bz2.
 
     Raises:
-        ValueError: it can't be read, or its rows can't be divided.
+        ValueError: the file can't be read, or its rows can't be divided.
     """
     try:
         features, targets = load_svmlight_file(str(file), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The ways to add up the workers' sparse gradients, all of them lossless."""
+"""Ways to add up the workers' sparse gradients, all of them lossless."""
 
 import functools
 from collections.abc import Callable
@@ -12,23 +12,23 @@ from jaxsparse import collectives
 from jaxsparse.collectives import AllReduced
 from jaxsparse.stream import to_dense
 
-Exchange = Callable[..., AllReduced]  # of a stream and the vector's size
+Exchange = Callable[..., AllReduced]  # takes a stream and the vector's size
 
 
 def dense(stream: jaxsparse.stream.SparseStream, size: int, *, axis_name: str) -> AllReduced:
-    """All-reduce of the whole gradient, zeros and all."""
+    """All-reduce of the whole gradient, zeros included."""
     mine = to_dense(stream, size)
     return AllReduced(jax.lax.psum(mine, axis_name), jnp.zeros_like(mine), jnp.int32(0))
 
 
 def _factors(room: Room, k: int, workers: int) -> tuple[float, float]:
-    """`capacity_factor` and `union_factor`: the room in multiples of k / W."""
-    # Less half an entry: that product's ceiling is the room itself, however it is rounded.
+    """`capacity_factor` and `union_factor`, which give the room in multiples of k / W."""
+    # Half an entry less than the room, because its ceiling is the room itself after any rounding.
     return (room.to_owner - 0.5) * workers / k, (room.of_owner - 0.5) * workers / k
 
 
 def fastest(room: Room, k: int, size: int, workers: int, link: jaxsparse.planner.Link) -> str:
-    """The least time on the network by the alpha-beta model, for k entries of `size` elements."""
+    """Name of the fastest exchange by the alpha-beta model, for k entries of `size` elements."""
     network = jaxsparse.planner.Network(link)
     stream = jax.eval_shape(
         lambda: jaxsparse.stream.SparseStream(jnp.zeros(k, jnp.int32), jnp.zeros(k, jnp.float32))
@@ -43,7 +43,7 @@ def fastest(room: Room, k: int, size: int, workers: int, link: jaxsparse.planner
 
 
 def exchanges(room: Room, k: int, workers: int) -> dict[str, Exchange]:
-    """All of them, with room for k entries of each worker."""
+    """All exchanges by name, with room for k entries of each worker."""
     capacity, union = _factors(room, k, workers)
     split = functools.partial(
         collectives.split_allgather, capacity_factor=capacity, union_factor=union

@@ -1,4 +1,4 @@
-"""Linear classifiers: scores are features times weights, one column a class, or one for two."""
+"""Linear classifiers: scores are features times weights. Two classes share one column."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import optax
 
 
 def columns_of(classes: int) -> int:
-    """Columns of the weights."""
+    """Number of columns of the weights: one for each class, or one for two classes."""
     return 1 if classes == 2 else classes
 
 
@@ -25,7 +25,7 @@ def logistic(scores: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def svm(scores: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean hinge loss, of one class against the rest if there are more than two."""
+    """Mean hinge loss. More than two classes add up the losses of each against the rest."""
     return jax.nn.relu(1 - _targets(labels, scores.shape[1]) * scores).sum(axis=1).mean()
 
 
@@ -33,5 +33,5 @@ LOSSES = {"logistic": logistic, "svm": svm}
 
 
 def predicted(scores: np.ndarray) -> np.ndarray:
-    """int[n] labels of float[n, columns] scores."""
+    """The labels, int[n], that float[n, columns] scores predict."""
     return (scores[:, 0] > 0).astype(int) if scores.shape[1] == 1 else scores.argmax(axis=1)

@@ -20,12 +20,12 @@ class Run(NamedTuple):
 
     model: str
     exchange: str
-    steps: np.ndarray  # int[points]: when the curves were measured
+    steps: np.ndarray  # int[points]: steps at which the curves were measured
     loss: np.ndarray  # float[points]: mean over the steps since the last point
     accuracy: float  # on the test set, at the end
     payload: int  # bytes that a worker hands to collectives in one step
     received: float  # bytes that arrive at a worker in one step
-    seconds: float  # median over steps
+    seconds: float  # median time of a step
     weights: np.ndarray  # float32[d], at the end
 
 
@@ -33,7 +33,7 @@ HEAD = ("model", "exchange", "loss", "test", "payload kB", "received kB", "of de
 
 
 def rows(runs: list[Run]) -> list[tuple[str, ...]]:
-    """The table's text, `HEAD` apart; the last two columns compare with the same model's dense."""
+    """The table's rows below `HEAD`. The last two columns compare with the model's dense run."""
     dense = {run.model: run for run in runs if run.exchange == "dense"}
     found: list[tuple[str, ...]] = []
     for run in runs:
@@ -98,9 +98,9 @@ def _save_figure(runs: list[Run], path: Path) -> None:
     )
     for ax, model in zip(axes[0], models):
         shown = [run for run in runs if run.model == model]
-        # Those that send the same bytes lie on top of each other: later ones are thinner.
+        # Curves of equal bytes lie on top of each other, so later ones are thinner.
         for run, width in zip(shown, np.linspace(6, 1, len(shown))):
-            # The mean over workers of what each receives is that of what each sends.
+            # On average workers send as many bytes as they receive, so the label can say "sent".
             ax.plot(run.steps * run.received, run.loss, label=run.exchange, linewidth=width)
         ax.set(title=model, xlabel="sent by each worker so far", ylabel="train loss")
         if all(run.received for run in runs):

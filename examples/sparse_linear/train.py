@@ -1,7 +1,7 @@
 """Trains linear classifiers of sparse rows with dense and with lossless sparse all-reduces.
 
-SparCML's classification case (Renggli et al., SC 2019, section 8.2): a minibatch touches few
-features, so that the gradient is sparse by itself and nothing has to be left out to send less.
+This is SparCML's classification case (Renggli et al., SC 2019, section 8.2). A minibatch touches
+few features, so its gradient is sparse by itself. Workers send less, and leave nothing out.
 
     python examples/sparse_linear/train.py
     python examples/sparse_linear/train.py --model svm --exchange dense auto --workers 3
@@ -35,12 +35,12 @@ from digits import number
 from exchange import Exchange, exchanges, fastest
 
 SIZES = {"features": (2**18, 2**14), "steps": (160, 8), "batch_size": (8, 2)}  # full, --small
-POINTS = 16  # of the curves
+POINTS = 16  # approximate number of points of a curve
 EXCHANGES = ("dense", "recursive_double", "split_allgather", "all_gather", "auto")
 
 
 class Task(NamedTuple):
-    """What is trained, whatever the exchange."""
+    """A model, its data and its settings, which are the same for all exchanges."""
 
     model: str
     dataset: data.Dataset
@@ -49,22 +49,22 @@ class Task(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of the weights."""
+        """Number of columns of the weights."""
         return models.columns_of(len(self.dataset.classes))
 
     @property
     def size(self) -> int:
-        """Weights, d."""
+        """Number of weights, d."""
         return self.dataset.train.features.shape[1] * self.columns
 
     @property
     def entries(self) -> int:
-        """Room for entries of one worker's gradient, k."""
+        """Room for the entries of one worker's gradient, k."""
         return self.batches.room.features * self.columns
 
 
 def step_of(task: Task, exchange: Exchange) -> Callable[..., tuple[jax.Array, ...]]:
-    """What one worker does, given all weights and its own rows."""
+    """The step of one worker, given all weights and its own rows."""
     columns = task.columns
 
     def loss_of(weights: jax.Array, batch: Batch) -> jax.Array:
@@ -72,7 +72,7 @@ def step_of(task: Task, exchange: Exchange) -> Callable[..., tuple[jax.Array, ..
         return models.LOSSES[task.model](scores, jnp.asarray(batch.labels))
 
     def step(weights: jax.Array, batch: Batch) -> tuple[jax.Array, ...]:
-        # Only the weights that the rows touch: a gradient of all of them is never made.
+        # Take only the weights that the rows touch, so that no gradient of all weights is made.
         touched = weights.reshape(-1, columns).at[batch.touched].get(mode="fill", fill_value=0)
         loss, gradient = jax.value_and_grad(loss_of)(touched, batch)
         indices = batch.touched[:, None] * columns + jnp.arange(columns, dtype=jnp.int32)[None]
@@ -138,7 +138,7 @@ def train(
 def compare(
     task: Task, names: Sequence[str], best: str, mesh: Mesh, progress: Progress
 ) -> list[results.Run]:
-    """The same training by each exchange; what "auto" takes, `best`, is not trained twice."""
+    """One run for each exchange. "auto" stands for `best`, which is not trained twice."""
     known = exchanges(task.batches.room, task.entries, mesh.size)
     runs: dict[str, results.Run] = {}
     for name in [best if name == "auto" else name for name in names]:
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def load(args: argparse.Namespace, parser: argparse.ArgumentParser) -> data.Dataset:
-    """The data; errors name the flag."""
+    """Loads the data that the flags ask for. Errors name the flag."""
     try:
         if args.libsvm:
             dataset = data.libsvm(args.libsvm)
