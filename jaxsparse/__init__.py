@@ -37,7 +37,7 @@ from jaxsparse.training.resharding import reshard
 from jaxsparse.training.sharding import local, shard
 from jaxsparse.training.unreduced import own_gradients
 
-# What a training program names. Building blocks stand in the modules imported above.
+# The names that a training program uses. Building blocks are in the modules imported above.
 __all__ = [
     "LocalSteps",
     "PerWorker",

@@ -15,7 +15,7 @@ __all__ = ["BlockStream", "check_block_size", "count", "from_dense", "non_zero",
 
 
 class BlockStream(NamedTuple):
-    """Blocks of a vector. The index of an empty slot, of zeros, is the number of blocks."""
+    """Blocks of a vector. An empty slot has zeros, and the number of blocks as its index."""
 
     indices: Int[Array, " k"]  # int32
     values: Float[Array, "k block_size"]
@@ -60,7 +60,7 @@ def rows(x: Float[Array, " d"], block_size: int) -> Float[Array, "blocks block_s
 
 
 def non_zero(x: Float[Array, " d"], block_size: int) -> Bool[Array, " blocks"]:
-    """Which blocks have an element other than 0.
+    """The mask of the blocks that have an element other than 0.
 
     >>> non_zero(jnp.float32([0, 0, 0, -1, 0]), 2).tolist()
     [False, True, False]

@@ -19,7 +19,7 @@ class Link:
         bandwidth: bytes a second. A 4-byte word takes the model's beta.
 
     Raises:
-        ValueError: one is not positive and finite.
+        ValueError: a value is not positive and finite.
 
     Example:
         >>> Link(latency=0.25, bandwidth=8.0).seconds(rounds=2, received=16)
@@ -157,7 +157,7 @@ class Network(Measured):
                 branch of a conditional counts.
 
         Returns:
-            The sum, over collectives, of `rounds` times latency and received bytes over bandwidth.
+            The sum, over collectives, of `rounds` times latency plus received bytes over bandwidth.
         """
         total = 0.0
         for each in moved.collectives:

@@ -15,7 +15,7 @@ _VERSION = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Place and date of a measurement, and its file.
+    """A measurement: its device and date, and its file.
 
     The file is JSON: the version, the kind, these texts, the units and the other fields of the
     class. Tables are rows of values. Reading a file makes the same checks as making the object.
@@ -183,10 +183,11 @@ class SystemProfile(Measured):
         )
 
     def updated(self, newer: "SystemProfile") -> "SystemProfile":
-        """The same with a newer profile's times of its systems, in multiples of its own floors.
+        """This profile with the newer one's times of the systems that the newer one measured.
 
-        Times of "dense" and floors stay as they are, where this profile has them. So a system can
-        be added without measuring all others again.
+        The newer times are taken in multiples of the newer floors. Times of "dense" and floors stay
+        as they are, where this profile has them. So a system can be added without measuring all
+        others again.
 
         Raises:
             ValueError: the newer profile is of another device.
@@ -248,8 +249,8 @@ class SystemProfile(Measured):
         """A profile that the library contains.
 
         Args:
-            device: "cpu", two cores of one, with all systems but those of matrices; or "h100", an
-                NVIDIA H100, with 16 systems and variants.
+            device: "cpu" (two cores of a CPU, with all systems but those of matrices) or "h100" (an
+                NVIDIA H100, with 16 systems and variants).
 
         Raises:
             ValueError: the library has none of this device.

@@ -16,8 +16,8 @@ class Streaming:
     """Exchanges the model in fragments, one after the other (Streaming DiLoCo, arXiv 2501.18512).
 
     In H steps each fragment is exchanged once, at steps spread evenly, so the largest message is
-    about 1 / `fragments` of the whole. A fragment's exchange runs beside the `overlap` steps that
-    follow, and then each worker mixes its own values with the global ones,
+    about 1 / `fragments` of the whole. With an overlap, a fragment's exchange runs beside the next
+    step. After `overlap` steps, each worker mixes its own values with the global ones,
 
         theta_w = mixing * theta_w + (1 - mixing) * theta_global
 
@@ -27,16 +27,17 @@ class Streaming:
             from 0 to H - 1. The paper finds training robust below 5.
         mixing: the weight of a worker's own values, alpha in [0, 1). 0 throws away what the worker
             did during the overlap. None: 0.5 with an overlap and 0 without.
-        split: which leaves a fragment has. "strided" deals layers out in turn, so that a fragment
-            has layers of all depths; "sequential" gives each fragment consecutive layers. A leaf's
-            layer is the first whole number in its key path, behind what all paths begin with.
-            Leaves without one (embedding, head, norms) are fragment 0, and layers are dealt over
-            all others; if all leaves have a layer, over all. Or a function of the key path, as
-            `jax.tree_util.keystr` prints it, that returns the fragment, from 0 to `fragments` - 1.
+        split: rule that assigns leaves to fragments. "strided" deals layers out in turn, so that a
+            fragment has layers of all depths. "sequential" gives each fragment consecutive layers.
+            A leaf's layer is the first whole number in its key path, after the beginning that all
+            paths share. Leaves without a number (embedding, head, norms) are fragment 0, and the
+            other fragments share the layers. If all leaves have a number, all fragments do. Or a
+            function of the key path, as `jax.tree_util.keystr` prints it, that returns the
+            fragment, from 0 to `fragments` - 1.
 
     A leaf that holds all layers, stacked, is not cut: it belongs to one fragment.
 
-    The paper sends displacements in 4 bits, powers of two without error feedback:
+    The paper sends displacements in 4 bits, as powers of two, without error feedback:
     `diloco(exchange=jaxsparse.quantized("e3m0", decay=0))`. Any other exchange serves as well.
     """
 

@@ -1,19 +1,19 @@
-"""Local steps: each worker trains alone for H steps, then workers exchange what that moved.
+"""Local steps: each worker trains alone for H steps, then workers exchange their displacements.
 
-Two compiled programs, never one with a condition: an inner step without any communication over the
-axis of the workers, and an outer step that exchanges displacements, global parameters less a
-worker's own. So what each of them sends can be read from its HLO, and a trainer's step costs what
-it costs without us.
+There are two compiled programs, never one with a condition: an inner step without any communication
+over the axis of the workers, and an outer step that exchanges displacements, global parameters less
+a worker's own. So the HLO of each program shows the bytes that it sends, and an inner step costs as
+much as a trainer's step without this library.
 
-A displacement stands where a gradient would. So any transformation of this library exchanges it,
+A displacement takes the place of a gradient. So any transformation of this library exchanges it,
 with its residual as the worker's memory, and any Optax optimizer applies the mean
 (`jaxsparse.outer.optimizers` has the published ones by name).
 
 With `Streaming` the outer step has one program for each fragment. With an overlap, that program is
 an inner step as well, and nothing in this step reads what the exchange delivers: a backend with
 asynchronous collectives runs both side by side. (An exchange in a program of its own would not
-overlap on GPUs, which run one program after the other.) An exchange so ends with the program it is
-in; a longer `overlap` delays its use alone.
+overlap on GPUs, which run one program after the other.) So an exchange ends with its program, and
+a longer `overlap` only delays the use of its result.
 """
 
 import functools
@@ -48,7 +48,7 @@ def params_of(state: Any) -> Any:
 
 
 class LocalSteps:
-    """Trains with local steps, and exchanges displacements every H of them.
+    """Trains with local steps, and exchanges displacements after every H of them.
 
         train = jaxsparse.LocalSteps(step, jaxsparse.outer.sparse_loco(), mesh, every=30)
         state = train.init((params, tx.init(params)))
@@ -58,31 +58,33 @@ class LocalSteps:
 
     `step(state, batch)` is an ordinary training step of one worker on its own share of the batch.
     It returns the next state and anything to be shown, and does not communicate: no exchange, no
-    mean over workers. An outer step then takes D_w = theta - theta_w on each worker, where theta
-    are the global parameters and theta_w its own, gives D_w to `outer` as a gradient, adds the
-    update to theta, and lets all workers go on from there. Inner optimizer states, which differ
-    between workers, are neither reset nor averaged.
+    mean over workers. An outer step then takes the displacement D_w = theta - theta_w on each
+    worker, where theta are the global parameters and theta_w its own. It gives D_w to `outer` as a
+    gradient, adds the update to theta, and lets all workers go on from there. Inner optimizer
+    states, which differ between workers, are neither reset nor averaged.
 
-    **Not finite.** If a parameter is not finite on any worker, the outer step counts for nothing:
-    global parameters and outer state stay. That worker goes back to the global parameters, and
-    what is not finite in the rest of its state (moments, statistics) becomes 0. All others keep
-    what they did, which the next outer step exchanges. If parameters are finite, but their sum or
-    the update is not, all go back. `state.skipped` counts these outer steps.
+    **Not finite.** If a parameter or a statistic of `average` is not finite on any worker, the
+    outer step counts for nothing: global parameters and outer state stay. That worker goes back to
+    the global parameters, and all other numbers of its state (moments, statistics) that are not
+    finite become 0. The other workers keep their progress, which the next outer step exchanges. If
+    parameters are finite, but their sum or the update is not, all workers go back to the global
+    parameters. `state.skipped` counts these outer steps.
 
     **Randomness.** All workers start with the same state, keys included. Fold the worker's number
     in where a key is used: `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
 
-    **Going on.** A saved state and the number of steps done are all that training needs. Save
-    behind an outer step to go on with another number of workers: `jaxsparse.reshard` averages what
-    workers did since, and would spread what is not finite.
+    **Going on.** A saved state and the number of steps done are all that training needs. To go on
+    with another number of workers, save right after an outer step: `jaxsparse.reshard` averages
+    the progress of workers since then, and would spread numbers that are not finite.
 
-    **The end.** Steps behind the last outer step are not in `state.params`. `finish` exchanges
+    **The end.** Steps after the last outer step are not in `state.params`. `finish` exchanges
     them, too.
 
-    **Programs.** `inner`, `outer`, `streamed` and `mixed` are compiled functions, so that
-    `jaxsparse.wire_bytes(train.outer[0], state)` tells what an outer step sends. `outer[p]` takes a
-    state and exchanges fragment p (0 without streaming). `streamed[p]` takes a state and a batch,
-    and makes a step beside the exchange; `mixed[p]` takes a state.
+    **Programs.** `inner` is a compiled function. `outer`, `streamed` and `mixed` are lists of one
+    compiled function for each fragment p (0 without streaming). `outer[p]` takes a state and
+    exchanges the fragment. `streamed[p]` takes a state and a batch, and makes a step beside the
+    exchange. `mixed[p]` takes a state, and lets workers go on from an exchange that has arrived.
+    `jaxsparse.wire_bytes(train.outer[0], state)` counts the bytes that an outer step sends.
 
     Args:
         step: `step(state, batch)`, see above. A state is any tree of arrays: (params, opt_state), a
@@ -91,15 +93,17 @@ class LocalSteps:
             `jaxsparse.outer.diloco()`, or `optax.chain(jaxsparse.spardl(0.01), optax.sgd(0.7))`.
             Schedules count outer steps.
         mesh: the mesh, or the number of workers to simulate on one device. Other axes than
-            `axis_name` are JAX's, as in `jaxsparse.data_parallel`, so a worker may be many devices.
+            `axis_name` are left to JAX, as in `jaxsparse.data_parallel`, so a worker may be many
+            devices.
         axis_name: the axis of the workers.
-        every: H, or `jaxsparse.Stages` of it by steps: `Stages((1, 30), (1000,))` is post-local SGD
-            (Lin et al., ICLR 2020). A stage begins with an outer step.
+        every: number of steps from one outer step to the next, H, or `jaxsparse.Stages` of it by
+            steps: `Stages((1, 30), (1000,))` is post-local SGD (Lin et al., ICLR 2020). A stage
+            begins with an outer step.
         params: function that picks the parameters from a state. None: `state.params`, or the first
             item of a plain tuple. For an nnx state: `lambda s: nnx.filter_state(s, nnx.Param)`.
-        average: function that picks statistics to be averaged over workers at each outer step (of
-            fragment 0, with streaming), such as those of BatchNorm. They travel uncompressed. None:
-            each worker keeps its own.
+        average: function that picks statistics from a state, such as those of BatchNorm. Each outer
+            step (of fragment 0, with streaming) averages them over workers. They travel
+            uncompressed. None: each worker keeps its own.
         streaming: how to exchange fragments in turn; None: all at once.
         via: see `jaxsparse.data_parallel`.
 
@@ -108,8 +112,8 @@ class LocalSteps:
             than floating-point arrays of the state, a fragment has no leaf, or the state holds an
             exchange. From a call: see `jaxsparse.data_parallel`; `t` is not the next number; `step`
             returns a state of another structure, shape or dtype; `outer` exchanges nothing; or
-            `step` communicates over `axis_name`. On a mesh with other axes, where XLA itself may
-            do that, it is a warning.
+            `step` communicates over `axis_name`. The last one is a warning on a mesh with other
+            axes, where XLA itself may communicate.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
@@ -178,14 +182,14 @@ class LocalSteps:
         """One step, and the outer step if it is due.
 
         Args:
-            state: see `init`. It is donated.
-            batch: of all workers together; all arrays are split along their first axis.
-            t: the number of steps of the whole run before this one, a Python int. The first call
-                of an object may give any number, to go on with a restored state.
+            state: state of all workers, from `init` or the call before. It is donated.
+            batch: batch of all workers together. All arrays are split along their first axis.
+            t: number of steps of the whole run before this one, a Python int. The first call of an
+                object may give any number, to go on with a restored state.
 
         Returns:
-            The next state, and what `step` returned besides its state, of all workers: each array
-            has a leading axis of W. On several hosts, a mean over it communicates.
+            The next state, and the second result of `step` from all workers: each array has a
+            leading axis of W. On several hosts, a mean over this axis communicates.
         """
         t = static_int("t", t)
         if t < 0 or (self._next is not None and t != self._next):
@@ -216,7 +220,7 @@ class LocalSteps:
         return state, jax.tree.map(lambda x: x.value, out, is_leaf=_is_per_worker)
 
     def finish(self, state: LocalState, steps: int) -> LocalState:
-        """Exchanges what workers did since the last outer steps, at the end of so many steps."""
+        """Exchanges what workers did since the last outer steps, after `steps` steps in all."""
         overlap, done = self.streaming.overlap, self.due(static_int("steps", steps))
         for p, exchange in enumerate(self.outer):
             if overlap or p != done:
@@ -224,7 +228,7 @@ class LocalSteps:
         return state
 
     def due(self, steps: int) -> int | None:
-        """The fragment that is exchanged once `steps` steps are done (0 without streaming)."""
+        """The fragment that is exchanged after `steps` steps (0 without streaming), or None."""
         if steps < 1:
             return None
         last = steps - 1  # the stage is that of the step just done
@@ -236,7 +240,7 @@ class LocalSteps:
         return next((p for p in range(count) if p * every // count == place), None)
 
     def _check(self, state: LocalState, batch: Any) -> None:
-        """Raises ValueError for another state's, or if the step communicates over the axis."""
+        """Raises ValueError if the state has other fragments, or the step communicates."""
         fragments = self.streaming.fragments
         if len(state.outer) != fragments:
             raise ValueError(
@@ -255,7 +259,7 @@ class LocalSteps:
         self._is_checked = True
 
     def _crossing(self, state: LocalState, batch: Any) -> list[str]:
-        """What of the inner step communicates between workers."""
+        """The collectives of the inner step that communicate between workers, in words."""
         if isinstance(self._mesh, Mesh):
             # JAX keeps the program: the call does not compile again.
             program = self.inner.lower(state.worker, batch).compile()

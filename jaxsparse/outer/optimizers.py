@@ -1,7 +1,7 @@
-"""Outer optimizers by name: an exchange of displacements, and what is done with their mean.
+"""Outer optimizers by name: an exchange of displacements, and an optimizer that uses their mean.
 
-A displacement is the global parameters less a worker's own after H steps, so it stands where a
-gradient would: all of these are an exchange, chained with an Optax optimizer.
+A displacement is the global parameters less a worker's own after H steps. It takes the place of a
+gradient, so each of these is an exchange, chained with an Optax optimizer.
 """
 
 from typing import Any, Literal, Unpack
@@ -28,11 +28,12 @@ def diloco(
 
     With D the mean displacement, m = momentum * m + D and theta -= learning_rate * (D + momentum *
     m). In the long run a displacement counts learning_rate / (1 - momentum) times: 7 with these
-    defaults, which are those of OpenDiLoCo (H = 500, AdamW inside). MaxText has 0.3 and H = 36.
+    defaults, which are those of OpenDiLoCo (H = 500, AdamW inside). MaxText has a rate of 0.3, and
+    H = 36.
 
     Args:
-        learning_rate: the outer rate, or a schedule of it by outer steps.
-        momentum: in [0, 1).
+        learning_rate: outer learning rate, or a schedule of it by outer steps.
+        momentum: outer momentum, in [0, 1).
         exchange: the transformation that exchanges displacements, such as
             `jaxsparse.quantized("int8")` (INTELLECT-1) or `jaxsparse.quantized("e3m0", decay=0)`
             (Streaming DiLoCo). None: `jaxsparse.dense`.
@@ -58,8 +59,8 @@ def bmuf(
     Args:
         momentum: block momentum, in [0, 1).
         learning_rate: block learning rate, or a schedule of it by outer steps.
-        nesterov: workers start a block from theta - learning_rate * momentum * m, where momentum
-            would carry it. The parameters here are these starting points.
+        nesterov: whether workers start a block from theta - learning_rate * momentum * m, where
+            momentum would carry theta. The parameters here are then these starting points.
         exchange: the transformation that exchanges displacements. None: `jaxsparse.dense`.
         axis_name: the mesh axis of the workers, for the default exchange.
     """
@@ -120,21 +121,24 @@ def sparse_loco(
     The residual e = decay * e + D - sent is a worker's own outer momentum, and there is no other.
     The published code (templar) differs from the paper: it divides a sum by the number of workers
     that sent the coordinate (`aggregate="mean_of_senders"`), clips messages to the median norm
-    (`clip="median"`), and its two-bit levels (`quantizer="published"`) use one bit of the two on
-    normal values. Its 72B run lowered the outer rate from 1 to 0.4 by hand: give a schedule.
+    (`clip="median"`), and uses only two of its four two-bit levels on the largest entries of a
+    vector (`quantizer="published"`). Its 72B run lowered the outer rate from 1 to 0.4 by hand: give
+    a schedule.
 
-    Choose k by the length of the run, in which an entry gets exchanges * k / chunk_size turns. On
-    models of 0.1M and 11M parameters the sparse exchange cost 0.04 nats or less over a dense mean
-    of the same displacements with 19 turns and more, and up to 0.4 with two or three
-    (examples/local_updates). The default k, the paper's, gives ten turns after 640 exchanges.
+    Choose k by the length of the run, in which an entry is sent exchanges * k / chunk_size times
+    on average. With 19 times and more, the sparse exchange cost 0.04 nats or less over a dense mean
+    of the same displacements; with two or three times, up to 0.4 (models of 0.1M and 11M
+    parameters, examples/local_updates). The default k, the paper's, gives ten times after 640
+    exchanges.
 
     Args:
-        learning_rate: the outer rate, or a schedule of it by outer steps.
+        learning_rate: outer learning rate, or a schedule of it by outer steps.
         k: number of entries of each chunk that a worker sends.
-        chunk_size: see `jaxsparse.chunked_top_k`, also for all that follow.
-        value_bits: bits of a value.
+        chunk_size: number of consecutive elements in a chunk. See `jaxsparse.chunked_top_k`, also
+            for the next arguments.
+        value_bits: number of bits of a value.
         quantizer: levels of values.
-        aggregate: what sums are divided by.
+        aggregate: divisor of sums.
         clip: whether messages are clipped.
         **options: as for all transformations.
     """

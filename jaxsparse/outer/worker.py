@@ -1,6 +1,6 @@
-"""What one worker does in local steps: a step, an exchange, and going on from its result.
+"""The part of one worker in local steps: a step, an exchange, and going on from its result.
 
-All of it runs on one worker, inside `jaxsparse.data_parallel`. `local_steps` says what runs when.
+All of it runs on one worker, inside `jaxsparse.data_parallel`. `local_steps` decides when.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,9 @@ class LocalState(NamedTuple):
         worker: each worker's own training state, marked `PerWorker`.
         params: the global parameters, equal on all workers, in float32 or wider. Evaluate these.
         outer: the state of the outer optimizer for each fragment.
-        outcome: int32[fragments], of each fragment's last exchange: 0 if it counted, 1 if a
-            worker's parameters were not finite, 2 if sums or global parameters were not.
+        outcome: int32[fragments], the outcome of each fragment's last exchange: 0 if it counted; 1
+            if a worker's parameters or averaged statistics were not finite; 2 if a sum, the new
+            global parameters or the new outer state were not.
         skipped: int32, number of exchanges that did not count.
     """
 
@@ -54,8 +55,8 @@ class Worker(NamedTuple):
         """The state of a worker that has this training state.
 
         Raises:
-            ValueError: `params` or `average` pick what they must not, a fragment has no leaf, or
-                the state holds an exchange.
+            ValueError: `params` or `average` pick something else than floating-point arrays of the
+                state, or both the same, a fragment has no leaf, or the state holds an exchange.
         """
         if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
             raise ValueError(
@@ -93,7 +94,7 @@ class Worker(NamedTuple):
         return state._replace(worker=PerWorker.wrap(worker))
 
     def step_beside(self, state: LocalState, batch: Any, fragment: int) -> tuple[LocalState, Any]:
-        """A step, and beside it the exchange of what a fragment was before the step."""
+        """A step, and beside it the exchange of a fragment as it was before the step."""
         worker = PerWorker.unwrap(state.worker)
         broken = self._broken(worker)
         after, out = _stepped(self.train, worker, batch)
@@ -115,14 +116,14 @@ class Worker(NamedTuple):
         """The state after the exchange of a fragment's displacements, if that counts."""
         params = self._part(state.params, fragment)
         own = self._part(self.params(worker), fragment)
-        # In the worker's precision: what it rounded off the global parameters, it did not move.
+        # In the worker's precision, because rounding the global parameters to it is not a move.
         moved = jax.tree.map(lambda g, w: _wide(g.astype(w.dtype)) - _wide(w), params, own)
         before = state.outer[fragment]
         updates, after = self.outer.update(moved, before, params)
         updated = optax.apply_updates(params, updates)
         flag = jnp.where(broken, jnp.float32(1), jnp.float32(0))
         any_broken = wire.pmax(flag, self.axis_name) > 0
-        # What is replicated is the same on all workers, and so is whether it is finite.
+        # Replicated values are the same on all workers, and so is whether they are finite.
         equal = [updated, map_marked(lambda x, is_own: 0 if is_own else x, after)]
         overflows = ~_finite(jax.tree.leaves(equal)) | (_skips(after) != _skips(before))
         ok = ~any_broken & ~overflows
@@ -139,7 +140,7 @@ class Worker(NamedTuple):
         )
 
     def _mixed(self, worker: Any, state: LocalState, fragment: int) -> Any:
-        """The worker after the last exchange of a fragment: mixed with it, as it was, or back."""
+        """The worker after a fragment's last exchange: mixed with it, unchanged, or set back."""
         places, weight = _picked("params", self.params, worker)[0], self.streaming.mixing
         leaves, whole = jax.tree.leaves(worker), jax.tree.leaves(state.params)
         own, outcome = self._fragment(state.params, fragment), state.outcome[fragment]
@@ -202,10 +203,10 @@ class Worker(NamedTuple):
 
 
 def _stepped(step: Step, worker: Any, batch: Any) -> tuple[Any, Any]:
-    """What a step returns.
+    """The result of a step.
 
     Raises:
-        ValueError: that is no pair, or its state is not like the one before.
+        ValueError: the result is no pair, or its state is not like the one before.
     """
     result = step(worker, batch)
     what = "step must return (state, out), with a state like the one that it is given"
@@ -261,10 +262,10 @@ def _replaced(tree: Any, places: list[int], values: list[Array]) -> Any:
 
 
 def _picked(name: str, select: Select | None, state: Any) -> tuple[list[int], list[str]]:
-    """The places, among the leaves of a state, of those that `select` picks, and their paths.
+    """The places of the leaves that `select` picks, among those of a state, and their paths.
 
     Raises:
-        ValueError: it picks none, or what is no floating-point array of the state.
+        ValueError: it picks nothing, or something else than floating-point arrays of the state.
     """
     if select is None:
         return [], []

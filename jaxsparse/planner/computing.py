@@ -42,10 +42,10 @@ def time_exchange(
 
     One step adds the residual to a gradient and runs the reducer. Nothing is sent: this worker's
     own messages replace those that would arrive (see `wire.dry_run`). Steps pass on state and
-    residual, and donate them; `Dense` has no residual. All steps have the same gradient, normal
-    cubed. The residual is scaled by 0, so all sums are equal, too. Otherwise, without other
-    workers, most selected entries would never be delivered, and pile up. A median does not show
-    rare steps that do more, such as Ok-Topk's new thresholds (one in 32).
+    residual, and donate them; `Dense` has no residual. All steps have the same gradient, cubes of
+    normal numbers. The residual is scaled by 0, so all sums are equal, too. Otherwise, without
+    other workers, most selected entries would never be delivered, and would pile up. A median does
+    not show rare steps that do more, such as Ok-Topk's new thresholds (one in 32).
 
     Args:
         reducer: reducer for `size` elements.
@@ -179,7 +179,7 @@ def profile_systems(
 
 
 def check_shapes(budget: Budget) -> None:
-    """Raises ValueError if a vector's computing time says nothing of a tree's."""
+    """Raises ValueError if the time for a vector says nothing about the time for a tree."""
     if budget.whole_leaves:
         raise ValueError("its computing depends on the shapes of leaves")
 
@@ -218,8 +218,9 @@ def profile_tensors(
     Args:
         extract: function of a vector and k that returns a stream of k entries, such as
             `select.fast_top_k`. None: that of `dragonn`.
-        sizes: sizes of the tensors in elements, at least 1. Predictions are best between them.
-        workers: numbers of messages to decode, at least two. Their slope is the time of an entry.
+        sizes: sizes of the tensors in elements, at least one. Predictions are best between them.
+        workers: numbers of messages to decode, at least two. The slope of the times over the
+            messages' entries is the time of an entry.
         density: k as a share of the elements, in (0, 1]; k is rounded up.
         codec: wire format of the messages.
         repeats: number of timed runs of each program.

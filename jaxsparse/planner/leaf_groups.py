@@ -21,12 +21,12 @@ REST = "all other leaves"
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Leaves that may have their own system.
+    """Settings of a group of leaves that may have a system of its own.
 
     Attributes:
         density: share of the elements that a step delivers, in (0, 1]. None: the plan's.
-        touched: for gradients that are sparse already, such as those of embeddings, the share of
-            the blocks that are not zero on one worker, in (0, 1]. They are then sent exactly, by
+        touched: share of the blocks that are not zero on one worker, in (0, 1], if gradients are
+            sparse already, as those of embeddings are. They are then sent exactly, by
             `omni_reduce`, `sparse_all_gather` (if these may be chosen) or dense. None: gradients
             are dense.
         block_size: number of elements in a block: the width of the embedding.
@@ -75,7 +75,8 @@ class LeafGroups:
         """Makes it from a tree of arrays, or from a number of elements, which are one matrix.
 
         Raises:
-            ValueError: an expression is not valid, or maps to no `Group`, or has no leaf.
+            ValueError: an expression is not valid, or maps to neither a `Group` nor None, or no
+                leaf is left for a group.
         """
         if isinstance(params, numbers.Number):
             size = static_int("params", params)

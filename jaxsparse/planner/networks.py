@@ -22,7 +22,8 @@ from jaxsparse.training.sharding import count_workers
 
 # Fallbacks for terms that the timings do not determine.
 _NO_LATENCY, _NO_LIMIT = 1e-9, 1e15
-# For the two smallest sizes. A single slow exchange would otherwise pass for the latency.
+# Least repetitions at the two smallest sizes. A single slow exchange would otherwise pass for the
+# latency.
 _LEAST_REPEATS = 3
 
 
@@ -59,7 +60,7 @@ def measure_network(
         mesh: the mesh of the workers, with at least two along `axis_name`.
         axis_name: the mesh axis of the workers.
         words: sizes to exchange, in words of 4 bytes; at least two, in increasing order.
-        repeats: most repetitions of each collective at each size.
+        repeats: largest number of repetitions of each collective at each size.
         seconds: time limit for all exchanges together. Large sizes are repeated less often. A size
             between the first two and the last is left out if one exchange is likely to take more
             than its share of the remaining time, by a link fitted to the times so far. In any case,
@@ -67,8 +68,8 @@ def measure_network(
             largest. Compilation takes some more seconds.
 
     Returns:
-        A link for each kind. `link` is that of permutations, which are single messages. Its
-        `seconds` predict other programs, with `jaxsparse.planner.rounds` for other numbers of
+        A `Network` with a link for each kind. Its `link` is that of permutations, which are single
+        messages. `Network.seconds` predicts the time of other programs, also among other numbers of
         workers.
 
     Raises:

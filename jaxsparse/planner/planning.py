@@ -41,12 +41,12 @@ def plan(
 ) -> Plan:
     """Predicts the time of a step's exchange with dense all-reduce and with every system.
 
-    The alpha-beta model gives network times, from the collectives of the traced program with dense
-    leaves and the flag of finite gradients. Computing times are interpolated in measured ones. A
-    system without measured times is not predicted and not chosen. Compressed leaves travel as one
-    vector, or from 2**31 elements on, which int32 can't index, in buckets of 2**30 at most. The
-    times are those of usual steps, without Ok-Topk's extra work in one of 32. The plan does not
-    predict contention, stragglers or accuracy.
+    The alpha-beta model gives network times. It gets the collectives from the traced program, which
+    includes dense leaves and the flag of finite gradients. Computing times are interpolated between
+    measured ones. A system without measured times is not predicted and not chosen. Compressed
+    leaves travel as one vector, or in buckets of at most 2**30 elements if there are 2**31 or more,
+    which int32 can't index. The times are those of usual steps, without Ok-Topk's extra work in one
+    of 32. The plan does not predict contention, stragglers or accuracy.
 
     Args:
         params: a tree of arrays or `jax.ShapeDtypeStruct`s like the gradients, or the number of
@@ -57,20 +57,21 @@ def plan(
         density: share of the compressed elements that a step delivers, in (0, 1]. See
             `jaxsparse.systems.choose` for each system's settings.
         profile: computing times of the device, or the name of a profile that the library contains
-            (`SystemProfile.shipped`): "h100", or "cpu", which None stands for.
-        memory_bandwidth: bytes a second. The profile is scaled to it, as if all times were passes
-            over memory. This is a rough extrapolation from a CPU's times to a GPU's.
+            (`SystemProfile.shipped`): "h100" or "cpu". None: "cpu".
+        memory_bandwidth: memory bandwidth of the device in bytes a second. The profile is scaled to
+            it, as if all times were passes over memory. This is a rough extrapolation from a CPU's
+            times to a GPU's.
         step_seconds: time of forward and backward pass, which no system changes.
-        local_steps: steps from one exchange to the next, H. More than 1 plans for
-            `jaxsparse.LocalSteps`, which exchanges displacements; speedups are over a dense
-            exchange of gradients in each step.
+        local_steps: number of steps from one exchange to the next, H. More than 1 plans for
+            `jaxsparse.LocalSteps`, which exchanges displacements. Speedups are then still over a
+            dense exchange of gradients in each step.
         groups: mapping from regular expressions on key paths to groups of leaves, which may have
             their own systems, or to None for dense. The first expression found in a path counts.
-            The leaves without any are a group, too.
+            The leaves that no expression matches are a group, too.
         is_dense: function of a leaf's key path and shape: whether the leaf travels dense in any
             case. By default vectors, scalars and leaves below 1024 elements do.
         systems: systems to predict and to choose from, keys of `jaxsparse.systems.WITH_VARIANTS`.
-            Dense is always included. None: all; those with a caveat are not chosen.
+            Dense is always included. None: all, but a system with a caveat is not chosen.
 
     Returns:
         The predictions and the choices. They print as a table.

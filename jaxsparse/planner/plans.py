@@ -35,10 +35,10 @@ class GroupChoice(NamedTuple):
     leaves: int
     elements: int
     system: str
-    seconds: float  # of its own exchange; for "dense", as `dense_seconds`
-    dense_seconds: float  # that the group would add to the message of dense leaves
-    # Python expression of the reducer for `jaxsparse.partition`, or "None" for dense. With a single
-    # group, that of the whole transformation.
+    seconds: float  # seconds of its own exchange; for "dense", the same as `dense_seconds`
+    dense_seconds: float  # seconds that the group would add to the message of dense leaves
+    # Python expression of the reducer for `jaxsparse.partition`, or "None" for dense. In a plan
+    # without groups, the expression of the whole transformation.
     expression: str
 
 
@@ -47,7 +47,7 @@ class Plan:
     """The result of `plan`.
 
     Attributes:
-        predictions: one a system, the shortest exchange first.
+        predictions: one prediction for each system, the shortest exchange first.
         groups: the choice for each group of leaves.
         best: name of the system to use. It is "dense" if nothing is faster, and "by group" if
             different systems for different groups are fastest.
@@ -57,7 +57,7 @@ class Plan:
         workers: number of workers.
         density: share of the other elements that a step delivers.
         step_seconds: time of forward and backward pass, which no system changes.
-        local_steps: steps from one exchange to the next, H.
+        local_steps: number of steps from one exchange to the next, H.
         conditions: the assumptions, a line each.
     """
 
@@ -98,7 +98,7 @@ class Plan:
     def step(self, system: str) -> float:
         """Seconds of a whole step: forward and backward pass, then the step's part of an exchange.
 
-        With H local steps that is one H-th.
+        With H local steps, this part is one H-th.
         """
         return self.step_seconds + self[system].exchange / self.local_steps
 
@@ -114,7 +114,7 @@ class Plan:
     def speedup(self, system: str) -> float:
         """Seconds of a step with a dense exchange over seconds of a step with this system.
 
-        The dense exchange is one of each step, also beside local steps.
+        The dense exchange is made in each step, even if the plan has local steps.
         """
         return (self.step_seconds + self["dense"].exchange) / self.step(system)
 
@@ -155,7 +155,7 @@ class Plan:
         return [*aligned(rows, right=range(1, len(head))), *aligned(not_predicted, right=())]
 
     def _written(self) -> Sequence[str]:
-        """The best system, in what it is to be given to."""
+        """Python code with the best system in an Optax chain, or in `LocalSteps`."""
         if self.local_steps == 1:
             return chains(self.transformation, _row(self.best))
         outer = f"optax.chain({self.transformation}, optax.sgd(1.0))"
@@ -191,7 +191,7 @@ class Plan:
 
 
 def _row(system: str) -> str:
-    """The row of the table of systems that a variant is of."""
+    """The name in the table of systems of the system that a variant belongs to."""
     return WITH_VARIANTS[system].name if system in WITH_VARIANTS else system
 
 
@@ -203,7 +203,7 @@ def compared(plans: Mapping[str, Plan]) -> str:
             the rows.
 
     Raises:
-        ValueError: they differ in local steps.
+        ValueError: the plans differ in local steps.
     """
     first = next(iter(plans.values()))
     if len({found.local_steps for found in plans.values()}) > 1:

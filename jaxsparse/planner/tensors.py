@@ -31,14 +31,14 @@ class TensorPoint(NamedTuple):
 class TensorProfile(Measured):
     """Costs of encoding and decoding at some sizes of a tensor, with straight lines between them.
 
-    Beyond the largest size, times grow in proportion to the elements; below the smallest, they are
+    Beyond the largest size, times grow in proportion to the elements. Below the smallest, they are
     those of the smallest. A single line, `fixed + per_element d`, fits worse once tensors outgrow
-    caches or the memory that the allocator keeps. Every other size from 2^12 to 2^24 on a CPU was
-    left out to test both. There, in the geometric mean, the single line was off by a factor of 1.7
+    caches or the memory that the allocator keeps. To test both, every other size from 2^12 to 2^24
+    on a CPU was left out. There, in the geometric mean, the single line was off by a factor of 1.7
     (encoding) and 2.3 (decoding); lines between the measured sizes were off by 1.2 and 1.4.
 
     Attributes:
-        points: at least one, in increasing order of size.
+        points: costs at each size, at least one, in increasing order of size.
         density: entries of a message as a share of the elements, in (0, 1]. None: unknown.
         codec: wire format of the messages, as its `repr`. None: unknown.
 
@@ -176,7 +176,7 @@ class TensorSelection:
     """The result of `select_tensors`. It prints as a table.
 
     Attributes:
-        tensors: one a leaf, in the order of `jax.tree.leaves`, without empty leaves.
+        tensors: times of each leaf that is not empty, in the order of `jax.tree.leaves`.
         conditions: the assumptions, in words.
     """
 
@@ -207,7 +207,7 @@ class TensorSelection:
 
     @property
     def compressed_seconds(self) -> float:
-        """The time with all leaves compressed that may be."""
+        """The time with all leaves compressed that may be compressed."""
         return math.fsum(t.compressed if t.may_compress else t.dense for t in self.tensors)
 
     @property
@@ -250,7 +250,7 @@ def select_tensors(
     codec: codecs.Codec = codecs.COO,
     is_dense: layouts.IsDense | None = None,
 ) -> TensorSelection:
-    """Decides from a model of times which leaves are worth compressing.
+    """Decides which leaves are worth compressing, from a model of times.
 
     A tensor of d elements is compressed if T_comp(d) < T_full(d) - T_spr(d), with
 
@@ -258,15 +258,16 @@ def select_tensors(
         T_spr = (W - 1) (alpha + gamma 4 d / B)     ring all-gather of compressed messages
 
     gamma is the bytes of a message over those of the tensor (2 * density in COO), and T_comp comes
-    from the profile. The exchange then saves (W - 1) (alpha + (2 / W - gamma) 4 d / B). That is
-    most for about sqrt(2 / gamma) workers; with more, the all-gather's bytes, which grow with W,
-    catch up. (The paper prints 1 / W.)
+    from the profile. The exchange then saves (W - 1) (alpha + (2 / W - gamma) 4 d / B). (The paper
+    prints 1 / W for 2 / W.) The saving is largest for about sqrt(2 / gamma) workers. With more, the
+    all-gather's bytes, which grow with W, catch up.
 
     The model looks at each tensor by itself, as in the paper. In this library, all dense leaves
     travel in one message, and the compressed leaves in one message a bucket. They pay latencies and
-    the fixed costs of encoding once, so the totals are upper bounds in this respect. By the
-    equation alone, an all-gather has half the latencies, and small leaves on a slow link would be
-    compressed. Dense, in one message with others, they cost next to nothing; hence `is_dense`.
+    the fixed costs of encoding once, so the totals are upper bounds in this respect. An all-gather
+    has half the latencies, so by the equation alone, small leaves on a slow link would be
+    compressed. Dense, in one message with others, they cost next to nothing. This is why `is_dense`
+    excludes them by default.
 
     Args:
         params: tree of arrays or of `jax.ShapeDtypeStruct`s like the gradients.

@@ -1,6 +1,6 @@
-"""How systems trained, where that was measured: what `plan` says beside its times.
+"""Measured results of training with some systems, which `plan` prints beside its times.
 
-`trained.json` is written by examples/local_updates/train.py, whose README says what was trained.
+examples/local_updates/train.py writes `trained.json`. Its README describes the trainings.
 """
 
 import functools
@@ -16,14 +16,14 @@ _SHIPPED = Path(__file__).with_name("trained.json")
 
 
 class Trained(NamedTuple):
-    """Where training by one system ended."""
+    """The result of one training with a system."""
 
     system: str  # a name in `jaxsparse.systems.SYSTEMS`
     exchanged: Exchanged
     method: str  # the example's name for it
     every: int  # steps from one exchange to the next
     excess: float  # nats of held-out loss above those of dense gradients
-    fewer: float  # received bytes of dense gradients over those of this
+    fewer: float  # received bytes of dense gradients over those of this method
 
 
 class Evidence(NamedTuple):
@@ -35,7 +35,7 @@ class Evidence(NamedTuple):
     @classmethod
     @functools.cache
     def shipped(cls) -> "Evidence":
-        """What comes with the library."""
+        """The measurements that come with the library."""
         content = json.loads(_SHIPPED.read_text())
         return cls(content["recipe"], tuple(Trained(*row) for row in content["rows"]))
 
@@ -45,7 +45,7 @@ class Evidence(NamedTuple):
         return min(found, key=lambda row: row.excess, default=None)
 
     def table(self, systems: Iterable[str], local_steps: int) -> Sequence[str]:
-        """A line each of what is known of these systems."""
+        """The lines of a table of the trainings with these systems."""
         names = dict.fromkeys(systems)
         rows = [
             row

@@ -47,18 +47,19 @@ def wire_bytes(
     Both are the maximum over workers, for each collective by itself. If two partial permutations
     use different workers, the totals bound the busiest worker from above. A group of one worker
     costs 0. A `while` loop multiplies by its trip count. An asynchronous start and its done count
-    once. The dearest branch of a conditional counts; `WireBytes.conditionals` has the others.
+    once. The dearest branch of a conditional counts; `WireBytes.conditionals` has all branches.
 
     The numbers are those of the compiled program, and can differ from those of the source: XLA may
     combine, split, hoist or drop collectives, and widens some types. On CPU a bf16 collective
-    travels as f32 and an int4 one as int8, and is reported so. The layout says whether sub-byte
-    types are packed. Communication inside custom calls is invisible. Under `jax.vmap` there is no
-    communication.
+    travels as f32 and an int4 one as int8, and is reported so. The layout in the HLO says whether
+    sub-byte types are packed. Communication inside custom calls is invisible. Under `jax.vmap`
+    there is no communication.
 
-    With `mesh`, the bytes are also split by mesh axis, for any program that runs on the mesh, with
-    collectives of the source and with those that XLA inserts: `moved.across("hosts")` is what
-    crosses the axis, `moved.within("hosts")` is the rest, and the printed table has a total for
-    each set of axes. `WireBytes` says how a collective over several axes counts.
+    With `mesh`, the bytes are also split by mesh axis, for any program that runs on the mesh. This
+    includes collectives of the source and those that XLA inserts. If `moved` is the result,
+    `moved.across("hosts")` has the bytes that cross the axis, and `moved.within("hosts")` the rest.
+    The printed table has a total for each set of axes. `WireBytes` says how a collective over
+    several axes counts.
 
     Args:
       program: a `jax.stages.Compiled`, a `jax.stages.Lowered`, a jitted function, or the text of
@@ -74,8 +75,8 @@ def wire_bytes(
 
     Raises:
       ValueError: a loop that communicates has a trip count that depends on data, a collective has
-        an unknown form, or the program does not run on the devices of `mesh`. Nothing is silently
-        left out.
+        an unknown form, or the program does not run on the devices of `mesh`. Custom calls apart,
+        nothing is silently left out.
       TypeError: `program` is none of the above, or `mesh` is no mesh.
 
     >>> text = '''
@@ -119,8 +120,8 @@ def crossing(
     It is for messages that name them: `str(collective)` is one line. It lists each collective once,
     in every branch and in loops of any length, where `wire_bytes` would need the number of trips.
 
-    XLA combines collectives of one kind. Of a combined one, this function lists only the operands
-    whose own name lies outside the scope, and counts only their bytes.
+    XLA combines collectives of one kind. This function lists only those operands of a combined
+    collective whose own name lies outside the scope, and counts only their bytes.
 
     Args:
       program: as in `wire_bytes`.
@@ -189,7 +190,7 @@ def _read(
 def _places(
     module: hlo.Module, program: jax.stages.Compiled | None, mesh: Mesh | AbstractMesh | None
 ) -> Places | None:
-    """Where the workers of a program are in the mesh.
+    """The places of a program's workers in the mesh.
 
     Raises:
       ValueError: the program does not run on the devices of the mesh.
@@ -319,7 +320,7 @@ class _Reader:
         instruction: hlo.Instruction,
         wanted: Sequence[int] | None = None,
     ) -> Collective:
-        """What is known of a collective, or of some of its operands, by their numbers."""
+        """Describes a collective, or the part of it with the `wanted` operands, by position."""
         op = _communicates(instruction)
         groups = groups_of(instruction, self.module)
         if op == "collective-permute":
@@ -354,7 +355,7 @@ class _Reader:
 
 
 def _communicates(instruction: hlo.Instruction) -> str:
-    """The opcode without `-start`, or an empty string for the end of what a start counts for.
+    """The opcode without `-start`; an empty string for the rest of an asynchronous operation.
 
     Raises:
       ValueError: it communicates in a way that is not understood.

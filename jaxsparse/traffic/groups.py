@@ -42,7 +42,7 @@ _WHOLE_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Places:
-    """Where the workers of a program are in a mesh.
+    """The places of a program's workers in a mesh.
 
     Attributes:
       axis_names: the axes of the mesh.
@@ -107,7 +107,7 @@ def groups_of(instruction: hlo.Instruction, module: hlo.Module) -> list[list[int
 
 
 def _everyone(instruction: hlo.Instruction, module: hlo.Module, op: str, has_channel: bool) -> int:
-    """How many ids the group of all has. With one replica, everyone is all partitions."""
+    """The number of ids in a group of all. With one replica, these are all partitions."""
     if instruction.flag("use_global_device_ids") or module.replicas == 1:
         return module.replicas * module.partitions
     return module.partitions if has_channel and op not in _WHOLE_REPLICAS else module.replicas
@@ -142,7 +142,7 @@ def _along_axes(instruction: hlo.Instruction, text: re.Match[str]) -> list[list[
         workers = np.array(_integers(text[2]))
     if workers.size != math.prod(shape):
         raise ValueError(_unknown(instruction, f"{text[0]!r} does not add up"))
-    # Each worker's coordinates, without what the members of a group differ in.
+    # Each worker's coordinates, without the parts in which the members of a group differ.
     shared = np.indices(shape).reshape(len(shape), -1)
     names = list(extents)
     for axis, before, part in _GROUP_AXIS.findall(text[3]):

@@ -52,9 +52,9 @@ class Instruction:
     """One line of HLO, split but not interpreted.
 
     Attributes:
-      name: without the leading `%`.
+      name: the name without the leading `%`.
       type: the result's type, as printed.
-      opcode: for example `all-reduce-start`.
+      opcode: the opcode, for example `all-reduce-start`.
       arguments: the text between the parentheses, split at its commas.
       attributes: the text behind the closing parenthesis.
     """
@@ -121,7 +121,7 @@ class Computation:
     def result_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
         """The arrays that `instruction` returns, with tuples flattened.
 
-        Those of a start are what its done returns. They are not known if the done is missing.
+        The results of a start are what its done returns. They are unknown if the done is missing.
         """
         end = self._end(instruction)
         return parse_type(end.type) if end else ()
@@ -163,7 +163,7 @@ class Module:
     """A compiled module.
 
     Attributes:
-      computations: by name.
+      computations: the computations by name.
       entry: name of the entry computation.
       replicas: `replica_count` of the header, 1 if it has none.
       partitions: `num_partitions` of the header, 1 if it has none.
@@ -286,7 +286,7 @@ def _frames(text: str) -> dict[str, str]:
         elif row := re.match(r"(\d+) (.*)", line):
             table[row[1]] = row[2]
         else:
-            table = {}  # of something else
+            table = {}  # another table
 
     def field(name: str, row: str) -> str:
         found = re.search(rf"\b{name}=(\d+)", row)

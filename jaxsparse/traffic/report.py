@@ -28,7 +28,7 @@ class Collective:
       op: the HLO opcode without `-start`, for example `all-reduce`.
       name: the instruction's name in the HLO.
       shapes: its operands as XLA prints them, for example `("f32[128]", "s32[]")`.
-      results: what it returns, printed the same way.
+      results: its results, printed the same way.
       group_size: number of workers in its largest group. For a permutation, number of workers that
         send or receive.
       payload_bytes: bytes of the operands that one worker hands over in one execution. The maximum
@@ -119,7 +119,7 @@ class WireBytes:
 
     @functools.cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """Every collective that runs, with those of the dearest branches."""
+        """Every collective that runs if conditionals take their dearest branches."""
         return tuple(
             each
             for part in self.parts
@@ -172,8 +172,8 @@ class WireBytes:
     def across(self, axis_name: str) -> WireBytes:
         """The bytes of the collectives that cross a mesh axis, such as those between hosts.
 
-        A collective crosses an axis if two members of one of its groups differ along it. The branch
-        of a conditional that counts is the one that is dearest across this axis.
+        A collective crosses an axis if two members of one of its groups differ along it. In a
+        conditional, the branch that is dearest across this axis counts.
 
         Args:
           axis_name: an axis of the mesh.

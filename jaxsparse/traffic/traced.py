@@ -57,12 +57,13 @@ def traced_bytes(
     ones, and widens 16-bit floats in sums on CPU.
 
     Args:
-        exchange: a reducer; or a gradient transformation, of which it traces one `update`; or a
-            function of one worker's arrays, in one tree.
+        exchange: a reducer, a gradient transformation (one `update` is traced), or a function of
+            one worker's arrays, in one tree.
         shapes: for a reducer, the number of elements of its vector, d. For a transformation, the
             parameters; for a function, its argument: a tree of arrays or `jax.ShapeDtypeStruct`s.
-        workers: W >= 1 along `axis_name`; or, for a mesh with several axes, the number of workers
-            along each, as in `{"hosts": 16, "local": 8}`. An axis of one worker moves nothing.
+        workers: number of workers along `axis_name`, W >= 1; or, for a mesh with several axes, the
+            number along each, as in `{"hosts": 16, "local": 8}`. An axis of one worker moves
+            nothing.
         axis_name: the axis that a reducer exchanges over. The axes that a transformation or
             function names must be this one, or axes of the mesh.
 
@@ -101,7 +102,7 @@ def traced_bytes(
             f"exchange={exchange!r} must be a reducer, a gradient transformation or a function: "
             "pass jaxsparse.top_k(0.01), or a whole step, compiled, to jaxsparse.traffic.wire_bytes"
         )
-    # The caller may itself be in a trace, or in a dry run, of which a new thread knows nothing.
+    # The caller may be in a trace or in a dry run, and a new thread knows nothing of either.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         program = thread.submit(_traced, run, init, shapes, mesh).result()
     return _traffic(program, dict(mesh.shape), {})

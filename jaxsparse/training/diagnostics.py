@@ -32,14 +32,14 @@ class Diagnostics(NamedTuple):
 def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data") -> Diagnostics:
     """Reports how much was delivered and how much was held back.
 
-    Call it where the axes of workers are bound: in the step, or by itself now and then,
+    Call it where the axis of the workers is bound: in the step, or by itself now and then,
 
         diagnose = jaxsparse.data_parallel(jaxsparse.diagnose, mesh, batch_argnums=())
         print(diagnose(opt_state))
 
     It reads residuals and updates twice and sends a few numbers. It costs nothing if it is not
-    called. `jaxsparse.wire_bytes` reads the bytes of a step from the compiled step; they are the
-    same in every step.
+    called. Bytes are not among the results: `jaxsparse.wire_bytes` reads those of a step from the
+    compiled step, without running it.
 
     Args:
         state: an Optax state, or any tree that contains one, such as a `TrainState`.
@@ -48,7 +48,7 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
         axis_name: the axis of workers. None: a single worker.
 
     Raises:
-        ValueError: `state` contains no state of a jaxsparse transformation, or an axis is not
+        ValueError: `state` contains no state of a jaxsparse transformation, or the axis is not
             bound.
     """
     found = states_in(state)

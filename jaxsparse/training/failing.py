@@ -20,8 +20,9 @@ _LOST = re.compile(
 def fail_at_once() -> Iterator[None]:
     """Ends this process at once on an error, without waiting for the other processes.
 
-    Put it around all code after `jax.distributed.initialize()`. The other processes lose their
-    connections and end within a second. It calls `os._exit`, so no clean-up outside it runs.
+    In each process, put `with jaxsparse.fail_at_once():` around all code after
+    `jax.distributed.initialize()`. If one process fails, the others lose their connections to it,
+    and end within a second, too. It calls `os._exit`, so no clean-up outside it runs.
     """
     try:
         yield

@@ -1,12 +1,12 @@
-"""What stands around arrays in a state: our marks, and Flax's variables.
+"""The wrappers of arrays in a state: this library's marks, and Flax's variables.
 
 Parameters and most optimizer state are equal on all workers; residuals are not. `PerWorker` marks
 the arrays that differ, so that `shard` and `data_parallel` serve an Optax state, a linen
 `TrainState` and an nnx state alike.
 
-Optax's states of an `nnx.State` hold `nnx.Variable`s. Trainers ask these for the sharding of what
-they spread or restore (`nnx.get_named_sharding`). Flax is not imported here: no Variable exists
-before it is.
+Optax's states of an `nnx.State` hold `nnx.Variable`s. Trainers ask these for the sharding of arrays
+that they spread or restore (`nnx.get_named_sharding`). Flax is not imported here. A program that
+has not imported it has no Variables.
 """
 
 import dataclasses
@@ -65,7 +65,8 @@ class PerWorker:
         """This worker's arrays from a tree that `wrap` made.
 
         Raises:
-            ValueError: an array holds several workers' values, because the state is whole.
+            ValueError: an array holds several workers' values, as outside of the parallel step, or
+                has no worker axis.
         """
 
         def one(node: PerWorker) -> Any:
@@ -125,7 +126,7 @@ def _is_variable(node: Any) -> bool:
 
 
 def has_variables(tree: Any) -> bool:
-    """Whether arrays of the tree are in Variables."""
+    """Whether the tree contains Variables."""
     return any(map(_is_variable, jax.tree.leaves(tree, is_leaf=_is_variable)))
 
 
@@ -139,7 +140,7 @@ def module_in(tree: Any) -> Any:
 
 
 def without_variables(tree: Any) -> Any:
-    """The tree with what Variables hold in their places: an array, or nothing."""
+    """The tree with each Variable replaced by its content: an array, or nothing."""
     held = lambda node: node.get_value() if _is_variable(node) else node
     return jax.tree.map(held, tree, is_leaf=_is_variable)
 
@@ -153,7 +154,7 @@ def in_variable(x: Any, spec: PartitionSpec) -> Any:
 
 
 def unwrapped(update: optax.TransformUpdateExtraArgsFn) -> optax.TransformUpdateExtraArgsFn:
-    """`update` for trees with Variables: it sees arrays, and its results are in Variables again.
+    """`update` for trees with Variables. It sees plain arrays; its results are in Variables again.
 
     `nnx.Optimizer` takes arrays out by itself. A loop that calls `tx.update` with an `nnx.State`
     does not.

@@ -1,4 +1,4 @@
-"""Meshes with more axes than the workers': where each leaf is, and what the exchange sees of it.
+"""Meshes with more axes than that of the workers: where leaves are, and how they are exchanged.
 
 One axis of a mesh is compressed. All others, the inner axes, are JAX's: it shards parameters and
 activations over them, as FSDP and tensor parallelism ask. A step runs there in one of two ways
@@ -30,7 +30,7 @@ SCOPE = "jaxsparse_exchange"
 
 
 class WorkersError(ValueError):
-    """What must be equal on all workers differs, or what must be each worker's own is equal."""
+    """A value that must be equal on all workers differs, or one that must be their own is equal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Running:
         mesh: the mesh, or None for simulated workers.
         axis_name: the axis of the workers.
         is_check: whether the step is traced for its types alone, see `jaxsparse.data_parallel`.
-        problems: what the check has found, an error or None for each exchange.
+        problems: findings of the check: an error or None for each exchange.
     """
 
     mesh: Mesh | None
@@ -58,7 +58,7 @@ RUNNING: contextvars.ContextVar[Running | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def running(how: Running) -> Iterator[None]:
-    """Inside it, a step is traced that runs so."""
+    """A context to trace a step in that runs this way."""
     token = RUNNING.set(how)
     try:
         yield
@@ -69,7 +69,7 @@ def running(how: Running) -> Iterator[None]:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where leaves are on a mesh with inner axes. A state carries it; it holds no arrays.
+    """The partitions of leaves on a mesh with inner axes. A state carries it; it holds no arrays.
 
     Attributes:
         inner: name and size of each inner axis that is larger than 1.
@@ -90,9 +90,9 @@ class Placement:
         return math.prod(size for _, size in self.inner)
 
     def exchanged(self, leaf: int, shape: Sequence[int]) -> PartitionSpec:
-        """The partition in which a leaf is exchanged: its own, cut over all other inner axes.
+        """The partition in which a leaf is exchanged: its own, cut further over other inner axes.
 
-        A dimension is cut only where the axis divides it. The largest is taken.
+        Each of these axes cuts the largest dimension that it divides, if there is one.
         """
         sizes = dict(self.inner)
         spec = self.own[leaf]
@@ -126,7 +126,7 @@ def names_of(part: Any) -> tuple[str, ...]:
 
 
 def restricted(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
-    """A partition without all other axes."""
+    """The partition with these axes alone."""
     kept = ([a for a in names_of(part) if a in axes] for part in spec)
     return PartitionSpec(*(_one_or_all(tuple(part)) for part in kept))
 
@@ -136,7 +136,7 @@ def _one_or_all(part: tuple[str, ...]) -> Any:
 
 
 def inner_axes(mesh: AnyMesh, axis_name: str | None) -> tuple[tuple[str, int], ...]:
-    """Name and size of each axis that JAX has to itself, among those larger than 1."""
+    """Name and size of each inner axis: larger than 1, not manual, and not that of the workers."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     return tuple(
         (str(name), size)
@@ -146,7 +146,7 @@ def inner_axes(mesh: AnyMesh, axis_name: str | None) -> tuple[tuple[str, int], .
 
 
 def find_mesh(tree: Any, axis_name: str | None, given: Mesh | None) -> AnyMesh | None:
-    """The mesh that leaves are on: given, their own, the running step's or the context's."""
+    """The mesh that leaves are on: the given one, or theirs, the running step's, the context's."""
     if given is not None:
         return given
     for leaf in jax.tree.leaves(tree):
@@ -164,14 +164,14 @@ def find_mesh(tree: Any, axis_name: str | None, given: Mesh | None) -> AnyMesh |
 def place(
     tree: Any, axis_name: str | None, mesh: Mesh | None = None, specs: Any = None
 ) -> tuple[Placement | None, AnyMesh | None]:
-    """Where the leaves of `tree` are, and on which mesh. None without inner axes.
+    """The placement of the leaves of `tree`, None without inner axes; and the mesh they are on.
 
     Args:
         tree: parameters.
         axis_name: the axis of the workers.
-        mesh: their mesh, if it can't be seen from them.
-        specs: their partitions, if these can't be seen from them: a tree of `PartitionSpec` or
-            `NamedSharding`, a prefix of `tree`.
+        mesh: mesh of the parameters, if it can't be seen from them.
+        specs: partitions of the parameters, if they can't be seen from them: a tree of
+            `PartitionSpec` or `NamedSharding`, a prefix of `tree`.
 
     Raises:
         ValueError: partitions are unknown, or don't fit the tree or the mesh.
@@ -258,7 +258,7 @@ def _partition(
 
 
 def _of_type(leaf: Any, mesh: AnyMesh, inner: dict[str, int]) -> PartitionSpec | None:
-    """The partition in an array's type, which Explicit axes have."""
+    """The partition in an array's type. None unless all inner axes are Explicit."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     if sharding is None or any(kinds[a] != AxisType.Explicit for a in inner):
@@ -267,7 +267,7 @@ def _of_type(leaf: Any, mesh: AnyMesh, inner: dict[str, int]) -> PartitionSpec |
 
 
 def constrain(x: Any, sharding: NamedSharding) -> Any:
-    """`x`, placed so."""
+    """`x` with this sharding."""
     mesh = sharding.mesh
     if not isinstance(x, jax.core.Tracer) and isinstance(mesh, Mesh):
         return jax.device_put(x, sharding)

@@ -44,15 +44,16 @@ def data_parallel(
 ) -> jax.stages.Wrapped:
     """Compiles `step` to run on all workers at once, each with its share of the batch.
 
-    Gradients that `step` takes are each worker's own; a loss may be averaged over workers before or
-    after differentiation. All axes of the mesh but `axis_name` stay JAX's own: inside `step`,
-    parameters that are sharded over them (FSDP, tensor parallelism) are whole arrays, as under
-    `jax.jit`, and JAX adds what communication they need. Only the exchange of a jaxsparse
-    transformation sees devices' shards. Constraints inside `step` name these axes alone: where
-    code for `jax.jit` has `with_sharding_constraint(x, PartitionSpec(("hosts", "fsdp")))`, leave
-    "hosts" out.
+    Gradients that `step` computes are each worker's own. A loss may be averaged over workers before
+    or after differentiation.
 
-    On a mesh without axes to be left to JAX, `step` runs under `jax.shard_map`. With such axes:
+    All other axes of the mesh are left to JAX. Inside `step`, parameters that are sharded over them
+    (FSDP, tensor parallelism) are whole arrays, as under `jax.jit`, and JAX adds the communication
+    that they need. Only the exchange of a jaxsparse transformation sees devices' shards.
+    Constraints inside `step` name these axes alone: where code for `jax.jit` has
+    `with_sharding_constraint(x, PartitionSpec(("hosts", "fsdp")))`, leave "hosts" out.
+
+    On a mesh without other axes, `step` runs under `jax.shard_map`. With other axes:
 
     - via="vmap" maps `step` over the workers with `jax.vmap`. It does not serve convolutions, whose
       weight gradients JAX would gather across workers, nor operations without a rule for vmap, nor
@@ -64,7 +65,7 @@ def data_parallel(
       lookup `table[tokens]` in a table whose columns are sharded. `jax.nn.one_hot(tokens, n) @
       table` and `jax.lax.with_sharding_constraint(table, PartitionSpec())` avoid that.
 
-    By default convolutions and Explicit axes get "shard_map", and all else "vmap".
+    The default is "shard_map" where "vmap" does not serve, and "vmap" elsewhere.
 
     Args:
         step: function of positional arguments, written for one worker. It sees `PerWorker`
@@ -72,36 +73,38 @@ def data_parallel(
             must be equal on all workers (average metrics with `jax.lax.pmean(x, axis_name)`), or
             marked `PerWorker`.
         mesh: a mesh of Auto or Explicit axes, or a number of workers to simulate on one device
-            with `jax.vmap`, which gives the same numbers.
+            with `jax.vmap`, which gives the same numbers, but for rounding.
         axis_name: the mesh axis of the workers, bound inside `step`.
-        batch_argnums: arguments whose arrays are split along their first axis. Negative numbers
-            count from the last argument. Over other axes, they stay as they are: place batches
-            with `PartitionSpec((axis_name, "fsdp"))` if "fsdp" is to share a worker's part.
-        donate_argnums: as for `jax.jit`. Donate the training state.
-        check: trace `step` once more, without its exchange, to see that outputs are equal on all
-            workers and that gradients have not been averaged; and warn of arguments behind the
-            first batch that have as many rows as it, but are not in `batch_argnums`.
-        via: how to run on a mesh with other axes; None: see above.
+        batch_argnums: numbers of the arguments whose arrays are split along their first axis.
+            Negative numbers count from the last argument. Over other axes, arrays stay as they are:
+            place batches with `PartitionSpec((axis_name, "fsdp"))` if "fsdp" is to share a worker's
+            part.
+        donate_argnums: numbers of donated arguments, as for `jax.jit`. Donate the training state.
+        check: whether to trace `step` once more, without its exchange, to see that outputs are
+            equal on all workers and that gradients have not been averaged. It also warns of
+            arguments behind the first batch that have as many rows as a batch, but are not in
+            `batch_argnums`.
+        via: how to run on a mesh with other axes. None: see above.
 
     On a mesh with other axes, the first call reads the compiled step, and warns of collectives
-    other than the exchange's that cross `axis_name`, if a device receives 1 KiB or more by them. It
-    does not where it is called inside `jax.jit`, whose program it can't see.
+    other than the exchange's that cross `axis_name`, if a device receives 1 KiB or more by them.
+    Inside an outer `jax.jit` it does not, because it can't see that program.
 
-    Code that takes its gradients outside, on Explicit axes, has them exchanged with
-    `jaxsparse.own_gradients`. A step whose arguments are Flax nnx modules is lifted as over
-    `jax.jit`, by `merge_inputs` inside and `split_inputs` outside (`flax.nnx.transforms.general`).
+    Code on Explicit axes that computes gradients outside of `step` passes them through
+    `jaxsparse.own_gradients` first. If arguments are Flax nnx modules, lift `step` as for
+    `jax.jit`: `merge_inputs` inside and `split_inputs` outside (`flax.nnx.transforms.general`).
 
     On emulated CPU devices, wait for each step (`jax.block_until_ready`, or read the loss). Queued
     steps can starve a collective of threads until it times out.
 
     Returns:
         The compiled function, with the `lower` of `jax.jit`. `step` is traced once for each set
-        of shapes, and once more for the check.
+        of shapes, and once more for the check, or to choose `via`.
 
     Raises:
         ValueError: the mesh has no such axis or no worker, or `via` is unknown. At the call: the
             workers don't divide a batch, per-worker state isn't spread over the workers (`shard`),
-            or an output differs between workers.
+            an output differs between workers, or gradients have been averaged already.
     """
     given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     workers = count_workers(mesh, axis_name)
@@ -223,7 +226,7 @@ def _manually(body, mesh, axis_name, is_split, inner):
 
 
 def _over_workers(body, workers, axis_name, is_split, spmd_axis_name=None):
-    """`body` mapped by vmap over the rows of what is split."""
+    """`body` mapped by vmap over the rows of the split arrays."""
     return jax.vmap(
         body,
         in_axes=tuple(jax.tree.map(lambda yes: 0 if yes else None, is_split)),
@@ -259,9 +262,9 @@ def _mapped(body, workers, axis_name, is_split, mesh):
 def _traced(
     body, workers, mesh, axis_name, args, is_split
 ) -> tuple[Jaxpr | None, Exception | None]:
-    """The program of `body` over simulated workers, without exchanges, and what is wrong with it.
+    """The program of `body` over simulated workers, without exchanges, and its problem, or None.
 
-    It has no program if the step raises an error, or uses what vmap has no rule for.
+    The program is None if the step raises an error, or uses an operation without a rule for vmap.
     """
     mapped = _over_workers(body, workers, axis_name, is_split)
     kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types))
@@ -279,8 +282,8 @@ def _traced(
 
     shapes = jax.tree.map(described, args, tuple(is_split))
 
-    # JAX keeps the traces of functions that are jitted, or looped over, inside the step. Under an
-    # axis of its own the check leaves none that a later trace, with exchanges, would take.
+    # JAX keeps the traces of functions that are jitted, or looped over, inside the step. The check
+    # has an axis of its own, so that a later trace, with exchanges, does not take these.
     def apart(*args: Any) -> Any:
         once = jax.vmap(lambda _: mapped(*args), axis_name=_CHECK, out_axes=None)
         return once(jnp.zeros(1))
@@ -304,7 +307,7 @@ def _convolves(program: Jaxpr) -> bool:
 
 
 def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[Any]:
-    """`outputs`, of which vmap must hold one for all workers.
+    """`outputs`, after a check under vmap that it holds one of each for all workers.
 
     Raises:
         WorkersError: an output differs between workers.

@@ -43,20 +43,21 @@ def per_worker(
     four bytes.
 
     Args:
-        tx: the transformation. Its state must have arrays, or nothing, in all leaves.
+        tx: the transformation. All leaves of its state, if it has any, must be arrays.
         axis_name: the axis of the workers. None: a single worker.
-        mesh: as for the exchange behind: where it is given, `init` returns a state that is already
-            spread over the workers. Without it `jaxsparse.shard` spreads the state.
-        specs: as for the exchange behind, beside `mesh`.
+        mesh: the mesh, as for the exchange behind. With it, `init` returns a state that is already
+            spread over the workers. Without it, `jaxsparse.shard` spreads the state.
+        specs: partitions of the parameters, as for the exchange behind. Used with `mesh` alone.
 
     Returns:
         A transformation, whose `update` must run where `axis_name` is bound
-        (`jaxsparse.data_parallel`). What it returns differs between workers, so a transformation of
-        this library must stand behind it in the chain.
+        (`jaxsparse.data_parallel`). Its updates differ between workers, so a transformation of this
+        library must stand behind it in the chain.
 
     Raises:
-        ValueError: from `init`: `tx` exchanges, or partitions over `mesh` are not known. From
-            `update`: the axis is not bound, or the state is not one worker's.
+        ValueError: from `init`: `tx` contains an exchange or another `per_worker`, or partitions
+            over `mesh` are not known. From `update`: the axis is not bound, or the state is not one
+            worker's.
 
     Example:
         >>> import jaxsparse

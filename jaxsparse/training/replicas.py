@@ -23,8 +23,8 @@ def check_replicas(tree: Any) -> None:
             with the same tree.
 
     Raises:
-        RuntimeError: copies differ. All processes raise it; it names the first such array, the
-            position and the devices.
+        RuntimeError: copies differ. All processes raise it. It names the first such array, the
+            position and the devices, if this process holds both copies, and the processes if not.
         ValueError: an array is traced, inside a compiled function.
     """
     problems = []

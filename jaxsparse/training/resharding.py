@@ -27,15 +27,17 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
     and rows sum to 1, so the new residuals are averages of old ones and as large. Twice as many
     workers get copies; half as many get means of two. All `PerWorker` arrays change this way:
     residuals, momenta, delayed gradients. Replicated arrays, such as parameters, optimizer states
-    and reducers' counters, stay as they are. Reducers adapt again to the new number of workers.
+    and reducers' counters, stay as they are. Reducers that adapt their messages adapt them to the
+    new number of workers in the next steps.
 
     Averages are taken in float64 and rounded to nearest in each array's dtype. This keeps means
     over workers to about half a unit in the last place of the largest row, and to the bit if W' is
     a multiple of W.
 
     The other axes of a mesh may change, too. Residuals and momenta have their leaves' shapes, so
-    that only their partition changes. With another number of devices a worker, what a reducer has
-    learnt of one device's shards starts again; its counters, which are equal on all devices, go on.
+    that only their partition changes. If a worker has another number of devices then, arrays that a
+    reducer keeps for each device's shards start again. Counters, which are equal on all devices, go
+    on.
 
     Args:
         tree: an Optax state, a `TrainState`, an nnx state, a restored checkpoint, or any other tree
@@ -44,17 +46,17 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
         mesh: the mesh of the W' workers, or W' to simulate them on one device.
         axis_name: the mesh axis of the workers.
         like: the same tree as it starts on this mesh, made from parameters on it: `tx.init(params)`
-            for an optimizer's state. Its arrays are placed as there. Needed if axes other than
-            `axis_name` change, or for placing arrays over them.
+            for an optimizer's state. The result is placed as this tree is. Needed if axes other
+            than `axis_name` change, or to place arrays over them.
 
     Returns:
         The same tree for W' workers, placed as by `jaxsparse.shard`. Each of several processes
         computes and holds only the rows of its own devices.
 
     Raises:
-        ValueError: see `jaxsparse.shard`. Or arrays hold different numbers of workers, or have no
-            mean: keys, integers or flags that differ between workers. Or an array is spread over
-            other processes, too. Or `like` is another tree.
+        ValueError: arrays hold different numbers of workers; or they have no mean, because they are
+            keys, integers or flags that differ between workers; or an array is spread over other
+            processes, too; or `like` is another tree; or see `jaxsparse.shard`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -137,7 +139,7 @@ def _targets(leaves: list[tuple[KeyPath, Any]], like: Any) -> tuple[list[Any], A
 
 
 def _of_devices(path: KeyPath, x: Any, target: Any) -> Any:
-    """What a reducer keeps for each of a worker's devices, for another number of devices.
+    """A reducer's array with a row for each of a worker's devices, for another number of devices.
 
     Counters, which are equal on all devices, go on. All else starts as in `target`.
     """

@@ -122,18 +122,18 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
 def partition(
     name: str, x: Any, mesh: Mesh | int, axis_name: str, is_own: bool = False
 ) -> PartitionSpec:
-    """An array's partition on the mesh; whole if it is not on it.
+    """An array's partition on the mesh. An array that is whole on each device has an empty one.
 
     Args:
-        name: of the array, for errors.
+        name: name of the array, for errors.
         x: the array.
         mesh: the mesh, or a number of simulated workers.
         axis_name: the axis of the workers.
         is_own: whether the array's first axis is that of the workers.
 
     Raises:
-        ValueError: it is partitioned over another mesh, or over `axis_name` elsewhere than in the
-            axis of the workers.
+        ValueError: the array is partitioned over another mesh, or over `axis_name` in another
+            dimension than that of the workers.
     """
     sharding = getattr(x, "sharding", None)
     if sharding is None or sharding.is_fully_replicated:
@@ -173,17 +173,17 @@ def local(tree: T, axis_name: str | None = "data") -> T:
     `check_vma=True` JAX itself sums the gradient with respect to a *replicated* value over the
     workers, uncompressed. Differentiate with respect to `local(params)` instead:
     `jax.grad(loss)(jaxsparse.local(params), batch)`. Apply the updates to the original `params`.
-    `local` moves no data. Elsewhere it does nothing.
+    `local` moves no data. Outside of such a `jax.shard_map` it does nothing.
 
     A loss that is averaged *inside* the differentiated function, as in
     `jax.lax.pmean(loss, axis_name)` or `psum(loss_sum) / psum(tokens)`, then has gradients W times
     too small, since JAX's transposed sum counts a replicated loss once. Average the loss behind
-    `jax.value_and_grad`, or scale it so that the mean of the workers' losses is the loss, or give
-    `check_vma=False`, where both are right, as they are in `data_parallel`.
+    `jax.value_and_grad`, or scale each worker's loss so that their mean is the whole loss, or give
+    `check_vma=False`. There, as in `data_parallel`, a loss may be averaged inside, too.
     """
     how = RUNNING.get()
     if how is not None and how.is_check and how.axis_name == axis_name:
-        # As batch elements of vmap, by which the check tells what is a worker's own.
+        # The check runs under vmap, and takes arrays that vmap batches for each worker's own.
         own = wire.axis_index(axis_name) >= 0
         return jax.tree.map(lambda x: jnp.where(own, x, x), tree)
     return wire.varying(tree, axis_name)

@@ -1,4 +1,4 @@
-"""A compiled step that tells what else than the exchange crosses the axis of the workers."""
+"""A compiled step that warns of collectives besides the exchange that cross the workers' axis."""
 
 import functools
 import warnings
@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 from jaxsparse import traffic
 from jaxsparse.training.meshes import SCOPE
 
-# Metrics may cross the axis unnoticed. A message names so many collectives.
+# Below _FEW_BYTES there is no warning, because metrics may cross the axis. A warning names the
+# _NAMED largest collectives.
 _FEW_BYTES, _NAMED = 1024, 4
 
 

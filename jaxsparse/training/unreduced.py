@@ -14,7 +14,7 @@ def own_gradients(sums: T, axis_name: str = "data") -> T:
 
     On a mesh of Explicit axes, `jax.grad` with respect to parameters that are typed as reduced
     over an axis leaves gradients unreduced over it: each worker has the sum over its own part of
-    the batch. Compress and exchange them so:
+    the batch. Compress and exchange them like this:
 
         exchange = jaxsparse.data_parallel(
             lambda grads, state: tx.update(jax.tree.map(lambda g: g[0], grads), state),
@@ -33,9 +33,9 @@ def own_gradients(sums: T, axis_name: str = "data") -> T:
 
     The loss is the mean over the whole batch, as in the same program without jaxsparse. Partial
     sums of its gradient add up to the gradient, and the exchange takes means, so `own_gradients`
-    multiplies them by the number of workers. On a mesh without other axes, a `jax.shard_map` of
+    multiplies them by the number of workers, W. On a mesh without other axes, a `jax.shard_map` of
     your own (`in_specs=P(*spec, unreduced={"hosts"})`, `check_vma=False`) can call `tx.update`
-    on so many times the gradient directly.
+    directly, on W times the partial sums.
 
     Args:
         sums: gradients whose types are unreduced over `axis_name` and no other axis.
@@ -46,7 +46,8 @@ def own_gradients(sums: T, axis_name: str = "data") -> T:
         partial sum of worker w, so that the mean of the rows is the gradient.
 
     Raises:
-        ValueError: a gradient is not unreduced over `axis_name`, or it is over another axis, too.
+        ValueError: a gradient is not unreduced over `axis_name`, or is unreduced over another axis,
+            too.
     """
 
     def one(path: KeyPath, x: Any) -> Any:
