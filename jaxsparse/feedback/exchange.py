@@ -18,8 +18,9 @@ P = TypeVar("P", bound=Pieces | None)
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 _MOST = 2**31 - 1  # the largest int32
-_PER_FLAG = 8  # elements that share a flag when a vector is checked
-_PER_ENTRY = 16  # entries are few if a bucket has as many elements for each entry and piece
+_PER_FLAG = 8  # number of elements that share a flag when a vector is checked
+# Entries are few if a bucket has at least this many elements for each entry and piece.
+_PER_ENTRY = 16
 
 
 class Bucket(NamedTuple):
@@ -64,7 +65,7 @@ class Settings(NamedTuple):
     axes: Axes
     momentum: float | Array | None = None
     is_delayed: bool = False
-    decay: float = 1.0  # of residuals, each step
+    decay: float = 1.0  # factor of residuals in each step
     nesterov: bool = False
 
 
@@ -74,8 +75,8 @@ def exchange(
     """Exchanges residuals plus this step's gradients, or with a delay the residuals alone.
 
     Before the buckets, workers exchange the dense leaves and, in the same message, a flag that
-    gradients are finite. A skipped step so needs no message of its own, and exchanges the old
-    residual in vain. A decision after the buckets would need a copy of what was exchanged, of one
+    gradients are finite. So a skipped step needs no message of its own, and exchanges the old
+    residual in vain. A decision after the buckets would need a copy of the exchanged vectors, one
     to two d floats. With a delay, only the flag waits for the gradients.
     """
     axes = settings.axes
@@ -106,9 +107,9 @@ def _shaped(pieces: P, reducer: Reducer) -> P:
     """The pieces, flat unless the reducer leaves all but few entries as they are.
 
     XLA writes a result over an operand of the same shape. So sums in accumulators' shapes take no
-    memory of their own, if only few entries change then. A whole new residual is a flat vector, and
-    the sums that it comes from had better be flat, too: it is then written over those. (Of many
-    pieces the residual is cut, and their shapes make no difference.)
+    memory of their own if the reducer then changes few entries. A whole new residual is a flat
+    vector, so its sums are made flat, too, and it is written over them. (With several pieces the
+    residual is cut, and their shapes make no difference.)
     """
     return pieces if reducer.changes_few else jax.tree.map(lambda x: x.reshape(-1), pieces)
 
@@ -123,8 +124,8 @@ def _send(
     """Exchanges each bucket's residual, plus its gradient unless `gradients` is None.
 
     Returns:
-        The means of buckets; the buckets' new state, or the old one if not `ok`; and the counts of
-        each exchange.
+        The means of the buckets. Their new state, or the old one if not `ok`. The counts of each
+        exchange.
     """
     axes = settings.axes
     means: list[Pieces] = []
@@ -161,14 +162,14 @@ def _settled(
 ) -> tuple[Pieces, Pieces, Pieces | None]:
     """The mean of an exchange, the residual that it leaves, and the momentum, masked where sent.
 
-    If not `ok`, the mean is zero; the momentum stays, and so does what was exchanged (`x`, and as
-    one vector `vector`). With entries, only these are chosen: a choice between vectors would need a
-    copy.
+    If not `ok`, the mean is zero, and momentum and residual stay as they were. The exchanged vector
+    is given twice: as pieces, `x`, and as one vector, `vector`. If the residual is given at
+    entries, only these are selected by `ok`: selecting whole vectors would need a copy.
 
-    Where entries are few, pieces change in place: with two leaves a step of DGC takes 4.3 d floats
-    instead of 5.3, with six 1.3 times as long as a dense one instead of 1.45. But each piece looks
-    at all entries, so with 32 it would take 2.8 times as long instead of 1.6
-    (`benchmarks/whole_step.py --leaves`).
+    Where entries are few, pieces change in place. With two leaves a step of DGC then takes 4.3 d
+    floats instead of 5.3, and with six it takes 1.3 times as long as a dense step instead of 1.45.
+    But each piece looks at all entries, so with 32 leaves it would take 2.8 times as long instead
+    of 1.6 (`benchmarks/whole_step.py --leaves`).
     """
     residual, sent, indices = reduced.residual, reduced.sent, reduced.indices
     own = vector if indices is None else vector.at[indices].get(mode="fill", fill_value=0)
@@ -190,7 +191,7 @@ def _settled(
 
 
 def _with(pieces: Pieces, indices: Int[Array, " n"], values: Array) -> Pieces:
-    """The pieces of a vector with values set at indices of that vector; d is ignored."""
+    """The pieces of a vector of d elements, with values set at its indices. Index d is ignored."""
     changed, start = [], 0
     for piece in pieces:
         within = indices - jnp.int32(start)
@@ -273,7 +274,7 @@ def _sums(
 
 
 def _fed_back(residual: Pieces, added: Pieces, settings: Settings) -> Pieces:
-    """What a worker has to send: what it added, and its residual, decayed."""
+    """The sum that a worker has to send: its residual, decayed, plus what it adds."""
     if settings.decay == 1:
         return jax.tree.map(jnp.add, residual, added)
     decay = jnp.float32(settings.decay)
@@ -288,7 +289,7 @@ def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:
 
 
 def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
-    """Exchanges in one message whether all is finite, and the mean of the dense leaves."""
+    """Whether everything is finite, and the mean of the dense leaves, from one message."""
     finite = functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves([sums, dense])))
     broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
     workers = wire.axis_size(axes.axis_name)
@@ -349,16 +350,16 @@ def _corrected(
 def _added(
     gradient: Pieces, u: Pieces, before: Pieces | None, settings: Settings, needs_zeros: bool
 ) -> Pieces:
-    """What a worker adds to its residual: u, or with Nesterov's momentum what comes after it."""
+    """The summand of the residual: u, or momentum * u + g with Nesterov's momentum."""
     if not settings.nesterov or before is None:
         return u
     return _corrected(gradient, u, settings, needs_zeros)
 
 
 def _all_finite(x: Float[Array, "..."]) -> Array:
-    # A sum would be shorter, but XLA's CPU backend hands it to a library together with all that it
-    # adds up, and stores gradients with momentum for that. The barrier keeps XLA from storing a
-    # flag for each element.
+    # A sum would be shorter. But XLA's CPU backend hands sums to a library, and stores their
+    # summands, gradients with momentum, for it. The barrier keeps XLA from storing a flag for each
+    # element.
     x = x.reshape(-1)
     many = x.size - x.size % _PER_FLAG
     flags = jnp.all(jnp.isfinite(x[:many]).reshape(_PER_FLAG, -1), axis=0)
@@ -387,7 +388,7 @@ def saturating_sum(counts: Int[Array, "n *k"], axes: tuple[str, ...] = ()) -> In
 
 
 def total(infos: Sequence[Info], plan: Plan, axes: Axes) -> Info:
-    """Sums over buckets and a worker's devices, with uncompressed elements, without padding."""
+    """Counts over buckets and a worker's devices, with uncompressed elements, without padding."""
     delivered, overflow = [jnp.int32(0)], [jnp.int32(0)]
     for one, size in zip(infos, plan.sizes):
         delivered.append(jnp.minimum(one.delivered, count(size)))

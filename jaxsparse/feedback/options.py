@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 import textwrap
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
@@ -38,8 +39,9 @@ class LeafOptions(Options, total=False):
     is_dense: IsDense | None
 
 
-# Name: default and description. The defaults are None and strings rather than 0, functions or
-# dtypes, because optax.inject_hyperparams makes arrays of numbers and calls whatever is callable.
+# The default and the description of each option. The defaults are None and strings rather than 0,
+# functions or dtypes, because optax.inject_hyperparams turns numbers into arrays and calls
+# callables.
 OPTIONS: dict[str, tuple[Any, str]] = {
     "axis_name": ("data", "the mesh axis of the workers. None: a single worker."),
     "delay": (
@@ -58,9 +60,9 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     ),
     "momentum": (
         None,
-        "momentum correction, masked where the reducer says so. The factor lies in [0, 1) and is a "
-        "float or a (traced) scalar array. None: no momentum and no buffer for it. The optimizer "
-        "behind then needs no momentum.",
+        "factor of momentum correction, in [0, 1): a float or a (traced) scalar array. Momentum is "
+        "masked where the reducer says so. The optimizer behind needs no momentum of its own. "
+        "None: no momentum and no buffer for it.",
     ),
     "nesterov": (
         None,
@@ -74,23 +76,23 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     ),
     "bucket_size": (
         None,
-        "most elements that a bucket may have. None: one bucket. Several buckets are exchanged one "
-        "after the other, which takes less memory, and share the budget in proportion to their "
-        "sizes.",
+        "largest number of elements of a bucket. None: one bucket. Several buckets are exchanged "
+        "one after the other, which takes less memory. They share the budget in proportion to "
+        "their sizes.",
     ),
     "mesh": (
         None,
-        "the mesh, where it can't be seen from parameters on it, as under `jax.jit`. `init` then "
-        "returns a state that is already spread over the workers. None: the mesh of the parameters "
-        "or of `jaxsparse.data_parallel`.",
+        "mesh of the parameters, for where they do not show it, as under `jax.jit`. `init` then "
+        "returns a state that is already spread over the workers. None: the mesh that parameters "
+        "show, or that of `jaxsparse.data_parallel`.",
     ),
     "specs": (
         None,
-        "partitions of the parameters over the other axes of the mesh, where these can't be seen "
-        "from parameters on it: a tree of `PartitionSpec` or `NamedSharding`, or a prefix of it.",
+        "partitions of the parameters over the other axes of the mesh, for where parameters do not "
+        "show them: a tree of `PartitionSpec` or `NamedSharding`, or a prefix of it.",
     ),
 }
-_MARK = "    **options: "
+_ENTRY = re.compile(r"^    \*\*options: .*\n(?:     .*\n)*", re.MULTILINE)
 
 
 def exchange_options(
@@ -146,8 +148,6 @@ def exchange_options(
 def _documented(docstring: str, names: list[str]) -> str:
     """The docstring with one entry for each option in place of the `**options` entry."""
     docstring = inspect.cleandoc(docstring) + "\n"  # Python 3.13 takes indentation off, too
-    start = docstring.index(_MARK)
-    end = docstring.index("\n", start)
     entries = [
         textwrap.fill(
             f"{name}: {OPTIONS[name][1]}",
@@ -157,7 +157,9 @@ def _documented(docstring: str, names: list[str]) -> str:
         )
         for name in names
     ]
-    return docstring[:start] + "\n".join(entries) + docstring[end:]
+    documented, found = _ENTRY.subn(lambda _: "\n".join(entries) + "\n", docstring)
+    assert found == 1, docstring
+    return documented
 
 
 def check_momentum(momentum: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which leaf goes how: policies over a tree's leaves, checked."""
+"""Policies that choose a reducer for each leaf of a tree, and their checks."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -8,11 +8,11 @@ from jaxsparse.layout import named_leaves
 from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.reducers.stages import Staged, Stages
 
-# How one leaf is exchanged. None: uncompressed.
+# The way in which one leaf is exchanged. None: uncompressed.
 Rule = Budget | Stages[Reducer] | None
-# Its arguments: a leaf's key path, as jax.tree_util.keystr prints it, and its shape.
+# A function of a leaf's key path, as jax.tree_util.keystr prints it, and its shape.
 Policy = Callable[[str, tuple[int, ...]], Rule]
-# Of a tree: the budget of each leaf, checked.
+# A function of a tree that returns the budget of each leaf, checked.
 Rules = Callable[[Any], Sequence[Budget | None]]
 
 

@@ -28,11 +28,11 @@ _FEWEST = 1024
 def shards(
     tree: Any, budgets: Sequence[Budget | None], placement: Placement
 ) -> tuple[Any, list[Budget | None], int]:
-    """What one device exchanges.
+    """The shards that one device exchanges.
 
     Returns:
-        Shapes and dtypes of its shards; their budgets, None for leaves that can't be cut over all
-        inner axes; and the number of uncompressed elements of all of a worker's devices.
+        The shapes and dtypes of the shards. Their budgets, None for leaves that can't be cut over
+        all inner axes. The number of uncompressed elements of all of a worker's devices.
 
     Raises:
         ValueError: no leaf that a budget is for can be cut over all inner axes.
@@ -76,16 +76,16 @@ def spread(
     mesh: AnyMesh | None,
     axis_name: str | None,
 ) -> ErrorFeedbackState:
-    """One device's initial state as that of all devices.
+    """The initial state of all devices, from that of one.
 
-    If parameters are in `flax.nnx` Variables, so are the arrays that are spread over workers, as
-    those of Optax's own transformations are. A trainer that restores them then knows where to.
+    If parameters are in `flax.nnx` Variables, so are the arrays that are spread over workers, as in
+    Optax's own transformations. A trainer that restores them then knows how to place them.
 
     Args:
         state: the initial state of one device's shards: zeros, and reducers' states.
         params: the parameters.
-        placement: where they are.
-        mesh: on which mesh.
+        placement: their partitions over the inner axes. None: there are no such axes.
+        mesh: their mesh. None: the state is returned as it is.
         axis_name: the axis of the workers to spread the state over. None: it stays one worker's.
     """
     if mesh is None or (placement is None and axis_name is None):
@@ -137,13 +137,13 @@ def on_devices(
     """Runs `update` on each device of a mesh with inner axes.
 
     Args:
-        update: of one device.
+        update: the update of one device.
         updates: gradients of the worker, or under `jax.vmap` of all workers.
-        state: likewise.
+        state: state of the worker, or under `jax.vmap` of all workers.
         momentum: a factor, equal on all workers.
         mesh: the mesh.
         axis_name: the axis of the workers.
-        placement: where the leaves are.
+        placement: partitions of the leaves over the inner axes.
         is_manual: whether the workers' axis is one of `jax.shard_map`, and not of `jax.vmap`.
     """
     on_each = functools.partial(_on_devices, update, mesh, axis_name, placement)
@@ -161,7 +161,7 @@ def on_devices(
         batched = jax.tree.map(lambda kind: kind.is_own, kinds(state))
         return (delivered, state), (jax.tree.map(lambda _: False, delivered), batched)
 
-    # The rank differs between workers, whatever else does: without it vmap may leave out the rule.
+    # vmap uses the rule only if an argument differs between workers. The rank always does.
     return exchanged(updates, state, momentum, jax.lax.axis_index(axis_name))
 
 
@@ -177,7 +177,7 @@ def _on_devices(
 ) -> tuple[Any, ErrorFeedbackState]:
     """Runs `update` manually over all axes.
 
-    With `is_stacked` gradients and per-worker arrays have a row for each worker, and `axis_name`
+    With `is_stacked`, gradients and per-worker arrays have a row for each worker, and `axis_name`
     becomes manual here. Otherwise it is manual already.
     """
     inner = placement.axes
@@ -225,7 +225,7 @@ def _on_devices(
         axis_names=set(mesh.axis_names) - set(() if is_stacked else mesh.manual_axes),
         check_vma=False,
     )(leaves, state, momentum)
-    # The optimizer behind keeps its moments as parameters are, and not cut further.
+    # The optimizer behind keeps its moments cut as the parameters are, and not further.
     delivered = [
         meshes.constrain(x, NamedSharding(mesh, own)) if own != spec else x
         for x, own, spec in zip(delivered, placement.own, specs)
@@ -236,10 +236,10 @@ def _on_devices(
 def _rows(
     workers: int, batched: Any, updates: Any, state: Any, momentum: Any
 ) -> tuple[Any, Any, Any]:
-    """What vmap holds once for all workers, with a row for each, where it may differ.
+    """The arrays with a row for each worker where they may differ. vmap holds equal ones once.
 
     Raises:
-        ValueError: something else than gradients and marked arrays differs between workers.
+        ValueError: momentum, or an array without a mark, differs between workers.
     """
     of_updates, of_state, of_momentum = batched
     if any(jax.tree.leaves(of_momentum)):
@@ -263,7 +263,7 @@ def _rows(
 
 
 def _own(workers: int, updates: Any, batched: Any) -> ValueError | None:
-    """The error of gradients of which none differs between workers."""
+    """The error if no gradient differs between workers, or None."""
     flags = [has for x, has in zip(jax.tree.leaves(updates), jax.tree.leaves(batched)) if x.size]
     if not flags or any(flags) or workers == 1:
         return None
@@ -289,7 +289,7 @@ def checked(
     @exchanged.def_vmap
     def rule(workers: int, batched: Any, updates: Any, state: Any, _: Any) -> Any:
         of_updates, of_state, _ = batched
-        # In a loop vmap asks several times, at last with what really differs.
+        # In a loop vmap asks several times. Its last call knows what really differs.
         how.problems[site] = _own(workers, updates, of_updates)
         means = jax.tree.map(
             lambda x, is_row: jnp.zeros_like(x[0] if is_row else x), updates, of_updates

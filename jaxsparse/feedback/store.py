@@ -1,6 +1,6 @@
 """The state of error feedback between steps: its marks and narrow accumulators.
 
-This file alone knows them. `exchange` sees one worker's buckets, in float32 pieces.
+Only this file handles them. `exchange` sees one worker's buckets, in float32 pieces.
 """
 
 import dataclasses
@@ -31,17 +31,19 @@ class ErrorFeedbackState(NamedTuple):
     leaves, or further.
     """
 
-    # Of compressed leaves: float32 or bfloat16 [1, *shape], as a worker sees it.
+    # Residuals of compressed leaves: float32 or bfloat16 [1, *shape], as a worker sees them.
     residual: dict[str, PerWorker]
-    # Of compressed leaves: like `residual`, or the momentum of the mean, replicated [*shape]. Of
-    # uncompressed ones: the mean's, float32, replicated [*shape]. {} without momentum.
+    # Momenta, or {} without momentum. Compressed leaves have one like `residual`, or the mean's,
+    # replicated [*shape]. Uncompressed leaves have the mean's, float32, replicated [*shape].
     momentum: dict[str, Any]
-    # One reducer's state a bucket. On a mesh with inner axes, arrays have one row for each device
-    # of a worker: [n, ...].
+    # The state of each bucket's reducer. On a mesh with inner axes, arrays have one row for each
+    # device of a worker: [n, ...].
     reducers: tuple[Any, ...]
     skipped: Int[Array, ""]  # int32: number of steps skipped because a gradient was not finite
-    info: Info  # of the last step that was not skipped, summed over buckets and inner axes
-    # Of uncompressed leaves: float32 [1, *shape], the last gradient. {} without delay.
+    # The counts of the last step that was not skipped, or with a delay of the last step. They are
+    # summed over buckets and inner axes.
+    info: Info
+    # The last gradients of uncompressed leaves: float32 [1, *shape]. {} without delay.
     pending: dict[str, PerWorker]
     roundings: Any = ()  # uint32: number of roundings of residuals to bfloat16; () for float32
     placement: Placement | tuple[()] = ()  # where leaves are; () without inner axes
@@ -133,7 +135,7 @@ class Store(NamedTuple):
         )
 
     def save(self, done: Exchanged, before: ErrorFeedbackState, plan: Plan) -> ErrorFeedbackState:
-        """The state after a step. A skipped step changes the count of skips only."""
+        """The state after a step. A skipped step without a delay changes only `skipped`."""
         carried, rounds = done.carried, ()
         if self.is_narrow:
             carried = self._rounded(carried, before.roundings, plan)
@@ -214,12 +216,12 @@ def _is_marked(node: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What an array of a state is.
+    """The role of an array in a state.
 
     Attributes:
         is_own: whether it is a worker's own, and marked so.
-        leaf: the name of the leaf that it accumulates for, in whose shape it is; or None.
-        is_reducers: whether it is of a reducer's state, of one device.
+        leaf: name of the leaf that it accumulates for, and whose shape it has. None: of no leaf.
+        is_reducers: whether it belongs to a reducer's state.
     """
 
     is_own: bool
@@ -250,7 +252,7 @@ def kinds(state: ErrorFeedbackState) -> ErrorFeedbackState:
 
 
 def accumulator(dtype: DTypeLike | None) -> Any:
-    """The dtype to keep accumulators in.
+    """The dtype in which accumulators are kept.
 
     Raises:
         ValueError: it is neither float32 (or None) nor bfloat16.
@@ -268,7 +270,7 @@ def accumulator(dtype: DTypeLike | None) -> Any:
 
 
 def rounded(x: Float[Array, " d"], key: UInt32[Array, ""]) -> BFloat16[Array, " d"]:
-    """Float32 `x` as bfloat16, up or down at random so that the result is `x` on average.
+    """`x` as bfloat16, rounded up or down at random so that the result is `x` on average.
 
     Rounding to nearest would drop small gradients that are added to a large residual, at each step
     and always in the same direction. Values that bfloat16 holds exactly do not change. Values

@@ -45,8 +45,8 @@ def error_feedback(
         mean, v = reducer(v)
         u = 0 where the reducer sent (momentum factor masking)
 
-    With `decay` the second line is v = decay * v + u (SparseLoCo, arXiv 2508.15706, with 0.95):
-    stale parts of the residual fade, and the sum of updates owes their share no more.
+    With `decay` the second line is v = decay * v + u (SparseLoCo, arXiv 2508.15706, with 0.95).
+    Stale parts of the residual then fade, and the share that fades is never delivered.
 
     The update is `mean`, equal on all workers, in the gradients' shapes and dtypes. Leaves that
     `is_dense` picks are averaged exactly in float32, with the same momentum and no masking.
@@ -57,12 +57,12 @@ def error_feedback(
     get the gradient without momentum, because a gradient with momentum would be zero nowhere. Their
     momentum is that of the mean, which is the same if everything is delivered.
 
-    Put it first in an `optax.chain`, or behind stateless transformations of the local gradient such
-    as clipping. `optax.multi_transform` may treat leaves differently. Do not put around it:
-    `optax.MultiSteps`, which keeps gradients as if all workers had the same (accumulate by a scan
-    inside the step instead); `optax.apply_if_finite`, which branches on a local value, so that
-    workers wait for each other forever (the next paragraph makes it needless); `optax.masked`,
-    which never averages the masked leaves, so that replicas diverge.
+    Put it first in an `optax.chain`, behind stateless transformations of the local gradient such as
+    clipping, or behind `jaxsparse.per_worker`. `optax.multi_transform` may treat leaves
+    differently. Three others must not wrap it. `optax.MultiSteps` keeps gradients as if all workers
+    had the same: accumulate by a scan inside the step instead. `optax.apply_if_finite` branches on
+    a local value, so that workers wait for each other forever; the next paragraph makes it
+    needless. `optax.masked` never averages the leaves that it leaves out, so that replicas diverge.
 
     If a gradient, or its sum with residual or momentum, is not finite on any worker, all workers
     skip the step. The update is zero, and only the `skipped` counter of the state changes. Later
@@ -71,10 +71,10 @@ def error_feedback(
     **Inner axes.** On a mesh with axes for FSDP or tensor parallelism, each device exchanges its
     own shards of the leaves with the devices that hold the same shards for other workers
     (`jaxsparse.training.meshes`). Leaves that an inner axis does not cut are cut along it for the
-    exchange, in a dimension that it divides; those without such a dimension go uncompressed.
+    exchange, in a dimension that it divides. Those without such a dimension go uncompressed.
     Settings that are totals for the tree, such as a sketch's k, are divided over the devices.
     `init` reads the leaves' partitions from parameters that are on the mesh or have Explicit axes
-    in their types; elsewhere, give `mesh` and `specs`. Residual and momentum have their leaves'
+    in their types. Elsewhere, give `mesh` and `specs`. Residual and momentum have their leaves'
     shapes and are sharded alike. `info` and `skipped` count for all devices.
 
     **Delay.** With delay=1 a step exchanges the residual that it starts with,
@@ -86,12 +86,12 @@ def error_feedback(
     so that the exchange does not depend on the step's gradients. It can run beside the backward
     pass (SparCML's non-blocking mode) if the backend's collectives are asynchronous. Updates are
     those of delay=0 one step later, and the first one is zero. Uncompressed leaves wait in
-    `pending`. Only a flag waits for this step's gradients: it says that they are finite. If they
+    `pending`. Only a flag waits for this step's gradients: it says whether they are finite. If they
     are not, all workers leave them out and `skipped` rises. The exchange of earlier gradients still
     counts, so apply the update.
 
     Args:
-        reducer: exchanges the buckets: a `Reducer`, or a `Budget` that makes one for each bucket.
+        reducer: the `Reducer` that exchanges the buckets, or a `Budget` that makes one for each.
         **options: as for all transformations.
 
     Returns:
@@ -132,7 +132,8 @@ def partition(
 
     Raises:
         ValueError: from here: an expression is not valid. From `init` and `update`: an expression
-            matches no leaf, the policy returns no reducer, or see `error_feedback`.
+            matches no leaf that earlier ones left, the policy returns neither a reducer nor None,
+            or see `error_feedback`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -147,7 +148,7 @@ def partition(
 
 
 def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExtraArgs:
-    """The transformation, for leaves that go as the rules say."""
+    """The transformation that exchanges each leaf as the rules say."""
     axis_name, momentum = options.get("axis_name", "data"), options.get("momentum")
     check_momentum(momentum)
     nesterov = is_nesterov(options.get("nesterov"), momentum)
@@ -194,7 +195,7 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
                 done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
             return delivered, store.save(done, state, plan)
 
-        Axes(axis_name).check(updates)  # what is wrong with the tree itself was said first
+        Axes(axis_name).check(updates)  # behind `plan_of`: its errors about the tree come first
         return _run(on_device, updates, state, momentum, axis_name, mesh)
 
     return optax.GradientTransformationExtraArgs(init, unwrapped(update))
@@ -234,7 +235,8 @@ def _plan(
         bucket_size: see `jaxsparse.layout.plan`.
         devices: the number of a worker's devices, each with buckets of the same sizes. They share
             settings that are totals for the tree, as buckets do.
-        dense_elements: the number of uncompressed elements of them all.
+        dense_elements: the number of uncompressed elements of all these devices. None: those of
+            `tree`.
 
     Raises:
         ValueError: a budget does not fit, or see `jaxsparse.layout.plan`.

@@ -22,9 +22,10 @@ from jaxsparse.stream import SparseStream, filled, to_dense
 
 _MOST = 2**31 - 1  # the largest int32
 
-# How well sum_w x_w == W * mean + sum_w residual_w holds: for all values whose sums and means fit
-# float32; up to the rounding of each value; up to that of the largest of a group of values, which
-# share a scale or a transform; on average over random draws; or not at all.
+# How well sum_w x_w == W * mean + sum_w residual_w holds. "exact": for all values whose sums and
+# means are exact in float32. "to rounding": up to the rounding of each value. "to group rounding":
+# up to the rounding of the largest value of a group, which shares a scale or a transform. "in
+# expectation": on average over random draws. "leaks": not at all.
 Conservation = Literal["exact", "to rounding", "to group rounding", "in expectation", "leaks"]
 
 
@@ -47,8 +48,8 @@ def info(delivered: Any, overflow: Any = 0) -> Info:
 class Reduced(NamedTuple):
     """The result of one exchange of vectors of d elements among W workers.
 
-    A reducer that sends few entries may give residual and mask there alone, n of them. Then no step
-    needs a second vector for them.
+    A reducer that sends few entries, n of them, may give residual and mask at these alone. Then
+    neither takes a vector of d elements.
     """
 
     mean: Float[Array, " d"]  # float32 estimate of (1/W) sum_w x_w, bitwise equal on all workers
@@ -65,7 +66,7 @@ class Reduced(NamedTuple):
         """The same result with residual and mask as vectors of d elements.
 
         Args:
-            x: what was exchanged, which is the residual elsewhere.
+            x: the vector that was exchanged. It is the residual at all other elements.
         """
         if self.indices is None:
             return self
@@ -86,13 +87,13 @@ class Leaf(NamedTuple):
 class Budget(abc.ABC):
     """Makes the reducers of all buckets from their common budget.
 
-    It is apart from a reducer because a compression holds for the whole tree, dense leaves
-    included, and can be divided only once the layout is known.
+    It is not the reducer itself, because a compression ratio is for the whole tree, dense leaves
+    included. It can be divided only once the layout is known.
     """
 
     @property
     def alignment(self) -> int:
-        """Sizes of all buckets but the last must be multiples of this number, such as a block."""
+        """Sizes of all buckets but the last must be multiples of this, such as a block's size."""
         return 1
 
     @property
@@ -122,8 +123,8 @@ class Reducer(Budget):
     among buckets.
     """
 
-    # A hint, on which no result depends: whether residuals are given at few entries. The exchange
-    # then adds up in the leaves' shapes, to write residuals over the old ones.
+    # Whether residuals are given at few entries. The exchange then adds up in the leaves' shapes,
+    # to write residuals over the old ones. It is a hint, on which no result depends.
     changes_few = False
 
     def __post_init__(self):
@@ -136,7 +137,7 @@ class Reducer(Budget):
 
     @property
     def conserves(self) -> bool:
-        """Whether each exchange conserves sums, if only to rounding."""
+        """Whether each exchange conserves sums, at least up to rounding."""
         return self.conservation in ("exact", "to rounding", "to group rounding")
 
     @property
@@ -175,14 +176,24 @@ class Reducer(Budget):
     def init(self, size: int) -> Any:
         """One worker's initial state for vectors of `size` elements. Default: no state.
 
-        Arrays that will differ between workers are `PerWorker`. All others are replicated.
+        Arrays that will differ between workers must be marked `PerWorker`. All others are
+        replicated.
         """
         del size
         return ()
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """Exchanges float32 `x` along `axis_name`. None: a single worker, which sends nothing."""
+        """Exchanges one vector with the other workers.
+
+        Args:
+            x: float32, this worker's whole vector.
+            state: the reducer's state, from `init` or from the last exchange.
+            axis_name: the axis of the workers. None: a single worker, which sends nothing.
+
+        Returns:
+            The mean, this worker's residual, and the new state.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +227,7 @@ def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:
     return tuple((seed + bucket * 0x9E3779B9) % 2**32 for bucket in range(count))
 
 
-# Which worker keeps what an exchange did not deliver.
+# The functions below decide which worker keeps the parts that an exchange did not deliver.
 
 
 def finite_sums(total: Array) -> tuple[Array, Bool[Array, "..."]]:
@@ -246,7 +257,8 @@ def deliver(
         x: float32, this worker's whole vector.
         total: float32, the delivered sum, equal on all workers.
         residual: float32, this worker's share of the part that `total` lacks.
-        sent: where to mask momentum, unless the sum overflows. None: nowhere.
+        sent: mask of the coordinates whose momentum becomes 0, unless their sum overflows. None: no
+            coordinates.
         state: the reducer's new state.
         workers: number of workers, W.
         delivered: number of coordinates that the mean carries. None: count those that are not 0.
@@ -286,7 +298,7 @@ def deliver_merged(
         x: float32, this worker's whole vector.
         total: float32, the delivered sum, equal on all workers.
         discarded: float32, the entries that this worker dropped; unused where `total` is 0.
-        selected: where this worker put entries forward.
+        selected: mask of the entries that this worker put forward.
         state: the reducer's new state.
         workers: number of workers, W.
     """
@@ -310,8 +322,8 @@ def deliver_streams(
 
     Args:
         x: float32, this worker's whole vector.
-        stream: what it put forward, with distinct indices. Where values differ from those of `x`,
-            the residual keeps the difference.
+        stream: the entries that it put forward, with distinct indices. Where their values differ
+            from those of `x`, the residual keeps the difference.
         result: the result of the all-reduce. If its residual is given at few entries, they are
             those of `stream`, in its order.
         state: the reducer's new state.
@@ -339,9 +351,9 @@ def deliver_streams(
 def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
     """Delivers exact means, `kept`, at distinct coordinates.
 
-    A coordinate counts as not sent if its exact mean is zero, as in Alg. 3: the workers' values
-    cancel there, so residuals that keep them conserve their sum. A coordinate also counts as not
-    sent if its sum overflows.
+    A coordinate counts as not sent if its exact mean is zero, as in Sketched-SGD's Alg. 3. The
+    workers' values cancel there, so residuals that keep them conserve their sum. A coordinate also
+    counts as not sent if its sum overflows.
     """
     kept = kept._replace(values=finite_sums(kept.values)[0])
     sent = kept.values != 0
@@ -352,6 +364,6 @@ def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Redu
 
 
 def marked(stream: SparseStream, size: int) -> Bool[Array, " d"]:
-    """Where the stream has entries other than 0."""
+    """A mask of the elements at which the stream has an entry other than 0."""
     index = jnp.where(stream.values != 0, stream.indices, size)
     return filled(size, False, index).at[index].set(True, mode="drop")

@@ -20,9 +20,9 @@ class BlockReducer(Reducer):
     """A reducer of blocks.
 
     Attributes:
-        density: share of the blocks that each worker selects, those of largest l2 norm, in (0, 1];
-            None for all that are not zero.
-        block_size: elements of a block.
+        density: share of the blocks that each worker selects, in (0, 1]. They have the largest l2
+            norms. None: all blocks that are not zero.
+        block_size: number of elements in a block.
     """
 
     density: float | None = None
@@ -34,12 +34,12 @@ class BlockReducer(Reducer):
 
     @property
     def alignment(self) -> int:
-        """Whole blocks."""
+        """The block size, so that buckets hold whole blocks."""
         return self.block_size
 
     @property
     def needs_zeros(self) -> bool:
-        """Yes without a density: then it sends the blocks that are not zero."""
+        """Yes without a density, because it then sends all blocks that are not zero."""
         return self.density is None
 
     def init(self, size: int) -> UInt32[Array, ""]:
@@ -93,7 +93,7 @@ def union_capacity(
     Args:
         size: number of elements of the vector.
         block_size: number of elements in a block.
-        density: share of the blocks that each worker selects. None: those that are not zero.
+        density: share of the blocks that each worker selects. None: all that are not zero.
         union_density: share of the blocks that there is room for. None: all that W workers can
             select.
         workers: number of workers, W.
@@ -134,10 +134,10 @@ def take(
     """The first `capacity` blocks of a mask, counted from a start that moves with `step`.
 
     The start moves by `capacity` blocks a step and wraps around. So a block that stays in the mask
-    is taken within ceil(blocks / capacity) steps, for any other blocks.
+    is taken within ceil(blocks / capacity) steps, however many others are in the mask.
 
     Args:
-        mask: bool[blocks].
+        mask: the blocks to take from, bool[blocks].
         capacity: number of blocks to take, from 1 to all.
         step: uint32, a count of steps.
 

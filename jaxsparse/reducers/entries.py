@@ -13,7 +13,7 @@ class EntryReducer(Reducer):
     """A reducer of entries.
 
     Attributes:
-        density: share of the elements, in (0, 1].
+        density: k, the number of entries, as a share of the elements, in (0, 1].
         codec: wire format of the messages.
         selection: the way in which a worker finds the largest entries of its own vector.
     """
@@ -30,7 +30,7 @@ class EntryReducer(Reducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The codec's."""
+        """The conservation of the codec."""
         return conservation_of(self.codec)
 
 

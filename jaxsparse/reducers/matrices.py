@@ -32,11 +32,11 @@ class MatrixReducer(Reducer):
     """A reducer that sees its vector as the matrices of the leaves, as low-rank methods do.
 
     Attributes:
-        stacked: a regular expression. A leaf whose key path contains it is a stack of matrices
-            along its first axis, one for each layer of a scanned model.
+        stacked: a regular expression. A leaf whose key path contains a match is a stack of matrices
+            along its first axis, one for each layer of a scanned model. None: there are no stacks.
         matrices: the matrices of each leaf of the bucket, in order. Error feedback sets them,
             because it knows the layout. None: the largest square matrix that the vector has
-            elements for, and a row of those behind it.
+            elements for, and one row of the elements that are left.
     """
 
     stacked: str | None = dataclasses.field(default=None, kw_only=True)
@@ -50,8 +50,8 @@ class MatrixReducer(Reducer):
     def with_leaves(self, leaves: tuple[Leaf, ...]) -> "MatrixReducer":
         """The same reducer for the matrices of these leaves.
 
-        Neighbours of one shape become one stack, which a program computes at once and without a
-        copy of each.
+        Neighbouring matrices of one shape become one stack. A program computes it at once, without
+        a copy of each matrix.
         """
         matrices: list[Matrix] = []
         for matrix in map(self.matrix, leaves):

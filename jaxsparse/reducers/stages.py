@@ -27,7 +27,7 @@ class Stages(Generic[T]):
 
     Attributes:
         values: one value for each stage.
-        boundaries: the first step of each stage but the first, in increasing order.
+        boundaries: the steps at which all stages but the first begin, in increasing order.
 
     Example:
         >>> stages = Stages(values=(0.25, 0.01), boundaries=(100,))
@@ -91,7 +91,7 @@ class StagedState(NamedTuple):
     reducer: Any
 
 
-# From the strongest promise to the weakest.
+# The promises, from the strongest to the weakest.
 _CONSERVATION: tuple[Conservation, ...] = get_args(Conservation)
 
 
@@ -99,12 +99,13 @@ _CONSERVATION: tuple[Conservation, ...] = get_args(Conservation)
 class Staged(Reducer):
     """Uses the reducer of the current stage, which the number of exchanges so far determines.
 
-    Skipped steps do not count. A branch gets a copy of the vector, so a step of DGC takes twice the
-    memory with a warm-up: 8.5 d floats instead of 4.2.
+    Skipped steps do not count, except with a delay, where they exchange, too. A branch gets a copy
+    of the vector, so a step of DGC takes twice the memory with a warm-up: 8.5 d floats instead of
+    4.2.
 
     Attributes:
         stages: the reducers. Their states must have equal shapes and dtypes. A stage without state,
-            such as dense, leaves that of the others as it is.
+            such as dense, leaves the others' state as it is.
     """
 
     stages: Stages[Reducer]
@@ -116,22 +117,22 @@ class Staged(Reducer):
 
     @property
     def dense_at_full_budget(self) -> bool:
-        """Whether it holds for all stages."""
+        """Whether this is so in every stage."""
         return all(reducer.dense_at_full_budget for reducer in self.stages.values)
 
     @property
     def alignment(self) -> int:
-        """The least common multiple over all stages."""
+        """The least common multiple of all stages' alignments."""
         return math.lcm(*(reducer.alignment for reducer in self.stages.values))
 
     @property
     def needs_zeros(self) -> bool:
-        """Whether any stage does."""
+        """Whether any stage needs them."""
         return any(reducer.needs_zeros for reducer in self.stages.values)
 
     @property
     def adapts_messages(self) -> bool:
-        """Whether any stage does. The stage itself is the same for all shards."""
+        """Whether any stage adapts them. The stage itself is the same for all shards."""
         return any(reducer.adapts_messages for reducer in self.stages.values)
 
     @property
@@ -145,7 +146,7 @@ class Staged(Reducer):
         return Staged(Stages(stages, self.stages.boundaries))
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """Each stage splits for itself."""
+        """One reducer for each bucket. Each stage's reducer splits its own budget."""
         buckets = zip(*(reducer.split(sizes, dense_size) for reducer in self.stages.values))
         return tuple(Staged(Stages(bucket, self.stages.boundaries)) for bucket in buckets)
 
@@ -165,7 +166,7 @@ class Staged(Reducer):
         self, x: Float[Array, " d"], state: StagedState, *, axis_name: str | None
     ) -> Reduced:
         """See `Reducer`."""
-        masks: list[bool] = []  # whether each stage masks momentum, known once all have been traced
+        masks: list[bool] = []  # whether each stage masks momentum; complete once all are traced
 
         def run(reducer: Reducer, x: Array, inner: Any) -> Reduced:
             reduced = reducer(x, inner, axis_name=axis_name).whole(x)

@@ -123,9 +123,9 @@ def choose(
     """Chooses settings that deliver about `density * size` elements of the mean in a step.
 
     Other settings are the defaults. `sketched_sgd` delivers that many coordinates and psums eight
-    times as many words. `sparcml` takes k of each group of 512, or one of larger groups. `qsgd` (4
-    bits), `quantized` (8 bits) and `sign_sgd` deliver everything. A name that ends in "_packed" has
-    4-byte entries.
+    times as many words. `sparcml` takes k of each group of 512, or one of larger groups. `dense`,
+    `qsgd` (4 bits), `quantized` (8 bits) and `sign_sgd` deliver everything at any density. A name
+    that ends in "_packed" has 4-byte entries.
 
     Args:
         name: a key of `WITH_VARIANTS`.
@@ -133,11 +133,11 @@ def choose(
         size: number of elements of the vector.
         workers: number of workers.
         link: the network for `sparcml`'s choice of an algorithm. None: `Link()`.
-        touched: for gradients that are zero in most blocks, the share of the blocks that are not
-            zero on one worker, in (0, 1]. Systems of blocks then send these blocks. Those whose
+        touched: share of the blocks that are not zero on one worker, in (0, 1], for gradients that
+            are zero in most blocks. Systems of blocks then send these blocks. Systems whose
             workers share the room make room for `workers` times as many. None: gradients are
             dense, and systems of blocks select.
-        block_size: number of elements in a block: the width of an embedding.
+        block_size: number of elements in a block, such as the width of an embedding.
         dense_size: number of elements of leaves that travel dense beside the vector. The
             compression of `sketched_sgd` counts them.
 

@@ -91,7 +91,7 @@ class ChunkedTopK(Reducer):
     def _combined(
         self, messages: UInt32[Array, "n words"], capacity: int, size: int
     ) -> tuple[Float[Array, " d"], Int[Array, " d"]]:
-        """The sum of all messages, one after the other, and how many have each coordinate."""
+        """The sum of all messages, in order, and the number of senders of each coordinate."""
         decode = lambda message: self.codec.decode(message, capacity, size, jnp.float32)
         streams = jax.vmap(decode)(messages)
         if self.clip is not None:
@@ -109,7 +109,7 @@ class ChunkedTopK(Reducer):
 
 
 def _clipped(values: Float[Array, "workers n"]) -> Float[Array, "workers n"]:
-    """Workers' values, scaled down to the median of their norms, the lower one of two."""
+    """The workers' values, scaled down to the lower median of their norms."""
     largest = largest_magnitude(values, axis=1)
     largest = jnp.where(largest < 2 * jnp.finfo(jnp.float32).tiny, 1, largest)
     squares = jnp.sum(jnp.square(shares_of(values, largest)), axis=1)  # which do not overflow
@@ -132,10 +132,10 @@ def chunked_top_k(
     """SparseLoCo's exchange (Sarfi et al., 2025): k of every 4096 elements, in 14 bits each.
 
     In a step, a worker receives W - 1 messages of 14 bits an entry, 0.027 d bytes each with the
-    defaults, and one word for every 256 entries beside them. The residual keeps what the receivers
-    do not decode: the rest, and the rounding.
+    defaults, and one word for every 256 entries beside them. The residual keeps all that the
+    receivers do not decode: unsent entries and the rounding.
 
-    `momentum` is corrected, and masked where this worker sent.
+    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
 
     With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
     moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
@@ -145,15 +145,15 @@ def chunked_top_k(
             Ties go to the lower index. A shorter last chunk sends k entries, too, or all.
         chunk_size: number of consecutive elements in a chunk, at most 65,536. An index takes as
             many bits as it needs: 12 for 4096.
-        value_bits: 2, 4, 8, 16 (bfloat16) or 32 (exact).
-        quantizer: levels of 2, 4 and 8 bits. "sign_magnitude" has a fifth to a half of the error of
-            "published", which is that of the published code, for parity.
+        value_bits: number of bits of a value: 2, 4, 8, 16 (bfloat16) or 32 (exact).
+        quantizer: quantiser of values in 2, 4 or 8 bits. "published" is the published code's, for
+            parity. "sign_magnitude" has a fifth to a half of its error.
         aggregate: "mean" divides sums by the number of workers, as in the paper.
             "mean_of_senders" divides each by the number of workers that sent the coordinate, as in
-            the published code: up to W times as much, and sums are not conserved.
-        clip: "median" scales a worker's message down to the median norm of all (of an even number,
-            the lower middle), as the published code does. The residual does not keep what it cuts.
-            The norm is that of a bucket, not of a leaf.
+            the published code. Updates are then up to W times as large, and sums are not conserved.
+        clip: "median" scales larger messages down to the median of all messages' norms, as the
+            published code does (of an even number, to the lower middle). The residual does not keep
+            what it cuts. The norm is that of a bucket, not of a leaf. None: no clipping.
         **options: as for all transformations.
 
     Raises:

@@ -1,4 +1,4 @@
-"""DeMo: momentum that stays on the workers, of which the largest cosine coefficients are sent."""
+"""DeMo: momentum that stays on the workers, which send its largest cosine coefficients."""
 
 import dataclasses
 import functools
@@ -29,12 +29,12 @@ ValueBits = Literal[2, 4, 8, 16, 32]
 Aggregate = Literal["mean", "mean_of_senders"]
 
 _LARGEST = float(np.finfo(np.float32).max)
-_LARGEST_CHUNK = 256  # whose indices have 16 bits
-_MOST = 2**30  # elements of a part, so that int32 indices count them
+_LARGEST_CHUNK = 256  # indices in its tiles have 16 bits
+_MOST = 2**30  # largest number of elements of a part, so that int32 indices count them
 
 
 class _Tiling(NamedTuple):
-    """How the tiles of a matrix lie in it. Those at its lower and right edge may stick out."""
+    """The tiles of a matrix. Tiles at its lower and right edges may stick out."""
 
     height: int
     width: int
@@ -78,16 +78,16 @@ class DeMo(MatrixReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """Transforms round. Only the mean over all workers conserves what they sent."""
+        """Sums are conserved only by the mean over all workers, and transforms round."""
         return "to group rounding" if self.aggregate == "mean" else "leaks"
 
     @property
     def dense_at_full_budget(self) -> bool:
-        """To rounding only."""
+        """No, because transforms round."""
         return False
 
     def wire_format(self, tile_size: int) -> codecs.Chunked:
-        """The wire format of tiles of so many elements."""
+        """The wire format of tiles of `tile_size` elements."""
         return codecs.Chunked(min(self.k, tile_size), tile_size, self.value_bits)
 
     def tiling(self, matrix: Matrix) -> _Tiling:
@@ -112,7 +112,7 @@ class DeMo(MatrixReducer):
     def _exchanged(
         self, coefficients: Sequence[Float[Array, "tiles width height"]], axis_name: str | None
     ) -> tuple[list[Float[Array, " n"]], list[Float[Array, " n"]]]:
-        """Of each part, the coefficients that this worker delivers, and the mean."""
+        """The coefficients that this worker delivers, and the mean ones, both for each part."""
         sizes = [q.size for q in coefficients]
         tile_sizes = [math.prod(q.shape[1:]) for q in coefficients]
         formats = list(map(self.wire_format, tile_sizes))
@@ -140,7 +140,7 @@ class DeMo(MatrixReducer):
         return own, mean
 
     def _parts(self, x: Float[Array, " d"]) -> list[Float[Array, "tiles height width"]]:
-        """The tiles of all matrices, those of equal sides together."""
+        """The tiles of all matrices, in parts of at most _MOST elements and of equal sides."""
         tiles: dict[tuple[int, int], list[Array]] = {}
         for matrix in self.cut(x):
             t = self.tiling(Matrix(*matrix.shape))
@@ -178,7 +178,7 @@ class DeMo(MatrixReducer):
 def _added(
     messages: UInt32[Array, "n words"], read: Callable[[Array], SparseStream], size: int
 ) -> Float[Array, " d"]:
-    """The sum of what is read from all messages, one after the other."""
+    """The sum of the streams that `read` makes of the messages, one after the other."""
     add = lambda total, message: (add_to(total, read(message)), None)
     return jax.lax.scan(add, to_dense(read(messages[0]), size), messages[1:])[0]
 
@@ -188,7 +188,7 @@ def _counted(stream: SparseStream) -> SparseStream:
 
 
 def _small_enough(tiles: Float[Array, "tiles h w"]) -> Float[Array, "tiles h w"]:
-    """The tiles, and zeros in place of those from whose entries a transform could overflow.
+    """The tiles, with zeros in place of each tile whose transform could overflow.
 
     A coefficient is at most sqrt(h w) times the largest element, its rounding twice that, and an
     element of the inverse transform at most sqrt(h w) times the largest coefficient.
@@ -201,7 +201,7 @@ def _small_enough(tiles: Float[Array, "tiles h w"]) -> Float[Array, "tiles h w"]
 def _transformed(tiles: Float[Array, "tiles h w"]) -> Float[Array, "tiles w h"]:
     """The orthonormal cosine transform (DCT-II) of the rows and columns of each tile, transposed.
 
-    Products along the last axis are the fast ones, and one transposition between two is enough.
+    Products along the last axis are the fast ones. One transposition between two is enough.
     """
     return _times(_times(tiles, _basis(tiles.shape[2]).T).swapaxes(1, 2), _basis(tiles.shape[1]).T)
 
@@ -259,38 +259,41 @@ def demo(
         M = M - inverse transform of q
         u = inverse transform of the mean of all workers' q
 
-    u is the update. So M is error feedback whose residual fades: it holds what was not sent, the
-    rounding of values on the wire included.
+    u is the update. So M is the residual of error feedback, and it fades. It holds all that was not
+    sent, and the rounding of values on the wire.
 
-    A leaf (..., m) is a matrix of m columns, cut into the fewest tiles of at most `chunk` rows and
-    columns, of nearly equal sides; a tile that sticks out is filled with zeros. Tiles follow the
-    leaf's shape, as in the paper, because neighbours in both directions are alike; flat pieces of
-    the vector would mix rows. (The published code takes the largest divisor of a side up to
-    `chunk`, which is the same for the sides of usual models, and 1 for a prime.) Vectors go dense
-    by default, so that their u is the mean gradient; otherwise they are matrices of one row.
+    A leaf (..., m) is a matrix of m columns. It is cut into the fewest tiles of at most `chunk`
+    rows and columns, of nearly equal sides, and a tile that sticks out is filled with zeros. Tiles
+    follow the leaf's shape, as in the paper, because neighbours in both directions are alike. Flat
+    pieces of the vector would mix rows. (The published code takes the largest divisor of a side up
+    to `chunk`, which is the same for the sides of usual models, and 1 for a larger prime.) Vectors
+    go dense by default, so that their u is the mean gradient. Otherwise they are matrices of one
+    row.
 
     The published step is signed. It has no other optimizer behind it:
 
         tx = optax.chain(jaxsparse.demo(), optax.scale_by_sign(),
                          optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(4e-4))
 
-    Any optimizer may stand there instead. Because the sign hides scales, it does not matter to it
-    that the published code multiplies g by the learning rate here (then a schedule would weigh old
-    gradients by old rates), or averages over senders. Note that all elements of a tile move by
-    the learning rate if any coefficient of it arrives.
+    Any optimizer may stand there instead. The published code adds g to M times the learning rate.
+    At a constant rate, the sign hides this factor. Under a schedule, old gradients would keep their
+    old rates. All elements of a tile move by the learning rate if any coefficient of it arrives.
 
-    A worker receives W - 1 messages of 12 + `value_bits` bits an entry. Replicas stay equal bit
-    for bit, because all of them add the messages in the order of workers. On a mesh with inner
-    axes each device transforms its own shards.
+    A worker receives W - 1 messages of 12 + `value_bits` bits an entry of tiles of 64 x 64.
+    Replicas stay equal bit for bit, because all of them add the messages in the order of workers.
+    On a mesh with inner axes each device transforms its own shards.
 
     Args:
-        k: coefficients of each tile that a worker sends, or a warm-up (`jaxsparse.Stages`). Smaller
-            tiles send k, too, or all. With k = chunk**2, u is the mean gradient, and M stays 0.
+        k: number of coefficients of each tile that a worker sends, or a warm-up
+            (`jaxsparse.Stages`). Smaller tiles send k, too, or all. With k = chunk**2, u is the
+            mean gradient and M stays 0, up to rounding.
         chunk: the largest side of a tile, at most 256. Indices of 64 x 64 have 12 bits.
-        value_bits: 16 (bfloat16), 32 (exact), or 2, 4 or 8, as in `chunked_top_k`.
-        aggregate: "mean" divides sums by the number of workers: nothing is lost. "mean_of_senders"
-            divides each by the number of workers that sent the coefficient, as in the published
-            code: up to W times as much, and sums are not conserved.
+        value_bits: number of bits of a value: 16 (bfloat16), 32 (exact), or 2, 4 or 8, as in
+            `chunked_top_k`.
+        aggregate: "mean" divides sums by the number of workers, and nothing is lost.
+            "mean_of_senders" divides each by the number of workers that sent the coefficient, as in
+            the published code. It weighs coefficients differently, which can change signs. Updates
+            are up to W times as large, and sums are not conserved.
         **options: as for all transformations.
 
     Raises:
@@ -307,7 +310,7 @@ def demo(
 
 
 def _settings(request: Request) -> Settings:
-    """K of 64 x 64 elements, or 1 of larger tiles."""
+    """The k of tiles of 64 x 64, or 1 of larger tiles."""
     if request.density * 64**2 >= 1:
         return {"k": round(request.density * 64**2)}
     return {"k": 1, "chunk": min(_LARGEST_CHUNK, round(request.density**-0.5))}

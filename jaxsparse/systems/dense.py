@@ -1,4 +1,4 @@
-"""Dense all-reduce: what every other system is compared with."""
+"""Dense all-reduce, with which every other system is compared."""
 
 import dataclasses
 from typing import Any, Unpack
@@ -30,14 +30,14 @@ class Dense(Reducer):
 
 @exchange_options()
 def dense(**options: Unpack[LeafOptions]) -> optax.GradientTransformationExtraArgs:
-    """The exact mean gradient by all-reduce: the baseline, switched to by changing one word.
+    """The exact mean gradient by all-reduce. Changing one word switches to this baseline.
 
     All leaves travel in one message. If `is_dense` or `bucket_size` is given, the leaves that
     `is_dense` does not pick (by default matrices) travel in buckets, and their residual stays zero.
 
-    Sums are of float32, and travel as such: `quantized("bfloat16")` is the same in 16 bits.
+    Sums are of float32, and travel as such. `quantized("bfloat16")` is the same in 16 bits.
 
-    `momentum` is heavy-ball momentum without masking: the same as `optax.trace(momentum)` behind.
+    `momentum` is heavy-ball momentum without masking. It equals `optax.trace(momentum)` behind it.
 
     Args:
         **options: as for all transformations.

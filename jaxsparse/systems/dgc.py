@@ -45,10 +45,10 @@ def dgc(
     Each worker estimates a threshold from a sample and sends the entries that reach it, k =
     density d at most. All workers gather and sum them: 2 (W - 1) k words a step in COO.
 
-    `momentum` is corrected (section 3.2), and masked where this worker sent (3.3), Nesterov's with
-    `nesterov=True`, too. Chain an optimizer without momentum behind it, such as `optax.sgd(lr)`.
-    `clip_norm` clips gradients before they are accumulated (3.2).
-    `density=jaxsparse.warm_up(0.001, steps=...)` lowers the density from 25 % (3.3); the paper does
+    `momentum` acts before the exchange (momentum correction, section 3.2), and is masked where this
+    worker sent (3.3), with `nesterov=True`, too. Chain an optimizer without momentum behind it,
+    such as `optax.sgd(lr)`. `clip_norm` clips gradients before they are accumulated (3.2).
+    `density=jaxsparse.warm_up(0.001, steps=...)` lowers the density from 25 % (3.3). The paper does
     so over the first four of about 80 epochs.
 
     With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
@@ -56,13 +56,14 @@ def dgc(
 
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
-        clip_norm: scales each worker's whole gradient, dense leaves included, to a norm of at most
-            clip_norm / sqrt(W), so that the norm of a sum of W orthogonal gradients is at most
-            clip_norm. The residual does not keep the clipped part. None doesn't clip.
+        clip_norm: largest norm of the sum of the workers' gradients if these are orthogonal. Each
+            worker's whole gradient, dense leaves included, is scaled to a norm of at most
+            clip_norm / sqrt(W). The residual does not keep the clipped part. None: no clipping.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
             rounding in the residual.
-        selection: "sampled" is the paper's, and `Sampled(samples=...)` sets the size of the
-            sample. "fast", "exact" and "bisection" are those of `top_k`.
+        selection: the way in which a worker finds its entries. "sampled" is the paper's, and
+            `Sampled(samples=...)` sets the size of the sample. "fast", "exact" and "bisection" are
+            those of `top_k`.
         **options: as for all transformations.
 
     Raises:
@@ -106,7 +107,7 @@ def _clipped(tree: Any, limit: float) -> Any:
         return tree
     # The norm is unit * length. As one number it may overflow, and its squares may underflow.
     largest = largest_magnitude(jnp.stack([largest_magnitude(x) for x in leaves]))
-    # Beyond these, reciprocals of the largest floats would be subnormal, which CPUs flush to 0.
+    # Clipped, because reciprocals of the largest floats would be subnormal, which CPUs flush to 0.
     unit = jnp.clip(largest, 2.0**-125, 2.0**125)
     to_unit = 1 / unit
     length = jnp.sqrt(jnp.stack([jnp.sum(jnp.square(x * to_unit)) for x in leaves]).sum())

@@ -24,7 +24,7 @@ from jaxsparse.stream import SparseStream
 from jaxsparse.systems.row import Case, System
 
 Extract = Literal["hash", "slot_max"]
-# Its arguments: a vector, the number of slots and a seed.
+# A function of a vector, the number of slots and a seed that fills the slots.
 Extractor = Callable[[Float[Array, " d"], int, UInt32[Array, ""]], SparseStream]
 
 
@@ -54,10 +54,10 @@ class Dragonn(SeededReducer):
 
     DRAGONN (Wang et al., ICML 2022), section 3.2, Alg. 1, with its sparse decoding (section 4.3).
     If several entries above the threshold share a slot, the worker sends one. The others stay in
-    the residual, as entries below the threshold do. `info.overflow` does not count them: they lose
-    by chance, as the method has it, and not for want of room. Hashes differ at each exchange and
-    between workers, so no entry loses for ever, or everywhere. The fields are the arguments of
-    `dragonn`.
+    the residual, as entries below the threshold do. `info.overflow` does not count them, because
+    they lose by chance, as the method has it, and not for want of room. Hashes differ at each
+    exchange and between workers, so no entry loses for ever, or everywhere. The fields are the
+    arguments of `dragonn`.
     """
 
     changes_few = True
@@ -82,7 +82,7 @@ class Dragonn(SeededReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The codec's."""
+        """The conservation of the codec."""
         return conservation_of(self.codec)
 
     @property
@@ -126,10 +126,11 @@ def dragonn(
     pass, with no running count of the selected elements. "hash" fills about 63 % of the slots. The
     received bytes grow with the number of workers, so it suits few workers (up to about
     sqrt(1 / density)), large tensors and slow links. With
-    `is_dense=jaxsparse.select_tensors(...).is_dense` it compresses only the tensors for which the
-    network saves more time than selecting and decoding cost.
+    `is_dense=jaxsparse.select_tensors(...).is_dense` it compresses only the tensors that save more
+    time on the network than selection and decoding cost.
 
-    `momentum` is corrected, and masked where this worker sent, as in Deep Gradient Compression.
+    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent,
+    as in Deep Gradient Compression.
 
     With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
     moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
@@ -137,13 +138,14 @@ def dragonn(
     Args:
         density: m as a share of each bucket's elements, in (0, 1], or a warm-up
             (`jaxsparse.warm_up`).
-        extract: "hash" is the published way. "slot_max" sends the largest of the elements that
-            share a slot; it fills nearly all slots and needs no threshold.
+        extract: the way in which slots are filled. "hash" is the published one. "slot_max" sends
+            the largest of the elements that share a slot. It fills nearly all slots and needs no
+            threshold.
         samples: number of elements from which "hash" estimates its threshold. None: the default of
             `jaxsparse.select.sampled_threshold`.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
             rounding in the residual.
-        seed: of the hashes.
+        seed: seed of the hashes.
         **options: as for all transformations.
 
     Raises:

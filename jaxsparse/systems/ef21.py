@@ -1,4 +1,4 @@
-"""EF21-SGDM: workers exchange how far their momenta are from what the others believe of them."""
+"""EF21-SGDM: workers exchange the differences between their momenta and shared estimates."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Unpack
@@ -24,7 +24,7 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class EF21State(NamedTuple):
-    """State of `ef21_sgdm`. What workers believe of worker w is g_w = momentum - residual."""
+    """State of `ef21_sgdm`. The estimate of worker w's momentum is g_w = momentum - residual."""
 
     feedback: ErrorFeedbackState  # its residual is v_w - g_w, 0 for uncompressed leaves
     momentum: Any  # v_w, a tree like the parameters: PerWorker float32 [1, *shape]
@@ -52,32 +52,34 @@ def ef21_sgdm(
     enters the state, so it may change at any time. Chain an optimizer without momentum behind it:
     `optax.chain(ef21_sgdm(systems.TopK(0.01)), optax.sgd(0.1))`. (`benchmarks/ef21.py` compares.)
 
-    v_w - g_w is the residual of error feedback on the changes of v_w, whatever part of them C
-    delivers and wherever it loses the rest. So any reducer of this library can be C, with any of
-    its options, and g_w is not stored. The law is
+    v_w - g_w is the residual of error feedback on the changes of v_w, for any part of them that C
+    delivers, and wherever the rest stays behind. So C can be any reducer of this library that
+    conserves sums, and g_w is not stored. The law is
 
         g == mean of all v_w - mean of all residuals
 
-    to rounding: if C conserves sums exactly or to rounding, as TopK, SparDL (whose residuals arise
-    within its collective) or rounding to nearest do. Reducers that are right only in expectation
-    (Quantized with stochastic rounding, S2), or that leak, are refused: g would add up their errors
+    to rounding. TopK, SparDL (whose residuals arise within its collective) and rounding to nearest
+    conserve sums, exactly or to rounding. Reducers that are right only in expectation (Quantized
+    with stochastic rounding, S2), or that leak, are refused, because g would add up their errors
     for ever.
 
-    A skipped step has an update of zero, and changes nothing. `jaxsparse.reshard` keeps the means
-    of v_w and of residuals, hence the law. `jaxsparse.diagnose` reports the residual's norm.
-    Uncompressed leaves have g == mean of all v_w. Memory is that of two arrays like the parameters
-    on each worker, v_w and the residual, and of one that is equal on all, g.
+    A skipped step has an update of zero, and only its count changes. `jaxsparse.reshard` keeps the
+    means of v_w and of residuals, hence the law. `jaxsparse.diagnose` reports the residual's norm.
+    Uncompressed leaves have g == mean of all v_w. Each worker holds two arrays like the parameters,
+    v_w and the residual, and one that is equal on all workers, g.
+
+    Some options differ here. `momentum` is that of v_w (1 - eta in the paper): 0.9 is usual, and
+    None (or 0) is EF21-SGD, which needs large batches. `nesterov` is refused, because v_w is an
+    average. `decay`, `delay` and a narrow `accumulator_dtype` are refused, because all that fades,
+    overflows on the way, or is rounded would be missing in the estimate for ever.
 
     Args:
         reducer: C, such as `jaxsparse.systems.TopK(0.01)`, `SparDL(0.01)`, `ChunkedTopK()`.
-        **options: as for all transformations, with these differences. `momentum` is that of v_w
-            (1 - eta in the paper): 0.9 is usual, None (or 0) is EF21-SGD, which needs large
-            batches. `nesterov` is refused, and so are `decay`,
-            `delay` and a narrow `accumulator_dtype`: what fades, is rounded, or overflows on the
-            way would be missing in the estimate for ever.
+        **options: as for all transformations.
 
     Raises:
-        ValueError: settings out of range.
+        ValueError: settings out of range, a reducer that does not conserve sums, or a refused
+            option.
 
     Example:
         >>> from jaxsparse.systems import TopK
@@ -129,7 +131,7 @@ def ef21_sgdm(
         eta = 1 - jnp.asarray(0.0 if momentum is None else momentum, jnp.float32)
         eta = jnp.where(state.steps == 0, 1, eta)
         after = jax.tree.map(lambda v, g: v + eta * (g.astype(jnp.float32) - v), before, updates)
-        # Of the sums as they are rounded, so that they add up to the momentum.
+        # Differences of the rounded momenta, so that they add up to the momentum.
         changes = jax.tree.map(jnp.subtract, after, before)
         how = meshes.RUNNING.get()
         if how is not None and how.is_check and how.axis_name == axis_name:
@@ -152,7 +154,7 @@ def ef21_sgdm(
 
 
 def _check_tree(momentum: Any, updates: Any) -> None:
-    """Raises ValueError unless the state is one of these gradients."""
+    """Raises ValueError unless the state was made for gradients of these shapes."""
     there, here = (
         {jax.tree_util.keystr(path): jnp.shape(x) for path, x in leaves}
         for leaves in map(jax.tree_util.tree_leaves_with_path, (momentum, updates))
@@ -169,7 +171,8 @@ def _start(
 ) -> EF21State:
     """The state before the first step, placed as parameters are, or spread over `mesh`.
 
-    Momenta of compressed leaves are where their residuals are: an exchange may cut leaves further.
+    Momenta of compressed leaves are placed as their residuals, because an exchange may cut leaves
+    further.
     """
     treedef: Any
     leaves, treedef = jax.tree.leaves(params), jax.tree.structure(marks.without_variables(params))
@@ -205,7 +208,7 @@ def _start(
 
 
 def contraction(reducer: Budget) -> Budget:
-    """The reducer of `ef21_sgdm`: the one that it is given."""
+    """The reducer of `ef21_sgdm`, which is its argument."""
     return reducer
 
 

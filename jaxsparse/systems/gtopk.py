@@ -38,7 +38,7 @@ class GTopK(EntryReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The published rule leaks."""
+        """The conservation of the codec. The published rule leaks."""
         return super().conservation if self.residuals == "global" else "leaks"
 
     @property
@@ -68,21 +68,21 @@ def gtopk(
 ) -> optax.GradientTransformationExtraArgs:
     """gTop-k SGD (Shi et al., ICDCS 2019): each addition of two vectors keeps k entries.
 
-    A step has log2 W exchanges of k = density d entries, which are 2 k words each in COO, or
-    floor(log2 W) + 2 exchanges if W is no power of two. (The paper has a tree and a broadcast,
-    twice as many.)
+    A step has log2 W exchanges of k = density d entries each, 2 k words in COO. If W is no power of
+    two, it has floor(log2 W) + 2 exchanges. (The paper has a tree and a broadcast, twice as many.)
 
-    `momentum` is corrected, and masked where a worker's own entry was delivered.
+    `momentum` acts before the exchange (momentum correction), and is masked where a worker's own
+    entry was delivered.
 
     With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
     moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
 
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
-        residuals: "global" keeps all that is not delivered; "published" is the paper's rule, which
-            loses a part of it.
+        residuals: rule for residuals. "global" keeps all that is not delivered. "published" is the
+            paper's rule, which loses a part of it.
         codec: wire format of the messages, see `top_k`.
-        selection: "fast" or "exact" top-k of each worker's own vector.
+        selection: selection from each worker's own vector: "fast" or "exact" top-k.
         **options: as for all transformations.
 
     Raises:

@@ -28,14 +28,14 @@ def ms_topk(
     codec: codecs.Codec = codecs.COO,
     **options: Unpack[LeafOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    """MSTopk (Shi et al., MLSys 2021): `top_k` by bisection instead of a sort.
+    """MSTopk (Shi et al., MLSys 2021): `top_k` with a threshold found by bisection.
 
     A fixed number of passes brackets a threshold. All workers gather k = density d entries of each
-    that lie above it, or nearly so. A worker receives 2 (W - 1) k words a step in COO, as with
-    `top_k`. (The paper gathers within hosts first and then between them. Here axes within a
+    worker that lie above it, or nearly so. A worker receives 2 (W - 1) k words a step in COO, as
+    with `top_k`. (The paper gathers within hosts first and then between them. Here axes within a
     host are JAX's own, which sums exactly over them: see `jaxsparse.data_parallel`.)
 
-    `momentum` is corrected, and masked where this worker sent.
+    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
 
     With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
     moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).

@@ -23,7 +23,7 @@ from jaxsparse.systems.row import Case, System
 
 
 class OkTopkState(NamedTuple):
-    """What is reused from step to step."""
+    """The step, and the regions and threshold that steps reuse."""
 
     step: UInt32[Array, ""]
     agreed: Agreed
@@ -51,12 +51,12 @@ class OkTopk(EntryReducer):
                 f"capacity_factor={self.capacity_factor} must be finite and at least 1, an even "
                 "share"
             )
-        # What owners lose as they round sums may be at any entries.
+        # Owners that round sums change residuals at any elements, not only at their own entries.
         object.__setattr__(self, "changes_few", self.codec.is_exact and self.codec.is_local)
 
     @property
     def dense_at_full_budget(self) -> bool:
-        """Between refreshes sums below the old threshold stay behind, whatever the density."""
+        """No: between refreshes, sums below the old threshold stay behind at any density."""
         return False
 
     def init(self, size: int) -> OkTopkState:
@@ -82,7 +82,7 @@ class OkTopk(EntryReducer):
         counts = info(result.delivered, result.overflow)
         own = result.own
         reduced = Reduced(result.mean, own.values, result.sent, new_state, counts, own.indices)
-        if result.lost:  # at any indices, own ones among them
+        if result.lost:  # at any indices, own entries' among them
             reduced = reduced.whole(x)
         residual = functools.reduce(add_to, result.lost, reduced.residual)
         return reduced._replace(residual=residual)
@@ -103,27 +103,29 @@ def ok_topk(
 
     Each worker sends about its k = density d largest entries to the owners of W regions, which hold
     about equally many. The owners add them up and deliver the sums above a threshold. Regions and
-    threshold are reused for many steps. They are taken anew earlier after a step with too many sums
-    for the room in messages, or with fewer than k / 2.
+    threshold are reused for many steps. They are taken anew earlier if needed: the regions if
+    entries found no room in messages, the threshold if more sums passed it than there is room for,
+    or fewer than k / 2.
 
     A step receives 6 C (W - 1) words in COO, with C = capacity_factor k / W, in four collectives.
     This is up to capacity_factor times the paper's words, because shapes are static and empty room
     is sent, too. New thresholds take four rounds of 256 counts, new regions an all-reduce of 1024.
     Entries without room stay in residuals, and the state's `info.overflow` counts them.
 
-    `momentum` is corrected, and masked where a worker's own entry was delivered.
+    `momentum` acts before the exchange (momentum correction), and is masked where a worker's own
+    entry was delivered.
 
     With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
     moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
 
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
-        refresh_every: most steps between exact new thresholds.
-        rebalance_every: most steps between new regions.
+        refresh_every: largest number of steps between exact new thresholds.
+        rebalance_every: largest number of steps between new regions.
         capacity_factor: room in messages, in multiples of an even share.
         codec: wire format of the messages.
         selection: selection from each worker's own vector. "fast" takes the entries that reach a
-            sampled threshold, k on average; others take k at most.
+            sampled threshold, k on average. Others take k at most.
         **options: as for all transformations.
 
     Raises:

@@ -1,4 +1,4 @@
-"""OmniReduce (Fei et al., SIGCOMM 2021): all-reduce of the blocks that some worker has."""
+"""OmniReduce (Fei et al., SIGCOMM 2021): all-reduce of blocks that some worker selected."""
 
 import dataclasses
 from typing import Unpack
@@ -93,13 +93,14 @@ def omni_reduce(
 
     A step finds a union of bit masks, with 2 (W - 1)/W words for every 32 blocks, and psums the
     union's slots: a payload of 4 union_density d bytes, or 4 min(1, W density) d if that is less.
-    The slots are static; empty ones are sent, too. Blocks without a slot wait in the residual, for
-    ceil(1 / union_density) steps at most, and the state's `info.overflow` counts them. If the slots
-    would hold all of d, all of it is summed densely. It is better than `sparse_all_gather` if
-    supports overlap or there are many workers.
+    The slots are static, and empty ones are sent, too. Blocks without a slot wait in the residual,
+    for ceil(1 / union_density) steps at most, and the state's `info.overflow` counts their
+    elements. If the slots would hold all d elements, the vector is summed densely. `omni_reduce` is
+    better than `sparse_all_gather` if supports overlap or there are many workers.
 
-    With a `density`, `momentum` is corrected, and masked where this worker sent. Without one, it is
-    the momentum of the mean, because gradients with momentum would be zero nowhere.
+    With a `density`, `momentum` acts before the exchange (momentum correction), and is masked where
+    this worker sent. Without one, it is the momentum of the mean, because gradients with momentum
+    would be zero nowhere.
 
     Args:
         density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected

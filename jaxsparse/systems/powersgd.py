@@ -33,15 +33,17 @@ from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, Request, Settings, System
 
 Iteration = Literal["alternating", "full"]
-# Which factor of a pair: `left` has a matrix's rows, `right` its columns. (P and Q in the paper.)
+# A factor of a pair: 0 is left and has a matrix's rows, 1 is right and has its columns. (P and Q in
+# the paper.)
 Side = Literal[0, 1]
 
 _FLOAT = np.finfo(np.float32)
 _LARGEST, _SMALLEST = float(_FLOAT.max), float(_FLOAT.tiny)
-# A few times the rounding of a unit vector: it moves only directions that rounding determines.
+# Size of the noise: a few times the rounding of a unit vector. It moves only directions that
+# rounding determines.
 _NOISE = 4 * float(_FLOAT.eps)
-# Up to this rank a product of factors is a sum of outer products, which XLA fuses with what reads
-# it. Matrix products are stored first: 1.7 times the time at rank 4 on a CPU.
+# Largest rank at which a product of factors is computed as a sum of outer products, which XLA fuses
+# with its readers. Matrix products are stored first, and take 1.7 times as long at rank 4 on a CPU.
 _FUSED_RANK = 16
 
 
@@ -54,10 +56,10 @@ class PowerState(NamedTuple):
 
 
 class _Half(NamedTuple):
-    """What half an iteration makes of one worker's vector; lists of one array a matrix."""
+    """The result of half an iteration for one worker. Lists have one array for each matrix."""
 
     mean: tuple[list[Array], list[Array]]  # left and right factors of the mean
-    own: tuple[list[Array], list[Array]]  # of what this worker delivered of its own matrices
+    own: tuple[list[Array], list[Array]]  # factors of the part that the residual lacks
     is_sent: list[Array]
     whole: list[Array]  # sums of the matrices that travel whole
 
@@ -123,7 +125,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
         if self.iteration == "full":
             half = self._full(x, state, axis_name)
         else:
-            # Branches return factors only, so that XLA fuses the products with what reads them.
+            # Branches return factors only, so that XLA fuses the products with their readers.
             halves = [functools.partial(self._half, axis_name=axis_name, given=i) for i in (0, 1)]
             is_even = state.step % jnp.uint32(2) == 0
             half = jax.lax.cond(is_even, *halves, x, state)
@@ -138,9 +140,9 @@ class PowerSGD(MatrixReducer, SeededReducer):
         return Reduced(self._united(means), self._united(residuals), None, state, info(x.size))
 
     def _full(self, x: Array, state: PowerState, axis_name: str | None) -> "_Half":
-        """Both halves of an iteration: left factors from the right ones, and these from those.
+        """Both halves of an iteration: left factors from right ones, then right from left ones.
 
-        The residual is what the mean lacks, as published.
+        The residual is the part of the matrix that the mean lacks, as published.
         """
         matrices, _ = self._divided(x)
         own = [_project(a, basis, 1) for a, basis in zip(matrices, self._bases(x.size, state, 1))]
@@ -152,7 +154,8 @@ class PowerSGD(MatrixReducer, SeededReducer):
     def _half(self, x: Array, state: PowerState, *, axis_name: str | None, given: Side) -> "_Half":
         """Makes the other factors from the `given` ones.
 
-        The residual is what this worker's own factor lacks, as in epfml's code.
+        The residual is the part of the matrix that this worker's own factors lack, as in epfml's
+        code.
         """
         matrices, others = self._divided(x)
         bases = self._bases(x.size, state, given)
@@ -195,7 +198,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
         noise = jax.lax.bitcast_convert_type(bits, jnp.int32).astype(jnp.float32) * 2.0**-31
         shapes = self._shapes(size, side)
         pairs = list(zip(_split(flat, shapes), _split(noise, shapes)))
-        # Equal shapes at once: a model of many layers has few of them.
+        # Factors of equal shapes are computed at once: a model of many layers has few shapes.
         bases: list[Array] = [flat] * len(shapes)
         for shape in dict.fromkeys(shape[1:] for shape in shapes):
             members = [i for i, each in enumerate(shapes) if each[1:] == shape]
@@ -211,10 +214,10 @@ def _orthonormal(
 ) -> Float[Array, "stack r n"]:
     """An orthonormal basis of the vectors, random in the directions that these leave open.
 
-    Gram-Schmidt in float32, twice for each vector, which makes it as orthogonal as Householder's QR
-    does. A vector that is zero, or depends on those before it, becomes a random one: as a zero it
-    would stay zero for ever, and the rank would be lost. Only elementwise operations and sums
-    compute it, so that all workers get the same bits.
+    It is Gram-Schmidt in float32, twice for each vector, which makes vectors as orthogonal as
+    Householder's QR does. A vector that is zero, or depends on those before it, becomes a random
+    one: as a zero it would stay zero for ever, and the rank would be lost. Only elementwise
+    operations and sums compute the basis, so that all workers get the same bits.
 
     Args:
         vectors: r <= n vectors of each matrix, finite.
@@ -237,7 +240,7 @@ def _orthonormal(
 
 
 def _normalised(vectors: Array) -> Array:
-    """Vectors of length 1, or 0."""
+    """The vectors scaled to length 1. Zeros stay zeros."""
     square = jnp.sum(vectors * vectors, axis=2, keepdims=True)
     return vectors * jnp.where(square > 0, jax.lax.rsqrt(square), 0)
 
@@ -253,7 +256,7 @@ def _project(
 def _product(
     left: Float[Array, "stack r rows"], right: Float[Array, "stack r columns"]
 ) -> Float[Array, "stack rows columns"]:
-    """The matrices of two factors."""
+    """The matrices that left and right factors make."""
     if left.shape[1] > _FUSED_RANK:
         return jnp.einsum("srn,srm->snm", left, right, precision=jax.lax.Precision.HIGHEST)
     outer = (left[:, i, :, None] * right[:, i, None, :] for i in range(left.shape[1]))
@@ -261,7 +264,7 @@ def _product(
 
 
 def _checked(total: Float[Array, "stack r m"]) -> tuple[Array, Bool[Array, "stack 1 1"]]:
-    """Sums of factors, or zeros for a matrix where products would overflow; and where they don't.
+    """Sums of factors, zeros for each matrix whose product could overflow, and a mask of others.
 
     NaN and inf of any worker end up in the sum, so all workers decide alike.
     """
@@ -339,21 +342,22 @@ def powersgd(
     Start dense with `rank=jaxsparse.Stages((None, 2), (100,))`: the first 100 steps send everything
     and leave no residual, because low ranks approximate the first gradients badly.
 
-    A worker that holds a shard of each parameter (FSDP, tensor parallelism) factorises its shard as
-    a matrix of its own. Shards together then have up to as many times the rank, which approximates
-    better, and send more: factors of the uncut side are not divided. A shard that is too small by
+    With FSDP or tensor parallelism, each device factorises its shard of a parameter as a matrix of
+    its own. Together, p shards have up to p times the rank, which approximates better. They also
+    send more, because factors of the uncut side are not divided. A shard that is too small by
     `min_compression_rate` travels whole.
 
-    `momentum` is corrected, without masking. The paper's momentum is that of the mean instead:
-    chain `optax.trace(0.9)`, or an optimizer with momentum, behind it.
+    `momentum` acts before the exchange (momentum correction), without masking. The paper's momentum
+    is that of the mean instead: chain `optax.trace(0.9)`, or an optimizer with momentum, behind it.
 
     Args:
-        rank: r, the rank of the factors of each matrix, at least 1; min(n, m) where that is less.
-            Or `Stages` of None for dense and one rank.
-        iteration: "alternating" or "full".
-        min_compression_rate: a matrix is compressed if r (n + m) times this is below n m.
-        stacked: a regular expression. A leaf (L, ..., n, m) whose key path contains it is a stack
-            of L matrices, such as the layers of a scanned model. None: there are no stacks.
+        rank: r, the rank of the factors of each matrix, at least 1. It is min(n, m) where that is
+            less. Or `Stages` of None, for dense, and one rank.
+        iteration: form of the iteration: "alternating" or "full".
+        min_compression_rate: least ratio of a matrix's elements to its factors'. A matrix is
+            compressed if r (n + m) times this is below n m.
+        stacked: a regular expression. A leaf (L, ..., n, m) whose key path contains a match is a
+            stack of L matrices, such as the layers of a scanned model. None: there are no stacks.
         seed: seed of the first vectors, and of those that replace zeros.
         **options: as for all transformations.
 

@@ -39,20 +39,22 @@ def qsgd(
     sums on the way back. (The paper has an all-gather, (W - 1) times the packed vector.)
     `quantized` has other formats, shorter scales and error feedback by default.
 
-    `momentum` is corrected, without masking: everything is sent at each step.
+    `momentum` acts before the exchange (momentum correction), without masking, because everything
+    is sent at each step.
 
     Args:
-        bits: bits of a value on the wire.
+        bits: number of bits of a value on the wire.
         group_size: number of consecutive values that share a scale.
-        scale: "max", or the paper's "l2", which has larger errors: see `quantize.QSGD`.
-        rounding: "stochastic" is unbiased and drops its error, as in the paper. "nearest" keeps its
-            error in the residual.
+        scale: norm of a group that scales it: "max", or the paper's "l2", which has larger errors.
+            See `quantize.QSGD`.
+        rounding: way of rounding. "stochastic" is unbiased and drops its error, as in the paper.
+            "nearest" keeps its error in the residual.
         seed: seed of stochastic rounding.
         **options: as for all transformations.
 
     Raises:
-        ValueError: settings out of range; or "nearest" under "l2" has too few bits for its
-            groups, so that the residual could grow without bound.
+        ValueError: settings out of range, or rounding="nearest" with scale="l2" and too few bits
+            for the group size, so that the residual could grow without bound.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -39,14 +39,14 @@ class Quantized(SeededReducer):
     Attributes:
         quantizer: `quantize.Format(...)`, `quantize.QSGD(...)` or `quantize.Sign(...)`.
         rounding: "stochastic" is unbiased and drops its error, as in QSGD (Alistarh et al., 2017).
-            "nearest" is deterministic and keeps its error in the residual: that of this worker's
-            values, and that of the sums that it owns.
-        rotate: whether groups are rotated at random before, and their sums back: see
+            "nearest" is deterministic and keeps its errors in the residual: those of this worker's
+            values, and of the sums that it owns.
+        rotate: whether groups are rotated at random before the exchange, and their sums back: see
             `quantize.rotated`.
         shared_scale: whether workers agree on scales, and sum integers: see
             `collectives.shared_scale_all_reduce`.
-        levels: sums inside teams of workers first, with a quantizer of their own: see
-            `collectives.quantized_all_reduce`. None has one level.
+        levels: teams of workers that sum first, with a quantizer of their own: see
+            `collectives.quantized_all_reduce`. None: sums at one level.
 
     Raises:
         ValueError: a quantizer has no stochastic rounding, the residual could grow without bound,
@@ -167,11 +167,11 @@ def quantized(
 ) -> optax.GradientTransformationExtraArgs:
     """Dense all-reduce in 4, 8 or 16 bits a value, rounded to nearest, with error feedback.
 
-    Values travel to the owner of their range, which sums them in float32, and sums travel back: two
-    roundings for any number of workers, where a ring of quantised partial sums has one a worker.
-    All workers go on from the decoded sums, their owner included, so replicas stay equal. Both
-    roundings are fed back: a worker's residual has that of its own values, and that of the sums
-    that it owns. `decay=0` drops both, as Streaming DiLoCo does.
+    Values travel to the owner of their range, which sums them in float32, and the sums travel back.
+    These are two roundings for any number of workers. A ring of quantised partial sums has one for
+    each worker. All workers apply the decoded sums, their owner included, so replicas stay equal.
+    Both roundings are fed back: a worker's residual keeps the error of its own values, and that of
+    the sums that it owns. `decay=0` drops both, as Streaming DiLoCo does.
 
     `quantized("bfloat16")` is a dense sum that travels as 16 bits on every backend, without a sum
     in 16 bits anywhere. (A psum of bfloat16 is widened to 32 bits by XLA on CPUs, and summed in 16
@@ -179,36 +179,39 @@ def quantized(
     step: 0.13 times a dense all-reduce's with "int4" and these defaults. `is_dense` leaves,
     vectors by default, travel uncompressed.
 
-    Two levels: `teams` names the hosts, whose workers sum among themselves in `inside` first, and
-    across hosts in `format`. All of them are workers of one axis, W = hosts x devices, those of a
-    host consecutive, as `jax.make_mesh((W,), ("workers",))` has them. Of d values a worker then
-    receives 2 (teams - 1)/W d from other hosts, where one level has 2 (teams - 1)/teams d. If the
-    devices of a host are *inner* axes of the mesh instead, JAX sums over these exactly, without
-    compression, and only the sums are quantised.
+    With `teams`, the number of hosts, there are two levels. The workers of a host first sum among
+    themselves in `inside`, and then across hosts in `format`. They are all workers of one axis,
+    W = hosts x devices, and those of a host are consecutive, as in
+    `jax.make_mesh((W,), ("workers",))`. A worker then receives 2 (teams - 1)/W d values from other
+    hosts, instead of 2 (teams - 1)/teams d at one level. If the devices of a host are *inner* axes
+    of the mesh instead, JAX sums over these exactly, without compression, and only the sums are
+    quantised.
 
-    `momentum` is corrected, without masking: everything is sent at each step.
+    `momentum` acts before the exchange (momentum correction), without masking, because everything
+    is sent at each step.
 
     Args:
-        format: "int8", "int4", "e3m0" (a power of two in 4 bits), "float8_e4m3fn", "float8_e5m2",
-            "bfloat16" or "float16": see `quantize.Format`.
+        format: number format: "int8", "int4", "e3m0" (a power of two in 4 bits), "float8_e4m3fn",
+            "float8_e5m2", "bfloat16" or "float16". See `quantize.Format`.
         group_size: number of consecutive values that share a scale, as a rule 32 to 1024.
-        scale: how scales travel: "bfloat16", "e8m0" (powers of two, 8 bits) or "float32".
+        scale: format of the scales: "bfloat16", "e8m0" (powers of two, 8 bits) or "float32".
         rotate: whether each group is rotated by random signs, fresh at each step, and a Hadamard
-            matrix, and sums back at the end. It halves the error of integers where values have
-            unlike sizes, and leaves that of normal values as it is. Powers of two ("e3m0") lose by
-            it. It costs three products with a matrix of group_size columns, a power of two.
+            matrix, and sums back at the end. This halves the error of integers where values have
+            unlike sizes, and leaves the error of normally distributed values as it is. It makes the
+            error of powers of two ("e3m0") larger. It costs three products with a matrix of
+            group_size columns, a power of two.
         shared_scale: whether workers agree on scales first, by a pmax, so that integers can be
-            summed as they are, in one psum of words of 32 bits. Each worker has fewer levels the
-            more workers there are: see `collectives.shared_scale_all_reduce`.
-        teams: number of teams of consecutive workers, such as hosts. None has one level.
+            summed as they are, in one psum of words of 32 bits. Only "int8" and "int4" can. More
+            workers leave fewer levels to each: see `collectives.shared_scale_all_reduce`.
+        teams: number of teams of consecutive workers, such as hosts. None: sums at one level.
         inside: the format inside teams, on the way to the sums. (Sums come back in `format`.) Only
             used with `teams`.
         seed: seed of the random signs.
         **options: as for all transformations.
 
     Raises:
-        ValueError: settings out of range, or, where it is traced, too many workers for a shared
-            scale, or workers that the teams do not divide.
+        ValueError: settings out of range. From `update`: too many workers for a shared scale, or
+            workers that the teams do not divide.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -41,7 +41,7 @@ class RandomK(SeededReducer):
     """Draws k coordinates from a key that all workers share, and exchanges their k values.
 
     By default it psums them, without indices. Any other reducer of flat vectors can exchange them
-    as well, and its entries are then indices among the k: a selection within a random one.
+    as well. Its indices are then places among the k values: a selection within a random one.
 
     This is rand_k of Stich, Cordonnier and Jaggi (Sparsified SGD with Memory, NeurIPS 2018,
     Definition 2.1). Values are not scaled up, because the residual keeps the rest. Each exchange
@@ -63,23 +63,23 @@ class RandomK(SeededReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """The reducer's."""
+        """The conservation of `reducer`."""
         return self.reducer.conservation
 
     @property
     def dense_at_full_budget(self) -> bool:
-        """As the reducer's."""
+        """Whether this is so for `reducer`."""
         return self.reducer.dense_at_full_budget
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """Another seed for each bucket, and the reducer's own split of the drawn values."""
+        """The same settings with another seed for each bucket. `reducer` splits its own budget."""
         inner = self.reducer.split(tuple(entries(self.density, size) for size in sizes), dense_size)
         seeds = bucket_seeds(self.seed, len(sizes))
         pairs = zip(inner, seeds)
         return tuple(dataclasses.replace(self, reducer=one, seed=seed) for one, seed in pairs)
 
     def init(self, size: int) -> RandomKState:
-        """See `Reducer`."""
+        """The number of exchanges so far, and the state of `reducer`."""
         return RandomKState(jnp.uint32(0), self.reducer.init(entries(self.density, size)))
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
@@ -90,7 +90,7 @@ class RandomK(SeededReducer):
         chosen = hashing.permute(jnp.arange(k, dtype=jnp.int32), x.size, key)
         drawn = x.at[chosen].get(unique_indices=True)
         part = self.reducer(drawn, state.inner, axis_name=axis_name).whole(drawn)
-        # A reducer of everything masks nothing, but here few coordinates had their turn.
+        # A reducer that sends everything masks nothing, but here only drawn coordinates are sent.
         sent = (part.residual != drawn) | (drawn == 0) if part.sent is None else part.sent
         dense = filled(x.size, jnp.float32(0), chosen)
         return Reduced(
@@ -118,18 +118,19 @@ def random_k(
     a far higher density than with top-k.
 
     CocktailSGD (Wang et al., ICML 2023) is a composition: top-k within random coordinates, in 4
-    bits, one step late. A fifth of the coordinates and a tenth of these, in 4 bits and about 8 for
-    an index, are 0.25 bits a parameter from each worker:
+    bits, one step late. If each worker sends a tenth of a fifth of the coordinates, in 4 bits and
+    about 8 for an index, that is 0.25 bits a parameter:
 
         top = systems.TopK(0.1, codec=codecs.Chunked(value_bits=4))
         random_k(0.2, reducer=top, delay=1)
 
-    `momentum` is corrected, and masked at the chosen coordinates.
+    `momentum` acts before the exchange (momentum correction), and is masked at the drawn
+    coordinates, or where `reducer` masks it.
 
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up
             (`jaxsparse.warm_up`).
-        reducer: what exchanges the drawn values: any reducer of flat vectors, such as
+        reducer: the reducer of the drawn values. It can be any reducer of flat vectors, such as
             `systems.TopK(0.1)` or `systems.Quantized(quantize.Format("int4"), "nearest")`. None: an
             exact sum.
         seed: seed of the draws.

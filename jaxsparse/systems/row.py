@@ -50,13 +50,14 @@ class System(NamedTuple):
     summary: str  # for the docs' table, in Markdown
     received: str  # bytes that a worker receives in a step: d elements, k = density d, W workers
     cases: Mapping[str, Case]  # "" is the usual one, others are variants
-    settings: Callable[[Request], Settings] = at_density  # to deliver so much, or a ValueError
+    settings: Callable[[Request], Settings] = at_density  # to meet a request, or a ValueError
     variants: Mapping[str, Settings] = {}  # more rows for the planner: suffix -> added settings
     follows_density: bool = True  # False: it sends the same at every density
     is_of_blocks: bool = False  # can send exactly the blocks that are not zero
     caveat: str = ""  # why a planner should not choose it by time alone
-    # What its steps keep. "sums": those of `error_feedback`, as the reducer's conservation says.
-    # "differences": the update is the mean of the workers' momenta, less that of their residuals.
+    # The conservation law of its steps. "sums": the law of `error_feedback`, as the reducer's
+    # conservation says. "differences": the update is the mean of the workers' momenta, less the
+    # mean of their residuals.
     law: Literal["sums", "differences"] = "sums"
 
     @property
@@ -154,7 +155,7 @@ def block_settings(request: Request, room: str) -> Settings:
 
 
 def one_in(density: float, group_size: int) -> tuple[int, int]:
-    """K and a group's size for about a share of the elements. A group grows if k would be below 1.
+    """The k and group size for about this density. The group grows if k would be below 1.
 
     >>> one_in(0.01, 512), one_in(0.001, 512)
     ((5, 512), (1, 1000))

@@ -37,7 +37,7 @@ class Plan(NamedTuple):
 
     selected: int  # number of blocks that a worker may select
     capacity: int  # number of blocks of the union that there is room for
-    cols: int | None  # of the sketch; None: values travel exactly
+    cols: int | None  # number of columns of the sketch; None: values travel exactly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,9 @@ class S2(BlockReducer, SeededReducer):
     the residual keeps blocks that were not selected or had no room, never the sketch's error.
 
     If a table would be no smaller than the blocks that there is room for, these are psummed exactly
-    (`OmniReduce`). If those would be no smaller than the vector, all of it is. A single worker
-    sends and sketches nothing. The fields are the arguments of `s2_reducer`.
+    (`OmniReduce`). If they, or the table, would be no smaller than the vector, the whole vector is
+    psummed. A single worker sends and sketches nothing. The fields are the arguments of
+    `s2_reducer`.
 
     Raises:
         ValueError: a setting is out of range, or union_density is missing.
@@ -155,7 +156,7 @@ class S2(BlockReducer, SeededReducer):
 
 
 def _marked(indices: Int[Array, " capacity"], count: int) -> Bool[Array, " {count}"]:
-    """Which of `count` blocks the indices name."""
+    """A mask of the blocks, out of `count`, that the indices name."""
     return jnp.zeros_like(indices, jnp.bool_, shape=(count,)).at[indices].set(True, mode="drop")
 
 
@@ -173,27 +174,28 @@ def s2_reducer(
 ) -> optax.GradientTransformationExtraArgs:
     """S2 Reducer (Ge et al., 2021): count sketches of sparse blocks, summed by all-reduce.
 
-    For dense models, each worker selects its blocks of largest norm; the others stay in its
+    For dense models, each worker selects its blocks of largest norm. The others stay in its
     residual. If gradients are sparse already, as those of embeddings are, pass `density=None`, the
     embedding's width as `block_size`, and as `union_density` the share of the rows that a step
     touches on any worker. All blocks that are not zero are then sent. Leaves are laid end to end:
     compress embeddings of one width only, or rows shift across blocks.
 
     A step finds the union of supports, by an all-to-all and an all-gather of 2 (W - 1)/W bits a
-    block. It then psums sketch_ratio times the elements of the blocks that W random supports would
-    cover, or of `union_density`. `omni_reduce` with the same settings sends 1 / sketch_ratio times
-    as much. The price is noise: the estimates are unbiased, but the energy of their error is
-    1 / sketch_ratio times the energy of the sum with one row (2 at 0.5), and 2.5 and 2.7 times
-    with 3 and 5 rows. The noise averages out over steps, better at a lower learning rate; error
-    feedback does not correct it. (The paper's Theorem 2, a contraction, does not hold at such
-    ratios.) The blocks are summed exactly from a ratio of 1 on with `union_density`, and wherever
-    the table would be no smaller than the blocks that there is room for.
+    block. It then psums a table, of sketch_ratio times the elements of the blocks that W random
+    supports would cover, or that `union_density` has room for. `omni_reduce` with the same settings
+    sends 1 / sketch_ratio times as much. The price is noise. The estimates are unbiased, but the
+    energy of their error is 1 / sketch_ratio times the energy of the sum with one row (2 at 0.5),
+    and 2.5 and 2.7 times with 3 and 5 rows. The noise averages out over steps, better at a lower
+    learning rate. Error feedback does not correct it. (The paper's Theorem 2, a contraction, does
+    not hold at such ratios.) If the table would be no smaller than the blocks that there is room
+    for, these are summed exactly. With `union_density`, that is so from a ratio of 1 on.
 
     On a GPU replicas stay equal, but a repeated run may differ in the last bits: see
     `sketch.encode`.
 
-    With a `density`, `momentum` is corrected, without masking. Without one, it is the momentum of
-    the mean, because gradients with momentum would be zero nowhere.
+    With a `density`, `momentum` acts before the exchange (momentum correction), without masking.
+    Without one, it is the momentum of the mean, because gradients with momentum would be zero
+    nowhere.
 
     Args:
         density: share of its blocks that each worker selects, in (0, 1], or a warm-up. None: all
@@ -205,12 +207,14 @@ def s2_reducer(
             for one worker's, as in the paper. "local" has up to W times the noise, and diverges at
             learning rates at which "union" does not (`benchmarks/s2_reducer.py`).
         union_density: share of the blocks that there is room for, on all workers together. Blocks
-            without room wait in the residual, and the state's `info.overflow` counts them.
+            without room wait in the residual, and the state's `info.overflow` counts their
+            elements. None: room for all that `density` can select. Without a `density` it is
+            required.
         seed: seed of the hashes, which are fresh at each step.
         **options: as for all transformations.
 
     Raises:
-        ValueError: settings out of range.
+        ValueError: settings out of range, or neither `density` nor `union_density` is given.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -22,17 +22,18 @@ def sign_sgd(
     group_size: int = 1024,
     **options: Unpack[LeafOptions],
 ) -> optax.GradientTransformationExtraArgs:
-    """EF-signSGD (Karimireddy et al., ICML 2019): a bit a value, and error feedback.
+    """EF-signSGD (Karimireddy et al., ICML 2019): one bit a value, and error feedback.
 
     Each value becomes plus or minus the mean magnitude of its group, and so does each sum on its
     way back, as in dist-EF-blockSGD (Zheng et al., NeurIPS 2019). A worker receives
     2 (W - 1)/W (1 / 32 + 1 / group_size) d words a step: a 31st of a dense all-reduce's.
 
-    `momentum` is corrected, without masking: everything is sent at each step. With Adam, chain
-    `per_worker(optax.scale_by_adam())` before it. 1-bit Adam (Tang et al., ICML 2021) sends signs
-    of momenta, and divides them by a second moment that is frozen after a warm-up. That is three
-    transformations of Optax around this one, and not provided: where coordinates have unlike
-    scales, the mean magnitude of a group, over their small second moments, makes large steps.
+    `momentum` acts before the exchange (momentum correction), without masking, because everything
+    is sent at each step. With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it.
+    1-bit Adam (Tang et al., ICML 2021) sends signs of momenta, and divides them by a second moment
+    that is frozen after a warm-up. It would take three transformations of Optax around this one. It
+    is not provided, because where coordinates have unlike scales, the mean magnitude of a group
+    divided by small second moments makes large steps.
 
     Args:
         group_size: number of consecutive values that share a scale.

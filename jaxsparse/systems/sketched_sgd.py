@@ -34,7 +34,7 @@ class SketchedSGD(SeededReducer):
     An exchange of d elements psums the rows x cols table, and then the exact values at
     oversampling * k candidates. No indices travel, because all workers decode the same table. The
     number of words does not depend on the number of workers. If it would be no less than d, the
-    bucket is summed dense instead.
+    bucket is summed densely instead.
 
     Attributes:
         k: number of coordinates delivered, over all buckets.
@@ -73,7 +73,7 @@ class SketchedSGD(SeededReducer):
             raise ValueError(
                 f"table_dtype={self.table_dtype} is unknown: use float32, bfloat16 or float16"
             )
-        # Of its several spellings one, so that equal settings compare and print alike.
+        # One spelling for each dtype, so that equal settings compare and print alike.
         object.__setattr__(self, "table_dtype", jnp.dtype(self.table_dtype).name)
         sketch.SketchSpec(self.rows, self.cols, self.seed)  # raises where these are wrong
 
@@ -130,8 +130,8 @@ class SketchedSGD(SeededReducer):
         return deliver_means(x, kept, state + jnp.uint32(1))
 
 
-# The compression leaves some words. Candidates take this share of them, the table takes the rest.
-# It is near the even split that served the paper best (section 5.3, figures 1 and 3).
+# Share of the words that go to candidates. The table takes the rest. This is near the even split
+# that served the paper best (section 5.3, figures 1 and 3).
 _CANDIDATES_SHARE = 0.5
 
 
@@ -241,8 +241,8 @@ def sketched_sgd(
     of workers. The update is a mean in gradient units, where the paper has a sum. On a GPU replicas
     stay equal, but a repeated run may differ in the last bits: see `sketch.encode`.
 
-    `momentum` is corrected, and masked at the coordinates that the update changes (momentum factor
-    masking).
+    `momentum` acts before the exchange (momentum correction), and is masked at the coordinates that
+    the update changes (momentum factor masking).
 
     With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
     moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
@@ -257,11 +257,11 @@ def sketched_sgd(
         cols: number of columns of the sketch for the whole tree.
         oversampling: number of candidates fetched exactly for each updated coordinate, the paper's
             P (16 to 36 there). Default: 4, or 1 with "heavymix", which has no P.
-        selection: "top_k" takes the largest estimates (Alg. 3). "heavymix" takes those above
-            1/sqrt(k) of the norm, and fills up at random (Alg. 1).
+        selection: rule for candidates. "top_k" takes the largest estimates (Alg. 3). "heavymix"
+            takes those above 1/sqrt(k) of the norm, and fills up at random (Alg. 1).
         seed: seed of the hash functions, which are fresh at each step.
-        table_dtype: bfloat16 or float16 halve the table (section 6) if the backend can sum them;
-            XLA on CPU widens them to float32 on the wire. Exact values stay float32.
+        table_dtype: dtype of the table on the wire. bfloat16 or float16 halve it (section 6) if the
+            backend can sum them. XLA on CPU widens them to float32. Exact values stay float32.
         **options: as for all transformations.
 
     Returns:

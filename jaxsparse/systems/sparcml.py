@@ -148,25 +148,25 @@ class SparCML(SeededReducer):
     ) -> Algorithm:
         """The algorithm for vectors of `size` elements: the one set, or the fastest predicted one.
 
-        The prediction is the planner's. It adds up the messages of the traced program, in the
-        rounds that `jaxsparse.planner.rounds` gives each collective, at the network's latency and
-        bandwidth, and the measured time that a worker computes. If your device is unlike the
+        The prediction is the planner's. It is the time of the traced program's messages at the
+        network's latency and bandwidth, in the rounds that `jaxsparse.planner.rounds` gives each
+        collective, plus the measured time that a worker computes. If your device is unlike the
         profile's and computing decides, name the algorithm: `jaxsparse.planner.plan` finds it for
         your own profile. "ring" is never chosen.
 
         On 8 emulated hosts at 100 Mbit/s, with a million elements, the choice at 1 % density was
         the fastest, all_gather. At 0.1 % it was recursive_double, 6 % slower than the fastest; at
         10 % it was dsar_split_allgather, 11 % slower. With links fitted for each collective, and
-        computing four times as slow, as eight processes on two cores are, it is the fastest at all
-        three densities. (A model without computing chose recursive_double at all three: 6, 75 and
-        107 % slower.)
+        computing four times as slow, as it is for eight processes on two cores, the choice is the
+        fastest at all three densities. (A model without computing chose recursive_double at all
+        three: 6, 75 and 107 % slower.)
 
         Args:
             size: number of elements of the vector.
             workers: number of workers, W.
             measured: the network. None: a network with `link` for all collectives.
-            profile: times of the device. None: those of the shipped CPU profile. Only algorithms
-                with times are chosen, if there are any.
+            profile: times of the device. None: the shipped CPU profile. If any algorithms have
+                times, only these are chosen.
         """
         if self.algorithm != "auto":
             return self.algorithm
@@ -177,7 +177,7 @@ class SparCML(SeededReducer):
         where = network.Network(self.link) if measured is None else measured
         known = SystemProfile.shipped() if profile is None else profile
         density = self._entries(size) / size
-        # Neither changes the messages.
+        # Neither link nor seed changes the messages.
         reducer = dataclasses.replace(self, link=network.Link(), seed=0)
 
         def seconds(name: str) -> float:
@@ -222,7 +222,7 @@ class SparCML(SeededReducer):
 
 @functools.lru_cache(maxsize=1024)
 def _messages(reducer: SparCML, name: str, size: int, workers: int) -> WireBytes:
-    """The bytes that an algorithm moves. They are cached: tracing all four takes some 0.4 s."""
+    """The bytes that an algorithm moves, cached because tracing all four takes some 0.4 s."""
     entries = reducer._entries(size)
     stream = jax.eval_shape(
         lambda: SparseStream(jnp.zeros(entries, jnp.int32), jnp.zeros(entries, jnp.float32))
@@ -253,7 +253,7 @@ def sparcml(
     lr * gradient and applies sums. For a constant lr, that is
     `optax.chain(optax.scale(lr * workers), sparcml(...), optax.scale(-1))`.)
 
-    `momentum` is corrected, and masked where this worker sent.
+    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
 
     With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
     moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
@@ -261,17 +261,20 @@ def sparcml(
     Args:
         k: number of entries of each group that a worker sends, or a warm-up (`jaxsparse.Stages`).
         group_size: number of consecutive elements in a group.
-        algorithm: "recursive_double", "split_allgather" (both SSAR), "dsar_split_allgather",
-            "all_gather" or "ring". "auto" takes the one that the planner predicts to be the fastest
-            on `link` (see `SparCML.choose`), or "dsar_split_allgather" where `bits` require it.
-        bits: 2, 4 or 8 quantise by QSGD; None does not.
-        quantized: "sums" quantises the dense second half of "dsar_split_allgather", which saves
-            bytes. "entries" quantises entries before they are summed, which saves no bytes here.
-        rounding: "stochastic" is unbiased and drops its error. "nearest" keeps its error in the
-            residual.
+        algorithm: the all-reduce: "recursive_double", "split_allgather" (both SSAR),
+            "dsar_split_allgather", "all_gather" or "ring". "auto" takes the one that the planner
+            predicts to be the fastest on `link` (see `SparCML.choose`), or "dsar_split_allgather"
+            where `bits` require it.
+        bits: number of bits of a value, quantised by QSGD: 2, 4 or 8. None: nothing is quantised.
+        quantized: the values that `bits` quantise. "sums" are those of the dense second half of
+            "dsar_split_allgather", which saves bytes. "entries" are quantised before they are
+            summed, which saves no bytes here.
+        rounding: way of rounding under `bits`. "stochastic" is unbiased and drops its error.
+            "nearest" keeps its error in the residual.
         capacity_factor: room for the entries of one owner, in multiples of an even share. Entries
-            without room stay in the residual and are counted. None makes room for all.
-        union_factor: room for the sums of one owner in "split_allgather". None makes room for all.
+            without room stay in the residual and are counted. None: room for all.
+        union_factor: room for the sums of one owner in "split_allgather", likewise. None: room for
+            all.
         link: the network for the choice of "auto". None: `jaxsparse.planner.Link()`.
         codec: wire format of sparse messages. `codecs.Chunked(k, group_size, bits)` has 9-bit
             indices for groups of 512, with algorithm="all_gather"; `Chunked(value_bits=16)` or 32

@@ -1,4 +1,4 @@
-"""Sparse all-gather of blocks: what Parallax (Kim et al., EuroSys 2019) does with sparse leaves."""
+"""Sparse all-gather of blocks, as Parallax (Kim et al., EuroSys 2019) does for sparse leaves."""
 
 import dataclasses
 from typing import Unpack
@@ -132,14 +132,15 @@ def sparse_all_gather(
     compress embeddings of one width only, or rows shift across blocks.
 
     A step has one all-gather: each worker sends capacity_density d (1 + 1 / block_size) words, and
-    receives W - 1 times as many. It suits few workers, or supports that hardly overlap; use
-    `omni_reduce` otherwise. The room is static; empty slots are sent, too. Blocks without room wait
-    in the residual, for ceil(1 / capacity_density) steps at most, and the state's `info.overflow`
-    counts them. If all messages together would be no fewer words than a dense all-reduce, the step
-    does that instead.
+    receives W - 1 times as many. It suits few workers, or supports that hardly overlap. Use
+    `omni_reduce` otherwise. The room is static, and empty slots are sent, too. Blocks without room
+    wait in the residual, for ceil(1 / capacity_density) steps at most, and the state's
+    `info.overflow` counts their elements. If all messages together would be no fewer words than a
+    dense all-reduce, the vector is summed densely instead.
 
-    With a `density`, `momentum` is corrected, and masked where this worker sent. Without one, it is
-    the momentum of the mean, because gradients with momentum would be zero nowhere.
+    With a `density`, `momentum` acts before the exchange (momentum correction), and is masked where
+    this worker sent. Without one, it is the momentum of the mean, because gradients with momentum
+    would be zero nowhere.
 
     Args:
         density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected

@@ -51,7 +51,7 @@ def top_k(
     words in COO and grow with the number of workers. This is the baseline of gTop-k, Ok-Topk and
     SparDL.
 
-    `momentum` is corrected, and masked where this worker sent.
+    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
 
     With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
     moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
@@ -61,7 +61,9 @@ def top_k(
             (`jaxsparse.warm_up`).
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
             rounding in the residual. `codecs.Chunked()` sends about 13 bits an entry.
-        selection: "fast" keeps nearly the largest entries, "exact" sorts to keep the largest.
+        selection: the way in which a worker finds its entries. "fast" keeps nearly the largest
+            entries, "exact" the largest. "sampled" (DGC's) and "bisection" (MSTopk's) estimate a
+            threshold.
         **options: as for all transformations.
 
     Raises:

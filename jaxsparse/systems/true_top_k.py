@@ -1,4 +1,4 @@
-"""True top-k: the largest coordinates of the exact mean, the ceiling of what a sketch can find."""
+"""True top-k: the largest coordinates of the exact mean, the ceiling for sketches."""
 
 import dataclasses
 from typing import Any, Unpack
@@ -50,13 +50,13 @@ class TrueTopK(Reducer):
 
 @exchange_options()
 def true_top_k(k: int, **options: Unpack[LeafOptions]) -> optax.GradientTransformationExtraArgs:
-    """The k largest coordinates of the mean gradient, with error feedback: saves no bytes.
+    """The k largest coordinates of the mean gradient, with error feedback. It saves no bytes.
 
     This is the ceiling for `sketched_sgd` at the same k (its section 4, remark 2). It shows how
     training goes if the heavy coordinates are found for certain.
 
-    `momentum` is corrected, and masked at the coordinates that the update changes (momentum factor
-    masking).
+    `momentum` acts before the exchange (momentum correction), and is masked at the coordinates that
+    the update changes (momentum factor masking).
 
     With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
     moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
