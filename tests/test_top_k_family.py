@@ -102,6 +102,18 @@ def test_of_too_many_sums_each_owner_delivers_its_largest():
     assert second.state.agreed.is_stale.all()
 
 
+def test_ok_topk_delivers_all_sums_if_there_are_fewer_than_k():
+    """The threshold is then 0, which empty slots reach, too."""
+    x = np.zeros((3, 1, SIZE))
+    x[0, 0, [3, 40]] = 5, 7
+    x[1, 0, [3, 20]] = 2, 9
+    x[2, 0, 50] = 1
+    ((_, reduced),) = run(OkTopk(0.1, capacity_factor=1.0, selection="exact"), x)
+    np.testing.assert_array_equal(total(reduced, 1), x.sum((0, 1)))
+    assert not reduced.residual.any()
+    assert not reduced.info.overflow.any()
+
+
 def test_ok_topk_balances_its_regions():
     """All entries in one corner: with regions of even length one owner would overflow."""
     workers, size = 4, 4000
