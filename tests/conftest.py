@@ -6,9 +6,9 @@ from pathlib import Path
 
 from running import QUICK_FLAG
 
-# Before jax is imported: emulated devices are made when the backend starts. On a busy machine one
-# of them may reach a collective later than the 40 s after which XLA ends the process. To compile as
-# users do, set JAX_DISABLE_MOST_OPTIMIZATIONS=0.
+# Set before jax is imported, because emulated devices are made when the backend starts. The timeout
+# is long because on a busy machine one of them may reach a collective later than the 40 s after
+# which XLA ends the process. To compile as users do, set JAX_DISABLE_MOST_OPTIMIZATIONS=0.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
@@ -22,12 +22,12 @@ import pytest
 
 from jaxsparse import platforms
 
-MAPPINGS = Path("/proc/self/maps")  # of memory; Linux alone has it
+MAPPINGS = Path("/proc/self/maps")  # memory mappings; only Linux has this file
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
-    # Compiling small programs takes most of the time, and LLVM a third of that.
+    # Compiling small programs takes most of the time, and LLVM takes a third of that.
     jax.config.update("jax_disable_most_optimizations", True)
 
 
@@ -56,29 +56,29 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Tracing makes many objects; what was imported need not be searched for garbage each time."""
+    """Keeps imported objects out of garbage collections. Tracing causes many of these."""
     gc.freeze()
     gc.set_threshold(50_000)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Compiled programs would add up to gigabytes."""
+    """Forgets compiled programs after each module. They would add up to gigabytes."""
     yield
     jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)
 def count_traces_from_here():
-    """Between tests programs may be forgotten, and functions be traced again."""
+    """Counts traces anew in each test, because programs may be forgotten between tests."""
     chex.clear_trace_counter()
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Forget them within a module, too, before they take all the mappings that Linux gives.
+    """Forgets programs within a module, too, before they use up the mappings that Linux allows.
 
-    Each program takes about a dozen. Past ``vm.max_map_count``, 65,530 by default, XLA's next
-    program ends the process with a segmentation fault.
+    Each program takes about a dozen mappings. Past ``vm.max_map_count``, 65,530 by default, XLA's
+    next program ends the process with a segmentation fault.
     """
     item.session.tests_since_count = getattr(item.session, "tests_since_count", 0) + 1
     if item.session.tests_since_count < 20:

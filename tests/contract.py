@@ -1,4 +1,4 @@
-"""What every reducer promises, for all tests that check it; systems join by their rows."""
+"""Checks of what every reducer promises. A system joins by its row in the table of systems."""
 
 import functools
 from typing import NamedTuple
@@ -26,8 +26,8 @@ def _bare(system, settings):
     return system.reducer(**settings).split((SIZE,))[0]
 
 
-# By name, a variant's being that of the system and its own. (Systems of another law take reducers
-# of others; fuzzing and their own tests check what they keep.)
+# Cases by name: the system's name, followed by the variant's if it has one. (A system of another
+# law wraps a reducer that is here. Fuzzing and its own tests check what it conserves.)
 CASES = {
     "_".join(filter(None, (name, variant))): Case(
         name, _bare(system, case.small), _bare(system, case.full)
@@ -38,20 +38,20 @@ CASES = {
 }
 VARIANTS = {name for name, case in CASES.items() if name != case.system}
 
-# One for each way to select and to exchange.
+# One system for each way to select and to exchange.
 REPRESENTATIVES = ("dense", "top_k", "sketched_sgd", "spardl", "sparcml", "omni_reduce", "qsgd")
 
 
 def each(names, usual=None):
-    """One test for each; what is not `usual` (None: the variants) is slow."""
+    """One test for each name. Names that are not `usual` are slow; None: only variants are slow."""
     usual = [name for name in names if name not in VARIANTS] if usual is None else usual
     return some(names, usual)
 
 
 def gradients(workers, steps=STEPS, size=SIZE):
-    """Heavy-tailed integers times W: their sums, and means, are exact in float32.
+    """Heavy-tailed integers times W, so that their sums and means are exact in float32.
 
-    (But for the W whose reciprocal rounds badly, such as 7: XLA multiplies by the reciprocal.)
+    Means are not exact if 1 / W rounds badly, as for W = 7: XLA multiplies by the reciprocal.
     """
     rng = np.random.default_rng(workers)
     heavy = np.round(rng.standard_t(2, (steps, workers, size)) * 3).clip(-500, 500)
@@ -60,7 +60,10 @@ def gradients(workers, steps=STEPS, size=SIZE):
 
 @functools.cache
 def runner(reducer, workers, way, size=SIZE):
-    """Feeds each step's residual back; what went in and came out, stacked by worker and step."""
+    """A compiled function of gradients that feeds each step's residual back.
+
+    It returns what went into each exchange and what came out, stacked by worker and step.
+    """
 
     def step(carried, gradient):
         state, residual = carried
@@ -97,7 +100,7 @@ def by_step(results):
 
 
 def has_sketch(reducer):
-    """Whether values are estimates of a sketch."""
+    """Whether the reducer delivers estimates from a sketch."""
     return hasattr(reducer, "rows")
 
 
@@ -118,18 +121,18 @@ def check_laws(reducer, results, workers):
             came, promise = np.asarray(x, np.float64).sum(0), f"{reducer.conservation=}"
             if reducer.conservation == "exact":
                 np.testing.assert_array_equal(came, kept, err_msg=promise)
-            else:  # what is delivered are no multiples of W, and means inexact
+            else:  # delivered sums are no multiples of W, so means are inexact
                 np.testing.assert_allclose(came, kept, atol=1e-2, err_msg=promise)
         assert np.all(np.asarray(reduced.info.delivered) == reduced.info.delivered[0])
 
 
 def rounds(reducer):
-    """Whether what is delivered is rounded, or estimated."""
+    """Whether delivered values are rounded or estimated."""
     return reducer.conservation != "exact"
 
 
 def quantizes(reducer):
-    """Whether values are rounded by arithmetic, which XLA computes differently as it fuses.
+    """Whether values are rounded by arithmetic, whose results depend on what XLA fuses.
 
     Single values are rounded by conversions. Sketches of integers are exact.
     """

@@ -1,8 +1,8 @@
 """Random transformations on random gradients, and the contract that each step must keep.
 
-A `Program` is what is compiled: a transformation, a tree, and a number of workers, simulated or on
-a mesh with inner axes. A `Data` describes the gradients of a few steps. Both print as what makes
-them again.
+A `Program` says what is compiled: a transformation, a tree, and a number of workers, simulated or
+on a mesh with inner axes. A `Data` describes the gradients of a few steps. Both print as code that
+makes them again.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from jaxsparse.systems import SYSTEMS, Request
 from jaxsparse.training.meshes import Placement
 
 STEPS = 3
-# Of one float32 operation: its relative error, and what it loses of numbers below the normal ones.
-# XLA's CPU backend takes subnormal operands for zeros and makes zeros of subnormal results, in
-# arithmetic and comparisons; copies, signs, selections, sorts and conversions to and from 16 bits
-# keep them.
+# Errors of one float32 operation: the relative error, and the loss of numbers below the normal
+# ones. XLA's CPU backend takes subnormal operands for zeros, and returns zeros for subnormal
+# results, in arithmetic and comparisons. Copies, signs, selections, sorts and conversions to and
+# from 16 bits keep subnormal numbers.
 ROUNDING, FLUSHED = 2.0**-24, 2.0**-126
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -44,15 +44,15 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    name: str  # of the transformation
+    name: str  # name of the transformation
     settings: dict
     workers: int
     leaves: tuple[Leaf, ...]
-    compressed: str = "all"  # leaves: "all", "matrices" or the "default" rule's
+    compressed: str = "all"  # leaves: "all", "matrices", or those of the "default" rule
     momentum: float | None = None
     delay: int = 0
-    inner: tuple[int, ...] = ()  # sizes of inner axes of a mesh; (): workers are simulated
-    cuts: tuple[PartitionSpec, ...] = ()  # each leaf's partition over them
+    inner: tuple[int, ...] = ()  # sizes of the mesh's inner axes; (): workers are simulated
+    cuts: tuple[PartitionSpec, ...] = ()  # each leaf's partition over the inner axes
 
     def make(self):
         settings = dict(self.settings)
@@ -70,7 +70,7 @@ class Program:
 
     @property
     def devices(self):
-        """The number of a worker's devices."""
+        """Number of devices of a worker."""
         return math.prod(self.inner)
 
     def _is_whole(self, leaf, cut):
@@ -96,12 +96,12 @@ class Program:
         return sum(leaf.size for leaf in self.leaves)
 
     def cut(self, x):
-        """The parts of the last axis that are the leaves'."""
+        """Cuts the last axis into one part for each leaf."""
         return np.split(x, np.cumsum([leaf.size for leaf in self.leaves])[:-1], axis=-1)
 
     @property
     def is_compressed(self):
-        """Of each element of the tree."""
+        """For each element of the tree, whether it is compressed."""
         packed = [not self._is_dense("", leaf.shape) for leaf in self.leaves]
         if self.inner:
             whole = map(self._is_whole, self.leaves, self.cuts)
@@ -109,14 +109,14 @@ class Program:
         return np.repeat(packed, [leaf.size for leaf in self.leaves])
 
     def by_leaf(self, of):
-        """of(dtype) of each element's leaf."""
+        """For each element of the tree, of(dtype of its leaf)."""
         return np.repeat(
             [float(of(leaf.dtype)) for leaf in self.leaves], [leaf.size for leaf in self.leaves]
         )
 
     @functools.cached_property
     def reducer(self):
-        """That of one bucket, as the first step has it."""
+        """The reducer of the first step, for a single bucket."""
         first = lambda x: x.values[0] if isinstance(x, Stages) else x
         settings = {name: first(value) for name, value in self.settings.items()}
         for option in ("bucket_size", "decay"):
@@ -126,13 +126,13 @@ class Program:
 
     @property
     def shares_scales(self):
-        """Whether an element's error may be relative to others of its bucket."""
+        """Whether an element's error may be relative to other elements of its bucket."""
         return self.reducer.conservation not in ("exact", "to rounding")
 
     @property
     def spread(self):
-        """How much larger an element of a projection may be than those that it projects."""
-        if self.name == "demo":  # a tile
+        """How many times larger an element of a projection may be than the projected elements."""
+        if self.name == "demo":  # which projects tiles
             return float(self.settings["chunk"])
         if self.settings.get("rotate"):
             return math.sqrt(self.settings["group_size"])
@@ -143,7 +143,7 @@ class Program:
 
     @property
     def fading(self):
-        """The factor of residuals in a step."""
+        """The factor by which residuals decay in a step."""
         return self.settings.get("decay", 1.0)
 
 
@@ -163,7 +163,7 @@ def _mesh(shape: tuple[int, ...]) -> Mesh:
 
 
 def _cut(rng, leaf: Leaf, inner: tuple[int, ...]) -> PartitionSpec:
-    """A partition that some of the axes cut, each a dimension that it divides."""
+    """A random partition. Each axis that cuts the leaf cuts a dimension that it divides."""
     parts: list = [()] * len(leaf.shape)
     left = list(leaf.shape)
     for axis, size in zip(_INNER, inner):
@@ -177,7 +177,7 @@ def _cut(rng, leaf: Leaf, inner: tuple[int, ...]) -> PartitionSpec:
 def draw_program(
     seed: int, number: int, name: str | None = None, is_on_mesh: bool = False
 ) -> Program:
-    """The `number`-th program of a seed, of one transformation or of each in turn.
+    """The `number`-th program of a seed, for one transformation or for each in turn.
 
     With `is_on_mesh` it runs on a mesh with inner axes.
     """
@@ -211,7 +211,7 @@ def draw_program(
     if name != "dense":
         settings["bucket_size"] = limit
     if program.delay and "decay" in settings:
-        settings["decay"] = 1.0  # residuals would fade after the exchange, but for its rounding
+        settings["decay"] = 1.0  # after a delayed exchange residuals fade, but not their rounding
     if SYSTEMS[name].law == "differences":
         program = dataclasses.replace(program, delay=0)
     return dataclasses.replace(program, settings=settings)
@@ -230,7 +230,7 @@ def _leaf(rng):
 
 
 def _density(rng, size):
-    """From one entry to all."""
+    """A random density, from one entry to all entries."""
     share = _pick(rng, 1 / size, 1.0, *10 ** rng.uniform(-2.5, 0, 4))
     return float(share)
 
@@ -264,7 +264,7 @@ def _density_or_stages(rng, size):
 
 
 def _blocks(rng, size, room):
-    # Room for a bucket of any size: what there is none for is refused.
+    # A density, or room for a bucket of any size: without either, a reducer is refused.
     density = _pick(rng, None, _density(rng, size))
     space = _pick(rng, None, _density(rng, size)) if density else _density(rng, size)
     return {"density": density, "block_size": int(_pick(rng, 1, 4, 13, 256)), room: space}
@@ -393,7 +393,7 @@ def _top_k(rng, size, workers):
 
 
 def draw_settings(name, rng, size, workers):
-    """Settings for `size` compressed elements; those of the row where nothing richer is known."""
+    """Random settings for `size` compressed elements, from SETTINGS or from the system's row."""
     if name in SETTINGS:
         return SETTINGS[name](rng, size, workers)
     return dict(SYSTEMS[name].settings(Request(_density(rng, size), size, workers)))
@@ -435,7 +435,7 @@ def _ef21(rng, size, workers):
     }
 
 
-SETTINGS = {  # more than what a row says: of a random generator, a size and a number of workers
+SETTINGS = {  # functions of a generator, a size and a number of workers, richer than the rows
     "true_top_k": lambda rng, size, workers: {"k": _count(rng, size)},
     "sketched_sgd": _sketched,
     "top_k": _top_k,
@@ -465,11 +465,11 @@ SETTINGS = {  # more than what a row says: of a random generator, a size and a n
 
 
 class Fault(NamedTuple):
-    """One number that is none, in one worker's gradient."""
+    """One value that is not finite, in one worker's gradient."""
 
     step: int
-    worker: float  # share of all workers
-    place: float  # share of the tree
+    worker: float  # place among the workers, from 0 to 1
+    place: float  # place in the tree, from 0 to 1
     value: float
 
 
@@ -479,21 +479,22 @@ class Data:
 
     seed: int
     support: str
-    filled: float  # share of the elements that a support has, where it says how many
-    exponent: float  # of the usual magnitude, to the base 10
-    spread: float  # of magnitudes, in decades
+    filled: float  # share of the elements in a support, for supports of any size
+    exponent: float  # decimal logarithm of the usual magnitude
+    spread: float  # spread of the magnitudes, in decades
     ties: bool  # all magnitudes are equal
     negative_zeros: bool
     repeats: bool  # all steps have the same gradients
     fault: Fault | None
 
     def gradients(self, program: Program) -> np.ndarray:
-        """float64[STEPS, W, d], of numbers that the leaves' dtypes have."""
+        """float64[STEPS, W, d]: gradients that the leaves' dtypes represent exactly."""
         rng = np.random.default_rng(self.seed)
         workers, size = program.workers, program.size
         shape = (1 if self.repeats else STEPS, workers, size)
         decades = 0 if self.ties else self.spread * rng.standard_normal(shape)
-        # The momentum of a mean adds up to 1 / (1 - momentum) times that, and would be clipped.
+        # The momentum of the mean grows to 1 / (1 - momentum) times the gradients. Beyond float32
+        # it would be clipped.
         limit = LARGEST * (1 - (program.momentum or 0.0))
         x = 10.0 ** np.clip(self.exponent + decades, -50, 38.5) * rng.choice([-1.0, 1.0], shape)
         if self.support == "cancelling":
@@ -550,7 +551,7 @@ cases = st.builds(
 
 
 def in_dtype(x, dtype):
-    """`x` rounded to a float dtype, what that cannot hold clipped, in float64."""
+    """`x` in float64, clipped and rounded to a float dtype."""
     limit = float(jnp.finfo(dtype).max)
     return np.clip(x, -limit, limit).astype(jnp.dtype(dtype)).astype(np.float64)
 
@@ -558,7 +559,7 @@ def in_dtype(x, dtype):
 def _poisoned(x, axis_name):
     """`wire.replicated`, but a value that differs between workers becomes an enormous one.
 
-    Under vmap it would otherwise pass for the first worker's.
+    Under vmap, such a value would otherwise be replaced by the first worker's.
     """
     rows = jax.lax.all_gather(x, axis_name)
     bits = jax.lax.bitcast_convert_type(rows, jnp.uint32)
@@ -568,14 +569,14 @@ def _poisoned(x, axis_name):
 
 
 class Outcome(NamedTuple):
-    """Of all steps."""
+    """The updates and states of all steps."""
 
     updates: np.ndarray  # float64[STEPS, d]
-    states: list  # one more: the first is the initial one
+    states: list  # STEPS + 1 states; the first is the initial one
 
 
 def compiled(program: Program):
-    """A function from gradients to an `Outcome`; raises ValueError if the program is refused."""
+    """A function from gradients to an `Outcome`. Raises ValueError if the program is refused."""
     tx = program.make()
     params = program.nested([jnp.zeros(leaf.shape, leaf.dtype) for leaf in program.leaves])
     where = program.mesh or program.workers
@@ -587,15 +588,16 @@ def compiled(program: Program):
     parallel = data_parallel(step, where)
 
     def put(part, cut):
-        """On the mesh as a gradient is; the first axis is that of the steps."""
+        """Places a leaf's gradients on the mesh. Their first axis is that of the steps."""
         if program.mesh is None:
             return part
         return jax.device_put(part, NamedSharding(program.mesh, PartitionSpec(None, "data", *cut)))
 
     @jax.jit
     def run(state, gradients):
-        # What a step starts with is what the one before it carries on, to the bit. XLA may compute
-        # a state twice that is both carried and put out, and round it in two ways.
+        # Each step puts out the state that it starts with. This is the state that the step before
+        # carried on, to the bit. If a step also put out its new state, XLA might compute that
+        # twice, and round it in two ways.
         def one(before, gradients):
             updates, after = parallel(before, gradients)
             return after, (updates, before)
@@ -618,12 +620,12 @@ def compiled(program: Program):
         return Outcome(np.concatenate(parts, axis=-1), [*map(at, range(STEPS)), last])
 
     with mock.patch.object(wire, "replicated", _poisoned):
-        outcome(np.zeros((STEPS, program.workers, program.size)))  # traced here
+        outcome(np.zeros((STEPS, program.workers, program.size)))  # traced here, with the patch
     return outcome
 
 
 class Books(NamedTuple):
-    """The numbers of a state, in float64; n elements are compressed, m are not."""
+    """The accumulators of a state, in float64. n elements are compressed, m are not."""
 
     residual: np.ndarray  # [W, n]
     momentum: np.ndarray  # [W, n], or [n] of the mean; zeros without momentum
@@ -658,14 +660,17 @@ def check(program: Program, data: Data, outcome) -> None:
 
         sum of (v + u) before == W update + sum of v after,  to (4 W + 16) (2**-24 A + W 2**-126)
 
-    A worker's own v + u takes three roundings, the sum W - 1 and the mean two. What is kept back or
-    rounded away at one of the stages of an exchange, of which there are at most W + 1 (a ring's),
-    takes three (taken out, divided among those who keep it, added to what they kept before) of
-    shares that make at most A together, and the sum that is left one. Rounding to a leaf's dtype
-    takes three more. Each of these operations can also flush a number below 2**-126 to zero, on
-    each worker. Where elements share a scale, A is the sum of the workers' largest ones, twice; and
-    where matrices are projected, times the square root of a matrix's longer side, because a
-    projection keeps the length of a row or column but may put it all into one element.
+    A worker's own v + u takes three roundings, the sum over workers W - 1, and the mean two. An
+    exchange has at most W + 1 stages (a ring's). A stage may keep something back or round it away.
+    This takes three roundings: it is taken out, divided among the workers that keep it, and added
+    to what they kept before. These shares make at most A together. The sum that is left takes one
+    rounding. Rounding to a leaf's dtype takes three more. Each of these operations can also flush a
+    number below 2**-126 to zero, on each worker.
+
+    Where elements share a scale, A is twice the sum of the workers' largest elements. Where
+    elements are projected together (`Program.spread`), it is also multiplied by the square root of
+    their number: a projection keeps the length of a row, column, tile or group, but may put it all
+    into one element.
     """
     gradients = data.gradients(program)
     updates, states = outcome(gradients)
@@ -698,7 +703,7 @@ def _check_step(program, gradients, update, before, after):
         _check_same_bits(before._replace(skipped=after.skipped), after)
         return
     if skipped and summed.max(initial=0) > 0.99 * LARGEST:
-        return  # a delayed sum that overflows is dropped, and this step's gradients are not
+        return  # a delayed sum that overflows is dropped, but this step's gradients are not
     if skipped:
         g, dense, entering = np.zeros_like(g), np.zeros_like(dense), np.abs(was.residual)
     if program.delay:
@@ -725,12 +730,12 @@ def _check_step(program, gradients, update, before, after):
     if was.momentum.ndim == 1:
         of_mean = decay * np.abs(was.momentum) + np.abs(now.momentum)
         mean = now.momentum - decay * was.momentum
-        # XLA may compute it twice, and round it in two ways.
+        # XLA may compute the momentum twice, and round it in two ways.
         bound = 4 * (ROUNDING * of_mean + FLUSHED)
         _check_delivered(program, packed, now.momentum, bound, update)
     _check_sums(program, x, added, entering + of_mean, mean, now.residual)
     is_published = program.settings.get("quantizer") == "published"
-    # Sketches, signs, products and transforms: a new system that has them joins.
+    # Sketches, signs, products and transforms. Add each new system that uses one of these.
     mixes = program.name in ("s2_reducer", "sign_sgd", "powersgd", "demo")
     mixes |= bool(program.settings.get("rotate"))
     if not mixes and not is_published:
@@ -740,10 +745,10 @@ def _check_step(program, gradients, update, before, after):
 
 
 def _check_differences(program, gradients, updates, states):
-    """Checks steps of the other law, see `jaxsparse.systems.ef21`.
+    """Checks the steps of a system with the other law, see `jaxsparse.systems.ef21`.
 
-    For every element: what is applied is g, and g == mean of (v - residual), to the rounding of all
-    steps until then. v is the momentum, and changes by (1 - momentum) (gradient - v).
+    For every element the update is g, and g == mean of (v - residual), to the rounding of all steps
+    so far. v is the momentum. It changes by (1 - momentum) (gradient - v).
     """
     workers, packed = program.workers, program.is_compressed
     everywhere = np.ones(program.size, bool)
@@ -774,12 +779,12 @@ def _check_differences(program, gradients, updates, states):
             eta = 1 - (program.momentum or 0.0) if before.steps else 1
             error = np.abs(now - (was + eta * (gradient - was)))
             assert np.all(error <= 8 * (ROUNDING * entering + FLUSHED)), "not the momentum"
-            # XLA may compute it twice, and round it in two ways.
+            # XLA may compute the estimate twice, and round it in two ways.
             twice = 4 * (ROUNDING * np.abs(estimate) + FLUSHED)
             _check_delivered(program, everywhere, estimate, twice, update)
         largest = entering.max(initial=0) if program.shares_scales else entering.max(0)
         scale = scale + 2 * workers * largest
-        # What is beyond float32 is clipped.
+        # Values beyond float32 are clipped.
         bound = np.where(scale >= LARGEST, np.inf, _bound(program, scale) * STEPS)
         error = np.abs(workers * estimate - (now - left).sum(0))
         assert np.all(error <= bound), (
@@ -788,7 +793,7 @@ def _check_differences(program, gradients, updates, states):
 
 
 def _joined(tree, *lead):
-    """All arrays of a tree, end to end behind the leading axes."""
+    """All arrays of a tree, joined along the last axis behind the leading axes."""
     parts = [np.asarray(x, np.float64).reshape(*lead, -1) for x in jax.tree.leaves(tree)]
     return np.concatenate(parts, axis=-1)
 
@@ -800,7 +805,7 @@ def _check_same_bits(before, after):
 
 
 def _check_masked(momentum, expected, entering):
-    """Momentum is what is expected, or zero."""
+    """Checks that the momentum is the expected one, or zero."""
     error = np.minimum(np.abs(momentum), np.abs(momentum - expected))
     assert np.all(error <= 4 * (ROUNDING * entering + FLUSHED)), "momentum is neither u nor masked"
 
@@ -810,7 +815,7 @@ def _bound(program, scale):
 
 
 def _check_dense(program, gradients, momentum_before, momentum, update):
-    """Elements that are not compressed have exact means."""
+    """Checks that elements that are not compressed have exact means."""
     decay = program.momentum or 0.0
     expected = gradients.mean(0) + decay * momentum_before
     bound = _bound(program, np.abs(gradients).sum(0) + decay * np.abs(momentum_before))
@@ -820,7 +825,7 @@ def _check_dense(program, gradients, momentum_before, momentum, update):
 
 
 def _check_delivered(program, where, expected, bound, update):
-    """The update is `expected`, but for the rounding to leaves' dtypes, and clipped to these."""
+    """Checks that the update is `expected`, but for rounding and clipping to the leaves' dtypes."""
     limit = program.by_leaf(lambda dtype: jnp.finfo(dtype).max)[where]
     eps = program.by_leaf(lambda dtype: 0 if dtype == "float32" else jnp.finfo(dtype).eps)[where]
     tiny = program.by_leaf(lambda dtype: jnp.finfo(dtype).tiny)[where]
@@ -830,23 +835,23 @@ def _check_delivered(program, where, expected, bound, update):
 
 
 def _check_sums(program, x, added, entering, mean, residual):
-    """What goes into an exchange comes out of it, or is kept; and nothing else does."""
+    """Checks that all that goes into an exchange, and nothing else, comes out of it or is kept."""
     scale = (entering + np.abs(added)).sum(0)
     if program.shares_scales:
         largest = entering.max(axis=1, initial=0).sum()
         scale = np.full_like(scale, 2 * program.spread * largest)
     bound = _bound(program, scale)
     if program.settings.get("density", 0) is None:
-        # What leaves' dtypes round away is not fed back, as of any gradient.
+        # What rounding to the leaves' dtypes removes is not fed back, as for uncompressed leaves.
         packed = program.is_compressed
         eps = program.by_leaf(lambda t: 0 if t == "float32" else jnp.finfo(t).eps)[packed]
         tiny = program.by_leaf(lambda t: jnp.finfo(t).tiny)[packed]
         bound += program.workers * eps / 2 * np.maximum(np.abs(mean) * (1 + 2**-7), tiny)
-        # Nor what lies beyond their range.
+        # What lies beyond their range is not fed back either.
         limit = program.by_leaf(lambda t: jnp.finfo(t).max)[packed]
         bound = np.where(np.abs(mean) >= limit, np.inf, bound)
     if program.name == "sparcml":
-        # A partial sum that overflows and finds no room is cut to what float32 holds.
+        # A partial sum that overflows and finds no room is clipped to float32.
         bound = np.where(scale >= LARGEST, scale, bound)
     if program.reducer.conserves:
         came, left = (x + added).sum(0), program.workers * mean + residual.sum(0)
@@ -858,7 +863,7 @@ def _check_sums(program, x, added, entering, mean, residual):
         )
 
 
-# They may sum densely, and then count everything, or carry the momentum of the mean.
+# These systems may sum densely, and then count everything, or carry the momentum of the mean.
 _COUNT_MORE = ("dense", "sketched_sgd", "s2_reducer", "omni_reduce", "sparse_all_gather")
 
 

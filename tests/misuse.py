@@ -1,4 +1,4 @@
-"""The usual trainer, for those who misuse it."""
+"""The usual trainer, for tests that misuse it."""
 
 import jax
 import jax.numpy as jnp

@@ -8,9 +8,9 @@ the same faults as long as the sources stay. Each fault is tried in a copy of th
     python tests/mutations.py --seed 3                  # all of them: hours
     python tests/mutations.py --only 3 17 --tests tests/test_select.py
 
-The first tests to run are those of LIKELY and the doctests of the changed file; the other default
-tests follow if these pass. A run that ends in no time counts as caught. A survivor is a gap in the
-tests or an equivalent program: look at each, and name the equivalent ones where you report.
+The first tests to run are those of LIKELY and the doctests of the changed file. The other default
+tests follow if these pass. A fault whose run takes too long counts as caught. A survivor is a gap
+in the tests or an equivalent program: look at each, and name the equivalent ones where you report.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PACKAGE = "jaxsparse"
 PARTS = ("feedback", "collectives", "select", "sketch", "platforms.py", "codecs", "layout.py")
-# Tests to run first, as patterns; those that are not there are left out.
+# Patterns of the tests to run first. Patterns that match no file are skipped.
 LIKELY = {
     "feedback": ("feedback", "delay", "partition", "accumulators", "contract"),
     "collectives": ("collectives", "wire", "union", "spardl", "quantized*", "contract"),
@@ -60,14 +60,14 @@ class Fault(NamedTuple):
     """An edit of a file of the library."""
 
     part: str  # one of PARTS
-    path: str  # of the file, from the root of the tree
+    path: str  # path of the file from the root of the tree
     edit: Edit
 
     def mutated(self, source: bytes) -> bytes:
         return source[: self.edit.start] + self.edit.text + source[self.edit.stop :]
 
     def described(self, root: Path) -> tuple[str, str, str]:
-        """The place as file:line, the line before and the line after."""
+        """The place as file:line, and this line without and with the fault."""
         source = (root / self.path).read_bytes()
         row = source.count(b"\n", 0, self.edit.start)
         lines = (s.split(b"\n")[row].strip().decode() for s in (source, self.mutated(source)))
@@ -92,7 +92,7 @@ OPERATORS = {
     ast.Or: (b"or", b"and"),
 }
 NAMES = {"min": b"max", "max": b"min", "minimum": b"maximum", "maximum": b"minimum"}
-METHODS = ("astype", "reshape", "view")  # of arrays
+METHODS = ("astype", "reshape", "view")  # methods of arrays
 MODULES = ("jnp", "np", "lax")
 ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant)
 
@@ -131,7 +131,7 @@ class Finder(ast.NodeVisitor):
             at = self.between(left, right, symbol)
             self.add(at, at + len(symbol), other)
 
-    # What holds no faults.
+    # Nodes that hold no faults.
 
     def visit_Raise(self, node):
         pass
@@ -160,7 +160,7 @@ class Finder(ast.NodeVisitor):
         if getattr(node.value, "id", "") != "Literal":
             self.generic_visit(node)
 
-    # What does.
+    # Nodes that hold faults.
 
     def visit_BinOp(self, node):
         operands = (node.left, node.right)
@@ -234,7 +234,7 @@ class Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def without(self, call: ast.Call) -> None:
-        """The call's first argument, or the array of which it is a method, in place of the call."""
+        """Adds an edit from a call to its first argument, or to the array before a method."""
         func, kept = call.func, call.args[0]
         if isinstance(func, ast.Attribute) and func.attr in METHODS:
             kept = kept if ast.unparse(func.value) in MODULES else func.value
@@ -289,16 +289,16 @@ def copied(root: Path, folder: str) -> Path:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    """That of a run on the copy, which an installed package must not hide."""
+    """The environment of a run on the copy. An installed package must not hide the copy."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    # A stored program is told by time and size, which a fault may leave as they were.
+    # Python tells a stale .pyc file by the source's time and size, which a fault may not change.
     return {**kept, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def failure(
     copy: Path, arguments: list[str], seconds: float, may_be_none: bool = False
 ) -> str | None:
-    """Which test fails first; None if none does."""
+    """The test that fails first, or None if none fails."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no"]
     with subprocess.Popen(
         [*command, "-p", "no:cacheprovider", *arguments],
@@ -335,7 +335,7 @@ def likely(copy: Path, fault: Fault) -> list[str]:
 def caught_by(
     copy: Path, fault: Fault, tests: list[str], options: list[str], seconds: float
 ) -> str | None:
-    """Which test catches the fault in the copy, which is mended afterwards; None: it survives."""
+    """The test that catches the fault in the copy, or None. The copy is restored afterwards."""
     file = copy / fault.path
     source = file.read_bytes()
     file.write_bytes(fault.mutated(source))
@@ -359,7 +359,7 @@ def row(*cells: object) -> str:
 def outcomes(
     chosen: dict[int, Fault], root: Path, given: argparse.Namespace
 ) -> Iterator[tuple[int, str | None]]:
-    """The number of each fault and the test that caught it, as they end."""
+    """The number of each fault and the test that caught it, in the order in which runs end."""
     options = ["-n", str(given.workers), *shlex.split(given.pytest)]
     copies: queue.Queue[Path] = queue.Queue()
 

@@ -36,7 +36,7 @@ def put(where, tree, *lead):
 
 
 def gradients(workers, seed=0):
-    """Integers times W, whose means are exact: [W, *shape]."""
+    """Integers times W, [W, *shape]. Their means are exact."""
     rng = np.random.default_rng(seed)
     draw = lambda shape: np.round(rng.standard_t(2, (workers, *shape)) * 3).clip(-200, 200)
     return {name: (draw(s) * workers).astype(np.float32) for name, s in SHAPES.items()}
@@ -48,7 +48,7 @@ def is_bias(path, shape):
 
 @functools.cache
 def stepper(reducer, where, via=None, momentum=None, delay=None):
-    """A step that returns a worker's updates, and the state that it starts with."""
+    """A step that returns a worker's updates and its state, the first state, and the parameters."""
     tx = jaxsparse.error_feedback(
         reducer, axis_name="hosts", is_dense=is_bias, momentum=momentum, delay=delay
     )

@@ -1,7 +1,8 @@
-"""Rounds and words of the exchanges, by formulas: those of the papers, with this library's room.
+"""Formulas for the rounds and words of the exchanges: the papers', with this library's room.
 
-What compiled and traced programs move is held against these. Rounds of an all-gather are those of a
-tree, ceil(log2 W), as the papers count them; `jaxsparse.network.rounds` has what libraries build.
+Compiled and traced programs are held against them. An all-gather has the rounds of a tree,
+ceil(log2 W), as the papers count them. `jaxsparse.network.rounds` has the rounds that libraries
+build.
 """
 
 import importlib
@@ -14,7 +15,7 @@ from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.collectives.ok_topk import Regions
 from jaxsparse.collectives.split import split_format
 
-# The package has functions of the same names.
+# Imported as modules: the package has functions of the same names.
 ok_topk, recursive_double, sparse_ring, split_allgather, union = (
     importlib.import_module(f"jaxsparse.collectives.{name}")
     for name in ("ok_topk", "recursive_double", "sparse_ring", "split_allgather", "union")
@@ -22,10 +23,10 @@ ok_topk, recursive_double, sparse_ring, split_allgather, union = (
 
 
 class Traffic(NamedTuple):
-    """What one worker has to wait for and to receive."""
+    """The messages that one worker waits for, and the words that it receives."""
 
     rounds: int  # messages one after the other
-    words: float  # of 4 bytes, received
+    words: float  # number of words of 4 bytes that it receives
 
     def __add__(self, other):
         """One exchange after the other."""
@@ -41,10 +42,10 @@ def dense_traffic(size, workers):
 
 
 def recursive_double_traffic(k, size, workers, codec=codecs.COO):
-    """log2 W rounds, and 2 more if W is no power of two; the words of the messages' capacities.
+    """log2 W rounds, and 2 more if W is no power of two. Words are those of full messages.
 
-    The published range (section 5.3.2) is log2(W) 2k words if all supports are equal to
-    (W - 1) 2k if they are disjoint: static shapes pay for the latter.
+    The published range (section 5.3.2) goes from log2(W) 2k words, if all supports are equal, to (W
+    - 1) 2k, if they are disjoint. Static shapes pay for the latter.
     """
     capacities = recursive_double._capacities(k, size, workers)
     words = [MessageFormat(size, c, "sum", jnp.float32, codec).words for c in capacities]
@@ -54,11 +55,11 @@ def recursive_double_traffic(k, size, workers, codec=codecs.COO):
 def split_allgather_traffic(
     k, size, workers, codec=codecs.COO, capacity_factor=None, union_factor=None
 ):
-    """W - 1 + ceil(log2 W) rounds; words of the messages' capacities, (W - 1) times each half.
+    """W - 1 + ceil(log2 W) rounds. Each half receives W - 1 full messages.
 
-    The published range (section 5.3.2) is 2 (W - 1)/W 2k words if all supports are equal to W 2k
-    if they are disjoint. Static shapes without factors pay more than the latter, since all k
-    entries of a worker may be for one owner.
+    The published range (section 5.3.2) goes from 2 (W - 1)/W 2k words, if all supports are equal,
+    to W 2k, if they are disjoint. Static shapes without factors pay more than the latter, since all
+    k entries of a worker may be for one owner.
     """
     first = split_format(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
     second = split_allgather._gather_format(
@@ -72,7 +73,7 @@ def split_allgather_traffic(
 def dsar_split_allgather_traffic(
     k, size, workers, codec=codecs.COO, capacity_factor=None, quantizer=None
 ):
-    """W - 1 + ceil(log2 W) rounds; words of the first half's capacities and (W - 1)/W d dense.
+    """W - 1 + ceil(log2 W) rounds. W - 1 full messages in the first half, then (W - 1)/W d words.
 
     The published range (section 5.3.3) counts 0 to 2k words for the first half.
     """
@@ -89,7 +90,7 @@ def all_gather_sum_traffic(k, size, workers, codec=codecs.COO):
 
 
 def sparse_ring_traffic(k, size, workers, codec=codecs.COO, capacity_factor=None):
-    """2 (W - 1) rounds; words of the messages' capacities."""
+    """2 (W - 1) rounds. Words are those of full messages."""
     formats = sparse_ring._formats(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
     last = formats[-1].words + (capacity_factor is not None)
     words = sum(message_format.words for message_format in formats[:-1]) + (workers - 1) * last
@@ -104,12 +105,11 @@ def gtopk_traffic(k, size, workers, codec=codecs.COO):
 
 
 def ok_topk_traffic(k, size, workers, codec=codecs.COO, capacity_factor=2.0):
-    """Of a step with old regions and threshold: 6 C (W - 1) words in COO, and 3 (W - 1) of counts.
+    """A step that reuses regions and threshold, in 2 (W - 1) + 2 ceil(log2 W) rounds.
 
-    In 2 (W - 1) + 2 ceil(log2 W) rounds.
-
-    With C = capacity_factor k / W that is capacity_factor times the published 6 k (W - 1) / W,
-    which holds as long as regions and counts are balanced; here it is a bound, not an average.
+    It receives 6 C (W - 1) words in COO, and 3 (W - 1) words of counts. With C = capacity_factor k
+    / W these are capacity_factor times the published 6 k (W - 1) / W. The published number holds as
+    long as regions and counts are balanced. Here it is a bound, not an average.
     """
     regions = Regions(size, workers)
     room = ok_topk._room(k, regions, capacity_factor)
@@ -119,7 +119,7 @@ def ok_topk_traffic(k, size, workers, codec=codecs.COO, capacity_factor=2.0):
 
 
 def quantized_all_reduce_traffic(size, workers, quantizer):
-    """W - 1 + ceil(log2 W) rounds; 2 (W - 1) words(ceil(d / W)): 2 (W - 1) / W of a vector's."""
+    """W - 1 + ceil(log2 W) rounds, 2 (W - 1) words(ceil(d / W)): 2 (W - 1) / W of a vector's."""
     words = 0 if workers == 1 else 2 * (workers - 1) * quantizer.words(-(-size // workers))
     return Traffic(workers - 1 + (workers - 1).bit_length(), words)
 
@@ -137,7 +137,7 @@ def union_traffic(blocks, workers):
 
 
 def omni_reduce_traffic(reducer, size, workers):
-    """The union's, and a psum of the slots."""
+    """The traffic of the union, and of a psum of the slots."""
     capacity = reducer._capacity(size, workers)
     if reducer._is_dense(capacity, size):
         return dense_traffic(size, workers)
@@ -153,7 +153,7 @@ def block_gather_traffic(reducer, size, workers):
 
 
 def s2_traffic(reducer, size, workers):
-    """The union's, and a psum of the table."""
+    """The traffic of the union, and of a psum of the table."""
     summed = dense_traffic(reducer.words(size, workers), workers)
     if reducer.words(size, workers) == size:
         return summed
@@ -161,7 +161,7 @@ def s2_traffic(reducer, size, workers):
 
 
 def sparcml_traffic(k, size, workers, capacity_factor=2.0, union_factor=None):
-    """Of each algorithm."""
+    """The traffic of each of SparCML's algorithms."""
     first = {"capacity_factor": capacity_factor}
     return {
         "recursive_double": recursive_double_traffic(k, size, workers),

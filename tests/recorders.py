@@ -1,4 +1,4 @@
-"""The messages that a program sends, as written: what is traced, before XLA optimises it."""
+"""The messages that a program sends as it is traced, before XLA optimises it."""
 
 import contextlib
 from typing import NamedTuple
@@ -20,14 +20,14 @@ class Message(NamedTuple):
 def record():
     """Collects the messages that are traced inside the block.
 
-    A collective inside a loop is listed once, and every branch of a conditional is listed: the
-    compiled program, read by `jaxsparse.traffic.wire_bytes`, is the authority on both.
+    A collective inside a loop is listed once, and every branch of a conditional is listed.
+    `jaxsparse.traffic.wire_bytes` counts both right, from the compiled program.
     """
     messages = []
 
     def recording(name, function):
         def run(x, axis_name, *pairs):
-            # One worker sends nothing, nor does a permutation of none.
+            # A single worker sends nothing, and neither does an empty permutation.
             if axis_name not in (None, ()) and all(pairs):
                 messages.append(Message(name, x.size * x.dtype.itemsize))
             return function(x, axis_name, *pairs)

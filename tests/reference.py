@@ -6,8 +6,8 @@ import numpy as np
 def alg3_with_exact_selection(gradients, momentum, k):
     """Sketched-SGD, Alg. 3, with the sketch replaced by an oracle that finds the true top k.
 
-    Takes one array (W, d) of gradients per step; yields (update, u, v) after each, the update
-    being a mean.
+    Takes one array (W, d) of gradients for each step. After each step it yields (update, u, v),
+    where the update is a mean.
     """
     u = np.zeros_like(gradients[0])
     v = np.zeros_like(gradients[0])

@@ -7,14 +7,14 @@ GROUP = 256  # entries that share two levels
 
 
 def pack(fields, bits):
-    """Integers of so many bits, end to end, the lowest bits first, as words of 32 bits."""
+    """Packs integers of `bits` bits end to end into words of 32 bits, the lowest bits first."""
     number = sum(int(field) << (bits * i) for i, field in enumerate(fields))
     words = -(-len(fields) * bits // 32)
     return [number >> (32 * i) & (2**32 - 1) for i in range(words)]
 
 
 def top_k(x, k, chunk):
-    """The indices of the k largest magnitudes of each chunk, of equal ones the lower indices."""
+    """Indices of the k largest magnitudes of each chunk. Of equal ones, the lower indices count."""
     kept = []
     for start in range(0, len(x), chunk):
         part = np.abs(x[start : start + chunk])
@@ -27,7 +27,7 @@ def half(x):
 
 
 def sign_magnitude(values, bits=2):
-    """What the receivers decode."""
+    """The values that receivers decode from signs and magnitudes."""
     decoded = np.zeros(len(values))
     for start in range(0, len(values), GROUP):
         v = values[start : start + GROUP].astype(np.float64)
@@ -67,14 +67,14 @@ def published(values, bits=2):
 
 
 def exchange(x, k, chunk, quantize, order=None, aggregate="mean", clip=None):
-    """The mean and the residuals of one exchange of x[worker].
+    """The mean and the residuals of one exchange.
 
     Args:
-        x: (W, d).
-        k: entries of a chunk.
-        chunk: its elements.
-        quantize: of a worker's selected values, what the receivers decode.
-        order: order[w] are w's selected indices in the order of its message. None: rising.
+        x: the workers' vectors, (W, d).
+        k: number of entries that are sent of a chunk.
+        chunk: number of elements of a chunk.
+        quantize: function from a worker's selected values to what receivers decode.
+        order: w's selected indices in the order of its message, order[w]. None: increasing.
         aggregate: "mean" or "mean_of_senders".
         clip: "median" or None.
     """

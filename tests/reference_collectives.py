@@ -1,4 +1,4 @@
-"""What the sparse collectives must compute, worker by worker, in NumPy and from the papers."""
+"""The results of the sparse collectives in NumPy, from the papers, worker by worker."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def largest(x, k):
-    """Indices of the k largest magnitudes; of equal ones the lower index first."""
+    """Indices of the k largest magnitudes. Of equal ones the lower index comes first."""
     return np.argsort(-np.abs(x), kind="stable")[:k]
 
 
@@ -19,14 +19,14 @@ def cut(x, k):
 
 
 def spar_reduce_scatter(blocks, k):
-    """SparDL's figure 5 among the n workers of one team.
+    """The reduce-scatter of SparDL's figure 5 among the n workers of one team.
 
     Args:
-        blocks: blocks[w][b] is worker w's part of block b.
-        k: entries of a block that may be sent.
+        blocks: worker w's part of block b, blocks[w][b].
+        k: number of entries of a block that may be sent.
 
     Returns:
-        Each worker's own block, cut, and discards[w][b] of what w cut off block b.
+        Each worker's own block, cut to k entries, and discards[w][b]: what w cut off block b.
     """
     n = len(blocks)
     held = [{b: np.array(blocks[w][b]) for b in range(n)} for w in range(n)]
@@ -59,14 +59,14 @@ def spardl(x, density, teams=1, gather="recursive", h=None):
     """Delivered sum and residuals with global residual collection (Alg. 1).
 
     Args:
-        x: float64 (W, d).
-        density: of what is delivered.
-        teams: a divisor of W.
+        x: the workers' vectors, float64 (W, d).
+        density: density of the delivered sum.
+        teams: number of teams, a divisor of W.
         gather: "recursive" or "bruck".
-        h: for "bruck", entries that a worker sends.
+        h: number of entries that a worker sends with "bruck".
 
     Returns:
-        total (d,), residuals (W, d), entries: numbers of entries after B-SAG, for each rank.
+        The total (d,), the residuals (W, d), and the number of entries after B-SAG for each rank.
     """
     workers, d = x.shape
     n = workers // teams
@@ -107,14 +107,14 @@ def spardl(x, density, teams=1, gather="recursive", h=None):
 
 
 def gtopk(x, k):
-    """gTop-k with the discards shared by those who hold them (SparDL's rule for R-SAG).
+    """gTop-k in which the workers that hold a sum share its discards (SparDL's rule for R-SAG).
 
     Args:
-        x: float64 (W, d).
-        k: entries kept of each sum.
+        x: the workers' vectors, float64 (W, d).
+        k: number of entries that are kept of each sum.
 
     Returns:
-        total (d,), residuals (W, d).
+        The total (d,) and the residuals (W, d).
     """
     workers = len(x)
     power = 2 ** int(math.log2(workers))
@@ -135,10 +135,11 @@ def gtopk(x, k):
 
 
 def ok_topk(x, k, threshold=None):
-    """Ok-Topk with room for everything; the sums' threshold is taken if none is given.
+    """Ok-Topk with room for everything. Without a threshold it takes one from the sums.
 
     Returns:
-        total (d,), residuals (W, d), the threshold for the next step, if it served in this one.
+        The total (d,), the residuals (W, d), and the threshold for the next step. It is None if too
+        few sums reached it.
     """
     offered = np.stack([cut(row, k) for row in x])
     sums = offered.sum(0)

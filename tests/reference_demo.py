@@ -22,7 +22,7 @@ def cosine(x, inverse=False):
 
 
 def tiles(shape, chunk):
-    """Slices of the fewest tiles of nearly equal sides, and these sides."""
+    """Yields the slice and the sides of each tile. Tiles are as few, and as equal, as may be."""
     counts = [-(-n // chunk) for n in shape]
     sides = [-(-n // count) for n, count in zip(shape, counts)]
     for i in range(counts[0]):
@@ -31,7 +31,7 @@ def tiles(shape, chunk):
 
 
 def exchange(m, k, chunk, round_=half, aggregate="mean"):
-    """The update and all residuals of momenta (W, rows, columns)."""
+    """The update and all residuals of an exchange of momenta (W, rows, columns)."""
     workers = len(m)
     u, left = np.zeros(m.shape[1:]), m.copy()
     for part, sides in tiles(m.shape[1:], chunk):
@@ -58,9 +58,9 @@ def demo(steps, beta, k, chunk, **settings):
     Args:
         steps: gradients (W, rows, columns) of each step.
         beta: factor of the momentum.
-        k: coefficients of a tile.
+        k: number of coefficients that are sent of a tile.
         chunk: the largest side of a tile.
-        **settings: of `exchange`.
+        **settings: settings of `exchange`.
 
     Yields:
         The update and all momenta of each step.

@@ -9,7 +9,7 @@ def ef21_sgdm(steps, eta, compress):
     Args:
         steps: gradients (W, d) of each step.
         eta: weight of a new gradient in the momentum.
-        compress: a function of one worker's vector (d,), what the others receive of it.
+        compress: function from a worker's vector (d,) to what the others receive.
 
     Yields:
         The estimate g, and all workers' momenta v and estimates g_w, after each step.
@@ -28,6 +28,6 @@ def ef21_sgdm(steps, eta, compress):
 
 
 def top_k(x, k):
-    """The k largest magnitudes; of equal ones those with the lower indices."""
+    """`x` with all but its k largest magnitudes zeroed. Of equal ones, the lower indices count."""
     kept = np.argsort(-np.abs(x), kind="stable")[:k]
     return np.where(np.isin(np.arange(len(x)), kept), x, 0)

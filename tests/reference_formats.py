@@ -27,7 +27,7 @@ def values_of(name):
 
 
 def scale_above(x, kind):
-    """The least scale of its kind that is not below x."""
+    """The smallest scale of its kind that is at least x."""
     if kind == "float32" or not x:
         return x
     fraction, exponent = math.frexp(x)
@@ -37,7 +37,7 @@ def scale_above(x, kind):
 
 
 def rounded(x, name, group_size, scale="float32"):
-    """What a vector becomes, float64, and where float32 can't tell (ties, or nearly so)."""
+    """A vector after rounding, float64, and where float32 can't tell (ties, or nearly so)."""
     x = np.asarray(x, np.float64)
     if name == "bfloat16":
         found = x.astype(ml_dtypes.bfloat16).astype(np.float64)
@@ -59,7 +59,7 @@ def rounded(x, name, group_size, scale="float32"):
 
 
 def rotation(size, signs):
-    """H D / sqrt(n) by the sign of each entry: the parity of the bits that row and column share."""
+    """H D / sqrt(n). An entry of H is negative if row and column share an odd number of bits."""
     rows, columns = np.ogrid[:size, :size]
     parity = np.vectorize(lambda n: n.bit_count() % 2)((rows & columns).astype(object))
     return (1 - 2 * parity.astype(np.float64)) * signs / np.sqrt(size)
@@ -69,13 +69,13 @@ def all_reduced(x, rule):
     """Total and residuals of workers' vectors x[w, d], if the owners of ranges sum them.
 
     Args:
-        x: float64[W, d].
-        rule: what a receiver decodes of a vector. Each part is rounded once on its way to its
-            owner, unless it is the owner's, and each sum once on its way to all.
+        x: the workers' vectors, float64[W, d].
+        rule: function from a vector to what a receiver decodes. Each part is rounded once on its
+            way to its owner, unless it is the owner's, and each sum once on its way to all.
 
     Returns:
-        float64[d], as all decode it, and float64[W, d]: senders keep x - deq(q(x)), and an owner
-        S - deq(q(S)) of its range.
+        The total as all decode it, float64[d], and the residuals, float64[W, d]: senders keep x -
+        deq(q(x)), and an owner keeps S - deq(q(S)) of its range.
     """
     workers, size = x.shape
     m = -(-size // workers)
@@ -92,12 +92,13 @@ def all_reduced(x, rule):
 
 
 def all_reduced_in_teams(x, teams, inside, rule):
-    """As `all_reduced`, summed inside teams of consecutive workers first.
+    """As `all_reduced`, but summed inside teams of consecutive workers first.
 
-    Member i of a team sums part i of the vector over its team, each other member's part rounded by
-    `inside`. Then the members i of all teams sum part i with `rule`, as `all_reduced` does; what
-    they all decode is the total. The residual of a member has the rounding of what it sent inside,
-    and in its own part what `all_reduced` leaves of its team's sum.
+    Member i of a team sums part i of the vector over its team. The parts of the other members are
+    rounded by `inside`. Then the members i of all teams sum part i with `rule`, as `all_reduced`
+    does. What they all decode is the total. A member's residual has the rounding of what it sent
+    inside its team. In its own part it has the residual that `all_reduced` gives for the team's
+    sum.
     """
     workers, size = x.shape
     n, m = workers // teams, -(-size // workers)
@@ -106,7 +107,7 @@ def all_reduced_in_teams(x, teams, inside, rule):
         part = slice(i * teams * m, (i + 1) * teams * m)
         if not total[part].size:
             continue
-        members = [team * n + i for team in range(teams)]  # of equal rank
+        members = [team * n + i for team in range(teams)]  # members of equal rank, one of each team
         sums = np.zeros((teams, teams * m))
         for w in range(workers):
             sent = x[w, part] if w in members else inside(x[w, part])

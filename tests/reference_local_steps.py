@@ -1,4 +1,4 @@
-"""Local steps in NumPy, worker by worker: DiLoCo (2311.08105) and its streaming (2501.18512)."""
+"""Local steps in NumPy, worker by worker: DiLoCo (2311.08105), Streaming DiLoCo (2501.18512)."""
 
 import numpy as np
 
@@ -32,17 +32,17 @@ def due(steps, every, fragments=1):
 
 
 def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, mixing=0.0):
-    """Global parameters and workers' own after each step.
+    """The global parameters, and the workers' own, after each step.
 
     Args:
-        start: float64[d].
-        moves: moves[t, w, d], what worker w's step t takes off its parameters.
-        outer: see `nesterov`.
-        every: H.
+        start: the initial parameters, float64[d].
+        moves: what worker w's step t takes off its parameters, moves[t, w, d].
+        outer: the outer optimizer, see `nesterov`.
+        every: number of steps between outer steps, H.
         exchange: function of a fragment and its displacements [w, n] that returns their mean as it
             arrives. None: the mean.
-        fragments: the indices of each fragment. None: one of everything.
-        overlap: steps from an exchange to its use.
+        fragments: indices of each fragment's parameters. None: one fragment of all.
+        overlap: number of steps from an exchange to its use.
         mixing: weight of a worker's own values.
 
     An exchange that finds a worker's values not finite counts for nothing, and that worker goes
@@ -55,7 +55,7 @@ def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, 
     globals_, locals_ = [], []
 
     def try_to_exchange(p):
-        """What fragment p becomes, or None if a worker is broken; and which workers are."""
+        """Fragment p after an exchange, and which workers are broken. If one is, p stays."""
         part, broken = fragments[p], ~np.isfinite(own).all(1)
         arrived[p] = not broken.any()
         if not arrived[p]:
@@ -76,7 +76,7 @@ def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, 
         ends = due(t + 1 - overlap, every, len(fragments)) if t + 1 > overlap else None
         if ends is not None and arrived[ends]:
             part = fragments[ends]
-            kept = mixing * own[:, part] if mixing else 0.0  # also of what is not finite
+            kept = mixing * own[:, part] if mixing else 0.0  # 0 where own is not finite, too
             own[:, part] = kept + (1 - mixing) * theta[part]
         globals_.append(theta.copy())
         locals_.append(own.copy())

@@ -1,4 +1,4 @@
-"""NumPy twins of the count sketch: by the library's own hashes, and by the textbook's tables."""
+"""NumPy twins of the count sketch, with the library's own hashes and with the textbook's tables."""
 
 import numpy as np
 
@@ -20,7 +20,7 @@ def combine(*words):
 
 
 def buckets_and_signs(rows, cols, seed, index):
-    """(rows, n) bucket and sign of each index, from the definition, one element at a time."""
+    """Column and sign of each index in each row, (rows, n), from the definition."""
     index = np.asarray(index, np.uint64)
     tile = np.uint64(min(cols, TILE))
     buckets, signs = [], []
@@ -35,7 +35,7 @@ def buckets_and_signs(rows, cols, seed, index):
 
 
 def random_buckets_and_signs(rows, cols, seed, index):
-    """As above with independent uniform tables: the textbook's count sketch."""
+    """The same from independent uniform tables: the textbook's count sketch."""
     rng = np.random.default_rng(seed)
     shape = rows, len(index)
     return rng.integers(0, cols, shape), rng.choice([-1.0, 1.0], shape)

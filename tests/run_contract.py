@@ -1,7 +1,7 @@
 """Runs the contract's cases as one of several processes, and compares with simulated workers.
 
-A script for `test_processes.py`: `run_contract.py EXPECTED.npz CASE...`, with the numbers that the
-simulated workers gave. It exits with an error at the first difference.
+A script for `test_processes.py`: `run_contract.py EXPECTED.npz CASE...`. The file has the results
+of the simulated workers. The script exits with an error at the first difference.
 """
 
 import sys
@@ -33,7 +33,8 @@ def check(name, expected):
         for shard in leaf.addressable_shards:
             one, other = np.asarray(shard.data), expected[f"{name} {i}"][shard.index]
             if contract.quantizes(reducer):
-                # XLA rounds level * scale, or does not, as it fuses; later steps amplify that.
+                # XLA rounds level * scale or not, depending on what it fuses. Later steps amplify
+                # that.
                 np.testing.assert_allclose(one[:, 0], other[:, 0], rtol=1e-5, atol=1e-3)
             else:
                 np.testing.assert_array_equal(one, other, err_msg=f"{name}, output {i}")

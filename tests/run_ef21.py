@@ -1,7 +1,7 @@
 """Trains by EF21-SGDM on a mesh with an inner axis as one of several processes.
 
-A script for `test_ef21.py`. It exits with an error where the update is not the mean of the workers'
-momenta less that of their residuals.
+A script for `test_ef21.py`. It exits with an error if the update is not the mean of the workers'
+momenta less the mean of their residuals.
 """
 
 import jax

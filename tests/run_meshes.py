@@ -1,8 +1,8 @@
 """Trains on a mesh with an inner axis as one of several processes.
 
-A script for `test_processes.py`: `run_meshes.py CASE...`. It exits with an error where W times the
-updates and what is owed are not all gradients, unless they are that in expectation alone, or where
-replicas differ.
+A script for `test_processes.py`: `run_meshes.py CASE...`. It exits with an error if replicas
+differ, or if W times the updates and the residuals do not add up to all gradients. Cases that do
+not conserve sums in each step are not checked for the latter.
 """
 
 import sys

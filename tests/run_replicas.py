@@ -7,7 +7,7 @@ import jaxsparse
 
 
 def array(values):
-    """Of shape (3,), replicated, from what each device of this process holds."""
+    """A replicated array of shape (3,), from the values on each device of this process."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     pieces = [jax.device_put(v, d) for v, d in zip(values, jax.local_devices())]
@@ -30,7 +30,7 @@ def main():
     here = jax.device_put(x + rank, jax.local_devices()[0])
     say("equal", {"w": array([x, x]), "own": here})
     say("between", {"w": array([x, x]), "v": array([x + rank, x + rank])})
-    # Only process 1 sees it in its own devices; the other one must not be left waiting.
+    # Only process 1 sees this difference on its own devices. Process 0 must not be left waiting.
     say("within", {"w": array([x, x]), "v": array([x, x + rank])})
 
 

@@ -36,7 +36,7 @@ def by_row(name):
     return system.transformation(**system.cases[""].small, momentum=0.9)
 
 
-# Every system as its row has it; then what changes with time between the steps 10 and 20, too.
+# Every system with its row's settings, and cases that change between the steps 10 and 20, too.
 CASES = {name: functools.partial(by_row, name) for name in SYSTEMS} | {
     "ok_topk": lambda: jaxsparse.ok_topk(0.05, refresh_every=8, rebalance_every=7, momentum=0.9),
     "spardl_adaptive": lambda: jaxsparse.spardl(0.05, teams=2, gather="bruck", momentum=0.9),
@@ -51,7 +51,7 @@ CASES = {name: functools.partial(by_row, name) for name in SYSTEMS} | {
     ),
 }
 
-# Local steps: saved between two outer steps, and while a fragment's exchange is on its way.
+# Local steps. One case is saved between two outer steps, one while an exchange is on its way.
 LOCAL = {
     "sparse_loco": {"outer": jaxsparse.outer.sparse_loco(0.7, 4, 64), "every": 4},
     "streaming": {
@@ -104,7 +104,7 @@ def local_steps(name):
 
 
 def train(name, state, first, last):
-    """Steps `first` to `last` - 1 from `state`, which is donated."""
+    """Trains from step `first` to step `last` - 1. `state` is donated."""
     for i in range(first, last):
         rng = np.random.default_rng(i)
         targets = {n: rng.standard_t(2, (WORKERS, *p.shape)) for n, p in PARAMS.items()}
@@ -122,7 +122,7 @@ def manager(folder):
 
 
 def arrays(state):
-    """Paths and NumPy arrays of dtypes that `np.savez` knows."""
+    """Path and NumPy array of each leaf, in dtypes that `np.savez` knows."""
     narrow = lambda x: x.dtype == jnp.bfloat16
     return [
         (jax.tree_util.keystr(path), np.asarray(x, np.float32 if narrow(x) else x.dtype))
@@ -157,7 +157,7 @@ def resumed(folder, names):
 
 
 def killed(folder):
-    """Each state holds the number of its step throughout."""
+    """Saves states until it is killed. All elements of a state are the number of its step."""
     sys.path[:0] = [str(Path(__file__).parents[1] / "examples" / n) for n in ("", "multihost")]
     import train
 

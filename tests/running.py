@@ -1,4 +1,4 @@
-"""Runs programs in processes of their own: one, or several by the multi-host example's launcher."""
+"""Runs programs in a process of their own, or in several by the multi-host example's launcher."""
 
 import importlib.metadata
 import os
@@ -24,12 +24,12 @@ QUICK_FLAG = (
 ENV = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 }
-# They compile as users do, unless a test adds this.
+# Settings for a test that need not compile as users do.
 QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK_FLAG}
 
 
 def run(script, *flags, cwd, rc=0, compiles_quickly=True):
-    """What an example printed: to stdout, or to stderr where it has to fail."""
+    """Runs an example. Returns its stdout, or its stderr if it has to fail."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / script), *map(str, flags)],
         cwd=cwd,

@@ -12,7 +12,8 @@ SIZES = {"kernel": (300, 201), "bias": (201,)}
 COMPRESSED, DENSE = 300 * 201, 201
 
 
-# What conftest turns off for speed, where programs must be as users compile them.
+# Compiler options for programs that must be as users compile them. They turn on again what
+# conftest.py turns off for speed.
 AS_USERS = (
     {"xla_cpu_use_fusion_emitters": True}
     if "xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", "")

@@ -31,7 +31,7 @@ def vectors(supports, workers, size, seed, scale=1):
 
 @functools.cache
 def exchange(reducer, workers, way):
-    """Feeds residuals back over the leading axis of x (steps, d)."""
+    """A compiled function of gradients (steps, d) on each worker that feeds residuals back."""
 
     def step(carried, gradient):
         state, residual = carried
@@ -52,7 +52,7 @@ def exchange(reducer, workers, way):
 
 
 def run(reducer, x, way="vmap"):
-    """By step: what went in (W, d), and the outcome."""
+    """For each step what went into the exchange, (W, d), and what came out."""
     steps = x[:, None] if x.ndim == 2 else x
     xs, reduced = exchange(reducer, len(x), way)(steps.astype(np.float32))
     return [
@@ -70,7 +70,7 @@ def total(reduced, scale):
 
 
 def shares_by_quarter(reducer, steps):
-    """Of what is delivered, how much in each quarter of the vector; and the last Info."""
+    """The number of delivered elements in each quarter of the vector, by step; and all outcomes."""
     outcomes = run(reducer, steps)
     counts = [np.count_nonzero(r.mean[0].reshape(4, -1), axis=1) for _, r in outcomes]
     return np.array(counts), [r for _, r in outcomes]

@@ -39,21 +39,22 @@ def test_rounding_is_unbiased_to_neighbours_and_exact_where_it_can_be():
     assert draws.dtype == jnp.bfloat16
     draws = np.asarray(draws).astype(np.float64)
     bits = x.view(np.uint32) & np.uint32(0xFFFF0000)
-    below = bits.view(np.float32).astype(np.float64)  # towards zero
+    below = bits.view(np.float32).astype(np.float64)  # the neighbour towards zero
     ulp = np.abs(np.float64(1) * below) * 2.0**-7
     inside = np.abs(x) < 3.38e38
     assert (np.abs(draws - below) <= ulp)[:, inside].all()
     np.testing.assert_array_equal(draws[:, :4], np.tile(x[:4], (4000, 1)))
     assert np.signbit(draws[:, 1]).all()
     assert np.isfinite(draws).all()
-    # The mean of n draws of one bit strays by less than ulp / (2 sqrt(n)), 5 times that for 3000.
+    # The mean of n draws of one bit has a standard deviation of at most ulp / (2 sqrt(n)). 5 times
+    # that is room for 3000 values.
     error = (draws.mean(axis=0) - x)[inside]
     assert (np.abs(error) <= 5 * ulp[inside] / (2 * np.sqrt(4000)) + 1e-40).all()
 
 
 @pytest.mark.parametrize("momentum", some([None, 0.5], [0.5]), ids=["", "momentum"])
 def test_small_gradients_arrive_beside_large_residuals(momentum):
-    """To the nearest, 1e-3 added to 1 would be lost for ever; at random, sums come out right."""
+    """To the nearest, 1e-3 added to 1 would be lost for ever. At random, sums come out right."""
     tx = jaxsparse.error_feedback(
         Hoard(), accumulator_dtype="bfloat16", momentum=momentum, is_dense=lambda *_: False
     )
@@ -67,7 +68,7 @@ def test_small_gradients_arrive_beside_large_residuals(momentum):
     mean = np.asarray(flat(state.residual)).astype(np.float64).mean()
     expected = 1 + 0.3 * (1 if momentum is None else 2)
     assert abs(mean - expected) < 0.01
-    # Workers draw apart from each other.
+    # Workers draw independently.
     assert (flat(state.residual)[0] != flat(state.residual)[1]).mean() > 0.5
 
 
@@ -109,8 +110,8 @@ def test_training_state_is_half_as_large_and_sums_are_kept_on_average():
     rest = np.asarray(flat(state.residual)).astype(np.float64).mean(axis=0)
     gap = owed - rest
     assert np.abs(gap).max() < 20 * 2.0**-7 * np.abs(rest).max()
-    # Of values below 8: an ulp is at most 2**-5, so one draw deviates by 2**-6 at most, and
-    # 60 draws, averaged over three workers, by 2**-6 sqrt(20 / 3).
+    # Values are below 8, so an ulp is at most 2**-5. One draw has a standard deviation of at most
+    # 2**-6. 20 steps, averaged over three workers, have at most 2**-6 sqrt(20 / 3).
     assert np.sqrt(np.mean(gap**2)) < 2.0**-6 * np.sqrt(20 / 3)
     assert abs(gap.mean()) < 4 * 2.0**-6 * np.sqrt(20 / 3 / 2000)
 

@@ -32,7 +32,7 @@ REDUCERS = {
 }
 
 
-# The descriptions.
+# The descriptions in NumPy.
 
 
 def padded(x):
@@ -50,7 +50,7 @@ def selection(x, density):
 
 
 def taken(mask, capacity, step):
-    """The first `capacity` of a mask's blocks, counted from step * capacity in turns."""
+    """The first `capacity` blocks of a mask, from a start that moves by `capacity` a step."""
     turns = -(-len(mask) // capacity)
     start = step % turns * capacity
     order = [*range(start, len(mask)), *range(start)]
@@ -73,12 +73,12 @@ def described(reducer, x, step):
     return delivered.sum(0), x - delivered, overflow
 
 
-# What runs.
+# The exchanges themselves.
 
 
 @functools.cache
 def exchange(name, workers, way):
-    """Compiled: feeds residuals back over STEPS, for each of SEEDS."""
+    """A compiled function that feeds residuals back over STEPS, for each of SEEDS."""
     reducer = REDUCERS[name]
 
     def step(carried, gradient):
@@ -98,7 +98,7 @@ def exchange(name, workers, way):
 
 
 def outcomes(name, workers, way, gradients):
-    """By seed and step: the step, what went in (W, d) and the outcome."""
+    """For each seed and step: the step, what went in, (W, d), and what came out."""
     xs, reduced = exchange(name, workers, way)(jnp.asarray(gradients, jnp.float32))
     results = jax.tree.map(np.asarray, (xs, reduced))
     for seed in range(SEEDS):
@@ -107,14 +107,14 @@ def outcomes(name, workers, way, gradients):
 
 
 def total(reduced):
-    """The sum over workers, an integer, on which all agree bit by bit."""
+    """The sum over workers, rounded to integers. All workers must have its mean bit by bit."""
     for leaf in jax.tree.leaves((reduced.mean, reduced.info)):
         np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
     return np.rint(reduced.mean[0].astype(np.float64) * len(reduced.mean))
 
 
 def gradients(workers, density, seed=0):
-    """Small integers in `density` of the blocks, others for each worker, seed and step."""
+    """Small integers in a share of the blocks, with other blocks for each worker, seed and step."""
     rng = np.random.default_rng((workers, seed))
     shape = (workers, SEEDS, STEPS)
     values = rng.integers(-9, 10, (*shape, SIZE)) * rng.choice([1, 3, 20], (*shape, SIZE))
@@ -167,7 +167,7 @@ def test_naturally_sparse_gradients_are_averaged_exactly(name):
 
 @pytest.mark.parametrize(("name", "turns"), [("omni, natural", 3), ("gather, natural", 6)])
 def test_no_block_starves(name, turns):
-    """All blocks at the first step, then none: all are delivered once each had its turn."""
+    """All blocks at the first step, then none. Each is delivered once it had its turn."""
     given = gradients(3, 1.0)
     given[:, :, 1:] = 0
     for step, x, reduced in outcomes(name, 3, "shard_map", given):
@@ -211,7 +211,7 @@ def test_blocks_without_room_take_turns(sizes):
     rng = np.random.default_rng(size)
     steps = np.arange(8 * turns, dtype=np.uint32)
     masks = rng.random((len(steps), size)) < 0.7
-    always = rng.integers(size)  # wanted at each step, whatever the others do
+    always = rng.integers(size)  # a block that is in every mask
     masks[:, always] = True
     run = jax.jit(jax.vmap(lambda mask, step: take(mask, capacity, step)))
     found = np.asarray(run(jnp.asarray(masks), jnp.asarray(steps)))
@@ -247,7 +247,7 @@ def messages(reducer, size, workers):
     "reducer",
     [
         OmniReduce(block_size=4, union_density=1.0),
-        OmniReduce(0.5, 4),  # of two workers
+        OmniReduce(0.5, 4),  # room for all blocks of two workers
         OmniReduce(0.01, 256),  # a block longer than the vector
         SparseAllGather(1.0, 4),
         SparseAllGather(None, 4, 0.8),
@@ -267,7 +267,7 @@ def test_messages_of_sparse_exchanges():
         ("all_gather", 4),
         ("psum", 20 * 4 * 4),
     ]
-    # Block numbers and values, and a count where they may not all fit.
+    # Block numbers and values. If the blocks may not all fit, a count as well.
     assert messages(SparseAllGather(0.05, 4), 400, 3) == [("all_gather", 4 * 5 * 5)]
     assert messages(SparseAllGather(None, 4, 0.05), 400, 3) == [("all_gather", 4 * (5 * 5 + 1))]
 
@@ -341,7 +341,7 @@ NATURAL = {
 @pytest.mark.parametrize("name", NATURAL)
 @pytest.mark.parametrize("dtype", few([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
 def test_rows_that_were_touched_once_are_not_sent_for_ever(name, dtype):
-    """Neither momentum nor what rounding takes from an update makes them non-zero again."""
+    """Neither momentum nor the rounding of updates makes such rows non-zero again."""
     workers, rows, steps = 3, 200, 12
     rng = np.random.default_rng(0)
     gradients = np.zeros((workers, steps, rows, 4), np.float32)

@@ -17,7 +17,7 @@ from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
 
 
 def integers(shape, seed=0):
-    """Sums of these are exact in float32, whatever their order."""
+    """Small integers. Their sums are exact in float32, whatever their order."""
     return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
 
 
@@ -69,8 +69,8 @@ def test_block_top_k_checks_its_arguments(k):
 
 # --- the sketch ---
 
-# size, spec whose tiles are the blocks: a last block that is shorter; cols that are no multiple of
-# the tile, equal to it, prime; blocks of one element; even rows; one block alone.
+# Sizes, and specs whose tiles are the blocks. The last block may be shorter. cols is no multiple of
+# the tile, equal to it, or prime. There are blocks of one element, even rows, and a single block.
 CASES = [
     (601, SketchSpec(1, 100, tile_size=8)),
     (601, SketchSpec(3, 97, seed=2**32 - 1, tile_size=16)),
@@ -82,7 +82,7 @@ cases = pytest.mark.parametrize("case", few(CASES, CASES[:3]), ids=str)
 
 
 def stream_of(size, block_size, seed, values=integers):
-    """A third of the blocks in random order, two empty slots, and the dense vector."""
+    """A stream of a third of the blocks in random order and two empty slots; its dense vector."""
     rng = np.random.default_rng(seed)
     count = blocks.count(size, block_size)
     chosen = rng.permutation(count)[: -(-count // 3)]
@@ -109,7 +109,7 @@ def places(size, spec, monkeypatch):
 
 @cases
 def test_tables_and_estimates_are_the_definition(case, monkeypatch):
-    """On integers exactly, for blocks as for the dense vector that they stand for."""
+    """Exact on integers, both for blocks and for the dense vector that they stand for."""
     size, spec = case
     for seed in range(3):
         stream, dense = stream_of(size, spec.tile, seed)
@@ -161,7 +161,7 @@ def test_half_precision_is_accumulated_in_float32():
 
 
 def test_work_is_that_of_the_blocks_alone():
-    """No array of the size of a vector of 2**31 - 1 elements is ever made."""
+    """No array has the size of the vector, of about 2**31 elements."""
     spec = SketchSpec(3, 64, tile_size=32)
     last = 2**26 - 1
     stream = BlockStream(jnp.int32([last]), jnp.asarray(integers((1, 32))))

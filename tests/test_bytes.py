@@ -1,4 +1,4 @@
-"""What one step puts on the wire, read from the compiled program, and what it keeps in memory."""
+"""The bytes that one step sends, read from the compiled program, and the memory that it takes."""
 
 import json
 import os
@@ -136,13 +136,13 @@ def test_peak_memory_of_a_whole_step(settings, floats, leaves):
     ],
 )
 def test_peak_memory_of_a_system(name, budget, floats, leaves):
-    """The same, with 1 % of the elements sent."""
+    """The same for systems that send 1 % of the elements."""
     shapes = {f"kernel{i}": (D // leaves // 1024, 1024) for i in range(leaves)}
     assert peak(getattr(jaxsparse, name)(budget), shapes) <= floats
 
 
 def peak(tx, shapes):
-    """Of a step, in units of d float32."""
+    """The peak memory of a step, in units of d float32."""
     memory = compiled_step(tx, mesh(2), shapes, donate=0).memory_analysis()
     total = (
         memory.argument_size_in_bytes

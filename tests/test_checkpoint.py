@@ -60,7 +60,7 @@ def test_a_new_process_goes_on_with_the_same_bits(tmp_path, names):
 
 @pytest.mark.thorough
 def test_kills_leave_complete_checkpoints_only(tmp_path):
-    """The script compares what it finds with the number of its step, whenever it was killed."""
+    """Each time it starts, the script checks that the state it finds has the number of its step."""
     folder = tmp_path / "checkpoints"
     rng = np.random.default_rng(0)
     last, interrupted = 0, 0
@@ -80,7 +80,7 @@ def test_kills_leave_complete_checkpoints_only(tmp_path):
                 while not (folder / str(found + 2)).exists():
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
-                # Sometimes at once, while the next one is written; sometimes whenever it may be.
+                # Kill it either while it writes the next state, or at a random time.
                 if rng.random() < 0.5:
                     while not half_written(folder):
                         assert time.monotonic() < deadline
@@ -112,8 +112,8 @@ def to_host(tree, folder):
 
 
 def test_other_workers_need_reshard(tmp_path):
-    """Neither Orbax nor the library makes up residuals."""
-    # A tree of one array: Orbax forgets the coroutines of others when one fails.
+    """Neither Orbax nor the library invents residuals."""
+    # The tree has one array only: when one fails, Orbax forgets the coroutines of others.
     tx = jaxsparse.top_k(0.05)
     residual = tx.init({"w": jnp.ones((40, 30))}).residual
     host = to_host(shard(residual, run_resume.mesh()), tmp_path)
@@ -130,8 +130,8 @@ def test_other_workers_need_reshard(tmp_path):
     assert jax.tree.leaves(jax.tree.map(abstract, carried)) == jax.tree.leaves(target)
 
 
-COUNTS = (8, 6, 8, 1, 16)  # of workers, one after another
-STEPS = 20  # with each
+COUNTS = (8, 6, 8, 1, 16)  # numbers of workers, one after another
+STEPS = 20  # number of steps with each number of workers
 BATCH = 48
 RATE = 0.1
 METHODS = {
@@ -159,11 +159,12 @@ def program(method, workers):
 
 
 def train(method, seed, counts, folder):
-    """Through a checkpoint and `reshard` at each change of `counts`.
+    """Trains with each number of workers in turn. A state goes through a checkpoint and `reshard`.
 
     Returns:
-        Losses, each step's; and for each count, of the only leaf that is sparse: the sum of all
-        gradients' means so far, that of all updates, and the mean of the residuals.
+        The loss of each step. For each number of workers, three vectors of the only compressed
+        leaf: the sum of the gradients' means so far, the sum of the updates, and the mean of the
+        residuals.
     """
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
@@ -211,7 +212,7 @@ def test_nothing_is_lost_from_8_workers_to_6_8_1_and_16(tmp_path):
 
 @pytest.mark.slow
 def test_training_goes_on_without_a_bump(tmp_path):
-    """Over 5 steps each, losses are within the spread of seeds, as if nothing had changed."""
+    """Losses, averaged over 5 steps, stay within the spread of seeds, as if nothing had changed."""
     grouped = lambda losses: losses.reshape(-1, 5).mean(axis=1)
     seeds = [grouped(train("momentum", seed, (8,) * len(COUNTS), tmp_path)[0]) for seed in range(6)]
     changed = grouped(train("momentum", 0, COUNTS, tmp_path)[0])

@@ -126,7 +126,7 @@ def test_values_that_are_not_finite_do_not_vanish():
     ids=["normal", "laplace", "student"],
 )
 def test_errors_of_two_bits(draw, most, published):
-    """Of the 64 largest of each 4096: at most as large as with levels of a whole vector."""
+    """The 64 largest of each 4096. Errors are at most those of levels for a whole vector."""
     x = draw(np.random.default_rng(0), 2**20).astype(np.float32)
     values = x[np.asarray(reference.top_k(x, 64, 4096))]
     error = lambda y: np.sum(np.square(y - values)) / np.sum(np.square(values))
@@ -136,7 +136,7 @@ def test_errors_of_two_bits(draw, most, published):
 
 
 def test_a_small_leaf_keeps_its_magnitude():
-    """Levels of the whole vector would decode the small ones to hundreds of times as much."""
+    """Levels for the whole vector would decode its small values to over 100 times their size."""
     rng = np.random.default_rng(0)
     scales = np.repeat(10.0 ** rng.uniform(-4, 0, 64), 256)
     values = (scales * (2 + rng.exponential(0.4, 2**14))).astype(np.float32)
@@ -223,7 +223,7 @@ def random_stream(rng, capacity, size, empty=0.2):
 @pytest.mark.parametrize("bits", some((2, 4, 8, 16, 32), [2]))
 @pytest.mark.parametrize("chunk_size", few((None, 1, 100, 4096, 2**16), [None]))
 def test_any_stream_arrives_as_it_is_rounded(bits, chunk_size):
-    """In any order, and in batches, whose rows have levels of their own."""
+    """Entries may come in any order, and in batches, whose rows have levels of their own."""
     codec = codecs.Chunked(chunk_size=chunk_size, value_bits=bits)
     rng = np.random.default_rng(0)
     for capacity, size in ((1, 1), (40, 50), (700, 70_001)):
@@ -273,7 +273,7 @@ REDUCERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(REDUCERS, ["gtopk"]))
-@pytest.mark.parametrize("workers", some([4, 6], [6]))  # 6: some fold in and out
+@pytest.mark.parametrize("workers", some([4, 6], [6]))  # with 6, some workers fold in and out
 def test_what_others_round_stays_in_the_residual(name, workers):
     reducer = REDUCERS[name]
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The emulated cluster: what can be told without one; with --thorough and as root, a small one."""
+"""The emulated cluster: its parts, and with --thorough and as root a small one."""
 
 import argparse
 import importlib
@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks" / "cluster"
 
 @pytest.fixture(scope="module")
 def bench():
-    """Its modules, which import each other by short names."""
+    """The benchmark's modules, which import each other by short names."""
     path, before = list(sys.path), set(sys.modules)
     sys.path.insert(0, str(FOLDER))
     names = ("cells", "load", "namespaces", "prediction", "programs", "records", "run", "summary")
@@ -124,9 +124,9 @@ def test_the_usual_branch_is_predicted(bench):
     cheap, dear, dearer = moved(4.0), moved(40.0), moved(400.0)
     both = WireBytes((*moved(8.0).parts, Conditional("c", 1, (dear, cheap))))
     network = planner.Network(planner.Link(latency=0.5, bandwidth=4.0))
-    # Two all-gathers in 4 messages each, of 8 and 4 bytes.
+    # Two all-gathers of 8 and 4 bytes, in 4 messages each.
     assert bench.prediction.usual_seconds(both, network) == pytest.approx(2 * 4 * 0.5 + 2 + 1)
-    # A branch that branches: of `both`, but for what its dear branch moves.
+    # The cheaper branch is `both`, which has a branch of its own: its dear one does not count.
     outer = WireBytes((Conditional("d", 1, (both, dearer)),))
     assert bench.prediction.usual_seconds(outer, network) == pytest.approx(2 * 4 * 0.5 + 2 + 1)
 
@@ -134,7 +134,7 @@ def test_the_usual_branch_is_predicted(bench):
 def test_bandwidths_are_held_to_the_rate_of_the_link(bench):
     rate = bench.namespaces.Rate("100mbit")
     timing = lambda received, seconds: planner.Timing("all-reduce", 3, received, seconds)
-    # A fit to short times only, of 4 messages each that wait 10 ms.
+    # Only short times: each is of 4 messages that wait 10 ms.
     single = planner.Timing("collective-permute", 3, 4.0, 0.002)
     sums = [timing(received, 4 * 0.01 + received / rate.payload) for received in (4.0, 4e3, 8e3)]
     timings = (*sums, single)
@@ -150,7 +150,7 @@ def test_bandwidths_are_held_to_the_rate_of_the_link(bench):
 
 @pytest.fixture
 def compilation_cache(tmp_path):
-    """A folder in which JAX keeps whatever it compiles."""
+    """A folder in which JAX keeps all programs that it compiles."""
     settings = {
         "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(tmp_path / "cache"),
@@ -174,7 +174,7 @@ def test_a_stored_program_runs_as_it_was(bench, what, tmp_path, compilation_cach
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     cell = bench.cells.Cell(what, "top_k", 3000, 0.1)
     made = bench.programs.program(cell, mesh, alone=False)
-    if what == "exchange":  # the one that can't be stored when it comes from the cache
+    if what == "exchange":  # an exchange that comes from the cache can't be stored
         made.function.lower(*made.carried, *made.fixed).compile()
         assert list(compilation_cache.iterdir())
     store = bench.programs.Store(tmp_path, 1)
@@ -190,7 +190,7 @@ def test_a_stored_program_runs_as_it_was(bench, what, tmp_path, compilation_cach
         assert np.count_nonzero(mean) == 300
     else:
         assert not np.array_equal(after[0], before[0])
-    assert loaded.moved.rounds == 0  # of one worker
+    assert loaded.moved.rounds == 0  # a single worker waits for nothing
     assert not store.path(cell, True).exists()
 
 
@@ -330,7 +330,7 @@ def test_load_of_others(bench):
     while time.process_time() < end:
         pass
     elapsed = time.perf_counter() - start
-    # What this process used, whatever share of the cores it got.
+    # The difference is what this process used, whatever share of the cores it got.
     assert elapsed * (nobody.cores() - own.cores()) > 0.2
 
 

@@ -128,7 +128,7 @@ def test_other_operations(name, workers, operation):
 
 
 def test_an_absent_entry_is_neutral():
-    data = streams("empty", 3)  # of the shape of other tests, whose programs serve again
+    data = streams("empty", 3)  # as in other tests, whose programs are reused
     data.indices[0, 0], data.values[0, 0] = 4, -2
     for name in LOSSLESS:
         total, _, _ = run(name, data, op="max")
@@ -151,7 +151,7 @@ def test_messages_are_dense_if_streams_are_no_shorter(name):
     "codec", [codecs.Packed(jnp.float16), codecs.Packed(), codecs.Chunked(value_bits=16)], ids=str
 )
 def test_a_sender_has_what_arrives_to_the_bit(codec):
-    """Where a value rounds to -0, too: workers that swap sums would differ in the sign."""
+    """Also where a value rounds to -0: else workers that swap sums would differ in the sign."""
     x = np.outer([1, -1], [3e-5, 1e-30, 1e-40, 0, 0.1]).ravel().astype(np.float32)
     message_format = MessageFormat(5 * x.size, x.size, "sum", jnp.float32, codec)
 
@@ -202,8 +202,8 @@ def test_overflow_of_the_ring_counts_what_is_cut_on_the_way_and_at_the_end():
 
 
 def test_dense_messages_of_a_bounded_ring_have_room_for_all():
-    """Room for 6 entries takes 12 words, and a range of 10 elements fewer."""
-    indices = jnp.tile(jnp.arange(K, dtype=jnp.int32), (2, 1))  # all of the first range, and 2
+    """Room for 6 entries takes 12 words, but a range has only 10 elements and is sent dense."""
+    indices = jnp.tile(jnp.arange(K, dtype=jnp.int32), (2, 1))  # the first range, and 2 others
     ring = lambda indices: sparse_ring(
         SparseStream(indices, jnp.ones(K)), 20, axis_name="data", capacity_factor=1.0
     )

@@ -1,4 +1,4 @@
-"""What every reducer promises; a new one joins by its row in the table of systems."""
+"""Tests of what every reducer promises. A new one joins by its row in the table of systems."""
 
 import dataclasses
 import functools
@@ -34,8 +34,8 @@ def named(*args):
     return pytest.mark.parametrize("name", each(*args))
 
 
-# By default one number of workers, and for what the layers around a reducer do, or its collectives
-# alone, some systems; CI runs all of it.
+# By default, tests run with one number of workers. Tests of the layers around a reducer, or of its
+# collectives alone, run with some systems. CI runs all of them.
 reducers = named(CASES)
 representatives = named(CASES, REPRESENTATIVES)
 
@@ -61,7 +61,7 @@ def test_the_ways_to_run_are_equal(name, where):
     one, other = run(name, workers, way), run(name, workers, "shard_map")
     equal = np.testing.assert_array_equal
     if quantizes(CASES[name].reducer):
-        # XLA rounds level * scale, or does not, as it fuses; later steps amplify that.
+        # XLA rounds level * scale or not, depending on what it fuses. Later steps amplify that.
         one, other = by_step(one)[0], by_step(other)[0]
         equal = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-3)
     jax.tree.map(equal, one, other)
@@ -92,7 +92,7 @@ def test_full_budget_is_the_dense_mean(name, workers):
     ((x, reduced),) = by_step(run(name, workers, full=True, steps=1))
     expected = np.asarray(x).mean(0)
     np.testing.assert_array_equal(reduced.mean[0], expected, err_msg="dense_at_full_budget is True")
-    # Where the workers' values cancel, a reducer may keep them: no less is delivered for it.
+    # A reducer may keep values that cancel between workers: no less is delivered for it.
     np.testing.assert_array_equal(np.asarray(reduced.residual).sum(0), np.zeros(SIZE))
 
 
@@ -129,7 +129,7 @@ def _step_and_state(name, momentum):
         "bias": jnp.zeros(3, jnp.float16),
     }
 
-    @chex.assert_max_traces(2)  # once for the check
+    @chex.assert_max_traces(2)  # one of them for the check
     def step(state, batch):
         params, opt_state = state
 

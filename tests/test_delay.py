@@ -22,7 +22,7 @@ from jaxsparse.systems import TopK
 STEPS = 4
 SHAPES = {"kernel": (20, 31), "bias": (5,)}
 REDUCERS = {name: case.reducer for name, case in CASES.items()}
-REDUCERS["all blocks"] = CASES["omni_reduce_little_room"].full  # whose momentum is the mean's
+REDUCERS["all blocks"] = CASES["omni_reduce_little_room"].full  # its momentum is that of the mean
 
 
 def gradients(workers, steps=STEPS):
@@ -57,7 +57,8 @@ def runner(name, momentum, delay, bucket_size=None, workers=3, way="vmap"):
     return on_workers(run, workers, way)
 
 
-# Those that carry no count of exchanges, by which the first one, of nothing, would be seen.
+# Reducers that do not count exchanges. With a delay, the count would include the first exchange,
+# which is of nothing.
 @pytest.mark.parametrize(
     "case",
     some(
@@ -122,7 +123,7 @@ def test_what_is_not_finite_reaches_no_residual_and_the_last_exchange_counts(lea
         np.testing.assert_array_equal(updates[leaf][:, :2], expected[leaf][:, :2])
         assert np.any(updates[leaf][:, 1])
     assert np.all(np.asarray(state.skipped) == 1)
-    # Without momentum, as if the step's gradients had been zero.
+    # Without momentum, all is as if the step's gradients had been zero.
     without = jax.tree.map(lambda g: g.at[:, 1].set(0), grads)
     expected, _ = runner(name, None, 1, 300)(without)
     plain, after = runner(name, None, 1, 300)(broken)
@@ -216,7 +217,7 @@ def test_a_state_without_the_pending_gradients_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("method", few(["spardl", "sketched_sgd"], ["sketched_sgd"]))
 def test_the_compiled_exchange_depends_on_no_gradient(tmp_path, method):
-    """But for the flag, which travels with the loss, by benchmarks/overlap.py as a user runs it."""
+    """Only the flag, which travels with the loss, does. Runs benchmarks/overlap.py as users do."""
     script = running.ROOT / "benchmarks" / "overlap.py"
     flags = ["--method", method, "--width", "128", "--json", tmp_path / "result.json"]
     done = subprocess.run(

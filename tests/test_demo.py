@@ -30,7 +30,7 @@ def test_the_transform_is_that_of_its_formula(shape):
 
 
 def test_worked_example_of_two_steps():
-    """Two workers, one chunk of 4, k = 1, beta = 0.9, gradients times a rate of 0.1, by sign."""
+    """Two workers, one chunk of 4, k = 1, beta = 0.9, gradients times 0.1; then steps by sign."""
     tx = demo(1, 4, decay=0.9, value_bits=32, aggregate="mean_of_senders", **ALL)
     steps = [
         {"w": 0.1 * jnp.float32([[1, 2, 3, 4], [4, 1, -1, 0]])},
@@ -47,8 +47,8 @@ def test_worked_example_of_two_steps():
     near(params["w"], [-0.2] * 4)
 
 
-# Tiles that fit, that stick out in either direction, alone or in stacks; those of (7, 7) are (4, 4)
-# as well, and travel with those of (8, 12).
+# Tiles that fit, and tiles that stick out in either direction, alone or in stacks. The tiles of
+# (7, 7) and of (8, 12) are (4, 4), and travel together.
 MATRICES = (Matrix(1, 8, 12), Matrix(1, 1, 7), Matrix(3, 9, 6), Matrix(1, 2, 1), Matrix(2, 7, 7))
 SETTINGS = {
     "": {},
@@ -93,7 +93,7 @@ def test_equal_to_the_reference(name, workers, way):
 @pytest.mark.parametrize("workers", some((1, 2, 3, 5, 8), (2,)))
 @pytest.mark.parametrize("dtype", ["bfloat16", *some(["float32"], [])])
 def test_training_is_that_of_the_reference(dtype, workers):
-    """With a stack of layers, which is one matrix, and bfloat16, whose rounding is fed back."""
+    """A stack of layers is one matrix. The rounding to bfloat16 is fed back."""
     shape, steps = (3, 10, 11), 4
     rng = np.random.default_rng(workers)
     g = [jnp.asarray(rng.normal(size=(workers, *shape)), dtype) for _ in range(steps)]
@@ -118,7 +118,7 @@ def test_training_is_that_of_the_reference(dtype, workers):
 
 
 def test_tiles():
-    """Those of the published code where 64 divides a side, and none of one element of a prime."""
+    """The published code's tiles where 64 divides a side. Prime sides have none of one element."""
     tiling = DeMo().tiling
     for sides, expected in (
         ((768, 3072), (64, 64, 12, 48)),
@@ -130,7 +130,7 @@ def test_tiles():
 
 
 def test_values_too_large_for_a_transform_wait():
-    """And only the tiles that they are in."""
+    """Only the tiles that hold such values wait."""
     reducer = DeMo(2, 4, matrices=(Matrix(1, 4, 8), Matrix(1, 3, 3)))
     g = np.ones((3, 2, 41), np.float32)
     g[1, 0, 1] = 3e38

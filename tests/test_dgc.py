@@ -27,9 +27,9 @@ PARAMS = {"kernel": jnp.zeros(SHAPE), "bias": jnp.zeros(30)}
 
 
 def describe(steps, momentum, ks, clip_norm=None, nesterov=False):
-    """Alg. 1 of DGC with momentum correction and masking; the updates, and what is left.
+    """Updates and residuals by Alg. 1 of DGC, with momentum correction and masking.
 
-    Nesterov's momentum is that of the authors' code: m = momentum (m + g), then v = v + m + g.
+    Nesterov's momentum is as in the authors' code: m = momentum (m + g), then v = v + m + g.
     """
     u = v = np.zeros((WORKERS, SHAPE[0] * SHAPE[1]))
     dense_u = np.zeros(30)
@@ -77,7 +77,7 @@ def test_nesterov_momentum_is_corrected():
 
 
 def test_nesterov_momentum_of_everything_is_that_of_sgd():
-    """Without masks. A delay gives the same a step later."""
+    """Nothing is masked. With a delay, the same updates come a step later."""
     settings = {"momentum": 0.9, "nesterov": True, "axis_name": None}
     gradients = [jnp.float32([i, 1]) for i in range(4)]
 
@@ -106,7 +106,7 @@ def test_nesterov_needs_a_momentum():
 
 @pytest.mark.parametrize("clip_norm", few([0.5, 40.0], [40.0]))
 def test_gradients_are_clipped_before_they_are_accumulated(clip_norm):
-    """Norms are about 35 but for one step's, 12: all are clipped, or (limit 23) the others."""
+    """Norms are about 35, and 12 in one step. The limit 0.3 clips all, and 23 all but that one."""
     steps = gradients()
     steps[2] = jax.tree.map(lambda g: g / 3, steps[2])
     check(dgc(DENSITY, clip_norm=clip_norm), 0.9, [K] * STEPS, clip_norm, steps)
@@ -161,7 +161,7 @@ def test_clipping_does_not_hide_what_is_not_finite():
 
 
 def test_on_devices():
-    """And gradients that are averaged already are refused."""
+    """The update on a mesh is as described, and gradients that are averaged already are refused."""
     tx = dgc(DENSITY, clip_norm=3.0)
 
     def step(state, batch, is_local=True):

@@ -1,4 +1,4 @@
-"""What is delivered and held back, reported on demand; and whether replicas are equal."""
+"""Reports on what is delivered and held back, and checks that replicas are equal."""
 
 import csv
 import functools
@@ -108,7 +108,7 @@ class TestReplicas:
     mesh = mesh_of((2, 2), AXES)
 
     def array(self, spec, values):
-        """Of shape (2, 3), from what each device holds."""
+        """An array of shape (2, 3), from the values on each device."""
         sharding = jax.sharding.NamedSharding(self.mesh, spec)
         pieces = [jax.device_put(v, d) for v, d in zip(values, self.mesh.devices.flat)]
         return jax.make_array_from_single_device_arrays((2, 3), sharding, pieces)
@@ -152,7 +152,7 @@ class TestReplicas:
     @pytest.mark.slow
     def test_processes_learn_of_differences_elsewhere(self):
         script = pathlib.Path(__file__).with_name("run_replicas.py")
-        env = os.environ | {"PYTHONPATH": str(ROOT)}  # with XLA_FLAGS, which must not matter
+        env = os.environ | {"PYTHONPATH": str(ROOT)}  # includes XLA_FLAGS, which must not matter
         command = [sys.executable, script]
         outcome, lines = in_processes(command, 2, devices=2, timeout=120, env=env)
         assert outcome.status == 0, outcome.report

@@ -27,15 +27,15 @@ NAME = re.compile(r"\bjaxsparse(?:\.[A-Za-z_]\w*)+")
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
-    """From its top to its end in one namespace, as someone types it who reads the page."""
+    """Runs all blocks in one namespace, from top to end, as a reader would type them."""
     monkeypatch.chdir(tmp_path)
     text, names = TEXTS[page], {"__name__": page.stem}
     for block in BLOCK.finditer(text):
         message, indent, source = block.groups()
-        above = "\n" * text.count("\n", 0, block.start(3))  # errors tell lines of the page
+        above = "\n" * text.count("\n", 0, block.start(3))  # errors give lines of the page
         code = compile(above + re.sub(f"^{indent}", "", source, flags=re.MULTILINE), page, "exec")
         raises = pytest.raises(ValueError, match=re.escape(message)) if message else nullcontext()
-        # As JAX is unless told otherwise.
+        # With JAX's own defaults.
         with raises, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             exec(code, names)
 
@@ -47,7 +47,7 @@ def test_no_block_is_overlooked(page):
 
 @pytest.mark.parametrize("path", sorted(TEXTS), ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files(path):
-    elsewhere = re.compile("[a-z]+:|generated/")  # the latter are there when the site is built
+    elsewhere = re.compile("[a-z]+:|generated/")  # generated/ exists only once the site is built
     links = {link for link in LINK.findall(TEXTS[path]) if not elsewhere.match(link)}
     assert [link for link in links if not (path.parent / link).exists()] == []
 
@@ -55,7 +55,7 @@ def test_links_lead_to_files(path):
 @pytest.mark.parametrize("path", sorted(TEXTS), ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_lead_to_what_there_is(path):
     if path == ROOT / "CHANGELOG.md":
-        return  # it may name what is gone
+        return  # it may name what no longer exists
     for name in set(NAME.findall(TEXTS[path])):
         pkgutil.resolve_name(name)
 

@@ -26,7 +26,7 @@ EXTRACTS = ("hash", "slot_max")
 
 @functools.cache
 def slots_of(workers, slots):
-    """Where each index is hashed to, by step and worker: (STEPS, W, SIZE)."""
+    """The slot of each index, by step and worker: (STEPS, W, SIZE)."""
 
     def one(step, rank):
         seed = hashing.combine(Dragonn().hash_seed(step, rank), 1)
@@ -41,7 +41,7 @@ def slots_of(workers, slots):
 
 
 def description(x, slots, slot_of):
-    """One worker's entries: Algorithm 1 with the threshold of a sample of everything."""
+    """A mask of one worker's entries: Algorithm 1 with the threshold of a sample of everything."""
     threshold = max(np.sort(np.abs(x))[-slots], 1e-30)
     held = np.full(slots, -1)
     for i in range(len(x)):
@@ -100,7 +100,7 @@ def check_slot_max(workers, way, codec):
 
 
 def test_worked_example():
-    """x = [5, 9, 1, 3], t = 4, three slots, and both 5 and 9 in one of them."""
+    """x = [5, 9, 1, 3], t = 4, three slots. 5 is kept back if it shares a slot with 9."""
     x = jnp.float32([5, 9, 1, 3])
 
     def outcome(seed):
@@ -179,7 +179,8 @@ def test_nothing_starves(extract, kind):
     delivered = np.sum([r.mean[0] != 0 for r in outcomes], 0)
     assert delivered.min() >= 3
     if kind == "constant":
-        # Of W workers' m slots a share is filled; each element waits about d / m / share steps.
+        # A share of the W workers' m slots is filled, so each element waits about d / m / share
+        # steps.
         assert abs(outcomes[-1].residual).max() <= 45
 
 
@@ -225,6 +226,6 @@ def test_a_sample_estimates_the_threshold():
     extract = lambda seed: extractor("hash", samples=8000)(x, slots, seed).indices
     indices = np.asarray(jax.jit(jax.vmap(extract))(jnp.arange(8, dtype=jnp.uint32)))
     share = (indices < size).mean(1)
-    # About 80 of the sample pass: within 11 %, of slots of which exp(-1) stay empty.
+    # About 80 elements of the sample pass, within 11 %. A share exp(-1) of the slots stays empty.
     assert np.all(abs(share - 0.63) < 0.15)
     assert len(set(share.tolist())) > 1

@@ -1,5 +1,8 @@
-"""EF21-SGDM against NumPy and by hand; its law with every kind of reducer, and past skipped steps,
-other numbers of workers, meshes and processes."""
+"""EF21-SGDM against NumPy and by hand.
+
+Its law is tested with every kind of reducer, and past skipped steps, other numbers of workers,
+meshes and processes.
+"""
 
 import functools
 import sys
@@ -35,7 +38,7 @@ def flat(tree):
 
 
 def check_law(state, **tolerance):
-    """The estimate is the mean of what the workers' states say. (Dense leaves have no residual.)"""
+    """The estimate is the mean of momenta less residuals. (Dense leaves have no residual.)"""
     for name, momentum in state.momentum.items():
         own = np.asarray(momentum.value, np.float64)
         if name in state.feedback.residual:
@@ -44,7 +47,7 @@ def check_law(state, **tolerance):
 
 
 def test_worked_example():
-    """Two workers, the larger of two entries, f_w = a_w x**2 / 2, eta = 0.5, rate 0.1."""
+    """Two workers send the larger of two entries. f_w = a_w x**2 / 2, eta = 0.5, rate 0.1."""
     a = jnp.float32([[3, 1], [-1, 2]])
     reducer = systems.TopK(0.5, selection="exact")
     tx = optax.chain(ef21_sgdm(reducer, momentum=0.5, **ALL), optax.sgd(0.1))
@@ -93,7 +96,7 @@ def draws(workers, shapes, dtype="float32", steps=STEPS, seed=0):
 @pytest.mark.parametrize("workers", some(MESH_SIZES, (3,)))
 @pytest.mark.parametrize("dtype", ["bfloat16", *some(["float32"], [])])
 def test_equal_to_the_reference(dtype, workers, momentum):
-    """Top-k of an odd number of elements; gradients and updates may be narrow, states are not."""
+    """Top-k of an odd number of elements. Gradients and updates may be narrow, states are not."""
     shapes = {"kernel": (7, 9), "bias": (5,)}
     steps = draws(workers, shapes, dtype)
     reducer = systems.TopK(6 / 63, selection="exact")
@@ -133,7 +136,7 @@ CONTRACTIONS = {
 
 @pytest.mark.parametrize("name", some(CONTRACTIONS, ["spardl"]))
 def test_the_law_with_any_reducer(name):
-    """And gradients that stay as they are arrive, though a few per cent are sent at a time."""
+    """Gradients that stay the same arrive in full, though a few per cent are sent at a time."""
     workers, shapes = 3, {"kernel": (20, 31), "bias": (5,)}
     tx = ef21_sgdm(CONTRACTIONS[name], momentum=0.5, is_dense=is_bias)
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
@@ -195,7 +198,7 @@ PARAMS = {
 def compiled_step():
     tx = optax.chain(ef21_sgdm(systems.TopK(0.1), is_dense=is_bias), optax.sgd(0.1))
 
-    @chex.assert_max_traces(2)  # once for the check
+    @chex.assert_max_traces(2)  # one of them for the check
     def step(state, batch):
         params, opt_state = state
 
@@ -251,7 +254,7 @@ def test_other_numbers_of_workers_keep_the_law():
             updates, state = run(state, gradients)
         check_law(state)
         assert np.any(estimate != flat(updates))
-    assert int(state.steps) == 4  # the first gradient of other workers is not their momentum
+    assert int(state.steps) == 4  # kept, so no first gradient becomes the momentum again
 
 
 def on_mesh(where, via=None, **options):

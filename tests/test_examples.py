@@ -17,7 +17,7 @@ DENSE = 4 * (PARAMETERS + 1)  # with the flag that gradients are finite
 
 
 def quickstart(*flags, cwd, **settings):
-    """What it printed, and the "methods" of its JSON."""
+    """Runs quickstart.py. Returns what it printed, and the "methods" of its JSON."""
     printed = run("quickstart.py", *flags, "--json", "result.json", cwd=cwd, **settings)
     return printed, json.loads((cwd / "result.json").read_text())["methods"]
 
@@ -57,12 +57,12 @@ def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
     assert methods["dense"]["payload_bytes"] == methods["true top-k"]["payload_bytes"] == DENSE
     assert methods["sketched 8x"]["compression"] == pytest.approx(8, rel=0.01)
 
-    # Four messages of a worker's third of the entries, and the vectors.
+    # Four messages, each with a third of a worker's entries, and the uncompressed vectors.
     kernels = PARAMETERS - 2 * 128 - 10
     dense = 4 * (PARAMETERS - kernels + 1)
     assert methods["SparDL 1 %"]["payload_bytes"] == dense + 4 * 8 * -(-kernels // 300)
 
-    # 14 bits for each of 64 in 4096 elements of the kernels, and the vectors: every tenth step.
+    # Every tenth step, 14 bits for each of 64 in 4096 elements of the kernels, and the vectors.
     entries = 64 * (kernels // 4096) + min(64, kernels % 4096)
     words = -(-entries * 12 // 32) + -(-entries * 2 // 32) + -(-entries // 256)
     sent = 4 * (words + PARAMETERS - kernels + 1 + 1)
@@ -151,8 +151,8 @@ def test_fsdp_holds_and_sends_shards(tmp_path, method):
     hosts, local = 2, 4
     sharded, whole = 4 * (64 * 64 * 2 + 64 * 10), 4 * (64 + 64 + 10)
     assert number(r"holds ([\d,]+) of") == sharded / local + whole
-    assert number(r"([\d,]+) of Adam's") == 2 * (sharded / local + whole) + 4  # and its count
-    # Gathered once, then summed: an all-reduce on CPU.
+    assert number(r"([\d,]+) of Adam's") == 2 * (sharded / local + whole) + 4  # and Adam's count
+    # Parameters are gathered once, then gradients are summed by an all-reduce on CPU.
     inside = 3 * sharded * (local - 1) / local
     assert number(r"([\d,]+) from its own") == pytest.approx(inside, rel=0.05)
     between = number(r"([\d,]+) bytes a step from other hosts")
@@ -184,9 +184,9 @@ def test_gspmd_at_full_budget_trains_as_jax_alone(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "workers",
-    # Seeds differ by about half a point, so this is said of means. After the 180 steps of README's
-    # table 10x is some 0.7 below, and seeds decide; after 300 it has all but caught up. Two
-    # simulated workers train as eight do, but for rounding.
+    # Seeds differ by about half a point, so means are compared. After the 180 steps of README's
+    # table, 10x is some 0.7 points below, and seeds decide. After 300 steps it has all but caught
+    # up. Two simulated workers train as eight do, but for rounding.
     few(
         [
             ["--simulate", 2, "--steps", 300, "--seeds", 1],

@@ -1,4 +1,4 @@
-"""`fail_at_once`: how a process of several leaves on an error."""
+"""`fail_at_once`: how one of several processes ends on an error."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Error feedback: the worked example, and what composes with it in Optax."""
+"""Error feedback: the worked example, and compositions with Optax."""
 
 import functools
 import math
@@ -108,7 +108,7 @@ def true_top_k(momentum=0.9):
     return jaxsparse.true_top_k(30, momentum=momentum)
 
 
-# What is said of a transformation that composes is said of any: one that compiles quickly will do.
+# What holds for one compressed transformation that composes holds for any. These compile quickly.
 compressed = pytest.mark.parametrize(
     "compress", some([true_top_k, sketched], [true_top_k]), ids=lambda f: f.__name__
 )
@@ -170,7 +170,7 @@ def test_composes_with(composition, compress):
 def test_composes_with_injected_momentum():
     injected = optax.inject_hyperparams(
         jaxsparse.sketched_sgd,
-        # Left alone, it turns every number into a traced array, but these are shapes.
+        # inject_hyperparams turns all other numbers into traced arrays. These determine shapes.
         static_args=("k", "cols", "rows", "seed"),
     )
     check_composition(optax.chain(injected(k=5, cols=40, rows=3, momentum=0.9), optax.sgd(0.1)))
@@ -194,7 +194,7 @@ def check_composition(tx):
 
 @pytest.mark.slow
 def test_injected_momentum_can_be_changed_between_steps():
-    # What the docs ask for: all settings that are given but momentum, and rows and seed.
+    # The docs ask for these static settings: all that are given but momentum, and rows and seed.
     given = {"compression": 3, "oversampling": 2, "bucket_size": 700, "axis_name": "data"}
     injected = optax.inject_hyperparams(
         jaxsparse.sketched_sgd, static_args=(*given, "rows", "seed")
@@ -293,7 +293,7 @@ def test_buckets_share_the_budget_and_lose_nothing():
         lambda p: jnp.asarray(2 * rng.integers(-50, 50, (2, *p.shape)), jnp.float32), params
     )
     (updates,), (_, state) = train(tx, params, 2, [gradient])
-    assert len(state.reducers) == 4  # of 251, 250, 250 and 250 elements
+    assert len(state.reducers) == 4  # buckets of 251, 250, 250 and 250 elements
     assert state.info.delivered == 10
     sum_of = np.concatenate([updates["a"].ravel(), updates["b"]])
     kept = flat(state.residual).sum(0)
@@ -330,15 +330,15 @@ def test_an_update_beyond_float16_is_delivered_in_parts():
     assert total + float(flat(state[1].residual)[0, 0]) == 1e5
 
 
-# 600 elements.
+# Shapes with 600 elements in all.
 LEAVES = {"a": (3, 5, 7), "b": (39,), "c": (1,), "d": (16, 16), "e": (1, 2, 99), "f": ()}
 
 
 @pytest.mark.parametrize("bucket_size", some([None, 251], [None]))
 @pytest.mark.parametrize("density", [0.01, 0.05, 0.2])
 def test_several_leaves_are_exchanged_as_one(density, bucket_size):
-    """Be their entries few, few for a single leaf, or many; a step between them is skipped."""
-    top = jaxsparse.systems.TopK(density, codec=codecs.Packed())  # which rounds
+    """Their entries are few, few for a single leaf, or many. One step in between is skipped."""
+    top = jaxsparse.systems.TopK(density, codec=codecs.Packed())  # this codec rounds
     tx = jaxsparse.error_feedback(
         top, momentum=0.5, bucket_size=bucket_size, is_dense=lambda *_: False
     )
@@ -380,7 +380,7 @@ def test_a_sum_that_overflows_is_never_applied(method, momentum):
         assert np.all(np.isfinite(leaf))
 
 
-ODD = (100, 1003)  # elements, which are not a multiple of 8
+ODD = (100, 1003)  # the number of elements is no multiple of 8
 
 
 @functools.cache
@@ -395,7 +395,7 @@ def two_workers(simulated):
 @pytest.mark.parametrize("position", few([0, 50_000, 50_149, 50_150, 100_299], [50_149, 100_299]))
 @pytest.mark.parametrize("simulated", some([False, True], [False]))
 def test_one_nan_in_many_elements_skips_the_step(position, simulated):
-    """XLA's maximum on CPU loses NaN, the more surely the longer the vector."""
+    """XLA's maximum on CPU can lose a NaN, the more surely the longer the vector is."""
     healthy = {"w": jnp.ones((2, *ODD))}
     broken = {"w": healthy["w"].at[(1, *np.unravel_index(position, ODD))].set(jnp.nan)}
     step, state = two_workers(simulated)
@@ -417,7 +417,7 @@ print(jax.jit(step).lower(jaxsparse.shard(tx.init(params), 2), grads).as_text())
 
 @pytest.mark.slow
 def test_processes_lower_the_same_program():
-    """Strings hash differently in each, so none may go through names in a set's order."""
+    """Strings hash differently in each process, so none may go through names in a set's order."""
     texts = []
     for seed in "12":
         env = running.ENV | running.QUICK | {"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
@@ -484,7 +484,7 @@ def test_momentum_without_uncompressed_elements(simulated, delay):
 
 
 def test_momentum_of_the_mean_does_not_overflow_for_good():
-    """Of finite gradients: 3e38 + 3e38 / 2 is more than float32 holds."""
+    """It overflows with finite gradients: 3e38 + 3e38 / 2 is more than float32 holds."""
     tx = jaxsparse.dense(momentum=0.5, axis_name=None)
     state = tx.init({"w": jnp.zeros(3)})
     largest = jnp.finfo(jnp.float32).max

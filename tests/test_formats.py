@@ -51,7 +51,7 @@ def normal(shape, seed=0):
 
 @functools.partial(jax.jit, static_argnames="spec")
 def sent(x, spec):
-    """A vector as it arrives, by way of a message."""
+    """A vector after it was packed into a message and unpacked."""
     message = to_message(quantize(x, spec, None), spec)
     return dequantize(from_message(message, spec, x.size), spec, x.size)
 
@@ -63,7 +63,7 @@ def test_the_formats_have_the_values_of_their_definition():
     assert [len(values_of(name)) for name in ("int8", "int4", "e3m0")] == [255, 15, 15]
     for name, largest in LARGEST.items():
         assert values_of(name)[-1] == largest
-        # All of them, times any scale that divides out, are kept exactly.
+        # A format keeps all its values exactly, times any scale that divides out.
         table = values_of(name)[:: 1 if name != "float16" else 97]
         x = np.append(table, [largest] * (-len(table) % 64)).astype(np.float32)
         x[::64] = largest
@@ -100,7 +100,7 @@ def test_worked_int8_example():
 
 
 def test_worked_e3m0_example():
-    """Levels are zero and s 2**-k, k = 0 .. 6; midpoints are 1.5 2**j; below s 2**-7 is zero."""
+    """Levels are 0 and s 2**-k, k = 0 .. 6. Midpoints are 1.5 2**j. Below s 2**-7 all is 0."""
     spec, s = Format("e3m0", 16, "float32"), 3.0
     shares = np.float32([1, 0.76, 0.74, 0.5, 0.376, 0.374, 2**-6, 1.01 * 2**-7, 0.99 * 2**-7, 0])
     expected = [1, 1, 0.5, 0.5, 0.5, 0.25, 2**-6, 2**-6, 0, 0]
@@ -157,7 +157,7 @@ def test_bits_a_value_in_all():
     for workers in (2, 8):
         words = quantized_all_reduce_traffic(2**20, workers, spec).words
         np.testing.assert_allclose(words / dense_traffic(2**20, workers).words, 0.2539, rtol=1e-3)
-    # A flat buffer is cut into groups: values that were rows of their own would take 8 bytes each.
+    # A flat buffer is cut into groups. Values that were rows of their own would take 8 bytes each.
     assert Format("int8", 1, "float32").words(1000) > 1000 > 3 * Format("int8").words(1000)
 
 
@@ -233,7 +233,7 @@ def test_rotated_back_is_the_inverse_and_sums_may_stay_rotated(size, key):
 
 
 def test_signs_are_even_and_fresh_for_each_key(key):
-    def signs(key):  # the first row of each group's matrix, by a vector that is 1 in one place
+    def signs(key):  # the first row of each group's matrix, from vectors that are 1 in one place
         x = jnp.zeros((64, 40, 64)).at[jnp.arange(64), :, jnp.arange(64)].set(1)
         return jax.vmap(lambda x: rotated(x.reshape(-1), 64, key))(x).reshape(64, 40, 64)[:, :, 0]
 
@@ -293,7 +293,7 @@ IN_TEAMS = [
 @pytest.mark.parametrize("where", some(IN_TEAMS, [(8, 4, "shard_map")], [(6, 3, "vmap")]), ids=str)
 @pytest.mark.parametrize("size", few([1, 7, 61, 150], [61]))
 def test_teams_sum_among_themselves_first(where, size):
-    """Both roundings of a team's sums are kept by who owns them, that of parts by who sent them."""
+    """Owners keep both roundings of a team's sums. Senders keep the rounding of their parts."""
     workers, teams, way = where
     spec, levels = Format("int4", 8), Teams(teams, Format("int8", 16))
     reduce = functools.partial(quantized_all_reduce, axis_name="data", levels=levels)
@@ -329,7 +329,7 @@ def test_signs_inside_teams_are_means_without_padding(size):
 
 @pytest.mark.parametrize("workers", few([4, 6, 8], [8]))
 def test_teams_receive_few_bytes_from_others(workers):
-    """2 (T - 1) m values in 4 bits from other teams, which one level has n times as often."""
+    """2 (T - 1) m values in 4 bits come from other teams. With one level it is n times as many."""
     size, teams = 1001, 2
     spec, inside = Format("int4", 64), Format("int8", 64)
     n, m = workers // teams, -(-size // workers)
@@ -437,7 +437,7 @@ def test_sums_that_overflow_are_kept(name, rotate):
     mean, residual = np.asarray(reduced.mean)[0, 0], np.asarray(reduced.residual)[:, 0]
     group = slice(80, 96)
     assert not mean[group].any()
-    # Rotated, the group's other values are lost beside the large one.
+    # With a rotation, the group's other values are lost beside the large one.
     owed = [80] if rotate else group
     np.testing.assert_array_equal(residual[:, owed], x[:, 0, owed])
     assert np.isfinite(mean).all()
@@ -567,7 +567,7 @@ def test_a_dense_sum_in_bfloat16_travels_as_16_bits_and_is_summed_in_32():
         for tx in (dense(), quantized("bfloat16"))
     )
     assert abs(half - exact / 2) < 16
-    # 1 and 2**-8 of the others: a sum in bfloat16, one after the other, would stay 1.
+    # One worker has 1, all others 2**-8. Sums in bfloat16, one after the other, would stay at 1.
     x = np.full((workers, size), 2.0**-8, np.float32)
     x[0] = 1
     found = np.asarray(step(quantized("bfloat16"))(x))

@@ -17,9 +17,9 @@ from workers import some
 
 from jaxsparse.systems import SYSTEMS
 
-# Of a program, which takes seconds to compile; a case takes milliseconds.
+# Most cases of a program. A program takes seconds to compile, a case takes milliseconds.
 CASES = 300
-USUAL = ("sparcml", "dragonn", "qsgd")  # a message of its own each
+USUAL = ("sparcml", "dragonn", "qsgd")  # each has messages of another kind
 
 
 def fuzz(program, run, count, number):
@@ -45,7 +45,7 @@ def fuzz(program, run, count, number):
 
 
 def first_program(name, is_on_mesh=False):
-    """The first that is not refused, from a number on that depends on the name of the system."""
+    """The first program that is not refused, from a number on that depends on the system's name."""
     for number in itertools.count(zlib.crc32(name.encode()) % 1000):
         program = draw_program(0, number, name, is_on_mesh)
         try:
@@ -76,7 +76,7 @@ def test_as_many_cases_as_are_asked_for(request, capsys):
         pytest.skip("give --fuzz 10000 to run as many cases")
     began, number, done, refused, failed = time.monotonic(), 0, 0, 0, []
     while done < wanted:
-        # A round of simulated workers of all systems, and one on meshes with inner axes.
+        # All systems on simulated workers, then all on meshes with inner axes, and so on.
         program = draw_program(start, number, is_on_mesh=number // len(SYSTEMS) % 2 == 1)
         count, outcome = min(CASES, wanted - done), "kept"
         try:
@@ -104,6 +104,6 @@ def test_as_many_cases_as_are_asked_for(request, capsys):
 
 
 def _is_refusal(program, error):
-    """Whether it names a setting of the program."""
+    """Whether the error is a refusal, which names a setting of the program."""
     named = any(f"{name}=" in str(error) for name in program.settings)
     return isinstance(error, ValueError) and named

@@ -50,7 +50,7 @@ def test_all_stages_run_to_their_end(tmp_path):
     assert all(row["ms"] > 0 and row["over_floor"] > 0 for row in named["kernels"])
     assert [(row["name"], row["size"]) for row in named["forms"]] == [("slot_max", 11)]
     (update,) = named["steps"]
-    # Parameters, and the gradients of 8 workers, at least.
+    # At least the parameters, and the gradients of 8 workers.
     assert update["planned_bytes"] > 9 * 4 * 16 * (2 * 1024 + 1024)
     assert any((tmp_path / "trace").rglob("*.xplane.pb"))
     block = text.read_text()
@@ -167,7 +167,7 @@ def test_kernels_and_bytes_are_counted_in_what_is_compiled(monkeypatch):
     found = gpu_compiled.work(hlo.parse(HLO), "main")
     assert found.kernels == 5 + 0 + 1
     assert found.loops == ("5 x 1",)
-    # Each turn reads and writes the vector; ten elements are read by sectors of 32 bytes.
+    # Each turn reads and writes the vector. Ten elements are read in sectors of 32 bytes.
     assert found.bytes == 5 * 8000 + (10 * 32 + 40 + 40)
 
 

@@ -1,4 +1,4 @@
-"""What GPUs run in place of loops over tiles: the same results, on CPU, and no loops.
+"""The forms that GPUs run in place of loops over tiles: same results, on CPU, and no loops.
 
 `pytest --gpu-forms` runs any other test with these forms.
 """
@@ -23,7 +23,7 @@ def cubed(size, seed=0, dtype=jnp.float32):
 
 
 def assert_same(forms, *operands):
-    """That two functions return the same bits."""
+    """Checks that two functions return the same bits."""
     plain, gpu = (jax.jit(form)(*operands) for form in forms)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(gpu), strict=True):
         assert a.dtype == b.dtype
@@ -124,7 +124,7 @@ def test_hash_extract(shape, threshold):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_slot_max(tile, dtype):
     for seed in range(3):
-        x = cubed(1003, seed, dtype).at[-1].set(1e4)  # past which nothing must be read
+        x = cubed(1003, seed, dtype).at[-1].set(1e4)  # nothing past it must be read
         id_bits = (-(-x.size // tile) - 1).bit_length()
         forms = maxima._fold, maxima._gather
         forms = [functools.partial(form, tile=tile, id_bits=id_bits) for form in forms]
@@ -149,7 +149,7 @@ def test_encode_to_rounding(spec, size):
     assert one.shape == other.shape == (spec.rows, spec.cols)
     bound = 1e-6 * float(jnp.sum(jnp.abs(x.astype(jnp.float32))))
     np.testing.assert_allclose(one, other, rtol=0, atol=bound)
-    # Of integers any order gives the same.
+    # Sums of integers are the same in any order.
     x = jnp.round(x.astype(jnp.float32))
     assert_same([functools.partial(form, spec=spec) for form in forms], x, jnp.uint32(7))
 
@@ -181,10 +181,10 @@ def test_blocks(spec):
 
 
 def assert_same_slots(make_values, grid, table, seed):
-    """Of tiles folded in turn and gathered; `make_values` of table and seed."""
+    """Folding tiles of `make_values(table, seed)` in turn and gathering give the same slots."""
     fold = lambda *a: fast._fold(make_values(*a), grid, a[:1], a[1])
     gather = lambda *a: fast._gather(make_values(*a), grid, a[1])
-    # Where each element has a slot of its own there are more slots than elements.
+    # If each element has a slot of its own, there are more slots than elements.
     elements = lambda form: (
         lambda *a: form(*a).ravel()[: grid.size if grid.per_group == 1 else None]
     )
@@ -241,7 +241,7 @@ def test_only_the_seed_may_vary(k):
 
 SPEC = SPECS[0]
 X = 20_003
-# Loops of each function, of few turns: the digits of a k-th largest.
+# Each function, and the number of its loops. They have few turns: the digits of a k-th largest.
 COMPILED = {
     "encode": (lambda x: sketch.encode(x, SPEC), 0),
     "decode": (lambda x: sketch.decode(x[:1000].reshape(5, 200), SPEC, X), 0),
@@ -262,8 +262,8 @@ COMPILED = {
     "slot_max": (lambda x: select.slot_max(x, 100), 0),
     "fast_top_k": (lambda x: select.fast_top_k(x, 100), 1),
     "compact": (lambda x: select.compact(x > 1, 100), 0),
-    # Of the sample, of the candidates, and of all if those are too few or too many; one is the
-    # search for candidates, which takes a second turn then.
+    # Three k-th largests: of the sample, of the candidates, and of all if candidates are too few or
+    # too many. The fourth loop is the search for candidates, which takes a second turn then.
     "threshold_top_k": (lambda x: select.threshold_top_k(x, 100), 4),
     "group_top_k": (lambda x: select.group_top_k(x), 0),
     "block_top_k": (lambda x: select.block_top_k(x, 5, 256), 0),

@@ -51,7 +51,7 @@ def test_bits_of_progressions_are_balanced_and_independent_of_each_other(stride)
         [(w >> np.arange(32, dtype=np.uint32)[:, None]) & 1 for w in (a, b)]
     ).astype(float)
     correlation = (2 * bits - 1) @ (2 * bits - 1).T / bits.shape[1]
-    # 64 bits, within five standard deviations of zero off the diagonal.
+    # Off the diagonal, correlations of 64 bits lie within five standard deviations of zero.
     assert np.max(np.abs(correlation - np.eye(64))) < 5 / np.sqrt(bits.shape[1])
     assert np.max(np.abs(bits.mean(axis=1) - 0.5)) < 2.5 / np.sqrt(bits.shape[1])
 
@@ -96,7 +96,7 @@ def test_permute_draws_singles_and_pairs_uniformly(n, key):
 
 @pytest.mark.parametrize("number", [5, np.int32(5), np.uint32(5), np.array([5])], ids=repr)
 def test_numbers_of_any_kind_are_hashed_alike(number):
-    """NumPy's own arithmetic would warn of each overflow, and give no arrays of JAX."""
+    """NumPy's own arithmetic would warn of each overflow, and would not return JAX's arrays."""
     for hashed in (
         hashing.combine(1, number),
         hashing.keyed(hashing.as_uint32(number), hashing.combine(7)),

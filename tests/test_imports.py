@@ -13,7 +13,7 @@ import jaxsparse
 
 ROOT = pathlib.Path(jaxsparse.__file__).parent
 
-# Each may import only from rows above its own.
+# A module may import only from rows above its own, and in its own package from the same row.
 LAYERS = [
     ["_compat", "settings", "bits", "hashing", "magnitude", "platforms"],
     ["training.failing"],
@@ -120,7 +120,7 @@ def _lax_names(source):
 
 
 def test_no_test_imports_another():
-    """What several need stands in a helper module beside them."""
+    """Code that several tests need stands in a helper module beside them."""
     for path in pathlib.Path(__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in getattr(node, "names", ()) if hasattr(alias, "asname")]

@@ -18,7 +18,7 @@ FOLDER = running.ROOT / "examples" / "language_model"
 
 @pytest.fixture(scope="module")
 def modules():
-    """The example's own modules, which it imports from beside it."""
+    """The example's own modules, which it imports from its folder."""
     names = ("corpus", "model", "results", "train")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
@@ -82,7 +82,7 @@ def test_vocabulary_is_that_of_train_by_frequency_then_alphabet(corpus):
     assert texts.train.tolist() == [3, 2, 3, 1, 4, 2, 0, 0, 1]
     assert texts.valid.tolist() == [0, 0, 3, 1]
     assert texts.train.dtype == texts.valid.dtype == np.int32
-    # A larger vocabulary than the text's ends where the text's does.
+    # A vocabulary larger than the text's has only the text's words.
     assert corpus.build(train, train, vocabulary=99).words[2:] == ("a", "b", "c", "d")
 
 

@@ -12,7 +12,7 @@ from running import MULTIHOST, in_processes, launch
 
 RANK = "$OMPI_COMM_WORLD_RANK"
 GLOO = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
-# A rank and a process that it starts write their ids, and then stay, deaf to SIGTERM.
+# A rank and a process that it starts write their ids. Then they stay, and ignore SIGTERM.
 STAY = f"trap '' TERM; sleep 100 & echo $! $$ > new{RANK}; mv new{RANK} pid{RANK}; wait"
 
 
@@ -109,12 +109,12 @@ def test_the_report_has_the_last_lines_without_a_native_stack():
 
 
 def test_what_gloo_prints_amid_a_line_leaves_the_line_whole():
-    # Python writes a line and its end one after the other.
+    # Python writes a line and its newline one after the other.
     _, lines = run(f"printf 'first half'; echo '{GLOO}'; echo; echo '{GLOO}'; echo next", 1)
     assert lines == [["first half", "next"]]
     _, lines = run(f"printf unfinished; echo '{GLOO}'", 1)
     assert lines == [["unfinished"]]
-    # Two of its threads write at the same time.
+    # Two of Gloo's threads write at the same time.
     word, rest = GLOO[:12], GLOO[12:]
     both = GLOO.replace("Expected", f"{word}Expected")
     script = f"echo '{both}'; echo '{rest}'; printf '{word}'; echo 7 lines; echo '{rest}'; echo 8"
@@ -142,7 +142,7 @@ def test_an_error_of_on_line_ends_all(tmp_path, monkeypatch):
 
 @pytest.fixture
 def heeded(request):
-    """A signal that is not ignored, as SIGINT is in jobs that a shell runs in the background."""
+    """A signal that is not ignored. Jobs that a shell runs in the background ignore SIGINT."""
     inherited = signal.signal(request.param, signal.default_int_handler)
     yield request.param
     signal.signal(request.param, inherited)

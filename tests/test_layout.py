@@ -21,7 +21,7 @@ def tree_of(shapes):
     }
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)  # each compiles for its shapes
+@settings(max_examples=25, deadline=None, derandomize=True)  # each compiles anew
 @given(
     shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=7),
     limit=st.one_of(st.none(), st.integers(1, 40)),
@@ -89,7 +89,7 @@ def test_sums_of_narrowed_values_never_overflow(dtype, summands):
     assert total.dtype == dtype
     assert total[1] == summands
     assert np.all(np.isfinite(np.asarray(total, np.float32)))
-    assert total[2] >= float(jnp.finfo(dtype).max) / 2.01  # as little is clipped as may be
+    assert total[2] >= float(jnp.finfo(dtype).max) / 2.01  # no more is clipped than must be
 
 
 def test_a_leaf_of_more_than_2_to_the_31_elements_can_be_planned():

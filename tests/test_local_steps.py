@@ -1,4 +1,4 @@
-"""Local steps and outer optimizers against NumPy, equalities, what is not finite, and bytes."""
+"""Local steps and outer optimizers against NumPy, equalities, broken workers, and bytes."""
 
 import functools
 
@@ -20,7 +20,7 @@ from workers import mesh, some
 import jaxsparse
 from jaxsparse import LocalSteps, PerWorker, Stages, outer, reshard
 
-# Of three layers and what has none: fragment 0 of streaming.
+# Three layers, and a leaf without a layer, which is in fragment 0 of streaming.
 SHAPES = {"embedding": (5, 3), "layers": [(7, 2), (4,), (3, 3)]}
 START = jax.tree.map(
     lambda shape: np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32),
@@ -36,7 +36,7 @@ def flat(tree):
 
 
 def walk(state, move):
-    """A step that takes what the batch says off the parameters, and counts."""
+    """A step that subtracts the batch from the parameters, and counts."""
     params, count = state
     return (jax.tree.map(lambda x, m: x - m[0], params, move), count + 1), count
 
@@ -71,7 +71,7 @@ def is_marked(node):
 
 
 def as_vectors(tree):
-    """[step, worker, d]."""
+    """The batches as vectors, float64[step, worker, d]."""
     leaves = jax.tree.leaves(tree)
     return np.concatenate([x.reshape(*x.shape[:2], -1) for x in leaves], axis=2).astype(np.float64)
 
@@ -173,7 +173,7 @@ def test_one_step_of_sgd_and_the_plain_mean_is_data_parallel_sgd():
 
 
 def test_a_plain_mean_is_local_sgd_and_one_worker_is_left_alone():
-    """FedAvg; with W = 1 an outer step changes nothing but rounding. Inner momenta go on."""
+    """FedAvg. With W = 1 an outer step changes nothing but rounding. Inner momenta go on."""
     inner = optax.sgd(0.1, momentum=0.9)
     step, w = regress(inner), jnp.ones((8, 1))
     train = LocalSteps(step, outer.diloco(1.0, 0.0), 3, every=3)
@@ -195,7 +195,7 @@ def test_a_plain_mean_is_local_sgd_and_one_worker_is_left_alone():
 
 
 def test_a_step_of_adam_is_an_adam_of_each_worker_before_the_exchange():
-    """H = 1 with AdamW's step inside and `per_worker` before the exchange are the same training."""
+    """H = 1 with Adam's step inside and `per_worker` before the exchange are the same training."""
     exchange = jaxsparse.top_k(0.25, is_dense=lambda *_: False)
     with jax.numpy_dtype_promotion("standard"):
         # With a small eps the first updates are all equal, and rounding decides what is sent.
@@ -305,7 +305,7 @@ def test_streaming_is_that_of_numpy(case):
 
 
 def test_streaming_in_four_bits_is_that_of_numpy():
-    """Streaming DiLoCo's own: E3M0, rounded on the way in and out, and nothing fed back."""
+    """Streaming DiLoCo's own exchange: E3M0, rounded on the way in and out, nothing fed back."""
     workers, steps, every = 3, 9, 4
     few_bits = jaxsparse.quantized(
         "e3m0", group_size=4, decay=0, is_dense=lambda path, shape: False
@@ -335,7 +335,7 @@ def test_streaming_in_four_bits_is_that_of_numpy():
 
 
 def draw(seed):
-    """A random program, and its twin's settings."""
+    """A random program, its twin in NumPy, and their settings."""
     rng = np.random.default_rng(seed)
     workers, every = int(rng.integers(1, 7)), int(rng.integers(1, 9))
     count = int(rng.integers(1, min(every, 4) + 1))
@@ -372,7 +372,7 @@ def draw(seed):
 
 @pytest.mark.parametrize("seed", some(range(20), [3]))
 def test_random_programs_on_random_moves_are_those_of_numpy(seed, request):
-    """`--fuzz N` runs N cases of each program in place of 50; one in three has broken workers."""
+    """`--fuzz N` runs N / 20 cases of each program, at least 50. A third have broken workers."""
     train, twin, leaves, workers, momentum = draw(seed)
     steps = 3 * train.every.values[0] + 2
     for case in range(max(50, request.config.getoption("--fuzz") // 20)):
@@ -401,24 +401,24 @@ def test_fragments_take_turns_as_in_maxtext():
     turns = {n: p for n in range(80) if (p := train.due(n)) is not None}
     assert turns == {9: 1, 18: 2, 27: 3, 36: 0, 45: 1, 54: 2, 63: 3, 72: 0}
     paths = ["['layer_10']", "['layer_2']", "['layer_3']", "['head']"]
-    assert outer.Streaming(3).of(paths) == [1, 1, 2, 0]  # by number, not as text
+    assert outer.Streaming(3).of(paths) == [1, 1, 2, 0]  # layers are in numerical order
     assert outer.Streaming(2, split=lambda path: int("head" in path)).of(paths) == [0, 0, 0, 1]
     assert outer.Streaming(2).of(["[0]", "[1]", "[2]"]) == [0, 1, 0]  # all have a layer
-    paths = ["[0]['layer_10']", "[0]['layer_11']", "[0]['head']"]  # a tuple's first, all of them
+    paths = ["[0]['layer_10']", "[0]['layer_11']", "[0]['head']"]  # all share the tuple's index
     assert outer.Streaming(3).of(paths) == [1, 2, 0]
-    paths = ["['layer_1']", "['layer_12']", "['layer_13']"]  # whose digits begin alike
+    paths = ["['layer_1']", "['layer_12']", "['layer_13']"]  # their digits begin alike
     assert outer.Streaming(2).of(paths) == [0, 1, 0]
 
 
 def test_stages_exchange_at_their_bounds():
-    """Post-local SGD: after each of 5 steps, then each third, and from 10 on each fourth."""
+    """Post-local SGD: after each of 5 steps, then every third, and from 10 on every fourth."""
     train = LocalSteps(walk, outer.diloco(), 2, every=Stages((1, 3, 4), (5, 10)))
     assert [n for n in range(20) if train.due(n) is not None] == [1, 2, 3, 4, 5, 8, 10, 14, 18]
 
 
 @functools.cache
 def broken_run(streaming):
-    """Worker 1's parameters break in the step with number 1; its counter is a float here."""
+    """In step 1, worker 1's parameters and its other state, an array of floats, break."""
 
     def step(state, move):
         params, memory = state
@@ -440,7 +440,7 @@ def broken_run(streaming):
 def test_a_broken_worker_goes_back_and_the_others_keep_their_steps():
     states, tree = broken_run(None)
     after, last = states[2], states[-1]
-    np.testing.assert_array_equal(flat(after.params), flat(START))  # it counts for nothing
+    np.testing.assert_array_equal(flat(after.params), flat(START))  # this exchange has no effect
     assert int(after.skipped) == int(last.skipped) == 1
     own = np.concatenate(
         [x.value.reshape(3, -1) for x in jax.tree.leaves(after.worker[0], is_leaf=is_marked)], 1
@@ -451,7 +451,7 @@ def test_a_broken_worker_goes_back_and_the_others_keep_their_steps():
     memory = after.worker[1].value
     assert memory[1, 0, 0] == 0
     assert np.all(memory[1, 0, 1:] != 0)
-    # The next outer step has all that the others did, and the momentum starts with it.
+    # The next outer step has all moves of the other workers, and the momentum starts with it.
     moved = steps[:6].sum(0)
     moved[1] = steps[3:6, 1].sum(0)
     mean = moved.mean(0)
@@ -482,7 +482,7 @@ def test_what_overflows_is_forgotten_and_training_goes_on(tx, moves_, workers, s
     state = train.init((jnp.zeros(2),))
     for t, size in enumerate(np.repeat(moves_, every)):
         before, memory = np.asarray(state.params), jax.device_get(state.outer[0][1])
-        last = (t + 1) % every == 0  # what an overlap mixes in before it would halve a move
+        last = (t + 1) % every == 0  # an overlap would halve earlier moves when it mixes
         state, _ = train(state, jnp.full((workers, 2), size if last else 0.0), t)
         if t == 1 and streaming is None:
             np.testing.assert_array_equal(state.params, before)
@@ -498,7 +498,7 @@ def test_slow_momentum_survives_an_inner_rate_of_zero():
     rates = optax.warmup_cosine_decay_schedule(0.0, 1.0, 2, 6, 0.0)
     train = LocalSteps(lambda s, b: ((s[0] - b[0],), ()), outer.slowmo(0.5, inner_rate=rates), 2)
     state = train.init((jnp.zeros(2),))
-    with jax.numpy_dtype_promotion("standard"):  # as optax' schedules ask
+    with jax.numpy_dtype_promotion("standard"):  # Optax's schedules need it
         for t in range(8):
             state, _ = train(state, jnp.ones((2, 2)), t)
     assert int(state.skipped) == 0
@@ -570,7 +570,7 @@ def test_streaming_averages_statistics_of_workers_that_are_not_broken():
 
 
 def test_parameters_of_few_bits_lose_nothing_globally():
-    """theta_g is float32. What a worker's copy of it rounds off is not taken for a move."""
+    """theta_g is float32. What is rounded off a worker's copy of it is not taken for a move."""
     fine = np.float32([1.001, -2.003])  # bfloat16 has 1.0 and -2.0
     train = LocalSteps(lambda s, b: ((s[0],), ()), outer.diloco(1.0, 0.0), 2)
     state = train.init((jnp.asarray(fine, jnp.bfloat16),))
@@ -581,7 +581,11 @@ def test_parameters_of_few_bits_lose_nothing_globally():
 
 
 def test_what_inner_and_outer_steps_send():
-    """Nothing, and (W - 1) d k / chunk entries of 14 bits, a level for 256, and three flags."""
+    """An inner step sends nothing.
+
+    An outer step receives (W - 1) d k / chunk entries of 14 bits, a word of levels for 256 of them,
+    and three flags.
+    """
     w, size, k = 4, 2**14, 64
     step = lambda s, b: ((s[0] - b.mean(),), b.mean())
     train = LocalSteps(step, outer.sparse_loco(), mesh(w), every=5)
@@ -687,7 +691,7 @@ def test_wrong_states():
 
 
 def test_nothing_in_a_step_waits_for_the_exchange_beside_it():
-    """Asked only for what workers go on with, XLA leaves the exchange out."""
+    """If a program returns only what workers go on with, XLA leaves the exchange out."""
     train = LocalSteps(walk, outer.diloco(), mesh(3), every=5, streaming=outer.Streaming(3))
     state = train.init(jax.tree.map(jnp.asarray, (START, jnp.int32(0))))
     batch = at(moves(1, 3), 0)
@@ -698,13 +702,14 @@ def test_nothing_in_a_step_waits_for_the_exchange_beside_it():
 
     assert jaxsparse.wire_bytes(jax.jit(own), state, batch).received == 0
     assert jaxsparse.wire_bytes(train.streamed[1], state, batch).received > 0
-    # A fragment's own bytes: 18 parameters of 42, in one message with a flag, and one flag more.
+    # The fragment has 23 of the 42 parameters. They travel in one message with a flag. There is one
+    # flag more.
     assert jaxsparse.wire_bytes(train.streamed[1], state, batch).payload == 4 * (23 + 1 + 1)
 
 
 @pytest.mark.parametrize("streaming", some([None, outer.Streaming(3)], [None]), ids=str)
 def test_another_number_of_workers_goes_on_from_the_mean(streaming):
-    """Global parameters and outer momentum stay; what workers did since is averaged."""
+    """Global parameters and outer momentum stay. The moves of workers since then are averaged."""
     make = lambda w: LocalSteps(walk, outer.diloco(), w, every=4, streaming=streaming)
     _, own, state = run(make(4), moves(6, 4))
     carried = reshard(jax.device_get(state), 6)
@@ -769,7 +774,7 @@ def test_linen_and_nnx_states_train_alike():
 
 @pytest.mark.parametrize("via", some(["vmap", "shard_map"], ["vmap"]))
 def test_a_worker_is_an_island_of_its_own_axes(via):
-    """FSDP and tensor parallelism inside; numbers are those of simulated workers."""
+    """With FSDP and tensor parallelism inside, numbers are those of simulated workers."""
     shapes = {"up": (16, 24), "down": (24, 16)}
     rng = np.random.default_rng(0)
     params = {n: rng.normal(size=s).astype(np.float32) / 5 for n, s in shapes.items()}
@@ -802,7 +807,7 @@ def test_a_worker_is_an_island_of_its_own_axes(via):
     moved = jaxsparse.wire_bytes(train.inner, state.worker, x, mesh=where)
     assert moved.across("hosts").received == 0
     assert moved.within("hosts").received > 0
-    # A device exchanges its quarter, by an all-reduce among two hosts, and a few flags.
+    # A device exchanges its quarter in an all-reduce between two hosts, and a few flags.
     moved = jaxsparse.wire_bytes(train.outer[0], state, mesh=where)
     quarter = 4 * 2 * 16 * 24 // 4
     assert quarter < moved.across("hosts").received <= quarter + 16

@@ -17,7 +17,7 @@ run = functools.partial(running.run, SCRIPT.relative_to(running.ROOT / "examples
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With the results of a run of two seeds, and of one of a third."""
+    """A folder with the results of a run of two seeds, and of a run of a third seed."""
     path = tmp_path_factory.mktemp("runs")
     run(*TINY, "--steps", 12, "--seeds", 0, 1, "--json", "a.json", "--methods", *METHODS, cwd=path)
     run(*TINY, "--steps", 12, "--seeds", 2, "--json", "b.json", "--methods", "dense", cwd=path)
@@ -33,7 +33,7 @@ def test_results_of_several_runs_are_shown_together(folder):
     known = json.loads((folder / "known.json").read_text())
     assert {row[2] for row in known["rows"]} == set(METHODS)
     assert known["rows"][0] == ["dense", "gradients", "dense", 1, 0.0, 1.0]
-    # Over the two seeds that both have.
+    # Means over the two seeds that both methods have.
     losses = json.loads((folder / "a.json").read_text())["methods"]
     above = [
         losses[METHODS[-1]]["seeds"][seed]["held_out"][-1]

@@ -12,7 +12,7 @@ def test_the_scale_falls_from_too_high_and_training_goes_on(tmp_path):
     printed = run("loss_scaling.py", *flags, cwd=tmp_path)
     skips = re.findall(r"step (\d+): .* skipped by all; loss scale (\d+)", printed)
     steps, scales = zip(*((int(step), float(scale)) for step, scale in skips))
-    # Halved at each of the first steps until the largest gradient fits float16.
+    # The scale is halved at each of the first steps, until the largest gradient fits float16.
     begun = len([i for i, step in enumerate(steps, start=1) if step == i])
     assert begun >= 3
     assert list(scales[:begun]) == [2.0**24 / 2**i for i in range(1, begun + 1)]

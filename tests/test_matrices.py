@@ -42,7 +42,7 @@ def gradients():
 
 
 def delivered(tx, steps=1):
-    """The updates of a step with gradients, or of later ones without."""
+    """The updates of a step with gradients and of later ones without, and the last state."""
     params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
 
     def step(state, gradients):
@@ -56,7 +56,7 @@ def delivered(tx, steps=1):
 
 
 def reducer_sizes(tx):
-    """The numbers of elements of the buckets, of which a reducer's `init` hears."""
+    """Number of elements of each bucket, as a reducer's `init` is told."""
     sizes = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FirstRows, "init", lambda self, size: sizes.append(size) or ())
@@ -132,6 +132,6 @@ def test_how_leaves_are_seen():
         assert reducer.matrix(Leaf(path, shape)) == Matrix(*matrix)
     neighbours = [Leaf("['layers']['a']", (2, 3, 4)), *[Leaf("", (3, 4))] * 3, Leaf("", (4, 3))]
     assert reducer.with_leaves(tuple(neighbours)).matrices == ((5, 3, 4), (1, 4, 3))
-    # Without leaves, as a planner times it.
+    # Without leaves, as when a planner times it.
     for size, shapes in ((6, [(1, 2, 2), (1, 1, 2)]), (9, [(1, 3, 3)]), (1, [(1, 1, 1)])):
         assert [part.shape for part in reducer.cut(jnp.arange(float(size)))] == shapes

@@ -1,4 +1,4 @@
-"""Meshes with axes that are JAX's: FSDP and tensor parallelism inside a worker."""
+"""Meshes with inner axes, for FSDP and tensor parallelism inside a worker."""
 
 import functools
 import math
@@ -53,7 +53,11 @@ ADAPTING = {name for name, case in CASES.items() if case.reducer.adapts_messages
 
 
 def pairs(usual):
-    """All systems on one mesh, two of them on all meshes; the rest is thorough."""
+    """Systems and meshes.
+
+    The `usual` systems always run, on one mesh. All systems on it, and two on all meshes, are slow.
+    The rest is thorough.
+    """
     every = [(name, shape) for name in LAWFUL for shape in MESHES]
     slow = [pair for pair in every if pair[1] == MESHES[0] or pair[0] in ("spardl", "sketched_sgd")]
     return some(every, [(name, MESHES[0]) for name in usual], slow)
@@ -61,7 +65,7 @@ def pairs(usual):
 
 @pytest.mark.parametrize("pair", pairs(["spardl", "top_k_packed"]), ids=str)
 def test_nothing_is_lost(pair):
-    """W times the updates and what is owed are all gradients, leaf by leaf."""
+    """W times the updates and the residuals add up to all gradients, leaf by leaf."""
     name, shape = pair
     where, case = mesh(shape), CASES[name]
     if name in ADAPTING and math.prod(shape[1:]) > 1:
@@ -91,7 +95,7 @@ def test_full_budget_is_the_dense_mean(pair):
 
 @pytest.mark.parametrize("via", ["vmap", some(["shard_map"], [])[0]])
 def test_ways_are_equal_and_momentum_and_delay_are_those_of_one_device(via):
-    """A budget for everything leaves nothing to choose, so a mesh without inner axes is equal."""
+    """A budget for everything leaves nothing to choose, so results are as without inner axes."""
     full = CASES["top_k"].full
     compressed_in_both = {"both", "one", "none"}  # "odd" goes uncompressed where it can't be cut
     for settings in ({"momentum": 0.5}, {"delay": 1}):
@@ -137,7 +141,7 @@ def test_a_small_dense_leaf_is_exchanged_as_it_is():
 
 
 def test_updates_are_placed_as_parameters_are_and_counted_on_all_devices():
-    """And not as they were cut for the exchange: moments behind it keep the parameters' places."""
+    """They are not placed as the exchange cut them, so moments behind it keep their places."""
     where = mesh((2, 2, 2))
     run, state, params = stepper(CASES["top_k"].full, where)
     ones = {name: np.ones_like(g) for name, g in gradients(2).items()}
@@ -149,7 +153,7 @@ def test_updates_are_placed_as_parameters_are_and_counted_on_all_devices():
 
 @pytest.mark.parametrize("shape", some([(2, 2), (2,)], [(2, 2)]), ids=str)
 def test_copies_of_a_rounded_momentum_stay_equal(shape):
-    """All workers keep the momentum of the mean, and round it alike; residuals apart."""
+    """All workers round the momentum of the mean alike, and their residuals independently."""
     where = mesh(shape)
     tx = jaxsparse.error_feedback(
         OmniReduce(block_size=4, density=None, union_density=0.5),  # half finds no room
@@ -200,7 +204,7 @@ def test_what_else_crosses_hosts_is_named_once():
     x = jax.device_put(jnp.ones((4, 16)), NamedSharding(where, P("hosts")))
     with pytest.warns(UserWarning, match=r"1 collectives of the step cross 'hosts'.*all-reduce"):
         run(params, x)
-    run(params, x)  # without a warning, or pytest would fail
+    run(params, x)  # no second warning, or pytest would fail
 
 
 def model(params, x, layout):
@@ -252,7 +256,7 @@ DENSE = optax.sgd(0.5, momentum=0.9)
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), *some([(4, 1, 2)], [])], ids=str)
 def test_sharded_training_is_dense_training(shape):
-    """With sharded embeddings: to rounding, with no more work, and moments stay as parameters."""
+    """To rounding, and with no more work. Embeddings are sharded, moments placed as parameters."""
     where = mesh(shape)
     tokens = np.random.default_rng(0).integers(0, 32, (4, 16, 9)).astype(np.int32)
     batches = [jax.device_put(t, NamedSharding(where, P(("hosts", "fsdp")))) for t in tokens]
@@ -314,7 +318,7 @@ def test_convolutions_get_shard_map():
 @pytest.mark.parametrize("kinds", ["EEE", *some(["EAA", "AEE"], [])])
 @pytest.mark.parametrize("cut", [(None, "tp"), *some([("fsdp", "tp")], [])], ids=str)
 def test_explicit_axes(kinds, cut):
-    """Partitions are read from types, under jit, too; the step runs in either kind of mode.
+    """Partitions are read from types, also under jit. The step runs with either kind of axes.
 
     A leaf that an axis does not cut is cut over it for the exchange.
     """
@@ -345,7 +349,7 @@ def test_explicit_axes(kinds, cut):
 
 @pytest.mark.parametrize("kinds", [*some(["EEE", "EAA", "AEE"], ["EEE"])])
 def test_explicit_axes_are_checked(kinds):
-    """Without communication: the check reads partitions in types, as the step does."""
+    """The check, which does not communicate, reads partitions from types, as the step does."""
     types = tuple({"A": AxisType.Auto, "E": AxisType.Explicit}[kind] for kind in kinds)
     where = jax.make_mesh((2, 2, 2), NAMES, axis_types=types)
     out = P("fsdp", "tp") if kinds[1] == "E" else None
@@ -374,7 +378,7 @@ def test_explicit_axes_are_checked(kinds):
 
 
 def test_an_exchange_of_what_no_worker_has_alone_runs_and_keeps_its_momentum():
-    """Behind another exchange all that `dense` gets is equal on all workers."""
+    """Behind another exchange, all gradients that `dense` gets are equal on all workers."""
 
     def trained(where):
         tx = optax.chain(
@@ -412,7 +416,7 @@ class TestInit:
             tx.init({"w": jnp.zeros((40, 30))})
 
     def test_under_jit_with_mesh_and_specs(self):
-        """What trainers do that make their state in a constructor, or restore there."""
+        """Some trainers make or restore their state in a constructor."""
         where = mesh((2, 2, 2))
         given = jaxsparse.spardl(
             0.1, axis_name="hosts", is_dense=is_bias, mesh=where, specs=SPECS, momentum=0.9
@@ -451,7 +455,7 @@ class TestInit:
                 make(specs).init(params)
 
     def test_specs_of_a_list_of_layers(self):
-        """And a prefix: one partition for all of a layer's kernels."""
+        """Also with a prefix: one partition for all of a layer's kernels."""
         where = mesh((2, 2, 2))
         params = {"layers": [{"a": jnp.zeros((8, 6)), "b": [jnp.zeros((8, 4))]}, jnp.zeros((4, 4))]}
         specs = {"layers": [{"a": P("fsdp", "tp"), "b": P("fsdp")}, P(None, "tp")]}
@@ -474,7 +478,7 @@ def mesh_of_workers():
 
 @pytest.mark.parametrize("name", some(["ok_topk", "spardl"], []))
 def test_training_goes_on_with_other_hosts_and_another_inner_mesh(name):
-    """4 x 2 to 2 x 4 to 8 x 1: what is owed stays, to rounding."""
+    """From 4 x 2 to 2 x 4 to 8 x 1 devices, residuals keep what they owe, to rounding."""
     shapes = {name: SHAPES[name] for name in ("both", "one")}
     sent = {name: np.zeros(s) for name, s in shapes.items()}
     given = {name: np.zeros(s) for name, s in shapes.items()}
@@ -562,7 +566,7 @@ class TestDoors:
 
     @pytest.mark.parametrize("shape", [(2, 2, 2), *some([(8,)], [])], ids=str)
     def test_unreduced_gradients_of_explicit_axes(self, shape):
-        """Sums of a mean loss add up to the gradient, and messages alone cross hosts."""
+        """Unreduced gradients of a mean loss add up to its gradient. Only messages cross hosts."""
         where = mesh(shape, AxisType.Explicit)
         specs = {"both": P("fsdp", "tp"), "one": P(None, "tp")}
         specs = {name: on(where, spec) for name, spec in specs.items()}
@@ -581,7 +585,7 @@ class TestDoors:
         )
 
         def loss(params, batch):
-            """As FSDP does, it gathers each weight over the axis that shares its batch."""
+            """A loss that gathers each weight over the axes of the batch, as FSDP does."""
             axes = [a for a in ("hosts", "fsdp") if a in where.axis_names]
             whole = on(where, P(None, "tp"))
             out = P(tuple(axes), *whole[1:])
@@ -665,7 +669,7 @@ jax.jit(lookup).lower(table, tokens).compile()
 
 @pytest.mark.slow
 def test_xla_still_ends_the_process_on_a_lookup_in_a_partly_manual_step():
-    """If this fails, a release has mended it: tell so where `data_parallel` warns of it."""
+    """If this fails, a release has mended it. Say so where `data_parallel` warns of it."""
     done = subprocess.run([sys.executable, "-c", LOOKUP], capture_output=True, text=True)
     assert done.returncode != 0
     assert "partition_group_list" in done.stderr, done.stderr[-2000:]
@@ -673,7 +677,7 @@ def test_xla_still_ends_the_process_on_a_lookup_in_a_partly_manual_step():
 
 @pytest.mark.slow
 def test_orbax_restores_on_another_inner_mesh_and_diagnose_reads_it(tmp_path):
-    """Accumulators have their leaves' shapes, so another partition is the restore target's."""
+    """Accumulators have their leaves' shapes, so a restore target may have another partition."""
     old, new = mesh((2, 2, 2)), mesh((2, 4))
     reducer = CASES["top_k"].reducer
     _, _, state = steps(reducer, old)

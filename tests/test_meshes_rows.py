@@ -1,4 +1,4 @@
-"""What every system promises, by its row, on meshes with inner axes: each device its own shards."""
+"""What every system promises, by its row, on meshes where devices exchange their own shards."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import jaxsparse
 from jaxsparse import data_parallel, shard, traffic
 from jaxsparse.training import meshes
 
-# Those that adapt messages to a device's shard are refused: see test_refused.
+# Rows that adapt messages to a device's shard are refused: see test_refused.
 ROWS = [name for name, case in CASES.items() if not case.reducer.adapts_messages]
 IN_EXPECTATION = [name for name in ROWS if CASES[name].reducer.conservation == "in expectation"]
 SHAPE = (2, 2, 2)
@@ -24,7 +24,7 @@ def rows(usual, names=ROWS):
 
 
 def after(name, count):
-    """The step, and the state after so many."""
+    """The step, and the state after `count` steps."""
     where = mesh(SHAPE)
     run, state, _ = stepper(CASES[name].reducer, where, momentum=0.5)
     for seed in range(count):
@@ -33,7 +33,7 @@ def after(name, count):
 
 
 def test_only_leaks_are_left_out():
-    """Of the rows that conserve neither at each step nor in expectation there are two."""
+    """Only two rows conserve sums neither at each step nor in expectation."""
     lawless = [n for n in ROWS if not CASES[n].reducer.conserves and n not in IN_EXPECTATION]
     assert lawless == ["chunked_top_k_published", "demo_published"]
 
@@ -82,9 +82,9 @@ STEPS = 40
 
 @rows(["qsgd"], IN_EXPECTATION)
 def test_nothing_is_lost_in_expectation(name):
-    """Errors of what steps deliver and keep have no mean, element by element.
+    """The errors of steps have no mean, element by element.
 
-    They are those of W times the update, and of the residuals' change, against the gradients' sum.
+    A step's error is W times its update, plus the change of the residuals, less the gradients' sum.
     """
     where = mesh(SHAPE)
     run, state, _ = stepper(CASES[name].reducer, where)
@@ -107,7 +107,7 @@ def test_nothing_is_lost_in_expectation(name):
             np.testing.assert_array_equal(np.asarray(each), np.zeros_like(each), err_msg=leaf)
             continue
         assert np.any(spread), leaf
-        # Where almost nothing is rounded, a few errors make a mean and no spread.
+        # 1e-2: where almost nothing is rounded, a few errors make a mean and no spread.
         scores.append((mean / (spread / STEPS**0.5 + 1e-2))[spread > 0])
     scores = np.concatenate(scores)
     assert np.abs(scores).max() < 6
@@ -117,7 +117,7 @@ def test_nothing_is_lost_in_expectation(name):
 
 @rows([])
 def test_a_device_sends_the_messages_of_its_shards_and_no_more(name):
-    """As many bytes cross hosts as from workers of one device that have these shards alone."""
+    """As many bytes cross hosts as between workers of one device that have only these shards."""
     where, alone = mesh(SHAPE), mesh((2,))
     run, state, _ = stepper(CASES[name].reducer, where)
     compiled = run.lower(put(where, gradients(2), "hosts"), state).compile()
@@ -147,5 +147,5 @@ def test_a_device_sends_the_messages_of_its_shards_and_no_more(name):
     expected = traffic.wire_bytes(plain, batch, start, mesh=alone).across("hosts")
     moved = traffic.wire_bytes(compiled, mesh=where).across("hosts")
     assert expected.payload > 0
-    # Whether all is finite is agreed on over all axes, too.
+    # All axes also agree on whether everything is finite.
     assert moved.payload == expected.payload + 4

@@ -28,7 +28,7 @@ ENV = OWN | QUICK | {"JAX_PLATFORMS": "cpu"}
 
 @pytest.fixture(scope="module")
 def modules():
-    """The example's own modules, which it imports from beside it."""
+    """The example's own modules, which it imports from its folder."""
     names = ("checkpoints", "processes", "shares", "train", "digits")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(MULTIHOST)
@@ -227,7 +227,7 @@ def test_killed_among_four_it_goes_on_among_three(tmp_path, local):
     assert (died.failed, died.status) == (2, 128 + signal.SIGKILL)
     assert died.report.startswith("rank 2 was killed by SIGKILL\n")
     last = steps_in(folder)[-1]
-    # That of step 25 may not have been complete; that of 20 was, when 25 was begun.
+    # The checkpoint of step 25 may be incomplete. That of step 20 was complete when 25 was begun.
     assert 20 <= last < 200
 
     outcome, (printed, *_) = in_processes(command, 3, timeout=300, env=ENV)
@@ -273,7 +273,7 @@ def test_an_announced_preemption_is_saved(tmp_path, by_hand):
 
 @pytest.fixture(scope="module")
 def three_steps(modules, tmp_path_factory):
-    """A directory with steps 1 to 3 of four workers, whose parameters are the step."""
+    """A directory with checkpoints of steps 1 to 3 of four workers. Parameters are the step."""
     folder = tmp_path_factory.mktemp("three_steps")
     saved = TestCheckpoints.open(modules, folder)
     for step in (1, 2, 3):
@@ -284,7 +284,7 @@ def three_steps(modules, tmp_path_factory):
 
 
 class TestCheckpoints:
-    """The example's own, in one process."""
+    """The example's own checkpoints, in one process."""
 
     FLAGS = ("--steps", "9", "--checkpoint-every", "1", "--keep", "9")
 
@@ -359,7 +359,7 @@ class TestCheckpoints:
         saved = opened("--resume")
         _, progress = self.resume(modules, saved, 4)
         assert progress.step == 3
-        # Nothing is in the way of the step of that name.
+        # A checkpoint of that step can be saved again.
         saved.save(self.state(4, 9), progress._replace(step=9))
         saved.close()
         assert steps_in(tmp_path) == [1, 2, 3, 9]

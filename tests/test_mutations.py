@@ -98,7 +98,7 @@ def test_faults_parse_and_change_one_line_each(seed):
 
 @pytest.fixture
 def tree(tmp_path):
-    """A library of two lines: one that its tests hold, and one that they do not."""
+    """A library of two lines: one that its tests check, and one that they do not."""
     for name, text in {
         "jaxsparse/__init__.py": "",
         "jaxsparse/layout.py": "def half(x):\n    return x / 2\n",

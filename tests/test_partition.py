@@ -72,7 +72,7 @@ def test_a_skipped_step_changes_nothing_whatever_the_reducer():
     }
     tx = partition(rules, momentum=0.5)
     given = gradients(2)
-    given["kernel"] = given["kernel"].at[1, 1, 3, 4].set(jnp.inf)  # the second worker's second
+    given["kernel"] = given["kernel"].at[1, 1, 3, 4].set(jnp.inf)  # second step, second worker
 
     def run(grads):
         def step(state, grads):
@@ -146,7 +146,7 @@ def test_a_budget_for_one_group_counts_the_dense_leaves_and_for_several_does_not
 
 @pytest.mark.slow
 def test_no_more_memory_than_one_group():
-    """What is flattened is flattened once."""
+    """Gradients are flattened once, not once for each group."""
     shapes = {"embed": (2**16, 64), "kernel": (2**16, 64)}
 
     def peak(tx):

@@ -21,7 +21,7 @@ SIZES = (4, 4096, 65536, 1 << 20)
 
 
 def synthetic(op, workers, link, rng=None, spread=0.0):
-    """Times that the model would have, each off by a factor of up to 1 + spread."""
+    """Times of the model, each times a random factor from exp(-spread) to exp(spread)."""
     timings = []
     for received in SIZES:
         factor = 1.0 if rng is None else float(np.exp(rng.uniform(-spread, spread)))
@@ -123,7 +123,7 @@ def test_emulated_devices(workers):
     assert "memory, not a network" in network.settings
     assert all(isinstance(network.of(op), Link) for op in OPS)
     assert network.link == network.collective_permute
-    # Each kind at each size, permutations in two ways.
+    # Each operation at each size, and permutations in two ways.
     assert len(network.timings) == 2 * (len(OPS) + 1)
     received = {timing.op: timing.received for timing in network.timings}
     padded = 4 * workers * -(-1000 // workers)
@@ -139,7 +139,7 @@ def test_emulated_devices(workers):
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Times of a given link in place of measured ones, and what was repeated how often."""
+    """Replaces measured times by those of a link. Returns it, the barriers, and the repetitions."""
     link, barriers, repeated = Link(5e-3, 1.25e7), [], {}
 
     def elapsed(program, barrier, repeats):
@@ -149,7 +149,7 @@ def emulated(monkeypatch):
         repeated[run.op, words] = before + repeats
         received = run.received(4 * int(np.prod(run.shape(words))))
         usual = rounds(run.op, 8) * link.latency + received / link.bandwidth
-        # The first of the smallest is slow.
+        # The first run of the smallest size is slow.
         return [usual * (20 if words == 1 and i + before == 0 else 1) for i in range(repeats)]
 
     def placed(run, words, mesh, axis_name):
@@ -173,7 +173,7 @@ def test_the_largest_size_is_always_timed(emulated, seconds, sizes):
         assert len(timed) == sizes
         assert timed[-1] == 2**18
         assert min(repeated[op, words] for words in (1, 2**10)) >= 3
-    assert set(barriers) == {"all-reduce"}  # a permutation waits for one worker
+    assert set(barriers) == {"all-reduce"}  # a permutation waits for one worker only
 
 
 @pytest.mark.parametrize(

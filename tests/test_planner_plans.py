@@ -28,7 +28,7 @@ SLOW, FAST = Link(50e-6, 1.25e6), Link(1e-9, 1e15)
 
 
 def profile(passes=10.0, floor=1e-9):
-    """Every system takes as many passes, dense one; a nanosecond an element."""
+    """A profile: each system takes `passes` passes, dense takes one; `floor` seconds an element."""
     names = {*systems.WITH_VARIANTS, *(f"sparcml:{name}" for name in ALGORITHMS)} - {
         "dense",
         "sparcml",
@@ -65,7 +65,7 @@ def test_every_system_is_planned(workers):
 
 
 def evaluated(expression, monkeypatch):
-    """What Python makes of it, where transformations are the budgets that they exchange by."""
+    """The value of an expression in which transformations return the budgets that they use."""
     for module in list(sys.modules):
         if module.startswith("jaxsparse.systems."):
             monkeypatch.setattr(
@@ -88,7 +88,7 @@ def test_what_is_written_is_what_is_meant(density, touched, monkeypatch):
 
 
 def test_what_is_written_needs_only_the_library():
-    """Elsewhere its modules are imported anyway."""
+    """Runs in a new process, because in this one all modules are imported anyway."""
     asked = {"size": 10**6, "workers": 8, "link": Link(1e-3, 1e6)}
     choices = [
         systems.choose(name, 0.01, touched=touched, block_size=64, **asked)
@@ -122,7 +122,7 @@ def test_groups_of_which_one_is_sketched():
         compressed = [choice for choice in found.groups if choice.system != "dense"]
         size = sum(choice.elements for choice in compressed)
         dense = found.elements - size
-        # The table, the candidates, the dense leaves and the flag; what rounding leaves.
+        # The table, the candidates, the dense leaves and the flag, up to rounding.
         words = 8 * 0.01 * size + dense
         assert found["by group"].received == pytest.approx(4 * 4 / 3 * words, rel=0.01)
         scope = {}
@@ -232,7 +232,7 @@ def test_totals_add_up():
 
 
 def test_local_steps_share_an_exchange(capsys):
-    """A step has one H-th of it; speedups are over a dense exchange in each step."""
+    """A step has one H-th of an exchange. Speedups are over a dense exchange in each step."""
     once, local = (planned(step_seconds=0.02, local_steps=h) for h in (1, 30))
     assert local["spardl"] == once["spardl"]
     assert local.step("spardl") == pytest.approx(0.02 + once["spardl"].exchange / 30)

@@ -23,7 +23,7 @@ OPS = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_s
 
 
 def measured():
-    """Seconds by hosts, rate, elements and density, then algorithm; and the networks there."""
+    """Seconds by (hosts, rate, elements, density) and algorithm, and networks by (hosts, rate)."""
     content = json.loads(RESULTS.read_text())
     cells = {}
     for row in content["rows"]:
@@ -49,7 +49,7 @@ def test_the_choice_against_measured_times():
     cells, networks = measured()
     assert sorted(cells) == [(8, "100mbit", 10**6, density) for density in (0.001, 0.01, 0.1)]
     by_link, by_all = {}, {}
-    # The hosts are eight processes on the two cores that the profile is of.
+    # The hosts are eight processes that share the two cores of the profile.
     there = SystemProfile.shipped().scaled(SystemProfile.shipped().memory_bandwidth / 4)
     for (hosts, rate, size, density), seconds in cells.items():
         network, best = networks[hosts, rate], min(seconds.values())
@@ -57,13 +57,13 @@ def test_the_choice_against_measured_times():
         by_link[density] = seconds[reducer.choose(size, hosts)] / best
         known = {"measured": network, "profile": there}
         by_all[density] = seconds[reducer.choose(size, hosts, **known)] / best
-    # By one link and an idle CPU it is the fastest, or nearly so.
+    # Chosen by one link and an idle CPU, the algorithm is the fastest, or nearly so.
     assert max(by_link.values()) < 1.12, by_link
     assert set(by_all.values()) == {1.0}
 
 
 def test_recursive_doubling_is_not_taken_where_it_was_slow():
-    """At 1 %: it adds and selects at each stage, which took it 1.75 times as long."""
+    """At 1 % it took 1.75 times as long, because it adds and selects at each stage."""
     cells, networks = measured()
     seconds = cells[8, "100mbit", 10**6, 0.01]
     assert seconds["recursive_double"] > 1.7 * seconds["all_gather"]
@@ -71,7 +71,7 @@ def test_recursive_doubling_is_not_taken_where_it_was_slow():
     assert reducer.choose(10**6, 8) == "all_gather"
     times = {name: predicted(reducer, name, 10**6, 8) for name in ALGORITHMS}
     assert times["all_gather"] < times["recursive_double"] < times["split_allgather"]
-    assert times["split_allgather"] < times["dsar_split_allgather"]  # as measured, all of them
+    assert times["split_allgather"] < times["dsar_split_allgather"]  # all in the measured order
 
 
 def predicted(reducer, name, size, workers):
@@ -95,7 +95,7 @@ def test_it_is_the_planner_s_minimum(workers, link):
 @pytest.mark.parametrize("factor", [None, 2.0])
 @pytest.mark.parametrize("k", [1, 4, 128])
 def test_a_ring_never_receives_less(workers, factor, k):
-    """Nor waits for fewer messages: so there is no need to choose from it."""
+    """It does not wait for fewer messages either, so it need not be among the choices."""
     size, network = 512 * 40 + 7, Network(Link(1.0, 1e30))
     ring, split = (
         traced_bytes(SparCML(k, 512, name, capacity_factor=factor), size, workers)
@@ -112,7 +112,7 @@ def test_settings_that_leave_no_choice():
     assert SparCML(link=far).choose(2**16, 1) == "all_gather"
     # Latency decides: the fewest messages.
     assert SparCML(link=far).choose(2**16, 8) == "recursive_double"
-    # Bandwidth decides, and supports overlap: ranges.
+    # Bandwidth decides, and supports overlap: ranges are best.
     slow = Link(latency=1e-6, bandwidth=1e6)
     reducer = SparCML(link=slow, union_factor=2.0)
     assert reducer.choose(2**24, 64) == "split_allgather"
@@ -122,16 +122,16 @@ def test_settings_that_leave_no_choice():
 
 
 def test_it_is_chosen_once_where_the_step_is_traced(monkeypatch):
-    """Within shard_map and vmap; messages do not depend on link and seed, and are kept."""
+    """Within shard_map and vmap. Traced messages, which link and seed don't change, are kept."""
     traced = []
 
     def counting(*args, **settings):
         traced.append(args)
         return traced_bytes(*args, **settings)
 
-    # The package has a function of the module's name.
+    # Taken from sys.modules, because the package has a function of the module's name.
     monkeypatch.setattr(sys.modules["jaxsparse.systems.sparcml"], "traced_bytes", counting)
-    size = 5000  # of no other test
+    size = 5000  # in no other test, so that nothing is kept yet
 
     def lower(reducer):
         run = lambda x: reducer(x, reducer.init(size), axis_name="data").mean

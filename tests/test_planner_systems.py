@@ -1,4 +1,4 @@
-"""Times of computing: what is measured is what an exchange computes, and how it is interpolated."""
+"""Times of computing: that they are those of whole exchanges, and how they are interpolated."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ SIZES, WORKERS, DENSITIES = (2**10, 2**14), (2, 8, 32), (0.001, 0.01)
 
 
 def law(size, workers, density):
-    """Powers of each, which lines between logarithms follow exactly."""
+    """A product of powers, which lines between logarithms follow exactly."""
     return 3e-9 * size * workers**0.5 * density**0.25
 
 
@@ -40,7 +40,7 @@ def test_powers_are_recovered(holes):
     profile = measured(holes)
     rng = np.random.default_rng(0)
     for _ in range(50):
-        size = int(2 ** rng.uniform(10, 20))  # beyond the largest they grow in proportion
+        size = int(2 ** rng.uniform(10, 20))  # beyond the largest, times are in proportion
         workers, density = int(2 ** rng.uniform(0, 10)), 10 ** rng.uniform(-4, 0)
         expected = law(size, workers, density)
         assert profile.seconds("top_k", size, workers, density) == pytest.approx(expected)
@@ -61,9 +61,9 @@ def test_ends():
         (Floor(8, 1e-6),),
     )
     times = [steep.seconds("a", 8, workers, 1) for workers in (1, 2, 3, 4, 6, 8, 16)]
-    assert times[0] == pytest.approx(0.5e-6)  # in proportion at most
+    assert times[0] == pytest.approx(0.5e-6)  # falls in proportion at most
     assert times[2] == pytest.approx(1e-6 * 1.5**3)
-    assert times[-1] == times[-2]  # and never less
+    assert times[-1] == times[-2]  # does not fall past the last point
 
 
 def test_another_memory_bandwidth_scales_all():
@@ -178,7 +178,7 @@ def test_a_profile_takes_a_newer_ones_systems():
     )
     found = profile.updated(newer)
     assert found.systems == ("dense", "top_k", "new")
-    assert [p.passes for p in found.points] == [2.0, 7.0, 5.0]  # dense's is the older one
+    assert [p.passes for p in found.points] == [2.0, 7.0, 5.0]  # dense has the older profile's
     assert dict(found.floors) == {2**10: 1e-9 * 2**10, 2**12: 3e-6, 2**14: 1e-9 * 2**14}
     assert found.settings == "unknown; new, top_k on today"
     assert found.seconds("top_k", 2**10, 2, 0.01) == pytest.approx(7e-9 * 2**10)

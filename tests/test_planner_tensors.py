@@ -69,7 +69,7 @@ def test_resnet50_has_its_published_size():
 
 
 def by_the_equation(size, workers, alpha, bandwidth, density):
-    """T_full and T_spr of the paper's section 4.2, in COO: gamma from whole entries."""
+    """T_full, T_spr and gamma of the paper's section 4.2, in COO, with whole entries."""
     gamma = 2 * np.ceil(density * size - 1e-9) / size
     gamma = np.minimum(gamma, 1)  # a message is never longer than the tensor
     full = 2 * (workers - 1) * (alpha + 4 * size / (workers * bandwidth))
@@ -133,7 +133,7 @@ def test_one_worker_compresses_nothing_and_small_tensors_go_dense():
     assert not selection.is_dense("['head']['kernel']", (2048, 1000))
     bias = ("['stage0_block0'][0]['norm']['bias']", (64,))
     assert selection.is_dense(*bias)
-    # The equation alone counts latencies that small leaves don't cost here.
+    # The equation alone counts a latency for each small leaf, which costs none here.
     assert not select(resnet50(), is_dense=lambda path, shape: False).is_dense(*bias)
 
 
@@ -175,7 +175,7 @@ def test_profile_interpolates_and_extrapolates():
     p = TensorProfile((TensorPoint(100, 1.0, 2.0, 0.5), TensorPoint(300, 3.0, 4.0, 0.25)))
     assert [p.encode_seconds(d) for d in (1, 100, 150, 300, 600)] == [1, 1, 1.5, 3, 6]
     assert [p.decode_seconds(d, 0) for d in (1, 100, 150, 300, 600)] == [2, 2, 2.5, 4, 8]
-    # By the entry as at the largest size, and in proportion to the entries.
+    # Time is in proportion to the entries. Past the largest size, it is the same for an entry.
     assert [p.decode_seconds(d, 8) - p.decode_seconds(d, 0) for d in (1, 200, 300, 900)] == [
         4, 3, 2, 2
     ]  # fmt: skip
@@ -257,7 +257,7 @@ def test_a_profile_of_other_messages_is_refused():
         select(resnet50(), density=0.01, profile=p, codec=codecs.Packed())
     packed = dataclasses.replace(p, codec=repr(codecs.Packed()))
     select(resnet50(), density=0.01, profile=packed, codec=codecs.Packed("bfloat16"))
-    # Either may be unknown.
+    # The profile's density or codec may be unknown.
     select(resnet50(), profile=dataclasses.replace(p, density=None))
     select(
         resnet50(),

@@ -83,7 +83,7 @@ RANKS = (2, 0, 2, 0, 2)  # at rank 2; factors of the vector and of 2 x 2 would b
 @pytest.mark.parametrize("workers", some(MESH_SIZES, (3,)))
 @pytest.mark.parametrize("way", some(("shard_map", "vmap"), ("vmap",)))
 def test_equal_to_the_reference(iteration, workers, way):
-    """Matrices, a stack, and two that travel whole; sums are kept, and factors replicated."""
+    """Matrices, a stack, and two that travel whole. Sums are conserved, and factors replicated."""
     steps, size = 4, sum(m.size for m in MATRICES)
     reducer = bare(2, iteration, MATRICES, rate=1.0)
     assert tuple(map(reducer.rank_of, MATRICES)) == RANKS
@@ -126,12 +126,12 @@ WIDE, TALL = Matrix(1, 4, 7), Matrix(2, 7, 4)
 @pytest.mark.parametrize("matrix", some((WIDE, TALL), (WIDE,)), ids=str)
 @forms
 def test_full_rank_is_the_dense_mean(iteration, matrix):
-    """The published form delivers everything; half an iteration does from the shorter side."""
+    """The published form delivers everything. Half an iteration does from the shorter side."""
     g = np.random.default_rng(0).normal(size=(3, 2, matrix.size))
     rank = min(matrix.rows, matrix.columns)
     rng = np.random.default_rng(1)
     left, right = ([rng.normal(size=(n, rank)) for _ in range(matrix.stack)] for n in matrix[1:])
-    outcomes = exchange(bare(9, iteration, [matrix]), g, left, right)  # more than both sides
+    outcomes = exchange(bare(9, iteration, [matrix]), g, left, right)  # a rank above both sides
     exact = [0, 1] if iteration == "full" else [0] if matrix.rows == 4 else [1]
     for i, (x, reduced) in enumerate(outcomes):
         mean = np.asarray(x).mean(0)
@@ -141,7 +141,7 @@ def test_full_rank_is_the_dense_mean(iteration, matrix):
 
 @pytest.mark.parametrize("iteration", some(FORMS, ("full",)))
 def test_gradients_of_low_rank_are_exact(iteration):
-    """Of rank 2, on workers whose rows have two directions: at once, or when rows are projected."""
+    """All workers have the same two row directions. Exact at once, or when rows are projected."""
     rng = np.random.default_rng(0)
     n, m, workers, steps = 12, 10, 3, 4
     shared = rng.normal(size=(2, m))
@@ -268,10 +268,10 @@ def test_the_state_of_other_numbers_of_workers():
 
 @pytest.mark.parametrize("iteration", some(FORMS, ("alternating",)))
 def test_words_of_a_step(iteration):
-    """r (n + m)/2 words a matrix on average, with those that travel whole, in one message."""
+    """r (n + m)/2 words a matrix on average. Whole matrices travel in the same message."""
     shapes = {"kernel": (300, 201), "conv": (3, 3, 64, 16), "few": (128, 8), "bias": (201,)}
     left, right = 4 * (300 + 576), 4 * (201 + 16)
-    whole, other = 128 * 8, 201 + 1  # the last with a flag, in the dense leaves' message
+    whole, other = 128 * 8, 201 + 1  # the latter in the dense leaves' message, with a flag
     moved = traffic.wire_bytes(compiled_step(powersgd(4, iteration=iteration), mesh(5), shapes))
     assert {c.op for c in moved.collectives} == {"all-reduce"}
     assert {c.group_size for c in moved.collectives} == {5}

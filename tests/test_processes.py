@@ -13,7 +13,7 @@ from running import in_processes
 
 WORKERS = 4
 TIMEOUT = 400
-# Processes, devices of each, and cases.
+# Numbers of processes and of devices of each, and cases.
 LAYOUTS = [
     pytest.param(4, 1, tuple(contract.CASES), id="4 processes"),
     pytest.param(2, 2, tuple(contract.CASES), id="2 devices each"),
@@ -21,7 +21,7 @@ LAYOUTS = [
 
 
 def simulated(names, path):
-    """Checks what simulated workers give for each case, and writes it."""
+    """Checks the results of simulated workers for each case, and writes them to a file."""
     expected = {}
     stacked = jnp.asarray(contract.gradients(WORKERS, STEPS).swapaxes(0, 1))
     for name in names:

@@ -1,4 +1,4 @@
-"""What the sparse all-reduces pay, read from compiled programs, against their papers' formulas."""
+"""Words of the sparse all-reduces, read from compiled programs, against the papers' formulas."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def table(workers):
 def test_words_and_exchanges(workers):
     rows = table(workers)
     log, power = math.ceil(math.log2(workers)), workers & (workers - 1) == 0
-    counted = workers - 1  # one word of each other worker that counts overflow or entries
+    counted = workers - 1  # a word from each other worker, which counts overflow or entries
 
     def paid(name):
         return rows[name][1]
@@ -47,7 +47,7 @@ def test_words_and_exchanges(workers):
     def exchanges(name):
         return rows[name][0]
 
-    # As published, to the word.
+    # These pay what is published, to the word.
     for name in ("spardl", "all_gather_sum (TopkA)", "dense all-reduce"):
         assert paid(name) == pytest.approx(rows[name][2]), name
     assert exchanges("spardl") == 2 * log
@@ -67,13 +67,14 @@ def test_words_and_exchanges(workers):
         name = f"spardl, B-SAG, {teams} teams"
         members = workers // teams
         low, high = paid(name)
-        # The published upper bound, and a lower bound that all-gathers k whatever h is.
+        # The upper bound is the published one. The lower bound all-gathers k entries whatever h is.
         assert high == pytest.approx(rows[name][2][1] + (members - 1))
         scatter = 4 * K * (workers - teams) / workers
         assert low == pytest.approx(scatter + 2 * K * (teams - 1) / workers + members - 1)
         assert exchanges(name) == steps
 
-    # A range, within which static shapes pay a fixed price, or a tree that is not built.
+    # Others have a published range, within which static shapes pay a fixed price, or need a tree
+    # that is not built.
     low, high = rows["split_allgather, factors 1"][2]
     assert paid("split_allgather, factors 1")[0] == pytest.approx(low + counted)
     low, high = rows["dsar_split_allgather, factor 1"][2]

@@ -23,7 +23,7 @@ def normal(size, seed=0):
 
 
 def packed(levels, bits):
-    """From the definition, one bit at a time in Python's integers."""
+    """Levels packed by the definition, one after the other, in Python's integers."""
     words = [0] * -(-len(levels) * bits // 32)
     for place, level in enumerate(levels):
         word, shift = divmod(place * bits, 32)
@@ -112,7 +112,7 @@ def test_stochastic_rounding_is_unbiased_and_as_noisy_as_its_cell_says(bits, sca
     up = np.abs(x) / cell % 1
     up = np.where(np.minimum(up, 1 - up) < 1e-4, 0, up)
     deviation = cell * np.sqrt(up * (1 - up))
-    # Bernoulli variables: five deviations of the mean, and of rare events one or two at all.
+    # Bernoulli variables: five deviations of the mean, and room for a few rare events.
     tolerance = 5 * deviation / np.sqrt(trials) + 5 * cell / trials
     assert np.all(np.abs(errors.mean(axis=0)) <= tolerance)
     total = np.sum(errors**2, axis=1)
@@ -120,7 +120,7 @@ def test_stochastic_rounding_is_unbiased_and_as_noisy_as_its_cell_says(bits, sca
     assert abs(total.mean() - np.sum(deviation**2)) <= spread + 1e-6 * np.sum(x**2)
 
 
-def test_neighbours_keys_and_buckets_are_rounded_independently(key):
+def test_neighbours_keys_and_groups_are_rounded_independently(key):
     spec, size, trials = QSGD(bits=2, group_size=8), 32, 2000
     x = np.full(size, 0.5, np.float32)
     x[::8] = 1
@@ -238,7 +238,7 @@ def test_feedback_over_200_steps_is_as_the_rule_says(
 )
 def test_under_max_no_residual_exceeds_its_share_of_the_largest_gradient(bits, stochastic, key):
     spec = QSGD(bits, group_size=1024)
-    # One large value and many small ones: the worst for the norm, as the error bound has it.
+    # One large value and many small ones are the worst case for the norm, see `error_bound`.
     gradients = np.tile(np.array([1] + [0.05] * 1023, np.float32), (200, 1))
     r = 1 / spec.levels if stochastic else 0.5 / spec.levels
     ratio, _ = fed_back(spec, stochastic, gradients, key)
@@ -279,7 +279,7 @@ def test_every_fix_that_a_refusal_names_is_one(bits, scale, stochastic):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("size", some([1e38, 3.4e38, 1e-38, 1e-37, 0.0], [3.4e38, 1e-38, 0.0]))
-def test_huge_tiny_and_zero_buckets(size, bits, scale, with_key, key):
+def test_huge_tiny_and_zero_groups(size, bits, scale, with_key, key):
     spec = QSGD(bits, group_size=1024, scale=scale)
     x = np.float32(size) * np.sign(normal(3000)) * np.random.default_rng(1).uniform(0, 1, 3000)
     x = x.astype(np.float32)

@@ -163,7 +163,7 @@ def test_one_worker_sends_and_rounds_nothing():
 
 @functools.cache
 def draw(quantizer, workers, trials):
-    """Totals by key, of one worker's view; the same keys on all workers."""
+    """A function that reduces the workers' vectors with each of `trials` keys."""
 
     def one(x, keys):
         reduced = lambda key: quantized_all_reduce(x, quantizer, axis_name="data", key=key)
@@ -192,7 +192,7 @@ def test_stochastic_rounding_is_unbiased_and_forgotten(quantizer):
 
 
 def test_workers_round_independently():
-    # Whose values alone are not 0 has its sum rounded no further: a value is 0 or the largest.
+    # Only one worker's values are not 0. They round to 0 or the largest, which the sum keeps.
     workers, trials, m = 3, 1000, 8
     x = np.full(workers * m, 0.5, np.float32)
     x[::m] = 1
@@ -236,7 +236,7 @@ def test_the_residual_stays_bounded_over_200_steps(quantizer, largest, workers):
     scale = np.linalg.norm(gradients.sum(axis=0), axis=-1)
     ratios = np.linalg.norm(residual, axis=-1) / scale
     assert ratios.max() < largest
-    # As high in the first half as in the second: it has settled.
+    # It has settled: it is no higher in the second half than in the first.
     assert ratios[150:].mean() < 1.2 * ratios[50:100].mean()
     delivered = workers * np.asarray(reduced.mean[0], np.float64).sum(axis=0)
     wanted = gradients.sum(axis=(0, 1), dtype=np.float64)
@@ -276,7 +276,7 @@ def test_words_on_the_wire_are_as_reckoned(quantizer, workers):
 
 
 def test_momentum_with_stochastic_rounding_is_plain_momentum():
-    # All of a group's values are equal, and stay so: no rounding.
+    # All values of a group are equal, and stay equal, so nothing is rounded.
     tx = error_feedback(Quantized(QSGD(2, 8)), momentum=0.9, is_dense=lambda path, shape: False)
     gradients = np.repeat(normal((3, 4, 6)), 8, axis=2)
 

@@ -1,4 +1,4 @@
-"""Random-k: the same draws on all workers, all of them in turn, and k words."""
+"""Random-k: workers draw alike, each index gets its turn, and k words travel."""
 
 import functools
 
@@ -26,7 +26,7 @@ def run(reducer, gradients, way="vmap"):
 
 
 def integers(workers, seed=0, steps=STEPS, size=SIZE):
-    """Multiples of W, so that means are exact; none is 0."""
+    """Multiples of W other than 0, so that means are exact."""
     rng = np.random.default_rng(seed)
     shape = (workers, steps, size)
     return workers * rng.integers(1, 9, shape) * rng.choice([-1, 1], shape)
@@ -60,7 +60,7 @@ def test_every_index_gets_its_turn():
     p = k / SIZE
     turns = drawn.sum(axis=0)
     assert np.abs(turns - p * steps).max() < 5 * (p * (1 - p) * steps) ** 0.5
-    # Fresh draws: steps overlap as often as chance has it, neighbours too.
+    # Draws are fresh: two steps, and neighbours, coincide as often as chance has it.
     after = (drawn[1:] & drawn[:-1]).sum() / steps
     beside = (drawn[:, 1:] & drawn[:, :-1]).sum() / steps
     pairs = (SIZE - 1) * p * (k - 1) / (SIZE - 1)
@@ -120,14 +120,14 @@ def test_density_in_stages():
 
 
 def lost_of(x, reduced):
-    """What an exchange loses, as a share of what went in."""
+    """The largest loss of an exchange, as a share of what went in."""
     workers = len(x)
     kept = workers * reduced.mean[0].astype(np.float64) + reduced.residual.sum(0, np.float64)
     return np.abs(kept - x.sum(axis=0)).max() / np.abs(x).sum(axis=0).max()
 
 
 def test_another_reducer_exchanges_the_drawn_values():
-    """The draw, and then this reducer's own exchange of a vector of k: coordinate by coordinate."""
+    """It exchanges a vector of the k drawn values, coordinate by coordinate."""
     inner, x = TopK(0.25, selection="exact"), integers(3, steps=1)
     drawn = run(RandomK(0.4), x)[1].sent[0, 0]
     k, kept = np.count_nonzero(drawn), 7
@@ -175,7 +175,7 @@ def cocktail(**options):
 
 @functools.cache
 def distance_after_training(tx):
-    """How far 600 steps of least squares on workers with unlike data end from the minimum."""
+    """Distance from the minimum after 600 steps of least squares on workers with unlike data."""
     workers, size = 4, 2048
     rng = np.random.default_rng(0)
     target = rng.normal(size=(workers, size)).astype(np.float32)
@@ -201,7 +201,7 @@ def test_cocktail_sgd_trains_nearly_as_dense_sgd_does():
     everything = lambda path, shape: False
     of_all = distance_after_training(dense())
     assert 0.04 < of_all < distance_after_training(cocktail(is_dense=everything)) < 0.075
-    # In the first step it applies what was exchanged before it: nothing.
+    # The first step applies the exchange before it, which is of nothing.
     tx = cocktail(is_dense=everything, axis_name=None)
     updates, _ = tx.update(jnp.ones(2048), tx.init(jnp.ones(2048)))
     assert not updates.any()

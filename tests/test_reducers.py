@@ -39,8 +39,8 @@ def test_values_beyond_float16_are_exchanged_exactly(way, seed):
     big = 999_999  # a multiple of 3: means are exact
     rng = np.random.default_rng(seed)
     x = 3.0 * rng.integers(-3, 4, (3, SIZE))
-    x[:, 70:80] = big  # a sum beyond float16 even of values that are not
-    x[:, 80:90] = 21_840  # a third of its largest value, rounded up
+    x[:, 70:80] = big  # values beyond float16
+    x[:, 80:90] = 21_840  # a third of its largest value, rounded up: only the sum is beyond
     x[:, :60] = big * np.array([[1], [-1], [0]])  # infinities would cancel to NaN
     x[:, 300] = 9_999
     reducer = SketchedSGD(k=21, cols=256, oversampling=2, table_dtype="float16", seed=seed)
@@ -56,7 +56,7 @@ def test_values_beyond_float16_are_exchanged_exactly(way, seed):
 
 
 def test_what_an_all_reduce_leaves_is_owed_by_hand():
-    """Of sent entries and others', beside a sum that overflows, and past the range of float32."""
+    """Residuals of sent entries and others, beside a sum that overflows, and beyond float32."""
     x = jnp.float32([1, 2, 3, 4, 3e38, 6])
     stream = SparseStream(jnp.int32([0, 5, 6]), jnp.float32([1, 6, 0]))  # the last slot is empty
     total = jnp.float32([4, 0, jnp.inf, 6, 0, jnp.inf])

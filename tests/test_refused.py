@@ -1,4 +1,4 @@
-"""The docs' table of what is refused: each message is provoked, and none is missing."""
+"""The docs' table of refused calls: each message is provoked, and none is missing."""
 
 import pathlib
 import re

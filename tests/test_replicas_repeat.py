@@ -1,8 +1,8 @@
-"""Decoding gives the same bits again and again, and on all workers: or replicas drift apart.
+"""Decoding gives the same bits again and again, and on all workers. Otherwise replicas drift apart.
 
-Also runs on a GPU, where sums of atomics have no order: of those a worker's own sketch is made, and
-nothing else. Data are real numbers, for integers' sums are exact in any order, and there are enough
-of them that entries of several workers meet.
+It also runs on a GPU, where sums by atomics have no order. Only a worker's own sketch is made of
+those. Data are real numbers, because sums of integers are exact in any order. There are enough of
+them that entries of several workers meet.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""A state carried to another number of workers: what residuals owe the mean is conserved."""
+"""A state carried to another number of workers. It conserves what residuals owe the mean."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ def mesh_of(shape, axes):
 
 
 def overlaps(before, after):
-    """A of `reshard`'s docstring, from its definition."""
+    """The matrix A of `reshard`'s docstring, from its definition."""
     result = np.zeros((after, before))
     for j, i in itertools.product(range(after), range(before)):
         shared = min((j + 1) / after, (i + 1) / before) - max(j / after, i / before)
@@ -43,7 +43,7 @@ def test_rows_are_averaged_by_overlap(before, after):
     assert y.dtype == np.float32
     scale = np.abs(x).max(axis=0)
     np.testing.assert_allclose(y / scale, overlaps(before, after) @ x / scale, rtol=0, atol=1e-7)
-    # Rows of A sum to 1 and columns to W' / W: so the mean over workers stays.
+    # Rows of A sum to 1 and columns to W' / W, so the mean over workers stays.
     gap = y.mean(axis=0, dtype=np.float64) - x.mean(axis=0, dtype=np.float64)
     assert (np.abs(gap) <= 2.0**-24 * scale).all()
     if after % before == 0:
@@ -137,7 +137,7 @@ def test_updates_and_what_is_owed_add_up_to_the_gradients(tx, counts):
         rest = mean(state.residual)
         pending = mean(state.pending) if state.pending else 0
         assert np.abs(owed["w"].ravel() - rest).max() < 2e-6, workers
-        assert np.abs(rest).max() > 0.1  # much is owed each time
+        assert np.abs(rest).max() > 0.1  # residuals are large each time
         assert np.abs(owed["b"] - pending).max() < 2e-6
 
 
@@ -147,7 +147,7 @@ def random_gradients(rng, params, workers):
 
 
 def test_h_of_another_number_of_workers_is_brought_within_bounds():
-    """B-SAG's h counts entries of a block, which is the larger the fewer workers there are."""
+    """B-SAG's h counts entries of a block. Blocks are larger with fewer workers."""
     state = Adaptation(jnp.float32(500), jnp.float32(-100), jnp.bool_(True))
     h, step, flag = state.within(60, 3)
     assert (float(h), float(step), bool(flag)) == (60, -40, True)
@@ -211,7 +211,7 @@ def test_an_nnx_state_and_a_restored_dictionary():
     _, optimizer = nnx.merge(graphdef, carried)
     assert flat(optimizer.opt_state.residual).shape == (6, 1200)
 
-    # What is restored without its types still has the mark in its paths.
+    # A state that is restored without its types still has the mark in its paths.
     restored = {"residual": {"jaxsparse_per_worker": np.ones((4, 5), np.float32)}, "step": 3}
     carried = reshard(restored, 2)
     assert carried["residual"]["jaxsparse_per_worker"].shape == (2, 5)

@@ -19,14 +19,14 @@ COUNT = 76
 
 
 def by_step(reducer, gradients, way="vmap"):
-    """By step: what went in (W, d), and the outcome."""
+    """For each step what went in, (W, d), and what came out."""
     steps, workers, _ = gradients.shape
     results = feedback_loop(reducer, workers, way)(jnp.asarray(gradients.swapaxes(0, 1)))
     return [jax.tree.map(lambda leaf, i=i: np.asarray(leaf[:, i]), results) for i in range(steps)]
 
 
 def gradients(workers, steps=3, seed=0):
-    """Heavy-tailed integers times W, whose sums and means are exact; rarely of equal norms."""
+    """Heavy-tailed integers times W. Sums and means are exact, and norms are rarely equal."""
     rng = np.random.default_rng(seed)
     heavy = np.round(rng.standard_t(2, (steps, workers, SIZE)) * 300).clip(-9000, 9000)
     return (heavy * workers).astype(np.float32)
@@ -43,13 +43,13 @@ def spread(mask):
 
 
 def largest(x, k):
-    """(W, blocks): the k of largest norm of each worker."""
+    """A mask (W, blocks) of the k blocks with the largest norms on each worker."""
     norms = np.linalg.norm(as_blocks(x.astype(np.float64)), axis=-1)
     return np.argsort(np.argsort(-norms, axis=-1, kind="stable"), axis=-1) < k
 
 
 def described(monkeypatch, x, k, rows, cols, seed):
-    """Sum and residuals of Alg. 1 after block top-k; cols=None: the sum is exact."""
+    """Sum and residuals of Alg. 1 after block top-k. cols=None: the sum is exact."""
     selected = largest(x, k)
     union = selected.any(0)
     sent = np.where(spread(selected), x, 0)
@@ -110,7 +110,7 @@ def test_what_finds_no_room_is_kept_and_counted(workers, ratio):
         assert kept.sum() == min(19, union.sum())
         assert reduced.info.overflow[0] == BLOCK * (union.sum() - kept.sum())
         waited += reduced.info.overflow[0] > 0
-        # Whole blocks, or nothing.
+        # A worker sends a whole block or nothing of it.
         np.testing.assert_array_equal(reduced.residual, np.where(spread(sent), 0, x))
         mean = as_blocks(reduced.mean[0])
         assert not mean[~kept].any()
@@ -118,7 +118,7 @@ def test_what_finds_no_room_is_kept_and_counted(workers, ratio):
             total = np.where(spread(sent), x, 0).sum(0)
             np.testing.assert_array_equal(np.rint(reduced.mean[0] * workers), total)
     assert waited >= 2
-    # Nothing new came, so what is left is what the last steps did not reach.
+    # Nothing new came after the first step. What is left did not fit into the last steps.
     assert np.count_nonzero(reduced.residual) < np.count_nonzero(first) / 2
 
 
@@ -127,7 +127,7 @@ CASES_OF_NATURE = [(1.0, 1.0), (1.0, 0.5), (0.25, 1.0), (0.25, 0.5)]
 
 @pytest.mark.parametrize("case", few(CASES_OF_NATURE, [(0.25, 0.5)]), ids=str)
 def test_gradients_sparse_by_nature(case):
-    """Without a density all non-zero blocks are sent, and from a ratio of 1 on exactly."""
+    """Without a density all non-zero blocks are sent. From a ratio of 1 on, their sum is exact."""
     union_density, ratio = case
     workers = 3
     rng = np.random.default_rng(0)
@@ -173,7 +173,7 @@ REPEATS = 400
 
 @functools.cache
 def repeated(reducer, workers):
-    """Means of one exchange with the hashes of many steps: (repeats, d)."""
+    """The means of one exchange, with the hashes of many steps: (repeats, d)."""
 
     def one(x, step):
         return reducer(x, step, axis_name="data").mean
@@ -187,7 +187,7 @@ def repeated(reducer, workers):
 
 
 def disjoint(workers, own=3, blocks=480, seed=0):
-    """Normal values in `own` blocks of each worker that are no other's, (W, d)."""
+    """Normal values in `own` blocks of each worker. No two workers share a block. (W, d)."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(blocks)
     x = np.zeros((workers, blocks, BLOCK), np.float32)
@@ -197,9 +197,10 @@ def disjoint(workers, own=3, blocks=480, seed=0):
     return x.reshape(workers, -1)
 
 
-# One row of half as many words as elements: each element meets 2 others on average, of the same
-# energy (47 / 48 of that: those of its own block it never meets). The local 3 of 48 blocks make a
-# table 16 times smaller. What a median of rows leaves depends on the distribution of elements.
+# A table of one row has half as many words as elements, so each element meets 2 others on average,
+# of the same energy. (It is 47 / 48 of that, because an element never meets its own block.) With
+# sizing="local", 3 of 48 blocks make a table 16 times smaller. The error of a median of rows
+# depends on the distribution of elements.
 @pytest.mark.parametrize(
     "case",
     few(
@@ -211,7 +212,7 @@ def disjoint(workers, own=3, blocks=480, seed=0):
 def test_the_sketch_is_unbiased_and_as_noisy_as_documented(case):
     (rows, sizing, expected), workers = case, 16
     x = disjoint(workers)
-    room = 0.1 if sizing == "union" else None  # the 48 blocks of all workers
+    room = 0.1 if sizing == "union" else None  # room for the 48 blocks of all workers
     reducer = S2(3 / 480, BLOCK, rows=rows, sizing=sizing, union_density=room, sketch_ratio=0.5)
     means = np.asarray(repeated(reducer, workers)(jnp.asarray(x)), np.float64)
     truth = x.sum(0, dtype=np.float64) / workers
@@ -234,8 +235,8 @@ def test_tables_are_sized_as_documented():
     assert words(sizing="local") == 0.5 * 256 * k
     assert words(union_density=0.1) == pytest.approx(0.5 * 256 * 410, abs=1)
     assert words(density=None, union_density=0.5) == 0.25 * 2**20
-    assert words(sketch_ratio=2.0) == 8 * 256 * k  # exactly, rather than a larger table
-    assert words(density=0.5, sketch_ratio=2.0) == 2**20  # all of it, and no union
+    assert words(sketch_ratio=2.0) == 8 * 256 * k  # blocks sent exactly, rather than a larger table
+    assert words(density=0.5, sketch_ratio=2.0) == 2**20  # the whole vector, and no union
     assert words(size=100) == 100
 
 

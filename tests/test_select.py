@@ -73,7 +73,7 @@ def test_compact_is_nonzero(size):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("share", [1e-4, 0.01, 0.3])
 def test_compact_of_many_blocks(share, seed):
-    """With capacities that hold everything and that don't, and blocks without any element."""
+    """Capacities that hold everything and that don't, and blocks without any element."""
     size = 2**18 + 77
     rng = np.random.default_rng(seed)
     mask = rng.uniform(size=size) < share
@@ -129,7 +129,7 @@ def test_some_are_left_out_before(first):
 
 @pytest.mark.parametrize("enough", [1, 100, 1000])
 def test_enough_is_enough(enough):
-    """Of what is found at least so many are the first ones; no slot has anything else."""
+    """It finds at least `enough` elements, which are the first ones. Other slots stay empty."""
     kind = np.random.default_rng(0).integers(0, 4, 3000).astype(np.int32)
     first = np.concatenate([np.flatnonzero(kind == rank) for rank in range(3)])
     compact = lambda kind: compact_ranked(kind, jnp.equal, 3, 3000, enough=enough)
@@ -204,7 +204,7 @@ def make(data, size, dtype=jnp.float32, seed=0):
 
 
 def ranked(x):
-    """Indices in order of falling magnitude, the lower one first of equal ones."""
+    """Indices in order of falling magnitude. Of equal ones the lower index comes first."""
     return np.argsort(-np.abs(np.asarray(x).astype(np.float32)), kind="stable")
 
 
@@ -244,7 +244,7 @@ def test_fast_top_k_keeps_nearly_all_energy(size, power):
     "data", [d for d in DATA if d not in ("zeros", "negative zeros", "infinities", "denormal")]
 )
 def test_fast_top_k_of_any_arrangement(data, size):
-    """The mean over seeds is what is promised; regions that meet can cost a single one more."""
+    """The mean over seeds is as promised. A single seed can lose more where regions meet."""
     x, k = make(data, size), size // 100
     choose = lambda seed: check_stream(select.fast_top_k(x, k, seed=jnp.uint32(seed)), x, k)
     shares = [energy_share(x, choose(seed)) for seed in range(10)]
@@ -306,9 +306,9 @@ def group_oracle(x, k, group_size):
     return np.concatenate([start + ranked(x[start : start + group_size])[:k] for start in starts])
 
 
-# size, k, group_size: whole groups and not, one short one, groups that are no multiple of the
-# vector width, of many elements, and more entries than rounds.
-BUCKETS = [
+# Sizes, k and group_size: whole groups and not, a single short one, groups that are no multiple of
+# the vector width or that have many elements, and more entries than rounds.
+GROUPS = [
     (1, 1, 1),
     (7, 1, 1),
     (7, 2, 512),
@@ -325,7 +325,7 @@ BUCKETS = [
 
 
 @every_data
-@pytest.mark.parametrize(("size", "k", "group_size"), BUCKETS)
+@pytest.mark.parametrize(("size", "k", "group_size"), GROUPS)
 def test_group_top_k_is_exact(size, k, group_size, data):
     x = make(data, size)
     kept = select.group_top_k(x, k, group_size)
@@ -335,13 +335,13 @@ def test_group_top_k_is_exact(size, k, group_size, data):
 
 
 def large_groups():
-    """By name: a vector with five groups of 4096 and a shorter one."""
+    """Names and vectors. A vector has five groups of 4096 elements and a shorter one."""
     rng = np.random.default_rng(0)
     size = 5 * 4096 + 1100
     normal = rng.normal(size=size)
     sparse = np.where(rng.random(size) < 0.003, normal, 0)  # fewer than k in each group
     yield "normal", normal
-    yield "ties", np.round(3 * normal)  # more of one magnitude than there is room for
+    yield "ties", np.round(3 * normal)  # more equal magnitudes than room
     yield "sparse", sparse
     yield "one tied group", np.where(np.arange(size) // 4096 == 2, 1, normal)
     yield "zeros", np.zeros(size)
@@ -437,7 +437,7 @@ def test_every_function_of_a_k_or_a_seed_is_tested():
 @pytest.mark.parametrize("name", OF_K)
 def test_k_is_checked_alike(name):
     call = OF_K[name]
-    # Of equal ints a compiled function is the same, so 1 comes before True.
+    # 1 comes before True, because they are equal and a compiled function would be reused.
     for one in 1, np.int64(1), np.uint8(1):
         for a, b in zip(jax.tree.leaves(call(one)), jax.tree.leaves(call(1)), strict=True):
             np.testing.assert_array_equal(a, b)
@@ -473,7 +473,7 @@ SELECTIONS = {
     "group_top_k by sorts": lambda x: select.group_top_k(x, 30, 70),
     "compact": lambda x: select.compact(x > 1, 400),
 }
-# Two are other settings of functions that are here, too.
+# The two others are other settings of these functions.
 every_selection = pytest.mark.parametrize(
     "name", some(SELECTIONS, ["top_k", "fast_top_k", "group_top_k", "compact"])
 )

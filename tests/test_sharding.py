@@ -1,4 +1,4 @@
-"""What a trainer needs: one pair of functions for Optax, linen and nnx states, on every mesh."""
+"""Functions that a trainer needs: one pair for Optax, linen and nnx states, on every mesh."""
 
 import functools
 
@@ -136,8 +136,8 @@ def test_a_trainer_learns(trained):
             assert leaf.sharding.is_equivalent_to(
                 jax.sharding.NamedSharding(RUNS_ON[where](), expected), leaf.ndim
             ), path
-    # The one device of a simulation needs no replication check; with it or without it, and on
-    # either kind of mesh, the numbers are the same.
+    # A simulation has one device, which needs no replication check. With the check or without it,
+    # and on either kind of mesh, the numbers are the same.
     np.testing.assert_allclose(losses, train(framework, "auto")[0], rtol=1e-5)
 
 
@@ -194,7 +194,7 @@ def test_shard_copies_keys_too(where):
     key = jax.random.key(0)
     run = data_parallel(lambda k, x: jax.random.fold_in(k, 1), where, donate_argnums=0)
     run(shard(key, where), jnp.ones(1))
-    jax.random.key_data(key) + jnp.uint32(0)  # still there
+    jax.random.key_data(key) + jnp.uint32(0)  # the original key was not donated
 
 
 def test_negative_batch_argnums_count_from_the_last():
@@ -247,7 +247,7 @@ def test_step_is_traced_twice_per_shape():
     for _ in range(3):
         run(jnp.float32(0), jnp.ones(6))
     run(jnp.float32(0), jnp.ones(9))
-    assert traces == [(2,), (2,), (3,), (3,)]  # once more each, for the check
+    assert traces == [(2,), (2,), (3,), (3,)]  # each shape once more for the check
 
 
 def test_no_dense_all_reduce_of_a_compressed_bucket_is_left():
@@ -260,7 +260,7 @@ def test_no_dense_all_reduce_of_a_compressed_bucket_is_left():
 
 
 def test_gradients_at_replicated_parameters_would_be_summed_by_jax():
-    # Why `local` exists: if this fails, it is no longer needed.
+    # If this fails, `local` is no longer needed.
     def body(params, x):
         gradient = jax.grad(lambda p: (p * x).sum())
         return gradient(params), gradient(local(params))[None]
@@ -288,7 +288,7 @@ def test_gradients_are_local_and_a_loss_may_be_averaged_before(where):
 @pytest.mark.parametrize("via", ["vmap", "shard_map"])
 @pytest.mark.parametrize("axes", [("data", "fsdp"), "data"], ids=str)
 def test_a_constraint_over_the_workers_is_explained(via, axes):
-    """Code for jit shards activations over all axes of the batch; a worker has its part alone."""
+    """Code for jit shards activations over all axes of the batch. A worker has only its part."""
     where = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
     def step(p, x):
@@ -311,7 +311,7 @@ def test_a_constraint_over_the_workers_is_explained(via, axes):
     ids=str,
 )
 def test_the_check_leaves_no_trace_of_itself(case):
-    """JAX keeps traces of what is jitted or looped over, for all who call it later."""
+    """JAX keeps the traces of jitted or looped functions for all later callers."""
     how, where = case
     tx = jaxsparse.top_k(0.25, is_dense=lambda *_: False)
 

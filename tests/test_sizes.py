@@ -16,7 +16,8 @@ from jaxsparse import data_parallel, layout, shard
 from jaxsparse.systems import SYSTEMS, Request
 
 MOST = 2**31 - 1
-# Where a row's settings for a density are not those of one entry or block, or not exact.
+# Settings of systems for which a row's settings for a density are not those of one entry or block,
+# or are not exact.
 BUDGETS = {
     "sketched_sgd": lambda share, d: {
         "k": max(1, round(share * d)),
@@ -35,7 +36,7 @@ BUDGETS = {
     "demo": lambda share, d: {"k": max(1, round(64 * share)), "chunk": 8, "decay": 1.0},
 }
 NAMES = sorted(SYSTEMS)
-COMMON = ("top_k", "spardl", "sparcml", "qsgd")  # one of each way to exchange
+COMMON = ("top_k", "spardl", "sparcml", "qsgd")  # one for each way to exchange
 DATA = [
     Data(
         seed=i,
@@ -53,7 +54,7 @@ DATA = [
 
 
 def budget(name, share, size):
-    """Settings that deliver a share of the elements, at least one."""
+    """Settings that deliver a share of the elements, and at least one."""
     if name in BUDGETS:
         return BUDGETS[name](share, size)
     return dict(SYSTEMS[name].settings(Request(share, size, workers=3, block_size=1)))
@@ -94,7 +95,7 @@ def traced(tx, shapes, workers):
 @pytest.mark.parametrize("workers", some((3, 1, None), (3,)))
 @pytest.mark.parametrize("name", some(NAMES, ("random_k", *COMMON)))
 def test_more_elements_than_an_int32_counts(name, workers, shapes):
-    """In one bucket they are refused, with the remedy, and with it they are not."""
+    """In one bucket they are refused, and the message names the remedy. With it they are not."""
     shapes = TREES[shapes]
     size = sum(math.prod(shape) for shape in shapes.values())
     assert size > MOST
@@ -174,7 +175,7 @@ def test_more_than_there_is_is_refused(name):
 
 @pytest.mark.thorough
 def test_elements_beyond_an_int32_are_found_in_their_buckets():
-    """Really run, in 8 GiB: a whole step of as many elements would take 40."""
+    """This really runs, in 8 GiB. A whole step of as many elements would take 40 GiB."""
     shape = (2**16, 2**15 + 1)
     planned = layout.plan({"kernel": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}, bucket_size=2**27)
     size = math.prod(shape)

@@ -16,8 +16,9 @@ from jaxsparse.select.fast import Values, streaming_top_k
 from jaxsparse.sketch import SketchSpec
 from jaxsparse.sketch.heavy import mix_in_random
 
-# size, spec: one element; fewer elements than a tile, than cols; whole tiles and not; cols odd,
-# prime, beyond the longest tile; even rows; more rows than one hash has bits.
+# Sizes and specs. They cover one element, fewer elements than a tile and than cols, whole tiles and
+# not, cols that are odd, prime or beyond the longest tile, even rows, and more rows than one hash
+# has bits.
 CASES = [
     (1, SketchSpec(1, 1)),
     (1, SketchSpec(5, 7, seed=3)),
@@ -42,7 +43,7 @@ def places(size, spec):
 
 
 def integers(size, seed=0):
-    """Sums of these are exact in float32, whatever their order."""
+    """Small integers. Their sums are exact in float32, whatever their order."""
     return np.random.default_rng(seed).integers(-8, 9, size).astype(np.float32)
 
 
@@ -95,14 +96,14 @@ def test_encode_rounds_as_float32_sums_do():
     table = np.asarray(sketch.encode(jnp.asarray(x), spec))
     bound = reference.encode(
         np.abs(x), spec.cols, [np.abs(p) for p in places(size, spec)]
-    )  # of all magnitudes in a bucket
+    )  # of all magnitudes in a column
     assert np.all(np.abs(table - expected) <= 1e-5 * bound)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_is_accumulated_in_float32(dtype):
     spec = SketchSpec(3, 16)
-    # Their sums are exact in float32, in any order, and are none of 8 bits.
+    # Sums of these are exact in float32, in any order, but need more than 8 bits.
     x = jnp.asarray(np.random.default_rng(0).integers(-100, 100, 1000), dtype)
     table = sketch.encode(x, spec)
     assert table.dtype == jnp.float32
@@ -158,7 +159,7 @@ def test_fresh_seeds_and_signed_seeds_need_no_new_trace():
 
 
 def structured(name, size=4096):
-    """Vectors like gradients that have caught sketches out; strides divide cols and the tile."""
+    """Vectors like gradients that have broken sketches. Their strides divide cols and the tile."""
     rng = np.random.default_rng(3)
     x = 0.01 * rng.normal(size=size)
     if name == "constant":
@@ -210,7 +211,7 @@ def test_one_row_is_unbiased_with_variance_below_the_bound(name):
     errors = estimates - x
     bound = np.sum(x.astype(float) ** 2) / spec.cols
 
-    # Per coordinate and overall, against the standard error that the bound allows.
+    # Per coordinate and overall, compared with the standard error that the bound allows.
     z = errors.mean(axis=0) / np.sqrt(bound / len(SEEDS))
     assert np.max(np.abs(z)) < 6
     overall = errors.mean(axis=1)
@@ -219,12 +220,14 @@ def test_one_row_is_unbiased_with_variance_below_the_bound(name):
     variance = np.mean(errors**2, axis=1)
     standard_error = variance.std() / np.sqrt(len(SEEDS))
     assert variance.mean() < bound + 4 * standard_error
-    # Elements of a coordinate's own tile never meet it; all others do with probability 1 / cols.
+    # A coordinate never meets elements of its own tile. It meets all others with probability 1 /
+    # cols.
     tiles = np.sum(x.astype(float).reshape(-1, spec.tile) ** 2, axis=1)
     expected = np.mean(tiles.sum() - tiles) / spec.cols
     assert abs(variance.mean() - expected) < 5 * standard_error + 1e-3 * bound
 
-    # A row's squared norm is unbiased: signs of elements, not of tiles, cancel the cross terms.
+    # A row's squared norm is unbiased: signs differ for elements, not for tiles, so that cross
+    # terms cancel.
     squared = norms**2 / np.sum(x.astype(float) ** 2)
     assert abs(squared.mean() - 1) < 5 * squared.std() / np.sqrt(len(SEEDS)) + 1e-4
 
@@ -241,21 +244,21 @@ def test_median_is_as_accurate_as_the_textbook_sketch(name):
         their_norms.append(reference.l2_norm(table))
     for q in (0.5, 0.9, 0.99):
         assert np.quantile(ours, q) < 1.15 * np.quantile(theirs, q) + 1e-6, q
-    assert np.quantile(ours, 0.9) > 0.7 * np.quantile(theirs, 0.9) - 1e-6  # the same, not better
+    assert np.quantile(ours, 0.9) > 0.7 * np.quantile(theirs, 0.9) - 1e-6  # as accurate, not better
     assert abs(np.median(norms) / np.median(their_norms) - 1) < 0.02
-    bias = estimates.mean(axis=0) - x  # of the median: noise is symmetric, so none
+    bias = estimates.mean(axis=0) - x  # the median has none, because noise is symmetric
     assert np.max(np.abs(bias)) < 6 * np.linalg.norm(x) / np.sqrt(spec.cols * len(SEEDS))
 
 
 def test_rows_are_independent():
-    """Errors of two rows of one sketch are uncorrelated, also across the 32 bits of a hash."""
+    """Errors of two rows of a sketch are uncorrelated, also beyond the 32 bits of a hash."""
     size, spec = 2048, SketchSpec(34, 64)
     x = cubed_normal(size)
     table = np.asarray(sketch.encode(jnp.asarray(x), spec))
     buckets, signs = places(size, spec)
     errors = signs * np.take_along_axis(table, buckets, axis=1) - x
     correlation = np.corrcoef(errors) - np.eye(spec.rows)
-    # A bucket's elements share their error: the sample is of cols, not size.
+    # Elements of a column share their error, so the sample size is cols.
     assert np.max(np.abs(correlation)) < 5.5 / np.sqrt(spec.cols)
     assert np.sqrt(np.mean(correlation**2)) < 2 / np.sqrt(spec.cols)
 
@@ -276,7 +279,7 @@ def test_l2_norm_of_nothing_is_zero():
 
 
 def check_choice(table, spec, size, choice):
-    """What holds of any choice: distinct, in range, with the estimates that decoding gives."""
+    """Checks any choice: indices are distinct and in range, estimates are those of decoding."""
     indices, estimates = (np.asarray(v) for v in choice)
     assert indices.dtype == np.int32
     assert len(np.unique(indices)) == len(indices)
@@ -322,8 +325,8 @@ def test_top_k_keeps_nearly_all_energy(power, case):
     assert np.sum(estimates[indices] ** 2) >= 0.97 * np.sum(best**2)
 
 
-# Regions of heavy elements: a layer, matrix rows, and columns of matrices whose width divides the
-# tile, is the tile, a multiple of it, or a whole group of tiles.
+# Regions of heavy elements: a layer, rows of a matrix, and columns of matrices whose width divides
+# the tile, is the tile, a multiple of it, or a whole group of tiles.
 REGIONS = {
     "adjacent": slice(70_001, 70_801),
     "adjacent tiles": slice(8000, 14_000),
@@ -341,7 +344,7 @@ REGIONS = {
     "region", few(REGIONS, ["adjacent", "stride 1000", "stride of a tile", "last"])
 )
 def test_heavy_regions_are_not_lost_to_each_other(region):
-    """With an exact table, so that only the slots can lose: a lone element loses one in 16."""
+    """The table is exact, so that only the slots can lose. A lone element loses one in 16."""
     heavy = np.arange(LARGE)[REGIONS[region]]
     k = len(heavy)
     magnitudes = np.full(LARGE, 0.01, np.float32)
@@ -376,7 +379,7 @@ def test_ties_give_distinct_indices(case, key):
 
 @pytest.mark.slow
 def test_indices_are_recovered_where_slots_are_fullest():
-    """The last of 255 tiles that share slots, so its number needs all bits that it has."""
+    """The last of 255 tiles that share slots. Its number needs all the bits that it has."""
     size, tile, k = 255 * 15 * 50, 50, 20
     values = jnp.zeros(size).at[-k:].set(1.0)
     stored = Values.of_vector(values, tile)
@@ -429,7 +432,7 @@ def test_heavymix_is_algorithm_1(k):
 
 def test_heavymix_cuts_to_the_k_largest_when_more_are_heavy():
     size, k = 4000, 40
-    spec = SketchSpec(1, 20)  # so crowded that estimates are mostly noise, thus mostly heavy
+    spec = SketchSpec(1, 20)  # so crowded that most estimates are noise, and heavy
     table = np.asarray(sketch.encode(jnp.asarray(cubed_normal(size)), spec))
     estimates = np.abs(np.asarray(sketch.decode(table, spec, size)))
     threshold = reference.l2_norm(table) / np.sqrt(k)
@@ -445,7 +448,7 @@ def mixed(indices, heavy, is_heavy, key):
 
 @pytest.mark.parametrize("light", [0, 25, 990])
 def test_places_left_go_to_light_coordinates_and_only_then_to_missed_heavy_ones(light, key):
-    """As where slots lost heavy coordinates: most that `indices` lacks are heavy too."""
+    """As if slots had lost heavy coordinates: most of those that `indices` lacks are heavy, too."""
     size, k = 1000, 60
     indices, heavy = jnp.arange(k, dtype=jnp.int32) * 7, jnp.arange(k) % 2 == 0
     light_ones = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(size), indices))[
@@ -497,7 +500,7 @@ def all_functions(x, spec, size, key):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Four workers' vectors, what to do with each, and what comes of it outside any mesh."""
+    """Four workers' vectors, a function of one, and its results outside of any mesh."""
     size = 1003
     each = lambda x: all_functions(x, SketchSpec(3, 100), size, jax.random.key(0))
     xs = jnp.asarray(cubed_normal(4 * size).reshape(4, size))
@@ -522,7 +525,7 @@ def test_workers_get_what_one_alone_gets(how, alone):
         got = run(xs) if how == "varying" else run(xs[:1])
         count = workers if how == "varying" else 1
         got = [jax.tree.map(lambda v, w=w: v[w], got) for w in range(count)]
-    # The sums in l2_norm are in another order under vmap; all else is bitwise equal.
+    # Under vmap, l2_norm sums in another order. All else is equal bit by bit.
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
     for (*a, norm_a, top_a, mix_a), (*b, norm_b, top_b, mix_b) in zip(got, expected):
         jax.tree.map(np.testing.assert_array_equal, [a, top_a, mix_a], [b, top_b, mix_b])
@@ -544,9 +547,9 @@ def test_seed_may_vary_where_the_table_does_not():
 
 
 def test_nothing_of_the_vectors_size_is_stored_or_sorted(request):
-    """Encoding takes no copy, and choosing 1 % takes a fraction of one; neither sorts."""
+    """Encoding makes no copy. Choosing 1 % takes a fraction of the size. Neither sorts."""
     on_cpu = jax.default_backend() == "cpu"
-    # For a GPU XLA stores what is small enough for its cache.
+    # For a GPU, XLA stores arrays that are small enough for its cache.
     size, spec = (2**20, SketchSpec(5, 2**12)) if on_cpu else (2**24, SketchSpec(5, 2**14))
     x = jax.ShapeDtypeStruct((size,), jnp.float32)
     table = jax.ShapeDtypeStruct((spec.rows, spec.cols), jnp.float32)
@@ -557,7 +560,7 @@ def test_nothing_of_the_vectors_size_is_stored_or_sorted(request):
     for lowered, share in (encode, 0.1), (choose, 0.4):
         assert not re.search(r"\.sort|top_k", lowered.as_text())
         if on_cpu and request.config.getoption("--gpu-forms"):
-            continue  # a CPU stores what a GPU computes where it is read
+            continue  # a CPU stores what a GPU computes on the fly
         assert lowered.compile().memory_analysis().temp_size_in_bytes < share * 4 * size
 
 

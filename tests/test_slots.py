@@ -27,7 +27,7 @@ def magnitudes(x):
 
 
 def energy_share(x, values):
-    """Mean over all rows of values: sum of squares over that of as many largest of x."""
+    """The energy of a row of values over that of as many largest of x, averaged over rows."""
     square = np.sort(np.square(magnitudes(x).astype(np.float64)))
     kept = np.sum(np.square(magnitudes(values).astype(np.float64)), axis=-1)
     return np.mean(kept) / np.sum(square[-values.shape[-1] :])
@@ -72,7 +72,7 @@ def check_extraction(x, threshold, m, seed):
 @pytest.mark.parametrize("shape", few(HASH_SHAPES, [(2, 1), (1000, 1000), (5003, 50)]))
 @pytest.mark.parametrize("dtype", few(DTYPES, DTYPES[:1]))
 def test_hash_extract_is_the_papers(shape, dtype):
-    """With none, few, as many as there is room for, one more, and all that pass."""
+    """None pass, a few, as many as there is room for, one more, or all."""
     size, m = shape
     x = cubed(size, dtype=dtype)
     ordered = np.sort(magnitudes(x))[::-1]
@@ -83,7 +83,7 @@ def test_hash_extract_is_the_papers(shape, dtype):
 
 @pytest.mark.parametrize("seed", few(range(20), range(2)))
 def test_hash_extract_of_many_tiles(seed):
-    """Where more pass than there is room for, of which the last tile is not whole."""
+    """More pass than there is room for. The last tile is not whole."""
     x, m = cubed(150_001, seed), 40
     for threshold in (2.0, 0.0):
         check_extraction(x, jnp.float32(threshold), m, seed)
@@ -104,7 +104,7 @@ def test_hash_extract_takes_numbers_of_any_kind():
 
 @pytest.mark.parametrize("sizes", few([(1000, 1000), (1000, 500), (300, 1000)], [(1000, 500)]))
 def test_the_share_of_empty_slots(sizes):
-    """Lemma A.10: p = (1 - 1/m)^n; the variance is that of n balls in m bins."""
+    """Lemma A.10: p = (1 - 1/m)^n. The variance is that of n balls in m bins."""
     n, m = sizes
     x = jnp.zeros(5000).at[jnp.arange(n, dtype=jnp.int32) * 4].set(1)
     number = 200
@@ -118,7 +118,7 @@ def test_the_share_of_empty_slots(sizes):
 
 
 def test_reseeding_changes_who_loses():
-    """The i-th from the end is kept if none of the i after it takes its slot."""
+    """The i-th element from the end is kept if none of the i after it takes its slot."""
     n, m, number = 1000, 500, 600
     x = jnp.ones(n)
     kept = lambda seed: jnp.zeros(n).at[hash_extract(x, 1, m, seed=seed).indices].set(1)
@@ -132,7 +132,7 @@ def test_reseeding_changes_who_loses():
 
 # --- slot_max ---
 
-# Whole and broken tiles, one and many, one row and many, one slot and one for each element.
+# Whole and broken tiles, one or many; one row or many; one slot, or one for each element.
 SHAPES = [
     (7, 4),
     (1, 1),
@@ -213,7 +213,7 @@ def test_an_element_is_kept_where_it_meets_no_larger_one(shape):
 
 @pytest.mark.parametrize("m", few([500, 20_000], [500]))
 def test_no_arrangement_of_heavy_elements_meets_itself(m):
-    """Runs, and progressions of the strides that tiles, their rows and matrices have."""
+    """Heavy runs, and progressions with the strides of tiles, their rows and matrices."""
     size, number = 100_003, 20
     n = min(m, 1000)
     tile = -(-(2**14) // m) * m
@@ -242,7 +242,7 @@ def test_energy_kept():
 # --- both ---
 
 EXTRACTIONS = {
-    # Many pass on every other worker, more than there is room for.
+    # On every other worker, more elements pass than there is room for.
     "hash_extract": lambda x, seed: counted_hash_extract(
         x, jnp.where(seed % 2 == 0, jnp.float32(20), jnp.float32(0.1)), 50, seed=seed
     ),

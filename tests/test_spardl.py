@@ -26,7 +26,7 @@ def run(reducer, x, way="vmap"):
 
 
 def total(reduced, scale):
-    """The delivered sum; `scale` is the unit of the integers it is made of."""
+    """The delivered sum. It is made of integers times `scale`."""
     workers = reduced.mean.shape[0]
     np.testing.assert_array_equal(
         reduced.mean, np.broadcast_to(reduced.mean[0], reduced.mean.shape)
@@ -106,7 +106,7 @@ def test_three_workers_by_hand():
             [1, 0, 0, 0, 0, 0],
             [0, 0, 3, 1, 0, 1],
         ]
-        # What a worker put forward, wherever it left from, and what arrived.
+        # Entries that a worker put forward at any stage, and whose sum arrived.
         assert reduced.sent.astype(int).tolist() == [
             [0, 1, 0, 0, 0, 0],
             [0, 1, 0, 1, 1, 0],
@@ -115,7 +115,7 @@ def test_three_workers_by_hand():
 
 
 def test_eight_teams_by_hand():
-    """The paper's half of what is discarded would give back more than there was."""
+    """The paper's rule, half of what is discarded, would give back more than there was."""
     x = np.array([[0, 2]] * 2 + [[1, 0]] * 2 + [[4, 0]] * 4)
     for way in ("vmap", "shard_map"):
         reduced = run(SparDL(0.5, teams=8), x, way)
@@ -186,7 +186,7 @@ def test_rounding_is_conserved(form, codec):
 
 
 def test_the_adaptation_recovers_from_quiet_steps():
-    """Without gradients h goes to its end; afterwards it settles again."""
+    """Without gradients h goes to its end. Afterwards it settles again."""
     state = Adaptation.start(200, 4)
     for _ in range(400):
         state = state.adapt(jnp.float32(0), 200, 4)

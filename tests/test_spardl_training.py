@@ -1,4 +1,4 @@
-"""SparDL over many steps: nothing is lost with global residuals, and what that is worth."""
+"""SparDL over many steps: global residuals lose nothing, and train better than others."""
 
 import functools
 import json
@@ -20,15 +20,16 @@ FORMS = [(1, "recursive"), (2, "recursive"), (2, "bruck"), (7, "bruck"), (14, "b
 
 
 def make(teams, gather, residuals="global"):
-    # "exact" picks the same of so few elements, and compiles in half the time.
+    # "exact" picks the same few elements, and compiles in half the time.
     return SparDL(0.05, teams, gather, residuals, selection="exact")
 
 
 @functools.cache
 def feedback_loop(reducer, unit):
-    """Jits the steps of all workers: of gradients[step, worker, d], what each step took and gave.
+    """A compiled function of gradients[step, worker, d]. It returns each step's inputs and outcome.
 
-    What is fed back is rounded to multiples of `unit`, to be shared out exactly at the next step.
+    Residuals are rounded to multiples of `unit` before the next step, which then divides them
+    exactly.
     """
     exchange = jax.vmap(
         lambda x, state: reducer(x, state, axis_name="data"),
@@ -49,7 +50,7 @@ def feedback_loop(reducer, unit):
 
 
 def gradients(unit, seed=0):
-    """Multiples of `unit`: heavy-tailed, and with a direction that persists."""
+    """Multiples of `unit`, heavy-tailed, and with a direction that persists."""
     rng = np.random.default_rng(seed)
     persistent = rng.normal(size=SIZE) ** 3
     noise = rng.normal(size=(STEPS, WORKERS, SIZE)) ** 3
@@ -71,18 +72,18 @@ def test_nothing_is_lost_in_50_steps(form):
     unit = WORKERS * teams
     x, mean, residual, state = follow(make(teams, gather), unit)
     assert np.abs(x).sum(axis=1).max() < 2**24  # all sums are exact in float32
-    # A mean is a rounded quotient, and so is a share of what teams discard: both of integers.
+    # Means, and shares of what teams discard, are quotients of integers, rounded to float32.
     total = np.rint(mean * WORKERS)
     share = np.rint(residual)
     np.testing.assert_allclose(mean * WORKERS, total, rtol=3e-7)
     np.testing.assert_allclose(residual, share, rtol=3e-7)
     np.testing.assert_array_equal(x.sum(axis=1), total + share.sum(axis=1))
     assert (total != 0).any(axis=1).all()
-    if teams == 1:  # nothing is divided, so nothing was rounded on the way either
+    if teams == 1:  # nothing is divided, so nothing was rounded on the way
         everything = gradients(unit).sum(axis=(0, 1), dtype=np.float64)
         np.testing.assert_array_equal(everything, total.sum(axis=0) + share[-1].sum(axis=0))
     if gather == "bruck":
-        assert len(np.unique(np.rint(state.h))) > 2  # it adapts meanwhile
+        assert len(np.unique(np.rint(state.h))) > 2  # h adapts meanwhile
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,8 @@ def by_method(results):
 
 @pytest.mark.thorough
 def test_global_residuals_train_further_than_those_that_leak(tmp_path):
-    # With 7 teams, where most is cut on the way, seeds agree. With one, means over seeds do.
+    # With 7 teams most is cut on the way, and each seed shows the order. With one team, only means
+    # over seeds do.
     results = by_method(benchmark("residuals", "--teams", 7, "--seeds", 0, cwd=tmp_path))
     (dense,) = results["dense"]["train_loss"]
     losses = [
@@ -150,10 +152,10 @@ def test_entries_after_the_gather_settle_at_what_is_wanted(tmp_path):
     (run,) = benchmark("entries", *flags, cwd=tmp_path)
     entries, wanted, h = np.array(run["entries"]), run["wanted"], run["h"]
     assert (tmp_path / "a/b.png").stat().st_size > 10_000
-    assert entries[0] < 0.6 * wanted  # h begins as for teams that don't overlap; these do
+    assert entries[0] < 0.6 * wanted  # h begins as if teams did not overlap, but these do
     assert np.abs(entries[10:].mean() / wanted - 1) < 0.05
     assert np.abs(entries[10:] / wanted - 1).max() < 0.3
-    # The entries that are recorded are those to which the reducer adapted.
+    # The recorded entries are those to which the reducer adapted.
     state = Adaptation.start(wanted, 7)
     for step, count in enumerate(entries):
         np.testing.assert_allclose(state.h, h[step], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""The sparse linear classifiers' example: data, batches, lossless exchanges, and the command."""
+"""The example of sparse linear classifiers: data, batches, lossless exchanges, and the command."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ HASHES = {"imp": 85355, "mpo": 33886, "poi": 204758, "oim": 169988}
 
 @pytest.fixture(scope="module")
 def example():
-    """Its modules, which import each other by short names that other examples use too."""
+    """The example's modules. Their short names are used by other examples, too."""
     forget_examples()
     path = list(sys.path)
     sys.path.insert(0, str(FOLDER))
@@ -48,7 +48,7 @@ def small(example):
 
 
 def dataset_of(example, classes, seed=0):
-    """Random sparse rows, some without features, whose label a linear model can tell."""
+    """Random sparse rows, some without features. A linear model can tell their labels."""
     rng = np.random.default_rng(seed)
     dense = rng.normal(size=(60, FEATURES)) * (rng.random((60, FEATURES)) < 0.015)
     dense[::20] = 0

@@ -74,7 +74,7 @@ def test_the_stage_in_force_is_taken(name):
 
 def test_one_stage_may_mask_momentum_and_another_not():
     reducers = (OmniReduce(density=0.25), OmniReduce(density=0.01))
-    # Room for the blocks of 8 workers would be room for all, so the first one is dense.
+    # Room for the blocks of 8 workers would be room for all blocks, so the first stage is dense.
     tx = partition({"e": Stages(reducers, (1,))}, momentum=0.5)
     grads = {"e": jnp.ones((16, 512))}
     step = data_parallel(

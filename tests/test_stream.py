@@ -32,7 +32,7 @@ OPERATIONS = [("sum", np.float32), ("max", np.float32), ("min", np.int32), ("or"
 
 
 def is_combined(both, entries, op):
-    """Whether `both` has one entry for each index of `entries`, in order."""
+    """Checks that `both` has one entry for each index of `entries`, in order."""
     expected = as_dict(entries, 13, op)
     assert as_dict(both, 13, op) == expected
     filled = np.asarray(both.indices)[np.asarray(both.indices) < 13]
@@ -67,7 +67,7 @@ def test_streams_are_added(k, op, dtype):
 
 
 def distinct(rng, entries):
-    """With other indices, of which only those of empty slots, 13, repeat."""
+    """The stream with new indices. They are distinct, except that empty slots all have 13."""
     indices = rng.permutation(16)[: entries.capacity].clip(max=13).astype(np.int32)
     values = np.where(indices < 13, np.asarray(entries.values), 0).astype(entries.values.dtype)
     return SparseStream(jnp.asarray(indices), jnp.asarray(values))
@@ -142,13 +142,13 @@ def test_the_compiler_keeps_the_rounding():
 
 @pytest.mark.parametrize("rows", ["sorted", "leading", "unsorted"])
 def test_packed_messages_of_many_ranges_keep_the_order_or_make_it(rows):
-    """Also in batches: where one row of a batch is out of order, all are sorted."""
+    """Also in batches. If one row is out of order, all rows are sorted."""
     size, capacity = 200_000, 40
     rng = np.random.default_rng(0)
     indices = np.sort(rng.choice(size, (3, capacity), replace=False).astype(np.int32))
     indices[0, 0], indices[1, -1] = 0, size - 1
     values = rng.normal(size=indices.shape).astype(np.float32)
-    indices[2, 30:] = size  # empty slots, whatever their values are
+    indices[2, 30:] = size  # empty slots, which may have any values
     if rows != "sorted":
         indices[1, :10] = size
     if rows == "unsorted":
@@ -164,7 +164,7 @@ def test_packed_messages_of_many_ranges_keep_the_order_or_make_it(rows):
         np.testing.assert_array_equal(stream.to_dense(arrived, size), stream.to_dense(one, size))
 
 
-@pytest.mark.parametrize("count", [300, 2**25])  # that of one sort, and of two arrays sorted
+@pytest.mark.parametrize("count", [300, 2**25])  # for one sort, and for two arrays
 def test_entries_come_in_the_order_of_their_ranges(count):
     numbers = np.random.default_rng(0).integers(count, size=(2, 1000), dtype=np.int32)
     order = np.asarray(ranges.order_of(jnp.asarray(numbers), count))
@@ -174,7 +174,7 @@ def test_entries_come_in_the_order_of_their_ranges(count):
 
 
 def test_messages_of_zeros_hold_nothing():
-    """What a worker receives that nobody sends to."""
+    """A worker to which nobody sends receives such messages."""
     for size in (100, 200_000):
         for codec in (codecs.COO, codecs.Packed()):
             message = jnp.zeros(codec.words(5, size), jnp.uint32)

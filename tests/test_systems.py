@@ -1,4 +1,4 @@
-"""What a row of the table of systems promises, whatever its system does."""
+"""Promises of each row in the table of systems, whatever its system does."""
 
 import importlib
 import inspect
@@ -34,7 +34,7 @@ systems = pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 
 
 def test_each_file_of_systems_has_its_rows_in_the_table():
-    """A row that is in its file alone would be tested by nothing."""
+    """A row that is only in its file would not be tested."""
     files = Path(jaxsparse.systems.__file__).parent.glob("[!_]*.py")
     modules = [importlib.import_module(f"jaxsparse.systems.{path.stem}") for path in files]
     rows = {x.name for m in modules for x in vars(m).values() if isinstance(x, System)}
@@ -53,7 +53,7 @@ def test_all_shared_options_are_shown(system):
     parameters = inspect.signature(system.transformation).parameters
     for name, (default, description) in OPTIONS.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        if name not in ("momentum", "decay"):  # dgc and demo have them
+        if name not in ("momentum", "decay"):  # dgc and demo have other defaults
             assert parameters[name].default == default
         words = f"{name}: {description}".split()
         assert " ".join(words) in " ".join(system.transformation.__doc__.split())
@@ -83,7 +83,7 @@ def test_inject_hyperparams_sees_options_by_name(system, case):
 
 @pytest.mark.parametrize("name", some(SYSTEMS, ["spardl", "sketched_sgd", "demo"]))
 def test_updates_are_typed_as_equal_in_a_shard_map_of_ones_own(name):
-    """JAX, which checks types there (check_vma), so lets them be added to replicated parameters."""
+    """So JAX, which checks types there (check_vma), allows adding them to replicated parameters."""
     system = SYSTEMS[name]
     tx = optax.chain(system.transformation(**system.cases[""].small), optax.sgd(0.1))
     state = jax.eval_shape(lambda: jaxsparse.shard(tx.init(GRADIENTS), 4))
@@ -100,7 +100,7 @@ def test_updates_are_typed_as_equal_in_a_shard_map_of_ones_own(name):
 
 
 def program(tx):
-    """What `init` and `update` compute, but for the names of functions."""
+    """The programs of `init` and `update`, without the names of functions."""
     state = jax.eval_shape(tx.init, GRADIENTS)
     return (
         jax.make_jaxpr(tx.init)(GRADIENTS).pretty_print(name_stack=False),
@@ -110,10 +110,10 @@ def program(tx):
 
 @pytest.mark.parametrize(("system", "case"), ROWS)
 def test_the_reducer_exchanges_what_the_transformation_does(system, case):
-    # Given, because systems have defaults of their own.
+    # These are given, because systems have defaults of their own.
     options = {"axis_name": None, "momentum": 0.9, "decay": 0.9}
     options["is_dense"] = lambda path, shape: "bias" in path
-    if system.law == "differences":  # something more is computed, but nothing more is sent
+    if system.law == "differences":  # it computes more, but sends nothing more
         options |= {"axis_name": "data", "decay": None}
     tx = system.transformation(**case.small, **options)
     feedback = error_feedback(system.reducer(**case.small), **options)
@@ -127,7 +127,7 @@ def test_the_reducer_exchanges_what_the_transformation_does(system, case):
 
 @systems
 def test_a_density_has_settings(system):
-    """`choose` makes a reducer of them that a planner can trace, and says how to write it."""
+    """From them `choose` makes a reducer that a planner can trace, and says how to write it."""
     for density in (0.01, 0.1):
         choice = jaxsparse.systems.choose(system.name, density, size=2000, workers=4)
         reducer = choice.reducer(2000)
@@ -139,7 +139,7 @@ def test_a_density_has_settings(system):
         assert eval(choice.transformation, {"jaxsparse": jaxsparse})
 
 
-# Their texts have words, or depend on more than settings.
+# Systems whose formulas have words, or depend on more than settings.
 IN_WORDS = {
     "sparcml",
     "gtopk",

@@ -1,4 +1,4 @@
-"""Threshold estimators, selections by them, and what reducers make of empty slots."""
+"""Threshold estimators, selections by them, and reducers with empty slots."""
 
 import functools
 
@@ -23,7 +23,7 @@ from jaxsparse.systems.spardl import SparDL
 from jaxsparse.systems.top_k import TopK
 
 SIZE = 1024
-LARGE = 40_000  # sampled for real: more than twice the smallest sample
+LARGE = 40_000  # large enough to be sampled: over twice the smallest sample
 
 
 def distributions(size):
@@ -51,12 +51,12 @@ def bits(x):
 
 
 def largest(x, k):
-    """Indices of the k largest, of equal magnitudes the lower ones."""
+    """Indices of the k largest magnitudes. Of equal ones, the lower indices count."""
     return np.argsort(-bits(x).astype(np.int64), kind="stable")[:k]
 
 
 def distinct(kept, size):
-    """Indices of the entries, after checking that they are distinct and empty slots empty."""
+    """Indices of the entries. They must be distinct, and empty slots must be empty."""
     indices = np.asarray(kept.indices)
     entries = indices[indices < size]
     assert len(set(entries.tolist())) == len(entries)
@@ -81,7 +81,7 @@ def test_brackets_hold(k, passes):
 
 
 def mstopk(x, k, passes):
-    """The bracket, in bits, where the mean is exact."""
+    """The bracket's ends as bits, for vectors whose mean is exact."""
     low, high = 0, int(bits(x).max()) + 1
     for i in range(passes):
         trial = (low + high) // 2
@@ -128,7 +128,7 @@ def test_bisection_keeps_exactly_k(dtype):
 
 @pytest.mark.parametrize("size", few([1, 7, 63, 65, 1000, 2**20 + 9], [63, 65, 2**20 + 9]))
 def test_bisection_of_any_size(size):
-    """Below a matrix's least size, with a rest, and of several tiles."""
+    """Sizes below a matrix's least size, with a rest, and of several tiles."""
     x = np.random.default_rng(size).normal(size=size).astype(np.float32)
     k = -(-size // 3)
     lower = bisection_threshold(jnp.asarray(x), k, passes=32).lower
@@ -172,7 +172,7 @@ def test_the_sampled_count_varies_as_order_statistics():
         assert np.abs(found - 1).max() < 5 * deviation, name
         assert np.abs(found.mean() - 1) < 0.5 * deviation, name
         assert found.std() < 1.2 * deviation, name
-        # Draws within runs are not the same for all seeds.
+        # Draws within runs differ between seeds.
         assert found.std() > 0.1 * deviation, name
 
 
@@ -301,7 +301,7 @@ def test_nothing_is_lost_with_empty_slots(name, way):
     for seed in range(6):
         rng = np.random.default_rng(seed)
         x = np.round(rng.standard_t(2, (workers, size)) * 3).clip(-500, 500) * workers
-        if seed % 2:  # few elements at all
+        if seed % 2:  # few elements are not 0
             x *= rng.random((workers, size)) < 0.02
         x = x.astype(np.float32)
         mean, residual, sent = map(np.asarray, exchange(x))

@@ -38,7 +38,7 @@ def test_gtopk_equals_its_description(where):
 
 @pytest.mark.parametrize("workers", some((3, 6, 7, 8), (6,), slow=(3, 8)))
 def test_gtopk_keeps_what_its_codec_rounds(workers):
-    """Of workers beyond a power of two, too, whose entries are replaced at the end."""
+    """Also on workers beyond a power of two, whose entries are replaced at the end."""
     x = np.random.default_rng(workers).normal(size=(workers, 1, SIZE)).astype(np.float32)
     ((_, reduced),) = run(GTopK(0.1, codec=codecs.Packed(), selection="exact"), x)
     kept = workers * reduced.mean[0].astype(np.float64) + reduced.residual.sum(0, dtype=np.float64)
@@ -56,7 +56,7 @@ def test_gtopk_as_published_leaks():
 @pytest.mark.parametrize("where", some(WHERE, USUAL, slow=SLOW), ids=str)
 def test_ok_topk_equals_its_description(where):
     workers, way = where
-    room = 4.0 * workers  # for everything
+    room = 4.0 * workers  # room for everything
     reducer = OkTopk(0.1, refresh_every=2, capacity_factor=room, selection="exact")
     for seed, supports in enumerate(SUPPORTS):
         steps = [vectors(supports, workers, SIZE, seed + i) for i in range(3)]
@@ -86,7 +86,7 @@ def test_ok_topk_keeps_and_counts_what_finds_no_room(workers, codec):
 
 
 def test_of_too_many_sums_each_owner_delivers_its_largest():
-    """k = 2 of 8 elements; an owner has room for one entry of each worker, and delivers one."""
+    """k = 2 of 8 elements. An owner has room for one entry of each worker, and delivers one."""
     x = np.zeros((2, 2, 8))  # worker, step, element
     x[:, 0, :2] = 2  # the sums, 4, set the threshold; element 1 and the last have one owner
     x[0, 1, [2, 7]] = 20, 60
@@ -115,7 +115,7 @@ def test_ok_topk_delivers_all_sums_if_there_are_fewer_than_k():
 
 
 def test_ok_topk_balances_its_regions():
-    """All entries in one corner: with regions of even length one owner would overflow."""
+    """All entries are in one corner. With regions of equal length, one owner would overflow."""
     workers, size = 4, 4000
     rng = np.random.default_rng(0)
     x = np.zeros((workers, size))
@@ -127,7 +127,7 @@ def test_ok_topk_balances_its_regions():
 
 @pytest.mark.slow
 def test_ok_topk_draws_regions_of_other_workers_anew():
-    """A state that came from more workers, or fewer, at a step that would have kept regions."""
+    """The state comes from more or fewer workers, at a step that would have kept its regions."""
     size = 2000
     reducer = OkTopk(0.02, capacity_factor=4.0)
 
@@ -161,7 +161,7 @@ def test_regions_balance_whatever_the_counts():
         rng.integers(0, 100, 1024),
         np.where(rng.random(1024) < 0.05, 50, 0),
         (3000 / np.arange(1, 1025)).astype(int)[rng.permutation(1024)],
-        np.where(np.arange(1024) == 5, 4000, 6),  # who has the heavy one need have no others
+        np.where(np.arange(1024) == 5, 4000, 6),  # the owner of the heavy one needs no others
         np.zeros(1024, int),
     ):
         place = np.asarray(draw(jnp.asarray(counts, jnp.int32)))
@@ -199,7 +199,7 @@ def test_selected_entries_are_about_the_k_largest(size):
 
 @pytest.mark.parametrize("k", few([1, 3, 7], [1, 3]))
 def test_among_equal_elements_an_odd_number_are_selected(k):
-    """Fewer than k / 2 lie above the k-th largest, and all others are equal to it."""
+    """Fewer than k / 2 lie above the k-th largest. All others are equal to it."""
     x = np.ones(300, np.float32)
     x[200 : 200 + k // 2] = 5
     stream = jax.tree.map(np.asarray, about_top_k(jnp.asarray(x), k))
@@ -266,6 +266,6 @@ def test_ok_topk_follows_a_new_density():
     assert np.all(counts[6:].sum(1) <= 40)
     assert counts[6:].sum(1).mean() >= 12
     assert np.count_nonzero(counts[4:].sum(0)) == 4
-    # Residuals grow: every other step more sums pass than there is room for, 40, and a new
+    # Residuals grow. Every other step, more sums pass than there is room for, 40, and a new
     # threshold is taken. Without it most of the vector's sums would pass.
     assert all(r.info.overflow[0] <= 20 for r in outcomes[-6:])

@@ -38,7 +38,7 @@ def reduce(groups, *, op="all-reduce", attributes="channel_id=1, use_global_devi
 
 
 def read(line, header="num_partitions=8"):
-    """The groups of the last instruction, in an order that does not matter."""
+    """The groups of the last instruction, as a set: their order does not matter."""
     module = parse(hlo(line, header=header))
     groups = groups_of(module.computations["main"].root, module)
     assert len(set(map(tuple, groups))) == len(groups)
@@ -49,7 +49,7 @@ def read(line, header="num_partitions=8"):
 
 
 def groups_along(shape, order, axes):
-    """Oracle: the workers whose coordinates agree in all but `axes`; order[place] is a worker."""
+    """Oracle: workers whose coordinates agree in all but `axes`. order[place] is a worker."""
     found = {}
     for place, where in enumerate(itertools.product(*map(range, shape))):
         key = tuple(c for axis, c in enumerate(where) if axis not in axes)
@@ -58,7 +58,7 @@ def groups_along(shape, order, axes):
 
 
 def crossed_by(groups, shape):
-    """Oracle: the axes along which two members of one group differ, pair by pair."""
+    """Oracle: the axes along which two members of a group differ, pair by pair."""
     coordinates = list(itertools.product(*map(range, shape)))
     return {
         axis
@@ -87,10 +87,10 @@ def spellings(shape, axes, groups):
         mesh = ",".join(f"{quote}{n}{quote}={e}" for n, e in zip(names, shape))
         grouped = ",".join(f"{quote}{names[i]}{quote}" for i in axes)
         yield f"{opened}{mesh}{closed} {{{grouped}}}"
-    # One merged axis, of which the mesh's are factors: 'all':(before)extent.
+    # One merged axis, whose factors are the mesh's axes: 'all':(before)extent.
     factors = ",".join(f"'all':({math.prod(shape[:i])}){shape[i]}" for i in axes)
     yield f"mesh['all'={math.prod(shape)}] {{{factors}}}"
-    # The same axes in reverse order, over workers in the matching order.
+    # The same axes in reverse order. Workers are listed in the matching order.
     backwards = ",".join(f"'{names[i]}'={shape[i]}" for i in reversed(range(len(shape))))
     grouped = ",".join(f"'{names[i]}'" for i in axes)
     turned = ",".join(map(str, reversed(range(len(shape)))))
@@ -185,7 +185,7 @@ RING = "source_target_pairs={{0,1},{1,2},{2,0}}"
             "replica_groups={{0,1}}, channel_id=1, use_global_device_ids=true",
             [(0, 1)],
         ),
-        # No replica or partition has so large a number: these are flattened already.
+        # These are flattened already: no replica or partition has so large a number.
         ("collective-permute", "source_target_pairs={{0,2}}", [(0, 2)]),
         ("all-to-all", "replica_groups={{0,3}}, channel_id=1", [(0, 3)]),
         ("collective-permute", "source_target_pairs={{0,4}}", [(0, 4)]),
@@ -462,7 +462,7 @@ def compiled(f, mesh, n=16):
 
 
 def exchange(hosts, last, x):
-    """Each collective has its own size: 64, 56, 48, 40 bytes."""
+    """Each collective has a size of its own: 64, 56, 48, 40 bytes."""
     ring = [(i, (i + 1) % hosts) for i in range(hosts)]
     with jax.named_scope(SCOPE):
         one = lax.psum(x, "hosts")
@@ -506,13 +506,13 @@ def test_collectives_of_the_source(shape, names, shuffled):
     nbytes = sorted(each.received_bytes for each in strays)
     outside = [nbytes for axes, nbytes in expected[1:] if "hosts" in crossed(axes)]
     assert nbytes == pytest.approx(sorted(outside))
-    # A program from the compilation cache names the file that it was first compiled from, maybe
-    # that of another checkout.
+    # A program from the compilation cache names the file from which it was first compiled. That may
+    # be in another checkout.
     assert all(Path(__file__).name in each.source for each in strays)
 
 
 def test_groups_are_those_that_run():
-    """Each device sends a bit of its own, and receives those of its group."""
+    """Each device contributes a bit of its own, and receives the bits of its group."""
     mesh = mesh_of((2, 2, 2), AXES, [0, 2, 5, 3, 4, 6, 1, 7])
     along = [("hosts",), ("fsdp",), ("hosts", "tp"), ("fsdp", "tp")]
     program = compiled(lambda x: [lax.psum(x * 2.0**i, a) for i, a in enumerate(along)], mesh, 1)
@@ -548,7 +548,7 @@ def test_groups_of_indices_along_an_axis():
 
 
 def test_devices_have_their_places_in_the_mesh_that_is_given():
-    """The program numbers its devices as its own mesh does, which may be another."""
+    """The program numbers its devices by its own mesh, which may differ from the given one."""
     across = mesh_of((2, 4), ("hosts", "fsdp"))
     turned = Mesh(across.devices.T, ("fsdp", "hosts"), axis_types=(AxisType.Auto,) * 2)
     program = compiled(lambda x: lax.psum(x, "hosts"), turned)
@@ -603,7 +603,7 @@ def test_a_step_whose_collectives_xla_inserts(shape, names):
     if hosts == 1:
         assert not across.collectives
     else:
-        # Each device's share of the gradients, and losses: nothing else has to cross.
+        # Only each device's share of the gradients, and losses, have to cross.
         rest = across.received - 2 * (hosts - 1) / hosts * gradients / inner
         assert 0 < rest <= 16
         ops = {each.op for each in across.collectives}
@@ -612,7 +612,7 @@ def test_a_step_whose_collectives_xla_inserts(shape, names):
     assert moved.received == pytest.approx(sum(each.received for each in moved.by_axes.values()))
     for axis in names:
         assert bool(moved.across(axis).received) == (extent[axis] > 1)
-    # The names tell the model's gradients from the loss.
+    # By its names, the loss is told from the model's gradients.
     strays = crossing(program, axis_name="hosts", mesh=mesh, outside="model")
     assert [each.shapes for each in strays if "reduce_sum" in each.op_name] == (
         [("f32[]",)] if hosts > 1 else []

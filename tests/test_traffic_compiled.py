@@ -26,7 +26,7 @@ def mesh_of(shape, names):
 
 
 def compiled(fn, *, shape=(W,), names=("data",), size=16, dtype=jnp.float32):
-    """Compiles `fn` as every worker of a mesh runs it, on a local vector of `size` elements."""
+    """Compiles `fn` as each worker of a mesh runs it, on a local vector of `size` elements."""
     mesh = mesh_of(shape, names)
     worker = jax.shard_map(
         lambda x: jax.tree.map(lambda y: y[None], fn(x[0])),
@@ -346,7 +346,7 @@ def test_nested_jit_and_remat():
     assert bytes_of(lambda x: jax.checkpoint(jax.jit(psum))(x)).received == 112
     program = compiled(jax.grad(loss))
     instructions = [ln for ln in program.as_text().splitlines() if " all-reduce(" in ln]
-    assert len(instructions) >= 2  # forward again, and the transpose
+    assert len(instructions) >= 2  # the forward pass again, and its transpose
     assert wire_bytes(program).received == len(instructions) * 112
 
 
@@ -435,7 +435,7 @@ def test_replica_groups(groups, size):
     [
         ("{}", "replica_count=4", False, 4),
         ("{}", "replica_count=2, num_partitions=3", True, 6),
-        ("{{0,1}}", "replica_count=2, num_partitions=3", False, 6),  # replicas, all partitions
+        ("{{0,1}}", "replica_count=2, num_partitions=3", False, 6),  # replicas, in all partitions
         ("{{0,1}}", "replica_count=2, num_partitions=3", True, 2),  # global ids
         ("{{0}}", "num_partitions=8", False, 8),
         ("{{0,1,2,3,4,5,6,7}}", "num_partitions=8", False, 8),  # ids beyond the replicas
@@ -525,7 +525,7 @@ def test_variadic_operands_and_index_comments():
 
 
 def shortened(text):
-    """The text as dumps of newer XLA have it: `%t#1` for a line that takes an element out."""
+    """The text as newer XLA dumps it: `%t#1` stands for a line that takes an element of a tuple."""
     line = re.compile(
         r"^ +%(\S+) = \S+ get-tuple-element\(.*%(.+?)\), index=(\d+).*\n", re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""What an exchange will move, read from the traced program, against what is compiled."""
+"""Bytes that an exchange will move, read from the traced program, against the compiled one."""
 
 from collections import Counter
 
@@ -26,7 +26,7 @@ PARAMS = {
 
 
 def compiled(exchange, init, shapes, workers):
-    """What the compiled `exchange(x, init(x))` moves."""
+    """The bytes that the compiled `exchange(x, init(x))` moves."""
     state = jax.eval_shape(lambda x: shard(init(x), workers), shapes)
 
     def body(x, state):
@@ -42,7 +42,7 @@ def compiled(exchange, init, shapes, workers):
 
 
 def summary(moved):
-    """Payload, received bytes and rounds by opcode; of all branches."""
+    """Payload, received bytes, and rounds by opcode, for all branches."""
     executed = Counter()
     for each in moved.collectives:
         if each.group_size > 1:
@@ -83,7 +83,7 @@ def test_an_update_equals_what_is_compiled(name):
 
 
 def test_it_can_be_asked_within_an_exchange():
-    """By what is itself being traced, by shard_map or vmap, or run dry."""
+    """It can be asked by code that shard_map or vmap traces, or that runs dry."""
     found = []
 
     def ask(x):

@@ -1,4 +1,4 @@
-"""Trainers that users have, with the few lines that compress between hosts."""
+"""Trainers that users have, with the few lines that compress their exchange between hosts."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.slow
 def test_a_linen_trainer_needs_few_lines_and_trains_alike(monkeypatch):
-    """In the style of flax's lm1b: losses are those of GSPMD, and messages alone cross hosts."""
+    """A trainer like flax's lm1b. Losses are those of GSPMD, and only messages cross hosts."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks" / "trainers")
     import compare
 

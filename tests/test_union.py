@@ -13,13 +13,13 @@ from jaxsparse import bits, traffic
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.union import union
 
-# Of one word, of words that no number of workers divides, of more words than workers.
+# Sizes of one word, of words that no number of workers divides, and of more words than workers.
 SIZES = (1, 33, 97, 1030)
 SEEDS = 12
 
 
 def masks(workers, size):
-    """By seed and worker, from empty to full, and often True on one worker only."""
+    """Masks by seed and worker, from empty to full. In many places only one worker has True."""
     rng = np.random.default_rng(size)
     share = np.linspace(0, 1, SEEDS)[:, None, None] ** 2
     return rng.random((SEEDS, workers, size)) < share
@@ -27,7 +27,7 @@ def masks(workers, size):
 
 @functools.cache
 def unions(workers, way):
-    def run(*seeds):  # of each size (SEEDS, size)
+    def run(*seeds):  # masks of each size, (SEEDS, size)
         step = lambda mask: union(mask, "data")
         found = tuple(jax.lax.map(step, mask) for mask in seeds)
         if way == "shard_map":
@@ -66,7 +66,7 @@ def test_words_on_the_wire(workers, blocks):
     moved = traffic.wire_bytes(run, jax.ShapeDtypeStruct((workers, blocks), jnp.bool_))
     words = union_traffic(blocks, workers).words
     assert moved.received == 4 * words
-    # Less than counts, which take a word an element, or floor(log2 W) + 1 bits.
+    # Counts would take more: a word an element, or floor(log2 W) + 1 bits.
     assert words <= 2 * (workers - 1) * -(-blocks // 32)
     if blocks == 10_000:
         packed_counts = 2 * (workers - 1) / workers * blocks * workers.bit_length() / 32

@@ -46,7 +46,7 @@ def transformation(name, where):
 
 
 def made(name, where):
-    """Model and optimizer, made as trainers do: parameters are spread by their metadata."""
+    """Model and optimizer, made as trainers do. The parameters' metadata say how to spread them."""
     model = Model(nnx.Rngs(0))
     tx = optax.chain(transformation(name, where), optax.sgd(0.5))
     return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -88,7 +88,7 @@ METHODS = ["spardl", "ok_topk", "ef21_sgdm", "per_worker"]
 
 @pytest.mark.parametrize("name", some(METHODS, [], ["ef21_sgdm", "per_worker"]))
 def test_a_trainer_restores_each_array_where_it_was(name, tmp_path):
-    """As tunix does: it asks the metadata of Variables for the shardings to restore to."""
+    """Like tunix, it asks the Variables' metadata for the shardings to restore to."""
     where = mesh()
     with jax.set_mesh(where), jax.numpy_dtype_promotion("standard"):  # Optax's Adam needs it
         model, optimizer = made(name, where)
@@ -99,8 +99,8 @@ def test_a_trainer_restores_each_array_where_it_was(name, tmp_path):
         assert all(x.sharding.num_devices == 8 for x in own)
         assert all(x.addressable_shards[0].data.size * 8 == x.size for x in own)
         losses = train(where, model, optimizer, 3)
-        # XLA may have left an array elsewhere than its Variable says. From another place the next
-        # step is another program, whose sums may differ in their last bits.
+        # XLA may have left an array elsewhere than its Variable says. From there the next step
+        # would be another program, whose sums may differ in their last bits.
         state = states(optimizer)
         nnx.update(optimizer, jax.device_put(state, nnx.get_named_sharding(state, where)))
         saver = ocp.PyTreeCheckpointer()
@@ -169,7 +169,7 @@ def test_arrays_stay_arrays_where_parameters_are():
 
 
 def test_variables_that_hold_nothing_stay():
-    """As in a tree of which a part is masked, such as a fragment of streaming."""
+    """In a masked tree, such as a fragment of streaming, some Variables hold nothing."""
     params = nnx.state(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.Param)
     part = jax.tree.map(lambda x: x if x.ndim == 2 else None, params)
     tx = jaxsparse.spardl(0.1, axis_name=None)

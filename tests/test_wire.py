@@ -98,7 +98,7 @@ def test_replicated_makes_a_replicated_output_of_a_value_that_is_one(way):
     x = rows(5, 3)
 
     def f(x):
-        # A ring all-gather: equal everywhere by construction, but JAX can't know.
+        # A ring all-gather. Results are equal everywhere by construction, but JAX can't know that.
         total, moving = x, x
         for _ in range(4):
             moving = wire.permute(moving, AXIS, [(i, (i + 1) % 5) for i in range(5)])

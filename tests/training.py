@@ -7,7 +7,12 @@ from jaxsparse import data_parallel, shard
 
 
 def train(tx, params, workers, gradients, run_on=None):
-    """Feeds each worker its own gradients; the updates and the final state (W workers on top)."""
+    """Feeds each worker its own gradients.
+
+    Returns:
+        Each step's updates, and the final parameters and state. Arrays that differ between workers
+        have an axis of W workers on top.
+    """
 
     def step(state, gradient):
         params, opt_state = state

@@ -9,14 +9,14 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxsparse.collectives import wire
 
-MESH_SIZES = (1, 2, 3, 5, 8)  # what the emulated devices reach
+MESH_SIZES = (1, 2, 3, 5, 8)  # numbers of workers that the emulated devices allow
 WAYS = ("shard_map", "shard_map_unchecked", "vmap")
 
 
 def some(values, usual, slow=None):
-    """Parameters: the `usual` ones always run, `slow` ones (None: all others) with --slow.
+    """Test parameters. The `usual` ones always run, `slow` ones (None: all others) with --slow.
 
-    What is left runs with --thorough.
+    The rest runs with --thorough.
     """
     values, marked = list(values), []
     assert all(value in values for value in (*usual, *(slow or ()))), (values, usual, slow)
@@ -27,7 +27,7 @@ def some(values, usual, slow=None):
 
 
 def few(values, usual):
-    """Parameters of which only the `usual` ones run without --thorough."""
+    """Test parameters. Those that are not `usual` run only with --thorough."""
     return some(values, usual, slow=())
 
 
