@@ -250,6 +250,13 @@ def exchanged(codec, capacity, size):
     return jax.jit(jax.vmap(one))
 
 
+def test_a_zero_is_no_entry_and_takes_no_level():
+    """Otherwise 1 and 2 would share a level, beside one for zeros."""
+    indices = jnp.array([5, 900, 7, 30, 1000], jnp.int32)
+    stream = SparseStream(indices, jnp.float32([1, 2, 0, 0, 0]))
+    assert codecs.Chunked().rounded(stream, 1000).tolist() == [1, 2, 0, 0, 0]
+
+
 def test_the_chunk_with_the_shortest_messages():
     """At one entry in 64, chunks of 512 take 9 bits an index and 10 a count of 8 entries."""
     size, k = 2**20, 2**14
