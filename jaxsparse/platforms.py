@@ -155,7 +155,7 @@ def _in_lanes(
     value: Callable[[Array], UInt32[Array, " n"]],
     x: Shaped[Array, " d"],
 ) -> UInt32[Array, ""]:
-    """`folded` for CPUs. XLA reduces the rows of a matrix in lanes, a vector element by element."""
+    """`folded` for CPUs. XLA reduces rows of a matrix in lanes, but a vector by elements."""
     tile = _tile(x.size)
 
     def step(b: Array, lanes: Array, length: int) -> Array:
