@@ -13,15 +13,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, DTypeLike, Float, Int
 
+from jaxsparse.platforms import by_platform
 from jaxsparse.settings import static_int
 
 # A bucket as arrays, one for each leaf or part of a leaf in it. The array of a leaf is [1, *shape],
 # and that of a part is flat. Sums by pieces need no vectors of buckets, which XLA would join before
 # it adds them, and keep. XLA also writes a sum over a summand of the same shape, and accumulators
-# are [1, *shape].
+# are [1, *shape]. A bucket of more than _MOST_PIECES is one flat array instead: it takes a copy
+# more, but XLA would compile some twenty operations for each piece, in time that grows faster than
+# their number.
 Pieces = tuple[Float[Array, "..."], ...]
+
+_MOST_PIECES = 128
+# A cut into more pieces hides the position of each _KNOWN-th from XLA, see `_hidden`.
+_KNOWN = 16
 
 # A function of one leaf's key path, as jax.tree_util.keystr prints it, and of its shape.
 IsDense = Callable[[str, tuple[int, ...]], bool]
@@ -89,7 +97,8 @@ class Layout(NamedTuple):
 
     def buckets_of(self, leaves: Mapping[int, Array]) -> list[Pieces]:
         """The buckets, in pieces and in float32, from leaves by number."""
-        return [_pieces(leaves, own) for own in self.buckets]
+        pieces = [_pieces(leaves, own) for own in self.buckets]
+        return [own if len(own) <= _MOST_PIECES else (join(own),) for own in pieces]
 
     def dense_of(self, leaves: Mapping[int, Array]) -> Float[Array, " n"]:
         """The dense vector, in float32, from leaves by number."""
@@ -101,12 +110,13 @@ class Layout(NamedTuple):
 
     def leaves_in_dense(self, dense: Float[Array, " n"]) -> dict[int, Array]:
         """The leaves in the dense vector, by number and in their shapes."""
-        parts = cut(dense, [(piece.stop - piece.start,) for piece in self.dense])
-        return self._leaves([(parts, self.dense)])
+        return self._leaves([((dense,), self.dense)])
 
     def _leaves(self, vectors: Iterable[tuple[Pieces, Sequence[_Piece]]]) -> dict[int, Array]:
         parts: dict[int, list[Array]] = {}
         for arrays, own in vectors:
+            if len(own) != 1 and len(arrays) == 1:
+                arrays = cut(arrays[0], [(piece.stop - piece.start,) for piece in own])
             for array, piece in zip(arrays, own, strict=True):
                 parts.setdefault(piece.leaf, []).append(array)
         return {leaf: join(part).reshape(self.shapes[leaf]) for leaf, part in parts.items()}
@@ -131,12 +141,48 @@ def join(pieces: Sequence[Float[Array, "..."]]) -> Float[Array, " d"]:
 
 def cut(vectors: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
     """Cuts a vector into pieces of these shapes. In a tree of vectors, it cuts each."""
-    stops = list(itertools.accumulate(map(math.prod, shapes)))
-    each = list(zip([0, *stops], stops, shapes))
+    sizes = list(map(math.prod, shapes))
+    starts = [0, *itertools.accumulate(sizes)][:-1]
+    if len(sizes) <= _KNOWN or not 0 < sum(sizes) < 2**31:
+        piece = lambda x, a, n: jax.lax.slice(x, (a,), (a + n,))
+        each: Any = list(zip(starts, sizes, shapes))
+    else:
+        piece = lambda x, a, n: jax.lax.dynamic_slice(x, (a,), (n,), allow_negative_indices=False)
+        hidden = _hidden(starts[::_KNOWN], jax.tree.leaves(vectors)[0])
+        known = [jnp.int32(a - starts[i - i % _KNOWN]) for i, a in enumerate(starts)]
+        each = [
+            (hidden[i // _KNOWN] + a, n, s) for i, (a, n, s) in enumerate(zip(known, sizes, shapes))
+        ]
     return jax.tree.map(
-        lambda x: tuple(jax.lax.slice(x, (a,), (b,)).reshape(shape) for a, b, shape in each),
-        vectors,
+        lambda x: tuple(piece(x, a, n).reshape(shape) for a, n, shape in each), vectors
     )
+
+
+def _hidden(numbers: Sequence[int], x: Float[Array, " d"]) -> tuple[Int[Array, ""], ...]:
+    """The numbers as int32 arrays, whose values XLA does not know when it compiles.
+
+    XLA compiles each kernel once, however often a program has it. But constants are part of a
+    kernel, so with known positions each of many leaves takes a kernel of its own, which takes a CPU
+    10 ms or more to compile. With hidden ones, leaves of equal shapes share theirs. (A barrier does
+    not hide constants. On a GPU a condition would wait for the host, so they are known there.)
+
+    Args:
+        numbers: from 0 to 2**31 - 1.
+        x: an array of at least one element. No value of it changes the result.
+    """
+    known = lambda *_: tuple(map(jnp.int32, numbers))
+
+    @custom_vmap
+    def hidden(first: Array) -> tuple[Array, ...]:
+        bits = jax.lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
+        is_true = jax.lax.population_count(bits) <= 32  # always
+        return jax.lax.cond(is_true, known, lambda: tuple(map(jnp.zeros_like, known())))
+
+    @hidden.def_vmap
+    def rule(workers: int, batched: Any, first: Array) -> Any:
+        return hidden(first[0]), (False,) * len(numbers)
+
+    return by_platform(x[0], default=hidden, gpu=known)
 
 
 def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:

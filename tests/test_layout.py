@@ -1,13 +1,18 @@
 """The layout: a tree comes back as it was, whatever its leaves, and budgets add up."""
 
 import functools
+import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax.sharding import PartitionSpec as P
+from workers import mesh
 
+import jaxsparse
 from jaxsparse import layout
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -123,3 +128,44 @@ def test_split_evenly_is_proportional(total, weights):
 def test_errors(tree, settings, message):
     with pytest.raises(ValueError, match=message):
         layout.plan(tree, **settings)
+
+
+@pytest.mark.parametrize("way", ["vmap", "shard_map"])
+def test_many_pieces_are_cut_where_few_are(way):
+    shapes = [(i % 3, 2) for i in range(35)]
+    x = np.arange(2.0 * 2 * sum(rows for rows, _ in shapes), dtype=np.float32).reshape(2, -1)
+    both = lambda mean, own: layout.cut((mean, own[0]), shapes)
+    if way == "vmap":
+        run = jax.vmap(both, in_axes=(None, 0), out_axes=(None, 0))
+    else:  # types tell which pieces differ
+        run = jax.shard_map(
+            both, mesh=mesh(2), in_specs=(P(), P("data")), out_specs=(P(), P("data"))
+        )
+    means, own = jax.jit(run)(x[0], x[:, None] if way == "vmap" else x)
+    stops = np.cumsum([2 * rows for rows, _ in shapes])[:-1]
+    for found, rows in ((means, x[:1]), (own, x)):
+        for piece, wanted, shape in zip(found, np.split(rows, stops, axis=1), shapes, strict=True):
+            all_rows = (len(rows), *shape)
+            np.testing.assert_array_equal(piece.reshape(all_rows), wanted.reshape(all_rows))
+
+
+def test_many_leaves_share_kernels():
+    """Each further kernel takes 10 ms and more to compile, and each leaf is written twice."""
+    leaves = 140
+    tx = jaxsparse.top_k(1.0, momentum=0.5, is_dense=lambda path, shape: path == "['dense']")
+    params = {f"w{i:03}": jnp.zeros((2, 3)) for i in range(leaves)} | {"dense": jnp.zeros(3)}
+
+    def step(state, batch):
+        gradients = jax.tree.map(lambda p: p + batch[0], params)
+        return tx.update(gradients, state)
+
+    run = jaxsparse.data_parallel(step, mesh(2), check=False)
+    state = jaxsparse.shard(tx.init(params), mesh(2))
+    compiled = run.lower(state, jnp.float32([1, 2])).compile()
+    updates, state = compiled(state, jnp.float32([1, 2]))
+    chex.assert_trees_all_equal(updates, jax.tree.map(lambda p: np.full(p.shape, 1.5), params))
+    assert not any(x.any() for x in jax.tree.leaves(state.residual))
+    bodies = re.findall(r"^%fused_computation\S* .*?\{\n(.*?)^\}", compiled.as_text(), re.M | re.S)
+    plain = lambda text: re.sub(r", metadata=\{.*?\}|[.\d]+(?= = )|%[\w.-]+", "", text)
+    assert len(bodies) > 2 * leaves
+    assert len(set(map(plain, bodies))) < leaves

@@ -34,6 +34,15 @@ def another_accumulator():
     update(jaxsparse.top_k(0.1), state=(PARAMS, state))
 
 
+def state_of_another_system():
+    state = shard(jaxsparse.top_k(0.1).init(PARAMS), 3)
+    update(jaxsparse.spardl(0.1), state=(PARAMS, state))
+
+
+def state_of_another_kind():
+    update(jaxsparse.spardl(0.1), state=(PARAMS, optax.adam(0.1).init(PARAMS)))
+
+
 def copies_that_differ():
     pieces = [jax.device_put(jnp.full(2, i), d) for i, d in enumerate(jax.devices()[:2])]
     everywhere = jax.sharding.NamedSharding(mesh(2), jax.P())
@@ -71,6 +80,8 @@ REFUSED = {
     "carry the state over to another number of workers": misuse.spread_twice,
     "but these gradients and settings need": misuse.state_of_another_tree,
     "need per-worker float32": another_accumulator,
+    "the state was made for other settings": state_of_another_system,
+    "the state was made for another transformation": state_of_another_kind,
     "differs between workers": misuse.differing_output,
     "no exchange of jaxsparse ran": lambda: update(optax.sgd(0.1)),
     "has an exchange of jaxsparse, or another per_worker": exchange_in_per_worker,

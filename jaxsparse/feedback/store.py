@@ -4,11 +4,13 @@ Only this file handles them. `exchange` sees one worker's buckets, in float32 pi
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import keystr
 from jaxtyping import Array, BFloat16, DTypeLike, Float, Int, UInt32
 
 from jaxsparse import hashing, layout as layouts
@@ -22,6 +24,21 @@ from jaxsparse.training.meshes import Placement
 _SIGN = 0x80000000
 _DROPPED = 0x0000FFFF  # the bits of a float32 that a bfloat16 does not have
 _LARGEST = 0x7F7F0000  # the bits of the largest finite bfloat16
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The systems that a state was made for. A state carries it; it holds no arrays.
+
+    Many systems have states of equal structure, but a residual of one is no residual of another:
+    its parts wait for another exchange, at another scale or in another basis.
+
+    Attributes:
+        systems: the name of each bucket's system.
+    """
+
+    systems: tuple[str, ...]
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -47,6 +64,7 @@ class ErrorFeedbackState(NamedTuple):
     pending: dict[str, PerWorker]
     roundings: Any = ()  # uint32: number of roundings of residuals to bfloat16; () for float32
     placement: Placement | tuple[()] = ()  # where leaves are; () without inner axes
+    origin: Origin = Origin(())
 
 
 def states_in(tree: Any) -> list[ErrorFeedbackState]:
@@ -83,6 +101,7 @@ class Store(NamedTuple):
                 skipped=jnp.int32(0),
                 info=Info(jnp.int32(0), jnp.int32(0)),
                 roundings=jnp.uint32(0) if self.is_narrow else (),
+                origin=Origin(tuple(r.system for r in plan.reducers)),
             )
         )
 
@@ -115,6 +134,7 @@ class Store(NamedTuple):
                 workers' arrays.
         """
         layout = plan.layout
+        _check_origin(state, plan)
         _check(state, self._described(plan))
 
         def leaves(stored: Mapping[str, Any]) -> dict[int, Array]:
@@ -170,6 +190,7 @@ class Store(NamedTuple):
                 info=info,
                 roundings=rounds,
                 placement=before.placement,
+                origin=before.origin,
             )
         )
 
@@ -291,6 +312,40 @@ def rounded(x: Float[Array, " d"], key: UInt32[Array, ""]) -> BFloat16[Array, " 
 def key_of(round_: UInt32[Array, ""], number: int, axes: Sequence[str]) -> UInt32[Array, ""]:
     """A key for the `number`-th buffer of a round, different for each worker along `axes`."""
     return hashing.combine(round_, number, *(wire.axis_index(axis) for axis in axes))
+
+
+def check_type(state: Any) -> None:
+    """Raises ValueError if it is no state of `error_feedback`."""
+    if not isinstance(state, ErrorFeedbackState):
+        raise ValueError(
+            f"the state was made for another transformation: it is a {type(state).__name__}, and "
+            "no ErrorFeedbackState. Pass the state that init(params) of this transformation made"
+        )
+
+
+def _check_origin(state: ErrorFeedbackState, plan: Plan) -> None:
+    """Raises ValueError if the state was made for other reducers."""
+    fix = "pass the state that init(params) made for the same transformation and settings"
+    here = tuple(r.system for r in plan.reducers)
+    if state.origin.systems != here:
+        there, here_ = (", ".join(names) or "no buckets" for names in (state.origin.systems, here))
+        raise ValueError(
+            f"the state was made for other settings: its buckets are exchanged by {there}, and "
+            f"those of this transformation by {here_}: {fix}"
+        )
+    for i, (own, r, size) in enumerate(zip(state.reducers, plan.reducers, plan.sizes)):
+        there, wanted = _kinds(own), _kinds(jax.eval_shape(functools.partial(r.init, size)))
+        if there != wanted:
+            raise ValueError(
+                f"the state was made for other settings: {here[i]}'s own state of bucket {i} is "
+                f"{there}, and {r} needs {wanted}: {fix}"
+            )
+
+
+def _kinds(state: Any) -> str:
+    """Shapes and dtypes of a reducer's state as one worker sees it, in words."""
+    found = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_marked)[0]
+    return ", ".join(f"{keystr(path)} {_seen(x)}".strip() for path, x in found) or "nothing"
 
 
 def _check(state: ErrorFeedbackState, described: Mapping[str, Mapping[str, _Leaf]]) -> None:

@@ -23,7 +23,7 @@ from jaxsparse.feedback.options import (
 )
 from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
 from jaxsparse.feedback.sharded import Update, checked, on_devices, shards, spread
-from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator
+from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator, check_type
 from jaxsparse.layout import IsDense, named_leaves, small_or_vector
 from jaxsparse.reducers.base import Budget, Leaf, Reducer
 from jaxsparse.training import meshes
@@ -180,6 +180,7 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
         updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ErrorFeedbackState]:
         del params, extra_args
+        check_type(state)
         plan = plan_of(updates, state.placement or None)
 
         def on_device(

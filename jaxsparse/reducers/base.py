@@ -131,6 +131,11 @@ class Reducer(Budget):
         """Nothing to check here."""
 
     @property
+    def system(self) -> str:
+        """The name of what it computes. States of other systems are refused."""
+        return type(self).__name__
+
+    @property
     def conservation(self) -> Conservation:
         """How well it keeps the contract at the top of this file. Tests check it."""
         return "exact"

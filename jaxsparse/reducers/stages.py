@@ -111,6 +111,11 @@ class Staged(Reducer):
     stages: Stages[Reducer]
 
     @property
+    def system(self) -> str:
+        """The names of all stages' systems."""
+        return " and ".join(dict.fromkeys(reducer.system for reducer in self.stages.values))
+
+    @property
     def conservation(self) -> Conservation:
         """The weakest promise of any stage."""
         return max((r.conservation for r in self.stages.values), key=_CONSERVATION.index)

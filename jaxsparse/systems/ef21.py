@@ -125,6 +125,11 @@ def ef21_sgdm(
     def update(
         updates: Any, state: EF21State, params: Any = None, **extra_args: Any
     ) -> tuple[Any, EF21State]:
+        if not isinstance(state, EF21State):
+            raise ValueError(
+                f"the state was made for another transformation: it is a {type(state).__name__}, "
+                "and no EF21State. Pass the state that init(params) of ef21_sgdm made"
+            )
         wire.Axes(axis_name).check(updates)
         before = PerWorker.unwrap(state.momentum)
         _check_tree(before, updates)
