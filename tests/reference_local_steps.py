@@ -65,8 +65,9 @@ def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, 
 
     def mix(p):
         if p is not None and arrived[p]:
-            kept = mixing * own[:, fragments[p]] if mixing else 0.0  # 0 where not finite, too
-            own[:, fragments[p]] = kept + (1 - mixing) * theta[fragments[p]]
+            part = fragments[p]
+            to = theta[part]
+            own[:, part] = own[:, part] + (1 - mixing) * (to - own[:, part]) if mixing else to
 
     for t, move in enumerate(moves):
         begins = due(t, every, len(fragments)) if overlap else None

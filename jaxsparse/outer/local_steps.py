@@ -242,16 +242,16 @@ class LocalSteps:
             if (p := self.due(begun)) is not None:
                 state = self.mixed[p](state)
         done = None if overlap else self.due(steps)
-        for _ in range(2):
-            left, outcome = jax.device_get((self._left(state), state.outcome))
-            for p, exchange in enumerate(self.outer):
-                # Workers that mix are elsewhere right after an exchange, too.
-                if left[p] and (p != done or outcome[p] == 1):
+        for p, exchange in enumerate(self.outer):
+            # Workers that mix are elsewhere right after an exchange, too.
+            is_due = p != done
+            for _ in range(2):
+                left, outcome = jax.device_get((self._left(state), state.outcome))
+                if left[p] and (is_due or outcome[p] == 1):
                     with _explained():
                         state = exchange(state)
-            if self.streaming.mixing:
-                state = self._settled(state)
-        return state
+                is_due = False
+        return self._settled(state) if self.streaming.mixing else state
 
     def due(self, steps: int) -> int | None:
         """The fragment that is exchanged after `steps` steps (0 without streaming), or None."""
