@@ -1,7 +1,9 @@
 """Local steps and outer optimizers against NumPy, equalities, broken workers, and bytes."""
 
 import functools
+from typing import Any
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -774,6 +776,10 @@ def test_wrong_states():
         LocalSteps(walk, outer.diloco(), 2).init((jnp.zeros(2), PerWorker(jnp.zeros((1, 2)))))
     with pytest.raises(ValueError, match="average picks parameters"):
         LocalSteps(walk, outer.diloco(), 2, average=lambda s: s[0]).init((jnp.zeros(2), 0))
+    model = eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))
+    for leaf in (model, {"name": "w"}):
+        with pytest.raises(ValueError, match=r"leaf\[0\].* of the state is .*, which is no array"):
+            LocalSteps(walk, outer.diloco(), 2).init((leaf, 0))
     for state in ([jnp.zeros(2)], {"w": jnp.zeros(2)}):
         with pytest.raises(ValueError, match="params=None finds no parameters"):
             LocalSteps(walk, outer.diloco(), 2).init(state)
@@ -880,6 +886,111 @@ def test_linen_and_nnx_states_train_alike():
         assert loss.shape == (3,)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
     assert np.all(found[0][1] < 1)
+
+
+def linen_with_statistics():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x)))
+
+    class State(TrainState):
+        batch_stats: Any
+
+    model = Model()
+    start = model.init(jax.random.key(0), FEATURES)
+    state = State.create(apply_fn=model.apply, tx=optax.adam(0.1), **start)
+
+    def step(state, x):
+        def loss(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            y, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+            return jnp.mean(jnp.square(y - 1)), new
+
+        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads).replace(**new), value
+
+    return state, step, {"average": lambda state: state.batch_stats}
+
+
+def nnx_with_statistics():
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(
+        nnx.Linear(8, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+    )
+    graphdef, state = nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))
+
+    def step(state, x):
+        model, optimizer = nnx.merge(graphdef, state)
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(jnp.square(m(x) - 1)))(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), loss
+
+    pick = lambda kind: lambda state: nnx.filter_state(state, kind)
+    return state, step, {"params": pick(nnx.Param), "average": pick(nnx.BatchStat)}
+
+
+def adapting(loss_of, params, trained=lambda params: params):
+    """A step that trains a part of the parameters, and leaves the others frozen."""
+    tx = optax.adam(0.1)
+
+    def step(state, x):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss_of)(trained(params), params, x)
+        updates, opt_state = tx.update(grads, opt_state)
+        new = optax.apply_updates(trained(params), updates)
+        return (params | new if isinstance(params, dict) else new, opt_state), value
+
+    return (params, tx.init(trained(params))), step, {"params": lambda state: trained(state[0])}
+
+
+def equinox_arrays():
+    model = eqx.nn.MLP(8, 4, 4, 1, key=jax.random.key(0))
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    run = lambda p, x: jax.vmap(eqx.combine(p, static))(x)
+    return adapting(lambda p, _, x: jnp.mean(jnp.square(run(p, x) - 1)), arrays)
+
+
+def low_rank_adapters():
+    frozen = jax.random.normal(jax.random.key(0), (8, 4), jnp.bfloat16)
+    params = {"frozen": frozen, "down": jnp.ones((8, 2)), "up": jnp.zeros((2, 4))}
+    run = lambda p, whole, x: x @ (whole["frozen"].astype(jnp.float32) + p["down"] @ p["up"])
+    loss_of = lambda p, whole, x: jnp.mean(jnp.square(run(p, whole, x) - 1))
+    return adapting(loss_of, params, lambda params: {n: params[n] for n in ("down", "up")})
+
+
+KINDS = [linen_with_statistics, nnx_with_statistics, equinox_arrays, low_rank_adapters]
+
+
+@pytest.mark.parametrize("kind", some(KINDS, [low_rank_adapters]))
+def test_a_run_of_any_framework_breaks_ends_is_restored_and_resharded(kind):
+    start, step, picks = kind()
+    make = lambda workers: LocalSteps(step, outer.diloco(0.3), workers, every=4, **picks)
+    with jax.numpy_dtype_promotion("standard"):
+        train = make(3)
+        state, broken = train.init(start), FEATURES.copy()
+        broken[5] = np.nan  # a row of worker 1
+        for t in range(6):
+            state, loss = train(state, broken if t == 4 else FEATURES, t)
+            first = loss if t == 0 else first
+        saved = jax.device_get(state)
+        state = jax.device_get(train.finish(state, 6))
+        train.init(start)  # as in a new process, with a restored state
+        again = train.finish(jaxsparse.shard(saved, 3), 6)
+        again = jax.device_get(again)
+        np.testing.assert_array_equal(flat(again.params), flat(state.params))
+        jax.tree.map(np.testing.assert_array_equal, again.outer, state.outer)
+        assert int(state.skipped) == 1
+        floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in floats)
+        assert np.any(flat(state.params) != flat(saved.params))
+        fewer = make(2)
+        state = reshard(state, 2)
+        for t in range(6, 17):
+            state, loss = fewer(state, FEATURES, t)
+        state = fewer.finish(state, 17)
+    assert np.isfinite(flat(state.params)).all()
+    assert np.mean(loss) < np.mean(first)
 
 
 @pytest.mark.parametrize("via", some(["vmap", "shard_map"], ["vmap"]))

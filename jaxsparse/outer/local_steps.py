@@ -113,8 +113,9 @@ class LocalSteps:
 
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
-            than floating-point arrays of the state, a fragment has no leaf, or the state holds an
-            exchange. From a call: see `jaxsparse.data_parallel`; `t` is not the next number; `step`
+            than floating-point arrays of the state, a fragment has no leaf, the state holds an
+            exchange or something that is no array, or the exchange of `outer` has a delay. From a
+            call: see `jaxsparse.data_parallel`; `t` is not the next number; `step`
             returns a state of another structure, shape or dtype; `outer` exchanges nothing; or
             `step` communicates over `axis_name`. The last one is a warning on a mesh with other
             axes, where XLA itself may communicate.
