@@ -601,6 +601,8 @@ def test_an_exchange_with_a_delay_is_refused(name, streaming):
     kernel = jnp.zeros((64, 32))
     with pytest.raises(ValueError, match="outer holds an exchange with delay=1"):
         train.init(({"kernel": kernel, "bias": jnp.zeros(2), "layer0": kernel},))
+    with pytest.raises(TypeError, match="no option 'delay'"):
+        outer.sparse_loco(delay=1)
 
 
 def test_statistics_are_averaged_by_choice():

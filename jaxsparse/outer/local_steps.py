@@ -84,6 +84,11 @@ class LocalSteps:
     **The end.** Steps after the last outer step are not in `state.params`. `finish` exchanges
     them, too.
 
+    **Few bits.** Global parameters are float32 or wider, so they keep what rounding to a worker's
+    dtype removes. But if `step` keeps a worker's own parameters in bfloat16, then it loses moves
+    below half a unit in the last place, with and without exchanges. Keep float32 in the state, and
+    cast in the loss.
+
     **Programs.** `inner` is a compiled function. `outer`, `streamed` and `mixed` are lists of one
     compiled function for each fragment p (0 without streaming). `outer[p]` takes a state and
     exchanges the fragment. `streamed[p]` takes a state and a batch, and makes a step beside the
