@@ -1027,6 +1027,7 @@ def test_a_worker_is_an_island_of_its_own_axes(via):
     train, state, losses = trained(where, held, x, via=via)
     np.testing.assert_allclose(losses, trained(2, params, rows)[2], rtol=1e-4)
     assert state.params["up"].sharding.spec == P("fsdp", "tp")
+    assert train.finish(state, 6) is state  # nothing is left to exchange
     moved = jaxsparse.wire_bytes(train.inner, state.worker, x, mesh=where)
     assert moved.across("hosts").received == 0
     assert moved.within("hosts").received > 0
