@@ -32,7 +32,7 @@ def due(steps, every, fragments=1):
 
 
 def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, mixing=0.0):
-    """The global parameters, and the workers' own, after each step.
+    """The global parameters, and the workers' own, after each step, and once more at the end.
 
     Args:
         start: the initial parameters, float64[d].
@@ -46,7 +46,8 @@ def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, 
         mixing: weight of a worker's own values.
 
     An exchange that finds a worker's values not finite counts for nothing, and that worker goes
-    back to the global ones.
+    back to the global ones. At the end, exchanges arrive, and fragments that have moved since their
+    last one are exchanged, twice if the first time does not count.
     """
     exchange = exchange or (lambda _, displacements: displacements.mean(0))
     fragments = [np.arange(len(start))] if fragments is None else fragments
@@ -62,6 +63,12 @@ def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, 
             return theta[part], broken
         return outer(p, theta[part], exchange(p, theta[part] - own[:, part])), broken
 
+    def mix(p):
+        if p is not None and arrived[p]:
+            part = fragments[p]
+            to = theta[part]
+            own[:, part] = own[:, part] + (1 - mixing) * (to - own[:, part]) if mixing else to
+
     for t, move in enumerate(moves):
         begins = due(t, every, len(fragments)) if overlap else None
         after = own - move
@@ -73,11 +80,18 @@ def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, 
         if not overlap and (p := due(t + 1, every, len(fragments))) is not None:
             theta[fragments[p]], broken = try_to_exchange(p)
             own[broken] = theta
-        ends = due(t + 1 - overlap, every, len(fragments)) if t + 1 > overlap else None
-        if ends is not None and arrived[ends]:
-            part = fragments[ends]
-            kept = mixing * own[:, part] if mixing else 0.0  # 0 where own is not finite, too
-            own[:, part] = kept + (1 - mixing) * theta[part]
+        mix(due(t + 1 - overlap, every, len(fragments)) if t + 1 > overlap else None)
         globals_.append(theta.copy())
         locals_.append(own.copy())
-    return np.stack(globals_), np.stack(locals_)
+    steps = len(moves)
+    for begun in range(max(steps - overlap, 0) + 1, steps):
+        mix(due(begun, every, len(fragments)))
+    done = None if overlap else due(steps, every, len(fragments))
+    for p, part in enumerate(fragments):
+        for _ in range(2):
+            if (own[:, part] != theta[part]).any() and (p != done or not arrived[p]):
+                theta[part], broken = try_to_exchange(p)
+                own[broken] = theta
+            if arrived[p]:
+                own[:, part] = theta[part]
+    return np.stack([*globals_, theta]), np.stack([*locals_, own])

@@ -1,7 +1,9 @@
 """Local steps and outer optimizers against NumPy, equalities, broken workers, and bytes."""
 
 import functools
+from typing import Any
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -53,17 +55,27 @@ def at(tree, t):
     return jax.tree.map(lambda x: jnp.asarray(x[t]), tree)
 
 
-def run(train, tree, start=None):
-    """The global parameters, and each worker's, after each step; and the last state."""
+def run(train, tree, start=None, finish=True):
+    """Global parameters and each worker's, after each step and `finish`; and the last state."""
     start = (START, jnp.int32(0)) if start is None else start
     state, globals_, locals_ = train.init(jax.tree.map(jnp.asarray, start)), [], []
-    for t in range(len(jax.tree.leaves(tree)[0])):
-        state, out = train(state, at(tree, t), t)
+    steps = len(jax.tree.leaves(tree)[0])
+    for t in range(steps + finish):
+        if t < steps:
+            state, out = train(state, at(tree, t), t)
+            workers = len(own_of(state))
+            assert all(x.shape == (workers,) for x in jax.tree.leaves(out))
+        else:
+            state = train.finish(state, t)
         globals_.append(flat(state.params))
-        own = [np.asarray(x.value) for x in jax.tree.leaves(state.worker[0], is_leaf=is_marked)]
-        locals_.append(np.concatenate([x.reshape(len(x), -1) for x in own], axis=1))
-        assert all(x.shape == (len(own[0]),) for x in jax.tree.leaves(out))
+        locals_.append(own_of(state))
     return np.stack(globals_), np.stack(locals_), state
+
+
+def own_of(state):
+    """The parameters of each worker, [worker, d]."""
+    own = [np.asarray(x.value) for x in jax.tree.leaves(state.worker[0], is_leaf=is_marked)]
+    return np.concatenate([x.reshape(len(x), -1) for x in own], axis=1)
 
 
 def is_marked(node):
@@ -282,7 +294,7 @@ STREAMS = [
 
 @pytest.mark.parametrize(
     "case",
-    some(STREAMS, [("strided", 1, 0.5, "mesh"), ("sequential", 0, 0.0, "simulated")]),
+    some(STREAMS, [("strided", 3, 0.25, "mesh"), ("sequential", 0, 0.0, "simulated")]),
     ids=str,
 )
 def test_streaming_is_that_of_numpy(case):
@@ -509,12 +521,88 @@ def test_the_end_of_a_run_is_exchanged():
     tree = moves(5, 2)
     for streaming in (None, outer.Streaming(3)):
         train = LocalSteps(walk, outer.diloco(1.0, 0.0), 2, every=3, streaming=streaming)
-        _, own, state = run(train, tree)
+        _, own, state = run(train, tree, finish=False)
         assert not np.allclose(flat(state.params), own[-1].mean(0), atol=0.1)
         done = train.finish(state, 5)
         np.testing.assert_allclose(flat(done.params), own[-1].mean(0), rtol=1e-5, atol=1e-5)
-        if streaming is None:
-            np.testing.assert_array_equal(flat(train.finish(done, 6).params), flat(done.params))
+
+
+ENDS = {
+    "whole": (None, [5, 6]),
+    "beside": (outer.Streaming(2, 2, 0.25), [7, 8]),  # 7: an exchange is on its way
+    "mixed": (outer.Streaming(2, 0, 0.5), [8]),  # workers mix, so they are elsewhere after it
+}
+
+
+@pytest.mark.parametrize("name", some(ENDS, ["beside"]))
+def test_a_run_that_has_ended_stays_as_it_is(name):
+    """Outer momentum would move parameters again if nothing were left to exchange."""
+    streaming, ends = ENDS[name]
+    train = LocalSteps(walk, outer.diloco(), 2, every=4, streaming=streaming)
+    for steps in ends:
+        _, _, state = run(train, moves(steps, 2))
+        first = jax.device_get(state)
+        assert np.all(own_of(first) == flat(first.params))
+        state = train.finish(state, steps)
+        train.init((START, jnp.int32(0)))  # as in a new process, with a restored state
+        state = train.finish(state, steps)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), first)
+        state, _ = train(state, at(moves(1, 2), 0), steps)  # a run may go on from it
+        assert not np.allclose(own_of(state), flat(first.params), atol=0.1)
+
+
+def test_only_the_number_of_steps_done_ends_a_run():
+    step = lambda s, b: ((s[0] - 0.1 * (s[0] - b.mean(0)),), None)
+    train = LocalSteps(step, outer.diloco(), 2, every=4)
+    state = train.init((jnp.ones(3),))
+    batch = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    for t in range(8):
+        state, _ = train(state, batch, t)
+    before = jax.device_get(state)
+    for steps in (0, 7, 9):
+        with pytest.raises(ValueError, match=f"steps={steps}, but 8 steps are done: pass steps=8"):
+            train.finish(state, steps)
+    jax.tree.map(np.testing.assert_array_equal, train.finish(state, 8), before)
+    with pytest.raises(ValueError, match="steps=-1, but 0 steps are done"):
+        LocalSteps(step, outer.diloco(), 2).finish(state, -1)
+    for number in (jnp.int32(8), 8.0, True):
+        with pytest.raises(ValueError, match=r"steps=.* must be a Python int.*: pass int\(steps\)"):
+            train.finish(state, number)
+        with pytest.raises(ValueError, match=r"t=.* must be a Python int.*: pass int\(t\)"):
+            train(state, batch, number)
+
+
+def test_a_broken_worker_does_not_hold_up_the_end():
+    """The moves of the others are in the result. Without `finish`, the next outer step has them."""
+    tree = moves(5, 3)
+    tree["embedding"][4, 1, 0, 0] = np.nan
+    _, _, state = run(LocalSteps(walk, outer.diloco(1.0, 0.0), 3, every=4), tree)
+    steps = as_vectors(tree)
+    expected = flat(START) - steps[:4].sum(0).mean(0) - steps[4, [0, 2]].sum(0) / 3
+    np.testing.assert_allclose(flat(state.params), expected, rtol=1e-4, atol=1e-5)
+    assert int(state.skipped) == 1
+
+
+DELAYED = {
+    "dense": outer.diloco(1.0, 0.0, exchange=jaxsparse.dense(delay=1)),
+    "sparse": optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.chain(optax.chain(jaxsparse.top_k(0.5, delay=1)), optax.sgd(1.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("streaming", [None, outer.Streaming(2)], ids=["whole", "streaming"])
+@pytest.mark.parametrize("name", DELAYED)
+def test_an_exchange_with_a_delay_is_refused(name, streaming):
+    train = LocalSteps(
+        lambda s, b: ((s[0] + 1.0,), None), DELAYED[name], 2, every=4, streaming=streaming
+    )
+    kernel = jnp.zeros((64, 32))
+    with pytest.raises(ValueError, match="outer holds an exchange with delay=1"):
+        train.init(({"kernel": kernel, "bias": jnp.zeros(2), "layer0": kernel},))
+    with pytest.raises(TypeError, match="no option 'delay'"):
+        outer.sparse_loco(delay=1)
 
 
 def test_statistics_are_averaged_by_choice():
@@ -580,6 +668,32 @@ def test_parameters_of_few_bits_lose_nothing_globally():
     assert state.worker[0].value.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("streaming", [None, outer.Streaming(1, 1)], ids=["whole", "mixed"])
+@pytest.mark.parametrize(("dtype", "start"), [("float16", 6.4e4), ("bfloat16", 3.3e38)])
+def test_global_values_beyond_the_range_of_workers_are_clipped(dtype, start, streaming):
+    """A worker that rounds them to infinity would be broken in each outer step for ever."""
+    step = lambda s, b: ((jnp.full_like(s[0], b[0, 0].astype(dtype)),), ())
+    train = LocalSteps(step, outer.diloco(1.1, 0.0), 2, every=2, streaming=streaming)
+    state, largest = train.init((jnp.full(2, start, dtype),)), float(jnp.finfo(dtype).max)
+    for t in range(8):
+        broken = jnp.nan if t == 3 else largest
+        state, _ = train(state, jnp.float32([[largest], [broken]]), t)
+    assert int(state.skipped) == 1
+    params = np.asarray(state.params)
+    assert np.all(np.isfinite(params) & (params > largest))
+    assert not jnp.isfinite(state.params.astype(dtype)).any()
+    np.testing.assert_array_equal(state.worker[0].value, jnp.full((2, 2), largest, dtype))
+
+
+def test_statistics_near_the_largest_number_have_a_mean():
+    step = lambda s, b: ({"w": s["w"] - b[0], "seen": s["seen"]}, ())
+    pick = {"params": lambda s: s["w"], "average": lambda s: s["seen"]}
+    train = LocalSteps(step, outer.diloco(), 3, **pick)
+    state = train.init({"w": jnp.zeros(1), "seen": jnp.float32([3e38])})
+    state, _ = train(state, jnp.ones((3, 1)), 0)
+    np.testing.assert_allclose(state.worker["seen"].value, [[3e38]] * 3, rtol=1e-6)
+
+
 def test_what_inner_and_outer_steps_send():
     """An inner step sends nothing.
 
@@ -638,7 +752,7 @@ def test_wrong_calls():
     train = make(fine)
     state, _ = train(train.init((w,)), jnp.ones((2, 1)), 0)
     for t in (0, 2, -1):
-        with pytest.raises(ValueError, match=f"t={t}, but this is step 1: count the steps"):
+        with pytest.raises(ValueError, match=f"t={t}, but 1 steps are done: pass t=1"):
             train(state, jnp.ones((2, 1)), t)
     for body, match in (
         (lambda s, b: (s[0] - b.mean(), s[0]), r"leaf\[0\] was float32\[2\] and becomes nothing"),
@@ -664,6 +778,10 @@ def test_wrong_states():
         LocalSteps(walk, outer.diloco(), 2).init((jnp.zeros(2), PerWorker(jnp.zeros((1, 2)))))
     with pytest.raises(ValueError, match="average picks parameters"):
         LocalSteps(walk, outer.diloco(), 2, average=lambda s: s[0]).init((jnp.zeros(2), 0))
+    model = eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))
+    for leaf in (model, {"name": "w"}):
+        with pytest.raises(ValueError, match=r"leaf\[0\].* of the state is .*, which is no array"):
+            LocalSteps(walk, outer.diloco(), 2).init((leaf, 0))
     for state in ([jnp.zeros(2)], {"w": jnp.zeros(2)}):
         with pytest.raises(ValueError, match="params=None finds no parameters"):
             LocalSteps(walk, outer.diloco(), 2).init(state)
@@ -711,7 +829,7 @@ def test_nothing_in_a_step_waits_for_the_exchange_beside_it():
 def test_another_number_of_workers_goes_on_from_the_mean(streaming):
     """Global parameters and outer momentum stay. The moves of workers since then are averaged."""
     make = lambda w: LocalSteps(walk, outer.diloco(), w, every=4, streaming=streaming)
-    _, own, state = run(make(4), moves(6, 4))
+    _, own, state = run(make(4), moves(6, 4), finish=False)
     carried = reshard(jax.device_get(state), 6)
     assert carried.worker[1].value.shape == (6,)
     kept = lambda s: (s.params, s.outer, s.outcome)
@@ -772,6 +890,111 @@ def test_linen_and_nnx_states_train_alike():
     assert np.all(found[0][1] < 1)
 
 
+def linen_with_statistics():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4)(nn.BatchNorm(use_running_average=False)(nn.Dense(4)(x)))
+
+    class State(TrainState):
+        batch_stats: Any
+
+    model = Model()
+    start = model.init(jax.random.key(0), FEATURES)
+    state = State.create(apply_fn=model.apply, tx=optax.adam(0.1), **start)
+
+    def step(state, x):
+        def loss(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            y, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+            return jnp.mean(jnp.square(y - 1)), new
+
+        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads).replace(**new), value
+
+    return state, step, {"average": lambda state: state.batch_stats}
+
+
+def nnx_with_statistics():
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(
+        nnx.Linear(8, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+    )
+    graphdef, state = nnx.split((model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)))
+
+    def step(state, x):
+        model, optimizer = nnx.merge(graphdef, state)
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(jnp.square(m(x) - 1)))(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), loss
+
+    pick = lambda kind: lambda state: nnx.filter_state(state, kind)
+    return state, step, {"params": pick(nnx.Param), "average": pick(nnx.BatchStat)}
+
+
+def adapting(loss_of, params, trained=lambda params: params):
+    """A step that trains a part of the parameters, and leaves the others frozen."""
+    tx = optax.adam(0.1)
+
+    def step(state, x):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss_of)(trained(params), params, x)
+        updates, opt_state = tx.update(grads, opt_state)
+        new = optax.apply_updates(trained(params), updates)
+        return (params | new if isinstance(params, dict) else new, opt_state), value
+
+    return (params, tx.init(trained(params))), step, {"params": lambda state: trained(state[0])}
+
+
+def equinox_arrays():
+    model = eqx.nn.MLP(8, 4, 4, 1, key=jax.random.key(0))
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    run = lambda p, x: jax.vmap(eqx.combine(p, static))(x)
+    return adapting(lambda p, _, x: jnp.mean(jnp.square(run(p, x) - 1)), arrays)
+
+
+def low_rank_adapters():
+    frozen = jax.random.normal(jax.random.key(0), (8, 4), jnp.bfloat16)
+    params = {"frozen": frozen, "down": jnp.ones((8, 2)), "up": jnp.zeros((2, 4))}
+    run = lambda p, whole, x: x @ (whole["frozen"].astype(jnp.float32) + p["down"] @ p["up"])
+    loss_of = lambda p, whole, x: jnp.mean(jnp.square(run(p, whole, x) - 1))
+    return adapting(loss_of, params, lambda params: {n: params[n] for n in ("down", "up")})
+
+
+KINDS = [linen_with_statistics, nnx_with_statistics, equinox_arrays, low_rank_adapters]
+
+
+@pytest.mark.parametrize("kind", some(KINDS, [low_rank_adapters]))
+def test_a_run_of_any_framework_breaks_ends_is_restored_and_resharded(kind):
+    start, step, picks = kind()
+    make = lambda workers: LocalSteps(step, outer.diloco(0.3), workers, every=4, **picks)
+    with jax.numpy_dtype_promotion("standard"):
+        train = make(3)
+        state, broken = train.init(start), FEATURES.copy()
+        broken[5] = np.nan  # a row of worker 1
+        for t in range(6):
+            state, loss = train(state, broken if t == 4 else FEATURES, t)
+            first = loss if t == 0 else first
+        saved = jax.device_get(state)
+        state = jax.device_get(train.finish(state, 6))
+        train.init(start)  # as in a new process, with a restored state
+        again = train.finish(jaxsparse.shard(saved, 3), 6)
+        again = jax.device_get(again)
+        np.testing.assert_array_equal(flat(again.params), flat(state.params))
+        jax.tree.map(np.testing.assert_array_equal, again.outer, state.outer)
+        assert int(state.skipped) == 1
+        floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in floats)
+        assert np.any(flat(state.params) != flat(saved.params))
+        fewer = make(2)
+        state = reshard(state, 2)
+        for t in range(6, 17):
+            state, loss = fewer(state, FEATURES, t)
+        state = fewer.finish(state, 17)
+    assert np.isfinite(flat(state.params)).all()
+    assert np.mean(loss) < np.mean(first)
+
+
 @pytest.mark.parametrize("via", some(["vmap", "shard_map"], ["vmap"]))
 def test_a_worker_is_an_island_of_its_own_axes(via):
     """With FSDP and tensor parallelism inside, numbers are those of simulated workers."""
@@ -804,6 +1027,7 @@ def test_a_worker_is_an_island_of_its_own_axes(via):
     train, state, losses = trained(where, held, x, via=via)
     np.testing.assert_allclose(losses, trained(2, params, rows)[2], rtol=1e-4)
     assert state.params["up"].sharding.spec == P("fsdp", "tp")
+    assert train.finish(state, 6) is state  # nothing is left to exchange
     moved = jaxsparse.wire_bytes(train.inner, state.worker, x, mesh=where)
     assert moved.across("hosts").received == 0
     assert moved.within("hosts").received > 0

@@ -167,7 +167,7 @@ def train(
             began = time.perf_counter()
             run.step(batch, t)
             if t + 1 == steps:
-                run.finish()
+                run.finish(steps)
             seconds += time.perf_counter() - began
             if (t + 1) % args.eval_every == 0 or t + 1 == steps:
                 points.append((t + 1, seconds, run.held_out(test)))
@@ -260,7 +260,7 @@ class Training:
             self.share = (turns / fragments + is_left) / steps
             self._start = lambda params: local.init((params, inner.init(params)))
             self._run = lambda state, batch, t: local(state, batch, t)[0]
-            self.finish = lambda: self._wait(local.finish(self.state, steps))
+            self.finish = lambda done: self._wait(local.finish(self.state, done))
         else:
             exchange = method.tx()
             if method.exchange == "gradients":
@@ -276,7 +276,7 @@ class Training:
             run = jaxsparse.data_parallel(lambda s, x: one(s, x)[0], workers, donate_argnums=0)
             self._start = lambda params: jaxsparse.shard((params, tx.init(params)), workers)
             self._run = lambda state, batch, _: run(state, batch)
-            self.finish = lambda: None
+            self.finish = lambda done: None
         self.moved = jaxsparse.traffic.traced_bytes(exchange, params, args.workers)
 
     def start(self, seed: int) -> None:
@@ -286,9 +286,10 @@ class Training:
 
     def compile(self, batch: Any, seed: int) -> None:
         """Takes some steps and forgets them, so that later steps do not wait for the compiler."""
-        for t in range(self._method.every + 2):  # so that the first fragment has its turn, too
+        steps = self._method.every + 2  # so that the first fragment has its turn, too
+        for t in range(steps):
             self.step(batch, t)
-        self.finish()
+        self.finish(steps)
         self.start(seed)
         self.is_compiled = True
 

@@ -16,8 +16,12 @@ overlap on GPUs, which run one program after the other.) So an exchange ends wit
 a longer `overlap` only delays the use of its result.
 """
 
+import contextlib
 import functools
+import numbers
+import operator
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -80,6 +84,11 @@ class LocalSteps:
     **The end.** Steps after the last outer step are not in `state.params`. `finish` exchanges
     them, too.
 
+    **Few bits.** Global parameters are float32 or wider, so they keep what rounding to a worker's
+    dtype removes. But if `step` keeps a worker's own parameters in bfloat16, then it loses moves
+    below half a unit in the last place, with and without exchanges. Keep float32 in the state, and
+    cast in the loss.
+
     **Programs.** `inner` is a compiled function. `outer`, `streamed` and `mixed` are lists of one
     compiled function for each fragment p (0 without streaming). `outer[p]` takes a state and
     exchanges the fragment. `streamed[p]` takes a state and a batch, and makes a step beside the
@@ -109,8 +118,9 @@ class LocalSteps:
 
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
-            than floating-point arrays of the state, a fragment has no leaf, or the state holds an
-            exchange. From a call: see `jaxsparse.data_parallel`; `t` is not the next number; `step`
+            than floating-point arrays of the state, a fragment has no leaf, the state holds an
+            exchange or something that is no array, or the exchange of `outer` has a delay. From a
+            call: see `jaxsparse.data_parallel`; `t` is not the next number; `step`
             returns a state of another structure, shape or dtype; `outer` exchanges nothing; or
             `step` communicates over `axis_name`. The last one is a warning on a mesh with other
             axes, where XLA itself may communicate.
@@ -172,6 +182,8 @@ class LocalSteps:
         self.outer = of_all(worker.exchange, alone)
         self.streamed = of_all(worker.step_beside, make)
         self.mixed = of_all(worker.mix, alone)
+        self._settled = alone(worker.settle)
+        self._left = alone(worker.left, donate_argnums=())
 
     def init(self, state: Any) -> LocalState:
         """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`."""
@@ -191,17 +203,12 @@ class LocalSteps:
             The next state, and the second result of `step` from all workers: each array has a
             leading axis of W. On several hosts, a mean over this axis communicates.
         """
-        t = static_int("t", t)
-        if t < 0 or (self._next is not None and t != self._next):
-            raise ValueError(
-                f"t={t}, but this is step {self._next or 0}: count the steps of the whole run, "
-                "over all epochs. With a restored state, go on with a new LocalSteps"
-            )
+        t = self._counted("t", t)
         if not self._is_checked:
             self._check(state, batch)
         overlap = self.streaming.overlap
         fragment = self.due(t) if overlap else None
-        try:
+        with _explained():
             if fragment is None:
                 worker, out = self.inner(state.worker, batch)
                 state = state._replace(worker=worker)
@@ -210,22 +217,47 @@ class LocalSteps:
             if (fragment := self.due(t + 1 - overlap)) is not None:
                 program = self.mixed if overlap else self.outer
                 state = program[fragment](state)
-        except WorkersError as error:
-            error.add_note(
-                "Does outer hold an exchange, such as jaxsparse.dense()? Without one, each worker "
-                "would apply its own displacement. Every parameter must go through it"
-            )
-            raise
         self._next = t + 1
         return state, jax.tree.map(lambda x: x.value, out, is_leaf=_is_per_worker)
 
     def finish(self, state: LocalState, steps: int) -> LocalState:
-        """Exchanges what workers did since the last outer steps, after `steps` steps in all."""
-        overlap, done = self.streaming.overlap, self.due(static_int("steps", steps))
+        """Ends a run: exchanges what workers did since the last outer steps.
+
+        First, exchanges that are still on their way arrive. Then an outer step follows for each
+        fragment in which a worker has moved since its last one, so that finishing again changes
+        nothing. If a worker is broken, a second one exchanges the moves of the others. In the end
+        all workers have the global parameters.
+
+        A run may go on after it, with t = `steps`, also from a saved state. It is then another run
+        than without it: outer momentum and schedules have felt outer steps between the regular
+        ones.
+
+        Args:
+            state: state of all workers. It is donated if anything is left to exchange.
+            steps: number of steps of the whole run so far, a Python int: t + 1 after the call for
+                step t. The first call of an object may give any number, to finish a restored state.
+
+        Raises:
+            ValueError: `steps` is not this number, or the state has other fragments.
+        """
+        steps = self._counted("steps", steps)
+        self._check_fragments(state)
+        self._next = steps
+        overlap = self.streaming.overlap
+        for begun in range(steps - overlap + 1, steps):
+            if (p := self.due(begun)) is not None:
+                state = self.mixed[p](state)
+        done = None if overlap else self.due(steps)
         for p, exchange in enumerate(self.outer):
-            if overlap or p != done:
-                state = exchange(state)
-        return state
+            # Workers that mix are elsewhere right after an exchange, too.
+            is_due = p != done
+            for _ in range(2):
+                left, outcome = jax.device_get((self._left(state), state.outcome))
+                if left[p] and (is_due or outcome[p] == 1):
+                    with _explained():
+                        state = exchange(state)
+                is_due = False
+        return self._settled(state) if self.streaming.mixing else state
 
     def due(self, steps: int) -> int | None:
         """The fragment that is exchanged after `steps` steps (0 without streaming), or None."""
@@ -239,14 +271,38 @@ class LocalSteps:
         place, count = (steps - began) % every, self.streaming.fragments
         return next((p for p in range(count) if p * every // count == place), None)
 
-    def _check(self, state: LocalState, batch: Any) -> None:
-        """Raises ValueError if the state has other fragments, or the step communicates."""
+    def _counted(self, name: str, steps: Any) -> int:
+        """The number of steps done, given as `name`.
+
+        Raises:
+            ValueError: it is no int, or another number.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, numbers.Integral):
+            raise ValueError(
+                f"{name}={steps!r} must be a Python int, because it says which program runs next: "
+                f"pass int({name}), and keep the call outside of jax.jit"
+            )
+        if steps < 0 or (self._next is not None and steps != self._next):
+            done = self._next or 0
+            raise ValueError(
+                f"{name}={steps}, but {done} steps are done: pass {name}={done}, the number of "
+                "steps of the whole run, over all epochs. With a restored state, go on with a new "
+                "LocalSteps"
+            )
+        return operator.index(steps)
+
+    def _check_fragments(self, state: LocalState) -> None:
+        """Raises ValueError if the state has other fragments."""
         fragments = self.streaming.fragments
         if len(state.outer) != fragments:
             raise ValueError(
                 f"the state was made for {len(state.outer)} fragments, but there are {fragments}: "
                 "go on with as many, or start from init with its global parameters"
             )
+
+    def _check(self, state: LocalState, batch: Any) -> None:
+        """Raises ValueError if the state has other fragments, or the step communicates."""
+        self._check_fragments(state)
         found, axis = self._crossing(state, batch), self._axis_name
         if found:
             text = (
@@ -280,6 +336,19 @@ class LocalSteps:
         except Exception:  # the types of replication are stricter than simulated workers are
             return []
         return list(map(str, moved.collectives))
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Adds to the error of an outer step that exchanges nothing."""
+    try:
+        yield
+    except WorkersError as error:
+        error.add_note(
+            "Does outer hold an exchange, such as jaxsparse.dense()? Without one, each worker "
+            "would apply its own displacement. Every parameter must go through it"
+        )
+        raise
 
 
 def _is_per_worker(node: Any) -> bool:

@@ -104,7 +104,7 @@ def slowmo(
     return _behind(exchange, axis_name, slow)
 
 
-@exchange_options(without=("momentum", "nesterov"), decay=0.95)
+@exchange_options(without=("momentum", "nesterov", "delay"), decay=0.95)
 def sparse_loco(
     learning_rate: optax.ScalarOrSchedule = 1.0,
     k: int = 64,

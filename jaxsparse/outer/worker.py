@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import states_in
+from jaxsparse.layout import narrow
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.training.marks import PerWorker, is_marked, map_marked
 
@@ -56,23 +57,43 @@ class Worker(NamedTuple):
 
         Raises:
             ValueError: `params` or `average` pick something else than floating-point arrays of the
-                state, or both the same, a fragment has no leaf, or the state holds an exchange.
+                state, or both the same, a fragment has no leaf, the state holds an exchange or
+                something that is no array, or the exchange of `outer` is delayed.
         """
-        if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
-            raise ValueError(
-                "the state holds arrays of single workers, as the state of a jaxsparse "
-                "transformation does: a step exchanges nothing here, so leave the exchange to outer"
-            )
+        for path, leaf in tree_flatten_with_path(state)[0]:
+            if is_marked(path):
+                raise ValueError(
+                    "the state holds arrays of single workers, as the state of a jaxsparse "
+                    "transformation does: a step exchanges nothing here, so leave the exchange to "
+                    "outer"
+                )
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
+                raise ValueError(
+                    f"leaf{keystr(path)} of the state is {leaf!r}, which is no array: keep it "
+                    "outside (arrays, static = equinox.partition(model, equinox.is_inexact_array), "
+                    "or nnx.split)"
+                )
         places, names = _picked("params", self.params, state)
         if set(places) & set(_picked("average", self.average, state)[0]):
             raise ValueError("average picks parameters, which outer exchanges: pick statistics")
         self.streaming.of(names)  # raises where a fragment is empty
         params = jax.tree.map(_wide, self.params(state))
         parts = range(self.streaming.fragments)
+        outer = tuple(self.outer.init(self._part(params, p)) for p in parts)
+        # Workers go on from the global parameters. With a delay these would lack the moves just
+        # exchanged, so that workers would lose them for H steps, and the last ones for ever.
+        # (If all leaves are compressed, the state does not show a delay: displacements then wait in
+        # the residual.)
+        if any(one.pending for one in states_in(outer)):
+            raise ValueError(
+                "outer holds an exchange with delay=1, but workers would go on without the "
+                "displacements that it holds back: leave delay out. To overlap exchanges with "
+                "steps, give LocalSteps streaming=jaxsparse.outer.Streaming(fragments, overlap=1)"
+            )
         return LocalState(
             worker=PerWorker.wrap(state),
             params=params,
-            outer=tuple(self.outer.init(self._part(params, p)) for p in parts),
+            outer=outer,
             outcome=jnp.zeros((len(parts),), jnp.int32),
             skipped=jnp.int32(0),
         )
@@ -90,7 +111,7 @@ class Worker(NamedTuple):
         worker = self._put_back(worker, state.params, broken)
         if fragment == 0:
             worker = self._averaged(worker, broken)
-        worker = self._mixed(worker, state, fragment)
+        worker = self._mixed(worker, state, fragment, self.streaming.mixing)
         return state._replace(worker=PerWorker.wrap(worker))
 
     def step_beside(self, state: LocalState, batch: Any, fragment: int) -> tuple[LocalState, Any]:
@@ -107,8 +128,27 @@ class Worker(NamedTuple):
     def mix(self, state: LocalState, fragment: int) -> LocalState:
         """Lets workers go on from an exchange that has arrived."""
         worker = PerWorker.unwrap(state.worker)
-        worker = self._mixed(worker, state, fragment)
+        worker = self._mixed(worker, state, fragment, self.streaming.mixing)
         return state._replace(worker=PerWorker.wrap(worker))
+
+    def settle(self, state: LocalState) -> LocalState:
+        """All fragments of all workers at the global parameters, where the last exchange counted.
+
+        If it did not, because a worker was broken, the others keep what they still have to send.
+        """
+        worker = PerWorker.unwrap(state.worker)
+        for fragment in range(self.streaming.fragments):
+            worker = self._mixed(worker, state, fragment, 0.0)
+        return state._replace(worker=PerWorker.wrap(worker))
+
+    def left(self, state: LocalState) -> Bool[Array, " fragments"]:
+        """Whether any worker is elsewhere than at the global parameters, for each fragment."""
+        whole = jax.tree.leaves(state.params)
+        own = jax.tree.leaves(self.params(PerWorker.unwrap(state.worker)))
+        away = [jnp.any(narrow(g, w.dtype) != w) for g, w in zip(whole, own)]
+        parts = [self._fragment(state.params, p) for p in range(self.streaming.fragments)]
+        found = jnp.stack([jnp.any(jnp.stack([away[i] for i in part])) for part in parts])
+        return wire.pmax(found.astype(jnp.float32), self.axis_name) > 0
 
     def _exchanged(
         self, state: LocalState, worker: Any, broken: Bool[Array, ""], fragment: int
@@ -117,7 +157,7 @@ class Worker(NamedTuple):
         params = self._part(state.params, fragment)
         own = self._part(self.params(worker), fragment)
         # In the worker's precision, because rounding the global parameters to it is not a move.
-        moved = jax.tree.map(lambda g, w: _wide(g.astype(w.dtype)) - _wide(w), params, own)
+        moved = jax.tree.map(lambda g, w: _wide(narrow(g, w.dtype)) - _wide(w), params, own)
         before = state.outer[fragment]
         updates, after = self.outer.update(moved, before, params)
         updated = optax.apply_updates(params, updates)
@@ -139,16 +179,17 @@ class Worker(NamedTuple):
             skipped=state.skipped + jnp.where(ok, 0, 1),
         )
 
-    def _mixed(self, worker: Any, state: LocalState, fragment: int) -> Any:
+    def _mixed(self, worker: Any, state: LocalState, fragment: int, weight: float | None) -> Any:
         """The worker after a fragment's last exchange: mixed with it, unchanged, or set back."""
-        places, weight = _picked("params", self.params, worker)[0], self.streaming.mixing
+        places = _picked("params", self.params, worker)[0]
         leaves, whole = jax.tree.leaves(worker), jax.tree.leaves(state.params)
         own, outcome = self._fragment(state.params, fragment), state.outcome[fragment]
 
         def mixed(w: Array, g: Array) -> Array:
-            wide = weight * _wide(w) + (1 - weight) * g if weight else g
-            back = jnp.where(outcome == 2, g.astype(w.dtype), w)
-            return jnp.where(outcome == 0, wide.astype(w.dtype), back)
+            # A worker that has the global values must keep them: weighted sums could round.
+            wide = _wide(w) + (1 - weight) * (g - _wide(w)) if weight else g
+            back = jnp.where(outcome == 2, narrow(g, w.dtype), w)
+            return jnp.where(outcome == 0, narrow(wide, w.dtype), back)
 
         values = [mixed(leaves[places[i]], whole[i]) for i in own]
         return _replaced(worker, [places[i] for i in own], values)
@@ -167,7 +208,7 @@ class Worker(NamedTuple):
 
         def leaf(i: int, x: Array) -> Array:
             if i in to:
-                return jnp.where(broken, to[i].astype(x.dtype), x)
+                return jnp.where(broken, narrow(to[i], x.dtype), x)
             if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x
             return jnp.where(broken & ~jnp.isfinite(x), jnp.zeros_like(x), x)
@@ -185,8 +226,10 @@ class Worker(NamedTuple):
         healthy = summed(jnp.float32(1))
 
         def mean(x: Array) -> Array:
-            found = summed(_wide(x)) / jnp.maximum(healthy, 1)
-            return jnp.where(healthy > 0, found.astype(x.dtype), x)
+            wide = _wide(x)
+            # Divided before, because the sum of large numbers could overflow.
+            found = summed(wide / jnp.maximum(healthy, 1).astype(wide.dtype))
+            return jnp.where(healthy > 0, narrow(found, x.dtype), x)
 
         return _replaced(worker, places, [mean(leaves[i]) for i in places])
 
