@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec
+from optax_transformations import call, gradients as trees, params_of, transformations
 from workers import mesh, some
 
 import jaxsparse
@@ -111,3 +113,124 @@ def test_an_axis_left_over_from_pmap_is_explained():
     with pytest.raises(NameError) as error:
         step(jnp.float32(0), jnp.ones(2))
     assert "the axis of the workers is 'data'" in error.value.__notes__[0]
+
+
+LISTED = transformations()
+OLD_NAMES = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key")
+FEW = ["muon", "frozen"]
+SEVERAL = ["MultiSteps", "add_noise", "galore", "lookahead", "mechanize", "sam", "sm3"]
+
+
+def beside_dense(name, **settings):
+    """The transformation in front of a dense exchange, and its step on one worker."""
+    tx = optax.chain(per_worker(LISTED[name](), **settings), jaxsparse.dense())
+
+    def step(grads, state):
+        return call(name, tx, jax.tree.map(lambda g: g[0], grads), state)
+
+    return tx, step
+
+
+@OLD_NAMES
+@pytest.mark.slow
+def test_all_of_optax_keeps_its_state_alike():
+    """The next step is the same program: no shape, dtype or key path changes."""
+    assert len(LISTED) > 100
+    grads = trees(1, W)[0]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for name in LISTED:
+            tx, step = beside_dense(name)
+            state = shard(tx.init(params_of(name)), W)
+            run = data_parallel(step, W, batch_argnums=0, check=False)
+            updates, after = jax.eval_shape(run, grads, state)
+            assert jax.tree.structure(after) == jax.tree.structure(state), name
+            kinds = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+            assert kinds(after) == kinds(state), name
+            assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params_of(name))
+
+
+@OLD_NAMES
+@pytest.mark.parametrize(
+    "name",
+    some(
+        sorted(LISTED),
+        ["factored", "muon", "sm3"],
+        [
+            *["add_noise", "flatten", "galore", "lookahead", "novograd", "scale_by_lbfgs"],
+            *["scale_by_zoom_linesearch", "selective_transform", "zero_nans"],
+        ],
+    ),
+)
+def test_a_mesh_cuts_what_has_the_shape_of_a_parameter(name):
+    where = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"a": PartitionSpec("fsdp"), "b": PartitionSpec()}
+    params = params_of(name)
+    if name == "lookahead":
+        specs = optax.LookaheadParams(specs, specs)
+    with jax.numpy_dtype_promotion("standard"):
+        alone = optax.with_extra_args_support(LISTED[name]()).init(params)
+        state = per_worker(LISTED[name](), mesh=where, specs=specs).init(params)
+    assert jax.tree.structure(state) == jax.tree.structure(PerWorker.wrap(alone))
+    for x, one in zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True):
+        assert (x.shape, x.dtype) == ((2, *one.shape), one.dtype)
+        assert x.sharding.spec[0] == "data"
+        # Lookahead's optimizer has no parameters but the fast ones, and leaves out this name.
+        is_cut = one.shape == (4, 6) and name != "lookahead"
+        assert ("fsdp" in x.sharding.spec) == is_cut, x.sharding
+
+
+@pytest.mark.parametrize("name", some([*FEW, *SEVERAL], FEW))
+def test_each_worker_runs_optax_as_it_is(name):
+    """The mean of Optax alone on each worker's gradients; a step with NaN changes nothing."""
+    grads = trees(3, W)
+    broken = jax.tree.map(np.copy, grads[1])
+    broken["b"][1, 0] = np.nan
+    with jax.numpy_dtype_promotion("standard"):
+        tx, step = beside_dense(name)
+        run = data_parallel(step, mesh(W), batch_argnums=0)
+        state, found = shard(tx.init(params_of(name)), mesh(W)), []
+        for g in (grads[0], broken, *grads[1:]):
+            updates, state = run(g, state)
+            found.append(updates)
+        alone = optax.with_extra_args_support(LISTED[name]())
+        step_alone = jax.jit(jax.vmap(lambda g, s: call(name, alone, g, s)))
+        own = jax.tree.map(lambda x: jnp.stack([x] * W), alone.init(params_of(name)))
+        expected = []
+        for g in grads:
+            updates, own = step_alone(g, own)
+            expected.append(jax.tree.map(lambda x: np.mean(x, axis=0), updates))
+        carried = reshard(jax.device_get(state), 5)
+    skipped = found.pop(1)
+    assert not any(np.any(x) for x in jax.tree.leaves(skipped))
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
+    jax.tree.map(close, found, expected)
+    bits = lambda x: (
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    ).astype(jnp.float32)
+    for x, y in zip(jax.tree.leaves(state[0]), jax.tree.leaves(own), strict=True):
+        close(bits(x), bits(y))
+    assert {x.shape[0] for x in jax.tree.leaves(carried[0])} <= {5}
+
+
+def test_what_is_no_transformation_is_named():
+    with pytest.raises(ValueError, match=r"tx=<function scale_by_adam .* is no Optax transform"):
+        per_worker(optax.scale_by_adam)
+
+
+def test_a_state_that_changes_its_arrays_is_refused_by_name():
+    tx = per_worker(optax.monitor({"norm": lambda updates, **_: optax.tree.norm(updates)}))
+    state = shard(tx.init(jnp.zeros(SIZE)), W)
+    step = data_parallel(lambda g, s: tx.update(g[0], s), W, batch_argnums=0)
+    with pytest.raises(ValueError, match=r"monitor can't run in per_worker.* from {} to {.*norm"):
+        step(gradients()[0], state)
+
+
+def test_an_error_of_optax_says_whose_it_is():
+    """Muon by itself takes one matrix, unless it is told where the matrices of a tree are."""
+    tx = optax.chain(
+        per_worker(optax.contrib.scale_by_muon(), axis_name=None), jaxsparse.dense(axis_name=None)
+    )
+    params = {"a": jnp.ones((4, 4))}
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match="tree") as raised:
+        tx.update(params, tx.init(params))
+    assert "scale_by_muon raised this inside per_worker" in raised.value.__notes__[-1]

@@ -166,6 +166,14 @@ def test_shard_repeats_the_initial_value_and_is_idempotent():
         np.testing.assert_array_equal(spread["b"], np.arange(3.0))
 
 
+@pytest.mark.parametrize("put", [shard, jaxsparse.reshard])
+def test_what_is_no_array_is_named(put):
+    with pytest.raises(
+        ValueError, match=r"leaf\['layer'\]\['f'\] is <.*which is no array.*eqx.partition"
+    ):
+        put({"layer": {"f": nn.relu, "scale": 1.0}, "w": jnp.ones(2)}, 2)
+
+
 def test_the_number_of_workers_may_be_numpys():
     spread = shard(PerWorker.wrap(jnp.zeros(2)), np.int64(3))
     assert data_parallel(lambda s, x: s, np.int64(3))(spread, jnp.ones(3)).value.shape == (3, 2)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath, keystr, tree_leaves_with_path, tree_map_with_path
+from jaxtyping import Array, Bool
 
 from jaxsparse.collectives import wire
 from jaxsparse.training import marks, meshes
@@ -34,13 +36,16 @@ def per_worker(
         )
 
     Each worker keeps a state of its own, marked `PerWorker`: it is saved, spread and resharded like
-    residuals. Resharding averages it over workers, Adam's moments included; counters, which are
-    equal on all workers, stay. Put weight decay and the learning rate behind the exchange, since
-    they are the same for all workers.
+    residuals. Resharding averages it over workers, Adam's moments included. Counters and keys are
+    equal on all workers, so they stay, and all workers draw the same noise. Put weight decay and
+    the learning rate behind the exchange, since they are the same for all workers.
 
-    If anything in the gradients is not finite on any worker, no worker's state changes, and the
-    gradients pass as they are, so that the exchange behind skips the step. That takes a message of
-    four bytes.
+    `optax.monitor` is refused, since its first update adds arrays to its state.
+    `optax.contrib.scale_by_muon` takes one matrix, as without `per_worker`; use
+    `optax.contrib.muon`, or give its `weight_dimension_numbers`.
+
+    If anything in the gradients is not finite on any worker, no worker's state changes, and all
+    updates are NaN, so that the exchange behind skips the step. That takes a message of four bytes.
 
     Args:
         tx: the transformation. All leaves of its state, if it has any, must be arrays.
@@ -48,6 +53,8 @@ def per_worker(
         mesh: the mesh, as for the exchange behind. With it, `init` returns a state that is already
             spread over the workers. Without it, `jaxsparse.shard` spreads the state.
         specs: partitions of the parameters, as for the exchange behind. Used with `mesh` alone.
+            Arrays of the state that end with the name of a parameter, and have its shape, are cut
+            as it is. All others are whole on each device of a worker.
 
     Returns:
         A transformation, whose `update` must run where `axis_name` is bound
@@ -55,9 +62,9 @@ def per_worker(
         library must stand behind it in the chain.
 
     Raises:
-        ValueError: from `init`: `tx` contains an exchange or another `per_worker`, or partitions
-            over `mesh` are not known. From `update`: the axis is not bound, or the state is not one
-            worker's.
+        ValueError: `tx` is no transformation. From `init`: `tx` contains an exchange or another
+            `per_worker`, or partitions over `mesh` are not known. From `update`: the axis is not
+            bound, the state is not one worker's, or `tx` changes the arrays of its state.
 
     Example:
         >>> import jaxsparse
@@ -70,12 +77,17 @@ def per_worker(
         >>> updates.tolist()
         [3.0, 0.0, 0.0, 0.0]
     """
+    if not all(callable(getattr(tx, method, None)) for method in ("init", "update")):
+        raise ValueError(
+            f"tx={tx!r} is no Optax transformation: give one, such as optax.scale_by_adam()"
+        )
+    name = getattr(tx.update, "__qualname__", "tx").partition(".")[0]  # of the function in Optax
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:
         bare, in_variables = marks.without_variables(params), marks.has_variables(params)
         start = tx.init(bare)
-        if any(is_marked(path) for path, _ in jax.tree_util.tree_leaves_with_path(start)):
+        if any(is_marked(path) for path, _ in tree_leaves_with_path(start)):
             raise ValueError(
                 "tx has an exchange of jaxsparse, or another per_worker, inside: leave it out of "
                 "per_worker, and chain it behind, as in optax.chain(per_worker("
@@ -84,32 +96,59 @@ def per_worker(
         if mesh is None or axis_name is None:
             return PerWorker.wrap(start)
         placement, _ = meshes.place(params, axis_name, mesh, specs)
-        leaves, treedef = jax.tree.flatten(bare)
-        own = [PartitionSpec()] * len(leaves) if placement is None else placement.own
+        leaves = [] if placement is None else tree_leaves_with_path(bare)
+        own = {
+            (path, jnp.shape(x)): spec
+            for (path, x), spec in zip(leaves, placement.own if placement else ())
+        }
 
-        def spread(x: Any, spec: PartitionSpec) -> PerWorker:
+        def spread(path: KeyPath, x: Any) -> PerWorker:
+            # An array that has the name and the shape of a parameter is cut as that is. All others,
+            # such as counters and factors of moments, are whole.
+            ends = ((path[i:], jnp.shape(x)) for i in range(len(path) + 1))
+            spec = next((own[end] for end in ends if end in own), PartitionSpec())
             spec = PartitionSpec(axis_name, *spec)
             rows = jnp.broadcast_to(x, (mesh.shape[axis_name], *jnp.shape(x)))
             rows = meshes.constrain(rows, NamedSharding(mesh, spec))
             return PerWorker(marks.in_variable(rows, spec) if in_variables else rows)
 
-        return optax.tree_utils.tree_map_params(
-            tx,
-            spread,
-            start,
-            jax.tree.unflatten(treedef, own),
-            transform_non_params=lambda x: spread(x, PartitionSpec()),
-        )
+        return tree_map_with_path(spread, start)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         wire.axis_size(axis_name)  # raises if it is not bound
         before = PerWorker.unwrap(state)
-        delivered, after = tx.update(updates, before, params, **extra_args)
+        try:
+            delivered, after = tx.update(updates, before, params, **extra_args)
+        except Exception as error:
+            error.add_note(
+                f"{name} raised this inside per_worker, which runs it on one worker's gradients as "
+                "Optax does: its update must work by itself, on the same parameters and arguments"
+            )
+            raise
+        _check_same(name, before, after)
         finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
         broken = jnp.where(jnp.all(jnp.array(finite)), jnp.float32(0), jnp.float32(1))
         ok = wire.pmax(wire.varying(broken, axis_name), axis_name) == 0
-        kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
-        state = PerWorker.wrap(wire.varying(kept(after, before), axis_name))
-        return kept(delivered, updates), state
+        kept = jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, before)
+        return _nan_unless(ok, delivered), PerWorker.wrap(wire.varying(kept, axis_name))
 
     return optax.GradientTransformationExtraArgs(init, marks.unwrapped(update))
+
+
+def _check_same(name: str, before: Any, after: Any) -> None:
+    """Raises ValueError if a state's arrays are not those of the state before."""
+    old, new = (
+        {keystr(path): jnp.shape(x) for path, x in tree_leaves_with_path(state)}
+        for state in (before, after)
+    )
+    if old != new:
+        raise ValueError(
+            f"{name} can't run in per_worker, because its update changes the arrays of its state "
+            f"from {old} to {new}: put it behind the exchange, or leave it out"
+        )
+
+
+def _nan_unless(ok: Bool[Array, ""], tree: Any) -> Any:
+    """The tree if `ok`, else one of NaN."""
+    is_float = lambda x: jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return jax.tree.map(lambda x: jnp.where(ok, x, jnp.nan) if is_float(x) else x, tree)

@@ -46,8 +46,10 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
         mesh: the mesh of the W' workers, or W' to simulate them on one device.
         axis_name: the mesh axis of the workers.
         like: the same tree as it starts on this mesh, made from parameters on it: `tx.init(params)`
-            for an optimizer's state. The result is placed as this tree is. Needed if axes other
-            than `axis_name` change, or to place arrays over them.
+            for an optimizer's state. The result is placed as this tree is, and has its structure.
+            Leaves are matched by name, so `tree` may have dicts in the place of tuples, as a
+            checkpoint that Orbax restores without a target. Needed if axes other than `axis_name`
+            change, or to place arrays over them.
 
     Returns:
         The same tree for W' workers, placed as by `jaxsparse.shard`. Each of several processes
@@ -71,7 +73,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     targets: list[Any] = [leaf for _, leaf in leaves]
     if like is not None:
-        targets, treedef = _targets(leaves, like)
+        leaves, targets, treedef = _matched(leaves, like)
     for path, leaf in leaves:
         if is_marked(path):
             _check(f"leaf{keystr(path)}", leaf, workers)
@@ -116,26 +118,29 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
     )
 
 
-def _targets(leaves: list[tuple[KeyPath, Any]], like: Any) -> tuple[list[Any], Any]:
-    """The leaves of `like`, and its structure.
+def _matched(
+    leaves: list[tuple[KeyPath, Any]], like: Any
+) -> tuple[list[tuple[KeyPath, Any]], list[Any], Any]:
+    """Both trees' leaves, matched by name and in the order of `like`, and its structure.
 
     Raises:
         ValueError: it has other leaves than the tree.
     """
     targets, treedef = jax.tree_util.tree_flatten_with_path(like)
+    # Checkpoints restored by name have dicts where a state has tuples, whose fields have an order.
+    names = lambda path: tuple(keystr((key,), simple=True) for key in path)
     before, after = (
-        dict.fromkeys(keystr(path, simple=True, separator=".") for path, _ in part)
-        for part in (leaves, targets)
+        {names(path): (path, leaf) for path, leaf in part} for part in (leaves, targets)
     )
-    if list(before) != list(after):
-        missing = [name for name in before if name not in after]
-        new = [name for name in after if name not in before]
+    if before.keys() != after.keys():
+        missing = [".".join(name) for name in before if name not in after]
+        new = [".".join(name) for name in after if name not in before]
         raise ValueError(
             f"like is another tree: it lacks the leaves {missing} and has {new} besides. Make it "
             "with the same transformation. (A leaf that the new mesh can't cut over its other axes "
             "goes uncompressed there, and what its residual owes would be lost)"
         )
-    return [leaf for _, leaf in targets], treedef
+    return [before[name] for name in after], [leaf for _, leaf in after.values()], treedef
 
 
 def _of_devices(path: KeyPath, x: Any, target: Any) -> Any:
