@@ -1,6 +1,7 @@
 """Groups of leaves, each of which may have its own system."""
 
 import dataclasses
+import functools
 import math
 import numbers
 import re
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jaxsparse import layout as layouts
 from jaxsparse.blocks import check_block_size
 from jaxsparse.reducers.blocks import check_room
-from jaxsparse.settings import check_density, static_int
+from jaxsparse.settings import check_density, static_count
 
 REST = "all other leaves"
 
@@ -78,10 +79,14 @@ class LeafGroups:
                 leaf is left for a group.
         """
         if isinstance(params, numbers.Number):
-            size = static_int("params", params)
-            if size < 1:
-                raise ValueError(f"params={size} must be at least 1: give the number of elements")
-            params = {"params": jax.ShapeDtypeStruct((1, size), jnp.float32)}
+            params = {
+                "params": jax.ShapeDtypeStruct((1, static_count("params", params)), jnp.float32)
+            }
+        elif any(not hasattr(leaf, "dtype") for leaf in jax.tree.leaves(params)):
+            raise ValueError(
+                f"params={params!r:.60} must be a number of elements, or a tree of arrays or "
+                "jax.ShapeDtypeStructs"
+            )
         for rule, group in (rules or {}).items():
             try:
                 re.compile(rule)
@@ -93,12 +98,12 @@ class LeafGroups:
                     "None for dense"
                 )
         found = cls(layouts.named_leaves(params), rules or {}, is_dense)
-        found.members()  # raises if a group has no leaf
+        _ = found.members  # raises if a group has no leaf
         return found
 
     def elements(self, name: str | None) -> int:
         """The number of elements of a group; for None, of the dense leaves."""
-        members = self.members().get(name)
+        members = self.members.get(name)
         return members.elements if members else 0
 
     def group_of(self, path: str, shape: tuple[int, ...]) -> str | None:
@@ -111,6 +116,7 @@ class LeafGroups:
                 return None if group is None else expression
         return REST
 
+    @functools.cached_property
     def members(self) -> dict[str | None, Members]:
         """All groups with elements. The dense leaves are under None.
 

@@ -19,13 +19,13 @@ from jaxsparse.planner.leaf_groups import REST, Group, LeafGroups, Members
 from jaxsparse.planner.plans import BY_GROUP, GroupChoice, Plan, Prediction
 from jaxsparse.profiles import SystemProfile
 from jaxsparse.reducers.base import Budget, Reducer, SeededReducer
-from jaxsparse.settings import check_density, static_float, static_int
+from jaxsparse.settings import check_density, static_count, static_float
 from jaxsparse.systems import WITH_VARIANTS, Choice, Dense, SparCML, choose
 from jaxsparse.traffic import WireBytes, traced_bytes
 from jaxsparse.traffic.report import merged, scaled
 
-# Indices are int32, so longer vectors travel in buckets.
-_LONGEST, _BUCKET = 2**31 - 1, 2**30
+# Indices are int32, so longer vectors travel in buckets, of which a program can have only so many.
+_LONGEST, _BUCKET, _MOST = 2**31 - 1, 2**30, 2**44
 _UNDIVIDED = (Reducer.split, SeededReducer.split)
 
 
@@ -94,20 +94,22 @@ def plan(
         'dense'
     """
     names = _names(systems)
-    workers = static_int("workers", workers)
-    if workers < 1:
-        raise ValueError(f"workers={workers} must be at least 1")
+    workers = static_count("workers", workers)
     step_seconds = static_float("step_seconds", step_seconds)
     if not 0 <= step_seconds < math.inf:
         raise ValueError(f"step_seconds={step_seconds} must be finite and at least 0")
-    local_steps = static_int("local_steps", local_steps)
-    if local_steps < 1:
-        raise ValueError(f"local_steps={local_steps} must be at least 1: 1 exchanges in each step")
+    local_steps = static_count("local_steps", local_steps)
     check_density(density)
     leaves = LeafGroups.of(params, groups, is_dense)
     # A transformation of the whole tree has no groups.
     whole = dataclasses.replace(leaves, rules={})
-    bucket_size = _BUCKET if whole.elements(REST) > _LONGEST else None
+    size = whole.elements(REST)
+    if size > _MOST:
+        raise ValueError(
+            f"params have {size:,} elements to compress, which take {-(-size // _BUCKET):,} "
+            f"buckets: plan at most {_MOST:,} elements"
+        )
+    bucket_size = _BUCKET if size > _LONGEST else None
     model = _Model(_network(network), workers, _profile(profile, memory_bandwidth), bucket_size)
     planner = _Predictor(model, leaves, whole, density)
 
@@ -118,6 +120,8 @@ def plan(
             + ("" if memory_bandwidth else ", take profile 'h100', or give its memory bandwidth")
         )
     by_dense = planner.dense()
+    if math.isinf(by_dense.exchange):
+        raise ValueError(f"network={network} takes for ever: give less latency, more bandwidth")
     found, left_out = [by_dense], []
     for name in names:
         try:
@@ -237,7 +241,7 @@ class _Model(NamedTuple):
         """The bytes that an exchange of `size` elements moves."""
         buckets = self.buckets(budget, size, dense_size)
         return merged(
-            scaled(_moved(*bucket, self.workers), count) for bucket, count in buckets.items()
+            scaled(_moved(*bucket, self.workers), times) for bucket, times in buckets.items()
         )
 
     def exchange(self, budget: Budget, size: int) -> float:
@@ -308,7 +312,7 @@ class _Predictor:
         Raises:
             ValueError: they can't be combined.
         """
-        groups = self.leaves.members()
+        groups = self.leaves.members
         dense_size = always_dense = self.leaves.elements(None)
         choices: list[GroupChoice] = []
         budgets: dict[str, Budget | None] = {}
@@ -380,7 +384,7 @@ class _Predictor:
 
     def as_whole(self, best: Prediction, dense: Prediction) -> tuple[GroupChoice, ...]:
         """The choice if one system serves the whole tree."""
-        leaves = self.whole.members().get(REST)
+        leaves = self.whole.members.get(REST)
         if leaves is None:
             return ()
         times = (best.exchange, dense.exchange)

@@ -122,8 +122,8 @@ def traced_bytes(
 def _extents(workers: int | Mapping[str, int], axis_name: str) -> dict[str, int]:
     given = workers if isinstance(workers, Mapping) else {axis_name: workers}
     extents = {axis: static_int("workers", extent) for axis, extent in given.items()}
-    if not extents or min(extents.values()) < 1:
-        raise ValueError(f"workers={workers} must be at least 1: pass the number of workers")
+    if not extents or not 0 < min(extents.values()) <= max(extents.values()) < 2**31:
+        raise ValueError(f"workers={workers} must be at least 1, and below 2**31")
     return extents
 
 
