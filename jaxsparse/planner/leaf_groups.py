@@ -82,11 +82,6 @@ class LeafGroups:
             params = {
                 "params": jax.ShapeDtypeStruct((1, static_count("params", params)), jnp.float32)
             }
-        elif any(not hasattr(leaf, "dtype") for leaf in jax.tree.leaves(params)):
-            raise ValueError(
-                f"params={params!r:.60} must be a number of elements, or a tree of arrays or "
-                "jax.ShapeDtypeStructs"
-            )
         for rule, group in (rules or {}).items():
             try:
                 re.compile(rule)
@@ -97,7 +92,13 @@ class LeafGroups:
                     f"groups[{rule!r}]={group!r} must be a jaxsparse.planner.Group(...), or "
                     "None for dense"
                 )
-        found = cls(layouts.named_leaves(params), rules or {}, is_dense)
+        try:
+            found = cls(layouts.named_leaves(params), rules or {}, is_dense)
+        except TypeError:  # a leaf has no dtype
+            raise ValueError(
+                f"params={params!r:.60} must be a number of elements, or a tree of arrays or "
+                "jax.ShapeDtypeStructs"
+            ) from None
         _ = found.members  # raises if a group has no leaf
         return found
 
