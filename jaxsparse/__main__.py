@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,16 +52,26 @@ def _parser() -> argparse.ArgumentParser:
     planning.set_defaults(run=_plan)
     add = planning.add_argument
     add("--params", type=_read(units.count), required=True, help="number of elements: 110M, 1.5B")
-    add("--workers", type=int, required=True, help="number of hosts that exchange gradients")
+    add(
+        "--workers",
+        type=_read(units.whole),
+        required=True,
+        help="number of hosts that exchange gradients",
+    )
     add(
         "--bandwidth",
         type=_read(lambda text: (text, units.bytes_per_second(text))),
         nargs="+",
         help="bandwidth of a host: 10Gbit, 1.25GB/s; several make a table",
     )
-    add("--latency", type=_read(units.seconds), default=50e-6, help="latency of a message (50us)")
+    add("--latency", type=_read(_latency), help="latency of a message (50us)")
     add("--network", metavar="FILE", help="a measured Network, instead of these two")
-    add("--density", type=float, default=0.01, help="share of the elements delivered (0.01)")
+    add(
+        "--density",
+        type=_read(units.share),
+        default=0.01,
+        help="share of the elements delivered (0.01)",
+    )
     add(
         "--step",
         type=_read(units.seconds),
@@ -69,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--local-steps",
-        type=int,
+        type=_read(units.whole),
         default=1,
         metavar="H",
         help="steps from one exchange of displacements to the next; 1 exchanges gradients (1)",
@@ -103,15 +114,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     sizes = [2**18, 2**22]
     add("--sizes", type=_read(units.count), nargs="+", default=sizes, help="numbers of elements")
-    add("--workers", type=int, nargs="+", default=[4, 16, 64], help="numbers of workers")
-    add("--density", type=float, nargs="+", default=[0.001, 0.01], help="shares delivered")
-    add("--repeats", type=int, default=9, help="number of timed steps (9)")
+    whole, share = _read(units.whole), _read(units.share)
+    add("--workers", type=whole, nargs="+", default=[4, 16, 64], help="numbers of workers")
+    add("--density", type=share, nargs="+", default=[0.001, 0.01], help="shares delivered")
+    add("--repeats", type=whole, default=9, help="number of timed steps (9)")
     _add_systems(add)
     return parser
 
 
 def _add_systems(add: Callable[..., Any]) -> None:
     add("--systems", nargs="+", metavar="NAME", help=f"systems: {', '.join(WITH_VARIANTS)}")
+
+
+def _latency(text: str) -> float:
+    if not (seconds := units.seconds(text)):
+        raise ValueError(f"{text!r} is no latency: write 50us, and 1ns for almost none")
+    return seconds
 
 
 def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -127,12 +145,17 @@ def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def _plan(args: argparse.Namespace) -> None:
     if (args.network is None) == (args.bandwidth is None):
         raise ValueError("give either --bandwidth (10Gbit) or --network FILE")
-    if args.network:
-        networks: dict[str, Any] = {args.network: Network.load(args.network)}
+    if args.network is not None and args.latency is not None:
+        raise ValueError(
+            "--latency has no effect on --network FILE, which has its own: leave it out"
+        )
+    if args.network is not None:
+        networks: dict[str, Any] = {args.network: _loaded(Network, "--network", args.network)}
     else:
-        networks = {text: Link(args.latency, bandwidth) for text, bandwidth in args.bandwidth}
+        latency = 50e-6 if args.latency is None else args.latency
+        networks = {text: Link(latency, bandwidth) for text, bandwidth in args.bandwidth}
     is_file = args.profile is not None and args.profile not in SystemProfile.shipped_devices
-    profile = SystemProfile.load(args.profile) if is_file else args.profile
+    profile = _loaded(SystemProfile, "--profile", args.profile) if is_file else args.profile
     plans = {
         text: plan(
             args.params,
@@ -154,6 +177,17 @@ def _plan(args: argparse.Namespace) -> None:
         print(*plans.values())
     else:
         print(compared(plans))
+
+
+def _loaded(kind: Any, flag: str, path: str) -> Any:
+    try:
+        return kind.load(path)
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {path!r} can't be read ({error.strerror}): give a file made by {kind.how}"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
 
 
 def _as_dict(found: Plan) -> dict[str, Any]:
@@ -178,7 +212,12 @@ def _as_dict(found: Plan) -> dict[str, Any]:
 
 
 def _profile(args: argparse.Namespace) -> None:
-    older = SystemProfile.load(args.out) if args.systems and Path(args.out).exists() else None
+    path = Path(args.out)
+    # Measuring takes minutes, so find out before.
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--out {args.out!r} can't be written: name a file in a writable folder")
+    is_kept = args.systems and path.exists()
+    older = _loaded(SystemProfile, "--out", args.out) if is_kept else None
     found = profile_systems(
         args.systems,
         sizes=args.sizes,

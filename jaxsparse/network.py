@@ -3,10 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from jaxsparse.profiles import Measured
-from jaxsparse.settings import static_float, static_int
+from jaxsparse.settings import static_count, static_float
 from jaxsparse.traffic import WireBytes
 
 
@@ -69,11 +69,11 @@ def rounds(op: str, workers: int) -> int:
         workers: number of workers in its group, W >= 1.
 
     Raises:
-        ValueError: the opcode is unknown.
+        ValueError: the opcode is unknown, or `workers` is below 1.
     """
     if op not in _ROUNDS:
         raise ValueError(f"op={op!r} is no collective of which rounds are known: {list(_ROUNDS)}")
-    return _ROUNDS[op](workers)
+    return _ROUNDS[op](static_count("workers", workers))
 
 
 class Timing(NamedTuple):
@@ -88,6 +88,24 @@ class Timing(NamedTuple):
     def rounds(self) -> int:
         """The number of sequential messages."""
         return rounds(self.op, self.workers)
+
+    def checked(self) -> "Timing":
+        """The same in plain Python types.
+
+        Raises:
+            ValueError: the op is unknown, the workers are below 1, the time is not positive, the
+                bytes are negative, or a number is not finite.
+        """
+        checked = Timing(
+            str(self.op),
+            static_count("workers", self.workers),
+            static_float("received", self.received),
+            static_float("seconds", self.seconds),
+        )
+        _ = checked.rounds  # raises if the op is unknown
+        if not (0 < checked.seconds < math.inf and 0 <= checked.received < math.inf):
+            raise ValueError(f"{checked} must have a positive time, and bytes of at least 0")
+        return checked
 
 
 _OPS = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
@@ -141,8 +159,9 @@ class Network(Measured):
             if not isinstance(given, Link) and (name == "link" or given is not None):
                 raise ValueError(f"{name}={given!r} must be a Link(latency=..., bandwidth=...)")
         if self.workers is not None:
-            object.__setattr__(self, "workers", static_int("workers", self.workers))
-        object.__setattr__(self, "timings", tuple(map(_checked, self.timings)))
+            object.__setattr__(self, "workers", static_count("workers", self.workers))
+        timings = tuple(Timing(*timing).checked() for timing in self.timings)
+        object.__setattr__(self, "timings", timings)
 
     def of(self, op: str) -> Link:
         """The link for collectives with XLA's opcode `op`, for example `all-reduce`."""
@@ -165,17 +184,3 @@ class Network(Measured):
                 waits = rounds(each.op, each.group_size)
                 total += each.count * self.of(each.op).seconds(waits, each.received_bytes)
         return total
-
-
-def _checked(timing: Any) -> Timing:
-    op, workers, received, seconds = timing
-    checked = Timing(
-        str(op),
-        static_int("workers", workers),
-        static_float("received", received),
-        static_float("seconds", seconds),
-    )
-    rounds(checked.op, checked.workers)  # raises if the op is unknown
-    if not (0 < checked.seconds < math.inf and 0 <= checked.received < math.inf):
-        raise ValueError(f"{checked} must have a positive time, and bytes of at least 0")
-    return checked

@@ -15,8 +15,10 @@ Norms of blocks, top-k of groups and quantising have one form, because they are 
 rows and elementwise work. Loops with a turn for each worker or pass have one form, too.
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import jax
@@ -41,6 +43,8 @@ __all__ = [
 
 # A name in this module, so that tests and benchmarks can replace it to choose the form.
 platform_dependent = lax.platform_dependent
+
+_is_one_form: contextvars.ContextVar[bool] = contextvars.ContextVar("one_form", default=False)
 
 # Number of elements that are reduced at once, and number of rows that they are laid in. Larger and
 # smaller tiles are slower (measured at d = 2^24 on CPU).
@@ -74,7 +78,19 @@ def by_platform(
         default: form for CPUs and everything else.
         gpu: form for GPUs.
     """
+    if _is_one_form.get():
+        return default(*operands)
     return platform_dependent(*operands, default=default, cuda=gpu, rocm=gpu)
+
+
+@contextlib.contextmanager
+def one_form() -> Iterator[None]:
+    """Inside it, `by_platform` traces only the form for CPUs, for programs that are not run."""
+    token = _is_one_form.set(True)
+    try:
+        yield
+    finally:
+        _is_one_form.reset(token)
 
 
 def over_tiles(

@@ -21,6 +21,18 @@ def static_int(name: str, value: Any) -> int:
     return operator.index(value)
 
 
+def static_count(name: str, value: Any, least: int = 1) -> int:
+    """The setting `value` as an int of at least `least`.
+
+    Raises:
+        ValueError: it is no int, or smaller.
+    """
+    number = static_int(name, value)
+    if number < least:
+        raise ValueError(f"{name}={number} must be at least {least}")
+    return number
+
+
 def static_seed(name: str, value: Any) -> int:
     """The setting `value` as a seed, 0 <= seed < 2**32.
 

@@ -1,6 +1,7 @@
 """The planner: predicted times add up, rank as they should, and are written as Python runs them."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,16 +15,21 @@ from workers import few
 import jaxsparse
 import jaxsparse.__main__ as shell
 from jaxsparse import systems
-from jaxsparse.network import Link, Network
-from jaxsparse.planner import units
+from jaxsparse.network import Link, Network, Timing, rounds
+from jaxsparse.planner import planning, units
+from jaxsparse.planner.autotune import autotune
+from jaxsparse.planner.computing import profile_systems, time_exchange
 from jaxsparse.planner.leaf_groups import Group
+from jaxsparse.planner.networks import fit_link
 from jaxsparse.planner.planning import plan
 from jaxsparse.planner.plans import compared
+from jaxsparse.planner.tensors import TensorPoint, TensorProfile
 from jaxsparse.planner.trained import Evidence, Trained
 from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.systems.sparcml import ALGORITHMS
 from jaxsparse.traffic import traced_bytes
 
+COSTS = TensorProfile((TensorPoint(1000, 1e-5, 1e-5, 1e-9),))
 SLOW, FAST = Link(50e-6, 1.25e6), Link(1e-9, 1e15)
 
 
@@ -56,8 +62,10 @@ TREE = {
 @pytest.mark.parametrize("workers", few([2, 3, 8, 14, 64], [3]))
 def test_every_system_is_planned(workers):
     found = planned(workers=workers, names=None)
-    assert {p.system for p in found.predictions} == set(systems.WITH_VARIANTS)
-    assert not found.left_out
+    predicted = {p.system for p in found.predictions}
+    matrices = {"powersgd", "demo"}  # a profile of vectors says nothing about them
+    assert predicted == set(systems.WITH_VARIANTS) - matrices
+    assert {name for name, _ in found.left_out} == matrices
     times = [p.exchange for p in found.predictions]
     assert times == sorted(times)
     assert min(times) > 0
@@ -135,7 +143,7 @@ def test_groups_that_cannot_be_combined_are_left_out(monkeypatch):
     def fail(*args, **settings):
         raise ValueError("no room")
 
-    monkeypatch.setattr("jaxsparse.planner.planning.partition", fail)
+    monkeypatch.setattr("jaxsparse.planner.planning._Predictor._as_only_one", fail)
     found = planned(TREE, groups={"embedding": None})
     assert dict(found.left_out)["by group"] == "no room"
     assert found.best == "spardl"
@@ -167,6 +175,60 @@ def test_more_elements_than_int32_can_index():
     grouped = planned(3 * 10**9, names=["top_k"], groups={"none": None})
     assert grouped["by group"].transformation.endswith("(policy, bucket_size=1073741824)")
     assert grouped["by group"].received == found["top_k"].received
+
+
+@pytest.mark.parametrize(
+    "name",
+    few(
+        ["random_k", "omni_reduce", "sketched_sgd", "qsgd", "true_top_k", "spardl", "ok_topk"],
+        ["random_k", "omni_reduce"],
+    ),
+)
+def test_buckets_move_the_bytes_of_the_whole_transformation(name, monkeypatch):
+    """The plan traces a reducer, and counts its buckets, whose seeds and sizes differ."""
+    monkeypatch.setattr("jaxsparse.planner.planning._LONGEST", 4000)
+    monkeypatch.setattr("jaxsparse.planner.planning._BUCKET", 4000)
+    tree = {"bias": jnp.zeros(77), "w": jnp.zeros((1500, 10))}
+    found = planned(tree, names=[name], density=0.1)[name]
+    assert "bucket_size=4000" in found.transformation
+    moved = traced_bytes(eval(found.transformation, {"jaxsparse": jaxsparse}), tree, 3).usual
+    assert found.rounds == moved.rounds
+    assert found.received == pytest.approx(moved.received, rel=1e-12)
+
+
+def test_a_trillion_elements_are_traced_like_a_few(monkeypatch):
+    """Buckets of one size are traced once."""
+    traced = []
+    count = lambda *given: traced.append(given) or traced_bytes(*given)
+    monkeypatch.setattr("jaxsparse.planner.planning.traced_bytes", count)
+    planning._moved.cache_clear()
+    found = planned(10**12, names=["top_k", "random_k"])
+    assert not found.left_out
+    assert found["top_k"].rounds == 933
+    assert found["top_k"].received == pytest.approx(2 * 8 * 0.01 * 1e12, rel=1e-6)
+    assert len(traced) == 2 + 2 + 2  # dense and its flag; buckets differ in size by one element
+
+
+def test_many_leaves_are_traced_like_one(monkeypatch):
+    """Only the number of elements counts, and each leaf is looked at once."""
+    traced, seen = [], []
+    count = lambda *given: traced.append(given) or traced_bytes(*given)
+    monkeypatch.setattr("jaxsparse.planner.planning.traced_bytes", count)
+    planning._moved.cache_clear()
+    tree = [jax.ShapeDtypeStruct((50, 40), jnp.float32)] * 300
+    is_dense = lambda path, shape: seen.append(path) or "[7]" in path
+    found = planned(tree, names=["top_k", "random_k"], is_dense=is_dense, groups={"8": None})
+    assert (found.elements, found.dense_elements) == (600_000, 2000)
+    assert all(isinstance(size, int) for _, size, _ in traced)
+    assert len(seen) == 2 * 300  # with groups, and without
+
+
+def test_a_million_workers():
+    """Permutations list all workers, so their bytes are not predicted. All others are."""
+    found = planned(workers=10**6, names=["top_k", "gtopk"])
+    message = "workers=1000000: its permutations list all workers, so their bytes are counted for"
+    assert message in dict(found.left_out)["gtopk"]
+    assert found["top_k"].received == pytest.approx((10**6 - 1) * 80_000 + 8, rel=1e-9)
 
 
 def test_dense_wins_on_a_fast_network_and_loses_on_a_slow_one():
@@ -438,24 +500,104 @@ def test_the_shell_compares_bandwidths(capsys, tmp_path):
     assert "| best | spardl | dense |" in printed
 
 
+MEASURING = ["profile", "--out", "{}/new.json", "--sizes", "1k", "--workers", "2", "--repeats", "1"]
+
+
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("arguments", "changed", "message"),
     [
-        (["--params", "many"], "argument --params: 'many' is no number of elements: write 110M"),
-        (["--bandwidth", "10"], "argument --bandwidth: '10' is no bandwidth: write 10Gbit"),
-        (["--latency", "5"], "argument --latency: '5' is no time: write 50us"),
-        (["--network", "net.json"], "give either --bandwidth"),
-        (["--systems", "none"], "systems has 'none', which is unknown"),
-        (["--profile", "missing.json"], "missing.json"),
+        (ARGUMENTS, "--params many", "argument --params: 'many' is no number of elements: write"),
+        (ARGUMENTS, "--params 1.5", "argument --params: '1.5' is no number of elements: write"),
+        (ARGUMENTS, "--params 1e30", "elements to compress, which take"),
+        *(
+            (ARGUMENTS, f"{flag} {value}", f"argument {flag}: '{value}' is no whole number of at")
+            for flag in ("--workers", "--local-steps")
+            for value in ("0", "-1", "1.5", "nan", "1e400", "many")
+        ),
+        (ARGUMENTS, "--bandwidth 10", "argument --bandwidth: '10' is no bandwidth: write 10Gbit"),
+        (ARGUMENTS, "--bandwidth 1e-320B", "takes for ever: give less latency, more bandwidth"),
+        (ARGUMENTS, "--bandwidth", "argument --bandwidth: expected at least one argument"),
+        (ARGUMENTS, "--latency 5", "argument --latency: '5' is no time: write 50us"),
+        (ARGUMENTS, "--latency 0", "argument --latency: '0' is no latency: write 50us"),
+        (ARGUMENTS, "--step nan", "argument --step: 'nan' is no time: write 50us"),
+        (ARGUMENTS, "--memory-bandwidth 0B", "argument --memory-bandwidth: '0B' is no bandwidth"),
+        (ARGUMENTS, "--network net.json", "give either --bandwidth"),
+        (ARGUMENTS[:5], "--network {}/good.json --latency 1ms", "--latency has no effect on"),
+        (ARGUMENTS[:5], "--network {}/none.json", "none.json' can't be read (No such file or dir"),
+        (ARGUMENTS[:5], "--network=", "--network '' can't be read (Is a directory): give a file"),
+        (ARGUMENTS[:5], "--network {}/cut.json", "cut.json is no profile of networks that can be"),
+        (ARGUMENTS, "--profile {}/cut.json", "cut.json is no profile of systems that can be read"),
+        (ARGUMENTS, "--profile {}/bytes.json", "bytes.json is no profile of systems that can be"),
+        (ARGUMENTS, "--profile {}/good.json", "its kind is 'networks', not 'systems'"),
+        (ARGUMENTS, "--profile missing.json", "--profile 'missing.json' can't be read (No such"),
+        (ARGUMENTS, "--systems none", "systems has 'none', which is unknown"),
+        *(
+            (command, f"--density {value}", f"argument --density: '{value}' is no share in (0, 1]")
+            for command in (ARGUMENTS, MEASURING)
+            for value in ("0", "-1", "1.5", "nan", "1e400", "some")
+        ),
+        *(
+            (MEASURING, f"{flag} {value}", f"argument {flag}: '{value}' is no whole number of at")
+            for flag in ("--workers", "--repeats")
+            for value in ("0", "-1", "1.5", "nan")
+        ),
+        (MEASURING, "--workers 2 0", "argument --workers: '0' is no whole number of at least 1"),
+        (MEASURING, "--sizes 0", "argument --sizes: '0' is no number of elements"),
+        (MEASURING, "--sizes 1e13", "sizes=[10000000000000]: indices are int32"),
+        (MEASURING, "--systems none", "system 'none' is unknown"),
+        (MEASURING, "--systems top_k --out {}/cut.json", "cut.json is no profile of systems that"),
+        (MEASURING, "--out {}", "can't be written: name a file in a writable folder"),
+        (MEASURING, "--out {}/none/new.json", "can't be written: name a file in a writable folder"),
     ],
 )
-def test_the_shell_names_the_flag(changed, message, capsys):
+def test_the_shell_names_the_flag(arguments, changed, message, capsys, tmp_path):
+    Network(SLOW).save(tmp_path / "good.json")
+    (tmp_path / "cut.json").write_text((tmp_path / "good.json").read_text()[:50])
+    (tmp_path / "bytes.json").write_bytes(b"\xff")
+    given = [text.replace("{}", str(tmp_path)) for text in [*arguments, *changed.split(" ")]]
     try:
-        code = shell.main([*ARGUMENTS, *changed])
+        code = shell.main(given)
     except SystemExit as stopped:
         code = stopped.code
     assert code == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "new.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: planned(0), "params=0 must be at least 1"),
+        (lambda: planned(10**20), "elements to compress, which take"),
+        (lambda: planned("1M"), "params='1M' must be a number of elements, or a tree of arrays"),
+        (lambda: planned(workers=0), "workers=0 must be at least 1"),
+        (lambda: planned(workers=10**20), "workers=100000000000000000000 must be at least 1, and"),
+        (lambda: planned(density=math.nan), "density=nan is not a number"),
+        (lambda: planned(memory_bandwidth=math.nan), "memory_bandwidth=nan is not a number"),
+        (lambda: traced_bytes(lambda x: x, jnp.zeros(3), 2**31), "workers=2147483648 must be at"),
+        (lambda: rounds("all-gather", 0), "workers=0 must be at least 1"),
+        (lambda: rounds("all-gather", math.nan), "workers=nan must be an int"),
+        (lambda: Network(workers=0), "workers=0 must be at least 1"),
+        (lambda: fit_link([Timing("all-gather", 0, 8.0, 1.0)]), "workers=0 must be at least 1"),
+        (lambda: fit_link([Timing("all-gather", 3, -1.0, 1.0)]), "bytes of at least 0"),
+        (lambda: fit_link([Timing("all-gather", 3, 8.0, math.nan)]), "seconds=nan is not a number"),
+        (lambda: fit_link([Timing("all-gather", 3, 0.0, 1.0)]), "timings are of nothing"),
+        (lambda: COSTS.encode_seconds(0), "elements=0 must be at least 1"),
+        (lambda: COSTS.decode_seconds(5, -1), "entries=-1 must be at least 0"),
+        (lambda: COSTS.decode_seconds(math.nan, 5), "elements=nan must be an int"),
+        (lambda: profile_systems(workers=[0]), "workers=0 must be at least 1"),
+        (lambda: profile_systems(workers=[]), r"workers=\[\] is empty"),
+        (lambda: profile_systems(sizes=[2**31]), "indices are int32"),
+        (lambda: profile_systems(density=math.nan), "density=nan is not a number"),
+        (lambda: profile_systems(density=None), "density=None must be a number"),
+        (lambda: profile_systems(repeats=0), "repeats=0 must be at least 1"),
+        (lambda: time_exchange(systems.Dense(), 3, 3, warm_up=-1), "warm_up=-1 must be at least 0"),
+        (lambda: autotune(jaxsparse.top_k, [0.1], TREE, None, repeats=1.5), "repeats=1.5 must be"),
+    ],
+)
+def test_numbers_out_of_range(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_the_shell_lists_its_commands(capsys):

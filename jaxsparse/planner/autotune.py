@@ -11,6 +11,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jaxsparse.settings import static_count
 from jaxsparse.training.parallel import data_parallel
 from jaxsparse.training.sharding import local, shard
 
@@ -60,8 +61,7 @@ def autotune(
     """
     if not candidates:
         raise ValueError(f"candidates={candidates} is empty: give at least one setting to try")
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats} must be at least 1")
+    repeats = static_count("repeats", repeats)
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(params))))
     gradients = jax.tree.map(
         lambda leaf: jax.random.normal(next(keys), leaf.shape, leaf.dtype), params

@@ -19,12 +19,13 @@ from jaxsparse.planner.tensors import TensorPoint, TensorProfile
 from jaxsparse.planner.timing import here, interleaved
 from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.reducers.base import Budget, Reducer
-from jaxsparse.settings import check_density, entries, static_int
+from jaxsparse.settings import check_density, entries, static_count, static_int
 from jaxsparse.stream import SparseStream, to_dense
 from jaxsparse.systems import WITH_VARIANTS, Dense, SparCML, choose
 from jaxsparse.systems.dragonn import extractor
 from jaxsparse.systems.sparcml import ALGORITHMS
 
+_LONGEST = 2**31 - 1
 Extract = Callable[[Float[Array, " d"], int], SparseStream]
 
 
@@ -57,11 +58,8 @@ def time_exchange(
     Raises:
         ValueError: settings out of range, or the reducer can't run with them.
     """
-    size, workers = static_int("size", size), static_int("workers", workers)
-    repeats, warm_up = static_int("repeats", repeats), static_int("warm_up", warm_up)
-    for name, value in (("size", size), ("workers", workers), ("repeats", repeats)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+    size, workers = static_count("size", size), static_count("workers", workers)
+    repeats, warm_up = static_count("repeats", repeats), static_count("warm_up", warm_up, 0)
     has_residual = not isinstance(reducer, Dense)
 
     def step(carried: Any, mean: Array, gradient: Array, scale: Array) -> tuple[Any, Array]:
@@ -134,13 +132,23 @@ def profile_systems(
         systems of matrices (PowerSGD, DeMo), whose times depend on the shapes of leaves.
 
     Raises:
-        ValueError: a system is unknown, settings are out of range, or no system can run with them.
+        ValueError: a system is unknown, or settings are out of range.
     """
     names = list(dict.fromkeys(["dense", *(WITH_VARIANTS if systems is None else systems)]))
     for name in names:
         if name not in WITH_VARIANTS:
             raise ValueError(f"system {name!r} is unknown: use one of {', '.join(WITH_VARIANTS)}")
-    densities = [float(density)] if isinstance(density, int | float) else sorted(density)
+    given = density if isinstance(density, Sequence) else [density]
+    for share in given:
+        check_density(share)
+    densities, repeats = sorted(map(float, given)), static_count("repeats", repeats)
+    sizes = [static_count("sizes", size) for size in sizes]
+    workers = [static_count("workers", each) for each in workers]
+    for setting, values in (("sizes", sizes), ("workers", workers), ("density", densities)):
+        if not values:
+            raise ValueError(f"{setting}={values} is empty: give at least one")
+    if max(sizes) > _LONGEST:
+        raise ValueError(f"sizes={sizes}: indices are int32, so give at most {_LONGEST}")
     points: list[SystemPoint] = []
     floors: dict[int, list[float]] = {size: [] for size in sizes}
     for name, size, count in itertools.product(names, floors, workers):
@@ -230,9 +238,7 @@ def profile_tensors(
     """
     check_density(density)
     codecs.check_codec(codec)
-    repeats = static_int("repeats", repeats)
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats} must be at least 1")
+    repeats = static_count("repeats", repeats)
     sizes, workers = _distinct("sizes", sizes, 1), _distinct("workers", workers, 2)
     if extract is None:
         hashed = extractor("hash")

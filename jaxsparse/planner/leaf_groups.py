@@ -1,10 +1,11 @@
 """Groups of leaves, each of which may have its own system."""
 
 import dataclasses
+import functools
 import math
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +13,8 @@ import jax.numpy as jnp
 
 from jaxsparse import layout as layouts
 from jaxsparse.blocks import check_block_size
-from jaxsparse.reducers.base import Budget
 from jaxsparse.reducers.blocks import check_room
-from jaxsparse.settings import check_density, static_int
+from jaxsparse.settings import check_density, static_count
 
 REST = "all other leaves"
 
@@ -53,15 +53,15 @@ class Members(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LeafGroups:
-    """A tree of shapes, and the rules that put its leaves into groups or let them go dense.
+    """The leaves of a tree, and the rules that put them into groups or let them go dense.
 
     Attributes:
-        tree: tree of `jax.ShapeDtypeStruct`s.
+        leaves: the key path and the shape of each leaf.
         rules: mapping from regular expressions to groups, or to None for dense.
         is_dense: the rule for leaves that travel dense in any case. None: the default rule.
     """
 
-    tree: Any
+    leaves: Sequence[tuple[str, tuple[int, ...]]]
     rules: Mapping[str, Group | None]
     is_dense: layouts.IsDense | None
 
@@ -79,10 +79,9 @@ class LeafGroups:
                 leaf is left for a group.
         """
         if isinstance(params, numbers.Number):
-            size = static_int("params", params)
-            if size < 1:
-                raise ValueError(f"params={size} must be at least 1: give the number of elements")
-            params = {"params": jax.ShapeDtypeStruct((1, size), jnp.float32)}
+            params = {
+                "params": jax.ShapeDtypeStruct((1, static_count("params", params)), jnp.float32)
+            }
         for rule, group in (rules or {}).items():
             try:
                 re.compile(rule)
@@ -93,18 +92,19 @@ class LeafGroups:
                     f"groups[{rule!r}]={group!r} must be a jaxsparse.planner.Group(...), or "
                     "None for dense"
                 )
-        layouts.plan(params)  # raises if a transformation would
-        found = cls(jax.eval_shape(lambda tree: tree, params), rules or {}, is_dense)
-        found.members()  # raises if a group has no leaf
+        try:
+            found = cls(layouts.named_leaves(params), rules or {}, is_dense)
+        except TypeError:  # a leaf has no dtype
+            raise ValueError(
+                f"params={params!r:.60} must be a number of elements, or a tree of arrays or "
+                "jax.ShapeDtypeStructs"
+            ) from None
+        _ = found.members  # raises if a group has no leaf
         return found
-
-    def travels_dense(self, path: str, shape: tuple[int, ...]) -> bool:
-        """Whether a leaf is in no group."""
-        return self.group_of(path, shape) is None
 
     def elements(self, name: str | None) -> int:
         """The number of elements of a group; for None, of the dense leaves."""
-        members = self.members().get(name)
+        members = self.members.get(name)
         return members.elements if members else 0
 
     def group_of(self, path: str, shape: tuple[int, ...]) -> str | None:
@@ -117,6 +117,7 @@ class LeafGroups:
                 return None if group is None else expression
         return REST
 
+    @functools.cached_property
     def members(self) -> dict[str | None, Members]:
         """All groups with elements. The dense leaves are under None.
 
@@ -124,9 +125,9 @@ class LeafGroups:
             ValueError: a group has no leaves.
         """
         found: dict[str | None, Members] = {}
-        for key_path, leaf in jax.tree_util.tree_flatten_with_path(self.tree)[0]:
-            if size := math.prod(leaf.shape):
-                name = self.group_of(jax.tree_util.keystr(key_path), leaf.shape)
+        for path, shape in self.leaves:
+            if size := math.prod(shape):
+                name = self.group_of(path, shape)
                 group = self.rules.get(name or "") or Group()
                 before = found.get(name, Members(group, 0, 0))
                 found[name] = Members(group, before.leaves + 1, before.elements + size)
@@ -150,7 +151,3 @@ class LeafGroups:
         head = ["import re", "", "import jaxsparse", ""]
         limit = "" if bucket_size is None else f", bucket_size={bucket_size}"
         return "\n".join([*head, *lines, "", f"tx = jaxsparse.partition(policy{limit})"])
-
-    def policy(self, budgets: Mapping[str, Budget | None]) -> Any:
-        """The policy of these groups, for `jaxsparse.partition`."""
-        return lambda path, shape: budgets.get(self.group_of(path, shape) or "")

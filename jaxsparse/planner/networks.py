@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from jaxtyping import Array
 from jaxsparse.collectives import wire
 from jaxsparse.network import Link, Network, Timing
 from jaxsparse.planner.timing import elapsed
-from jaxsparse.settings import static_float, static_int
+from jaxsparse.settings import static_count, static_float, static_int
 from jaxsparse.training.sharding import count_workers
 
 # Fallbacks for terms that the timings do not determine.
@@ -79,11 +80,9 @@ def measure_network(
     workers = count_workers(mesh, axis_name)
     if workers < 2:
         raise ValueError(f"mesh={mesh} has one worker, which exchanges nothing: give two or more")
-    repeats, seconds = static_int("repeats", repeats), static_float("seconds", seconds)
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats} must be at least 1")
-    if not seconds > 0:
-        raise ValueError(f"seconds={seconds} must be positive")
+    repeats, seconds = static_count("repeats", repeats), static_float("seconds", seconds)
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds={seconds} must be positive and finite")
     sizes = [static_int("words", each) for each in words]
     if len(sizes) < 2 or sizes[0] < 1 or sorted(set(sizes)) != sizes:
         raise ValueError(
@@ -140,7 +139,7 @@ def fit_link(timings: Sequence[Timing]) -> Link:
         1e15 bytes a second. If bytes alone do, the latency is a nanosecond.
 
     Raises:
-        ValueError: there is no timing.
+        ValueError: there is no timing, one is out of range, or all are of one worker or no bytes.
 
     Example:
         >>> link = Link(latency=1e-4, bandwidth=1e8)
@@ -154,13 +153,15 @@ def fit_link(timings: Sequence[Timing]) -> Link:
     """
     if not timings:
         raise ValueError("timings are empty: give at least one")
+    timings = [timing.checked() for timing in timings]
     seconds = np.array([timing.seconds for timing in timings])
     terms = np.array([[timing.rounds, timing.received] for timing in timings], float)
     # Relative errors: each row over its time should be 1.
     rows = terms / seconds[:, None]
-    candidates = [
-        np.linalg.lstsq(rows / (scale := rows.max(axis=0)), np.ones(len(rows)))[0] / scale
-    ]
+    scale = rows.max(axis=0)
+    if not scale.all():
+        raise ValueError("timings are of nothing: give some of two or more workers and of bytes")
+    candidates = [np.linalg.lstsq(rows / scale, np.ones(len(rows)))[0] / scale]
     for column in (0, 1):
         alone = np.zeros(2)
         alone[column] = rows[:, column].sum() / (rows[:, column] ** 2).sum()

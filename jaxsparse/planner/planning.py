@@ -3,26 +3,30 @@
 The network's seconds come from a model, the device's from a profile.
 """
 
+import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import optax
+import jax
+import jax.numpy as jnp
 
 from jaxsparse import layout as layouts, network as networks
-from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.planner.computing import check_shapes, measured_as
 from jaxsparse.planner.leaf_groups import REST, Group, LeafGroups, Members
 from jaxsparse.planner.plans import BY_GROUP, GroupChoice, Plan, Prediction
 from jaxsparse.profiles import SystemProfile
-from jaxsparse.reducers.base import Budget, Reducer
-from jaxsparse.settings import check_density, static_float, static_int
-from jaxsparse.systems import WITH_VARIANTS, Choice, Dense, SparCML, choose, dense
+from jaxsparse.reducers.base import Budget, Reducer, SeededReducer
+from jaxsparse.settings import check_density, static_count, static_float
+from jaxsparse.systems import WITH_VARIANTS, Choice, Dense, SparCML, choose
 from jaxsparse.traffic import WireBytes, traced_bytes
+from jaxsparse.traffic.report import merged, scaled
 
-# Indices are int32, so longer vectors travel in buckets.
-_LONGEST, _BUCKET = 2**31 - 1, 2**30
+# Indices are int32, so longer vectors travel in buckets, of which a program can have only so many.
+_LONGEST, _BUCKET, _MOST = 2**31 - 1, 2**30, 2**44
+_UNDIVIDED = (Reducer.split, SeededReducer.split)
 
 
 def plan(
@@ -90,18 +94,24 @@ def plan(
         'dense'
     """
     names = _names(systems)
-    workers = static_int("workers", workers)
-    if workers < 1:
-        raise ValueError(f"workers={workers} must be at least 1")
+    workers = static_count("workers", workers)
     step_seconds = static_float("step_seconds", step_seconds)
     if not 0 <= step_seconds < math.inf:
         raise ValueError(f"step_seconds={step_seconds} must be finite and at least 0")
-    local_steps = static_int("local_steps", local_steps)
-    if local_steps < 1:
-        raise ValueError(f"local_steps={local_steps} must be at least 1: 1 exchanges in each step")
+    local_steps = static_count("local_steps", local_steps)
     check_density(density)
-    model = _Model(_network(network), workers, _profile(profile, memory_bandwidth))
-    planner = _Predictor(model, LeafGroups.of(params, groups, is_dense), density)
+    leaves = LeafGroups.of(params, groups, is_dense)
+    # A transformation of the whole tree has no groups.
+    whole = dataclasses.replace(leaves, rules={})
+    size = whole.elements(REST)
+    if size > _MOST:
+        raise ValueError(
+            f"params have {size:,} elements to compress, which take {-(-size // _BUCKET):,} "
+            f"buckets: plan at most {_MOST:,} elements"
+        )
+    bucket_size = _BUCKET if size > _LONGEST else None
+    model = _Model(_network(network), workers, _profile(profile, memory_bandwidth), bucket_size)
+    planner = _Predictor(model, leaves, whole, density)
 
     conditions = [_written(model.network), f"computing: {model.profile}"]
     if profile is None:
@@ -110,6 +120,8 @@ def plan(
             + ("" if memory_bandwidth else ", take profile 'h100', or give its memory bandwidth")
         )
     by_dense = planner.dense()
+    if math.isinf(by_dense.exchange):
+        raise ValueError(f"network={network} takes for ever: give less latency, more bandwidth")
     found, left_out = [by_dense], []
     for name in names:
         try:
@@ -185,27 +197,56 @@ def _written(network: networks.Network) -> str:
     return text if network.device == "unknown" else f"{text}; measured: {network.device}"
 
 
+@functools.lru_cache(maxsize=1024)
+def _moved(reducer: Reducer, size: int, workers: int) -> WireBytes:
+    """The bytes that a reducer moves, cached because tracing one takes up to 0.2 s."""
+    return traced_bytes(reducer, size, workers)
+
+
+@functools.lru_cache(maxsize=1024)
+def _buckets(
+    budget: Budget, size: int, dense_size: int, limit: int | None
+) -> collections.Counter[tuple[Reducer, int]]:
+    """The number of buckets of each reducer and number of elements. Seeds don't count."""
+    sizes = layouts.plan(
+        jax.ShapeDtypeStruct((size,), jnp.float32),
+        is_dense=lambda path, shape: False,
+        bucket_size=limit,
+        alignment=budget.alignment,
+    ).bucket_sizes
+    # Totals are divided, and all buckets have the same other settings.
+    if isinstance(budget, Reducer) and type(budget).split in _UNDIVIDED:
+        lengths = collections.Counter(sizes)
+        return collections.Counter({(_unseeded(budget), n): lengths[n] for n in lengths})
+    reducers = budget.split(sizes, dense_size)
+    return collections.Counter(zip(map(_unseeded, reducers), sizes))
+
+
 class _Model(NamedTuple):
-    """The network, the workers and the profile that predictions use."""
+    """The network, the workers, the profile and the buckets that predictions use."""
 
     network: networks.Network
     workers: int
     profile: SystemProfile
+    bucket_size: int | None
 
-    def seconds(self, moved: WireBytes) -> float:
-        """Seconds on the network, in a usual step."""
-        return self.network.seconds(moved.usual)
+    def buckets(
+        self, budget: Budget, size: int, dense_size: int = 0
+    ) -> Mapping[tuple[Reducer, int], int]:
+        """See `_buckets`. A dense vector has one, because it needs no indices."""
+        limit = None if isinstance(budget, Dense) else self.bucket_size
+        return _buckets(budget, size, dense_size, limit)
 
-    def buckets(self, budget: Budget, size: int) -> list[tuple[Reducer, int]]:
-        """The reducers of all buckets, with their elements."""
-        count = 1 if size <= _LONGEST or isinstance(budget, Dense) else -(-size // _BUCKET)
-        sizes = tuple(layouts.split_evenly(size, [1] * count))
-        return list(zip(budget.split(sizes), sizes))
+    def moved(self, budget: Budget, size: int, dense_size: int = 0) -> WireBytes:
+        """The bytes that an exchange of `size` elements moves."""
+        buckets = self.buckets(budget, size, dense_size)
+        return merged(
+            scaled(_moved(*bucket, self.workers), times) for bucket, times in buckets.items()
+        )
 
     def exchange(self, budget: Budget, size: int) -> float:
         """Seconds on the network for `size` elements, in a usual step."""
-        moved = (traced_bytes(r, n, self.workers) for r, n in self.buckets(budget, size))
-        return sum(map(self.seconds, moved))
+        return self.network.seconds(self.moved(budget, size).usual)
 
     def added_to_dense(self, size: int, elements: int) -> float:
         """Seconds that `elements` add to a dense message of `size`, which is sent anyway."""
@@ -218,10 +259,10 @@ class _Model(NamedTuple):
         Raises:
             ValueError: the system was not measured.
         """
-        reducer, part = self.buckets(budget, size)[0]
+        check_shapes(budget)
+        reducer, part = next(iter(self.buckets(budget, size)))
         name = measured_as(system, reducer, part, self.workers)
         if name not in self.profile.systems:
-            check_shapes(budget)
             raise ValueError("no measured profile")
         return self.profile.seconds(name, size, self.workers, density)
 
@@ -230,38 +271,38 @@ class _Model(NamedTuple):
         return self.profile.seconds("dense", size, self.workers, 1.0) if size > 1 else 0.0
 
 
-class _Predictor:
-    """Predictions for one tree."""
+def _unseeded(reducer: Reducer) -> Reducer:
+    return dataclasses.replace(reducer, seed=0) if isinstance(reducer, SeededReducer) else reducer
 
-    def __init__(self, model: _Model, leaves: LeafGroups, density: float):
-        self.model, self.leaves, self.density = model, leaves, density
-        # A transformation of the whole tree has no groups.
-        self.whole = dataclasses.replace(leaves, rules={})
-        self.dense_size = self.whole.elements(None)
-        self.compressed = self.whole.elements(REST)
-        self.bucket_size = _BUCKET if self.compressed > _LONGEST else None
+
+class _Predictor:
+    """Predictions for one tree. `whole` is the tree without groups."""
+
+    def __init__(self, model: _Model, leaves: LeafGroups, whole: LeafGroups, density: float):
+        self.model, self.leaves, self.whole, self.density = model, leaves, whole, density
+        self.dense_size = whole.elements(None)
+        self.compressed = whole.elements(REST)
 
     def dense(self) -> Prediction:
         """The prediction for all leaves in one dense message."""
-        computing = self.model.dense_computing(self.compressed + self.dense_size)
-        return self._prediction("dense", dense(), computing, "jaxsparse.dense()")
+        size = self.compressed + self.dense_size
+        computing = self.model.dense_computing(size)
+        return self._prediction("dense", {}, size, computing, "jaxsparse.dense()")
 
     def one(self, name: str, caveat: str) -> Prediction:
         """The prediction for one system, for all leaves that may be compressed."""
         if not self.compressed:
             raise ValueError("no leaf may be compressed: see is_dense")
         choice = self._chosen(name, Group(), self.compressed, self.dense_size)
-        tx = error_feedback(
-            choice.budget, is_dense=self.whole.travels_dense, bucket_size=self.bucket_size
-        )
         computing = self.model.computing(name, choice.budget, self.compressed, self.density)
         computing += self.model.dense_computing(self.dense_size)
         more = [] if self.leaves.is_dense is None else ["is_dense=is_dense"]
-        if self.bucket_size is not None:
-            more.append(f"bucket_size={self.bucket_size}")
+        if self.model.bucket_size is not None:
+            more.append(f"bucket_size={self.model.bucket_size}")
         call, _, given = choice.transformation[:-1].partition("(")
         written = f"{call}({', '.join([given, *more] if given else more)})"
-        return self._prediction(name, tx, computing, written, caveat)
+        sizes = {choice.budget: self.compressed}
+        return self._prediction(name, sizes, self.dense_size, computing, written, caveat)
 
     def by_group(
         self, names: Sequence[str], is_asked_for: bool
@@ -271,7 +312,7 @@ class _Predictor:
         Raises:
             ValueError: they can't be combined.
         """
-        groups = self.leaves.members()
+        groups = self.leaves.members
         dense_size = always_dense = self.leaves.elements(None)
         choices: list[GroupChoice] = []
         budgets: dict[str, Budget | None] = {}
@@ -287,10 +328,14 @@ class _Predictor:
         computing += self.model.dense_computing(dense_size)
         if len({budget for budget in budgets.values() if budget is not None}) == 1:
             choices, budgets = self._as_only_one(choices, budgets, dense_size)
-        tx = partition(self.leaves.policy(budgets), bucket_size=self.bucket_size)
+        sizes: collections.Counter[Budget] = collections.Counter()
+        for name, budget in budgets.items():
+            if budget is not None:
+                sizes[budget] += groups[name].elements
         reducers = {choice.group: choice.expression for choice in choices}
-        written = self.leaves.written(reducers, self.bucket_size)
-        return tuple(choices), self._prediction(BY_GROUP, tx, computing, written)
+        written = self.leaves.written(reducers, self.model.bucket_size)
+        prediction = self._prediction(BY_GROUP, sizes, dense_size, computing, written)
+        return tuple(choices), prediction
 
     def _as_only_one(
         self,
@@ -328,7 +373,7 @@ class _Predictor:
         )
         if not isinstance(choice.budget, SparCML):
             return choice
-        part = self.model.buckets(choice.budget, size)[0][1]
+        _, part = next(iter(self.model.buckets(choice.budget, size)))
         algorithm = choice.budget.choose(
             part,
             self.model.workers,
@@ -339,7 +384,7 @@ class _Predictor:
 
     def as_whole(self, best: Prediction, dense: Prediction) -> tuple[GroupChoice, ...]:
         """The choice if one system serves the whole tree."""
-        leaves = self.whole.members().get(REST)
+        leaves = self.whole.members.get(REST)
         if leaves is None:
             return ()
         times = (best.exchange, dense.exchange)
@@ -380,11 +425,19 @@ class _Predictor:
     def _prediction(
         self,
         name: str,
-        tx: optax.GradientTransformation,
+        sizes: Mapping[Budget, int],
+        dense_size: int,
         computing: float,
         written: str,
         caveat: str = "",
     ) -> Prediction:
-        moved = traced_bytes(tx, self.leaves.tree, self.model.workers)
-        seconds, usual = self.model.seconds(moved), moved.usual
+        """The prediction for vectors of these sizes, beside a dense message.
+
+        Leaves with equal budgets are one vector. The dense message has a flag of finite gradients.
+        A budget gets to know of the dense leaves if it is the only one.
+        """
+        model, beside = self.model, dense_size if len(sizes) == 1 else 0
+        vectors = [model.moved(budget, size, beside) for budget, size in sizes.items()]
+        usual = merged([model.moved(Dense(), dense_size + 1), *vectors]).usual
+        seconds = model.network.seconds(usual)
         return Prediction(name, usual.rounds, usual.received, seconds, computing, written, caveat)

@@ -5,7 +5,6 @@ import functools
 import math
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,7 +12,7 @@ from jaxsparse import codecs, layout as layouts, network
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.printing import aligned, milliseconds
 from jaxsparse.profiles import Measured
-from jaxsparse.settings import check_density, entries, static_float, static_int
+from jaxsparse.settings import check_density, entries, static_count, static_float, static_int
 
 _ms = functools.partial(milliseconds, digits=3)
 
@@ -91,13 +90,14 @@ class TensorProfile(Measured):
 
     def encode_seconds(self, elements: int) -> float:
         """Seconds to encode a tensor of `elements`."""
-        return self._between("encode", elements)
+        return self._between("encode", static_count("elements", elements))
 
     def decode_seconds(self, elements: int, entries: int) -> float:
         """Seconds to decode messages of `entries`, together, into a tensor of `elements`.
 
         The DRAGONN paper's sparse decoding (section 4.3): a d + b W m, with no term W d.
         """
+        elements, entries = static_count("elements", elements), static_count("entries", entries, 0)
         # The time of one entry does not grow beyond the largest size.
         largest = self.points[-1].elements
         per_entry = self._between("decode_per_entry", min(elements, largest))
@@ -302,9 +302,7 @@ def select_tensors(
         all dense 7.001 ms, all compressed 3.175 ms, selected 3.175 ms (1 of 2 compressed)
         8 workers, 5e-05 s, 1.25e+09 bytes/s, density 0.001; codec: unknown
     """
-    workers = static_int("workers", workers)
-    if workers < 1:
-        raise ValueError(f"workers={workers} must be at least 1")
+    workers = static_count("workers", workers)
     check_density(density)
     codecs.check_codec(codec)
     if not isinstance(profile, TensorProfile):
@@ -318,11 +316,9 @@ def select_tensors(
             "bandwidth=...) in seconds and bytes a second"
         )
     _check_measured(profile, density, codec)
-    layouts.plan(params)  # raises if the transformation would
     rule = layouts.small_or_vector if is_dense is None else is_dense
     tensors, others = [], workers - 1
-    for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        path, shape = jax.tree_util.keystr(key_path), jnp.shape(leaf)
+    for path, shape in layouts.named_leaves(params):
         if size := math.prod(shape):
             k = entries(density, size)
             words = MessageFormat(size, k, "sum", jnp.float32, codec).words

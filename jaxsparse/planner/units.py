@@ -15,7 +15,7 @@ def count(text: str) -> int:
     """A number of elements: 110M, 1.5B, 350k, 1e8 or 110000000.
 
     Raises:
-        ValueError: the text is none of these, or its number is below 1.
+        ValueError: the text is none of these, or its number is below 1 or not whole.
 
     >>> count("110M"), count("1.5B"), count("84_000")
     (110000000, 1500000000, 84000)
@@ -23,9 +23,45 @@ def count(text: str) -> int:
     number, unit = _split(text.replace("_", "").replace(",", ""))
     factor = _COUNTS.get(unit.lower())
     elements = 0.0 if number is None or factor is None else number * factor
-    if not 0.5 < elements < math.inf:
+    if not 0.5 < elements < math.inf or not math.isclose(elements, round(elements)):
         raise ValueError(f"{text!r} is no number of elements: write 110M, 1.5B, 350k or 110000000")
     return round(elements)
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 1: 8 or 1_000.
+
+    Raises:
+        ValueError: the text is none of these.
+
+    >>> whole("8"), whole("1_000")
+    (8, 1000)
+    """
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"{text!r} is no whole number of at least 1: write 8")
+    return number
+
+
+def share(text: str) -> float:
+    """A share of the elements, in (0, 1]: 0.01 or 1e-3.
+
+    Raises:
+        ValueError: the text is none of these.
+
+    >>> share("0.01"), share("1e-3")
+    (0.01, 0.001)
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number <= 1:
+        raise ValueError(f"{text!r} is no share in (0, 1]: write 0.01 for 1 % of the elements")
+    return number
 
 
 def bytes_per_second(text: str) -> float:

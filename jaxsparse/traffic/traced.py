@@ -14,7 +14,7 @@ import optax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jaxsparse import _compat
+from jaxsparse import _compat, platforms
 from jaxsparse.collectives import wire
 from jaxsparse.settings import static_int
 from jaxsparse.traffic.groups import row_major
@@ -28,6 +28,8 @@ from jaxsparse.traffic.report import (
 )
 from jaxsparse.training.marks import map_marked
 
+# With more workers along an axis, permutations are not traced.
+_MOST_LISTED = 2**13
 _DTYPES = {"bool": "pred", "float": "f", "int": "s", "uint": "u", "bfloat": "bf", "complex": "c"}
 
 
@@ -72,7 +74,8 @@ def traced_bytes(
         axis.
 
     Raises:
-        ValueError: a setting is out of range, the axis is not that of the transformation, a loop
+        ValueError: a setting is out of range, an exchange with permutations has more than 8,192
+            workers along an axis, the axis is not that of the transformation, a loop
             that communicates has no static length, or a primitive that names the axis is unknown.
         TypeError: `exchange` is none of the three.
 
@@ -82,7 +85,7 @@ def traced_bytes(
         >>> moved.payload, moved.received
         (80000, 81840000)
     """
-    mesh = _mesh(workers, axis_name)
+    extents = _extents(workers, axis_name)
     run: Callable[[Any, Any], Any]
     init: Callable[[Any], Any]
     if isinstance(exchange, optax.GradientTransformation):
@@ -104,22 +107,50 @@ def traced_bytes(
         )
     # The caller may be in a trace or in a dry run, and a new thread knows nothing of either.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        program = thread.submit(_traced, run, init, shapes, mesh).result()
-    return _traffic(program, dict(mesh.shape), {})
+        trace = lambda extents: thread.submit(_traced, run, init, shapes, extents).result()
+        if max(extents.values()) > _MOST_LISTED:
+            few = {axis: _few(extent) for axis, extent in extents.items()}
+            if _lists_workers(trace(few)):
+                raise ValueError(
+                    f"workers={workers}: its permutations list all workers, so their bytes are "
+                    f"counted for at most {_MOST_LISTED:,}"
+                )
+        program = trace(extents)
+    return _traffic(program, extents, {})
 
 
-def _mesh(workers: int | Mapping[str, int], axis_name: str) -> AbstractMesh:
+def _extents(workers: int | Mapping[str, int], axis_name: str) -> dict[str, int]:
     given = workers if isinstance(workers, Mapping) else {axis_name: workers}
-    extents = [static_int("workers", extent) for extent in given.values()]
-    if not extents or min(extents) < 1:
-        raise ValueError(f"workers={workers} must be at least 1: pass the number of workers")
-    return AbstractMesh(tuple(extents), tuple(given), axis_types=(AxisType.Auto,) * len(given))
+    extents = {axis: static_int("workers", extent) for axis, extent in given.items()}
+    if not extents or not 0 < min(extents.values()) <= max(extents.values()) < 2**31:
+        raise ValueError(f"workers={workers} must be at least 1, and below 2**31")
+    return extents
+
+
+def _few(workers: int) -> int:
+    """A smaller number of workers, with the small factors of a large one."""
+    return workers if workers <= _MOST_LISTED else max(2, math.gcd(workers, math.factorial(7)))
+
+
+def _lists_workers(program: Jaxpr) -> bool:
+    """Whether a program has a permutation, whose pairs take memory and time for each worker."""
+    return any(
+        _compat.OPCODES.get(equation.primitive.name) == "collective-permute"
+        or any(map(_lists_workers, _compat.inner_programs(equation.params)))
+        for equation in program.eqns
+    )
 
 
 def _traced(
-    exchange: Callable[[Any, Any], Any], init: Callable[[Any], Any], shapes: Any, mesh: AbstractMesh
+    exchange: Callable[[Any, Any], Any],
+    init: Callable[[Any], Any],
+    shapes: Any,
+    extents: Mapping[str, int],
 ) -> Jaxpr:
     """The program of `exchange(x, init(x))` on each worker, for x of these shapes."""
+    mesh = AbstractMesh(
+        tuple(extents.values()), tuple(extents), axis_types=(AxisType.Auto,) * len(extents)
+    )
 
     def varying(tree: Any) -> Any:
         for axis in mesh.axis_names:
@@ -134,7 +165,8 @@ def _traced(
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names)
     )
-    return jax.make_jaxpr(mapped)(jax.eval_shape(lambda tree: tree, shapes)).jaxpr
+    with platforms.one_form():  # neither form communicates
+        return jax.make_jaxpr(mapped)(jax.eval_shape(lambda tree: tree, shapes)).jaxpr
 
 
 def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]) -> WireBytes:
@@ -151,16 +183,14 @@ def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]
             )
         if name in _compat.OPCODES:
             parts.append(_collective(equation, extents))
-        elif name == "cond":
-            branches = tuple(
-                _traffic(branch, extents, memo) for branch in _compat.inner_programs(parameters)
-            )
+            continue
+        inside = [_traffic(each, extents, memo) for each in _compat.inner_programs(parameters)]
+        if name == "cond":
+            branches = tuple(inside)
             if any(branch.collectives for branch in branches):
                 parts.append(WireBytes((Conditional(name, 1, branches, _where(equation)),)))
-        else:
-            inner = merged(
-                _traffic(each, extents, memo) for each in _compat.inner_programs(parameters)
-            )
+        elif inside:
+            inner = merged(inside)
             if name == "scan":
                 inner = scaled(inner, parameters["length"])
             elif inner.collectives and name not in _compat.CALLS:
@@ -187,12 +217,16 @@ def _collective(equation: Any, extents: dict[str, int]) -> WireBytes:
     parameters, name = equation.params, equation.primitive.name
     op = _compat.OPCODES[name]
     along = {axis: extents[axis] for axis in _compat.axes_of(parameters)}
-    groups = parameters.get("axis_index_groups") or [range(math.prod(along.values()))]
-    size = max(map(len, groups))
+    groups = parameters.get("axis_index_groups")
     if op == "collective-permute":
         groups = [(source, target) for source, target in parameters["perm"] if source != target]
         size = max(len({worker for pair in groups for worker in pair}), 1)
-    crossed = row_major(along).crossed(groups)
+    else:
+        size = max(map(len, groups)) if groups else math.prod(along.values())
+    if groups is None:  # all workers
+        crossed = tuple(axis for axis, extent in along.items() if extent > 1)
+    else:
+        crossed = row_major(along).crossed(groups)
     operands = [variable.aval for variable in equation.invars]
     if op == "ragged-all-to-all":  # input, output, offsets and sizes
         sent, landing = _nbytes(operands[0]), _nbytes(operands[1])
