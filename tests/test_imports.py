@@ -16,6 +16,7 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 # A module may import only from rows above its own, and in its own package from the same row.
 LAYERS = [
     ["_compat", "settings", "bits", "hashing", "magnitude", "platforms"],
+    ["training.group"],
     ["training.failing"],
     ["stream", "blocks", "quantize", "printing", "profiles"],
     ["codecs"],
@@ -32,7 +33,7 @@ LAYERS = [
     ["training.marks", "training.meshes", "training.replicas"],
     ["training.unreduced"],
     ["training.sharding", "traffic"],
-    ["training.strays"],
+    ["training.agreement", "training.calls", "training.strays"],
     ["training.parallel", "training.per_worker", "training.resharding", "network"],
     ["collectives.messages"],
     ["collectives.split"],

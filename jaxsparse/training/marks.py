@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
-from jax.tree_util import GetAttrKey, KeyPath
+from jax.tree_util import GetAttrKey, KeyPath, keystr
 
 T = TypeVar("T")
 
@@ -57,7 +57,12 @@ class PerWorker:
 
     @classmethod
     def wrap(cls, tree: Any) -> Any:
-        """Marks each array of one worker's `tree` as per-worker."""
+        """Marks each array of one worker's `tree` as per-worker.
+
+        Raises:
+            TypeError: a leaf is no array.
+        """
+        check_arrays("leaf", tree)
         return jax.tree.map(lambda x: cls(jnp.asarray(x)[None]), tree)
 
     @classmethod
@@ -99,6 +104,21 @@ def check_wrapped(name: str, value: Any) -> None:
             f"{name} is marked PerWorker but has shape (), without an axis for the workers: mark "
             "it with jaxsparse.PerWorker.wrap(x), which adds one, instead of PerWorker(x)"
         )
+
+
+def check_arrays(name: str, tree: Any) -> None:
+    """Raises TypeError if a leaf of `tree` is neither an array nor a number."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        try:
+            jax.typeof(leaf)
+        except TypeError as error:
+            dtype = f" and dtype {leaf.dtype}" if hasattr(leaf, "dtype") else ""
+            raise TypeError(
+                f"{name}{keystr(path)} is {str(leaf)[:40]!r} of type {type(leaf).__name__}{dtype}, "
+                "but steps take arrays and numbers alone: leave it out of the tree, and close over "
+                "it, or make it a static field of its node (in Flax, "
+                "flax.struct.field(pytree_node=False))"
+            ) from error
 
 
 def map_marked(f: Callable[[Any, bool], Any], tree: T) -> T:

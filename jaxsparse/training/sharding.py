@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
 from jaxsparse.collectives import wire
-from jaxsparse.training.marks import check_wrapped, is_marked, map_marked
+from jaxsparse.training.marks import check_arrays, check_wrapped, is_marked, map_marked
 from jaxsparse.training.meshes import RUNNING, inner_axes, names_of
 
 T = TypeVar("T")
@@ -69,8 +69,10 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
         ValueError: the mesh has no such axis or no worker, a leaf is partitioned over `axis_name`
             or over another mesh, or is traced on a mesh with other axes, or the tree is already
             spread over another number of workers.
+        TypeError: a leaf is no array.
     """
     workers = count_workers(mesh, axis_name)
+    check_arrays("leaf", tree)
     traced = [
         path
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
