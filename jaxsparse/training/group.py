@@ -52,25 +52,32 @@ class Group:
         self._calls, self._step = self._calls + 1, step
 
     def topic(self) -> str:
-        """A new key for notes. Members that do the same things in the same order get the same."""
+        """A new word for notes. Members that do the same things in the same order get the same."""
         self._topics += 1
         return f"{self._topics}"
 
-    def put(self, key: str, note: str | bytes) -> None:
+    def put(self, topic: str, note: str) -> None:
         """Leaves a note for the others."""
-        note = note.encode() if isinstance(note, str) else note
-        _compat.shared_store().key_value_set_bytes(f"{self._place}/{key}", note, True)
+        key = f"{self._place}/{topic}/{jax.process_index()}"
+        _compat.shared_store().key_value_set_bytes(key, zlib.compress(note.encode()), True)
 
-    def get(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Notes, as soon as all are there. None for those that are not there after `limit`."""
-        start, notes = time.monotonic(), list[bytes | None]()
-        for key in keys:
+    def get(
+        self, topic: str, processes: Sequence[int], seconds: float | None = None
+    ) -> list[str | None]:
+        """The notes of processes, as soon as all are there, or None for those that are late.
+
+        `seconds` replaces the limit.
+        """
+        start, limit = time.monotonic(), self.limit if seconds is None else seconds
+        notes = list[str | None]()
+        for process in processes:
             rest = _LONGEST
-            if self.limit is not None:
-                rest = max(1, int(1000 * (self.limit - time.monotonic() + start)))
+            if limit is not None:
+                rest = max(1, int(1000 * (limit - time.monotonic() + start)))
             try:
                 get = _compat.shared_store().blocking_key_value_get_bytes
-                notes.append(get(f"{self._place}/{key}", rest))
+                note = get(f"{self._place}/{topic}/{process}", rest)
+                notes.append(zlib.decompress(note).decode())
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
@@ -82,7 +89,7 @@ class Group:
         said = f"{self._calls} calls, the last of {self._step}"
         if said == self._published:
             return False
-        self.put(f"calls/{jax.process_index()}", said)
+        self.put("calls", said)
         self._published = said
         return True
 
@@ -91,8 +98,9 @@ class Group:
         if self.publish():
             self._unmoved = {}
             return None
-        for key, note in _compat.shared_store().key_value_dir_get_bytes(f"{self._place}/calls/"):
-            process, said = int(key.rpartition("/")[2]), note.decode()
+        notes = _compat.shared_store().key_value_dir_get_bytes(f"{self._place}/calls/")
+        for key, note in notes:
+            process, said = int(key.rpartition("/")[2]), zlib.decompress(note).decode()
             before, count = self._unmoved.get(process, ("", 0))
             self._unmoved[process] = (said, count + 1 if said == before else 1)
         stuck = {p: said for p, (said, count) in self._unmoved.items() if count > looks}
