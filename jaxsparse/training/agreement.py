@@ -6,6 +6,7 @@ and the first one compares them. It tells the others, so that all raise the same
 a limited time, and names who does not come.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxsparse.training.group import Group
 
 # Seconds for which the first process, which keeps the notes, stays until the others have read them.
 _FAREWELL = 5.0
+_FILES = 5  # number of files with differences that a message names
 
 
 def compare(group: Group, step: Any, mesh: Mesh, batches: Sequence[int], args: Any) -> None:
@@ -90,8 +92,11 @@ def _difference(group: Group, theirs: list[str], mine: list[str]) -> str:
 
     def only(lines: list[str], others: list[str]) -> str:
         known = {line.partition(" ")[0] for line in others[1:]}
-        lines = [line for line in lines[1:] if line.partition(" ")[0] not in known]
-        return lines[0].partition(" ")[2] if lines else "nothing else"
+        split = [line.partition(" ") for line in lines[1:]]
+        texts = [text for digest, _, text in split if digest not in known]
+        files = dict.fromkeys(re.findall(r"([^/\s]+\.py):", "\n".join(texts)))
+        rest = f" (and {len(texts) - 1} more, in {', '.join([*files][:_FILES])})" if files else ""
+        return texts[0] + rest if texts else "nothing else"
 
     first, me = group.members[0], jax.process_index()
     return (

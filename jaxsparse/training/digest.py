@@ -13,7 +13,7 @@ in their order. So equations may stand in another order, and what a program prin
 import enum
 import hashlib
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,9 @@ from jaxsparse.training.marks import is_marked
 _SAMPLE, _VALUES, _WIDTH = 2**16, 4, 300
 # Parameters of equations that don't change what a program computes.
 _IDLE = {"name", "inline"}
+# Parameters of a call that have an entry for each input.
+_OF_INPUTS = ("in_shardings", "in_layouts", "in_specs", "donated_invars")
+_PROGRAMS = (Jaxpr, ClosedJaxpr)
 
 
 class Digested:
@@ -50,8 +53,8 @@ class Digested:
         self, program: ClosedJaxpr, mesh: Mesh, args: Any, batches: Container[int]
     ) -> None:
         self._parts: dict[str, str | JaxprEqn] = {}  # by digest, in the order of the program
-        self._programs: dict[int, tuple[str, bool]] = {}  # by id
-        self._program = program  # keeps ids from being used again
+        self._known: dict[Any, tuple[list[str], str]] = {}  # by id of a program, and its inputs
+        self._program = program  # keeps its ids from being used again
         types, values = [], []
         avals = iter(program.in_avals)
         for i, arg in enumerate(args):
@@ -66,7 +69,7 @@ class Digested:
         heads = [versions, f"a mesh {dict(mesh.shape)} of devices {devices}", *types]
         self.digest = _digest(
             *map(self._part, heads),
-            self._read(program.jaxpr, program.consts)[0],
+            self._plain(program),
             *map(self._part, values),
         )
 
@@ -81,37 +84,69 @@ class Digested:
         self._parts.setdefault(digest, text)
         return digest
 
-    def _read(self, program: Jaxpr, consts: Any = ()) -> tuple[str, bool]:
-        """The digest of a program, and whether it communicates."""
-        if id(program) in self._programs:
-            return self._programs[id(program)]
-        values = {v: f"input {i} {_type(v.aval)}" for i, v in enumerate(program.invars)}
-        values |= {v: f"free {i} {_type(v.aval)}" for i, v in enumerate(program.constvars)}
-        for v, x in zip(program.constvars, consts):
-            values[v] = self._part(f"a constant {_type(v.aval)} {_value(x)}")
+    def _constant(self, v: Any, x: Any) -> str:
+        return self._part(f"a constant {_type(v.aval)} {_value(x)}")
+
+    def _read(self, program: Jaxpr, inputs: Sequence[str]) -> tuple[list[str], str]:
+        """Digests of a program's results, and one of its collectives, "" without any.
+
+        `inputs` are digests of its constants and of its arguments.
+        """
+        key = (id(program), *inputs)
+        if key in self._known:
+            return self._known[key]
+        values = dict(zip((*program.constvars, *program.invars), inputs))
         read = lambda v: _literal(v) if isinstance(v, Literal) else values[v]
         moves = []
         for equation in program.eqns:
-            name, settings = equation.primitive.name, self._plain(_settings(equation))
-            digest = _digest(name, settings, *map(read, equation.invars))
-            values |= {v: f"{digest} {i}" for i, v in enumerate(equation.outvars)}
-            if equation.outvars:
-                self._parts.setdefault(digest, equation)
-            inner = map(self._read, _compat.inner_programs(equation.params))
+            results, moved = self._equation(equation, [*map(read, equation.invars)])
+            values |= zip(equation.outvars, results)
+            if moved:
+                moves.append(moved)
+        self._known[key] = [*map(read, program.outvars)], _digest(*moves) if moves else ""
+        return self._known[key]
+
+    def _equation(self, equation: JaxprEqn, inputs: list[str]) -> tuple[list[str], str]:
+        """As `_read`, for an equation."""
+        name, settings = equation.primitive.name, _settings(equation)
+        programs = [*_compat.inner_programs(settings)]
+        if name in _compat.CALLS and [len(x.invars) for x in programs] == [len(inputs)]:
+            # The order of its inputs is that in which the step first uses them, so it may differ.
+            for each in _OF_INPUTS:
+                entries = settings.get(each)
+                if isinstance(entries, tuple) and len(entries) == len(inputs):
+                    del settings[each]
+                    inputs = [_digest(x, self._plain(y)) for x, y in zip(inputs, entries)]
+            ((key, inner),) = ((k, x) for k, x in settings.items() if isinstance(x, _PROGRAMS))
+            text = self._plain({k: x for k, x in settings.items() if k != key})
+            consts = [*map(self._constant, programs[0].constvars, getattr(inner, "consts", ()))]
+            results, moved = self._read(programs[0], consts + inputs)
+            digest = _digest(name, text, *results)
+            results = [_digest(name, text, x) for x in results]
+            moved = moved and _digest(name, text, moved)
+        else:
+            digest = _digest(name, self._plain(settings), *inputs)
+            results = [f"{digest} {i}" for i in range(len(equation.outvars))]
             is_own = bool(_compat.axes_of(equation.params)) and name not in _compat.SILENT
-            if is_own or any(moving for _, moving in inner):
-                moves.append(digest)
-        found = _digest(*map(read, program.outvars), *moves), bool(moves)
-        self._programs[id(program)] = found
-        return found
+            moved = digest if is_own or any(self._alone(x)[1] for x in programs) else ""
+        if results:
+            self._parts.setdefault(digest, equation)
+        return results, moved
+
+    def _alone(self, program: Jaxpr, consts: Sequence[str] = ()) -> tuple[list[str], str]:
+        """As `_read`, for any inputs."""
+        free = program.constvars if not consts else ()
+        inputs = [f"{i} {_type(v.aval)}" for i, v in enumerate((*free, *program.invars))]
+        return self._read(program, [*consts, *inputs])
 
     def _plain(self, x: Any) -> str:
         """A parameter in words that are the same in all processes."""
         match x:
             case ClosedJaxpr():
-                return self._read(x.jaxpr, x.consts)[0]
+                consts = [*map(self._constant, x.jaxpr.constvars, x.consts)]
+                return str(self._alone(x.jaxpr, consts))
             case Jaxpr():
-                return self._read(x)[0]
+                return str(self._alone(x))
             case None | bool() | int() | float() | complex() | bytes():
                 return repr(x)
             case str():
