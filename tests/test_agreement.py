@@ -107,20 +107,20 @@ def test_every_kind_of_program_is_read():
         @jax.checkpoint
         def layer(x):
             x = jax.lax.scan(lambda c, y: (c + y * scale, y), x, jnp.ones((3, 8)))[0]
-            x = jax.lax.while_loop(lambda c: c.sum() < 5, lambda c: c + scale, jax.nn.relu(x))
-            return doubled(jax.lax.cond(x[0] > 0, jnp.sin, lambda y: y * scale, x)).sum()
+            x = jax.lax.cond(x[0] > 0, jnp.sin, lambda y: y * scale, jax.nn.relu(x))
+            return doubled(x).sum()
 
         def step(state, batch):
             key = jax.random.wrap_key_data(jnp.uint32([1, 2]))
             noise = jax.random.normal(key, (8,))
             mean = jax.lax.pmean(batch.mean(0), "data")
-            return jax.grad(lambda w: layer(w + mean + noise))(state)
+            grown = jax.lax.while_loop(lambda c: c.sum() < 5, lambda c: c + scale, state)
+            return jax.grad(lambda w: layer(w + mean + noise))(grown)
 
         return digested(step, jnp.ones(8), BATCH)
 
     usual, again, other = run(0.5), run(0.5), run(0.25)
     assert usual.digest == again.digest
-    assert any("0.25" in line for line in only(other, usual))
     assert "0.25" in only(other, usual)[0]
 
 

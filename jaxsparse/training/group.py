@@ -129,8 +129,6 @@ def watched(limit: float | None) -> Iterator[None]:
     finally:
         done.set()
         Group.limit = before
-        for group in _groups.values():  # no old count may stay behind
-            group.publish()
 
 
 def _watch(limit: float, done: threading.Event) -> None:
@@ -140,6 +138,9 @@ def _watch(limit: float, done: threading.Event) -> None:
         for group in list(_groups.values()):
             if said := group.apart(round(limit / period)):
                 _leave(said, limit)
+    with contextlib.suppress(Exception):  # the store may be gone, if this process failed
+        for group in list(_groups.values()):
+            group.publish()  # others, who still look, must not take an old count for the last
 
 
 def _leave(said: str, limit: float) -> None:
