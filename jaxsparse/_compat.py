@@ -1,4 +1,4 @@
-"""Names that move between JAX releases. No other file may use them."""
+"""Names that move between JAX releases, and one that is private. No other file may use them."""
 
 from collections.abc import Iterator
 from typing import Any

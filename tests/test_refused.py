@@ -76,6 +76,7 @@ REFUSED = {
     "has an exchange of jaxsparse, or another per_worker": exchange_in_per_worker,
     "whose changes inside the step would be lost": modules_as_arguments,
     "takes positional arguments only": batch_by_name,
+    "but steps take arrays and numbers alone": lambda: shard({"name": "adam"}, 2),
     "cannot share equally": misuse.uneven_batch,
     "is a scalar in a batch": lambda: data_parallel(lambda s, b: s, 2)(ONE, {"scale": ONE}),
     "is partitioned over devices": misuse.partitioned_over_another_axis,
@@ -100,7 +101,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_the_docs_say_is_refused(message):
-    with pytest.raises((ValueError, RuntimeError), match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=re.escape(message)):
         REFUSED[message]()
 
 

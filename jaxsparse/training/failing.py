@@ -1,6 +1,7 @@
 """Ends all processes of a run after an error in one, or if one stays behind."""
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -35,10 +36,10 @@ def fail_at_once(limit: float | None = 600.0) -> Iterator[None]:
             such as on an evaluation or a checkpoint. None: no limit.
 
     Raises:
-        ValueError: `limit` is not positive.
+        ValueError: `limit` is not a positive, finite number.
     """
-    if limit is not None and not limit > 0:
-        raise ValueError(f"limit={limit} must be a positive number of seconds, or None")
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"limit={limit} must be a positive, finite number of seconds, or None")
     try:
         with watched(limit):
             yield

@@ -73,7 +73,7 @@ class Group:
         for process in processes:
             rest = _LONGEST
             if limit is not None:
-                rest = max(1, int(1000 * (limit - time.monotonic() + start)))
+                rest = min(_LONGEST, max(1, int(1000 * (limit - time.monotonic() + start))))
             try:
                 get = _compat.shared_store().blocking_key_value_get_bytes
                 note = get(f"{self._place}/{topic}/{process}", rest)
@@ -133,12 +133,13 @@ def watched(limit: float | None) -> Iterator[None]:
 
 def _watch(limit: float, done: threading.Event) -> None:
     period = min(limit / _LOOKS, _PERIOD)
-    # Looks are counted, because the clock also runs while the machine sleeps.
-    while not done.wait(period):
-        for group in list(_groups.values()):
-            if said := group.apart(round(limit / period)):
-                _leave(said, limit)
-    with contextlib.suppress(Exception):  # the store may be gone, if this process failed
+    # If the store is gone, JAX ends this process.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        # Looks are counted, because the clock also runs while the machine sleeps.
+        while not done.wait(period):
+            for group in list(_groups.values()):
+                if said := group.apart(round(limit / period)):
+                    _leave(said, limit)
         for group in list(_groups.values()):
             group.publish()  # others, who still look, must not take an old count for the last
 
