@@ -89,6 +89,8 @@ def cases(mesh, is_odd):
     scaled = data_parallel(lambda s, x: s["rate"] * jax.lax.pmean(x.mean(), "data"), mesh)
     rate = replicated(mesh, {"rate": np.float32(0.2 if is_odd else 0.1)})
     yield "value", lambda: scaled(rate, batch)
+    anyhow = data_parallel(lambda s, x: s["rate"] + jnp.zeros(()), mesh, compare=False)
+    yield "uncompared", lambda: anyhow(rate, batch)
     yield "late", lambda: time.sleep(2 * LIMIT * is_odd) or scaled({"rate": np.ones(2)}, batch)
 
 

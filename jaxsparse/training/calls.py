@@ -14,8 +14,12 @@ from jaxsparse.training.marks import check_arrays
 class Step:
     """Behaves as `run`, a function that `jax.jit` made.
 
-    Before the first call with arguments of given shapes, each of `before` is called with these
-    arguments. A call inside an outer `jax.jit` does not count, because it runs nothing.
+    A call inside an outer `jax.jit` is only traced, so it does not count below.
+
+    Args:
+        run: the function.
+        before: called with the arguments, before the first call with their shapes.
+        group: the processes of the step, which count its calls. None: a single process.
     """
 
     def __init__(
@@ -27,7 +31,7 @@ class Step:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         with _arrays_only(args):
-            if self._before and not named:
+            if (self._before or self._group is not None) and not named:
                 self._prepare(args)
             return self._run(*args, **named)
 
