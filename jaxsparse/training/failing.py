@@ -18,6 +18,9 @@ _LOST = re.compile(
     r"|tasks? (is|are) unhealthy|another task died|leader task was preempted"
 )
 
+# Gloo's words if processes send each other messages of different sizes.
+_UNLIKE = re.compile(r"doesn't match expected size|collective mismatch")
+
 
 @contextlib.contextmanager
 def fail_at_once(limit: float | None = 600.0) -> Iterator[None]:
@@ -53,10 +56,6 @@ def fail_at_once(limit: float | None = 600.0) -> Iterator[None]:
                 sys.stdout.flush()
             finally:
                 os._exit(_status(error))
-
-
-# Gloo's words if processes send each other messages of different sizes.
-_UNLIKE = re.compile(r"doesn't match expected size|collective mismatch")
 
 
 def _report(error: BaseException) -> None:
