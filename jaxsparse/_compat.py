@@ -1,4 +1,4 @@
-"""Names that move between JAX releases. No other file may use them."""
+"""Names that move between JAX releases, and one that is private. No other file may use them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -73,6 +73,20 @@ CALLS = {
     "custom_vmap_call",
     "shard_map",
 }
+
+
+def shared_store() -> Any:
+    """The key-value store that the processes of `jax.distributed` share, or None without one.
+
+    JAX has no public name for it. Libraries for checkpoints, such as Orbax, use it by this one. A
+    release that moves it makes processes run without comparing their programs.
+    """
+    try:
+        from jax._src import distributed
+
+        return distributed.global_state.client
+    except (ImportError, AttributeError):
+        return None
 
 
 def inner_programs(parameters: dict[str, Any]) -> Iterator[Jaxpr]:

@@ -242,12 +242,30 @@ def plan(
     return plan_groups(tree, groups, bucket_size=bucket_size, alignment={0: alignment})
 
 
+def check_arrays(name: str, tree: Any) -> None:
+    """Raises ValueError if a leaf of `tree`, which is called `name`, is no array and no number."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            continue
+        try:
+            jax.typeof(leaf)
+        except TypeError as error:
+            dtype = f" and dtype {leaf.dtype}" if hasattr(leaf, "dtype") else ""
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} is {str(leaf)[:40]!r} of type "
+                f"{type(leaf).__name__}{dtype}, which is no array: keep functions, strings and "
+                "other static parts of a model out of the tree, as with eqx.partition(model, "
+                "eqx.is_array) or nnx.split(model), and close over them"
+            ) from error
+
+
 def named_leaves(tree: Any) -> list[tuple[str, tuple[int, ...]]]:
     """The key path of each leaf, as `jax.tree_util.keystr` prints it, and its shape.
 
     Raises:
-        ValueError: a leaf is not of a float dtype, or there are no elements.
+        ValueError: a leaf is no array or not of a float dtype, or there are no elements.
     """
+    check_arrays("leaf", tree)
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in paths]
     for name, leaf in leaves:

@@ -18,6 +18,14 @@ class Left(BaseException):
     [
         (RuntimeError("Gloo all-reduce failed"), 1, "Another process was probably lost"),
         (RuntimeError("NCCL operation: remote process exited or"), 1, "Another process was"),
+        (
+            ValueError(
+                "Gloo AllGather failed: 80 vs 40. Received data size doesn't match expected "
+                "size. Is there a distributed collective mismatch in your code?"
+            ),
+            1,
+            "Processes run different programs",
+        ),
         (ConnectionRefusedError("Connection refused"), 1, "Connection refused"),
         (KeyboardInterrupt(), 130, "KeyboardInterrupt"),
         (SystemExit(4), 4, ""),
@@ -55,6 +63,12 @@ def test_a_closed_pipe_does_not_keep_a_process_from_leaving(monkeypatch, name):
     with pytest.raises(Left) as left, fail_at_once():
         raise SystemExit(4 if name == "stdout" else "no data")
     assert left.value.args == (4 if name == "stdout" else 1,)
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf")])
+def test_a_limit_is_positive(limit):
+    with pytest.raises(ValueError, match=rf"limit={limit} must be a positive, finite number"):
+        fail_at_once(limit=limit).__enter__()
 
 
 def test_an_orderly_end_is_left_alone():

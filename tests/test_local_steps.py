@@ -780,7 +780,7 @@ def test_wrong_states():
         LocalSteps(walk, outer.diloco(), 2, average=lambda s: s[0]).init((jnp.zeros(2), 0))
     model = eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))
     for leaf in (model, {"name": "w"}):
-        with pytest.raises(ValueError, match=r"leaf\[0\].* of the state is .*, which is no array"):
+        with pytest.raises(ValueError, match=r"leaf\[0\].* is .*, which is no array"):
             LocalSteps(walk, outer.diloco(), 2).init((leaf, 0))
     for state in ([jnp.zeros(2)], {"w": jnp.zeros(2)}):
         with pytest.raises(ValueError, match="params=None finds no parameters"):

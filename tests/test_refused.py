@@ -87,6 +87,7 @@ REFUSED = {
     "has an exchange of jaxsparse, or another per_worker": exchange_in_per_worker,
     "whose changes inside the step would be lost": modules_as_arguments,
     "takes positional arguments only": batch_by_name,
+    "which is no array": lambda: shard({"name": "adam"}, 2),
     "cannot share equally": misuse.uneven_batch,
     "is a scalar in a batch": lambda: data_parallel(lambda s, b: s, 2)(ONE, {"scale": ONE}),
     "is partitioned over devices": misuse.partitioned_over_another_axis,

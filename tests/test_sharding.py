@@ -169,7 +169,7 @@ def test_shard_repeats_the_initial_value_and_is_idempotent():
 @pytest.mark.parametrize("put", [shard, jaxsparse.reshard])
 def test_what_is_no_array_is_named(put):
     with pytest.raises(
-        ValueError, match=r"leaf\['layer'\]\['f'\] is <.*which is no array.*eqx.partition"
+        ValueError, match=r"leaf\['layer'\]\['f'\] is '<.*which is no array.*eqx.partition"
     ):
         put({"layer": {"f": nn.relu, "scale": 1.0}, "w": jnp.ones(2)}, 2)
 

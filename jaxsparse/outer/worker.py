@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import states_in
-from jaxsparse.layout import narrow
+from jaxsparse.layout import check_arrays, narrow
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.training.marks import PerWorker, is_marked, map_marked
 
@@ -60,19 +60,12 @@ class Worker(NamedTuple):
                 state, or both the same, a fragment has no leaf, the state holds an exchange or
                 something that is no array, or the exchange of `outer` is delayed.
         """
-        for path, leaf in tree_flatten_with_path(state)[0]:
-            if is_marked(path):
-                raise ValueError(
-                    "the state holds arrays of single workers, as the state of a jaxsparse "
-                    "transformation does: a step exchanges nothing here, so leave the exchange to "
-                    "outer"
-                )
-            if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
-                raise ValueError(
-                    f"leaf{keystr(path)} of the state is {leaf!r}, which is no array: keep it "
-                    "outside (arrays, static = equinox.partition(model, equinox.is_inexact_array), "
-                    "or nnx.split)"
-                )
+        if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
+            raise ValueError(
+                "the state holds arrays of single workers, as the state of a jaxsparse "
+                "transformation does: a step exchanges nothing here, so leave the exchange to outer"
+            )
+        check_arrays("leaf", state)
         places, names = _picked("params", self.params, state)
         if set(places) & set(_picked("average", self.average, state)[0]):
             raise ValueError("average picks parameters, which outer exchanges: pick statistics")

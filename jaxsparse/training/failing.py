@@ -1,12 +1,15 @@
-"""Ends all processes of a run after an error in one."""
+"""Ends all processes of a run after an error in one, or if one stays behind."""
 
 import contextlib
+import math
 import os
 import re
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
+
+from jaxsparse.training.group import watched
 
 # Gloo, NCCL and JAX's coordination service report a lost process in these words. Errors of a user's
 # own connections and settings have other words.
@@ -15,17 +18,34 @@ _LOST = re.compile(
     r"|tasks? (is|are) unhealthy|another task died|leader task was preempted"
 )
 
+# Gloo's words if processes send each other messages of different sizes.
+_UNLIKE = re.compile(r"doesn't match expected size|collective mismatch")
+
 
 @contextlib.contextmanager
-def fail_at_once() -> Iterator[None]:
-    """Ends this process at once on an error, without waiting for the other processes.
+def fail_at_once(limit: float | None = 600.0) -> Iterator[None]:
+    """Ends this process at once on an error, and in time if another one stays behind.
 
     In each process, put `with jaxsparse.fail_at_once():` around all code after
     `jax.distributed.initialize()`. If one process fails, the others lose their connections to it,
     and end within a second, too. It calls `os._exit`, so no clean-up outside it runs.
+
+    If one process leaves out a step of `jaxsparse.data_parallel`, or gets stuck before one, the
+    others would wait for it for ever. Instead, they end after `limit` seconds without progress, and
+    say how far each process came.
+
+    Args:
+        limit: seconds. It must exceed the longest time that one process works alone between steps,
+            such as on an evaluation or a checkpoint. None: no limit.
+
+    Raises:
+        ValueError: `limit` is not a positive, finite number.
     """
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(f"limit={limit} must be a positive, finite number of seconds, or None")
     try:
-        yield
+        with watched(limit):
+            yield
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
@@ -44,7 +64,9 @@ def _report(error: BaseException) -> None:
             print(error.code, file=sys.stderr, flush=True)
         return
     traceback.print_exc()
-    if _LOST.search(str(error)):
+    if _UNLIKE.search(str(error)):
+        print("Processes run different programs.", file=sys.stderr)
+    elif _LOST.search(str(error)):
         print("Another process was probably lost: its own output tells why.", file=sys.stderr)
     sys.stderr.flush()
 

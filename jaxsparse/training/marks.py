@@ -11,7 +11,6 @@ has not imported it has no Variables.
 
 import dataclasses
 import functools
-import numbers
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
-from jax.tree_util import GetAttrKey, KeyPath, keystr
+from jax.tree_util import GetAttrKey, KeyPath
+
+from jaxsparse.layout import check_arrays
 
 T = TypeVar("T")
 
@@ -58,7 +59,12 @@ class PerWorker:
 
     @classmethod
     def wrap(cls, tree: Any) -> Any:
-        """Marks each array of one worker's `tree` as per-worker."""
+        """Marks each array of one worker's `tree` as per-worker.
+
+        Raises:
+            ValueError: a leaf is no array.
+        """
+        check_arrays("leaf", tree)
         return jax.tree.map(lambda x: cls(jnp.asarray(x)[None]), tree)
 
     @classmethod
@@ -100,17 +106,6 @@ def check_wrapped(name: str, value: Any) -> None:
             f"{name} is marked PerWorker but has shape (), without an axis for the workers: mark "
             "it with jaxsparse.PerWorker.wrap(x), which adds one, instead of PerWorker(x)"
         )
-
-
-def check_arrays(tree: Any) -> None:
-    """Raises ValueError if a leaf is neither an array nor a number."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if not hasattr(x, "dtype") and not isinstance(x, numbers.Number):
-            raise ValueError(
-                f"leaf{keystr(path)} is {x!r}, which is no array: keep functions, strings and "
-                "other static parts of a model out of the state, as with "
-                "eqx.partition(model, eqx.is_array) or nnx.split(model)"
-            )
 
 
 def map_marked(f: Callable[[Any, bool], Any], tree: T) -> T:

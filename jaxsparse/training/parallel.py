@@ -14,6 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
 
 from jaxsparse import _compat
+from jaxsparse.training.agreement import compare as compare_calls
+from jaxsparse.training.calls import Step
+from jaxsparse.training.group import group_of
 from jaxsparse.training.marks import check_wrapped, is_marked, module_in
 from jaxsparse.training.meshes import (
     RUNNING,
@@ -25,7 +28,7 @@ from jaxsparse.training.meshes import (
     running,
 )
 from jaxsparse.training.sharding import count_workers
-from jaxsparse.training.strays import Watched
+from jaxsparse.training.strays import warn_of_strays
 
 Way = Literal["vmap", "shard_map"]
 
@@ -41,6 +44,7 @@ def data_parallel(
     donate_argnums: int | Sequence[int] = (),
     check: bool = True,
     via: Way | None = None,
+    compare: bool = True,
 ) -> jax.stages.Wrapped:
     """Compiles `step` to run on all workers at once, each with its share of the batch.
 
@@ -85,10 +89,15 @@ def data_parallel(
             arguments behind the first batch that have as many rows as a batch, but are not in
             `batch_argnums`.
         via: how to run on a mesh with other axes. None: see above.
+        compare: whether several processes compare the step before its first call: versions, mesh,
+            shapes, program, constants, and the values of arguments that are equal on all workers.
+            Of large arrays they compare a sample. All processes must call the same steps in the
+            same order. They wait for each other for the limit of `jaxsparse.fail_at_once`.
 
     On a mesh with other axes, the first call reads the compiled step, and warns of collectives
     other than the exchange's that cross `axis_name`, if a device receives 1 KiB or more by them.
-    Inside an outer `jax.jit` it does not, because it can't see that program.
+    A call with other shapes is a first call of another program. Inside an outer `jax.jit` nothing
+    is compared or read, because the step can't see that program.
 
     Code on Explicit axes that computes gradients outside of `step` passes them through
     `jaxsparse.own_gradients` first. If arguments are Flax nnx modules, lift `step` as for
@@ -105,6 +114,8 @@ def data_parallel(
         ValueError: the mesh has no such axis or no worker, or `via` is unknown. At the call: the
             workers don't divide a batch, per-worker state isn't spread over the workers (`shard`),
             an output differs between workers, or gradients have been averaged already.
+        TypeError: at the call: a leaf of an argument is no array.
+        RuntimeError: at the call: processes differ, or one does not come.
     """
     given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     workers = count_workers(mesh, axis_name)
@@ -193,7 +204,13 @@ def data_parallel(
         return treedef.unflatten([next(own) if mark else next(others) for mark in marks])
 
     run = jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
-    return run if whole is None or not inner else Watched(run, whole, axis_name)
+    before: list[Callable[[Any], None]] = []
+    group = None if whole is None else group_of(whole)
+    if whole is not None and group is not None and compare:
+        before.append(functools.partial(compare_calls, group, run, whole, given))
+    if whole is not None and inner:
+        before.append(functools.partial(warn_of_strays, run, whole, axis_name))
+    return Step(run, before, group)
 
 
 def _name(path: KeyPath) -> str:
@@ -316,11 +333,11 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
         return outputs
 
     @custom_vmap
-    def checked(outputs: list[Any]) -> list[Any]:
+    def checked(outputs: list[Any], worker: jax.Array) -> list[Any]:
         return outputs
 
     @checked.def_vmap
-    def rule(workers: int, batched: Any, outputs: list[Any]) -> Any:
+    def rule(workers: int, batched: Any, outputs: list[Any], worker: jax.Array) -> Any:
         how = RUNNING.get()
         for name, differs in zip(names, batched[0]):
             if differs and how is not None and how.is_check and not how.problems:
@@ -342,7 +359,9 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
                 )
         return outputs, batched[0]
 
-    return checked(outputs)
+    # The worker's number differs along the workers' axis, so JAX applies the rule there. It leaves
+    # no call to which an outer vmap, whose rows may differ, would apply it again.
+    return checked(outputs, jax.lax.axis_index(axis_name))
 
 
 def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> None:

@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
 from jaxsparse.collectives import wire
-from jaxsparse.training.marks import check_arrays, check_wrapped, is_marked, map_marked
+from jaxsparse.layout import check_arrays
+from jaxsparse.training.marks import check_wrapped, is_marked, map_marked
 from jaxsparse.training.meshes import RUNNING, inner_axes, names_of
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
             tree is already spread over another number of workers.
     """
     workers = count_workers(mesh, axis_name)
-    check_arrays(tree)
+    check_arrays("leaf", tree)
     traced = [
         path
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]

@@ -1,6 +1,5 @@
-"""A compiled step that warns of collectives besides the exchange that cross the workers' axis."""
+"""A warning of collectives besides the exchange that cross the workers' axis."""
 
-import functools
 import warnings
 from typing import Any
 
@@ -15,28 +14,9 @@ from jaxsparse.training.meshes import SCOPE
 _FEW_BYTES, _NAMED = 1024, 4
 
 
-class Watched:
-    """Behaves as `run`, and warns at the first call if more than the exchange crosses the axis."""
-
-    def __init__(self, run: jax.stages.Wrapped, mesh: Mesh, axis_name: str) -> None:
-        functools.update_wrapper(self, run)
-        self._run, self._mesh, self._axis_name = run, mesh, axis_name
-        self._is_told = False
-
-    def __call__(self, *args: Any) -> Any:
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
-        if not self._is_told and not is_traced:
-            self._is_told = True
-            # JAX keeps the program: the call does not compile again.
-            _warn_of_strays(self._run.lower(*args).compile(), self._mesh, self._axis_name)
-        return self._run(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._run, name)
-
-
-def _warn_of_strays(program: Any, mesh: Mesh, axis_name: str) -> None:
+def warn_of_strays(step: jax.stages.Wrapped, mesh: Mesh, axis_name: str, args: Any) -> None:
     """Warns of collectives besides the exchange that cross the axis, beyond a few metrics."""
+    program = step.lower(*args).compile()  # JAX keeps it: the call does not compile again
     try:
         strays = traffic.crossing(program, axis_name=axis_name, mesh=mesh, outside=SCOPE)
     except ValueError as error:

@@ -1,0 +1,108 @@
+"""Processes compare a step before its first call: the notes that they exchange.
+
+If one process has another learning rate, seed or system than the others, collectives match by
+chance, or wait for each other for ever. So each process leaves a digest of its step (`digest.py`),
+and the first one compares them. It tells the others, so that all raise the same error. It waits for
+a limited time, and names who does not come.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxsparse.training.digest import Digested
+from jaxsparse.training.group import Group
+
+# Seconds for which the first process, which keeps the notes, stays until the others have read them.
+_FAREWELL = 5.0
+_FILES = 5  # number of files with differences that a message names
+
+
+def compare(group: Group, step: Any, mesh: Mesh, batches: Sequence[int], args: Any) -> None:
+    """Compares a step and its arguments, before its first call, with those of other processes.
+
+    Args:
+        group: the processes. All must get here, for the same steps in the same order.
+        step: the compiled step.
+        mesh: the mesh on which it runs.
+        batches: the numbers of the arguments that are split. Negative ones count from the end.
+        args: all positional arguments.
+
+    Raises:
+        RuntimeError: processes differ, or one does not come within the limit of the group.
+    """
+    program = step.trace(*args).jaxpr  # JAX keeps it: the call does not trace again
+    own = Digested(program, mesh, args, {i % len(args) for i in batches})
+    topic, name = group.topic(), getattr(step, "__name__", "a step")
+    group.put(f"{topic} digest", own.digest)
+    is_first = jax.process_index() == group.members[0]
+    problem = (_of_all if is_first else _as_told)(group, topic, name, own)
+    if problem:
+        raise RuntimeError(problem)
+
+
+def _of_all(group: Group, topic: str, name: str, own: Digested) -> str:
+    """Compares all notes, and tells the others what is wrong, or nothing."""
+    others = group.members[1:]
+    notes = group.get(f"{topic} digest", others)
+    missing = [p for p, note in zip(others, notes) if note is None]
+    differing = [p for p, note in zip(others, notes) if note not in (None, own.digest)]
+    problem = _missing(missing, name, group) if missing else ""
+    if differing:
+        group.put(f"{topic} lines", "\n".join([name, *own.lines()]))
+        problem = group.get(f"{topic} difference", differing[:1])[0] or "processes differ"
+    group.put(f"{topic} problem", problem)
+    if problem:
+        group.get(f"{topic} heard", [p for p in others if p not in missing], _FAREWELL)
+    return problem
+
+
+def _as_told(group: Group, topic: str, name: str, own: Digested) -> str:
+    """What is wrong according to the first process, or nothing."""
+    first = group.members[:1]
+    theirs = group.get(f"{topic} digest", first)[0]
+    if theirs is not None and theirs != own.digest:
+        lines = group.get(f"{topic} lines", first)[0] or ""
+        group.put(
+            f"{topic} difference", _difference(group, lines.split("\n"), [name, *own.lines()])
+        )
+    # The first process waits as long as this one, but perhaps from a later time.
+    for _ in range(0 if theirs is None else 2):
+        problem = group.get(f"{topic} problem", first)[0]
+        if problem is not None:
+            group.put(f"{topic} heard", "")
+            return problem
+    return _missing(first, name, group)
+
+
+def _missing(processes: Sequence[int], name: str, group: Group) -> str:
+    return (
+        f"process {', '.join(map(str, processes))} did not come to the first call of {name!r} with "
+        f"these shapes within {group.limit:g} s, but process {jax.process_index()} did. All "
+        "processes must call the same steps in the same order, with equal shapes. If one loads "
+        "data or evaluates alone for longer, give jaxsparse.fail_at_once(limit=...) more seconds"
+    )
+
+
+def _difference(group: Group, theirs: list[str], mine: list[str]) -> str:
+    """What differs first. Lines are a step's name, and digest and text of each of its parts."""
+
+    def only(lines: list[str], others: list[str]) -> str:
+        known = {line.partition(" ")[0] for line in others[1:]}
+        split = [line.partition(" ") for line in lines[1:]]
+        texts = [text for digest, _, text in split if digest not in known]
+        files = dict.fromkeys(re.findall(r"([^/\s]+\.py):", "\n".join(texts)))
+        rest = f" (and {len(texts) - 1} more, in {', '.join([*files][:_FILES])})" if files else ""
+        return texts[0] + rest if texts else "nothing else"
+
+    first, me = group.members[0], jax.process_index()
+    return (
+        f"process {me} calls {mine[0]!r} and process {first} calls {theirs[0]!r}, which differ. "
+        f"Process {me} has: {only(mine, theirs)}. Process {first} has: {only(theirs, mine)}. Start "
+        "all processes with the same code, settings and seeds, and from the same checkpoint. "
+        "Values that are to differ belong in a batch or in a PerWorker array. (data_parallel(..., "
+        "compare=False) runs them as they are.)"
+    )

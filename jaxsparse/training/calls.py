@@ -1,0 +1,66 @@
+"""A compiled step as it is called: what happens around its calls."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxsparse.layout import check_arrays
+from jaxsparse.training.group import Group
+
+
+class Step:
+    """Behaves as `run`, a function that `jax.jit` made.
+
+    A call inside an outer `jax.jit` is only traced, so it does not count below.
+
+    Args:
+        run: the function.
+        before: called with the arguments, before the first call with their shapes.
+        group: the processes of the step, which count its calls. None: a single process.
+    """
+
+    def __init__(
+        self, run: jax.stages.Wrapped, before: Sequence[Callable[[Any], None]], group: Group | None
+    ) -> None:
+        functools.update_wrapper(self, run)
+        self._run, self._before, self._group = run, before, group
+        self._seen = set[Any]()
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        with _arrays_only(args):
+            if (self._before or self._group is not None) and not named:
+                self._prepare(args)
+            return self._run(*args, **named)
+
+    def lower(self, *args: Any, **named: Any) -> jax.stages.Lowered:
+        with _arrays_only(args):
+            return self._run.lower(*args, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run, name)
+
+    def _prepare(self, args: Any) -> None:
+        leaves, treedef = jax.tree.flatten(args)
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return
+        kind = treedef, *((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
+        if kind not in self._seen:
+            for each in self._before:
+                each(args)
+            self._seen.add(kind)
+        if self._group is not None:
+            self._group.begin(self.__name__)
+
+
+@contextlib.contextmanager
+def _arrays_only(args: Any) -> Iterator[None]:
+    """Names the leaf that is no array, if JAX refuses one."""
+    try:
+        yield
+    except TypeError:
+        for i, arg in enumerate(args):
+            check_arrays(f"argument {i}", arg)
+        raise

@@ -1,0 +1,157 @@
+"""The processes of a mesh: the notes that they leave each other, and a watch over who stays behind.
+
+A collective waits for ever if one process does not join it, so nothing here is one. Processes leave
+notes in the key-value store of JAX's coordination service, which also serves processes whose
+devices wait. Each counts the calls of steps that it begins. A thread publishes the count, and ends
+the process once counts differ and have not moved for a time: some process left out a step, or is
+stuck elsewhere. Steps themselves do nothing but count.
+"""
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import jax
+from jax.sharding import Mesh
+
+from jaxsparse import _compat
+
+_LONGEST = 2**31 - 1  # milliseconds that JAX can wait for a note
+# The watch looks so often within its limit, but at least once in so many seconds.
+_LOOKS, _PERIOD = 20, 5.0
+
+_groups: dict[tuple[int, ...], "Group"] = {}
+
+
+class Group:
+    """The processes that hold devices of one mesh.
+
+    Attributes:
+        limit: seconds to wait for another process, see `watched`. None: for ever.
+        members: numbers of the processes, in increasing order.
+    """
+
+    limit: ClassVar[float | None] = 600.0
+
+    def __init__(self, members: tuple[int, ...]) -> None:
+        self.members = members
+        self._place = f"jaxsparse/{zlib.crc32(repr(members).encode())}"
+        self._topics = self._calls = 0
+        self._step = "nothing"
+        self._published = ""
+        self._unmoved: dict[int, tuple[str, int]] = {}  # what each said, and in how many looks
+
+    def begin(self, step: str) -> None:
+        """Counts a call."""
+        self._calls, self._step = self._calls + 1, step
+
+    def topic(self) -> str:
+        """A new word for notes. Members that do the same things in the same order get the same."""
+        self._topics += 1
+        return f"{self._topics}"
+
+    def put(self, topic: str, note: str) -> None:
+        """Leaves a note for the others."""
+        key = f"{self._place}/{topic}/{jax.process_index()}"
+        _compat.shared_store().key_value_set_bytes(key, zlib.compress(note.encode()), True)
+
+    def get(
+        self, topic: str, processes: Sequence[int], seconds: float | None = None
+    ) -> list[str | None]:
+        """The notes of processes, as soon as all are there, or None for those that are late.
+
+        `seconds` replaces the limit.
+        """
+        start, limit = time.monotonic(), self.limit if seconds is None else seconds
+        notes = list[str | None]()
+        for process in processes:
+            rest = _LONGEST
+            if limit is not None:
+                rest = min(_LONGEST, max(1, int(1000 * (limit - time.monotonic() + start))))
+            try:
+                get = _compat.shared_store().blocking_key_value_get_bytes
+                note = get(f"{self._place}/{topic}/{process}", rest)
+                notes.append(zlib.decompress(note).decode())
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+                notes.append(None)
+        return notes
+
+    def publish(self) -> bool:
+        """Tells the others how far this process has come. Returns whether that is news."""
+        said = f"{self._calls} calls, the last of {self._step}"
+        if said == self._published:
+            return False
+        self.put("calls", said)
+        self._published = said
+        return True
+
+    def apart(self, looks: int) -> str | None:
+        """How far members have come, if they differ and have not moved for so many looks."""
+        if self.publish():
+            self._unmoved = {}
+            return None
+        notes = _compat.shared_store().key_value_dir_get_bytes(f"{self._place}/calls/")
+        for key, note in notes:
+            process, said = int(key.rpartition("/")[2]), zlib.decompress(note).decode()
+            before, count = self._unmoved.get(process, ("", 0))
+            self._unmoved[process] = (said, count + 1 if said == before else 1)
+        stuck = {p: said for p, (said, count) in self._unmoved.items() if count > looks}
+        if len(set(stuck.values())) < 2 or jax.process_index() not in stuck:
+            return None
+        return "; ".join(f"process {p} began {said}" for p, said in sorted(stuck.items()))
+
+
+def group_of(mesh: Mesh) -> Group | None:
+    """The processes of a mesh. None if it is a single one, or if they can't leave notes."""
+    members = tuple(sorted({device.process_index for device in mesh.devices.flat}))
+    if len(members) == 1 or _compat.shared_store() is None:
+        return None
+    return _groups.setdefault(members, Group(members))
+
+
+@contextlib.contextmanager
+def watched(limit: float | None) -> Iterator[None]:
+    """Ends this process if, inside, members of a group stay apart for `limit` seconds."""
+    before, Group.limit = Group.limit, limit
+    done = threading.Event()
+    if limit is not None:
+        threading.Thread(target=_watch, args=(limit, done), daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+        Group.limit = before
+
+
+def _watch(limit: float, done: threading.Event) -> None:
+    period = min(limit / _LOOKS, _PERIOD)
+    # If the store is gone, JAX ends this process.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        # Looks are counted, because the clock also runs while the machine sleeps.
+        while not done.wait(period):
+            for group in list(_groups.values()):
+                if said := group.apart(round(limit / period)):
+                    _leave(said, limit)
+        for group in list(_groups.values()):
+            group.publish()  # others, who still look, must not take an old count for the last
+
+
+def _leave(said: str, limit: float) -> None:
+    print(
+        f"Processes have been apart for {limit:g} s: {said}. One left out a step, or is stuck "
+        "elsewhere: jaxsparse.fail_at_once(limit=...) sets how long others wait for it. This "
+        f"process, {jax.process_index()}, ends. It is here:",
+        file=sys.stderr,
+        flush=True,
+    )
+    with contextlib.suppress(Exception):
+        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+    os._exit(1)

@@ -1,0 +1,124 @@
+"""Run in three processes by test_agreement: what each says when process 1 is unlike the others.
+
+A case in which processes differ raises the same error in all, so the next one can follow.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxsparse
+from jaxsparse import LocalSteps, data_parallel, outer, shard
+from jaxsparse.training.group import Group
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_disable_most_optimizations", True)
+LIMIT = 2.0
+SIZE = 40
+
+
+def loss(params, batch):
+    return jnp.mean(jnp.square(batch @ params["w"] - 1))
+
+
+def training(mesh, system, rate=0.1, scales=(1.0, 0.5), **settings):
+    """A step, and its state as it is before `shard`."""
+    tx = optax.chain(system, optax.sgd(rate))
+    scales = np.float32(scales)
+
+    def step(state, batch):
+        params, opt_state = state
+        grads = jax.tree.map(lambda g: g * jnp.asarray(scales)[0], jax.grad(loss)(params, batch))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = {"w": jnp.ones(SIZE)}
+    return data_parallel(step, mesh, **settings), (params, tx.init(params))
+
+
+def local(mesh, rate):
+    tx = optax.sgd(rate)
+
+    def step(state, batch):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    run = LocalSteps(step, outer.diloco(), mesh, every=2, params=lambda state: state[0])
+    params = {"w": jnp.ones(SIZE)}
+    state = run.init((params, tx.init(params)))
+    return lambda batch: lambda: run(state, batch, 0)
+
+
+def replicated(mesh, tree):
+    """An array of each process's own values. `device_put` would compare them."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    put = lambda x: jax.make_array_from_single_device_arrays(
+        x.shape, sharding, [jax.device_put(x, d) for d in jax.local_devices()]
+    )
+    return jax.tree.map(put, tree)
+
+
+def cases(mesh, is_odd):
+    """A name and a call for each difference. `is_odd` says whether this process is process 1."""
+    top_k = lambda density=0.1: jaxsparse.top_k(density, is_dense=lambda *_: False)
+    seeded = lambda seed: jaxsparse.random_k(0.1, seed=seed, is_dense=lambda *_: False)
+    sketched = lambda seed: jaxsparse.sketched_sgd(4, seed=seed, is_dense=lambda *_: False)
+    spardl = jaxsparse.spardl(0.1, is_dense=lambda *_: False)
+    batch = jax.make_array_from_process_local_data(
+        NamedSharding(mesh, PartitionSpec("data")), np.ones((2, SIZE), np.float32)
+    )
+
+    def start(system, **settings):
+        step, state = training(mesh, system, **settings)
+        return lambda: step(shard(state, mesh), batch)
+
+    yield "equal", start(top_k())
+    yield "rate", start(top_k(), rate=0.2 if is_odd else 0.1)
+    yield "seed", start(seeded(7 if is_odd else 3))
+    yield "sketch", start(sketched(7 if is_odd else 3))
+    yield "density", start(top_k(0.2 if is_odd else 0.1))
+    yield "system", start(spardl if is_odd else top_k())
+    yield "constant", start(top_k(), scales=(1.0, 0.25) if is_odd else (1.0, 0.5))
+    yield "local", local(mesh, 0.2 if is_odd else 0.1)(batch)
+    scaled = data_parallel(lambda s, x: s["rate"] * jax.lax.pmean(x.mean(), "data"), mesh)
+    rate = replicated(mesh, {"rate": np.float32(0.2 if is_odd else 0.1)})
+    yield "value", lambda: scaled(rate, batch)
+    anyhow = data_parallel(lambda s, x: s["rate"] + jnp.zeros(()), mesh, compare=False)
+    yield "uncompared", lambda: anyhow(rate, batch)
+    yield "late", lambda: time.sleep(2 * LIMIT * is_odd) or scaled({"rate": np.ones(2)}, batch)
+
+
+def main():
+    jax.distributed.initialize()
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    is_odd = jax.process_index() == 1
+    for name, call in cases(mesh, is_odd):
+        Group.limit = LIMIT if name == "late" else 60.0
+        try:
+            jax.block_until_ready(call())
+        except RuntimeError as error:
+            print(f"{name}: {error}", flush=True)
+        else:
+            print(f"{name}: ran", flush=True)
+
+    ones = jax.make_array_from_process_local_data(
+        NamedSharding(mesh, PartitionSpec("data")), np.ones(1, np.float32)
+    )
+    mean = data_parallel(lambda x: jax.lax.pmean(x.mean(), "data"), mesh, batch_argnums=0)
+    Group.limit = 60.0
+    jax.block_until_ready(mean(ones))
+    with jaxsparse.fail_at_once(limit=LIMIT):
+        for _ in range(3 - is_odd):  # process 1 leaves one out
+            jax.block_until_ready(mean(ones))
+        print("all called", flush=True)
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Processes that differ, or that stay behind, are told so: digests, notes, and real processes."""
+
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from running import ENV, QUICK, in_processes
+from workers import mesh
+
+import jaxsparse
+from jaxsparse import _compat, data_parallel, shard
+from jaxsparse.training.digest import Digested
+from jaxsparse.training.group import Group, group_of
+
+SCRIPT = Path(__file__).with_name("run_unlike.py")
+
+
+def digested(step, *args, batches=(1,), where=None):
+    where = where or mesh(2)
+    run = data_parallel(step, where, batch_argnums=batches)
+    return Digested(run.trace(*args).jaxpr, where, args, set(batches))
+
+
+def only(one, other):
+    """The texts of the parts that `one` alone has."""
+    known = {line.split(" ")[0] for line in other.lines()}
+    return [line for line in one.lines() if line.split(" ")[0] not in known]
+
+
+STATE, BATCH = {"w": jnp.ones(8), "rate": jnp.float32(0.1)}, jnp.ones((4, 8))
+
+
+def step_of(rate=0.1, scale=(1.0, 2.0), order=(0, 1, 2), prints=False, k=3):
+    constant, parts = np.float32(scale), [np.float32([i, 1]) for i in range(3)]
+
+    def step(state, batch):
+        mean = jax.lax.pmean(batch.mean(0), "data")
+        x = mean * jnp.float32(rate) + jax.lax.top_k(mean, k)[0].sum()
+        terms = {i: jnp.sin(x * i) + jax.jit(jnp.sum)(jnp.asarray(parts[i])) for i in order}
+        if prints:
+            jax.debug.print("{}", x)
+        total = terms[0] + terms[1] + terms[2]
+        return {**state, "w": total + state["w"] * jnp.asarray(constant)[1]}
+
+    return step
+
+
+USUAL = digested(step_of(), STATE, BATCH)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [step_of(), step_of(prints=True), step_of(order=(2, 0, 1))],
+    ids=["traced again", "prints", "order of equations"],
+)
+def test_what_computes_the_same_has_the_same_digest(step):
+    assert digested(step, STATE, BATCH).digest == USUAL.digest
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (lambda: digested(step_of(rate=0.2), STATE, BATCH), "0.2"),
+        (lambda: digested(step_of(k=2), STATE, BATCH), "top_k(float32[8], k=2"),
+        (
+            lambda: digested(step_of(scale=(1.0, 3.0)), STATE, BATCH),
+            "constant float32[2] [1.0, 3.0]",
+        ),
+        (
+            lambda: digested(step_of(), STATE | {"rate": jnp.float32(0.2)}, BATCH),
+            "argument 0['rate'] = [0.2",
+        ),
+        (
+            lambda: digested(step_of(), STATE | {"w": jnp.ones(8).at[7].set(2)}, BATCH),
+            "argument 0['w'] = [1.0, 1.0, 1.0, 1.0], ... (digest ",
+        ),
+        (
+            lambda: digested(step_of(), STATE, jnp.ones((8, 8))),
+            "argument 1 of type float32[8, 8]",
+        ),
+        (lambda: digested(step_of(), STATE, BATCH, where=mesh(1)), "a mesh {'data': 1} of"),
+    ],
+    ids=["rate", "k", "constant", "scalar", "array", "shape", "mesh"],
+)
+def test_what_differs_is_named(other, said):
+    other = other()
+    assert other.digest != USUAL.digest
+    assert said in only(other, USUAL)[0]
+    assert only(USUAL, other)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (doubled(x), None), lambda _, g: (2 * g,))
+
+
+def test_every_kind_of_program_is_read():
+    def run(scale):
+        @jax.checkpoint
+        def layer(x):
+            x = jax.lax.scan(lambda c, y: (c + y * scale, y), x, jnp.ones((3, 8)))[0]
+            x = jax.lax.cond(x[0] > 0, jnp.sin, lambda y: y * scale, jax.nn.relu(x))
+            return doubled(x).sum()
+
+        def step(state, batch):
+            key = jax.random.wrap_key_data(jnp.uint32([1, 2]))
+            noise = jax.random.normal(key, (8,))
+            mean = jax.lax.pmean(batch.mean(0), "data")
+            grown = jax.lax.while_loop(lambda c: c.sum() < 5, lambda c: c + scale, state)
+            return jax.grad(lambda w: layer(w + mean + noise))(grown)
+
+        return digested(step, jnp.ones(8), BATCH)
+
+    usual, again, other = run(0.5), run(0.5), run(0.25)
+    assert usual.digest == again.digest
+    assert "0.25" in only(other, usual)[0]
+
+
+def test_batches_and_per_worker_arrays_may_differ():
+    tx = optax.chain(jaxsparse.top_k(0.5, is_dense=lambda *_: False), optax.sgd(0.1))
+    params = {"w": jnp.ones(8)}
+
+    def step(state, batch):
+        grads = jax.grad(lambda p: jnp.sum(batch @ p["w"]))(state[0])
+        updates, opt_state = tx.update(grads, state[1], state[0])
+        return optax.apply_updates(state[0], updates), opt_state
+
+    state = shard((params, tx.init(params)), mesh(2))
+    other = jax.tree_util.tree_map_with_path(
+        lambda path, x: x + 1 if "per_worker" in jax.tree_util.keystr(path) else x, state
+    )
+    assert digested(step, state, BATCH).digest == digested(step, other, 2 * BATCH).digest
+
+
+class Store:
+    """The part of JAX's store that groups use, in one process."""
+
+    def __init__(self):
+        self.notes, self.came = {}, threading.Condition()
+
+    def key_value_set_bytes(self, key, value, allow_overwrite):
+        with self.came:
+            self.notes[key] = value
+            self.came.notify_all()
+
+    def key_value_dir_get_bytes(self, place):
+        return [(key, value) for key, value in self.notes.items() if key.startswith(place)]
+
+
+@pytest.fixture
+def members(monkeypatch):
+    """Three processes of a group, each with a function that makes it the running one."""
+    store = Store()
+    monkeypatch.setattr(_compat, "shared_store", lambda: store)
+    groups = [Group((0, 1, 2)) for _ in range(3)]
+
+    def look(process, looks=3):
+        monkeypatch.setattr(jax, "process_index", lambda: process)
+        return groups[process].apart(looks)
+
+    return groups, look
+
+
+def test_processes_that_stay_together_are_left_alone(members):
+    groups, look = members
+    for _ in range(3):
+        for process, group in enumerate(groups):
+            group.begin("step")
+            assert look(process) is None
+    assert {look(p) for p in range(3) for _ in range(20)} == {None}
+
+
+def test_one_that_is_slow_is_waited_for(members):
+    groups, look = members
+    for _ in range(20):
+        groups[0].begin("step")
+    assert look(0) is None
+    for _ in range(20):  # process 1 is behind, but goes on
+        groups[1].begin("step")
+        assert look(1) is None
+        assert look(0) is None
+
+
+def test_one_that_leaves_out_a_step_is_named(members):
+    groups, look = members
+    for process, group in enumerate(groups):
+        for _ in range(5 - (process == 1)):
+            group.begin("step")
+        look(process)
+    said = [look(0) for _ in range(4)]
+    assert said[:3] == [None] * 3
+    assert said[3] == (
+        "process 0 began 5 calls, the last of step; process 1 began 4 calls, the last of step; "
+        "process 2 began 5 calls, the last of step"
+    )
+
+
+def test_one_process_has_no_group():
+    assert group_of(mesh(2)) is None
+
+
+@pytest.mark.slow
+def test_unlike_processes_end_with_the_reason():
+    command, env = [sys.executable, SCRIPT], ENV | QUICK | {"JAX_PLATFORMS": "cpu"}
+    unlike_sets = lambda rank: ("env", f"PYTHONHASHSEED={rank}")
+    outcome, lines = in_processes(command, 3, timeout=120, env=env, wrap=unlike_sets)
+    wanted = {
+        "rate": ("mul(float32[] [-0.2", "mul(float32[] [-0.1"),
+        "seed": ("random_seed(int32[] [7]", "random_seed(int32[] [3]"),
+        "sketch": ("", ""),
+        "density": ("", ""),
+        "system": ("", ""),
+        "constant": ("a constant float32[2] [1.0, 0.25]", "a constant float32[2] [1.0, 0.5]"),
+        "local": ("mul(float32[] [-0.2", "mul(float32[] [-0.1"),
+        "value": ("argument 0['rate'] = [0.2", "argument 0['rate'] = [0.1"),
+    }
+    for rank in range(3):
+        said = dict(line.split(": ", 1) for line in lines[rank] if ": " in line)
+        for name, (odd, usual) in wanted.items():
+            assert said[name].startswith("process 1 calls '"), said[name]
+            assert f"Process 1 has: {odd}" in said[name]
+            assert f"Process 0 has: {usual}" in said[name]
+        assert said["equal"] == said["uncompared"] == "ran"
+        assert said["late"].startswith("process 1 did not come to the first call of '<lambda>'")
+        assert "all called" in lines[rank] or rank != 1
+    assert outcome.status
+    text = "\n".join(line for each in lines for line in each)
+    assert "Processes have been apart for 2 s: process 0 began" in text
