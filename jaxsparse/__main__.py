@@ -167,9 +167,11 @@ def _plan(args: argparse.Namespace) -> None:
             step_seconds=args.step,
             local_steps=args.local_steps,
             systems=args.systems,
+            on_system=_tell,
         )
         for text, network in networks.items()
     }
+    _tell("")
     if args.json:
         content = [_as_dict(found) for found in plans.values()]
         print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
@@ -177,6 +179,13 @@ def _plan(args: argparse.Namespace) -> None:
         print(*plans.values())
     else:
         print(compared(plans))
+
+
+def _tell(system: str) -> None:
+    """Shows on a terminal which system is predicted. Nothing: clears the line."""
+    if sys.stderr.isatty():
+        text = f"predicting {system} ..." if system else ""
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _loaded(kind: Any, flag: str, path: str) -> Any:

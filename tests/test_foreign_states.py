@@ -79,6 +79,11 @@ OTHER_SETTINGS = {
         jaxsparse.top_k(jaxsparse.warm_up(0.1, steps=4), axis_name=None),
         "TopK's own state of bucket 0 is .*step uint32.* needs nothing",
     ),
+    "delay": (
+        jaxsparse.top_k(0.1, delay=1, axis_name=None, is_dense=lambda path, shape: False),
+        jaxsparse.top_k(0.1, axis_name=None, is_dense=lambda path, shape: False),
+        "with delay=0, but this transformation has delay=1",
+    ),
     "policy": (
         jaxsparse.partition({"w": systems.SparDL(0.1)}, axis_name=None),
         jaxsparse.partition({"w": systems.TopK(0.1)}, axis_name=None),

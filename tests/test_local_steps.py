@@ -589,6 +589,7 @@ DELAYED = {
         optax.clip_by_global_norm(1.0),
         optax.chain(optax.chain(jaxsparse.top_k(0.5, delay=1)), optax.sgd(1.0)),
     ),
+    "all compressed": jaxsparse.spardl(0.5, delay=1, is_dense=lambda path, shape: False),
 }
 
 

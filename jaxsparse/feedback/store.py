@@ -36,9 +36,11 @@ class Origin:
 
     Attributes:
         systems: the name of each bucket's system.
+        is_delayed: whether exchanges have a delay.
     """
 
-    systems: tuple[str, ...]
+    systems: tuple[str, ...] = ()
+    is_delayed: bool = False
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -64,7 +66,7 @@ class ErrorFeedbackState(NamedTuple):
     pending: dict[str, PerWorker]
     roundings: Any = ()  # uint32: number of roundings of residuals to bfloat16; () for float32
     placement: Placement | tuple[()] = ()  # where leaves are; () without inner axes
-    origin: Origin = Origin(())
+    origin: Origin = Origin()
 
 
 def states_in(tree: Any) -> list[ErrorFeedbackState]:
@@ -101,7 +103,7 @@ class Store(NamedTuple):
                 skipped=jnp.int32(0),
                 info=Info(jnp.int32(0), jnp.int32(0)),
                 roundings=jnp.uint32(0) if self.is_narrow else (),
-                origin=Origin(tuple(r.system for r in plan.reducers)),
+                origin=Origin(tuple(r.system for r in plan.reducers), self.is_delayed),
             )
         )
 
@@ -134,7 +136,7 @@ class Store(NamedTuple):
                 workers' arrays.
         """
         layout = plan.layout
-        _check_origin(state, plan)
+        _check_origin(state, plan, self.is_delayed)
         _check(state, self._described(plan))
 
         def leaves(stored: Mapping[str, Any]) -> dict[int, Array]:
@@ -323,8 +325,8 @@ def check_type(state: Any) -> None:
         )
 
 
-def _check_origin(state: ErrorFeedbackState, plan: Plan) -> None:
-    """Raises ValueError if the state was made for other reducers."""
+def _check_origin(state: ErrorFeedbackState, plan: Plan, is_delayed: bool) -> None:
+    """Raises ValueError if the state was made for other reducers, or with another delay."""
     fix = "pass the state that init(params) made for the same transformation and settings"
     here = tuple(r.system for r in plan.reducers)
     if state.origin.systems != here:
@@ -332,6 +334,12 @@ def _check_origin(state: ErrorFeedbackState, plan: Plan) -> None:
         raise ValueError(
             f"the state was made for other settings: its buckets are exchanged by {there}, and "
             f"those of this transformation by {here_}: {fix}"
+        )
+    if state.origin.is_delayed != is_delayed:
+        raise ValueError(
+            "the state was made for other settings: with "
+            f"delay={int(state.origin.is_delayed)}, but this transformation has "
+            f"delay={int(is_delayed)}: {fix}"
         )
     for i, (own, r, size) in enumerate(zip(state.reducers, plan.reducers, plan.sizes)):
         there, wanted = _kinds(own), _kinds(jax.eval_shape(functools.partial(r.init, size)))

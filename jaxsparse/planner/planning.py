@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +42,7 @@ def plan(
     groups: Mapping[str, Group | None] | None = None,
     is_dense: layouts.IsDense | None = None,
     systems: Sequence[str] | None = None,
+    on_system: Callable[[str], object] = lambda name: None,
 ) -> Plan:
     """Predicts the time of a step's exchange with dense all-reduce and with every system.
 
@@ -76,6 +77,7 @@ def plan(
             case. By default vectors, scalars and leaves below 1024 elements do.
         systems: systems to predict and to choose from, keys of `jaxsparse.systems.WITH_VARIANTS`.
             Dense is always included. None: all, but a system with a caveat is not chosen.
+        on_system: called with the name of each system before it is predicted, for progress.
 
     Returns:
         The predictions and the choices. They print as a table.
@@ -124,6 +126,7 @@ def plan(
         raise ValueError(f"network={network} takes for ever: give less latency, more bandwidth")
     found, left_out = [by_dense], []
     for name in names:
+        on_system(name)
         try:
             found.append(
                 planner.one(name, "" if systems is not None else WITH_VARIANTS[name].caveat)
