@@ -303,7 +303,8 @@ def deliver_merged(
         workers: number of workers, W.
     """
     arrived = finite_sums(total)[0] != 0
-    residual = jnp.where(arrived, discarded, x)
+    # Partial sums that this worker dropped may have overflowed, and would stay so for ever.
+    residual = jnp.where(arrived, jnp.nan_to_num(discarded), x)
     delivered = count_where(total, lambda total: finite_sums(total)[0] != 0)
     return deliver(x, total, residual, arrived & selected, state, workers, delivered=delivered)
 
@@ -329,22 +330,20 @@ def deliver_streams(
         state: the reducer's new state.
         workers: number of workers, W.
     """
-    largest = jnp.finfo(x.dtype).max
     at = lambda dense: dense.at[stream.indices].get(mode="fill", fill_value=0)
-    # Shares of others' entries can overflow float32, and an inf would stay for ever.
-    cut = lambda residual: jnp.clip(residual, -largest, largest)
     # Entries are few. A second dense vector for their values would cost passes and memory. Where a
     # sum overflows nothing is sent.
     is_few = result.indices is not None
     lost = result.residual if is_few else at(result.residual)
-    kept = cut(at(x) - stream.values + lost)
+    # Shares of others' entries can overflow float32, and an inf would stay for ever.
+    kept = jnp.nan_to_num(at(x) - stream.values + lost)
     kept = jnp.where(jnp.isfinite(at(result.total)), kept, at(x))
     sent = (kept != at(x)) & (stream.values != 0)
     mean, counts = _mean_of(result.total, workers, None, result.overflow)
     reduced = Reduced(mean, kept, sent, state, counts, stream.indices)
     if is_few:
         return reduced
-    elsewhere = jnp.where(jnp.isfinite(result.total), cut(x + result.residual), x)
+    elsewhere = jnp.where(jnp.isfinite(result.total), jnp.nan_to_num(x + result.residual), x)
     return reduced.whole(elsewhere)
 
 
