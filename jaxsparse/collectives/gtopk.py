@@ -77,4 +77,4 @@ def gtopk(
         arrived, stream, residual = swap(is_main, power, pairs)
         stream = SparseStream(*(jnp.where(is_main, a, b) for a, b in zip(stream, arrived)))
     total = wire.replicated(to_dense(stream, size), axis_name)
-    return AllReduced(total, jnp.nan_to_num(residual), jnp.int32(0))
+    return AllReduced(total, residual, jnp.int32(0))

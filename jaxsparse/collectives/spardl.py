@@ -104,24 +104,18 @@ def largest_sums(
 ) -> tuple[SparseStream, SparseStream]:
     """The k largest sums of two streams, and each holder's share of the other sums.
 
-    A sum that overflows is among the largest. Where it finds no room, its half does not overflow,
-    and is shared. If a summand overflowed before, the sum is clipped.
+    A sum that overflows is among the largest. Where it finds no room, it is clipped, because an inf
+    would stay in the residual for ever.
 
     Args:
         a: entries with distinct indices.
         b: other entries with distinct indices.
         size: number of elements of the vectors, d.
         k: number of sums to keep.
-        holders: number of workers that have these two streams. With a single one, its share may
-            overflow.
+        holders: number of workers that have these two streams.
     """
-    half = lambda stream: stream._replace(values=stream.values / 2)
-    kept, cut = largest(add(half(a), half(b), size), k)
-    share = jnp.nan_to_num(cut.values) * (2 / holders)
-    # Without the barrier XLA folds 2 * x / 2 in a row of such sums. Those who send a sum that
-    # overflows would then hold another one than those who receive it.
-    values = jax.lax.optimization_barrier(2 * kept.values)
-    return kept._replace(values=values), cut._replace(values=share)
+    kept, cut = largest(add(a, b, size), k)
+    return kept, cut._replace(values=jnp.nan_to_num(cut.values) / holders)
 
 
 def recursive(
