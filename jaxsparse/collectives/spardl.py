@@ -78,8 +78,8 @@ def spar_reduce_scatter(
         left = left_of(cut.values, rounded)
         sums = sums.at[leaving[:, None], cut.indices].set(left, mode="drop")
         # No row gets two entries with the same index. A GPU would add those in any order.
-        own = (rank + jnp.arange(count)) % n
-        sums = sums.at[own[:, None], arrived.indices].add(arrived.values, mode="drop")
+        arriving = (rank + jnp.arange(count)) % n
+        sums = sums.at[arriving[:, None], arrived.indices].add(arrived.values, mode="drop")
         selected = selected.at[leaving[:, None], cut.indices].set(True)
         distance //= 2
     own = select(sums[rank], k)
