@@ -703,9 +703,12 @@ def check(program: Program, data: Data, outcome) -> None:
     number below 2**-126 to zero, on each worker.
 
     Where elements share a scale, A is twice the sum of the workers' largest elements. Where
-    elements are projected together (`Program.spread`), it is also multiplied by the square root of
-    their number: a projection keeps the length of a row, column, tile or group, but may put it all
-    into one element.
+    elements are projected together (`Program.spread`), the bound is also multiplied by the square
+    root of their number: a projection keeps the length of a row, column, tile or group, but may put
+    it all into one element.
+
+    Where sums overflow, some systems clip. But no state ever holds an inf or NaN, and a step with
+    finite gradients is skipped only if they overflow together with the state or each other.
     """
     gradients = data.gradients(program)
     updates, states = outcome(gradients)
@@ -884,8 +887,8 @@ def _check_sums(program, x, added, entering, mean, residual):
     scale = (entering + np.abs(added)).sum(0)
     if program.shares_scales:
         largest = entering.max(axis=1, initial=0).sum()
-        scale = np.full_like(scale, 2 * program.spread * largest)
-    bound = _bound(program, scale)
+        scale = np.full_like(scale, 2 * largest)
+    bound = _bound(program, scale) * (program.spread if program.shares_scales else 1)
     if program.settings.get("density", 0) is None:
         # What rounding to the leaves' dtypes removes is not fed back, as for uncompressed leaves.
         packed = program.is_compressed

@@ -9,9 +9,18 @@ from workers import few, on_workers, some
 from jaxsparse import codecs
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.spardl import largest_sums
+from jaxsparse.quantize import Format
 from jaxsparse.reducers.base import deliver_streams
 from jaxsparse.stream import SparseStream
-from jaxsparse.systems import GTopK, OkTopk, SketchedBudget, SketchedSGD, SparDL, TrueTopK
+from jaxsparse.systems import (
+    GTopK,
+    OkTopk,
+    Quantized,
+    SketchedBudget,
+    SketchedSGD,
+    SparDL,
+    TrueTopK,
+)
 
 SIZE = 2003
 
@@ -110,6 +119,17 @@ def test_sums_that_overflow_on_the_way_leave_finite_residuals(name):
     error = np.abs(np.float64(x).sum(0) - workers * mean[0] - residual.sum(0))
     assert np.count_nonzero(error > 1e-5 * largest) <= 2
     assert np.all(error <= workers * largest)
+
+
+def test_a_rotation_leaves_the_largest_number_finite():
+    """Some of these numbers, rotated there and back, round up."""
+    rng, largest = np.random.default_rng(0), np.finfo(np.float32).max
+    shape = (4, SIZE)
+    x = largest * rng.choice([-1, 1], shape) * (rng.random(shape) < 0.04)
+    reducer = Quantized(Format("int4"), "nearest", rotate=True, shared_scale=True)
+    outcome = exchange(reducer, x, "vmap")
+    assert np.all(np.isfinite(outcome.residual))
+    assert np.max(outcome.residual) == largest
 
 
 def test_a_clipped_sum_is_shared_by_its_holders():

@@ -267,7 +267,9 @@ def deliver(
     finite = jnp.isfinite(total)
     sent = None if sent is None else sent & finite
     mean, counts = _mean_of(total, workers, delivered, overflow)
-    return Reduced(mean, jnp.where(finite, residual, x), sent, state, counts)
+    # Rounding, or partial sums that this worker dropped, can overflow, and would stay so for ever.
+    residual = jnp.where(finite, jnp.nan_to_num(residual), x)
+    return Reduced(mean, residual, sent, state, counts)
 
 
 def _mean_of(
@@ -303,8 +305,7 @@ def deliver_merged(
         workers: number of workers, W.
     """
     arrived = finite_sums(total)[0] != 0
-    # Partial sums that this worker dropped may have overflowed, and would stay so for ever.
-    residual = jnp.where(arrived, jnp.nan_to_num(discarded), x)
+    residual = jnp.where(arrived, discarded, x)
     delivered = count_where(total, lambda total: finite_sums(total)[0] != 0)
     return deliver(x, total, residual, arrived & selected, state, workers, delivered=delivered)
 
