@@ -478,40 +478,59 @@ class Data:
     """The gradients of STEPS steps, drawn from `seed`."""
 
     seed: int
-    support: str
+    support: str  # one of SUPPORTS
     filled: float  # share of the elements in a support, for supports of any size
     exponent: float  # decimal logarithm of the usual magnitude
-    spread: float  # spread of the magnitudes, in decades
-    ties: bool  # all magnitudes are equal
+    spread: float  # spread of the usual magnitudes, in decades
+    ties: bool  # all usual magnitudes are equal
     negative_zeros: bool
     repeats: bool  # all steps have the same gradients
     fault: Fault | None
+    magnitude: str = "usual"  # or one of SPECIAL
+    signs: str = "random"  # one of SIGNS
 
     def gradients(self, program: Program) -> np.ndarray:
         """float64[STEPS, W, d]: gradients that the leaves' dtypes represent exactly."""
         rng = np.random.default_rng(self.seed)
         workers, size = program.workers, program.size
         shape = (1 if self.repeats else STEPS, workers, size)
-        decades = 0 if self.ties else self.spread * rng.standard_normal(shape)
-        # The momentum of the mean grows to 1 / (1 - momentum) times the gradients. Beyond float32
-        # it would be clipped.
-        limit = LARGEST * (1 - (program.momentum or 0.0))
-        x = 10.0 ** np.clip(self.exponent + decades, -50, 38.5) * rng.choice([-1.0, 1.0], shape)
+        x = self._magnitudes(rng, shape)
+        if self.signs != "equal":
+            x *= rng.choice([-1.0, 1.0], shape)
         if self.support == "cancelling":
             x[:, 1::2] = -x[:, : workers - 1 : 2]
+        if self.support == "equal":
+            x[:] = x[:, :1]
         x *= self._mask(rng, workers, size)
         x = np.broadcast_to(x, (STEPS, workers, size)).copy()
+        if self.signs == "alternating":
+            x[1::2] *= -1
         if self.negative_zeros:
             x[(x == 0) & (rng.random(x.shape) < 0.5)] = -0.0
-        parts = zip(program.cut(np.clip(x, -limit, limit)), program.leaves)
+        parts = zip(program.cut(x), program.leaves)
         x = np.concatenate([in_dtype(part, leaf.dtype) for part, leaf in parts], axis=-1)
         if self.fault is not None and size:
             step, worker, place, value = self.fault
             x[step, int(worker * workers), int(place * size)] = value
         return x
 
+    def _magnitudes(self, rng, shape):
+        """Magnitudes of one kind, or of all kinds."""
+        decades = 0 if self.ties else self.spread * rng.standard_normal(shape)
+        usual = 10.0 ** np.clip(self.exponent + decades, -50, 38.5)
+        kinds = {
+            "usual": usual,
+            "largest": LARGEST,
+            "near largest": LARGEST * rng.uniform(0, 1, shape),
+            "sums near largest": LARGEST / shape[1] * rng.uniform(0.9, 1.1, shape),
+            "subnormal": FLUSHED * rng.uniform(0, 2, shape),
+        }
+        if self.magnitude == "mixed":
+            return np.choose(rng.integers(len(kinds), size=shape), list(kinds.values()))
+        return np.broadcast_to(kinds[self.magnitude], shape).copy()
+
     def _mask(self, rng, workers, size):
-        if self.support == "random":
+        if self.support in ("random", "equal"):
             return rng.random((workers, size)) < self.filled
         if self.support == "identical":
             return np.broadcast_to(rng.random(size) < self.filled, (workers, size))
@@ -526,8 +545,12 @@ class Data:
 
 
 SUPPORTS = (
-    "all", "random", "identical", "disjoint", "clustered", "one worker", "cancelling", "empty"
+    "all", "random", "identical", "disjoint", "clustered", "one worker", "cancelling", "equal",
+    "empty"
 )  # fmt: skip
+# Magnitudes at which sums overflow or vanish; near-largest ones do so in some orders only.
+SPECIAL = ("largest", "near largest", "sums near largest", "subnormal", "mixed")
+SIGNS = ("random", "equal", "alternating")  # random; all positive; changing at each step
 
 _faults = st.builds(
     Fault,
@@ -536,18 +559,30 @@ _faults = st.builds(
     st.floats(0, 0.99),
     st.sampled_from([math.nan, math.inf, -math.inf]),
 )
-cases = st.builds(
-    Data,
-    seed=st.integers(0, 2**32 - 1),
-    support=st.sampled_from(SUPPORTS),
-    filled=st.sampled_from([0.01, 0.1, 0.5, 0.9]),
-    exponent=st.one_of(st.floats(-3, 3), st.floats(-30, 30), st.sampled_from([-45, -38, -37, 38])),
-    spread=st.sampled_from([0.3, 1.0, 3.0, 12.0]),
-    ties=st.booleans(),
-    negative_zeros=st.booleans(),
-    repeats=st.booleans(),
-    fault=st.one_of(st.none(), st.none(), st.none(), _faults),
-)
+
+
+def _cases(magnitudes):
+    return st.builds(
+        Data,
+        seed=st.integers(0, 2**32 - 1),
+        support=st.sampled_from(SUPPORTS),
+        filled=st.sampled_from([0.01, 0.1, 0.5, 0.9]),
+        magnitude=magnitudes,
+        exponent=st.one_of(
+            st.floats(-3, 3), st.floats(-30, 30), st.sampled_from([-45, -38, -37, 38])
+        ),
+        spread=st.sampled_from([0.3, 1.0, 3.0, 12.0]),
+        ties=st.booleans(),
+        signs=st.sampled_from(SIGNS),
+        negative_zeros=st.booleans(),
+        repeats=st.booleans(),
+        fault=st.one_of(st.none(), st.none(), st.none(), _faults),
+    )
+
+
+usual_cases = _cases(st.just("usual"))
+special_cases = _cases(st.sampled_from(SPECIAL))
+all_cases = st.one_of(usual_cases, special_cases)
 
 
 def in_dtype(x, dtype):
@@ -668,17 +703,29 @@ def check(program: Program, data: Data, outcome) -> None:
     number below 2**-126 to zero, on each worker.
 
     Where elements share a scale, A is twice the sum of the workers' largest elements. Where
-    elements are projected together (`Program.spread`), it is also multiplied by the square root of
-    their number: a projection keeps the length of a row, column, tile or group, but may put it all
-    into one element.
+    elements are projected together (`Program.spread`), the bound is also multiplied by the square
+    root of their number: a projection keeps the length of a row, column, tile or group, but may put
+    it all into one element.
+
+    Where sums overflow, some systems clip. But no state ever holds an inf or NaN, and a step with
+    finite gradients is skipped only if they overflow together with the state or each other.
     """
     gradients = data.gradients(program)
     updates, states = outcome(gradients)
+    for state in states:
+        _check_finite(state)
     if SYSTEMS[program.name].law == "differences":
         _check_differences(program, gradients, updates, states)
         return
     for step in range(STEPS):
         _check_step(program, gradients[step], updates[step], states[step], states[step + 1])
+
+
+def _check_finite(state):
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            is_finite = np.all(np.isfinite(x.astype(np.float32)))
+            assert is_finite, f"the state is not finite at {jax.tree_util.keystr(path)}"
 
 
 def _check_step(program, gradients, update, before, after):
@@ -695,7 +742,9 @@ def _check_step(program, gradients, update, before, after):
     if not np.all(np.isfinite(gradients)):
         assert skipped, "a gradient that is not finite must skip the step"
     elif skipped:
-        largest = max(entering.max(initial=0), summed.max(initial=0))
+        # With a delay, gradients are added to the residual that the exchange leaves.
+        own_sum = entering + program.fading * (np.abs(now.residual) - np.abs(was.residual))
+        largest = max(own_sum.max(initial=0), summed.max(initial=0))
         assert largest > 0.99 * LARGEST, "a finite step was skipped"
     assert np.all(np.isfinite(update)), "an update is not finite"
     if skipped and not program.delay:
@@ -713,7 +762,6 @@ def _check_step(program, gradients, update, before, after):
     if not packed.any():
         return
 
-    assert np.all(np.isfinite(now.residual)), "a residual is not finite"
     if was.momentum.ndim == 1 or not decay:
         u = g
     elif not program.delay:
@@ -729,6 +777,7 @@ def _check_step(program, gradients, update, before, after):
     mean, of_mean = update[packed], np.zeros(np.count_nonzero(packed))
     if was.momentum.ndim == 1:
         of_mean = decay * np.abs(was.momentum) + np.abs(now.momentum)
+        of_mean[np.abs(now.momentum) >= LARGEST] = np.inf  # clipped
         mean = now.momentum - decay * was.momentum
         # XLA may compute the momentum twice, and round it in two ways.
         bound = 4 * (ROUNDING * of_mean + FLUSHED)
@@ -769,8 +818,6 @@ def _check_differences(program, gradients, updates, states):
             largest = entering.sum(0).max(initial=0)
             assert not skipped or largest > 0.99 * LARGEST, "a finite step was skipped"
         assert int(after.steps) == int(before.steps) + 1 - skipped
-        assert np.all(np.isfinite(now)), "a momentum is not finite"
-        assert np.all(np.isfinite(left)), "a residual is not finite"
         if skipped:
             assert not np.any(update), "a skipped step's update must be zero"
             feedback = before.feedback._replace(skipped=after.feedback.skipped)
@@ -820,7 +867,8 @@ def _check_dense(program, gradients, momentum_before, momentum, update):
     expected = gradients.mean(0) + decay * momentum_before
     bound = _bound(program, np.abs(gradients).sum(0) + decay * np.abs(momentum_before))
     if decay:
-        assert np.all(np.abs(momentum - expected) <= bound), "not the mean's momentum"
+        error = np.abs(momentum - np.clip(expected, -LARGEST, LARGEST))
+        assert np.all(error <= bound), "not the mean's momentum"
     _check_delivered(program, ~program.is_compressed, expected, bound, update)
 
 
@@ -839,8 +887,8 @@ def _check_sums(program, x, added, entering, mean, residual):
     scale = (entering + np.abs(added)).sum(0)
     if program.shares_scales:
         largest = entering.max(axis=1, initial=0).sum()
-        scale = np.full_like(scale, 2 * program.spread * largest)
-    bound = _bound(program, scale)
+        scale = np.full_like(scale, 2 * largest)
+    bound = _bound(program, scale) * (program.spread if program.shares_scales else 1)
     if program.settings.get("density", 0) is None:
         # What rounding to the leaves' dtypes removes is not fed back, as for uncompressed leaves.
         packed = program.is_compressed
@@ -850,7 +898,7 @@ def _check_sums(program, x, added, entering, mean, residual):
         # What lies beyond their range is not fed back either.
         limit = program.by_leaf(lambda t: jnp.finfo(t).max)[packed]
         bound = np.where(np.abs(mean) >= limit, np.inf, bound)
-    if program.name == "sparcml":
+    if program.name in ("sparcml", "spardl", "gtopk"):
         # A partial sum that overflows and finds no room is clipped to float32.
         bound = np.where(scale >= LARGEST, scale, bound)
     if program.reducer.conserves:

@@ -36,6 +36,16 @@ def decoded(values, bits, quantizer):
     return np.asarray(arrive(np.float32(values)), np.float64)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_levels_are_as_accurate_at_all_magnitudes(bits):
+    """Powers of two scale levels exactly; differences of large logarithms would not."""
+    values = np.float32(np.random.default_rng(0).uniform(0.3, 1, 64))
+    usual = decoded(values, bits, "sign_magnitude")
+    for exponent in (-120, 60, 126):
+        scaled = decoded(np.ldexp(values, exponent), bits, "sign_magnitude")
+        np.testing.assert_allclose(np.ldexp(scaled, -exponent), usual, rtol=5e-7)
+
+
 def test_two_indices_are_three_bytes():
     assert np.asarray(pack_fields(jnp.uint32([3000, 77]), 12)).tobytes() == b"\xb8\xdb\x04\x00"
 

@@ -1,14 +1,26 @@
 """What single reducers promise beyond the contract that all of them share."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from workers import few, on_workers, some
 
+from jaxsparse import codecs
 from jaxsparse.collectives.messages import AllReduced
+from jaxsparse.collectives.spardl import largest_sums
+from jaxsparse.quantize import Format
 from jaxsparse.reducers.base import deliver_streams
 from jaxsparse.stream import SparseStream
-from jaxsparse.systems import SketchedBudget, SketchedSGD, TrueTopK
+from jaxsparse.systems import (
+    GTopK,
+    OkTopk,
+    Quantized,
+    SketchedBudget,
+    SketchedSGD,
+    SparDL,
+    TrueTopK,
+)
 
 SIZE = 2003
 
@@ -71,3 +83,58 @@ def test_what_an_all_reduce_leaves_is_owed_by_hand():
     for result in (own, own.whole()):
         reduced = deliver_streams(x, stream, result, (), 2).whole(x)
         np.testing.assert_array_equal(reduced.residual, np.float32([0.25, 2, 3, 4, 3e38, 6]))
+
+
+# Reducers and numbers of workers of which partial sums overflow and find no room, or are rounded
+# beside a residual near the largest number.
+OVERFLOWING = {
+    "gtopk": (GTopK(0.1), 7),
+    "ok_topk": (OkTopk(0.1, codec=codecs.Chunked(value_bits=4)), 7),
+    "recursive": (SparDL(0.1, 4, "recursive"), 8),
+    "bruck": (SparDL(0.1, 2, "bruck"), 8),
+}
+
+
+@pytest.mark.parametrize("name", some(OVERFLOWING, ["gtopk"]))
+def test_sums_that_overflow_on_the_way_leave_finite_residuals(name):
+    reducer, workers = OVERFLOWING[name]
+    rng, largest = np.random.default_rng(0), float(np.finfo(np.float32).max)
+    shape = (workers, 40, 200)
+    x = rng.choice([0, 0, 1, 1, 0.33, 1e-5], shape) * rng.uniform(0.9, 1.2, shape)
+    x *= rng.choice([-1, 1], shape)
+    x[1::2] = -x[: workers - 1 : 2]  # total sums are mostly finite
+    x = np.float32(np.clip(largest * x, -largest, largest))
+
+    def run(vectors):
+        def step(state, x):
+            reduced = reducer(x, state, axis_name="data").whole(x)
+            return reduced.state, (reduced.mean, reduced.residual)
+
+        return jax.lax.scan(step, reducer.init(shape[-1]), vectors)[1]
+
+    mean, residual = map(np.float64, on_workers(run, workers, "vmap")(x))
+    assert np.all(np.isfinite(mean))
+    assert np.all(np.isfinite(residual))
+    # An element is off only where a sum of the two largest numbers is cut and clipped.
+    error = np.abs(np.float64(x).sum(0) - workers * mean[0] - residual.sum(0))
+    assert np.count_nonzero(error > 1e-5 * largest) <= 2
+    assert np.all(error <= workers * largest)
+
+
+def test_a_rotation_leaves_the_largest_number_finite():
+    """Some of these numbers, rotated there and back, round up."""
+    rng, largest = np.random.default_rng(0), np.finfo(np.float32).max
+    shape = (4, SIZE)
+    x = largest * rng.choice([-1, 1], shape) * (rng.random(shape) < 0.04)
+    reducer = Quantized(Format("int4"), "nearest", rotate=True, shared_scale=True)
+    outcome = exchange(reducer, x, "vmap")
+    assert np.all(np.isfinite(outcome.residual))
+    assert np.max(outcome.residual) == largest
+
+
+def test_a_clipped_sum_is_shared_by_its_holders():
+    largest = jnp.finfo(jnp.float32).max
+    a = SparseStream(jnp.int32([0, 1]), jnp.float32([largest, largest]))
+    kept, share = largest_sums(a, a, 2, 1, 4)
+    assert np.isinf(kept.values).all()
+    assert sorted(share.values.tolist()) == [0, 0, 0, float(largest / 4)]

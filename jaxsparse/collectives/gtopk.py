@@ -6,8 +6,8 @@ from jaxtyping import Array
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced
-from jaxsparse.collectives.spardl import largest
-from jaxsparse.stream import SparseStream, add, add_to, to_dense
+from jaxsparse.collectives.spardl import largest_sums
+from jaxsparse.stream import SparseStream, add_to, to_dense
 
 
 def gtopk(
@@ -59,8 +59,8 @@ def gtopk(
         arrived = SparseStream(
             jnp.where(takes_part, arrived.indices, size), jnp.where(takes_part, arrived.values, 0)
         )
-        kept, cut = largest(add(stream, arrived, size), k)
-        return kept, add_to(residual, cut._replace(values=cut.values / holders))
+        kept, lost = largest_sums(stream, arrived, size, k, holders)
+        return kept, add_to(residual, lost)
 
     if extra:
         pairs = [(power + i, i) for i in range(extra)]

@@ -212,7 +212,6 @@ def ok_topk(
     decode = lambda words: codec.decode(words[:-2], room, regions.positions, x.dtype)
     streams = jax.vmap(decode)(messages)
     means = streams.values.ravel() / workers
-    means = jnp.where(jnp.isfinite(means), means, 0)
     elements = regions.elements(place, streams.indices.ravel())
     mean = to_dense(SparseStream(elements, means), size)
     delivered = jnp.sum((means != 0) & (elements < size), dtype=jnp.int32)
@@ -248,7 +247,10 @@ def _room(k: int, regions: Regions, capacity_factor: float) -> int:
 
 
 def _sums(arrived: SparseStream, length: int) -> SparseStream:
-    """Sums a region's entries over workers, sorted by index, in as many slots as `arrived` has."""
+    """Sums a region's entries over workers, sorted by index, in as many slots as `arrived` has.
+
+    A sum that overflows becomes 0 and so counts as not sent: each worker keeps its summand.
+    """
 
     # Add one worker's entries after another's: within one scatter a GPU would add in any order.
     def add(total: Array, row: SparseStream) -> tuple[Array, None]:
@@ -256,6 +258,7 @@ def _sums(arrived: SparseStream, length: int) -> SparseStream:
 
     start = jnp.zeros_like(arrived.values, shape=(length,))
     total, _ = jax.lax.scan(add, start, arrived)
+    total = jnp.where(jnp.isfinite(total), total, 0)
     indices = jax.lax.sort(arrived.indices.ravel(), is_stable=False)
     is_again = jnp.pad(indices[1:] == indices[:-1], (1, 0))
     return from_dense(total, jnp.where(is_again, length, indices))

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse import codecs
+from jaxsparse.collectives.messages import left_of
 from jaxsparse.collectives.wire import Group, bruck_all_gather
 from jaxsparse.stream import SparseStream, add, add_to, to_dense
 
@@ -73,26 +74,17 @@ def spar_reduce_scatter(
         rounded = jax.vmap(functools.partial(codec.rounded, size=m))(cut)
         messages = jax.vmap(encode)(cut)
         arrived = jax.vmap(decode)(group.shift(messages, distance))
-        sums = _add(sums, leaving, cut.indices, -rounded)
-        sums = _add(sums, (rank + jnp.arange(count)) % n, *arrived)
+        # Not a difference, which would be NaN where the sum has overflowed.
+        left = left_of(cut.values, rounded)
+        sums = sums.at[leaving[:, None], cut.indices].set(left, mode="drop")
+        # No row gets two entries with the same index. A GPU would add those in any order.
+        arriving = (rank + jnp.arange(count)) % n
+        sums = sums.at[arriving[:, None], arrived.indices].add(arrived.values, mode="drop")
         selected = selected.at[leaving[:, None], cut.indices].set(True)
         distance //= 2
     own = select(sums[rank], k)
-    sums = sums.at[rank, own.indices].add(-own.values, mode="drop")
+    sums = sums.at[rank, own.indices].set(0, mode="drop")
     return Scattered(own, sums, selected.at[rank, own.indices].set(True))
-
-
-def _add(
-    rows: Float[Array, "n m"],
-    numbers: Int[Array, " c"],
-    indices: Int[Array, "c k"],
-    values: Float[Array, "c k"],
-) -> Float[Array, "n m"]:
-    """Adds entries to the rows with the given numbers. Empty slots are left out.
-
-    No row gets two entries with the same index. A GPU would add those in any order.
-    """
-    return rows.at[numbers[:, None], indices].add(values, mode="drop")
 
 
 # Number of capacities that B-SAG's messages can have, evenly spaced on a logarithmic scale.
@@ -105,6 +97,25 @@ def largest(stream: SparseStream, k: int) -> tuple[SparseStream, SparseStream]:
     _, slots = jax.lax.top_k(jnp.abs(stream.values), k)
     kept = SparseStream(stream.indices[slots], stream.values[slots])
     return kept, stream._replace(values=stream.values.at[slots].set(0, unique_indices=True))
+
+
+def largest_sums(
+    a: SparseStream, b: SparseStream, size: int, k: int, holders: int
+) -> tuple[SparseStream, SparseStream]:
+    """The k largest sums of two streams, and each holder's share of the other sums.
+
+    A sum that overflows is among the largest. Where it finds no room, it is clipped, because an inf
+    would stay in the residual for ever.
+
+    Args:
+        a: entries with distinct indices.
+        b: other entries with distinct indices.
+        size: number of elements of the vectors, d.
+        k: number of sums to keep.
+        holders: number of workers that have these two streams.
+    """
+    kept, cut = largest(add(a, b, size), k)
+    return kept, cut._replace(values=jnp.nan_to_num(cut.values) / holders)
 
 
 def recursive(
@@ -146,9 +157,9 @@ def recursive(
         message = teams.exchange(codec.encode(block, size), holders)
         block = block._replace(values=rounded)
         arrived = codec.decode(message, block.capacity, size, block.values.dtype)
-        block, cut = largest(add(block, arrived, size), k)
-        discarded = add_to(discarded, cut._replace(values=cut.values / (2 * holders)))
         holders *= 2
+        block, lost = largest_sums(block, arrived, size, k, holders)
+        discarded = add_to(discarded, lost)
     return block, discarded
 
 

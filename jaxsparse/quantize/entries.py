@@ -249,7 +249,10 @@ def _mean(rows: Float[Array, "n m"], mask: Array) -> Float[Array, " n"]:
 
 
 def _octaves(low: Float[Array, "*n"], high: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    return jnp.log2(high) - jnp.log2(low)
+    # Exponents apart from mantissas: the last bit of log2(1e38) changes levels by some millionths,
+    # and may differ between sender and receivers.
+    (a, i), (b, j) = jnp.frexp(low), jnp.frexp(high)
+    return (j - i).astype(jnp.float32) + (jnp.log2(b) - jnp.log2(a))
 
 
 def _nearest(

@@ -272,7 +272,9 @@ def deliver(
     finite = jnp.isfinite(total)
     sent = None if sent is None else sent & finite
     mean, counts = _mean_of(total, workers, delivered, overflow)
-    return Reduced(mean, jnp.where(finite, residual, x), sent, state, counts)
+    # Rounding, or partial sums that this worker dropped, can overflow, and would stay so for ever.
+    residual = jnp.where(finite, jnp.nan_to_num(residual), x)
+    return Reduced(mean, residual, sent, state, counts)
 
 
 def _mean_of(
@@ -334,22 +336,20 @@ def deliver_streams(
         state: the reducer's new state.
         workers: number of workers, W.
     """
-    largest = jnp.finfo(x.dtype).max
     at = lambda dense: dense.at[stream.indices].get(mode="fill", fill_value=0)
-    # Shares of others' entries can overflow float32, and an inf would stay for ever.
-    cut = lambda residual: jnp.clip(residual, -largest, largest)
     # Entries are few. A second dense vector for their values would cost passes and memory. Where a
     # sum overflows nothing is sent.
     is_few = result.indices is not None
     lost = result.residual if is_few else at(result.residual)
-    kept = cut(at(x) - stream.values + lost)
+    # Shares of others' entries can overflow float32, and an inf would stay for ever.
+    kept = jnp.nan_to_num(at(x) - stream.values + lost)
     kept = jnp.where(jnp.isfinite(at(result.total)), kept, at(x))
     sent = (kept != at(x)) & (stream.values != 0)
     mean, counts = _mean_of(result.total, workers, None, result.overflow)
     reduced = Reduced(mean, kept, sent, state, counts, stream.indices)
     if is_few:
         return reduced
-    elsewhere = jnp.where(jnp.isfinite(result.total), cut(x + result.residual), x)
+    elsewhere = jnp.where(jnp.isfinite(result.total), jnp.nan_to_num(x + result.residual), x)
     return reduced.whole(elsewhere)
 
 

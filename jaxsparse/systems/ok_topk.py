@@ -85,7 +85,8 @@ class OkTopk(EntryReducer):
         if result.lost:  # at any indices, own entries' among them
             reduced = reduced.whole(x)
         residual = functools.reduce(add_to, result.lost, reduced.residual)
-        return reduced._replace(residual=residual)
+        # The rounding of others' sums can overflow float32, and an inf would stay for ever.
+        return reduced._replace(residual=jnp.nan_to_num(residual))
 
 
 @exchange_options()
