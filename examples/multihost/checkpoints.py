@@ -1,12 +1,10 @@
 """Checkpoints with Orbax: a stopped run goes on, with the same number of workers or another."""
 
 import argparse
-import gc
 import json
 import math
 import secrets
 import sys
-import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +19,7 @@ from digits import number
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 from locks import HeldError, Lock
+from loops import patient_loops
 from orbax.checkpoint import checkpoint_managers as policies
 
 import jaxsparse
@@ -221,8 +220,8 @@ class Checkpoints:
         Raises:
             DamagedError: the checkpoint is not what was saved.
         """
-        marked = self._manager.metadata(step).commit_timestamp_nsecs is not None
-        if error := processes.first_error("" if marked else "it has no commit mark"):
+        mark = _read(lambda: self._manager.metadata(step).commit_timestamp_nsecs)
+        if error := processes.first_error("it has no commit mark" if mark is None else ""):
             raise IncompleteError(error)
         # Orbax's manager makes a process that read its part wait for one that could not, so the
         # handlers read.
@@ -310,15 +309,10 @@ def _read(read: Callable[[], T]) -> T:
     """
     own = ""
     try:
-        result = read()
+        with patient_loops():
+            result = read()
     except Exception as error:
         own = f"{type(error).__name__}: {error}".partition("\n")[0]
-    if own:
-        # When Orbax fails, it closes its event loop without awaiting what it began there. Python
-        # would warn of that at a later garbage collection.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "coroutine .* was never awaited")
-            gc.collect()
     if error := processes.first_error(own):
         raise DamagedError(error)
     return result
