@@ -5,11 +5,14 @@ A script for `test_checkpoint.py`:
     run_resume.py straight FOLDER CASE...   20 steps; the states after 10 are saved with Orbax
     run_resume.py resumed FOLDER CASE...    from there to 20; the same bits, or an error
     run_resume.py killed FOLDER             saves on and on until killed, checks what it finds
+    run_resume.py hanging FOLDER            the same in several processes; the third save hangs
     run_resume.py moved FOLDER CASE...      in several processes: some steps from where others came
 """
 
 import functools
+import os
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -175,21 +178,41 @@ def checkpoints(folder):
     return train.Checkpoints(parser.parse_args([*flags, str(folder)]), parser), train.Progress
 
 
-def killed(folder):
-    """Saves states until it is killed. All elements of a state are the number of its step."""
+def join():
+    """Joins the other processes, and takes all devices for workers."""
+    global WORKERS
+    jax.distributed.initialize()
+    WORKERS = jax.device_count()
+
+
+def killed(folder, hangs_after=None):
+    """Saves states until it is killed. All elements of a state are the number of its step.
+
+    After `hangs_after` saves, one never ends.
+    """
     saved, progress_of = checkpoints(folder)
 
     def filled(step):
         params = {str(i): jnp.full((500, 500), step, jnp.float32) for i in range(4)}
         residual = PerWorker(jnp.full((WORKERS, 500, 500), step, jnp.float32))
-        return jax.device_put(shard((params, residual), mesh()))
+        return shard((params, residual), mesh())
 
     state, progress = saved.resume(filled(0), progress_of(0, WORKERS, 0.0, []), mesh())
     for leaf in jax.tree.leaves(state):
-        np.testing.assert_array_equal(leaf, progress.step)
-    print("found", progress.step, flush=True)
+        for part in leaf.addressable_shards:
+            np.testing.assert_array_equal(part.data, progress.step)
+    print("found", progress.step, os.getpid(), flush=True)
     for step in range(progress.step + 1, 1000000):
+        if hangs_after is not None and step == progress.step + hangs_after + 1:
+            saved._manager.wait_until_finished()
+            # Process 0 calls this when all have written their arrays.
+            ocp.StandardCheckpointHandler.finalize = lambda *_: time.sleep(1000)
         saved.save(filled(step), progress_of(step, WORKERS, 0.0, []))
+
+
+def hanging(folder):
+    join()
+    killed(folder, hangs_after=2)
 
 
 @jax.jit
@@ -202,9 +225,7 @@ def means(state):
 
 def moved(folder, names):
     """Goes on with as many workers as there are devices, from the checkpoint of other workers."""
-    global WORKERS
-    jax.distributed.initialize()
-    WORKERS = jax.device_count()
+    join()
     for name in names:
         saved, progress_of = checkpoints(folder / name)
         state, progress = saved.resume(start(name), progress_of(0, WORKERS, 0.0, []), mesh())
@@ -232,5 +253,6 @@ def moved(folder, names):
 
 if __name__ == "__main__":
     what, path, *names = sys.argv[1:]
-    run = {"straight": straight, "resumed": resumed, "killed": killed, "moved": moved}[what]
+    modes = (straight, resumed, killed, hanging, moved)
+    run = {mode.__name__: mode for mode in modes}[what]
     run(Path(path), *([names] if names else []))

@@ -1,6 +1,8 @@
 """States through Orbax: into a new process bit for bit, to other workers, past a SIGKILL."""
 
 import functools
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -42,15 +44,10 @@ QUICK = ("spardl_adaptive", "warm_up", "delay")
     ],
 )
 def test_a_new_process_goes_on_with_the_same_bits(tmp_path, names):
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
     for what in ("straight", "resumed"):
         done = subprocess.run(
             [sys.executable, SCRIPT, what, tmp_path, *names],
-            env=ENV | cache,
+            env=ENV | cache_in(tmp_path),
             capture_output=True,
             text=True,
             timeout=600,
@@ -93,6 +90,82 @@ def test_kills_leave_complete_checkpoints_only(tmp_path):
         last = found + 2
     assert last >= 8
     assert interrupted > 0  # at least one was killed while it wrote
+
+
+@pytest.mark.slow
+def test_a_run_killed_amid_a_save_goes_on_among_others(tmp_path):
+    """The launcher of two processes is killed, then one of three, then all of two."""
+    folder = tmp_path / "checkpoints"
+    launcher = [
+        sys.executable,
+        str(running.MULTIHOST / "launch.py"),
+        "--timeout",
+        "120",
+        "--grace",
+        "0.5",
+    ]
+    begun = 0
+    for processes, victim in ((2, "launcher"), (3, "rank"), (2, "all")):
+        command = [*launcher, "-n", str(processes), "--", sys.executable, str(SCRIPT), "hanging"]
+        with subprocess.Popen(
+            [*command, str(folder)], env=ENV, stdout=subprocess.PIPE, text=True
+        ) as process:
+            pids = {}
+            for line in process.stdout:
+                rank, word, *numbers = line.split()
+                if word == "found":
+                    found, pids[rank] = map(int, numbers)
+                if len(pids) == processes:
+                    break
+            assert found == begun
+            deadline = time.monotonic() + 60
+            while not ((folder / str(found + 2)).exists() and half_written(folder)):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            kill = {"launcher": [process.pid], "rank": [pids["[1]"]], "all": pids.values()}
+            for pid in kill[victim]:
+                os.kill(pid, signal.SIGKILL)
+            process.communicate()
+        assert half_written(folder)
+        begun = found + 2
+    assert begun == 6
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(((4, 1), (3, 1)), id="4 to 3", marks=pytest.mark.slow),
+        pytest.param(
+            ((3, 2), (2, 1), (2, 2), (1, 3)), id="several devices", marks=pytest.mark.thorough
+        ),
+    ],
+)
+def test_processes_go_on_with_what_others_saved(tmp_path, layouts):
+    """Means over workers are kept, and all processes agree after the next steps."""
+    names = ("spardl", "powersgd", "sparse_loco")
+    done = 0
+    for processes, devices in layouts:
+        outcome, lines = running.in_processes(
+            [sys.executable, SCRIPT, "moved", tmp_path, *names],
+            processes,
+            devices=devices,
+            env=ENV | cache_in(tmp_path),
+            timeout=300,
+        )
+        assert outcome.status == 0, outcome.report
+        for each in lines:
+            assert [line for line in each if line.endswith("agree")] == [
+                f"{name} {done} agree" for name in names
+            ]
+        done += 3
+
+
+def cache_in(folder):
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 
 
 def half_written(folder):
