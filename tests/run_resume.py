@@ -186,21 +186,24 @@ def join():
 
 
 def killed(folder, hangs_after=None):
-    """Saves states until it is killed. All elements of a state are the number of its step.
+    """Saves states until it is killed. All arrays of a state are noise plus the number of its step.
 
     After `hangs_after` saves, one never ends.
     """
     saved, progress_of = checkpoints(folder)
 
+    # Orbax would compress constants to almost nothing.
+    noise = np.random.default_rng(0).integers(0, 2**20, (500, 500)).astype(np.float32)
+
     def filled(step):
-        params = {str(i): jnp.full((500, 500), step, jnp.float32) for i in range(4)}
-        residual = PerWorker(jnp.full((WORKERS, 500, 500), step, jnp.float32))
+        params = {str(i): noise + np.float32(step) for i in range(4)}
+        residual = PerWorker(np.tile(noise + np.float32(step), (WORKERS, 1, 1)))
         return shard((params, residual), mesh())
 
     state, progress = saved.resume(filled(0), progress_of(0, WORKERS, 0.0, []), mesh())
     for leaf in jax.tree.leaves(state):
         for part in leaf.addressable_shards:
-            np.testing.assert_array_equal(part.data, progress.step)
+            np.testing.assert_array_equal(np.asarray(part.data) - noise, progress.step)
     print("found", progress.step, os.getpid(), flush=True)
     for step in range(progress.step + 1, 1000000):
         if hangs_after is not None and step == progress.step + hangs_after + 1:
