@@ -297,3 +297,21 @@ def test_a_directory_that_cannot_be_used(example, tmp_path, capsys, name):
     said = capsys.readouterr().err
     assert f"--checkpoint-dir {tmp_path / name}: " in said
     assert "Name a directory that this user can write to" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--json", "."], "--json .: that is a directory. Name a file"),
+        (
+            ["--coordinator", "host:1", "--num-processes", "0", "--process-id", "0"],
+            "--num-processes 0: give at least 1",
+        ),
+        (["--keep", "0"], "--keep: 0 is out of range: give at least 1"),
+    ],
+)
+def test_bad_flags(example, monkeypatch, capsys, flags, message):
+    monkeypatch.setattr(sys, "argv", ["train.py", *flags])
+    with pytest.raises(SystemExit):
+        example.train.main()
+    assert message in capsys.readouterr().err

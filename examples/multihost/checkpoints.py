@@ -312,7 +312,7 @@ def _read(read: Callable[[], T]) -> T:
         with patient_loops():
             result = read()
     except Exception as error:
-        own = f"{type(error).__name__}: {error}".partition("\n")[0]
+        own = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
     if error := processes.first_error(own):
         raise DamagedError(error)
     return result
