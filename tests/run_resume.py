@@ -5,10 +5,14 @@ A script for `test_checkpoint.py`:
     run_resume.py straight FOLDER CASE...   20 steps; the states after 10 are saved with Orbax
     run_resume.py resumed FOLDER CASE...    from there to 20; the same bits, or an error
     run_resume.py killed FOLDER             saves on and on until killed, checks what it finds
+    run_resume.py hanging FOLDER            the same in several processes; the third save hangs
+    run_resume.py moved FOLDER CASE...      in several processes: some steps from where others came
 """
 
 import functools
+import os
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -16,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, shard, warm_up
@@ -108,13 +114,19 @@ def train(name, state, first, last):
     for i in range(first, last):
         rng = np.random.default_rng(i)
         targets = {n: rng.standard_t(2, (WORKERS, *p.shape)) for n, p in PARAMS.items()}
-        targets = jax.tree.map(np.float32, targets)
+        targets = jax.tree.map(spread, targets)
         if name in LOCAL:
             state, _ = local_steps(name)(state, targets, i)
         else:
             state = program(name)(state, targets)
         jax.block_until_ready(state)
     return state
+
+
+def spread(x):
+    """The whole array, which each process has, as float32 on the devices."""
+    split = NamedSharding(mesh(), PartitionSpec("data"))
+    return jax.make_array_from_callback(x.shape, split, lambda index: np.float32(x[index]))
 
 
 def manager(folder):
@@ -156,29 +168,94 @@ def resumed(folder, names):
         print(name, "equal", flush=True)
 
 
-def killed(folder):
-    """Saves states until it is killed. All elements of a state are the number of its step."""
+def checkpoints(folder):
+    """The multi-host example's own checkpoints."""
     sys.path[:0] = [str(Path(__file__).parents[1] / "examples" / n) for n in ("", "multihost")]
     import train
 
     parser = train.flags()
     flags = ["--resume", "--checkpoint-every", "1", "--steps", "1000000", "--checkpoint-dir"]
-    saved = train.Checkpoints(parser.parse_args([*flags, str(folder)]), parser)
+    return train.Checkpoints(parser.parse_args([*flags, str(folder)]), parser), train.Progress
+
+
+def join():
+    """Joins the other processes, and takes all devices for workers."""
+    global WORKERS
+    jax.distributed.initialize()
+    WORKERS = jax.device_count()
+
+
+def killed(folder, hangs_after=None):
+    """Saves states until it is killed. All arrays of a state are noise plus the number of its step.
+
+    After `hangs_after` saves, one never ends.
+    """
+    saved, progress_of = checkpoints(folder)
+
+    # Orbax would compress constants to almost nothing.
+    noise = np.random.default_rng(0).integers(0, 2**20, (500, 500)).astype(np.float32)
 
     def filled(step):
-        params = {str(i): jnp.full((500, 500), step, jnp.float32) for i in range(4)}
-        residual = PerWorker(jnp.full((WORKERS, 500, 500), step, jnp.float32))
-        return jax.device_put(shard((params, residual), mesh()))
+        params = {str(i): noise + np.float32(step) for i in range(4)}
+        residual = PerWorker(np.tile(noise + np.float32(step), (WORKERS, 1, 1)))
+        return shard((params, residual), mesh())
 
-    state, progress = saved.resume(filled(0), train.Progress(0, WORKERS, 0.0, []), mesh())
+    state, progress = saved.resume(filled(0), progress_of(0, WORKERS, 0.0, []), mesh())
     for leaf in jax.tree.leaves(state):
-        np.testing.assert_array_equal(leaf, progress.step)
-    print("found", progress.step, flush=True)
+        for part in leaf.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(part.data) - noise, progress.step)
+    print("found", progress.step, os.getpid(), flush=True)
     for step in range(progress.step + 1, 1000000):
-        saved.save(filled(step), train.Progress(step, WORKERS, 0.0, []))
+        if hangs_after is not None and step == progress.step + hangs_after + 1:
+            saved._manager.wait_until_finished()
+            # Process 0 calls this when all have written their arrays.
+            ocp.StandardCheckpointHandler.finalize = lambda *_: time.sleep(1000)
+        saved.save(filled(step), progress_of(step, WORKERS, 0.0, []))
+
+
+def hanging(folder):
+    join()
+    killed(folder, hangs_after=2)
+
+
+@jax.jit
+def means(state):
+    """Means over workers of arrays that each worker has, and all others."""
+    own = lambda x: isinstance(x, PerWorker)
+    mean = lambda x: jnp.mean(x.value, axis=0) if own(x) else x
+    return jax.tree.map(mean, state, is_leaf=own)
+
+
+def moved(folder, names):
+    """Goes on with as many workers as there are devices, from the checkpoint of other workers."""
+    join()
+    for name in names:
+        saved, progress_of = checkpoints(folder / name)
+        state, progress = saved.resume(start(name), progress_of(0, WORKERS, 0.0, []), mesh())
+        file = folder / f"{name}.npz"
+        if progress.step:
+            with np.load(file) as expected:
+                for (path, x), other in zip(arrays(means(state)), expected.values(), strict=True):
+                    scale = np.abs(other).max(initial=0.0)
+                    np.testing.assert_allclose(
+                        x, other, rtol=0, atol=1e-6 * scale, err_msg=name + path
+                    )
+        multihost_utils.sync_global_devices("compared")
+        last = progress.step + 3
+        state = train(name, state, progress.step, last)
+        saved.save(state, progress_of(last, WORKERS, 0.0, []))
+        result = arrays(means(state))
+        for path, x in result:
+            for other in multihost_utils.process_allgather(x)[None]:
+                np.testing.assert_array_equal(other, np.broadcast_to(x, other.shape), path)
+        if jax.process_index() == 0:
+            np.savez(file, *(x for _, x in result))
+        saved.close()
+        print(name, progress.step, "agree", flush=True)
 
 
 if __name__ == "__main__":
     what, path, *names = sys.argv[1:]
-    run = {"straight": straight, "resumed": resumed, "killed": killed}[what]
+    modes = (straight, resumed, killed, hanging, moved)
+    run = {mode.__name__: mode for mode in modes}[what]
     run(Path(path), *([names] if names else []))

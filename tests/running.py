@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "multihost"))
 
 from launch import launch as launch
+from loops import patient_loops as patient_loops
 
 sys.path.pop()
 

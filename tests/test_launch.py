@@ -51,19 +51,20 @@ def assert_all_ended(folder, count):
 
 def test_each_rank_is_told_its_place_and_its_lines_come_with_its_number():
     say = 'echo "$WHO $XLA_FLAGS ${JAX_COORDINATOR_ADDRESS%:*} $JAX_NUM_CPU_DEVICES"'
-    say += f' "$JAX_LOCAL_DEVICE_IDS {RANK} $OMPI_COMM_WORLD_SIZE"'
+    say += f' "$JAX_LOCAL_DEVICE_IDS {RANK} $OMPI_COMM_WORLD_SIZE"; cat'  # stdin is empty
+    say += "; tr '\\0' '\\n' < /proc/$$/environ | grep FUNC"
     outcome, lines = run(
         f"{say}; echo '{GLOO}'; echo error >&2; printf unfinished",
         2,
         devices=2,
         host="10.0.0.1",
         wrap=lambda rank: ("env", f"WHO=rank{rank}"),
-        env={"XLA_FLAGS": "--mine", "PATH": os.environ["PATH"]},
+        env={"XLA_FLAGS": "--mine", "PATH": os.environ["PATH"], "BASH_FUNC_f%%": "() { true; }"},
     )
     assert (outcome.status, outcome.failed) == (0, None)
     assert lines == [
-        ["rank0 --mine 10.0.0.1 2 0,1 0 2", "error", "unfinished"],
-        ["rank1 --mine 10.0.0.1 2 2,3 1 2", "error", "unfinished"],
+        ["rank0 --mine 10.0.0.1 2 0,1 0 2", "BASH_FUNC_f%%=() { true; }", "error", "unfinished"],
+        ["rank1 --mine 10.0.0.1 2 2,3 1 2", "BASH_FUNC_f%%=() { true; }", "error", "unfinished"],
     ]
 
 
@@ -160,6 +161,34 @@ def test_the_launcher_ends_its_ranks_when_stopped(tmp_path, monkeypatch, heeded)
     assert_all_ended(tmp_path, 4)
 
 
+@pytest.mark.parametrize(
+    ("flags", "first"),
+    [((), ""), (("--grace", "0.5"), "trap '' TERM; ")],
+    ids=["heeds SIGTERM", "ignores SIGTERM"],
+)
+def test_the_ranks_end_with_a_killed_launcher(tmp_path, monkeypatch, flags, first):
+    monkeypatch.chdir(tmp_path)
+    script = f"{first}sleep 100 & echo $! $$ > new{RANK}; mv new{RANK} pid{RANK}"
+    script += f"; if [ {RANK} = 1 ]; then while [ ! -e pid0 ]; do :; done; kill -KILL $PPID; fi"
+    script += "; wait"
+    status, _, _ = command_line("-n", "2", *flags, "--", "sh", "-c", script)
+    assert status == -signal.SIGKILL
+    assert_all_ended(tmp_path, 4)  # within 5 seconds
+
+
+def test_a_command_may_wait_for_all_its_children():
+    """What guards a rank is no child of it."""
+    script = "import os; os.spawnlp(os.P_NOWAIT, 'true', 'true'); os.wait(); os.wait()"
+    outcome, ((*_, last),) = in_processes([sys.executable, "-c", script], 1, timeout=60)
+    assert (outcome.status, last) == (1, "ChildProcessError: [Errno 10] No child processes")
+
+
+def test_a_command_that_is_not_there():
+    outcome, ((said,),) = in_processes(["no-such-program"], 1, timeout=60)
+    assert outcome.status == 127
+    assert "no-such-program: not found" in said
+
+
 def test_the_command_line_shows_all_and_names_who_failed():
     script = f"echo hello {RANK}; [ {RANK} = 0 ] && exec sleep 100; sleep 0.2; exit 3"
     flags = ("-n", "2", "-d", "2", "--", "sh", "-c", script)
@@ -175,6 +204,9 @@ def test_the_command_line_shows_all_and_names_who_failed():
         (["-n", "2"], "required: command"),
         (["-n", "0", "--", "true"], "-n 0 -d 1: give at least 1 of each"),
         (["--", "true"], "required: -n"),
+        (["-n", "1", "--timeout", "0", "--", "true"], "--timeout 0: give more than 0 seconds"),
+        (["-n", "1", "--timeout", "nan", "--", "true"], "--timeout nan: give more than 0 seconds"),
+        (["-n", "1", "--grace", "-1", "--", "true"], "--grace -1: give 0 or more seconds"),
     ],
 )
 def test_bad_command_lines(flags, message):

@@ -1,19 +1,29 @@
 """Checkpoints with Orbax: a stopped run goes on, with the same number of workers or another."""
 
 import argparse
+import json
+import math
 import secrets
+import sys
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import processes
 from digits import number
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
+from locks import HeldError, Lock
+from loops import patient_loops
 from orbax.checkpoint import checkpoint_managers as policies
 
 import jaxsparse
+from jaxsparse.hashing import mix
 
 T = TypeVar("T")
 
@@ -53,7 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--resume",
         action="store_true",
-        help="go on from the last complete checkpoint, if there is one",
+        help="go on from the last good checkpoint, if there is one",
     )
 
 
@@ -66,6 +76,14 @@ class Progress(NamedTuple):
     points: list[dict[str, Any]]  # points of the report
 
 
+class DamagedError(Exception):
+    """A checkpoint can't be read, or its content is not what was saved. The message says why."""
+
+
+class IncompleteError(DamagedError):
+    """A checkpoint without the mark that Orbax writes at the end."""
+
+
 class Checkpoints:
     """The checkpoints of one run."""
 
@@ -73,8 +91,8 @@ class Checkpoints:
         self._parser = parser
         self._directory = args.checkpoint_dir.absolute()
         self._settings = {name: getattr(args, name) for name in FIXED}
-        if jax.process_count() > 1:
-            self._check_shared()
+        self._lock = Lock(self._directory)
+        self._enter()
         policy = policies.AnySavePolicy(
             [
                 policies.FixedIntervalPolicy(args.checkpoint_every),
@@ -93,73 +111,97 @@ class Checkpoints:
                 cleanup_tmp_directories=True,  # a killed run may leave them half-written
             ),
         )
-        if not args.resume and (steps := self._manager.all_steps()):
+        if not args.resume and (newest := self._newest()) is not None:
+            self._lock.release()
             parser.error(
                 f"--checkpoint-dir {args.checkpoint_dir} holds a run that came to step "
-                f"{max(steps)}: add --resume to go on from there, or name another directory"
+                f"{newest}: add --resume to go on from there, or name another directory"
             )
 
-    def _check_shared(self) -> None:
-        """Ends the program if processes see different directories. A save would then never end."""
-        token = multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))
-        file = self._directory / f"seen-{token}"
+    def _enter(self) -> None:
+        """Locks the directory. Ends the program if it can't be used.
+
+        If processes saw different directories, a save would never end.
+        """
+        flag = f"--checkpoint-dir {self._directory}"
+        token = str(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31))))
+        error = ""
         if jax.process_index() == 0:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            file.touch()
-        multihost_utils.sync_global_devices("touched")
-        seen = multihost_utils.process_allgather(np.array(file.exists()))
-        if jax.process_index() == 0:
-            file.unlink()
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                self._lock.take(token, self._say)
+            except HeldError as held:
+                error = str(held)
+            except OSError as failed:
+                error = f"{failed.strerror}. Name a directory that this user can write to"
+        if error := processes.first_error(error):
+            self._parser.error(f"{flag}: {error}")
+        shares = jax.process_index() == 0 or self._lock.share(token)
+        seen = np.atleast_1d(multihost_utils.process_allgather(np.array(shares)))
         if not seen.all():
             self._parser.error(
-                f"--checkpoint-dir {self._directory}: process 0 wrote a file there that processes "
+                f"{flag}: process 0 wrote a file there that processes "
                 f"{np.flatnonzero(~seen).tolist()} do not see. Name a directory of a file system "
                 "that all machines share"
             )
 
-    def latest(self) -> int | None:
-        """The last complete checkpoint, as process 0 sees it.
+    def _newest(self, before: int = sys.maxsize) -> int | None:
+        """The step of the newest checkpoint before the step given, as process 0 sees it.
 
-        Orbax writes a checkpoint under a temporary name, and renames it when it is complete. But a
-        directory whose copying was interrupted may have the final name. It is renamed, to be out of
-        the way.
+        On a network's file system processes may see different files.
         """
-        while True:
-            # On a network's file system processes may see different files, so process 0 decides.
-            newest, is_complete = -1, False
-            if jax.process_index() == 0:
-                newest = max(self._manager.all_steps(), default=-1)
-                is_complete = newest >= 0 and self._is_complete(newest)
-            newest, is_complete = multihost_utils.broadcast_one_to_all(
-                np.array([newest, is_complete])
-            ).tolist()
-            if newest < 0:
-                return None
-            if is_complete:
-                return newest
-            name = f"incomplete-{newest}-{secrets.token_hex(4)}"
-            self._say(f"checkpoint {newest} is incomplete and renamed to {name}")
-            if jax.process_index() == 0:
-                (self._directory / str(newest)).rename(self._directory / name)
-            multihost_utils.sync_global_devices("renamed")
-            self._manager.reload()
-
-    def _is_complete(self, step: int) -> bool:
-        return self._manager.metadata(step).commit_timestamp_nsecs is not None
+        step = max((step for step in self._manager.all_steps() if step < before), default=-1)
+        step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+        return None if step < 0 else step
 
     def resume(self, fresh: T, start: Progress, mesh: Mesh) -> tuple[T, Progress]:
-        """State and progress of the last complete checkpoint, or those given if there is none.
+        """State and progress of the last good checkpoint, or those given if there is none.
+
+        Orbax writes a checkpoint under a temporary name, and renames it when it is complete. But
+        files may be lost or damaged later, and a directory whose copying was interrupted may have
+        the final name. Such checkpoints are renamed, to be out of the way, once an older one is
+        good. If none is, the program ends, and changes nothing.
 
         Args:
-            fresh: state of a new run on `mesh`. It is deleted if there is a checkpoint.
+            fresh: state of a new run on `mesh`, for its shapes, dtypes and shardings. It is
+                deleted if there is a checkpoint, so that the state that is read can have its
+                memory.
             start: progress of a new run.
             mesh: mesh of all workers.
         """
-        step = self.latest()
+        step = self._newest()
         if step is None:
             self._say(f"no checkpoint in {self._directory}: from the start")
             return fresh, start
-        state, progress = self.restore(step, fresh, mesh)
+
+        def as_saved(x: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+        like = jax.tree.map(as_saved, fresh)
+        jax.tree.map(lambda x: x.delete(), fresh)
+        damaged: dict[int, DamagedError] = {}
+        while step is not None:
+            try:
+                state, progress = self._restore(step, like, mesh)
+                break
+            except DamagedError as error:
+                damaged[step] = error.with_traceback(None)
+                step = self._newest(before=step)
+        else:
+            listed = "\n".join(f"  {step}: {error}" for step, error in damaged.items())
+            self._parser.error(
+                f"--resume: no checkpoint in {self._directory} is good:\n{listed}\n"
+                "Repair one, or name another --checkpoint-dir to start again"
+            )
+        for step, error in damaged.items():
+            kind = "incomplete" if isinstance(error, IncompleteError) else "damaged"
+            name = f"{kind}-{step}-{secrets.token_hex(4)}"
+            self._say(f"checkpoint {step} is {kind} and renamed to {name}: {error}")
+            if jax.process_index() == 0:
+                (self._directory / str(step)).rename(self._directory / name)
+        if damaged:
+            multihost_utils.sync_global_devices("renamed")
+            self._manager.reload()
         self._say(f"resumed after step {progress.step} of {self._settings['steps']}")
         if progress.workers != mesh.size:
             self._say(
@@ -168,45 +210,60 @@ class Checkpoints:
             )
         return state, progress
 
-    def restore(self, step: int, fresh: T, mesh: Mesh) -> tuple[T, Progress]:
-        """State and progress that were saved at `step`.
+    def _restore(self, step: int, like: T, mesh: Mesh) -> tuple[T, Progress]:
+        """State and progress that were saved at `step`. All processes agree on the outcome.
 
         If the number of workers is still the same, each worker reads its own residuals. Otherwise
         each process reads all residuals into host memory, and keeps the averages that become its
         workers' new residuals.
 
-        Args:
-            step: step of a complete checkpoint.
-            fresh: state of a new run on `mesh`, for its shapes, dtypes and shardings. It is
-                deleted, so that the state that is read can have its memory.
-            mesh: mesh of all workers.
+        Raises:
+            DamagedError: the checkpoint is not what was saved.
         """
-        read: Any = ocp.args.Composite
-        saved = self._manager.restore(step, args=read(progress=ocp.args.JsonRestore())).progress
-        self._check(saved["settings"])
+        mark = _read(lambda: self._manager.metadata(step).commit_timestamp_nsecs)
+        if error := processes.first_error("it has no commit mark" if mark is None else ""):
+            raise IncompleteError(error)
+        # Orbax's manager makes a process that read its part wait for one that could not, so the
+        # handlers read.
+        folder = self._manager.directory / str(step)
+        saved = _read(lambda: _checked(ocp.JsonCheckpointHandler().restore(folder / "progress")))
+        self._compare(saved["settings"], saved["arrays"], _described(like))
         progress = Progress(**saved["progress"])
         has_moved = progress.workers != mesh.size
 
-        def target(x: jax.Array, spec: PartitionSpec) -> Any:
+        def target(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Any:
             if not has_moved or spec == PartitionSpec():
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+                return x
             shape = (progress.workers, *x.shape[1:])
             return np.broadcast_to(np.zeros((), x.dtype), shape)  # has the memory of one element
 
-        targets = jax.tree.map(target, fresh, jaxsparse.specs(fresh))
-        jax.tree.map(lambda x: x.delete(), fresh)
-        restored = self._manager.restore(step, args=read(state=ocp.args.StandardRestore(targets)))
-        state = jaxsparse.reshard(restored.state, mesh) if has_moved else restored.state
-        return state, progress
+        arguments = ocp.args.StandardRestore(jax.tree.map(target, like, jaxsparse.specs(like)))
+        handler = ocp.StandardCheckpointHandler()
+        state = _read(lambda: handler.restore(folder / "state", args=arguments))
+        digests = _digests(state)
+        wrong = [name for name, digest in saved["digests"].items() if digests[name] != digest]
+        error = f"{len(wrong)} arrays are not as saved, such as {wrong[0]}" if wrong else ""
+        if error := processes.first_error(error):
+            raise DamagedError(error)
+        return (jaxsparse.reshard(state, mesh) if has_moved else state), progress
 
-    def _check(self, settings: dict[str, Any]) -> None:
-        """Ends the program if the run that is resumed had other settings."""
+    def _compare(
+        self, settings: dict[str, Any], arrays: dict[str, str], expected: dict[str, str]
+    ) -> None:
+        """Ends the program if the run that is resumed had other settings or arrays."""
         for name, value in self._settings.items():
             if (saved := settings.get(name)) != value:
                 flag = "--" + name.replace("_", "-")
                 self._parser.error(
                     f"{flag} {value}: the run in {self._directory} has {flag} {saved}. "
                     "Give that to go on with it, or name another --checkpoint-dir"
+                )
+        for name in [*expected, *arrays]:
+            if (saved := arrays.get(name)) != (own := expected.get(name)):
+                self._parser.error(
+                    f"--resume: the run in {self._directory} has {saved or 'nothing'} at "
+                    f"{name}, and this program has {own or 'nothing'} there. Go on with the "
+                    "program that saved it, or name another --checkpoint-dir"
                 )
 
     def save(self, state: Any, progress: Progress) -> None:
@@ -215,12 +272,18 @@ class Checkpoints:
             progress.step
         ):
             return
-        saved = {"settings": self._settings, "progress": progress._asdict()}
+        saved = {
+            "settings": self._settings,
+            "progress": progress._asdict(),
+            "arrays": _described(state),
+            "digests": _digests(state),
+        }
         # Arrays are copied before this returns, so donation may overwrite them. Files come later.
         self._manager.save(
             progress.step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), progress=ocp.args.JsonSave(saved)
+                state=ocp.args.StandardSave(state),
+                progress=ocp.args.JsonSave({**saved, "crc32": _crc32(saved)}),
             ),
             force=True,
         )
@@ -230,8 +293,99 @@ class Checkpoints:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Waits until all checkpoints are written.
+        """Waits until all checkpoints are written, and unlocks the directory.
 
         Do not call it on an error: it would wait for processes that may be gone.
         """
         self._manager.close()
+        self._lock.release()
+
+
+def _read(read: Callable[[], T]) -> T:
+    """What `read` returns in this process.
+
+    Raises:
+        DamagedError: it failed in a process, this one or another. All processes raise this.
+    """
+    own = ""
+    try:
+        with patient_loops():
+            result = read()
+    except Exception as error:
+        own = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+    if error := processes.first_error(own):
+        raise DamagedError(error)
+    return result
+
+
+def _checked(saved: dict[str, Any]) -> dict[str, Any]:
+    """What was saved beside the state, if its checksum is right."""
+    expected = saved.pop("crc32")
+    if _crc32(saved) != expected:
+        raise ValueError("the file of the progress is not as saved")
+    return saved
+
+
+def _crc32(saved: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(saved, sort_keys=True).encode())
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def _described(tree: Any) -> dict[str, str]:
+    """Dtype and shape of each array. A per-worker array has those of a worker's row."""
+
+    def describe(x: Any, spec: PartitionSpec) -> str:
+        shape = x.shape if spec == PartitionSpec() else x.shape[1:]
+        return f"{x.dtype}{list(shape)}"
+
+    return _by_name(jax.tree.map(describe, tree, jaxsparse.specs(tree)))
+
+
+def _digests(tree: Any) -> dict[str, int]:
+    """A digest of 32 bits of each array, which Orbax's files lack.
+
+    It is a sum over the elements, so it does not depend on how an array is spread over devices and
+    processes. One changed element always changes it; more change it but for one case in 2^32. All
+    processes have to call this.
+
+    Args:
+        tree: JAX arrays, and NumPy arrays of which each process has all rows.
+    """
+    leaves = _by_name(tree)
+    spread = {name: x for name, x in leaves.items() if isinstance(x, jax.Array)}
+    digests = {name: int(digest) for name, digest in _digest_each(spread).items()}
+    for name in leaves.keys() - spread.keys():
+        rows = leaves[name]  # row by row, because a device might not have memory for all
+        firsts = (np.uint32(i * row.size % 2**32) for i, row in enumerate(rows))
+        digests[name] = sum(map(int, map(_digest_row, rows, firsts))) % 2**32
+    return digests
+
+
+def _digest(x: jax.Array, first: jax.Array | np.uint32) -> jax.Array:
+    """The sum, modulo 2^32, of hashes of each element's bits and of its index, which is uint32.
+
+    Args:
+        x: any array, or the row of one whose element of index `first` comes first here.
+        first: uint32 scalar.
+    """
+    if x.dtype == bool:
+        x = x.astype(jnp.uint8)
+    width = min(32, 8 * x.dtype.itemsize)
+    bits = jax.lax.bitcast_convert_type(x, f"uint{width}").astype(jnp.uint32)
+    index = first
+    for axis in range(bits.ndim):
+        stride = np.uint32(math.prod(bits.shape[axis + 1 :]) % 2**32)
+        index = index + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * stride
+    return mix(bits ^ mix(index)).sum(dtype=jnp.uint32)
+
+
+_digest_row = jax.jit(_digest)
+
+
+@jax.jit
+def _digest_each(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: _digest(x, np.uint32(0)) for name, x in arrays.items()}

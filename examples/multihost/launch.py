@@ -25,6 +25,14 @@ from typing import NamedTuple
 # Gloo's threads print word by word, amid each other's and Python's lines. Absl prints stacks.
 _GLOO = r"\[Gloo\] Rank | is connected to | peer ranks\. |Expected number of [a-z ]+ : "
 _NOISE = re.compile(rf"(?:^\d+)?(?:{_GLOO})(?:{_GLOO}|\d+(?={_GLOO}|\n))*\n?|^    @ +0x\w+ .*\n")
+# Before a rank's command: a shell starts a process that waits for the end of its stdin, a pipe that
+# only the launcher can write to. Even SIGKILL closes that. Then it ends the rank's group as `_end`
+# does. Started by a subshell that ends, it is no child of the command, which might wait for all.
+_GUARD = """
+exec 3<&0 </dev/null
+({ trap "" TERM; read -r _ <&3; kill -TERM 0; sleep "$0"; kill -KILL 0; } >/dev/null 2>&1 &)
+exec "$@" 3<&-
+"""
 # An event is a rank with its line or exit status, or -1 with a signal, or -1 with 0: time is up.
 _Events = queue.SimpleQueue[tuple[int, str | int]]
 
@@ -53,7 +61,8 @@ def launch(
 
     If a rank fails, the time is up, `on_line` raises or a signal asks this process to end, the
     ranks and all that they started get SIGTERM and, `grace` seconds later, SIGKILL. A signal is
-    then raised as KeyboardInterrupt with its number. Call it in the main thread.
+    then raised as KeyboardInterrupt with its number. If this process is killed, each rank ends in
+    the same way. Call it in the main thread.
 
     Args:
         command: program and arguments, the same for all ranks.
@@ -96,17 +105,23 @@ def launch(
     stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     stops = [number for number in stops if signal.getsignal(number) != signal.SIG_IGN]
     before = [signal.signal(n, lambda number, _: events.put((-1, number))) for n in stops]
+    alive, held = os.pipe()  # the kernel closes `held` when this process ends, however it ends
     try:
         timer.start()
         for rank in range(processes):
             variables = _variables(rank, processes, devices, address)
             full = dict(os.environ if env is None else env) | variables
-            ranks.append(_Rank(rank, [*wrap(rank), *command], full, events))
+            # Some shells drop variables such as BASH_FUNC_module%%. The command still gets them.
+            others = [f"{name}={value}" for name, value in full.items() if not name.isidentifier()]
+            guard = ["/bin/sh", "-c", _GUARD, str(grace), *(["env", *others] if others else [])]
+            ranks.append(_Rank(rank, [*guard, *wrap(rank), *command], full, events, alive))
         while running and not status:
             take(*events.get())
     finally:
         timer.cancel()
         _end(ranks, grace)
+        os.close(alive)
+        os.close(held)
         for number, handler in zip(stops, before):
             signal.signal(number, handler)
     while not events.empty():
@@ -134,9 +149,11 @@ def _variables(rank: int, processes: int, devices: int, address: str) -> dict[st
 class _Rank:
     """A process in a group of its own, and a thread that reports on it."""
 
-    def __init__(self, rank: int, words: Sequence[str], env: Mapping[str, str], events: _Events):
+    def __init__(
+        self, rank: int, words: Sequence[str], env: Mapping[str, str], events: _Events, stdin: int
+    ):
         self._process = subprocess.Popen(
-            words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            words, env=env, stdin=stdin, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         self.thread = threading.Thread(target=self._follow, args=(rank, events), daemon=True)
@@ -178,17 +195,28 @@ def _end(ranks: Sequence[_Rank], grace: float) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(usage="%(prog)s -n N [-d D] [--timeout SECONDS] -- command")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s -n N [-d D] [--timeout SECONDS] [--grace SECONDS] -- command"
+    )
     parser.add_argument("-n", type=int, required=True, help="how many processes")
     parser.add_argument("-d", type=int, default=1, help="emulated CPU devices, or GPUs, of each")
     parser.add_argument("--timeout", type=float, help="limit of the whole run (default: none)")
+    parser.add_argument(
+        "--grace", type=float, default=3.0, help="time from SIGTERM to SIGKILL (default: 3)"
+    )
     parser.add_argument("command", nargs="+", help="program and arguments")
     args = parser.parse_args()
     if args.n < 1 or args.d < 1:
         parser.error(f"-n {args.n} -d {args.d}: give at least 1 of each")
+    if args.timeout is not None and not 0 < args.timeout <= threading.TIMEOUT_MAX:
+        parser.error(f"--timeout {args.timeout:g}: give more than 0 seconds, or leave it out")
+    if not 0 <= args.grace <= threading.TIMEOUT_MAX:
+        parser.error(f"--grace {args.grace:g}: give 0 or more seconds")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, it hides failures
     try:
-        outcome = launch(args.command, args.n, devices=args.d, timeout=args.timeout)
+        outcome = launch(
+            args.command, args.n, devices=args.d, timeout=args.timeout, grace=args.grace
+        )
     except KeyboardInterrupt as stop:
         return 128 + stop.args[0]
     if outcome.status:

@@ -3,6 +3,10 @@
 import argparse
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+_LONGEST = 1000  # bytes of an error that processes tell each other
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +41,8 @@ def join(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         host, _, port = args.coordinator.rpartition(":")
         if not host or not port.isdigit():
             parser.error(f"--coordinator {args.coordinator}: give HOST:PORT")
+        if args.num_processes < 1:
+            parser.error(f"--num-processes {args.num_processes}: give at least 1")
         if not 0 <= args.process_id < args.num_processes:
             parser.error(
                 f"--process-id {args.process_id}: give 0 to {args.num_processes - 1}, as "
@@ -55,3 +61,11 @@ def join(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if "coordinator_address should be defined" not in str(error):
             raise
         # Neither flags nor environment name other processes.
+
+
+def first_error(own: str) -> str:
+    """The error of the first process that has one, or "". Call it in all processes."""
+    cut = own.encode()[:_LONGEST].decode(errors="ignore").encode()
+    texts = multihost_utils.process_allgather(np.frombuffer(cut.ljust(_LONGEST), np.uint8))
+    stripped = (text.tobytes().decode().strip() for text in texts.reshape(-1, _LONGEST))
+    return next(filter(None, stripped), "")

@@ -133,7 +133,7 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         make = exchanging_gradients if args.local_steps == 1 else exchanging_displacements
         training = make(args, method, loss_of, schedule, params, first, mesh)
     except ValueError as error:
-        parser.error(f"--method {args.method}, --density, --compression: {error}")
+        parser.error(f"--method {args.method}, --density, --compression, --hidden: {error}")
     state, moved = training.state, training.moved
 
     progress = Progress(0, mesh.size, 0.0, [])
@@ -287,6 +287,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.resume and args.checkpoint_dir is None:
         parser.error("--resume: name the run's --checkpoint-dir")
+    if args.json is not None and args.json.is_dir():
+        parser.error(f"--json {args.json}: that is a directory. Name a file")
     processes.join(args, parser)
     with jaxsparse.fail_at_once():
         train(args, parser)
