@@ -112,9 +112,9 @@ def data_parallel(
 
     Raises:
         ValueError: the mesh has no such axis or no worker, or `via` is unknown. At the call: the
-            workers don't divide a batch, per-worker state isn't spread over the workers (`shard`),
-            an output differs between workers, or gradients have been averaged already.
-        TypeError: at the call: a leaf of an argument is no array.
+            workers don't divide a batch, a leaf is no array, per-worker state isn't spread over the
+            workers (`shard`), an output differs between workers, or gradients have been averaged
+            already.
         RuntimeError: at the call: processes differ, or one does not come.
     """
     given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
