@@ -297,6 +297,17 @@ def test_which_matrices_are_compressed():
         assert PowerSGD(rank, "full", rate).rank_of(matrix) == expected
 
 
+def test_without_factors_a_state_has_no_empty_arrays():
+    """Orbax would refuse to save them."""
+    tx = jaxsparse.powersgd(4, axis_name=None, is_dense=lambda path, shape: False)
+    gradient = jnp.ones((3, 2))
+    state = tx.init(gradient)
+    assert all(x.size for x in jax.tree.leaves(state))
+    updates, after = tx.update(gradient, state)
+    np.testing.assert_array_equal(updates, gradient)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
 def test_errors_name_the_setting():
     for settings, message in (
         ({"rank": 0}, "rank=0 must be at least 1"),

@@ -51,8 +51,9 @@ class PowerState(NamedTuple):
     """The factors of the last mean, where the next exchange starts. Equal on all workers."""
 
     step: UInt32[Array, ""]  # number of exchanges so far
-    # Left and right: float32, r vectors for each matrix, end to end; zeros at first.
-    factors: tuple[Float[Array, " left"], Float[Array, " right"]]
+    # Left and right: float32, r vectors for each matrix, end to end; zeros at first. () if no matrix
+    # has factors, because Orbax saves no empty arrays.
+    factors: tuple[Float[Array, " n"], ...]
 
 
 class _Half(NamedTuple):
@@ -112,14 +113,14 @@ class PowerSGD(MatrixReducer, SeededReducer):
 
     def init(self, size: int) -> PowerState:
         """Zeros, which the first exchange replaces by random directions."""
-        zeros = [jnp.zeros(sum(map(math.prod, self._shapes(size, side)))) for side in (0, 1)]
-        return PowerState(jnp.uint32(0), (zeros[0], zeros[1]))
+        left, right = (sum(map(math.prod, self._shapes(size, side))) for side in (0, 1))
+        return PowerState(jnp.uint32(0), (jnp.zeros(left), jnp.zeros(right)) if left else ())
 
     def __call__(
         self, x: Float[Array, " d"], state: PowerState, *, axis_name: str | None
     ) -> Reduced:
         """See `Reducer`. A matrix counts as not sent if the sum of its factors overflows."""
-        if not state.factors[0].size:
+        if not state.factors:
             return Dense()(x, state, axis_name=axis_name)
         state = state._replace(factors=wire.varying_as(state.factors, x, axis_name))
         if self.iteration == "full":
