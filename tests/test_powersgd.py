@@ -299,7 +299,7 @@ def test_which_matrices_are_compressed():
 
 def test_without_factors_a_state_has_no_empty_arrays():
     """Orbax would refuse to save them."""
-    tx = jaxsparse.powersgd(4, axis_name=None, is_dense=lambda path, shape: False)
+    tx = powersgd(4, axis_name=None, is_dense=lambda path, shape: False)
     gradient = jnp.ones((3, 2))
     state = tx.init(gradient)
     assert all(x.size for x in jax.tree.leaves(state))

@@ -51,8 +51,8 @@ class PowerState(NamedTuple):
     """The factors of the last mean, where the next exchange starts. Equal on all workers."""
 
     step: UInt32[Array, ""]  # number of exchanges so far
-    # Left and right: float32, r vectors for each matrix, end to end; zeros at first. () if no matrix
-    # has factors, because Orbax saves no empty arrays.
+    # Left and right: float32, r vectors for each matrix, end to end; zeros at first. Or (), if no
+    # matrix has factors, because Orbax saves no empty arrays.
     factors: tuple[Float[Array, " n"], ...]
 
 
