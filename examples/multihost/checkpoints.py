@@ -188,15 +188,15 @@ class Checkpoints:
                 damaged[step] = error.with_traceback(None)
                 step = self._newest(before=step)
         else:
-            listed = "\n".join(f"  {step}: {error}" for step, error in damaged.items())
+            listed = "\n".join(f"  {step}: {why}" for step, why in damaged.items())
             self._parser.error(
                 f"--resume: no checkpoint in {self._directory} is good:\n{listed}\n"
                 "Repair one, or name another --checkpoint-dir to start again"
             )
-        for step, error in damaged.items():
-            kind = "incomplete" if isinstance(error, IncompleteError) else "damaged"
+        for step, why in damaged.items():
+            kind = "incomplete" if isinstance(why, IncompleteError) else "damaged"
             name = f"{kind}-{step}-{secrets.token_hex(4)}"
-            self._say(f"checkpoint {step} is {kind} and renamed to {name}: {error}")
+            self._say(f"checkpoint {step} is {kind} and renamed to {name}: {why}")
             if jax.process_index() == 0:
                 (self._directory / str(step)).rename(self._directory / name)
         if damaged:
@@ -311,8 +311,8 @@ def _read(read: Callable[[], T]) -> T:
     try:
         with patient_loops():
             result = read()
-    except Exception as error:
-        own = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+    except Exception as failed:
+        own = f"{type(failed).__name__}: {failed}".partition("\n")[0][:200]
     if error := processes.first_error(own):
         raise DamagedError(error)
     return result
@@ -365,7 +365,7 @@ def _digests(tree: Any) -> dict[str, int]:
     return digests
 
 
-def _digest(x: jax.Array, first: jax.Array | np.uint32) -> jax.Array:
+def _digest(x: jax.Array, first: jax.Array) -> jax.Array:
     """The sum, modulo 2^32, of hashes of each element's bits and of its index, which is uint32.
 
     Args:
@@ -388,4 +388,4 @@ _digest_row = jax.jit(_digest)
 
 @jax.jit
 def _digest_each(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: _digest(x, np.uint32(0)) for name, x in arrays.items()}
+    return {name: _digest(x, jnp.uint32(0)) for name, x in arrays.items()}
