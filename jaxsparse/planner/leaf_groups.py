@@ -92,13 +92,12 @@ class LeafGroups:
                     f"groups[{rule!r}]={group!r} must be a jaxsparse.planner.Group(...), or "
                     "None for dense"
                 )
-        try:
-            found = cls(layouts.named_leaves(params), rules or {}, is_dense)
-        except TypeError:  # a leaf has no dtype
+        if isinstance(params, str):
             raise ValueError(
-                f"params={params!r:.60} must be a number of elements, or a tree of arrays or "
+                f"params={params!r} must be a number of elements, or a tree of arrays or "
                 "jax.ShapeDtypeStructs"
-            ) from None
+            )
+        found = cls(layouts.named_leaves(params), rules or {}, is_dense)
         _ = found.members  # raises if a group has no leaf
         return found
 
