@@ -495,7 +495,7 @@ class Data:
         workers, size = program.workers, program.size
         shape = (1 if self.repeats else STEPS, workers, size)
         x = self._magnitudes(rng, shape)
-        if self.signs != "equal":
+        if self.signs != "positive":
             x *= rng.choice([-1.0, 1.0], shape)
         if self.support == "cancelling":
             x[:, 1::2] = -x[:, : workers - 1 : 2]
@@ -550,7 +550,7 @@ SUPPORTS = (
 )  # fmt: skip
 # Magnitudes at which sums overflow or vanish; near-largest ones do so in some orders only.
 SPECIAL = ("largest", "near largest", "sums near largest", "subnormal", "mixed")
-SIGNS = ("random", "equal", "alternating")  # random; all positive; changing at each step
+SIGNS = ("random", "positive", "alternating")  # alternating: changing at each step
 
 _faults = st.builds(
     Fault,

@@ -21,7 +21,7 @@ from jaxsparse.systems import SYSTEMS
 # Most cases of a program. A program takes seconds to compile, a case takes milliseconds.
 CASES = 300
 USUAL = ("sparcml", "dragonn", "qsgd")  # each has messages of another kind
-WORKERS = (3, 7, 4)  # of the systems in turn: partial sums in pairs, with and without extra workers
+WORKERS = (3, 7, 4)  # of one system after the other; gTop-k adds up 3 and 7 in other ways than 4
 
 
 def fuzz(program, run, cases, count, number):
@@ -73,7 +73,7 @@ def has_many_floats(program):
 def test_the_contract_holds(name):
     number, program, run = first_program(name)
     fuzz(program, run, usual_cases, CASES // 3, number)
-    fuzz(program, run, special_cases, CASES // 6, number)  # of all systems 1,100
+    fuzz(program, run, special_cases, CASES // 6, number)  # 1,100 for all systems
     jax.clear_caches()
 
 
