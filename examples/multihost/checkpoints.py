@@ -376,10 +376,12 @@ def _digest(x: jax.Array, first: jax.Array) -> jax.Array:
         x = x.astype(jnp.uint8)
     width = min(32, 8 * x.dtype.itemsize)
     bits = jax.lax.bitcast_convert_type(x, f"uint{width}").astype(jnp.uint32)
+    if x.dtype.itemsize == 8:  # two words, in an axis of their own
+        bits = bits[..., 0] ^ mix(bits[..., 1])
     index = first
-    for axis in range(bits.ndim):
-        stride = np.uint32(math.prod(bits.shape[axis + 1 :]) % 2**32)
-        index = index + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * stride
+    for axis in range(x.ndim):
+        stride = np.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
+        index = index + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
     return mix(bits ^ mix(index)).sum(dtype=jnp.uint32)
 
 

@@ -101,11 +101,11 @@ def launch(
     events: _Events = queue.SimpleQueue()
     ranks: list[_Rank] = []
     timer = threading.Timer(timeout or threading.TIMEOUT_MAX, events.put, [(-1, 0)])
+    alive, held = os.pipe()  # the kernel closes `held` when this process ends, however it ends
     # Signals become events, so none can come between a process's start and its place in `ranks`.
     stops = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     stops = [number for number in stops if signal.getsignal(number) != signal.SIG_IGN]
     before = [signal.signal(n, lambda number, _: events.put((-1, number))) for n in stops]
-    alive, held = os.pipe()  # the kernel closes `held` when this process ends, however it ends
     try:
         timer.start()
         for rank in range(processes):

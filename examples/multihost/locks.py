@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 WAIT = 30.0  # seconds: processes of a run whose launcher or process 0 was killed end within these
-_UNKNOWN = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class HeldError(Exception):
@@ -97,9 +97,9 @@ class Lock:
             self._close()
             return False
         except OSError as error:
-            if error.errno not in _UNKNOWN:
+            if error.errno not in _NO_LOCKS:
                 raise
-            say(f"no other run must use {self.path.parent}: its file system has no locks")
+            say(f"make sure that no other run uses {self.path.parent}: it can't be locked there")
             return True
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
