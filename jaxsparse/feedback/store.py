@@ -27,9 +27,10 @@ _LARGEST = 0x7F7F0000  # the bits of the largest finite bfloat16
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """The systems that a state was made for. A state carries it; it holds no arrays.
+
+    It is a named tuple because `flax.serialization` writes these.
 
     Many systems have states of equal structure, but a residual of one is no residual of another:
     its parts wait for another exchange, at another scale or in another basis.
