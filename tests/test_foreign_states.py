@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import serialization
 
 import jaxsparse
 from jaxsparse import systems
@@ -108,11 +107,3 @@ def test_the_state_of_other_settings_is_refused(name):
 def test_a_state_serves_another_density():
     here, there = (jaxsparse.spardl(density, axis_name=None) for density in (0.1, 0.2))
     assert refusal(here, there.init(PARAMS)) is None
-
-
-def test_saved_bytes_tell_the_system():
-    here, there = (make(0.1, axis_name=None) for make in (jaxsparse.spardl, jaxsparse.top_k))
-    saved = serialization.to_bytes(there.init(PARAMS).origin)
-    state = here.init(PARAMS)
-    state = state._replace(origin=serialization.from_bytes(state.origin, saved))
-    assert "exchanged by TopK" in refusal(here, state)

@@ -27,10 +27,11 @@ _LARGEST = 0x7F7F0000  # the bits of the largest finite bfloat16
 
 
 @jax.tree_util.register_static
-class Origin(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Origin:
     """The systems that a state was made for. A state carries it; it holds no arrays.
 
-    It is a named tuple because `flax.serialization` writes these.
+    It is no named tuple, whose fields Orbax would save as leaves of the state.
 
     Many systems have states of equal structure, but a residual of one is no residual of another:
     its parts wait for another exchange, at another scale or in another basis.
