@@ -156,7 +156,21 @@ def _plan(args: argparse.Namespace) -> None:
         networks = {text: Link(latency, bandwidth) for text, bandwidth in args.bandwidth}
     is_file = args.profile is not None and args.profile not in SystemProfile.shipped_devices
     profile = _loaded(SystemProfile, "--profile", args.profile) if is_file else args.profile
-    plans = {
+    try:
+        plans = _plans(args, networks, profile)
+    finally:
+        _tell("")
+    if args.json:
+        content = [_as_dict(found) for found in plans.values()]
+        print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
+    elif len(plans) == 1:
+        print(*plans.values())
+    else:
+        print(compared(plans))
+
+
+def _plans(args: argparse.Namespace, networks: dict[str, Any], profile: Any) -> dict[str, Plan]:
+    return {
         text: plan(
             args.params,
             args.workers,
@@ -171,14 +185,6 @@ def _plan(args: argparse.Namespace) -> None:
         )
         for text, network in networks.items()
     }
-    _tell("")
-    if args.json:
-        content = [_as_dict(found) for found in plans.values()]
-        print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
-    elif len(plans) == 1:
-        print(*plans.values())
-    else:
-        print(compared(plans))
 
 
 def _tell(system: str) -> None:

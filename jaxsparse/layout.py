@@ -23,8 +23,8 @@ from jaxsparse.settings import static_int
 # and that of a part is flat. Sums by pieces need no vectors of buckets, which XLA would join before
 # it adds them, and keep. XLA also writes a sum over a summand of the same shape, and accumulators
 # are [1, *shape]. A bucket of more than _MOST_PIECES is one flat array instead: it takes a copy
-# more, but XLA would compile some twenty operations for each piece, in time that grows faster than
-# their number.
+# more, but XLA would compile several kernels for each piece, in time that grows faster than their
+# number.
 Pieces = tuple[Float[Array, "..."], ...]
 
 _MOST_PIECES = 128
