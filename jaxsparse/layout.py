@@ -238,8 +238,13 @@ def plan(
         >>> layout.bucket_sizes, layout.dense_size
         ((2048,), 8)
     """
-    groups = [None if is_dense(path, shape) else 0 for path, shape in named_leaves(tree)]
+    groups = [None if dense else 0 for dense in picked(tree, is_dense)]
     return plan_groups(tree, groups, bucket_size=bucket_size, alignment={0: alignment})
+
+
+def picked(tree: Any, rule: IsDense) -> list[bool]:
+    """Whether the rule picks each leaf. Raises ValueError as `named_leaves` does."""
+    return [rule(path, shape) for path, shape in named_leaves(tree)]
 
 
 def check_arrays(name: str, tree: Any) -> None:

@@ -707,8 +707,9 @@ def check(program: Program, data: Data, outcome) -> None:
     root of their number: a projection keeps the length of a row, column, tile or group, but may put
     it all into one element.
 
-    Where sums overflow, some systems clip. But no state ever holds an inf or NaN, and a step with
-    finite gradients is skipped only if they overflow together with the state or each other.
+    v + u and u are clipped to float32, and where sums over workers overflow, some systems clip. No
+    state ever holds an inf or NaN. A step with finite gradients is skipped only if those of an
+    uncompressed leaf overflow together.
     """
     gradients = data.gradients(program)
     updates, states = outcome(gradients)
@@ -735,23 +736,20 @@ def _check_step(program, gradients, update, before, after):
     own = was.momentum if was.momentum.ndim == 2 else np.zeros_like(g)
 
     entering = program.fading * np.abs(was.residual) + decay * np.abs(own) + np.abs(g)
-    summed = np.abs(was.pending if program.delay else dense).sum(0)
-    summed = summed + decay * np.abs(was.dense_momentum)
+    may_overflow = np.abs(was.pending if program.delay else dense).sum(0).max(initial=0)
+    may_overflow = may_overflow > 0.99 * LARGEST
     skipped = int(after.skipped) - int(before.skipped)
     assert skipped in (0, 1)
     if not np.all(np.isfinite(gradients)):
         assert skipped, "a gradient that is not finite must skip the step"
     elif skipped:
-        # With a delay, gradients are added to the residual that the exchange leaves.
-        own_sum = entering + program.fading * (np.abs(now.residual) - np.abs(was.residual))
-        largest = max(own_sum.max(initial=0), summed.max(initial=0))
-        assert largest > 0.99 * LARGEST, "a finite step was skipped"
+        assert may_overflow, "a finite step was skipped"
     assert np.all(np.isfinite(update)), "an update is not finite"
     if skipped and not program.delay:
         assert not np.any(update), "a skipped step's update must be zero"
         _check_same_bits(before._replace(skipped=after.skipped), after)
         return
-    if skipped and summed.max(initial=0) > 0.99 * LARGEST:
+    if skipped and may_overflow:
         return  # a delayed sum that overflows is dropped, but this step's gradients are not
     if skipped:
         g, dense, entering = np.zeros_like(g), np.zeros_like(dense), np.abs(was.residual)
@@ -765,15 +763,16 @@ def _check_step(program, gradients, update, before, after):
     if was.momentum.ndim == 1 or not decay:
         u = g
     elif not program.delay:
-        u = decay * own + g
-        _check_masked(now.momentum, u, entering)
+        u = _held(decay * own + g)
+        _check_masked(now.momentum, u, np.zeros_like(u), entering)
     else:
         u = np.zeros_like(g) if skipped else now.momentum
-        _check_masked(now.momentum - g, own if skipped else decay * own, entering)
+        kept = own if skipped else _held(decay * own + g)
+        _check_masked(now.momentum, kept, g, entering)
     if program.delay:
         x, added = was.residual, u
     else:
-        x, added = program.fading * was.residual + u, np.zeros_like(u)
+        x, added = _held(program.fading * was.residual + u), np.zeros_like(u)
     mean, of_mean = update[packed], np.zeros(np.count_nonzero(packed))
     if was.momentum.ndim == 1:
         of_mean = decay * np.abs(was.momentum) + np.abs(now.momentum)
@@ -851,9 +850,13 @@ def _check_same_bits(before, after):
         assert same, f"a skipped step changed the state at {jax.tree_util.keystr(path)}"
 
 
-def _check_masked(momentum, expected, entering):
-    """Checks that the momentum is the expected one, or zero."""
-    error = np.minimum(np.abs(momentum), np.abs(momentum - expected))
+def _held(x):
+    return np.clip(x, -LARGEST, LARGEST)
+
+
+def _check_masked(momentum, expected, masked, entering):
+    """Checks that each element of the momentum is the expected one, or the masked one."""
+    error = np.minimum(np.abs(momentum - masked), np.abs(momentum - expected))
     assert np.all(error <= 4 * (ROUNDING * entering + FLUSHED)), "momentum is neither u nor masked"
 
 
@@ -901,6 +904,9 @@ def _check_sums(program, x, added, entering, mean, residual):
     if program.name in ("sparcml", "spardl", "gtopk"):
         # A partial sum that overflows and finds no room is clipped to float32.
         bound = np.where(scale >= LARGEST, scale, bound)
+    # What is added behind the exchange, a gradient or what rounding takes, is clipped, too.
+    is_clipped = np.any(np.abs(residual) >= LARGEST, axis=0) & (scale >= LARGEST)
+    bound = np.where(is_clipped, scale, bound)
     if program.reducer.conserves:
         came, left = (x + added).sum(0), program.workers * mean + residual.sum(0)
         error = np.abs(came - left)

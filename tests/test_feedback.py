@@ -520,3 +520,20 @@ def test_a_partial_sum_that_overflows_and_finds_no_room_does_not_stay_inf(algori
         assert np.isfinite(updates["w"]).all()
         assert np.isfinite(flat(state.residual)).all()
     assert int(state.skipped) == 0
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_huge_gradient_does_not_stop_momentum_for_ever(delay):
+    """Residual and momentum of the first step add up beyond float32 in all later ones."""
+    tx = jaxsparse.top_k(0.1, momentum=0.9, delay=delay, is_dense=lambda *_: False)
+    step = data_parallel(lambda g, s: tx.update({"w": g[0]}, s), 2, batch_argnums=0)
+    state = shard(tx.init({"w": jnp.zeros(32)}), 2)
+    gradients = jnp.zeros((4, 2, 32)).at[0, :, 5].set(2e38).at[2:, :, 9].set(1.0)
+    delivered = 0
+    for gradient in gradients:
+        updates, state = step(gradient, state)
+        delivered += updates["w"]
+        for leaf in jax.tree.leaves((updates, state)):
+            assert np.isfinite(leaf).all()
+    assert int(state.skipped) == 0
+    np.testing.assert_allclose(delivered[9], 1 if delay else 2, rtol=1e-6)  # masked once sent

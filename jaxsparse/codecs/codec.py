@@ -118,3 +118,13 @@ def bits(x: Num[Array, " n"]) -> UInt32[Array, " n"]:
 def from_bits(words: UInt32[Array, " n"], dtype: DTypeLike) -> Num[Array, " n"]:
     """The inverse of `bits`."""
     return jax.lax.bitcast_convert_type(words, dtype)
+
+
+def left_of(total: Num[Array, " d"], sent: Num[Array, " d"]) -> Num[Array, " d"]:
+    """The part of partial sums that is not sent, for a residual.
+
+    A sum that overflowed and is not sent is clipped to its dtype's range. Its summands are on other
+    workers, and an inf would stay in the residual for ever. So would NaN, which becomes 0: opposite
+    sums overflowed.
+    """
+    return jnp.nan_to_num(jnp.where(total == sent, jnp.zeros_like(total), total - sent))

@@ -49,16 +49,6 @@ class AllReduced(NamedTuple):
         return self._replace(residual=residual, indices=None)
 
 
-def left_of(total: Num[Array, " d"], sent: Num[Array, " d"]) -> Num[Array, " d"]:
-    """The part of partial sums that is not sent, for a residual.
-
-    A sum that overflowed and is not sent is clipped to its dtype's range. Its summands are on other
-    workers, and an inf would stay in the residual for ever. So would NaN, which becomes 0: opposite
-    sums overflowed.
-    """
-    return jnp.nan_to_num(jnp.where(total == sent, jnp.zeros_like(total), total - sent))
-
-
 @dataclasses.dataclass(frozen=True)
 class MessageFormat:
     """Messages that carry vectors of `size` elements with at most `capacity` entries.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse import codecs
-from jaxsparse.collectives.messages import left_of
+from jaxsparse.codecs.codec import left_of
 from jaxsparse.collectives.wire import Group, bruck_all_gather
 from jaxsparse.stream import SparseStream, add, add_to, to_dense
 

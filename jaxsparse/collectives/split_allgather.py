@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from jaxsparse import codecs, select
+from jaxsparse.codecs.codec import left_of
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import (
     AllReduced,
     MessageFormat,
-    left_of,
     split_counts,
     with_count,
 )

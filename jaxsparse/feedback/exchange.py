@@ -55,6 +55,8 @@ class Plan(NamedTuple):
     layout: Layout
     reducers: tuple[Reducer, ...]  # one a bucket
     needs_zeros: tuple[bool, ...]  # one a reducer
+    systems: tuple[str, ...]  # the name of each reducer's system
+    states: tuple[Any, ...]  # shapes and dtypes of each reducer's own state
     sizes: tuple[int, ...]  # number of elements of each bucket
     dense_elements: int  # number of uncompressed elements of all of a worker's devices
 
@@ -92,8 +94,7 @@ def exchange(
         after, ok, dense_ok = _add_later(gradients, dense, dense_mean, after, plan, settings)
         pending = _select(ok, dense, jnp.zeros_like(dense))
     else:
-        sums = _sums(gradients, buckets, plan, settings)
-        ok, dense_mean = _agreed(sums, dense, axes)
+        ok, dense_mean = _agreed(gradients, dense, axes)
         means, after, infos = _send(gradients, buckets, ok, plan, settings)
         dense_ok = ok
     dense_mean, dense_momentum = _mean_momentum(
@@ -220,16 +221,17 @@ def _add_later(
         The buckets' new state, whether gradients are finite, and whether the dense mean is.
     """
     axes = settings.axes
-    sums = _sums(gradients, sent, plan, settings)
-    finite = functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves([sums, dense])))
+    added = []
+    for gradient, b, zeros in zip(gradients, sent, plan.needs_zeros):
+        u = _corrected(gradient, b.momentum, settings, zeros)
+        x = _fed_back(b.residual, _added(gradient, u, b.momentum, settings, zeros), settings)
+        added.append(Bucket(x, b.momentum if zeros or b.momentum is None else u, b.reducer))
+    # The flag has to depend on the exchange, or XLA may send both in one message, which would then
+    # wait for the gradients. So it looks at the sums, too, which are finite where gradients are.
+    looked_at = jax.tree.leaves([gradients, [b.residual for b in added], dense])
+    finite = functools.reduce(jnp.logical_and, map(_all_finite, looked_at))
     ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
-    after = []
-    for b, x, gradient, zeros in zip(sent, sums, gradients, plan.needs_zeros):
-        kept = b.momentum
-        if kept is not None and not zeros:
-            kept = _select(ok, _corrected(gradient, kept, settings, zeros), kept)
-        after.append(Bucket(_select(ok, x, b.residual), kept, b.reducer))
-    return after, ok, dense_ok
+    return [_select(ok, new, old) for new, old in zip(added, sent)], ok, dense_ok
 
 
 def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: Plan) -> Exchanged:
@@ -251,34 +253,24 @@ def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: Plan) -> Exc
 def _with_lost(residual: Array, mean: Array, low: Array) -> Array:
     lost = mean - low.reshape(mean.shape)
     # Where nothing is lost, keep the residual's bits: -0 + 0 would be +0.
-    return jnp.where(lost == 0, residual, residual + lost)
+    return jnp.where(lost == 0, residual, _held(residual + lost))
 
 
 def _masked(kept: Array, sent: Array) -> Array:
     return jnp.where(sent, jnp.zeros_like(kept), kept)
 
 
-def _sums(
-    gradients: Sequence[Pieces],
-    buckets: Sequence[Bucket],
-    plan: Plan,
-    settings: Settings,
-) -> list[Pieces]:
-    """Residuals plus gradients with momentum."""
-    sums = []
-    for gradient, b, zeros in zip(gradients, buckets, plan.needs_zeros):
-        u = _corrected(gradient, b.momentum, settings, zeros)
-        added = _added(gradient, u, b.momentum, settings, zeros)
-        sums.append(_fed_back(b.residual, added, settings))
-    return sums
-
-
 def _fed_back(residual: Pieces, added: Pieces, settings: Settings) -> Pieces:
     """The sum that a worker has to send: its residual, decayed, plus what it adds."""
     if settings.decay == 1:
-        return jax.tree.map(jnp.add, residual, added)
+        return jax.tree.map(lambda v, u: _held(v + u), residual, added)
     decay = jnp.float32(settings.decay)
-    return jax.tree.map(lambda v, u: decay * v + u, residual, added)
+    return jax.tree.map(lambda v, u: _held(decay * v + u), residual, added)
+
+
+def _held(x: Array) -> Array:
+    """Sums of finite numbers, within float32's range: an overflow would stay for ever."""
+    return jnp.clip(x, -_LARGEST, _LARGEST)
 
 
 def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:
@@ -288,9 +280,10 @@ def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:
     return wire.psum(pending, axes.axis_name) / wire.axis_size(axes.axis_name)
 
 
-def _agreed(sums: Any, dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
+def _agreed(gradients: Sequence[Pieces], dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
     """Whether everything is finite, and the mean of the dense leaves, from one message."""
-    finite = functools.reduce(jnp.logical_and, map(_all_finite, jax.tree.leaves([sums, dense])))
+    leaves = jax.tree.leaves([gradients, dense])
+    finite = functools.reduce(jnp.logical_and, map(_all_finite, leaves))
     broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
     workers = wire.axis_size(axes.axis_name)
     exchanged = wire.psum(jnp.concatenate([dense, broken[None]]), axes.axis_name) / workers
@@ -329,10 +322,9 @@ def _mean_momentum(mean: T, before: T | None, ok: Array, settings: Settings) -> 
     """
     if settings.momentum is not None and before is not None:
         factor = jnp.asarray(settings.momentum, jnp.float32)
-        # An overflow would stay for ever.
-        held = lambda u, g: jnp.clip(factor * u + g, -_LARGEST, _LARGEST)
-        u = jax.tree.map(held, before, mean)
-        mean = jax.tree.map(held, u, mean) if settings.nesterov else u
+        with_momentum = lambda u, g: _held(factor * u + g)
+        u = jax.tree.map(with_momentum, before, mean)
+        mean = jax.tree.map(with_momentum, u, mean) if settings.nesterov else u
         before = _select(ok, u, before)
     return _select(ok, mean, jax.tree.map(jnp.zeros_like, mean)), before
 
@@ -344,7 +336,7 @@ def _corrected(
     if settings.momentum is None or before is None or needs_zeros:
         return gradient
     factor = jnp.asarray(settings.momentum, jnp.float32)
-    return jax.tree.map(lambda u, g: factor * u + g, before, gradient)
+    return jax.tree.map(lambda u, g: _held(factor * u + g), before, gradient)
 
 
 def _added(

@@ -4,7 +4,6 @@ Only this file handles them. `exchange` sees one worker's buckets, in float32 pi
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -105,7 +104,7 @@ class Store(NamedTuple):
                 skipped=jnp.int32(0),
                 info=Info(jnp.int32(0), jnp.int32(0)),
                 roundings=jnp.uint32(0) if self.is_narrow else (),
-                origin=Origin(tuple(r.system for r in plan.reducers), self.is_delayed),
+                origin=Origin(plan.systems, self.is_delayed),
             )
         )
 
@@ -318,24 +317,14 @@ def key_of(round_: UInt32[Array, ""], number: int, axes: Sequence[str]) -> UInt3
     return hashing.combine(round_, number, *(wire.axis_index(axis) for axis in axes))
 
 
-def check_type(state: Any) -> None:
-    """Raises ValueError if it is no state of `error_feedback`."""
-    if not isinstance(state, ErrorFeedbackState):
-        raise ValueError(
-            f"the state was made for another transformation: it is a {type(state).__name__}, and "
-            "no ErrorFeedbackState. Pass the state that init(params) of this transformation made"
-        )
-
-
 def _check_origin(state: ErrorFeedbackState, plan: Plan, is_delayed: bool) -> None:
     """Raises ValueError if the state was made for other reducers, or with another delay."""
     fix = "pass the state that init(params) made for the same transformation and settings"
-    here = tuple(r.system for r in plan.reducers)
-    if state.origin.systems != here:
-        there, here_ = (", ".join(names) or "no buckets" for names in (state.origin.systems, here))
+    if state.origin.systems != plan.systems:
+        there, here = (", ".join(s) or "no buckets" for s in (state.origin.systems, plan.systems))
         raise ValueError(
             f"the state was made for other settings: its buckets are exchanged by {there}, and "
-            f"those of this transformation by {here_}: {fix}"
+            f"those of this transformation by {here}: {fix}"
         )
     if state.origin.is_delayed != is_delayed:
         raise ValueError(
@@ -343,12 +332,12 @@ def _check_origin(state: ErrorFeedbackState, plan: Plan, is_delayed: bool) -> No
             f"delay={int(state.origin.is_delayed)}, but this transformation has "
             f"delay={int(is_delayed)}: {fix}"
         )
-    for i, (own, r, size) in enumerate(zip(state.reducers, plan.reducers, plan.sizes)):
-        there, wanted = _kinds(own), _kinds(jax.eval_shape(functools.partial(r.init, size)))
+    for i, (own, needed) in enumerate(zip(state.reducers, plan.states)):
+        there, wanted = _kinds(own), _kinds(needed)
         if there != wanted:
             raise ValueError(
-                f"the state was made for other settings: {here[i]}'s own state of bucket {i} is "
-                f"{there}, and {r} needs {wanted}: {fix}"
+                f"the state was made for other settings: {plan.systems[i]}'s own state of bucket "
+                f"{i} is {there}, and {plan.reducers[i]} needs {wanted}: {fix}"
             )
 
 

@@ -24,8 +24,8 @@ from jaxsparse.feedback.options import (
 )
 from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
 from jaxsparse.feedback.sharded import Update, checked, on_devices, shards, spread
-from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator, check_type
-from jaxsparse.layout import IsDense, named_leaves, small_or_vector
+from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator
+from jaxsparse.layout import IsDense, small_or_vector
 from jaxsparse.reducers.base import Budget, Leaf, Reducer
 from jaxsparse.training import meshes
 from jaxsparse.training.marks import unwrapped
@@ -65,9 +65,10 @@ def error_feedback(
     a local value, so that workers wait for each other forever; the next paragraph makes it
     needless. `optax.masked` never averages the leaves that it leaves out, so that replicas diverge.
 
-    If a gradient, or its sum with residual or momentum, is not finite on any worker, all workers
-    skip the step. The update is zero, and only the `skipped` counter of the state changes. Later
+    If a gradient is not finite on any worker, or an uncompressed mean overflows, all workers skip
+    the step. The update is zero, and only the `skipped` counter of the state changes. Later
     transformations in the chain still see the zero update: schedules and Adam's moments advance.
+    Sums with residual or momentum are clipped to float32, because an overflow would stay for ever.
 
     **Inner axes.** On a mesh with axes for FSDP or tensor parallelism, each device exchanges its
     own shards of the leaves with the devices that hold the same shards for other workers
@@ -181,7 +182,12 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
         updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ErrorFeedbackState]:
         del params, extra_args
-        check_type(state)
+        if not isinstance(state, ErrorFeedbackState):
+            raise ValueError(
+                f"the state was made for another transformation: it is a {type(state).__name__}, "
+                "and no ErrorFeedbackState. Pass the state that init(params) of this "
+                "transformation made"
+            )
         plan = plan_of(updates, state.placement or None)
 
         def on_device(
@@ -207,8 +213,8 @@ def _one_rule(budget: Budget, is_dense: IsDense | None) -> Rules:
     """The rules that give the budget to all leaves but those that `is_dense` picks."""
 
     def rules(tree: Any) -> list[Budget | None]:
-        pick = small_or_vector if is_dense is None else is_dense
-        found = [None if pick(*leaf) else budget for leaf in named_leaves(tree)]
+        goes_dense = layouts.picked(tree, small_or_vector if is_dense is None else is_dense)
+        found = [None if dense else budget for dense in goes_dense]
         if is_dense is None and not any(found):
             raise ValueError(
                 f"no leaf would be compressed: all {len(found)} are vectors, scalars or smaller "
@@ -275,6 +281,8 @@ def _plan(
         layout=layout,
         reducers=tuple(reducers),
         needs_zeros=tuple(map(operator.attrgetter("needs_zeros"), reducers)),
+        systems=tuple(map(operator.attrgetter("system"), reducers)),
+        states=tuple(map(Reducer.abstract_state, reducers, sizes)),
         sizes=sizes,
         dense_elements=all_dense if dense_elements is None else dense_elements,
     )

@@ -10,8 +10,10 @@ collective, and masks may be global.
 
 import abc
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -186,6 +188,10 @@ class Reducer(Budget):
         """
         del size
         return ()
+
+    def abstract_state(self, size: int) -> Any:
+        """Shapes and dtypes of the state that `init` makes."""
+        return jax.eval_shape(functools.partial(self.init, size))
 
     @abc.abstractmethod
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
