@@ -13,7 +13,6 @@ same transformation, tree and step, because words do not say so.
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,13 +29,13 @@ from jaxsparse.feedback.exchange import (
     Exchanged,
     Plan,
     Settings,
+    _added,
     _agreed,
-    _all_finite,
     _corrected,
+    _fed_back,
     _mean_momentum,
     _select,
     _settled,
-    _sums,
     exchange,
     total,
 )
@@ -228,23 +227,20 @@ def _posted(
 ) -> tuple[UInt32[Array, " words"], tuple[Posted, ...], Exchanged]:
     """The first half of `exchange`, and the result of a step that changes nothing."""
     _check(settings)
-    sums = _sums(gradients, before.buckets, plan, settings)
-    checks = map(_all_finite, jax.tree.leaves([sums, dense]))
-    finite = functools.reduce(jnp.logical_and, checks)
-    flag = jnp.where(finite, jnp.float32(0), jnp.float32(jnp.nan))
+    ok, _ = _agreed(gradients, dense, settings.axes)
+    flag = jnp.where(ok, jnp.float32(0), jnp.float32(jnp.nan))
     words, held = [codecs.bits(flag[None]), codecs.bits(dense)], []
-    for gradient, b, x, reducer, zeros in zip(
-        gradients, before.buckets, sums, plan.reducers, plan.needs_zeros
+    for gradient, b, reducer, zeros in zip(
+        gradients, before.buckets, plan.reducers, plan.needs_zeros
     ):
-        momentum = b.momentum
-        if momentum is not None and not zeros:
-            momentum = _corrected(gradient, momentum, settings, zeros)
+        u = _corrected(gradient, b.momentum, settings, zeros)
+        x = _fed_back(b.residual, _added(gradient, u, b.momentum, settings, zeros), settings)
         vector = jnp.concatenate([piece.reshape(-1) for piece in x])
         message, owed = _checked(reducer).message(vector, b.reducer, jnp.asarray(rank, jnp.int32))
         words.append(message)
-        held.append(Posted(x, momentum, owed))
+        held.append(Posted(x, b.momentum if zeros or b.momentum is None else u, owed))
     info = Info(jnp.int32(0), jnp.int32(0))
-    unchanged = Exchanged(list(sums), dense, before, info, jnp.bool_(True))
+    unchanged = Exchanged([own.vector for own in held], dense, before, info, jnp.bool_(True))
     return jnp.concatenate(words), tuple(held), unchanged
 
 
@@ -263,7 +259,7 @@ def _received(
     first = codecs.from_bits(first, jnp.float32)
     # Added up as in a collective: over an axis, here that of the messages.
     ok, dense_mean = jax.vmap(
-        lambda own: _agreed(own[:1], own[1:], Axes(_AXIS)), axis_name=_AXIS, out_axes=None
+        lambda own: _agreed([(own[:1],)], own[1:], Axes(_AXIS)), axis_name=_AXIS, out_axes=None
     )(first)
     means: list[Pieces] = []
     after: list[Bucket] = []
