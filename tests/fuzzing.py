@@ -285,9 +285,8 @@ def _spardl(rng, size, workers):
 def _sparcml(rng, size, workers):
     group = int(_pick(rng, 4, 16, 512))
     bits = _pick(rng, None, None, None, 2, 4, 8)
-    quantized = _pick(rng, "sums", "entries")
     algorithms = ["auto", "dsar_split_allgather"]
-    if bits is None or quantized == "entries":
+    if bits is None:
         algorithms += ["recursive_double", "split_allgather", "all_gather", "ring"]
     algorithm = _pick(rng, *algorithms)
     return {
@@ -295,7 +294,6 @@ def _sparcml(rng, size, workers):
         "group_size": group,
         "algorithm": algorithm,
         "bits": bits,
-        "quantized": quantized,
         "rounding": _pick(rng, "stochastic", "nearest"),
         "capacity_factor": _pick(rng, None, 0.3, 1.0, 2.0),
         "union_factor": _pick(rng, None, 0.5, 1.0),
