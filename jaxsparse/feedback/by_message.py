@@ -9,6 +9,11 @@ same messages in the same order get the same updates, bit for bit, and those of 
 
 Messages are of one size, which `message_words` tells. A receiver must know that they are of the
 same transformation, tree and step, because words do not say so.
+
+Programs that are compiled alike give the same bits: `receive` on all workers of one kind of device.
+Other programs may round otherwise, because compilers fuse some multiplications into additions. What
+a worker keeps still fits what it sent, because `post` returns the vector behind its message, too.
+With `accumulator_dtype="bfloat16"` all workers round by the same draws.
 """
 
 import contextlib
