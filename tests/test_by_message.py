@@ -11,7 +11,7 @@ from steps import AS_USERS
 from workers import some
 
 import jaxsparse
-from jaxsparse import PerWorker, Stages, codecs, systems
+from jaxsparse import PerWorker, Stages, codecs, quantize, systems
 from jaxsparse.feedback.by_message import message_words, post, receive
 from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.systems import SYSTEMS
@@ -27,6 +27,7 @@ def mixed(**options):
         "demo": systems.DeMo(2, 8),
         "dense": systems.Dense(),
         "dragonn": systems.Dragonn(0.03),
+        "eighths": systems.GatheredQuantized(quantize.QSGD(4, 64), seed=1),
         "exact": systems.TopK(0.4, codec=codecs.Packed()),
         "senders": systems.ChunkedTopK(2, 64, aggregate="mean_of_senders", clip="median"),
         "top": systems.TopK(0.03),
@@ -38,7 +39,8 @@ def mixed(**options):
 
 
 MIXED = dict.fromkeys(
-    ("chunked", "demo", "dense", "dragonn", "exact", "senders", "top"), jnp.zeros((24, 25))
+    ("chunked", "demo", "dense", "dragonn", "eighths", "exact", "senders", "top"),
+    jnp.zeros((24, 25)),
 )
 MIXED["bias"] = jnp.zeros(25)
 USUAL = {"kernel": jnp.zeros((40, 30)), "bias": jnp.zeros(30, jnp.bfloat16)}
@@ -48,11 +50,12 @@ def is_one_message(kind):
     return isinstance(kind, type) and issubclass(kind, OneMessage) and kind is not OneMessage
 
 
-def cases(name):
-    """The transformations of a row of the table."""
+def cases(name, gathered=True):
+    """The transformations of a row of the table that are of one message, or those that are not."""
     row = SYSTEMS[name]
     for case in row.cases.values():
-        yield functools.partial(row.transformation, **case.small)
+        if gathered == (name in GATHERED or "gather" in case.small):
+            yield functools.partial(row.transformation, **case.small)
 
 
 def drawn(params, workers):
@@ -120,7 +123,7 @@ GATHERED = ["chunked_top_k", "demo", "dense", "dgc", "dragonn", "ef21_sgdm", "ms
 
 
 @pytest.mark.parametrize("workers", [1, 3, 4])
-@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize("name", [*GATHERED, "quantized"])
 @pytest.mark.slow
 def test_messages_of_each_system_equal_a_collective(name, workers):
     for make in cases(name):
@@ -129,7 +132,7 @@ def test_messages_of_each_system_equal_a_collective(name, workers):
 
 @pytest.mark.parametrize("name", sorted(set(SYSTEMS) - set(GATHERED)))
 def test_all_other_systems_are_refused_by_name(name):
-    for make in cases(name):
+    for make in cases(name, gathered=False):
         with pytest.raises(ValueError, match=r"^[A-Z]\w+ exchanges in several rounds, or sums"):
             words_of(make)
 

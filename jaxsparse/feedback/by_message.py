@@ -204,7 +204,7 @@ def _checked(reducer: Any) -> OneMessage:
     raise ValueError(
         f"{reducer.system} {reason}, so that it is no exchange of one message: use a system that "
         "gathers one message from each worker, without jaxsparse.Stages, such as "
-        "jaxsparse.chunked_top_k()"
+        "jaxsparse.chunked_top_k() or jaxsparse.quantized(gather=True)"
     )
 
 
