@@ -12,9 +12,8 @@ from workers import few
 from jaxsparse import codecs, hashing
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.reducers.base import deliver_streams
-from jaxsparse.reducers.stages import Stages
 from jaxsparse.select.slots import hash_extract, hash_slots
-from jaxsparse.settings import entries
+from jaxsparse.settings import Stages, entries
 from jaxsparse.systems import dragonn
 from jaxsparse.systems.dragonn import Dragonn, extractor
 

@@ -12,7 +12,7 @@ from jaxsparse import data_parallel, error_feedback, partition, shard
 from jaxsparse.collectives import wire
 from jaxsparse.reducers.base import Leaf, deliver
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
-from jaxsparse.reducers.stages import Stages
+from jaxsparse.settings import Stages
 from jaxsparse.systems import TopK
 
 SHAPES = {

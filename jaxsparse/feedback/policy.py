@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxsparse.layout import named_leaves
 from jaxsparse.reducers.base import Budget, Reducer
-from jaxsparse.reducers.stages import Staged, Stages
+from jaxsparse.reducers.stages import Staged
+from jaxsparse.settings import Stages
 
 # The way in which one leaf is exchanged. None: uncompressed.
 Rule = Budget | Stages[Reducer] | None

@@ -1,5 +1,6 @@
 """Reducers that see a vector as the matrices that a gradient's leaves are."""
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -40,7 +41,7 @@ class MatrixReducer(Reducer):
     """
 
     stacked: str | None = dataclasses.field(default=None, kw_only=True)
-    matrices: tuple[Matrix, ...] | None = dataclasses.field(default=None, kw_only=True)
+    matrices: tuple[Matrix, ...] | None = dataclasses.field(default=None, init=False)
 
     @property
     def whole_leaves(self) -> bool:
@@ -58,7 +59,9 @@ class MatrixReducer(Reducer):
             if matrices and matrices[-1][1:] == matrix[1:]:
                 matrix = matrix._replace(stack=matrices.pop().stack + matrix.stack)
             matrices.append(matrix)
-        return dataclasses.replace(self, matrices=tuple(matrices))
+        made = copy.copy(self)
+        object.__setattr__(made, "matrices", tuple(matrices))
+        return made
 
     def matrix(self, leaf: Leaf) -> Matrix:
         """A leaf (..., in, out) as rows of `out` elements, which is the layout of Flax kernels.

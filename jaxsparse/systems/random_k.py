@@ -1,16 +1,15 @@
 """Random-k SGD: the same random coordinates on all workers."""
 
 import dataclasses
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import hashing
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import (
     Conservation,
     Reduced,
@@ -19,8 +18,7 @@ from jaxsparse.reducers.base import (
     bucket_seeds,
     info,
 )
-from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.settings import check_density, check_vector, entries
+from jaxsparse.settings import Density, check_vector, entries
 from jaxsparse.stream import filled
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System
@@ -38,23 +36,55 @@ class RandomKState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(SeededReducer):
-    """Draws k coordinates from a key that all workers share, and exchanges their k values.
+    """Random-k SGD (Stich et al., NeurIPS 2018): k random coordinates, the same on all workers.
+
+    A step has one all-reduce of k = density d words, without indices, for any number of workers.
+    The selection is blind: a coordinate waits for 1 / density steps on average, and training needs
+    a far higher density than with top-k.
+
+    CocktailSGD (Wang et al., ICML 2023) is a composition: top-k within random coordinates, in 4
+    bits, one step late. If each worker sends a tenth of a fifth of the coordinates, in 4 bits and
+    about 8 for an index, that is 0.25 bits a parameter:
+
+        top = systems.TopK(0.1, codec=codecs.Chunked(value_bits=4))
+        random_k(0.2, reducer=top, delay=1)
+
+    `momentum` acts before the exchange (momentum correction), and is masked at the drawn
+    coordinates, or where `reducer` masks it.
 
     By default it psums them, without indices. Any other reducer of flat vectors can exchange them
     as well. Its indices are then places among the k values: a selection within a random one.
 
     This is rand_k of Stich, Cordonnier and Jaggi (Sparsified SGD with Memory, NeurIPS 2018,
     Definition 2.1). Values are not scaled up, because the residual keeps the rest. Each exchange
-    draws anew, without replacement. The fields are the arguments of `random_k`.
+    draws anew, without replacement.
+
+    Args:
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up
+            (`jaxsparse.warm_up`).
+        reducer: the reducer of the drawn values. It can be any reducer of flat vectors, such as
+            `systems.TopK(0.1)` or `systems.Quantized(quantize.Format("int4"), "nearest")`. None: an
+            exact sum.
+        seed: seed of the draws.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> tx = random_k(0.25, axis_name=None)
+        >>> grads = {"kernel": jnp.ones((64, 32))}
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> updates["kernel"].sum().item()
+        512.0
     """
 
     changes_few = True
-    density: float
+    density: Density
+    _: dataclasses.KW_ONLY
     reducer: Reducer = _SUM
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_density(self.density)
+    def check(self) -> None:
         if not isinstance(self.reducer, Reducer) or self.reducer.whole_leaves:
             raise ValueError(
                 f"reducer={self.reducer!r} must be a reducer of flat vectors, such as "
@@ -103,57 +133,16 @@ class RandomK(SeededReducer):
         )
 
 
-@exchange_options()
-def random_k(
-    density: float | Stages[float],
-    *,
-    reducer: Reducer | None = None,
-    seed: int = 0,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """Random-k SGD (Stich et al., NeurIPS 2018): k random coordinates, the same on all workers.
+@dataclasses.dataclass(frozen=True)
+class _RandomK(SystemOptions, RandomK):
+    pass
 
-    A step has one all-reduce of k = density d words, without indices, for any number of workers.
-    The selection is blind: a coordinate waits for 1 / density steps on average, and training needs
-    a far higher density than with top-k.
 
-    CocktailSGD (Wang et al., ICML 2023) is a composition: top-k within random coordinates, in 4
-    bits, one step late. If each worker sends a tenth of a fifth of the coordinates, in 4 bits and
-    about 8 for an index, that is 0.25 bits a parameter:
-
-        top = systems.TopK(0.1, codec=codecs.Chunked(value_bits=4))
-        random_k(0.2, reducer=top, delay=1)
-
-    `momentum` acts before the exchange (momentum correction), and is masked at the drawn
-    coordinates, or where `reducer` masks it.
-
-    Args:
-        density: k as a share of each bucket's elements, in (0, 1], or a warm-up
-            (`jaxsparse.warm_up`).
-        reducer: the reducer of the drawn values. It can be any reducer of flat vectors, such as
-            `systems.TopK(0.1)` or `systems.Quantized(quantize.Format("int4"), "nearest")`. None: an
-            exact sum.
-        seed: seed of the draws.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> tx = random_k(0.25, axis_name=None)
-        >>> grads = {"kernel": jnp.ones((64, 32))}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> updates["kernel"].sum().item()
-        512.0
-    """
-    make = lambda density: RandomK(density, reducer or _SUM, seed=seed)
-    return error_feedback(staged(make, density), **options)
+random_k = transformation(_RandomK, "random_k")
 
 
 RANDOM_K = System(
     random_k,
-    RandomK,
     summary="the same random coordinates on all workers, no indices",
     received="8 k (W-1)/W",
     cases={

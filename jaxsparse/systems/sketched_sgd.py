@@ -1,17 +1,16 @@
 """Sketched-SGD (Ivkin et al., NeurIPS 2019)."""
 
 import dataclasses
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, DTypeLike, Float, UInt32
 
 from jaxsparse import select, sketch
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.layout import narrow, split_evenly
 from jaxsparse.reducers.base import (
     Budget,
@@ -21,7 +20,6 @@ from jaxsparse.reducers.base import (
     bucket_seeds,
     deliver_means,
 )
-from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, Request, Settings, System
@@ -55,15 +53,7 @@ class SketchedSGD(SeededReducer):
     selection: Literal["top_k", "heavymix"] = "top_k"
     table_dtype: DTypeLike = "float32"
 
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("k", "cols", "rows", "oversampling"):
-            object.__setattr__(self, name, static_int(name, getattr(self, name)))
-        if self.selection not in ("top_k", "heavymix"):
-            raise ValueError(
-                f"selection={self.selection!r} is unknown: use 'top_k' (Alg. 3) or 'heavymix' "
-                "(Alg. 1)"
-            )
+    def check(self) -> None:
         if self.oversampling < 1 or (self.selection == "heavymix" and self.oversampling != 1):
             raise ValueError(
                 f"oversampling={self.oversampling} must be at least 1, and 1 with "
@@ -152,10 +142,7 @@ class SketchedBudget(Budget):
     k: int | None = None
     cols: int | None = None
 
-    def __post_init__(self):
-        for name in ("k", "cols"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, static_int(name, getattr(self, name)))
+    def check(self) -> None:
         if not self.compression >= 1:
             raise ValueError(f"compression={self.compression} must be at least 1 (10 means 10x)")
         if self.k is not None and self.cols is not None:
@@ -190,49 +177,8 @@ class SketchedBudget(Budget):
         return dataclasses.replace(settings, k=k, cols=cols).split(sizes, dense_size)
 
 
-def sketched(
-    compression: float | None = None,
-    *,
-    k: int | None = None,
-    rows: int = 5,
-    cols: int | None = None,
-    oversampling: int | None = None,
-    selection: Literal["top_k", "heavymix"] = "top_k",
-    seed: int = 0,
-    table_dtype: DTypeLike = "float32",
-) -> Budget:
-    """The reducer or budget of `sketched_sgd`, for the same arguments."""
-    if oversampling is None:
-        oversampling = 4 if selection == "top_k" else 1
-    settings = SketchedSGD(
-        k=1 if k is None else k,
-        cols=1 if cols is None else cols,
-        rows=rows,
-        oversampling=oversampling,
-        selection=selection,
-        seed=seed,
-        table_dtype=table_dtype,
-    )
-    if compression is not None:
-        return SketchedBudget(compression, settings, k, cols)
-    if k is None or cols is None:
-        raise ValueError(f"k={k} and cols={cols}: give both, or a compression that sets the rest")
-    return settings
-
-
-@exchange_options()
-def sketched_sgd(
-    compression: float | None = None,
-    *,
-    k: int | None = None,
-    rows: int = 5,
-    cols: int | None = None,
-    oversampling: int | None = None,
-    selection: Literal["top_k", "heavymix"] = "top_k",
-    seed: int = 0,
-    table_dtype: DTypeLike = "float32",
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
+@dataclasses.dataclass(frozen=True)
+class _SketchedSGD(SystemOptions):
     """Sketched-SGD (Ivkin et al., NeurIPS 2019, Alg. 3): heavy coordinates of the mean gradient.
 
     Workers psum a count sketch of momentum-corrected, error-corrected gradients, agree on
@@ -243,9 +189,6 @@ def sketched_sgd(
 
     `momentum` acts before the exchange (momentum correction), and is masked at the coordinates that
     the update changes (momentum factor masking).
-
-    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
-    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
 
     Args:
         compression: ratio of *payload words*: the words of all gradient leaves over the words
@@ -262,7 +205,6 @@ def sketched_sgd(
         seed: seed of the hash functions, which are fresh at each step.
         table_dtype: dtype of the table on the wire. bfloat16 or float16 halve it (section 6) if the
             backend can sum them. XLA on CPU widens them to float32. Exact values stay float32.
-        **options: as for all transformations.
 
     Returns:
         The transformation. Chain an optimizer after it.
@@ -281,17 +223,40 @@ def sketched_sgd(
         >>> int(jnp.count_nonzero(updates["kernel"])), int(jnp.count_nonzero(updates["bias"]))
         (2, 32)
     """
-    budget = sketched(
-        compression,
-        k=k,
-        rows=rows,
-        cols=cols,
-        oversampling=oversampling,
-        selection=selection,
-        seed=seed,
-        table_dtype=table_dtype,
-    )
-    return error_feedback(budget, **options)
+
+    compression: float | None = None
+    _: dataclasses.KW_ONLY
+    k: int | None = None
+    rows: int = 5
+    cols: int | None = None
+    oversampling: int | None = None
+    selection: Literal["top_k", "heavymix"] = "top_k"
+    seed: int = 0
+    table_dtype: DTypeLike = "float32"
+
+    def made(self) -> Budget:
+        k, cols, oversampling = self.k, self.cols, self.oversampling
+        if oversampling is None:
+            oversampling = 4 if self.selection == "top_k" else 1
+        settings = SketchedSGD(
+            k=1 if k is None else k,
+            cols=1 if cols is None else cols,
+            rows=self.rows,
+            oversampling=oversampling,
+            selection=self.selection,
+            seed=self.seed,
+            table_dtype=self.table_dtype,
+        )
+        if self.compression is not None:
+            return SketchedBudget(self.compression, settings, k, cols)
+        if k is None or cols is None:
+            raise ValueError(
+                f"k={k} and cols={cols}: give both, or a compression that sets the rest"
+            )
+        return settings
+
+
+sketched_sgd = transformation(_SketchedSGD, "sketched_sgd")
 
 
 def _settings(request: Request) -> Settings:
@@ -312,7 +277,6 @@ def _settings(request: Request) -> Settings:
 
 SKETCHED_SGD = System(
     sketched_sgd,
-    sketched,
     summary="[Sketched-SGD](https://arxiv.org/abs/1903.04488): count sketch, then the exact values "
     "of its candidates",
     received="8 (rows cols + P k) (W-1)/W",
