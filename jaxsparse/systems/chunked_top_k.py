@@ -81,9 +81,10 @@ class ChunkedTopK(OneMessage):
 
     def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
         """See `OneMessage`."""
-        capacity = self.codec.count(size)
+        codec = self.codec
+        capacity = codec.count(size)
         if self._is_sum:
-            return entries_total(messages, capacity, size, self.codec)
+            return entries_total(messages, capacity, size, codec)
         sums, senders = self._combined(messages, capacity, size)
         if self.aggregate == "mean":
             return summed(sums, len(messages))
