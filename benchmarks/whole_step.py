@@ -30,7 +30,6 @@ OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
     "top_k_momentum": lambda: jaxsparse.top_k(0.01, momentum=0.9),
     "powersgd_rank_4": lambda: jaxsparse.powersgd(4),
     "powersgd_rank_4_full": lambda: jaxsparse.powersgd(4, iteration="full"),
-    "dgc_clipped": lambda: jaxsparse.dgc(0.01, clip_norm=1.0),
     "dgc_warm_up": lambda: jaxsparse.dgc(jaxsparse.warm_up(0.01, steps=400)),
     # Outer steps of local updates. Every H steps, one takes the place of a gradient's exchange.
     "diloco": jaxsparse.outer.diloco,

@@ -39,6 +39,7 @@ MODULES = {
     "jaxsparse.layout": "Gradient trees and flat buckets",
     "jaxsparse.reducers.base": "The contract of a reducer",
     "jaxsparse.feedback": "Error feedback",
+    "jaxsparse.feedback.by_message": "Messages without collectives",
     "jaxsparse.training.diagnostics": "Diagnostics",
 }
 # Pages that are Markdown files of the repository.

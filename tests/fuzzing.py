@@ -285,9 +285,8 @@ def _spardl(rng, size, workers):
 def _sparcml(rng, size, workers):
     group = int(_pick(rng, 4, 16, 512))
     bits = _pick(rng, None, None, None, 2, 4, 8)
-    quantized = _pick(rng, "sums", "entries")
     algorithms = ["auto", "dsar_split_allgather"]
-    if bits is None or quantized == "entries":
+    if bits is None:
         algorithms += ["recursive_double", "split_allgather", "all_gather", "ring"]
     algorithm = _pick(rng, *algorithms)
     return {
@@ -295,7 +294,6 @@ def _sparcml(rng, size, workers):
         "group_size": group,
         "algorithm": algorithm,
         "bits": bits,
-        "quantized": quantized,
         "rounding": _pick(rng, "stochastic", "nearest"),
         "capacity_factor": _pick(rng, None, 0.3, 1.0, 2.0),
         "union_factor": _pick(rng, None, 0.5, 1.0),
@@ -357,12 +355,14 @@ def _qsgd(rng, size, workers):
 def _quantized(rng, size, workers):
     name = str(_pick(rng, *get_args(quantize.FormatName)))
     can_share = name == "int8" or (name == "int4" and workers <= 7)
+    gather = not rng.integers(4)
     return {
         "format": name,
         "group_size": int(_pick(rng, 2, 32, 256, 1024)),
         "scale": _pick(rng, *get_args(quantize.Scale)),
-        "rotate": bool(rng.integers(2)),
-        "shared_scale": bool(can_share and rng.integers(2)),
+        "rotate": bool(not gather and rng.integers(2)),
+        "shared_scale": bool(not gather and can_share and rng.integers(2)),
+        "gather": gather,
     }
 
 

@@ -47,7 +47,7 @@ CASES = {name: functools.partial(by_row, name) for name in SYSTEMS} | {
     "ok_topk": lambda: jaxsparse.ok_topk(0.05, refresh_every=8, rebalance_every=7, momentum=0.9),
     "spardl_adaptive": lambda: jaxsparse.spardl(0.05, teams=2, gather="bruck", momentum=0.9),
     "sparcml": lambda: jaxsparse.sparcml(k=8, bits=4, momentum=0.9),
-    "dgc": lambda: jaxsparse.dgc(0.05, clip_norm=10.0),
+    "dgc": lambda: jaxsparse.dgc(0.05),
     "warm_up": lambda: jaxsparse.top_k(warm_up(0.02, steps=15, stages=2)),
     "delay": lambda: jaxsparse.top_k(0.05, delay=1, momentum=0.9, bucket_size=2000),
     "no_dense": lambda: jaxsparse.top_k(0.05, delay=1, momentum=0.9, is_dense=lambda *_: False),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced, MessageFormat
-from jaxsparse.stream import Operation, SparseStream, merge_duplicates, to_dense
+from jaxsparse.stream import Operation, SparseStream, merge_duplicates
 
 
 def all_gather_sum(
@@ -41,12 +41,6 @@ def all_gather_sum(
     message_format = MessageFormat(size, stream.capacity, op, stream.values.dtype, codec)
     if not distinct:  # a GPU scatters equal indices in any order, and replicas would drift
         stream = merge_duplicates(stream, size, op)
-    lost = jnp.zeros_like(stream.values)
-    if message_format.is_dense:
-        message = message_format.pack(to_dense(stream, size, op))
-    else:
-        if not message_format.is_exact:
-            lost = stream.values - codec.rounded(stream, size)
-        message = codec.encode(stream, size)
+    message, lost = message_format.pack_entries(stream)
     messages = wire.all_gather(message, axis_name)
     return AllReduced(message_format.merge_all(messages), lost, jnp.int32(0), stream.indices)

@@ -117,6 +117,16 @@ class MessageFormat:
             return codecs.bits(x)
         return self.codec.encode(self.extract(x), self.size)
 
+    def pack_entries(
+        self, stream: SparseStream
+    ) -> tuple[UInt32[Array, " words"], Num[Array, " capacity"]]:
+        """The message of a stream with distinct indices, and the rounding error of each entry."""
+        none = jnp.zeros_like(stream.values)
+        if self.is_dense:
+            return self.pack(to_dense(stream, self.size, self.op)), none
+        lost = none if self.is_exact else stream.values - self.codec.rounded(stream, self.size)
+        return self.codec.encode(stream, self.size), lost
+
     def merge(self, x: Num[Array, " size"], message: UInt32[Array, " words"]) -> Array:
         """Combines `x` with the vector of a message."""
         if self.is_dense:

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from jaxsparse import layout as layouts
 from jaxsparse.collectives.wire import Axes
-from jaxsparse.feedback.exchange import Plan, Settings, exchange, keep_rounding
+from jaxsparse.feedback.by_message import EXCHANGE
+from jaxsparse.feedback.exchange import Plan, Settings, keep_rounding
 from jaxsparse.feedback.options import (
     LeafOptions,
     Options,
@@ -196,7 +197,7 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
             settings = Settings(store.axes, momentum, delayed, decay, nesterov)
             carried = store.load(state, plan)
             buckets, dense = plan.layout.flatten(updates)
-            done = exchange(buckets, dense, carried, plan, settings)
+            done = EXCHANGE.get()(buckets, dense, carried, plan, settings)
             delivered = plan.layout.unflatten(done.means, done.dense_mean)
             if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
                 done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)

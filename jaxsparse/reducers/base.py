@@ -251,6 +251,52 @@ def finite_sums(total: Array) -> tuple[Array, Bool[Array, "..."]]:
     return jnp.where(finite, total, 0), finite
 
 
+class Total(NamedTuple):
+    """What an exchange delivers; equal on all workers."""
+
+    mean: Float[Array, " d"]  # float32
+    sums: Float[Array, " d"] | None  # not finite where a sum overflows; None: none can overflow
+    info: Info
+
+
+class Owed(NamedTuple):
+    """What stays with a worker that has sent its share, if no sum overflows; see `Reduced`."""
+
+    residual: Float[Array, " n"]  # finite
+    sent: Bool[Array, " n"] | None
+    state: Any
+    indices: Int[Array, " n"] | None = None
+
+
+def summed(
+    sums: Float[Array, " d"], workers: int, *, delivered: Any = None, overflow: Any = 0
+) -> Total:
+    """The mean that sums deliver.
+
+    Args:
+        sums: float32, equal on all workers. A sum that overflows counts as not sent.
+        workers: number of workers, W.
+        delivered: number of coordinates that the mean carries. None: count those that are not 0.
+        overflow: number of entries without room in messages.
+    """
+    if delivered is None:
+        delivered = count_where(sums, lambda sums: finite_sums(sums)[0] / workers != 0)
+    return Total(finite_sums(sums)[0] / workers, sums, info(delivered, overflow))
+
+
+def settled(x: Float[Array, " d"], own: Owed, total: Total) -> Reduced:
+    """The result of an exchange: what arrived, and what a worker keeps of its vector `x`."""
+    residual, sent = own.residual, own.sent
+    if total.sums is not None:
+        at = lambda dense: dense
+        if own.indices is not None:  # entries are few, and dense vectors would cost passes
+            at = lambda dense: dense.at[own.indices].get(mode="fill", fill_value=0)
+        finite = jnp.isfinite(at(total.sums))
+        residual = jnp.where(finite, residual, at(x))
+        sent = None if sent is None else sent & finite
+    return Reduced(total.mean, residual, sent, own.state, total.info, own.indices)
+
+
 def deliver(
     x: Float[Array, " d"],
     total: Float[Array, " d"],
@@ -275,21 +321,9 @@ def deliver(
         delivered: number of coordinates that the mean carries. None: count those that are not 0.
         overflow: number of entries without room in messages.
     """
-    finite = jnp.isfinite(total)
-    sent = None if sent is None else sent & finite
-    mean, counts = _mean_of(total, workers, delivered, overflow)
     # Rounding, or partial sums that this worker dropped, can overflow, and would stay so for ever.
-    residual = jnp.where(finite, jnp.nan_to_num(residual), x)
-    return Reduced(mean, residual, sent, state, counts)
-
-
-def _mean_of(
-    total: Float[Array, " d"], workers: int, delivered: Any, overflow: Any
-) -> tuple[Float[Array, " d"], Info]:
-    """The mean that a sum delivers, and the counts; see `deliver`."""
-    if delivered is None:
-        delivered = count_where(total, lambda total: finite_sums(total)[0] / workers != 0)
-    return finite_sums(total)[0] / workers, info(delivered, overflow)
+    own = Owed(jnp.nan_to_num(residual), sent, state)
+    return settled(x, own, summed(total, workers, delivered=delivered, overflow=overflow))
 
 
 def deliver_merged(
@@ -342,21 +376,31 @@ def deliver_streams(
         state: the reducer's new state.
         workers: number of workers, W.
     """
-    at = lambda dense: dense.at[stream.indices].get(mode="fill", fill_value=0)
-    # Entries are few. A second dense vector for their values would cost passes and memory. Where a
-    # sum overflows nothing is sent.
     is_few = result.indices is not None
-    lost = result.residual if is_few else at(result.residual)
-    # Shares of others' entries can overflow float32, and an inf would stay for ever.
-    kept = jnp.nan_to_num(at(x) - stream.values + lost)
-    kept = jnp.where(jnp.isfinite(at(result.total)), kept, at(x))
-    sent = (kept != at(x)) & (stream.values != 0)
-    mean, counts = _mean_of(result.total, workers, None, result.overflow)
-    reduced = Reduced(mean, kept, sent, state, counts, stream.indices)
+    lost = result.residual
+    if not is_few:
+        lost = lost.at[stream.indices].get(mode="fill", fill_value=0)
+    total = summed(result.total, workers, overflow=result.overflow)
+    reduced = settled(x, owed(x, stream, lost, state), total)
     if is_few:
         return reduced
     elsewhere = jnp.where(jnp.isfinite(result.total), jnp.nan_to_num(x + result.residual), x)
     return reduced.whole(elsewhere)
+
+
+def owed(x: Float[Array, " d"], stream: SparseStream, lost: Float[Array, " n"], state: Any) -> Owed:
+    """What stays with a worker that sends the entries `stream` of `x`.
+
+    Args:
+        x: float32, this worker's whole vector.
+        stream: see `deliver_streams`.
+        lost: float32, the part of each entry that messages lack.
+        state: the reducer's new state.
+    """
+    values = x.at[stream.indices].get(mode="fill", fill_value=0)
+    # Shares of others' entries can overflow float32, and an inf would stay for ever.
+    kept = jnp.nan_to_num(values - stream.values + lost)
+    return Owed(kept, (kept != values) & (stream.values != 0), state, stream.indices)
 
 
 def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:

@@ -1,11 +1,17 @@
-"""The base class of reducers that select entries by size and send them through a codec."""
+"""What reducers share that select entries by size and send them through a codec."""
 
 import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import codecs
-from jaxsparse.reducers.base import Conservation, Reducer
+from jaxsparse.collectives.messages import MessageFormat
+from jaxsparse.reducers.base import Conservation, Owed, Reducer, Total, owed, summed
 from jaxsparse.select.selection import Selection, check_selection
 from jaxsparse.settings import check_density
+from jaxsparse.stream import SparseStream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,3 +45,29 @@ def conservation_of(codec: codecs.Codec) -> Conservation:
     if codec.is_exact:
         return "exact"
     return "to rounding" if codec.is_local else "to group rounding"
+
+
+def entries_message(
+    x: Float[Array, " d"], stream: SparseStream, codec: codecs.Codec, state: Any
+) -> tuple[UInt32[Array, " words"], Owed]:
+    """The message of the entries `stream` of `x`, and what stays; see `OneMessage.message`.
+
+    Args:
+        x: float32, this worker's whole vector.
+        stream: the entries, with distinct indices.
+        codec: wire format of the entries. Where it saves no words, a dense array travels.
+        state: the reducer's new state.
+    """
+    message, lost = _format(stream.capacity, x.size, codec).pack_entries(stream)
+    return message, owed(x, stream, lost, state)
+
+
+def entries_total(
+    messages: UInt32[Array, "workers words"], capacity: int, size: int, codec: codecs.Codec
+) -> Total:
+    """The mean of the vectors of such messages, of `capacity` entries each."""
+    return summed(_format(capacity, size, codec).merge_all(messages), len(messages))
+
+
+def _format(capacity: int, size: int, codec: codecs.Codec) -> MessageFormat:
+    return MessageFormat(size, capacity, "sum", jnp.float32, codec)

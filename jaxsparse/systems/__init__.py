@@ -22,7 +22,12 @@ from jaxsparse.systems.ok_topk import OK_TOPK, OkTopk as OkTopk, ok_topk
 from jaxsparse.systems.omni_reduce import OMNI_REDUCE, OmniReduce as OmniReduce, omni_reduce
 from jaxsparse.systems.powersgd import POWERSGD, PowerSGD as PowerSGD, powersgd
 from jaxsparse.systems.qsgd import QSGD, qsgd
-from jaxsparse.systems.quantized import QUANTIZED, Quantized as Quantized, quantized
+from jaxsparse.systems.quantized import (
+    QUANTIZED,
+    GatheredQuantized as GatheredQuantized,
+    Quantized as Quantized,
+    quantized,
+)
 from jaxsparse.systems.random_k import RANDOM_K, RandomK as RandomK, random_k
 from jaxsparse.systems.row import (
     Case as Case,

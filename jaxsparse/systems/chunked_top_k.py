@@ -9,22 +9,20 @@ import optax
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs, quantize, select
-from jaxsparse.collectives import wire
-from jaxsparse.collectives.all_gather_sum import all_gather_sum
-from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.magnitude import largest_magnitude, shares_of
 from jaxsparse.platforms import count_where
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer, deliver_streams, finite_sums
-from jaxsparse.reducers.entries import conservation_of
+from jaxsparse.reducers.base import Conservation, Owed, Total, finite_sums, info, owed, summed
+from jaxsparse.reducers.entries import conservation_of, entries_message, entries_total
+from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.stream import SparseStream, add_to, filled
 from jaxsparse.systems.row import Case, Request, Settings, System, one_in
 
 
 @dataclasses.dataclass(frozen=True)
-class ChunkedTopK(Reducer):
+class ChunkedTopK(OneMessage):
     """Gathers the largest entries of each chunk of every worker's vector.
 
     The fields are the arguments of `chunked_top_k`.
@@ -58,35 +56,40 @@ class ChunkedTopK(Reducer):
     @property
     def conservation(self) -> Conservation:
         """Only the mean over all workers, unclipped, conserves what workers sent."""
-        if self.aggregate != "mean" or self.clip is not None:
-            return "leaks"
-        return conservation_of(self.codec)
+        return conservation_of(self.codec) if self._is_sum else "leaks"
+
+    @property
+    def _is_sum(self) -> bool:
+        """Whether messages are summed as they are."""
+        return self.aggregate == "mean" and self.clip is None
 
     @property
     def dense_at_full_budget(self) -> bool:
         """Yes, if nothing is rounded or clipped."""
         return self.codec.is_exact and self.clip is None
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """See `Reducer`."""
-        stream = select.group_top_k(x, self.k, self.chunk_size)
-        workers = wire.axis_size(axis_name)
-        if self.aggregate == "mean" and self.clip is None:
-            result = all_gather_sum(
-                stream, x.size, axis_name=axis_name, codec=self.codec, distinct=True
-            )
-            return deliver_streams(x, stream, result, state, workers)
+    def message(
+        self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
+    ) -> tuple[UInt32[Array, " words"], Owed]:
+        """See `OneMessage`."""
+        stream, codec = select.group_top_k(x, self.k, self.chunk_size), self.codec
+        if self._is_sum:
+            return entries_message(x, stream, codec, state)
+        # Entries, even where a dense array would be shorter: receivers count and scale them.
+        lost = stream.values - codec.rounded(stream, x.size)
+        return codec.encode(stream, x.size), owed(x, stream, lost, state)
 
-        messages = wire.all_gather(self.codec.encode(stream, x.size), axis_name)
-        total, senders = self._combined(messages, stream.capacity, x.size)
-        lost = stream.values - self.codec.rounded(stream, x.size)
-        result = AllReduced(total, lost, jnp.int32(0), stream.indices)
-        reduced = deliver_streams(x, stream, result, state, workers)
+    def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
+        """See `OneMessage`."""
+        codec = self.codec
+        capacity = codec.count(size)
+        if self._is_sum:
+            return entries_total(messages, capacity, size, codec)
+        sums, senders = self._combined(messages, capacity, size)
         if self.aggregate == "mean":
-            return reduced
-        mean = finite_sums(total)[0] / jnp.maximum(senders, 1).astype(jnp.float32)
-        delivered = count_where(mean, lambda mean: mean != 0)
-        return reduced._replace(mean=mean, info=reduced.info._replace(delivered=delivered))
+            return summed(sums, len(messages))
+        mean = finite_sums(sums)[0] / jnp.maximum(senders, 1).astype(jnp.float32)
+        return Total(mean, sums, info(count_where(mean, lambda mean: mean != 0)))
 
     def _combined(
         self, messages: UInt32[Array, "n words"], capacity: int, size: int

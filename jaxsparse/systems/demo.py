@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
@@ -11,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs, select
-from jaxsparse.collectives import wire
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
 from jaxsparse.magnitude import largest_magnitude
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer, finite_sums, info
+from jaxsparse.reducers.base import Conservation, Owed, Reducer, Total, info
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
+from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.settings import check_k, static_int
 from jaxsparse.stream import SparseStream, add_to, to_dense
@@ -30,6 +29,7 @@ Aggregate = Literal["mean", "mean_of_senders"]
 
 _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_CHUNK = 256  # indices in its tiles have 16 bits
+_MOST_WORKERS = 2**20  # whose sums may not overflow
 _MOST = 2**30  # largest number of elements of a part, so that int32 indices count them
 
 
@@ -48,7 +48,7 @@ class _Tiling(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DeMo(MatrixReducer):
+class DeMo(OneMessage, MatrixReducer):
     """Gathers the largest cosine coefficients of each tile of every worker's matrices.
 
     The fields are the arguments of `demo`.
@@ -99,45 +99,39 @@ class DeMo(MatrixReducer):
         down, across = (-(-n // self.chunk) for n in matrix[1:])
         return _Tiling(-(-matrix.rows // down), -(-matrix.columns // across), down, across)
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """See `Reducer`. Tiles with elements too large for the transform wait in the residual."""
-        parts = self._parts(x)
-        coefficients = [_transformed(_small_enough(part)) for part in parts]
-        own, mean = self._exchanged(coefficients, axis_name)
-        shapes = [q.shape for q in coefficients]
-        back = lambda flat: [_inverse(q.reshape(shape)) for q, shape in zip(flat, shapes)]
-        residual = x - self._whole(back(own), x.size)
-        return Reduced(self._whole(back(mean), x.size), residual, None, state, info(x.size))
+    def message(
+        self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
+    ) -> tuple[UInt32[Array, " words"], Owed]:
+        """See `OneMessage`. Tiles with elements too large for the transform stay."""
+        messages, own = [], []
+        for part in self._parts(x):
+            q = _transformed(_small_enough(part))
+            tile_size = math.prod(q.shape[1:])
+            codec = self.wire_format(tile_size)
+            stream = select.group_top_k(q.reshape(-1), min(self.k, tile_size), tile_size)
+            messages.append(codec.encode(stream, q.size))
+            sent = stream._replace(values=codec.rounded(stream, q.size))
+            own.append(_inverse(to_dense(sent, q.size).reshape(q.shape)))
+        return jnp.concatenate(messages), Owed(x - self._whole(own, x.size), None, state)
 
-    def _exchanged(
-        self, coefficients: Sequence[Float[Array, "tiles width height"]], axis_name: str | None
-    ) -> tuple[list[Float[Array, " n"]], list[Float[Array, " n"]]]:
-        """The coefficients that this worker delivers, and the mean ones, both for each part."""
-        sizes = [q.size for q in coefficients]
-        tile_sizes = [math.prod(q.shape[1:]) for q in coefficients]
-        formats = list(map(self.wire_format, tile_sizes))
-        streams = [
-            select.group_top_k(q.reshape(-1), min(self.k, n), n)
-            for q, n in zip(coefficients, tile_sizes)
-        ]
-        messages = [c.encode(s, size) for c, s, size in zip(formats, streams, sizes)]
-        gathered = wire.all_gather(jnp.concatenate(messages), axis_name)
-        ends = list(itertools.accumulate(message.size for message in messages))
-        workers = wire.axis_size(axis_name)
-        own, mean = [], []
-        for codec, stream, size, part in zip(
-            formats, streams, sizes, jnp.split(gathered, ends[:-1], axis=1)
-        ):
-            read = lambda m, c=codec, n=stream.capacity, d=size: c.decode(m, n, d, jnp.float32)
-            total, finite = finite_sums(_added(part, read, size))
-            if self.aggregate == "mean":
-                mean.append(total / workers)
-            else:
+    def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
+        """See `OneMessage`. No sum overflows, because no tile has too large elements."""
+        parts = jax.eval_shape(self._parts, jax.ShapeDtypeStruct((size,), jnp.float32))
+        mean, start = [], 0
+        for count, height, width in (part.shape for part in parts):
+            d = count * width * height
+            codec = self.wire_format(width * height)
+            n = codec.count(d)
+            end = start + codec.words(n, d)
+            read = lambda m, c=codec, n=n, d=d: c.decode(m, n, d, jnp.float32)
+            sums = _added(messages[:, start:end], read, d)
+            weight: Any = len(messages)
+            if self.aggregate == "mean_of_senders":
                 ones = lambda m, read=read: _counted(read(m))
-                mean.append(total / jnp.maximum(_added(part, ones, size), 1))
-            sent = to_dense(stream._replace(values=codec.rounded(stream, size)), size)
-            own.append(jnp.where(finite, sent, 0))
-        return own, mean
+                weight = jnp.maximum(_added(messages[:, start:end], ones, d), 1)
+            mean.append(_inverse((sums / weight).reshape(count, width, height)))
+            start = end
+        return Total(self._whole(mean, size), None, info(size))
 
     def _parts(self, x: Float[Array, " d"]) -> list[Float[Array, "tiles height width"]]:
         """The tiles of all matrices, in parts of at most _MOST elements and of equal sides."""
@@ -188,13 +182,13 @@ def _counted(stream: SparseStream) -> SparseStream:
 
 
 def _small_enough(tiles: Float[Array, "tiles h w"]) -> Float[Array, "tiles h w"]:
-    """The tiles, with zeros in place of each tile whose transform could overflow.
+    """The tiles, with zeros in place of each tile whose transform or sum could overflow.
 
     A coefficient is at most sqrt(h w) times the largest element, its rounding twice that, and an
     element of the inverse transform at most sqrt(h w) times the largest coefficient.
     """
     largest = largest_magnitude(tiles.reshape(len(tiles), -1), axis=1)
-    limit = _LARGEST / (4 * math.prod(tiles.shape[1:]))
+    limit = _LARGEST / (4 * _MOST_WORKERS * math.prod(tiles.shape[1:]))
     return jnp.where((largest <= limit)[:, None, None], tiles, 0)
 
 

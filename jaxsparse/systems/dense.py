@@ -3,20 +3,22 @@
 import dataclasses
 from typing import Any, Unpack
 
+import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse import layout as layouts
+from jaxsparse import codecs, layout as layouts
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Reduced, Reducer, deliver
+from jaxsparse.reducers.base import Owed, Reduced, Total, deliver, summed
+from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense(Reducer):
-    """The exact mean by one psum of all d words.
+class Dense(OneMessage):
+    """The exact mean, by one psum of all d words where there are collectives.
 
     It masks no momentum. Every step sends everything, so a mask would leave no momentum at all.
     """
@@ -26,6 +28,17 @@ class Dense(Reducer):
         total = wire.psum(x, axis_name)
         workers = wire.axis_size(axis_name)
         return deliver(x, total, 0.0, None, state, workers, delivered=x.size)
+
+    def message(
+        self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
+    ) -> tuple[UInt32[Array, " d"], Owed]:
+        """See `OneMessage`: the vector."""
+        return codecs.bits(x), Owed(jnp.zeros_like(x), None, state)
+
+    def total(self, messages: UInt32[Array, "workers d"], size: int) -> Total:
+        """See `OneMessage`."""
+        sums = jnp.sum(codecs.from_bits(messages, jnp.float32), axis=0)
+        return summed(sums, len(messages), delivered=size)
 
 
 @exchange_options()

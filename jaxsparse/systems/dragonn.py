@@ -6,15 +6,14 @@ from typing import Any, Literal, Unpack, get_args
 
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs, hashing
-from jaxsparse.collectives import wire
-from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver_streams
-from jaxsparse.reducers.entries import conservation_of
+from jaxsparse.reducers.base import Conservation, Owed, SeededReducer, Total
+from jaxsparse.reducers.entries import conservation_of, entries_message, entries_total
+from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.slots import hash_extract
@@ -49,7 +48,7 @@ def extractor(name: Extract, samples: int | None = None) -> Extractor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Dragonn(SeededReducer):
+class Dragonn(OneMessage, SeededReducer):
     """Gathers each worker's entries above a sampled threshold, in hashed slots.
 
     DRAGONN (Wang et al., ICML 2022), section 3.2, Alg. 1, with its sparse decoding (section 4.3).
@@ -94,16 +93,17 @@ class Dragonn(SeededReducer):
         """The seed of one worker's slots at one exchange."""
         return hashing.combine(self.seed, step, rank)
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """See `Reducer`."""
-        seed = self.hash_seed(state, wire.axis_index(axis_name))
-        slots = entries(self.density, x.size)
+    def message(
+        self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
+    ) -> tuple[UInt32[Array, " words"], Owed]:
+        """See `OneMessage`."""
+        slots, seed = entries(self.density, x.size), self.hash_seed(state, rank)
         stream = extractor(self.extract, self.samples)(x, slots, seed)
-        result = all_gather_sum(
-            stream, x.size, axis_name=axis_name, codec=self.codec, distinct=True
-        )
-        workers = wire.axis_size(axis_name)
-        return deliver_streams(x, stream, result, state + jnp.uint32(1), workers)
+        return entries_message(x, stream, self.codec, state + jnp.uint32(1))
+
+    def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
+        """See `OneMessage`."""
+        return entries_total(messages, entries(self.density, size), size, self.codec)
 
 
 @exchange_options()

@@ -6,8 +6,9 @@ from typing import Any, Literal, Unpack
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt32
 
+from jaxsparse import quantize
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.quantized_all_reduce import Teams, quantized_all_reduce
@@ -25,7 +26,16 @@ from jaxsparse.quantize import (
     rotated_back,
 )
 from jaxsparse.quantize.rotation import check_rotation
-from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver
+from jaxsparse.reducers.base import (
+    Conservation,
+    Owed,
+    Reduced,
+    SeededReducer,
+    Total,
+    deliver,
+    summed,
+)
+from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.settings import static_int
 from jaxsparse.systems.row import Case, System
 
@@ -134,6 +144,46 @@ class Quantized(SeededReducer):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class GatheredQuantized(OneMessage, Quantized):
+    """Sends everything at each step to all, quantised once. All add up the decoded vectors.
+
+    That is one message, as in QSGD (Alistarh et al., 2017) and EF-signSGD. Its attributes are those
+    of `Quantized` without rotation, shared scales and levels.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, usual in (("rotate", False), ("shared_scale", False), ("levels", None)):
+            if (value := getattr(self, name)) != usual:
+                raise ValueError(
+                    f"gather=True sends one message to all, and {name}={value} is for sums on "
+                    "the way: leave out one"
+                )
+
+    def message(
+        self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
+    ) -> tuple[UInt32[Array, " words"], Owed]:
+        """See `OneMessage`."""
+        key = None
+        if self._draws:
+            key = jax.random.fold_in(jax.random.key(self.seed), state)
+            key, state = jax.random.fold_in(key, rank), state + jnp.uint32(1)
+        message = quantize.to_message(quantize.quantize(x, self.quantizer, key), self.quantizer)
+        lost = jnp.zeros_like(x) if self._draws else x - self._decoded(message, x.size)
+        return message, Owed(jnp.nan_to_num(lost), None, state)
+
+    def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
+        """See `OneMessage`."""
+        add = lambda total, message: (total + self._decoded(message, size), None)
+        first = self._decoded(messages[0], size)
+        return summed(jax.lax.scan(add, first, messages[1:])[0], len(messages))
+
+    def _decoded(self, message: UInt32[Array, " words"], size: int) -> Float[Array, " d"]:
+        found = quantize.from_message(message, self.quantizer, size)
+        return quantize.dequantize(found, self.quantizer, size)
+
+
 def formatted(
     format: FormatName = "int8",
     group_size: int = 256,
@@ -142,6 +192,7 @@ def formatted(
     shared_scale: bool = False,
     teams: int | None = None,
     inside: FormatName = "int8",
+    gather: bool = False,
     seed: int = 0,
 ) -> Quantized:
     """The reducer of `quantized`, for the same arguments."""
@@ -149,7 +200,8 @@ def formatted(
     levels = None
     if teams is not None:
         levels = Teams(static_int("teams", teams), Format(inside, group_size, scale))
-    return Quantized(quantizer, "nearest", rotate, shared_scale, levels, seed=seed)
+    kind = GatheredQuantized if gather else Quantized
+    return kind(quantizer, "nearest", rotate, shared_scale, levels, seed=seed)
 
 
 @exchange_options()
@@ -162,6 +214,7 @@ def quantized(
     shared_scale: bool = False,
     teams: int | None = None,
     inside: FormatName = "int8",
+    gather: bool = False,
     seed: int = 0,
     **options: Unpack[LeafOptions],
 ) -> optax.GradientTransformationExtraArgs:
@@ -206,6 +259,10 @@ def quantized(
         teams: number of teams of consecutive workers, such as hosts. None: sums at one level.
         inside: the format inside teams, on the way to the sums. (Sums come back in `format`.) Only
             used with `teams`.
+        gather: whether each worker sends its whole vector to all, quantised once, so that it
+            receives W - 1 messages of d values. For two workers these are the same bytes and half
+            of the roundings. It is for few workers, and for messages without collectives
+            (`jaxsparse.feedback.by_message`).
         seed: seed of the random signs.
         **options: as for all transformations.
 
@@ -221,12 +278,15 @@ def quantized(
         >>> updates["kernel"][-1, -3:].tolist()
         [2045.0, 2046.0, 2047.0]
     """
-    reducer = formatted(format, group_size, scale, rotate, shared_scale, teams, inside, seed)
+    reducer = formatted(
+        format, group_size, scale, rotate, shared_scale, teams, inside, gather, seed
+    )
     return error_feedback(reducer, **options)
 
 
 _ROTATED = {"format": "int4", "group_size": 64, "rotate": True}
 _SHARED = {"format": "int8", "group_size": 64, "shared_scale": True}
+_GATHERED = {"format": "int8", "group_size": 64, "gather": True}
 
 QUANTIZED = System(
     quantized,
@@ -237,6 +297,7 @@ QUANTIZED = System(
         "": Case({"format": "int8", "group_size": 64}, {"format": "int8", "group_size": 64}),
         "rotated": Case(_ROTATED, _ROTATED),
         "shared": Case(_SHARED, _SHARED),
+        "gathered": Case(_GATHERED, _GATHERED),
     },
     settings=lambda request: {},
     follows_density=False,

@@ -59,7 +59,6 @@ class SparCML(SeededReducer):
     group_size: int = 512
     algorithm: Algorithm = "auto"
     bits: Literal[2, 4, 8] | None = None
-    quantized: Literal["sums", "entries"] = "sums"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     capacity_factor: float | None = 2.0
     union_factor: float | None = None
@@ -74,7 +73,6 @@ class SparCML(SeededReducer):
             raise ValueError(f"k={self.k} must lie between 1 and group_size={self.group_size}")
         for name, known in (
             ("algorithm", get_args(Algorithm)),
-            ("quantized", ("sums", "entries")),
             ("rounding", ("stochastic", "nearest")),
         ):
             if getattr(self, name) not in known:
@@ -85,11 +83,10 @@ class SparCML(SeededReducer):
         if self.bits is not None:
             object.__setattr__(self, "bits", static_int("bits", self.bits))
             quantize.QSGD(self.bits)  # raises where it is wrong
-            if self.quantized == "sums" and self.algorithm not in ("auto", "dsar_split_allgather"):
+            if self.algorithm not in ("auto", "dsar_split_allgather"):
                 raise ValueError(
                     f"bits={self.bits} quantise the dense half of 'dsar_split_allgather', which "
-                    f"algorithm={self.algorithm!r} lacks: use that or 'auto', or "
-                    "quantized='entries'"
+                    f"algorithm={self.algorithm!r} lacks: use that or 'auto'"
                 )
 
     @property
@@ -116,18 +113,10 @@ class SparCML(SeededReducer):
         if self._is_random:
             key = jax.random.fold_in(jax.random.key(self.seed), state)
             state = state + jnp.uint32(1)
-        sent = stream
-        if self.bits is not None and self.quantized == "entries":
-            own = None if key is None else jax.random.fold_in(key, wire.axis_index(axis_name))
-            spec = quantize.QSGD(self.bits)
-            levels = quantize.quantize(stream.values, spec, own)
-            sent = stream._replace(values=quantize.dequantize(levels, spec, stream.capacity))
         workers = wire.axis_size(axis_name)
         name = self.choose(x.size, workers)
-        result = self._run(name, sent, x.size, axis_name, key)
-        # The residual keeps the error of rounding to nearest, not that of stochastic rounding.
-        delivered = sent if self.rounding == "nearest" else stream
-        return deliver_streams(x, delivered, result, state, workers)
+        result = self._run(name, stream, x.size, axis_name, key)
+        return deliver_streams(x, stream, result, state, workers)
 
     @property
     def _is_random(self) -> bool:
@@ -135,8 +124,7 @@ class SparCML(SeededReducer):
 
     @property
     def _quantizer(self) -> quantize.QSGD | None:
-        wanted = self.bits is not None and self.quantized == "sums"
-        return quantize.QSGD(self.bits) if wanted and self.bits is not None else None
+        return None if self.bits is None else quantize.QSGD(self.bits)
 
     def choose(
         self,
@@ -238,7 +226,6 @@ def sparcml(
     *,
     algorithm: Algorithm = "auto",
     bits: Literal[2, 4, 8] | None = None,
-    quantized: Literal["sums", "entries"] = "sums",
     rounding: Literal["stochastic", "nearest"] = "stochastic",
     capacity_factor: float | None = 2.0,
     union_factor: float | None = None,
@@ -265,10 +252,8 @@ def sparcml(
             "dsar_split_allgather", "all_gather" or "ring". "auto" takes the one that the planner
             predicts to be the fastest on `link` (see `SparCML.choose`), or "dsar_split_allgather"
             where `bits` require it.
-        bits: number of bits of a value, quantised by QSGD: 2, 4 or 8. None: nothing is quantised.
-        quantized: the values that `bits` quantise. "sums" are those of the dense second half of
-            "dsar_split_allgather", which saves bytes. "entries" are quantised before they are
-            summed, which saves no bytes here.
+        bits: number of bits of a sum in the dense second half of "dsar_split_allgather", quantised
+            by QSGD: 2, 4 or 8. None: nothing is quantised.
         rounding: way of rounding under `bits`. "stochastic" is unbiased and drops its error.
             "nearest" keeps its error in the residual.
         capacity_factor: room for the entries of one owner, in multiples of an even share. Entries
@@ -292,7 +277,6 @@ def sparcml(
             group_size=group_size,
             algorithm=algorithm,
             bits=bits,
-            quantized=quantized,
             rounding=rounding,
             capacity_factor=capacity_factor,
             union_factor=union_factor,

@@ -4,15 +4,14 @@ import dataclasses
 from typing import Any, Unpack
 
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs
-from jaxsparse.collectives import wire
-from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.base import Reduced, deliver_streams
-from jaxsparse.reducers.entries import EntryReducer
+from jaxsparse.reducers.base import Owed, Total
+from jaxsparse.reducers.entries import EntryReducer, entries_message, entries_total
+from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.selection import SELECTORS, Selection
 from jaxsparse.settings import entries
@@ -20,7 +19,7 @@ from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(EntryReducer):
+class TopK(OneMessage, EntryReducer):
     """Gathers each worker's largest entries (Aji and Heafield, EMNLP 2017).
 
     The fields are the arguments of `top_k`.
@@ -28,13 +27,16 @@ class TopK(EntryReducer):
 
     changes_few = True
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """See `Reducer`."""
+    def message(
+        self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
+    ) -> tuple[UInt32[Array, " words"], Owed]:
+        """See `OneMessage`."""
         stream = SELECTORS[self.selection](x, entries(self.density, x.size))
-        result = all_gather_sum(
-            stream, x.size, axis_name=axis_name, codec=self.codec, distinct=True
-        )
-        return deliver_streams(x, stream, result, state, wire.axis_size(axis_name))
+        return entries_message(x, stream, self.codec, state)
+
+    def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
+        """See `OneMessage`."""
+        return entries_total(messages, entries(self.density, size), size, self.codec)
 
 
 @exchange_options()

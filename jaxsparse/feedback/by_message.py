@@ -1,0 +1,292 @@
+"""A whole exchange in two halves, for workers that hand messages around without a collective.
+
+    words, posted = post(tx, gradients, state)                                    # on each worker
+    updates, state = receive(tx, messages, posted, gradients, state)              # on each, too
+
+`words` is all that a worker sends: a flag that its gradients are finite, its uncompressed leaves,
+and a message of each bucket. Files, queues or an object store may carry it. All that receive the
+same messages in the same order get the same updates, bit for bit, and those of a collective.
+
+Messages are of one size, which `message_words` tells. A receiver must know that they are of the
+same transformation, tree and step, because words do not say so.
+
+Programs that are compiled alike give the same bits: `receive` on all workers of one kind of device.
+Other programs may round otherwise, because compilers fuse some multiplications into additions. What
+a worker keeps still fits what it sent, because `post` returns the vector behind its message, too.
+With `accumulator_dtype="bfloat16"` all workers round by the same draws.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, UInt32
+
+from jaxsparse import codecs
+from jaxsparse.collectives.wire import Axes
+from jaxsparse.feedback.exchange import (
+    Bucket,
+    Carried,
+    Exchanged,
+    Plan,
+    Settings,
+    _added,
+    _agreed,
+    _corrected,
+    _fed_back,
+    _mean_momentum,
+    _select,
+    _settled,
+    exchange,
+    total,
+)
+from jaxsparse.layout import Pieces
+from jaxsparse.reducers.base import Info, Owed, settled
+from jaxsparse.reducers.one_message import OneMessage
+from jaxsparse.reducers.stages import Staged
+
+_AXIS = "messages"  # the axis over which received messages are added up
+
+
+class Posted(NamedTuple):
+    """What stays with a worker that has posted, for one bucket."""
+
+    vector: Pieces  # what it exchanges: its residual plus what this step adds
+    momentum: Pieces | None
+    owed: Owed  # what it keeps if its message counts
+
+
+# What exchanges the buckets and dense leaves of an `update`: `exchange.exchange`, or a half of it.
+EXCHANGE: contextvars.ContextVar[Callable[..., Exchanged]] = contextvars.ContextVar(
+    "jaxsparse_exchange", default=exchange
+)
+
+
+def post(
+    tx: optax.GradientTransformation,
+    updates: Any,
+    state: Any,
+    params: Any = None,
+    *,
+    rank: int | Int[Array, ""] = 0,
+) -> tuple[UInt32[Array, " words"], tuple[tuple[Posted, ...], ...]]:
+    """This worker's message of a step, and what stays with it until messages arrive.
+
+    Args:
+        tx: an Optax transformation with exchanges of this library in it, made with
+            `axis_name=None`, such as `optax.chain(jaxsparse.top_k(0.01, axis_name=None),
+            optax.sgd(0.1))`.
+        updates: this worker's gradients, or other updates that `tx` takes.
+        state: the state of `tx`.
+        params: the parameters, if `tx` takes them.
+        rank: a number of this worker's own. Draws that differ between workers use it.
+
+    Returns:
+        The message, uint32[words], and for each exchange what each bucket's worker holds.
+
+    Raises:
+        ValueError: `tx` exchanges nothing, or not in one message: a system of several rounds, a
+            setting that changes in stages, a delay, or an axis of workers.
+    """
+    words: list[Array] = []
+    held: list[tuple[Posted, ...]] = []
+
+    def half(*given: Any) -> Exchanged:
+        message, posted, unchanged = _posted(rank, *given)
+        words.append(message)
+        held.append(posted)
+        return unchanged
+
+    with _exchanging_by(half):
+        tx.update(updates, state, params)
+    if not words:
+        raise ValueError(
+            f"tx={tx} exchanges nothing: give it an exchange of this library, such as "
+            "jaxsparse.top_k(0.01, axis_name=None)"
+        )
+    return jnp.concatenate(words), tuple(held)
+
+
+def receive(
+    tx: optax.GradientTransformation,
+    messages: UInt32[Array, "workers words"],
+    posted: Sequence[Sequence[Posted]],
+    updates: Any,
+    state: Any,
+    params: Any = None,
+    *,
+    counts: bool = True,
+) -> tuple[Any, Any]:
+    """The updates and the state of a step, from the messages of all workers that count.
+
+    If any message says that its worker's gradients are not finite, the step is skipped, as in
+    `jaxsparse.error_feedback`.
+
+    Args:
+        tx: as in `post`.
+        messages: uint32[workers, words], in the same order on all workers.
+        posted: what `post` returned beside this worker's message.
+        updates: as in `post`.
+        state: as in `post`.
+        params: as in `post`.
+        counts: whether this worker's own message is among them. If it came too late, its residual
+            keeps all that it sent, for the next step.
+
+    Raises:
+        ValueError: messages of another size or dtype.
+    """
+    shape, dtype = jnp.shape(messages), jnp.result_type(messages)
+    if len(shape) != 2 or not shape[0] or dtype != jnp.uint32:
+        raise ValueError(
+            f"messages are {dtype}{list(shape)}: give uint32[workers, words], with at least one "
+            "worker"
+        )
+    exchanges, rest = iter(posted), messages
+
+    def half(*given: Any) -> Exchanged:
+        nonlocal rest
+        done, rest = _received(rest, next(exchanges), counts, *given)
+        return done
+
+    with _exchanging_by(half):
+        received = tx.update(updates, state, params)
+    if rest.shape[1]:
+        raise _misfit(messages)
+    return received
+
+
+def message_words(
+    tx: optax.GradientTransformation, updates: Any, state: Any, params: Any = None
+) -> int:
+    """The number of words of a worker's message. Shapes and dtypes are enough as arguments.
+
+    Raises:
+        ValueError: see `post`.
+    """
+    make = lambda *given: post(tx, *given)[0]
+    return jax.eval_shape(make, updates, state, params).size
+
+
+@contextlib.contextmanager
+def _exchanging_by(half: Callable[..., Exchanged]) -> Iterator[None]:
+    token = EXCHANGE.set(half)
+    try:
+        yield
+    finally:
+        EXCHANGE.reset(token)
+
+
+def _cut(messages: Array, words: int) -> tuple[Array, Array]:
+    """The first words of all messages, and the rest."""
+    if words > messages.shape[1]:
+        raise _misfit(messages)
+    return messages[:, :words], messages[:, words:]
+
+
+def _misfit(messages: Array) -> ValueError:
+    return ValueError(
+        f"messages have another size than those of this transformation and tree ({messages.shape} "
+        "are left to read): give what post returned on each worker for the same ones"
+    )
+
+
+def _checked(reducer: Any) -> OneMessage:
+    """The reducer. Raises ValueError unless it is of one message."""
+    if isinstance(reducer, OneMessage):
+        return reducer
+    reason = "exchanges in several rounds, or sums on the way"
+    if isinstance(reducer, Staged):
+        reason = "changes in stages, and with it the size of its messages"
+    raise ValueError(
+        f"{reducer.system} {reason}, so that it is no exchange of one message: use a system that "
+        "gathers one message from each worker, without jaxsparse.Stages, such as "
+        "jaxsparse.chunked_top_k() or jaxsparse.quantized(gather=True)"
+    )
+
+
+def _check(settings: Settings) -> None:
+    """Raises ValueError where the halves of an exchange would need collectives, or a later step."""
+    if settings.axes.axis_name is not None:
+        raise ValueError(
+            f"axis_name={settings.axes.axis_name!r} is for workers of one program, but messages "
+            "are for workers that each run their own: make the transformation with axis_name=None"
+        )
+    if settings.is_delayed:
+        raise ValueError(
+            "delay=1 exchanges the last step's residual, beside this step's gradients. Messages "
+            "can be received as late as you like: leave delay out"
+        )
+
+
+def _posted(
+    rank: int | Int[Array, ""],
+    gradients: Sequence[Pieces],
+    dense: Array,
+    before: Carried,
+    plan: Plan,
+    settings: Settings,
+) -> tuple[UInt32[Array, " words"], tuple[Posted, ...], Exchanged]:
+    """The first half of `exchange`, and the result of a step that changes nothing."""
+    _check(settings)
+    ok, _ = _agreed(gradients, dense, settings.axes)
+    flag = jnp.where(ok, jnp.float32(0), jnp.float32(jnp.nan))
+    words, held = [codecs.bits(flag[None]), codecs.bits(dense)], []
+    for gradient, b, reducer, zeros in zip(
+        gradients, before.buckets, plan.reducers, plan.needs_zeros
+    ):
+        u = _corrected(gradient, b.momentum, settings, zeros)
+        x = _fed_back(b.residual, _added(gradient, u, b.momentum, settings, zeros), settings)
+        vector = jnp.concatenate([piece.reshape(-1) for piece in x])
+        message, owed = _checked(reducer).message(vector, b.reducer, jnp.asarray(rank, jnp.int32))
+        words.append(message)
+        held.append(Posted(x, b.momentum if zeros or b.momentum is None else u, owed))
+    info = Info(jnp.int32(0), jnp.int32(0))
+    unchanged = Exchanged([own.vector for own in held], dense, before, info, jnp.bool_(True))
+    return jnp.concatenate(words), tuple(held), unchanged
+
+
+def _received(
+    messages: UInt32[Array, "workers words"],
+    posted: Sequence[Posted],
+    counts: bool,
+    gradients: Sequence[Pieces],
+    dense: Array,
+    before: Carried,
+    plan: Plan,
+    settings: Settings,
+) -> tuple[Exchanged, UInt32[Array, "workers rest"]]:
+    """The second half of `exchange`, and the words of messages behind it."""
+    first, rest = _cut(messages, 1 + dense.size)
+    first = codecs.from_bits(first, jnp.float32)
+    # Added up as in a collective: over an axis, here that of the messages.
+    ok, dense_mean = jax.vmap(
+        lambda own: _agreed([(own[:1],)], own[1:], Axes(_AXIS)), axis_name=_AXIS, out_axes=None
+    )(first)
+    means: list[Pieces] = []
+    after: list[Bucket] = []
+    infos: list[Info] = []
+    for own, b, reducer, zeros, size in zip(
+        posted, before.buckets, plan.reducers, plan.needs_zeros, plan.sizes
+    ):
+        reducer = _checked(reducer)
+        part, rest = _cut(rest, reducer.words(size))
+        vector = jnp.concatenate([piece.reshape(-1) for piece in own.vector])
+        reduced = settled(vector, own.owed, reducer.total(part, size))
+        if not counts:
+            reduced = reduced._replace(residual=vector, sent=None, indices=None)
+        mean, residual, kept = _settled(
+            own.vector, vector, None if zeros else own.momentum, reduced, ok
+        )
+        if zeros:
+            mean, kept = _mean_momentum(mean, b.momentum, ok, settings)
+        means.append(mean)
+        now = Bucket(residual, kept, reduced.state)
+        after.append(_select(ok, now, b))
+        infos.append(reduced.info)
+    dense_mean, dense_momentum = _mean_momentum(dense_mean, before.dense_momentum, ok, settings)
+    carried = Carried(after, dense_momentum, None)
+    return Exchanged(means, dense_mean, carried, total(infos, plan, settings.axes), ok), rest

@@ -1,0 +1,209 @@
+"""Messages handed around as bytes give, bit for bit, what collectives give."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from steps import AS_USERS
+from workers import some
+
+import jaxsparse
+from jaxsparse import PerWorker, Stages, codecs, quantize, systems
+from jaxsparse.feedback.by_message import message_words, post, receive
+from jaxsparse.reducers.one_message import OneMessage
+from jaxsparse.systems import SYSTEMS
+
+STEPS, BROKEN, HUGE = 4, 1, 3  # steps; that of a NaN; that of a sum that overflows
+OPTIONS = {"momentum": 0.5}  # a power of two, so that a fused multiplication rounds alike
+
+
+def mixed(**options):
+    """All reducers of one message in one tree, with an uncompressed leaf."""
+    reducers = {
+        "chunked": systems.ChunkedTopK(2, 64),
+        "demo": systems.DeMo(2, 8),
+        "dense": systems.Dense(),
+        "dragonn": systems.Dragonn(0.03),
+        "eighths": systems.GatheredQuantized(quantize.QSGD(4, 64), seed=1),
+        "exact": systems.TopK(0.4, codec=codecs.Packed()),
+        "senders": systems.ChunkedTopK(2, 64, aggregate="mean_of_senders", clip="median"),
+        "top": systems.TopK(0.03),
+    }
+    assert {name for name in dir(systems) if is_one_message(getattr(systems, name))} == {
+        type(reducer).__name__ for reducer in reducers.values()
+    }
+    return jaxsparse.partition(reducers, **options)
+
+
+MIXED = dict.fromkeys(
+    ("chunked", "demo", "dense", "dragonn", "eighths", "exact", "senders", "top"),
+    jnp.zeros((24, 25)),
+)
+MIXED["bias"] = jnp.zeros(25)
+USUAL = {"kernel": jnp.zeros((40, 30)), "bias": jnp.zeros(30, jnp.bfloat16)}
+
+
+def is_one_message(kind):
+    return isinstance(kind, type) and issubclass(kind, OneMessage) and kind is not OneMessage
+
+
+def cases(name, gathered=True):
+    """The transformations of a row of the table that are of one message, or those that are not."""
+    row = SYSTEMS[name]
+    for case in row.cases.values():
+        if gathered == (name in GATHERED or "gather" in case.small):
+            yield functools.partial(row.transformation, **case.small)
+
+
+def drawn(params, workers):
+    """Gradients of all workers and steps."""
+    rng = np.random.default_rng(0)
+    draw = lambda x: rng.normal(size=(STEPS, workers, *x.shape)).astype(np.float32)
+    found = {name: draw(x) for name, x in params.items()}
+    for own in found.values():
+        if own.ndim > 3:
+            own[BROKEN, -1, 0, 3] = np.nan
+            own[HUGE, :2, 0, 7] = 3e38
+    return [
+        {name: jnp.asarray(x[t], params[name].dtype) for name, x in found.items()}
+        for t in range(STEPS)
+    ]
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def row(state, worker):
+    """What one worker has of the state of all."""
+    is_own = lambda x: isinstance(x, PerWorker)
+    cut = lambda x: PerWorker(x.value[worker][None]) if is_own(x) else x
+    return jax.tree.map(cut, state, is_leaf=is_own)
+
+
+def check(make, params, workers, **options):
+    gradients = drawn(params, workers)
+    together, alone = make(axis_name="data", **options), make(axis_name=None, **options)
+    step = lambda state, own: together.update(jax.tree.map(lambda x: x[0], own), state)[::-1]
+    jit = functools.partial(jax.jit, compiler_options=AS_USERS)  # or sums may be fused elsewhere
+    step = jit(jaxsparse.data_parallel(step, workers, check=False))
+    posts = jit(lambda g, state, rank: post(alone, g, state, rank=rank))
+    receives = jit(lambda *given: receive(alone, *given))
+    state = jaxsparse.shard(together.init(params), workers)
+    states = [alone.init(params)] * workers
+    words = message_words(alone, params, states[0])
+    for t in range(STEPS):
+        state, updates = step(state, gradients[t])
+        own = [jax.tree.map(lambda x, w=w: x[w], gradients[t]) for w in range(workers)]
+        posted = [posts(own[w], states[w], w) for w in range(workers)]
+        sent = [np.asarray(message).tobytes() for message, _ in posted]
+        assert {len(message) for message in sent} == {4 * words}
+        read = np.stack([np.frombuffer(message, np.uint32) for message in sent])
+        for w in range(workers):
+            found, states[w] = receives(read, posted[w][1], own[w], states[w])
+            assert bits(found) == bits(updates), (t, w)
+            assert bits(states[w]) == bits(row(state, w)), (t, w)
+    assert jaxsparse.feedback.states_in(state)[0].skipped in (1, 2)
+
+
+@pytest.mark.parametrize("workers", some([1, 3, 4], [3]))
+def test_messages_of_all_reducers_equal_a_collective(workers):
+    check(mixed, MIXED, workers, **OPTIONS)
+
+
+def words_of(make, **options):
+    tx = make(**{"axis_name": None, **options})
+    return message_words(tx, USUAL, jax.eval_shape(tx.init, USUAL))
+
+
+GATHERED = ["chunked_top_k", "demo", "dense", "dgc", "dragonn", "ef21_sgdm", "ms_topk", "top_k"]
+
+
+@pytest.mark.parametrize("workers", some([1, 3, 4], [], [3]))
+@pytest.mark.parametrize("name", [*GATHERED, "quantized"])
+def test_messages_of_each_system_equal_a_collective(name, workers):
+    for make in cases(name):
+        check(make, USUAL, workers, **({} if name == "ef21_sgdm" else OPTIONS))
+
+
+@pytest.mark.parametrize("name", sorted(set(SYSTEMS) - set(GATHERED)))
+def test_all_other_systems_are_refused_by_name(name):
+    for make in cases(name, gathered=False):
+        with pytest.raises(ValueError, match=r"^[A-Z]\w+ exchanges in several rounds, or sums"):
+            words_of(make)
+
+
+def test_messages_have_the_size_that_their_words_say():
+    dense = lambda path, shape: "bias" in path
+    assert words_of(lambda **options: systems.top_k(0.01, is_dense=dense, **options)) == 1 + 30 + 24
+    assert words_of(systems.dense) == 1 + 1200 + 30
+    assert systems.TopK(0.01).words(1200) == 24
+    assert systems.TopK(0.9).words(1200) == 1200  # as a dense array
+
+
+def test_what_needs_collectives_or_stages_is_refused():
+    for make, text in (
+        (lambda **options: systems.top_k(Stages((0.1, 0.01), (5,)), **options), "TopK changes in"),
+        (lambda **options: systems.top_k(0.1, **{**options, "axis_name": "data"}), "axis_name='da"),
+        (lambda **options: systems.top_k(0.1, delay=1, **options), "delay=1 exchanges the last"),
+        (lambda **options: optax.sgd(0.1), "exchanges nothing"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            words_of(make)
+
+
+def test_messages_that_do_not_fit_are_refused():
+    tx = systems.top_k(0.01, axis_name=None)
+
+    def step(messages):
+        state = tx.init(USUAL)
+        return receive(tx, messages, post(tx, USUAL, state)[1], USUAL, state)
+
+    for shape, dtype, text in (
+        ((1, 54), jnp.uint32, "another size"),
+        ((2, 56), jnp.uint32, "another size"),
+        ((1, 55), jnp.int32, r"int32\[1, 55\]: give uint32"),
+        ((55,), jnp.uint32, r"uint32\[55\]: give"),
+        ((0, 55), jnp.uint32, r"uint32\[0, 55\]: give"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            jax.eval_shape(step, jax.ShapeDtypeStruct(shape, dtype))
+
+
+def test_a_worker_that_is_late_keeps_what_it_sent():
+    """Residuals and means add up to what workers had, and the late one gets the others' mean."""
+    tx = jaxsparse.partition({"kernel": systems.TopK(0.03)}, axis_name=None)
+    whole = {"kernel": jnp.arange(1200.0).reshape(40, 30), "bias": jnp.zeros(30)}
+    own = [jax.tree.map(lambda x, w=w: (w + 1) * x, whole) for w in range(3)]
+    state = tx.init(whole)
+    posted = [post(tx, g, state) for g in own]
+    messages = jnp.stack([posted[0][0], posted[2][0]])
+    after = [receive(tx, messages, posted[w][1], own[w], state, counts=w != 1) for w in range(3)]
+    updates = [found["kernel"] for found, _ in after]
+    left = [state.residual["kernel"].value[0] for _, state in after]
+    np.testing.assert_array_equal(updates[1], updates[0])
+    np.testing.assert_array_equal(left[1], own[1]["kernel"])
+    assert not left[0].ravel()[-36:].any()
+    np.testing.assert_array_equal(2 * updates[0] + sum(left), sum(x["kernel"] for x in own))
+
+
+@pytest.mark.slow
+def test_a_worker_of_many_devices_sends_the_same_words():
+    """Messages are in the order of the leaves, not of a mesh."""
+    devices = jax.make_mesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = systems.chunked_top_k(2, 64, axis_name=None)
+    gradients = drawn(USUAL, 1)[0]["kernel"][0]
+
+    @jax.jit
+    def step(gradients):
+        state = tx.init(gradients)
+        words, posted = post(tx, gradients, state)
+        return words, receive(tx, words[None], posted, gradients, state)[0]
+
+    over = jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec("model"))
+    assert bits(step({"kernel": jax.device_put(gradients, over)})) == bits(
+        step({"kernel": gradients})
+    )
