@@ -15,7 +15,8 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 
 # A module may import only from rows above its own, and in its own package from the same row.
 LAYERS = [
-    ["_compat", "settings", "bits", "hashing", "magnitude", "platforms"],
+    ["_compat", "settings", "magnitude", "platforms"],
+    ["bits", "hashing"],
     ["training.group"],
     ["training.failing"],
     ["stream", "blocks", "quantize", "printing", "profiles"],

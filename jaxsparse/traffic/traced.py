@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import Jaxpr
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from jaxsparse import _compat, platforms
 from jaxsparse.collectives import wire
@@ -30,6 +30,8 @@ from jaxsparse.training.marks import map_marked
 
 # With more workers along an axis, permutations are not traced.
 _MOST_LISTED = 2**13
+# JAX keeps traces by mesh, and no program that runs may get one of these, which lack computations.
+_NO_DEVICE = AbstractDevice(device_kind="none", num_cores=None, platform="none")
 _DTYPES = {"bool": "pred", "float": "f", "int": "s", "uint": "u", "bfloat": "bf", "complex": "c"}
 
 
@@ -149,7 +151,10 @@ def _traced(
 ) -> Jaxpr:
     """The program of `exchange(x, init(x))` on each worker, for x of these shapes."""
     mesh = AbstractMesh(
-        tuple(extents.values()), tuple(extents), axis_types=(AxisType.Auto,) * len(extents)
+        tuple(extents.values()),
+        tuple(extents),
+        axis_types=(AxisType.Auto,) * len(extents),
+        abstract_device=_NO_DEVICE,
     )
 
     def varying(tree: Any) -> Any:
@@ -165,7 +170,7 @@ def _traced(
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names)
     )
-    with platforms.one_form():  # neither form communicates
+    with platforms.only_shapes():
         return jax.make_jaxpr(mapped)(jax.eval_shape(lambda tree: tree, shapes)).jaxpr
 
 
