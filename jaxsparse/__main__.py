@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxsparse.network import Link, Network
 from jaxsparse.planner import units
 from jaxsparse.planner.computing import profile_systems
+from jaxsparse.planner.network import Link, Network
 from jaxsparse.planner.planning import plan
 from jaxsparse.planner.plans import Plan, compared
-from jaxsparse.profiles import SystemProfile
+from jaxsparse.planner.profiles import SystemProfile
 from jaxsparse.systems import WITH_VARIANTS
 
 

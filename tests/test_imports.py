@@ -19,7 +19,7 @@ LAYERS = [
     ["bits", "hashing"],
     ["training.group"],
     ["training.failing"],
-    ["stream", "blocks", "quantize", "printing", "profiles"],
+    ["stream", "blocks", "quantize", "printing"],
     ["codecs"],
     ["select.compaction", "select.groups", "select.blocks", "select.maxima"],
     ["select.fast", "select.slots", "select.thresholds"],
@@ -40,7 +40,6 @@ LAYERS = [
         "training.parallel",
         "training.per_worker",
         "training.resharding",
-        "network",
     ],
     ["collectives.messages"],
     ["collectives.split"],
@@ -60,6 +59,10 @@ LAYERS = [
     ["planner"],
     ["__main__"],
 ]
+
+
+# Imported within a function, when it is called.
+LATE = {("systems.sparcml", "planner.algorithms")}
 
 
 def layer(module):
@@ -93,6 +96,8 @@ def imported(source):
 def test_imports_point_one_way():
     for module, source in sources():
         for other in imported(source):
+            if (module, other) in LATE:
+                continue
             in_one_package = "." in module and module.split(".")[0] == other.split(".")[0]
             if not in_one_package or layer(other) != layer(module):
                 assert layer(other) < layer(module), f"{module} must not import {other}"

@@ -15,17 +15,17 @@ from workers import few
 import jaxsparse
 import jaxsparse.__main__ as shell
 from jaxsparse import systems
-from jaxsparse.network import Link, Network, Timing, rounds
 from jaxsparse.planner import planning, units
 from jaxsparse.planner.autotune import autotune
 from jaxsparse.planner.computing import profile_systems, time_exchange
 from jaxsparse.planner.leaf_groups import Group
-from jaxsparse.planner.networks import fit_link
+from jaxsparse.planner.links import fit_link
+from jaxsparse.planner.network import Link, Network, Timing, rounds
 from jaxsparse.planner.planning import plan
 from jaxsparse.planner.plans import compared
+from jaxsparse.planner.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.planner.tensors import TensorPoint, TensorProfile
 from jaxsparse.planner.trained import Evidence, Trained
-from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.systems.sparcml import ALGORITHMS
 from jaxsparse.traffic import traced_bytes
 
@@ -86,7 +86,7 @@ def evaluated(expression, monkeypatch):
 @pytest.mark.parametrize("touched", [None, 0.05])
 def test_what_is_written_is_what_is_meant(density, touched, monkeypatch):
     for name in systems.WITH_VARIANTS:
-        settings = {"size": 10**6, "workers": 8, "link": Link(1e-3, 1e6), "touched": touched}
+        settings = {"size": 10**6, "workers": 8, "touched": touched}
         choice = systems.choose(name, density, **settings, block_size=64)
         assert evaluated(choice.expression, monkeypatch) == choice.budget
         if choice.system.law == "differences":  # its transformation is not error feedback alone
@@ -97,7 +97,7 @@ def test_what_is_written_is_what_is_meant(density, touched, monkeypatch):
 
 def test_what_is_written_needs_only_the_library():
     """Runs in a new process, because in this one all modules are imported anyway."""
-    asked = {"size": 10**6, "workers": 8, "link": Link(1e-3, 1e6)}
+    asked = {"size": 10**6, "workers": 8}
     choices = [
         systems.choose(name, 0.01, touched=touched, block_size=64, **asked)
         for name in systems.WITH_VARIANTS

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import layout as layouts, network as networks
+from jaxsparse import layout as layouts
+from jaxsparse.planner import network as networks
+from jaxsparse.planner.algorithms import choose_algorithm
 from jaxsparse.planner.computing import check_shapes, measured_as
 from jaxsparse.planner.leaf_groups import REST, Group, LeafGroups, Members
 from jaxsparse.planner.plans import BY_GROUP, GroupChoice, Plan, Prediction
-from jaxsparse.profiles import SystemProfile
+from jaxsparse.planner.profiles import SystemProfile
 from jaxsparse.reducers.base import Budget, Reducer, SeededReducer
 from jaxsparse.settings import check_density, static_count, static_float
 from jaxsparse.systems import WITH_VARIANTS, Choice, Dense, SparCML, choose
@@ -87,7 +89,7 @@ def plan(
             `jaxsparse.layout.plan`.
 
     Example:
-        >>> from jaxsparse.network import Link
+        >>> from jaxsparse.planner.network import Link
         >>> slow = plan(10**7, 8, network=Link(50e-6, 12.5e6), systems=["spardl"])
         >>> slow.best, slow.transformation
         ('spardl', 'jaxsparse.spardl(0.01)')
@@ -377,10 +379,11 @@ class _Predictor:
         if not isinstance(choice.budget, SparCML):
             return choice
         _, part = next(iter(self.model.buckets(choice.budget, size)))
-        algorithm = choice.budget.choose(
+        algorithm = choose_algorithm(
+            choice.budget,
             part,
             self.model.workers,
-            measured=self.model.network,
+            network=self.model.network,
             profile=self.model.profile,
         )
         return choice._replace(settings={**choice.settings, "algorithm": algorithm})

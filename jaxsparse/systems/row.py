@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import optax
 
-from jaxsparse import network
 from jaxsparse.reducers.base import Budget, Reducer
 
 
@@ -18,7 +17,6 @@ class Request(NamedTuple):
     density: float  # share of the elements that a step delivers
     size: int  # number of elements
     workers: int
-    link: network.Link | None = None  # the network for sparcml's choice of an algorithm
     touched: float | None = None  # share of the blocks that are not zero on a worker; None: all
     block_size: int = 256  # for the systems that send blocks
     dense_size: int = 0  # number of further elements, which travel dense
@@ -109,10 +107,6 @@ class Choice(NamedTuple):
         return written(self.budget)
 
 
-# The public module of a class, by the package that defines it.
-_PUBLIC = {"network": "jaxsparse.planner"}
-
-
 def written(value: Any) -> str:
     """A setting as a Python expression. A dataclass shows the fields that are not defaults.
 
@@ -134,7 +128,7 @@ def written(value: Any) -> str:
     }
     kind = type(value)
     package = kind.__module__.split(".")[1]
-    return _call(f"{_PUBLIC.get(package, f'jaxsparse.{package}')}.{kind.__name__}", **given)
+    return _call(f"jaxsparse.{package}.{kind.__name__}", **given)
 
 
 def _call(function: str, *args: Any, **settings: Any) -> str:

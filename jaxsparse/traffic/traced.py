@@ -6,7 +6,7 @@ import concurrent.futures
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,16 +35,8 @@ _NO_DEVICE = AbstractDevice(device_kind="none", num_cores=None, platform="none")
 _DTYPES = {"bool": "pred", "float": "f", "int": "s", "uint": "u", "bfloat": "bf", "complex": "c"}
 
 
-@runtime_checkable
-class _Reducer(Protocol):
-    """The methods of a reducer that this file calls. `reducers/` may not be imported here."""
-
-    def init(self, size: int) -> Any: ...
-    def __call__(self, x: Any, state: Any, *, axis_name: str | None) -> Any: ...
-
-
 def traced_bytes(
-    exchange: _Reducer | optax.GradientTransformation | Callable[[Any], Any],
+    exchange: optax.GradientTransformation | Callable[..., Any],
     shapes: int | Any,
     workers: int | Mapping[str, int],
     *,
@@ -93,7 +85,7 @@ def traced_bytes(
     if isinstance(exchange, optax.GradientTransformation):
         tx = exchange
         run, init = lambda x, state: tx.update(x, state, x), tx.init
-    elif isinstance(exchange, _Reducer):
+    elif callable(exchange) and hasattr(exchange, "init"):
         size, reducer = static_int("shapes", shapes), exchange
         if size < 1:
             raise ValueError(f"shapes={size} must be at least 1: pass the elements of the vector")
