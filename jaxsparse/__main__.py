@@ -238,7 +238,6 @@ def _as_dict(found: Plan) -> dict[str, Any]:
     return {
         **content,
         "predictions": rows,
-        "groups": [choice._asdict() for choice in found.groups],
         "left_out": dict(found.left_out),
         "units": "bytes, seconds",
     }

@@ -6,7 +6,6 @@ from jaxsparse.planner.computing import (
     profile_tensors as profile_tensors,
     time_exchange as time_exchange,
 )
-from jaxsparse.planner.leaf_groups import Group as Group
 from jaxsparse.planner.links import fit_link as fit_link, measure_network as measure_network
 from jaxsparse.planner.network import (
     Link as Link,
@@ -16,7 +15,6 @@ from jaxsparse.planner.network import (
 )
 from jaxsparse.planner.planning import plan as plan
 from jaxsparse.planner.plans import (
-    GroupChoice as GroupChoice,
     Plan as Plan,
     Prediction as Prediction,
 )

@@ -147,8 +147,8 @@ def choose(
     Example:
         >>> choose("sketched_sgd", 0.01, size=10**6, workers=8).transformation
         'jaxsparse.sketched_sgd(12.5)'
-        >>> choose("sparcml", 0.01, size=10**6, workers=8).expression
-        'jaxsparse.systems.SparCML(k=5)'
+        >>> choose("sparcml", 0.01, size=10**6, workers=8).transformation
+        'jaxsparse.sparcml(5)'
     """
     if name not in WITH_VARIANTS:
         raise ValueError(f"system {name!r} is unknown: use one of {', '.join(WITH_VARIANTS)}")

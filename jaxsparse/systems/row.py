@@ -101,11 +101,6 @@ class Choice(NamedTuple):
             positional.append(given.pop(name))
         return _call(f"jaxsparse.{self.system.name}", *positional, **given)
 
-    @property
-    def expression(self) -> str:
-        """The budget as a Python expression, for `jaxsparse.partition`."""
-        return written(self.budget)
-
 
 def written(value: Any) -> str:
     """A setting as a Python expression. A dataclass shows the fields that are not defaults.
