@@ -106,24 +106,21 @@ def written(value: Any) -> str:
     """A setting as a Python expression. A dataclass shows the fields that are not defaults.
 
     >>> from jaxsparse import codecs
-    >>> written((0.25, codecs.Packed()))
-    '(0.25, jaxsparse.codecs.Packed())'
+    >>> written(12.0), written(codecs.Packed())
+    ('12', 'jaxsparse.codecs.Packed()')
     """
-    if isinstance(value, tuple) and type(value) is tuple:
-        return f"({', '.join(map(written, value))})"
     if isinstance(value, float):
         short = f"{value:g}"
         return short if float(short) == value else repr(value)
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+    if not dataclasses.is_dataclass(value):
         return repr(value)
     given = {
         field.name: getattr(value, field.name)
         for field in dataclasses.fields(value)
-        if field.default is dataclasses.MISSING or getattr(value, field.name) != field.default
+        if getattr(value, field.name) != field.default
     }
-    kind = type(value)
-    package = kind.__module__.split(".")[1]
-    return _call(f"jaxsparse.{package}.{kind.__name__}", **given)
+    package, name = type(value).__module__.split(".")[1], type(value).__name__
+    return _call(f"jaxsparse.{package}.{name}", **given)
 
 
 def _call(function: str, *args: Any, **settings: Any) -> str:
