@@ -31,7 +31,6 @@ from gpu_stage import Program
 from jax.sharding import SingleDeviceSharding
 
 from jaxsparse.traffic import hlo
-from jaxsparse.traffic.trip_counts import trip_count
 
 _SECTOR = 32  # least number of bytes that are read
 _FREE = {
@@ -60,7 +59,7 @@ def work(module: hlo.Module, name: str) -> Work:
         if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
             continue
         if instruction.opcode == "while":
-            turns = trip_count(module, computation, instruction)
+            turns = hlo.trip_count(instruction)
             body = work(module, instruction.callees["body"][0])
             inside = f" [{', '.join(body.loops)}]" if body.loops else ""
             loops.append(f"{'?' if turns is None else turns} x {body.kernels}{inside}")

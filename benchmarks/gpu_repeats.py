@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gpu_kernels import Inputs
 from gpu_stage import Program, Stage
 
-from jaxsparse import planner, quantize, select, sketch, systems
+from jaxsparse import quantize, select, sketch, systems
 from jaxsparse.stream import SparseStream, to_dense
 
 _DENSITY = 0.01
@@ -51,9 +51,7 @@ def exchanges(size: int, workers: int) -> dict[str, Callable[[jax.Array], Any]]:
     """Exchanges of vectors [workers, size] by system. One device simulates the workers."""
     programs: dict[str, Callable[[jax.Array], Any]] = {}
     for name in systems.WITH_VARIANTS:
-        reducer = systems.choose(
-            name, _DENSITY, size=size, workers=workers, link=planner.Link()
-        ).reducer(size)
+        reducer = systems.choose(name, _DENSITY, size=size, workers=workers).reducer(size)
 
         def exchange(x, reducer=reducer):
             reduced = reducer(x, reducer.init(size), axis_name="data").whole(x)

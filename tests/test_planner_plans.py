@@ -15,17 +15,16 @@ from workers import few
 import jaxsparse
 import jaxsparse.__main__ as shell
 from jaxsparse import systems
-from jaxsparse.network import Link, Network, Timing, rounds
 from jaxsparse.planner import planning, units
 from jaxsparse.planner.autotune import autotune
 from jaxsparse.planner.computing import profile_systems, time_exchange
-from jaxsparse.planner.leaf_groups import Group
-from jaxsparse.planner.networks import fit_link
+from jaxsparse.planner.links import fit_link
+from jaxsparse.planner.network import Link, Network, Timing, rounds
 from jaxsparse.planner.planning import plan
 from jaxsparse.planner.plans import compared
+from jaxsparse.planner.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.planner.tensors import TensorPoint, TensorProfile
 from jaxsparse.planner.trained import Evidence, Trained
-from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.systems.sparcml import ALGORITHMS
 from jaxsparse.traffic import traced_bytes
 
@@ -86,9 +85,8 @@ def evaluated(expression, monkeypatch):
 @pytest.mark.parametrize("touched", [None, 0.05])
 def test_what_is_written_is_what_is_meant(density, touched, monkeypatch):
     for name in systems.WITH_VARIANTS:
-        settings = {"size": 10**6, "workers": 8, "link": Link(1e-3, 1e6), "touched": touched}
+        settings = {"size": 10**6, "workers": 8, "touched": touched}
         choice = systems.choose(name, density, **settings, block_size=64)
-        assert evaluated(choice.expression, monkeypatch) == choice.budget
         if choice.system.law == "differences":  # its transformation is not error feedback alone
             monkeypatch.setattr(jaxsparse, name, choice.system.reducer)
         budget = evaluated(choice.transformation, monkeypatch)
@@ -97,21 +95,15 @@ def test_what_is_written_is_what_is_meant(density, touched, monkeypatch):
 
 def test_what_is_written_needs_only_the_library():
     """Runs in a new process, because in this one all modules are imported anyway."""
-    asked = {"size": 10**6, "workers": 8, "link": Link(1e-3, 1e6)}
+    asked = {"size": 10**6, "workers": 8}
     choices = [
         systems.choose(name, 0.01, touched=touched, block_size=64, **asked)
         for name in systems.WITH_VARIANTS
         for touched in (None, 0.05)
     ]
-    lines = {line for choice in choices for line in (choice.expression, choice.transformation)}
-    code = "\n".join(["import jaxsparse", *sorted(lines), "del jaxsparse", _group_code()])
+    code = "\n".join(["import jaxsparse", *sorted({each.transformation for each in choices})])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-
-
-def _group_code():
-    found = planned(TREE, groups={"embedding": None}, network=Link(1e-3, 1e6))
-    return found["by group"].transformation
 
 
 @pytest.mark.parametrize("dense_size", [0, 50_000, 10**6])
@@ -121,33 +113,6 @@ def test_a_sketch_delivers_as_much_beside_dense_leaves(dense_size):
         choice = systems.choose("sketched_sgd", density, **asked)
         (reducer,) = choice.budget.split((10**6,), dense_size)
         assert reducer.k == pytest.approx(density * 10**6, rel=0.005)
-
-
-def test_groups_of_which_one_is_sketched():
-    names = ["sketched_sgd"]
-    for groups in ({"embedding": None}, {"embedding": Group()}):
-        found = planned(TREE, groups=groups, names=names)
-        compressed = [choice for choice in found.groups if choice.system != "dense"]
-        size = sum(choice.elements for choice in compressed)
-        dense = found.elements - size
-        # The table, the candidates, the dense leaves and the flag, up to rounding.
-        words = 8 * 0.01 * size + dense
-        assert found["by group"].received == pytest.approx(4 * 4 / 3 * words, rel=0.01)
-        scope = {}
-        exec(found["by group"].transformation, scope)
-        moved = traced_bytes(scope["tx"], TREE, 3)
-        assert found["by group"].received == pytest.approx(moved.received)
-
-
-def test_groups_that_cannot_be_combined_are_left_out(monkeypatch):
-    def fail(*args, **settings):
-        raise ValueError("no room")
-
-    monkeypatch.setattr("jaxsparse.planner.planning._Predictor._as_only_one", fail)
-    found = planned(TREE, groups={"embedding": None})
-    assert dict(found.left_out)["by group"] == "no room"
-    assert found.best == "spardl"
-    assert [choice.system for choice in found.groups] == ["spardl"]
 
 
 @pytest.mark.parametrize("algorithm", few(ALGORITHMS, ALGORITHMS[:3:2]))
@@ -172,9 +137,6 @@ def test_more_elements_than_int32_can_index():
     assert found["qsgd"].transformation == "jaxsparse.qsgd(4, bucket_size=1073741824)"
     assert found["top_k"].received == pytest.approx(2 * 8 * 0.01 * 3e9, rel=1e-6)
     assert found["top_k"].rounds == 4  # three buckets and the flag
-    grouped = planned(3 * 10**9, names=["top_k"], groups={"none": None})
-    assert grouped["by group"].transformation.endswith("(policy, bucket_size=1073741824)")
-    assert grouped["by group"].received == found["top_k"].received
 
 
 @pytest.mark.parametrize(
@@ -217,10 +179,10 @@ def test_many_leaves_are_traced_like_one(monkeypatch):
     planning._moved.cache_clear()
     tree = [jax.ShapeDtypeStruct((50, 40), jnp.float32)] * 300
     is_dense = lambda path, shape: seen.append(path) or "[7]" in path
-    found = planned(tree, names=["top_k", "random_k"], is_dense=is_dense, groups={"8": None})
+    found = planned(tree, names=["top_k", "random_k"], is_dense=is_dense)
     assert (found.elements, found.dense_elements) == (600_000, 2000)
     assert all(isinstance(size, int) for _, size, _ in traced)
-    assert len(seen) == 2 * 300  # with groups, and without
+    assert len(seen) == 300
 
 
 def test_a_million_workers():
@@ -348,29 +310,6 @@ def few_systems(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_systems")
-def test_groups_travel_as_suits_each():
-    groups = {"embedding": Group(touched=0.002, block_size=64)}
-    found = planned(TREE, groups=groups, names=None, network=Link(1e-7, 1.25e6))
-    by_name = {choice.group: choice for choice in found.groups}
-    assert by_name["embedding"].system in ("omni_reduce", "sparse_all_gather")
-    assert by_name["embedding"].elements == 500 * 64
-    assert by_name["all other leaves"].system == "spardl"
-    assert found.best == "by group"
-    scope = {}
-    exec(found.transformation, scope)
-    moved = traced_bytes(scope["tx"], TREE, 3)
-    assert found["by group"].received == pytest.approx(moved.received)
-    asked = planned(TREE, groups=groups, names=["spardl"], network=Link(1e-7, 1.25e6))
-    assert {choice.system for choice in asked.groups} == {"dense", "spardl"}
-    kept = planned(TREE, groups={"embedding": None}, network=Link(1e-7, 1.25e6))
-    assert kept["by group"].received > kept["spardl"].received  # which knows no groups
-    assert [choice.elements for choice in kept.groups] == [1000 * 64]
-    fast = planned(TREE, groups=groups, network=FAST)
-    assert fast.best == "dense"
-    assert {choice.system for choice in fast.groups} == {"dense"}
-
-
-@pytest.mark.usefixtures("few_systems")
 def test_caveats_are_heeded_unless_a_system_is_asked_for():
     assert planned(names=None, workers=14).best != "random_k"
     assert planned(names=["random_k"], workers=14).best == "random_k"
@@ -419,9 +358,6 @@ def test_what_cannot_be_planned_says_why():
         ({"params": 1e6}, "params=1000000.0 must be an int"),
         ({"memory_bandwidth": 0}, "memory_bandwidth=0 must be positive"),
         ({"profile": 3}, "profile=3 must be a SystemProfile"),
-        ({"params": TREE, "groups": {"(": Group()}}, "is no regular expression"),
-        ({"params": TREE, "groups": {"head": Group()}}, r"no leaf .* is left for \['head'\]"),
-        ({"params": TREE, "groups": {"mlp": 0.1}}, r"groups\['mlp'\]=0.1 must be"),
     ],
 )
 def test_errors(settings, message):

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,9 @@ import pytest
 from workers import few, mesh
 
 from jaxsparse import codecs, data_parallel
-from jaxsparse.network import Link, Network
-from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
+from jaxsparse.planner.algorithms import choose_algorithm
+from jaxsparse.planner.network import Link, Network
+from jaxsparse.planner.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.systems import SparCML, choose
 from jaxsparse.systems.sparcml import ALGORITHMS
 from jaxsparse.traffic import traced_bytes
@@ -54,9 +54,9 @@ def test_the_choice_against_measured_times():
     for (hosts, rate, size, density), seconds in cells.items():
         network, best = networks[hosts, rate], min(seconds.values())
         reducer = reducer_of(density, size, hosts, network.link)
-        by_link[density] = seconds[reducer.choose(size, hosts)] / best
-        known = {"measured": network, "profile": there}
-        by_all[density] = seconds[reducer.choose(size, hosts, **known)] / best
+        by_link[density] = seconds[choose_algorithm(reducer, size, hosts)] / best
+        known = {"network": network, "profile": there}
+        by_all[density] = seconds[choose_algorithm(reducer, size, hosts, **known)] / best
     # Chosen by one link and an idle CPU, the algorithm is the fastest, or nearly so.
     assert max(by_link.values()) < 1.12, by_link
     assert set(by_all.values()) == {1.0}
@@ -68,7 +68,7 @@ def test_recursive_doubling_is_not_taken_where_it_was_slow():
     seconds = cells[8, "100mbit", 10**6, 0.01]
     assert seconds["recursive_double"] > 1.7 * seconds["all_gather"]
     reducer = reducer_of(0.01, 10**6, 8, networks[8, "100mbit"].link)
-    assert reducer.choose(10**6, 8) == "all_gather"
+    assert choose_algorithm(reducer, 10**6, 8) == "all_gather"
     times = {name: predicted(reducer, name, 10**6, 8) for name in ALGORITHMS}
     assert times["all_gather"] < times["recursive_double"] < times["split_allgather"]
     assert times["split_allgather"] < times["dsar_split_allgather"]  # all in the measured order
@@ -88,7 +88,7 @@ def test_it_is_the_planner_s_minimum(workers, link):
     size = 2**16
     reducer = SparCML(link=link, codec=codecs.Packed())
     times = {name: predicted(reducer, name, size, workers) for name in ALGORITHMS}
-    assert times[reducer.choose(size, workers)] == min(times.values())
+    assert times[choose_algorithm(reducer, size, workers)] == min(times.values())
 
 
 @pytest.mark.parametrize("workers", few((2, 3, 8, 17, 32), (3, 8)))
@@ -107,17 +107,17 @@ def test_a_ring_never_receives_less(workers, factor, k):
 
 def test_settings_that_leave_no_choice():
     far = Link(latency=1e-2, bandwidth=1e10)
-    assert SparCML(link=far, bits=4).choose(2**16, 8) == "dsar_split_allgather"
-    assert SparCML(link=far, algorithm="ring").choose(2**16, 8) == "ring"
-    assert SparCML(link=far).choose(2**16, 1) == "all_gather"
+    assert choose_algorithm(SparCML(link=far, bits=4), 2**16, 8) == "dsar_split_allgather"
+    assert choose_algorithm(SparCML(link=far, algorithm="ring"), 2**16, 8) == "ring"
+    assert choose_algorithm(SparCML(link=far), 2**16, 1) == "all_gather"
     # Latency decides: the fewest messages.
-    assert SparCML(link=far).choose(2**16, 8) == "recursive_double"
+    assert choose_algorithm(SparCML(link=far), 2**16, 8) == "recursive_double"
     # Bandwidth decides, and supports overlap: ranges are best.
     slow = Link(latency=1e-6, bandwidth=1e6)
     reducer = SparCML(link=slow, union_factor=2.0)
-    assert reducer.choose(2**24, 64) == "split_allgather"
+    assert choose_algorithm(reducer, 2**24, 64) == "split_allgather"
     # So many entries that their union is dense: both have the same bytes, and computing decides.
-    chosen = SparCML(64, link=slow).choose(2**20, 64)
+    chosen = choose_algorithm(SparCML(64, link=slow), 2**20, 64)
     assert chosen in ("split_allgather", "dsar_split_allgather")
 
 
@@ -129,8 +129,7 @@ def test_it_is_chosen_once_where_the_step_is_traced(monkeypatch):
         traced.append(args)
         return traced_bytes(*args, **settings)
 
-    # Taken from sys.modules, because the package has a function of the module's name.
-    monkeypatch.setattr(sys.modules["jaxsparse.systems.sparcml"], "traced_bytes", counting)
+    monkeypatch.setattr("jaxsparse.planner.algorithms.traced_bytes", counting)
     size = 5000  # in no other test, so that nothing is kept yet
 
     def lower(reducer):
@@ -149,6 +148,6 @@ def test_algorithms_without_times_are_left_out():
     points.append(SystemPoint("sparcml:split_allgather", 2**16, 8, None, 9.0))
     part = SystemProfile(tuple(points), (Floor(2**16, 1e-5),))
     far = Network(Link(latency=1e-2, bandwidth=1e10))
-    assert SparCML().choose(2**16, 8, measured=far, profile=part) == "split_allgather"
+    assert choose_algorithm(SparCML(), 2**16, 8, network=far, profile=part) == "split_allgather"
     none = SystemProfile((SystemPoint("dense", 8, 8, None, 1.0),), (Floor(8, 1e-5),))
-    assert SparCML().choose(2**16, 8, measured=far, profile=none) == "recursive_double"
+    assert choose_algorithm(SparCML(), 2**16, 8, network=far, profile=none) == "recursive_double"

@@ -10,7 +10,7 @@ import pytest
 
 import jaxsparse.__main__ as shell
 from jaxsparse.planner.computing import profile_systems, time_exchange
-from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
+from jaxsparse.planner.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.systems import Dense, TopK
 from jaxsparse.systems.sparcml import ALGORITHMS
 

@@ -12,8 +12,9 @@ from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
 from jaxsparse import quantize
 from jaxsparse.bits import field_words, pack_fields, unpack_fields
+from jaxsparse.codecs.codec import shaped_entries, shaped_message
 from jaxsparse.codecs.ranges import sorter
-from jaxsparse.platforms import zeros
+from jaxsparse.platforms import shaped_as, zeros
 from jaxsparse.settings import check_k, static_int
 from jaxsparse.stream import SparseStream
 
@@ -108,6 +109,7 @@ class Chunked:
         indices = field_words(capacity, _index_bits(chunk))
         return self._header(chunk, size) + indices + self._values.words(capacity)
 
+    @shaped_as(shaped_message)
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
         """The message."""
         self.check(stream.values.dtype)
@@ -127,6 +129,7 @@ class Chunked:
             [header, _packed(local, chunk), self._values.encode(values, ends[-1])]
         )
 
+    @shaped_as(shaped_entries)
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
@@ -147,6 +150,7 @@ class Chunked:
         indices = jnp.where(is_entry, place.astype(jnp.int32) * chunk + local, size)
         return SparseStream(indices, jnp.where(is_entry, values, jnp.zeros_like(values)))
 
+    @shaped_as(lambda codec, stream, size: stream.values)
     def rounded(self, stream: SparseStream, size: int) -> Num[Array, " capacity"]:
         """See `Codec`. It decodes what it encodes, so that sender and receivers agree."""
         if self.is_exact:

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
+from jaxsparse.codecs.codec import shaped_entries, shaped_message
 from jaxsparse.codecs.ranges import sorter
+from jaxsparse.platforms import shaped_as
 from jaxsparse.stream import SparseStream
 
 # Entries in a range of this many elements have equal upper bits of their indices.
@@ -48,6 +50,7 @@ class Packed:
         """One word a slot, and one a range if there are several ranges."""
         return capacity + _header(size)
 
+    @shaped_as(shaped_message)
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
         """The message. An empty slot is the word 0, a value of +0 that changes no sum."""
         self.check(stream.values.dtype)
@@ -63,6 +66,7 @@ class Packed:
         words = (low << jnp.uint32(16)) | narrow
         return jnp.concatenate([ends, jnp.where(indices < size, words, jnp.uint32(0))])
 
+    @shaped_as(shaped_entries)
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
@@ -79,6 +83,7 @@ class Packed:
         bits = (words & jnp.uint32(0xFFFF)).astype(jnp.uint16)
         return SparseStream(indices, jax.lax.bitcast_convert_type(bits, self.dtype).astype(dtype))
 
+    @shaped_as(lambda codec, stream, size: stream.values)
     def rounded(self, stream: SparseStream, size: int) -> Num[Array, " capacity"]:
         """See `Codec`."""
         del size

@@ -1,18 +1,27 @@
 """Measures networks and devices, predicts exchanges, and chooses a system for a model."""
 
-from jaxsparse.network import Link as Link, Network as Network, Timing as Timing, rounds as rounds
+from jaxsparse.planner.algorithms import choose_algorithm as choose_algorithm
 from jaxsparse.planner.computing import (
     profile_systems as profile_systems,
     profile_tensors as profile_tensors,
     time_exchange as time_exchange,
 )
-from jaxsparse.planner.leaf_groups import Group as Group
-from jaxsparse.planner.networks import fit_link as fit_link, measure_network as measure_network
+from jaxsparse.planner.links import fit_link as fit_link, measure_network as measure_network
+from jaxsparse.planner.network import (
+    Link as Link,
+    Network as Network,
+    Timing as Timing,
+    rounds as rounds,
+)
 from jaxsparse.planner.planning import plan as plan
 from jaxsparse.planner.plans import (
-    GroupChoice as GroupChoice,
     Plan as Plan,
     Prediction as Prediction,
+)
+from jaxsparse.planner.profiles import (
+    Floor as Floor,
+    SystemPoint as SystemPoint,
+    SystemProfile as SystemProfile,
 )
 from jaxsparse.planner.tensors import (
     TensorPoint as TensorPoint,
@@ -20,9 +29,4 @@ from jaxsparse.planner.tensors import (
     TensorSelection as TensorSelection,
     TensorTimes as TensorTimes,
     select_tensors as select_tensors,
-)
-from jaxsparse.profiles import (
-    Floor as Floor,
-    SystemPoint as SystemPoint,
-    SystemProfile as SystemProfile,
 )

@@ -15,9 +15,10 @@ from jaxtyping import Array, Float
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import MessageFormat
+from jaxsparse.planner.algorithms import choose_algorithm
+from jaxsparse.planner.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.planner.tensors import TensorPoint, TensorProfile
 from jaxsparse.planner.timing import here, interleaved
-from jaxsparse.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.settings import check_density, entries, static_count, static_int
 from jaxsparse.stream import SparseStream, to_dense
@@ -98,7 +99,7 @@ def measured_as(system: str, reducer: Reducer, size: int, workers: int) -> str:
     It is the system's own name. SparCML has a name for each algorithm, because their times differ.
     """
     if isinstance(reducer, SparCML):
-        return f"{system}:{reducer.choose(size, workers)}"
+        return f"{system}:{choose_algorithm(reducer, size, workers)}"
     return system
 
 

@@ -1,20 +1,18 @@
 """The result of `plan`: predicted times of systems, and a choice. It prints as a table."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxsparse.planner.trained import Evidence, chains
 from jaxsparse.printing import aligned, milliseconds as _ms
 from jaxsparse.systems import WITH_VARIANTS
 
-BY_GROUP = "by group"  # stands for a system's name
-
 
 class Prediction(NamedTuple):
     """Predicted times of one system in a step."""
 
-    system: str  # a key of `jaxsparse.systems.WITH_VARIANTS`, or "by group"
+    system: str  # a key of `jaxsparse.systems.WITH_VARIANTS`
     rounds: int  # number of sequential collectives
     received: float  # bytes that a worker receives
     network: float  # seconds on the network
@@ -28,29 +26,13 @@ class Prediction(NamedTuple):
         return self.network + self.computing
 
 
-class GroupChoice(NamedTuple):
-    """The system chosen for the leaves of one group."""
-
-    group: str  # the regular expression, or "all other leaves"
-    leaves: int
-    elements: int
-    system: str
-    seconds: float  # seconds of its own exchange; for "dense", the same as `dense_seconds`
-    dense_seconds: float  # seconds that the group would add to the message of dense leaves
-    # Python expression of the reducer for `jaxsparse.partition`, or "None" for dense. In a plan
-    # without groups, the expression of the whole transformation.
-    expression: str
-
-
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The result of `plan`.
 
     Attributes:
         predictions: one prediction for each system, the shortest exchange first.
-        groups: the choice for each group of leaves.
-        best: name of the system to use. It is "dense" if nothing is faster, and "by group" if
-            different systems for different groups are fastest.
+        best: name of the system to use; "dense" if nothing is faster.
         left_out: systems without a prediction, and the reasons.
         elements: number of elements of all leaves.
         dense_elements: number of elements of leaves that travel dense in any case.
@@ -62,7 +44,6 @@ class Plan:
     """
 
     predictions: tuple[Prediction, ...]
-    groups: tuple[GroupChoice, ...]
     best: str
     left_out: tuple[tuple[str, str], ...]
     elements: int
@@ -136,23 +117,29 @@ class Plan:
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
+        """A line for each prediction, and one for each system without."""
         is_local, with_step = self.local_steps > 1, self.step_seconds > 0
-        head = ["system", "rounds", "received MB", "network ms", "computing ms", "exchange ms"]
-        head += ["MB a step"] * is_local + ["step ms"] * (is_local or with_step)
-        head += ["with delay=1"] * (with_step and not is_local) + ["speedup"]
-        rows = [head]
-        for p in self.predictions:
-            cells = [p.system, str(p.rounds), f"{p.received / 1e6:,.3f}"]
-            cells += map(_ms, (p.network, p.computing, p.exchange))
-            if is_local:
-                cells.append(f"{p.received / 1e6 / self.local_steps:,.3f}")
-            if is_local or with_step:
-                cells.append(_ms(self.step(p.system)))
-            if with_step and not is_local:
-                cells.append(_ms(self.delayed_step(p.system)))
-            rows.append([*cells, f"{self.speedup(p.system):.2f}x"])
+        columns: dict[str, Callable[[Prediction], str]] = {
+            "system": lambda p: p.system,
+            "rounds": lambda p: str(p.rounds),
+            "received MB": lambda p: f"{p.received / 1e6:,.3f}",
+            "network ms": lambda p: _ms(p.network),
+            "computing ms": lambda p: _ms(p.computing),
+            "exchange ms": lambda p: _ms(p.exchange),
+        }
+        if is_local:
+            columns["MB a step"] = lambda p: f"{p.received / 1e6 / self.local_steps:,.3f}"
+        if is_local or with_step:
+            columns["step ms"] = lambda p: _ms(self.step(p.system))
+        if with_step and not is_local:
+            columns["with delay=1"] = lambda p: _ms(self.delayed_step(p.system))
+        columns["speedup"] = lambda p: f"{self.speedup(p.system):.2f}x"
+        rows = [[cell(p) for cell in columns.values()] for p in self.predictions]
         not_predicted = [(system, f"not predicted: {reason}") for system, reason in self.left_out]
-        return [*aligned(rows, right=range(1, len(head))), *aligned(not_predicted, right=())]
+        return [
+            *aligned([list(columns), *rows], right=range(1, len(columns))),
+            *aligned(not_predicted, right=()),
+        ]
 
     def _written(self) -> Sequence[str]:
         """Python code with the best system in an Optax chain, or in `LocalSteps`."""
@@ -175,15 +162,11 @@ class Plan:
             found = [f"best: {self.best}, {self.speedup(self.best):.2f}x"]
         if self.local_steps > 1:
             found[0] += " over a dense exchange in each step"
-        found += ["", *(f"    {line}" for line in self._written()), ""]
-        rows = [["each group by itself", "leaves", "elements", "fastest by", "ms", "dense ms"]]
-        for g in self.groups:
-            cells = [g.group, str(g.leaves), f"{g.elements:,}", g.system]
-            rows.append([*cells, _ms(g.seconds), _ms(g.dense_seconds)])
         systems = [*(p.system for p in self.predictions), *(name for name, _ in self.left_out)]
         return [
             *found,
-            *aligned(rows, right=(1, 2, 4, 5)),
+            "",
+            *(f"    {line}" for line in self._written()),
             "",
             "Accuracy is not predicted: all but dense change what a step delivers. Train to see.",
             *Evidence.shipped().table(map(_row, systems), self.local_steps),

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import codecs, layout as layouts, network
+from jaxsparse import codecs, layout as layouts
 from jaxsparse.collectives.messages import MessageFormat
+from jaxsparse.planner import network
+from jaxsparse.planner.profiles import Measured
 from jaxsparse.printing import aligned, milliseconds
-from jaxsparse.profiles import Measured
 from jaxsparse.settings import check_density, entries, static_count, static_float, static_int
 
 _ms = functools.partial(milliseconds, digits=3)

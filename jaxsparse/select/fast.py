@@ -15,7 +15,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import drawn
-from jaxsparse.platforms import by_platform, kth_largest, laid_around, over_tiles, zeros
+from jaxsparse.platforms import by_platform, kth_largest, laid_around, over_tiles, shaped_as, zeros
 from jaxsparse.select.compaction import first_of_ranges
 from jaxsparse.settings import check_k, check_seed, check_vector
 from jaxsparse.stream import SparseStream
@@ -107,6 +107,7 @@ class Values(NamedTuple):
         return cls(of_tile, anywhere)
 
 
+@shaped_as(lambda values, size, tile, k, *, seed, like: zeros((k,), jnp.int32, (*like, seed)))
 def streaming_top_k(
     values: Values,
     size: int,

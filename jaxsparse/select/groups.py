@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Int32
 
+from jaxsparse.platforms import shaped_as
 from jaxsparse.select.compaction import compact, compact_rows
 from jaxsparse.settings import check_k, check_vector, static_int
-from jaxsparse.stream import SparseStream
+from jaxsparse.stream import SparseStream, shaped_stream
 
 __all__ = ["group_top_k"]
 
@@ -65,6 +66,11 @@ def group_top_k(x: Float[Array, " d"], k: int = 4, group_size: int = 512) -> Spa
     return _group_top_k(x, check_k(k, group_size, f"group_size={group_size}"), group_size)
 
 
+def _entries(size: int, k: int, group_size: int) -> int:
+    return k * (size // group_size) + min(k, size % group_size)
+
+
+@shaped_as(lambda x, k, group_size: shaped_stream(x, _entries(x.size, k, group_size)))
 @functools.partial(jax.jit, static_argnames=("k", "group_size"))
 def _group_top_k(x: Float[Array, " d"], k: int, group_size: int) -> SparseStream:
     rest = x.size % group_size

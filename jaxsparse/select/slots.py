@@ -14,10 +14,10 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import as_uint32, bounded, combine, keyed
-from jaxsparse.platforms import by_platform, zeros
+from jaxsparse.platforms import by_platform, shaped_as, zeros
 from jaxsparse.select.compaction import compact
 from jaxsparse.settings import check_seed, check_slots, check_vector
-from jaxsparse.stream import SparseStream, from_dense
+from jaxsparse.stream import SparseStream, from_dense, shaped_stream
 
 __all__ = ["Extraction", "counted_hash_extract", "hash_extract", "hash_slots"]
 
@@ -135,6 +135,11 @@ def hash_slots(
     return bounded(keyed(as_uint32(indices), combine(check_seed(seed))), slots).astype(jnp.int32)
 
 
+def _shaped(x: Array, threshold: Array, slots: int, seed: Array) -> Extraction:
+    return Extraction(shaped_stream(x, slots), jnp.zeros_like(x, jnp.int32, shape=()))
+
+
+@shaped_as(_shaped)
 @functools.partial(jax.jit, static_argnames="slots")
 def _hash_extract(
     x: Float[Array, " d"], threshold: Float[Array, ""], slots: int, seed: UInt32[Array, ""]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
-from jaxsparse.platforms import magnitude_bits, to_bits, zeros
+from jaxsparse.platforms import magnitude_bits, shaped_as, to_bits, zeros
 from jaxsparse.select.compaction import first_of_ranges
 from jaxsparse.select.thresholds import (
     DEFAULT_PASSES,
@@ -21,7 +21,7 @@ from jaxsparse.select.thresholds import (
     sampled_threshold,
 )
 from jaxsparse.settings import check_k, check_seed, check_vector
-from jaxsparse.stream import SparseStream, from_dense
+from jaxsparse.stream import SparseStream, from_dense, shaped_stream
 
 __all__ = ["bisection_top_k", "sampled_top_k", "threshold_top_k", "top_k"]
 
@@ -148,6 +148,7 @@ class _Search(NamedTuple):
     candidates: Int[Array, " room"]
 
 
+@shaped_as(shaped_stream)
 @functools.partial(jax.jit, static_argnames="k")
 def _threshold_top_k(x: Float[Array, " d"], k: int, threshold: Float[Array, ""]) -> SparseStream:
     def search(last: _Search) -> _Search:
@@ -173,6 +174,7 @@ def _threshold_top_k(x: Float[Array, " d"], k: int, threshold: Float[Array, ""])
     return _largest_of(from_dense(x, found.candidates), k)
 
 
+@shaped_as(shaped_stream)
 @functools.partial(jax.jit, static_argnames="k")
 def _largest_reaching(x: Float[Array, " d"], k: int, threshold: Float[Array, ""]) -> SparseStream:
     return _largest_of(from_dense(x, _reaching(x, k, to_bits(threshold))), k)
@@ -228,6 +230,7 @@ def bisection_top_k(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASS
     return _bisection_top_k(x, k, check_passes(passes))
 
 
+@shaped_as(shaped_stream)
 @functools.partial(jax.jit, static_argnames=("k", "passes"))
 def _bisection_top_k(x: Float[Array, " d"], k: int, passes: int) -> SparseStream:
     low, high = bisection(x, k, passes)

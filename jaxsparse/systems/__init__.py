@@ -4,7 +4,6 @@ The planner, the benchmarks, the contract test and the docs all read `SYSTEMS`. 
 file, and here its import, its row and its name.
 """
 
-from jaxsparse import network
 from jaxsparse.settings import check_density, static_int
 from jaxsparse.systems.chunked_top_k import (
     CHUNKED_TOP_K,
@@ -120,7 +119,6 @@ def choose(
     *,
     size: int,
     workers: int,
-    link: network.Link | None = None,
     touched: float | None = None,
     block_size: int = 256,
     dense_size: int = 0,
@@ -137,7 +135,6 @@ def choose(
         density: share of the elements that a step delivers, in (0, 1].
         size: number of elements of the vector.
         workers: number of workers.
-        link: the network for `sparcml`'s choice of an algorithm. None: `Link()`.
         touched: share of the blocks that are not zero on one worker, in (0, 1], for gradients that
             are zero in most blocks. Systems of blocks then send these blocks. Systems whose
             workers share the room make room for `workers` times as many. None: gradients are
@@ -155,8 +152,8 @@ def choose(
     Example:
         >>> choose("sketched_sgd", 0.01, size=10**6, workers=8).transformation
         'jaxsparse.sketched_sgd(12.5)'
-        >>> choose("sparcml", 0.01, size=10**6, workers=8).expression
-        'jaxsparse.systems.SparCML(k=5)'
+        >>> choose("sparcml", 0.01, size=10**6, workers=8).transformation
+        'jaxsparse.sparcml(5)'
     """
     if name not in WITH_VARIANTS:
         raise ValueError(f"system {name!r} is unknown: use one of {', '.join(WITH_VARIANTS)}")
@@ -170,7 +167,7 @@ def choose(
     ):
         if value < least:
             raise ValueError(f"{setting}={value} must be at least {least}")
-    request = Request(density, size, workers, link, touched, block_size, dense_size)
+    request = Request(density, size, workers, touched, block_size, dense_size)
     choice = Choice(WITH_VARIANTS[name], WITH_VARIANTS[name].settings(request))
     _ = choice.budget  # raises where the settings are out of range
     return choice

@@ -12,7 +12,7 @@ from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.magnitude import largest_magnitude, shares_of
 from jaxsparse.platforms import count_where
-from jaxsparse.reducers.base import Conservation, Owed, Total, finite_sums, info, summed
+from jaxsparse.reducers.base import Conservation, Owed, Total, finite_sums, info, owed, summed
 from jaxsparse.reducers.entries import conservation_of, entries_message, entries_total
 from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.settings import Stages, current
@@ -77,9 +77,12 @@ class ChunkedTopK(OneMessage):
     @property
     def conservation(self) -> Conservation:
         """Only the mean over all workers, unclipped, conserves what workers sent."""
-        if self.aggregate != "mean" or self.clip is not None:
-            return "leaks"
-        return conservation_of(self.codec)
+        return conservation_of(self.codec) if self._is_sum else "leaks"
+
+    @property
+    def _is_sum(self) -> bool:
+        """Whether messages are summed as they are."""
+        return self.aggregate == "mean" and self.clip is None
 
     @property
     def dense_at_full_budget(self) -> bool:
@@ -90,14 +93,19 @@ class ChunkedTopK(OneMessage):
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Owed]:
         """See `OneMessage`."""
-        stream = select.group_top_k(x, current(self.k), self.chunk_size)
-        return entries_message(x, stream, self.codec, state)
+        stream, codec = select.group_top_k(x, current(self.k), self.chunk_size), self.codec
+        if self._is_sum:
+            return entries_message(x, stream, codec, state)
+        # Entries, even where a dense array would be shorter: receivers count and scale them.
+        lost = stream.values - codec.rounded(stream, x.size)
+        return codec.encode(stream, x.size), owed(x, stream, lost, state)
 
     def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
         """See `OneMessage`."""
-        capacity = self.codec.count(size)
-        if self.aggregate == "mean" and self.clip is None:
-            return entries_total(messages, capacity, size, self.codec)
+        codec = self.codec
+        capacity = codec.count(size)
+        if self._is_sum:
+            return entries_total(messages, capacity, size, codec)
         sums, senders = self._combined(messages, capacity, size)
         if self.aggregate == "mean":
             return summed(sums, len(messages))

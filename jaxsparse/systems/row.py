@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import optax
 
-from jaxsparse import network
 from jaxsparse.reducers.base import Budget, Reducer
 
 
@@ -18,7 +17,6 @@ class Request(NamedTuple):
     density: float  # share of the elements that a step delivers
     size: int  # number of elements
     workers: int
-    link: network.Link | None = None  # the network for sparcml's choice of an algorithm
     touched: float | None = None  # share of the blocks that are not zero on a worker; None: all
     block_size: int = 256  # for the systems that send blocks
     dense_size: int = 0  # number of further elements, which travel dense
@@ -106,38 +104,26 @@ class Choice(NamedTuple):
             positional.append(given.pop(name))
         return _call(f"jaxsparse.{self.system.name}", *positional, **given)
 
-    @property
-    def expression(self) -> str:
-        """The budget as a Python expression, for `jaxsparse.partition`."""
-        return written(self.budget)
-
-
-# The public module of a class, by the package that defines it.
-_PUBLIC = {"network": "jaxsparse.planner"}
-
 
 def written(value: Any) -> str:
     """A setting as a Python expression. A dataclass shows the fields that are not defaults.
 
     >>> from jaxsparse import codecs
-    >>> written((0.25, codecs.Packed()))
-    '(0.25, jaxsparse.codecs.Packed())'
+    >>> written(12.0), written(codecs.Packed())
+    ('12', 'jaxsparse.codecs.Packed()')
     """
-    if isinstance(value, tuple) and type(value) is tuple:
-        return f"({', '.join(map(written, value))})"
     if isinstance(value, float):
         short = f"{value:g}"
         return short if float(short) == value else repr(value)
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+    if not dataclasses.is_dataclass(value):
         return repr(value)
     given = {
         field.name: getattr(value, field.name)
         for field in dataclasses.fields(value)
-        if field.default is dataclasses.MISSING or getattr(value, field.name) != field.default
+        if getattr(value, field.name) != field.default
     }
-    kind = type(value)
-    package = kind.__module__.split(".")[1]
-    return _call(f"{_PUBLIC.get(package, f'jaxsparse.{package}')}.{kind.__name__}", **given)
+    package, name = type(value).__module__.split(".")[1], type(value).__name__
+    return _call(f"jaxsparse.{package}.{name}", **given)
 
 
 def _call(function: str, *args: Any, **settings: Any) -> str:

@@ -1,7 +1,6 @@
 """SparCML (Renggli et al., SC 2019)."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsparse import codecs, network, quantize, select
+from jaxsparse import codecs, quantize, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather
@@ -20,13 +19,11 @@ from jaxsparse.collectives.split import check_factor
 from jaxsparse.collectives.split_allgather import split_allgather
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.profiles import SystemProfile
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver_streams
 from jaxsparse.reducers.entries import conservation_of
 from jaxsparse.settings import Stages, current
 from jaxsparse.stream import SparseStream
 from jaxsparse.systems.row import Case, Request, Settings, System, one_in
-from jaxsparse.traffic import WireBytes, traced_bytes
 
 Algorithm = Literal[
     "auto",
@@ -61,8 +58,8 @@ class SparCML(SeededReducer):
         group_size: number of consecutive elements in a group.
         algorithm: the all-reduce: "recursive_double", "split_allgather" (both SSAR),
             "dsar_split_allgather", "all_gather" or "ring". "auto" takes the one that the planner
-            predicts to be the fastest on `link` (see `SparCML.choose`), or "dsar_split_allgather"
-            where `bits` require it.
+            predicts to be the fastest on `link` (see `jaxsparse.planner.choose_algorithm`), or
+            "dsar_split_allgather" where `bits` require it.
         bits: number of bits of a sum in the dense second half of "dsar_split_allgather", quantised
             by QSGD: 2, 4 or 8. None: nothing is quantised.
         rounding: way of rounding under `bits`. "stochastic" is unbiased and drops its error.
@@ -89,7 +86,7 @@ class SparCML(SeededReducer):
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     capacity_factor: float | None = 2.0
     union_factor: float | None = None
-    link: network.Link = network.Link()  # noqa: RUF009 - frozen
+    link: Any = None
     codec: codecs.Codec = codecs.COO
 
     def check(self) -> None:
@@ -129,8 +126,7 @@ class SparCML(SeededReducer):
             key = jax.random.fold_in(jax.random.key(self.seed), state)
             state = state + jnp.uint32(1)
         workers = wire.axis_size(axis_name)
-        name = self.choose(x.size, workers)
-        result = self._run(name, stream, x.size, axis_name, key)
+        result = self.all_reduce(self._algorithm(x.size, workers), stream, x.size, axis_name, key)
         return deliver_streams(x, stream, result, state, workers)
 
     @property
@@ -138,68 +134,25 @@ class SparCML(SeededReducer):
         return self.bits is not None and self.rounding == "stochastic"
 
     @property
-    def _quantizer(self) -> quantize.QSGD | None:
+    def quantizer(self) -> quantize.QSGD | None:
+        """The quantiser of sums in the dense half of "dsar_split_allgather", or None."""
         return None if self.bits is None else quantize.QSGD(self.bits)
 
-    def choose(
-        self,
-        size: int,
-        workers: int,
-        *,
-        measured: network.Network | None = None,
-        profile: SystemProfile | None = None,
-    ) -> Algorithm:
-        """The algorithm for vectors of `size` elements: the one set, or the fastest predicted one.
+    def _algorithm(self, size: int, workers: int) -> Algorithm:
+        # Imported late, because the planner imports all systems, and only its users need it.
+        from jaxsparse.planner.algorithms import choose_algorithm
 
-        The prediction is the planner's. It is the time of the traced program's messages at the
-        network's latency and bandwidth, in the rounds that `jaxsparse.planner.rounds` gives each
-        collective, plus the measured time that a worker computes. If your device is unlike the
-        profile's and computing decides, name the algorithm: `jaxsparse.planner.plan` finds it for
-        your own profile. "ring" is never chosen.
+        return choose_algorithm(self, size, workers)
 
-        On 8 emulated hosts at 100 Mbit/s, with a million elements, the choice at 1 % density was
-        the fastest, all_gather. At 0.1 % it was recursive_double, 6 % slower than the fastest; at
-        10 % it was dsar_split_allgather, 11 % slower. With links fitted for each collective, and
-        computing four times as slow, as it is for eight processes on two cores, the choice is the
-        fastest at all three densities. (A model without computing chose recursive_double at all
-        three: 6, 75 and 107 % slower.)
-
-        Args:
-            size: number of elements of the vector.
-            workers: number of workers, W.
-            measured: the network. None: a network with `link` for all collectives.
-            profile: times of the device. None: the shipped CPU profile. If any algorithms have
-                times, only these are chosen.
-        """
-        if self.algorithm != "auto":
-            return self.algorithm
-        if self._quantizer is not None:
-            return "dsar_split_allgather"
-        if workers == 1:  # which sends nothing
-            return "all_gather"
-        where = network.Network(self.link) if measured is None else measured
-        known = SystemProfile.shipped() if profile is None else profile
-        density = self._entries(size) / size
-        # Neither link nor seed changes the messages.
-        reducer = dataclasses.replace(self, link=network.Link(), seed=0)
-
-        def seconds(name: str) -> float:
-            on_network = where.seconds(_messages(reducer, name, size, workers))
-            if not timed:
-                return on_network
-            return on_network + known.seconds(f"sparcml:{name}", size, workers, density)
-
-        timed = [name for name in ALGORITHMS if f"sparcml:{name}" in known.systems]
-        return min(timed or ALGORITHMS, key=seconds)
-
-    def _entries(self, size: int) -> int:
+    def entries(self, size: int) -> int:
         """The number of entries in a worker's stream."""
         k = current(self.k)
         return k * (size // self.group_size) + min(k, size % self.group_size)
 
-    def _run(
+    def all_reduce(
         self, name: str, stream: SparseStream, size: int, axis_name: str | None, key: Array | None
     ) -> AllReduced:
+        """Sums the workers' streams by the algorithm of this name; `key` is for rounding."""
         algorithms: dict[str, Callable[..., AllReduced]] = {
             "recursive_double": recursive_double,
             "split_allgather": split_allgather,
@@ -214,7 +167,7 @@ class SparCML(SeededReducer):
             },
             "dsar_split_allgather": {
                 "capacity_factor": self.capacity_factor,
-                "quantizer": self._quantizer,
+                "quantizer": self.quantizer,
                 "key": key,
             },
             "all_gather": {"distinct": True},
@@ -222,17 +175,6 @@ class SparCML(SeededReducer):
         return algorithms[name](
             stream, size, axis_name=axis_name, codec=self.codec, **extra.get(name, {})
         )
-
-
-@functools.lru_cache(maxsize=1024)
-def _messages(reducer: SparCML, name: str, size: int, workers: int) -> WireBytes:
-    """The bytes that an algorithm moves, cached because tracing all four takes some 0.4 s."""
-    entries = reducer._entries(size)
-    stream = jax.eval_shape(
-        lambda: SparseStream(jnp.zeros(entries, jnp.int32), jnp.zeros(entries, jnp.float32))
-    )
-    run = lambda stream: reducer._run(name, stream, size, "data", None)
-    return traced_bytes(run, stream, workers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,8 +190,6 @@ def _settings(request: Request) -> Settings:
     settings: dict[str, Any] = {"k": k}
     if group_size != 512:
         settings["group_size"] = group_size
-    if request.link not in (None, network.Link()):
-        settings["link"] = request.link
     return settings
 
 

@@ -19,7 +19,6 @@ from jaxsparse.traffic.report import (
     merged,
     scaled,
 )
-from jaxsparse.traffic.trip_counts import trip_count
 
 # Opcodes that run their called computation exactly once.
 _CALLS = ("call", "fusion", "async")
@@ -74,7 +73,7 @@ def wire_bytes(
       The collectives, the conditionals and their totals, in bytes for one run.
 
     Raises:
-      ValueError: a loop that communicates has a trip count that depends on data, a collective has
+      ValueError: XLA does not write the trip count of a loop that communicates, a collective has
         an unknown form, or the program does not run on the devices of `mesh`. Custom calls apart,
         nothing is silently left out.
       TypeError: `program` is none of the above, or `mesh` is no mesh.
@@ -255,7 +254,7 @@ class _Reader:
         if opcode in RECEIVED:
             return WireBytes((self.collective(computation, instruction),), self.axis_names)
         if opcode == "while":
-            return self.loop(computation, instruction)
+            return self.loop(instruction)
         if opcode == "conditional":
             return self.conditional(instruction)
         parts = []
@@ -269,18 +268,19 @@ class _Reader:
             parts.append(inner)
         return merged(parts, self.axis_names)
 
-    def loop(self, computation: hlo.Computation, loop: hlo.Instruction) -> WireBytes:
+    def loop(self, loop: hlo.Instruction) -> WireBytes:
         (condition,), (body,) = loop.callees["condition"], loop.callees["body"]
         test, step = self.traffic(condition), self.traffic(body)
         if not test.collectives and not step.collectives:
             return WireBytes()
-        trips = trip_count(self.module, computation, loop)
+        trips = hlo.trip_count(loop)
         if trips is None:
             inside = ", ".join(repr(c.op_name or c.name) for c in merged([test, step]).collectives)
             raise ValueError(
                 f"while {loop.name!r} ({loop.op_name or 'no op_name'}) runs {inside} a number of "
-                "times that depends on data; bound the loop statically (lax.scan, or "
-                "lax.fori_loop with Python integers), or count the bytes of its body by itself"
+                "times that is not known from the compiled program; bound the loop statically "
+                "(lax.scan, or lax.fori_loop with Python integers), or count the bytes of its body "
+                "by itself"
             )
         # The condition runs once more than the body, when it fails.
         return merged([scaled(test, trips + 1), scaled(step, trips)], self.axis_names)

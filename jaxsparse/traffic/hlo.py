@@ -14,6 +14,7 @@ import re
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([^\s=]+) = (.*)$", re.DOTALL)
+_TRIP_COUNT = re.compile(r'known_trip_count\\?"\s*:\s*\{\s*\\?"n\\?"\s*:\s*\\?"?(\d+)')
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _LEAF = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](\{[^{}]*\})?")
@@ -366,3 +367,9 @@ def _split(text: str) -> list[str]:
             parts.append(text[start : match.start()].strip())
             start = match.end()
     return [part for part in [*parts, text[start:].strip()] if part]
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """The number of turns that XLA writes beside a `while` whose bounds are static, or None."""
+    known = _TRIP_COUNT.search(loop.attributes)
+    return int(known[1]) if known else None

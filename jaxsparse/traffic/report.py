@@ -237,21 +237,24 @@ class WireBytes:
                 yield part
 
     def __str__(self) -> str:
-        head = ("collective", "axes", "count", "W", "payload B", "received B", "operands", "from")
-        rows: list[tuple[str, ...]] = [head]
+        """A row for each collective, then the totals: of each set of axes if there are several."""
+        has_axes = len(self.axis_names) > 1
+        rows = [["collective", "axes", "count", "W", "payload B", "received B", "operands", "from"]]
         for c in self.collectives:
-            numbers = (c.count, c.group_size, c.count * c.payload_bytes)
-            received = _number(c.count * c.received_bytes)
-            operands, where = _few(c.shapes), c.op_name or c.name
-            rows.append((c.op, ", ".join(c.axes), *map(str, numbers), received, operands, where))
-        by_axes = self.by_axes if len(self.axis_names) > 1 else {}
-        totals = {", ".join(axes): moved for axes, moved in by_axes.items()}
-        for axes, moved in {**totals, "all" if totals else "": self}.items():
-            sums = (str(moved.rounds), "", str(moved.payload), _number(moved.received))
-            rows.append(("total", axes, *sums, "", ""))
-        if len(self.axis_names) < 2:  # there is nothing to tell apart
-            rows = [(row[0], *row[2:]) for row in rows]
-        lines = aligned(rows, right=range(len(rows[0]) - 6, len(rows[0]) - 2))
+            payload, received = c.count * c.payload_bytes, _number(c.count * c.received_bytes)
+            numbers = [str(c.count), str(c.group_size), str(payload), received]
+            rows.append([c.op, ", ".join(c.axes), *numbers, _few(c.shapes), c.op_name or c.name])
+        totals = (
+            {", ".join(axes): moved for axes, moved in self.by_axes.items()} if has_axes else {}
+        )
+        totals["all" if totals else ""] = self
+        for axes, moved in totals.items():
+            numbers = [str(moved.rounds), "", str(moved.payload), _number(moved.received)]
+            rows.append(["total", axes, *numbers, "", ""])
+        if not has_axes:
+            rows = [[op, *others] for op, _, *others in rows]
+        first = 1 + has_axes  # the columns of numbers are aligned on the right
+        lines = aligned(rows, right=range(first, first + 4))
         return "\n".join([*lines, *self._conditional_lines("")])
 
     def _conditional_lines(self, indent: str) -> Iterable[str]:

@@ -6,13 +6,13 @@ import concurrent.futures
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import Jaxpr
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from jaxsparse import _compat, platforms
 from jaxsparse.collectives import wire
@@ -30,19 +30,13 @@ from jaxsparse.training.marks import map_marked
 
 # With more workers along an axis, permutations are not traced.
 _MOST_LISTED = 2**13
+# JAX keeps traces by mesh, and no program that runs may get one of these, which lack computations.
+_NO_DEVICE = AbstractDevice(device_kind="none", num_cores=None, platform="none")
 _DTYPES = {"bool": "pred", "float": "f", "int": "s", "uint": "u", "bfloat": "bf", "complex": "c"}
 
 
-@runtime_checkable
-class _Reducer(Protocol):
-    """The methods of a reducer that this file calls. `reducers/` may not be imported here."""
-
-    def init(self, size: int) -> Any: ...
-    def __call__(self, x: Any, state: Any, *, axis_name: str | None) -> Any: ...
-
-
 def traced_bytes(
-    exchange: _Reducer | optax.GradientTransformation | Callable[[Any], Any],
+    exchange: optax.GradientTransformation | Callable[..., Any],
     shapes: int | Any,
     workers: int | Mapping[str, int],
     *,
@@ -91,7 +85,7 @@ def traced_bytes(
     if isinstance(exchange, optax.GradientTransformation):
         tx = exchange
         run, init = lambda x, state: tx.update(x, state, x), tx.init
-    elif isinstance(exchange, _Reducer):
+    elif callable(exchange) and hasattr(exchange, "init"):
         size, reducer = static_int("shapes", shapes), exchange
         if size < 1:
             raise ValueError(f"shapes={size} must be at least 1: pass the elements of the vector")
@@ -149,7 +143,10 @@ def _traced(
 ) -> Jaxpr:
     """The program of `exchange(x, init(x))` on each worker, for x of these shapes."""
     mesh = AbstractMesh(
-        tuple(extents.values()), tuple(extents), axis_types=(AxisType.Auto,) * len(extents)
+        tuple(extents.values()),
+        tuple(extents),
+        axis_types=(AxisType.Auto,) * len(extents),
+        abstract_device=_NO_DEVICE,
     )
 
     def varying(tree: Any) -> Any:
@@ -165,7 +162,7 @@ def _traced(
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names)
     )
-    with platforms.one_form():  # neither form communicates
+    with platforms.only_shapes():
         return jax.make_jaxpr(mapped)(jax.eval_shape(lambda tree: tree, shapes)).jaxpr
 
 

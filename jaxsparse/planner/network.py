@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple
 
-from jaxsparse.profiles import Measured
+from jaxsparse.planner.profiles import Measured
 from jaxsparse.settings import static_count, static_float
 from jaxsparse.traffic import WireBytes
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxsparse.collectives import wire
-from jaxsparse.network import Link, Network, Timing
+from jaxsparse.planner.network import Link, Network, Timing
 from jaxsparse.planner.timing import elapsed
 from jaxsparse.settings import static_count, static_float, static_int
 from jaxsparse.training.sharding import count_workers
