@@ -147,6 +147,8 @@ def _unless(hint: Any, check: Check) -> Check:
 
 
 def _check_choice(known: tuple[Any, ...], name: str, value: Any) -> Any:
+    if all(isinstance(choice, int) for choice in known):
+        value = static_int(name, value)
     if value not in known:
         *most, last = map(repr, known)
         usable = f"{', '.join(most)} or {last}" if most else last

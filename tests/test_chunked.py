@@ -280,7 +280,7 @@ REDUCERS = {
     "top_k": TopK(0.05, codec=codecs.Chunked()),
     "gtopk": GTopK(0.05, codec=codecs.Chunked()),
     "spardl": SparDL(0.05, codec=codecs.Chunked()),
-    "spardl, teams": SparDL(0.05, 2, codec=codecs.Chunked(value_bits=4)),
+    "spardl, teams": SparDL(0.05, teams=2, codec=codecs.Chunked(value_bits=4)),
     "ok_topk": OkTopk(0.05, codec=codecs.Chunked()),
     "ok_topk, 16 bits": OkTopk(0.05, codec=codecs.Chunked(value_bits=16)),
     "sparcml": SparCML(4, 64, algorithm="all_gather", codec=codecs.Chunked(4, 64)),

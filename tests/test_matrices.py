@@ -59,7 +59,7 @@ def reducer_sizes(tx):
     """Number of elements of each bucket, as a reducer's `init` is told."""
     sizes = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FirstRows, "init", lambda self, size: sizes.append(size) or ())
+        patch.setattr(FirstRows, "abstract_state", lambda self, size: sizes.append(size) or ())
         tx.init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
     return sizes
 

@@ -90,8 +90,8 @@ def test_what_an_all_reduce_leaves_is_owed_by_hand():
 OVERFLOWING = {
     "gtopk": (GTopK(0.1), 7),
     "ok_topk": (OkTopk(0.1, codec=codecs.Chunked(value_bits=4)), 7),
-    "recursive": (SparDL(0.1, 4, "recursive"), 8),
-    "bruck": (SparDL(0.1, 2, "bruck"), 8),
+    "recursive": (SparDL(0.1, teams=4, gather="recursive"), 8),
+    "bruck": (SparDL(0.1, teams=2, gather="bruck"), 8),
 }
 
 

@@ -50,7 +50,7 @@ def budget(cell: Cell, workers: int) -> Budget:
         usual = choose("sparcml", cell.density, size=cell.params, workers=workers).budget
         assert isinstance(usual, SparCML)
         # The names are checked by the reducer.
-        return SparCML(usual.k, usual.group_size, setting)  # type: ignore[arg-type]
+        return SparCML(usual.k, usual.group_size, algorithm=setting)  # type: ignore[arg-type]
     if name in ("sketched_sgd", "ok_topk", "ok_topk_packed"):
         try:
             number = float(setting)

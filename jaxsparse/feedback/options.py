@@ -114,9 +114,15 @@ def transformation(
     assert isinstance(settings, type)
     signature = inspect.signature(settings)
     hints = get_type_hints(settings)  # without the checks in `Annotated`
+    fields = dataclasses.fields(settings)
+    names = {field.name for field in fields if field.metadata.get("is_setting", True)}
     # The options come last.
     parameters = sorted(
-        (p.replace(annotation=hints[p.name]) for p in signature.parameters.values()),
+        (
+            p.replace(annotation=hints[p.name])
+            for p in signature.parameters.values()
+            if p.name in names
+        ),
         key=lambda p: (p.kind, p.name in OPTIONS, _place(p.name)),
     )
     signature = signature.replace(

@@ -1,6 +1,5 @@
 """Reducers that see a vector as the matrices that a gradient's leaves are."""
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -41,7 +40,9 @@ class MatrixReducer(Reducer):
     """
 
     stacked: str | None = dataclasses.field(default=None, kw_only=True)
-    matrices: tuple[Matrix, ...] | None = dataclasses.field(default=None, init=False)
+    matrices: tuple[Matrix, ...] | None = dataclasses.field(
+        default=None, kw_only=True, metadata={"is_setting": False}
+    )
 
     @property
     def whole_leaves(self) -> bool:
@@ -59,9 +60,7 @@ class MatrixReducer(Reducer):
             if matrices and matrices[-1][1:] == matrix[1:]:
                 matrix = matrix._replace(stack=matrices.pop().stack + matrix.stack)
             matrices.append(matrix)
-        made = copy.copy(self)
-        object.__setattr__(made, "matrices", tuple(matrices))
-        return made
+        return dataclasses.replace(self, matrices=tuple(matrices))
 
     def matrix(self, leaf: Leaf) -> Matrix:
         """A leaf (..., in, out) as rows of `out` elements, which is the layout of Flax kernels.

@@ -24,8 +24,6 @@ from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System
 from jaxsparse.systems.top_k import TopK
 
-_SUM = Dense()
-
 
 class RandomKState(NamedTuple):
     """State of `RandomK`."""
@@ -82,10 +80,15 @@ class RandomK(SeededReducer):
     changes_few = True
     density: Density
     _: dataclasses.KW_ONLY
-    reducer: Reducer = _SUM
+    reducer: Reducer | None = None
+
+    @property
+    def inner(self) -> Reducer:
+        """The reducer of the drawn values."""
+        return Dense() if self.reducer is None else self.reducer
 
     def check(self) -> None:
-        if not isinstance(self.reducer, Reducer) or self.reducer.whole_leaves:
+        if not isinstance(self.inner, Reducer) or self.inner.whole_leaves:
             raise ValueError(
                 f"reducer={self.reducer!r} must be a reducer of flat vectors, such as "
                 "jaxsparse.systems.TopK(0.1) or systems.Dense()"
@@ -94,23 +97,23 @@ class RandomK(SeededReducer):
     @property
     def conservation(self) -> Conservation:
         """The conservation of `reducer`."""
-        return self.reducer.conservation
+        return self.inner.conservation
 
     @property
     def dense_at_full_budget(self) -> bool:
         """Whether this is so for `reducer`."""
-        return self.reducer.dense_at_full_budget
+        return self.inner.dense_at_full_budget
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
         """The same settings with another seed for each bucket. `reducer` splits its own budget."""
-        inner = self.reducer.split(tuple(entries(self.density, size) for size in sizes), dense_size)
+        inner = self.inner.split(tuple(entries(self.density, size) for size in sizes), dense_size)
         seeds = bucket_seeds(self.seed, len(sizes))
         pairs = zip(inner, seeds)
         return tuple(dataclasses.replace(self, reducer=one, seed=seed) for one, seed in pairs)
 
     def init(self, size: int) -> RandomKState:
         """The number of exchanges so far, and the state of `reducer`."""
-        return RandomKState(jnp.uint32(0), self.reducer.init(entries(self.density, size)))
+        return RandomKState(jnp.uint32(0), self.inner.init(entries(self.density, size)))
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`. A sum that overflows counts as not sent."""
@@ -119,7 +122,7 @@ class RandomK(SeededReducer):
         k = entries(self.density, x.size)
         chosen = hashing.permute(jnp.arange(k, dtype=jnp.int32), x.size, key)
         drawn = x.at[chosen].get(unique_indices=True)
-        part = self.reducer(drawn, state.inner, axis_name=axis_name).whole(drawn)
+        part = self.inner(drawn, state.inner, axis_name=axis_name).whole(drawn)
         # A reducer that sends everything masks nothing, but here only drawn coordinates are sent.
         sent = (part.residual != drawn) | (drawn == 0) if part.sent is None else part.sent
         dense = filled(x.size, jnp.float32(0), chosen)

@@ -62,9 +62,9 @@ class System(NamedTuple):
         """The name of the transformation."""
         return self.transformation.__name__
 
-    def reducer(self, **settings: Any) -> Budget:
+    def reducer(self, *args: Any, **settings: Any) -> Budget:
         """The reducer of these settings, or the budget that makes it."""
-        return self.transformation.settings(**settings).budget  # type: ignore[attr-defined]
+        return self.transformation.settings(*args, **settings).budget  # type: ignore[attr-defined]
 
     def with_variants(self) -> Iterator[tuple[str, "System"]]:
         """This row and one for each variant, with their names."""
