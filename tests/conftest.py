@@ -49,7 +49,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselects what runs with --slow and --thorough only. Thousands of skips would take seconds."""
+    """Leaves out what runs with --slow or --thorough only. Skipping thousands takes seconds."""
     left_out = {mark for mark in ("slow", "thorough") if not config.getoption(f"--{mark}")}
     deselected = [item for item in items if not left_out.isdisjoint(item.keywords)]
     config.hook.pytest_deselected(items=deselected)
