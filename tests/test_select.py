@@ -99,7 +99,7 @@ def test_compact_of_each_row(width):
         np.random.default_rng(width).uniform(size=(5, width)) < np.array([[0, 0.1, 0.5, 0.9, 1]]).T
     )
     capacity = -(-width // 2)
-    places, counts = compact_rows(jnp.asarray(mask), capacity)
+    places, counts = jax.jit(compact_rows, static_argnums=1)(jnp.asarray(mask), capacity)
     np.testing.assert_array_equal(counts, mask.sum(axis=1))
     for row, found in zip(mask, np.asarray(places)):
         there = np.flatnonzero(row)[:capacity]
