@@ -305,7 +305,7 @@ def test_without_factors_a_state_has_no_empty_arrays():
     gradient = jnp.ones((3, 2))
     state = tx.init(gradient)
     assert all(x.size for x in jax.tree.leaves(state))
-    updates, after = tx.update(gradient, state)
+    updates, after = jax.jit(tx.update)(gradient, state)
     np.testing.assert_array_equal(updates, gradient)
     assert jax.tree.structure(after) == jax.tree.structure(state)
 
