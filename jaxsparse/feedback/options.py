@@ -141,8 +141,8 @@ def transformation(
             raise TypeError(f"{name}(): {error}") from None
         return settings(*args, **kwargs).transformation()
 
+    # Its module stays this one, so that doctest runs examples once, those of the settings.
     make.__name__ = make.__qualname__ = name
-    make.__module__ = settings.__module__
     make.__doc__ = _documented(settings, list(signature.parameters))
     make.__signature__ = signature  # type: ignore[attr-defined]
     make.settings = settings  # type: ignore[attr-defined]

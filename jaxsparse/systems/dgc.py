@@ -41,6 +41,7 @@ class _DGC(SystemOptions, TopK):
         ValueError: settings out of range.
 
     Example:
+        >>> import jax, jax.numpy as jnp
         >>> tx = dgc(0.001, axis_name=None)
         >>> grads = {"kernel": jnp.ones((64, 64)).at[3].set(5.0), "bias": jnp.ones(64)}
         >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
