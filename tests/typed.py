@@ -3,9 +3,10 @@
 It is checked by mypy, not run. A comment that ignores an error is an error itself if there is none.
 """
 
+from typing import assert_type
+
 import jax.numpy as jnp
 import optax
-from typing_extensions import assert_type
 
 import jaxsparse
 from jaxsparse import codecs, outer, systems

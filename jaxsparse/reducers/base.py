@@ -98,8 +98,13 @@ class Budget(abc.ABC):
 
     def __post_init__(self):
         check_fields(self)
-        if not any(isinstance(value, Stages) for value in vars(self).values()):
+        if not self.has_stages:
             self.check()
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether a setting is `Stages`. It then only stands for a reducer that changes."""
+        return any(isinstance(value, Stages) for value in vars(self).values())
 
     def check(self) -> None:  # noqa: B027 - most settings do not
         """Raises ValueError where settings, each in range, contradict each other."""

@@ -44,6 +44,11 @@ class Staged(Reducer):
     stages: Stages[Reducer]
 
     @property
+    def has_stages(self) -> bool:
+        """No: it is the reducer that changes."""
+        return False
+
+    @property
     def system(self) -> str:
         """The names of all stages' systems."""
         return " and ".join(dict.fromkeys(reducer.system for reducer in self.stages.values))
@@ -129,12 +134,12 @@ class Staged(Reducer):
 
 def in_stages(settings: T, make: Callable[[T], Budget]) -> Budget:
     """What `make` makes of the settings, or a `Staged` if one of their fields is `Stages`."""
+    if isinstance(settings, Staged):
+        return settings
     fields = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}  # type: ignore[arg-type]
-    changing = [name for name, value in fields.items() if isinstance(value, Stages)]
+    changing = {name: value for name, value in fields.items() if isinstance(value, Stages)}
     if not changing:
         return make(settings)
-    if len(changing) > 1:
-        raise ValueError(f"{' and '.join(changing)} are both Stages: let one setting change")
-    stages = fields[changing[0]]
-    made = (dataclasses.replace(settings, **{changing[0]: x}) for x in stages.values)  # type: ignore[type-var]
+    ((name, stages),) = changing.items()  # a system has one such setting
+    made = (dataclasses.replace(settings, **{name: value}) for value in stages.values)  # type: ignore[type-var]
     return Staged(Stages(tuple(map(make, made)), stages.boundaries))  # type: ignore[arg-type]

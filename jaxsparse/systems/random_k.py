@@ -88,7 +88,8 @@ class RandomK(SeededReducer):
         return Dense() if self.reducer is None else self.reducer
 
     def check(self) -> None:
-        if not isinstance(self.inner, Reducer) or self.inner.whole_leaves:
+        inner = self.inner
+        if not isinstance(inner, Reducer) or inner.whole_leaves or inner.has_stages:
             raise ValueError(
                 f"reducer={self.reducer!r} must be a reducer of flat vectors, such as "
                 "jaxsparse.systems.TopK(0.1) or systems.Dense()"
