@@ -128,22 +128,23 @@ def _checks(kind: Any) -> list[tuple[str, list[Check]]]:
 
 
 def _checks_of(hint: Any) -> list[Check]:
+    parts = get_args(hint)
     if get_origin(hint) is Annotated:
-        kind, *extra = get_args(hint)
-        return [_unless(kind, c) for c in (*_checks_of(kind), *filter(callable, extra))]
+        own = [_unless((Stages,), check) for check in parts[1:] if callable(check)]
+        return _checks_of(parts[0]) + own
     if get_origin(hint) in (Union, types.UnionType):
-        return [_unless(hint, c) for part in get_args(hint) for c in _checks_of(part)]
+        # Values of the other types, such as None, pass.
+        kinds = [get_origin(part) or part for part in parts]
+        others = tuple(k for k in kinds if isinstance(k, type) and k not in (int, float, bool))
+        return [_unless(others, check) for part in parts for check in _checks_of(part)]
     if get_origin(hint) is Literal:
-        return [functools.partial(_check_choice, get_args(hint))]
+        return [functools.partial(_check_choice, parts)]
     return [static_int] if hint is int else []
 
 
-def _unless(hint: Any, check: Check) -> Check:
-    """The check, for all values but those of other types of a union, such as None and Stages."""
-    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
-    kinds = [get_origin(part) or part for part in parts]
-    skipped = tuple(k for k in kinds if isinstance(k, type) and k not in (int, float, bool))
-    return lambda name, value: value if isinstance(value, skipped) else check(name, value)
+def _unless(kinds: tuple[type, ...], check: Check) -> Check:
+    """The check, for all values but those of these types."""
+    return lambda name, value: value if isinstance(value, kinds) else check(name, value)
 
 
 def _check_choice(known: tuple[Any, ...], name: str, value: Any) -> Any:

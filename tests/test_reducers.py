@@ -16,7 +16,6 @@ from jaxsparse.systems import (
     GTopK,
     OkTopk,
     Quantized,
-    SketchedBudget,
     SketchedSGD,
     SparDL,
     TrueTopK,
@@ -38,7 +37,7 @@ def test_numpy_integers_are_ints():
     assert repr(sketched) == repr(SketchedSGD(**settings))
     assert repr(SketchedSGD(**{**numpy, "seed": np.uint32(7)})) == repr(sketched)
     for given in ("k", "cols"):
-        budgets = [SketchedBudget(4, sketched, **{given: n}) for n in (9, np.int32(9))]
+        budgets = [SketchedSGD(4, rows=3, **{given: n}) for n in (9, np.int32(9))]
         assert repr(budgets[0].split((SIZE,))) == repr(budgets[1].split((SIZE,)))
     x = np.random.default_rng(0).normal(size=(2, SIZE))
     for reducer in (sketched, TrueTopK(k=np.int64(5))):

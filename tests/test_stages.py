@@ -59,7 +59,7 @@ def test_a_reducer_may_have_a_setting_in_stages():
         assert jax.tree.structure(tx.init(params)) == jax.tree.structure(
             jaxsparse.error_feedback(want).init(params)
         )
-    with pytest.raises(ValueError, match="reducer=TopK.* must be a reducer of flat vectors"):
+    with pytest.raises(ValueError, match=r"reducer=TopK.* must be a reducer of flat vectors"):
         RandomK(0.5, reducer=TopK(stages))
 
 
