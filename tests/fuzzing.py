@@ -295,8 +295,7 @@ def _sparcml(rng, size, workers):
         "algorithm": algorithm,
         "bits": bits,
         "rounding": _pick(rng, "stochastic", "nearest"),
-        "capacity_factor": _pick(rng, None, 0.3, 1.0, 2.0),
-        "union_factor": _pick(rng, None, 0.5, 1.0),
+        "union_factor": _pick(rng, None, 0.3, 0.5, 1.0),
         "codec": _codec(rng),
     }
 

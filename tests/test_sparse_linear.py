@@ -71,7 +71,7 @@ def task_of(example, model, classes, workers, steps=7, per_worker=3):
 
 
 def trained(example, task, name, workers):
-    known = example.exchange.exchanges(task.batches.room, task.entries, workers)
+    known = example.exchange.exchanges(task.batches.room)
     return example.train.train(task, known[name], mesh(workers), name=name)
 
 
@@ -140,7 +140,7 @@ def test_room_is_what_the_fullest_step_needs(example, field):
     task = task_of(example, "logistic", 4, 3)
     room = task.batches.room
     scarce = dataclasses.replace(room, **{field: getattr(room, field) - 1})
-    exchange = example.exchange.exchanges(scarce, task.entries, 3)["split_allgather"]
+    exchange = example.exchange.exchanges(scarce)["split_allgather"]
     with pytest.raises(RuntimeError, match="split_allgather: 1 entries found no room in step"):
         example.train.train(task, exchange, mesh(3), name="split_allgather")
 

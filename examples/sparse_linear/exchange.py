@@ -21,12 +21,6 @@ def dense(stream: jaxsparse.stream.SparseStream, size: int, *, axis_name: str) -
     return AllReduced(jax.lax.psum(mine, axis_name), jnp.zeros_like(mine), jnp.int32(0))
 
 
-def _factors(room: Room, k: int, workers: int) -> tuple[float, float]:
-    """`capacity_factor` and `union_factor`, which give the room in multiples of k / W."""
-    # Half an entry less than the room, because its ceiling is the room itself after any rounding.
-    return (room.to_owner - 0.5) * workers / k, (room.of_owner - 0.5) * workers / k
-
-
 def fastest(room: Room, k: int, size: int, workers: int, link: jaxsparse.planner.Link) -> str:
     """Name of the fastest exchange by the alpha-beta model, for k entries of `size` elements."""
     network = jaxsparse.planner.Network(link)
@@ -38,22 +32,21 @@ def fastest(room: Room, k: int, size: int, workers: int, link: jaxsparse.planner
         run = functools.partial(exchange, size=size, axis_name="data")
         return network.seconds(jaxsparse.traffic.traced_bytes(run, stream, workers))
 
-    known = exchanges(room, k, workers)
+    known = exchanges(room)
     return min(known, key=lambda name: seconds(known[name]))
 
 
-def exchanges(room: Room, k: int, workers: int) -> dict[str, Exchange]:
-    """All exchanges by name, with room for k entries of each worker."""
-    capacity, union = _factors(room, k, workers)
+def exchanges(room: Room) -> dict[str, Exchange]:
+    """All exchanges by name, with this room."""
     split = functools.partial(
-        collectives.split_allgather, capacity_factor=capacity, union_factor=union
+        collectives.split_allgather, capacity=room.to_owner, union_capacity=room.of_owner
     )
     return {
         "dense": dense,
         "recursive_double": collectives.recursive_double,
         "split_allgather": split,
         "dsar_split_allgather": functools.partial(
-            collectives.dsar_split_allgather, capacity_factor=capacity
+            collectives.dsar_split_allgather, capacity=room.to_owner
         ),
         "all_gather": functools.partial(collectives.all_gather_sum, distinct=True),
         "ring": collectives.sparse_ring,

@@ -139,7 +139,7 @@ def compare(
     task: Task, names: Sequence[str], best: str, mesh: Mesh, progress: Progress
 ) -> list[results.Run]:
     """One run for each exchange. "auto" stands for `best`, which is not trained twice."""
-    known = exchanges(task.batches.room, task.entries, mesh.size)
+    known = exchanges(task.batches.room)
     runs: dict[str, results.Run] = {}
     for name in [best if name == "auto" else name for name in names]:
         if name not in runs:
