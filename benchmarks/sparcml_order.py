@@ -186,11 +186,11 @@ def show_differences(link: Link, table: list[Cell]) -> list[dict[str, Any]]:
         )
     print(
         "  Messages are as long as the room in them: recursive_double and ring have room for\n"
-        "  disjoint supports. The second half of split_allgather has --union-factor times the room\n"
-        "  for random supports, and what exceeds it stays in the residual. The first half of both\n"
-        "  split algorithms has room for the most entries that a range can have of its groups. No\n"
-        "  message is longer than a dense one, here, which in the paper's SSAR_Split_allgather they\n"
-        "  can be."
+        "  disjoint supports. The second half of split_allgather has --union-factor times the\n"
+        "  room for random supports, and what exceeds it stays in the residual. The first half of\n"
+        "  both split algorithms has room for the most entries that a range can have of its\n"
+        "  groups. No message is longer than a dense one, here, which in the paper's\n"
+        "  SSAR_Split_allgather they can be."
     )
     return differences
 
