@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import on_workers, some
+from workers import few, on_workers, some
 
 from jaxsparse.select.groups import most_entries
 from jaxsparse.systems import SparCML
@@ -69,9 +69,11 @@ def data(kind, workers, size):
     return x.astype(np.float32)
 
 
-@pytest.mark.parametrize("algorithm", some(["split_allgather", "dsar_split_allgather"], ()))
-@pytest.mark.parametrize("factor", [None, 1.0, 0.5])
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    "algorithm", few(["split_allgather", "dsar_split_allgather"], ["split_allgather"])
+)
+@pytest.mark.parametrize("factor", few([None, 1.0, 0.5], [1.0, 0.5]))
+@pytest.mark.parametrize("workers", some(WORKERS, (), slow=(3, 32)))
 def test_against_numpy(workers, factor, algorithm):
     """Sizes below W, of less than a group, and with a short last group."""
     for size in (2, 31, 64, 130, 1031):
@@ -103,7 +105,7 @@ def check(reducer, workers, size):
             assert not np.any(reduced.info.overflow)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", few(WORKERS, (3, 32)))
 @pytest.mark.parametrize("k", [1, 4, 16])
 def test_random_supports_fit(workers, k):
     """The union of W random supports, drawn 100 times."""
