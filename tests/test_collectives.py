@@ -19,7 +19,7 @@ from jaxsparse.collectives import (
     split_allgather,
 )
 from jaxsparse.collectives.messages import MessageFormat
-from jaxsparse.stream import SparseStream
+from jaxsparse.stream import Combination, SparseStream
 
 SIZE, K = 307, 12  # prime: no number of workers divides it
 SIMULATED = (*range(1, 10), 12, 14, 16)
@@ -126,6 +126,55 @@ def test_sums_on_devices(name, workers):
 def test_other_operations(name, workers, operation):
     op, dtype = operation
     check_exact(name, workers, "vmap", op, np.dtype(dtype))
+
+
+PRODUCT = Combination(jnp.multiply, 1)
+MODULAR = Combination(lambda a, b: (a + b) % jnp.uint32(97), 0)
+BIT_AND = Combination(jnp.bitwise_and, -1)
+OWN = {
+    "product": (PRODUCT, np.multiply, np.float32, lambda x: np.sign(x) * 2.0 ** (np.abs(x) % 4)),
+    "sum modulo 97": (MODULAR, lambda a, b: (a + b) % 97, np.uint32, lambda x: x),
+    "bitwise and": (BIT_AND, np.bitwise_and, np.int32, lambda x: x),
+}
+
+
+@pytest.mark.parametrize("own", few(OWN, ("product",)))
+@pytest.mark.parametrize("workers", few((2, 3, 5, 8), (3,)))
+@pytest.mark.parametrize("name", some(LOSSLESS, ("split_allgather", "recursive_double")))
+def test_operations_of_one_s_own(name, workers, own):
+    op, function, dtype, values_of = OWN[own]
+    for seed, kind in enumerate(SUPPORTS):
+        data = streams(kind, workers, seed, dtype)
+        data = data._replace(values=values_of(data.values).astype(dtype))
+        expected = np.full(SIZE, op.neutral, dtype)
+        for indices, values in zip(*data):
+            for index, value in zip(indices, values):
+                if index < SIZE:
+                    expected[index] = function(expected[index], value)
+        total, residual, overflow = run(name, data, op=op)
+        np.testing.assert_array_equal(total, expected)
+        assert not residual.any()
+        assert overflow == 0
+
+
+def test_an_operation_of_one_s_own_is_checked():
+    entries = SparseStream(jnp.array([1, 2], jnp.int32), jnp.ones(2))
+    for op, message in (
+        (Combination(jnp.multiply, 0), r"neutral=0 is not neutral: function\(0, x\) for x = "),
+        (Combination(jnp.multiply, 1e300), r"neutral=1e\+300 is no number that float32 can hold"),
+        (Combination(jnp.multiply, (1, 1)), r"neutral=\(1, 1\) is no number that float32"),
+        (Combination(lambda a, b: a + b + a * b * (a - b), 0), "is not commutative: for x = "),
+        (Combination(jnp.equal, 0), "returns bool and shape"),
+    ):
+        call = lambda op=op: all_gather_sum(entries, 5, axis_name=None, op=op)
+        with pytest.raises(ValueError, match=message):
+            jax.jit(call)()
+    with pytest.raises(ValueError, match="neutral=-1 is no number that uint32 can hold"):
+        all_gather_sum(
+            entries._replace(values=jnp.ones(2, jnp.uint32)), 5, axis_name=None, op=BIT_AND
+        )
+    with pytest.raises(ValueError, match="has no residual for entries that find no room"):
+        split_allgather(entries, 50, axis_name=None, op=PRODUCT, capacity=1)
 
 
 def test_an_absent_entry_is_neutral():

@@ -31,7 +31,8 @@ def dsar_split_allgather(
         stream: k entries; an index may repeat.
         size: number of elements of the vector, d.
         axis_name: the axis of the workers.
-        op: operation that combines entries. Only sums can be quantised.
+        op: operation that combines entries, by name or as a `stream.Combination`. Only sums can
+            be quantised.
         codec: wire format of the first half.
         capacity: as in `split_allgather`, for the first half.
         quantizer: quantiser of the second half. None: float32.

@@ -33,8 +33,8 @@ def sparse_ring(
         stream: k entries; an index may repeat.
         size: number of elements of the vector, d.
         axis_name: the axis of the workers.
-        op: operation that combines entries. Only for sums may the codec round or the capacity be
-            bounded.
+        op: operation that combines entries, by name or as a `stream.Combination`. Only for sums
+            may the codec round or the capacity be bounded.
         codec: wire format of sparse messages.
         capacity: room in messages, in entries. None: room for all. If a partial sum has more
             entries, the smallest stay in the sender's residual and are counted.

@@ -12,7 +12,14 @@ from jaxsparse.codecs.codec import left_of
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced, MessageFormat
 from jaxsparse.settings import static_count
-from jaxsparse.stream import Operation, SparseStream, merge_duplicates, neutral, to_dense
+from jaxsparse.stream import (
+    Operation,
+    SparseStream,
+    merge_duplicates,
+    neutral,
+    takes_duplicates,
+    to_dense,
+)
 
 
 def room_in(name: str, capacity: int | None, most: int, op: Operation) -> int:
@@ -77,7 +84,7 @@ def split(
         messages = wire.all_to_all(jax.vmap(message_format.pack)(rows), axis_name)
         residual, overflow = zeros, jnp.int32(0)
     else:
-        if op == "or":
+        if not takes_duplicates(op):
             stream = merge_duplicates(stream, size, op)
         is_entry = (stream.indices < size) & (stream.values != neutral(op, dtype))
         owner = jnp.where(is_entry, stream.indices // m, workers)

@@ -35,8 +35,8 @@ def split_allgather(
         stream: k entries; an index may repeat.
         size: number of elements of the vector, d.
         axis_name: the axis of the workers.
-        op: operation that combines entries. Only for sums may the codec round or the capacity be
-            bounded.
+        op: operation that combines entries, by name or as a `stream.Combination`. Only for sums
+            may the codec round or the capacity be bounded.
         codec: wire format of sparse messages.
         capacity: room for a worker's entries in one owner's range. An even share is k / W. None:
             room for all k. Entries without room, the stream's last ones for an owner, stay in the
