@@ -75,7 +75,7 @@ def words(sent: traffic.WireBytes) -> tuple[float, float]:
 
 def rows(workers: int, size: int, k: int) -> list[Row]:
     """Rows of all algorithms, for k of `size` entries a worker."""
-    W, log = workers, math.ceil(math.log2(workers))
+    W, log, room = workers, math.ceil(math.log2(workers)), math.ceil(k / workers)
     table = []
 
     def add(
@@ -114,12 +114,12 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
     stream("recursive_double", recursive_double, ssar, reason)
     split = (2 * (W - 1) / W * 2 * k, W * 2 * k)
     stream(
-        "split_allgather, factors 1",
+        "split_allgather, even room",
         split_allgather,
         split,
         "1 word counts overflow",
-        capacity_factor=1.0,
-        union_factor=1.0,
+        capacity=room,
+        union_capacity=room,
     )
     stream(
         "split_allgather, lossless",
@@ -129,21 +129,21 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
     )
     half = (W - 1) / W * size
     stream(
-        "dsar_split_allgather, factor 1",
+        "dsar_split_allgather, even room",
         dsar_split_allgather,
         (half, half + 2 * k),
         "1 word counts overflow",
-        capacity_factor=1.0,
+        capacity=room,
     )
     stream(
         "dsar_split_allgather, 4 bits",
         dsar_split_allgather,
         (half / 8, half / 8 + 2 * k),
         "1 scale per 1024 values",
-        capacity_factor=1.0,
+        capacity=room,
         quantizer=jaxsparse.quantize.QSGD(4),
     )
-    stream("sparse_ring, factor 1", sparse_ring, split, "", capacity_factor=1.0)
+    stream("sparse_ring, even room", sparse_ring, split, "", capacity=room)
     topk = ((W - 1) * 2 * k,) * 2
     stream("all_gather_sum (TopkA)", all_gather_sum, topk, distinct=True)
     reason = "no broadcast"

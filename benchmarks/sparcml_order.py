@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from timing import save, size_of
 
 from jaxsparse.planner import Link
+from jaxsparse.systems import SparCML
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from published_traffic import Traffic, dense_traffic, sparcml_traffic
@@ -90,7 +91,8 @@ def published(k: int, size: int, workers: int) -> dict[str, Traffic]:
 
 def library(k: int, args: argparse.Namespace, workers: int) -> dict[str, Traffic]:
     """Rounds and words that this library pays for k entries a worker."""
-    traffic = sparcml_traffic(k, args.size, workers, args.capacity_factor, args.union_factor)
+    reducer = SparCML(1, round(args.size / k), union_factor=args.union_factor)
+    traffic = sparcml_traffic(reducer, args.size, workers)
     return {**traffic, "dense": dense_traffic(args.size, workers)}
 
 
@@ -184,10 +186,11 @@ def show_differences(link: Link, table: list[Cell]) -> list[dict[str, Any]]:
         )
     print(
         "  Messages are as long as the room in them: recursive_double and ring have room for\n"
-        "  disjoint supports, and so has the second half of split_allgather unless --union-factor\n"
-        "  bounds it; the first half of both split algorithms has --capacity-factor times an even\n"
-        "  share. No message is longer than a dense one, here, which in the paper's\n"
-        "  SSAR_Split_allgather they can be. What exceeds a factor stays in the residual."
+        "  disjoint supports. The second half of split_allgather has --union-factor times the\n"
+        "  room for random supports, and what exceeds it stays in the residual. The first half of\n"
+        "  both split algorithms has room for the most entries that a range can have of its\n"
+        "  groups. No message is longer than a dense one, here, which in the paper's\n"
+        "  SSAR_Split_allgather they can be."
     )
     return differences
 
@@ -362,8 +365,7 @@ def parse_args() -> argparse.Namespace:
     add("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64, 128, 256, 512, 1024])
     densities = [1e-4, 3e-4, 1e-3, 3e-3, DAINT, 3e-2, 1e-1]
     add("--densities", type=float, nargs="+", default=densities, help="shares, not per cent")
-    add("--capacity-factor", type=factor, default=2.0, help="of SparCML, or none")
-    add("--union-factor", type=factor, default=None, help="of SparCML, or none")
+    add("--union-factor", type=factor, default=1.0, help="of SparCML, or none")
     add("--measured", type=Path, metavar="JSON", help="times to compare the model with")
     add("--figure", type=Path, metavar="PNG", help="also draw the paper's two panels")
     add("--json", metavar="FILE", help="also write all results here")
@@ -377,10 +379,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     link = Link(args.latency, args.bandwidth)
-    print(
-        f"{args.size:,} elements, {link}, capacity_factor={args.capacity_factor}, "
-        f"union_factor={args.union_factor}"
-    )
+    print(f"{args.size:,} elements, {link}, union_factor={args.union_factor}")
     table = cells(args)
     show_fastest(link, table, args)
     found: dict[str, Any] = {"claims": claims(link, args)}

@@ -1,16 +1,44 @@
 """Sparse vectors of a static capacity (SparCML, section 5.1), and operations that combine entries.
 
-The four operations are sum, max, min and or. All are commutative and associative. An absent entry
-counts as the operation's neutral element: max(-2, absent) is -2, not 0.
+Four operations have names: sum, max, min and or. A `Combination` is any other one. All are
+commutative and associative. An absent entry counts as the operation's neutral element: max(-2,
+absent) is -2, not 0.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, DTypeLike, Int, Num, Shaped
 
-Operation = Literal["sum", "max", "min", "or"]
+Named = Literal["sum", "max", "min", "or"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """A commutative and associative operation of your own (SparCML, section 5.2).
+
+    Attributes:
+        function: function of two arrays of one shape and dtype, element by element. It must be
+            commutative and associative: workers combine values in any order. Pass the same function
+            each time, since another one compiles the step again.
+        neutral: the number e for which function(e, x) is x. Entries that equal it count as absent.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> stream = SparseStream(jnp.array([2, 0, 2]), jnp.array([5.0, 1.0, 3.0]))
+        >>> to_dense(stream, 4, Combination(jnp.multiply, 1)).tolist()
+        [1.0, 1.0, 15.0, 1.0]
+    """
+
+    function: Callable[[Array, Array], Array]
+    neutral: float
+
+
+Operation = Named | Combination
 
 
 class SparseStream(NamedTuple):
@@ -54,7 +82,7 @@ def to_dense(stream: SparseStream, size: int, op: Operation = "sum") -> Num[Arra
         [1.0, 0.0, 5.0, 0.0]
     """
     dtype = stream.values.dtype
-    if op == "or":  # its scatter needs distinct indices
+    if not takes_duplicates(op):
         stream = merge_duplicates(stream, size, op)
     empty = filled(size, neutral(op, dtype), stream.indices)
     return scatter(op, empty, stream.indices, stream.values)
@@ -180,13 +208,59 @@ def delta(size: int, entry_bytes: float = 8, dense_bytes: float = 4) -> int:
 
 def check_operation(op: Operation, dtype: DTypeLike) -> None:
     """Raises ValueError unless `op` is known and defined for `dtype`."""
-    if op not in get_args(Operation):
-        raise ValueError(f"op={op!r} is unknown: use one of {get_args(Operation)}")
+    if isinstance(op, Combination):
+        return _check_combination(op, dtype)
+    if op not in get_args(Named):
+        raise ValueError(
+            f"op={op!r} is unknown: use one of {get_args(Named)}, or a stream.Combination"
+        )
     if op == "or" and not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(
             f"op='or' combines the bits of integers, values have dtype {jnp.dtype(dtype)}: "
             "pass them as uint32"
         )
+
+
+def _check_combination(op: Combination, dtype: DTypeLike) -> None:
+    dtype = np.dtype(dtype)
+    neutral = np.array(op.neutral)
+    with np.errstate(all="ignore"):
+        fits = neutral.ndim == 0 and neutral.astype(dtype) == neutral
+    if not fits:
+        raise ValueError(
+            f"neutral={op.neutral!r} is no number that {dtype} can hold: give the element e with "
+            "function(e, x) == x for all x"
+        )
+    some = np.array([op.neutral, 1, 2, 3], dtype)
+    with jax.ensure_compile_time_eval():
+        pairs = ((some, np.full_like(some, op.neutral)), (some[1:], some[:0:-1]))
+        (right, left), (one, other) = (
+            (
+                op.function(jnp.asarray(a), jnp.asarray(b)),
+                op.function(jnp.asarray(b), jnp.asarray(a)),
+            )
+            for a, b in pairs
+        )
+        if right.shape != some.shape or right.dtype != dtype:
+            raise ValueError(
+                f"function={op.function} of arrays of {dtype} and shape {some.shape} returns "
+                f"{right.dtype} and shape {right.shape}: it must keep both"
+            )
+        if not (np.array_equal(right, some) and np.array_equal(left, some)):
+            raise ValueError(
+                f"neutral={op.neutral!r} is not neutral: function({op.neutral!r}, x) for x = "
+                f"{some.tolist()} is {left.tolist()}"
+            )
+        if not np.array_equal(one, other):
+            raise ValueError(
+                f"function={op.function} is not commutative: for x = {pairs[1][0].tolist()} and y "
+                f"= {pairs[1][1].tolist()}, f(x, y) is {one.tolist()} and f(y, x) {other.tolist()}"
+            )
+
+
+def takes_duplicates(op: Operation) -> bool:
+    """Whether `scatter` combines values whose indices are equal."""
+    return op in ("sum", "max", "min")
 
 
 def neutral(op: Operation, dtype: DTypeLike) -> Num[Array, ""]:
@@ -197,6 +271,8 @@ def neutral(op: Operation, dtype: DTypeLike) -> Num[Array, ""]:
         -inf
     """
     check_operation(op, dtype)
+    if isinstance(op, Combination):
+        return jnp.array(op.neutral, dtype)
     if op in ("sum", "or"):
         return jnp.zeros((), dtype)
     if jnp.issubdtype(dtype, jnp.floating):
@@ -207,6 +283,8 @@ def neutral(op: Operation, dtype: DTypeLike) -> Num[Array, ""]:
 
 def combine(op: Operation, a: Num[Array, "*shape"], b: Num[Array, "*shape"]) -> Array:
     """`a` and `b` combined element by element."""
+    if isinstance(op, Combination):
+        return op.function(a, b)
     functions = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "or": jnp.bitwise_or}
     return functions[op](a, b)
 
@@ -214,7 +292,7 @@ def combine(op: Operation, a: Num[Array, "*shape"], b: Num[Array, "*shape"]) -> 
 def scatter(op: Operation, dense: Num[Array, " d"], indices: Array, values: Array) -> Array:
     """`dense` with `values` combined into it at `indices`. Out-of-range indices are ignored.
 
-    An index may repeat, except for "or".
+    An index may repeat if the operation `takes_duplicates`.
     """
     at = dense.at[indices]
     if op == "sum":
@@ -223,4 +301,4 @@ def scatter(op: Operation, dense: Num[Array, " d"], indices: Array, values: Arra
         return at.max(values, mode="drop")
     if op == "min":
         return at.min(values, mode="drop")
-    return at.set(at.get(mode="fill", fill_value=0) | values, mode="drop")
+    return at.set(combine(op, at.get(mode="fill", fill_value=0), values), mode="drop")

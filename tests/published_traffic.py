@@ -52,34 +52,30 @@ def recursive_double_traffic(k, size, workers, codec=codecs.COO):
     return Traffic(len(capacities), sum(words))
 
 
-def split_allgather_traffic(
-    k, size, workers, codec=codecs.COO, capacity_factor=None, union_factor=None
-):
+def split_allgather_traffic(k, size, workers, codec=codecs.COO, capacity=None, union_capacity=None):
     """W - 1 + ceil(log2 W) rounds. Each half receives W - 1 full messages.
 
     The published range (section 5.3.2) goes from 2 (W - 1)/W 2k words, if all supports are equal,
-    to W 2k, if they are disjoint. Static shapes without factors pay more than the latter, since all
-    k entries of a worker may be for one owner.
+    to W 2k, if they are disjoint. Static shapes without capacities pay more than the latter, since
+    all k entries of a worker may be for one owner.
     """
-    first = split_format(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
-    second = split_allgather._gather_format(
-        k, size, workers, "sum", jnp.float32, codec, capacity_factor, union_factor
+    first = split_format(k, size, workers, "sum", jnp.float32, codec, capacity)
+    second, is_cut = split_allgather._gather_format(
+        k, size, workers, "sum", jnp.float32, codec, capacity, union_capacity
     )
-    is_bounded = capacity_factor is not None or union_factor is not None
+    is_bounded = capacity is not None or is_cut
     words = (workers - 1) * (first.words + second.words + is_bounded)
     return Traffic(workers - 1 + (workers - 1).bit_length(), words)
 
 
-def dsar_split_allgather_traffic(
-    k, size, workers, codec=codecs.COO, capacity_factor=None, quantizer=None
-):
+def dsar_split_allgather_traffic(k, size, workers, codec=codecs.COO, capacity=None, quantizer=None):
     """W - 1 + ceil(log2 W) rounds. W - 1 full messages in the first half, then (W - 1)/W d words.
 
     The published range (section 5.3.3) counts 0 to 2k words for the first half.
     """
-    first = split_format(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
+    first = split_format(k, size, workers, "sum", jnp.float32, codec, capacity)
     second = first.size if quantizer is None else quantizer.words(first.size)
-    words = (workers - 1) * (first.words + second + (capacity_factor is not None))
+    words = (workers - 1) * (first.words + second + (capacity is not None))
     return Traffic(workers - 1 + (workers - 1).bit_length(), words)
 
 
@@ -89,10 +85,10 @@ def all_gather_sum_traffic(k, size, workers, codec=codecs.COO):
     return Traffic((workers - 1).bit_length(), (workers - 1) * message_format.words)
 
 
-def sparse_ring_traffic(k, size, workers, codec=codecs.COO, capacity_factor=None):
+def sparse_ring_traffic(k, size, workers, codec=codecs.COO, capacity=None):
     """2 (W - 1) rounds. Words are those of full messages."""
-    formats = sparse_ring._formats(k, size, workers, "sum", jnp.float32, codec, capacity_factor)
-    last = formats[-1].words + (capacity_factor is not None)
+    formats = sparse_ring._formats(k, size, workers, "sum", jnp.float32, codec, capacity)
+    last = formats[-1].words + (capacity is not None)
     words = sum(message_format.words for message_format in formats[:-1]) + (workers - 1) * last
     return Traffic(2 * (workers - 1), words)
 
@@ -160,15 +156,16 @@ def s2_traffic(reducer, size, workers):
     return union_traffic(blocks.count(size, reducer.block_size), workers) + summed
 
 
-def sparcml_traffic(k, size, workers, capacity_factor=2.0, union_factor=None):
+def sparcml_traffic(reducer, size, workers):
     """The traffic of each of SparCML's algorithms."""
-    first = {"capacity_factor": capacity_factor}
+    k, first = reducer.entries(size), {"capacity": reducer.capacity(size, workers)}
+    union_capacity = reducer.union_capacity(size, workers)
     return {
         "recursive_double": recursive_double_traffic(k, size, workers),
         "all_gather": all_gather_sum_traffic(k, size, workers),
         "dsar_split_allgather": dsar_split_allgather_traffic(k, size, workers, **first),
         "split_allgather": split_allgather_traffic(
-            k, size, workers, **first, union_factor=union_factor
+            k, size, workers, **first, union_capacity=union_capacity
         ),
         "ring": sparse_ring_traffic(k, size, workers),
     }

@@ -1,6 +1,7 @@
 """Every sparse all-reduce against NumPy, for any number of workers, supports and operations."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jaxsparse.collectives import (
     split_allgather,
 )
 from jaxsparse.collectives.messages import MessageFormat
-from jaxsparse.stream import SparseStream
+from jaxsparse.stream import Combination, SparseStream
 
 SIZE, K = 307, 12  # prime: no number of workers divides it
 SIMULATED = (*range(1, 10), 12, 14, 16)
@@ -127,6 +128,55 @@ def test_other_operations(name, workers, operation):
     check_exact(name, workers, "vmap", op, np.dtype(dtype))
 
 
+PRODUCT = Combination(jnp.multiply, 1)
+MODULAR = Combination(lambda a, b: (a + b) % jnp.uint32(97), 0)
+BIT_AND = Combination(jnp.bitwise_and, -1)
+OWN = {
+    "product": (PRODUCT, np.multiply, np.float32, lambda x: np.sign(x) * 2.0 ** (np.abs(x) % 4)),
+    "sum modulo 97": (MODULAR, lambda a, b: (a + b) % 97, np.uint32, lambda x: x),
+    "bitwise and": (BIT_AND, np.bitwise_and, np.int32, lambda x: x),
+}
+
+
+@pytest.mark.parametrize("own", few(OWN, ("product",)))
+@pytest.mark.parametrize("workers", few((2, 3, 5, 8), (3,)))
+@pytest.mark.parametrize("name", some(LOSSLESS, ("split_allgather", "recursive_double")))
+def test_operations_of_one_s_own(name, workers, own):
+    op, function, dtype, values_of = OWN[own]
+    for seed, kind in enumerate(SUPPORTS):
+        data = streams(kind, workers, seed, dtype)
+        data = data._replace(values=values_of(data.values).astype(dtype))
+        expected = np.full(SIZE, op.neutral, dtype)
+        for indices, values in zip(*data):
+            for index, value in zip(indices, values):
+                if index < SIZE:
+                    expected[index] = function(expected[index], value)
+        total, residual, overflow = run(name, data, op=op)
+        np.testing.assert_array_equal(total, expected)
+        assert not residual.any()
+        assert overflow == 0
+
+
+def test_an_operation_of_one_s_own_is_checked():
+    entries = SparseStream(jnp.array([1, 2], jnp.int32), jnp.ones(2))
+    for op, message in (
+        (Combination(jnp.multiply, 0), r"neutral=0 is not neutral: function\(0, x\) for x = "),
+        (Combination(jnp.multiply, 1e300), r"neutral=1e\+300 is no number that float32 can hold"),
+        (Combination(jnp.multiply, (1, 1)), r"neutral=\(1, 1\) is no number that float32"),
+        (Combination(lambda a, b: a + b + a * b * (a - b), 0), "is not commutative: for x = "),
+        (Combination(jnp.equal, 0), "returns bool and shape"),
+    ):
+        call = lambda op=op: all_gather_sum(entries, 5, axis_name=None, op=op)
+        with pytest.raises(ValueError, match=message):
+            jax.jit(call)()
+    with pytest.raises(ValueError, match="neutral=-1 is no number that uint32 can hold"):
+        all_gather_sum(
+            entries._replace(values=jnp.ones(2, jnp.uint32)), 5, axis_name=None, op=BIT_AND
+        )
+    with pytest.raises(ValueError, match="has no residual for entries that find no room"):
+        split_allgather(entries, 50, axis_name=None, op=PRODUCT, capacity=1)
+
+
 def test_an_absent_entry_is_neutral():
     data = streams("empty", 3)  # as in other tests, whose programs are reused
     data.indices[0, 0], data.values[0, 0] = 4, -2
@@ -167,10 +217,10 @@ def test_a_sender_has_what_arrives_to_the_bit(codec):
 
 
 BOUNDED = {
-    "split_allgather": {"capacity_factor": 1.0, "union_factor": 1.0},
-    "split_allgather, union": {"union_factor": 0.5},
-    "dsar_split_allgather": {"capacity_factor": 1.0},
-    "sparse_ring": {"capacity_factor": 0.5},
+    "split_allgather": {"capacity": 1.0, "union_capacity": 1.0},  # in multiples of K / W
+    "split_allgather, union": {"union_capacity": 0.5},
+    "dsar_split_allgather": {"capacity": 1.0},
+    "sparse_ring": {"capacity": 0.5},
 }
 
 
@@ -181,7 +231,8 @@ def test_what_finds_no_room_stays_and_is_counted(name, workers, codec):
     overflowed = 0
     for kind in SUPPORTS:
         data = streams(kind, workers)
-        total, residual, overflow = run(name.split(",")[0], data, codec=codec, **BOUNDED[name])
+        room = {field: math.ceil(share * K / workers) for field, share in BOUNDED[name].items()}
+        total, residual, overflow = run(name.split(",")[0], data, codec=codec, **room)
         np.testing.assert_array_equal(total + residual.sum(0), data.dense().sum(0))
         if overflow == 0 and codec.is_exact:
             assert not residual.any()
@@ -189,11 +240,44 @@ def test_what_finds_no_room_stays_and_is_counted(name, workers, codec):
     assert overflowed > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "room", "too_many"),
+    [
+        ("split_allgather", {"capacity": 3}, 2 * (K - 3)),
+        ("split_allgather", {"union_capacity": 3}, K - 3),
+        ("dsar_split_allgather", {"capacity": 3}, 2 * (K - 3)),
+        ("sparse_ring", {"capacity": 3}, 2 * (K - 3)),  # worker 0's entries, then sums
+    ],
+)
+def test_zeros_take_no_room_and_nan_is_delivered_or_kept(name, room, too_many):
+    """All entries are in the first range, which has room for 3."""
+    data = Streams(np.tile(np.arange(K, dtype=np.int32), (2, 1)), np.zeros((2, K), np.float32))
+    total, residual, overflow = run(name, data, **room)
+    assert not total.any()
+    assert overflow == 0
+    data.values[:, K - 3 :] = 5, -7, 2  # behind zeros that would fill the room
+    total, residual, overflow = run(name, data, **room)
+    np.testing.assert_array_equal(total, data.dense().sum(0))
+    assert not residual.any()
+    assert overflow == 0
+    data.values[1, K - 1] = np.nan
+    total, residual, overflow = run(name, data, **room)
+    np.testing.assert_array_equal(total, data.dense().sum(0))
+    assert not residual.any()
+    assert overflow == 0
+    data.values[:] = np.where(np.isnan(data.values), np.nan, 1)
+    total, residual, overflow = run(name, data, **room)
+    in_total, in_residual = np.isnan(total), np.isnan(residual).any(0)
+    assert np.sum(in_total | in_residual) == 1
+    assert not np.any(in_total & in_residual)
+    assert overflow == too_many
+
+
 def test_overflow_of_the_ring_counts_what_is_cut_on_the_way_and_at_the_end():
     """Worker 0 sends half of its entries to worker 1, which delivers half of the sums."""
     indices = np.stack([np.arange(K), np.arange(K)]).astype(np.int32)  # all of the first range
     data = Streams(indices, np.stack([np.arange(1, K + 1), np.ones(K)]).astype(np.float32))
-    total, residual, overflow = run("sparse_ring", data, capacity_factor=1.0)
+    total, residual, overflow = run("sparse_ring", data, capacity=K // 2)
     small, large = slice(K // 2), slice(K // 2, K)
     assert overflow == 2 * (K // 2)
     np.testing.assert_array_equal(total[small], 0)
@@ -206,7 +290,7 @@ def test_dense_messages_of_a_bounded_ring_have_room_for_all():
     """Room for 6 entries takes 12 words, but a range has only 10 elements and is sent dense."""
     indices = jnp.tile(jnp.arange(K, dtype=jnp.int32), (2, 1))  # the first range, and 2 others
     ring = lambda indices: sparse_ring(
-        SparseStream(indices, jnp.ones(K)), 20, axis_name="data", capacity_factor=1.0
+        SparseStream(indices, jnp.ones(K)), 20, axis_name="data", capacity=K // 2
     )
     reduced = on_workers(ring, 2, "vmap")(indices)
     np.testing.assert_array_equal(reduced.total[0], [2] * K + [0] * (20 - K))
@@ -217,7 +301,7 @@ def test_dense_messages_of_a_bounded_ring_have_room_for_all():
 def test_overflow_of_the_split_counts_the_entries_beyond_an_even_share():
     indices = np.stack([np.arange(K), np.arange(K)]).astype(np.int32)  # all of the first range
     data = Streams(indices, np.ones((2, K), np.float32))
-    total, residual, overflow = run("dsar_split_allgather", data, capacity_factor=1.0)
+    total, residual, overflow = run("dsar_split_allgather", data, capacity=K // 2)
     assert overflow == 2 * (K - K // 2)
     np.testing.assert_array_equal(total[:K], [2] * (K // 2) + [0] * (K // 2))
     np.testing.assert_array_equal(residual[:, :K], [[0] * (K // 2) + [1] * (K // 2)] * 2)
@@ -284,10 +368,12 @@ def test_errors_name_what_is_wrong():
         run("recursive_double", data, op="or")
     with pytest.raises(ValueError, match="rounds, and op='max' has no residual"):
         run("split_allgather", data, op="max", codec=codecs.Packed())
-    with pytest.raises(ValueError, match=r"capacity_factor=2.0, but op='max'"):
-        run("split_allgather", data, op="max", capacity_factor=2.0)
-    with pytest.raises(ValueError, match="union_factor=0 must be positive"):
-        run("split_allgather", data, union_factor=0)
+    with pytest.raises(ValueError, match=r"capacity=2, but op='max'"):
+        run("split_allgather", data, op="max", capacity=2)
+    with pytest.raises(ValueError, match="union_capacity=0 must be at least 1"):
+        run("split_allgather", data, union_capacity=0)
+    with pytest.raises(ValueError, match=r"capacity=1.5 must be an int"):
+        run("sparse_ring", data, capacity=1.5)
     with pytest.raises(ValueError, match="only sums can be quantised"):
         run("dsar_split_allgather", data, op="min", quantizer=quantize.QSGD())
 

@@ -71,8 +71,8 @@ SETTINGS = {
     ),
     "a codec's name": (lambda: jaxsparse.sparcml(codec="packed"), r"codec='packed' is not a codec"),
     "capacity": (
-        lambda: jaxsparse.sparcml(capacity_factor=-1, algorithm="recursive_double"),
-        r"capacity_factor=-1 must be positive and finite",
+        lambda: jaxsparse.sparcml(union_factor=-1, algorithm="recursive_double"),
+        r"union_factor=-1 must be positive and finite",
     ),
     "endless capacity": (
         lambda: jaxsparse.ok_topk(0.1, capacity_factor=float("inf")),

@@ -1,5 +1,6 @@
 """The algorithm that SparCML chooses: the planner's fastest, held against measured times."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -23,7 +24,10 @@ OPS = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_s
 
 
 def measured():
-    """Seconds by (hosts, rate, elements, density) and algorithm, and networks by (hosts, rate)."""
+    """Seconds by (hosts, rate, elements, density) and algorithm, and networks by (hosts, rate).
+
+    The split algorithms are left out: their messages have become shorter since.
+    """
     content = json.loads(RESULTS.read_text())
     cells = {}
     for row in content["rows"]:
@@ -31,7 +35,11 @@ def measured():
         if name == "sparcml" and algorithm:
             assert row["what"] == "exchange"
             cell = row["hosts"], row["rate"], row["params"], row["density"]
-            cells.setdefault(cell, {})[algorithm] = row["seconds"]
+            reducer = reducer_of(row["density"], row["params"], row["hosts"], None)
+            single = dataclasses.replace(reducer, algorithm=algorithm)
+            received = traced_bytes(single, row["params"], row["hosts"]).received
+            if received == pytest.approx(row["received_bytes"], rel=1e-3):
+                cells.setdefault(cell, {})[algorithm] = row["seconds"]
     networks = {
         (each["hosts"], each["rate"]): Network(**{name: each[name] for name in ("link", *OPS)})
         for each in content["networks"]
@@ -45,16 +53,22 @@ def reducer_of(density, size, workers, link):
 
 
 def test_the_choice_against_measured_times():
-    """All cells that were measured with each algorithm: 8 emulated hosts at 100 Mbit/s."""
+    """Among the algorithms that were measured: 8 emulated hosts at 100 Mbit/s."""
     cells, networks = measured()
     assert sorted(cells) == [(8, "100mbit", 10**6, density) for density in (0.001, 0.01, 0.1)]
     by_link, by_all = {}, {}
+    shipped = SystemProfile.shipped()
+    names = {f"sparcml:{name}" for name in set.union(*map(set, cells.values()))}
+    idle = dataclasses.replace(
+        shipped, points=tuple(point for point in shipped.points if point.system in names)
+    )
     # The hosts are eight processes that share the two cores of the profile.
-    there = SystemProfile.shipped().scaled(SystemProfile.shipped().memory_bandwidth / 4)
+    there = idle.scaled(idle.memory_bandwidth / 4)
     for (hosts, rate, size, density), seconds in cells.items():
         network, best = networks[hosts, rate], min(seconds.values())
         reducer = reducer_of(density, size, hosts, network.link)
-        by_link[density] = seconds[choose_algorithm(reducer, size, hosts)] / best
+        assert seconds.keys() == {"all_gather", "recursive_double", "ring"}
+        by_link[density] = seconds[choose_algorithm(reducer, size, hosts, profile=idle)] / best
         known = {"network": network, "profile": there}
         by_all[density] = seconds[choose_algorithm(reducer, size, hosts, **known)] / best
     # Chosen by one link and an idle CPU, the algorithm is the fastest, or nearly so.
@@ -69,9 +83,6 @@ def test_recursive_doubling_is_not_taken_where_it_was_slow():
     assert seconds["recursive_double"] > 1.7 * seconds["all_gather"]
     reducer = reducer_of(0.01, 10**6, 8, networks[8, "100mbit"].link)
     assert choose_algorithm(reducer, 10**6, 8) == "all_gather"
-    times = {name: predicted(reducer, name, 10**6, 8) for name in ALGORITHMS}
-    assert times["all_gather"] < times["recursive_double"] < times["split_allgather"]
-    assert times["split_allgather"] < times["dsar_split_allgather"]  # all in the measured order
 
 
 def predicted(reducer, name, size, workers):
@@ -94,13 +105,13 @@ def test_it_is_the_planner_s_minimum(workers, link):
 
 
 @pytest.mark.parametrize("workers", few((2, 3, 8, 17, 32), (3, 8)))
-@pytest.mark.parametrize("factor", [None, 2.0])
+@pytest.mark.parametrize("factor", [None, 1.0])
 @pytest.mark.parametrize("k", [1, 4, 128])
 def test_a_ring_never_receives_less(workers, factor, k):
     """It does not wait for fewer messages either, so it need not be among the choices."""
     size, network = 512 * 40 + 7, Network(Link(1.0, 1e30))
     ring, split = (
-        traced_bytes(SparCML(k, 512, algorithm=name, capacity_factor=factor), size, workers)
+        traced_bytes(SparCML(k, 512, algorithm=name, union_factor=factor), size, workers)
         for name in ("ring", "split_allgather")
     )
     assert ring.received >= split.received - 4 * (workers - 1)  # a count beside the entries
@@ -114,10 +125,10 @@ def test_settings_that_leave_no_choice():
     assert choose_algorithm(SparCML(link=far), 2**16, 1) == "all_gather"
     # Latency decides: the fewest messages.
     assert choose_algorithm(SparCML(link=far), 2**16, 8) == "recursive_double"
-    # Bandwidth decides, and supports overlap: ranges are best.
+    # Bandwidth decides, and random supports overlap: ranges are best.
     slow = Link(latency=1e-6, bandwidth=1e6)
-    reducer = SparCML(link=slow, union_factor=2.0)
-    assert choose_algorithm(reducer, 2**24, 64) == "split_allgather"
+    assert choose_algorithm(SparCML(link=slow), 2**24, 64) == "split_allgather"
+    assert choose_algorithm(SparCML(link=slow, union_factor=None), 2**24, 64) == "all_gather"
     # So many entries that their union is dense: both have the same bytes, and computing decides.
     chosen = choose_algorithm(SparCML(64, link=slow), 2**20, 64)
     assert chosen in ("split_allgather", "dsar_split_allgather")

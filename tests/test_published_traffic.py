@@ -75,13 +75,13 @@ def test_words_and_exchanges(workers):
 
     # Others have a published range, within which static shapes pay a fixed price, or need a tree
     # that is not built.
-    low, high = rows["split_allgather, factors 1"][2]
-    assert paid("split_allgather, factors 1")[0] == pytest.approx(low + counted)
-    low, high = rows["dsar_split_allgather, factor 1"][2]
-    assert paid("dsar_split_allgather, factor 1")[0] == pytest.approx(
+    low, high = rows["split_allgather, even room"][2]
+    assert paid("split_allgather, even room")[0] == pytest.approx(low + counted)
+    low, high = rows["dsar_split_allgather, even room"][2]
+    assert paid("dsar_split_allgather, even room")[0] == pytest.approx(
         low + 2 * K * (workers - 1) / workers + counted
     )
-    assert low < paid("dsar_split_allgather, factor 1")[0] < high + counted
+    assert low < paid("dsar_split_allgather, even room")[0] < high + counted
     if power:
         assert paid("recursive_double")[0] == pytest.approx(rows["recursive_double"][2][1])
         assert paid("gtopk")[0] == pytest.approx(2 * K * log)
@@ -92,21 +92,22 @@ def test_words_and_exchanges(workers):
     assert paid("ok_topk, factor 1")[0] == pytest.approx(steady)
 
     # The formulas with this library's room.
+    room = K // workers
     for name, reckoned in {
         "recursive_double": recursive_double_traffic(K, SIZE, workers),
         "gtopk": gtopk_traffic(K, SIZE, workers),
         "all_gather_sum (TopkA)": all_gather_sum_traffic(K, SIZE, workers),
         "split_allgather, lossless": split_allgather_traffic(K, SIZE, workers),
-        "split_allgather, factors 1": split_allgather_traffic(
-            K, SIZE, workers, capacity_factor=1.0, union_factor=1.0
+        "split_allgather, even room": split_allgather_traffic(
+            K, SIZE, workers, capacity=room, union_capacity=room
         ),
-        "dsar_split_allgather, factor 1": dsar_split_allgather_traffic(
-            K, SIZE, workers, capacity_factor=1.0
+        "dsar_split_allgather, even room": dsar_split_allgather_traffic(
+            K, SIZE, workers, capacity=room
         ),
         "dsar_split_allgather, 4 bits": dsar_split_allgather_traffic(
-            K, SIZE, workers, capacity_factor=1.0, quantizer=quantize.QSGD(4)
+            K, SIZE, workers, capacity=room, quantizer=quantize.QSGD(4)
         ),
-        "sparse_ring, factor 1": sparse_ring_traffic(K, SIZE, workers, capacity_factor=1.0),
+        "sparse_ring, even room": sparse_ring_traffic(K, SIZE, workers, capacity=room),
         "ok_topk, factor 1": ok_topk_traffic(K, SIZE, workers, capacity_factor=1.0),
     }.items():
         assert paid(name)[0] == pytest.approx(reckoned.words), name

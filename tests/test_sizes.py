@@ -28,7 +28,6 @@ BUDGETS = {
     "chunked_top_k": lambda share, d: {"k": max(1, round(share * min(d, 4096)))},
     "sparcml": lambda share, d: {
         "k": max(1, round(share * min(d, 512))),
-        "capacity_factor": None,
         "algorithm": "split_allgather",
     },
     "s2_reducer": lambda share, d: {"density": share, "block_size": 1, "sketch_ratio": 1.0},

@@ -14,6 +14,8 @@ import running
 from scipy.sparse import csr_matrix
 from workers import mesh, some
 
+from jaxsparse import planner
+
 FOLDER = running.ROOT / "examples" / "sparse_linear"
 FEATURES = 400
 OTHER_WORKERS = dict.fromkeys((1, 2, 5, 8), pytest.mark.thorough)
@@ -71,7 +73,7 @@ def task_of(example, model, classes, workers, steps=7, per_worker=3):
 
 
 def trained(example, task, name, workers):
-    known = example.exchange.exchanges(task.batches.room, task.entries, workers)
+    known = example.exchange.exchanges(task.batches.room)
     return example.train.train(task, known[name], mesh(workers), name=name)
 
 
@@ -140,9 +142,19 @@ def test_room_is_what_the_fullest_step_needs(example, field):
     task = task_of(example, "logistic", 4, 3)
     room = task.batches.room
     scarce = dataclasses.replace(room, **{field: getattr(room, field) - 1})
-    exchange = example.exchange.exchanges(scarce, task.entries, 3)["split_allgather"]
+    exchange = example.exchange.exchanges(scarce)["split_allgather"]
     with pytest.raises(RuntimeError, match="split_allgather: 1 entries found no room in step"):
         example.train.train(task, exchange, mesh(3), name="split_allgather")
+
+
+@pytest.mark.slow
+def test_auto_counts_computing(example, monkeypatch):
+    """On a network that takes no time, the fewest computations are the fastest."""
+    times = lambda runs, repeats: {name: [float(name != "ring")] for name in runs}
+    monkeypatch.setattr(example.exchange, "interleaved", times)
+    room = example.batches.Room(features=10, row=5, to_owner=15, of_owner=40)
+    link = planner.Link(latency=1e-9, bandwidth=1e15)
+    assert example.exchange.fastest(room, 30, 3000, 3, link) == "ring"
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])

@@ -139,7 +139,7 @@ def compare(
     task: Task, names: Sequence[str], best: str, mesh: Mesh, progress: Progress
 ) -> list[results.Run]:
     """One run for each exchange. "auto" stands for `best`, which is not trained twice."""
-    known = exchanges(task.batches.room, task.entries, mesh.size)
+    known = exchanges(task.batches.room)
     runs: dict[str, results.Run] = {}
     for name in [best if name == "auto" else name for name in names]:
         if name not in runs:
@@ -173,7 +173,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     tasks = [Task(model, dataset, batches, args.lr) for model in dict.fromkeys(args.model)]
     entries, size = tasks[0].entries, tasks[0].size
     link = jaxsparse.planner.Link(args.latency * 1e-6, args.bandwidth * 1e9 / 8)
-    best = fastest(batches.room, entries, size, args.workers, link)
+    best = ""
+    if "auto" in args.exchange:
+        best = fastest(batches.room, entries, size, args.workers, link)
 
     rows, features = dataset.train.features.shape
     title = (
@@ -186,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "one worker and step, from the compiled program. Δw: largest difference from the weights "
         "that the dense exchange gives."
     )
-    if "auto" in args.exchange:
+    if best:
         caption += f" auto takes {best} on {args.bandwidth:g} Gbit/s and {args.latency:g} µs."
     console = Console()
     console.print(title, highlight=False)

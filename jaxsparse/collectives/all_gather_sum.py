@@ -26,7 +26,8 @@ def all_gather_sum(
         stream: k entries.
         size: number of elements of the vector, d.
         axis_name: the axis of the workers.
-        op: operation that combines entries. Only for sums may the codec round.
+        op: operation that combines entries, by name or as a `stream.Combination`. Only for sums
+            may the codec round.
         codec: wire format of sparse messages.
         distinct: whether no index repeats in a stream, as after a top-k. This saves a sort.
 

@@ -18,7 +18,7 @@ def dsar_split_allgather(
     axis_name: str | None,
     op: Operation = "sum",
     codec: codecs.Codec = codecs.COO,
-    capacity_factor: float | None = None,
+    capacity: int | None = None,
     quantizer: quantize.QSGD | None = None,
     key: Key[Array, ""] | None = None,
 ) -> AllReduced:
@@ -31,9 +31,10 @@ def dsar_split_allgather(
         stream: k entries; an index may repeat.
         size: number of elements of the vector, d.
         axis_name: the axis of the workers.
-        op: operation that combines entries. Only sums can be quantised.
+        op: operation that combines entries, by name or as a `stream.Combination`. Only sums can
+            be quantised.
         codec: wire format of the first half.
-        capacity_factor: as in `split_allgather`, for the first half.
+        capacity: as in `split_allgather`, for the first half.
         quantizer: quantiser of the second half. None: float32.
         key: key of stochastic rounding, the same on all workers and fresh at each step. The total
             is then unbiased, and the residual does *not* keep the error, as in the paper. None
@@ -48,7 +49,7 @@ def dsar_split_allgather(
     if quantizer is not None and key is None:
         quantize.check_feedback(quantizer, stochastic=False)
     total, residual, overflow, _ = split(
-        stream, size, axis_name=axis_name, op=op, codec=codec, capacity_factor=capacity_factor
+        stream, size, axis_name=axis_name, op=op, codec=codec, capacity=capacity
     )
     m = total.size
     if quantizer is None:
@@ -61,7 +62,7 @@ def dsar_split_allgather(
             arriving = quantize.dequantize(quantized, quantizer, m)
             residual = own_range(residual, axis_name, total - arriving)
         message = jnp.concatenate([quantized.words, codecs.bits(quantized.scales)])
-    is_bounded = capacity_factor is not None
+    is_bounded = capacity is not None
     message = with_count(message, overflow if is_bounded else None)
     messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
 

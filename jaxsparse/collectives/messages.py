@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
 from jaxsparse import codecs, select
+from jaxsparse.codecs.codec import left_of
 from jaxsparse.stream import (
     Operation,
     SparseStream,
@@ -110,6 +111,29 @@ class MessageFormat:
         # A value that rounds to -0 is no entry, and arrives as +0. A sender that kept -0 would
         # differ from the receivers.
         return jnp.where(rounded == 0, jnp.zeros_like(rounded), rounded)
+
+    def fit(
+        self, x: Num[Array, " size"], is_bounded: bool
+    ) -> tuple[Num[Array, " size"], Num[Array, " size"], Int[Array, ""]]:
+        """What arrives of partial sums `x`, what does not, and the number of sums without room.
+
+        Args:
+            x: the sums. If they are more than `capacity`, the largest get the room.
+            is_bounded: whether there may be more. False saves counting them.
+        """
+        count = jnp.int32(0)
+        if self.op != "sum" or self.is_dense:
+            return x, jnp.zeros_like(x), count
+        kept = x
+        if is_bounded:
+            # NaN differs from itself, so entries are counted, not differences.
+            entries = jnp.count_nonzero(x).astype(jnp.int32)
+            count = jnp.maximum(entries - self.capacity, 0)
+            largest = lambda x: to_dense(select.top_k(x, self.capacity), self.size)
+            # A sort takes more time than all else, and is rarely needed.
+            kept = jax.lax.cond(count > 0, largest, lambda x: x, x)
+        sent = self.rounded(kept)
+        return sent, left_of(x, sent), count
 
     def pack(self, x: Num[Array, " size"]) -> UInt32[Array, " words"]:
         """The message."""

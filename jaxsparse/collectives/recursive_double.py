@@ -31,7 +31,8 @@ def recursive_double(
         stream: k entries; an index may repeat.
         size: number of elements of the vector, d.
         axis_name: the axis of the workers.
-        op: operation that combines entries. Only for sums may the codec round.
+        op: operation that combines entries, by name or as a `stream.Combination`. Only for sums
+            may the codec round.
         codec: wire format of sparse messages.
 
     Returns:

@@ -3,38 +3,39 @@
 SparCML, section 5.3.2: the split phase of SSAR_Split_allgather and DSAR_Split_allgather.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Int
 
 from jaxsparse import codecs
+from jaxsparse.codecs.codec import left_of
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced, MessageFormat
-from jaxsparse.settings import static_float
-from jaxsparse.stream import Operation, SparseStream, merge_duplicates, to_dense
+from jaxsparse.settings import static_count
+from jaxsparse.stream import (
+    Operation,
+    SparseStream,
+    merge_duplicates,
+    neutral,
+    takes_duplicates,
+    to_dense,
+)
 
 
-def check_factor(name: str, factor: float | None, op: Operation) -> None:
-    """Raises ValueError unless `factor` is None, or positive and messages carry sums."""
-    if factor is None:
-        return
+def room_in(name: str, capacity: int | None, most: int, op: Operation) -> int:
+    """The room in a message, in entries: `capacity`, but no more than `most`. None: `most`.
+
+    Raises:
+        ValueError: `capacity` is no int, is below 1, or bounds messages that do not carry sums.
+    """
+    if capacity is None:
+        return most
     if op != "sum":
         raise ValueError(
-            f"{name}={factor}, but op={op!r} has no residual for entries that find no room: leave "
-            "it None"
+            f"{name}={capacity}, but op={op!r} has no residual for entries that find no room: "
+            "leave it None"
         )
-    if not 0 < static_float(name, factor) < math.inf:
-        raise ValueError(
-            f"{name}={factor} must be positive and finite (2 makes room for twice an even share), "
-            "or None for room for all entries"
-        )
-
-
-def capacity_of(k: int, workers: int, factor: float | None) -> int:
-    """The room in a message to one of `workers`, in entries. Without a factor it is k."""
-    return k if factor is None else min(k, math.ceil(factor * k / workers))
+    return min(static_count(name, capacity), most)
 
 
 def split_format(
@@ -44,12 +45,11 @@ def split_format(
     op: Operation,
     dtype: DTypeLike,
     codec: codecs.Codec,
-    capacity_factor: float | None,
+    capacity: int | None,
 ) -> MessageFormat:
     """The messages of the split phase."""
-    check_factor("capacity_factor", capacity_factor, op)
-    capacity = capacity_of(k, workers, capacity_factor)
-    return MessageFormat(-(-size // workers), capacity, op, dtype, codec)
+    room = room_in("capacity", capacity, k, op)
+    return MessageFormat(-(-size // workers), room, op, dtype, codec)
 
 
 def split(
@@ -59,7 +59,7 @@ def split(
     axis_name: str | None,
     op: Operation,
     codec: codecs.Codec,
-    capacity_factor: float | None,
+    capacity: int | None,
 ) -> AllReduced:
     """Sends each entry to the owner of its range, which combines the arriving entries.
 
@@ -67,7 +67,7 @@ def split(
     (The paper gives the last worker the remainder of d / W, which would make all messages longer.)
 
     It is one all-to-all. A worker receives (W - 1) messages with room for k entries, or for
-    ceil(capacity_factor k / W).
+    `capacity`. Neutral values (zeros, for sums) are no entries, and take no room.
 
     Returns:
         The total of this worker's own range, of m elements. The residual of W m elements: entries
@@ -76,7 +76,7 @@ def split(
     """
     workers = wire.axis_size(axis_name)
     k, dtype = stream.capacity, stream.values.dtype
-    message_format = split_format(k, size, workers, op, dtype, codec, capacity_factor)
+    message_format = split_format(k, size, workers, op, dtype, codec, capacity)
     m = message_format.size
     zeros = jnp.zeros_like(stream.values, shape=(workers * m,))
     if message_format.is_dense:
@@ -84,17 +84,19 @@ def split(
         messages = wire.all_to_all(jax.vmap(message_format.pack)(rows), axis_name)
         residual, overflow = zeros, jnp.int32(0)
     else:
-        if op == "or":
+        if not takes_duplicates(op):
             stream = merge_duplicates(stream, size, op)
-        owner = jnp.where(stream.indices < size, stream.indices // m, workers)
+        is_entry = (stream.indices < size) & (stream.values != neutral(op, dtype))
+        owner = jnp.where(is_entry, stream.indices // m, workers)
         local = stream._replace(indices=stream.indices % m)
         bins, fits = into_bins(local, owner, workers, message_format.capacity, empty=m)
         codecs.check_local(codec, "this all-reduce")
-        sent = jnp.where(fits, codec.rounded(stream, size), 0)
         residual = zeros
-        if not message_format.is_exact or capacity_factor is not None:
-            residual = zeros.at[stream.indices].add(stream.values - sent, mode="drop")
-        overflow = jnp.sum(~fits & (stream.indices < size), dtype=jnp.int32)
+        if not message_format.is_exact or capacity is not None:
+            lost = left_of(stream.values, codec.rounded(stream, size))
+            lost = jnp.where(fits, lost, stream.values)
+            residual = zeros.at[stream.indices].add(lost, mode="drop")
+        overflow = jnp.sum(is_entry & ~fits, dtype=jnp.int32)
         encode = lambda bin: codec.encode(bin, m)
         messages = wire.all_to_all(jax.vmap(encode)(bins), axis_name)
     return AllReduced(message_format.merge_all(messages), residual, overflow)

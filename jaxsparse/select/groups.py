@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Int32
 
@@ -66,11 +67,31 @@ def group_top_k(x: Float[Array, " d"], k: int = 4, group_size: int = 512) -> Spa
     return _group_top_k(x, check_k(k, group_size, f"group_size={group_size}"), group_size)
 
 
-def _entries(size: int, k: int, group_size: int) -> int:
+def count_entries(size: int, k: int, group_size: int) -> int:
+    """The number of entries that `group_top_k` selects from `size` elements."""
     return k * (size // group_size) + min(k, size % group_size)
 
 
-@shaped_as(lambda x, k, group_size: shaped_stream(x, _entries(x.size, k, group_size)))
+def most_entries(size: int, k: int, group_size: int, parts: int) -> int:
+    """The most entries of a `group_top_k` in one of `parts` equal ranges of the vector.
+
+    Ranges have ceil(size / parts) elements, and the last ones may have fewer. A group gives at most
+    k entries to a range, and no more than it has elements there.
+
+    >>> most_entries(1024, 4, 512, 8), most_entries(2**20, 4, 512, 8)
+    (4, 1024)
+    """
+    length = -(-size // parts)
+    # Ranges begin at the same places of groups again after so many.
+    period = group_size // math.gcd(length, group_size)
+    start = length * np.arange(min(parts, period), dtype=np.int64)
+    elements = np.clip(size - start, 0, length)
+    first = np.minimum(elements, -start % group_size)  # of the group that began before
+    whole, last = np.divmod(elements - first, group_size)
+    return int(np.max(np.minimum(k, first) + k * whole + np.minimum(k, last)))
+
+
+@shaped_as(lambda x, k, group_size: shaped_stream(x, count_entries(x.size, k, group_size)))
 @functools.partial(jax.jit, static_argnames=("k", "group_size"))
 def _group_top_k(x: Float[Array, " d"], k: int, group_size: int) -> SparseStream:
     rest = x.size % group_size

@@ -1,6 +1,7 @@
 """SparCML (Renggli et al., SC 2019)."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,13 +16,13 @@ from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.recursive_double import recursive_double
 from jaxsparse.collectives.sparse_ring import sparse_ring
-from jaxsparse.collectives.split import check_factor
 from jaxsparse.collectives.split_allgather import split_allgather
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver_streams
 from jaxsparse.reducers.entries import conservation_of
-from jaxsparse.settings import Stages, current
+from jaxsparse.select.groups import count_entries, most_entries
+from jaxsparse.settings import Stages, current, static_float
 from jaxsparse.stream import SparseStream
 from jaxsparse.systems.row import Case, Request, Settings, System, one_in
 
@@ -64,10 +65,10 @@ class SparCML(SeededReducer):
             by QSGD: 2, 4 or 8. None: nothing is quantised.
         rounding: way of rounding under `bits`. "stochastic" is unbiased and drops its error.
             "nearest" keeps its error in the residual.
-        capacity_factor: room for the entries of one owner, in multiples of an even share. Entries
-            without room stay in the residual and are counted. None: room for all.
-        union_factor: room for the sums of one owner in "split_allgather", likewise. None: room for
-            all.
+        union_factor: room for the sums of one owner in "split_allgather". 1 suffices nearly always
+            if workers select elements at random: it is the expected number of different elements
+            (appendix B), and four standard deviations more. Sums without room, the smallest, stay
+            in the owner's residual and are counted. None: room for all.
         link: the network for the choice of "auto". None: `jaxsparse.planner.Link()`.
         codec: wire format of sparse messages. `codecs.Chunked(k, group_size, bits)` has 9-bit
             indices for groups of 512, with algorithm="all_gather"; `Chunked(value_bits=16)` or 32
@@ -84,8 +85,7 @@ class SparCML(SeededReducer):
     algorithm: Algorithm = "auto"
     bits: Literal[2, 4, 8] | None = None
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    capacity_factor: float | None = 2.0
-    union_factor: float | None = None
+    union_factor: float | None = 1.0
     link: Any = None
     codec: codecs.Codec = codecs.COO
 
@@ -93,8 +93,12 @@ class SparCML(SeededReducer):
         if not 1 <= current(self.k) <= self.group_size:
             raise ValueError(f"k={self.k} must lie between 1 and group_size={self.group_size}")
         codecs.check_codec(self.codec)
-        for name in ("capacity_factor", "union_factor"):
-            check_factor(name, getattr(self, name), "sum")
+        factor = self.union_factor
+        if factor is not None and not 0 < static_float("union_factor", factor) < math.inf:
+            raise ValueError(
+                f"union_factor={factor} must be positive and finite (1 suffices for random "
+                "supports), or None for room for all sums"
+            )
         if self.bits is not None and self.algorithm not in ("auto", "dsar_split_allgather"):
             raise ValueError(
                 f"bits={self.bits} quantise the dense half of 'dsar_split_allgather', which "
@@ -111,7 +115,7 @@ class SparCML(SeededReducer):
     @property
     def dense_at_full_budget(self) -> bool:
         """Yes, if nothing is rounded and there is room for all entries."""
-        has_room = self.capacity_factor is None and self.union_factor is None
+        has_room = self.union_factor is None or self.union_factor >= 1
         return self.bits is None and self.codec.is_exact and has_room
 
     def init(self, size: int) -> Any:
@@ -146,13 +150,37 @@ class SparCML(SeededReducer):
 
     def entries(self, size: int) -> int:
         """The number of entries in a worker's stream."""
-        k = current(self.k)
-        return k * (size // self.group_size) + min(k, size % self.group_size)
+        return count_entries(size, current(self.k), self.group_size)
+
+    def capacity(self, size: int, workers: int) -> int:
+        """The most entries of a worker's stream in one owner's range of the split algorithms."""
+        return most_entries(size, current(self.k), self.group_size, workers)
+
+    def union_capacity(self, size: int, workers: int) -> int | None:
+        """The room for one owner's sums in "split_allgather". None: room for all."""
+        if self.union_factor is None:
+            return None
+        m, k = -(-size // workers), current(self.k)
+        # E[K] of appendix B, in one range: the expected number of elements in the union of W random
+        # supports. The last group may be shorter, and then has more entries for its size.
+        rest = size % self.group_size
+        last = min(m, rest)
+        absent = (m - last) * (1 - k / self.group_size) ** workers
+        if last:
+            absent += last * (1 - min(k, rest) / rest) ** workers
+        expected = m - absent
+        # Its variance is at most that of independent elements, and at most the difference between
+        # the most elements and the expected ones.
+        spare = max(0.0, workers * self.capacity(size, workers) - expected)
+        deviation = math.sqrt(min(expected * absent / m, spare))
+        return math.ceil(self.union_factor * min(m, expected + 4 * deviation))
 
     def all_reduce(
         self, name: str, stream: SparseStream, size: int, axis_name: str | None, key: Array | None
     ) -> AllReduced:
         """Sums the workers' streams by the algorithm of this name; `key` is for rounding."""
+        workers = wire.axis_size(axis_name)
+        capacity = self.capacity(size, workers)
         algorithms: dict[str, Callable[..., AllReduced]] = {
             "recursive_double": recursive_double,
             "split_allgather": split_allgather,
@@ -162,11 +190,11 @@ class SparCML(SeededReducer):
         }
         extra: dict[str, dict[str, Any]] = {
             "split_allgather": {
-                "capacity_factor": self.capacity_factor,
-                "union_factor": self.union_factor,
+                "capacity": capacity,
+                "union_capacity": self.union_capacity(size, workers),
             },
             "dsar_split_allgather": {
-                "capacity_factor": self.capacity_factor,
+                "capacity": capacity,
                 "quantizer": self.quantizer,
                 "key": key,
             },
@@ -199,21 +227,15 @@ SPARCML = System(
     "by the all-reduce that suits the network",
     received="by algorithm",
     cases={
-        "": Case({"k": 2, "group_size": 64}, {"k": 64, "group_size": 64, "capacity_factor": None}),
+        "": Case({"k": 2, "group_size": 64}, {"k": 64, "group_size": 64}),
         "split": Case(
             {
                 "k": 2,
                 "group_size": 64,
                 "algorithm": "split_allgather",
-                "capacity_factor": 1.0,
-                "union_factor": 1.0,
+                "union_factor": 0.5,
             },
-            {
-                "k": 64,
-                "group_size": 64,
-                "algorithm": "split_allgather",
-                "capacity_factor": None,
-            },
+            {"k": 64, "group_size": 64, "algorithm": "split_allgather"},
         ),
         "nearest": Case(
             {"k": 2, "group_size": 64, "bits": 4, "rounding": "nearest"},

@@ -1,0 +1,124 @@
+"""SparCML's room in messages, from the geometry of its groups and of random supports."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from workers import few, on_workers, some
+
+from jaxsparse.select.groups import most_entries
+from jaxsparse.systems import SparCML
+
+WORKERS = (2, 3, 4, 5, 7, 8, 32)
+
+
+def ranges(size, workers):
+    m = -(-size // workers)
+    return [range(min(size, w * m), min(size, (w + 1) * m)) for w in range(workers)]
+
+
+def most(size, k, group_size, workers):
+    """The most entries in a range, group by group."""
+
+    def of(part):
+        return sum(min(k, count) for count in np.bincount(np.array(part, int) // group_size))
+
+    return max(map(of, ranges(size, workers)))
+
+
+def test_the_room_for_entries_is_the_most_that_a_range_can_get():
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        size, group_size = (int(rng.integers(1, most)) for most in (300, 60))
+        k, workers = int(rng.integers(1, group_size + 1)), int(rng.choice([1, *WORKERS, 400]))
+        expected = most(size, k, group_size, workers)
+        assert most_entries(size, k, group_size, workers) == expected
+
+
+def group_top_k(x, k, group_size):
+    kept = np.zeros_like(x)
+    for start in range(0, len(x), group_size):
+        group = x[start : start + group_size]
+        places = start + np.argsort(-np.abs(group), kind="stable")[:k]
+        kept[places] = x[places]
+    return kept
+
+
+def split_allgather(x, k, group_size, room):
+    """Totals, residuals and overflow: each owner delivers its `room` largest sums. None: all."""
+    workers, size = x.shape
+    sent = np.stack([group_top_k(row, k, group_size) for row in x])
+    total, residual, overflow = sent.sum(0), x - sent, 0
+    for owner, part in enumerate(ranges(size, workers)):
+        own = total[part.start : part.stop]
+        left = np.argsort(-np.abs(own), kind="stable")[len(own) if room is None else room :]
+        overflow += np.count_nonzero(own[left])
+        residual[owner, part.start + left] += own[left]
+        own[left] = 0
+    return total, residual, overflow
+
+
+def data(kind, workers, size):
+    rng = np.random.default_rng(workers * size)
+    x = np.round(10 * rng.standard_t(3, (workers, size))) * workers  # exact means
+    first = rng.permutation(size)[: size // 3]
+    if kind == "crowded":  # large elements at the ends of groups
+        x[:, first] = 0
+        x *= 1 + 9 * (np.arange(size) % 64 > 56)
+    if kind == "zero":
+        x[:] = 0
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "algorithm", few(["split_allgather", "dsar_split_allgather"], ["split_allgather"])
+)
+@pytest.mark.parametrize("factor", few([None, 1.0, 0.5], [1.0, 0.5]))
+@pytest.mark.parametrize("workers", some(WORKERS, (), slow=(3, 32)))
+def test_against_numpy(workers, factor, algorithm):
+    """Sizes below W, of less than a group, and with a short last group."""
+    for size in (2, 31, 64, 130, 1031):
+        check(SparCML(3, 64, algorithm=algorithm, union_factor=factor), workers, size)
+
+
+def test_entries_always_find_room():
+    """With the former room of twice an even share, 5 of these 64 entries found none."""
+    check(SparCML(4, 512, algorithm="split_allgather"), 8, 1024)
+
+
+def check(reducer, workers, size):
+    run = on_workers(lambda x: reducer(x, (), axis_name="data").whole(x), workers, "vmap")
+    room = None
+    if reducer.algorithm == "split_allgather":
+        room = reducer.union_capacity(size, workers)
+    for kind in ("random", "crowded", "zero"):
+        x = data(kind, workers, size)
+        reduced = run(jnp.asarray(x))
+        total, residual, overflow = split_allgather(x, reducer.k, reducer.group_size, room)
+        if np.any(reduced.info.overflow == 0):  # dense messages have room for all
+            total, residual, _ = split_allgather(x, reducer.k, reducer.group_size, None)
+        else:
+            np.testing.assert_array_equal(reduced.info.overflow, overflow)
+        means = np.stack([total / workers] * workers)
+        np.testing.assert_allclose(reduced.mean, means, rtol=1e-6)  # 1 / 7 is no float
+        np.testing.assert_array_equal(reduced.residual, residual)
+        if reducer.union_factor != 0.5 and kind == "random":
+            assert not np.any(reduced.info.overflow)
+
+
+@pytest.mark.parametrize("workers", few(WORKERS, (3, 32)))
+@pytest.mark.parametrize("k", [1, 4, 16])
+def test_random_supports_fit(workers, k):
+    """The union of W random supports, drawn 100 times."""
+    size, group_size = 5000, 512  # the last group has 392
+    reducer = SparCML(k, group_size)
+    room = reducer.union_capacity(size, workers)
+    rng = np.random.default_rng(k)
+    largest = 0
+    for _ in range(100):
+        drawn = np.zeros(size, bool)
+        for start in range(0, size, group_size):
+            chances = rng.random((workers, min(group_size, size - start)))
+            drawn[start + np.argpartition(chances, k, axis=1)[:, :k]] = True
+        largest = max(largest, *(drawn[list(part)].sum() for part in ranges(size, workers)))
+    assert largest <= room
+    assert min(room, workers * reducer.capacity(size, workers)) <= 1.3 * largest + 8
