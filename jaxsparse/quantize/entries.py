@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse.bits import field_words, pack_fields, unpack_fields
-from jaxsparse.magnitude import largest_magnitude, shares_of
+from jaxsparse.magnitude import SMALLEST, largest_magnitude, scaled, shares_of
 from jaxsparse.quantize.quantizer import in_groups
 from jaxsparse.settings import static_int
 
@@ -124,7 +124,7 @@ class SignMagnitude:
         is_value = in_groups(lax.iota(jnp.int32, values.size) < count, _GROUP)
         magnitudes = jnp.abs(groups)
         largest = largest_magnitude(groups, axis=1)
-        empty = largest < 2 * jnp.finfo(jnp.float32).tiny  # false for NaN, which must not vanish
+        empty = largest < SMALLEST  # false for NaN, which must not vanish
         largest = jnp.where(empty, 1, largest)
         if self.bits == 2:
             share = shares_of(magnitudes, largest)  # so that no sum overflows
@@ -197,9 +197,7 @@ class Published:
     ) -> UInt32[Array, " words"]:
         """See `EntryValues`."""
         bins = 2**self.bits
-        largest = largest_magnitude(values)
-        largest = jnp.where(largest < 2 * jnp.finfo(jnp.float32).tiny, 1, largest)
-        share = shares_of(values[None], largest[None])[0]  # so that no square overflows
+        (share,), (largest,) = scaled(values[None])  # so that no square overflows
         is_value = lax.iota(jnp.int32, values.size) < count
         shift = _mean(share[None], is_value[None])[0]
         centred = jnp.where(is_value, share - shift, 0)

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Key, UInt32
 
 from jaxsparse.bits import field_words, pack_fields, unpack_fields
-from jaxsparse.magnitude import largest_magnitude
+from jaxsparse.magnitude import LARGEST, SMALLEST, largest_magnitude
 from jaxsparse.quantize.quantizer import (
     SCALE_SHIFTS,
     Quantized,
@@ -142,10 +142,10 @@ class Format:
         bits = lax.bitcast_convert_type(top / largest, jnp.uint32)
         bits = (bits + jnp.uint32(dropped)) & jnp.uint32(kept)
         # At the end of float32's range, scales are rounded down: no decoded value is infinite.
-        highest = np.float32(np.finfo(np.float32).max / np.float32(largest)).view(np.uint32)
+        highest = np.float32(LARGEST / largest).view(np.uint32)
         bits = jnp.minimum(bits, jnp.uint32(int(highest) & kept))
         bits = jnp.where(jnp.isfinite(top), bits, jnp.uint32(_INFINITY))
-        is_zero = top < 2 * largest * jnp.finfo(jnp.float32).tiny
+        is_zero = top < largest * SMALLEST
         return lax.bitcast_convert_type(jnp.where(is_zero, jnp.uint32(0), bits), jnp.float32)
 
     def quantize(

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxsparse.hashing import keyed
-from jaxsparse.magnitude import largest_magnitude, shares_of
+from jaxsparse.magnitude import LARGEST, SMALLEST, largest_magnitude, norms, shares_of
 from jaxsparse.quantize.packing import check_bits, pack, packed_words, unpack
 from jaxsparse.quantize.quantizer import Quantized, check_group_size, in_groups
 
@@ -142,17 +142,14 @@ class QSGD:
         """See `Quantizer`. To nearest, ties go to even, and |v - Q(v)| <= |v| for every value."""
         del count  # padding with zeros changes neither maximum nor norm
         groups = in_groups(x, self.group_size)
-        limits = jnp.finfo(jnp.float32)
         largest = largest_magnitude(groups, axis=1)
-        empty = largest < 2 * limits.tiny  # false for NaN, which must not vanish
-        largest = jnp.where(empty, 1, largest)
+        empty = largest < SMALLEST  # false for NaN, which must not vanish
         scales = largest
         if self.scale == "l2":
-            # Values are scaled to at most 1 first, so that squares neither overflow nor underflow.
             # A norm beyond float32 is clipped: each scale that no value exceeds is unbiased, and a
             # smaller scale has less error.
-            norms = jnp.sqrt(jnp.sum(jnp.square(shares_of(groups, largest)), axis=1))
-            scales = jnp.minimum(largest * norms, limits.max)
+            scales = jnp.minimum(norms(groups), LARGEST)
+        scales = jnp.where(empty, 1, scales)
         position = jnp.abs(shares_of(groups, scales)) * self.levels
         position = position.reshape(-1)[: x.size]
         if key is None:

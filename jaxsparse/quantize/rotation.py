@@ -99,7 +99,6 @@ def _signed(x: Array, key: Key[Array, ""]) -> Array:
 @functools.cache
 def _hadamard(size: int, whole: int) -> np.ndarray:
     """Sylvester's matrix of this size, divided by sqrt(whole)."""
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return (matrix / np.sqrt(whole)).astype(np.float32)
+    from scipy import linalg  # not at the top, because it takes long to import
+
+    return (linalg.hadamard(size) / np.sqrt(whole)).astype(np.float32)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Integer, UInt32
 
+from jaxsparse.magnitude import norms
 from jaxsparse.platforms import by_platform, over_tiles, shaped_as, zeros
 from jaxsparse.settings import check_seed
 from jaxsparse.sketch.tiles import (
@@ -246,9 +247,7 @@ def l2_norm(table: Float[Array, "rows cols"]) -> Float[Array, ""]:
     """
     if table.ndim != 2:
         raise ValueError(f"table has shape {table.shape}: pass the [rows, cols] of encode")
-    largest = jnp.max(jnp.abs(table))
-    scale = jnp.where(largest > 0, largest, 1)  # unscaled squares of 1e30 and 1e-30 leave float32
-    return scale * median(list(jnp.sqrt(jnp.sum(jnp.square(table / scale), axis=1))))
+    return median(list(norms(table)))
 
 
 def check_size(name: str, size: int) -> None:

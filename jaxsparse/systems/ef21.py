@@ -14,13 +14,12 @@ from jaxsparse.collectives import wire
 from jaxsparse.feedback import ErrorFeedbackState, error_feedback
 from jaxsparse.feedback.options import LeafOptions, check_momentum, exchange_options
 from jaxsparse.layout import narrow, short_names
+from jaxsparse.magnitude import clipped
 from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.systems.row import Case, Request, Settings, System
 from jaxsparse.systems.top_k import TopK
 from jaxsparse.training import marks, meshes
 from jaxsparse.training.marks import PerWorker
-
-_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class EF21State(NamedTuple):
@@ -145,7 +144,7 @@ def ef21_sgdm(
         ok = inner.skipped == state.feedback.skipped
         select = lambda new, old: jnp.where(ok, new, old)
         # An overflow would stay for ever.
-        add = lambda g, c: jnp.clip(g + c.astype(jnp.float32), -_LARGEST, _LARGEST)
+        add = lambda g, c: clipped(g + c.astype(jnp.float32))
         estimate = jax.tree.map(lambda g, c: select(add(g, c), g), state.estimate, means)
         kept = jax.tree.map(select, after, before)
         delivered = jax.tree.map(
