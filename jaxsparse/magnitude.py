@@ -104,3 +104,27 @@ def clipped(x: Float[Array, "..."], dtype: DTypeLike = jnp.float32, summands: in
         # Powers of two add up without rounding. Rounding could make the last sum overflow.
         limit = 2.0 ** math.floor(math.log2(limit / summands))
     return jnp.clip(x, -limit, limit)
+
+
+def within(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """`x` with finite values clipped so that they stay finite in a float dtype.
+
+    Infinities and NaN stay, so that an overflow does not look like a number.
+
+    >>> within(jnp.float32([-1e6, jnp.inf]), jnp.float16).tolist()
+    [-65504.0, inf]
+    """
+    return jnp.where(jnp.isfinite(x), clipped(x, dtype), x)
+
+
+def rounded(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """`within(x, dtype)`, rounded to the nearest number of a narrower float dtype, in x's dtype.
+
+    Subnormal numbers of float16 become 0. XLA may remove a conversion there and back, but not this
+    operation.
+
+    >>> rounded(jnp.float32([1.001, 1e9]), jnp.float16).tolist()
+    [1.0009765625, 65504.0]
+    """
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(within(x, dtype), info.nexp, info.nmant)

@@ -11,7 +11,7 @@ from jaxsparse import codecs, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.regions import Regions, bin_count, by_owner
 from jaxsparse.collectives.spardl import Select, largest
-from jaxsparse.platforms import magnitude_bits, to_bits, zeros
+from jaxsparse.platforms import by_digits, magnitude_bits, to_bits, zeros
 from jaxsparse.select.compaction import first_of_ranges, running_sum
 from jaxsparse.select.thresholds import EXACT_PASSES, bisection, sample_size
 from jaxsparse.stream import SparseStream, add_to, from_dense, to_dense
@@ -268,23 +268,14 @@ def _kth_largest(magnitudes: Float[Array, " n"], k: int, axis_name: str | None) 
     """The k-th largest of all workers' magnitudes, found digit by digit. 0 if there are fewer."""
     keys, values = to_bits(magnitudes), 2**_DIGIT_BITS
 
-    def settle(i: Array, search: tuple[Array, Array]) -> tuple[Array, Array]:
-        found, wanted = search
-        shift = jnp.uint32(32 - _DIGIT_BITS) - _DIGIT_BITS * i.astype(jnp.uint32)
-        # Count the magnitudes whose leading digits match those found so far. (The first digit
-        # takes two shifts, because the result of one shift by 32 bits is undefined.)
-        known = (keys ^ found) >> shift >> jnp.uint32(_DIGIT_BITS) == 0
-        digit = (keys >> shift).astype(jnp.int32) & (values - 1)
+    def count(found: Array, shift: Array) -> Array:
+        digit = jnp.minimum((keys - found) >> shift, values - 1).astype(jnp.int32)
         counts = jnp.zeros((values,), jnp.int32)
-        counts = counts.at[jnp.where(known, digit, values)].add(1, mode="drop")
-        from_here = jax.lax.cumsum(wire.psum(counts, axis_name), reverse=True)  # falling
-        best = jnp.maximum(jnp.sum(from_here >= wanted, dtype=jnp.int32) - 1, 0)
-        beyond = from_here[jnp.minimum(best + 1, values - 1)]
-        wanted -= jnp.where(best + 1 < values, beyond, 0)
-        return found | best.astype(jnp.uint32) << shift, wanted
+        counts = counts.at[jnp.where(keys >= found, digit, values)].add(1, mode="drop")
+        return jax.lax.cumsum(wire.psum(counts, axis_name), reverse=True)[1:]
 
-    start = wire.varying_as((jnp.uint32(0), jnp.int32(k)), keys, axis_name)
-    found, _ = jax.lax.fori_loop(0, 32 // _DIGIT_BITS, settle, start)
+    start = wire.varying_as(jnp.uint32(0), keys, axis_name)
+    found = by_digits(count, k, 32, _DIGIT_BITS, start)
     return jax.lax.bitcast_convert_type(found, jnp.float32)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Key, UInt32
 
-from jaxsparse.bits import field_words, pack_fields, unpack_fields
-from jaxsparse.magnitude import LARGEST, SMALLEST, largest_magnitude
+from jaxsparse.bits import field_words, float_bits, from_float_bits, pack_fields, unpack_fields
+from jaxsparse.magnitude import LARGEST, SMALLEST, largest_magnitude, within
 from jaxsparse.quantize.quantizer import (
     SCALE_SHIFTS,
     Quantized,
@@ -159,9 +159,8 @@ class Format:
         elif self.name == "e3m0":
             fields = _powers(self._relative(x, scales))
         else:
-            fields = _float_bits(
-                x if not self.scale_bits else self._relative(x, scales), self._dtype
-            )
+            values = x if not self.scale_bits else self._relative(x, scales)
+            fields = float_bits(within(values, self._dtype), self._dtype)
         return Quantized(pack_fields(fields, self.bits), scales)
 
     def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
@@ -174,7 +173,7 @@ class Format:
         elif self.name == "e3m0":
             values = _from_powers(fields)
         else:
-            values = _from_float_bits(fields, self._dtype)
+            values = from_float_bits(fields, self._dtype)
         return self.scaled(values, quantized.scales) if self.scale_bits else values
 
     def integers(
@@ -203,19 +202,6 @@ class Format:
         """Values over the scales of their groups. 0 or NaN where a scale is 0 or not finite."""
         usual = (scales > 0) & jnp.isfinite(scales)
         return self.scaled(x, jnp.where(usual, 1 / jnp.where(usual, scales, 1), 0))
-
-
-def _float_bits(x: Float[Array, " d"], dtype: DTypeLike) -> UInt32[Array, " d"]:
-    """The bits of floats of 8 or 16 bits. Finite values stay finite."""
-    limit = float(jnp.finfo(dtype).max)
-    narrow = jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x).astype(dtype)
-    unsigned = jnp.uint8 if narrow.dtype.itemsize == 1 else jnp.uint16
-    return lax.bitcast_convert_type(narrow, unsigned).astype(jnp.uint32)
-
-
-def _from_float_bits(fields: UInt32[Array, " d"], dtype: DTypeLike) -> Float[Array, " d"]:
-    unsigned = jnp.uint8 if jnp.dtype(dtype).itemsize == 1 else jnp.uint16
-    return lax.bitcast_convert_type(fields.astype(unsigned), dtype).astype(jnp.float32)
 
 
 def _powers(x: Float[Array, " d"]) -> UInt32[Array, " d"]:

@@ -17,6 +17,7 @@ from jaxtyping import Float, Integer, UInt32
 
 from jaxsparse.magnitude import norms
 from jaxsparse.platforms import by_platform, over_tiles, shaped_as, zeros
+from jaxsparse.quantize.packing import check_size
 from jaxsparse.settings import check_seed
 from jaxsparse.sketch.tiles import (
     Seed,
@@ -248,14 +249,6 @@ def l2_norm(table: Float[Array, "rows cols"]) -> Float[Array, ""]:
     if table.ndim != 2:
         raise ValueError(f"table has shape {table.shape}: pass the [rows, cols] of encode")
     return median(list(norms(table)))
-
-
-def check_size(name: str, size: int) -> None:
-    """Raises ValueError unless indices below `size` fit into int32."""
-    if not 1 <= size < 2**31:
-        raise ValueError(
-            f"{name}={size} must be in 1 .. 2**31 - 1: split the vector (bucket_size does)"
-        )
 
 
 def check_table(table: Array, spec: SketchSpec) -> Float[Array, "rows cols"]:
