@@ -13,7 +13,8 @@ from jaxsparse.collectives.regions import Regions, bin_count, by_owner
 from jaxsparse.collectives.spardl import Select, largest
 from jaxsparse.platforms import by_digits, magnitude_bits, to_bits, zeros
 from jaxsparse.select.compaction import first_of_ranges, running_sum
-from jaxsparse.select.thresholds import EXACT_PASSES, bisection, sample_size
+from jaxsparse.select.thresholds import sample_size
+from jaxsparse.select.top_k import sampled_else_exact
 from jaxsparse.stream import SparseStream, add_to, from_dense, to_dense
 
 # Slots for each of the k wanted entries. With so many, a sampled threshold lets more entries pass
@@ -55,12 +56,6 @@ class OkTopk(NamedTuple):
     agreed: Agreed
 
 
-class _Search(NamedTuple):
-    turn: Int[Array, ""]  # int32
-    is_done: Bool[Array, ""]
-    indices: Int[Array, " room"]
-
-
 def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     """The elements that reach a sampled threshold: on average k of them, k / 2 to 3 k / 2 + 1.
 
@@ -77,14 +72,8 @@ def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     if x.size >= _LARGE and _READS * sample_size(x.size, k) > x.size:
         return select.fast_top_k(x, k)
     capacity = min(int(_SLOTS_PER_K * k) + 1, x.size)
-    sampled = to_bits(select.sampled_threshold(x, k))
 
-    # A loop, so that the code that finds entries is compiled once for both thresholds.
-    def search(last: _Search) -> _Search:
-        is_exact = last.turn > 0
-        threshold = jax.lax.cond(
-            is_exact, lambda: bisection(x, k, EXACT_PASSES)[0], lambda: sampled
-        )
+    def entries(threshold: Array, is_exact: Array) -> tuple[Array, Array]:
         at = jnp.maximum(threshold, jnp.uint32(1))  # leaves out zeros
         above = jnp.where(is_exact, threshold + jnp.uint32(1), at)
         indices = first_of_ranges(
@@ -95,12 +84,10 @@ def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
         # More than k reach the exact threshold only if several are at it.
         is_over = is_exact & (jnp.arange(capacity) >= k)
         indices = jnp.where(is_over, x.size, indices[:capacity])
-        return _Search(last.turn + 1, ~(too_few | too_many), indices)
+        return indices, ~(too_few | too_many)
 
-    none = zeros((capacity,), jnp.int32, (x, sampled))
-    start = _Search(jnp.int32(0), zeros((), jnp.bool_, (x, sampled)), none)
-    found = jax.lax.while_loop(lambda last: ~last.is_done & (last.turn < 2), search, start)
-    return from_dense(x, found.indices)
+    sampled = select.sampled_threshold(x, k)
+    return from_dense(x, sampled_else_exact(x, k, sampled, capacity, entries))
 
 
 def ok_topk(
