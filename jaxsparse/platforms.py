@@ -233,8 +233,12 @@ def kth_largest(x: Shaped[Array, " n"], k: int, *, bits: int, key: Key = None) -
 
 def _by_bits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32[Array, ""]:
     """`kth_largest` with one pass for each bit, the highest first."""
-    count = lambda found, shift: count_reaching(x, found | jnp.uint32(1) << shift, key)[None]
-    return by_digits(count, k, bits, 1, jnp.zeros_like(x, jnp.uint32, shape=()))
+
+    def bit_at(found: Array, shift: Array) -> Array:
+        trial = found | jnp.uint32(1) << shift
+        return (count_reaching(x, trial, key) >= jnp.uint32(k)).astype(jnp.uint32)
+
+    return by_digits(bit_at, bits, 1, jnp.zeros_like(x, jnp.uint32, shape=()))
 
 
 def _by_digits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32[Array, ""]:
@@ -242,40 +246,37 @@ def _by_digits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32
     several = 2**_DIGIT_BITS - 1
     add = lambda a, b: tuple(map(jnp.add, a, b))
 
-    def count(found: Array, shift: Array) -> Array:
+    def digit_at(found: Array, shift: Array) -> Array:
         keys = x if key is None else key(x)
         trials = [found | jnp.uint32(digit + 1) << shift for digit in range(several)]
         reaches = tuple((keys >= trial).astype(jnp.uint32) for trial in trials)
-        return jnp.stack(lax.reduce(reaches, (jnp.uint32(0),) * several, add, (0,)))
+        counts = lax.reduce(reaches, (jnp.uint32(0),) * several, add, (0,))
+        # Fewer elements reach a larger trial, so the digit is the number of trials that k reach.
+        return jnp.sum(jnp.stack(counts) >= jnp.uint32(k), dtype=jnp.uint32)
 
-    return by_digits(count, k, bits, _DIGIT_BITS, jnp.zeros_like(x, jnp.uint32, shape=()))
+    return by_digits(digit_at, bits, _DIGIT_BITS, jnp.zeros_like(x, jnp.uint32, shape=()))
 
 
 def by_digits(
-    count: Callable[[Array, Array], Int[Array, "trials *rows"]],
-    k: Int[Array, "*rows"] | int,
+    digit_at: Callable[[Array, Array], Int[Array, "*shape"]],
     bits: int,
     digit_bits: int,
-    start: Int[Array, "*rows"],
-) -> Int[Array, "*rows"]:
-    """The largest number that at least k keys reach, found digit by digit, the highest first.
+    start: Int[Array, "*shape"],
+) -> Int[Array, "*shape"]:
+    """Numbers found digit by digit, the highest first.
 
     Args:
-        count: function of the number found so far and of the position of the next digit's lowest
-            bit. It returns how many keys reach the number with 1, 2, ... for that digit.
-        k: number of keys, at least 1. If fewer exist, the result is 0.
-        bits: number of bits of the result.
+        digit_at: function of the digits found so far, with zeros behind them, and of the position
+            of the next digit's lowest bit. It returns that digit, in the dtype of `start`.
+        bits: number of bits of a number.
         digit_bits: number of bits of a digit.
-        start: zeros, in the dtype of keys, as many as there are searches.
+        start: zeros.
     """
     digits = -(-bits // digit_bits)
 
     def set_digit(i: Array, found: Array) -> Array:
         shift = (digit_bits * (digits - 1 - i)).astype(start.dtype)
-        counts = count(found, shift)
-        # Fewer keys reach a larger trial, so the digit is the number of trials that k reach.
-        reached = counts >= jnp.broadcast_to(jnp.asarray(k, counts.dtype), start.shape)[None]
-        return found | jnp.sum(reached, axis=0, dtype=start.dtype) << shift
+        return found | digit_at(found, shift) << shift
 
     return lax.fori_loop(0, digits, set_digit, start)
 

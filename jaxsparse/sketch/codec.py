@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Integer, UInt32
 
-from jaxsparse.magnitude import norms
+from jaxsparse.magnitude import scaled
 from jaxsparse.platforms import by_platform, over_tiles, shaped_as, zeros
 from jaxsparse.quantize.packing import check_size
 from jaxsparse.settings import check_seed
@@ -248,7 +248,8 @@ def l2_norm(table: Float[Array, "rows cols"]) -> Float[Array, ""]:
     """
     if table.ndim != 2:
         raise ValueError(f"table has shape {table.shape}: pass the [rows, cols] of encode")
-    return median(list(norms(table)))
+    shares, scale = scaled(table, axis=None)
+    return scale * median(list(jnp.sqrt(jnp.sum(jnp.square(shares), axis=1))))
 
 
 def check_table(table: Array, spec: SketchSpec) -> Float[Array, "rows cols"]:
