@@ -29,13 +29,6 @@ def choose_algorithm(
     measured time that a worker computes. If your device is unlike the profile's and computing
     decides, name the algorithm: `plan` finds it for your own profile. "ring" is never chosen.
 
-    On 8 emulated hosts at 100 Mbit/s, with a million elements, the choice at 1 % density was the
-    fastest, all_gather. At 0.1 % it was recursive_double, 6 % slower than the fastest; at 10 % it
-    was dsar_split_allgather, 11 % slower. With links fitted for each collective, and computing four
-    times as slow, as it is for eight processes on two cores, the choice is the fastest at all three
-    densities. (A model without computing chose recursive_double at all three: 6, 75 and 107 %
-    slower.)
-
     Args:
         reducer: the settings.
         size: number of elements of the vector.

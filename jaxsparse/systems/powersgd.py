@@ -43,7 +43,7 @@ Side = Literal[0, 1]
 # rounding determines.
 _NOISE = 4 * float(np.finfo(np.float32).eps)
 # Largest rank at which a product of factors is computed as a sum of outer products, which XLA fuses
-# with its readers. Matrix products are stored first, and take 1.7 times as long at rank 4 on a CPU.
+# with its readers. Matrix products are stored first, which takes longer at low ranks.
 _FUSED_RANK = 16
 
 
