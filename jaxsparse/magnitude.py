@@ -1,12 +1,13 @@
 """Magnitudes near the ends of a float's range: the largest, shares of it, norms, and clipping."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, Bool, DTypeLike, Float
 
 LARGEST = float(np.finfo(np.float32).max)
 # Twice the least normal number. The reciprocal of a smaller number may be infinite, and XLA's CPU
@@ -104,6 +105,16 @@ def clipped(x: Float[Array, "..."], dtype: DTypeLike = jnp.float32, summands: in
         # Powers of two add up without rounding. Rounding could make the last sum overflow.
         limit = 2.0 ** math.floor(math.log2(limit / summands))
     return jnp.clip(x, -limit, limit)
+
+
+def all_finite(arrays: Iterable[Any]) -> Bool[Array, ""]:
+    """Whether all floating-point values of all arrays are finite.
+
+    >>> bool(all_finite([jnp.arange(3), jnp.float32([1, jnp.inf])]))
+    False
+    """
+    floats = [x for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
 def within(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:

@@ -16,6 +16,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Key, UInt32
 
 from jaxsparse.bits import field_words, float_bits, from_float_bits, pack_fields, unpack_fields
 from jaxsparse.magnitude import LARGEST, SMALLEST, largest_magnitude, within
+from jaxsparse.quantize.packing import pack, unpack
 from jaxsparse.quantize.quantizer import (
     SCALE_SHIFTS,
     Quantized,
@@ -155,8 +156,8 @@ class Format:
         del key, count  # padding with zeros changes no maximum
         scales = self.scales_of(x)
         if self.is_integer:
-            fields = self.integers(x, scales).astype(jnp.uint32) & jnp.uint32(2**self.bits - 1)
-        elif self.name == "e3m0":
+            return Quantized(pack(self.integers(x, scales), self.bits), scales)
+        if self.name == "e3m0":
             fields = _powers(self._relative(x, scales))
         else:
             values = x if not self.scale_bits else self._relative(x, scales)
@@ -165,15 +166,12 @@ class Format:
 
     def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
         """See `Quantizer`."""
-        fields = unpack_fields(quantized.words, self.bits, size)
         if self.is_integer:
-            # The field goes to the top of the word; shifting it back as int32 repeats its sign.
-            top = lax.bitcast_convert_type(fields << jnp.uint32(32 - self.bits), jnp.int32)
-            values = (top >> jnp.int32(32 - self.bits)).astype(jnp.float32)
-        elif self.name == "e3m0":
-            values = _from_powers(fields)
+            values = unpack(quantized.words, self.bits, size).astype(jnp.float32)
         else:
-            values = from_float_bits(fields, self._dtype)
+            fields = unpack_fields(quantized.words, self.bits, size)
+            is_powers = self.name == "e3m0"
+            values = _from_powers(fields) if is_powers else from_float_bits(fields, self._dtype)
         return self.scaled(values, quantized.scales) if self.scale_bits else values
 
     def integers(

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
+from jaxsparse.bits import field_words
 from jaxsparse.hashing import keyed
 from jaxsparse.magnitude import LARGEST, SMALLEST, largest_magnitude, norms, shares_of
-from jaxsparse.quantize.packing import check_bits, pack, packed_words, unpack
+from jaxsparse.quantize.packing import check_bits, pack, unpack
 from jaxsparse.quantize.quantizer import Quantized, check_group_size, in_groups
 
 
@@ -59,7 +60,7 @@ class QSGD:
         >>> QSGD(bits=4).words(10_000)
         1260
         """
-        return packed_words(size, self.bits) + -(-size // self.group_size)
+        return field_words(size, self.bits) + -(-size // self.group_size)
 
     def error_bound(self, *, stochastic: bool = True) -> float:
         """The factor f in E||Q(x) - x||^2 <= f ||x||^2, for any x.

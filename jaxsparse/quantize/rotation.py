@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Key
 
+from jaxsparse.bits import flipped
 from jaxsparse.hashing import keyed
 from jaxsparse.settings import static_int
 
@@ -90,9 +91,7 @@ def _turned(x: Array, size: int) -> Array:
 
 def _signed(x: Array, key: Key[Array, ""]) -> Array:
     """The values with random signs: a hashed bit for each."""
-    drawn = keyed(lax.iota(jnp.uint32, x.size), jax.random.bits(key, dtype=jnp.uint32))
-    bits = lax.bitcast_convert_type(x, jnp.uint32) ^ (drawn & jnp.uint32(2**31))
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    return flipped(x, keyed(lax.iota(jnp.uint32, x.size), jax.random.bits(key, dtype=jnp.uint32)))
 
 
 @functools.cache

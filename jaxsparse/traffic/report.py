@@ -209,7 +209,11 @@ class WireBytes:
         check_axis(self.axis_names)
         found = {c.axes for c in self._every() if c.axes}
         order = sorted(found, key=lambda axes: [self.axis_names.index(axis) for axis in axes])
-        return {axes: self._only(lambda c, axes=axes: c.axes == axes) for axes in order}
+
+        def of(axes: tuple[str, ...]) -> WireBytes:
+            return self._only(lambda c: c.axes == axes)
+
+        return {axes: of(axes) for axes in order}
 
     def _only(self, wanted: Callable[[Collective], bool]) -> WireBytes:
         """The collectives that are wanted, and the conditionals with one in any branch."""
