@@ -234,11 +234,11 @@ def kth_largest(x: Shaped[Array, " n"], k: int, *, bits: int, key: Key = None) -
 def _by_bits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32[Array, ""]:
     """`kth_largest` with one pass for each bit, the highest first."""
 
-    def bit_at(found: Array, shift: Array) -> Array:
+    def set_bit(found: Array, shift: Array) -> Array:
         trial = found | jnp.uint32(1) << shift
-        return (count_reaching(x, trial, key) >= jnp.uint32(k)).astype(jnp.uint32)
+        return jnp.where(count_reaching(x, trial, key) >= jnp.uint32(k), trial, found)
 
-    return by_digits(bit_at, bits, 1, jnp.zeros_like(x, jnp.uint32, shape=()))
+    return by_digits(set_bit, bits, 1, jnp.zeros_like(x, jnp.uint32, shape=()))
 
 
 def _by_digits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32[Array, ""]:
@@ -246,19 +246,20 @@ def _by_digits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32
     several = 2**_DIGIT_BITS - 1
     add = lambda a, b: tuple(map(jnp.add, a, b))
 
-    def digit_at(found: Array, shift: Array) -> Array:
+    def set_digit(found: Array, shift: Array) -> Array:
         keys = x if key is None else key(x)
         trials = [found | jnp.uint32(digit + 1) << shift for digit in range(several)]
         reaches = tuple((keys >= trial).astype(jnp.uint32) for trial in trials)
         counts = lax.reduce(reaches, (jnp.uint32(0),) * several, add, (0,))
         # Fewer elements reach a larger trial, so the digit is the number of trials that k reach.
-        return jnp.sum(jnp.stack(counts) >= jnp.uint32(k), dtype=jnp.uint32)
+        reached = jnp.stack(counts) >= jnp.uint32(k)
+        return found | jnp.sum(reached, dtype=jnp.uint32) << shift
 
-    return by_digits(digit_at, bits, _DIGIT_BITS, jnp.zeros_like(x, jnp.uint32, shape=()))
+    return by_digits(set_digit, bits, _DIGIT_BITS, jnp.zeros_like(x, jnp.uint32, shape=()))
 
 
 def by_digits(
-    digit_at: Callable[[Array, Array], Int[Array, "*shape"]],
+    set_digit: Callable[[Array, Array], Int[Array, "*shape"]],
     bits: int,
     digit_bits: int,
     start: Int[Array, "*shape"],
@@ -266,19 +267,18 @@ def by_digits(
     """Numbers found digit by digit, the highest first.
 
     Args:
-        digit_at: function of the digits found so far, with zeros behind them, and of the position
-            of the next digit's lowest bit. It returns that digit, in the dtype of `start`.
+        set_digit: function of the digits found so far, with zeros behind them, and of the position
+            of the next digit's lowest bit. It returns the number with that digit.
         bits: number of bits of a number.
         digit_bits: number of bits of a digit.
         start: zeros.
     """
     digits = -(-bits // digit_bits)
 
-    def set_digit(i: Array, found: Array) -> Array:
-        shift = (digit_bits * (digits - 1 - i)).astype(start.dtype)
-        return found | digit_at(found, shift) << shift
+    def turn(i: Array, found: Array) -> Array:
+        return set_digit(found, (digit_bits * (digits - 1 - i)).astype(start.dtype))
 
-    return lax.fori_loop(0, digits, set_digit, start)
+    return lax.fori_loop(0, digits, turn, start)
 
 
 def magnitude_bits(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:

@@ -53,7 +53,8 @@ def test_zeros_have_shares_and_a_norm_of_zero():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_sums_of_clipped_values_do_not_overflow(dtype, summands=3):
+def test_sums_of_clipped_values_do_not_overflow(dtype):
+    summands = 3
     x = magnitude.clipped(jnp.float32([jnp.inf, -magnitude.LARGEST, 7]), dtype, summands)
     x = x.astype(dtype)
     total = x

@@ -314,15 +314,15 @@ def _kth_largest(magnitudes: Float[Array, " n"], k: int, axis_name: str | None) 
     """The k-th largest of all workers' magnitudes, found digit by digit. 0 if there are fewer."""
     keys, values = to_bits(magnitudes), 2**_DIGIT_BITS
 
-    def digit_at(found: Array, shift: Array) -> Array:
+    def set_digit(found: Array, shift: Array) -> Array:
         digit = jnp.minimum((keys - found) >> shift, values - 1).astype(jnp.int32)
         counts = jnp.zeros((values,), jnp.int32)
         counts = counts.at[jnp.where(keys >= found, digit, values)].add(1, mode="drop")
         reached = jax.lax.cumsum(wire.psum(counts, axis_name), reverse=True)[1:] >= k
-        return jnp.sum(reached, dtype=jnp.uint32)
+        return found | jnp.sum(reached, dtype=jnp.uint32) << shift
 
     start = wire.varying_as(jnp.uint32(0), keys, axis_name)
-    found = by_digits(digit_at, 32, _DIGIT_BITS, start)
+    found = by_digits(set_digit, 32, _DIGIT_BITS, start)
     return jax.lax.bitcast_convert_type(found, jnp.float32)
 
 

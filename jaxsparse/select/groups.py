@@ -217,20 +217,19 @@ def _reached(
     keys = lax.optimization_barrier(keys)
     add = lambda a, b: tuple(map(jnp.add, a, b))
 
-    def digit_at(found: Array, shift: Array) -> Array:
+    def set_digit(found: Array, shift: Array) -> Array:
         bounds = [found | jnp.int32(trial) << shift for trial in range(1, 2**_DIGIT_BITS)]
         reaches = tuple(
             (keys >= bound[:, None]).astype(jnp.int32).reshape(n, -1, lanes) for bound in bounds
         )
         # One reduction of several arrays reads the keys once, and in lanes it vectorises.
         counts = lax.reduce(reaches, (jnp.int32(0),) * len(bounds), add, (1,))
-        digit = jnp.zeros_like(found)
         for bound, count in zip(bounds, counts):  # the bounds rise, unless they overflow
             is_reached = (jnp.sum(count, axis=1, dtype=jnp.int32) >= k) & (bound > 0)
-            digit += is_reached.astype(jnp.int32)
-        return digit
+            found = jnp.where(is_reached, bound, found)
+        return found
 
-    return by_digits(digit_at, bits, _DIGIT_BITS, jnp.zeros_like(keys, shape=(n,)))
+    return by_digits(set_digit, bits, _DIGIT_BITS, jnp.zeros_like(keys, shape=(n,)))
 
 
 def _magnitude(x: Float[Array, "..."]) -> Int32[Array, "..."]:
