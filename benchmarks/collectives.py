@@ -167,13 +167,15 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
         if not T & (T - 1):
             formula = 2 * k * ((2 * W - 2 * T) / W + T / W * math.log2(T))
             reducer(
-                f"spardl, R-SAG, {T} teams", jaxsparse.systems.SparDL(density, T), (formula,) * 2
+                f"spardl, R-SAG, {T} teams",
+                jaxsparse.systems.SparDL(density, teams=T),
+                (formula,) * 2,
             )
         low = 2 * k * (T * W + W - 2 * T) / (W * T)
         high = 2 * k * (T * T + 2 * W - 3 * T) / W
         reducer(
             f"spardl, B-SAG, {T} teams",
-            jaxsparse.systems.SparDL(density, T, "bruck"),
+            jaxsparse.systems.SparDL(density, teams=T, gather="bruck"),
             (low, high),
             "all-gather of k whatever h; 1 word counts entries" if T < W else "",
         )

@@ -27,7 +27,7 @@ from jaxsparse import error_feedback
 from jaxsparse.quantize import QSGD, Sign
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.quantized import Quantized, formatted
+from jaxsparse.systems.quantized import QUANTIZED, Quantized
 from jaxsparse.systems.random_k import RandomK
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -66,15 +66,15 @@ METHODS: dict[str, Any] = {
     "4 bits, feedback": Quantized(QSGD(4), "nearest"),
     "2 bits, feedback": Quantized(QSGD(2), "nearest"),
     "2 bits, nearest, none": WithoutFeedback(Quantized(QSGD(2), "nearest")),
-    "int8, feedback": formatted("int8"),
-    "int8, shared scale": formatted("int8", shared_scale=True),
-    "int4, feedback": formatted("int4"),
-    "int4, none": WithoutFeedback(formatted("int4")),
-    "int4, rotated, feedback": formatted("int4", rotate=True),
-    "int4, rotated, none": WithoutFeedback(formatted("int4", rotate=True)),
-    "e3m0, feedback": formatted("e3m0"),
-    "e3m0, none": WithoutFeedback(formatted("e3m0")),
-    "bfloat16": formatted("bfloat16"),
+    "int8, feedback": QUANTIZED.reducer("int8"),
+    "int8, shared scale": QUANTIZED.reducer("int8", shared_scale=True),
+    "int4, feedback": QUANTIZED.reducer("int4"),
+    "int4, none": WithoutFeedback(QUANTIZED.reducer("int4")),
+    "int4, rotated, feedback": QUANTIZED.reducer("int4", rotate=True),
+    "int4, rotated, none": WithoutFeedback(QUANTIZED.reducer("int4", rotate=True)),
+    "e3m0, feedback": QUANTIZED.reducer("e3m0"),
+    "e3m0, none": WithoutFeedback(QUANTIZED.reducer("e3m0")),
+    "bfloat16": QUANTIZED.reducer("bfloat16"),
     "sign, feedback": Quantized(Sign(), "nearest"),
     "sign, none": WithoutFeedback(Quantized(Sign(), "nearest")),
     "random-k, 10 %": RandomK(0.1),

@@ -104,7 +104,7 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
     for sizing in args.sizings:
         for ratio in args.ratios:
             settings = dict(rows=args.rows, sketch_ratio=ratio, sizing=sizing)
-            reducer = S2(args.density, args.block_size, **settings)
+            reducer = S2(args.density, block_size=args.block_size, **settings)
 
             def make(settings: Any = settings) -> optax.GradientTransformationExtraArgs:
                 size, momentum = args.block_size, args.momentum

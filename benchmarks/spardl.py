@@ -220,7 +220,7 @@ def residuals(args: argparse.Namespace) -> list[dict[str, Any]]:
             tx = jaxsparse.spardl(
                 args.density, teams=teams, gather=gather, residuals=kept, momentum=args.momentum
             )
-            reducer = SparDL(args.density, teams, gather, kept)
+            reducer = SparDL(args.density, teams=teams, gather=gather, residuals=kept)
             leak = np.asarray(follow(reducer, args, args.seeds[:1])[0].leak, np.float64)
             name = rule if teams == 1 else f"{rule}, {teams} teams"
             line = show(name, train(tx, args), f"  {leak.mean():>10.1e} {leak.max():>8.1e}")
@@ -258,7 +258,7 @@ def follow_entries(args: argparse.Namespace) -> list[dict[str, Any]]:
     size = ravel_pytree(init(0, args.hidden))[0].size
     results = []
     for density in args.densities:
-        reducer = SparDL(density, args.teams, "bruck")
+        reducer = SparDL(density, teams=args.teams, gather="bruck")
         for seed, traced in zip(args.seeds, follow(reducer, args, args.seeds)):
             trace = jax.tree.map(lambda x: np.asarray(x, np.float64), traced)
             k = wanted(reducer, size)

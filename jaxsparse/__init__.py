@@ -24,7 +24,7 @@ from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.outer import LocalSteps
 from jaxsparse.planner import select_tensors
 from jaxsparse.planner.autotune import autotune
-from jaxsparse.reducers.stages import Stages, warm_up
+from jaxsparse.settings import Stages, warm_up
 from jaxsparse.systems import *
 from jaxsparse.traffic import wire_bytes
 from jaxsparse.training.diagnostics import diagnose

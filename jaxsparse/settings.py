@@ -1,13 +1,171 @@
-"""Checks of static settings, and of arguments that all selections have."""
+"""Checks of static settings, settings that change in stages, and arguments of all selections."""
 
+import bisect
+import dataclasses
+import functools
 import math
 import numbers
 import operator
-from typing import Any
+import types
+from collections.abc import Callable
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Integer, UInt32
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages(Generic[T]):
+    """Values of a static setting, each for a range of steps.
+
+    One compiled step has a branch for each value, with messages of the branch's own sizes: a lower
+    density sends fewer bytes. Compile time grows with the number of stages, so use a few.
+
+    Attributes:
+        values: one value for each stage.
+        boundaries: the steps at which all stages but the first begin, in increasing order.
+
+    Example:
+        >>> stages = Stages(values=(0.25, 0.01), boundaries=(100,))
+        >>> stages.at(99), stages.at(100)
+        (0.25, 0.01)
+    """
+
+    values: tuple[T, ...]
+    boundaries: tuple[int, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "values", tuple(self.values))
+        steps = tuple(static_int("boundaries", step) for step in self.boundaries)
+        object.__setattr__(self, "boundaries", steps)
+        if len(self.values) != len(steps) + 1:
+            raise ValueError(
+                f"boundaries={steps} divide training into {len(steps) + 1} stages, but there are "
+                f"{len(self.values)} values={self.values}: give one for each stage"
+            )
+        if any(step < 1 for step in steps) or list(steps) != sorted(set(steps)):
+            raise ValueError(f"boundaries={steps} must be increasing steps, from 1 on")
+
+    def at(self, step: int) -> T:
+        """The value at a step."""
+        return self.values[bisect.bisect_right(self.boundaries, step)]
+
+
+def warm_up(last: float, *, steps: int, first: float = 0.25, stages: int = 4) -> Stages[float]:
+    """A density that falls exponentially from `first` to `last`, then stays.
+
+    Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3) warms up over four epochs, from
+    25 % by factors of 4.
+
+    A warm-up is not dense training: masking (see `error_feedback`) zeroes the momentum of all
+    coordinates that are sent, so at a high density little momentum remains.
+
+    Args:
+        last: density after the warm-up.
+        steps: number of steps of the whole warm-up.
+        first: density at the beginning.
+        stages: number of stages of the warm-up, each of steps / stages steps.
+
+    Example:
+        >>> warm_up(0.25 / 4**2, steps=200, stages=2)
+        Stages(values=(0.25, 0.0625, 0.015625), boundaries=(100, 200))
+    """
+    if not 0 < last <= first <= 1:
+        raise ValueError(f"last={last} and first={first} must satisfy 0 < last <= first <= 1")
+    if not 1 <= stages <= steps:
+        raise ValueError(f"stages={stages} must lie between 1 and steps={steps}")
+    densities = [first * (last / first) ** (i / stages) for i in range(stages)]
+    return Stages(
+        (*densities, last), tuple(round(steps * i / stages) for i in range(1, stages + 1))
+    )
+
+
+def current(setting: T | Stages[T]) -> T:
+    """The setting, which is one value where a reducer runs: `Staged` has a reducer for each."""
+    assert not isinstance(setting, Stages), setting
+    return setting
+
+
+def check_fields(settings: Any) -> None:
+    """Checks each field of a frozen dataclass against its type.
+
+    An int is stored as an int of Python. A value of a Literal must be one of them. The metadata of
+    `Annotated` types are functions of a field's name and value, which return the value to store or
+    raise ValueError. None and Stages pass where the type names them.
+
+    Raises:
+        ValueError: a value does not fit.
+    """
+    kind: Any = type(settings)
+    for name, checks in _checks(kind):
+        value = given = getattr(settings, name)
+        for check in checks:
+            value = check(name, value)
+        if value is not given:
+            object.__setattr__(settings, name, value)
+
+
+Check = Callable[[str, Any], Any]
+
+
+@functools.cache
+def _checks(kind: Any) -> list[tuple[str, list[Check]]]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [(f.name, _checks_of(hints[f.name])) for f in dataclasses.fields(kind)]
+
+
+def _checks_of(hint: Any) -> list[Check]:
+    parts = get_args(hint)
+    if get_origin(hint) is Annotated:
+        own = [_unless((Stages,), check) for check in parts[1:] if callable(check)]
+        return _checks_of(parts[0]) + own
+    if get_origin(hint) in (Union, types.UnionType):
+        # Values of the other types, such as None, pass.
+        kinds = [get_origin(part) or part for part in parts]
+        others = tuple(k for k in kinds if isinstance(k, type) and k not in (int, float, bool))
+        return [_unless(others, check) for part in parts for check in _checks_of(part)]
+    if get_origin(hint) is Literal:
+        return [functools.partial(_check_choice, parts)]
+    return [static_int] if hint is int else []
+
+
+def _unless(kinds: tuple[type, ...], check: Check) -> Check:
+    """The check, for all values but those of these types."""
+    return lambda name, value: value if isinstance(value, kinds) else check(name, value)
+
+
+def _check_choice(known: tuple[Any, ...], name: str, value: Any) -> Any:
+    if all(isinstance(choice, int) for choice in known):
+        value = static_int(name, value)
+    if value not in known:
+        *most, last = map(repr, known)
+        usable = f"{', '.join(most)} or {last}" if most else last
+        raise ValueError(f"{name}={value!r} is unknown: use {usable}")
+    return value
+
+
+def at_least(least: int, hint: str = "") -> Check:
+    """The check of a number that has a lower bound."""
+
+    def check(name: str, value: Any) -> Any:
+        if static_float(name, value) < least:
+            raise ValueError(f"{name}={value} must be at least {least}{hint and f': {hint}'}")
+        return value
+
+    return check
 
 
 def static_int(name: str, value: Any) -> int:
@@ -63,11 +221,24 @@ def static_float(name: str, value: Any) -> float:
 
 def check_density(density: float) -> None:
     """Raises ValueError unless 0 < density <= 1."""
-    if not 0 < static_float("density", density) <= 1:
-        raise ValueError(f"density={density} must lie in (0, 1]: 0.01 sends 1 % of the elements")
+    _check_share("density", density)
 
 
-def entries(density: float, size: int, parts: int = 1) -> int:
+def _check_share(name: str, value: Any) -> float:
+    if not 0 < static_float(name, value) <= 1:
+        raise ValueError(f"{name}={value} must lie in (0, 1]: 0.01 sends 1 % of the elements")
+    return value
+
+
+# A share of the elements, in (0, 1], or a warm-up of it.
+Density = Annotated[float | Stages[float], _check_share]
+# A number of things, at least 1.
+Count = Annotated[int, at_least(1)]
+# A seed, 0 <= seed < 2**32.
+Seed = Annotated[int, static_seed]
+
+
+def entries(density: float | Stages[float], size: int, parts: int = 1) -> int:
     """Number of entries of each of `parts` parts: density * size / parts, rounded up, at least 1.
 
     Example:
@@ -75,7 +246,7 @@ def entries(density: float, size: int, parts: int = 1) -> int:
         (10, 4, 1)
     """
     # A hair less, because 0.07 * 100, which is 7.000000000000001, must not round up to 8.
-    return max(1, math.ceil(density * size / parts * (1 - 1e-12)))
+    return max(1, math.ceil(current(density) * size / parts * (1 - 1e-12)))
 
 
 def check_vector(name: str, x: Array) -> None:

@@ -59,7 +59,10 @@ CASES = {name: functools.partial(by_row, name) for name in SYSTEMS} | {
 
 # Local steps. One case is saved between two outer steps, one while an exchange is on its way.
 LOCAL = {
-    "sparse_loco": {"outer": jaxsparse.outer.sparse_loco(0.7, 4, 64), "every": 4},
+    "sparse_loco": {
+        "outer": jaxsparse.outer.sparse_loco(learning_rate=0.7, k=4, chunk_size=64),
+        "every": 4,
+    },
     "streaming": {
         "outer": jaxsparse.outer.diloco(),
         "every": 4,

@@ -24,11 +24,11 @@ SEEDS, STEPS = 4, 6
 
 REDUCERS = {
     "omni, natural": OmniReduce(block_size=BLOCK, union_density=0.4),
-    "omni, selected": OmniReduce(0.05, BLOCK),
-    "omni, little room": OmniReduce(0.2, BLOCK, 0.15),
+    "omni, selected": OmniReduce(0.05, block_size=BLOCK),
+    "omni, little room": OmniReduce(0.2, block_size=BLOCK, union_density=0.15),
     "gather, natural": SparseAllGather(block_size=BLOCK, capacity_density=0.18),
-    "gather, selected": SparseAllGather(0.05, BLOCK),
-    "gather, little room": SparseAllGather(0.1, BLOCK, 0.05),
+    "gather, selected": SparseAllGather(0.05, block_size=BLOCK),
+    "gather, little room": SparseAllGather(0.1, block_size=BLOCK, capacity_density=0.05),
 }
 
 
@@ -247,11 +247,11 @@ def messages(reducer, size, workers):
     "reducer",
     [
         OmniReduce(block_size=4, union_density=1.0),
-        OmniReduce(0.5, 4),  # room for all blocks of two workers
-        OmniReduce(0.01, 256),  # a block longer than the vector
-        SparseAllGather(1.0, 4),
-        SparseAllGather(None, 4, 0.8),
-        SparseAllGather(0.01, 256),
+        OmniReduce(0.5, block_size=4),  # room for all blocks of two workers
+        OmniReduce(0.01, block_size=256),  # a block longer than the vector
+        SparseAllGather(1.0, block_size=4),
+        SparseAllGather(None, block_size=4, capacity_density=0.8),
+        SparseAllGather(0.01, block_size=256),
     ],
     ids=str,
 )
@@ -268,13 +268,20 @@ def test_messages_of_sparse_exchanges():
         ("psum", 20 * 4 * 4),
     ]
     # Block numbers and values. If the blocks may not all fit, a count as well.
-    assert messages(SparseAllGather(0.05, 4), 400, 3) == [("all_gather", 4 * 5 * 5)]
-    assert messages(SparseAllGather(None, 4, 0.05), 400, 3) == [("all_gather", 4 * (5 * 5 + 1))]
+    assert messages(SparseAllGather(0.05, block_size=4), 400, 3) == [("all_gather", 4 * 5 * 5)]
+    assert messages(SparseAllGather(None, block_size=4, capacity_density=0.05), 400, 3) == [
+        ("all_gather", 4 * (5 * 5 + 1))
+    ]
 
 
 @pytest.mark.parametrize("size", few((1, 2, 5), (5,)))
 @pytest.mark.parametrize(
-    "reducer", [OmniReduce(None, 1, 0.2), SparseAllGather(None, 1, 0.2)], ids=str
+    "reducer",
+    [
+        OmniReduce(None, block_size=1, union_density=0.2),
+        SparseAllGather(None, block_size=1, capacity_density=0.2),
+    ],
+    ids=str,
 )
 def test_tiny_vectors(reducer, size):
     workers = 3
@@ -287,7 +294,9 @@ def test_tiny_vectors(reducer, size):
 
 
 @pytest.mark.parametrize(
-    "reducer", [OmniReduce(0.2, 2), SparseAllGather(0.2, 2)], ids=["omni", "gather"]
+    "reducer",
+    [OmniReduce(0.2, block_size=2), SparseAllGather(0.2, block_size=2)],
+    ids=["omni", "gather"],
 )
 def test_sums_that_overflow_are_not_sent(reducer):
     x = np.zeros((2, 20), np.float32)
@@ -320,13 +329,13 @@ def test_settings_are_checked():
         sparse_all_gather()
     for reducer in (OmniReduce, SparseAllGather):
         with pytest.raises(ValueError, match=r"density=1\.5 must lie in \(0, 1\]"):
-            reducer(1.5, 8)
+            reducer(1.5, block_size=8)
         with pytest.raises(ValueError, match=r"block_size=0 must be at least 1"):
-            reducer(0.1, 0)
+            reducer(0.1, block_size=0)
     with pytest.raises(ValueError, match=r"union_density=0 must lie in \(0, 1\]: 0\.1 makes room"):
-        OmniReduce(None, 8, 0)
+        OmniReduce(None, block_size=8, union_density=0)
     with pytest.raises(ValueError, match=r"capacity_density='a' must be a number"):
-        SparseAllGather(None, 8, "a")
+        SparseAllGather(None, block_size=8, capacity_density="a")
 
 
 NATURAL = {
@@ -374,7 +383,11 @@ def test_rows_that_were_touched_once_are_not_sent_for_ever(name, dtype):
 
 @pytest.mark.parametrize(
     "reducer",
-    [OmniReduce(0.6, 16), SparseAllGather(0.9, 4), S2(0.6, 16, sketch_ratio=9.0)],
+    [
+        OmniReduce(0.6, block_size=16),
+        SparseAllGather(0.9, block_size=4),
+        S2(0.6, block_size=16, sketch_ratio=9.0),
+    ],
     ids=str,
 )
 def test_sums_that_overflow_are_kept_where_all_is_sent_densely(reducer):

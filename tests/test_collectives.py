@@ -142,7 +142,8 @@ def test_messages_are_dense_if_streams_are_no_shorter(name):
     for size, is_dense in ((2 * K, True), (2 * K + 1, False)):
         assert MessageFormat(size, K, "sum", jnp.float32, codecs.COO).is_dense == is_dense
         entries = SparseStream(jnp.arange(K, dtype=jnp.int32), jnp.ones(K))
-        reduced = LOSSLESS[name](entries, size, axis_name=None).whole()
+        alone = jax.jit(lambda x, size=size: LOSSLESS[name](x, size, axis_name=None).whole())
+        reduced = alone(entries)
         np.testing.assert_array_equal(reduced.total, [1] * K + [0] * (size - K))
         assert not reduced.residual.any()
 
@@ -310,7 +311,7 @@ def test_a_quantizer_whose_error_would_grow_is_refused():
     spec = quantize.QSGD(4, scale="l2")
     with pytest.raises(ValueError, match=r"fed back it grows from step to step\. Use scale='max'"):
         dsar_split_allgather(entries, 10, axis_name=None, quantizer=spec)
-    unbiased = dsar_split_allgather(
-        entries, 10, axis_name=None, quantizer=spec, key=jax.random.key(0)
-    )
+    unbiased = jax.jit(
+        lambda x: dsar_split_allgather(x, 10, axis_name=None, quantizer=spec, key=jax.random.key(0))
+    )(entries)
     assert not unbiased.residual.any()

@@ -162,7 +162,7 @@ def test_errors_name_the_setting():
         ({"k": 5, "chunk": 2}, r"k=5 must lie between 1 and chunk\*\*2=4"),
         ({"chunk": 257}, "chunk=257 must lie between 1 and 256"),
         ({"chunk": 8.0}, "chunk=8.0 must be an int"),
-        ({"value_bits": 12}, "value_bits=12 is not supported"),
+        ({"value_bits": 12}, "value_bits=12 is unknown"),
         ({"aggregate": "median"}, "aggregate='median' is unknown: use 'mean' or"),
         ({"k": Stages((8, 0), (10,))}, "k=0 must lie"),
     ):

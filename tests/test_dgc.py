@@ -84,9 +84,9 @@ def test_nesterov_momentum_of_everything_is_that_of_sgd():
     gradients = [jnp.float32([i, 1]) for i in range(4)]
 
     def run(tx):
-        state, history = tx.init(jnp.zeros(2)), []
+        state, history, update = tx.init(jnp.zeros(2)), [], jax.jit(tx.update)
         for gradient in gradients:
-            updates, state = tx.update(gradient, state)
+            updates, state = update(gradient, state)
             history.append(np.asarray(updates))
         return np.stack(history)
 

@@ -35,8 +35,9 @@ from jaxsparse.quantize import (
     to_message,
 )
 from jaxsparse.systems import SYSTEMS, dense, quantized
-from jaxsparse.systems.quantized import Quantized, formatted
+from jaxsparse.systems.quantized import Quantized
 
+formatted = SYSTEMS["quantized"].reducer  # takes the settings of `quantized`
 NAMES, SCALES = get_args(FormatName), get_args(Scale)
 SCALED = tuple(name for name in NAMES if name != "bfloat16")
 SIZES = (1, 2, 33, 1000)
@@ -347,7 +348,7 @@ def test_teams_are_checked():
     with pytest.raises(ValueError, match=r"shared_scale=True with teams=2.*leave out one"):
         formatted("int8", shared_scale=True, teams=2)
     with pytest.raises(ValueError, match=r"teams=3 does not divide the 4 workers.*\[1, 2, 4\]"):
-        feedback_loop(formatted("int4", 16, teams=3), 4)(normal((4, 1, 64)))
+        feedback_loop(formatted("int4", group_size=16, teams=3), 4)(normal((4, 1, 64)))
     with pytest.raises(ValueError, match="teams"):
         formatted("int4", teams=2.5)
     with pytest.raises(ValueError, match="inside='x' is no quantizer"):
@@ -374,7 +375,7 @@ def test_stochastic_rounding_in_teams_is_unbiased(key):
 @pytest.mark.parametrize("name", few(["int4", "float8_e4m3fn"], ["int4"]))
 def test_a_rotated_exchange_is_that_of_rotated_values(name):
     workers, size = 3, 150
-    reducer, plain = formatted(name, 16, rotate=True), formatted(name, 16)
+    reducer, plain = formatted(name, group_size=16, rotate=True), formatted(name, group_size=16)
     x = normal((workers, 1, size)) ** 3
     _, reduced = feedback_loop(reducer, workers)(x)
     signs = jax.random.split(jax.random.fold_in(jax.random.key(0), jnp.uint32(0)))[0]
@@ -390,7 +391,7 @@ def test_a_rotated_exchange_is_that_of_rotated_values(name):
 
 def test_signs_are_drawn_anew_at_each_step_and_in_each_bucket():
     gradients = np.broadcast_to(normal((2, 1, 64)), (2, 3, 64)).copy()
-    reducer = formatted("int4", 16, rotate=True)
+    reducer = formatted("int4", group_size=16, rotate=True)
     _, reduced = feedback_loop(reducer, 2)(gradients)
     np.testing.assert_array_equal(reduced.state[0], [1, 2, 3])
     first = reduced.residual[0, 0]
@@ -401,18 +402,20 @@ def test_signs_are_drawn_anew_at_each_step_and_in_each_bucket():
 
 
 FED_BACK = [
-    *(formatted(name, 64) for name in NAMES),
-    formatted("int4", 64, "e8m0"),
-    formatted("int4", 64, rotate=True),
-    formatted("int8", 64, shared_scale=True),
-    formatted("int4", 64, teams=2),
-    formatted("int4", 64, rotate=True, teams=3),
-    formatted("int4", 64, rotate=True, shared_scale=True),
+    *(formatted(name, group_size=64) for name in NAMES),
+    formatted("int4", group_size=64, scale="e8m0"),
+    formatted("int4", group_size=64, rotate=True),
+    formatted("int8", group_size=64, shared_scale=True),
+    formatted("int4", group_size=64, teams=2),
+    formatted("int4", group_size=64, rotate=True, teams=3),
+    formatted("int4", group_size=64, rotate=True, shared_scale=True),
 ]
 
 
 @pytest.mark.parametrize(
-    "reducer", few(FED_BACK, [formatted("e3m0", 64), *FED_BACK[-2:], FED_BACK[-5]]), ids=str
+    "reducer",
+    few(FED_BACK, [formatted("e3m0", group_size=64), *FED_BACK[-2:], FED_BACK[-5]]),
+    ids=str,
 )
 def test_the_residual_stays_bounded_over_100_steps(reducer):
     workers = 6
@@ -433,7 +436,7 @@ def test_the_residual_stays_bounded_over_100_steps(reducer):
 def test_sums_that_overflow_are_kept(name, rotate):
     x = normal((3, 1, 192))
     x[:, 0, 80] = 3e38
-    _, reduced = feedback_loop(formatted(name, 16, rotate=rotate), 3)(x)
+    _, reduced = feedback_loop(formatted(name, group_size=16, rotate=rotate), 3)(x)
     mean, residual = np.asarray(reduced.mean)[0, 0], np.asarray(reduced.residual)[:, 0]
     group = slice(80, 96)
     assert not mean[group].any()

@@ -239,7 +239,9 @@ SPARSE = [
 def test_sparse_loco_is_that_of_numpy(workers, settings):
     """e <- beta e + D; s = Q(top-k of chunks); e <- e - s; theta <- theta - alpha aggregate(s)."""
     k, chunk, decay = 2, 16, settings.get("decay", 0.95)
-    tx = outer.sparse_loco(0.5, k, chunk, is_dense=lambda *_: False, **settings)
+    tx = outer.sparse_loco(
+        learning_rate=0.5, k=k, chunk_size=chunk, is_dense=lambda *_: False, **settings
+    )
     tree = moves(6, workers, seed=2)
     found, _, state = run(LocalSteps(walk, tx, workers, every=2), tree)
     residual = np.zeros((workers, SIZE))
@@ -274,7 +276,9 @@ def test_sparse_loco_is_that_of_numpy(workers, settings):
 def test_everything_sent_exactly_is_a_plain_mean():
     tree = moves(4, 3)
     make = lambda tx: run(LocalSteps(walk, tx, 3, every=2), tree)[0]
-    whole = outer.sparse_loco(1.0, 16, 16, value_bits=32, decay=0.0, is_dense=lambda *_: False)
+    whole = outer.sparse_loco(
+        learning_rate=1.0, k=16, chunk_size=16, value_bits=32, decay=0.0, is_dense=lambda *_: False
+    )
     np.testing.assert_allclose(make(whole), make(outer.diloco(1.0, 0.0)), rtol=1e-5, atol=1e-5)
 
 

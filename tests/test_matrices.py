@@ -10,9 +10,9 @@ from supports import flat
 
 from jaxsparse import data_parallel, error_feedback, partition, shard
 from jaxsparse.collectives import wire
-from jaxsparse.reducers.base import Leaf, deliver
+from jaxsparse.reducers.base import Leaf, Reducer, deliver
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
-from jaxsparse.reducers.stages import Stages
+from jaxsparse.settings import Stages
 from jaxsparse.systems import TopK
 
 SHAPES = {
@@ -59,7 +59,7 @@ def reducer_sizes(tx):
     """Number of elements of each bucket, as a reducer's `init` is told."""
     sizes = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FirstRows, "init", lambda self, size: sizes.append(size) or ())
+        patch.setattr(Reducer, "abstract_state", lambda self, size: sizes.append(size) or ())
         tx.init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
     return sizes
 

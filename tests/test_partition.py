@@ -15,7 +15,6 @@ from jaxsparse.systems import (
     Dragonn,
     OmniReduce,
     Quantized,
-    SketchedBudget,
     SketchedSGD,
     SparDL,
     TopK,
@@ -133,7 +132,7 @@ def test_payload_is_the_sum_of_the_groups():
 
 @pytest.mark.slow
 def test_a_budget_for_one_group_counts_the_dense_leaves_and_for_several_does_not():
-    budget = SketchedBudget(5.0, SketchedSGD(k=1, cols=1, rows=3), None, None)
+    budget = SketchedSGD(5.0, rows=3)
     shapes = {"embed": (300, 16), "kernel": (64, 50), "bias": (300,)}
     alone = traffic.wire_bytes(compiled_step(partition({"e": budget}), mesh(2), shapes)).payload
     wanted = 4 * (300 * 16 + 64 * 50 + 300) / 5

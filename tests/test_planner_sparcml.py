@@ -75,7 +75,9 @@ def test_recursive_doubling_is_not_taken_where_it_was_slow():
 
 
 def predicted(reducer, name, size, workers):
-    single = SparCML(reducer.k, reducer.group_size, name, codec=reducer.codec, link=reducer.link)
+    single = SparCML(
+        reducer.k, reducer.group_size, algorithm=name, codec=reducer.codec, link=reducer.link
+    )
     moved = traced_bytes(single, size, workers)
     entries = reducer.k * (size // reducer.group_size)
     computing = SystemProfile.shipped().seconds(f"sparcml:{name}", size, workers, entries / size)
@@ -98,7 +100,7 @@ def test_a_ring_never_receives_less(workers, factor, k):
     """It does not wait for fewer messages either, so it need not be among the choices."""
     size, network = 512 * 40 + 7, Network(Link(1.0, 1e30))
     ring, split = (
-        traced_bytes(SparCML(k, 512, name, capacity_factor=factor), size, workers)
+        traced_bytes(SparCML(k, 512, algorithm=name, capacity_factor=factor), size, workers)
         for name in ("ring", "split_allgather")
     )
     assert ring.received >= split.received - 4 * (workers - 1)  # a count beside the entries

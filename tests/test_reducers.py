@@ -16,7 +16,6 @@ from jaxsparse.systems import (
     GTopK,
     OkTopk,
     Quantized,
-    SketchedBudget,
     SketchedSGD,
     SparDL,
     TrueTopK,
@@ -38,7 +37,7 @@ def test_numpy_integers_are_ints():
     assert repr(sketched) == repr(SketchedSGD(**settings))
     assert repr(SketchedSGD(**{**numpy, "seed": np.uint32(7)})) == repr(sketched)
     for given in ("k", "cols"):
-        budgets = [SketchedBudget(4, sketched, **{given: n}) for n in (9, np.int32(9))]
+        budgets = [SketchedSGD(4, rows=3, **{given: n}) for n in (9, np.int32(9))]
         assert repr(budgets[0].split((SIZE,))) == repr(budgets[1].split((SIZE,)))
     x = np.random.default_rng(0).normal(size=(2, SIZE))
     for reducer in (sketched, TrueTopK(k=np.int64(5))):
@@ -90,8 +89,8 @@ def test_what_an_all_reduce_leaves_is_owed_by_hand():
 OVERFLOWING = {
     "gtopk": (GTopK(0.1), 7),
     "ok_topk": (OkTopk(0.1, codec=codecs.Chunked(value_bits=4)), 7),
-    "recursive": (SparDL(0.1, 4, "recursive"), 8),
-    "bruck": (SparDL(0.1, 2, "bruck"), 8),
+    "recursive": (SparDL(0.1, teams=4, gather="recursive"), 8),
+    "bruck": (SparDL(0.1, teams=2, gather="bruck"), 8),
 }
 
 
@@ -135,6 +134,6 @@ def test_a_rotation_leaves_the_largest_number_finite():
 def test_a_clipped_sum_is_shared_by_its_holders():
     largest = jnp.finfo(jnp.float32).max
     a = SparseStream(jnp.int32([0, 1]), jnp.float32([largest, largest]))
-    kept, share = largest_sums(a, a, 2, 1, 4)
+    kept, share = jax.jit(largest_sums, static_argnums=(2, 3, 4))(a, a, 2, 1, 4)
     assert np.isinf(kept.values).all()
     assert sorted(share.values.tolist()) == [0, 0, 0, float(largest / 4)]

@@ -63,8 +63,8 @@ def described(monkeypatch, x, k, rows, cols, seed):
 
 
 WHERE = [(workers, way) for workers in MESH_SIZES for way in WAYS]
-SKETCHED = S2(0.1, BLOCK, rows=3, seed=5)
-EXACT = S2(0.1, BLOCK, sketch_ratio=3.0)
+SKETCHED = S2(0.1, block_size=BLOCK, rows=3, seed=5)
+EXACT = S2(0.1, block_size=BLOCK, sketch_ratio=3.0)
 CASES = [(reducer, workers, way) for reducer in (SKETCHED, EXACT) for workers, way in WHERE]
 USUAL = [(SKETCHED, 5, "shard_map"), (EXACT, 3, "vmap")]
 
@@ -95,7 +95,7 @@ def test_it_is_its_description(case, monkeypatch):
 @pytest.mark.parametrize("ratio", [0.2, 3.0], ids=["sketched", "exact"])
 @pytest.mark.parametrize("workers", few([2, 5], [5]))
 def test_what_finds_no_room_is_kept_and_counted(workers, ratio):
-    reducer = S2(0.2, BLOCK, sketch_ratio=ratio, union_density=0.25)
+    reducer = S2(0.2, block_size=BLOCK, sketch_ratio=ratio, union_density=0.25)
     plan = reducer.plan(SIZE, workers)
     assert plan[:2] == (16, 19)
     first = np.zeros((8, workers, SIZE), np.float32)
@@ -135,7 +135,7 @@ def test_gradients_sparse_by_nature(case):
     x *= spread(rng.random((1, workers, COUNT)) < 0.06)
     union = np.any(as_blocks(x[0]) != 0, axis=(0, 2))
     assert 5 < union.sum() < 19
-    reducer = S2(None, BLOCK, sketch_ratio=ratio, union_density=union_density)
+    reducer = S2(None, block_size=BLOCK, sketch_ratio=ratio, union_density=union_density)
     ((_, reduced),) = by_step(reducer, x)
     assert not reduced.residual.any()
     assert not reduced.info.overflow.any()
@@ -147,7 +147,7 @@ def test_gradients_sparse_by_nature(case):
 
 
 def test_everything_is_the_dense_mean():
-    reducer = S2(1.0, BLOCK, sketch_ratio=1.0)
+    reducer = S2(1.0, block_size=BLOCK, sketch_ratio=1.0)
     assert reducer.dense_at_full_budget
     assert not S2().dense_at_full_budget
     x = gradients(5, steps=1)
@@ -213,7 +213,9 @@ def test_the_sketch_is_unbiased_and_as_noisy_as_documented(case):
     (rows, sizing, expected), workers = case, 16
     x = disjoint(workers)
     room = 0.1 if sizing == "union" else None  # room for the 48 blocks of all workers
-    reducer = S2(3 / 480, BLOCK, rows=rows, sizing=sizing, union_density=room, sketch_ratio=0.5)
+    reducer = S2(
+        3 / 480, block_size=BLOCK, rows=rows, sizing=sizing, union_density=room, sketch_ratio=0.5
+    )
     means = np.asarray(repeated(reducer, workers)(jnp.asarray(x)), np.float64)
     truth = x.sum(0, dtype=np.float64) / workers
     assert not means[:, truth == 0].any()

@@ -99,7 +99,7 @@ def test_compact_of_each_row(width):
         np.random.default_rng(width).uniform(size=(5, width)) < np.array([[0, 0.1, 0.5, 0.9, 1]]).T
     )
     capacity = -(-width // 2)
-    places, counts = compact_rows(jnp.asarray(mask), capacity)
+    places, counts = jax.jit(compact_rows, static_argnums=1)(jnp.asarray(mask), capacity)
     np.testing.assert_array_equal(counts, mask.sum(axis=1))
     for row, found in zip(mask, np.asarray(places)):
         there = np.flatnonzero(row)[:capacity]
@@ -200,7 +200,8 @@ every_dtype = pytest.mark.parametrize("dtype", few(DTYPES, [jnp.float32]))
 
 def make(data, size, dtype=jnp.float32, seed=0):
     x = DATA[data](np.random.default_rng(seed), size).astype(np.float32)
-    return jnp.asarray(x).astype(dtype)
+    with np.errstate(over="ignore"):  # float16 becomes inf
+        return jnp.asarray(x.astype(dtype))
 
 
 def ranked(x):
@@ -216,7 +217,7 @@ def check_stream(kept, x, capacity):
     assert len(np.unique(indices)) == capacity
     assert indices.min() >= 0
     assert indices.max() < x.size
-    np.testing.assert_array_equal(kept.values, x[indices])
+    np.testing.assert_array_equal(kept.values, np.asarray(x)[indices])
     return indices
 
 
@@ -328,7 +329,7 @@ GROUPS = [
 @pytest.mark.parametrize(("size", "k", "group_size"), GROUPS)
 def test_group_top_k_is_exact(size, k, group_size, data):
     x = make(data, size)
-    kept = select.group_top_k(x, k, group_size)
+    kept = jax.jit(select.group_top_k, static_argnums=(1, 2))(x, k, group_size)
     expected = group_oracle(x, k, group_size)
     assert len(expected) == k * (size // group_size) + min(k, size % group_size)
     np.testing.assert_array_equal(check_stream(kept, x, len(expected)), expected)

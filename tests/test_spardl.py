@@ -176,7 +176,7 @@ def test_errors_name_what_is_wrong():
 )
 def test_rounding_is_conserved(form, codec):
     workers, teams, gather = form
-    reducer = SparDL(0.1, teams, gather, codec=codec)
+    reducer = SparDL(0.1, teams=teams, gather=gather, codec=codec)
     for seed in range(3):
         x = np.random.default_rng(seed).normal(size=(workers, 301)) ** 3
         reduced = run(reducer, x)

@@ -21,7 +21,7 @@ FORMS = [(1, "recursive"), (2, "recursive"), (2, "bruck"), (7, "bruck"), (14, "b
 
 def make(teams, gather, residuals="global"):
     # "exact" picks the same few elements, and compiles in half the time.
-    return SparDL(0.05, teams, gather, residuals, selection="exact")
+    return SparDL(0.05, teams=teams, gather=gather, residuals=residuals, selection="exact")
 
 
 @functools.cache

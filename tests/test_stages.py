@@ -12,7 +12,7 @@ from workers import mesh, some
 import jaxsparse
 from jaxsparse import Stages, data_parallel, partition, shard, traffic, warm_up
 from jaxsparse.reducers.stages import Staged
-from jaxsparse.systems import OkTopk, OmniReduce, RandomK
+from jaxsparse.systems import OkTopk, OmniReduce, RandomK, TopK
 
 
 def test_warm_up_falls_exponentially():
@@ -43,6 +43,24 @@ def test_errors_name_what_is_wrong():
     different = Stages((RandomK(0.1), OkTopk(0.1)), (10,))
     with pytest.raises(ValueError, match="carry different states"):
         Staged(different).init(100)
+
+
+def test_a_reducer_may_have_a_setting_in_stages():
+    stages = Stages((0.2, 0.1), (2,))
+    want = Staged(Stages((TopK(0.2), TopK(0.1)), (2,)))
+    params = {"w": jnp.zeros((40, 30))}
+    for tx in (
+        jaxsparse.top_k(stages),
+        jaxsparse.error_feedback(TopK(stages)),
+        partition({"w": TopK(stages)}),
+        partition({"w": Stages((TopK(0.2), TopK(0.1)), (2,))}),
+    ):
+        assert tx.init(params).origin.systems == (want.system,)
+        assert jax.tree.structure(tx.init(params)) == jax.tree.structure(
+            jaxsparse.error_feedback(want).init(params)
+        )
+    with pytest.raises(ValueError, match=r"reducer=TopK.* must be a reducer of flat vectors"):
+        RandomK(0.5, reducer=TopK(stages))
 
 
 MAKE = {

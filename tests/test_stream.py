@@ -1,5 +1,7 @@
 """Sparse vectors and their messages."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from jaxsparse import codecs, stream
 from jaxsparse.codecs import ranges
 from jaxsparse.stream import SparseStream
 
+# Jitted, because each operation outside of a program is a program of its own.
+to_dense = jax.jit(stream.to_dense, static_argnums=(1, 2))
 NUMPY = {"sum": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}
 
 
@@ -38,7 +42,7 @@ def is_combined(both, entries, op):
     filled = np.asarray(both.indices)[np.asarray(both.indices) < 13]
     assert sorted(expected) == filled.tolist()  # each once, in order
     assert not np.asarray(both.values)[np.asarray(both.indices) == 13].any()
-    dense = np.asarray(stream.to_dense(both, 13, op))
+    dense = np.asarray(to_dense(both, 13, op))
     empty = np.asarray(stream.neutral(op, both.values.dtype))
     assert dense.tolist() == [expected.get(i, empty) for i in range(13)]
     return True
@@ -88,16 +92,22 @@ def test_delta():
 SIZES = [1, 100, 2**16 - 1, 2**16, 2**16 + 1, 200_000]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def sent(codec, entries, size, dtype):
+    """The message, the values as it rounds them, and what is read from it."""
+    message = codec.encode(entries, size)
+    arrived = codec.decode(message, entries.capacity, size, dtype)
+    return message, codec.rounded(entries, size), arrived
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])
 def test_coordinates_are_exact(size, dtype):
     entries = random_stream(np.random.default_rng(size), 50, size, dtype)
-    message = codecs.COO.encode(entries, size)
+    message, _, arrived = sent(codecs.COO, entries, size, dtype)
     assert message.dtype == jnp.uint32
     assert message.shape == (codecs.COO.words(50, size),) == (100,)
-    jax.tree.map(
-        np.testing.assert_array_equal, codecs.COO.decode(message, 50, size, dtype), entries
-    )
+    jax.tree.map(np.testing.assert_array_equal, arrived, entries)
 
 
 @pytest.mark.parametrize("size", some(SIZES, [200_000]))
@@ -107,18 +117,15 @@ def test_packed_messages(size, dtype):
     for k, empty in ((1, 0.0), (50, 0.3), (50, 1.0), (700, 0.0)):
         rng = np.random.default_rng(k)
         entries = random_stream(rng, k, size, empty=empty)
-        noise = jnp.asarray(1 + rng.random(k) / 100, jnp.float32)
-        entries = entries._replace(values=entries.values * noise)
-        message = codec.encode(entries, size)
+        noise = np.asarray(1 + rng.random(k) / 100, np.float32)
+        entries = entries._replace(values=np.asarray(entries.values) * noise)
+        message, rounded, arrived = sent(codec, entries, size, jnp.float32)
         assert message.shape == (codec.words(k, size),)
         assert codec.words(k, size) == k + (-(-size // 2**16) if size > 2**16 else 0)
-        rounded = codec.rounded(entries, size)
-        expected = np.asarray(entries.values.astype(dtype).astype(jnp.float32))
+        expected = np.asarray(entries.values).astype(dtype).astype(np.float32)
         np.testing.assert_array_equal(rounded, expected)
-        arrived = codec.decode(message, k, size, jnp.float32)
         np.testing.assert_array_equal(
-            stream.to_dense(arrived, size),
-            stream.to_dense(entries._replace(values=rounded), size),
+            to_dense(arrived, size), to_dense(entries._replace(values=rounded), size)
         )
 
 
@@ -158,10 +165,12 @@ def test_packed_messages_of_many_ranges_keep_the_order_or_make_it(rows):
     entries = entries._replace(values=codec.rounded(entries, size))
     messages = jax.jit(jax.vmap(lambda row: codec.encode(row, size)))(entries)
     for row, message in enumerate(messages):
-        arrived = codec.decode(message, capacity, size, jnp.float32)
-        one = SparseStream(entries.indices[row], entries.values[row])
-        assert jnp.count_nonzero(arrived.indices < size) == (indices[row] < size).sum()
-        np.testing.assert_array_equal(stream.to_dense(arrived, size), stream.to_dense(one, size))
+        arrived = jax.jit(codec.decode, static_argnums=(1, 2, 3))(
+            message, capacity, size, jnp.float32
+        )
+        one = SparseStream(*(np.asarray(x)[row] for x in entries))
+        assert np.count_nonzero(arrived.indices < size) == (indices[row] < size).sum()
+        np.testing.assert_array_equal(to_dense(arrived, size), to_dense(one, size))
 
 
 @pytest.mark.parametrize("count", [300, 2**25])  # for one sort, and for two arrays
@@ -177,9 +186,9 @@ def test_messages_of_zeros_hold_nothing():
     """A worker to which nobody sends receives such messages."""
     for size in (100, 200_000):
         for codec in (codecs.COO, codecs.Packed()):
-            message = jnp.zeros(codec.words(5, size), jnp.uint32)
-            arrived = codec.decode(message, 5, size, jnp.float32)
-            assert not stream.to_dense(arrived, size).any()
+            message = np.zeros(codec.words(5, size), np.uint32)
+            decode = jax.jit(codec.decode, static_argnums=(1, 2, 3))
+            assert not np.any(to_dense(decode(message, 5, size, jnp.float32), size))
 
 
 def test_errors_name_what_is_wrong():

@@ -48,7 +48,7 @@ def test_gtopk_keeps_what_its_codec_rounds(workers):
 def test_gtopk_as_published_leaks():
     x = np.array([[6, 0], [6, 0], [2, 0], [0, 9]])
     for residuals, lost in (("global", 0), ("published", 2)):
-        ((_, reduced),) = run(GTopK(0.5, residuals), x)
+        ((_, reduced),) = run(GTopK(0.5, residuals=residuals), x)
         assert total(reduced, 1).tolist() == [12, 0]
         assert x.sum() - 12 - reduced.residual.sum() == lost
 
@@ -217,12 +217,12 @@ def test_few_entries_of_a_large_vector_are_not_sampled():
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="refresh_every=0 must be at least 1 step"):
+    with pytest.raises(ValueError, match="refresh_every=0 must be at least 1"):
         OkTopk(0.1, refresh_every=0)
     with pytest.raises(ValueError, match=r"capacity_factor=0\.5 must be finite and at least 1"):
         OkTopk(0.1, capacity_factor=0.5)
     with pytest.raises(ValueError, match="residuals='partial' is unknown"):
-        GTopK(0.1, "partial")
+        GTopK(0.1, residuals="partial")
     with pytest.raises(ValueError, match="selection='slow' is unknown"):
         GTopK(0.1, selection="slow")
     with pytest.raises(ValueError, match=r"density=0 must lie in \(0, 1\]"):

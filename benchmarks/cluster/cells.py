@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxsparse.reducers.base import Budget
 from jaxsparse.systems import WITH_VARIANTS, choose
 from jaxsparse.systems.ok_topk import OkTopk
-from jaxsparse.systems.sketched_sgd import SketchedBudget, SketchedSGD
+from jaxsparse.systems.sketched_sgd import SketchedSGD
 from jaxsparse.systems.sparcml import SparCML
 
 # Systems that make sense on dense gradients. sketched_sgd:40 is sketched_sgd at compression 40.
@@ -50,7 +50,7 @@ def budget(cell: Cell, workers: int) -> Budget:
         usual = choose("sparcml", cell.density, size=cell.params, workers=workers).budget
         assert isinstance(usual, SparCML)
         # The names are checked by the reducer.
-        return SparCML(usual.k, usual.group_size, setting)  # type: ignore[arg-type]
+        return SparCML(usual.k, usual.group_size, algorithm=setting)  # type: ignore[arg-type]
     if name in ("sketched_sgd", "ok_topk", "ok_topk_packed"):
         try:
             number = float(setting)
@@ -60,7 +60,7 @@ def budget(cell: Cell, workers: int) -> Budget:
                 "compression, ok_topk:1 for a capacity_factor"
             ) from None
         if name == "sketched_sgd":
-            return SketchedBudget(number, SketchedSGD(k=1, cols=1))
+            return SketchedSGD(number)
         usual = choose(name, cell.density, size=cell.params, workers=workers).budget
         assert isinstance(usual, OkTopk)
         return dataclasses.replace(usual, capacity_factor=number)

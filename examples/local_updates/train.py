@@ -99,15 +99,16 @@ def every_method() -> dict[str, Method]:
         methods[f"DiLoCo H={h}"] = Method("displacements", "dense", outer.diloco, h, 0.7)
         for k in (20, 64, 123, 512, 4096):
             name = f"SparseLoCo H={h}" + ("" if k == 64 else f" {k / 40.96:.3g} %")
-            tx = lambda lr, k=k: outer.sparse_loco(lr, k=k)
+            tx = lambda lr, k=k: outer.sparse_loco(learning_rate=lr, k=k)
             methods[name] = Method("displacements", "chunked_top_k", tx, h)
     of_ten = functools.partial(Method, "displacements", every=10)
     return methods | {
         "SparseLoCo H=10 published bits": of_ten(
-            "chunked_top_k", lambda lr: outer.sparse_loco(lr, quantizer="published")
+            "chunked_top_k", lambda lr: outer.sparse_loco(learning_rate=lr, quantizer="published")
         ),
         "SparseLoCo H=10 of senders": of_ten(
-            "chunked_top_k", lambda lr: outer.sparse_loco(lr, aggregate="mean_of_senders")
+            "chunked_top_k",
+            lambda lr: outer.sparse_loco(learning_rate=lr, aggregate="mean_of_senders"),
         ),
         "SparDL 1 % H=10": of_ten(
             "spardl", lambda lr: optax.chain(jaxsparse.spardl(0.01), optax.sgd(lr))

@@ -1,14 +1,22 @@
-"""The options that all transformations share: declared, documented and checked here alone."""
+"""Settings declared once: as fields of a dataclass, from which a function derives.
 
+A transformation is a dataclass of settings, with the options that all share among its bases.
+`transformation` makes the function that users call: with the fields as its arguments, which type
+checkers and `help` see, and with the fields' descriptions in its docstring.
+"""
+
+import abc
+import dataclasses
 import functools
 import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar, get_type_hints
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
@@ -19,147 +27,179 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Options(TypedDict, total=False):
-    """The options of all transformations. `OPTIONS` has their defaults and descriptions."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(abc.ABC):
+    """The options of every exchange.
 
-    axis_name: str | None
-    delay: Literal[0, 1] | None
-    decay: float | None
-    accumulator_dtype: DTypeLike | None
-    momentum: float | Array | None
-    nesterov: bool | None
-    bucket_size: int | None
-    mesh: Mesh | None
-    specs: Any
-
-
-class LeafOptions(Options, total=False):
-    """The same options, and the rule for dense leaves, which a policy replaces."""
-
-    is_dense: IsDense | None
-
-
-# The default and the description of each option. The defaults are None and strings rather than 0,
-# functions or dtypes, because optax.inject_hyperparams turns numbers into arrays and calls
-# callables.
-OPTIONS: dict[str, tuple[Any, str]] = {
-    "axis_name": ("data", "the mesh axis of the workers. None: a single worker."),
-    "delay": (
-        None,
-        "0 or None: exchange this step's gradients. 1: exchange the residual of earlier gradients, "
-        "so that the exchange can overlap the backward pass.",
-    ),
-    "decay": (
-        None,
-        "factor of the residual in each step, in [0, 1]. None: 1, so that nothing is ever dropped.",
-    ),
-    "accumulator_dtype": (
-        None,
-        "dtype of the residual and momentum of compressed leaves between steps. None: float32. "
-        '"bfloat16" halves their memory and rounds them at random.',
-    ),
-    "momentum": (
-        None,
-        "factor of momentum correction, in [0, 1): a float or a (traced) scalar array. Momentum is "
-        "masked where the reducer says so. The optimizer behind needs no momentum of its own. "
-        "None: no momentum and no buffer for it.",
-    ),
-    "nesterov": (
-        None,
-        "True: Nesterov's momentum. With u = momentum u + g, a step adds g + momentum u instead of "
-        "u. None or False: it adds u.",
-    ),
-    "is_dense": (
-        None,
-        "function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape: whether "
-        "the leaf travels uncompressed. None: vectors, scalars and leaves below 1024 elements do.",
-    ),
-    "bucket_size": (
-        None,
-        "largest number of elements of a bucket. None: one bucket. Several buckets are exchanged "
-        "one after the other, which takes less memory. They share the budget in proportion to "
-        "their sizes.",
-    ),
-    "mesh": (
-        None,
-        "mesh of the parameters, for where they do not show it, as under `jax.jit`. `init` then "
-        "returns a state that is already spread over the workers. None: the mesh that parameters "
-        "show, or that of `jaxsparse.data_parallel`.",
-    ),
-    "specs": (
-        None,
-        "partitions of the parameters over the other axes of the mesh, for where parameters do not "
-        "show them: a tree of `PartitionSpec` or `NamedSharding`, or a prefix of it.",
-    ),
-}
-_ENTRY = re.compile(r"^    \*\*options: .*\n(?:     .*\n)*", re.MULTILINE)
-
-
-def exchange_options(
-    *, without: tuple[str, ...] = (), **defaults: Any
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorates a function with `**options`: its signature and docstring then name each option.
-
-    `help`, completion in notebooks and `optax.inject_hyperparams` read the signature. Type checkers
-    read the `Unpack[LeafOptions]` of the function itself.
+    The defaults are None and strings rather than 0, functions or dtypes, because
+    optax.inject_hyperparams turns numbers into arrays and calls callables.
 
     Args:
-        without: options that the function does not take.
-        **defaults: defaults of this function, in place of those in `OPTIONS`.
+        axis_name: the mesh axis of the workers. None: a single worker.
+        decay: factor of the residual in each step, in [0, 1]. None: 1, so that nothing is ever
+            dropped.
+        accumulator_dtype: dtype of the residual and momentum of compressed leaves between steps.
+            None: float32. "bfloat16" halves their memory and rounds them at random.
+        bucket_size: largest number of elements of a bucket. None: one bucket. Several buckets are
+            exchanged one after the other, which takes less memory. They share the budget in
+            proportion to their sizes.
+        mesh: mesh of the parameters, for where they do not show it, as under `jax.jit`. `init` then
+            returns a state that is already spread over the workers. None: the mesh that parameters
+            show, or that of `jaxsparse.data_parallel`.
+        specs: partitions of the parameters over the other axes of the mesh, for where parameters do
+            not show them: a tree of `PartitionSpec` or `NamedSharding`, or a prefix of it.
     """
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        names = [name for name in OPTIONS if name not in without]
+    axis_name: str | None = "data"
+    decay: float | None = None
+    accumulator_dtype: DTypeLike | None = None
+    bucket_size: int | None = None
+    mesh: Mesh | None = None
+    specs: Any = None
 
-        @functools.wraps(function)
-        def with_defaults(*args: P.args, **kwargs: P.kwargs) -> T:
-            for name in kwargs:
-                if name not in signature.parameters:
-                    raise TypeError(
-                        f"{function.__name__}() has no option {name!r}: it takes "
-                        f"{', '.join(signature.parameters)}"
-                    )
-            return function(*args, **{**defaults, **kwargs})
-
-        own = inspect.signature(function)
-        shared = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=defaults.get(name, OPTIONS[name][0]),
-                annotation=LeafOptions.__annotations__[name],
-            )
-            for name in names
-        ]
-        parameters = [
-            parameter
-            for parameter in own.parameters.values()
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        ]
-        signature = own.replace(parameters=[*parameters, *shared])
-        with_defaults.__signature__ = signature  # type: ignore[attr-defined]
-        if function.__doc__:
-            with_defaults.__doc__ = _documented(function.__doc__, names)
-        return with_defaults
-
-    return decorate
+    @abc.abstractmethod
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        """The transformation with these settings."""
 
 
-def _documented(docstring: str, names: list[str]) -> str:
-    """The docstring with one entry for each option in place of the `**options` entry."""
-    docstring = inspect.cleandoc(docstring) + "\n"  # Python 3.13 takes indentation off, too
-    entries = [
-        textwrap.fill(
-            f"{name}: {OPTIONS[name][1]}",
-            96,
-            initial_indent=" " * 4,
-            subsequent_indent=" " * 8,
-        )
-        for name in names
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions(Options):
+    """The options of exchanges that take the place of a gradient's mean.
+
+    Args:
+        delay: 0 or None: exchange this step's gradients. 1: exchange the residual of earlier
+            gradients, so that the exchange can overlap the backward pass.
+        momentum: factor of momentum correction, in [0, 1): a float or a (traced) scalar array.
+            Momentum is masked where the reducer says so. The optimizer behind needs no momentum of
+            its own. None: no momentum and no buffer for it. With Adam, leave it None, and chain
+            `jaxsparse.per_worker(optax.scale_by_adam())` before the exchange: Adam behind it has
+            moments of what arrives, and trains worse.
+        nesterov: True: Nesterov's momentum. With u = momentum u + g, a step adds g + momentum u
+            instead of u. None or False: it adds u.
+    """
+
+    delay: Literal[0, 1] | None = None
+    momentum: float | Array | None = None
+    nesterov: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleOption(Options):
+    """The rule for uncompressed leaves, which a policy replaces.
+
+    Args:
+        is_dense: function of a leaf's key path (as `jax.tree_util.keystr` prints it) and shape:
+            whether the leaf travels uncompressed. None: vectors, scalars and leaves below 1024
+            elements do.
+    """
+
+    is_dense: IsDense | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafOptions(StepOptions, RuleOption):
+    """The options of exchanges of whole gradients."""
+
+
+def transformation(
+    settings: Callable[P, Options], name: str
+) -> Callable[P, optax.GradientTransformationExtraArgs]:
+    """The function that makes transformations from settings.
+
+    Args:
+        settings: a dataclass. Its docstring, or that of its first base with one, is the function's.
+            The descriptions of arguments are those of the classes that declare them.
+        name: name of the function.
+    """
+    assert isinstance(settings, type)
+    signature = inspect.signature(settings)
+    hints = get_type_hints(settings)  # without the checks in `Annotated`
+    fields = dataclasses.fields(settings)
+    names = {field.name for field in fields if field.metadata.get("is_setting", True)}
+    # The options come last.
+    parameters = sorted(
+        (
+            p.replace(annotation=hints[p.name])
+            for p in signature.parameters.values()
+            if p.name in names
+        ),
+        key=lambda p: (p.kind, p.name in OPTIONS, _place(p.name)),
+    )
+    signature = signature.replace(
+        parameters=parameters, return_annotation=optax.GradientTransformationExtraArgs
+    )
+
+    def make(*args: P.args, **kwargs: P.kwargs) -> optax.GradientTransformationExtraArgs:
+        for given in kwargs:
+            if given not in signature.parameters:
+                raise TypeError(
+                    f"{name}() has no option {given!r}: it takes {', '.join(signature.parameters)}"
+                )
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}(): {error}") from None
+        return settings(*args, **kwargs).transformation()
+
+    # Its module stays this one, so that doctest runs examples once, those of the settings.
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = _documented(settings, list(signature.parameters))
+    make.__signature__ = signature  # type: ignore[attr-defined]
+    make.settings = settings  # type: ignore[attr-defined]
+    return make
+
+
+def _place(name: str) -> int:
+    return list(OPTIONS).index(name) if name in OPTIONS else 0
+
+
+def part(settings: Any, kind: type[T]) -> T:
+    """The fields of `settings` that are those of its base `kind`, as one of these."""
+    return kind(**{f.name: getattr(settings, f.name) for f in dataclasses.fields(kind) if f.init})  # type: ignore[arg-type]
+
+
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example|Yields):\n", re.MULTILINE)
+_ENTRY = re.compile(r"^    (\w+): ((?:.|\n     )*)", re.MULTILINE)
+
+
+def _described(kind: type) -> dict[str, str]:
+    """The descriptions of a class's own fields, from its docstring."""
+    parts = _SECTION.split(inspect.cleandoc(kind.__dict__.get("__doc__") or "") + "\n")
+    found = dict(zip(parts[1::2], parts[2::2]))
+    entries = _ENTRY.findall(found.get("Args", found.get("Attributes", "")))
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _documented(settings: type, names: list[str]) -> str:
+    """The docstring of a function of these settings."""
+    described: dict[str, str] = {}
+    for kind in reversed(settings.__mro__):
+        described |= _described(kind)
+    lines = [f"{name}: {described[name]}" for name in names]
+    wrap = functools.partial(
+        textwrap.fill, width=96, initial_indent=" " * 4, subsequent_indent=" " * 8
+    )
+    arguments = "Args:\n" + "\n".join(map(wrap, lines)) + "\n\n"
+    kinds = [settings, *(k for k in settings.__mro__[1:] if not issubclass(k, Options))]
+    texts = [(k.__name__, vars(k).get("__doc__") or "") for k in kinds]
+    # A dataclass without a docstring has its signature for one.
+    main = next(text for name, text in texts if not text.startswith(f"{name}("))
+    first, *parts = _SECTION.split(inspect.cleandoc(main) + "\n")
+    rest = [
+        f"{title}:\n{body}"
+        for title, body in zip(parts[::2], parts[1::2])
+        if title not in ("Args", "Attributes")
     ]
-    documented, found = _ENTRY.subn(lambda _: "\n".join(entries) + "\n", docstring)
-    assert found == 1, docstring
-    return documented
+    return first.rstrip() + "\n\n" + (arguments + "".join(rest)).rstrip() + "\n"
+
+
+# The default and the description of each option.
+OPTIONS: dict[str, tuple[Any, str]] = {
+    field.name: (field.default, _described(kind)[field.name])
+    for kind in (Options, StepOptions, RuleOption)
+    for field in dataclasses.fields(kind)
+    if field.name in kind.__annotations__
+}
 
 
 def check_momentum(momentum: Any) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from jaxsparse.layout import named_leaves
 from jaxsparse.reducers.base import Budget, Reducer
-from jaxsparse.reducers.stages import Staged, Stages
+from jaxsparse.reducers.stages import Staged, in_stages
+from jaxsparse.settings import Stages
 
 # The way in which one leaf is exchanged. None: uncompressed.
 Rule = Budget | Stages[Reducer] | None
@@ -61,6 +62,7 @@ def _budget(reducer: Any, path: str) -> Budget | None:
             f"policy gives {reducer!r} for leaf{path}: give a reducer, such as "
             "jaxsparse.systems.SparDL(0.01), or None for uncompressed"
         )
+    reducer = in_stages(reducer, lambda settings: settings)
     try:
         hash(reducer)
     except TypeError:

@@ -1,8 +1,9 @@
 """Error feedback around one reducer or several, as Optax transformations."""
 
+import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +17,27 @@ from jaxsparse.feedback.exchange import Plan, Settings, keep_rounding
 from jaxsparse.feedback.options import (
     LeafOptions,
     Options,
+    StepOptions,
     check_momentum,
     decay_factor,
-    exchange_options,
     is_delayed,
     is_nesterov,
+    part,
+    transformation,
 )
 from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
 from jaxsparse.feedback.sharded import Update, checked, on_devices, shards, spread
 from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator
 from jaxsparse.layout import IsDense, small_or_vector
 from jaxsparse.reducers.base import Budget, Leaf, Reducer
+from jaxsparse.reducers.stages import in_stages
 from jaxsparse.training import meshes
 from jaxsparse.training.marks import unwrapped
 from jaxsparse.training.meshes import AnyMesh, Placement, place
 
 
-@exchange_options()
-def error_feedback(
-    reducer: Budget, **options: Unpack[LeafOptions]
-) -> optax.GradientTransformationExtraArgs:
+@dataclasses.dataclass(frozen=True)
+class ErrorFeedback(LeafOptions):
     """Exchanges gradients through `reducer`, and adds the residual to the next gradients.
 
     In a step, each worker does this with its compressed buckets. u is the momentum and v is the
@@ -94,7 +96,6 @@ def error_feedback(
 
     Args:
         reducer: the `Reducer` that exchanges the buckets, or a `Budget` that makes one for each.
-        **options: as for all transformations.
 
     Returns:
         A transformation. `init` needs no axis and returns one worker's state, for `jaxsparse.shard`
@@ -107,13 +108,51 @@ def error_feedback(
             `jaxsparse.layout.plan`. From `update`: the axis is not bound, the state belongs to
             another tree, mesh or to several workers, or the gradients are already summed.
     """
-    return _feedback(_one_rule(reducer, options.get("is_dense")), options)
+
+    reducer: Budget
+
+    @property
+    def budget(self) -> Budget:
+        """The reducer, or the budget that makes it."""
+        return in_stages(self.reducer, lambda reducer: reducer)
+
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        return _feedback(_one_rule(self.budget, self.is_dense), self)
 
 
-@exchange_options(without=("is_dense",))
-def partition(
-    policy: Policy | Mapping[str, Rule], default: Rule = None, **options: Unpack[Options]
-) -> optax.GradientTransformationExtraArgs:
+error_feedback = transformation(ErrorFeedback, "error_feedback")
+
+
+@dataclasses.dataclass(frozen=True)
+class SystemOptions(LeafOptions):
+    """The settings of a system, with the options that all share.
+
+    Derived classes have the reducer as their other base, whose fields are then the settings. Or
+    they declare settings of their own, and `made` makes the reducer from them. `transformation`
+    makes the function of the system.
+    """
+
+    def __post_init__(self):
+        """The reducer checks its settings, once it is made."""
+
+    def made(self) -> Budget:
+        """The reducer, or the budget that makes it, from settings without stages."""
+        bases = type(self).__mro__[1:]
+        return part(
+            self, next(k for k in bases if issubclass(k, Budget) and not issubclass(k, Options))
+        )
+
+    @property
+    def budget(self) -> Budget:
+        """The same; with `Stages` among the settings, a reducer that changes."""
+        return in_stages(self, lambda settings: settings.made())
+
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        return _feedback(_one_rule(self.budget, self.is_dense), self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition(StepOptions):
     """Error feedback with different reducers for different leaves.
 
     Leaves with equal reducers are laid end to end and exchanged as one vector. So a reducer whose
@@ -130,7 +169,6 @@ def partition(
             expressions to reducers and None: the first expression found anywhere in the path
             counts. A reducer that changes during training is `Stages` of reducers.
         default: the reducer, or None, for leaves that no expression of the mapping matches.
-        **options: as for all transformations.
 
     Raises:
         ValueError: from here: an expression is not valid. From `init` and `update`: an expression
@@ -146,17 +184,25 @@ def partition(
         >>> int(updates["embedding"].sum()), int(updates["kernel"].sum())
         (21, 1024)
     """
-    return _feedback(by_policy(policy, default), options)
+
+    policy: Policy | Mapping[str, Rule]
+    default: Rule = None
+
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        return _feedback(by_policy(self.policy, self.default), self)
 
 
-def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExtraArgs:
+partition = transformation(Partition, "partition")
+
+
+def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformationExtraArgs:
     """The transformation that exchanges each leaf as the rules say."""
-    axis_name, momentum = options.get("axis_name", "data"), options.get("momentum")
+    axis_name, momentum = options.axis_name, options.momentum
     check_momentum(momentum)
-    nesterov = is_nesterov(options.get("nesterov"), momentum)
-    delayed, decay = is_delayed(options.get("delay")), decay_factor(options.get("decay"))
-    dtype = accumulator(options.get("accumulator_dtype"))
-    bucket_size, mesh = options.get("bucket_size"), options.get("mesh")
+    nesterov = is_nesterov(options.nesterov, momentum)
+    delayed, decay = is_delayed(options.delay), decay_factor(options.decay)
+    dtype = accumulator(options.accumulator_dtype)
+    bucket_size, mesh = options.bucket_size, options.mesh
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(
             f"mesh={mesh!r} must be a jax.sharding.Mesh or None (optax.inject_hyperparams calls "
@@ -174,7 +220,7 @@ def _feedback(rules: Rules, options: Options) -> optax.GradientTransformationExt
         return Store(Axes(axis_name, inner), momentum is not None, delayed, dtype)
 
     def init(params: Any) -> ErrorFeedbackState:
-        placement, found = place(params, axis_name, mesh, options.get("specs"))
+        placement, found = place(params, axis_name, mesh, options.specs)
         state = store_of(()).init(plan_of(params, placement))
         return spread(state, params, placement, found, None if mesh is None else axis_name)
 

@@ -31,8 +31,7 @@ from jax.sharding import Mesh
 from jaxsparse import traffic
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.worker import LocalState, Select, Step, Worker
-from jaxsparse.reducers.stages import Stages
-from jaxsparse.settings import static_int
+from jaxsparse.settings import Stages, static_int
 from jaxsparse.training.marks import PerWorker
 from jaxsparse.training.meshes import WorkersError, inner_axes
 from jaxsparse.training.parallel import Way, data_parallel

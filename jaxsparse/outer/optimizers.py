@@ -4,16 +4,17 @@ A displacement is the global parameters less a worker's own after H steps. It ta
 gradient, so each of these is an exchange, chained with an Optax optimizer.
 """
 
-from typing import Any, Literal, Unpack
+import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
-from jaxsparse import quantize
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback import error_feedback
+from jaxsparse.feedback.options import RuleOption, part, transformation
 from jaxsparse.settings import static_float
-from jaxsparse.systems.chunked_top_k import chunked_top_k
+from jaxsparse.systems.chunked_top_k import ChunkedTopK
 from jaxsparse.systems.dense import dense
 
 
@@ -104,18 +105,8 @@ def slowmo(
     return _behind(exchange, axis_name, slow)
 
 
-@exchange_options(without=("momentum", "nesterov", "delay"), decay=0.95)
-def sparse_loco(
-    learning_rate: optax.ScalarOrSchedule = 1.0,
-    k: int = 64,
-    chunk_size: int = 4096,
-    *,
-    value_bits: Literal[2, 4, 8, 16, 32] = 2,
-    quantizer: quantize.ValueQuantizer = "sign_magnitude",
-    aggregate: Literal["mean", "mean_of_senders"] = "mean",
-    clip: Literal["median"] | None = None,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
+@dataclasses.dataclass(frozen=True)
+class _SparseLoCo(RuleOption, ChunkedTopK):
     """SparseLoCo: displacements by chunked top-k in 14 bits an entry (arXiv 2508.15706).
 
     The residual e = decay * e + D - sent is a worker's own outer momentum, and there is no other.
@@ -133,25 +124,22 @@ def sparse_loco(
 
     Args:
         learning_rate: outer learning rate, or a schedule of it by outer steps.
-        k: number of entries of each chunk that a worker sends.
-        chunk_size: number of consecutive elements in a chunk. See `jaxsparse.chunked_top_k`, also
-            for the next arguments.
-        value_bits: number of bits of a value.
-        quantizer: levels of values.
-        aggregate: divisor of sums.
-        clip: whether messages are clipped.
-        **options: as for all transformations.
     """
-    exchange = chunked_top_k(
-        k,
-        chunk_size,
-        value_bits=value_bits,
-        quantizer=quantizer,
-        aggregate=aggregate,
-        clip=clip,
-        **options,
-    )
-    return optax.chain(exchange, optax.sgd(learning_rate))
+
+    _: dataclasses.KW_ONLY
+    learning_rate: optax.ScalarOrSchedule = 1.0
+    decay: float | None = 0.95
+
+    def __post_init__(self):
+        """The exchange checks its settings, once it is made."""
+
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(RuleOption)}
+        exchange = error_feedback(part(self, ChunkedTopK), **shared)
+        return optax.chain(exchange, optax.sgd(self.learning_rate))
+
+
+sparse_loco = transformation(_SparseLoCo, "sparse_loco")
 
 
 def _sgd(

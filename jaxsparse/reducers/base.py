@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.platforms import count_where
-from jaxsparse.settings import static_seed
+from jaxsparse.settings import Seed, Stages, check_fields
 from jaxsparse.stream import SparseStream, filled, to_dense
 
 _MOST = 2**31 - 1  # the largest int32
@@ -91,7 +91,23 @@ class Budget(abc.ABC):
 
     It is not the reducer itself, because a compression ratio is for the whole tree, dense leaves
     included. It can be divided only once the layout is known.
+
+    Derived classes are frozen dataclasses of static settings. Their fields' types say what values
+    they take (`jaxsparse.settings.check_fields`).
     """
+
+    def __post_init__(self):
+        check_fields(self)
+        if not self.has_stages:
+            self.check()
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether a setting is `Stages`. It then only stands for a reducer that changes."""
+        return any(isinstance(value, Stages) for value in vars(self).values())
+
+    def check(self) -> None:  # noqa: B027 - most settings do not
+        """Raises ValueError where settings, each in range, contradict each other."""
 
     @property
     def alignment(self) -> int:
@@ -118,19 +134,15 @@ class Budget(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Reducer(Budget):
-    """Exchanges one flat vector. Derived classes are frozen dataclasses of static settings.
+    """Exchanges one flat vector.
 
-    They override the defaults here, and call `super().__post_init__()` before they check settings
-    of their own. If a reducer's settings are totals for the whole tree, its `split` divides them
-    among buckets.
+    Derived classes override the defaults here. If a reducer's settings are totals for the whole
+    tree, its `split` divides them among buckets.
     """
 
     # Whether residuals are given at few entries. The exchange then adds up in the leaves' shapes,
     # to write residuals over the old ones. It is a hint, on which no result depends.
     changes_few = False
-
-    def __post_init__(self):
-        """Nothing to check here."""
 
     @property
     def system(self) -> str:
@@ -215,11 +227,7 @@ class SeededReducer(Reducer):
         seed: seed of the draws, 0 <= seed < 2**32. Draws are fresh at each exchange.
     """
 
-    seed: int = dataclasses.field(default=0, kw_only=True)
-
-    def __post_init__(self):
-        super().__post_init__()
-        object.__setattr__(self, "seed", static_seed("seed", self.seed))
+    seed: Seed = dataclasses.field(default=0, kw_only=True)
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> "tuple[Reducer, ...]":
         """The same reducer with another seed for each bucket."""

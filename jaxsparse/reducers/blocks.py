@@ -1,7 +1,7 @@
 """The selection of blocks, and their room, for reducers of block-sparse vectors."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -12,7 +12,22 @@ from jaxsparse.collectives.union import union
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.select.blocks import block_top_k
 from jaxsparse.select.compaction import compact_ranked
-from jaxsparse.settings import check_density, check_vector, entries, static_float
+from jaxsparse.settings import Density, check_vector, entries, static_float
+
+
+def check_room(name: str, value: Any) -> float:
+    """The setting, a share of the blocks. Raises ValueError unless it lies in (0, 1]."""
+    if not 0 < static_float(name, value) <= 1:
+        raise ValueError(
+            f"{name}={value} must lie in (0, 1]: 0.1 makes room for 10 % of the blocks"
+        )
+    return value
+
+
+# A share of the blocks that there is room for.
+Room = Annotated[float, check_room]
+# A number of elements in a block.
+BlockSize = Annotated[int, lambda _, value: blocks.check_block_size(value)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +40,9 @@ class BlockReducer(Reducer):
         block_size: number of elements in a block.
     """
 
-    density: float | None = None
-    block_size: int = 256
-
-    def __post_init__(self):
-        super().__post_init__()
-        object.__setattr__(self, "block_size", blocks.check_block_size(self.block_size))
+    density: Density | None = None
+    _: dataclasses.KW_ONLY
+    block_size: BlockSize = 256
 
     @property
     def alignment(self) -> int:
@@ -55,19 +67,8 @@ class Kept(NamedTuple):
     overflow: Int[Array, ""]  # int32: number of elements of the union's blocks without room
 
 
-def check_room(name: str, density: float | None) -> None:
-    """Raises ValueError unless the setting is None or a share of the blocks, in (0, 1]."""
-    if density is not None and not 0 < static_float(name, density) <= 1:
-        raise ValueError(
-            f"{name}={density} must lie in (0, 1]: 0.1 makes room for 10 % of the blocks"
-        )
-
-
-def check_densities(density: float | None, name: str, room: float | None) -> None:
-    """Raises ValueError if `density` or the setting `room` is out of range, or both are None."""
-    if density is not None:
-        check_density(density)
-    check_room(name, room)
+def check_bounded(density: Density | None, name: str, room: float | None) -> None:
+    """Raises ValueError if both `density` and the setting `room` are None."""
     if density is None and room is None:
         raise ValueError(
             f"density=None and {name}=None leave no bound for the blocks of a message, and shapes "
@@ -76,7 +77,7 @@ def check_densities(density: float | None, name: str, room: float | None) -> Non
         )
 
 
-def selected_count(size: int, block_size: int, density: float) -> int:
+def selected_count(size: int, block_size: int, density: Density) -> int:
     """The k of a worker's block top-k: ceil(density times the number of blocks), at least 1.
 
     >>> selected_count(1000, 256, 0.3)
@@ -86,7 +87,7 @@ def selected_count(size: int, block_size: int, density: float) -> int:
 
 
 def union_capacity(
-    size: int, block_size: int, density: float | None, union_density: float | None, workers: int
+    size: int, block_size: int, density: Density | None, union_density: float | None, workers: int
 ) -> int:
     """The number of blocks of the union that there is room for.
 
@@ -109,7 +110,7 @@ def union_capacity(
 
 
 def select_blocks(
-    x: Float[Array, " d"], block_size: int, density: float | None
+    x: Float[Array, " d"], block_size: int, density: Density | None
 ) -> Bool[Array, " blocks"]:
     """The blocks that this worker selects; never a block of zeros.
 

@@ -10,7 +10,7 @@ from jaxsparse import codecs
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.reducers.base import Conservation, Owed, Reducer, Total, owed, summed
 from jaxsparse.select.selection import Selection, check_selection
-from jaxsparse.settings import check_density
+from jaxsparse.settings import Density
 from jaxsparse.stream import SparseStream
 
 
@@ -24,13 +24,11 @@ class EntryReducer(Reducer):
         selection: the way in which a worker finds the largest entries of its own vector.
     """
 
-    density: float
+    density: Density
     codec: codecs.Codec = dataclasses.field(default=codecs.COO, kw_only=True)
     selection: Selection = dataclasses.field(default="fast", kw_only=True)
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_density(self.density)
+    def check(self) -> None:
         codecs.check_codec(self.codec)
         check_selection(self.selection)
 

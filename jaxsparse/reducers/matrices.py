@@ -40,7 +40,9 @@ class MatrixReducer(Reducer):
     """
 
     stacked: str | None = dataclasses.field(default=None, kw_only=True)
-    matrices: tuple[Matrix, ...] | None = dataclasses.field(default=None, kw_only=True)
+    matrices: tuple[Matrix, ...] | None = dataclasses.field(
+        default=None, kw_only=True, metadata={"is_setting": False}
+    )
 
     @property
     def whole_leaves(self) -> bool:

@@ -1,87 +1,20 @@
-"""Settings that change a few times during training, such as the density in a warm-up."""
+"""A reducer whose settings change a few times during training."""
 
-import bisect
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse.collectives import wire
-from jaxsparse.reducers.base import Conservation, Leaf, Reduced, Reducer
-from jaxsparse.settings import static_int
+from jaxsparse.reducers.base import Budget, Conservation, Leaf, Reduced, Reducer
+from jaxsparse.settings import Stages
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Stages(Generic[T]):
-    """Values of a static setting, each for a range of steps.
-
-    One compiled step has a branch for each value, with messages of the branch's own sizes: a lower
-    density sends fewer bytes. Compile time grows with the number of stages, so use a few.
-
-    Attributes:
-        values: one value for each stage.
-        boundaries: the steps at which all stages but the first begin, in increasing order.
-
-    Example:
-        >>> stages = Stages(values=(0.25, 0.01), boundaries=(100,))
-        >>> stages.at(99), stages.at(100)
-        (0.25, 0.01)
-    """
-
-    values: tuple[T, ...]
-    boundaries: tuple[int, ...]
-
-    def __post_init__(self):
-        object.__setattr__(self, "values", tuple(self.values))
-        steps = tuple(static_int("boundaries", step) for step in self.boundaries)
-        object.__setattr__(self, "boundaries", steps)
-        if len(self.values) != len(steps) + 1:
-            raise ValueError(
-                f"boundaries={steps} divide training into {len(steps) + 1} stages, but there are "
-                f"{len(self.values)} values={self.values}: give one for each stage"
-            )
-        if any(step < 1 for step in steps) or list(steps) != sorted(set(steps)):
-            raise ValueError(f"boundaries={steps} must be increasing steps, from 1 on")
-
-    def at(self, step: int) -> T:
-        """The value at a step."""
-        return self.values[bisect.bisect_right(self.boundaries, step)]
-
-
-def warm_up(last: float, *, steps: int, first: float = 0.25, stages: int = 4) -> Stages[float]:
-    """A density that falls exponentially from `first` to `last`, then stays.
-
-    Deep Gradient Compression (Lin et al., ICLR 2018, section 3.3) warms up over four epochs, from
-    25 % by factors of 4.
-
-    A warm-up is not dense training: masking (see `error_feedback`) zeroes the momentum of all
-    coordinates that are sent, so at a high density little momentum remains.
-
-    Args:
-        last: density after the warm-up.
-        steps: number of steps of the whole warm-up.
-        first: density at the beginning.
-        stages: number of stages of the warm-up, each of steps / stages steps.
-
-    Example:
-        >>> warm_up(0.25 / 4**2, steps=200, stages=2)
-        Stages(values=(0.25, 0.0625, 0.015625), boundaries=(100, 200))
-    """
-    if not 0 < last <= first <= 1:
-        raise ValueError(f"last={last} and first={first} must satisfy 0 < last <= first <= 1")
-    if not 1 <= stages <= steps:
-        raise ValueError(f"stages={stages} must lie between 1 and steps={steps}")
-    densities = [first * (last / first) ** (i / stages) for i in range(stages)]
-    return Stages(
-        (*densities, last), tuple(round(steps * i / stages) for i in range(1, stages + 1))
-    )
 
 
 class StagedState(NamedTuple):
@@ -109,6 +42,11 @@ class Staged(Reducer):
     """
 
     stages: Stages[Reducer]
+
+    @property
+    def has_stages(self) -> bool:
+        """No: it is the reducer that changes."""
+        return False
 
     @property
     def system(self) -> str:
@@ -194,8 +132,14 @@ class Staged(Reducer):
         )
 
 
-def staged(make: Callable[[T], Reducer], setting: T | Stages[T]) -> Reducer:
-    """make(setting), or a `Staged` of make(value) for each of its stages."""
-    if not isinstance(setting, Stages):
-        return make(setting)
-    return Staged(Stages(tuple(map(make, setting.values)), setting.boundaries))
+def in_stages(settings: T, make: Callable[[T], Budget]) -> Budget:
+    """What `make` makes of the settings, or a `Staged` if one of their fields is `Stages`."""
+    if isinstance(settings, Staged):
+        return settings
+    fields = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings)}  # type: ignore[arg-type]
+    changing = {name: value for name, value in fields.items() if isinstance(value, Stages)}
+    if not changing:
+        return make(settings)
+    ((name, stages),) = changing.items()  # a system has one such setting
+    made = (dataclasses.replace(settings, **{name: value}) for value in stages.values)  # type: ignore[type-var]
+    return Staged(Stages(tuple(map(make, made)), stages.boundaries))  # type: ignore[arg-type]

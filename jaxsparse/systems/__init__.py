@@ -38,7 +38,6 @@ from jaxsparse.systems.s2_reducer import S2 as S2, S2_REDUCER, s2_reducer
 from jaxsparse.systems.sign_sgd import SIGN_SGD, sign_sgd
 from jaxsparse.systems.sketched_sgd import (
     SKETCHED_SGD,
-    SketchedBudget as SketchedBudget,
     SketchedSGD as SketchedSGD,
     sketched_sgd,
 )

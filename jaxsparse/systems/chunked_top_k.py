@@ -1,57 +1,78 @@
 """Top-k of every chunk in entries of few bits: SparseLoCo's exchange (Sarfi et al., 2025)."""
 
 import dataclasses
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs, quantize, select
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.magnitude import norms
 from jaxsparse.platforms import count_where
 from jaxsparse.reducers.base import Conservation, Owed, Total, finite_sums, info, owed, summed
 from jaxsparse.reducers.entries import conservation_of, entries_message, entries_total
 from jaxsparse.reducers.one_message import OneMessage
-from jaxsparse.reducers.stages import Stages, staged
+from jaxsparse.settings import Stages, current
 from jaxsparse.stream import SparseStream, add_to, filled
 from jaxsparse.systems.row import Case, Request, Settings, System, one_in
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedTopK(OneMessage):
-    """Gathers the largest entries of each chunk of every worker's vector.
+    """SparseLoCo's exchange (Sarfi et al., 2025): k of every 4096 elements, in 14 bits each.
 
-    The fields are the arguments of `chunked_top_k`.
+    In a step, a worker receives W - 1 messages of 14 bits an entry, 0.027 d bytes each with the
+    defaults, and one word for every 256 entries beside them. The residual keeps all that the
+    receivers do not decode: unsent entries and the rounding.
+
+    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
+
+    Args:
+        k: number of entries of each chunk that a worker sends, or a warm-up (`jaxsparse.Stages`).
+            Ties go to the lower index. A shorter last chunk sends k entries, too, or all.
+        chunk_size: number of consecutive elements in a chunk, at most 65,536. An index takes as
+            many bits as it needs: 12 for 4096.
+        value_bits: number of bits of a value: 2, 4, 8, 16 (bfloat16) or 32 (exact).
+        quantizer: quantiser of values in 2, 4 or 8 bits. "published" is the published code's, for
+            parity. "sign_magnitude" has a fifth to a half of its error.
+        aggregate: "mean" divides sums by the number of workers, as in the paper.
+            "mean_of_senders" divides each by the number of workers that sent the coordinate, as in
+            the published code. Updates are then up to W times as large, and sums are not conserved.
+        clip: "median" scales larger messages down to the median of all messages' norms, as the
+            published code does (of an even number, to the lower middle). The residual does not keep
+            what it cuts. The norm is that of a bucket, not of a leaf. None: no clipping.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> tx = chunked_top_k(2, 1024, axis_name=None)
+        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32)}
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> jnp.flatnonzero(updates["kernel"]).tolist()
+        [1022, 1023, 2046, 2047]
     """
 
     changes_few = True
-    k: int = 64
+    k: int | Stages[int] = 64
     chunk_size: int = 4096
+    _: dataclasses.KW_ONLY
     value_bits: Literal[2, 4, 8, 16, 32] = 2
     quantizer: quantize.ValueQuantizer = "sign_magnitude"
     aggregate: Literal["mean", "mean_of_senders"] = "mean"
     clip: Literal["median"] | None = None
 
-    def __post_init__(self):
-        super().__post_init__()
-        codec = self.codec  # raises where it is wrong
-        for name in ("k", "chunk_size", "value_bits"):
-            object.__setattr__(self, name, getattr(codec, name))
-        if self.aggregate not in ("mean", "mean_of_senders"):
-            raise ValueError(
-                f"aggregate={self.aggregate!r} is unknown: use 'mean' or 'mean_of_senders'"
-            )
-        if self.clip not in ("median", None):
-            raise ValueError(f"clip={self.clip!r} is unknown: use 'median' or None")
+    def check(self) -> None:
+        _ = self.codec  # raises where it is wrong
 
     @property
     def codec(self) -> codecs.Chunked:
         """The wire format."""
-        return codecs.Chunked(self.k, self.chunk_size, self.value_bits, self.quantizer)
+        return codecs.Chunked(current(self.k), self.chunk_size, self.value_bits, self.quantizer)
 
     @property
     def conservation(self) -> Conservation:
@@ -72,7 +93,7 @@ class ChunkedTopK(OneMessage):
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Owed]:
         """See `OneMessage`."""
-        stream, codec = select.group_top_k(x, self.k, self.chunk_size), self.codec
+        stream, codec = select.group_top_k(x, current(self.k), self.chunk_size), self.codec
         if self._is_sum:
             return entries_message(x, stream, codec, state)
         # Entries, even where a dense array would be shorter: receivers count and scale them.
@@ -118,60 +139,12 @@ def _clipped(values: Float[Array, "workers n"]) -> Float[Array, "workers n"]:
     return values * jnp.minimum(1, median / (lengths + 1e-8))[:, None]
 
 
-@exchange_options()
-def chunked_top_k(
-    k: int | Stages[int] = 64,
-    chunk_size: int = 4096,
-    *,
-    value_bits: Literal[2, 4, 8, 16, 32] = 2,
-    quantizer: quantize.ValueQuantizer = "sign_magnitude",
-    aggregate: Literal["mean", "mean_of_senders"] = "mean",
-    clip: Literal["median"] | None = None,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """SparseLoCo's exchange (Sarfi et al., 2025): k of every 4096 elements, in 14 bits each.
+@dataclasses.dataclass(frozen=True)
+class _ChunkedTopK(SystemOptions, ChunkedTopK):
+    pass
 
-    In a step, a worker receives W - 1 messages of 14 bits an entry, 0.027 d bytes each with the
-    defaults, and one word for every 256 entries beside them. The residual keeps all that the
-    receivers do not decode: unsent entries and the rounding.
 
-    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
-
-    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
-    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
-
-    Args:
-        k: number of entries of each chunk that a worker sends, or a warm-up (`jaxsparse.Stages`).
-            Ties go to the lower index. A shorter last chunk sends k entries, too, or all.
-        chunk_size: number of consecutive elements in a chunk, at most 65,536. An index takes as
-            many bits as it needs: 12 for 4096.
-        value_bits: number of bits of a value: 2, 4, 8, 16 (bfloat16) or 32 (exact).
-        quantizer: quantiser of values in 2, 4 or 8 bits. "published" is the published code's, for
-            parity. "sign_magnitude" has a fifth to a half of its error.
-        aggregate: "mean" divides sums by the number of workers, as in the paper.
-            "mean_of_senders" divides each by the number of workers that sent the coordinate, as in
-            the published code. Updates are then up to W times as large, and sums are not conserved.
-        clip: "median" scales larger messages down to the median of all messages' norms, as the
-            published code does (of an even number, to the lower middle). The residual does not keep
-            what it cuts. The norm is that of a bucket, not of a leaf. None: no clipping.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> tx = chunked_top_k(2, 1024, axis_name=None)
-        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> jnp.flatnonzero(updates["kernel"]).tolist()
-        [1022, 1023, 2046, 2047]
-    """
-
-    def make(k: int) -> ChunkedTopK:
-        return ChunkedTopK(k, chunk_size, value_bits, quantizer, aggregate, clip)
-
-    return error_feedback(staged(make, k), **options)
+chunked_top_k = transformation(_ChunkedTopK, "chunked_top_k")
 
 
 def _settings(request: Request) -> Settings:
@@ -183,7 +156,6 @@ def _settings(request: Request) -> Settings:
 
 CHUNKED_TOP_K = System(
     chunked_top_k,
-    ChunkedTopK,
     summary="[SparseLoCo](https://arxiv.org/abs/2508.15706)'s exchange: k of every 4096 elements, "
     "14 bits an entry",
     received="1.76 k (W-1)",

@@ -4,23 +4,21 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs, select
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.magnitude import LARGEST, largest_magnitude
-from jaxsparse.reducers.base import Conservation, Owed, Reducer, Total, info
+from jaxsparse.reducers.base import Conservation, Owed, Total, info
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.reducers.one_message import OneMessage
-from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.settings import check_k, static_int
+from jaxsparse.settings import Stages, check_k, current
 from jaxsparse.stream import SparseStream, add_to, to_dense
 from jaxsparse.systems.row import Case, Request, Settings, System
 
@@ -48,32 +46,77 @@ class _Tiling(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DeMo(OneMessage, MatrixReducer):
-    """Gathers the largest cosine coefficients of each tile of every worker's matrices.
+    """DeMo (Peng, Quesnelle and Kingma, 2024): decoupled momentum, in cosine coefficients.
 
-    The fields are the arguments of `demo`.
+    Each worker keeps a momentum of its own, M. In a step, with the paper's beta = `decay`:
+
+        M = decay * M + g
+        q = the k largest cosine coefficients of each tile of M
+        M = M - inverse transform of q
+        u = inverse transform of the mean of all workers' q
+
+    u is the update. So M is the residual of error feedback, and it fades. It holds all that was not
+    sent, and the rounding of values on the wire.
+
+    A leaf (..., m) is a matrix of m columns. It is cut into the fewest tiles of at most `chunk`
+    rows and columns, of nearly equal sides, and a tile that sticks out is filled with zeros. Tiles
+    follow the leaf's shape, as in the paper, because neighbours in both directions are alike. Flat
+    pieces of the vector would mix rows. (The published code takes the largest divisor of a side up
+    to `chunk`, which is the same for the sides of usual models, and 1 for a larger prime.) Vectors
+    go dense by default, so that their u is the mean gradient. Otherwise they are matrices of one
+    row.
+
+    The published step is signed. It has no other optimizer behind it:
+
+        tx = optax.chain(jaxsparse.demo(), optax.scale_by_sign(),
+                         optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(4e-4))
+
+    Any optimizer may stand there instead. The published code adds g to M times the learning rate.
+    At a constant rate, the sign hides this factor. Under a schedule, old gradients would keep their
+    old rates. All elements of a tile move by the learning rate if any coefficient of it arrives.
+
+    A worker receives W - 1 messages of 12 + `value_bits` bits an entry of tiles of 64 x 64.
+    Replicas stay equal bit for bit, because all of them add the messages in the order of workers.
+    On a mesh with inner axes each device transforms its own shards.
+
+    Args:
+        k: number of coefficients of each tile that a worker sends, or a warm-up
+            (`jaxsparse.Stages`). Smaller tiles send k, too, or all. With k = chunk**2, u is the
+            mean gradient and M stays 0, up to rounding.
+        chunk: the largest side of a tile, at most 256. Indices of 64 x 64 have 12 bits.
+        value_bits: number of bits of a value: 16 (bfloat16), 32 (exact), or 2, 4 or 8, as in
+            `chunked_top_k`.
+        aggregate: "mean" divides sums by the number of workers, and nothing is lost.
+            "mean_of_senders" divides each by the number of workers that sent the coefficient, as in
+            the published code. It weighs coefficients differently, which can change signs. Updates
+            are up to W times as large, and sums are not conserved.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> tx = demo(1, 4, axis_name=None, is_dense=lambda path, shape: False)
+        >>> grads = jnp.float32([1, 2, 3, 4])
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> [round(u, 4) for u in updates.tolist()]
+        [2.5, 2.5, 2.5, 2.5]
     """
 
-    k: int = 32
+    k: int | Stages[int] = 32
     chunk: int = 64
+    _: dataclasses.KW_ONLY
     value_bits: ValueBits = 16
     aggregate: Aggregate = "mean"
 
-    def __post_init__(self):
-        super().__post_init__()
-        chunk = static_int("chunk", self.chunk)
+    def check(self) -> None:
+        chunk = self.chunk
         if not 1 <= chunk <= _LARGEST_CHUNK:
             raise ValueError(
                 f"chunk={chunk} must lie between 1 and {_LARGEST_CHUNK}: it is the side of a "
                 "tile, and 64 is usual"
             )
-        object.__setattr__(self, "chunk", chunk)
-        object.__setattr__(self, "k", check_k(self.k, chunk**2, f"chunk**2={chunk**2}"))
-        bits = codecs.Chunked(1, 1, self.value_bits).value_bits  # raises where it is wrong
-        object.__setattr__(self, "value_bits", bits)
-        if self.aggregate not in ("mean", "mean_of_senders"):
-            raise ValueError(
-                f"aggregate={self.aggregate!r} is unknown: use 'mean' or 'mean_of_senders'"
-            )
+        check_k(current(self.k), chunk**2, f"chunk**2={chunk**2}")
+        codecs.Chunked(1, 1, self.value_bits)  # raises where it is wrong
 
     @property
     def conservation(self) -> Conservation:
@@ -87,7 +130,7 @@ class DeMo(OneMessage, MatrixReducer):
 
     def wire_format(self, tile_size: int) -> codecs.Chunked:
         """The wire format of tiles of `tile_size` elements."""
-        return codecs.Chunked(min(self.k, tile_size), tile_size, self.value_bits)
+        return codecs.Chunked(min(current(self.k), tile_size), tile_size, self.value_bits)
 
     def tiling(self, matrix: Matrix) -> _Tiling:
         """The fewest tiles of at most `chunk` rows and columns, of nearly equal sides.
@@ -107,7 +150,7 @@ class DeMo(OneMessage, MatrixReducer):
             q = _transformed(_small_enough(part))
             tile_size = math.prod(q.shape[1:])
             codec = self.wire_format(tile_size)
-            stream = select.group_top_k(q.reshape(-1), min(self.k, tile_size), tile_size)
+            stream = select.group_top_k(q.reshape(-1), min(current(self.k), tile_size), tile_size)
             messages.append(codec.encode(stream, q.size))
             sent = stream._replace(values=codec.rounded(stream, q.size))
             own.append(_inverse(to_dense(sent, q.size).reshape(q.shape)))
@@ -223,82 +266,12 @@ def _basis(n: int) -> np.ndarray:
     return fft.dct(np.eye(n), axis=0, norm="ortho").astype(np.float32)
 
 
-def cosine_top_k(
-    k: int | Stages[int] = 32,
-    chunk: int = 64,
-    value_bits: ValueBits = 16,
-    aggregate: Aggregate = "mean",
-) -> Reducer:
-    """The reducer of `demo`, for the same arguments."""
-    return staged(lambda k: DeMo(k, chunk, value_bits, aggregate), k)
+@dataclasses.dataclass(frozen=True)
+class _DeMo(SystemOptions, DeMo):
+    decay: float | None = dataclasses.field(default=0.999, kw_only=True)
 
 
-@exchange_options(decay=0.999)
-def demo(
-    k: int | Stages[int] = 32,
-    chunk: int = 64,
-    *,
-    value_bits: ValueBits = 16,
-    aggregate: Aggregate = "mean",
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """DeMo (Peng, Quesnelle and Kingma, 2024): decoupled momentum, in cosine coefficients.
-
-    Each worker keeps a momentum of its own, M. In a step, with the paper's beta = `decay`:
-
-        M = decay * M + g
-        q = the k largest cosine coefficients of each tile of M
-        M = M - inverse transform of q
-        u = inverse transform of the mean of all workers' q
-
-    u is the update. So M is the residual of error feedback, and it fades. It holds all that was not
-    sent, and the rounding of values on the wire.
-
-    A leaf (..., m) is a matrix of m columns. It is cut into the fewest tiles of at most `chunk`
-    rows and columns, of nearly equal sides, and a tile that sticks out is filled with zeros. Tiles
-    follow the leaf's shape, as in the paper, because neighbours in both directions are alike. Flat
-    pieces of the vector would mix rows. (The published code takes the largest divisor of a side up
-    to `chunk`, which is the same for the sides of usual models, and 1 for a larger prime.) Vectors
-    go dense by default, so that their u is the mean gradient. Otherwise they are matrices of one
-    row.
-
-    The published step is signed. It has no other optimizer behind it:
-
-        tx = optax.chain(jaxsparse.demo(), optax.scale_by_sign(),
-                         optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(4e-4))
-
-    Any optimizer may stand there instead. The published code adds g to M times the learning rate.
-    At a constant rate, the sign hides this factor. Under a schedule, old gradients would keep their
-    old rates. All elements of a tile move by the learning rate if any coefficient of it arrives.
-
-    A worker receives W - 1 messages of 12 + `value_bits` bits an entry of tiles of 64 x 64.
-    Replicas stay equal bit for bit, because all of them add the messages in the order of workers.
-    On a mesh with inner axes each device transforms its own shards.
-
-    Args:
-        k: number of coefficients of each tile that a worker sends, or a warm-up
-            (`jaxsparse.Stages`). Smaller tiles send k, too, or all. With k = chunk**2, u is the
-            mean gradient and M stays 0, up to rounding.
-        chunk: the largest side of a tile, at most 256. Indices of 64 x 64 have 12 bits.
-        value_bits: number of bits of a value: 16 (bfloat16), 32 (exact), or 2, 4 or 8, as in
-            `chunked_top_k`.
-        aggregate: "mean" divides sums by the number of workers, and nothing is lost.
-            "mean_of_senders" divides each by the number of workers that sent the coefficient, as in
-            the published code. It weighs coefficients differently, which can change signs. Updates
-            are up to W times as large, and sums are not conserved.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range.
-
-    Example:
-        >>> tx = demo(1, 4, axis_name=None, is_dense=lambda path, shape: False)
-        >>> grads = jnp.float32([1, 2, 3, 4])
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> [round(u, 4) for u in updates.tolist()]
-        [2.5, 2.5, 2.5, 2.5]
-    """
-    return error_feedback(cosine_top_k(k, chunk, value_bits, aggregate), **options)
+demo = transformation(_DeMo, "demo")
 
 
 def _settings(request: Request) -> Settings:
@@ -310,7 +283,6 @@ def _settings(request: Request) -> Settings:
 
 DEMO = System(
     demo,
-    cosine_top_k,
     summary="[DeMo](https://arxiv.org/abs/2411.19870): momenta of the workers' own, whose largest "
     "cosine coefficients are sent, 28 bits each",
     received="3.5 k (W-1)",

@@ -1,7 +1,7 @@
 """Dense all-reduce, with which every other system is compared."""
 
 import dataclasses
-from typing import Any, Unpack
+from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs, layout as layouts
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Owed, Reduced, Total, deliver, summed
 from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.systems.row import Case, System
@@ -18,9 +18,25 @@ from jaxsparse.systems.row import Case, System
 
 @dataclasses.dataclass(frozen=True)
 class Dense(OneMessage):
-    """The exact mean, by one psum of all d words where there are collectives.
+    """The exact mean gradient by all-reduce. Changing one word switches to this baseline.
+
+    All leaves travel in one message. If `is_dense` or `bucket_size` is given, the leaves that
+    `is_dense` does not pick (by default matrices) travel in buckets, and their residual stays zero.
+
+    Sums are of float32, and travel as such. `quantized("bfloat16")` is the same in 16 bits.
+
+    `momentum` is heavy-ball momentum without masking. It equals `optax.trace(momentum)` behind it.
 
     It masks no momentum. Every step sends everything, so a mask would leave no momentum at all.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> tx = dense(axis_name=None, momentum=0.5)
+        >>> state = tx.init(jnp.zeros(2))
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(jnp.ones(2), state)
+        >>> updates.tolist()
+        [1.5, 1.5]
     """
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
@@ -41,37 +57,20 @@ class Dense(OneMessage):
         return summed(sums, len(messages), delivered=size)
 
 
-@exchange_options()
-def dense(**options: Unpack[LeafOptions]) -> optax.GradientTransformationExtraArgs:
-    """The exact mean gradient by all-reduce. Changing one word switches to this baseline.
+@dataclasses.dataclass(frozen=True)
+class _Dense(SystemOptions, Dense):
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        settings = self
+        if self.is_dense is None and self.bucket_size is None:
+            settings = dataclasses.replace(self, is_dense=layouts.everything)
+        return SystemOptions.transformation(settings)
 
-    All leaves travel in one message. If `is_dense` or `bucket_size` is given, the leaves that
-    `is_dense` does not pick (by default matrices) travel in buckets, and their residual stays zero.
 
-    Sums are of float32, and travel as such. `quantized("bfloat16")` is the same in 16 bits.
-
-    `momentum` is heavy-ball momentum without masking. It equals `optax.trace(momentum)` behind it.
-
-    Args:
-        **options: as for all transformations.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> tx = dense(axis_name=None, momentum=0.5)
-        >>> state = tx.init(jnp.zeros(2))
-        >>> for _ in range(2):
-        ...     updates, state = tx.update(jnp.ones(2), state)
-        >>> updates.tolist()
-        [1.5, 1.5]
-    """
-    if options.get("is_dense") is None and options.get("bucket_size") is None:
-        options["is_dense"] = layouts.everything
-    return error_feedback(Dense(), **options)
+dense = transformation(_Dense, "dense")
 
 
 DENSE = System(
     dense,
-    Dense,
     summary="exact mean by all-reduce",
     received="8 d (W-1)/W",
     cases={"": Case({}, {})},

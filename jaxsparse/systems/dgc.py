@@ -1,34 +1,19 @@
 """Deep Gradient Compression (Lin et al., ICLR 2018)."""
 
-from typing import Unpack
+import dataclasses
 
-import optax
+from jaxtyping import Array
 
-from jaxsparse import codecs
-from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.stages import Stages
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.select.selection import Selection
+from jaxsparse.settings import Density
 from jaxsparse.systems.row import Case, System
-from jaxsparse.systems.top_k import TopK, top_k
+from jaxsparse.systems.top_k import TopK
 
 
-def sampled(
-    density: float = 0.001,
-    codec: codecs.Codec = codecs.COO,
-    selection: Selection = "sampled",
-) -> TopK:
-    """The reducer of `dgc`, for the same arguments."""
-    return TopK(density, codec=codec, selection=selection)
-
-
-@exchange_options(momentum=0.9)
-def dgc(
-    density: float | Stages[float] = 0.001,
-    *,
-    codec: codecs.Codec = codecs.COO,
-    selection: Selection = "sampled",
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
+@dataclasses.dataclass(frozen=True)
+class _DGC(SystemOptions, TopK):
     """Deep Gradient Compression (Lin et al., ICLR 2018): a thousandth of the gradient is enough.
 
     Each worker estimates a threshold from a sample and sends the entries that reach it, k =
@@ -44,9 +29,6 @@ def dgc(
     `density=jaxsparse.warm_up(0.001, steps=...)` lowers the density from 25 % (3.3). The paper does
     so over the first four of about 80 epochs.
 
-    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
-    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
-
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
@@ -54,24 +36,29 @@ def dgc(
         selection: the way in which a worker finds its entries. "sampled" is the paper's, and
             `Sampled(samples=...)` sets the size of the sample. "fast", "exact" and "bisection" are
             those of `top_k`.
-        **options: as for all transformations.
 
     Raises:
         ValueError: settings out of range.
 
     Example:
+        >>> import jax, jax.numpy as jnp
         >>> tx = dgc(0.001, axis_name=None)
         >>> grads = {"kernel": jnp.ones((64, 64)).at[3].set(5.0), "bias": jnp.ones(64)}
         >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
         >>> jnp.count_nonzero(updates["kernel"], axis=1)[:5].tolist()
         [0, 0, 0, 5, 0]
     """
-    return top_k(density, codec=codec, selection=selection, **options)
+
+    density: Density = 0.001
+    selection: Selection = dataclasses.field(default="sampled", kw_only=True)
+    momentum: float | Array | None = dataclasses.field(default=0.9, kw_only=True)
+
+
+dgc = transformation(_DGC, "dgc")
 
 
 DGC = System(
     dgc,
-    sampled,
     summary="[DGC](https://arxiv.org/abs/1712.01887): TopkA by a sampled threshold, momentum "
     "corrected",
     received="8 k (W-1)",

@@ -2,23 +2,21 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal
 
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs, hashing
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Owed, SeededReducer, Total
 from jaxsparse.reducers.entries import conservation_of, entries_message, entries_total
 from jaxsparse.reducers.one_message import OneMessage
-from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.slots import hash_extract
 from jaxsparse.select.thresholds import check_samples, sampled_threshold
-from jaxsparse.settings import check_density, entries
+from jaxsparse.settings import Density, entries
 from jaxsparse.stream import SparseStream
 from jaxsparse.systems.row import Case, System
 
@@ -49,29 +47,62 @@ def extractor(name: Extract, samples: int | None = None) -> Extractor:
 
 @dataclasses.dataclass(frozen=True)
 class Dragonn(OneMessage, SeededReducer):
-    """Gathers each worker's entries above a sampled threshold, in hashed slots.
+    """DRAGONN (Wang et al., ICML 2022): large entries, extracted by hashing instead of counting.
+
+    Each worker estimates from a sample the magnitude that m = density d elements reach. It writes
+    these elements into m random slots and sends the slots. All workers decode all messages into one
+    dense vector.
+
+    A worker receives 2 m (W - 1) words a step in COO, as with `top_k`. Selection is cheaper: one
+    pass, with no running count of the selected elements. "hash" fills about 63 % of the slots. The
+    received bytes grow with the number of workers, so it suits few workers (up to about
+    sqrt(1 / density)), large tensors and slow links. With
+    `is_dense=jaxsparse.select_tensors(...).is_dense` it compresses only the tensors that save more
+    time on the network than selection and decoding cost.
+
+    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent,
+    as in Deep Gradient Compression.
 
     DRAGONN (Wang et al., ICML 2022), section 3.2, Alg. 1, with its sparse decoding (section 4.3).
     If several entries above the threshold share a slot, the worker sends one. The others stay in
     the residual, as entries below the threshold do. `info.overflow` does not count them, because
     they lose by chance, as the method has it, and not for want of room. Hashes differ at each
-    exchange and between workers, so no entry loses for ever, or everywhere. The fields are the
-    arguments of `dragonn`.
+    exchange and between workers, so no entry loses for ever, or everywhere.
+
+    Args:
+        density: m as a share of each bucket's elements, in (0, 1], or a warm-up
+            (`jaxsparse.warm_up`).
+        extract: the way in which slots are filled. "hash" is the published one. "slot_max" sends
+            the largest of the elements that share a slot. It fills nearly all slots and needs no
+            threshold.
+        samples: number of elements from which "hash" estimates its threshold. None: the default of
+            `jaxsparse.select.sampled_threshold`.
+        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
+            rounding in the residual.
+        seed: seed of the hashes.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> tx = dragonn(0.001, axis_name=None)
+        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> bool(1 <= (updates["kernel"] != 0).sum() <= 3)
+        True
     """
 
     changes_few = True
-    density: float = 0.001
+    density: Density = 0.001
+    _: dataclasses.KW_ONLY
     extract: Extract = "hash"
     samples: int | None = None
     codec: codecs.Codec = codecs.COO
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_density(self.density)
-        if self.extract not in get_args(Extract):
-            raise ValueError(f"extract={self.extract!r} is unknown: use one of {get_args(Extract)}")
+    def check(self) -> None:
         if self.samples is not None:
-            object.__setattr__(self, "samples", check_samples(self.samples))
+            check_samples(self.samples)
             if self.extract != "hash":
                 raise ValueError(
                     f"samples={self.samples} are for the threshold of extract='hash', which "
@@ -106,69 +137,16 @@ class Dragonn(OneMessage, SeededReducer):
         return entries_total(messages, entries(self.density, size), size, self.codec)
 
 
-@exchange_options()
-def dragonn(
-    density: float | Stages[float] = 0.001,
-    *,
-    extract: Extract = "hash",
-    samples: int | None = None,
-    codec: codecs.Codec = codecs.COO,
-    seed: int = 0,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """DRAGONN (Wang et al., ICML 2022): large entries, extracted by hashing instead of counting.
+@dataclasses.dataclass(frozen=True)
+class _Dragonn(SystemOptions, Dragonn):
+    pass
 
-    Each worker estimates from a sample the magnitude that m = density d elements reach. It writes
-    these elements into m random slots and sends the slots. All workers decode all messages into one
-    dense vector.
 
-    A worker receives 2 m (W - 1) words a step in COO, as with `top_k`. Selection is cheaper: one
-    pass, with no running count of the selected elements. "hash" fills about 63 % of the slots. The
-    received bytes grow with the number of workers, so it suits few workers (up to about
-    sqrt(1 / density)), large tensors and slow links. With
-    `is_dense=jaxsparse.select_tensors(...).is_dense` it compresses only the tensors that save more
-    time on the network than selection and decoding cost.
-
-    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent,
-    as in Deep Gradient Compression.
-
-    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
-    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
-
-    Args:
-        density: m as a share of each bucket's elements, in (0, 1], or a warm-up
-            (`jaxsparse.warm_up`).
-        extract: the way in which slots are filled. "hash" is the published one. "slot_max" sends
-            the largest of the elements that share a slot. It fills nearly all slots and needs no
-            threshold.
-        samples: number of elements from which "hash" estimates its threshold. None: the default of
-            `jaxsparse.select.sampled_threshold`.
-        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
-            rounding in the residual.
-        seed: seed of the hashes.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> tx = dragonn(0.001, axis_name=None)
-        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> bool(1 <= (updates["kernel"] != 0).sum() <= 3)
-        True
-    """
-
-    def make(density: float) -> Dragonn:
-        return Dragonn(density, extract, samples, codec, seed=seed)
-
-    return error_feedback(staged(make, density), **options)
+dragonn = transformation(_Dragonn, "dragonn")
 
 
 DRAGONN = System(
     dragonn,
-    Dragonn,
     summary="DRAGONN (ICML 2022): entries hashed into k slots, the cheapest selection",
     received="8 k (W-1)",
     cases={

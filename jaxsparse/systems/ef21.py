@@ -1,7 +1,7 @@
 """EF21-SGDM: workers exchange the differences between their momenta and shared estimates."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Unpack
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,9 @@ from jaxtyping import Array, UInt32
 
 from jaxsparse import codecs
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import ErrorFeedbackState, error_feedback
-from jaxsparse.feedback.options import LeafOptions, check_momentum, exchange_options
+from jaxsparse.feedback import ErrorFeedbackState
+from jaxsparse.feedback.options import check_momentum, part, transformation
+from jaxsparse.feedback.transformations import ErrorFeedback
 from jaxsparse.layout import narrow, short_names
 from jaxsparse.magnitude import clipped
 from jaxsparse.reducers.base import Budget, Reducer
@@ -31,10 +32,8 @@ class EF21State(NamedTuple):
     steps: UInt32[Array, ""]  # uint32: number of steps that were not skipped
 
 
-@exchange_options(momentum=0.9)
-def ef21_sgdm(
-    reducer: Budget, **options: Unpack[LeafOptions]
-) -> optax.GradientTransformationExtraArgs:
+@dataclasses.dataclass(frozen=True)
+class _EF21(ErrorFeedback):
     """EF21-SGDM (Fatkhullin, Tyurin and Richtarik, NeurIPS 2023): compressed differences.
 
     Where workers' gradients differ, classic error feedback stops at a distance from the minimum
@@ -74,7 +73,6 @@ def ef21_sgdm(
 
     Args:
         reducer: C, such as `jaxsparse.systems.TopK(0.01)`, `SparDL(0.01)`, `ChunkedTopK()`.
-        **options: as for all transformations.
 
     Raises:
         ValueError: settings out of range, a reducer that does not conserve sums, or a refused
@@ -92,6 +90,18 @@ def ef21_sgdm(
         [4.0, 2.0]
         [2.5, 2.0]
     """
+
+    momentum: float | Array | None = dataclasses.field(default=0.9, kw_only=True)
+
+    def transformation(self) -> optax.GradientTransformationExtraArgs:
+        return _transformation(self)
+
+
+ef21_sgdm = transformation(_EF21, "ef21_sgdm")
+
+
+def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
+    reducer = settings.reducer
     if not isinstance(reducer, Budget):
         raise ValueError(
             f"reducer={reducer!r} must be a reducer, such as jaxsparse.systems.TopK(0.01)"
@@ -102,24 +112,26 @@ def ef21_sgdm(
             "errors for ever: use one that keeps them in its residual (rounding to nearest, the "
             "mean over all workers, residuals='global'), such as jaxsparse.systems.TopK(0.01)"
         )
-    given: Mapping[str, Any] = options
     for name, usual, reason in (
         ("decay", (None, 1), "its residual is what the estimate lacks, and must not fade"),
         ("delay", (None, 0), "a delayed sum that overflows would be lost"),
         ("nesterov", (None, False), "its momentum is an average"),
-        ("accumulator_dtype", (None, "float32", jnp.float32), "its residual must not be rounded"),
+        (
+            "accumulator_dtype",
+            (None, "float32", jnp.float32),
+            "its residual must not be rounded",
+        ),
     ):
-        if given.get(name) not in usual:
+        if getattr(settings, name) not in usual:
             raise ValueError(
-                f"{name}={given[name]!r} is not for ef21_sgdm: {reason}. Leave it None"
+                f"{name}={getattr(settings, name)!r} is not for ef21_sgdm: {reason}. Leave it None"
             )
-    axis_name, mesh = options.get("axis_name", "data"), options.get("mesh")
-    momentum = options.pop("momentum", None)
+    axis_name, mesh, momentum = settings.axis_name, settings.mesh, settings.momentum
     check_momentum(momentum)
-    feedback = error_feedback(reducer, **options)
+    feedback = dataclasses.replace(part(settings, ErrorFeedback), momentum=None).transformation()
 
     def init(params: Any) -> EF21State:
-        return _start(params, feedback.init(params), axis_name, mesh, options.get("specs"))
+        return _start(params, feedback.init(params), axis_name, mesh, settings.specs)
 
     def update(
         updates: Any, state: EF21State, params: Any = None, **extra_args: Any
@@ -211,18 +223,12 @@ def _start(
     return EF21State(feedback, marked, treedef.unflatten(estimates), steps)
 
 
-def contraction(reducer: Budget) -> Budget:
-    """The reducer of `ef21_sgdm`, which is its argument."""
-    return reducer
-
-
 def _settings(request: Request) -> Settings:
     return {"reducer": TopK(request.density)}
 
 
 EF21_SGDM = System(
     ef21_sgdm,
-    contraction,
     summary="[EF21-SGDM](https://arxiv.org/abs/2305.15155): differences of momenta and their "
     "estimates, by any other reducer",
     received="the reducer's",

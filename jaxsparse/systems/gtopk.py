@@ -1,40 +1,45 @@
 """gTop-k SGD (Shi et al., ICDCS 2019)."""
 
 import dataclasses
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float
 
-from jaxsparse import codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.gtopk import gtopk as gtopk_all_reduce
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Reduced, deliver_merged, marked
 from jaxsparse.reducers.entries import EntryReducer
-from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import SELECTORS, Selection
+from jaxsparse.select.selection import SELECTORS
 from jaxsparse.settings import entries
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
 class GTopK(EntryReducer):
-    """Adds the workers' k largest entries in pairs, and keeps the k largest of each sum.
+    """gTop-k SGD (Shi et al., ICDCS 2019): each addition of two vectors keeps k entries.
 
-    The fields are the arguments of `gtopk`.
+    A step has log2 W exchanges of k = density d entries each, 2 k words in COO. If W is no power of
+    two, it has floor(log2 W) + 2 exchanges. (The paper has a tree and a broadcast, twice as many.)
+
+    `momentum` acts before the exchange (momentum correction), and is masked where a worker's own
+    entry was delivered.
+
+    Args:
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
+        residuals: rule for residuals. "global" keeps all that is not delivered. "published" is the
+            paper's rule, which loses a part of it.
+        codec: wire format of the messages, see `top_k`.
+        selection: selection from each worker's own vector: "fast" or "exact" top-k.
+
+    Raises:
+        ValueError: settings out of range.
     """
 
+    _: dataclasses.KW_ONLY
     residuals: Literal["global", "published"] = "global"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.residuals not in ("global", "published"):
-            raise ValueError(
-                f"residuals={self.residuals!r} is unknown: use 'global' or 'published'"
-            )
 
     @property
     def conservation(self) -> Conservation:
@@ -57,48 +62,16 @@ class GTopK(EntryReducer):
         return deliver_merged(x, result.total, unselected + discarded, selected, state, workers)
 
 
-@exchange_options()
-def gtopk(
-    density: float | Stages[float],
-    *,
-    residuals: Literal["global", "published"] = "global",
-    codec: codecs.Codec = codecs.COO,
-    selection: Selection = "fast",
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """gTop-k SGD (Shi et al., ICDCS 2019): each addition of two vectors keeps k entries.
+@dataclasses.dataclass(frozen=True)
+class _GTopK(SystemOptions, GTopK):
+    pass
 
-    A step has log2 W exchanges of k = density d entries each, 2 k words in COO. If W is no power of
-    two, it has floor(log2 W) + 2 exchanges. (The paper has a tree and a broadcast, twice as many.)
 
-    `momentum` acts before the exchange (momentum correction), and is masked where a worker's own
-    entry was delivered.
-
-    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
-    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
-
-    Args:
-        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
-        residuals: rule for residuals. "global" keeps all that is not delivered. "published" is the
-            paper's rule, which loses a part of it.
-        codec: wire format of the messages, see `top_k`.
-        selection: selection from each worker's own vector: "fast" or "exact" top-k.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range.
-    """
-    return error_feedback(
-        staged(
-            lambda density: GTopK(density, residuals, codec=codec, selection=selection), density
-        ),
-        **options,
-    )
+gtopk = transformation(_GTopK, "gtopk")
 
 
 GTOPK = System(
     gtopk,
-    GTopK,
     summary="[gTop-k](https://arxiv.org/abs/1901.04359): k entries left of each sum of two "
     "workers'",
     received="8 k log2 W; 8 k (floor(log2 W) + 2) if W is no power of two",

@@ -1,33 +1,19 @@
 """MSTopk (Shi et al., MLSys 2021): top-k by bisection."""
 
-from typing import Unpack
-
-import optax
+import dataclasses
 
 from jaxsparse import codecs
-from jaxsparse.feedback.options import LeafOptions, exchange_options
-from jaxsparse.reducers.stages import Stages
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.select.selection import Bisection
 from jaxsparse.select.thresholds import DEFAULT_PASSES
+from jaxsparse.settings import Density
 from jaxsparse.systems.row import Case, System
-from jaxsparse.systems.top_k import TopK, top_k
+from jaxsparse.systems.top_k import TopK
 
 
-def bisected(
-    density: float, passes: int = DEFAULT_PASSES, codec: codecs.Codec = codecs.COO
-) -> TopK:
-    """The reducer of `ms_topk`, for the same arguments."""
-    return TopK(density, codec=codec, selection=Bisection(passes))
-
-
-@exchange_options()
-def ms_topk(
-    density: float | Stages[float],
-    *,
-    passes: int = DEFAULT_PASSES,
-    codec: codecs.Codec = codecs.COO,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
+@dataclasses.dataclass(frozen=True)
+class _MSTopK(SystemOptions):
     """MSTopk (Shi et al., MLSys 2021): `top_k` with a threshold found by bisection.
 
     A fixed number of passes brackets a threshold. All workers gather k = density d entries of each
@@ -37,14 +23,10 @@ def ms_topk(
 
     `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
 
-    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
-    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
-
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
         passes: number of trial thresholds; see `jaxsparse.select.bisection_threshold`.
         codec: wire format of the messages.
-        **options: as for all transformations.
 
     Raises:
         ValueError: settings out of range.
@@ -57,12 +39,20 @@ def ms_topk(
         >>> updates["kernel"][-1, -3:].tolist()
         [2045.0, 2046.0, 2047.0]
     """
-    return top_k(density, codec=codec, selection=Bisection(passes), **options)
+
+    density: Density
+    passes: int = dataclasses.field(default=DEFAULT_PASSES, kw_only=True)
+    codec: codecs.Codec = dataclasses.field(default=codecs.COO, kw_only=True)
+
+    def made(self) -> TopK:
+        return TopK(self.density, codec=self.codec, selection=Bisection(self.passes))
+
+
+ms_topk = transformation(_MSTopK, "ms_topk")
 
 
 MS_TOPK = System(
     ms_topk,
-    bisected,
     summary="MSTopk (MLSys 2021): TopkA by bisection",
     received="8 k (W-1)",
     cases={"": Case({"density": 0.03}, {"density": 1.0})},

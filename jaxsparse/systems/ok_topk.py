@@ -3,21 +3,19 @@
 import dataclasses
 import functools
 import math
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import codecs
 from jaxsparse.collectives.ok_topk import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Reduced, info
 from jaxsparse.reducers.entries import EntryReducer
-from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import SELECTORS, Selection
-from jaxsparse.settings import entries, static_float, static_int
+from jaxsparse.select.selection import SELECTORS
+from jaxsparse.settings import Count, entries, static_float
 from jaxsparse.stream import add_to
 from jaxsparse.systems.row import Case, System
 
@@ -31,28 +29,52 @@ class OkTopkState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OkTopk(EntryReducer):
-    """Sums entries above a threshold at the owners of balanced regions, and delivers the largest.
+    """Ok-Topk (Li and Hoefler, PPoPP 2022): entries above thresholds, summed in balanced regions.
 
-    The fields are the arguments of `ok_topk`.
+    Each worker sends about its k = density d largest entries to the owners of W regions, which hold
+    about equally many. The owners add them up and deliver the sums above a threshold. Regions and
+    threshold are reused for many steps. They are taken anew earlier if needed: the regions if
+    entries found no room in messages, the threshold if more sums passed it than there is room for,
+    or fewer than k / 2.
+
+    A step receives 6 C (W - 1) words in COO, with C = capacity_factor k / W, in four collectives.
+    This is up to capacity_factor times the paper's words, because shapes are static and empty room
+    is sent, too. New thresholds take four rounds of 256 counts, new regions an all-reduce of 1024.
+    Entries without room stay in residuals, and the state's `info.overflow` counts them.
+
+    `momentum` acts before the exchange (momentum correction), and is masked where a worker's own
+    entry was delivered.
+
+    Args:
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
+        refresh_every: largest number of steps between exact new thresholds.
+        rebalance_every: largest number of steps between new regions.
+        capacity_factor: room in messages, in multiples of an even share.
+        codec: wire format of the messages.
+        selection: selection from each worker's own vector. "fast" takes the entries that reach a
+            sampled threshold, k on average. Others take k at most.
+
+    Raises:
+        ValueError: settings out of range.
     """
 
-    refresh_every: int = 32
-    rebalance_every: int = 64
+    _: dataclasses.KW_ONLY
+    refresh_every: Count = 32
+    rebalance_every: Count = 64
     capacity_factor: float = 2.0
 
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("refresh_every", "rebalance_every"):
-            steps = static_int(name, getattr(self, name))
-            if steps < 1:
-                raise ValueError(f"{name}={steps} must be at least 1 step")
+    def check(self) -> None:
+        super().check()
         if not 1 <= static_float("capacity_factor", self.capacity_factor) < math.inf:
             raise ValueError(
                 f"capacity_factor={self.capacity_factor} must be finite and at least 1, an even "
                 "share"
             )
-        # Owners that round sums change residuals at any elements, not only at their own entries.
-        object.__setattr__(self, "changes_few", self.codec.is_exact and self.codec.is_local)
+
+    @property
+    def changes_few(self) -> bool:  # type: ignore[override]
+        """Not where owners round sums, which changes residuals at any elements."""
+        return self.codec.is_exact and self.codec.is_local
 
     @property
     def dense_at_full_budget(self) -> bool:
@@ -89,66 +111,16 @@ class OkTopk(EntryReducer):
         return reduced._replace(residual=jnp.nan_to_num(residual))
 
 
-@exchange_options()
-def ok_topk(
-    density: float | Stages[float],
-    *,
-    refresh_every: int = 32,
-    rebalance_every: int = 64,
-    capacity_factor: float = 2.0,
-    codec: codecs.Codec = codecs.COO,
-    selection: Selection = "fast",
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """Ok-Topk (Li and Hoefler, PPoPP 2022): entries above thresholds, summed in balanced regions.
+@dataclasses.dataclass(frozen=True)
+class _OkTopk(SystemOptions, OkTopk):
+    pass
 
-    Each worker sends about its k = density d largest entries to the owners of W regions, which hold
-    about equally many. The owners add them up and deliver the sums above a threshold. Regions and
-    threshold are reused for many steps. They are taken anew earlier if needed: the regions if
-    entries found no room in messages, the threshold if more sums passed it than there is room for,
-    or fewer than k / 2.
 
-    A step receives 6 C (W - 1) words in COO, with C = capacity_factor k / W, in four collectives.
-    This is up to capacity_factor times the paper's words, because shapes are static and empty room
-    is sent, too. New thresholds take four rounds of 256 counts, new regions an all-reduce of 1024.
-    Entries without room stay in residuals, and the state's `info.overflow` counts them.
-
-    `momentum` acts before the exchange (momentum correction), and is masked where a worker's own
-    entry was delivered.
-
-    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
-    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
-
-    Args:
-        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
-        refresh_every: largest number of steps between exact new thresholds.
-        rebalance_every: largest number of steps between new regions.
-        capacity_factor: room in messages, in multiples of an even share.
-        codec: wire format of the messages.
-        selection: selection from each worker's own vector. "fast" takes the entries that reach a
-            sampled threshold, k on average. Others take k at most.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range.
-    """
-
-    def make(density: float) -> OkTopk:
-        return OkTopk(
-            density,
-            refresh_every,
-            rebalance_every,
-            capacity_factor,
-            codec=codec,
-            selection=selection,
-        )
-
-    return error_feedback(staged(make, density), **options)
+ok_topk = transformation(_OkTopk, "ok_topk")
 
 
 OK_TOPK = System(
     ok_topk,
-    OkTopk,
     summary="[Ok-Topk](https://arxiv.org/abs/2201.07598): thresholds that are reused, balanced "
     "regions",
     received="24 C (W-1), C = 2 k/W",

@@ -1,35 +1,50 @@
 """OmniReduce (Fei et al., SIGCOMM 2021): all-reduce of blocks that some worker selected."""
 
 import dataclasses
-from typing import Unpack
 
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import blocks
 from jaxsparse.blocks import BlockStream
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Reduced, finite_sums, info
 from jaxsparse.reducers.blocks import (
     BlockReducer,
+    Room,
     agree,
     block_residual,
-    check_densities,
+    check_bounded,
     contribution,
     select_blocks,
     union_capacity,
 )
-from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System, block_settings
 
 
 @dataclasses.dataclass(frozen=True)
 class OmniReduce(BlockReducer):
-    """Agrees on the union of all workers' blocks, and then sums its values by one psum.
+    """OmniReduce (Fei et al., SIGCOMM 2021): only blocks that are non-zero on some worker are sent.
+
+    If gradients are sparse already, as those of embeddings are, set `block_size` to the embedding's
+    width, so that a block is a row, and `union_density` to the share of rows that a step touches on
+    all workers together. The mean is then exact, and nothing is selected. For dense gradients,
+    `density` selects each worker's largest blocks, with error feedback. Leaves are laid end to end:
+    compress embeddings of one width only, or rows shift across blocks.
+
+    A step finds a union of bit masks, with 2 (W - 1)/W words for every 32 blocks, and psums the
+    union's slots: a payload of 4 union_density d bytes, or 4 min(1, W density) d if that is less.
+    The slots are static, and empty ones are sent, too. Blocks without a slot wait in the residual,
+    for ceil(1 / union_density) steps at most, and the state's `info.overflow` counts their
+    elements. If the slots would hold all d elements, the vector is summed densely. `omni_reduce` is
+    better than `sparse_all_gather` if supports overlap or there are many workers.
+
+    With a `density`, `momentum` acts before the exchange (momentum correction), and is masked where
+    this worker sent. Without one, it is the momentum of the mean, because gradients with momentum
+    would be zero nowhere.
 
     The paper's aggregators stream the blocks that any worker has, and skip the others. This reducer
     first finds the union, as bits, and then sends it in a static number of slots. Blocks without a
@@ -37,14 +52,32 @@ class OmniReduce(BlockReducer):
     whole vector, it is summed densely instead, and nothing stays in the residual.
 
     With a `density`, momentum is masked where this worker sent, as for top-k. Without one, the
-    momentum is that of the mean. The fields are the arguments of `omni_reduce`.
+    momentum is that of the mean.
+
+    Args:
+        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected
+            blocks have the largest l2 norms. None: all blocks that are not zero.
+        block_size: number of elements in a block.
+        union_density: share of the blocks that there is room for, in (0, 1]. None: room for all
+            that `density` can select. Without a `density` it is required.
+
+    Raises:
+        ValueError: settings out of range, or neither `density` nor `union_density` is given.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> tx = omni_reduce(block_size=32, union_density=0.1, axis_name=None)
+        >>> grads = {"embedding": jnp.zeros((64, 32)).at[jnp.array([3, 50])].set(1.0)}
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> bool((updates["embedding"] == grads["embedding"]).all()), int(state.info.delivered)
+        (True, 64)
     """
 
-    union_density: float | None = None
+    _: dataclasses.KW_ONLY
+    union_density: Room | None = None
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_densities(self.density, "union_density", self.union_density)
+    def check(self) -> None:
+        check_bounded(self.density, "union_density", self.union_density)
 
     def __call__(
         self, x: Float[Array, " d"], state: UInt32[Array, ""], *, axis_name: str | None
@@ -75,62 +108,16 @@ class OmniReduce(BlockReducer):
         return capacity * self.block_size >= size
 
 
-@exchange_options()
-def omni_reduce(
-    density: float | Stages[float] | None = None,
-    *,
-    block_size: int = 256,
-    union_density: float | None = None,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """OmniReduce (Fei et al., SIGCOMM 2021): only blocks that are non-zero on some worker are sent.
+@dataclasses.dataclass(frozen=True)
+class _OmniReduce(SystemOptions, OmniReduce):
+    pass
 
-    If gradients are sparse already, as those of embeddings are, set `block_size` to the embedding's
-    width, so that a block is a row, and `union_density` to the share of rows that a step touches on
-    all workers together. The mean is then exact, and nothing is selected. For dense gradients,
-    `density` selects each worker's largest blocks, with error feedback. Leaves are laid end to end:
-    compress embeddings of one width only, or rows shift across blocks.
 
-    A step finds a union of bit masks, with 2 (W - 1)/W words for every 32 blocks, and psums the
-    union's slots: a payload of 4 union_density d bytes, or 4 min(1, W density) d if that is less.
-    The slots are static, and empty ones are sent, too. Blocks without a slot wait in the residual,
-    for ceil(1 / union_density) steps at most, and the state's `info.overflow` counts their
-    elements. If the slots would hold all d elements, the vector is summed densely. `omni_reduce` is
-    better than `sparse_all_gather` if supports overlap or there are many workers.
-
-    With a `density`, `momentum` acts before the exchange (momentum correction), and is masked where
-    this worker sent. Without one, it is the momentum of the mean, because gradients with momentum
-    would be zero nowhere.
-
-    Args:
-        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected
-            blocks have the largest l2 norms. None: all blocks that are not zero.
-        block_size: number of elements in a block.
-        union_density: share of the blocks that there is room for, in (0, 1]. None: room for all
-            that `density` can select. Without a `density` it is required.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range, or neither `density` nor `union_density` is given.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> tx = omni_reduce(block_size=32, union_density=0.1, axis_name=None)
-        >>> grads = {"embedding": jnp.zeros((64, 32)).at[jnp.array([3, 50])].set(1.0)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> bool((updates["embedding"] == grads["embedding"]).all()), int(state.info.delivered)
-        (True, 64)
-    """
-
-    def make(density: float | None) -> OmniReduce:
-        return OmniReduce(density, block_size, union_density)
-
-    return error_feedback(make(None) if density is None else staged(make, density), **options)
+omni_reduce = transformation(_OmniReduce, "omni_reduce")
 
 
 OMNI_REDUCE = System(
     omni_reduce,
-    OmniReduce,
     summary="[OmniReduce](https://dl.acm.org/doi/10.1145/3452296.3472904): a psum of the union's "
     "blocks",
     received="8 (elements there is room for) (W-1)/W, and d/(4 block_size)",

@@ -6,31 +6,22 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Unpack
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Bool, Float, UInt32
 
 from jaxsparse import hashing
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.layout import cut, join
 from jaxsparse.magnitude import LARGEST, clipped, scaled
-from jaxsparse.reducers.base import (
-    Conservation,
-    Reduced,
-    Reducer,
-    SeededReducer,
-    finite_sums,
-    info,
-)
+from jaxsparse.reducers.base import Conservation, Reduced, Reducer, SeededReducer, finite_sums, info
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
-from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.settings import static_float, static_int
+from jaxsparse.settings import Stages, at_least, current, static_float
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, Request, Settings, System
 
@@ -67,28 +58,64 @@ class _Half(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(MatrixReducer, SeededReducer):
-    """Sums factors of rank r of each matrix. The fields are the arguments of `powersgd`.
+    """PowerSGD (Vogels et al., NeurIPS 2019): sums of factors of low rank, by all-reduce.
+
+    A leaf (..., m) is a matrix of m columns. For each matrix A of residual plus gradient, workers
+    share r orthonormal vectors, project A on them, and all-reduce the projections. One step of a
+    power iteration, warm-started from the last step's factors, is enough. The residual keeps the
+    rest. Vectors travel dense, and so does each matrix that factors would not make
+    `min_compression_rate` times smaller. All factors and such matrices travel in one message.
+
+    The two forms differ in bytes and latency:
+
+    * "alternating", as in the authors' later code (epfml/powersgd): half an iteration a step. Even
+      steps project columns on left factors, odd steps project rows on right ones. A step has one
+      all-reduce of r m or r n words for each matrix, r (n + m)/2 on average.
+    * "full", as published (Algorithm 1): both halves in each step, so two all-reduces, one after
+      the other, of r (n + m) words together.
+
+    Start dense with `rank=jaxsparse.Stages((None, 2), (100,))`: the first 100 steps send everything
+    and leave no residual, because low ranks approximate the first gradients badly.
+
+    With FSDP or tensor parallelism, each device factorises its shard of a parameter as a matrix of
+    its own. Together, p shards have up to p times the rank, which approximates better. They also
+    send more, because factors of the uncut side are not divided. A shard that is too small by
+    `min_compression_rate` travels whole.
+
+    `momentum` acts before the exchange (momentum correction), without masking. The paper's momentum
+    is that of the mean instead: chain `optax.trace(0.9)`, or an optimizer with momentum, behind it.
 
     A matrix whose factors would save too little is psummed whole, in the factors' message.
 
+    Args:
+        rank: r, the rank of the factors of each matrix, at least 1. It is min(n, m) where that is
+            less. None: everything travels dense. Or `Stages` of None and one rank.
+        iteration: form of the iteration: "alternating", with one all-reduce a step, or "full", with
+            two.
+        min_compression_rate: least ratio of a matrix's elements to its factors'. A matrix is
+            compressed if r (n + m) times this is below n m.
+        stacked: a regular expression. A leaf (L, ..., n, m) whose key path contains a match is a
+            stack of L matrices, such as the layers of a scanned model. None: there are no stacks.
+        seed: seed of the first vectors, and of those that replace zeros.
+
     Raises:
-        ValueError: a setting is out of range.
+        ValueError: settings out of range.
+
+    Example:
+        >>> tx = powersgd(1, iteration="full", axis_name=None)
+        >>> grads = {"kernel": jnp.outer(jnp.arange(64.0), jnp.ones(32)), "bias": jnp.ones(32)}
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> bool(jnp.allclose(updates["kernel"], grads["kernel"], atol=1e-4))
+        True
     """
 
-    rank: int
+    rank: Annotated[int, at_least(1, "1 to 4 are usual")] | Stages[int | None] | None
+    _: dataclasses.KW_ONLY
     iteration: Iteration = "alternating"
     min_compression_rate: float = 2.0
 
-    def __post_init__(self):
-        super().__post_init__()
-        object.__setattr__(self, "rank", static_int("rank", self.rank))
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank} must be at least 1: 1 to 4 are usual")
-        if self.iteration not in ("alternating", "full"):
-            raise ValueError(
-                f"iteration={self.iteration!r} is unknown: use 'alternating', with one all-reduce "
-                "a step, or 'full', with two"
-            )
+    def check(self) -> None:
+        super().check()
         if not 0 <= static_float("min_compression_rate", self.min_compression_rate) < math.inf:
             raise ValueError(
                 f"min_compression_rate={self.min_compression_rate} must be at least 0 and finite: "
@@ -106,10 +133,16 @@ class PowerSGD(MatrixReducer, SeededReducer):
         >>> [PowerSGD(rank=4).rank_of(Matrix(1, n, n)) for n in (64, 8)]
         [4, 0]
         """
-        rank = min(self.rank, matrix.rows, matrix.columns)
+        rank = min(current(self.rank) or 0, matrix.rows, matrix.columns)
         elements = rank * (matrix.rows + matrix.columns)
         is_smaller = elements * self.min_compression_rate < matrix.rows * matrix.columns
         return rank if is_smaller else 0
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
+        """The same reducer with another seed for each bucket; without a rank a dense one."""
+        if self.rank is None:
+            return (Dense(),) * len(sizes)
+        return super().split(sizes, dense_size)
 
     def init(self, size: int) -> PowerState:
         """Zeros, which the first exchange replaces by random directions."""
@@ -284,83 +317,12 @@ def _psum(parts: Sequence[Array], axis_name: str | None) -> list[Array]:
     return list(cut(total, [part.shape for part in parts]))
 
 
-def low_rank(
-    rank: int | Stages[int | None],
-    iteration: Iteration = "alternating",
-    min_compression_rate: float = 2.0,
-    stacked: str | None = None,
-    seed: int = 0,
-) -> Reducer:
-    """The reducer of `powersgd`, for the same arguments."""
-
-    def make(rank: int | None) -> Reducer:
-        if rank is None:
-            return Dense()
-        return PowerSGD(rank, iteration, min_compression_rate, stacked=stacked, seed=seed)
-
-    setting: int | Stages[int | None] | None = rank
-    return staged(make, setting)
+@dataclasses.dataclass(frozen=True)
+class _PowerSGD(SystemOptions, PowerSGD):
+    pass
 
 
-@exchange_options()
-def powersgd(
-    rank: int | Stages[int | None],
-    *,
-    iteration: Iteration = "alternating",
-    min_compression_rate: float = 2.0,
-    stacked: str | None = None,
-    seed: int = 0,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """PowerSGD (Vogels et al., NeurIPS 2019): sums of factors of low rank, by all-reduce.
-
-    A leaf (..., m) is a matrix of m columns. For each matrix A of residual plus gradient, workers
-    share r orthonormal vectors, project A on them, and all-reduce the projections. One step of a
-    power iteration, warm-started from the last step's factors, is enough. The residual keeps the
-    rest. Vectors travel dense, and so does each matrix that factors would not make
-    `min_compression_rate` times smaller. All factors and such matrices travel in one message.
-
-    The two forms differ in bytes and latency:
-
-    * "alternating", as in the authors' later code (epfml/powersgd): half an iteration a step. Even
-      steps project columns on left factors, odd steps project rows on right ones. A step has one
-      all-reduce of r m or r n words for each matrix, r (n + m)/2 on average.
-    * "full", as published (Algorithm 1): both halves in each step, so two all-reduces, one after
-      the other, of r (n + m) words together.
-
-    Start dense with `rank=jaxsparse.Stages((None, 2), (100,))`: the first 100 steps send everything
-    and leave no residual, because low ranks approximate the first gradients badly.
-
-    With FSDP or tensor parallelism, each device factorises its shard of a parameter as a matrix of
-    its own. Together, p shards have up to p times the rank, which approximates better. They also
-    send more, because factors of the uncut side are not divided. A shard that is too small by
-    `min_compression_rate` travels whole.
-
-    `momentum` acts before the exchange (momentum correction), without masking. The paper's momentum
-    is that of the mean instead: chain `optax.trace(0.9)`, or an optimizer with momentum, behind it.
-
-    Args:
-        rank: r, the rank of the factors of each matrix, at least 1. It is min(n, m) where that is
-            less. Or `Stages` of None, for dense, and one rank.
-        iteration: form of the iteration: "alternating" or "full".
-        min_compression_rate: least ratio of a matrix's elements to its factors'. A matrix is
-            compressed if r (n + m) times this is below n m.
-        stacked: a regular expression. A leaf (L, ..., n, m) whose key path contains a match is a
-            stack of L matrices, such as the layers of a scanned model. None: there are no stacks.
-        seed: seed of the first vectors, and of those that replace zeros.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range.
-
-    Example:
-        >>> tx = powersgd(1, iteration="full", axis_name=None)
-        >>> grads = {"kernel": jnp.outer(jnp.arange(64.0), jnp.ones(32)), "bias": jnp.ones(32)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> bool(jnp.allclose(updates["kernel"], grads["kernel"], atol=1e-4))
-        True
-    """
-    return error_feedback(low_rank(rank, iteration, min_compression_rate, stacked, seed), **options)
+powersgd = transformation(_PowerSGD, "powersgd")
 
 
 def _settings(request: Request) -> Settings:
@@ -370,7 +332,6 @@ def _settings(request: Request) -> Settings:
 
 POWERSGD = System(
     powersgd,
-    low_rank,
     summary="[PowerSGD](https://arxiv.org/abs/1905.13727): factors of low rank of each matrix",
     received="4 r (n+m) (W-1)/W for each n x m matrix",
     cases={

@@ -1,37 +1,17 @@
 """QSGD (Alistarh et al., NeurIPS 2017): dense all-reduce in a few bits a value."""
 
-from typing import Literal, Unpack
-
-import optax
+import dataclasses
+from typing import Literal
 
 from jaxsparse import quantize
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.systems.quantized import Quantized
 from jaxsparse.systems.row import Case, System
 
 
-def reducer(
-    bits: Literal[2, 4, 8] = 4,
-    group_size: int = 1024,
-    scale: Literal["max", "l2"] = "max",
-    rounding: Literal["stochastic", "nearest"] = "stochastic",
-    seed: int = 0,
-) -> Quantized:
-    """The reducer of `qsgd`, for the same arguments."""
-    return Quantized(quantize.QSGD(bits, group_size, scale), rounding, seed=seed)
-
-
-@exchange_options()
-def qsgd(
-    bits: Literal[2, 4, 8] = 4,
-    *,
-    group_size: int = 1024,
-    scale: Literal["max", "l2"] = "max",
-    rounding: Literal["stochastic", "nearest"] = "stochastic",
-    seed: int = 0,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
+@dataclasses.dataclass(frozen=True)
+class _QSGD(SystemOptions):
     """QSGD (Alistarh et al., NeurIPS 2017): all values at each step, in 2, 4 or 8 bits.
 
     A worker receives 2 (W - 1)/W (bits / 32 + 1 / group_size) d words a step: with 4 bits, an
@@ -50,7 +30,6 @@ def qsgd(
         rounding: way of rounding. "stochastic" is unbiased and drops its error, as in the paper.
             "nearest" keeps its error in the residual.
         seed: seed of stochastic rounding.
-        **options: as for all transformations.
 
     Raises:
         ValueError: settings out of range, or rounding="nearest" with scale="l2" and too few bits
@@ -64,12 +43,24 @@ def qsgd(
         >>> updates["kernel"][-1, -3:].tolist()
         [2045.0, 2046.0, 2047.0]
     """
-    return error_feedback(reducer(bits, group_size, scale, rounding, seed), **options)
+
+    bits: Literal[2, 4, 8] = 4
+    _: dataclasses.KW_ONLY
+    group_size: int = 1024
+    scale: Literal["max", "l2"] = "max"
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    seed: int = 0
+
+    def made(self) -> Quantized:
+        quantizer = quantize.QSGD(self.bits, self.group_size, self.scale)
+        return Quantized(quantizer, self.rounding, seed=self.seed)
+
+
+qsgd = transformation(_QSGD, "qsgd")
 
 
 QSGD = System(
     qsgd,
-    reducer,
     summary="[QSGD](https://arxiv.org/abs/1610.02132): all values in 2, 4 or 8 bits",
     received="d (W-1)/W (bits/4 + 8/group_size)",
     cases={

@@ -1,11 +1,10 @@
 """Dense all-reduce in a number format of 4 to 16 bits, with error feedback."""
 
 import dataclasses
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import quantize
@@ -13,8 +12,8 @@ from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.quantized_all_reduce import Teams, quantized_all_reduce
 from jaxsparse.collectives.shared_scale_all_reduce import check_format, shared_scale_all_reduce
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.quantize import (
     QSGD,
     Format,
@@ -69,8 +68,8 @@ class Quantized(SeededReducer):
     shared_scale: bool = False
     levels: Teams | None = None
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         inside = () if self.levels is None else (self.levels.inside,)
         for name, one in zip(("quantizer", "inside"), (self.quantizer, *inside)):
             if not isinstance(one, Quantizer):
@@ -78,10 +77,6 @@ class Quantized(SeededReducer):
                     f"{name}={one!r} is no quantizer: use quantize.Format('int8'), "
                     "quantize.QSGD(bits=4) or quantize.Sign()"
                 )
-        if self.rounding not in ("stochastic", "nearest"):
-            raise ValueError(
-                f"rounding={self.rounding!r} is unknown: use 'stochastic' or 'nearest'"
-            )
         for one in (self.quantizer, *inside):
             if self.rounding == "nearest":
                 check_feedback(one, stochastic=False)
@@ -152,8 +147,8 @@ class GatheredQuantized(OneMessage, Quantized):
     of `Quantized` without rotation, shared scales and levels.
     """
 
-    def __post_init__(self):
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         for name, usual in (("rotate", False), ("shared_scale", False), ("levels", None)):
             if (value := getattr(self, name)) != usual:
                 raise ValueError(
@@ -184,40 +179,8 @@ class GatheredQuantized(OneMessage, Quantized):
         return quantize.dequantize(found, self.quantizer, size)
 
 
-def formatted(
-    format: FormatName = "int8",
-    group_size: int = 256,
-    scale: Scale = "bfloat16",
-    rotate: bool = False,
-    shared_scale: bool = False,
-    teams: int | None = None,
-    inside: FormatName = "int8",
-    gather: bool = False,
-    seed: int = 0,
-) -> Quantized:
-    """The reducer of `quantized`, for the same arguments."""
-    quantizer = Format(format, group_size, scale)
-    levels = None
-    if teams is not None:
-        levels = Teams(static_int("teams", teams), Format(inside, group_size, scale))
-    kind = GatheredQuantized if gather else Quantized
-    return kind(quantizer, "nearest", rotate, shared_scale, levels, seed=seed)
-
-
-@exchange_options()
-def quantized(
-    format: FormatName = "int8",
-    *,
-    group_size: int = 256,
-    scale: Scale = "bfloat16",
-    rotate: bool = False,
-    shared_scale: bool = False,
-    teams: int | None = None,
-    inside: FormatName = "int8",
-    gather: bool = False,
-    seed: int = 0,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
+@dataclasses.dataclass(frozen=True)
+class _Quantized(SystemOptions):
     """Dense all-reduce in 4, 8 or 16 bits a value, rounded to nearest, with error feedback.
 
     Values travel to the owner of their range, which sums them in float32, and the sums travel back.
@@ -264,7 +227,6 @@ def quantized(
             of the roundings. It is for few workers, and for messages without collectives
             (`jaxsparse.feedback.by_message`).
         seed: seed of the random signs.
-        **options: as for all transformations.
 
     Raises:
         ValueError: settings out of range. From `update`: too many workers for a shared scale, or
@@ -278,11 +240,35 @@ def quantized(
         >>> updates["kernel"][-1, -3:].tolist()
         [2045.0, 2046.0, 2047.0]
     """
-    reducer = formatted(
-        format, group_size, scale, rotate, shared_scale, teams, inside, gather, seed
-    )
-    return error_feedback(reducer, **options)
 
+    format: FormatName = "int8"
+    _: dataclasses.KW_ONLY
+    group_size: int = 256
+    scale: Scale = "bfloat16"
+    rotate: bool = False
+    shared_scale: bool = False
+    teams: int | None = None
+    inside: FormatName = "int8"
+    gather: bool = False
+    seed: int = 0
+
+    def made(self) -> Quantized:
+        formatted = lambda name: Format(name, self.group_size, self.scale)
+        levels = None
+        if self.teams is not None:
+            levels = Teams(static_int("teams", self.teams), formatted(self.inside))
+        kind = GatheredQuantized if self.gather else Quantized
+        return kind(
+            formatted(self.format),
+            "nearest",
+            rotate=self.rotate,
+            shared_scale=self.shared_scale,
+            levels=levels,
+            seed=self.seed,
+        )
+
+
+quantized = transformation(_Quantized, "quantized")
 
 _ROTATED = {"format": "int4", "group_size": 64, "rotate": True}
 _SHARED = {"format": "int8", "group_size": 64, "shared_scale": True}
@@ -290,7 +276,6 @@ _GATHERED = {"format": "int8", "group_size": 64, "gather": True}
 
 QUANTIZED = System(
     quantized,
-    formatted,
     summary="all values in a format of 4, 8 or 16 bits, fed back",
     received="d (W-1)/W (bits/4 + 4/group_size)",
     cases={

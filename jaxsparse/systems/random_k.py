@@ -1,16 +1,15 @@
 """Random-k SGD: the same random coordinates on all workers."""
 
 import dataclasses
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import hashing
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import (
     Conservation,
     Reduced,
@@ -19,14 +18,11 @@ from jaxsparse.reducers.base import (
     bucket_seeds,
     info,
 )
-from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.settings import check_density, check_vector, entries
+from jaxsparse.settings import Density, check_vector, entries
 from jaxsparse.stream import filled
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System
 from jaxsparse.systems.top_k import TopK
-
-_SUM = Dense()
 
 
 class RandomKState(NamedTuple):
@@ -38,79 +34,6 @@ class RandomKState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RandomK(SeededReducer):
-    """Draws k coordinates from a key that all workers share, and exchanges their k values.
-
-    By default it psums them, without indices. Any other reducer of flat vectors can exchange them
-    as well. Its indices are then places among the k values: a selection within a random one.
-
-    This is rand_k of Stich, Cordonnier and Jaggi (Sparsified SGD with Memory, NeurIPS 2018,
-    Definition 2.1). Values are not scaled up, because the residual keeps the rest. Each exchange
-    draws anew, without replacement. The fields are the arguments of `random_k`.
-    """
-
-    changes_few = True
-    density: float
-    reducer: Reducer = _SUM
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_density(self.density)
-        if not isinstance(self.reducer, Reducer) or self.reducer.whole_leaves:
-            raise ValueError(
-                f"reducer={self.reducer!r} must be a reducer of flat vectors, such as "
-                "jaxsparse.systems.TopK(0.1) or systems.Dense()"
-            )
-
-    @property
-    def conservation(self) -> Conservation:
-        """The conservation of `reducer`."""
-        return self.reducer.conservation
-
-    @property
-    def dense_at_full_budget(self) -> bool:
-        """Whether this is so for `reducer`."""
-        return self.reducer.dense_at_full_budget
-
-    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """The same settings with another seed for each bucket. `reducer` splits its own budget."""
-        inner = self.reducer.split(tuple(entries(self.density, size) for size in sizes), dense_size)
-        seeds = bucket_seeds(self.seed, len(sizes))
-        pairs = zip(inner, seeds)
-        return tuple(dataclasses.replace(self, reducer=one, seed=seed) for one, seed in pairs)
-
-    def init(self, size: int) -> RandomKState:
-        """The number of exchanges so far, and the state of `reducer`."""
-        return RandomKState(jnp.uint32(0), self.reducer.init(entries(self.density, size)))
-
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """See `Reducer`. A sum that overflows counts as not sent."""
-        check_vector("x", x)
-        key = jax.random.fold_in(jax.random.key(self.seed), state.draws)
-        k = entries(self.density, x.size)
-        chosen = hashing.permute(jnp.arange(k, dtype=jnp.int32), x.size, key)
-        drawn = x.at[chosen].get(unique_indices=True)
-        part = self.reducer(drawn, state.inner, axis_name=axis_name).whole(drawn)
-        # A reducer that sends everything masks nothing, but here only drawn coordinates are sent.
-        sent = (part.residual != drawn) | (drawn == 0) if part.sent is None else part.sent
-        dense = filled(x.size, jnp.float32(0), chosen)
-        return Reduced(
-            dense.at[chosen].set(part.mean, unique_indices=True),
-            part.residual,
-            sent,
-            RandomKState(state.draws + jnp.uint32(1), part.state),
-            info(jnp.count_nonzero(part.mean), part.info.overflow),
-            chosen,
-        )
-
-
-@exchange_options()
-def random_k(
-    density: float | Stages[float],
-    *,
-    reducer: Reducer | None = None,
-    seed: int = 0,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
     """Random-k SGD (Stich et al., NeurIPS 2018): k random coordinates, the same on all workers.
 
     A step has one all-reduce of k = density d words, without indices, for any number of workers.
@@ -127,6 +50,13 @@ def random_k(
     `momentum` acts before the exchange (momentum correction), and is masked at the drawn
     coordinates, or where `reducer` masks it.
 
+    By default it psums them, without indices. Any other reducer of flat vectors can exchange them
+    as well. Its indices are then places among the k values: a selection within a random one.
+
+    This is rand_k of Stich, Cordonnier and Jaggi (Sparsified SGD with Memory, NeurIPS 2018,
+    Definition 2.1). Values are not scaled up, because the residual keeps the rest. Each exchange
+    draws anew, without replacement.
+
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up
             (`jaxsparse.warm_up`).
@@ -134,7 +64,6 @@ def random_k(
             `systems.TopK(0.1)` or `systems.Quantized(quantize.Format("int4"), "nearest")`. None: an
             exact sum.
         seed: seed of the draws.
-        **options: as for all transformations.
 
     Raises:
         ValueError: settings out of range.
@@ -147,13 +76,77 @@ def random_k(
         >>> updates["kernel"].sum().item()
         512.0
     """
-    make = lambda density: RandomK(density, reducer or _SUM, seed=seed)
-    return error_feedback(staged(make, density), **options)
+
+    changes_few = True
+    density: Density
+    _: dataclasses.KW_ONLY
+    reducer: Reducer | None = None
+
+    @property
+    def inner(self) -> Reducer:
+        """The reducer of the drawn values."""
+        return Dense() if self.reducer is None else self.reducer
+
+    def check(self) -> None:
+        inner = self.inner
+        if not isinstance(inner, Reducer) or inner.whole_leaves or inner.has_stages:
+            raise ValueError(
+                f"reducer={self.reducer!r} must be a reducer of flat vectors, such as "
+                "jaxsparse.systems.TopK(0.1) or systems.Dense()"
+            )
+
+    @property
+    def conservation(self) -> Conservation:
+        """The conservation of `reducer`."""
+        return self.inner.conservation
+
+    @property
+    def dense_at_full_budget(self) -> bool:
+        """Whether this is so for `reducer`."""
+        return self.inner.dense_at_full_budget
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
+        """The same settings with another seed for each bucket. `reducer` splits its own budget."""
+        inner = self.inner.split(tuple(entries(self.density, size) for size in sizes), dense_size)
+        seeds = bucket_seeds(self.seed, len(sizes))
+        pairs = zip(inner, seeds)
+        return tuple(dataclasses.replace(self, reducer=one, seed=seed) for one, seed in pairs)
+
+    def init(self, size: int) -> RandomKState:
+        """The number of exchanges so far, and the state of `reducer`."""
+        return RandomKState(jnp.uint32(0), self.inner.init(entries(self.density, size)))
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """See `Reducer`. A sum that overflows counts as not sent."""
+        check_vector("x", x)
+        key = jax.random.fold_in(jax.random.key(self.seed), state.draws)
+        k = entries(self.density, x.size)
+        chosen = hashing.permute(jnp.arange(k, dtype=jnp.int32), x.size, key)
+        drawn = x.at[chosen].get(unique_indices=True)
+        part = self.inner(drawn, state.inner, axis_name=axis_name).whole(drawn)
+        # A reducer that sends everything masks nothing, but here only drawn coordinates are sent.
+        sent = (part.residual != drawn) | (drawn == 0) if part.sent is None else part.sent
+        dense = filled(x.size, jnp.float32(0), chosen)
+        return Reduced(
+            dense.at[chosen].set(part.mean, unique_indices=True),
+            part.residual,
+            sent,
+            RandomKState(state.draws + jnp.uint32(1), part.state),
+            info(jnp.count_nonzero(part.mean), part.info.overflow),
+            chosen,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _RandomK(SystemOptions, RandomK):
+    pass
+
+
+random_k = transformation(_RandomK, "random_k")
 
 
 RANDOM_K = System(
     random_k,
-    RandomK,
     summary="the same random coordinates on all workers, no indices",
     received="8 k (W-1)/W",
     cases={

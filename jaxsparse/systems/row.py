@@ -44,7 +44,6 @@ class System(NamedTuple):
     """
 
     transformation: Callable[..., optax.GradientTransformationExtraArgs]
-    reducer: Callable[..., Budget]  # takes the same settings
     summary: str  # for the docs' table, in Markdown
     received: str  # bytes that a worker receives in a step: d elements, k = density d, W workers
     cases: Mapping[str, Case]  # "" is the usual one, others are variants
@@ -62,6 +61,10 @@ class System(NamedTuple):
     def name(self) -> str:
         """The name of the transformation."""
         return self.transformation.__name__
+
+    def reducer(self, *args: Any, **settings: Any) -> Budget:
+        """The reducer of these settings, or the budget that makes it."""
+        return self.transformation.settings(*args, **settings).budget  # type: ignore[attr-defined]
 
     def with_variants(self) -> Iterator[tuple[str, "System"]]:
         """This row and one for each variant, with their names."""

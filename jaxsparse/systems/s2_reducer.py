@@ -2,29 +2,28 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse import blocks
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import part, transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.hashing import combine
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, info
 from jaxsparse.reducers.blocks import (
     BlockReducer,
+    Room,
     agree,
-    check_densities,
+    check_bounded,
     select_blocks,
     selected_count,
     union_capacity,
 )
-from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.select.compaction import compact
-from jaxsparse.settings import static_float, static_int
+from jaxsparse.settings import Density, static_float
 from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
 from jaxsparse.sketch.tiles import SketchSpec
 from jaxsparse.systems.dense import Dense
@@ -42,7 +41,30 @@ class Plan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class S2(BlockReducer, SeededReducer):
-    """Sums count sketches of each worker's blocks, and reads the union's blocks from the sum.
+    """S2 Reducer (Ge et al., 2021): count sketches of sparse blocks, summed by all-reduce.
+
+    For dense models, each worker selects its blocks of largest norm. The others stay in its
+    residual. If gradients are sparse already, as those of embeddings are, pass `density=None`, the
+    embedding's width as `block_size`, and as `union_density` the share of the rows that a step
+    touches on any worker. All blocks that are not zero are then sent. Leaves are laid end to end:
+    compress embeddings of one width only, or rows shift across blocks.
+
+    A step finds the union of supports, by an all-to-all and an all-gather of 2 (W - 1)/W bits a
+    block. It then psums a table, of sketch_ratio times the elements of the blocks that W random
+    supports would cover, or that `union_density` has room for. `omni_reduce` with the same settings
+    sends 1 / sketch_ratio times as much. The price is noise. The estimates are unbiased, but the
+    energy of their error is 1 / sketch_ratio times the energy of the sum with one row (2 at 0.5),
+    and 2.5 and 2.7 times with 3 and 5 rows. The noise averages out over steps, better at a lower
+    learning rate. Error feedback does not correct it. (The paper's Theorem 2, a contraction, does
+    not hold at such ratios.) If the table would be no smaller than the blocks that there is room
+    for, these are summed exactly. With `union_density`, that is so from a ratio of 1 on.
+
+    On a GPU replicas stay equal, but a repeated run may differ in the last bits: see
+    `sketch.encode`.
+
+    With a `density`, `momentum` acts before the exchange (momentum correction), without masking.
+    Without one, it is the momentum of the mean, because gradients with momentum would be zero
+    nowhere.
 
     An exchange finds the union of the workers' supports, one bit a block, and then psums the rows x
     cols table. The mean is the sketch's estimate in the union's blocks and exactly 0 elsewhere. The
@@ -52,30 +74,49 @@ class S2(BlockReducer, SeededReducer):
 
     If a table would be no smaller than the blocks that there is room for, these are psummed exactly
     (`OmniReduce`). If they, or the table, would be no smaller than the vector, the whole vector is
-    psummed. A single worker sends and sketches nothing. The fields are the arguments of
-    `s2_reducer`.
+    psummed. A single worker sends and sketches nothing.
+
+    Args:
+        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. None: all
+            blocks that are not zero.
+        block_size: number of consecutive elements that are selected and hashed together.
+        rows: number of rows of the sketch.
+        sketch_ratio: words of the sketch over elements of non-zero blocks, the paper's lambda.
+        sizing: the blocks that `sketch_ratio` refers to: "union" of all workers' blocks, or "local"
+            for one worker's, as in the paper. "local" has up to W times the noise, and diverges at
+            learning rates at which "union" does not (`benchmarks/s2_reducer.py`).
+        union_density: share of the blocks that there is room for, on all workers together. Blocks
+            without room wait in the residual, and the state's `info.overflow` counts their
+            elements. None: room for all that `density` can select. Without a `density` it is
+            required.
+        seed: seed of the hashes, which are fresh at each step.
 
     Raises:
-        ValueError: a setting is out of range, or union_density is missing.
+        ValueError: settings out of range, or neither `density` nor `union_density` is given.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> tx = s2_reducer(None, block_size=32, union_density=0.25, axis_name=None)
+        >>> grads = {"embedding": jnp.zeros((64, 32)).at[jnp.array([3, 40])].set(1.0)}
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> jnp.flatnonzero(jnp.any(updates["embedding"] != 0, axis=1)).tolist()
+        [3, 40]
     """
 
-    density: float | None = 1 / 32
+    density: Density | None = 1 / 32
+    _: dataclasses.KW_ONLY
     rows: int = 1
     sketch_ratio: float = 0.5
     sizing: Literal["union", "local"] = "union"
-    union_density: float | None = None
+    union_density: Room | None = None
 
-    def __post_init__(self):
-        super().__post_init__()
-        object.__setattr__(self, "rows", static_int("rows", self.rows))
-        check_densities(self.density, "union_density", self.union_density)
+    def check(self) -> None:
+        check_bounded(self.density, "union_density", self.union_density)
         if not 0 < static_float("sketch_ratio", self.sketch_ratio) < math.inf:
             raise ValueError(
                 f"sketch_ratio={self.sketch_ratio} must be above 0 and finite: 0.5 halves the "
                 "words of the blocks"
             )
-        if self.sizing not in ("union", "local"):
-            raise ValueError(f"sizing={self.sizing!r} is unknown: use 'union' or 'local'")
         if self.sizing == "local" and self.density is None:
             raise ValueError(
                 "sizing='local' needs a density, because the number of non-zero blocks is unknown "
@@ -128,7 +169,7 @@ class S2(BlockReducer, SeededReducer):
             return Dense()(x, state + jnp.uint32(1), axis_name=axis_name)
         plan = self.plan(x.size, workers)
         if plan.cols is None or workers == 1:
-            exact = OmniReduce(self.density, self.block_size, self.union_density)
+            exact = part(self, OmniReduce)
             return exact(x, state, axis_name=axis_name)._replace(sent=None)
 
         selected = select_blocks(x, self.block_size, self.density)
@@ -160,80 +201,16 @@ def _marked(indices: Int[Array, " capacity"], count: int) -> Bool[Array, " {coun
     return jnp.zeros_like(indices, jnp.bool_, shape=(count,)).at[indices].set(True, mode="drop")
 
 
-@exchange_options()
-def s2_reducer(
-    density: float | Stages[float] | None = 1 / 32,
-    *,
-    block_size: int = 256,
-    rows: int = 1,
-    sketch_ratio: float = 0.5,
-    sizing: Literal["union", "local"] = "union",
-    union_density: float | None = None,
-    seed: int = 0,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """S2 Reducer (Ge et al., 2021): count sketches of sparse blocks, summed by all-reduce.
+@dataclasses.dataclass(frozen=True)
+class _S2(SystemOptions, S2):
+    pass
 
-    For dense models, each worker selects its blocks of largest norm. The others stay in its
-    residual. If gradients are sparse already, as those of embeddings are, pass `density=None`, the
-    embedding's width as `block_size`, and as `union_density` the share of the rows that a step
-    touches on any worker. All blocks that are not zero are then sent. Leaves are laid end to end:
-    compress embeddings of one width only, or rows shift across blocks.
 
-    A step finds the union of supports, by an all-to-all and an all-gather of 2 (W - 1)/W bits a
-    block. It then psums a table, of sketch_ratio times the elements of the blocks that W random
-    supports would cover, or that `union_density` has room for. `omni_reduce` with the same settings
-    sends 1 / sketch_ratio times as much. The price is noise. The estimates are unbiased, but the
-    energy of their error is 1 / sketch_ratio times the energy of the sum with one row (2 at 0.5),
-    and 2.5 and 2.7 times with 3 and 5 rows. The noise averages out over steps, better at a lower
-    learning rate. Error feedback does not correct it. (The paper's Theorem 2, a contraction, does
-    not hold at such ratios.) If the table would be no smaller than the blocks that there is room
-    for, these are summed exactly. With `union_density`, that is so from a ratio of 1 on.
-
-    On a GPU replicas stay equal, but a repeated run may differ in the last bits: see
-    `sketch.encode`.
-
-    With a `density`, `momentum` acts before the exchange (momentum correction), without masking.
-    Without one, it is the momentum of the mean, because gradients with momentum would be zero
-    nowhere.
-
-    Args:
-        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. None: all
-            blocks that are not zero.
-        block_size: number of consecutive elements that are selected and hashed together.
-        rows: number of rows of the sketch.
-        sketch_ratio: words of the sketch over elements of non-zero blocks, the paper's lambda.
-        sizing: the blocks that `sketch_ratio` refers to: "union" of all workers' blocks, or "local"
-            for one worker's, as in the paper. "local" has up to W times the noise, and diverges at
-            learning rates at which "union" does not (`benchmarks/s2_reducer.py`).
-        union_density: share of the blocks that there is room for, on all workers together. Blocks
-            without room wait in the residual, and the state's `info.overflow` counts their
-            elements. None: room for all that `density` can select. Without a `density` it is
-            required.
-        seed: seed of the hashes, which are fresh at each step.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range, or neither `density` nor `union_density` is given.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> tx = s2_reducer(None, block_size=32, union_density=0.25, axis_name=None)
-        >>> grads = {"embedding": jnp.zeros((64, 32)).at[jnp.array([3, 40])].set(1.0)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> jnp.flatnonzero(jnp.any(updates["embedding"] != 0, axis=1)).tolist()
-        [3, 40]
-    """
-
-    def make(density: float | None) -> S2:
-        return S2(density, block_size, rows, sketch_ratio, sizing, union_density, seed=seed)
-
-    return error_feedback(make(None) if density is None else staged(make, density), **options)
+s2_reducer = transformation(_S2, "s2_reducer")
 
 
 S2_REDUCER = System(
     s2_reducer,
-    S2,
     summary="S2 Reducer (2021): a sketch of the blocks that are not zero; unbiased, noisy",
     received="8 rows cols (W-1)/W, and d/(4 block_size)",
     cases={

@@ -1,27 +1,16 @@
 """EF-signSGD (Karimireddy et al., ICML 2019): one bit a value."""
 
-from typing import Unpack
+import dataclasses
 
-import optax
-
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.quantize import Sign
 from jaxsparse.systems.quantized import Quantized
 from jaxsparse.systems.row import Case, System
 
 
-def signed(group_size: int = 1024) -> Quantized:
-    """The reducer of `sign_sgd`, for the same argument."""
-    return Quantized(Sign(group_size), "nearest")
-
-
-@exchange_options()
-def sign_sgd(
-    *,
-    group_size: int = 1024,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
+@dataclasses.dataclass(frozen=True)
+class _SignSGD(SystemOptions):
     """EF-signSGD (Karimireddy et al., ICML 2019): one bit a value, and error feedback.
 
     Each value becomes plus or minus the mean magnitude of its group, and so does each sum on its
@@ -37,17 +26,22 @@ def sign_sgd(
 
     Args:
         group_size: number of consecutive values that share a scale.
-        **options: as for all transformations.
 
     Raises:
         ValueError: settings out of range.
     """
-    return error_feedback(signed(group_size), **options)
+
+    group_size: int = dataclasses.field(default=1024, kw_only=True)
+
+    def made(self) -> Quantized:
+        return Quantized(Sign(self.group_size), "nearest")
+
+
+sign_sgd = transformation(_SignSGD, "sign_sgd")
 
 
 SIGN_SGD = System(
     sign_sgd,
-    signed,
     summary="[EF-signSGD](https://arxiv.org/abs/1901.09847): one bit a value",
     received="d (W-1)/W (1/4 + 8/group_size)",
     cases={"": Case({"group_size": 64}, {"group_size": 64})},

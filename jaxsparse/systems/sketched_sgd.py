@@ -1,238 +1,45 @@
 """Sketched-SGD (Ivkin et al., NeurIPS 2019)."""
 
 import dataclasses
-from typing import Any, Literal, Unpack
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, DTypeLike, Float, UInt32
 
 from jaxsparse import select, sketch
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.layout import narrow, split_evenly
 from jaxsparse.reducers.base import (
-    Budget,
     Reduced,
     Reducer,
     SeededReducer,
     bucket_seeds,
     deliver_means,
 )
-from jaxsparse.settings import static_int
 from jaxsparse.stream import SparseStream
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, Request, Settings, System
-
-
-@dataclasses.dataclass(frozen=True)
-class SketchedSGD(SeededReducer):
-    """Finds heavy coordinates of the mean in a summed count sketch, and sums them exactly.
-
-    An exchange of d elements psums the rows x cols table, and then the exact values at
-    oversampling * k candidates. No indices travel, because all workers decode the same table. The
-    number of words does not depend on the number of workers. If it would be no less than d, the
-    bucket is summed densely instead.
-
-    Attributes:
-        k: number of coordinates delivered, over all buckets.
-        cols: number of columns of the sketch, over all buckets.
-        rows: number of independent rows of the sketch. An estimate is the median over them.
-        oversampling: number of candidates fetched exactly for each delivered coordinate, the
-            paper's P. Alg. 1 has no P: with selection="heavymix" it must be 1.
-        selection: "top_k" for Alg. 3, "heavymix" for Alg. 1.
-        table_dtype: dtype of the table on the wire. If it is narrower than float32, each of W
-            workers clips its table to the largest power of two that the sum can hold W times.
-    """
-
-    changes_few = True
-    k: int
-    cols: int
-    rows: int = 5
-    oversampling: int = 4
-    selection: Literal["top_k", "heavymix"] = "top_k"
-    table_dtype: DTypeLike = "float32"
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("k", "cols", "rows", "oversampling"):
-            object.__setattr__(self, name, static_int(name, getattr(self, name)))
-        if self.selection not in ("top_k", "heavymix"):
-            raise ValueError(
-                f"selection={self.selection!r} is unknown: use 'top_k' (Alg. 3) or 'heavymix' "
-                "(Alg. 1)"
-            )
-        if self.oversampling < 1 or (self.selection == "heavymix" and self.oversampling != 1):
-            raise ValueError(
-                f"oversampling={self.oversampling} must be at least 1, and 1 with "
-                "selection='heavymix', which fetches the k coordinates that it delivers"
-            )
-        if jnp.dtype(self.table_dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise ValueError(
-                f"table_dtype={self.table_dtype} is unknown: use float32, bfloat16 or float16"
-            )
-        # One spelling for each dtype, so that equal settings compare and print alike.
-        object.__setattr__(self, "table_dtype", jnp.dtype(self.table_dtype).name)
-        sketch.SketchSpec(self.rows, self.cols, self.seed)  # raises where these are wrong
-
-    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """Splits k and cols in proportion to the buckets' sizes, into at least 1 each."""
-        if not sizes:
-            return ()
-        select.check_k(self.k, sum(sizes))
-        return tuple(
-            dataclasses.replace(self, k=max(1, k), cols=max(1, cols), seed=seed)
-            for k, cols, seed in zip(
-                split_evenly(self.k, sizes),
-                split_evenly(self.cols, sizes),
-                bucket_seeds(self.seed, len(sizes)),
-            )
-        )
-
-    def candidates(self, size: int) -> int:
-        """The number of coordinates fetched exactly from a bucket of `size` elements."""
-        return min(size, self.oversampling * self.k)
-
-    def words(self, size: int) -> int:
-        """The words that a bucket of `size` elements psums: table and candidates, or all d."""
-        return min(size, self.rows * self.cols + self.candidates(size))
-
-    def init(self, size: int) -> UInt32[Array, ""]:
-        """The number of exchanges so far, which determines hashes and keys."""
-        select.check_k(self.k, size)
-        return jnp.uint32(0)
-
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """See `Reducer`."""
-        if self.words(x.size) == x.size:
-            return Dense()(x, state, axis_name=axis_name)
-        spec = sketch.SketchSpec(self.rows, self.cols, self.seed)
-        key = jax.random.fold_in(jax.random.key(self.seed), state)
-        hash_seed = jax.random.bits(key, dtype=jnp.uint32)
-        table = sketch.encode(x, spec, seed=hash_seed)
-        table = narrow(table, self.table_dtype, summands=wire.axis_size(axis_name))
-        table = wire.psum(table, axis_name).astype(jnp.float32)
-        candidates, _ = sketch.heavy_hitters(
-            table,
-            spec,
-            x.size,
-            self.candidates(x.size),
-            rule=self.selection,
-            key=key,
-            seed=hash_seed,
-        )
-        exact = wire.psum(x[candidates], axis_name) / wire.axis_size(axis_name)
-        kept = select.threshold_top_k(exact, self.k)
-        indices = candidates.at[kept.indices].get(mode="fill", fill_value=x.size)
-        kept = SparseStream(indices, kept.values)
-        return deliver_means(x, kept, state + jnp.uint32(1))
-
 
 # Share of the words that go to candidates. The table takes the rest. This is near the even split
 # that served the paper best (section 5.3, figures 1 and 3).
 _CANDIDATES_SHARE = 0.5
 
 
+def _table_dtype(name: str, value: Any) -> str:
+    """The dtype's name: one spelling, so that equal settings compare and print alike."""
+    if jnp.dtype(value) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"{name}={value} is unknown: use float32, bfloat16 or float16")
+    return jnp.dtype(value).name
+
+
+TableDType = Annotated[DTypeLike, _table_dtype]
+
+
 @dataclasses.dataclass(frozen=True)
-class SketchedBudget(Budget):
-    """Chooses k, cols or both so that the step reaches the compression asked for.
-
-    Attributes:
-        compression: words of all gradient leaves over the words psummed in a step. Dense leaves
-            count in both.
-        k: as in `SketchedSGD`. None: choose it.
-        cols: as in `SketchedSGD`. None: choose it.
-        settings: the reducer's other settings. Their k and cols are ignored.
-    """
-
-    compression: float
-    settings: SketchedSGD
-    k: int | None = None
-    cols: int | None = None
-
-    def __post_init__(self):
-        for name in ("k", "cols"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, static_int(name, getattr(self, name)))
-        if not self.compression >= 1:
-            raise ValueError(f"compression={self.compression} must be at least 1 (10 means 10x)")
-        if self.k is not None and self.cols is not None:
-            raise ValueError(
-                f"compression={self.compression}, k={self.k} and cols={self.cols} cannot all hold: "
-                "leave one of them out"
-            )
-
-    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
-        """Chooses k and cols, and splits them as `SketchedSGD.split` does.
-
-        Raises:
-            ValueError: the dense leaves, or the given k or cols, exceed the budget.
-        """
-        size, settings = sum(sizes), self.settings
-        # One more word says whether all gradients are finite.
-        words = int((size + dense_size) / self.compression) - dense_size - 1
-        k, cols = self.k, self.cols
-        if self.compression == 1 and k is None and cols is None:
-            k = cols = size  # nothing to save: the reducer goes dense
-        if k is None:
-            share = words * _CANDIDATES_SHARE if cols is None else words - settings.rows * cols
-            k = int(share) // settings.oversampling
-        if cols is None:
-            cols = (words - settings.oversampling * k) // settings.rows
-        if k < 1 or cols < 1:
-            raise ValueError(
-                f"compression={self.compression} of {size} compressed and {dense_size} dense "
-                f"elements leaves {words} words for sketch and candidates, which makes k={k} and "
-                f"cols={cols}: ask for less compression, or let fewer leaves go dense"
-            )
-        return dataclasses.replace(settings, k=k, cols=cols).split(sizes, dense_size)
-
-
-def sketched(
-    compression: float | None = None,
-    *,
-    k: int | None = None,
-    rows: int = 5,
-    cols: int | None = None,
-    oversampling: int | None = None,
-    selection: Literal["top_k", "heavymix"] = "top_k",
-    seed: int = 0,
-    table_dtype: DTypeLike = "float32",
-) -> Budget:
-    """The reducer or budget of `sketched_sgd`, for the same arguments."""
-    if oversampling is None:
-        oversampling = 4 if selection == "top_k" else 1
-    settings = SketchedSGD(
-        k=1 if k is None else k,
-        cols=1 if cols is None else cols,
-        rows=rows,
-        oversampling=oversampling,
-        selection=selection,
-        seed=seed,
-        table_dtype=table_dtype,
-    )
-    if compression is not None:
-        return SketchedBudget(compression, settings, k, cols)
-    if k is None or cols is None:
-        raise ValueError(f"k={k} and cols={cols}: give both, or a compression that sets the rest")
-    return settings
-
-
-@exchange_options()
-def sketched_sgd(
-    compression: float | None = None,
-    *,
-    k: int | None = None,
-    rows: int = 5,
-    cols: int | None = None,
-    oversampling: int | None = None,
-    selection: Literal["top_k", "heavymix"] = "top_k",
-    seed: int = 0,
-    table_dtype: DTypeLike = "float32",
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
+class SketchedSGD(SeededReducer):
     """Sketched-SGD (Ivkin et al., NeurIPS 2019, Alg. 3): heavy coordinates of the mean gradient.
 
     Workers psum a count sketch of momentum-corrected, error-corrected gradients, agree on
@@ -241,11 +48,12 @@ def sketched_sgd(
     of workers. The update is a mean in gradient units, where the paper has a sum. On a GPU replicas
     stay equal, but a repeated run may differ in the last bits: see `sketch.encode`.
 
+    If a bucket would take no fewer words than it has elements, it is summed densely instead. Each
+    of W workers clips a table narrower than float32 to the largest power of two that the sum can
+    hold W times.
+
     `momentum` acts before the exchange (momentum correction), and is masked at the coordinates that
     the update changes (momentum factor masking).
-
-    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
-    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
 
     Args:
         compression: ratio of *payload words*: the words of all gradient leaves over the words
@@ -262,10 +70,6 @@ def sketched_sgd(
         seed: seed of the hash functions, which are fresh at each step.
         table_dtype: dtype of the table on the wire. bfloat16 or float16 halve it (section 6) if the
             backend can sum them. XLA on CPU widens them to float32. Exact values stay float32.
-        **options: as for all transformations.
-
-    Returns:
-        The transformation. Chain an optimizer after it.
 
     Raises:
         ValueError: settings out of range, or too many or too few of `compression`, `k`, `cols`.
@@ -281,22 +85,139 @@ def sketched_sgd(
         >>> int(jnp.count_nonzero(updates["kernel"])), int(jnp.count_nonzero(updates["bias"]))
         (2, 32)
     """
-    budget = sketched(
-        compression,
-        k=k,
-        rows=rows,
-        cols=cols,
-        oversampling=oversampling,
-        selection=selection,
-        seed=seed,
-        table_dtype=table_dtype,
-    )
-    return error_feedback(budget, **options)
+
+    changes_few = True
+    compression: float | None = None
+    _: dataclasses.KW_ONLY
+    k: int | None = None
+    rows: int = 5
+    cols: int | None = None
+    oversampling: int | None = None
+    selection: Literal["top_k", "heavymix"] = "top_k"
+    table_dtype: TableDType = "float32"
+
+    def check(self) -> None:
+        if self.compression is None and (self.k is None or self.cols is None):
+            raise ValueError(
+                f"k={self.k} and cols={self.cols}: give both, or a compression that sets the rest"
+            )
+        if self.compression is not None:
+            if not self.compression >= 1:
+                raise ValueError(
+                    f"compression={self.compression} must be at least 1 (10 means 10x)"
+                )
+            if self.k is not None and self.cols is not None:
+                raise ValueError(
+                    f"compression={self.compression}, k={self.k} and cols={self.cols} cannot all "
+                    "hold: leave one of them out"
+                )
+        if self.fetched < 1 or (self.selection == "heavymix" and self.fetched != 1):
+            raise ValueError(
+                f"oversampling={self.oversampling} must be at least 1, and 1 with "
+                "selection='heavymix', which fetches the k coordinates that it delivers"
+            )
+        cols = 1 if self.cols is None else self.cols
+        sketch.SketchSpec(self.rows, cols, self.seed)  # raises where these are wrong
+
+    @property
+    def fetched(self) -> int:
+        """The number of candidates fetched exactly for each coordinate delivered."""
+        if self.oversampling is not None:
+            return self.oversampling
+        return 4 if self.selection == "top_k" else 1
+
+    def sized(self, size: int, dense_size: int = 0) -> tuple[int, int]:
+        """K and cols for `size` compressed elements in all, beside `dense_size` dense ones.
+
+        Raises:
+            ValueError: the dense elements, or the given k or cols, exceed the budget.
+        """
+        k, cols, compression = self.k, self.cols, self.compression
+        if compression == 1 and k is None and cols is None:
+            return size, size  # nothing to save: the reducer goes dense
+        if compression is not None:
+            # One more word says whether all gradients are finite.
+            words = int((size + dense_size) / compression) - dense_size - 1
+            if k is None:
+                share = words * _CANDIDATES_SHARE if cols is None else words - self.rows * cols
+                k = int(share) // self.fetched
+            if cols is None:
+                cols = (words - self.fetched * k) // self.rows
+            if k < 1 or cols < 1:
+                raise ValueError(
+                    f"compression={compression} of {size} compressed and {dense_size} dense "
+                    f"elements leaves {words} words for sketch and candidates, which makes k={k} "
+                    f"and cols={cols}: ask for less compression, or let fewer leaves go dense"
+                )
+        assert k is not None
+        assert cols is not None
+        return k, cols
+
+    def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
+        """Splits k and cols in proportion to the buckets' sizes, into at least 1 each."""
+        if not sizes:
+            return ()
+        k, cols = self.sized(sum(sizes), dense_size)
+        select.check_k(k, sum(sizes))
+        shares = zip(split_evenly(k, sizes), split_evenly(cols, sizes))
+        return tuple(
+            dataclasses.replace(
+                self, compression=None, k=max(1, own_k), cols=max(1, own_cols), seed=seed
+            )
+            for (own_k, own_cols), seed in zip(shares, bucket_seeds(self.seed, len(sizes)))
+        )
+
+    def candidates(self, size: int) -> int:
+        """The number of coordinates fetched exactly from a bucket of `size` elements."""
+        return min(size, self.fetched * self.sized(size)[0])
+
+    def words(self, size: int) -> int:
+        """The words that a bucket of `size` elements psums: table and candidates, or all d."""
+        return min(size, self.rows * self.sized(size)[1] + self.candidates(size))
+
+    def init(self, size: int) -> UInt32[Array, ""]:
+        """The number of exchanges so far, which determines hashes and keys."""
+        select.check_k(self.sized(size)[0], size)
+        return jnp.uint32(0)
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """See `Reducer`."""
+        if self.words(x.size) == x.size:
+            return Dense()(x, state, axis_name=axis_name)
+        k, cols = self.sized(x.size)
+        spec = sketch.SketchSpec(self.rows, cols, self.seed)
+        key = jax.random.fold_in(jax.random.key(self.seed), state)
+        hash_seed = jax.random.bits(key, dtype=jnp.uint32)
+        table = sketch.encode(x, spec, seed=hash_seed)
+        table = narrow(table, self.table_dtype, summands=wire.axis_size(axis_name))
+        table = wire.psum(table, axis_name).astype(jnp.float32)
+        candidates, _ = sketch.heavy_hitters(
+            table,
+            spec,
+            x.size,
+            self.candidates(x.size),
+            rule=self.selection,
+            key=key,
+            seed=hash_seed,
+        )
+        exact = wire.psum(x[candidates], axis_name) / wire.axis_size(axis_name)
+        kept = select.threshold_top_k(exact, k)
+        indices = candidates.at[kept.indices].get(mode="fill", fill_value=x.size)
+        kept = SparseStream(indices, kept.values)
+        return deliver_means(x, kept, state + jnp.uint32(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _SketchedSGD(SystemOptions, SketchedSGD):
+    pass
+
+
+sketched_sgd = transformation(_SketchedSGD, "sketched_sgd")
 
 
 def _settings(request: Request) -> Settings:
     # Candidates take half of the words, P for each delivered coordinate.
-    oversampling = SketchedSGD(k=1, cols=1).oversampling
+    oversampling = SketchedSGD(k=1, cols=1).fetched
     words = 2 * oversampling * request.density * request.size
     if words >= request.size:
         raise ValueError(
@@ -312,7 +233,6 @@ def _settings(request: Request) -> Settings:
 
 SKETCHED_SGD = System(
     sketched_sgd,
-    sketched,
     summary="[Sketched-SGD](https://arxiv.org/abs/1903.04488): count sketch, then the exact values "
     "of its candidates",
     received="8 (rows cols + P k) (W-1)/W",

@@ -2,11 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs, quantize, select
@@ -18,12 +17,11 @@ from jaxsparse.collectives.recursive_double import recursive_double
 from jaxsparse.collectives.sparse_ring import sparse_ring
 from jaxsparse.collectives.split import check_factor
 from jaxsparse.collectives.split_allgather import split_allgather
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver_streams
 from jaxsparse.reducers.entries import conservation_of
-from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.settings import static_int
+from jaxsparse.settings import Stages, current
 from jaxsparse.stream import SparseStream
 from jaxsparse.systems.row import Case, Request, Settings, System, one_in
 
@@ -47,13 +45,42 @@ ALGORITHMS: tuple[Algorithm, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class SparCML(SeededReducer):
-    """Sums the top k of every group of consecutive elements by one of several all-reduces.
+    """SparCML's Top-k SGD (Renggli et al., SC 2019, Alg. 1): k of every 512 elements, summed.
 
-    The fields are the arguments of `sparcml`.
+    Updates are means of gradients: chain `optax.sgd(lr)` behind it. (The paper accumulates
+    lr * gradient and applies sums. For a constant lr, that is
+    `optax.chain(optax.scale(lr * workers), sparcml(...), optax.scale(-1))`.)
+
+    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
+
+    Args:
+        k: number of entries of each group that a worker sends, or a warm-up (`jaxsparse.Stages`).
+        group_size: number of consecutive elements in a group.
+        algorithm: the all-reduce: "recursive_double", "split_allgather" (both SSAR),
+            "dsar_split_allgather", "all_gather" or "ring". "auto" takes the one that the planner
+            predicts to be the fastest on `link` (see `jaxsparse.planner.choose_algorithm`), or
+            "dsar_split_allgather" where `bits` require it.
+        bits: number of bits of a sum in the dense second half of "dsar_split_allgather", quantised
+            by QSGD: 2, 4 or 8. None: nothing is quantised.
+        rounding: way of rounding under `bits`. "stochastic" is unbiased and drops its error.
+            "nearest" keeps its error in the residual.
+        capacity_factor: room for the entries of one owner, in multiples of an even share. Entries
+            without room stay in the residual and are counted. None: room for all.
+        union_factor: room for the sums of one owner in "split_allgather", likewise. None: room for
+            all.
+        link: the network for the choice of "auto". None: `jaxsparse.planner.Link()`.
+        codec: wire format of sparse messages. `codecs.Chunked(k, group_size, bits)` has 9-bit
+            indices for groups of 512, with algorithm="all_gather"; `Chunked(value_bits=16)` or 32
+            goes with all.
+        seed: seed of stochastic rounding.
+
+    Raises:
+        ValueError: settings out of range, or `bits` with an algorithm that has no dense half.
     """
 
-    k: int = 4
+    k: int | Stages[int] = 4
     group_size: int = 512
+    _: dataclasses.KW_ONLY
     algorithm: Algorithm = "auto"
     bits: Literal[2, 4, 8] | None = None
     rounding: Literal["stochastic", "nearest"] = "stochastic"
@@ -62,29 +89,17 @@ class SparCML(SeededReducer):
     link: Any = None
     codec: codecs.Codec = codecs.COO
 
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("k", "group_size"):
-            object.__setattr__(self, name, static_int(name, getattr(self, name)))
-        if not 1 <= self.k <= self.group_size:
+    def check(self) -> None:
+        if not 1 <= current(self.k) <= self.group_size:
             raise ValueError(f"k={self.k} must lie between 1 and group_size={self.group_size}")
-        for name, known in (
-            ("algorithm", get_args(Algorithm)),
-            ("rounding", ("stochastic", "nearest")),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown: use one of {known}")
         codecs.check_codec(self.codec)
         for name in ("capacity_factor", "union_factor"):
             check_factor(name, getattr(self, name), "sum")
-        if self.bits is not None:
-            object.__setattr__(self, "bits", static_int("bits", self.bits))
-            quantize.QSGD(self.bits)  # raises where it is wrong
-            if self.algorithm not in ("auto", "dsar_split_allgather"):
-                raise ValueError(
-                    f"bits={self.bits} quantise the dense half of 'dsar_split_allgather', which "
-                    f"algorithm={self.algorithm!r} lacks: use that or 'auto'"
-                )
+        if self.bits is not None and self.algorithm not in ("auto", "dsar_split_allgather"):
+            raise ValueError(
+                f"bits={self.bits} quantise the dense half of 'dsar_split_allgather', which "
+                f"algorithm={self.algorithm!r} lacks: use that or 'auto'"
+            )
 
     @property
     def conservation(self) -> Conservation:
@@ -105,7 +120,7 @@ class SparCML(SeededReducer):
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
-        stream = select.group_top_k(x, self.k, self.group_size)
+        stream = select.group_top_k(x, current(self.k), self.group_size)
         key = None
         if self._is_random:
             key = jax.random.fold_in(jax.random.key(self.seed), state)
@@ -131,7 +146,8 @@ class SparCML(SeededReducer):
 
     def entries(self, size: int) -> int:
         """The number of entries in a worker's stream."""
-        return self.k * (size // self.group_size) + min(self.k, size % self.group_size)
+        k = current(self.k)
+        return k * (size // self.group_size) + min(k, size % self.group_size)
 
     def all_reduce(
         self, name: str, stream: SparseStream, size: int, axis_name: str | None, key: Array | None
@@ -161,73 +177,12 @@ class SparCML(SeededReducer):
         )
 
 
-@exchange_options()
-def sparcml(
-    k: int | Stages[int] = 4,
-    group_size: int = 512,
-    *,
-    algorithm: Algorithm = "auto",
-    bits: Literal[2, 4, 8] | None = None,
-    rounding: Literal["stochastic", "nearest"] = "stochastic",
-    capacity_factor: float | None = 2.0,
-    union_factor: float | None = None,
-    link: Any = None,
-    codec: codecs.Codec = codecs.COO,
-    seed: int = 0,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """SparCML's Top-k SGD (Renggli et al., SC 2019, Alg. 1): k of every 512 elements, summed.
+@dataclasses.dataclass(frozen=True)
+class _SparCML(SystemOptions, SparCML):
+    pass
 
-    Updates are means of gradients: chain `optax.sgd(lr)` behind it. (The paper accumulates
-    lr * gradient and applies sums. For a constant lr, that is
-    `optax.chain(optax.scale(lr * workers), sparcml(...), optax.scale(-1))`.)
 
-    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
-
-    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
-    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
-
-    Args:
-        k: number of entries of each group that a worker sends, or a warm-up (`jaxsparse.Stages`).
-        group_size: number of consecutive elements in a group.
-        algorithm: the all-reduce: "recursive_double", "split_allgather" (both SSAR),
-            "dsar_split_allgather", "all_gather" or "ring". "auto" takes the one that the planner
-            predicts to be the fastest on `link` (see `jaxsparse.planner.choose_algorithm`), or
-            "dsar_split_allgather" where `bits` require it.
-        bits: number of bits of a sum in the dense second half of "dsar_split_allgather", quantised
-            by QSGD: 2, 4 or 8. None: nothing is quantised.
-        rounding: way of rounding under `bits`. "stochastic" is unbiased and drops its error.
-            "nearest" keeps its error in the residual.
-        capacity_factor: room for the entries of one owner, in multiples of an even share. Entries
-            without room stay in the residual and are counted. None: room for all.
-        union_factor: room for the sums of one owner in "split_allgather", likewise. None: room for
-            all.
-        link: the network for the choice of "auto", a `jaxsparse.planner.Link`. None: `Link()`.
-        codec: wire format of sparse messages. `codecs.Chunked(k, group_size, bits)` has 9-bit
-            indices for groups of 512, with algorithm="all_gather"; `Chunked(value_bits=16)` or 32
-            goes with all.
-        seed: seed of stochastic rounding.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range, or `bits` with an algorithm that has no dense half.
-    """
-
-    def make(k: int) -> SparCML:
-        return SparCML(
-            k=k,
-            group_size=group_size,
-            algorithm=algorithm,
-            bits=bits,
-            rounding=rounding,
-            capacity_factor=capacity_factor,
-            union_factor=union_factor,
-            link=link,
-            codec=codec,
-            seed=seed,
-        )
-
-    return error_feedback(staged(make, k), **options)
+sparcml = transformation(_SparCML, "sparcml")
 
 
 def _settings(request: Request) -> Settings:
@@ -240,7 +195,6 @@ def _settings(request: Request) -> Settings:
 
 SPARCML = System(
     sparcml,
-    SparCML,
     summary="[SparCML](https://arxiv.org/abs/1802.08021): k of every 512 elements, exactly summed "
     "by the all-reduce that suits the network",
     received="by algorithm",

@@ -2,49 +2,67 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs
 from jaxsparse.collectives import spardl as collectives, wire
 from jaxsparse.collectives.wire import Group, bruck_all_gather
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Reduced, deliver_merged
 from jaxsparse.reducers.entries import EntryReducer
-from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import SELECTORS, Selection
-from jaxsparse.settings import check_vector, entries, static_int
+from jaxsparse.select.selection import SELECTORS
+from jaxsparse.settings import Count, check_vector, entries
 from jaxsparse.stream import to_dense
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
 class SparDL(EntryReducer):
-    """Spar-Reduce-Scatter within teams, Spar-All-Gather between them, all-gather within them.
+    """SparDL (Zhao et al., ICDE 2024): a sparse all-reduce that never exceeds its budget.
+
+    With one team, a step has 2 ceil(log2 W) exchanges and 4 k (W - 1) / W words in COO, for any
+    number of workers and any supports. k is density d, rounded up to a multiple of W. With T teams,
+    it has 2 ceil(log2(W / T)) + ceil(log2 T) exchanges and 4 k (W - T) / W words within teams.
+    Between teams it has 2 k log2(T) T / W words ("recursive"), or between 2 k (T - 1) / W and T
+    times that ("bruck", whose messages adapt to one of four sizes).
+
+    `momentum` acts before the exchange (momentum correction), and is masked where a worker put
+    forward an entry that was delivered.
 
     With n = W / teams blocks of m = ceil(d / n) elements, at most L = ceil(density d / n) entries
     of each are delivered, for any supports of the workers. Sums are cut to the budget and never
-    exceed it. The fields are the arguments of `spardl`.
+    exceed it.
+
+    Args:
+        density: share of each bucket's elements that a step delivers, in (0, 1], or a warm-up
+            (`jaxsparse.warm_up`).
+        teams: number of teams of workers. More teams mean fewer rounds and more words.
+            `jaxsparse.autotune` can choose it.
+        gather: the way in which teams add up their blocks. "recursive" needs a power of two of
+            teams. "bruck" takes any number and adapts its messages, but not where a worker
+            has several devices.
+        residuals: rule for residuals. "global" loses nothing. "partial" and "local" lose a part,
+            for comparison.
+        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
+            rounding in the residual. `codecs.Chunked()` sends about 13 bits an entry; "bruck" needs
+            its value_bits=16 or 32.
+        selection: the way in which entries are selected. "fast" keeps nearly the largest entries of
+            a block, "exact" the largest.
+
+    Raises:
+        ValueError: settings out of range. From `update`: `teams` does not divide the workers, or
+            is no power of two for gather="recursive".
     """
 
-    teams: int = 1
+    _: dataclasses.KW_ONLY
+    teams: Count = 1
     gather: Literal["recursive", "bruck"] = "recursive"
     residuals: Literal["global", "partial", "local"] = "global"
-
-    def __post_init__(self):
-        super().__post_init__()
-        object.__setattr__(self, "teams", static_int("teams", self.teams))
-        if self.gather not in ("recursive", "bruck"):
-            raise ValueError(f"gather={self.gather!r} is unknown: use 'recursive' or 'bruck'")
-        if self.residuals not in ("global", "partial", "local"):
-            raise ValueError(
-                f"residuals={self.residuals!r} is unknown: use 'global', 'partial' or 'local'"
-            )
 
     @property
     def conservation(self) -> Conservation:
@@ -127,64 +145,16 @@ def _started(state: collectives.Adaptation, k: int, teams: int) -> collectives.A
     return jax.tree.map(lambda now, first: jnp.where(state.h > 0, now, first), now, start)
 
 
-@exchange_options()
-def spardl(
-    density: float | Stages[float],
-    *,
-    teams: int = 1,
-    gather: Literal["recursive", "bruck"] = "recursive",
-    residuals: Literal["global", "partial", "local"] = "global",
-    codec: codecs.Codec = codecs.COO,
-    selection: Selection = "fast",
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """SparDL (Zhao et al., ICDE 2024): a sparse all-reduce that never exceeds its budget.
+@dataclasses.dataclass(frozen=True)
+class _SparDL(SystemOptions, SparDL):
+    pass
 
-    With one team, a step has 2 ceil(log2 W) exchanges and 4 k (W - 1) / W words in COO, for any
-    number of workers and any supports. k is density d, rounded up to a multiple of W. With T teams,
-    it has 2 ceil(log2(W / T)) + ceil(log2 T) exchanges and 4 k (W - T) / W words within teams.
-    Between teams it has 2 k log2(T) T / W words ("recursive"), or between 2 k (T - 1) / W and T
-    times that ("bruck", whose messages adapt to one of four sizes).
 
-    `momentum` acts before the exchange (momentum correction), and is masked where a worker put
-    forward an entry that was delivered.
-
-    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
-    moments of sparse gradients, and trains worse. At 1 %, a small transformer
-    (examples/local_updates) ended at 1.92 nats with Adam behind SparDL, at 1.77 with Adam before
-    it, and at 1.47 dense.
-
-    Args:
-        density: share of each bucket's elements that a step delivers, in (0, 1], or a warm-up
-            (`jaxsparse.warm_up`).
-        teams: number of teams of workers. More teams mean fewer rounds and more words.
-            `jaxsparse.autotune` can choose it.
-        gather: the way in which teams add up their blocks. "recursive" needs a power of two of
-            teams. "bruck" takes any number and adapts its messages, but not where a worker
-            has several devices.
-        residuals: rule for residuals. "global" loses nothing. "partial" and "local" lose a part,
-            for comparison.
-        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
-            rounding in the residual. `codecs.Chunked()` sends about 13 bits an entry; "bruck" needs
-            its value_bits=16 or 32.
-        selection: the way in which entries are selected. "fast" keeps nearly the largest entries of
-            a block, "exact" the largest.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range. From `update`: `teams` does not divide the workers, or
-            is no power of two for gather="recursive".
-    """
-
-    def make(density: float) -> SparDL:
-        return SparDL(density, teams, gather, residuals, codec=codec, selection=selection)
-
-    return error_feedback(staged(make, density), **options)
+spardl = transformation(_SparDL, "spardl")
 
 
 SPARDL = System(
     spardl,
-    SparDL,
     summary="[SparDL](https://arxiv.org/abs/2304.00737): reduce-scatter and all-gather that never "
     "exceed k entries",
     received="16 k (W-1)/W",

@@ -1,28 +1,26 @@
 """Sparse all-gather of blocks, as Parallax (Kim et al., EuroSys 2019) does for sparse leaves."""
 
 import dataclasses
-from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import blocks, codecs
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import split_counts, with_count
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Reduced, finite_sums, info
 from jaxsparse.reducers.blocks import (
     BlockReducer,
+    Room,
     block_residual,
-    check_densities,
+    check_bounded,
     select_blocks,
     selected_count,
     take,
 )
-from jaxsparse.reducers.stages import Stages, staged
 from jaxsparse.settings import entries
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System, block_settings
@@ -30,20 +28,48 @@ from jaxsparse.systems.row import Case, System, block_settings
 
 @dataclasses.dataclass(frozen=True)
 class SparseAllGather(BlockReducer):
-    """Gathers each worker's blocks in one message, and sums them in order of rank.
+    """All-gather of each worker's non-zero blocks, summed by all.
+
+    Parallax (Kim et al., EuroSys 2019) with all-reduce, Horovod and TensorFlow do this with sparse
+    gradients (rows of embeddings as IndexedSlices). An all-reduce sums the dense leaves. Set
+    `block_size` to the embedding's width and `capacity_density` to the share of rows that a worker
+    touches in a step: the mean is then exact, and nothing is selected. For dense gradients,
+    `density` selects each worker's largest blocks, with error feedback. Leaves are laid end to end:
+    compress embeddings of one width only, or rows shift across blocks.
+
+    A step has one all-gather: each worker sends capacity_density d (1 + 1 / block_size) words, and
+    receives W - 1 times as many. It suits few workers, or supports that hardly overlap. Use
+    `omni_reduce` otherwise. The room is static, and empty slots are sent, too. Blocks without room
+    wait in the residual, for ceil(1 / capacity_density) steps at most, and the state's
+    `info.overflow` counts their elements. If all messages together would be no fewer words than a
+    dense all-reduce, the vector is summed densely instead.
+
+    With a `density`, `momentum` acts before the exchange (momentum correction), and is masked where
+    this worker sent. Without one, it is the momentum of the mean, because gradients with momentum
+    would be zero nowhere.
 
     A message has room for a static number of blocks. Blocks without room stay in the residual, take
     turns, and are counted. If all messages together would be no fewer words than a dense
     all-reduce, the vector is summed densely instead, and nothing stays in the residual.
 
-    Momentum is masked as in `OmniReduce`. The fields are the arguments of `sparse_all_gather`.
+    Momentum is masked as in `OmniReduce`.
+
+    Args:
+        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected
+            blocks have the largest l2 norms. None: all blocks that are not zero.
+        block_size: number of elements in a block.
+        capacity_density: share of the blocks that a worker's message has room for, in (0, 1]. None:
+            `density`. Without a `density` it is required.
+
+    Raises:
+        ValueError: settings out of range, or neither `density` nor `capacity_density` is given.
     """
 
-    capacity_density: float | None = None
+    _: dataclasses.KW_ONLY
+    capacity_density: Room | None = None
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_densities(self.density, "capacity_density", self.capacity_density)
+    def check(self) -> None:
+        check_bounded(self.density, "capacity_density", self.capacity_density)
 
     def __call__(
         self, x: Float[Array, " d"], state: UInt32[Array, ""], *, axis_name: str | None
@@ -114,55 +140,16 @@ class SparseAllGather(BlockReducer):
         return workers * self._words(size) >= 2 * size
 
 
-@exchange_options()
-def sparse_all_gather(
-    density: float | Stages[float] | None = None,
-    *,
-    block_size: int = 256,
-    capacity_density: float | None = None,
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """All-gather of each worker's non-zero blocks, summed by all.
+@dataclasses.dataclass(frozen=True)
+class _SparseAllGather(SystemOptions, SparseAllGather):
+    pass
 
-    Parallax (Kim et al., EuroSys 2019) with all-reduce, Horovod and TensorFlow do this with sparse
-    gradients (rows of embeddings as IndexedSlices). An all-reduce sums the dense leaves. Set
-    `block_size` to the embedding's width and `capacity_density` to the share of rows that a worker
-    touches in a step: the mean is then exact, and nothing is selected. For dense gradients,
-    `density` selects each worker's largest blocks, with error feedback. Leaves are laid end to end:
-    compress embeddings of one width only, or rows shift across blocks.
 
-    A step has one all-gather: each worker sends capacity_density d (1 + 1 / block_size) words, and
-    receives W - 1 times as many. It suits few workers, or supports that hardly overlap. Use
-    `omni_reduce` otherwise. The room is static, and empty slots are sent, too. Blocks without room
-    wait in the residual, for ceil(1 / capacity_density) steps at most, and the state's
-    `info.overflow` counts their elements. If all messages together would be no fewer words than a
-    dense all-reduce, the vector is summed densely instead.
-
-    With a `density`, `momentum` acts before the exchange (momentum correction), and is masked where
-    this worker sent. Without one, it is the momentum of the mean, because gradients with momentum
-    would be zero nowhere.
-
-    Args:
-        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected
-            blocks have the largest l2 norms. None: all blocks that are not zero.
-        block_size: number of elements in a block.
-        capacity_density: share of the blocks that a worker's message has room for, in (0, 1]. None:
-            `density`. Without a `density` it is required.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range, or neither `density` nor `capacity_density` is given.
-    """
-
-    def make(density: float | None) -> SparseAllGather:
-        return SparseAllGather(density, block_size, capacity_density)
-
-    return error_feedback(make(None) if density is None else staged(make, density), **options)
+sparse_all_gather = transformation(_SparseAllGather, "sparse_all_gather")
 
 
 SPARSE_ALL_GATHER = System(
     sparse_all_gather,
-    SparseAllGather,
     summary="blocks, gathered, as Parallax and Horovod do with sparse gradients",
     received="4 k (W-1) (1 + 1/block_size)",
     cases={

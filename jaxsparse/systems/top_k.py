@@ -1,28 +1,50 @@
 """Top-k SGD with a sparse all-gather: TopkA."""
 
 import dataclasses
-from typing import Any, Unpack
+from typing import Any
 
-import optax
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Owed, Total
 from jaxsparse.reducers.entries import EntryReducer, entries_message, entries_total
 from jaxsparse.reducers.one_message import OneMessage
-from jaxsparse.reducers.stages import Stages, staged
-from jaxsparse.select.selection import SELECTORS, Selection
+from jaxsparse.select.selection import SELECTORS
 from jaxsparse.settings import entries
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
 class TopK(OneMessage, EntryReducer):
-    """Gathers each worker's largest entries (Aji and Heafield, EMNLP 2017).
+    """Top-k SGD (TopkA): each worker's k largest entries, gathered and summed by all.
 
-    The fields are the arguments of `top_k`.
+    In a step, a worker sends k = density d entries and receives (W - 1) k, which are 2 (W - 1) k
+    words in COO and grow with the number of workers. This is the baseline of gTop-k, Ok-Topk and
+    SparDL.
+
+    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
+
+    Args:
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up
+            (`jaxsparse.warm_up`).
+        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
+            rounding in the residual. `codecs.Chunked()` sends about 13 bits an entry.
+        selection: the way in which a worker finds its entries. "fast" keeps nearly the largest
+            entries, "exact" the largest. "sampled" (DGC's) and "bisection" (MSTopk's) estimate a
+            threshold.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> tx = top_k(0.001, axis_name=None)
+        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> updates["kernel"][-1, -3:].tolist()
+        [2045.0, 2046.0, 2047.0]
     """
 
     changes_few = True
@@ -39,56 +61,16 @@ class TopK(OneMessage, EntryReducer):
         return entries_total(messages, entries(self.density, size), size, self.codec)
 
 
-@exchange_options()
-def top_k(
-    density: float | Stages[float],
-    *,
-    codec: codecs.Codec = codecs.COO,
-    selection: Selection = "fast",
-    **options: Unpack[LeafOptions],
-) -> optax.GradientTransformationExtraArgs:
-    """Top-k SGD (TopkA): each worker's k largest entries, gathered and summed by all.
+@dataclasses.dataclass(frozen=True)
+class _TopK(SystemOptions, TopK):
+    pass
 
-    In a step, a worker sends k = density d entries and receives (W - 1) k, which are 2 (W - 1) k
-    words in COO and grow with the number of workers. This is the baseline of gTop-k, Ok-Topk and
-    SparDL.
 
-    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
-
-    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
-    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
-
-    Args:
-        density: k as a share of each bucket's elements, in (0, 1], or a warm-up
-            (`jaxsparse.warm_up`).
-        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
-            rounding in the residual. `codecs.Chunked()` sends about 13 bits an entry.
-        selection: the way in which a worker finds its entries. "fast" keeps nearly the largest
-            entries, "exact" the largest. "sampled" (DGC's) and "bisection" (MSTopk's) estimate a
-            threshold.
-        **options: as for all transformations.
-
-    Raises:
-        ValueError: settings out of range.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> tx = top_k(0.001, axis_name=None)
-        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
-        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
-        >>> updates["kernel"][-1, -3:].tolist()
-        [2045.0, 2046.0, 2047.0]
-    """
-
-    def make(density: float) -> TopK:
-        return TopK(density, codec=codec, selection=selection)
-
-    return error_feedback(staged(make, density), **options)
+top_k = transformation(_TopK, "top_k")
 
 
 TOP_K = System(
     top_k,
-    TopK,
     summary="local top-k, all-gathered (TopkA)",
     received="8 k (W-1)",
     cases={

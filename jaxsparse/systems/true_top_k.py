@@ -1,34 +1,38 @@
 """True top-k: the largest coordinates of the exact mean, the ceiling for sketches."""
 
 import dataclasses
-from typing import Any, Unpack
+from typing import Any
 
-import optax
 from jaxtyping import Array, Float
 
 from jaxsparse import select
 from jaxsparse.collectives import wire
-from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import LeafOptions, exchange_options
+from jaxsparse.feedback.options import transformation
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.layout import split_evenly
 from jaxsparse.reducers.base import Reduced, Reducer, deliver_means
-from jaxsparse.settings import entries, static_int
+from jaxsparse.settings import Count, entries
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
 class TrueTopK(Reducer):
-    """The k largest coordinates of the dense mean (Sketched-SGD, section 4, remark 2).
+    """The k largest coordinates of the mean gradient, with error feedback. It saves no bytes.
 
-    It sums the whole vector, and delivers k coordinates of the sum. The field is the argument of
-    `true_top_k`.
+    This is the ceiling for `sketched_sgd` at the same k (its section 4, remark 2). It shows how
+    training goes if the heavy coordinates are found for certain.
+
+    `momentum` acts before the exchange (momentum correction), and is masked at the coordinates that
+    the update changes (momentum factor masking).
+
+    It sums the whole vector, and delivers k coordinates of the sum.
+
+    Args:
+        k: number of coordinates of the whole tree that a step updates.
     """
 
     changes_few = True
-    k: int
-
-    def __post_init__(self):
-        object.__setattr__(self, "k", static_int("k", self.k))
+    k: Count
 
     def split(self, sizes: tuple[int, ...], dense_size: int = 0) -> tuple[Reducer, ...]:
         """Splits k in proportion to the buckets' sizes; each bucket gets at least 1."""
@@ -48,29 +52,16 @@ class TrueTopK(Reducer):
         return deliver_means(x, select.threshold_top_k(mean, self.k), state)
 
 
-@exchange_options()
-def true_top_k(k: int, **options: Unpack[LeafOptions]) -> optax.GradientTransformationExtraArgs:
-    """The k largest coordinates of the mean gradient, with error feedback. It saves no bytes.
+@dataclasses.dataclass(frozen=True)
+class _TrueTopK(SystemOptions, TrueTopK):
+    pass
 
-    This is the ceiling for `sketched_sgd` at the same k (its section 4, remark 2). It shows how
-    training goes if the heavy coordinates are found for certain.
 
-    `momentum` acts before the exchange (momentum correction), and is masked at the coordinates that
-    the update changes (momentum factor masking).
-
-    With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it. Adam behind it has
-    moments of sparse gradients, and trains worse (`jaxsparse.per_worker` says why).
-
-    Args:
-        k: number of coordinates of the whole tree that a step updates.
-        **options: as for all transformations.
-    """
-    return error_feedback(TrueTopK(k), **options)
+true_top_k = transformation(_TrueTopK, "true_top_k")
 
 
 TRUE_TOP_K = System(
     true_top_k,
-    TrueTopK,
     summary="top k of the exact mean, error feedback: the ceiling for sketches",
     received="8 d (W-1)/W",
     cases={"": Case({"k": 19}, {"k": 601})},

@@ -1,0 +1,32 @@
+"""What type checkers see of the transformations: each setting by name and type.
+
+It is checked by mypy, not run. A comment that ignores an error is an error itself if there is none.
+"""
+
+from typing import assert_type
+
+import jax.numpy as jnp
+import optax
+
+import jaxsparse
+from jaxsparse import codecs, outer, systems
+
+assert_type(
+    jaxsparse.spardl(0.01, teams=2, gather="bruck", codec=codecs.Packed(), momentum=0.9, delay=1),
+    optax.GradientTransformationExtraArgs,
+)
+jaxsparse.spardl(jaxsparse.warm_up(0.01, steps=100))
+jaxsparse.sketched_sgd(10, table_dtype="bfloat16", momentum=jnp.float32(0.9))
+jaxsparse.powersgd(jaxsparse.Stages((None, 2), (100,)))
+jaxsparse.error_feedback(systems.TopK(0.01), axis_name=None)
+jaxsparse.partition({"embedding": systems.TopK(0.01)}, bucket_size=2**20)
+jaxsparse.ef21_sgdm(systems.SparDL(0.01, teams=2), momentum=0.5)
+outer.sparse_loco(k=512, learning_rate=0.7, is_dense=lambda path, shape: False)
+
+jaxsparse.spardl()  # type: ignore[call-arg]
+jaxsparse.spardl(0.01, team=2)  # type: ignore[call-arg]
+jaxsparse.spardl("1 %")  # type: ignore[arg-type]
+jaxsparse.spardl(0.01, gather="tree")  # type: ignore[arg-type]
+jaxsparse.spardl(0.01, delay=2)  # type: ignore[arg-type]
+jaxsparse.partition({}, is_dense=None)  # type: ignore[call-arg]
+outer.sparse_loco(momentum=0.9)  # type: ignore[call-arg]
