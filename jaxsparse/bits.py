@@ -1,14 +1,25 @@
-"""Packs masks, signs and integers of a few bits into words of 32 bits."""
+"""Packs masks, signs, and integers and floats of a few bits into words of 32 bits."""
 
 import functools
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, UInt32
+from jax import lax
+from jaxtyping import Array, Bool, DTypeLike, Float, UInt32
 
 from jaxsparse.platforms import shaped_as
 
-__all__ = ["field_words", "pack_bits", "pack_fields", "unpack_bits", "unpack_fields", "words"]
+__all__ = [
+    "field_words",
+    "flipped",
+    "float_bits",
+    "from_float_bits",
+    "pack_bits",
+    "pack_fields",
+    "unpack_bits",
+    "unpack_fields",
+    "words",
+]
 
 _BITS = 32
 
@@ -142,6 +153,36 @@ def unpack_fields(
             value |= runs[..., word + 1] << jnp.uint32(_BITS - shift)
         fields.append(value & jnp.uint32(2**bits - 1))
     return jnp.stack(fields, axis=-1).reshape(*batch, -1)[..., :size]
+
+
+def float_bits(x: Float[Array, "*shape"], dtype: DTypeLike) -> UInt32[Array, "*shape"]:
+    """The bits of `x` in a float dtype of 8 or 16 bits, to which it is rounded.
+
+    Numbers beyond its range may become infinite or NaN: call `magnitude.within` before.
+
+    >>> [hex(word) for word in float_bits(jnp.float32([1, -2]), jnp.bfloat16).tolist()]
+    ['0x3f80', '0xc000']
+    """
+    return lax.bitcast_convert_type(x.astype(dtype), _unsigned(dtype)).astype(jnp.uint32)
+
+
+def from_float_bits(fields: UInt32[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """The inverse of `float_bits`, in float32. It ignores the upper bits of a word."""
+    return lax.bitcast_convert_type(fields.astype(_unsigned(dtype)), dtype).astype(jnp.float32)
+
+
+def flipped(x: Float[Array, "*shape"], words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """`x`, float32, with the signs of elements flipped where the highest bit of a word is set.
+
+    >>> flipped(jnp.float32([1, -2]), jnp.uint32([2**31, 2**31 - 1])).tolist()
+    [-1.0, -2.0]
+    """
+    signs = words & jnp.uint32(2**31)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ signs, jnp.float32)
+
+
+def _unsigned(dtype: DTypeLike) -> DTypeLike:
+    return jnp.uint8 if jnp.dtype(dtype).itemsize == 1 else jnp.uint16
 
 
 def _check_words(packed: UInt32[Array, "*batch words"], expected: int) -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from jaxsparse.magnitude import LARGEST, clipped
 from jaxsparse.platforms import by_platform
 from jaxsparse.settings import static_int
 
@@ -193,12 +194,8 @@ def narrow(x: Array, dtype: DTypeLike, summands: int = 1) -> Array:
         dtype: dtype of the result.
         summands: number of such arrays whose sum in that dtype must not overflow.
     """
-    limit = float(jnp.finfo(dtype).max)
-    if limit < float(jnp.finfo(jnp.float32).max):
-        if summands > 1:
-            # Powers of two add up without rounding. Rounding could make the last sum overflow.
-            limit = 2.0 ** math.floor(math.log2(limit / summands))
-        x = jnp.clip(x, -limit, limit)
+    if float(jnp.finfo(dtype).max) < LARGEST:
+        x = clipped(x, dtype, summands)
     return x.astype(dtype)
 
 

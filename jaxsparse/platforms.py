@@ -23,12 +23,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Shaped, UInt32
 
 __all__ = [
     "Key",
+    "by_digits",
     "by_platform",
     "count_reaching",
     "count_where",
@@ -234,30 +234,51 @@ def kth_largest(x: Shaped[Array, " n"], k: int, *, bits: int, key: Key = None) -
 def _by_bits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32[Array, ""]:
     """`kth_largest` with one pass for each bit, the highest first."""
 
-    def set_bit(i: Array, t: Array) -> Array:
-        trial = t | (jnp.uint32(1) << (bits - 1 - i).astype(jnp.uint32))
-        return jnp.where(count_reaching(x, trial, key) >= jnp.uint32(k), trial, t)
+    def set_bit(found: Array, shift: Array) -> Array:
+        trial = found | jnp.uint32(1) << shift
+        return jnp.where(count_reaching(x, trial, key) >= jnp.uint32(k), trial, found)
 
-    return lax.fori_loop(0, bits, set_bit, jnp.zeros_like(x, jnp.uint32, shape=()))
+    return by_digits(set_bit, bits, 1, jnp.zeros_like(x, jnp.uint32, shape=()))
 
 
 def _by_digits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32[Array, ""]:
     """`kth_largest` with one pass for each digit: one sum for all trials reads the array once."""
-    digits = -(-bits // _DIGIT_BITS)
     several = 2**_DIGIT_BITS - 1
     add = lambda a, b: tuple(map(jnp.add, a, b))
 
-    def set_digit(i: Array, t: Array) -> Array:
-        unit = jnp.uint32(1) << (_DIGIT_BITS * (digits - 1 - i)).astype(jnp.uint32)
+    def set_digit(found: Array, shift: Array) -> Array:
         keys = x if key is None else key(x)
-        trials = [t + unit * np.uint32(digit + 1) for digit in range(several)]
+        trials = [found | jnp.uint32(digit + 1) << shift for digit in range(several)]
         reaches = tuple((keys >= trial).astype(jnp.uint32) for trial in trials)
         counts = lax.reduce(reaches, (jnp.uint32(0),) * several, add, (0,))
         # Fewer elements reach a larger trial, so the digit is the number of trials that k reach.
         reached = jnp.stack(counts) >= jnp.uint32(k)
-        return t + unit * jnp.sum(reached, dtype=jnp.uint32)
+        return found | jnp.sum(reached, dtype=jnp.uint32) << shift
 
-    return lax.fori_loop(0, digits, set_digit, jnp.zeros_like(x, jnp.uint32, shape=()))
+    return by_digits(set_digit, bits, _DIGIT_BITS, jnp.zeros_like(x, jnp.uint32, shape=()))
+
+
+def by_digits(
+    set_digit: Callable[[Array, Array], Int[Array, "*shape"]],
+    bits: int,
+    digit_bits: int,
+    start: Int[Array, "*shape"],
+) -> Int[Array, "*shape"]:
+    """Numbers found digit by digit, the highest first.
+
+    Args:
+        set_digit: function of the digits found so far, with zeros behind them, and of the position
+            of the next digit's lowest bit. It returns the number with that digit.
+        bits: number of bits of a number.
+        digit_bits: number of bits of a digit.
+        start: zeros.
+    """
+    digits = -(-bits // digit_bits)
+
+    def turn(i: Array, found: Array) -> Array:
+        return set_digit(found, (digit_bits * (digits - 1 - i)).astype(start.dtype))
+
+    return lax.fori_loop(0, digits, turn, start)
 
 
 def magnitude_bits(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:

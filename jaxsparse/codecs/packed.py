@@ -2,12 +2,13 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
+from jaxsparse.bits import float_bits, from_float_bits
 from jaxsparse.codecs.codec import shaped_entries, shaped_message
 from jaxsparse.codecs.ranges import sorter
+from jaxsparse.magnitude import rounded
 from jaxsparse.platforms import shaped_as
 from jaxsparse.stream import SparseStream
 
@@ -61,9 +62,7 @@ class Packed:
             following = jnp.arange(1, _header(size) + 1, dtype=jnp.int32)
             ends = jnp.searchsorted(ranges, following).astype(jnp.uint32)
         low = indices.astype(jnp.uint32) % jnp.uint32(_RANGE)
-        narrow = self._rounded(values).astype(self.dtype)
-        narrow = jax.lax.bitcast_convert_type(narrow, jnp.uint16).astype(jnp.uint32)
-        words = (low << jnp.uint32(16)) | narrow
+        words = (low << jnp.uint32(16)) | float_bits(rounded(values, self.dtype), self.dtype)
         return jnp.concatenate([ends, jnp.where(indices < size, words, jnp.uint32(0))])
 
     @shaped_as(shaped_entries)
@@ -80,25 +79,13 @@ class Packed:
             place = jnp.searchsorted(ends, slots, side="right", method="scan_unrolled")
             indices += place.astype(jnp.int32) * _RANGE
         indices = jnp.where(words == 0, size, indices)  # an empty slot, even one behind all ranges
-        bits = (words & jnp.uint32(0xFFFF)).astype(jnp.uint16)
-        return SparseStream(indices, jax.lax.bitcast_convert_type(bits, self.dtype).astype(dtype))
+        return SparseStream(indices, from_float_bits(words, self.dtype).astype(dtype))
 
     @shaped_as(lambda codec, stream, size: stream.values)
     def rounded(self, stream: SparseStream, size: int) -> Num[Array, " capacity"]:
-        """See `Codec`."""
+        """See `Codec`. Values that are not finite stay: clipped, they would look like sums."""
         del size
-        return self._rounded(stream.values)
-
-    def _rounded(self, values: Num[Array, " n"]) -> Num[Array, " n"]:
-        """The values, rounded to `dtype` and back. Subnormal float16 numbers become 0.
-
-        A value that is not finite does not change. Clipped, an overflow would look like a sum.
-        """
-        # XLA may remove a conversion to 16 bits and back, but not this operation.
-        info = jnp.finfo(self.dtype)
-        limit = float(info.max)
-        rounded = jax.lax.reduce_precision(jnp.clip(values, -limit, limit), info.nexp, info.nmant)
-        return jnp.where(jnp.isfinite(values), rounded, values)
+        return rounded(stream.values, self.dtype)
 
 
 def _by_range(

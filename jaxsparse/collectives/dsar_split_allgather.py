@@ -1,7 +1,6 @@
 """DSAR_Split_allgather: sparse to dense, optionally quantised (SparCML, sections 5.3.3 and 6)."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from jaxsparse import codecs, quantize
@@ -61,7 +60,7 @@ def dsar_split_allgather(
         if key is None:
             arriving = quantize.dequantize(quantized, quantizer, m)
             residual = own_range(residual, axis_name, total - arriving)
-        message = jnp.concatenate([quantized.words, codecs.bits(quantized.scales)])
+        message = quantize.to_message(quantized, quantizer)
     is_bounded = capacity is not None
     message = with_count(message, overflow if is_bounded else None)
     messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
@@ -69,10 +68,7 @@ def dsar_split_allgather(
     def unpack(words: Array) -> Array:
         if quantizer is None:
             return codecs.from_bits(words, total.dtype)
-        scales = -(-m // quantizer.group_size)
-        levels, rest = words[: words.size - scales], words[words.size - scales :]
-        parts = quantize.Quantized(levels, codecs.from_bits(rest, jnp.float32))
-        return quantize.dequantize(parts, quantizer, m)
+        return quantize.dequantize(quantize.from_message(words, quantizer, m), quantizer, m)
 
     ranges = jax.vmap(unpack)(messages)
     return AllReduced(ranges.reshape(-1)[:size], residual[:size], overflow)

@@ -11,9 +11,10 @@ from jaxsparse import codecs, select
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.regions import Regions, bin_count, by_owner
 from jaxsparse.collectives.spardl import Select, largest
-from jaxsparse.platforms import magnitude_bits, to_bits, zeros
+from jaxsparse.platforms import by_digits, magnitude_bits, to_bits, zeros
 from jaxsparse.select.compaction import first_of_ranges, running_sum
-from jaxsparse.select.thresholds import EXACT_PASSES, bisection, sample_size
+from jaxsparse.select.thresholds import sample_size
+from jaxsparse.select.top_k import sampled_else_exact
 from jaxsparse.stream import SparseStream, add_to, from_dense, to_dense
 
 # Slots for each of the k wanted entries. With so many, a sampled threshold lets more entries pass
@@ -55,12 +56,6 @@ class OkTopk(NamedTuple):
     agreed: Agreed
 
 
-class _Search(NamedTuple):
-    turn: Int[Array, ""]  # int32
-    is_done: Bool[Array, ""]
-    indices: Int[Array, " room"]
-
-
 def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     """The elements that reach a sampled threshold: on average k of them, k / 2 to 3 k / 2 + 1.
 
@@ -77,14 +72,8 @@ def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
     if x.size >= _LARGE and _READS * sample_size(x.size, k) > x.size:
         return select.fast_top_k(x, k)
     capacity = min(int(_SLOTS_PER_K * k) + 1, x.size)
-    sampled = to_bits(select.sampled_threshold(x, k))
 
-    # A loop, so that the code that finds entries is compiled once for both thresholds.
-    def search(last: _Search) -> _Search:
-        is_exact = last.turn > 0
-        threshold = jax.lax.cond(
-            is_exact, lambda: bisection(x, k, EXACT_PASSES)[0], lambda: sampled
-        )
+    def entries(threshold: Array, is_exact: Array) -> tuple[Array, Array]:
         at = jnp.maximum(threshold, jnp.uint32(1))  # leaves out zeros
         above = jnp.where(is_exact, threshold + jnp.uint32(1), at)
         indices = first_of_ranges(
@@ -95,12 +84,10 @@ def about_top_k(x: Float[Array, " d"], k: int) -> SparseStream:
         # More than k reach the exact threshold only if several are at it.
         is_over = is_exact & (jnp.arange(capacity) >= k)
         indices = jnp.where(is_over, x.size, indices[:capacity])
-        return _Search(last.turn + 1, ~(too_few | too_many), indices)
+        return indices, ~(too_few | too_many)
 
-    none = zeros((capacity,), jnp.int32, (x, sampled))
-    start = _Search(jnp.int32(0), zeros((), jnp.bool_, (x, sampled)), none)
-    found = jax.lax.while_loop(lambda last: ~last.is_done & (last.turn < 2), search, start)
-    return from_dense(x, found.indices)
+    sampled = select.sampled_threshold(x, k)
+    return from_dense(x, sampled_else_exact(x, k, sampled, capacity, entries))
 
 
 def ok_topk(
@@ -144,102 +131,161 @@ def ok_topk(
             fewer words and more overflow. With 1, more than k entries never fit.
         top_k: function that selects the entries.
     """
+    regions = Regions(x.size, wire.axis_size(axis_name))
+    room = _room(k, regions, capacity_factor)
     # Sums are handed on before they are gathered. If a codec rounds values that share levels, a
     # second rounding would give other numbers than those that the senders subtracted.
     between = codec if codec.is_local else codecs.Chunked(value_bits=32)
-    workers, size = wire.axis_size(axis_name), x.size
-    regions = Regions(size, workers)
-    room = _room(k, regions, capacity_factor)
-    limit = workers * room
+    how = _Messages(regions, room, codec, between, axis_name)
     selected = top_k(x, k)
-    indices = jnp.where(selected.values != 0, selected.indices, size)
+    indices = jnp.where(selected.values != 0, selected.indices, x.size)
     place = jax.lax.cond(
-        agreed.is_crowded | rebalance | (agreed.workers != workers),
+        agreed.is_crowded | rebalance | (agreed.workers != regions.workers),
         lambda: regions.draw(wire.psum(regions.counts(indices), axis_name)),
         lambda: agreed.place,
     )
-
-    # To the owners.
-    rows, crowded_out = by_owner(regions.positions_of(place, indices), regions, room)
-    entries = from_dense(x, regions.elements(place, rows.ravel()))
-    within = jnp.where(rows < regions.positions, rows % regions.length, regions.length)
-    leaving = SparseStream(within, entries.values.reshape(rows.shape))
-    arrived = _exchange(leaving, regions.length, axis_name, codec)
-    sums = _sums(arrived, regions.length)
-    magnitude = jnp.abs(sums.values)
+    to_owners = how.to_owners(x, place, indices)
     threshold = jax.lax.cond(
         agreed.is_stale | refresh,
-        lambda: _kth_largest(magnitude, k, axis_name),
+        lambda: _kth_largest(jnp.abs(to_owners.sums.values), k, axis_name),
         lambda: agreed.threshold,
     )
-
-    # From the owners, evenly to all: the sum in slot s of all slots goes to worker s // room.
-    number = _numbered((magnitude >= threshold) & (magnitude > 0))
-    count = number[-1]
-    all_counts = wire.all_gather(count, axis_name)
-    passing = jnp.sum(all_counts)
-    share = jnp.minimum(1.0, limit / jnp.maximum(passing, 1).astype(jnp.float32))
-    # Scale up by 2^-20 so that floor() does not turn equal counts into 0. Sums that then lie past
-    # the limit are not delivered.
-    share = all_counts.astype(jnp.float32) * share * (1 + 2.0**-20)
-    quotas = jnp.floor(share).astype(jnp.int32)
-    quotas = jnp.where(passing <= limit, all_counts, quotas)
-    mine = wire.axis_index(axis_name)
-    first = jnp.sum(jnp.where(jnp.arange(workers) < mine, quotas, 0), dtype=jnp.int32)
-    room_left = jnp.maximum(limit - first, 0)
-    delivers = jnp.minimum(jnp.minimum(quotas[mine], count), room_left)
-    too_many = passing > limit
-    sums = jax.lax.cond(too_many, lambda: largest(sums, limit)[0], lambda: sums)
-    number = jnp.where(too_many, jnp.arange(1, limit + 1, dtype=jnp.int32), number)
-    is_large = (jnp.abs(sums.values) >= threshold) & (sums.values != 0)
-    is_held = is_large & (number <= delivers)
-    positions = jnp.where(is_held, mine * regions.length + sums.indices, regions.positions)
-    rounded = between.rounded(sums, regions.length)
-    slots = jnp.where(is_held, first + number - 1, limit)
-    spread = _in_slots(SparseStream(positions, rounded), slots, limit, regions.positions)
-    spread = SparseStream(*(part.reshape(workers, room) for part in spread))
-    held = _exchange(spread, regions.positions, axis_name, between)
-    # Drop the empty slots. (At most one worker fills a slot, but codecs may move its entry.)
-    held = SparseStream(held.indices.ravel(), held.values.ravel())
-    is_entry = held.indices < regions.positions
-    slots = jnp.where(is_entry, _numbered(is_entry) - 1, room)
-    held = _in_slots(held, slots, room, regions.positions)
-
-    report = jnp.stack([crowded_out, count - delivers]).astype(jnp.uint32)
-    messages = jnp.concatenate([codec.encode(held, regions.positions), report])
-    messages = wire.all_gather(messages, axis_name)
-    crowded_out, left_out = jnp.sum(messages[:, -2:], axis=0).astype(jnp.int32)
-    decode = lambda words: codec.decode(words[:-2], room, regions.positions, x.dtype)
-    streams = jax.vmap(decode)(messages)
-    means = streams.values.ravel() / workers
-    elements = regions.elements(place, streams.indices.ravel())
-    mean = to_dense(SparseStream(elements, means), size)
-    delivered = jnp.sum((means != 0) & (elements < size), dtype=jnp.int32)
+    evened = how.evened(to_owners.sums, threshold)
+    held = evened.held
+    gathered, (crowded_out, left_out) = how.gathered(
+        held, jnp.stack([to_owners.crowded_out, evened.left_out])
+    )
+    means = gathered.values / regions.workers
+    elements = regions.elements(place, gathered.indices)
+    mean = to_dense(SparseStream(elements, means), x.size)
 
     # The residual differs from x only at entries, so it needs no pass over the whole vector.
     arrives = lambda indices: mean.at[indices].get(mode="fill", fill_value=0) != 0
+
+    def where_it_arrives(positions: Array, lost: Array) -> SparseStream:
+        index = regions.elements(place, positions)
+        return SparseStream(index, jnp.where(arrives(index), lost, 0))
+
+    entries = to_owners.entries
     sent = arrives(entries.indices)
-    arriving = jax.vmap(lambda row: codec.rounded(row, regions.length))(leaving)
-    left = jnp.where(sent, entries.values - arriving.ravel(), entries.values)
+    left = jnp.where(sent, entries.values - to_owners.rounded, entries.values)
     lost: tuple[SparseStream, ...] = ()
     if not between.is_exact:
-        index = regions.elements(place, positions)
-        lost += (SparseStream(index, jnp.where(arrives(index), sums.values - rounded, 0)),)
+        lost += (where_it_arrives(*evened.lost),)
     if not codec.is_local:
-        index = regions.elements(place, held.indices)
         more = held.values - codec.rounded(held, regions.positions)
-        lost += (SparseStream(index, jnp.where(arrives(index), more, 0)),)
-    is_stale = too_many | (2 * passing < k)
-    many = zeros((), jnp.int32, (agreed.workers,)) + workers
+        lost += (where_it_arrives(held.indices, more),)
+    is_stale = (evened.passing > how.limit) | (2 * evened.passing < k)
+    workers = zeros((), jnp.int32, (agreed.workers,)) + regions.workers
     return OkTopk(
         mean,
         SparseStream(entries.indices, left),
         sent,
         lost,
-        delivered,
-        crowded_out + left_out,
-        Agreed(place, many, threshold, crowded_out > 0, is_stale),
+        delivered=jnp.sum((means != 0) & (elements < x.size), dtype=jnp.int32),
+        overflow=crowded_out + left_out,
+        agreed=Agreed(place, workers, threshold, crowded_out > 0, is_stale),
     )
+
+
+class _ToOwners(NamedTuple):
+    """What a worker sends to the owners of regions, and what it gets as an owner."""
+
+    entries: SparseStream  # the entries that had room, with indices into x
+    rounded: Float[Array, " n"]  # their values as the owners receive them
+    crowded_out: Int[Array, ""]  # int32: number of entries without room
+    sums: SparseStream  # the sums of this worker's region, sorted by places in it
+
+
+class _Evened(NamedTuple):
+    """The large sums, as many on each worker. Indices are positions in all regions."""
+
+    held: SparseStream  # the sums that this worker holds now, in front
+    lost: SparseStream  # the rounding of those that it handed on
+    passing: Int[Array, ""]  # int32: number of sums that reach the threshold, over all workers
+    left_out: Int[Array, ""]  # int32: number of this owner's sums among them without room
+
+
+class _Messages(NamedTuple):
+    """The three rounds of messages of a step, in order."""
+
+    regions: Regions
+    room: int  # slots of a message
+    codec: codecs.Codec
+    between: codecs.Codec  # wire format of messages between owners
+    axis_name: str | None
+
+    @property
+    def limit(self) -> int:
+        """The largest number of sums that are delivered."""
+        return self.regions.workers * self.room
+
+    def to_owners(self, x: Array, place: Array, indices: Array) -> _ToOwners:
+        """Sends each entry to the owner of its region, who adds up what arrives."""
+        regions, length = self.regions, self.regions.length
+        rows, crowded_out = by_owner(regions.positions_of(place, indices), regions, self.room)
+        entries = from_dense(x, regions.elements(place, rows.ravel()))
+        within = jnp.where(rows < regions.positions, rows % length, length)
+        leaving = SparseStream(within, entries.values.reshape(rows.shape))
+        rounded = jax.vmap(lambda row: self.codec.rounded(row, length))(leaving).ravel()
+        arrived = _exchange(leaving, length, self.axis_name, self.codec)
+        return _ToOwners(entries, rounded, crowded_out, _sums(arrived, length))
+
+    def evened(self, sums: SparseStream, threshold: Array) -> _Evened:
+        """Hands on the large sums. That in slot s of all slots goes to worker s // room."""
+        regions, limit = self.regions, self.limit
+        reaches = lambda values: (jnp.abs(values) >= threshold) & (values != 0)
+        number = _numbered(reaches(sums.values))
+        count = number[-1]
+        counts = wire.all_gather(count, self.axis_name)
+        passing = jnp.sum(counts)
+        quotas = _quotas(counts, passing, limit)
+        mine = wire.axis_index(self.axis_name)
+        first = jnp.sum(jnp.where(jnp.arange(len(quotas)) < mine, quotas, 0), dtype=jnp.int32)
+        delivers = jnp.minimum(jnp.minimum(quotas[mine], count), jnp.maximum(limit - first, 0))
+
+        too_many = passing > limit
+        sums = jax.lax.cond(too_many, lambda: largest(sums, limit)[0], lambda: sums)
+        number = jnp.where(too_many, jnp.arange(1, limit + 1, dtype=jnp.int32), number)
+        is_handed_on = reaches(sums.values) & (number <= delivers)
+        positions = mine * regions.length + sums.indices
+        positions = jnp.where(is_handed_on, positions, regions.positions)
+        rounded = self.between.rounded(sums, regions.length)
+        slots = jnp.where(is_handed_on, first + number - 1, limit)
+        spread = _in_slots(SparseStream(positions, rounded), slots, limit, regions.positions)
+        spread = SparseStream(*(part.reshape(-1, self.room) for part in spread))
+        held = _exchange(spread, regions.positions, self.axis_name, self.between)
+
+        # Drop the empty slots. (At most one worker fills a slot, but codecs may move its entry.)
+        held = SparseStream(held.indices.ravel(), held.values.ravel())
+        is_entry = held.indices < regions.positions
+        slots = jnp.where(is_entry, _numbered(is_entry) - 1, self.room)
+        held = _in_slots(held, slots, self.room, regions.positions)
+        lost = SparseStream(positions, sums.values - rounded)
+        return _Evened(held, lost, passing, count - delivers)
+
+    def gathered(
+        self, held: SparseStream, counts: Int[Array, " n"]
+    ) -> tuple[SparseStream, Int[Array, " n"]]:
+        """The sums that all workers hold, and the counts summed over workers."""
+        message = self.codec.encode(held, self.regions.positions)
+        messages = jnp.concatenate([message, counts.astype(jnp.uint32)])
+        messages = wire.all_gather(messages, self.axis_name)
+        counts = jnp.sum(messages[:, -len(counts) :], axis=0).astype(jnp.int32)
+        decode = lambda words: self.codec.decode(
+            words, self.room, self.regions.positions, held.values.dtype
+        )
+        streams = jax.vmap(decode)(messages[:, : message.size])
+        return SparseStream(streams.indices.ravel(), streams.values.ravel()), counts
+
+
+def _quotas(counts: Int[Array, " workers"], passing: Array, limit: int) -> Int[Array, " workers"]:
+    """How many of the limit's sums each owner may hand on: all, or in proportion to its own."""
+    share = jnp.minimum(1.0, limit / jnp.maximum(passing, 1).astype(jnp.float32))
+    # Scale up by 2^-20 so that floor() does not turn equal counts into 0. Sums that then lie past
+    # the limit are not delivered.
+    share = counts.astype(jnp.float32) * share * (1 + 2.0**-20)
+    return jnp.where(passing <= limit, counts, jnp.floor(share).astype(jnp.int32))
 
 
 def _room(k: int, regions: Regions, capacity_factor: float) -> int:
@@ -268,23 +314,15 @@ def _kth_largest(magnitudes: Float[Array, " n"], k: int, axis_name: str | None) 
     """The k-th largest of all workers' magnitudes, found digit by digit. 0 if there are fewer."""
     keys, values = to_bits(magnitudes), 2**_DIGIT_BITS
 
-    def settle(i: Array, search: tuple[Array, Array]) -> tuple[Array, Array]:
-        found, wanted = search
-        shift = jnp.uint32(32 - _DIGIT_BITS) - _DIGIT_BITS * i.astype(jnp.uint32)
-        # Count the magnitudes whose leading digits match those found so far. (The first digit
-        # takes two shifts, because the result of one shift by 32 bits is undefined.)
-        known = (keys ^ found) >> shift >> jnp.uint32(_DIGIT_BITS) == 0
-        digit = (keys >> shift).astype(jnp.int32) & (values - 1)
+    def set_digit(found: Array, shift: Array) -> Array:
+        digit = jnp.minimum((keys - found) >> shift, values - 1).astype(jnp.int32)
         counts = jnp.zeros((values,), jnp.int32)
-        counts = counts.at[jnp.where(known, digit, values)].add(1, mode="drop")
-        from_here = jax.lax.cumsum(wire.psum(counts, axis_name), reverse=True)  # falling
-        best = jnp.maximum(jnp.sum(from_here >= wanted, dtype=jnp.int32) - 1, 0)
-        beyond = from_here[jnp.minimum(best + 1, values - 1)]
-        wanted -= jnp.where(best + 1 < values, beyond, 0)
-        return found | best.astype(jnp.uint32) << shift, wanted
+        counts = counts.at[jnp.where(keys >= found, digit, values)].add(1, mode="drop")
+        reached = jax.lax.cumsum(wire.psum(counts, axis_name), reverse=True)[1:] >= k
+        return found | jnp.sum(reached, dtype=jnp.uint32) << shift
 
-    start = wire.varying_as((jnp.uint32(0), jnp.int32(k)), keys, axis_name)
-    found, _ = jax.lax.fori_loop(0, 32 // _DIGIT_BITS, settle, start)
+    start = wire.varying_as(jnp.uint32(0), keys, axis_name)
+    found = by_digits(set_digit, 32, _DIGIT_BITS, start)
     return jax.lax.bitcast_convert_type(found, jnp.float32)
 
 

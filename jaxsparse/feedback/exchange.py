@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.wire import Axes
 from jaxsparse.layout import Layout, Pieces, cut
+from jaxsparse.magnitude import LARGEST
 from jaxsparse.reducers.base import Info, Reduced, Reducer
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Pieces | None)
 
-_LARGEST = float(jnp.finfo(jnp.float32).max)
 _MOST = 2**31 - 1  # the largest int32
 _PER_FLAG = 8  # number of elements that share a flag when a vector is checked
 # Entries are few if a bucket has at least this many elements for each entry and piece.
@@ -270,7 +270,7 @@ def _fed_back(residual: Pieces, added: Pieces, settings: Settings) -> Pieces:
 
 def _held(x: Array) -> Array:
     """Sums of finite numbers, within float32's range: an overflow would stay for ever."""
-    return jnp.clip(x, -_LARGEST, _LARGEST)
+    return jnp.clip(x, -LARGEST, LARGEST)
 
 
 def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:

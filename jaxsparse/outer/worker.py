@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import states_in
 from jaxsparse.layout import check_arrays, narrow
+from jaxsparse.magnitude import all_finite
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.training.marks import PerWorker, is_marked, map_marked
 
@@ -156,7 +157,7 @@ class Worker(NamedTuple):
         any_broken = wire.pmax(flag, self.axis_name) > 0
         # Replicated values are the same on all workers, and so is whether they are finite.
         equal = [updated, map_marked(lambda x, is_own: 0 if is_own else x, after)]
-        overflows = ~_finite(jax.tree.leaves(equal)) | (_skips(after) != _skips(before))
+        overflows = ~all_finite(jax.tree.leaves(equal)) | (_skips(after) != _skips(before))
         ok = ~any_broken & ~overflows
         kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
         outer = list(state.outer)
@@ -190,7 +191,7 @@ class Worker(NamedTuple):
         leaves = jax.tree.leaves(worker)
         places = _picked("params", self.params, worker)[0]
         places += _picked("average", self.average, worker)[0]
-        return ~_finite([leaves[i] for i in places])
+        return ~all_finite([leaves[i] for i in places])
 
     def _put_back(self, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
         """A broken worker with the global parameters, and without numbers that are not finite."""
@@ -264,12 +265,6 @@ def _kinds(tree: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 def _described(leaf: Any) -> str:
     return "nothing" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
-
-
-def _finite(leaves: list[Any]) -> Bool[Array, ""]:
-    """Whether all floating-point leaves are finite."""
-    floats = [x for x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in floats]))
 
 
 def _flat(tree: Any) -> tuple[list[Any], Any]:

@@ -29,14 +29,6 @@ def choose_algorithm(
     measured time that a worker computes. If your device is unlike the profile's and computing
     decides, name the algorithm: `plan` finds it for your own profile. "ring" is never chosen.
 
-    On 8 emulated hosts at 100 Mbit/s, with a million elements, the choice among all_gather,
-    recursive_double and ring was the fastest of these at densities of 1 and 10 %, all_gather. At
-    0.1 % it was recursive_double, 6 % slower than the fastest. With links fitted for each
-    collective, and computing four times as slow, as it is for eight processes on two cores, the
-    choice is the fastest at all three densities. (A model without computing chose recursive_double
-    at all three: 6, 75 and 107 % slower.) The split algorithms were measured with longer messages
-    than today's.
-
     Args:
         reducer: the settings.
         size: number of elements of the vector.

@@ -151,6 +151,8 @@ def fit_link(timings: Sequence[Timing]) -> Link:
         >>> round(fitted.latency, 7), round(fitted.bandwidth)
         (0.0001, 100000000)
     """
+    from scipy import optimize  # not at the top, because it takes long to import
+
     if not timings:
         raise ValueError("timings are empty: give at least one")
     timings = [timing.checked() for timing in timings]
@@ -161,13 +163,7 @@ def fit_link(timings: Sequence[Timing]) -> Link:
     scale = rows.max(axis=0)
     if not scale.all():
         raise ValueError("timings are of nothing: give some of two or more workers and of bytes")
-    candidates = [np.linalg.lstsq(rows / scale, np.ones(len(rows)))[0] / scale]
-    for column in (0, 1):
-        alone = np.zeros(2)
-        alone[column] = rows[:, column].sum() / (rows[:, column] ** 2).sum()
-        candidates.append(alone)
-    error = lambda fit: float(np.sum((rows @ fit - 1) ** 2))
-    latency, beta = min((fit for fit in candidates if (fit >= 0).all()), key=error)
+    latency, beta = optimize.nnls(rows / scale, np.ones(len(rows)))[0] / scale
     return Link(max(float(latency), _NO_LATENCY), 1 / max(float(beta), 1 / _NO_LIMIT))
 
 

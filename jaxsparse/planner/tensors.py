@@ -32,10 +32,8 @@ class TensorProfile(Measured):
     """Costs of encoding and decoding at some sizes of a tensor, with straight lines between them.
 
     Beyond the largest size, times grow in proportion to the elements. Below the smallest, they are
-    those of the smallest. A single line, `fixed + per_element d`, fits worse once tensors outgrow
-    caches or the memory that the allocator keeps. To test both, every other size from 2^12 to 2^24
-    on a CPU was left out. There, in the geometric mean, the single line was off by a factor of 1.7
-    (encoding) and 2.3 (decoding); lines between the measured sizes were off by 1.2 and 1.4.
+    those of the smallest. (A single line, `fixed + per_element d`, fits worse once tensors outgrow
+    caches or the memory that the allocator keeps.)
 
     Attributes:
         points: costs at each size, at least one, in increasing order of size.

@@ -8,13 +8,12 @@ words.
 import dataclasses
 from typing import ClassVar, Literal, Protocol
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse.bits import field_words, pack_fields, unpack_fields
-from jaxsparse.magnitude import largest_magnitude, shares_of
+from jaxsparse.bits import field_words, float_bits, from_float_bits, pack_fields, unpack_fields
+from jaxsparse.magnitude import SMALLEST, largest_magnitude, rounded, scaled, shares_of, within
 from jaxsparse.quantize.quantizer import in_groups
 from jaxsparse.settings import static_int
 
@@ -27,7 +26,6 @@ ValueQuantizer = Literal["sign_magnitude", "published"]
 _GROUP = 256
 # The widest range of the levels of 4 and 8 bits, in octaves. Neighbours are at most 1 octave apart.
 _OCTAVES = 16
-_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
 
 class EntryValues(Protocol):
@@ -124,7 +122,7 @@ class SignMagnitude:
         is_value = in_groups(lax.iota(jnp.int32, values.size) < count, _GROUP)
         magnitudes = jnp.abs(groups)
         largest = largest_magnitude(groups, axis=1)
-        empty = largest < 2 * jnp.finfo(jnp.float32).tiny  # false for NaN, which must not vanish
+        empty = largest < SMALLEST  # false for NaN, which must not vanish
         largest = jnp.where(empty, 1, largest)
         if self.bits == 2:
             share = shares_of(magnitudes, largest)  # so that no sum overflows
@@ -197,9 +195,7 @@ class Published:
     ) -> UInt32[Array, " words"]:
         """See `EntryValues`."""
         bins = 2**self.bits
-        largest = largest_magnitude(values)
-        largest = jnp.where(largest < 2 * jnp.finfo(jnp.float32).tiny, 1, largest)
-        share = shares_of(values[None], largest[None])[0]  # so that no square overflows
+        (share,), (largest,) = scaled(values[None])  # so that no square overflows
         is_value = lax.iota(jnp.int32, values.size) < count
         shift = _mean(share[None], is_value[None])[0]
         centred = jnp.where(is_value, share - shift, 0)
@@ -268,16 +264,13 @@ def _nearest(
 
 
 def _half(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    return _from_half(_to_half(x))
+    return rounded(x, jnp.bfloat16)
 
 
 def _to_half(x: Float[Array, "*n"]) -> UInt32[Array, "*n"]:
-    """The 16 bits of the nearest bfloat16. Finite values stay finite."""
-    clipped = jnp.where(jnp.isfinite(x), jnp.clip(x, -_LARGEST, _LARGEST), x)
-    narrow = clipped.astype(jnp.bfloat16)
-    return jax.lax.bitcast_convert_type(narrow, jnp.uint16).astype(jnp.uint32)
+    """The bits of the nearest bfloat16. Finite values stay finite."""
+    return float_bits(within(x, jnp.bfloat16), jnp.bfloat16)
 
 
 def _from_half(bits: UInt32[Array, "*n"]) -> Float[Array, "*n"]:
-    """The float32 whose upper 16 bits are the lowest 16 bits given."""
-    return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
+    return from_float_bits(bits, jnp.bfloat16)

@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Key, UInt32
 
-from jaxsparse.bits import field_words, pack_fields, unpack_fields
-from jaxsparse.magnitude import largest_magnitude
+from jaxsparse.bits import field_words, float_bits, from_float_bits, pack_fields, unpack_fields
+from jaxsparse.magnitude import LARGEST, SMALLEST, largest_magnitude, within
+from jaxsparse.quantize.packing import pack, unpack
 from jaxsparse.quantize.quantizer import (
     SCALE_SHIFTS,
     Quantized,
@@ -142,10 +143,10 @@ class Format:
         bits = lax.bitcast_convert_type(top / largest, jnp.uint32)
         bits = (bits + jnp.uint32(dropped)) & jnp.uint32(kept)
         # At the end of float32's range, scales are rounded down: no decoded value is infinite.
-        highest = np.float32(np.finfo(np.float32).max / np.float32(largest)).view(np.uint32)
+        highest = np.float32(LARGEST / largest).view(np.uint32)
         bits = jnp.minimum(bits, jnp.uint32(int(highest) & kept))
         bits = jnp.where(jnp.isfinite(top), bits, jnp.uint32(_INFINITY))
-        is_zero = top < 2 * largest * jnp.finfo(jnp.float32).tiny
+        is_zero = top < largest * SMALLEST
         return lax.bitcast_convert_type(jnp.where(is_zero, jnp.uint32(0), bits), jnp.float32)
 
     def quantize(
@@ -155,26 +156,22 @@ class Format:
         del key, count  # padding with zeros changes no maximum
         scales = self.scales_of(x)
         if self.is_integer:
-            fields = self.integers(x, scales).astype(jnp.uint32) & jnp.uint32(2**self.bits - 1)
-        elif self.name == "e3m0":
+            return Quantized(pack(self.integers(x, scales), self.bits), scales)
+        if self.name == "e3m0":
             fields = _powers(self._relative(x, scales))
         else:
-            fields = _float_bits(
-                x if not self.scale_bits else self._relative(x, scales), self._dtype
-            )
+            values = x if not self.scale_bits else self._relative(x, scales)
+            fields = float_bits(within(values, self._dtype), self._dtype)
         return Quantized(pack_fields(fields, self.bits), scales)
 
     def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
         """See `Quantizer`."""
-        fields = unpack_fields(quantized.words, self.bits, size)
         if self.is_integer:
-            # The field goes to the top of the word; shifting it back as int32 repeats its sign.
-            top = lax.bitcast_convert_type(fields << jnp.uint32(32 - self.bits), jnp.int32)
-            values = (top >> jnp.int32(32 - self.bits)).astype(jnp.float32)
-        elif self.name == "e3m0":
-            values = _from_powers(fields)
+            values = unpack(quantized.words, self.bits, size).astype(jnp.float32)
         else:
-            values = _from_float_bits(fields, self._dtype)
+            fields = unpack_fields(quantized.words, self.bits, size)
+            is_powers = self.name == "e3m0"
+            values = _from_powers(fields) if is_powers else from_float_bits(fields, self._dtype)
         return self.scaled(values, quantized.scales) if self.scale_bits else values
 
     def integers(
@@ -203,19 +200,6 @@ class Format:
         """Values over the scales of their groups. 0 or NaN where a scale is 0 or not finite."""
         usual = (scales > 0) & jnp.isfinite(scales)
         return self.scaled(x, jnp.where(usual, 1 / jnp.where(usual, scales, 1), 0))
-
-
-def _float_bits(x: Float[Array, " d"], dtype: DTypeLike) -> UInt32[Array, " d"]:
-    """The bits of floats of 8 or 16 bits. Finite values stay finite."""
-    limit = float(jnp.finfo(dtype).max)
-    narrow = jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x).astype(dtype)
-    unsigned = jnp.uint8 if narrow.dtype.itemsize == 1 else jnp.uint16
-    return lax.bitcast_convert_type(narrow, unsigned).astype(jnp.uint32)
-
-
-def _from_float_bits(fields: UInt32[Array, " d"], dtype: DTypeLike) -> Float[Array, " d"]:
-    unsigned = jnp.uint8 if jnp.dtype(dtype).itemsize == 1 else jnp.uint16
-    return lax.bitcast_convert_type(fields.astype(unsigned), dtype).astype(jnp.float32)
 
 
 def _powers(x: Float[Array, " d"]) -> UInt32[Array, " d"]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, UInt32
 from jaxsparse.bits import field_words, pack_fields
 from jaxsparse.settings import static_int
 
-__all__ = ["check_bits", "check_size", "pack", "packed_words", "unpack"]
+__all__ = ["check_bits", "check_size", "pack", "unpack"]
 
 _WORD = 32
 
@@ -63,10 +63,10 @@ def unpack(words: UInt32[Array, " words"], bits: int, size: int) -> Int[Array, "
     """
     check_bits(bits)
     check_size("size", size)
-    if words.shape != (packed_words(size, bits),) or words.dtype != jnp.uint32:
+    if words.shape != (field_words(size, bits),) or words.dtype != jnp.uint32:
         raise ValueError(
             f"words have shape {words.shape} and dtype {words.dtype}, but size={size} with "
-            f"bits={bits} takes {packed_words(size, bits)} words of uint32: pass the result of pack"
+            f"bits={bits} takes {field_words(size, bits)} words of uint32: pass the result of pack"
         )
     # The field goes to the top of the word; shifting it back as int32 repeats its sign.
     top = words[:, None] << (jnp.uint32(_WORD - bits) - _shifts(bits))
@@ -76,11 +76,6 @@ def unpack(words: UInt32[Array, " words"], bits: int, size: int) -> Int[Array, "
 
 def _shifts(bits: int) -> UInt32[Array, "1 fields"]:
     return jnp.arange(0, _WORD, bits, dtype=jnp.uint32)[None]
-
-
-def packed_words(size: int, bits: int) -> int:
-    """The number of words for `size` fields."""
-    return field_words(size, bits)
 
 
 def check_bits(bits: int) -> None:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
+from jaxsparse.bits import field_words
 from jaxsparse.hashing import keyed
-from jaxsparse.magnitude import largest_magnitude, shares_of
-from jaxsparse.quantize.packing import check_bits, pack, packed_words, unpack
+from jaxsparse.magnitude import LARGEST, SMALLEST, largest_magnitude, norms, shares_of
+from jaxsparse.quantize.packing import check_bits, pack, unpack
 from jaxsparse.quantize.quantizer import Quantized, check_group_size, in_groups
 
 
@@ -59,7 +60,7 @@ class QSGD:
         >>> QSGD(bits=4).words(10_000)
         1260
         """
-        return packed_words(size, self.bits) + -(-size // self.group_size)
+        return field_words(size, self.bits) + -(-size // self.group_size)
 
     def error_bound(self, *, stochastic: bool = True) -> float:
         """The factor f in E||Q(x) - x||^2 <= f ||x||^2, for any x.
@@ -142,17 +143,14 @@ class QSGD:
         """See `Quantizer`. To nearest, ties go to even, and |v - Q(v)| <= |v| for every value."""
         del count  # padding with zeros changes neither maximum nor norm
         groups = in_groups(x, self.group_size)
-        limits = jnp.finfo(jnp.float32)
         largest = largest_magnitude(groups, axis=1)
-        empty = largest < 2 * limits.tiny  # false for NaN, which must not vanish
-        largest = jnp.where(empty, 1, largest)
+        empty = largest < SMALLEST  # false for NaN, which must not vanish
         scales = largest
         if self.scale == "l2":
-            # Values are scaled to at most 1 first, so that squares neither overflow nor underflow.
             # A norm beyond float32 is clipped: each scale that no value exceeds is unbiased, and a
             # smaller scale has less error.
-            norms = jnp.sqrt(jnp.sum(jnp.square(shares_of(groups, largest)), axis=1))
-            scales = jnp.minimum(largest * norms, limits.max)
+            scales = jnp.minimum(norms(groups), LARGEST)
+        scales = jnp.where(empty, 1, scales)
         position = jnp.abs(shares_of(groups, scales)) * self.levels
         position = position.reshape(-1)[: x.size]
         if key is None:

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Key
 
+from jaxsparse.bits import flipped
 from jaxsparse.hashing import keyed
 from jaxsparse.settings import static_int
 
@@ -23,8 +24,7 @@ def rotated(x: Float[Array, " d"], size: int, key: Key[Array, ""]) -> Float[Arra
     """H D x / sqrt(n) for each n consecutive values: random signs D, then a Hadamard matrix H.
 
     From n = 256 on, a matrix of n / 4 to n / 16 rows turns parts of a group, and additions combine
-    the parts. On 2 CPU cores that takes 13 passes over x at n = 256 and 17 at 1,024, where the
-    whole matrix takes 14 and 50, and additions alone 26 (n = 256).
+    the parts. For large n that takes less time than the whole matrix, or than additions alone.
 
     Args:
         x: vector of d elements, float32.
@@ -91,15 +91,12 @@ def _turned(x: Array, size: int) -> Array:
 
 def _signed(x: Array, key: Key[Array, ""]) -> Array:
     """The values with random signs: a hashed bit for each."""
-    drawn = keyed(lax.iota(jnp.uint32, x.size), jax.random.bits(key, dtype=jnp.uint32))
-    bits = lax.bitcast_convert_type(x, jnp.uint32) ^ (drawn & jnp.uint32(2**31))
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    return flipped(x, keyed(lax.iota(jnp.uint32, x.size), jax.random.bits(key, dtype=jnp.uint32)))
 
 
 @functools.cache
 def _hadamard(size: int, whole: int) -> np.ndarray:
     """Sylvester's matrix of this size, divided by sqrt(whole)."""
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return (matrix / np.sqrt(whole)).astype(np.float32)
+    from scipy import linalg  # not at the top, because it takes long to import
+
+    return (linalg.hadamard(size) / np.sqrt(whole)).astype(np.float32)

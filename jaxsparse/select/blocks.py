@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxsparse import blocks
 from jaxsparse.blocks import BlockStream
-from jaxsparse.magnitude import largest_magnitude
+from jaxsparse.magnitude import norms
 from jaxsparse.settings import check_k, check_vector
 
 __all__ = ["block_top_k"]
@@ -44,13 +44,7 @@ def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
 
 @functools.partial(jax.jit, static_argnames=("k", "block_size"))
 def _block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
-    _, indices = jax.lax.top_k(_norms(x, block_size), k)
-    return blocks.from_dense(x, indices, block_size)
-
-
-def _norms(x: Float[Array, " d"], block_size: int) -> Float[Array, " blocks"]:
-    """Norms divided by sqrt(block_size): none overflow, and squares neither overflow nor vanish."""
     rows = blocks.rows(x.astype(jnp.float32), block_size)
-    # Clipped, because reciprocals of the largest floats would be subnormal, which CPUs flush to 0.
-    scale = jnp.clip(largest_magnitude(rows, axis=1), 2.0**-125, 2.0**125)
-    return scale * jnp.sqrt(jnp.mean(jnp.square(rows / scale[:, None]), axis=1))
+    # Root mean squares have the order of norms, and do not overflow.
+    _, indices = jax.lax.top_k(norms(rows, reduce=jnp.mean), k)
+    return blocks.from_dense(x, indices, block_size)

@@ -15,7 +15,15 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
 from jaxsparse.hashing import drawn
-from jaxsparse.platforms import by_platform, kth_largest, laid_around, over_tiles, shaped_as, zeros
+from jaxsparse.platforms import (
+    by_platform,
+    kth_largest,
+    laid_around,
+    magnitude_bits,
+    over_tiles,
+    shaped_as,
+    zeros,
+)
 from jaxsparse.select.compaction import first_of_ranges
 from jaxsparse.settings import check_k, check_seed, check_vector
 from jaxsparse.stream import SparseStream
@@ -187,9 +195,9 @@ class _Grid(NamedTuple):
 
     def key(self, value: Float[Array, "*shape"], b: Int[Array, "..."]) -> UInt32[Array, "*shape"]:
         """A magnitude. With shared slots it names the tile too, and only empty slots are 0."""
-        bits = lax.bitcast_convert_type(value, jnp.uint32)
+        bits = magnitude_bits(value)
         if self.per_group == 1:
-            return bits & jnp.uint32(2**31 - 1)
+            return bits
         place = (b // self.groups + 1).astype(jnp.uint32)
         return (bits & jnp.uint32(2**31 - 2**_ID_BITS)) | place
 

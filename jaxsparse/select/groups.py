@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Int32
 
-from jaxsparse.platforms import shaped_as
+from jaxsparse.platforms import by_digits, shaped_as
 from jaxsparse.select.compaction import compact, compact_rows
 from jaxsparse.settings import check_k, check_vector, static_int
 from jaxsparse.stream import SparseStream, shaped_stream
@@ -235,14 +235,11 @@ def _reached(
     """The largest number in each row that at least k keys reach, below 2**bits; 0 if none is."""
     n, m = keys.shape
     lanes = math.gcd(m, 2 * _VECTOR)
-    trials = range(1, 2**_DIGIT_BITS)
-    digits = -(-bits // _DIGIT_BITS)
     keys = lax.optimization_barrier(keys)
     add = lambda a, b: tuple(map(jnp.add, a, b))
 
-    def set_digit(i: Array, found: Array) -> Array:
-        unit = jnp.int32(1) << (_DIGIT_BITS * (digits - 1 - i))
-        bounds = [found + unit * trial for trial in trials]
+    def set_digit(found: Array, shift: Array) -> Array:
+        bounds = [found | jnp.int32(trial) << shift for trial in range(1, 2**_DIGIT_BITS)]
         reaches = tuple(
             (keys >= bound[:, None]).astype(jnp.int32).reshape(n, -1, lanes) for bound in bounds
         )
@@ -253,8 +250,7 @@ def _reached(
             found = jnp.where(is_reached, bound, found)
         return found
 
-    start = jnp.zeros_like(keys, shape=(n,))
-    return lax.fori_loop(0, digits, set_digit, start)
+    return by_digits(set_digit, bits, _DIGIT_BITS, jnp.zeros_like(keys, shape=(n,)))
 
 
 def _magnitude(x: Float[Array, "..."]) -> Int32[Array, "..."]:

@@ -5,6 +5,7 @@ exact, and is found bit by bit among these. A count tells when the sample was of
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -141,37 +142,57 @@ def threshold_top_k(
     return _threshold_top_k(x, k, sampled_threshold(x, aim, seed=seed))
 
 
-class _Search(NamedTuple):
-    turn: Int[Array, ""]  # int32
-    is_done: Bool[Array, ""]
-    threshold: UInt32[Array, ""]  # in bits
-    candidates: Int[Array, " room"]
-
-
 @shaped_as(shaped_stream)
 @functools.partial(jax.jit, static_argnames="k")
 def _threshold_top_k(x: Float[Array, " d"], k: int, threshold: Float[Array, ""]) -> SparseStream:
-    def search(last: _Search) -> _Search:
-        t = jax.lax.cond(
-            last.turn > 0, lambda: bisection(x, k, EXACT_PASSES)[0], lambda: last.threshold
-        )
-        candidates = _reaching(x, k, t)
-        enough = (candidates[k - 1] < x.size) | (t == 0)
+    def candidates(threshold: Array, is_exact: Array) -> tuple[Array, Array]:
+        del is_exact
+        found = _reaching(x, k, threshold)
+        enough = (found[k - 1] < x.size) | (threshold == 0)
         # If the last candidate is above the threshold, others may have found no room.
-        last_one = x.at[candidates[-1]].get(mode="fill", fill_value=0)
-        all_fit = magnitude_bits(last_one) <= t
-        return _Search(last.turn + 1, enough & all_fit, t, candidates)
+        last_one = x.at[found[-1]].get(mode="fill", fill_value=0)
+        return found, enough & (magnitude_bits(last_one) <= threshold)
 
-    like = (x, threshold)
-    start = _Search(
-        jnp.int32(0),
-        zeros((), jnp.bool_, like),
-        zeros((), jnp.uint32, like) + to_bits(threshold),
-        zeros((min(2 * k, x.size),), jnp.int32, like),
-    )
-    # If the sampled threshold does not find them, the exact one does.
-    found = jax.lax.while_loop(lambda last: ~last.is_done & (last.turn < 2), search, start)
-    return _largest_of(from_dense(x, found.candidates), k)
+    found = sampled_else_exact(x, k, threshold, min(2 * k, x.size), candidates)
+    return _largest_of(from_dense(x, found), k)
+
+
+class _Search(NamedTuple):
+    turn: Int[Array, ""]  # int32
+    is_done: Bool[Array, ""]
+    indices: Int[Array, " room"]
+
+
+def sampled_else_exact(
+    x: Float[Array, " d"],
+    k: int,
+    sampled: Float[Array, ""],
+    room: int,
+    find: Callable[[Array, Array], tuple[Int[Array, " room"], Bool[Array, ""]]],
+) -> Int[Array, " room"]:
+    """Indices found with a sampled threshold or, if they do not serve, with the k-th magnitude.
+
+    Args:
+        x: vector of d elements.
+        k: rank of the exact threshold.
+        sampled: magnitude that is tried first.
+        room: number of indices.
+        find: function of a threshold's bits (uint32) and of whether it is exact. It returns int32
+            indices, and whether they serve. It is compiled once for both thresholds.
+    """
+
+    def search(last: _Search) -> _Search:
+        is_exact = last.turn > 0
+        threshold = jax.lax.cond(
+            is_exact, lambda: bisection(x, k, EXACT_PASSES)[0], lambda: to_bits(sampled)
+        )
+        indices, is_done = find(threshold, is_exact)
+        return _Search(last.turn + 1, is_done, indices)
+
+    like = (x, sampled)
+    start = _Search(jnp.int32(0), zeros((), jnp.bool_, like), zeros((room,), jnp.int32, like))
+    is_open = lambda last: ~last.is_done & (last.turn < 2)
+    return jax.lax.while_loop(is_open, search, start).indices
 
 
 @shaped_as(shaped_stream)

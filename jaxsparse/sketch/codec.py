@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Integer, UInt32
 
+from jaxsparse.magnitude import scaled
 from jaxsparse.platforms import by_platform, over_tiles, shaped_as, zeros
+from jaxsparse.quantize.packing import check_size
 from jaxsparse.settings import check_seed
 from jaxsparse.sketch.tiles import (
     Seed,
@@ -246,17 +248,8 @@ def l2_norm(table: Float[Array, "rows cols"]) -> Float[Array, ""]:
     """
     if table.ndim != 2:
         raise ValueError(f"table has shape {table.shape}: pass the [rows, cols] of encode")
-    largest = jnp.max(jnp.abs(table))
-    scale = jnp.where(largest > 0, largest, 1)  # unscaled squares of 1e30 and 1e-30 leave float32
-    return scale * median(list(jnp.sqrt(jnp.sum(jnp.square(table / scale), axis=1))))
-
-
-def check_size(name: str, size: int) -> None:
-    """Raises ValueError unless indices below `size` fit into int32."""
-    if not 1 <= size < 2**31:
-        raise ValueError(
-            f"{name}={size} must be in 1 .. 2**31 - 1: split the vector (bucket_size does)"
-        )
+    shares, scale = scaled(table, axis=None)
+    return scale * median(list(jnp.sqrt(jnp.sum(jnp.square(shares), axis=1))))
 
 
 def check_table(table: Array, spec: SketchSpec) -> Float[Array, "rows cols"]:

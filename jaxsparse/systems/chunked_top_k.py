@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxsparse import codecs, quantize, select
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.magnitude import largest_magnitude, shares_of
+from jaxsparse.magnitude import norms
 from jaxsparse.platforms import count_where
 from jaxsparse.reducers.base import Conservation, Owed, Total, finite_sums, info, owed, summed
 from jaxsparse.reducers.entries import conservation_of, entries_message, entries_total
@@ -134,12 +134,9 @@ class ChunkedTopK(OneMessage):
 
 def _clipped(values: Float[Array, "workers n"]) -> Float[Array, "workers n"]:
     """The workers' values, scaled down to the lower median of their norms."""
-    largest = largest_magnitude(values, axis=1)
-    largest = jnp.where(largest < 2 * jnp.finfo(jnp.float32).tiny, 1, largest)
-    squares = jnp.sum(jnp.square(shares_of(values, largest)), axis=1)  # which do not overflow
-    norms = largest * jnp.sqrt(squares)
-    median = jnp.sort(norms)[(len(norms) - 1) // 2]
-    return values * jnp.minimum(1, median / (norms + 1e-8))[:, None]
+    lengths = norms(values)
+    median = jnp.sort(lengths)[(len(lengths) - 1) // 2]
+    return values * jnp.minimum(1, median / (lengths + 1e-8))[:, None]
 
 
 @dataclasses.dataclass(frozen=True)

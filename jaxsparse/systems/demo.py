@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxsparse import codecs, select
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.magnitude import largest_magnitude
+from jaxsparse.magnitude import LARGEST, largest_magnitude
 from jaxsparse.reducers.base import Conservation, Owed, Total, info
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.reducers.one_message import OneMessage
@@ -25,7 +25,6 @@ from jaxsparse.systems.row import Case, Request, Settings, System
 ValueBits = Literal[2, 4, 8, 16, 32]
 Aggregate = Literal["mean", "mean_of_senders"]
 
-_LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_CHUNK = 256  # indices in its tiles have 16 bits
 _MOST_WORKERS = 2**20  # whose sums may not overflow
 _MOST = 2**30  # largest number of elements of a part, so that int32 indices count them
@@ -231,7 +230,7 @@ def _small_enough(tiles: Float[Array, "tiles h w"]) -> Float[Array, "tiles h w"]
     element of the inverse transform at most sqrt(h w) times the largest coefficient.
     """
     largest = largest_magnitude(tiles.reshape(len(tiles), -1), axis=1)
-    limit = _LARGEST / (4 * _MOST_WORKERS * math.prod(tiles.shape[1:]))
+    limit = LARGEST / (4 * _MOST_WORKERS * math.prod(tiles.shape[1:]))
     return jnp.where((largest <= limit)[:, None, None], tiles, 0)
 
 
@@ -262,10 +261,9 @@ def _basis(n: int) -> np.ndarray:
     >>> np.round(_basis(4) @ np.arange(1, 5), 5).tolist()
     [5.0, -2.23044, 0.0, -0.15851]
     """
-    i = np.arange(n)
-    basis = np.sqrt(2 / n) * np.cos(np.pi * (2 * i + 1) * i[:, None] / (2 * n))
-    basis[0] /= np.sqrt(2)
-    return basis.astype(np.float32)
+    from scipy import fft  # not at the top, because it takes long to import
+
+    return fft.dct(np.eye(n), axis=0, norm="ortho").astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,13 +15,12 @@ from jaxsparse.feedback import ErrorFeedbackState
 from jaxsparse.feedback.options import check_momentum, part, transformation
 from jaxsparse.feedback.transformations import ErrorFeedback
 from jaxsparse.layout import narrow, short_names
+from jaxsparse.magnitude import clipped
 from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.systems.row import Case, Request, Settings, System
 from jaxsparse.systems.top_k import TopK
 from jaxsparse.training import marks, meshes
 from jaxsparse.training.marks import PerWorker
-
-_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class EF21State(NamedTuple):
@@ -157,7 +156,7 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
         ok = inner.skipped == state.feedback.skipped
         select = lambda new, old: jnp.where(ok, new, old)
         # An overflow would stay for ever.
-        add = lambda g, c: jnp.clip(g + c.astype(jnp.float32), -_LARGEST, _LARGEST)
+        add = lambda g, c: clipped(g + c.astype(jnp.float32))
         estimate = jax.tree.map(lambda g, c: select(add(g, c), g), state.estimate, means)
         kept = jax.tree.map(select, after, before)
         delivered = jax.tree.map(

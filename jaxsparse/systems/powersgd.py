@@ -17,6 +17,8 @@ from jaxsparse import hashing
 from jaxsparse.collectives import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
+from jaxsparse.layout import cut, join
+from jaxsparse.magnitude import LARGEST, clipped, scaled
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer, SeededReducer, finite_sums, info
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.settings import Stages, at_least, current, static_float
@@ -28,13 +30,11 @@ Iteration = Literal["alternating", "full"]
 # the paper.)
 Side = Literal[0, 1]
 
-_FLOAT = np.finfo(np.float32)
-_LARGEST, _SMALLEST = float(_FLOAT.max), float(_FLOAT.tiny)
 # Size of the noise: a few times the rounding of a unit vector. It moves only directions that
 # rounding determines.
-_NOISE = 4 * float(_FLOAT.eps)
+_NOISE = 4 * float(np.finfo(np.float32).eps)
 # Largest rank at which a product of factors is computed as a sum of outer products, which XLA fuses
-# with its readers. Matrix products are stored first, and take 1.7 times as long at rank 4 on a CPU.
+# with its readers. Matrix products are stored first, which takes longer at low ranks.
 _FUSED_RANK = 16
 
 
@@ -169,7 +169,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
         for part, (total, is_finite) in zip(others, map(finite_sums, half.whole)):
             means.append(total / wire.axis_size(axis_name))
             residuals.append(jnp.where(is_finite, 0, part))
-        left, right = map(_flat, half.mean)
+        left, right = map(join, half.mean)
         state = PowerState(state.step + jnp.uint32(1), (left, right))
         return Reduced(self._united(means), self._united(residuals), None, state, info(x.size))
 
@@ -181,7 +181,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
         matrices, _ = self._divided(x)
         own = [_project(a, basis, 1) for a, basis in zip(matrices, self._bases(x.size, state, 1))]
         totals = [_checked(total)[0] for total in _psum(own, axis_name)]
-        state = state._replace(factors=(_flat(totals), state.factors[1]))
+        state = state._replace(factors=(join(totals), state.factors[1]))
         half = self._half(x, state, axis_name=axis_name, given=0)
         return half._replace(own=half.mean)
 
@@ -231,7 +231,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
         bits = hashing.keyed(jnp.arange(flat.size, dtype=jnp.uint32), key)
         noise = jax.lax.bitcast_convert_type(bits, jnp.int32).astype(jnp.float32) * 2.0**-31
         shapes = self._shapes(size, side)
-        pairs = list(zip(_split(flat, shapes), _split(noise, shapes)))
+        pairs = list(zip(*cut((flat, noise), shapes)))
         # Factors of equal shapes are computed at once: a model of many layers has few shapes.
         bases: list[Array] = [flat] * len(shapes)
         for shape in dict.fromkeys(shape[1:] for shape in shapes):
@@ -257,10 +257,8 @@ def _orthonormal(
         vectors: r <= n vectors of each matrix, finite.
         noise: independent numbers in [-1, 1), equal on all workers.
     """
-    largest = jnp.max(jnp.abs(vectors), axis=2, keepdims=True)
-    is_zero = largest < _SMALLEST
-    scaled = jnp.where(is_zero, 0, vectors / jnp.where(is_zero, 1, largest))
-    start = _normalised(scaled) + noise * (_NOISE / math.sqrt(vectors.shape[2]))
+    shares, _ = scaled(vectors, axis=2)
+    start = _normalised(shares) + noise * (_NOISE / math.sqrt(vectors.shape[2]))
 
     def add(i: Array, basis: Array) -> Array:
         vector = jax.lax.dynamic_index_in_dim(start, i, axis=1)
@@ -302,31 +300,21 @@ def _checked(total: Float[Array, "stack r m"]) -> tuple[Array, Bool[Array, "stac
 
     NaN and inf of any worker end up in the sum, so all workers decide alike.
     """
-    limit = _LARGEST / (2 * total.shape[1])
+    limit = LARGEST / (2 * total.shape[1])
     is_sent = jnp.all(jnp.abs(total) <= limit, axis=(1, 2), keepdims=True)
     return jnp.where(is_sent, total, 0), is_sent
 
 
 def _rest(matrix: Array, delivered: Array, is_sent: Array) -> Array:
     # A difference can overflow, and an inf would stay for ever.
-    rest = jnp.clip(matrix - delivered, -_LARGEST, _LARGEST)
+    rest = clipped(matrix - delivered)
     return jnp.where(is_sent, rest, matrix)
 
 
 def _psum(parts: Sequence[Array], axis_name: str | None) -> list[Array]:
     """The sums of several arrays, in one message."""
-    total = wire.psum(_flat(parts), axis_name)
-    return _split(total, [part.shape for part in parts])
-
-
-def _flat(parts: Sequence[Array]) -> Float[Array, " n"]:
-    return jnp.concatenate([part.reshape(-1) for part in parts])
-
-
-def _split(flat: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """The inverse of `_flat`."""
-    ends = list(itertools.accumulate(map(math.prod, shapes)))[:-1]
-    return [part.reshape(shape) for part, shape in zip(jnp.split(flat, ends), shapes)]
+    total = wire.psum(join(parts), axis_name)
+    return list(cut(total, [part.shape for part in parts]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -238,24 +238,16 @@ class WireBytes:
 
     def __str__(self) -> str:
         """A row for each collective, then the totals: of each set of axes if there are several."""
-        has_axes = len(self.axis_names) > 1
-        rows = [["collective", "axes", "count", "W", "payload B", "received B", "operands", "from"]]
-        for c in self.collectives:
-            payload, received = c.count * c.payload_bytes, _number(c.count * c.received_bytes)
-            numbers = [str(c.count), str(c.group_size), str(payload), received]
-            rows.append([c.op, ", ".join(c.axes), *numbers, _few(c.shapes), c.op_name or c.name])
-        totals = (
-            {", ".join(axes): moved for axes, moved in self.by_axes.items()} if has_axes else {}
-        )
-        totals["all" if totals else ""] = self
-        for axes, moved in totals.items():
-            numbers = [str(moved.rounds), "", str(moved.payload), _number(moved.received)]
-            rows.append(["total", axes, *numbers, "", ""])
-        if not has_axes:
-            rows = [[op, *others] for op, _, *others in rows]
-        first = 1 + has_axes  # the columns of numbers are aligned on the right
-        lines = aligned(rows, right=range(first, first + 4))
-        return "\n".join([*lines, *self._conditional_lines("")])
+        header = ["collective", "axes", "count", "W", "payload B", "received B", "operands", "from"]
+        rows = [header, *map(_row, self.collectives)]
+        if has_axes := len(self.axis_names) > 1:
+            by_axes = self.by_axes
+            rows += [_total_row(", ".join(axes), moved) for axes, moved in by_axes.items()]
+            rows.append(_total_row("all" if by_axes else "", self))
+        else:
+            rows = [[op, *others] for op, _, *others in [*rows, _total_row("", self)]]
+        numbers = range(2, 6) if has_axes else range(1, 5)
+        return "\n".join([*aligned(rows, right=numbers), *self._conditional_lines("")])
 
     def _conditional_lines(self, indent: str) -> Iterable[str]:
         for conditional in self.conditionals:
@@ -281,6 +273,17 @@ def check_axis(axis_names: tuple[str, ...], axis_name: str | None = None) -> Non
         raise ValueError(
             f"axis_name={axis_name!r} is not an axis of the mesh: pass one of {axis_names}"
         )
+
+
+def _row(c: Collective) -> list[str]:
+    payload, received = c.count * c.payload_bytes, _number(c.count * c.received_bytes)
+    numbers = [str(c.count), str(c.group_size), str(payload), received]
+    return [c.op, ", ".join(c.axes), *numbers, _few(c.shapes), c.op_name or c.name]
+
+
+def _total_row(axes: str, moved: WireBytes) -> list[str]:
+    numbers = [str(moved.rounds), "", str(moved.payload), _number(moved.received)]
+    return ["total", axes, *numbers, "", ""]
 
 
 def _few(shapes: tuple[str, ...]) -> str:

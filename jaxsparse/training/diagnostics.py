@@ -4,8 +4,6 @@ They are not part of the state, because a norm costs passes over the residual. A
 diagnostics nobody reads should not pay for them.
 """
 
-import functools
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxsparse.collectives import wire
 from jaxsparse.feedback import states_in
 from jaxsparse.feedback.exchange import saturating_sum
+from jaxsparse.magnitude import norms
 
 
 class Diagnostics(NamedTuple):
@@ -58,10 +57,9 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
             "pass the optimizer's state, as tx.init made it (after nnx.split, call nnx.merge(...) "
             "first and pass optimizer.opt_state)"
         )
-    workers = wire.axis_size(axis_name)
     leaves = jax.tree.leaves(updates)
     residual_norm, update_norm = _norms(
-        [jax.tree.leaves([one.residual for one in found]), leaves], workers, axis_name
+        [jax.tree.leaves([one.residual for one in found]), leaves], axis_name
     )
     counts = [saturating_sum(jnp.stack(parts)) for parts in zip(*(one.info for one in found))]
     delivered, overflow = counts
@@ -77,27 +75,12 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
     )
 
 
-def _norms(
-    groups: list[list[Any]], workers: int, axis_name: str | None
-) -> tuple[Float[Array, ""], ...]:
+def _norms(groups: list[list[Any]], axis_name: str | None) -> Float[Array, " groups"]:
     """For each list of arrays, the root mean square over workers of its l2 norm."""
-    # Without scaling, squares of large numbers overflow and squares of small ones underflow.
-    largest = wire.varying(jnp.stack([_largest(group) for group in groups]), axis_name)
-    largest = wire.pmax(largest, axis_name)
-    scale = jnp.where(largest > 0, largest, jnp.float32(1))
-
-    squares = []
-    for group, unit in zip(groups, scale):
-        parts = [jnp.sum(jnp.square(_float(x) / unit)) / workers for x in group]
-        squares.append(sum((wire.varying(part, axis_name) for part in parts), jnp.float32(0)))
-    total = wire.psum(wire.varying(jnp.stack(squares), axis_name), axis_name)
-    return tuple(scale * jnp.sqrt(total))
+    own = wire.varying(jnp.stack([_norm(group) for group in groups]), axis_name)
+    return norms(wire.all_gather(own, axis_name).T, reduce=jnp.mean)
 
 
-def _largest(arrays: Iterable[Any]) -> Float[Array, ""]:
-    largest = (jnp.max(jnp.abs(_float(x)), initial=0) for x in arrays)
-    return functools.reduce(jnp.maximum, largest, jnp.float32(0))
-
-
-def _float(x: Any) -> Float[Array, "..."]:
-    return jnp.asarray(x).astype(jnp.float32)
+def _norm(arrays: list[Any]) -> Float[Array, ""]:
+    parts = [norms(jnp.asarray(x).astype(jnp.float32), axis=None) for x in arrays]
+    return norms(jnp.stack([jnp.float32(0), *parts]), axis=None)

@@ -2,8 +2,8 @@
 
 It is of the versions of JAX, the mesh, the arguments' shapes, the program, and the values of
 constants and of arguments that are equal on all workers. Of large arrays it has a sample:
-`check_replicas` reads all of them. For a step with 354 arrays it takes 2 % of the first call
-(`benchmarks/agreement.py`).
+`check_replicas` reads all of them. It takes little of the first call's time
+(`benchmarks/agreement.py` measures it).
 
 It must not differ by chance. An equation's digest has its operation, its parameters and the digests
 of what it reads. It has no names, no numbers of variables, no addresses, and of objects that are

@@ -16,6 +16,7 @@ from jax.tree_util import KeyPath, keystr, tree_leaves_with_path, tree_map_with_
 from jaxtyping import Array, Bool
 
 from jaxsparse.collectives import wire
+from jaxsparse.magnitude import all_finite
 from jaxsparse.training import marks, meshes
 from jaxsparse.training.marks import PerWorker, is_marked
 
@@ -126,8 +127,7 @@ def per_worker(
             )
             raise
         _check_same(name, before, after)
-        finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)]
-        broken = jnp.where(jnp.all(jnp.array(finite)), jnp.float32(0), jnp.float32(1))
+        broken = jnp.where(all_finite(jax.tree.leaves(updates)), jnp.float32(0), jnp.float32(1))
         ok = wire.pmax(wire.varying(broken, axis_name), axis_name) == 0
         kept = jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, before)
         return _nan_unless(ok, delivered), PerWorker.wrap(wire.varying(kept, axis_name))

@@ -153,37 +153,40 @@ def _of_devices(path: KeyPath, x: Any, target: Any) -> Any:
             f"leaf{keystr(path)} has shape {jnp.shape(x)}, and that of like {jnp.shape(target)}: "
             "only the number of workers, and what reducers keep for each device, may differ"
         )
-    axis = 1 if is_marked(path) else 0
     x, target = np.asarray(x), np.asarray(target)
+    axis = 1 if is_marked(path) else 0  # the axis of devices, which a worker of one device lacks
     rows = np.expand_dims(x, axis) if x.ndim < target.ndim else x
-    rows = np.moveaxis(rows, axis, 0)
-    wanted = target.shape[axis] if x.ndim <= target.ndim else 1
-    if (rows == rows[:1]).all():
-        kept = np.moveaxis(np.broadcast_to(rows[:1], (wanted, *rows.shape[1:])), 0, axis)
-        kept = kept.squeeze(axis) if x.ndim > target.ndim else kept
+    first = rows.take([0], axis)
+    if (rows == first).all():
+        is_one = x.ndim > target.ndim
+        kept = first.squeeze(axis) if is_one else first.repeat(target.shape[axis], axis)
         if kept.shape[axis:] == target.shape[axis:]:
             return kept
-    return target if axis == 0 else np.broadcast_to(target[:1], (len(x), *target.shape[1:]))
+    # All workers of the target start alike, however many they are.
+    return np.broadcast_to(target[:1], (len(x), *target.shape[1:])) if axis else target
 
 
 def _average(x: np.ndarray, workers: int, wanted: range) -> np.ndarray:
     """Rows `wanted` of A x (see `reshard`)."""
-    before = len(x)
     result = np.empty((len(wanted), *x.shape[1:]), x.dtype)
     for row, j in enumerate(wanted):
-        # In units of 1 / (before * workers): worker i has [i * workers, (i + 1) * workers).
-        start, stop = j * before, (j + 1) * before
-        sources = range(start // workers, -(-stop // workers))
-        if len(sources) == 1 or not jnp.issubdtype(x.dtype, jnp.inexact):
-            result[row] = x[sources[0]]
-            continue
-        wide = np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
-        total = np.zeros(x.shape[1:], wide)
-        for i in sources:
-            overlap = min(stop, (i + 1) * workers) - max(start, i * workers)
-            total += overlap * x[i].astype(wide)
-        result[row] = total / before
+        result[row] = _average_row(x, workers, j)
     return result
+
+
+def _average_row(x: np.ndarray, workers: int, j: int) -> np.ndarray:
+    """Row j of A x: the mean of x's rows, weighed by how much of new worker j they are."""
+    # In units of 1 / (len(x) * workers), row i is [i * workers, (i + 1) * workers).
+    start, stop = j * len(x), (j + 1) * len(x)
+    first, last = start // workers, (stop - 1) // workers
+    if first == last or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x[first]
+    wide = np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
+    total = np.zeros(x.shape[1:], wide)
+    for i in range(first, last + 1):
+        overlap = min(stop, (i + 1) * workers) - max(start, i * workers)
+        total += overlap * x[i].astype(wide)
+    return total / len(x)
 
 
 def _check(name: str, x: Any, workers: int) -> None:
