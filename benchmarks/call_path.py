@@ -4,7 +4,8 @@ One `update` is traced, not run, for four simulated workers and a tree of a (64,
 bias, with momentum on and JAX's caches of traced functions empty. `sys.setprofile` sees the calls
 of the package's own functions (lambdas, comprehensions and resumed generators, too) in the order
 of their starts. A move is a call whose file is not that of the call before it. Returns do not
-count. Compare counts within one version of Python only: 3.12 runs comprehensions without a frame.
+count, nor does what a decorator puts around a function. Compare counts within one version of Python
+only: 3.12 runs comprehensions without a frame.
 
     python benchmarks/call_path.py                          # dense, spardl, sketched_sgd
     python benchmarks/call_path.py gtopk --files            # and how often each file is entered
@@ -16,6 +17,7 @@ import ast
 import collections
 import inspect
 import itertools
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ import jaxsparse
 
 PACKAGE = Path(jaxsparse.__file__).parent
 WORKERS = 4
+WRAPPER = re.compile(r"shaped_as\.<locals>|unwrapped\.<locals>")
 USUAL = {"momentum": 0.9, "density": 0.01}  # for every system that has such a setting
 SETTINGS = {
     "sketched_sgd": {"k": 8, "cols": 64, "rows": 3},
@@ -51,7 +54,11 @@ def calls(name: str, changed: dict[str, Any]) -> list[str]:
 
     def note(frame, event, _):
         path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE):
+        if (
+            event == "call"
+            and path.is_relative_to(PACKAGE)
+            and not WRAPPER.search(frame.f_code.co_qualname)
+        ):
             files.append(str(path.relative_to(PACKAGE)))
 
     def step(state, gradients):

@@ -11,7 +11,6 @@ from jaxsparse.platforms import shaped_as
 
 __all__ = [
     "field_words",
-    "flipped",
     "float_bits",
     "from_float_bits",
     "pack_bits",
@@ -169,16 +168,6 @@ def float_bits(x: Float[Array, "*shape"], dtype: DTypeLike) -> UInt32[Array, "*s
 def from_float_bits(fields: UInt32[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
     """The inverse of `float_bits`, in float32. It ignores the upper bits of a word."""
     return lax.bitcast_convert_type(fields.astype(_unsigned(dtype)), dtype).astype(jnp.float32)
-
-
-def flipped(x: Float[Array, "*shape"], words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`x`, float32, with the signs of elements flipped where the highest bit of a word is set.
-
-    >>> flipped(jnp.float32([1, -2]), jnp.uint32([2**31, 2**31 - 1])).tolist()
-    [-1.0, -2.0]
-    """
-    signs = words & jnp.uint32(2**31)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ signs, jnp.float32)
 
 
 def _unsigned(dtype: DTypeLike) -> DTypeLike:

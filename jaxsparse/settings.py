@@ -260,6 +260,15 @@ def check_vector(name: str, x: Array) -> None:
         )
 
 
+def check_size(name: str, size: int) -> None:
+    """Raises ValueError unless `size` is at least 1 and fits an int32."""
+    if not 1 <= size < 2**31:
+        raise ValueError(
+            f"{name}={size} must lie between 1 and 2**31 - 1: skip a vector that is empty, split a "
+            "longer one (bucket_size of a transformation does)"
+        )
+
+
 def check_k(k: int, size: int, limit: str | None = None) -> int:
     """The number of elements to keep as an int. Raises ValueError unless it is one in 1 .. size.
 

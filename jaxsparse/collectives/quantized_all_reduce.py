@@ -20,7 +20,7 @@ from jaxsparse.quantize import (
     quantize,
     to_message,
 )
-from jaxsparse.quantize.packing import check_size
+from jaxsparse.settings import check_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxsparse.bits import pack_fields, unpack_fields
 from jaxsparse.collectives import wire
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.quantize import Format
-from jaxsparse.quantize.packing import check_size
+from jaxsparse.settings import check_size
 
 
 def shared_scale_all_reduce(

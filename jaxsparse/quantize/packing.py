@@ -8,9 +8,9 @@ from jax import lax
 from jaxtyping import Array, Int, UInt32
 
 from jaxsparse.bits import field_words, pack_fields
-from jaxsparse.settings import static_int
+from jaxsparse.settings import check_size, static_int
 
-__all__ = ["check_bits", "check_size", "pack", "unpack"]
+__all__ = ["check_bits", "pack", "unpack"]
 
 _WORD = 32
 
@@ -82,12 +82,3 @@ def check_bits(bits: int) -> None:
     """Raises ValueError unless bits is 2, 4 or 8."""
     if static_int("bits", bits) not in (2, 4, 8):
         raise ValueError(f"bits={bits} is not supported: use 2, 4 or 8")
-
-
-def check_size(name: str, size: int) -> None:
-    """Raises ValueError unless `size` is at least 1 and fits an int32."""
-    if not 1 <= size < 2**31:
-        raise ValueError(
-            f"{name}={size} must lie between 1 and 2**31 - 1: skip a vector that is empty, split a "
-            "longer one (bucket_size of a transformation does)"
-        )

@@ -9,8 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from jaxsparse.bits import field_words, pack_fields, unpack_fields
-from jaxsparse.quantize.packing import check_size
-from jaxsparse.settings import static_int
+from jaxsparse.settings import check_size, static_int
 
 __all__ = [
     "SCALE_SHIFTS",

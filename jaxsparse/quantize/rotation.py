@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Key
 
-from jaxsparse.bits import flipped
 from jaxsparse.hashing import keyed
 from jaxsparse.settings import static_int
 
@@ -91,7 +90,9 @@ def _turned(x: Array, size: int) -> Array:
 
 def _signed(x: Array, key: Key[Array, ""]) -> Array:
     """The values with random signs: a hashed bit for each."""
-    return flipped(x, keyed(lax.iota(jnp.uint32, x.size), jax.random.bits(key, dtype=jnp.uint32)))
+    words = keyed(lax.iota(jnp.uint32, x.size), jax.random.bits(key, dtype=jnp.uint32))
+    signs = words & jnp.uint32(2**31)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ signs, jnp.float32)
 
 
 @functools.cache

@@ -97,8 +97,9 @@ class Budget(abc.ABC):
     """
 
     def __post_init__(self):
+        has_stages = self.has_stages
         check_fields(self)
-        if not self.has_stages:
+        if not has_stages:
             self.check()
 
     @property

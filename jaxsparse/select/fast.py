@@ -19,7 +19,6 @@ from jaxsparse.platforms import (
     by_platform,
     kth_largest,
     laid_around,
-    magnitude_bits,
     over_tiles,
     shaped_as,
     zeros,
@@ -195,9 +194,9 @@ class _Grid(NamedTuple):
 
     def key(self, value: Float[Array, "*shape"], b: Int[Array, "..."]) -> UInt32[Array, "*shape"]:
         """A magnitude. With shared slots it names the tile too, and only empty slots are 0."""
-        bits = magnitude_bits(value)
+        bits = lax.bitcast_convert_type(value, jnp.uint32)
         if self.per_group == 1:
-            return bits
+            return bits & jnp.uint32(2**31 - 1)
         place = (b // self.groups + 1).astype(jnp.uint32)
         return (bits & jnp.uint32(2**31 - 2**_ID_BITS)) | place
 

@@ -17,8 +17,7 @@ from jaxtyping import Float, Integer, UInt32
 
 from jaxsparse.magnitude import scaled
 from jaxsparse.platforms import by_platform, over_tiles, shaped_as, zeros
-from jaxsparse.quantize.packing import check_size
-from jaxsparse.settings import check_seed
+from jaxsparse.settings import check_seed, check_size
 from jaxsparse.sketch.tiles import (
     Seed,
     SketchSpec,
@@ -57,6 +56,7 @@ def encode(
     >>> encode(jnp.ones(100), SketchSpec(rows=5, cols=20)).shape
     (5, 20)
     """
+    check_size("x.size", x.size)
     return _encode(x, spec, check_seed(spec.seed if seed is None else seed))
 
 
@@ -68,7 +68,6 @@ def _encode(
         raise ValueError(f"x has shape {x.shape}, but a vector is sketched: pass x.ravel()")
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
         raise ValueError(f"x has dtype {x.dtype}: pass x.astype(jnp.float32)")
-    check_size("x.size", x.size)
     return by_platform(
         x,
         seed,

@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
-from jaxsparse.bits import flipped
 from jaxsparse.hashing import as_uint32, combine, drawn, keyed
 from jaxsparse.platforms import zeros
 from jaxsparse.settings import static_int, static_seed
@@ -123,6 +122,12 @@ def _places(
     return columns, words
 
 
+def _flip(x: Float[Array, "..."], word: UInt32[Array, "..."]) -> Float[Array, "..."]:
+    """Flips the signs of elements where the highest bit of a word is set."""
+    sign = word & np.uint32(0x80000000)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ sign, jnp.float32)
+
+
 def empty(spec: SketchSpec, like: tuple[Array, ...]) -> Float[Array, "rows cols+tile"]:
     """A table of zeros with `tile` further columns, into which tiles near a row's end run on.
 
@@ -150,7 +155,7 @@ def add_one(
     columns, words = _places(spec, seed, tile, lax.iota(jnp.uint32, values.size))
     for row, (column, word) in enumerate(zip(columns, words)):
         corner = jnp.int32(row), column
-        window = lax.dynamic_slice(table, corner, (1, values.size)) + flipped(values, word)[None]
+        window = lax.dynamic_slice(table, corner, (1, values.size)) + _flip(values, word)[None]
         table = lax.dynamic_update_slice(table, window, corner)
     return table
 
@@ -175,7 +180,7 @@ def add_all(
     row = row[None, :, None]
     index = as_uint32(tiles)[:, None, None] * np.uint32(size) + within
     words = keyed(index, combine(seed, _SIGN, row // 32)) << (row % 32).astype(jnp.uint32)
-    updates = flipped(values.astype(jnp.float32)[:, None], words)
+    updates = _flip(values.astype(jnp.float32)[:, None], words)
     # Without a barrier, the offset of a tile would be hashed again for each element.
     corners = lax.optimization_barrier(jnp.stack([rows, columns], axis=2))
     table = lax.scatter_add(
@@ -202,7 +207,7 @@ def tile_estimates(
         rows = []
         for row, (column, word) in enumerate(zip(columns, words)):
             corner = jnp.int32(row), column
-            rows.append(flipped(lax.dynamic_slice(table, corner, (1, length))[0], word))
+            rows.append(_flip(lax.dynamic_slice(table, corner, (1, length))[0], word))
         return median(rows)
 
     return estimates
@@ -229,7 +234,7 @@ def estimates_at(
     for row, (start, word) in enumerate(zip(columns, words)):
         column = start + within.astype(jnp.int32)
         column = jnp.where(column < spec.cols, column, column - spec.cols)
-        rows.append(flipped(table[row].at[column].get(mode="promise_in_bounds"), word))
+        rows.append(_flip(table[row].at[column].get(mode="promise_in_bounds"), word))
     return median(rows)
 
 
