@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxsparse
-from jaxsparse.training.digest import Digested
+from jaxsparse.processes.digest import Digested
 
 
 def main() -> None:

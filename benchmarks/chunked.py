@@ -18,8 +18,8 @@ import numpy as np
 import timing
 
 from jaxsparse import codecs, select
+from jaxsparse.arrays.stream import to_dense
 from jaxsparse.quantize import entry_values
-from jaxsparse.stream import to_dense
 
 
 def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import timing
 
 from jaxsparse import sketch
-from jaxsparse.hashing import bounded, combine, keyed
+from jaxsparse.arrays.hashing import bounded, combine, keyed
 
 
 @functools.partial(jax.jit, static_argnames="spec")

@@ -29,6 +29,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jaxsparse
 from jaxsparse import codecs, traffic
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives import (
     all_gather_sum,
     dsar_split_allgather,
@@ -38,7 +39,6 @@ from jaxsparse.collectives import (
     split_allgather,
 )
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.stream import SparseStream
 
 
 class Row(NamedTuple):

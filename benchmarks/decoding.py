@@ -20,8 +20,8 @@ import numpy as np
 import timing
 
 from jaxsparse import codecs
+from jaxsparse.arrays.settings import entries
 from jaxsparse.collectives.messages import MessageFormat
-from jaxsparse.settings import entries
 
 
 def decode_dense(parcel: MessageFormat, messages: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ import optax
 import timing
 
 import jaxsparse
-from jaxsparse.printing import aligned
+from jaxsparse.arrays.printing import aligned
 from jaxsparse.systems import TopK
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

@@ -25,7 +25,7 @@ import numpy as np
 import timing
 
 from jaxsparse import collectives, systems
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
 from jaxsparse.quantize import (
     QSGD,
     Format,

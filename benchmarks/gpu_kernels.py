@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from gpu_stage import Program, Stage, Times, donated_double, timed
 
-from jaxsparse import codecs, platforms, quantize, select, sketch
-from jaxsparse.stream import SparseStream, to_dense
+from jaxsparse import codecs, quantize, select, sketch
+from jaxsparse.arrays import platforms
+from jaxsparse.arrays.stream import SparseStream, to_dense
 
 _BLOCK = 256
 _FORMS_SIZE = 22  # 2^22: with 2^27, loops over tiles would take most of a GPU's time

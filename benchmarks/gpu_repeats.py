@@ -12,7 +12,7 @@ from gpu_kernels import Inputs
 from gpu_stage import Program, Stage
 
 from jaxsparse import quantize, select, sketch, systems
-from jaxsparse.stream import SparseStream, to_dense
+from jaxsparse.arrays.stream import SparseStream, to_dense
 
 _DENSITY = 0.01
 # Programs that may differ from run to run, because one scatter adds entries of one index in any

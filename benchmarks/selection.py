@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import timing
 
 from jaxsparse import select
-from jaxsparse.stream import SparseStream
+from jaxsparse.arrays.stream import SparseStream
 
 
 def energy(stream: SparseStream) -> float:

@@ -30,11 +30,11 @@ from jax.flatten_util import ravel_pytree
 
 import jaxsparse
 from jaxsparse import codecs
+from jaxsparse.arrays.settings import entries
 from jaxsparse.collectives import spardl as collectives
 from jaxsparse.collectives.spardl import spar_reduce_scatter
-from jaxsparse.collectives.wire import Group
+from jaxsparse.comm.wire import Group
 from jaxsparse.select.selection import SELECTORS
-from jaxsparse.settings import entries
 from jaxsparse.systems import SparDL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

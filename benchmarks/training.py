@@ -28,7 +28,7 @@ import timing
 
 import jaxsparse
 from jaxsparse import LocalSteps, codecs, data_parallel, outer, per_worker, shard
-from jaxsparse.printing import aligned
+from jaxsparse.arrays.printing import aligned
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 digits: Any = importlib.import_module("digits")

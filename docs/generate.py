@@ -34,9 +34,9 @@ MODULES = {
     "jaxsparse.sketch": "Count sketch",
     "jaxsparse.quantize": "Quantisation",
     "jaxsparse.codecs": "Wire formats",
-    "jaxsparse.stream": "Sparse vectors",
-    "jaxsparse.blocks": "Blocks",
-    "jaxsparse.layout": "Gradient trees and flat buckets",
+    "jaxsparse.arrays.stream": "Sparse vectors",
+    "jaxsparse.arrays.blocks": "Blocks",
+    "jaxsparse.arrays.layout": "Gradient trees and flat buckets",
     "jaxsparse.reducers.base": "The contract of a reducer",
     "jaxsparse.feedback": "Error feedback",
     "jaxsparse.feedback.by_message": "Messages without collectives",
@@ -281,7 +281,8 @@ def check_coverage(app, env) -> None:
     del app
     documented = env.domaindata["py"]["objects"]
     modules = [x for x in public_names("jaxsparse") if inspect.ismodule(getattr(jaxsparse, x))]
-    missing = [f"jaxsparse.{x}" for x in modules if f"jaxsparse.{x}" not in MODULES]
+    paths = [getattr(jaxsparse, x).__name__ for x in modules]
+    missing = [path for path in paths if path not in MODULES]
     for module in MODULES:
         for name in public_names(module):
             value = getattr(importlib.import_module(module), name)

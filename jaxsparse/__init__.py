@@ -7,29 +7,27 @@ Chain one of the transformations before an Optax optimizer and run the training 
 """
 
 from jaxsparse import (
-    blocks as blocks,
     codecs,
     collectives as collectives,
-    layout as layout,
     outer as outer,
     planner as planner,
     quantize as quantize,
     select as select,
     sketch as sketch,
-    stream as stream,
     systems,
     traffic as traffic,
 )
+from jaxsparse.arrays import blocks as blocks, layout as layout, stream as stream
+from jaxsparse.arrays.settings import Stages, warm_up
+from jaxsparse.comm.marks import PerWorker, specs
 from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.outer import LocalSteps
 from jaxsparse.planner import select_tensors
 from jaxsparse.planner.autotune import autotune
-from jaxsparse.settings import Stages, warm_up
+from jaxsparse.processes.failing import fail_at_once
 from jaxsparse.systems import *
 from jaxsparse.traffic import wire_bytes
 from jaxsparse.training.diagnostics import diagnose
-from jaxsparse.training.failing import fail_at_once
-from jaxsparse.training.marks import PerWorker, specs
 from jaxsparse.training.parallel import data_parallel
 from jaxsparse.training.per_worker import per_worker
 from jaxsparse.training.replicas import check_replicas

@@ -20,7 +20,7 @@ import chex
 import jax
 import pytest
 
-from jaxsparse import platforms
+from jaxsparse.arrays import platforms
 
 MAPPINGS = Path("/proc/self/maps")  # memory mappings; only Linux has this file
 

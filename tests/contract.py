@@ -9,7 +9,7 @@ import numpy as np
 from workers import on_workers, some
 
 from jaxsparse import PerWorker
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
 from jaxsparse.systems import SYSTEMS
 
 SIZE = 601  # prime: no worker count, block or column count divides it

@@ -19,10 +19,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
 from jaxsparse import PerWorker, Stages, codecs, data_parallel, quantize, shard, systems
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
+from jaxsparse.comm.meshes import Placement
 from jaxsparse.select import selection
 from jaxsparse.systems import SYSTEMS, Request
-from jaxsparse.training.meshes import Placement
 
 STEPS = 3
 # Errors of one float32 operation: the relative error, and the loss of numbers below the normal

@@ -34,16 +34,17 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "jaxsparse"
-PARTS = ("feedback", "collectives", "select", "sketch", "platforms.py", "codecs", "layout.py")
+ARRAYS = ("arrays/layout.py", "arrays/platforms.py")
+PARTS = (*ARRAYS, "codecs", "collectives", "feedback", "select", "sketch")
 # Patterns of the tests to run first. Patterns that match no file are skipped.
 LIKELY = {
     "feedback": ("feedback", "delay", "partition", "accumulators", "contract"),
     "collectives": ("collectives", "wire", "union", "spardl", "quantized*", "contract"),
     "select": ("select", "slots", "thresholds", "gpu_forms", "stream"),
     "sketch": ("sketch", "block_sketch", "gpu_forms", "hashing"),
-    "platforms.py": ("select", "thresholds", "gpu_forms"),
+    "arrays/platforms.py": ("select", "thresholds", "gpu_forms"),
     "codecs": ("codec*", "stream", "collectives", "union"),
-    "layout.py": ("layout", "partition", "feedback"),
+    "arrays/layout.py": ("layout", "partition", "feedback"),
 }
 LEFT_OUT = (".git", "__pycache__", ".*_cache", ".hypothesis", ".venv", "*.egg-info")
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxsparse import bits, blocks, codecs
+from jaxsparse import codecs
+from jaxsparse.arrays import bits, blocks
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.collectives.ok_topk import Regions
 from jaxsparse.collectives.split import split_format

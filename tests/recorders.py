@@ -4,7 +4,7 @@ import contextlib
 from typing import NamedTuple
 from unittest import mock
 
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
 
 NAMES = ("psum", "pmax", "all_gather", "permute", "all_to_all", "reduce_scatter")
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse.hashing import bounded, combine
+from jaxsparse.arrays.hashing import bounded, combine
 
 
 def hash_extract(x, threshold, slots, slot_of):

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse
 from jaxsparse import LocalSteps, data_parallel, outer, shard
-from jaxsparse.training.group import Group
+from jaxsparse.processes.group import Group
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_disable_most_optimizations", True)

@@ -8,7 +8,7 @@ import numpy as np
 from workers import on_workers
 
 from jaxsparse import PerWorker
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
 
 SUPPORTS = ("random", "disjoint", "identical", "empty", "clustered")
 

@@ -10,7 +10,8 @@ from supports import flat
 from workers import some
 
 import jaxsparse
-from jaxsparse import data_parallel, hashing, shard
+from jaxsparse import data_parallel, shard
+from jaxsparse.arrays import hashing
 from jaxsparse.feedback import store as accumulators
 
 W = 3

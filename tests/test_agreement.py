@@ -13,9 +13,10 @@ from running import ENV, QUICK, in_processes
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import _compat, data_parallel, shard
-from jaxsparse.training.digest import Digested
-from jaxsparse.training.group import Group, group_of
+from jaxsparse import data_parallel, shard
+from jaxsparse.comm import compat
+from jaxsparse.processes.digest import Digested
+from jaxsparse.processes.group import Group, group_of
 
 SCRIPT = Path(__file__).with_name("run_unlike.py")
 
@@ -159,7 +160,7 @@ class Store:
 def members(monkeypatch):
     """Three processes of a group, each with a function that makes it the running one."""
     store = Store()
-    monkeypatch.setattr(_compat, "shared_store", lambda: store)
+    monkeypatch.setattr(compat, "shared_store", lambda: store)
     groups = [Group((0, 1, 2)) for _ in range(3)]
 
     def look(process, looks=3):

@@ -11,7 +11,7 @@ from recorders import record
 from workers import MESH_SIZES, few, on_workers
 
 from jaxsparse import traffic
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
 from jaxsparse.reducers.blocks import contribution, select_blocks, take, union_capacity
 from jaxsparse.systems import omni_reduce, s2_reducer, sparse_all_gather
 from jaxsparse.systems.omni_reduce import OmniReduce

@@ -9,8 +9,9 @@ import pytest
 import reference_sketch as reference
 from workers import few
 
-from jaxsparse import blocks, sketch
-from jaxsparse.blocks import BlockStream
+from jaxsparse import sketch
+from jaxsparse.arrays import blocks
+from jaxsparse.arrays.blocks import BlockStream
 from jaxsparse.select.blocks import block_top_k
 from jaxsparse.sketch import SketchSpec
 from jaxsparse.sketch.blocks import decode_blocks, encode_blocks

@@ -11,9 +11,9 @@ from supports import SUPPORTS, run, vectors
 from workers import few, on_workers, some
 
 from jaxsparse import codecs, error_feedback, select, traffic
-from jaxsparse.bits import field_words, pack_fields, unpack_bits, unpack_fields
+from jaxsparse.arrays.bits import field_words, pack_fields, unpack_bits, unpack_fields
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.quantize import entry_values
-from jaxsparse.stream import SparseStream
 from jaxsparse.systems import ChunkedTopK, GTopK, OkTopk, SparCML, SparDL, TopK
 
 VALUES = np.float32([0.9, -1.1, 0.5, -0.6, 1.4, -0.4, 0.7, -0.8])

@@ -11,6 +11,7 @@ import pytest
 from workers import few, on_workers, some
 
 from jaxsparse import codecs, quantize
+from jaxsparse.arrays.stream import Combination, SparseStream
 from jaxsparse.collectives import (
     all_gather_sum,
     dsar_split_allgather,
@@ -19,7 +20,6 @@ from jaxsparse.collectives import (
     split_allgather,
 )
 from jaxsparse.collectives.messages import MessageFormat
-from jaxsparse.stream import Combination, SparseStream
 
 SIZE, K = 307, 12  # prime: no number of workers divides it
 SIMULATED = (*range(1, 10), 12, 14, 16)

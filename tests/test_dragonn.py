@@ -9,11 +9,12 @@ import pytest
 from supports import SUPPORTS, run, shares_by_quarter, total, vectors
 from workers import few
 
-from jaxsparse import codecs, hashing
+from jaxsparse import codecs
+from jaxsparse.arrays import hashing
+from jaxsparse.arrays.settings import Stages, entries
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.reducers.base import deliver_streams
 from jaxsparse.select.slots import hash_extract, hash_slots
-from jaxsparse.settings import Stages, entries
 from jaxsparse.systems import dragonn
 from jaxsparse.systems.dragonn import Dragonn, extractor
 

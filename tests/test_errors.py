@@ -29,8 +29,8 @@ from workers import mesh
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, local, shard
+from jaxsparse.arrays.settings import static_float, static_int
 from jaxsparse.quantize import QSGD
-from jaxsparse.settings import static_float, static_int
 
 SETTINGS = {
     "k too small": (lambda: sketched(k=0).init(PARAMS), r"k=0 must lie between 1 and .* 1200"),

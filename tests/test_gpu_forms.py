@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from workers import few, on_workers, some
 
-from jaxsparse import platforms, select, sketch
-from jaxsparse.blocks import BlockStream
+from jaxsparse import select, sketch
+from jaxsparse.arrays import platforms
+from jaxsparse.arrays.blocks import BlockStream
 from jaxsparse.select import compaction, fast, maxima, slots
 from jaxsparse.sketch import blocks, codec, tiles
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference_sketch as reference
 
-from jaxsparse import hashing
+from jaxsparse.arrays import hashing
 
 WORDS = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint64)
 

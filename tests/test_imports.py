@@ -1,10 +1,11 @@
-"""The files build on each other in one direction, and only wire.py names JAX's collectives."""
+"""Rooms build on each other in one direction, and only wire.py names JAX's collectives."""
 
 import ast
 import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from running import ENV
@@ -12,73 +13,6 @@ from running import ENV
 import jaxsparse
 
 ROOT = pathlib.Path(jaxsparse.__file__).parent
-
-# A module may import only from rows above its own, and in its own package from the same row.
-LAYERS = [
-    ["_compat", "settings", "magnitude", "platforms"],
-    ["bits", "hashing"],
-    ["training.group"],
-    ["training.failing"],
-    ["stream", "blocks", "quantize", "printing"],
-    ["codecs"],
-    ["select.compaction", "select.groups", "select.blocks", "select.maxima"],
-    ["select.fast", "select.slots", "select.thresholds"],
-    ["select.top_k"],
-    ["select.selection"],
-    ["select"],
-    ["sketch.tiles"],
-    ["sketch.codec"],
-    ["sketch.heavy", "sketch.blocks"],
-    ["sketch", "layout"],
-    ["collectives.wire"],
-    ["training.marks", "training.meshes", "training.replicas"],
-    ["training.unreduced"],
-    ["training.sharding", "traffic"],
-    ["training.digest", "training.calls", "training.strays"],
-    [
-        "training.agreement",
-        "training.parallel",
-        "training.per_worker",
-        "training.resharding",
-    ],
-    ["collectives.messages"],
-    ["collectives.split"],
-    ["collectives"],
-    ["reducers.base"],
-    [
-        "reducers.one_message",
-        "reducers.matrices",
-        "reducers.blocks",
-        "reducers.entries",
-        "reducers.stages",
-    ],
-    ["reducers"],
-    ["feedback"],
-    ["training.diagnostics"],
-    ["systems.row"],
-    ["systems.dense"],
-    ["systems.top_k", "systems.true_top_k", "systems.omni_reduce", "systems.quantized"],
-    ["systems"],
-    ["outer.fragments", "outer.optimizers"],
-    ["outer.worker"],
-    ["outer"],
-    ["planner"],
-    ["__main__"],
-]
-
-
-# Imported within a function, when it is called.
-LATE = {("systems.sparcml", "planner.algorithms")}
-
-
-def layer(module):
-    """The row of the longest prefix of `module` that LAYERS names."""
-    parts = module.split(".")
-    for length in range(len(parts), 0, -1):
-        for row, names in enumerate(LAYERS):
-            if ".".join(parts[:length]) in names:
-                return row
-    raise AssertionError(f"{module} has no layer: add it to LAYERS")
 
 
 def sources():
@@ -88,25 +22,16 @@ def sources():
             yield module, path.read_text()
 
 
-def imported(source):
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxsparse"):
-            base = node.module.removeprefix("jaxsparse").lstrip(".")
-            for alias in node.names:
-                full = f"{base}.{alias.name}".lstrip(".")
-                is_module = (ROOT / (full.replace(".", "/") + ".py")).exists()
-                is_package = (ROOT / full.replace(".", "/")).is_dir()
-                yield full if is_module or is_package else base
-
-
-def test_imports_point_one_way():
-    for module, source in sources():
-        for other in imported(source):
-            if (module, other) in LATE:
-                continue
-            in_one_package = "." in module and module.split(".")[0] == other.split(".")[0]
-            if not in_one_package or layer(other) != layer(module):
-                assert layer(other) < layer(module), f"{module} must not import {other}"
+def test_the_map_shows_the_rooms_in_the_order_that_imports_keep():
+    """`lint-imports` checks the order in `.ci/run`."""
+    settings = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
+    (contract,) = settings["tool"]["importlinter"]["contracts"]
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    shown = text[text.index("<!-- map -->") : text.index("<!-- end of map -->")]
+    rooms = re.findall(r"^    (\w+)/? ", shown, re.MULTILINE)
+    assert rooms == contract["layers"][::-1]
+    packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
+    assert {*rooms} == packages | {"__main__"}
 
 
 COLLECTIVES = {"psum", "pmax", "pmin", "pmean", "all_gather", "ppermute", "all_to_all"}
@@ -115,7 +40,7 @@ COLLECTIVES |= {"psum_scatter", "pbroadcast", "ragged_all_to_all"}
 
 def test_only_wire_names_collectives():
     for module, source in sources():
-        if module != "collectives.wire":
+        if module != "comm.wire":
             assert not COLLECTIVES & set(_lax_names(source)), module
             assert "from jax.lax import" not in source, module
 
@@ -123,7 +48,7 @@ def test_only_wire_names_collectives():
 def test_nothing_private_to_jax_is_imported():
     for module, source in sources():
         # The store that processes share has no public name.
-        allowed = ["from jax._src import distributed"] if module == "_compat" else []
+        allowed = ["from jax._src import distributed"] if module == "comm.compat" else []
         assert re.findall(r".*jax\._src.*", source) == [" " * 8 + line for line in allowed], module
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import layout
+from jaxsparse.arrays import layout
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsparse import magnitude
+from jaxsparse.arrays import magnitude
 
 ROWS = np.float32([[3, -4, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0.5]])
 

@@ -9,10 +9,10 @@ import pytest
 from supports import flat
 
 from jaxsparse import data_parallel, error_feedback, partition, shard
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.settings import Stages
+from jaxsparse.comm import wire
 from jaxsparse.reducers.base import Leaf, Reducer, deliver
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
-from jaxsparse.settings import Stages
 from jaxsparse.systems import TopK
 
 SHAPES = {

@@ -19,9 +19,9 @@ from workers import some
 
 import jaxsparse
 from jaxsparse import PerWorker, data_parallel, reshard, shard, traffic
+from jaxsparse.comm import meshes
 from jaxsparse.feedback.sharded import exchanged_specs
 from jaxsparse.systems import OmniReduce
-from jaxsparse.training import meshes
 
 STEPS = 2
 
@@ -532,7 +532,7 @@ class TestDoors:
         axes = jax.tree.map(
             lambda spec: 0 if spec == P("hosts") else None, jaxsparse.specs(state, "hosts")
         )
-        rows = jaxsparse.training.marks.map_marked(lambda x, own: x[:, None] if own else x, state)
+        rows = jaxsparse.comm.marks.map_marked(lambda x, own: x[:, None] if own else x, state)
         update = jax.vmap(
             tx.update,
             in_axes=(0, axes),

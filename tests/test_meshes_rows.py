@@ -11,7 +11,7 @@ from workers import some
 
 import jaxsparse
 from jaxsparse import data_parallel, shard, traffic
-from jaxsparse.training import meshes
+from jaxsparse.comm import meshes
 
 # Rows that adapt messages to a device's shard are refused: see test_refused.
 ROWS = [name for name, case in CASES.items() if not case.reducer.adapts_messages]

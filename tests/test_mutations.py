@@ -101,8 +101,8 @@ def tree(tmp_path):
     """A library of two lines: one that its tests check, and one that they do not."""
     for name, text in {
         "jaxsparse/__init__.py": "",
-        "jaxsparse/layout.py": "def half(x):\n    return x / 2\n",
-        "jaxsparse/platforms.py": "ROOM = 4\n",
+        "jaxsparse/arrays/layout.py": "def half(x):\n    return x / 2\n",
+        "jaxsparse/arrays/platforms.py": "ROOM = 4\n",
         "tests/test_layout.py": """
             from jaxsparse import layout
             def test_half():
@@ -124,10 +124,10 @@ def test_faults_are_caught_or_survive(tree, capsys):
     before = {path: path.read_bytes() for path in tree.rglob("*.py")}
     mutations.main(["--count", "2", "--workers", "0", "--skip-unchanged"], root=tree)
     printed = capsys.readouterr().out
-    assert re.search(r"^\| 2 \| jaxsparse/layout.py:2 \|.*\| tests/test_layout.py::", printed, re.M)
-    assert "| 1 | jaxsparse/platforms.py:1 | `ROOM = 4` | `ROOM = 5` | SURVIVED |" in printed
+    assert re.search(r"^\| 2 \| .*layout.py:2 .*\| tests/test_layout.py::", printed, re.M)
+    assert "| 1 | jaxsparse/arrays/platforms.py:1 | `ROOM = 4` | `ROOM = 5` | SURVIVED |" in printed
     assert "1 of 2 caught" in printed
-    assert "- survivor 1, jaxsparse/platforms.py:1: `ROOM = 4` -> `ROOM = 5`" in printed
+    assert "- survivor 1, jaxsparse/arrays/platforms.py:1: `ROOM = 4` -> `ROOM = 5`" in printed
     assert {path: path.read_bytes() for path in tree.rglob("*.py")} == before
 
 

@@ -8,7 +8,8 @@ import pytest
 from steps import compiled_step
 from workers import mesh, on_workers
 
-from jaxsparse import Stages, data_parallel, error_feedback, layout, local, shard, traffic
+from jaxsparse import Stages, data_parallel, error_feedback, local, shard, traffic
+from jaxsparse.arrays import layout
 from jaxsparse.feedback import partition
 from jaxsparse.systems import (
     Dense,

@@ -128,7 +128,7 @@ def test_a_device_of_which_nothing_is_shipped():
 @pytest.mark.slow
 def test_the_whole_exchange_is_computed(monkeypatch):
     """Nothing is optimised away: mean, residual and state leave the program."""
-    from jaxsparse.collectives import wire
+    from jaxsparse.comm import wire
 
     seen = []
     real = jax.block_until_ready

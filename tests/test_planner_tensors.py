@@ -12,11 +12,11 @@ import optax
 import pytest
 
 from jaxsparse import codecs, planner
+from jaxsparse.arrays.layout import small_or_vector
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.feedback import error_feedback
-from jaxsparse.layout import small_or_vector
 from jaxsparse.planner import TensorPoint, TensorProfile, profile_tensors, select_tensors
 from jaxsparse.planner.computing import _line
-from jaxsparse.stream import SparseStream
 from jaxsparse.systems import TopK
 
 

@@ -13,7 +13,7 @@ from steps import compiled_step
 from workers import MESH_SIZES, mesh, on_workers, some
 
 from jaxsparse import Stages, data_parallel, powersgd, reshard, shard, traffic
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
 from jaxsparse.reducers.matrices import Matrix
 from jaxsparse.systems.powersgd import PowerSGD, PowerState, _orthonormal
 

@@ -11,8 +11,8 @@ from recorders import record
 from workers import feedback_loop, few, mesh, on_workers
 
 from jaxsparse import codecs, data_parallel, shard, traffic
+from jaxsparse.arrays.settings import Stages
 from jaxsparse.quantize import Format
-from jaxsparse.settings import Stages
 from jaxsparse.systems import PowerSGD, Quantized, TopK, dense, random_k
 from jaxsparse.systems.random_k import RandomK
 

@@ -7,11 +7,11 @@ import pytest
 from workers import few, on_workers, some
 
 from jaxsparse import codecs
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.spardl import largest_sums
 from jaxsparse.quantize import Format
 from jaxsparse.reducers.base import deliver_streams
-from jaxsparse.stream import SparseStream
 from jaxsparse.systems import (
     GTopK,
     OkTopk,

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from workers import few, some
 
-from jaxsparse import select, sketch, stream
-from jaxsparse.blocks import BlockStream
+from jaxsparse import select, sketch
+from jaxsparse.arrays import stream
+from jaxsparse.arrays.blocks import BlockStream
 from jaxsparse.select.compaction import compact_ranked, compact_rows
 
 

@@ -6,8 +6,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from workers import mesh
 
-from jaxsparse import bits, codecs, hashing, platforms, select, sketch, stream, traffic
-from jaxsparse.platforms import only_shapes
+from jaxsparse import codecs, select, sketch, traffic
+from jaxsparse.arrays import bits, hashing, platforms, stream
+from jaxsparse.arrays.platforms import only_shapes
 from jaxsparse.select import compaction
 from jaxsparse.systems import choose
 from jaxsparse.traffic import traced
@@ -76,7 +77,7 @@ def test_forms_have_the_types_of_their_functions(name):
 
 
 def equations(program):
-    inner = (traced._compat.inner_programs(each.params) for each in program.eqns)
+    inner = (traced.compat.inner_programs(each.params) for each in program.eqns)
     return len(program.eqns) + sum(equations(each) for programs in inner for each in programs)
 
 

@@ -12,7 +12,8 @@ from fuzzing import SUPPORTS, Data, Leaf, Program, check, compiled
 from workers import few, some
 
 import jaxsparse
-from jaxsparse import data_parallel, layout, shard
+from jaxsparse import data_parallel, shard
+from jaxsparse.arrays import layout
 from jaxsparse.systems import SYSTEMS, Request
 
 MOST = 2**31 - 1

@@ -11,7 +11,7 @@ import reference_sketch as reference
 from workers import few, some
 
 from jaxsparse import sketch
-from jaxsparse.hashing import permute
+from jaxsparse.arrays.hashing import permute
 from jaxsparse.select.fast import Values, streaming_top_k
 from jaxsparse.sketch import SketchSpec
 from jaxsparse.sketch.heavy import mix_in_random

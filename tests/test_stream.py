@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from workers import some
 
-from jaxsparse import codecs, stream
+from jaxsparse import codecs
+from jaxsparse.arrays import stream
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.codecs import ranges
-from jaxsparse.stream import SparseStream
 
 # Jitted, because each operation outside of a program is a program of its own.
 to_dense = jax.jit(stream.to_dense, static_argnums=(1, 2))

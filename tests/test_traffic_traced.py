@@ -13,7 +13,7 @@ from workers import mesh, some
 
 import jaxsparse
 from jaxsparse import data_parallel, shard, specs
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
 from jaxsparse.planner.network import Link, Network, rounds
 from jaxsparse.systems import WITH_VARIANTS, SparCML, TopK, choose
 from jaxsparse.traffic import traced_bytes, wire_bytes

@@ -9,9 +9,10 @@ import pytest
 from published_traffic import union_traffic
 from workers import MESH_SIZES, few, on_workers
 
-from jaxsparse import bits, traffic
-from jaxsparse.collectives import wire
+from jaxsparse import traffic
+from jaxsparse.arrays import bits
 from jaxsparse.collectives.union import union
+from jaxsparse.comm import wire
 
 # Sizes of one word, of words that no number of workers divides, and of more words than workers.
 SIZES = (1, 33, 97, 1030)

@@ -8,7 +8,7 @@ from recorders import record
 from workers import MESH_SIZES, WAYS, on_workers
 
 from jaxsparse import traffic
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
 
 AXIS = "data"
 

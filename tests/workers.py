@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
 
 MESH_SIZES = (1, 2, 3, 5, 8)  # numbers of workers that the emulated devices allow
 WAYS = ("shard_map", "shard_map_unchecked", "vmap")

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
 from jaxsparse import traffic
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
 
 _BATCH, _INPUTS, _CLASSES = 8, 64, 10  # batch of a worker; inputs and classes of the trained model
 _MESH_AXIS = "data"

@@ -22,7 +22,7 @@ from programs import Loaded, Program, Store, arguments, program
 from records import Records
 
 from jaxsparse import fail_at_once, planner
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
 
 _LEAST = 3  # least number of repetitions
 _WORDS = (1, 2**10, 2**14, 2**17, 2**20)  # sizes of messages with which links are measured

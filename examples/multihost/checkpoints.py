@@ -23,7 +23,7 @@ from loops import patient_loops
 from orbax.checkpoint import checkpoint_managers as policies
 
 import jaxsparse
-from jaxsparse.hashing import mix
+from jaxsparse.arrays.hashing import mix
 
 T = TypeVar("T")
 

@@ -10,9 +10,10 @@ from batches import Room
 
 import jaxsparse
 from jaxsparse import collectives
-from jaxsparse.collectives import AllReduced, wire
+from jaxsparse.arrays.stream import SparseStream, to_dense
+from jaxsparse.collectives import AllReduced
+from jaxsparse.comm import wire
 from jaxsparse.planner.timing import interleaved
-from jaxsparse.stream import SparseStream, to_dense
 
 Exchange = Callable[..., AllReduced]  # takes a stream and the vector's size
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
 from jaxsparse import quantize
-from jaxsparse.bits import field_words, pack_fields, unpack_fields
+from jaxsparse.arrays.bits import field_words, pack_fields, unpack_fields
+from jaxsparse.arrays.platforms import shaped_as, zeros
+from jaxsparse.arrays.settings import check_k, static_int
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.codecs.codec import shaped_entries, shaped_message
 from jaxsparse.codecs.ranges import sorter
-from jaxsparse.platforms import shaped_as, zeros
-from jaxsparse.settings import check_k, static_int
-from jaxsparse.stream import SparseStream
 
 _LARGEST_CHUNK = 2**16
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Num, UInt32
 
-from jaxsparse.platforms import zeros
-from jaxsparse.stream import SparseStream, shaped_stream
+from jaxsparse.arrays.platforms import zeros
+from jaxsparse.arrays.stream import SparseStream, shaped_stream
 
 
 @runtime_checkable

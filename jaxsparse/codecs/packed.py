@@ -5,12 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
-from jaxsparse.bits import float_bits, from_float_bits
+from jaxsparse.arrays.bits import float_bits, from_float_bits
+from jaxsparse.arrays.magnitude import rounded
+from jaxsparse.arrays.platforms import shaped_as
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.codecs.codec import shaped_entries, shaped_message
 from jaxsparse.codecs.ranges import sorter
-from jaxsparse.magnitude import rounded
-from jaxsparse.platforms import shaped_as
-from jaxsparse.stream import SparseStream
 
 # Entries in a range of this many elements have equal upper bits of their indices.
 _RANGE = 2**16

@@ -24,4 +24,4 @@ from jaxsparse.collectives.spardl import spar_reduce_scatter as spar_reduce_scat
 from jaxsparse.collectives.sparse_ring import sparse_ring as sparse_ring
 from jaxsparse.collectives.split_allgather import split_allgather as split_allgather
 from jaxsparse.collectives.union import union as union
-from jaxsparse.collectives.wire import Group as Group, bruck_all_gather as bruck_all_gather
+from jaxsparse.comm.wire import Group as Group, bruck_all_gather as bruck_all_gather

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 
 from jaxsparse import codecs
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.stream import Operation, SparseStream, merge_duplicates
 from jaxsparse.collectives.messages import AllReduced, MessageFormat
-from jaxsparse.stream import Operation, SparseStream, merge_duplicates
+from jaxsparse.comm import wire
 
 
 def all_gather_sum(

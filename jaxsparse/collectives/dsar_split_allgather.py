@@ -4,10 +4,10 @@ import jax
 from jaxtyping import Array, Key
 
 from jaxsparse import codecs, quantize
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.stream import Operation, SparseStream
 from jaxsparse.collectives.messages import AllReduced, split_counts, with_count
 from jaxsparse.collectives.split import own_range, split
-from jaxsparse.stream import Operation, SparseStream
+from jaxsparse.comm import wire
 
 
 def dsar_split_allgather(

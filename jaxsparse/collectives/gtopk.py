@@ -4,10 +4,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxsparse import codecs
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.stream import SparseStream, add_to, to_dense
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.spardl import largest_sums
-from jaxsparse.stream import SparseStream, add_to, to_dense
+from jaxsparse.comm import wire
 
 
 def gtopk(

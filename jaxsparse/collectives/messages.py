@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
 from jaxsparse import codecs, select
-from jaxsparse.codecs.codec import left_of
-from jaxsparse.stream import (
+from jaxsparse.arrays.stream import (
     Operation,
     SparseStream,
     check_operation,
@@ -24,6 +23,7 @@ from jaxsparse.stream import (
     scatter,
     to_dense,
 )
+from jaxsparse.codecs.codec import left_of
 
 
 class AllReduced(NamedTuple):

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse import codecs, select
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.platforms import by_digits, magnitude_bits, to_bits, zeros
+from jaxsparse.arrays.stream import SparseStream, add_to, from_dense, to_dense
 from jaxsparse.collectives.regions import Regions, bin_count, by_owner
 from jaxsparse.collectives.spardl import Select, largest
-from jaxsparse.platforms import by_digits, magnitude_bits, to_bits, zeros
+from jaxsparse.comm import wire
 from jaxsparse.select.compaction import first_of_ranges, running_sum
 from jaxsparse.select.thresholds import sample_size
 from jaxsparse.select.top_k import sampled_else_exact
-from jaxsparse.stream import SparseStream, add_to, from_dense, to_dense
 
 # Slots for each of the k wanted entries. With so many, a sampled threshold lets more entries pass
 # than there are slots in only one of some thousand samples.

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.settings import check_size
 from jaxsparse.collectives.messages import AllReduced
+from jaxsparse.comm import wire
 from jaxsparse.quantize import (
     Quantizer,
     check_feedback,
@@ -20,7 +21,6 @@ from jaxsparse.quantize import (
     quantize,
     to_message,
 )
-from jaxsparse.settings import check_size
 
 
 @dataclasses.dataclass(frozen=True)

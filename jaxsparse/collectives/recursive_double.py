@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxsparse import codecs
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.stream import Operation, SparseStream, to_dense
 from jaxsparse.collectives.messages import AllReduced, MessageFormat
-from jaxsparse.stream import Operation, SparseStream, to_dense
+from jaxsparse.comm import wire
 
 
 def recursive_double(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxsparse.platforms import zeros
+from jaxsparse.arrays.platforms import zeros
 
 # Number of bins of equal length that a vector is cut into. Their counts balance the regions.
 _BINS = 1024

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxsparse.bits import pack_fields, unpack_fields
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.bits import pack_fields, unpack_fields
+from jaxsparse.arrays.settings import check_size
 from jaxsparse.collectives.messages import AllReduced
+from jaxsparse.comm import wire
 from jaxsparse.quantize import Format
-from jaxsparse.settings import check_size
 
 
 def shared_scale_all_reduce(

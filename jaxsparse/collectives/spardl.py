@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxsparse import codecs
+from jaxsparse.arrays.stream import SparseStream, add, add_to, to_dense
 from jaxsparse.codecs.codec import left_of
-from jaxsparse.collectives.wire import Group, bruck_all_gather
-from jaxsparse.stream import SparseStream, add, add_to, to_dense
+from jaxsparse.comm.wire import Group, bruck_all_gather
 
 # A function of a vector and k that returns k of the vector's entries, with distinct indices.
 Select = Callable[[Float[Array, " m"], int], SparseStream]

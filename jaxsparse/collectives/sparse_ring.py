@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import DTypeLike
 
 from jaxsparse import codecs
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.stream import Operation, SparseStream, to_dense
 from jaxsparse.collectives.messages import (
     AllReduced,
     MessageFormat,
@@ -12,8 +12,8 @@ from jaxsparse.collectives.messages import (
     with_count,
 )
 from jaxsparse.collectives.split import room_in
-from jaxsparse.collectives.wire import Group
-from jaxsparse.stream import Operation, SparseStream, to_dense
+from jaxsparse.comm import wire
+from jaxsparse.comm.wire import Group
 
 
 def sparse_ring(

@@ -8,11 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Int
 
 from jaxsparse import codecs
-from jaxsparse.codecs.codec import left_of
-from jaxsparse.collectives import wire
-from jaxsparse.collectives.messages import AllReduced, MessageFormat
-from jaxsparse.settings import static_count
-from jaxsparse.stream import (
+from jaxsparse.arrays.settings import static_count
+from jaxsparse.arrays.stream import (
     Operation,
     SparseStream,
     merge_duplicates,
@@ -20,6 +17,9 @@ from jaxsparse.stream import (
     takes_duplicates,
     to_dense,
 )
+from jaxsparse.codecs.codec import left_of
+from jaxsparse.collectives.messages import AllReduced, MessageFormat
+from jaxsparse.comm import wire
 
 
 def room_in(name: str, capacity: int | None, most: int, op: Operation) -> int:

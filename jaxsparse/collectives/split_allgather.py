@@ -3,7 +3,7 @@
 from jaxtyping import DTypeLike
 
 from jaxsparse import codecs
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.stream import Operation, SparseStream
 from jaxsparse.collectives.messages import (
     AllReduced,
     MessageFormat,
@@ -11,7 +11,7 @@ from jaxsparse.collectives.messages import (
     with_count,
 )
 from jaxsparse.collectives.split import own_range, room_in, split
-from jaxsparse.stream import Operation, SparseStream
+from jaxsparse.comm import wire
 
 
 def split_allgather(

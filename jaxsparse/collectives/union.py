@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
 
-from jaxsparse import bits
-from jaxsparse.collectives import wire
+from jaxsparse.arrays import bits
+from jaxsparse.comm import wire
 
 
 def union(mask: Bool[Array, " blocks"], axis_name: str | None) -> Bool[Array, " blocks"]:

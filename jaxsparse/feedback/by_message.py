@@ -27,7 +27,8 @@ import optax
 from jaxtyping import Array, Int, UInt32
 
 from jaxsparse import codecs
-from jaxsparse.collectives.wire import Axes
+from jaxsparse.arrays.layout import Pieces
+from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import (
     Bucket,
     Carried,
@@ -44,7 +45,6 @@ from jaxsparse.feedback.exchange import (
     exchange,
     total,
 )
-from jaxsparse.layout import Pieces
 from jaxsparse.reducers.base import Info, Owed, settled
 from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.reducers.stages import Staged

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse.collectives import wire
-from jaxsparse.collectives.wire import Axes
-from jaxsparse.layout import Layout, Pieces, cut
-from jaxsparse.magnitude import LARGEST
+from jaxsparse.arrays.layout import Layout, Pieces, cut
+from jaxsparse.arrays.magnitude import LARGEST
+from jaxsparse.comm import wire
+from jaxsparse.comm.wire import Axes
 from jaxsparse.reducers.base import Info, Reduced, Reducer
 
 T = TypeVar("T")

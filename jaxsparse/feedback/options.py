@@ -20,8 +20,8 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
-from jaxsparse.layout import IsDense
-from jaxsparse.settings import static_float, static_int
+from jaxsparse.arrays.layout import IsDense
+from jaxsparse.arrays.settings import static_float, static_int
 
 P = ParamSpec("P")
 T = TypeVar("T")

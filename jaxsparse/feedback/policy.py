@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxsparse.layout import named_leaves
+from jaxsparse.arrays.layout import named_leaves
+from jaxsparse.arrays.settings import Stages
 from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.reducers.stages import Staged, in_stages
-from jaxsparse.settings import Stages
 
 # The way in which one leaf is exchanged. None: uncompressed.
 Rule = Budget | Stages[Reducer] | None

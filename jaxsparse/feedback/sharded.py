@@ -11,11 +11,11 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jaxsparse import layout as layouts
+from jaxsparse.arrays import layout as layouts
+from jaxsparse.comm import marks, meshes
+from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.feedback.store import ErrorFeedbackState, Kind, kinds
 from jaxsparse.reducers.base import Budget
-from jaxsparse.training import marks, meshes
-from jaxsparse.training.meshes import AnyMesh, Placement
 
 # update(updates, state, momentum, inner axes) of one worker's device. Returns updates and state.
 Update = Callable[[Any, ErrorFeedbackState, Any, tuple[str, ...]], tuple[Any, ErrorFeedbackState]]

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 from jaxtyping import Array, BFloat16, DTypeLike, Float, Int, UInt32
 
-from jaxsparse import hashing, layout as layouts
-from jaxsparse.collectives import wire
-from jaxsparse.collectives.wire import Axes
+from jaxsparse.arrays import hashing, layout as layouts
+from jaxsparse.comm import wire
+from jaxsparse.comm.marks import PerWorker
+from jaxsparse.comm.meshes import Placement
+from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged, Plan
 from jaxsparse.reducers.base import Info
-from jaxsparse.training.marks import PerWorker
-from jaxsparse.training.meshes import Placement
 
 _SIGN = 0x80000000
 _DROPPED = 0x0000FFFF  # the bits of a float32 that a bfloat16 does not have

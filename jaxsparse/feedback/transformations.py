@@ -10,8 +10,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jaxsparse import layout as layouts
-from jaxsparse.collectives.wire import Axes
+from jaxsparse.arrays import layout as layouts
+from jaxsparse.arrays.layout import IsDense, small_or_vector
+from jaxsparse.comm import meshes
+from jaxsparse.comm.marks import unwrapped
+from jaxsparse.comm.meshes import AnyMesh, Placement, place
+from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.by_message import EXCHANGE
 from jaxsparse.feedback.exchange import Plan, Settings, keep_rounding
 from jaxsparse.feedback.options import (
@@ -28,12 +32,8 @@ from jaxsparse.feedback.options import (
 from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
 from jaxsparse.feedback.sharded import Update, checked, on_devices, shards, spread
 from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator
-from jaxsparse.layout import IsDense, small_or_vector
 from jaxsparse.reducers.base import Budget, Leaf, Reducer
 from jaxsparse.reducers.stages import in_stages
-from jaxsparse.training import meshes
-from jaxsparse.training.marks import unwrapped
-from jaxsparse.training.meshes import AnyMesh, Placement, place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ErrorFeedback(LeafOptions):
 
     **Inner axes.** On a mesh with axes for FSDP or tensor parallelism, each device exchanges its
     own shards of the leaves with the devices that hold the same shards for other workers
-    (`jaxsparse.training.meshes`). Leaves that an inner axis does not cut are cut along it for the
+    (`jaxsparse.comm.meshes`). Leaves that an inner axis does not cut are cut along it for the
     exchange, in a dimension that it divides. Those without such a dimension go uncompressed.
     Settings that are totals for the tree, such as a sketch's k, are divided over the devices.
     `init` reads the leaves' partitions from parameters that are on the mesh or have Explicit axes

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from jaxsparse.settings import static_float, static_int
+from jaxsparse.arrays.settings import static_float, static_int
 
 _NUMBER = re.compile(r"\d+")
 

@@ -29,11 +29,11 @@ import optax
 from jax.sharding import Mesh
 
 from jaxsparse import traffic
+from jaxsparse.arrays.settings import Stages, static_int
+from jaxsparse.comm.marks import PerWorker
+from jaxsparse.comm.meshes import WorkersError, inner_axes
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.worker import LocalState, Select, Step, Worker
-from jaxsparse.settings import Stages, static_int
-from jaxsparse.training.marks import PerWorker
-from jaxsparse.training.meshes import WorkersError, inner_axes
 from jaxsparse.training.parallel import Way, data_parallel
 from jaxsparse.training.sharding import count_workers, shard
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from jaxsparse.arrays.settings import static_float
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import RuleOption, part, transformation
-from jaxsparse.settings import static_float
 from jaxsparse.systems.chunked_top_k import ChunkedTopK
 from jaxsparse.systems.dense import dense
 

@@ -12,12 +12,12 @@ import optax
 from jax.tree_util import keystr, tree_flatten_with_path
 from jaxtyping import Array, Bool, Int
 
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.layout import check_arrays, narrow
+from jaxsparse.arrays.magnitude import all_finite
+from jaxsparse.comm import wire
+from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
 from jaxsparse.feedback import states_in
-from jaxsparse.layout import check_arrays, narrow
-from jaxsparse.magnitude import all_finite
 from jaxsparse.outer.fragments import Streaming
-from jaxsparse.training.marks import PerWorker, is_marked, map_marked
 
 Select = Callable[[Any], Any]
 Step = Callable[[Any, Any], tuple[Any, Any]]

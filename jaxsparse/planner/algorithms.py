@@ -6,9 +6,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.planner.network import Link, Network
 from jaxsparse.planner.profiles import SystemProfile
-from jaxsparse.stream import SparseStream
 from jaxsparse.systems import SparCML
 from jaxsparse.systems.sparcml import ALGORITHMS, Algorithm
 from jaxsparse.traffic import WireBytes, traced_bytes

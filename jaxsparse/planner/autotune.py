@@ -11,7 +11,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxsparse.settings import static_count
+from jaxsparse.arrays.settings import static_count
 from jaxsparse.training.parallel import data_parallel
 from jaxsparse.training.sharding import local, shard
 

@@ -13,15 +13,15 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.settings import check_density, entries, static_count, static_int
+from jaxsparse.arrays.stream import SparseStream, to_dense
 from jaxsparse.collectives.messages import MessageFormat
+from jaxsparse.comm import wire
 from jaxsparse.planner.algorithms import choose_algorithm
 from jaxsparse.planner.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.planner.tensors import TensorPoint, TensorProfile
 from jaxsparse.planner.timing import here, interleaved
 from jaxsparse.reducers.base import Budget, Reducer
-from jaxsparse.settings import check_density, entries, static_count, static_int
-from jaxsparse.stream import SparseStream, to_dense
 from jaxsparse.systems import WITH_VARIANTS, Dense, SparCML, choose
 from jaxsparse.systems.dragonn import extractor
 from jaxsparse.systems.sparcml import ALGORITHMS

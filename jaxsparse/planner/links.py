@@ -15,10 +15,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.settings import static_count, static_float, static_int
+from jaxsparse.comm import wire
 from jaxsparse.planner.network import Link, Network, Timing
 from jaxsparse.planner.timing import elapsed
-from jaxsparse.settings import static_count, static_float, static_int
 from jaxsparse.training.sharding import count_workers
 
 # Fallbacks for terms that the timings do not determine.

@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple
 
+from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.planner.profiles import Measured
-from jaxsparse.settings import static_count, static_float
 from jaxsparse.traffic import WireBytes
 
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsparse import layout as layouts
+from jaxsparse.arrays import layout as layouts
+from jaxsparse.arrays.settings import check_density, static_count, static_float
 from jaxsparse.planner.algorithms import choose_algorithm
 from jaxsparse.planner.computing import check_shapes, measured_as
 from jaxsparse.planner.network import Link, Network
 from jaxsparse.planner.plans import Plan, Prediction
 from jaxsparse.planner.profiles import SystemProfile
 from jaxsparse.reducers.base import Budget, Reducer, SeededReducer
-from jaxsparse.settings import check_density, static_count, static_float
 from jaxsparse.systems import WITH_VARIANTS, Choice, Dense, SparCML, choose
 from jaxsparse.traffic import WireBytes, traced_bytes
 from jaxsparse.traffic.report import merged, scaled

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxsparse.arrays.printing import aligned, milliseconds as _ms
 from jaxsparse.planner.trained import Evidence, chains
-from jaxsparse.printing import aligned, milliseconds as _ms
 from jaxsparse.systems import WITH_VARIANTS
 
 

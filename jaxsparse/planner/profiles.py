@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
-from jaxsparse.settings import static_float, static_int
+from jaxsparse.arrays.settings import static_float, static_int
 
 _VERSION = 3
 

@@ -8,12 +8,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsparse import codecs, layout as layouts
+from jaxsparse import codecs
+from jaxsparse.arrays import layout as layouts
+from jaxsparse.arrays.printing import aligned, milliseconds
+from jaxsparse.arrays.settings import check_density, entries, static_count, static_float, static_int
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.planner import network
 from jaxsparse.planner.profiles import Measured
-from jaxsparse.printing import aligned, milliseconds
-from jaxsparse.settings import check_density, entries, static_count, static_float, static_int
 
 _ms = functools.partial(milliseconds, digits=3)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jaxsparse.printing import aligned
+from jaxsparse.arrays.printing import aligned
 
 Exchanged = Literal["gradients", "updates", "displacements"]
 _SHIPPED = Path(__file__).with_name("trained.json")

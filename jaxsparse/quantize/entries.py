@@ -12,10 +12,23 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse.bits import field_words, float_bits, from_float_bits, pack_fields, unpack_fields
-from jaxsparse.magnitude import SMALLEST, largest_magnitude, rounded, scaled, shares_of, within
+from jaxsparse.arrays.bits import (
+    field_words,
+    float_bits,
+    from_float_bits,
+    pack_fields,
+    unpack_fields,
+)
+from jaxsparse.arrays.magnitude import (
+    SMALLEST,
+    largest_magnitude,
+    rounded,
+    scaled,
+    shares_of,
+    within,
+)
+from jaxsparse.arrays.settings import static_int
 from jaxsparse.quantize.quantizer import in_groups
-from jaxsparse.settings import static_int
 
 __all__ = ["EntryValues", "Floats", "Published", "SignMagnitude", "ValueQuantizer", "entry_values"]
 

@@ -14,8 +14,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Key, UInt32
 
-from jaxsparse.bits import field_words, float_bits, from_float_bits, pack_fields, unpack_fields
-from jaxsparse.magnitude import LARGEST, SMALLEST, largest_magnitude, within
+from jaxsparse.arrays.bits import (
+    field_words,
+    float_bits,
+    from_float_bits,
+    pack_fields,
+    unpack_fields,
+)
+from jaxsparse.arrays.magnitude import LARGEST, SMALLEST, largest_magnitude, within
 from jaxsparse.quantize.packing import pack, unpack
 from jaxsparse.quantize.quantizer import (
     SCALE_SHIFTS,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, UInt32
 
-from jaxsparse.bits import field_words, pack_fields
-from jaxsparse.settings import check_size, static_int
+from jaxsparse.arrays.bits import field_words, pack_fields
+from jaxsparse.arrays.settings import check_size, static_int
 
 __all__ = ["check_bits", "pack", "unpack"]
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from jaxsparse.bits import field_words
-from jaxsparse.hashing import keyed
-from jaxsparse.magnitude import LARGEST, SMALLEST, largest_magnitude, norms, shares_of
+from jaxsparse.arrays.bits import field_words
+from jaxsparse.arrays.hashing import keyed
+from jaxsparse.arrays.magnitude import LARGEST, SMALLEST, largest_magnitude, norms, shares_of
 from jaxsparse.quantize.packing import check_bits, pack, unpack
 from jaxsparse.quantize.quantizer import Quantized, check_group_size, in_groups
 

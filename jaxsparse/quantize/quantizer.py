@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from jaxsparse.bits import field_words, pack_fields, unpack_fields
-from jaxsparse.settings import check_size, static_int
+from jaxsparse.arrays.bits import field_words, pack_fields, unpack_fields
+from jaxsparse.arrays.settings import check_size, static_int
 
 __all__ = [
     "SCALE_SHIFTS",

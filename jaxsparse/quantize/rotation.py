@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Key
 
-from jaxsparse.hashing import keyed
-from jaxsparse.settings import static_int
+from jaxsparse.arrays.hashing import keyed
+from jaxsparse.arrays.settings import static_int
 
 __all__ = ["check_rotation", "rotated", "rotated_back"]
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from jaxsparse import bits
+from jaxsparse.arrays import bits
 from jaxsparse.quantize.quantizer import Quantized, check_group_size, in_groups
 
 

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxsparse.arrays.platforms import count_where
+from jaxsparse.arrays.settings import Seed, Stages, check_fields
+from jaxsparse.arrays.stream import SparseStream, filled, to_dense
 from jaxsparse.collectives.messages import AllReduced
-from jaxsparse.platforms import count_where
-from jaxsparse.settings import Seed, Stages, check_fields
-from jaxsparse.stream import SparseStream, filled, to_dense
 
 _MOST = 2**31 - 1  # the largest int32
 
@@ -93,7 +93,7 @@ class Budget(abc.ABC):
     included. It can be divided only once the layout is known.
 
     Derived classes are frozen dataclasses of static settings. Their fields' types say what values
-    they take (`jaxsparse.settings.check_fields`).
+    they take (`jaxsparse.arrays.settings.check_fields`).
     """
 
     def __post_init__(self):

@@ -6,13 +6,13 @@ from typing import Annotated, Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxsparse import blocks
-from jaxsparse.blocks import BlockStream
+from jaxsparse.arrays import blocks
+from jaxsparse.arrays.blocks import BlockStream
+from jaxsparse.arrays.settings import Density, check_vector, entries, static_float
 from jaxsparse.collectives.union import union
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.select.blocks import block_top_k
 from jaxsparse.select.compaction import compact_ranked
-from jaxsparse.settings import Density, check_vector, entries, static_float
 
 
 def check_room(name: str, value: Any) -> float:

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import codecs
+from jaxsparse.arrays.settings import Density
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.reducers.base import Conservation, Owed, Reducer, Total, owed, summed
 from jaxsparse.select.selection import Selection, check_selection
-from jaxsparse.settings import Density
-from jaxsparse.stream import SparseStream
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse.collectives import wire
+from jaxsparse.comm import wire
 from jaxsparse.reducers.base import Owed, Reduced, Reducer, Total, settled
 
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.settings import Stages
+from jaxsparse.comm import wire
 from jaxsparse.reducers.base import Budget, Conservation, Leaf, Reduced, Reducer
-from jaxsparse.settings import Stages
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@
 All have static sizes and work under jit, vmap and shard_map.
 """
 
+from jaxsparse.arrays.settings import check_k
 from jaxsparse.select.blocks import block_top_k
 from jaxsparse.select.compaction import compact
 from jaxsparse.select.fast import fast_top_k
@@ -28,7 +29,6 @@ from jaxsparse.select.slots import (
 )
 from jaxsparse.select.thresholds import bisection_threshold, sampled_threshold
 from jaxsparse.select.top_k import bisection_top_k, sampled_top_k, threshold_top_k, top_k
-from jaxsparse.settings import check_k
 
 __all__ = [
     "Bisection",

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsparse import blocks
-from jaxsparse.blocks import BlockStream
-from jaxsparse.magnitude import norms
-from jaxsparse.settings import check_k, check_vector
+from jaxsparse.arrays import blocks
+from jaxsparse.arrays.blocks import BlockStream
+from jaxsparse.arrays.magnitude import norms
+from jaxsparse.arrays.settings import check_k, check_vector
 
 __all__ = ["block_top_k"]
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int, Shaped, UInt32
 
-from jaxsparse.platforms import Key, by_platform, shaped_as
-from jaxsparse.settings import check_vector, static_int
+from jaxsparse.arrays.platforms import Key, by_platform, shaped_as
+from jaxsparse.arrays.settings import check_vector, static_int
 
 __all__ = ["compact", "compact_ranked", "first_of_ranges", "running_sum"]
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
-from jaxsparse.hashing import drawn
-from jaxsparse.platforms import (
+from jaxsparse.arrays.hashing import drawn
+from jaxsparse.arrays.platforms import (
     by_platform,
     kth_largest,
     laid_around,
@@ -23,9 +23,9 @@ from jaxsparse.platforms import (
     shaped_as,
     zeros,
 )
+from jaxsparse.arrays.settings import check_k, check_seed, check_vector
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.select.compaction import first_of_ranges
-from jaxsparse.settings import check_k, check_seed, check_vector
-from jaxsparse.stream import SparseStream
 
 __all__ = ["Values", "fast_top_k", "streaming_top_k"]
 

@@ -9,10 +9,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Int32
 
-from jaxsparse.platforms import by_digits, shaped_as
+from jaxsparse.arrays.platforms import by_digits, shaped_as
+from jaxsparse.arrays.settings import check_k, check_vector, static_int
+from jaxsparse.arrays.stream import SparseStream, shaped_stream
 from jaxsparse.select.compaction import compact, compact_rows
-from jaxsparse.settings import check_k, check_vector, static_int
-from jaxsparse.stream import SparseStream, shaped_stream
 
 __all__ = ["group_top_k"]
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
-from jaxsparse.hashing import drawn
-from jaxsparse.platforms import by_platform, laid_around, magnitude_bits, over_tiles, zeros
-from jaxsparse.settings import check_seed, check_slots, check_vector
-from jaxsparse.stream import SparseStream
+from jaxsparse.arrays.hashing import drawn
+from jaxsparse.arrays.platforms import by_platform, laid_around, magnitude_bits, over_tiles, zeros
+from jaxsparse.arrays.settings import check_seed, check_slots, check_vector
+from jaxsparse.arrays.stream import SparseStream
 
 __all__ = ["slot_max"]
 

@@ -6,10 +6,10 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.select.fast import fast_top_k
 from jaxsparse.select.thresholds import DEFAULT_PASSES, check_passes, check_samples
 from jaxsparse.select.top_k import bisection_top_k, sampled_top_k, threshold_top_k
-from jaxsparse.stream import SparseStream
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Integer, UInt32
 
-from jaxsparse.hashing import as_uint32, bounded, combine, keyed
-from jaxsparse.platforms import by_platform, shaped_as, zeros
+from jaxsparse.arrays.hashing import as_uint32, bounded, combine, keyed
+from jaxsparse.arrays.platforms import by_platform, shaped_as, zeros
+from jaxsparse.arrays.settings import check_seed, check_slots, check_vector
+from jaxsparse.arrays.stream import SparseStream, from_dense, shaped_stream
 from jaxsparse.select.compaction import compact
-from jaxsparse.settings import check_seed, check_slots, check_vector
-from jaxsparse.stream import SparseStream, from_dense, shaped_stream
 
 __all__ = ["Extraction", "counted_hash_extract", "hash_extract", "hash_slots"]
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer, UInt32
 
-from jaxsparse.hashing import bounded, combine, keyed
-from jaxsparse.platforms import (
+from jaxsparse.arrays.hashing import bounded, combine, keyed
+from jaxsparse.arrays.platforms import (
     count_reaching,
     folded,
     kth_largest,
@@ -20,7 +20,7 @@ from jaxsparse.platforms import (
     to_bits,
     zeros,
 )
-from jaxsparse.settings import check_k, check_seed, check_vector, static_int
+from jaxsparse.arrays.settings import check_k, check_seed, check_vector, static_int
 
 __all__ = ["DEFAULT_PASSES", "Bracket", "bisection_threshold", "sampled_threshold"]
 

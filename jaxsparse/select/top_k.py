@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
-from jaxsparse.platforms import magnitude_bits, shaped_as, to_bits, zeros
+from jaxsparse.arrays.platforms import magnitude_bits, shaped_as, to_bits, zeros
+from jaxsparse.arrays.settings import check_k, check_seed, check_vector
+from jaxsparse.arrays.stream import SparseStream, from_dense, shaped_stream
 from jaxsparse.select.compaction import first_of_ranges
 from jaxsparse.select.thresholds import (
     DEFAULT_PASSES,
@@ -21,8 +23,6 @@ from jaxsparse.select.thresholds import (
     check_passes,
     sampled_threshold,
 )
-from jaxsparse.settings import check_k, check_seed, check_vector
-from jaxsparse.stream import SparseStream, from_dense, shaped_stream
 
 __all__ = ["bisection_top_k", "sampled_top_k", "threshold_top_k", "top_k"]
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, UInt32
 
-from jaxsparse.blocks import BlockStream
-from jaxsparse.platforms import by_platform, zeros
-from jaxsparse.settings import check_seed
+from jaxsparse.arrays.blocks import BlockStream
+from jaxsparse.arrays.platforms import by_platform, zeros
+from jaxsparse.arrays.settings import check_seed
 from jaxsparse.sketch.codec import check_table
 from jaxsparse.sketch.tiles import (
     Seed,

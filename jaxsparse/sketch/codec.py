@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Integer, UInt32
 
-from jaxsparse.magnitude import scaled
-from jaxsparse.platforms import by_platform, over_tiles, shaped_as, zeros
-from jaxsparse.settings import check_seed, check_size
+from jaxsparse.arrays.magnitude import scaled
+from jaxsparse.arrays.platforms import by_platform, over_tiles, shaped_as, zeros
+from jaxsparse.arrays.settings import check_seed, check_size
 from jaxsparse.sketch.tiles import (
     Seed,
     SketchSpec,

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
-from jaxsparse.hashing import combine, permute
-from jaxsparse.platforms import zeros
+from jaxsparse.arrays.hashing import combine, permute
+from jaxsparse.arrays.platforms import zeros
+from jaxsparse.arrays.settings import check_k, check_seed, check_size
 from jaxsparse.select.compaction import compact_ranked
 from jaxsparse.select.fast import Values, streaming_top_k
-from jaxsparse.settings import check_k, check_seed, check_size
 from jaxsparse.sketch.codec import check_table, decode_at, l2_norm
 from jaxsparse.sketch.tiles import Seed, SketchSpec, estimates_at, tile_estimates
 

@@ -12,9 +12,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
-from jaxsparse.hashing import as_uint32, combine, drawn, keyed
-from jaxsparse.platforms import zeros
-from jaxsparse.settings import static_int, static_seed
+from jaxsparse.arrays.hashing import as_uint32, combine, drawn, keyed
+from jaxsparse.arrays.platforms import zeros
+from jaxsparse.arrays.settings import static_int, static_seed
 
 __all__ = [
     "SketchSpec",

@@ -4,7 +4,7 @@ The planner, the benchmarks, the contract test and the docs all read `SYSTEMS`. 
 file, and here its import, its row and its name.
 """
 
-from jaxsparse.settings import check_density, static_int
+from jaxsparse.arrays.settings import check_density, static_int
 from jaxsparse.systems.chunked_top_k import (
     CHUNKED_TOP_K,
     ChunkedTopK as ChunkedTopK,

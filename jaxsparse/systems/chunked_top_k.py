@@ -8,15 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs, quantize, select
+from jaxsparse.arrays.magnitude import norms
+from jaxsparse.arrays.platforms import count_where
+from jaxsparse.arrays.settings import Stages, current
+from jaxsparse.arrays.stream import SparseStream, add_to, filled
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.magnitude import norms
-from jaxsparse.platforms import count_where
 from jaxsparse.reducers.base import Conservation, Owed, Total, finite_sums, info, owed, summed
 from jaxsparse.reducers.entries import conservation_of, entries_message, entries_total
 from jaxsparse.reducers.one_message import OneMessage
-from jaxsparse.settings import Stages, current
-from jaxsparse.stream import SparseStream, add_to, filled
 from jaxsparse.systems.row import Case, Request, Settings, System, one_in
 
 

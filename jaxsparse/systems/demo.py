@@ -12,14 +12,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs, select
+from jaxsparse.arrays.magnitude import LARGEST, largest_magnitude
+from jaxsparse.arrays.settings import Stages, check_k, current
+from jaxsparse.arrays.stream import SparseStream, add_to, to_dense
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.magnitude import LARGEST, largest_magnitude
 from jaxsparse.reducers.base import Conservation, Owed, Total, info
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.reducers.one_message import OneMessage
-from jaxsparse.settings import Stages, check_k, current
-from jaxsparse.stream import SparseStream, add_to, to_dense
 from jaxsparse.systems.row import Case, Request, Settings, System
 
 ValueBits = Literal[2, 4, 8, 16, 32]

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse import codecs, layout as layouts
-from jaxsparse.collectives import wire
+from jaxsparse import codecs
+from jaxsparse.arrays import layout as layouts
+from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Owed, Reduced, Total, deliver, summed

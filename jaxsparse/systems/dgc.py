@@ -4,10 +4,10 @@ import dataclasses
 
 from jaxtyping import Array
 
+from jaxsparse.arrays.settings import Density
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.select.selection import Selection
-from jaxsparse.settings import Density
 from jaxsparse.systems.row import Case, System
 from jaxsparse.systems.top_k import TopK
 

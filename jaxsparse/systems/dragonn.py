@@ -7,7 +7,10 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse import codecs, hashing
+from jaxsparse import codecs
+from jaxsparse.arrays import hashing
+from jaxsparse.arrays.settings import Density, entries
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Owed, SeededReducer, Total
@@ -16,8 +19,6 @@ from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.slots import hash_extract
 from jaxsparse.select.thresholds import check_samples, sampled_threshold
-from jaxsparse.settings import Density, entries
-from jaxsparse.stream import SparseStream
 from jaxsparse.systems.row import Case, System
 
 Extract = Literal["hash", "slot_max"]

@@ -10,17 +10,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 from jaxsparse import codecs
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.layout import narrow, short_names
+from jaxsparse.arrays.magnitude import clipped
+from jaxsparse.comm import marks, meshes, wire
+from jaxsparse.comm.marks import PerWorker
 from jaxsparse.feedback import ErrorFeedbackState
 from jaxsparse.feedback.options import check_momentum, part, transformation
 from jaxsparse.feedback.transformations import ErrorFeedback
-from jaxsparse.layout import narrow, short_names
-from jaxsparse.magnitude import clipped
 from jaxsparse.reducers.base import Budget, Reducer
 from jaxsparse.systems.row import Case, Request, Settings, System
 from jaxsparse.systems.top_k import TopK
-from jaxsparse.training import marks, meshes
-from jaxsparse.training.marks import PerWorker
 
 
 class EF21State(NamedTuple):

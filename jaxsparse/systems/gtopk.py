@@ -6,14 +6,14 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.settings import entries
 from jaxsparse.collectives.gtopk import gtopk as gtopk_all_reduce
+from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Reduced, deliver_merged, marked
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.selection import SELECTORS
-from jaxsparse.settings import entries
 from jaxsparse.systems.row import Case, System
 
 

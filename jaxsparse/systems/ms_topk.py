@@ -3,11 +3,11 @@
 import dataclasses
 
 from jaxsparse import codecs
+from jaxsparse.arrays.settings import Density
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.select.selection import Bisection
 from jaxsparse.select.thresholds import DEFAULT_PASSES
-from jaxsparse.settings import Density
 from jaxsparse.systems.row import Case, System
 from jaxsparse.systems.top_k import TopK
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import codecs
+from jaxsparse.arrays.settings import Count, entries, static_float
+from jaxsparse.arrays.stream import add_to
 from jaxsparse.collectives.ok_topk import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Reduced, info
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.selection import SELECTORS
-from jaxsparse.settings import Count, entries, static_float
-from jaxsparse.stream import add_to
 from jaxsparse.systems.row import Case, System
 
 

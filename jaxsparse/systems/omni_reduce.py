@@ -5,9 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxsparse import blocks
-from jaxsparse.blocks import BlockStream
-from jaxsparse.collectives import wire
+from jaxsparse.arrays import blocks
+from jaxsparse.arrays.blocks import BlockStream
+from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Reduced, finite_sums, info

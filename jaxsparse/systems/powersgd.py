@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt32
 
-from jaxsparse import hashing
-from jaxsparse.collectives import wire
+from jaxsparse.arrays import hashing
+from jaxsparse.arrays.layout import cut, join
+from jaxsparse.arrays.magnitude import LARGEST, clipped, scaled
+from jaxsparse.arrays.settings import Stages, at_least, current, static_float
+from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.layout import cut, join
-from jaxsparse.magnitude import LARGEST, clipped, scaled
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer, SeededReducer, finite_sums, info
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
-from jaxsparse.settings import Stages, at_least, current, static_float
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, Request, Settings, System
 

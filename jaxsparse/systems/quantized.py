@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import quantize
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.settings import static_int
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.quantized_all_reduce import Teams, quantized_all_reduce
 from jaxsparse.collectives.shared_scale_all_reduce import check_format, shared_scale_all_reduce
+from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.quantize import (
@@ -35,7 +36,6 @@ from jaxsparse.reducers.base import (
     summed,
 )
 from jaxsparse.reducers.one_message import OneMessage
-from jaxsparse.settings import static_int
 from jaxsparse.systems.row import Case, System
 
 

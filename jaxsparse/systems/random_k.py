@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxsparse import hashing
+from jaxsparse.arrays import hashing
+from jaxsparse.arrays.settings import Density, check_vector, entries
+from jaxsparse.arrays.stream import filled
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import (
@@ -18,8 +20,6 @@ from jaxsparse.reducers.base import (
     bucket_seeds,
     info,
 )
-from jaxsparse.settings import Density, check_vector, entries
-from jaxsparse.stream import filled
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System
 from jaxsparse.systems.top_k import TopK

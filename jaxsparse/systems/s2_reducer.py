@@ -7,11 +7,12 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse import blocks
-from jaxsparse.collectives import wire
+from jaxsparse.arrays import blocks
+from jaxsparse.arrays.hashing import combine
+from jaxsparse.arrays.settings import Density, static_float
+from jaxsparse.comm import wire
 from jaxsparse.feedback.options import part, transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.hashing import combine
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, info
 from jaxsparse.reducers.blocks import (
     BlockReducer,
@@ -23,7 +24,6 @@ from jaxsparse.reducers.blocks import (
     union_capacity,
 )
 from jaxsparse.select.compaction import compact
-from jaxsparse.settings import Density, static_float
 from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
 from jaxsparse.sketch.tiles import SketchSpec
 from jaxsparse.systems.dense import Dense

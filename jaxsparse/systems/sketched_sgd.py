@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, UInt32
 
 from jaxsparse import select, sketch
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.layout import narrow, split_evenly
+from jaxsparse.arrays.stream import SparseStream
+from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.layout import narrow, split_evenly
 from jaxsparse.reducers.base import (
     Reduced,
     Reducer,
@@ -19,7 +20,6 @@ from jaxsparse.reducers.base import (
     bucket_seeds,
     deliver_means,
 )
-from jaxsparse.stream import SparseStream
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, Request, Settings, System
 

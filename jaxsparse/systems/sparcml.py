@@ -10,20 +10,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs, quantize, select
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.settings import Stages, current, static_float
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.recursive_double import recursive_double
 from jaxsparse.collectives.sparse_ring import sparse_ring
 from jaxsparse.collectives.split_allgather import split_allgather
+from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver_streams
 from jaxsparse.reducers.entries import conservation_of
 from jaxsparse.select.groups import count_entries, most_entries
-from jaxsparse.settings import Stages, current, static_float
-from jaxsparse.stream import SparseStream
 from jaxsparse.systems.row import Case, Request, Settings, System, one_in
 
 Algorithm = Literal[

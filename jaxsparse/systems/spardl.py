@@ -9,15 +9,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs
-from jaxsparse.collectives import spardl as collectives, wire
-from jaxsparse.collectives.wire import Group, bruck_all_gather
+from jaxsparse.arrays.settings import Count, check_vector, entries
+from jaxsparse.arrays.stream import to_dense
+from jaxsparse.collectives import spardl as collectives
+from jaxsparse.comm import wire
+from jaxsparse.comm.wire import Group, bruck_all_gather
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Reduced, deliver_merged
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.selection import SELECTORS
-from jaxsparse.settings import Count, check_vector, entries
-from jaxsparse.stream import to_dense
 from jaxsparse.systems.row import Case, System
 
 

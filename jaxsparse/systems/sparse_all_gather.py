@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxsparse import blocks, codecs
-from jaxsparse.collectives import wire
+from jaxsparse import codecs
+from jaxsparse.arrays import blocks
+from jaxsparse.arrays.settings import entries
 from jaxsparse.collectives.messages import split_counts, with_count
+from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Reduced, finite_sums, info
@@ -21,7 +23,6 @@ from jaxsparse.reducers.blocks import (
     selected_count,
     take,
 )
-from jaxsparse.settings import entries
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System, block_settings
 

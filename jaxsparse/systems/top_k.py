@@ -6,13 +6,13 @@ from typing import Any
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs
+from jaxsparse.arrays.settings import entries
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Owed, Total
 from jaxsparse.reducers.entries import EntryReducer, entries_message, entries_total
 from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.select.selection import SELECTORS
-from jaxsparse.settings import entries
 from jaxsparse.systems.row import Case, System
 
 

@@ -6,12 +6,12 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxsparse import select
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.layout import split_evenly
+from jaxsparse.arrays.settings import Count, entries
+from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.layout import split_evenly
 from jaxsparse.reducers.base import Reduced, Reducer, deliver_means
-from jaxsparse.settings import Count, entries
 from jaxsparse.systems.row import Case, System
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 
-from jaxsparse.printing import aligned
+from jaxsparse.arrays.printing import aligned
 
 # Bytes that one of W workers receives per byte of operand.
 RECEIVED: dict[str, Callable[[int], float]] = {

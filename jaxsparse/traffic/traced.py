@@ -14,9 +14,10 @@ import optax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
-from jaxsparse import _compat, platforms
-from jaxsparse.collectives import wire
-from jaxsparse.settings import static_int
+from jaxsparse.arrays import platforms
+from jaxsparse.arrays.settings import static_int
+from jaxsparse.comm import compat, wire
+from jaxsparse.comm.marks import map_marked
 from jaxsparse.traffic.groups import row_major
 from jaxsparse.traffic.report import (
     RECEIVED,
@@ -26,7 +27,6 @@ from jaxsparse.traffic.report import (
     merged,
     scaled,
 )
-from jaxsparse.training.marks import map_marked
 
 # With more workers along an axis, permutations are not traced.
 _MOST_LISTED = 2**13
@@ -129,8 +129,8 @@ def _few(workers: int) -> int:
 def _lists_workers(program: Jaxpr) -> bool:
     """Whether a program has a permutation, whose pairs take memory and time for each worker."""
     return any(
-        _compat.OPCODES.get(equation.primitive.name) == "collective-permute"
-        or any(map(_lists_workers, _compat.inner_programs(equation.params)))
+        compat.OPCODES.get(equation.primitive.name) == "collective-permute"
+        or any(map(_lists_workers, compat.inner_programs(equation.params)))
         for equation in program.eqns
     )
 
@@ -178,10 +178,10 @@ def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]
                 f"{name} ({_where(equation)}) names a mesh axis, and what it moves is not known: "
                 "read the compiled program with jaxsparse.traffic.wire_bytes instead"
             )
-        if name in _compat.OPCODES:
+        if name in compat.OPCODES:
             parts.append(_collective(equation, extents))
             continue
-        inside = [_traffic(each, extents, memo) for each in _compat.inner_programs(parameters)]
+        inside = [_traffic(each, extents, memo) for each in compat.inner_programs(parameters)]
         if name == "cond":
             branches = tuple(inside)
             if any(branch.collectives for branch in branches):
@@ -190,7 +190,7 @@ def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]
             inner = merged(inside)
             if name == "scan":
                 inner = scaled(inner, parameters["length"])
-            elif inner.collectives and name not in _compat.CALLS:
+            elif inner.collectives and name not in compat.CALLS:
                 raise ValueError(
                     f"{name} ({_where(equation)}) runs {inner.collectives[0].name} a number of "
                     "times that is not known from the traced program: bound the loop statically "
@@ -204,16 +204,16 @@ def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]
 
 def _is_unknown(name: str, parameters: dict[str, Any], extents: dict[str, int]) -> bool:
     """Whether a primitive moves an unknown number of bytes."""
-    axes = set(_compat.axes_of(parameters))
-    if name in _compat.OPCODES:
+    axes = set(compat.axes_of(parameters))
+    if name in compat.OPCODES:
         return not axes <= extents.keys()
-    return bool(axes) and name not in _compat.SILENT and name not in _compat.CALLS
+    return bool(axes) and name not in compat.SILENT and name not in compat.CALLS
 
 
 def _collective(equation: Any, extents: dict[str, int]) -> WireBytes:
     parameters, name = equation.params, equation.primitive.name
-    op = _compat.OPCODES[name]
-    along = {axis: extents[axis] for axis in _compat.axes_of(parameters)}
+    op = compat.OPCODES[name]
+    along = {axis: extents[axis] for axis in compat.axes_of(parameters)}
     groups = parameters.get("axis_index_groups")
     if op == "collective-permute":
         groups = [(source, target) for source, target in parameters["perm"] if source != target]
@@ -260,4 +260,4 @@ def _printed(aval: Any) -> str:
 
 
 def _where(equation: Any) -> str:
-    return "/".join(filter(None, (_compat.name_stack(equation), equation.primitive.name)))
+    return "/".join(filter(None, (compat.name_stack(equation), equation.primitive.name)))

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxsparse.collectives import wire
+from jaxsparse.arrays.magnitude import norms
+from jaxsparse.comm import wire
 from jaxsparse.feedback import states_in
 from jaxsparse.feedback.exchange import saturating_sum
-from jaxsparse.magnitude import norms
 
 
 class Diagnostics(NamedTuple):

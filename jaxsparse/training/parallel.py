@@ -13,12 +13,9 @@ from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
 
-from jaxsparse import _compat
-from jaxsparse.training.agreement import compare as compare_calls
-from jaxsparse.training.calls import Step
-from jaxsparse.training.group import group_of
-from jaxsparse.training.marks import check_wrapped, is_marked, module_in
-from jaxsparse.training.meshes import (
+from jaxsparse.comm import compat
+from jaxsparse.comm.marks import check_wrapped, is_marked, module_in
+from jaxsparse.comm.meshes import (
     RUNNING,
     Running,
     WorkersError,
@@ -27,6 +24,9 @@ from jaxsparse.training.meshes import (
     restricted,
     running,
 )
+from jaxsparse.processes.agreement import compare as compare_calls
+from jaxsparse.processes.calls import Step
+from jaxsparse.processes.group import group_of
 from jaxsparse.training.sharding import count_workers
 from jaxsparse.training.strays import warn_of_strays
 
@@ -318,7 +318,7 @@ def _traced(
 def _convolves(program: Jaxpr) -> bool:
     return any(
         equation.primitive.name == "conv_general_dilated"
-        or any(map(_convolves, _compat.inner_programs(equation.params)))
+        or any(map(_convolves, compat.inner_programs(equation.params)))
         for equation in program.eqns
     )
 

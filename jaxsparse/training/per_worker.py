@@ -15,10 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_leaves_with_path, tree_map_with_path
 from jaxtyping import Array, Bool
 
-from jaxsparse.collectives import wire
-from jaxsparse.magnitude import all_finite
-from jaxsparse.training import marks, meshes
-from jaxsparse.training.marks import PerWorker, is_marked
+from jaxsparse.arrays.magnitude import all_finite
+from jaxsparse.comm import marks, meshes, wire
+from jaxsparse.comm.marks import PerWorker, is_marked
 
 
 def per_worker(

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
-from jaxsparse.training.marks import check_wrapped, is_marked
+from jaxsparse.comm.marks import check_wrapped, is_marked
 from jaxsparse.training.sharding import count_workers, partition, shard
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from jaxsparse.training.marks import PerWorker
+        >>> from jaxsparse.comm.marks import PerWorker
         >>> state = {"residual": PerWorker(jnp.float32([[0, 3], [3, 3], [6, 0]]))}
         >>> reshard(state, 2)["residual"].value.tolist()
         [[1.0, 3.0], [5.0, 1.0]]

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_map_with_path
 
-from jaxsparse.collectives import wire
-from jaxsparse.layout import check_arrays
-from jaxsparse.training.marks import check_wrapped, is_marked, map_marked
-from jaxsparse.training.meshes import RUNNING, inner_axes, names_of
+from jaxsparse.arrays.layout import check_arrays
+from jaxsparse.comm import wire
+from jaxsparse.comm.marks import check_wrapped, is_marked, map_marked
+from jaxsparse.comm.meshes import RUNNING, inner_axes, names_of
 
 T = TypeVar("T")
 

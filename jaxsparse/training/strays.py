@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxsparse import traffic
-from jaxsparse.training.meshes import SCOPE
+from jaxsparse.comm.meshes import SCOPE
 
 # Below _FEW_BYTES there is no warning, because metrics may cross the axis. A warning names the
 # _NAMED largest collectives.

@@ -21,7 +21,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, KeyPath
 
-from jaxsparse.layout import check_arrays
+from jaxsparse.arrays.layout import check_arrays
 
 T = TypeVar("T")
 

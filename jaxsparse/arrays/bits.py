@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, UInt32
 
-from jaxsparse.platforms import shaped_as
+from jaxsparse.arrays.platforms import shaped_as
 
 __all__ = [
     "field_words",

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxsparse import _compat
+from jaxsparse.comm import compat
 
 T = TypeVar("T")
 
@@ -86,12 +86,12 @@ def tracks_replication(axis_name: str | None) -> bool:
     """Whether values have a replication type, as under shard_map with `check_vma=True`."""
     if axis_name is None or not _in_shard_map(axis_name):
         return False
-    return axis_name in _compat.varying_axes(jax.lax.axis_index(axis_name))
+    return axis_name in compat.varying_axes(jax.lax.axis_index(axis_name))
 
 
 def is_varying(x: Array, axis_name: str) -> bool:
     """Whether `x` is typed as different per worker. Only meaningful if `tracks_replication`."""
-    return axis_name in _compat.varying_axes(x)
+    return axis_name in compat.varying_axes(x)
 
 
 def varying(tree: T, axis_name: str | None) -> T:
@@ -100,7 +100,7 @@ def varying(tree: T, axis_name: str | None) -> T:
         return tree
     assert axis_name is not None
     return jax.tree.map(
-        lambda x: x if is_varying(x, axis_name) else _compat.cast_to_varying(x, axis_name), tree
+        lambda x: x if is_varying(x, axis_name) else compat.cast_to_varying(x, axis_name), tree
     )
 
 
@@ -109,7 +109,7 @@ def varying_as(tree: T, x: Array, axis_name: str | None) -> T:
 
     It moves no data. It is for constants to which loops and branches add sums over `axis_name`.
     """
-    for axis in _compat.varying_axes(x) - {axis_name}:
+    for axis in compat.varying_axes(x) - {axis_name}:
         tree = varying(tree, axis)
     return tree
 
@@ -125,7 +125,7 @@ def replicated(x: Array, axis_name: str | None) -> Array:
         # Under vmap a replicated value is an unbatched one, and only a collective makes those.
         return jax.lax.all_gather(x, axis_name)[0]
     if tracks_replication(axis_name) and is_varying(x, axis_name):
-        return _compat.claim_replicated(x, axis_name)
+        return compat.claim_replicated(x, axis_name)
     return x
 
 
@@ -213,7 +213,7 @@ def all_gather(x: Array, axis_name: str | None) -> Array:
         return _stand_in(jnp.broadcast_to(x, (workers, *x.shape)))
     gathered = _from_bits(jax.lax.all_gather(_as_bits(x), axis_name), x.dtype)
     if tracks_replication(axis_name):
-        return _compat.claim_replicated(gathered, axis_name)
+        return compat.claim_replicated(gathered, axis_name)
     return gathered
 
 

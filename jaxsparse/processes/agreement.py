@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxsparse.training.digest import Digested
-from jaxsparse.training.group import Group
+from jaxsparse.processes.digest import Digested
+from jaxsparse.processes.group import Group
 
 # Seconds for which the first process, which keeps the notes, stays until the others have read them.
 _FAREWELL = 5.0

@@ -20,7 +20,7 @@ from typing import ClassVar
 import jax
 from jax.sharding import Mesh
 
-from jaxsparse import _compat
+from jaxsparse.comm import compat
 
 _LONGEST = 2**31 - 1  # milliseconds that JAX can wait for a note
 # The watch looks so often within its limit, but at least once in so many seconds.
@@ -59,7 +59,7 @@ class Group:
     def put(self, topic: str, note: str) -> None:
         """Leaves a note for the others."""
         key = f"{self._place}/{topic}/{jax.process_index()}"
-        _compat.shared_store().key_value_set_bytes(key, zlib.compress(note.encode()), True)
+        compat.shared_store().key_value_set_bytes(key, zlib.compress(note.encode()), True)
 
     def get(
         self, topic: str, processes: Sequence[int], seconds: float | None = None
@@ -75,7 +75,7 @@ class Group:
             if limit is not None:
                 rest = min(_LONGEST, max(1, int(1000 * (limit - time.monotonic() + start))))
             try:
-                get = _compat.shared_store().blocking_key_value_get_bytes
+                get = compat.shared_store().blocking_key_value_get_bytes
                 note = get(f"{self._place}/{topic}/{process}", rest)
                 notes.append(zlib.decompress(note).decode())
             except jax.errors.JaxRuntimeError as error:
@@ -98,7 +98,7 @@ class Group:
         if self.publish():
             self._unmoved = {}
             return None
-        notes = _compat.shared_store().key_value_dir_get_bytes(f"{self._place}/calls/")
+        notes = compat.shared_store().key_value_dir_get_bytes(f"{self._place}/calls/")
         for key, note in notes:
             process, said = int(key.rpartition("/")[2]), zlib.decompress(note).decode()
             before, count = self._unmoved.get(process, ("", 0))
@@ -112,7 +112,7 @@ class Group:
 def group_of(mesh: Mesh) -> Group | None:
     """The processes of a mesh. None if it is a single one, or if they can't leave notes."""
     members = tuple(sorted({device.process_index for device in mesh.devices.flat}))
-    if len(members) == 1 or _compat.shared_store() is None:
+    if len(members) == 1 or compat.shared_store() is None:
         return None
     return _groups.setdefault(members, Group(members))
 

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from jaxsparse.training.group import watched
+from jaxsparse.processes.group import watched
 
 # Gloo, NCCL and JAX's coordination service report a lost process in these words. Errors of a user's
 # own connections and settings have other words.

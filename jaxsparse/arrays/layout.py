@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from jaxsparse.magnitude import LARGEST, clipped
-from jaxsparse.platforms import by_platform
-from jaxsparse.settings import static_int
+from jaxsparse.arrays.magnitude import LARGEST, clipped
+from jaxsparse.arrays.platforms import by_platform
+from jaxsparse.arrays.settings import static_int
 
 # A bucket as arrays, one for each leaf or part of a leaf in it. The array of a leaf is [1, *shape],
 # and that of a part is flat. Sums by pieces need no vectors of buckets, which XLA would join before

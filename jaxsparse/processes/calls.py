@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxsparse.layout import check_arrays
-from jaxsparse.training.group import Group
+from jaxsparse.arrays.layout import check_arrays
+from jaxsparse.processes.group import Group
 
 
 class Step:

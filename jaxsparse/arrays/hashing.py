@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int, Integer, Key, UInt32
 
-from jaxsparse.platforms import shaped_as
+from jaxsparse.arrays.platforms import shaped_as
 
 __all__ = ["as_uint32", "bounded", "combine", "keyed", "mix", "permute"]
 

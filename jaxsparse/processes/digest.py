@@ -25,8 +25,8 @@ from jax.extend.source_info_util import summarize
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from jaxsparse import _compat
-from jaxsparse.training.marks import is_marked
+from jaxsparse.comm import compat
+from jaxsparse.comm.marks import is_marked
 
 # About so many entries of a larger array count. Texts show so many values and characters.
 _SAMPLE, _VALUES, _WIDTH = 2**16, 4, 300
@@ -110,8 +110,8 @@ class Digested:
     def _equation(self, equation: JaxprEqn, inputs: list[str]) -> tuple[list[str], str]:
         """As `_read`, for an equation."""
         name, settings = equation.primitive.name, _settings(equation)
-        programs = [*_compat.inner_programs(settings)]
-        if name in _compat.CALLS and [len(x.invars) for x in programs] == [len(inputs)]:
+        programs = [*compat.inner_programs(settings)]
+        if name in compat.CALLS and [len(x.invars) for x in programs] == [len(inputs)]:
             # The order of its inputs is that in which the step first uses them, so it may differ.
             for each in _OF_INPUTS:
                 entries = settings.get(each)
@@ -128,7 +128,7 @@ class Digested:
         else:
             digest = _digest(name, self._plain(settings), *inputs)
             results = [f"{digest} {i}" for i in range(len(equation.outvars))]
-            is_own = bool(_compat.axes_of(equation.params)) and name not in _compat.SILENT
+            is_own = bool(compat.axes_of(equation.params)) and name not in compat.SILENT
             moved = digest if is_own or any(self._alone(x)[1] for x in programs) else ""
         if results:
             self._parts.setdefault(digest, equation)

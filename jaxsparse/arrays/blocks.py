@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxsparse.settings import static_int
+from jaxsparse.arrays.settings import static_int
 
 __all__ = ["BlockStream", "check_block_size", "count", "from_dense", "non_zero", "rows", "to_dense"]
 

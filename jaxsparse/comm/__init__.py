@@ -1,0 +1,1 @@
+"""Workers: the collectives of JAX, the mesh, and marks of what differs between workers."""
