@@ -29,8 +29,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
     # Compiling small programs takes most of the time, and LLVM takes a third of that.
     jax.config.update("jax_disable_most_optimizations", True)
-    # Programs carry no stack traces, which take a twentieth of the time to record.
-    jax.config.update("jax_traceback_in_locations_limit", 0)
+    # Programs carry a line of the source each instruction, and no stack traces, which take long.
+    jax.config.update("jax_traceback_in_locations_limit", 1)
 
 
 def pytest_addoption(parser):
