@@ -104,17 +104,17 @@ def tree(tmp_path):
         "jaxsparse/arrays/layout.py": "def half(x):\n    return x / 2\n",
         "jaxsparse/arrays/platforms.py": "ROOM = 4\n",
         "tests/test_layout.py": """
-            from jaxsparse import layout
+            from jaxsparse.arrays import layout
             def test_half():
                 assert layout.half(4) == 2
             """,
         "tests/test_room.py": """
-            from jaxsparse import platforms
+            from jaxsparse.arrays import platforms
             def test_room():
                 assert platforms.ROOM in (4, 5)
             """,
     }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(text))
     return tmp_path
 
@@ -134,7 +134,7 @@ def test_faults_are_caught_or_survive(tree, capsys):
 @pytest.mark.slow
 def test_a_run_without_end_is_caught(tree, capsys):
     (tree / "tests/test_room.py").write_text(
-        "import time\nfrom jaxsparse import platforms\ndef test():\n"
+        "import time\nfrom jaxsparse.arrays import platforms\ndef test():\n"
         "  time.sleep(0 if platforms.ROOM == 4 else 600)\n"
     )
     arguments = "--count 2 --only 1 --workers 0 --tests tests/test_room.py --skip-unchanged"
