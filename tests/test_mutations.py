@@ -124,10 +124,10 @@ def test_faults_are_caught_or_survive(tree, capsys):
     before = {path: path.read_bytes() for path in tree.rglob("*.py")}
     mutations.main(["--count", "2", "--workers", "0", "--skip-unchanged"], root=tree)
     printed = capsys.readouterr().out
-    assert re.search(r"^\| 2 \| .*layout.py:2 .*\| tests/test_layout.py::", printed, re.M)
-    assert "| 1 | jaxsparse/arrays/platforms.py:1 | `ROOM = 4` | `ROOM = 5` | SURVIVED |" in printed
+    assert re.search(r"^\| 1 \| .*layout.py:2 .*\| tests/test_layout.py::", printed, re.M)
+    assert "| 2 | jaxsparse/arrays/platforms.py:1 | `ROOM = 4` | `ROOM = 5` | SURVIVED |" in printed
     assert "1 of 2 caught" in printed
-    assert "- survivor 1, jaxsparse/arrays/platforms.py:1: `ROOM = 4` -> `ROOM = 5`" in printed
+    assert "- survivor 2, jaxsparse/arrays/platforms.py:1: `ROOM = 4` -> `ROOM = 5`" in printed
     assert {path: path.read_bytes() for path in tree.rglob("*.py")} == before
 
 
@@ -137,7 +137,7 @@ def test_a_run_without_end_is_caught(tree, capsys):
         "import time\nfrom jaxsparse.arrays import platforms\ndef test():\n"
         "  time.sleep(0 if platforms.ROOM == 4 else 600)\n"
     )
-    arguments = "--count 2 --only 1 --workers 0 --tests tests/test_room.py --skip-unchanged"
+    arguments = "--count 2 --only 2 --workers 0 --tests tests/test_room.py --skip-unchanged"
     mutations.main([*arguments.split(), "--timeout", "2"], root=tree)
     assert "| no end in time |" in capsys.readouterr().out
 
