@@ -156,7 +156,7 @@ def formats(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name, (spec, rotate) in FORMATS.items():
         runs[f"{name} encode"] = functools.partial(encode, x, spec, rotate)
         runs[f"{name} decode"] = functools.partial(decode, name, encode(x, spec, rotate))
-        reducer = systems.Quantized(spec, "nearest", rotate)
+        reducer = systems.Quantized(spec, "nearest", rotate=rotate)
         carried[name] = (jnp.zeros_like(x), x * 1, reducer.init(x.size))
         runs[f"{name} exchange"] = functools.partial(exchanged, name, reducer)
     seconds = timing.interleaved(runs, args.repeats)

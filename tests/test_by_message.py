@@ -190,6 +190,29 @@ def test_a_worker_that_is_late_keeps_what_it_sent():
     np.testing.assert_array_equal(2 * updates[0] + sum(left), sum(x["kernel"] for x in own))
 
 
+@pytest.mark.parametrize("broken", [jnp.nan, jnp.inf])
+def test_a_late_worker_leaves_out_a_gradient_that_is_not_finite(broken):
+    tx = jaxsparse.partition({"kernel": systems.TopK(0.03)}, axis_name=None, momentum=0.5)
+    usual = {"kernel": jnp.arange(1200.0).reshape(40, 30)}
+    own = [usual, jax.tree.map(lambda x: x.at[0, 0].set(broken), usual)]
+    _, state = tx.update(usual, tx.init(usual))
+    posted = [post(tx, g, state) for g in own]
+    _, after = receive(tx, posted[0][0][None], posted[1][1], own[1], state, counts=False)
+    for field in ("residual", "momentum"):
+        there, here = (getattr(s, field)["kernel"].value for s in (state, after))
+        np.testing.assert_array_equal(here, there)
+    assert int(after.skipped) == 0  # the others' step counts
+
+
+def test_differences_need_all_messages():
+    tx = jaxsparse.ef21_sgdm(systems.TopK(0.1), axis_name=None)
+    params = {"kernel": jnp.ones((40, 30))}
+    state = tx.init(params)
+    words, posted = post(tx, params, state)
+    with pytest.raises(ValueError, match="counts=False, but EF21State adds up the means"):
+        receive(tx, words[None], posted, params, state, counts=False)
+
+
 @pytest.mark.slow
 def test_a_worker_of_many_devices_sends_the_same_words():
     """Messages are in the order of the leaves, not of a mesh."""

@@ -31,6 +31,7 @@ import jaxsparse
 from jaxsparse import PerWorker, data_parallel, local, shard
 from jaxsparse.arrays.settings import static_float, static_int
 from jaxsparse.quantize import QSGD
+from jaxsparse.systems import Quantized
 
 SETTINGS = {
     "k too small": (lambda: sketched(k=0).init(PARAMS), r"k=0 must lie between 1 and .* 1200"),
@@ -56,6 +57,19 @@ SETTINGS = {
         r"density=Array.* must be a number: it is static \(list it in static_args",
     ),
     "teams": (lambda: jaxsparse.spardl(0.1, teams=1.0), r"teams=1.0 must be an int"),
+    "no bool": (lambda: jaxsparse.quantized(rotate="no"), "rotate='no' must be True or False"),
+    "no gather": (lambda: jaxsparse.quantized(gather=1), "gather=1 must be True or False"),
+    "inside without teams": (lambda: jaxsparse.quantized(inside="foo"), "foo"),
+    "levels": (lambda: Quantized(levels=3), "levels=3 must be collectives.Teams"),
+    "compression": (lambda: jaxsparse.sketched_sgd("10"), "compression='10' must be a number"),
+    "compression as an array": (
+        lambda: jaxsparse.sketched_sgd(jnp.float32(10)),
+        "compression=.* is static .*static_args",
+    ),
+    "no dtype": (
+        lambda: sketched(table_dtype="foo"),
+        "table_dtype=foo is unknown: use float32",
+    ),
     "no teams": (lambda: update(jaxsparse.spardl(0.1, teams=0)), r"teams=0 must be at least 1"),
     "bits": (lambda: jaxsparse.sparcml(bits=4.0), r"bits=4.0 must be an int"),
     "unknown bits": (lambda: jaxsparse.sparcml(bits=3), r"bits=3.*2, 4 or 8"),

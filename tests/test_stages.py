@@ -12,7 +12,7 @@ from workers import mesh, some
 import jaxsparse
 from jaxsparse import Stages, data_parallel, partition, shard, traffic, warm_up
 from jaxsparse.reducers.stages import Staged
-from jaxsparse.systems import OkTopk, OmniReduce, RandomK, TopK
+from jaxsparse.systems import ChunkedTopK, OkTopk, OmniReduce, RandomK, TopK
 
 
 def test_warm_up_falls_exponentially():
@@ -61,6 +61,44 @@ def test_a_reducer_may_have_a_setting_in_stages():
         )
     with pytest.raises(ValueError, match=r"reducer=TopK.* must be a reducer of flat vectors"):
         RandomK(0.5, reducer=TopK(stages))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: jaxsparse.error_feedback("x"), "reducer='x' must be a reducer, such as"),
+        (lambda: jaxsparse.error_feedback(TopK), "reducer=<class .* must be a reducer"),
+        (lambda: jaxsparse.error_feedback(jaxsparse.top_k(0.1)), "must be a reducer"),
+        (lambda: jaxsparse.error_feedback(Stages((None, TopK(0.1)), (5,))), "reducer=None must"),
+        (
+            lambda: jaxsparse.error_feedback(
+                Stages((TopK(0.5), TopK(Stages((0.2, 0.1), (2,)))), (5,))
+            ),
+            "has stages within stages",
+        ),
+        (
+            lambda: RandomK(Stages((0.2, 0.1), (2,))).init(100),
+            r"Stages\(values=\(0.2, 0.1\).* changes during training: exchange by",
+        ),
+        (
+            lambda: jaxsparse.random_k(
+                Stages((0.2, 0.1), (2,)), reducer=Stages((TopK(0.1), TopK(0.2)), (5,))
+            ),
+            "density and reducer are both Stages",
+        ),
+    ],
+)
+def test_what_is_no_reducer_is_named(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_reducers_in_stages_are_taken_everywhere():
+    stages = Stages((ChunkedTopK(8, 64), ChunkedTopK(4, 64)), (2,))
+    inner = ChunkedTopK(Stages((8, 4), (2,)), 64)
+    for reducer in (stages, inner):
+        for make in (jaxsparse.error_feedback, jaxsparse.ef21_sgdm):
+            make(reducer).init({"w": jnp.zeros((40, 30))})
 
 
 MAKE = {

@@ -95,7 +95,11 @@ def warm_up(last: float, *, steps: int, first: float = 0.25, stages: int = 4) ->
 
 def current(setting: T | Stages[T]) -> T:
     """The setting, which is one value where a reducer runs: `Staged` has a reducer for each."""
-    assert not isinstance(setting, Stages), setting
+    if isinstance(setting, Stages):
+        raise ValueError(
+            f"{setting} changes during training: exchange by jaxsparse.error_feedback or "
+            "jaxsparse.partition, which give each stage a reducer of its own"
+        )
     return setting
 
 
@@ -139,6 +143,8 @@ def _checks_of(hint: Any) -> list[Check]:
         return [_unless(others, check) for part in parts for check in _checks_of(part)]
     if get_origin(hint) is Literal:
         return [functools.partial(_check_choice, parts)]
+    if hint is bool:
+        return [static_bool]
     return [static_int] if hint is int else []
 
 
@@ -177,6 +183,13 @@ def static_int(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{name}={value!r} must be an int: {_static(value)}")
     return operator.index(value)
+
+
+def static_bool(name: str, value: Any) -> bool:
+    """The setting `value`. Raises ValueError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False: {_static(value)}")
+    return value
 
 
 def static_count(name: str, value: Any, least: int = 1) -> int:

@@ -134,11 +134,21 @@ def receive(
         state: as in `post`.
         params: as in `post`.
         counts: whether this worker's own message is among them. If it came too late, its residual
-            keeps all that it sent, for the next step.
+            keeps what it sent of compressed leaves, for the next step. Uncompressed leaves have no
+            residual, so their part is lost: compress all leaves (`is_dense=lambda *_: False`)
+            where that matters. A gradient that is not finite is left out.
 
     Raises:
-        ValueError: messages of another size or dtype.
+        ValueError: messages of another size or dtype, or `counts=False` for a system whose means
+            must be those of all workers (`jaxsparse.ef21_sgdm`).
     """
+    if not counts:
+        needs_all = lambda node: getattr(node, "needs_all_messages", False)
+        for node in filter(needs_all, jax.tree.leaves(state, is_leaf=needs_all)):
+            raise ValueError(
+                f"counts=False, but {type(node).__name__} adds up the means of all workers, and "
+                "would be wrong for ever without this one's message: wait for it"
+            )
     shape, dtype = jnp.shape(messages), jnp.result_type(messages)
     if len(shape) != 2 or not shape[0] or dtype != jnp.uint32:
         raise ValueError(
@@ -238,12 +248,16 @@ def _posted(
     for gradient, b, reducer, zeros in zip(
         gradients, before.buckets, plan.reducers, plan.needs_zeros
     ):
-        u = _corrected(gradient, b.momentum, settings, zeros)
-        x = _fed_back(b.residual, _added(gradient, u, b.momentum, settings, zeros), settings)
+        kept = b.momentum
+        u = _corrected(gradient, kept, settings, zeros)
+        # A gradient that is not finite must not stay with a worker whose message comes too late.
+        x = _fed_back(b.residual, _added(gradient, u, kept, settings, zeros), settings)
+        x = _select(ok, x, b.residual)
+        kept = kept if zeros or kept is None else _select(ok, u, kept)
         vector = jnp.concatenate([piece.reshape(-1) for piece in x])
         message, owed = _checked(reducer).message(vector, b.reducer, jnp.asarray(rank, jnp.int32))
         words.append(message)
-        held.append(Posted(x, b.momentum if zeros or b.momentum is None else u, owed))
+        held.append(Posted(x, kept, owed))
     info = Info(jnp.int32(0), jnp.int32(0))
     unchanged = Exchanged([own.vector for own in held], dense, before, info, jnp.bool_(True))
     return jnp.concatenate(words), tuple(held), unchanged

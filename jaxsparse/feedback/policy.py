@@ -7,7 +7,7 @@ from typing import Any
 from jaxsparse.arrays.layout import named_leaves
 from jaxsparse.arrays.settings import Stages
 from jaxsparse.reducers.base import Budget, Reducer
-from jaxsparse.reducers.stages import Staged, in_stages
+from jaxsparse.reducers.stages import budget_of
 
 # The way in which one leaf is exchanged. None: uncompressed.
 Rule = Budget | Stages[Reducer] | None
@@ -53,16 +53,7 @@ def _compiled(policy: Mapping[str, Rule]) -> dict[re.Pattern[str], Rule]:
 def _budget(reducer: Any, path: str) -> Budget | None:
     if reducer is None:
         return None
-    if isinstance(reducer, Stages):
-        for stage in reducer.values:
-            _budget(stage, path)
-        reducer = Staged(reducer)
-    if isinstance(reducer, type) or not isinstance(reducer, Budget):
-        raise ValueError(
-            f"policy gives {reducer!r} for leaf{path}: give a reducer, such as "
-            "jaxsparse.systems.SparDL(0.01), or None for uncompressed"
-        )
-    reducer = in_stages(reducer, lambda settings: settings)
+    reducer = budget_of(reducer, f"policy, for leaf{path}: ")
     try:
         hash(reducer)
     except TypeError:

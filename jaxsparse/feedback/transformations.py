@@ -33,7 +33,7 @@ from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
 from jaxsparse.feedback.sharded import Update, checked, on_devices, shards, spread
 from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator
 from jaxsparse.reducers.base import Budget, Leaf, Reducer
-from jaxsparse.reducers.stages import in_stages
+from jaxsparse.reducers.stages import budget_of, in_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ErrorFeedback(LeafOptions):
     @property
     def budget(self) -> Budget:
         """The reducer, or the budget that makes it."""
-        return in_stages(self.reducer, lambda reducer: reducer)
+        return budget_of(self.reducer)
 
     def transformation(self) -> optax.GradientTransformationExtraArgs:
         return _feedback(_one_rule(self.budget, self.is_dense), self)

@@ -140,6 +140,34 @@ def in_stages(settings: T, make: Callable[[T], Budget]) -> Budget:
     changing = {name: value for name, value in fields.items() if isinstance(value, Stages)}
     if not changing:
         return make(settings)
-    ((name, stages),) = changing.items()  # a system has one such setting
+    if len(changing) > 1:
+        raise ValueError(f"{' and '.join(changing)} are both Stages: let one setting change")
+    ((name, stages),) = changing.items()
     made = (dataclasses.replace(settings, **{name: value}) for value in stages.values)  # type: ignore[type-var]
     return Staged(Stages(tuple(map(make, made)), stages.boundaries))  # type: ignore[arg-type]
+
+
+def budget_of(reducer: Any, place: str = "") -> Budget:
+    """The budget that a user's reducer stands for: `Staged` if it, or a setting of it, has stages.
+
+    Args:
+        reducer: a `Budget`, or `Stages` of reducers.
+        place: where it was given, for the error.
+
+    Raises:
+        ValueError: it is neither, or has stages within stages.
+    """
+    given = reducer.values if isinstance(reducer, Stages) else (reducer,)
+    for one in given:
+        if not isinstance(one, Budget):
+            raise ValueError(
+                f"{place or 'reducer='}{one!r} must be a reducer, such as "
+                "jaxsparse.systems.TopK(0.01), or Stages of reducers"
+            )
+    if not isinstance(reducer, Stages):
+        return in_stages(reducer, lambda settings: settings)
+    if any(one.has_stages for one in given):
+        raise ValueError(
+            f"{place or 'reducer='}{reducer!r} has stages within stages: list them all"
+        )
+    return Staged(reducer)

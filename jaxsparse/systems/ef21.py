@@ -17,7 +17,7 @@ from jaxsparse.comm.marks import PerWorker
 from jaxsparse.feedback import ErrorFeedbackState
 from jaxsparse.feedback.options import check_momentum, part, transformation
 from jaxsparse.feedback.transformations import ErrorFeedback
-from jaxsparse.reducers.base import Budget, Reducer
+from jaxsparse.reducers.base import Reducer
 from jaxsparse.systems.row import Case, Request, Settings, System
 from jaxsparse.systems.top_k import TopK
 
@@ -29,6 +29,10 @@ class EF21State(NamedTuple):
     momentum: Any  # v_w, a tree like the parameters: PerWorker float32 [1, *shape]
     estimate: Any  # g, the mean of all g_w: replicated float32 [*shape]
     steps: UInt32[Array, ""]  # uint32: number of steps that were not skipped
+
+
+# The estimate adds up means: see `jaxsparse.feedback.by_message.receive`.
+EF21State.needs_all_messages = True  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +104,7 @@ ef21_sgdm = transformation(_EF21, "ef21_sgdm")
 
 
 def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
-    reducer = settings.reducer
-    if not isinstance(reducer, Budget):
-        raise ValueError(
-            f"reducer={reducer!r} must be a reducer, such as jaxsparse.systems.TopK(0.01)"
-        )
+    reducer = settings.budget  # raises if it is no reducer
     if isinstance(reducer, Reducer) and not reducer.conserves:
         raise ValueError(
             f"reducer={reducer} does not conserve sums, so that the estimate would add up its "

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import quantize
-from jaxsparse.arrays.settings import static_int
+from jaxsparse.arrays.settings import static_bool, static_int
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.quantized_all_reduce import Teams, quantized_all_reduce
 from jaxsparse.collectives.shared_scale_all_reduce import check_format, shared_scale_all_reduce
@@ -64,12 +64,15 @@ class Quantized(SeededReducer):
 
     quantizer: Quantizer = QSGD()  # noqa: RUF009 - frozen
     rounding: Literal["stochastic", "nearest"] = "stochastic"
+    _: dataclasses.KW_ONLY
     rotate: bool = False
     shared_scale: bool = False
     levels: Teams | None = None
 
     def check(self) -> None:
         super().check()
+        if self.levels is not None and not isinstance(self.levels, Teams):
+            raise ValueError(f"levels={self.levels!r} must be collectives.Teams(...) or None")
         inside = () if self.levels is None else (self.levels.inside,)
         for name, one in zip(("quantizer", "inside"), (self.quantizer, *inside)):
             if not isinstance(one, Quantizer):
@@ -143,8 +146,9 @@ class Quantized(SeededReducer):
 class GatheredQuantized(OneMessage, Quantized):
     """Sends everything at each step to all, quantised once. All add up the decoded vectors.
 
-    That is one message, as in QSGD (Alistarh et al., 2017) and EF-signSGD. Its attributes are those
-    of `Quantized` without rotation, shared scales and levels.
+    That is one message, as in QSGD (Alistarh et al., 2017) and EF-signSGD. A single worker rounds,
+    too: it sends what others would read. Its attributes are those of `Quantized` without rotation,
+    shared scales and levels.
     """
 
     def check(self) -> None:
@@ -224,8 +228,8 @@ class _Quantized(SystemOptions):
             used with `teams`.
         gather: whether each worker sends its whole vector to all, quantised once, so that it
             receives W - 1 messages of d values. For two workers these are the same bytes and half
-            of the roundings. It is for few workers, and for messages without collectives
-            (`jaxsparse.feedback.by_message`).
+            of the roundings. A single worker rounds, too. It is for few workers, and for messages
+            without collectives (`jaxsparse.feedback.by_message`).
         seed: seed of the random signs.
 
     Raises:
@@ -253,13 +257,15 @@ class _Quantized(SystemOptions):
     seed: int = 0
 
     def made(self) -> Quantized:
-        formatted = lambda name: Format(name, self.group_size, self.scale)
+        outside, inside = (
+            Format(name, self.group_size, self.scale) for name in (self.format, self.inside)
+        )
         levels = None
         if self.teams is not None:
-            levels = Teams(static_int("teams", self.teams), formatted(self.inside))
-        kind = GatheredQuantized if self.gather else Quantized
+            levels = Teams(static_int("teams", self.teams), inside)
+        kind = GatheredQuantized if static_bool("gather", self.gather) else Quantized
         return kind(
-            formatted(self.format),
+            outside,
             "nearest",
             rotate=self.rotate,
             shared_scale=self.shared_scale,

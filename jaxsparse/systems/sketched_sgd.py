@@ -9,6 +9,7 @@ from jaxtyping import Array, DTypeLike, Float, UInt32
 
 from jaxsparse import select, sketch
 from jaxsparse.arrays.layout import narrow, split_evenly
+from jaxsparse.arrays.settings import static_float
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
@@ -30,9 +31,13 @@ _CANDIDATES_SHARE = 0.5
 
 def _table_dtype(name: str, value: Any) -> str:
     """The dtype's name: one spelling, so that equal settings compare and print alike."""
-    if jnp.dtype(value) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    try:
+        found = jnp.dtype(value).name
+    except TypeError:
+        found = "none"
+    if found not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"{name}={value} is unknown: use float32, bfloat16 or float16")
-    return jnp.dtype(value).name
+    return found
 
 
 TableDType = Annotated[DTypeLike, _table_dtype]
@@ -102,7 +107,7 @@ class SketchedSGD(SeededReducer):
                 f"k={self.k} and cols={self.cols}: give both, or a compression that sets the rest"
             )
         if self.compression is not None:
-            if not self.compression >= 1:
+            if not static_float("compression", self.compression) >= 1:
                 raise ValueError(
                     f"compression={self.compression} must be at least 1 (10 means 10x)"
                 )
