@@ -3,7 +3,6 @@
 The network's seconds come from a model, the device's from a profile.
 """
 
-import collections
 import dataclasses
 import functools
 import math
@@ -28,7 +27,6 @@ from jaxsparse.traffic.report import merged, scaled
 
 # Indices are int32, so longer vectors travel in buckets, of which a program can have only so many.
 _LONGEST, _BUCKET, _MOST = 2**31 - 1, 2**30, 2**44
-_UNDIVIDED = (Reducer.split, SeededReducer.split)
 
 
 def plan(
@@ -222,20 +220,19 @@ def _moved(reducer: Reducer, size: int, workers: int) -> WireBytes:
 @functools.lru_cache(maxsize=1024)
 def _buckets(
     budget: Budget, size: int, dense_size: int, limit: int | None
-) -> collections.Counter[tuple[Reducer, int]]:
-    """The number of buckets of each reducer and number of elements. Seeds don't count."""
+) -> tuple[Reducer, int, int]:
+    """The reducer of a bucket, its number of elements, and the number of buckets.
+
+    Their sizes differ by less than twice the budget's alignment, and totals are divided as evenly.
+    So all count as the first, which is the largest: to trace two sizes would take twice as long.
+    """
     sizes = layouts.plan(
         jax.ShapeDtypeStruct((size,), jnp.float32),
         is_dense=lambda path, shape: False,
         bucket_size=limit,
         alignment=budget.alignment,
     ).bucket_sizes
-    # Totals are divided, and all buckets have the same other settings.
-    if isinstance(budget, Reducer) and type(budget).split in _UNDIVIDED:
-        lengths = collections.Counter(sizes)
-        return collections.Counter({(_unseeded(budget), n): lengths[n] for n in lengths})
-    reducers = budget.split(sizes, dense_size)
-    return collections.Counter(zip(map(_unseeded, reducers), sizes))
+    return _unseeded(budget.split(sizes, dense_size)[0]), sizes[0], len(sizes)
 
 
 class _Predictor(NamedTuple):
@@ -266,8 +263,7 @@ class _Predictor(NamedTuple):
             raise ValueError("no leaf may be compressed: see is_dense")
         choice = self._choice(name)
         check_shapes(choice.budget)
-        buckets = self._buckets(choice.budget)
-        reducer, part = next(iter(buckets))
+        reducer, part, count = self._buckets(choice.budget)
         measured = measured_as(name, reducer, part, self.workers)
         if measured not in self.profile.systems:
             raise ValueError("no measured profile")
@@ -275,12 +271,9 @@ class _Predictor(NamedTuple):
         computing += self._dense_computing(self.dense_size)
         call, _, given = choice.transformation[:-1].partition("(")
         written = f"{call}({', '.join([given, *self.options] if given else self.options)})"
-        moved = [
-            scaled(_moved(reducer, size, self.workers), count)
-            for (reducer, size), count in buckets.items()
-        ]
-        moved.insert(0, self._dense_message(self.dense_size))
-        return self._prediction(name, merged(moved), computing, written, caveat)
+        compressed = scaled(_moved(reducer, part, self.workers), count)
+        moved = merged([self._dense_message(self.dense_size), compressed])
+        return self._prediction(name, moved, computing, written, caveat)
 
     def _choice(self, name: str) -> Choice:
         """The system's settings for the density, with SparCML's algorithm for this network."""
@@ -289,13 +282,13 @@ class _Predictor(NamedTuple):
         )
         if not isinstance(choice.budget, SparCML):
             return choice
-        _, part = next(iter(self._buckets(choice.budget)))
+        _, part, _ = self._buckets(choice.budget)
         algorithm = choose_algorithm(
             choice.budget, part, self.workers, network=self.network, profile=self.profile
         )
         return choice._replace(settings={**choice.settings, "algorithm": algorithm})
 
-    def _buckets(self, budget: Budget) -> collections.Counter[tuple[Reducer, int]]:
+    def _buckets(self, budget: Budget) -> tuple[Reducer, int, int]:
         limit = None if isinstance(budget, Dense) else self.bucket_size
         return _buckets(budget, self.size, self.dense_size, limit)
 
