@@ -35,15 +35,15 @@ from jaxsparse.feedback.exchange import (
     Exchanged,
     Plan,
     Settings,
-    _added,
-    _agreed,
-    _corrected,
-    _fed_back,
-    _mean_momentum,
-    _select,
-    _settled,
+    agreed,
+    corrected,
     exchange,
+    fed_back,
+    select,
+    settle,
+    summand,
     total,
+    with_mean_momentum,
 )
 from jaxsparse.reducers.base import Info, Owed, settled
 from jaxsparse.reducers.one_message import OneMessage
@@ -242,18 +242,18 @@ def _posted(
 ) -> tuple[UInt32[Array, " words"], tuple[Posted, ...], Exchanged]:
     """The first half of `exchange`, and the result of a step that changes nothing."""
     _check(settings)
-    ok, _ = _agreed(gradients, dense, settings.axes)
+    ok, _ = agreed(gradients, dense, settings.axes)
     flag = jnp.where(ok, jnp.float32(0), jnp.float32(jnp.nan))
     words, held = [codecs.bits(flag[None]), codecs.bits(dense)], []
     for gradient, b, reducer, zeros in zip(
         gradients, before.buckets, plan.reducers, plan.needs_zeros
     ):
         kept = b.momentum
-        u = _corrected(gradient, kept, settings, zeros)
+        u = corrected(gradient, kept, settings, zeros)
         # A gradient that is not finite must not stay with a worker whose message comes too late.
-        x = _fed_back(b.residual, _added(gradient, u, kept, settings, zeros), settings)
-        x = _select(ok, x, b.residual)
-        kept = kept if zeros or kept is None else _select(ok, u, kept)
+        x = fed_back(b.residual, summand(gradient, u, kept, settings, zeros), settings)
+        x = select(ok, x, b.residual)
+        kept = kept if zeros or kept is None else select(ok, u, kept)
         vector = jnp.concatenate([piece.reshape(-1) for piece in x])
         message, owed = _checked(reducer).message(vector, b.reducer, jnp.asarray(rank, jnp.int32))
         words.append(message)
@@ -278,7 +278,7 @@ def _received(
     first = codecs.from_bits(first, jnp.float32)
     # Added up as in a collective: over an axis, here that of the messages.
     ok, dense_mean = jax.vmap(
-        lambda own: _agreed([(own[:1],)], own[1:], Axes(_AXIS)), axis_name=_AXIS, out_axes=None
+        lambda own: agreed([(own[:1],)], own[1:], Axes(_AXIS)), axis_name=_AXIS, out_axes=None
     )(first)
     means: list[Pieces] = []
     after: list[Bucket] = []
@@ -292,15 +292,15 @@ def _received(
         reduced = settled(vector, own.owed, reducer.total(part, size))
         if not counts:
             reduced = reduced._replace(residual=vector, sent=None, indices=None)
-        mean, residual, kept = _settled(
+        mean, residual, kept = settle(
             own.vector, vector, None if zeros else own.momentum, reduced, ok
         )
         if zeros:
-            mean, kept = _mean_momentum(mean, b.momentum, ok, settings)
+            mean, kept = with_mean_momentum(mean, b.momentum, ok, settings)
         means.append(mean)
         now = Bucket(residual, kept, reduced.state)
-        after.append(_select(ok, now, b))
+        after.append(select(ok, now, b))
         infos.append(reduced.info)
-    dense_mean, dense_momentum = _mean_momentum(dense_mean, before.dense_momentum, ok, settings)
+    dense_mean, dense_momentum = with_mean_momentum(dense_mean, before.dense_momentum, ok, settings)
     carried = Carried(after, dense_momentum, None)
     return Exchanged(means, dense_mean, carried, total(infos, plan, settings.axes), ok), rest

@@ -92,12 +92,12 @@ def exchange(
         dense_mean = _pending_mean(before.pending, dense, axes)
         means, after, infos = _send(None, buckets, jnp.bool_(True), plan, settings)
         after, ok, dense_ok = _add_later(gradients, dense, dense_mean, after, plan, settings)
-        pending = _select(ok, dense, jnp.zeros_like(dense))
+        pending = select(ok, dense, jnp.zeros_like(dense))
     else:
-        ok, dense_mean = _agreed(gradients, dense, axes)
+        ok, dense_mean = agreed(gradients, dense, axes)
         means, after, infos = _send(gradients, buckets, ok, plan, settings)
         dense_ok = ok
-    dense_mean, dense_momentum = _mean_momentum(
+    dense_mean, dense_momentum = with_mean_momentum(
         dense_mean, before.dense_momentum, dense_ok, settings
     )
     carried = Carried(after, dense_momentum, pending)
@@ -141,24 +141,24 @@ def _send(
             gradient = gradients[i]
             if means:
                 gradient, means[-1] = _after(gradient, means[-1], axes)
-            u = _corrected(gradient, kept, settings, zeros)
+            u = corrected(gradient, kept, settings, zeros)
             if kept is not None and not zeros:
                 # The exchanged vector is computed from it. Otherwise XLA computes the momentum
                 # after the exchange, and keeps two vectors until then.
-                kept = u = _select(ok, u, kept)
-            added = _added(gradient, u, kept, settings, zeros)
-            x = _select(ok, _fed_back(x, added, settings), x)
+                kept = u = select(ok, u, kept)
+            added = summand(gradient, u, kept, settings, zeros)
+            x = select(ok, fed_back(x, added, settings), x)
         vector = jnp.concatenate([piece.reshape(-1) for piece in x])
         reduced = reducer(vector, b.reducer, axis_name=axes.axis_name)
-        mean, residual, own = _settled(x, vector, None if zeros else kept, reduced, ok)
-        mean, kept = _mean_momentum(mean, kept, ok, settings) if zeros else (mean, own)
+        mean, residual, own = settle(x, vector, None if zeros else kept, reduced, ok)
+        mean, kept = with_mean_momentum(mean, kept, ok, settings) if zeros else (mean, own)
         means.append(mean)
-        after.append(Bucket(residual, kept, _select(ok, reduced.state, b.reducer)))
+        after.append(Bucket(residual, kept, select(ok, reduced.state, b.reducer)))
         infos.append(reduced.info)
     return means, after, infos
 
 
-def _settled(
+def settle(
     x: Pieces, vector: Array, momentum: Pieces | None, reduced: Reduced, ok: Bool[Array, ""]
 ) -> tuple[Pieces, Pieces, Pieces | None]:
     """The mean of an exchange, the residual that it leaves, and the momentum, masked where sent.
@@ -174,8 +174,8 @@ def _settled(
     """
     residual, sent, indices = reduced.residual, reduced.sent, reduced.indices
     own = vector if indices is None else vector.at[indices].get(mode="fill", fill_value=0)
-    mean = _select(ok, reduced.mean, jnp.zeros_like(reduced.mean))
-    residual = _select(ok, residual, own)
+    mean = select(ok, reduced.mean, jnp.zeros_like(reduced.mean))
+    residual = select(ok, residual, own)
     sent = None if sent is None else ok & sent
     shapes = [piece.shape for piece in x]
     if indices is not None and len(x) * indices.size <= vector.size // _PER_ENTRY:
@@ -223,15 +223,15 @@ def _add_later(
     axes = settings.axes
     added = []
     for gradient, b, zeros in zip(gradients, sent, plan.needs_zeros):
-        u = _corrected(gradient, b.momentum, settings, zeros)
-        x = _fed_back(b.residual, _added(gradient, u, b.momentum, settings, zeros), settings)
+        u = corrected(gradient, b.momentum, settings, zeros)
+        x = fed_back(b.residual, summand(gradient, u, b.momentum, settings, zeros), settings)
         added.append(Bucket(x, b.momentum if zeros or b.momentum is None else u, b.reducer))
     # The flag has to depend on the exchange, or XLA may send both in one message, which would then
     # wait for the gradients. So it looks at the sums, too, which are finite where gradients are.
     looked_at = jax.tree.leaves([gradients, [b.residual for b in added], dense])
     finite = functools.reduce(jnp.logical_and, map(_all_finite, looked_at))
     ok, dense_ok = axes.none_of(~finite, ~_all_finite(dense_mean))
-    return [_select(ok, new, old) for new, old in zip(added, sent)], ok, dense_ok
+    return [select(ok, new, old) for new, old in zip(added, sent)], ok, dense_ok
 
 
 def keep_rounding(done: Exchanged, rounded: Sequence[Pieces], plan: Plan) -> Exchanged:
@@ -260,7 +260,7 @@ def _masked(kept: Array, sent: Array) -> Array:
     return jnp.where(sent, jnp.zeros_like(kept), kept)
 
 
-def _fed_back(residual: Pieces, added: Pieces, settings: Settings) -> Pieces:
+def fed_back(residual: Pieces, added: Pieces, settings: Settings) -> Pieces:
     """The sum that a worker has to send: its residual, decayed, plus what it adds."""
     if settings.decay == 1:
         return jax.tree.map(lambda v, u: _held(v + u), residual, added)
@@ -280,7 +280,7 @@ def _pending_mean(pending: Array | None, dense: Array, axes: Axes) -> Array:
     return wire.psum(pending, axes.axis_name) / wire.axis_size(axes.axis_name)
 
 
-def _agreed(gradients: Sequence[Pieces], dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
+def agreed(gradients: Sequence[Pieces], dense: Array, axes: Axes) -> tuple[Bool[Array, ""], Array]:
     """Whether everything is finite, and the mean of the dense leaves, from one message."""
     leaves = jax.tree.leaves([gradients, dense])
     finite = functools.reduce(jnp.logical_and, map(_all_finite, leaves))
@@ -308,12 +308,14 @@ def _after(x: Pieces, mean: Pieces, axes: Axes) -> tuple[Pieces, Pieces]:
     return x, after
 
 
-def _select(ok: Array, new: Any, old: Any) -> Any:
+def select(ok: Array, new: Any, old: Any) -> Any:
     """`new` where ok, else `old`, leaf by leaf."""
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
 
-def _mean_momentum(mean: T, before: T | None, ok: Array, settings: Settings) -> tuple[T, T | None]:
+def with_mean_momentum(
+    mean: T, before: T | None, ok: Array, settings: Settings
+) -> tuple[T, T | None]:
     """The update with the mean's momentum, and that momentum; if not `ok`, zeros and the old one.
 
     Each is an array or a bucket in pieces.
@@ -325,11 +327,11 @@ def _mean_momentum(mean: T, before: T | None, ok: Array, settings: Settings) -> 
         with_momentum = lambda u, g: _held(factor * u + g)
         u = jax.tree.map(with_momentum, before, mean)
         mean = jax.tree.map(with_momentum, u, mean) if settings.nesterov else u
-        before = _select(ok, u, before)
-    return _select(ok, mean, jax.tree.map(jnp.zeros_like, mean)), before
+        before = select(ok, u, before)
+    return select(ok, mean, jax.tree.map(jnp.zeros_like, mean)), before
 
 
-def _corrected(
+def corrected(
     gradient: Pieces, before: Pieces | None, settings: Settings, needs_zeros: bool
 ) -> Pieces:
     """The gradient with momentum, u."""
@@ -339,13 +341,13 @@ def _corrected(
     return jax.tree.map(lambda u, g: _held(factor * u + g), before, gradient)
 
 
-def _added(
+def summand(
     gradient: Pieces, u: Pieces, before: Pieces | None, settings: Settings, needs_zeros: bool
 ) -> Pieces:
     """The summand of the residual: u, or momentum * u + g with Nesterov's momentum."""
     if not settings.nesterov or before is None:
         return u
-    return _corrected(gradient, u, settings, needs_zeros)
+    return corrected(gradient, u, settings, needs_zeros)
 
 
 def _all_finite(x: Float[Array, "..."]) -> Array:
