@@ -109,7 +109,7 @@ D = 2**24
     ("settings", "floats", "leaves"),
     [
         pytest.param({}, 4.2, 16, marks=pytest.mark.slow),
-        ({"momentum": 0.9}, 5.6, 16),
+        ({"momentum": 0.9}, 5.5, 16),
         pytest.param({}, 3.5, 1, marks=pytest.mark.thorough),
         pytest.param({"momentum": 0.9}, 4.5, 1, marks=pytest.mark.thorough),
         pytest.param({"bucket_size": D // 8}, 4.6, 16, marks=pytest.mark.slow),
@@ -128,7 +128,7 @@ def test_peak_memory_of_a_whole_step(settings, floats, leaves):
     ("name", "budget", "floats", "leaves"),
     [
         ("dgc", 0.01, 4.3, 1),
-        ("dgc", 0.01, 5.6, 16),
+        ("dgc", 0.01, 5.5, 16),
         ("top_k", 0.01, 3.5, 1),
         ("chunked_top_k", 41, 3.4, 1),
         ("gtopk", 0.01, 5.3, 1),
