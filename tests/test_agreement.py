@@ -152,6 +152,14 @@ class Store:
             self.notes[key] = value
             self.came.notify_all()
 
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        """Needs some milliseconds for an answer, as under load."""
+        with self.came:
+            here = self.came.wait_for(lambda: key in self.notes, milliseconds / 1000)
+        if not here or milliseconds < 10:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: no note")
+        return self.notes[key]
+
     def key_value_dir_get_bytes(self, place):
         return [(key, value) for key, value in self.notes.items() if key.startswith(place)]
 
@@ -202,6 +210,15 @@ def test_one_that_leaves_out_a_step_is_named(members):
         "process 0 began 5 calls, the last of step; process 1 began 4 calls, the last of step; "
         "process 2 began 5 calls, the last of step"
     )
+
+
+def test_only_who_is_late_counts_as_late(members, monkeypatch):
+    groups, _ = members
+    for process in (0, 2):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        groups[process].put("topic", f"of {process}")
+    assert groups[0].get("topic", [1, 2, 0], seconds=0.05) == [None, "of 2", "of 0"]
+    assert groups[0].get("topic", [2, 0], seconds=0.05) == ["of 2", "of 0"]
 
 
 def test_one_process_has_no_group():

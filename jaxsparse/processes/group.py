@@ -68,21 +68,22 @@ class Group:
 
         `seconds` replaces the limit.
         """
-        start, limit = time.monotonic(), self.limit if seconds is None else seconds
-        notes = list[str | None]()
-        for process in processes:
-            rest = _LONGEST
-            if limit is not None:
-                rest = min(_LONGEST, max(1, int(1000 * (limit - time.monotonic() + start))))
-            try:
-                get = compat.shared_store().blocking_key_value_get_bytes
-                note = get(f"{self._place}/{topic}/{process}", rest)
-                notes.append(zlib.decompress(note).decode())
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-                notes.append(None)
-        return notes
+        limit = self.limit if seconds is None else seconds
+        start, store = time.monotonic(), compat.shared_store()
+        keys, notes = [f"{self._place}/{topic}/{process}" for process in processes], {}
+        try:
+            for key in keys:
+                rest = _LONGEST
+                if limit is not None:
+                    rest = min(_LONGEST, max(1, int(1000 * (limit - time.monotonic() + start))))
+                notes[key] = store.blocking_key_value_get_bytes(key, rest)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            # One who is late must not make others late, whose notes are there: no time is left to
+            # wait for an answer about each, so look once at all.
+            notes = dict(store.key_value_dir_get_bytes(f"{self._place}/{topic}/"))
+        return [zlib.decompress(notes[key]).decode() if key in notes else None for key in keys]
 
     def publish(self) -> bool:
         """Tells the others how far this process has come. Returns whether that is news."""
