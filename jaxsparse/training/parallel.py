@@ -2,8 +2,8 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxsparse.comm import compat
 from jaxsparse.comm.marks import check_wrapped, is_marked, module_in
@@ -125,43 +125,15 @@ def data_parallel(
     inner = dict(inner_axes(whole, axis_name)) if whole is not None else {}
 
     def parallel(*args: Any, **named: Any) -> Any:
-        if named:
-            raise ValueError(
-                f"data_parallel takes positional arguments only, but got {', '.join(named)} by "
-                "name: pass them by position, by which it knows batches"
-            )
-        if any(not -len(args) <= i < len(args) for i in given):
-            raise ValueError(
-                f"batch_argnums={batch_argnums} names an argument that is missing: the call has "
-                f"{len(args)} positional arguments"
-            )
-        batches = {i % len(args) for i in given}
+        batches = _batches_of(given, args, named)
         _check_arguments(args, batches, workers)
-        if check and workers > 1 and (whole_batches := _whole_batches(args, batches)):
-            warnings.warn(
-                f"arguments {whole_batches} have as many rows as the batch, but every worker gets "
-                f"all of them: give batch_argnums={tuple(sorted({*batches, *whole_batches}))} if "
-                "they belong to the batch, and check=False if not",
-                stacklevel=2,
-            )
+        if check and workers > 1:
+            _warn_of_whole_batches(args, batches)
         is_split = [
             jax.tree_util.tree_map_with_path(lambda p, _, i=i: i in batches or is_marked(p), arg)
             for i, arg in enumerate(args)
         ]
-        made: list[Any] = []  # treedef and marks of the outputs, once step has been traced
-
-        def body(*args: Any) -> tuple[list[Any], list[Any]]:
-            paths, treedef = tree_flatten_with_path(step(*args))
-            marks = [is_marked(path) for path, _ in paths]
-            made[:] = [treedef, marks]
-            for path, leaf in paths:
-                if is_marked(path):
-                    check_wrapped(_name(path), leaf)
-            own = [x for (_, x), mark in zip(paths, marks) if mark]
-            others = [x for (_, x), mark in zip(paths, marks) if not mark]
-            names = [_name(path) for (path, _), m in zip(paths, marks) if not m]
-            return own, _equal_on_all(others, names, axis_name)
-
+        body = _Worker(step, axis_name)
         problem, chosen = None, via
         if inner and whole is not None and AxisType.Explicit in whole.axis_types:
             chosen = chosen or "shard_map"
@@ -171,37 +143,18 @@ def data_parallel(
                 raise problem
             serves = program is not None and not _convolves(program)
             chosen = chosen or ("vmap" if serves else "shard_map")
-            problem = problem if check else None
-        try:
-            with running(Running(whole, axis_name)):
-                if whole is None or (inner and chosen == "vmap"):
-                    outputs = _mapped(body, workers, axis_name, is_split, whole)(*args)
-                else:
-                    outputs = _manually(body, whole, axis_name, is_split, set(inner))(*args)
-        except NameError as error:
-            if "unbound axis name" in str(error):
-                error.add_note(
-                    f"Inside jaxsparse.data_parallel the axis of the workers is {axis_name!r}, and "
-                    "no other axis has a name for collectives: JAX sums over these by itself. Name "
-                    f"{axis_name!r}, or give data_parallel the axis_name of your step"
-                )
-            raise
-        except ValueError as error:
-            if "with_sharding_constraint" in str(error) and repr(axis_name) in str(error):
-                error.add_note(
-                    f"Inside jaxsparse.data_parallel a step is one worker's, and sees its part of "
-                    f"the batch: leave {axis_name!r} out of the partitions of its constraints"
-                )
-            raise
-        if problem is not None:
+        with _explained(axis_name), running(Running(whole, axis_name)):
+            if whole is None or (inner and chosen == "vmap"):
+                outputs = _mapped(body, workers, axis_name, is_split, whole)(*args)
+            else:
+                outputs = _manually(body, whole, axis_name, is_split, set(inner))(*args)
+        if check and problem is not None:
             warnings.warn(
                 f"data_parallel could not check that the step's outputs are equal on all workers: "
                 f"{problem}. If you know that they are, give check=False",
                 stacklevel=2,
             )
-        treedef, marks = made
-        own, others = map(iter, outputs)
-        return treedef.unflatten([next(own) if mark else next(others) for mark in marks])
+        return body.joined(*outputs)
 
     run = jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
     before: list[Callable[[Any], None]] = []
@@ -213,8 +166,57 @@ def data_parallel(
     return Step(run, before, group)
 
 
-def _name(path: KeyPath) -> str:
-    return f"the step's output{keystr(path)}"
+class _Worker:
+    """One worker's step, with its outputs in two lists: per-worker arrays, and those equal on all.
+
+    Only tracing tells what a step returns, so a call remembers the outputs' tree for `joined`.
+    """
+
+    def __init__(self, step: Callable[..., Any], axis_name: str) -> None:
+        self._step, self._axis_name = step, axis_name
+        self._marks: list[bool] = []
+        self._treedef: Any = None
+
+    def __call__(self, *args: Any) -> tuple[list[Any], list[Any]]:
+        outputs, self._treedef = tree_flatten_with_path(self._step(*args))
+        self._marks = [is_marked(path) for path, _ in outputs]
+        own, others, names = list[Any](), list[Any](), list[str]()
+        for (path, leaf), mark in zip(outputs, self._marks):
+            name = f"the step's output{keystr(path)}"
+            if mark:
+                check_wrapped(name, leaf)
+                own.append(leaf)
+            else:
+                others.append(leaf)
+                names.append(name)
+        return own, _equal_on_all(others, names, self._axis_name)
+
+    def joined(self, own: list[Any], others: list[Any]) -> Any:
+        """What the step returned when it was called last, made of these arrays."""
+        lists = {True: iter(own), False: iter(others)}
+        return self._treedef.unflatten([next(lists[mark]) for mark in self._marks])
+
+
+@contextmanager
+def _explained(axis_name: str) -> Iterator[None]:
+    """Adds notes to JAX's errors about axes, whose words alone tell them from others."""
+    try:
+        yield
+    except NameError as error:
+        if "unbound axis name" in str(error):
+            error.add_note(
+                f"Inside jaxsparse.data_parallel the axis of the workers is {axis_name!r}, and no "
+                "other axis has a name for collectives: JAX sums over these by itself. Name "
+                f"{axis_name!r}, or give data_parallel the axis_name of your step"
+            )
+        raise
+    except ValueError as error:
+        if "with_sharding_constraint" in str(error) and repr(axis_name) in str(error):
+            error.add_note(
+                "Inside jaxsparse.data_parallel a step is one worker's, and sees its part of the "
+                f"batch: leave {axis_name!r} out of the partitions of its constraints"
+            )
+        raise
 
 
 def _manually(body, mesh, axis_name, is_split, inner):
@@ -364,6 +366,22 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
     return checked(outputs, jax.lax.axis_index(axis_name))
 
 
+def _batches_of(given: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]) -> set[int]:
+    """The numbers, from 0, of the batches among a call's arguments."""
+    if named:
+        raise ValueError(
+            f"data_parallel takes positional arguments only, but got {', '.join(named)} by name: "
+            "pass them by position, by which it knows batches"
+        )
+    if any(not -len(args) <= i < len(args) for i in given):
+        numbers = given[0] if len(given) == 1 else given
+        raise ValueError(
+            f"batch_argnums={numbers} names an argument that is missing: the call has "
+            f"{len(args)} positional arguments"
+        )
+    return {i % len(args) for i in given}
+
+
 def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> None:
     for i, arg in enumerate(args):
         if (module := module_in(arg)) is not None:  # an empty nnx.List is false
@@ -405,8 +423,8 @@ def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> 
                 )
 
 
-def _whole_batches(args: tuple[Any, ...], batches: set[int]) -> list[int]:
-    """The arguments behind the first batch that look like a part of it, but are not split."""
+def _warn_of_whole_batches(args: tuple[Any, ...], batches: set[int]) -> None:
+    """Warns of arguments behind the first batch that look like a part of it, but are not split."""
     rows = {x.shape[0] for i in batches for x in jax.tree.leaves(args[i])}
 
     def looks_so(arg: Any) -> bool:
@@ -416,4 +434,10 @@ def _whole_batches(args: tuple[Any, ...], batches: set[int]) -> list[int]:
         )
 
     behind = range(min(batches, default=len(args)), len(args))
-    return [i for i in behind if i not in batches and looks_so(args[i])]
+    if found := [i for i in behind if i not in batches and looks_so(args[i])]:
+        warnings.warn(
+            f"arguments {found} have as many rows as the batch, but every worker gets all of them: "
+            f"give batch_argnums={tuple(sorted({*batches, *found}))} if they belong to the batch, "
+            "and check=False if not",
+            stacklevel=3,
+        )
