@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import inspect
 import re
-import textwrap
 from collections.abc import Callable
 from typing import Any, Literal, ParamSpec, TypeVar, get_type_hints
 
@@ -162,12 +161,13 @@ _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example|Yields):\n", re
 _ENTRY = re.compile(r"^    (\w+): ((?:.|\n     )*)", re.MULTILINE)
 
 
+@functools.cache  # most systems share the options' classes
 def _described(kind: type) -> dict[str, str]:
-    """The descriptions of a class's own fields, from its docstring."""
+    """The descriptions of a class's own fields, as its docstring has them."""
     parts = _SECTION.split(inspect.cleandoc(kind.__dict__.get("__doc__") or "") + "\n")
     found = dict(zip(parts[1::2], parts[2::2]))
     entries = _ENTRY.findall(found.get("Args", found.get("Attributes", "")))
-    return {name: " ".join(text.split()) for name, text in entries}
+    return {name: text.rstrip() for name, text in entries}
 
 
 def _documented(settings: type, names: list[str]) -> str:
@@ -175,11 +175,7 @@ def _documented(settings: type, names: list[str]) -> str:
     described: dict[str, str] = {}
     for kind in reversed(settings.__mro__):
         described |= _described(kind)
-    lines = [f"{name}: {described[name]}" for name in names]
-    wrap = functools.partial(
-        textwrap.fill, width=96, initial_indent=" " * 4, subsequent_indent=" " * 8
-    )
-    arguments = "Args:\n" + "\n".join(map(wrap, lines)) + "\n\n"
+    arguments = "Args:\n" + "".join(f"    {name}: {described[name]}\n" for name in names) + "\n"
     kinds = [settings, *(k for k in settings.__mro__[1:] if not issubclass(k, Options))]
     texts = [(k.__name__, vars(k).get("__doc__") or "") for k in kinds]
     # A dataclass without a docstring has its signature for one.
