@@ -106,7 +106,7 @@ def current(setting: T | Stages[T]) -> T:
 def check_fields(settings: Any) -> None:
     """Checks each field of a frozen dataclass against its type.
 
-    An int is stored as an int of Python. A value of a Literal must be one of them. The metadata of
+    An int or a float is stored as that of Python. A value of a Literal must be one of them. The metadata of
     `Annotated` types are functions of a field's name and value, which return the value to store or
     raise ValueError. None and Stages pass where the type names them.
 
@@ -143,9 +143,8 @@ def _checks_of(hint: Any) -> list[Check]:
         return [_unless(others, check) for part in parts for check in _checks_of(part)]
     if get_origin(hint) is Literal:
         return [functools.partial(_check_choice, parts)]
-    if hint is bool:
-        return [static_bool]
-    return [static_int] if hint is int else []
+    check = {bool: static_bool, int: static_int, float: static_float}.get(hint)
+    return [] if check is None else [check]
 
 
 def _unless(kinds: tuple[type, ...], check: Check) -> Check:

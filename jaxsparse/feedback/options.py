@@ -175,6 +175,11 @@ def _documented(settings: type, names: list[str]) -> str:
     described: dict[str, str] = {}
     for kind in reversed(settings.__mro__):
         described |= _described(kind)
+    if missing := [name for name in names if name not in described]:
+        raise ValueError(
+            f"settings {', '.join(missing)} of {settings.__name__} are not described: add a line "
+            "for each under Args: in the docstring of the class that declares it"
+        )
     arguments = "Args:\n" + "".join(f"    {name}: {described[name]}\n" for name in names) + "\n"
     kinds = [settings, *(k for k in settings.__mro__[1:] if not issubclass(k, Options))]
     texts = [(k.__name__, vars(k).get("__doc__") or "") for k in kinds]
