@@ -171,6 +171,7 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
                 jaxsparse.systems.SparDL(density, teams=T),
                 (formula,) * 2,
             )
+        # Eq. (10) prints T * T for T * W, which leaves out Spar-Reduce-Scatter.
         low = 2 * k * (T * W + W - 2 * T) / (W * T)
         high = 2 * k * (T * T + 2 * W - 3 * T) / W
         reducer(

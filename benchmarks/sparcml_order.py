@@ -63,7 +63,7 @@ def published(k: int, size: int, workers: int) -> dict[str, Traffic]:
     """Rounds and expected words of the paper's algorithms (section 5.3), for uniform indices.
 
     An entry is two words. Partial sums become dense where that is shorter (section 5.1). The sums
-    that SSAR_Split_allgather gathers do not, since it never switches (5.2). For numbers of workers
+    that SSAR_Split_allgather gathers do not, since it never switches (5.3). For numbers of workers
     that are no power of two the paper has no formula. Here the logarithm is rounded up.
     """
     log, others = (workers - 1).bit_length(), workers - 1

@@ -45,7 +45,7 @@ def dense_traffic(size, workers):
 def recursive_double_traffic(k, size, workers, codec=codecs.COO):
     """log2 W rounds, and 2 more if W is no power of two. Words are those of full messages.
 
-    The published range (section 5.3.2) goes from log2(W) 2k words, if all supports are equal, to (W
+    The published range (section 5.3.1) goes from log2(W) 2k words, if all supports are equal, to (W
     - 1) 2k, if they are disjoint. Static shapes pay for the latter.
     """
     capacities = recursive_double._capacities(k, size, workers)

@@ -23,7 +23,7 @@ def recursive_double(
     SparCML's delta on. If W is not a power of two, let P be the largest one below W. The last W - P
     workers first send their entries to the first ones, and receive the result at the end.
 
-    It takes log2 W rounds, and 2 more if W is no power of two. The paper's words (section 5.3.2)
+    It takes log2 W rounds, and 2 more if W is no power of two. The paper's words (section 5.3.1)
     are between log2(W) 2k, if all supports are equal, and (W - 1) 2k, if they are disjoint. With
     static shapes it is always the latter.
 

@@ -1,4 +1,4 @@
-"""The ring all-reduce on sparse ranges: a baseline (SparCML, section 5.3, figure 3)."""
+"""The ring all-reduce on sparse ranges: a baseline (SparCML, section 8.1, figure 3)."""
 
 import jax.numpy as jnp
 from jaxtyping import DTypeLike

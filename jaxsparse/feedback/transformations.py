@@ -88,8 +88,9 @@ class ErrorFeedback(LeafOptions):
         v = v + u
 
     so that the exchange does not depend on the step's gradients. It can run beside the backward
-    pass (SparCML's non-blocking mode) if the backend's collectives are asynchronous. Updates are
-    those of delay=0 one step later, and the first one is zero. Uncompressed leaves wait in
+    pass if the backend's collectives are asynchronous. (SparCML's non-blocking calls, section 8.3,
+    overlap layers within a step, and delay nothing.) Updates are those of delay=0 one step later,
+    and the first one is zero. Uncompressed leaves wait in
     `pending`. Only a flag waits for this step's gradients: it says whether they are finite. If they
     are not, all workers leave them out and `skipped` rises. The exchange of earlier gradients still
     counts, so apply the update.

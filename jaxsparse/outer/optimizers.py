@@ -55,7 +55,7 @@ def bmuf(
 
     m = momentum * m + D and theta -= learning_rate * m, with D the mean displacement of a block of
     H steps. The rule of its authors is momentum = 1 - 1 / W for W workers, and learning_rate = 1.
-    SparCML compares with it in its third experiment, speech recognition.
+    SparCML compares with it in speech recognition (section 8.4).
 
     Args:
         momentum: block momentum, in [0, 1).

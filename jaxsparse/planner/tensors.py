@@ -95,7 +95,7 @@ class TensorProfile(Measured):
     def decode_seconds(self, elements: int, entries: int) -> float:
         """Seconds to decode messages of `entries`, together, into a tensor of `elements`.
 
-        The DRAGONN paper's sparse decoding (section 4.3): a d + b W m, with no term W d.
+        Decoding is sparse (DRAGONN, section 4.3): it takes a d + b W m, with no term W d.
         """
         elements, entries = static_count("elements", elements), static_count("entries", entries, 0)
         # The time of one entry does not grow beyond the largest size.

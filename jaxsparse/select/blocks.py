@@ -30,7 +30,7 @@ def block_top_k(x: Float[Array, " d"], k: int, block_size: int) -> BlockStream:
     Raises:
         ValueError: `x` is not a vector, or k or block_size is out of range.
 
-    S2 Reducer (Ge et al., 2021), section 3.2: block top-k.
+    S2 Reducer (Ge et al., 2021), section 2.2: block-wise top-k.
 
     >>> block_top_k(jnp.float32([3, 3, 0, 4, 0, 0, -5]), 2, 2).indices.tolist()
     [3, 0]

@@ -49,7 +49,7 @@ def slot_max(
     Raises:
         ValueError: `x` is not a vector, slots is out of range, or seed is not an integer scalar.
 
-    After DRAGONN (Wang et al., 2022), section 3.1, with the largest writer in place of the last.
+    After DRAGONN (Wang et al., 2022), section 3.2, with the largest writer in place of the last.
 
     Example:
         >>> import jax.numpy as jnp
