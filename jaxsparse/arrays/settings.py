@@ -106,9 +106,9 @@ def current(setting: T | Stages[T]) -> T:
 def check_fields(settings: Any) -> None:
     """Checks each field of a frozen dataclass against its type.
 
-    An int or a float is stored as that of Python. A value of a Literal must be one of them. The metadata of
-    `Annotated` types are functions of a field's name and value, which return the value to store or
-    raise ValueError. None and Stages pass where the type names them.
+    An int or a float is stored as that of Python. A value of a Literal must be one of them. The
+    metadata of `Annotated` types are functions of a field's name and value, which return the value
+    to store or raise ValueError. None and Stages pass where the type names them.
 
     Raises:
         ValueError: a value does not fit.
