@@ -62,9 +62,11 @@ class S2(BlockReducer, SeededReducer):
     On a GPU replicas stay equal, but a repeated run may differ in the last bits: see
     `sketch.encode`.
 
-    With a `density`, `momentum` acts before the exchange (momentum correction), without masking.
-    Without one, it is the momentum of the mean, because gradients with momentum would be zero
-    nowhere.
+    With a `density`, `momentum` acts before the exchange (momentum correction), and is masked where
+    this worker sent, though the sketch delivers estimates: what it sent does not wait. Blocks
+    without room wait, and keep their momentum. (With a density of 1 no block waits, and nothing is
+    masked.) Without a density, it is the momentum of the mean, because gradients with momentum
+    would be zero nowhere.
 
     An exchange finds the union of the workers' supports, one bit a block, and then psums the rows x
     cols table. The mean is the sketch's estimate in the union's blocks and exactly 0 elsewhere. The
@@ -169,8 +171,7 @@ class S2(BlockReducer, SeededReducer):
             return Dense()(x, state + jnp.uint32(1), axis_name=axis_name)
         plan = self.plan(x.size, workers)
         if plan.cols is None or workers == 1:
-            exact = part(self, OmniReduce)
-            return exact(x, state, axis_name=axis_name)._replace(sent=None)
+            return part(self, OmniReduce)(x, state, axis_name=axis_name)
 
         selected = select_blocks(x, self.block_size, self.density)
         kept = agree(selected, plan.capacity, self.block_size, state, axis_name)
@@ -193,7 +194,10 @@ class S2(BlockReducer, SeededReducer):
         mean = blocks.to_dense(total, x.size) / workers
         counts = info(jnp.count_nonzero(mean), kept.overflow)
         residual = rows.reshape(-1)[: x.size]
-        return Reduced(mean, residual, None, state + jnp.uint32(1), counts)
+        # Momentum is masked where a block left this worker's residual, however noisy its estimate.
+        all_leave = self.density is None or plan.selected == plan.capacity == selected.size
+        sent = None if all_leave else residual != x
+        return Reduced(mean, residual, sent, state + jnp.uint32(1), counts)
 
 
 def _marked(indices: Int[Array, " capacity"], count: int) -> Bool[Array, " {count}"]:
