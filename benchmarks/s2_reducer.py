@@ -16,7 +16,7 @@ adds one bit a block. "exact" marks tables that would be no smaller than the blo
 Then the blocks are summed.
 
 `--received` trains nothing: it compiles the exchange of 2^20 elements for each number of workers,
-with the defaults and each sizing, and prints the words received over the elements.
+with each sizing and with exact blocks, and prints the words received over the elements.
 """
 
 import argparse
@@ -32,11 +32,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxsparse
 from jaxsparse.arrays import blocks
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.systems import OmniReduce
+from jaxsparse.systems import Dense, OmniReduce, SparseAllGather
 from jaxsparse.systems.s2_reducer import S2
 
 spardl: Any = importlib.import_module("spardl")  # the model; beside this file
@@ -48,6 +49,7 @@ class Outcome(NamedTuple):
 
     train_loss: list[float]  # over the whole training set
     accuracy: list[float]  # on the test set, in [0, 1]
+    tuned: dict[float, float]  # rate -> mean training loss over the first two seeds
 
 
 def batches(args: argparse.Namespace, seed: int) -> Any:
@@ -90,26 +92,31 @@ def train(tx: Any, args: argparse.Namespace) -> tuple[float, Outcome]:
         return float(loss), float(accuracy)
 
     first, others = args.seeds[:2], args.seeds[2:]
-    tuned: dict[float, list[tuple[float, float]]] = {}
-
-    def loss(rate: float) -> float:
-        total = sum(loss for loss, _ in tuned[rate])
-        return total if math.isfinite(total) else math.inf
-
+    outcomes: dict[float, list[tuple[float, float]]] = {}
+    tuned: dict[float, float] = {}
     more, rate = args.rates, 0.0
     while more:
-        tuned |= {rate: [outcome(rate, seed) for seed in first] for rate in more}
-        rate = min(tuned, key=loss)
+        for rate in more:
+            outcomes[rate] = [outcome(rate, seed) for seed in first]
+            loss = statistics.mean(loss for loss, _ in outcomes[rate])
+            tuned[rate] = loss if math.isfinite(loss) else math.inf
+        rate = min(tuned, key=tuned.__getitem__)
         ends = {min(tuned): rate / 2, max(tuned): rate * 2}
         more = [ends[rate]] if len(args.rates) > 1 and rate in ends else []
-    losses, accuracies = zip(*tuned[rate], *(outcome(rate, seed) for seed in others))
-    return rate, Outcome(list(losses), list(accuracies))
+    losses, accuracies = zip(*outcomes[rate], *(outcome(rate, seed) for seed in others))
+    return rate, Outcome(list(losses), list(accuracies), tuned)
 
 
 def spread(values: list[float], scale: float = 1, places: int = 4) -> str:
     """Mean and standard deviation, or the number of runs that diverged."""
     diverged = sum(not math.isfinite(value) for value in values)
     return f"{diverged} diverged" if diverged else spardl.spread(values, scale, places)
+
+
+def least_diverging(outcome: Outcome) -> str:
+    """The lowest rate at which a run diverged, if any did."""
+    diverged = [rate for rate, loss in outcome.tuned.items() if loss == math.inf]
+    return f"from {min(diverged):g}" if diverged else ""
 
 
 class Method(NamedTuple):
@@ -155,7 +162,7 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
     (size,) = jaxsparse.layout.plan(spardl.init(0, args.hidden)).bucket_sizes
     print(
         f"{'sizing':<14} {'ratio':>5} {'train loss':>18} {'accuracy, %':>15} {'words':>6} "
-        f"{'rate':>6}  below"
+        f"{'rate':>6} {'diverges':>9}  below"
     )
     results: list[dict[str, Any]] = []
     for method in methods(size, args):
@@ -166,10 +173,11 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
         rate, outcome = train(tx, args)
         accuracy = statistics.mean(outcome.accuracy)
         dense = statistics.mean(results[0]["accuracy"]) if results else accuracy
+        below = 100 * (dense - accuracy)
         print(
             f"{method.sizing:<14} {'' if method.ratio is None else f'{method.ratio:g}':>5} "
             f"{spread(outcome.train_loss):>18} {spread(outcome.accuracy, 100, 2):>15} "
-            f"{method.words:>6} {rate:>6g}  {100 * (dense - accuracy):.2f}",
+            f"{method.words:>6} {rate:>6g} {least_diverging(outcome):>9}  {below:.2f}",
             flush=True,
         )
         row = method._asdict() | {"reducer": repr(method.reducer), "rate": rate}
@@ -180,27 +188,37 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
 def received(args: argparse.Namespace) -> None:
     """Prints the words that a worker receives over the elements, as compiled."""
     jax.config.update("jax_num_cpu_devices", max(args.received))
-    size = 2**20
-    print(f"words received over elements, {size} elements, defaults but for sizing")
-    print(f"{'workers':>8}" + "".join(f"{sizing:>9}" for sizing in args.sizings))
+    size, density = 2**20, args.density
+    reducers = {
+        "union": S2(density, sizing="union"),
+        "local": S2(density, sizing="local"),
+        "omni_reduce": OmniReduce(density),
+        "sparse_all_gather": SparseAllGather(density),
+        "dense": Dense(),
+    }
+    print(f"words received over elements, of {size} elements, density {density:g}, blocks of 256")
+    print(f"{'workers':>7}  " + "  ".join(reducers))
     for workers in args.received:
-        shares = [received_share(S2(sizing=sizing), size, workers) for sizing in args.sizings]
-        print(f"{workers:>8}" + "".join(f"{share:>9.3f}" for share in shares), flush=True)
+        shares = [received_share(reducer, size, workers) for reducer in reducers.values()]
+        cells = [f"{share:>{len(name)}.3f}" for name, share in zip(reducers, shares)]
+        print(f"{workers:>7}  " + "  ".join(cells), flush=True)
 
 
-def received_share(reducer: S2, size: int, workers: int) -> float:
+def received_share(reducer: Reducer, size: int, workers: int) -> float:
+    """The words that each of the workers receives in one exchange over its elements."""
     mesh = jax.make_mesh((workers,), ("data",), devices=jax.devices("cpu")[:workers])
-    tx = jaxsparse.error_feedback(reducer)
-    params = {"kernel": jax.ShapeDtypeStruct((1024, size // 1024), jnp.float32)}
-
-    def exchange(state: Any, gradient: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(jaxsparse.local(gradient), state)
-        return state, updates
-
-    parallel = jaxsparse.data_parallel(exchange, mesh, batch_argnums=())
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
-    state = jaxsparse.shard(tx.init(zeros), mesh)
-    return jaxsparse.traffic.wire_bytes(parallel, state, zeros).received / 4 / size
+    each, all_equal = PartitionSpec("data"), PartitionSpec()
+    exchange = jax.jit(
+        jax.shard_map(
+            lambda x: reducer(x.reshape(-1), reducer.init(size), axis_name="data").mean,
+            mesh=mesh,
+            in_specs=each,
+            out_specs=all_equal,
+        )
+    )
+    sharding = NamedSharding(mesh, each)
+    x = jax.ShapeDtypeStruct((workers, size), jnp.float32, sharding=sharding)
+    return jaxsparse.traffic.wire_bytes(exchange, x).received / 4 / size
 
 
 def draw(results: list[dict[str, Any]], args: argparse.Namespace) -> None:

@@ -1,12 +1,19 @@
 """S2 Reducer against its description, and the noise that it is said to have."""
 
 import functools
+import importlib
+import json
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
+import matplotlib.image
 import numpy as np
 import pytest
 import reference_sketch as reference
+import running
 from published_traffic import s2_traffic
 from workers import MESH_SIZES, WAYS, feedback_loop, few, on_workers, some
 
@@ -348,3 +355,67 @@ def test_settings_are_checked():
             S2(**settings)
         with pytest.raises(ValueError, match=message):
             s2_reducer(**settings)
+
+
+# --- the benchmark ---
+
+
+def benchmark(*flags, cwd):
+    """What benchmarks/s2_reducer.py prints, run as a user runs it."""
+    script = running.ROOT / "benchmarks" / "s2_reducer.py"
+    done = subprocess.run(
+        [sys.executable, script, *map(str, flags)],
+        cwd=cwd,
+        env=running.ENV,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_its_commands_are_valid(monkeypatch):
+    """Those in its docstring and in the docs' tables."""
+    monkeypatch.syspath_prepend(running.ROOT / "benchmarks")
+    script = importlib.import_module("s2_reducer")
+    texts = [path.read_text() for path in (running.ROOT / "benchmarks").glob("*.md")]
+    found = re.findall(
+        r"python benchmarks/s2_reducer\.py([^`\n]*(?:\n[^`\n]*)?)(?=`)", "\n".join(texts)
+    )
+    found += re.findall(r"python benchmarks/s2_reducer\.py(.*)", script.__doc__)
+    assert len(found) >= 5
+    for flags in found:
+        monkeypatch.setattr(sys, "argv", ["s2_reducer.py", *flags.split()])
+        script.parse_args()
+
+
+@pytest.mark.slow
+def test_it_trains_and_draws(tmp_path):
+    flags = ["--steps", 2, "--seeds", 0, "--ratios", 0.5, 9, "--rates", 0.1, "--blocks"]
+    benchmark(*flags, "--figure", "drawn.png", "--json", "result.json", cwd=tmp_path)
+    rows = json.loads((tmp_path / "result.json").read_text())["results"]
+    assert [(row["sizing"], row["words"]) for row in rows] == [
+        ("dense", 25856),
+        ("blocks, all", 6528),
+        ("union", 2926),
+        ("blocks, union", 2816),  # the most blocks of each of 8 workers in as many words
+        ("union, exact", 6528),
+        ("local", 408),
+        ("blocks, local", 384),
+        ("local, exact", 6528),
+    ]
+    assert matplotlib.image.imread(tmp_path / "drawn.png").size
+
+
+@pytest.mark.slow
+def test_words_received_are_those_of_compiled_programs_of_many_workers(tmp_path):
+    """Of 2^20 elements, at 1/32."""
+    printed = benchmark("--received", 2, 16, cwd=tmp_path).splitlines()
+    columns = ("union", "local", "omni_reduce", "sparse_all_gather", "dense")
+    assert tuple(printed[1].split()[1:]) == columns
+    for line, workers in zip(printed[2:], (2, 16)):
+        first, *shares = line.split()
+        assert int(first) == workers
+        for sizing, share in zip(("union", "local"), shares):
+            words = s2_traffic(S2(sizing=sizing), 2**20, workers).words
+            assert float(share) == pytest.approx(words / 2**20, abs=5e-4)
