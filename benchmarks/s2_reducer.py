@@ -227,13 +227,15 @@ def draw(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
     figure = Figure(figsize=(6, 3.5), dpi=80, layout="constrained")
     axes = figure.subplots()
     dense = 100 * statistics.mean(results[0]["accuracy"])
-    for sizing in args.sizings:
+    labels = {sizing: f"sized by {sizing}" for sizing in args.sizings}
+    for sizing, label in (labels | {"blocks": "exact blocks"}).items():
         runs = [result for result in results if result["sizing"].startswith(sizing)]
+        runs.sort(key=lambda run: run["words"])
         mean = [100 * statistics.mean(run["accuracy"]) for run in runs]
-        axes.plot([run["words"] for run in runs], mean, marker="o", label=f"sized by {sizing}")
+        axes.plot([run["words"] for run in runs], mean, marker="o", label=label)
         for run, height in zip(runs, mean):
             axes.annotate(
-                f"{run['ratio']:g}",
+                "" if sizing == "blocks" else f"{run['ratio']:g}",
                 (run["words"], height),
                 xytext=(0, 5),
                 textcoords="offset points",
