@@ -310,11 +310,14 @@ def test_sums_that_overflow_are_not_sent(reducer):
     assert reduced.sent.sum(1).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("make", few((omni_reduce, sparse_all_gather), (omni_reduce,)))
+MAKES = (omni_reduce, sparse_all_gather, s2_reducer)
+
+
+@pytest.mark.parametrize("make", few(MAKES, (omni_reduce, s2_reducer)))
 def test_momentum_is_masked_only_after_selection(make):
-    room = "union_density" if make is omni_reduce else "capacity_density"
+    room = "capacity_density" if make is sparse_all_gather else "union_density"
     grads = {"embedding": jnp.zeros((64, 32)).at[3].set(1.0)}
-    for settings, second in (({room: 0.1}, 1.5), ({"density": 0.1}, 1.0)):
+    for settings, second in (({"density": None, room: 0.1}, 1.5), ({"density": 0.1}, 1.0)):
         tx = make(block_size=32, momentum=0.5, axis_name=None, **settings)
         update = jax.jit(tx.update)
         _, state = update(grads, tx.init(grads))

@@ -135,23 +135,26 @@ def test_embedding_gradient_has_the_rows_of_the_inputs_and_no_others(model):
 
 @pytest.mark.slow
 def test_small_run_reports_perplexity_bytes_and_overflow(tmp_path):
-    printed = run("--small", "--methods", "s2", "--seeds", 0, 1, cwd=tmp_path)
+    printed = run("--small", "--methods", "omni", "s2", "--seeds", 0, 1, cwd=tmp_path)
     out = tmp_path / "out/language_model"
     result = json.loads((out / "results.json").read_text())
-    settings, (dense, s2) = result["settings"], result["methods"].values()
+    settings, (dense, omni, s2) = result["settings"], result["methods"].values()
     words, width, workers = settings["vocabulary"], settings["width"], settings["workers"]
     assert dense["embedding_bytes"] == 2 * (workers - 1) / workers * 4 * (words * width + 1)
-    assert s2["embedding_bytes"] < dense["embedding_bytes"] / 8
-    saved = dense["received_bytes"] - s2["received_bytes"]
-    assert saved == pytest.approx(dense["embedding_bytes"] - s2["embedding_bytes"])
-    assert s2["overflow"] == dense["overflow"] == 0
-    for method in (dense, s2):
+    assert s2["embedding_bytes"] < omni["embedding_bytes"] < dense["embedding_bytes"] / 4
+    for method in (omni, s2):
+        saved = dense["received_bytes"] - method["received_bytes"]
+        assert saved == pytest.approx(dense["embedding_bytes"] - method["embedding_bytes"])
+        assert method["overflow"] == 0
+    assert dense["overflow"] == 0
+    for method in (dense, omni, s2):
         perplexities = np.array(method["curves"]["perplexity"])
         assert perplexities.shape == (2, len(method["curves"]["steps"]))
         assert np.all(perplexities[:, -1] < words)
         row = f"{perplexities[:, -1].mean():.1f} ± {perplexities[:, -1].std(ddof=1):.1f}"
         assert row in printed
     assert s2["perplexity"] == pytest.approx(dense["perplexity"], rel=0.05)
+    assert omni["perplexity"] == pytest.approx(dense["perplexity"], rel=1e-4)  # exact
     height, width, _ = matplotlib.image.imread(out / "perplexity.png").shape
     assert height > 300
     assert width > 500
@@ -166,10 +169,11 @@ def test_every_method_trains_on_a_file_of_tokens_with_three_workers(tmp_path):
     flags = ["--corpus", "train", "--valid", "valid", "--workers", 3, "--steps", 10, "--union", 8]
     run("--small", *flags, cwd=tmp_path)
     result = json.loads((tmp_path / "out/language_model/results.json").read_text())["methods"]
-    assert list(result) == ["dense", "gather", "s2", "s2 + spardl"]
+    assert list(result) == ["dense", "gather", "omni", "s2", "s2 + spardl"]
     assert result["gather"]["perplexity"] == pytest.approx(result["dense"]["perplexity"], rel=1e-3)
     assert result["gather"]["overflow"] == 0
-    assert result["s2"]["overflow"] > 0  # --union leaves room for too few
+    assert result["omni"]["overflow"] > 0  # --union leaves room for too few
+    assert result["s2"]["overflow"] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,25 @@
 """S2 Reducer against its description, and the noise that it is said to have."""
 
 import functools
+import importlib
+import json
+import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
+import matplotlib.image
 import numpy as np
 import pytest
 import reference_sketch as reference
+import running
 from published_traffic import s2_traffic
 from workers import MESH_SIZES, WAYS, feedback_loop, few, on_workers, some
 
-from jaxsparse import traffic
+from jaxsparse import error_feedback, traffic
 from jaxsparse.systems import s2_reducer
+from jaxsparse.systems.omni_reduce import OmniReduce
 from jaxsparse.systems.s2_reducer import S2
 
 SIZE, BLOCK = 601, 8  # 76 blocks, the last of one element
@@ -48,9 +56,12 @@ def largest(x, k):
     return np.argsort(np.argsort(-norms, axis=-1, kind="stable"), axis=-1) < k
 
 
-def described(monkeypatch, x, k, rows, cols, seed):
-    """Sum and residuals of Alg. 1 after block top-k. cols=None: the sum is exact."""
-    selected = largest(x, k)
+def described(monkeypatch, x, k, rows, cols, seed, has_room=True):
+    """Sum and residuals of Alg. 1 after block top-k.
+
+    cols=None: the sum is exact. Selected blocks for which `has_room` is False stay.
+    """
+    selected = largest(x, k) & has_room
     union = selected.any(0)
     sent = np.where(spread(selected), x, 0)
     total = sent.sum(0, dtype=np.float64)
@@ -87,7 +98,7 @@ def test_it_is_its_description(case, monkeypatch):
         np.testing.assert_array_equal(reduced.mean, np.repeat(reduced.mean[:1], workers, axis=0))
         np.testing.assert_array_equal(np.rint(reduced.mean[0] * workers), total)
         np.testing.assert_array_equal(reduced.residual, residual)
-        assert reduced.sent is None
+        np.testing.assert_array_equal(reduced.sent, x != residual)
         assert not reduced.info.overflow.any()
         assert reduced.info.delivered[0] == np.count_nonzero(total)
 
@@ -112,6 +123,7 @@ def test_what_finds_no_room_is_kept_and_counted(workers, ratio):
         waited += reduced.info.overflow[0] > 0
         # A worker sends a whole block or nothing of it.
         np.testing.assert_array_equal(reduced.residual, np.where(spread(sent), 0, x))
+        np.testing.assert_array_equal(reduced.sent, spread(sent) & (x != 0))
         mean = as_blocks(reduced.mean[0])
         assert not mean[~kept].any()
         if ratio > 1:
@@ -138,6 +150,7 @@ def test_gradients_sparse_by_nature(case):
     reducer = S2(None, block_size=BLOCK, sketch_ratio=ratio, union_density=union_density)
     ((_, reduced),) = by_step(reducer, x)
     assert not reduced.residual.any()
+    assert reduced.sent is None  # its momentum is that of the mean
     assert not reduced.info.overflow.any()
     if ratio == 1:
         np.testing.assert_array_equal(np.rint(reduced.mean[0] * 3), x[0].sum(0))
@@ -164,6 +177,81 @@ def test_sums_that_overflow_count_as_not_sent(reducer):
     assert np.all(np.isfinite(reduced.mean))
     assert reduced.mean[0, 3] == 0
     assert np.all(reduced.residual[:, 3] == np.float32(3e38))
+    assert [np.flatnonzero(sent).tolist() for sent in reduced.sent] == [[100], [100]]
+
+
+# --- momentum ---
+
+# Blocks that are selected may find no room, and several are sent through one table.
+CROWDED = S2(0.2, block_size=BLOCK, rows=3, sketch_ratio=0.4, union_density=0.25, seed=3)
+
+
+@pytest.mark.parametrize("reducer", [SKETCHED, CROWDED], ids=["room", "little room"])
+@pytest.mark.parametrize("workers", some(MESH_SIZES, [3]))
+def test_momentum_is_that_of_blocks_that_wait(workers, reducer, monkeypatch):
+    """It is zeroed where this worker's block left, and stays in all others.
+
+    These are blocks that it did not select, even if others sent theirs, and blocks without room.
+    """
+    steps, momentum = 4, 0.5
+    given = 16 * gradients(workers, steps, seed=workers)
+    tx = error_feedback(reducer, momentum=momentum, is_dense=lambda path, shape: False)
+
+    def run(gradients):
+        def step(state, gradient):
+            updates, state = tx.update(gradient, state)
+            (residual,), (kept,) = state.residual.values(), state.momentum.values()
+            return state, (updates, residual.value, kept.value, state.info.overflow)
+
+        return jax.lax.scan(step, tx.init(gradients[0]), gradients)[1]
+
+    results = on_workers(run, workers, "vmap")(jnp.asarray(given.swapaxes(0, 1)))
+    updates, residuals, kept, overflows = (np.asarray(result) for result in results)
+    (bucket,) = reducer.split((SIZE,))
+    plan = reducer.plan(SIZE, workers)
+    cols = plan.cols if workers > 1 else None
+    u = v = np.zeros((workers, SIZE))
+    waited = 0
+    for step in range(steps):
+        u = momentum * u + given[step]
+        x = v + u
+        selected = largest(x, plan.selected)
+        union = selected.any(0)
+        turns = -(-COUNT // plan.capacity)
+        order = np.roll(np.arange(COUNT), -(step % turns) * plan.capacity)
+        room = np.isin(np.arange(COUNT), order[union[order]][: plan.capacity])
+        hash_seed = int(reference.combine(bucket.seed, step))
+        total, v = described(
+            monkeypatch, x, plan.selected, reducer.rows, cols, hash_seed, has_room=room
+        )
+        u = np.where(x != v, 0, u)
+        at = lambda array, step=step: array[:, step].reshape(workers, -1)
+        np.testing.assert_array_equal(at(updates)[0], total / workers)
+        np.testing.assert_array_equal(at(residuals), v)
+        np.testing.assert_array_equal(at(kept), u)
+        assert np.any(u[:, spread(room & union)]) or workers == 1
+        waited += at(overflows)[0, 0] > 0
+    assert (waited > 0) == (reducer is CROWDED and workers > 1)
+
+
+@pytest.mark.parametrize("reducer", [SKETCHED, EXACT], ids=["sketched", "exact"])
+def test_a_sketch_masks_what_exact_blocks_mask(reducer):
+    """The same blocks leave, so the same momentum is zeroed."""
+    x = gradients(3, steps=1)
+    ((_, exact),) = by_step(OmniReduce(reducer.density, block_size=BLOCK), x)
+    ((_, reduced),) = by_step(reducer, x)
+    np.testing.assert_array_equal(reduced.sent, exact.sent)
+    np.testing.assert_array_equal(reduced.residual, exact.residual)
+
+
+def test_nothing_is_masked_if_all_blocks_are_sent_at_each_step():
+    """No block waits, and momentum is that of the mean, as where all is summed densely."""
+    x = gradients(3, steps=1)
+    for settings in ({"sketch_ratio": 0.5}, {"sketch_ratio": 1.0}):
+        ((_, reduced),) = by_step(S2(1.0, block_size=BLOCK, **settings), x)
+        assert reduced.sent is None
+    ((_, reduced),) = by_step(S2(1.0, block_size=BLOCK, union_density=0.5, sketch_ratio=0.5), x)
+    np.testing.assert_array_equal(reduced.sent, reduced.residual != x[0])
 
 
 # --- noise ---
@@ -267,3 +355,67 @@ def test_settings_are_checked():
             S2(**settings)
         with pytest.raises(ValueError, match=message):
             s2_reducer(**settings)
+
+
+# --- the benchmark ---
+
+
+def benchmark(*flags, cwd):
+    """What benchmarks/s2_reducer.py prints, run as a user runs it."""
+    script = running.ROOT / "benchmarks" / "s2_reducer.py"
+    done = subprocess.run(
+        [sys.executable, script, *map(str, flags)],
+        cwd=cwd,
+        env=running.ENV,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_its_commands_are_valid(monkeypatch):
+    """Those in its docstring and in the docs' tables."""
+    monkeypatch.syspath_prepend(running.ROOT / "benchmarks")
+    script = importlib.import_module("s2_reducer")
+    texts = [path.read_text() for path in (running.ROOT / "benchmarks").glob("*.md")]
+    found = re.findall(
+        r"python benchmarks/s2_reducer\.py([^`\n]*(?:\n[^`\n]*)?)(?=`)", "\n".join(texts)
+    )
+    found += re.findall(r"python benchmarks/s2_reducer\.py(.*)", script.__doc__)
+    assert len(found) >= 5
+    for flags in found:
+        monkeypatch.setattr(sys, "argv", ["s2_reducer.py", *flags.split()])
+        script.parse_args()
+
+
+@pytest.mark.slow
+def test_it_trains_and_draws(tmp_path):
+    flags = ["--steps", 2, "--seeds", 0, "--ratios", 0.5, 9, "--rates", 0.1, "--blocks"]
+    benchmark(*flags, "--figure", "drawn.png", "--json", "result.json", cwd=tmp_path)
+    rows = json.loads((tmp_path / "result.json").read_text())["results"]
+    assert [(row["sizing"], row["words"]) for row in rows] == [
+        ("dense", 25856),
+        ("blocks, all", 6528),
+        ("union", 2926),
+        ("blocks, union", 2816),  # the most blocks of each of 8 workers in as many words
+        ("union, exact", 6528),
+        ("local", 408),
+        ("blocks, local", 384),
+        ("local, exact", 6528),
+    ]
+    assert matplotlib.image.imread(tmp_path / "drawn.png").size
+
+
+@pytest.mark.slow
+def test_words_received_are_those_of_compiled_programs_of_many_workers(tmp_path):
+    """Of 2^20 elements, at 1/32."""
+    printed = benchmark("--received", 2, 16, cwd=tmp_path).splitlines()
+    columns = ("union", "local", "omni_reduce", "sparse_all_gather", "dense")
+    assert tuple(printed[1].split()[1:]) == columns
+    for line, workers in zip(printed[2:], (2, 16)):
+        first, *shares = line.split()
+        assert int(first) == workers
+        for sizing, share in zip(("union", "local"), shares):
+            words = s2_traffic(S2(sizing=sizing), 2**20, workers).words
+            assert float(share) == pytest.approx(words / 2**20, abs=5e-4)

@@ -31,7 +31,7 @@ from rich.progress import Progress
 import jaxsparse
 from jaxsparse.reducers.base import Reducer
 
-METHODS = ("dense", "gather", "s2", "s2 + spardl")
+METHODS = ("dense", "gather", "omni", "s2", "s2 + spardl")
 # Reducers of the model's leaves, by a part of their names. All other leaves go dense.
 Policy = dict[str, Reducer]
 EMBEDDING = "embedding"
@@ -43,15 +43,16 @@ def policies(args: argparse.Namespace, union: int) -> dict[str, Policy]:
     words = args.vocabulary
     own = min(words, args.windows // args.workers * args.length)
     gather = jaxsparse.systems.SparseAllGather(block_size=args.width, capacity_density=own / words)
-    s2 = jaxsparse.systems.S2(
-        block_size=args.width,
-        density=None,  # all rows that are not zero
-        union_density=union / words,
-        sketch_ratio=args.sketch_ratio,
-    )
+    rows: dict[str, Any] = {
+        "block_size": args.width,
+        "density": None,  # all rows that are not zero
+        "union_density": union / words,
+    }
+    s2 = jaxsparse.systems.S2(sketch_ratio=args.sketch_ratio, **rows)
     return {
         "dense": {},
         "gather": {EMBEDDING: gather},
+        "omni": {EMBEDDING: jaxsparse.systems.OmniReduce(**rows)},
         "s2": {EMBEDDING: s2},
         "s2 + spardl": {EMBEDDING: s2, MATRICES: jaxsparse.systems.SparDL(args.density)},
     }
@@ -218,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     console.print(
         f"{title}\nwhich touch at most {distinct} rows of the embedding in 100 batches "
-        f"({distinct / len(texts.words):.1%}); s2 has room for {union}",
+        f"({distinct / len(texts.words):.1%}); omni and s2 have room for {union}",
         highlight=False,
     )
     chosen = ["dense", *(name for name in METHODS[1:] if name in args.methods)]
@@ -287,8 +288,8 @@ def flags() -> argparse.ArgumentParser:
         "--union",
         type=positive,
         metavar="ROWS",
-        help="of s2: rows that all workers together may touch in a step (default: an eighth more "
-        "than the most that 100 batches touch)",
+        help="of omni and s2: rows that all workers together may touch in a step (default: an "
+        "eighth more than the most that 100 batches touch)",
     )
     add(
         "--density",

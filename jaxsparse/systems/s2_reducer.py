@@ -52,19 +52,21 @@ class S2(BlockReducer, SeededReducer):
     A step finds the union of supports, by an all-to-all and an all-gather of 2 (W - 1)/W bits a
     block. It then psums a table, of sketch_ratio times the elements of the blocks that W random
     supports would cover, or that `union_density` has room for. `omni_reduce` with the same settings
-    sends 1 / sketch_ratio times as much. The price is noise. The estimates are unbiased, but the
-    energy of their error is 1 / sketch_ratio times the energy of the sum with one row (2 at 0.5),
-    and 2.5 and 2.7 times with 3 and 5 rows. The noise averages out over steps, better at a lower
-    learning rate. Error feedback does not correct it. (The paper's Theorem 2, a contraction, does
-    not hold at such ratios.) If the table would be no smaller than the blocks that there is room
-    for, these are summed exactly. With `union_density`, that is so from a ratio of 1 on.
+    sends at least 1 / sketch_ratio times as much. The price is noise. The estimates are unbiased,
+    but the energy of their error is 1 / sketch_ratio times the energy of the sum with one row (2 at
+    0.5), and 2.5 and 2.7 times with 3 and 5 rows. The noise averages out over steps, better at a
+    lower learning rate. Error feedback does not correct it. (The paper's Theorem 2, a contraction,
+    does not hold at such ratios.) If the table would be no smaller than the blocks that there is
+    room for, these are summed exactly. With `union_density`, that is so from a ratio of 1 on.
 
     On a GPU replicas stay equal, but a repeated run may differ in the last bits: see
     `sketch.encode`.
 
-    With a `density`, `momentum` acts before the exchange (momentum correction), without masking.
-    Without one, it is the momentum of the mean, because gradients with momentum would be zero
-    nowhere.
+    With a `density`, `momentum` acts before the exchange (momentum correction), and is masked where
+    this worker sent, though the sketch delivers estimates: what it sent does not wait. Blocks
+    without room wait, and keep their momentum. (With a density of 1 no block waits, and nothing is
+    masked.) Without a density, it is the momentum of the mean, because gradients with momentum
+    would be zero nowhere.
 
     An exchange finds the union of the workers' supports, one bit a block, and then psums the rows x
     cols table. The mean is the sketch's estimate in the union's blocks and exactly 0 elsewhere. The
@@ -83,8 +85,10 @@ class S2(BlockReducer, SeededReducer):
         rows: number of rows of the sketch.
         sketch_ratio: words of the sketch over elements of non-zero blocks, the paper's lambda.
         sizing: the blocks that `sketch_ratio` refers to: "union" of all workers' blocks, or "local"
-            for one worker's, as in the paper. "local" has up to W times the noise, and diverges at
-            learning rates at which "union" does not (`benchmarks/s2_reducer.py`).
+            for one worker's, as in the paper. The words of "union" grow with the number of workers
+            W, to sketch_ratio times those of the vector. Those of "local" do not, but it has up to
+            W times the noise, and diverges at learning rates at which "union" does not: with many
+            workers, lower the rate (`benchmarks/s2_reducer.py`).
         union_density: share of the blocks that there is room for, on all workers together. Blocks
             without room wait in the residual, and the state's `info.overflow` counts their
             elements. None: room for all that `density` can select. Without a `density` it is
@@ -169,8 +173,7 @@ class S2(BlockReducer, SeededReducer):
             return Dense()(x, state + jnp.uint32(1), axis_name=axis_name)
         plan = self.plan(x.size, workers)
         if plan.cols is None or workers == 1:
-            exact = part(self, OmniReduce)
-            return exact(x, state, axis_name=axis_name)._replace(sent=None)
+            return part(self, OmniReduce)(x, state, axis_name=axis_name)
 
         selected = select_blocks(x, self.block_size, self.density)
         kept = agree(selected, plan.capacity, self.block_size, state, axis_name)
@@ -193,7 +196,10 @@ class S2(BlockReducer, SeededReducer):
         mean = blocks.to_dense(total, x.size) / workers
         counts = info(jnp.count_nonzero(mean), kept.overflow)
         residual = rows.reshape(-1)[: x.size]
-        return Reduced(mean, residual, None, state + jnp.uint32(1), counts)
+        # Momentum is masked where a block left this worker's residual, however noisy its estimate.
+        all_leave = self.density is None or plan.selected == plan.capacity == selected.size
+        sent = None if all_leave else residual != x
+        return Reduced(mean, residual, sent, state + jnp.uint32(1), counts)
 
 
 def _marked(indices: Int[Array, " capacity"], count: int) -> Bool[Array, " {count}"]:
