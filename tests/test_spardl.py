@@ -143,13 +143,15 @@ def test_the_adaptation_stays_in_its_range_and_never_stops():
         assert float(state.h) == end
 
 
-@pytest.mark.parametrize(("k", "teams"), [(200, 7), (200, 2), (1, 8), (3, 2), (50, 50)])
-def test_the_ladder_covers_all_of_h(k, teams):
+@pytest.mark.parametrize(("k", "teams"), [(200, 7), (2000, 2), (1, 8), (3, 2), (50, 50)])
+def test_the_ladder_has_little_more_room_than_h(k, teams):
     rungs = ladder(k, teams)
     assert rungs == sorted(set(rungs))
     assert rungs[0] == -(-k // teams)
     assert rungs[-1] == k
-    assert len(rungs) <= 4
+    for h in range(rungs[0], k + 1):
+        assert h <= min(rung for rung in rungs if rung >= h) <= np.ceil(1.1 * h)
+    assert len(rungs) <= 2 + np.log(teams) / np.log(1.1)
 
 
 def test_errors_name_what_is_wrong():

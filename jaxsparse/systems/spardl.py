@@ -29,8 +29,9 @@ class SparDL(EntryReducer):
     With one team, a step has 2 ceil(log2 W) exchanges and 4 k (W - 1) / W words in COO, for any
     number of workers and any supports. k is density d, rounded up to a multiple of W. With T teams,
     it has 2 ceil(log2(W / T)) + ceil(log2 T) exchanges and 4 k (W - T) / W words within teams.
-    Between teams it has 2 k log2(T) T / W words ("recursive"), or between 2 k (T - 1) / W and T
-    times that ("bruck", whose messages adapt to one of four sizes).
+    Between teams it has 2 k log2(T) T / W words ("recursive"), or between 2 k (T - 1) / W, where
+    teams put forward different entries, and T times that, where they put forward the same ("bruck",
+    whose messages adapt to within a tenth).
 
     `momentum` acts before the exchange (momentum correction), and is masked where a worker put
     forward an entry that was delivered.
@@ -42,7 +43,10 @@ class SparDL(EntryReducer):
     Args:
         density: share of each bucket's elements that a step delivers, in (0, 1], or a warm-up
             (`jaxsparse.warm_up`).
-        teams: number of teams of workers. More teams mean fewer rounds and more words.
+        teams: number of teams of workers. More teams mean fewer rounds, or as many. With
+            "recursive", two teams receive as many words as one, and four or more receive more. With
+            "bruck", more teams receive fewer words where they put forward different entries (down
+            to 2 k (2 W - T - 1) / W), and more where they put forward the same ones.
             `jaxsparse.autotune` can choose it.
         gather: the way in which teams add up their blocks. "recursive" needs a power of two of
             teams. "bruck" takes any number and adapts its messages, but not where a worker
