@@ -178,8 +178,10 @@ def rows(workers: int, size: int, k: int) -> list[Row]:
             f"spardl, B-SAG, {T} teams",
             jaxsparse.systems.SparDL(density, teams=T, gather="bruck"),
             (low, high),
-            f"lower bound corrected: eq. (10) has {printed / k:.2f}, without the reduce-scatter"
-            + ("; all-gather of k whatever h; 1 word counts entries" if T < W else ""),
+            f"lower bound corrected: eq. (10) has {printed / k:.2f}, without the reduce-scatter; "
+            "all-gather of k whatever h; 1 word counts entries"
+            if T < W
+            else "",
         )
     return table
 
