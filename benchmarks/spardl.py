@@ -119,7 +119,9 @@ def train(
     mesh = jax.make_mesh((workers,), ("data",), devices=jax.devices("cpu")[:workers])
     on_mesh = jaxsparse.data_parallel(step, mesh)
     one = jax.tree.map(lambda x: x[0], batches(args, 0, workers))
+    jax.config.update("jax_disable_most_optimizations", True)  # compiles sooner, to the same bytes
     sent = jaxsparse.traffic.wire_bytes(on_mesh, create(0), one)
+    jax.config.update("jax_disable_most_optimizations", False)
 
     results = [run(create(seed), batches(args, seed, workers)) for seed in args.seeds]
     losses, accuracies, h = zip(*results)
