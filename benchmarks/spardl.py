@@ -6,12 +6,14 @@
     python benchmarks/spardl.py teams --workers 3 5 6 7 14 --seeds 0 1 2
 
 `residuals` compares the rules for residuals, by the outcome of training and by what leaks at each
-step. `codecs` compares exact messages with packed ones. `entries` follows B-SAG's h, and the number
-of entries after its gather, to the number that is wanted. `teams` trains with each number of teams
-that divides the workers. Nothing is downloaded, and one device plays all workers. Means and
-standard deviations are over seeds of initial weights and batches. Words are those of compressed
-leaves that a worker sends in a step, read from a program compiled for as many devices. For B-SAG
-they are the most that it may send, and `teams` also prints those at the last h.
+step. "partial" and "local" cut each block before the first exchange, and "global" does not, so
+"global, cut first" stands between them. `codecs` compares exact messages with packed ones.
+`entries` follows B-SAG's h, and the number of entries after its gather, to the number that is
+wanted. `teams` trains with each number of teams that divides the workers. Nothing is downloaded,
+and one device plays all workers. Means and standard deviations are over seeds of initial weights
+and batches. Words are those of compressed leaves that a worker sends in a step, read from a program
+compiled for as many devices. For B-SAG they are the most that it may send, and `teams` also prints
+those at the last h.
 """
 
 import argparse
@@ -33,9 +35,11 @@ from jax.flatten_util import ravel_pytree
 import jaxsparse
 from jaxsparse import codecs
 from jaxsparse.arrays.settings import entries
+from jaxsparse.arrays.stream import to_dense
 from jaxsparse.collectives import spardl as collectives
 from jaxsparse.collectives.spardl import spar_reduce_scatter
 from jaxsparse.comm.wire import Group
+from jaxsparse.reducers.base import Reduced
 from jaxsparse.select.selection import SELECTORS
 from jaxsparse.systems import SparDL
 
@@ -75,6 +79,19 @@ def batches(args: argparse.Namespace, seed: int, workers: int = WORKERS) -> Any:
     train_set, _ = digits.load()
     size = digits.shared_batch(args.batch_size, workers)
     return jax.tree.map(lambda *x: np.stack(x), *digits.batches(train_set, size, args.steps, seed))
+
+
+class CutFirst(SparDL):
+    """SparDL with global residuals that cuts blocks first, as its other rules for residuals do."""
+
+    def __call__(self, x: jax.Array, state: Any, *, axis_name: str | None) -> Reduced:
+        team, _ = Group.teams(axis_name, self.teams)
+        n, size = team.size, -(-x.size // team.size)
+        k, pick = entries(self.density, x.size, parts=n), SELECTORS[self.selection]
+        rows = jnp.pad(x, (0, n * size - x.size)).reshape(n, size)
+        cut = jax.lax.map(lambda row: to_dense(pick(row, k), size), rows).reshape(-1)[: x.size]
+        reduced = super().__call__(cut, state, axis_name=axis_name).whole(cut)
+        return reduced._replace(residual=reduced.residual + (x - cut))
 
 
 class Outcome(NamedTuple):
@@ -226,12 +243,10 @@ def residuals(args: argparse.Namespace) -> list[dict[str, Any]]:
     results = [show("dense", train(jaxsparse.dense(momentum=args.momentum), args))]
     for teams in args.teams:
         gather: Any = "recursive" if teams & (teams - 1) == 0 else "bruck"
-        for rule in ("global", "partial", "local"):
-            kept: Any = rule
-            tx = jaxsparse.spardl(
-                args.density, teams=teams, gather=gather, residuals=kept, momentum=args.momentum
-            )
-            reducer = SparDL(args.density, teams=teams, gather=gather, residuals=kept)
+        for rule in ("global", "global, cut first", "partial", "local"):
+            made, kept = CutFirst if "cut" in rule else SparDL, rule.partition(",")[0]
+            reducer = made(args.density, teams=teams, gather=gather, residuals=kept)  # type: ignore
+            tx = jaxsparse.error_feedback(reducer, momentum=args.momentum)
             leak = np.asarray(follow(reducer, args, args.seeds[:1])[0].leak, np.float64)
             name = rule if teams == 1 else f"{rule}, {teams} teams"
             line = show(name, train(tx, args), f"  {leak.mean():>10.1e} {leak.max():>8.1e}")

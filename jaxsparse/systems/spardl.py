@@ -38,7 +38,9 @@ class SparDL(EntryReducer):
 
     With n = W / teams blocks of m = ceil(d / n) elements, at most L = ceil(density d / n) entries
     of each are delivered, for any supports of the workers. Sums are cut to the budget and never
-    exceed it.
+    exceed it. "bruck" has one h for all blocks, where Alg. 2 has one for each worker, because all
+    workers must agree on the size of their messages. It brings the mean of the blocks' entries to
+    L. Where teams overlap much in some blocks and little in others, the former deliver less than L.
 
     Args:
         density: share of each bucket's elements that a step delivers, in (0, 1], or a warm-up
@@ -52,7 +54,10 @@ class SparDL(EntryReducer):
             teams. "bruck" takes any number and adapts its messages, but not where a worker
             has several devices.
         residuals: rule for residuals. "global" loses nothing. "partial" and "local" lose a part,
-            for comparison.
+            for comparison. Both also change what is sent: each block is cut to L entries before
+            the first exchange, and what this cuts off is their residual of local parts. "global"
+            cuts a block only just before it is sent. So a comparison of the three, as in figure 17,
+            has two causes, of which the cut is one.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
             rounding in the residual. `codecs.Chunked()` sends about 13 bits an entry; "bruck" needs
             its value_bits=16 or 32.
