@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import timing
 
 from jaxsparse import select
-from jaxsparse.arrays.stream import SparseStream
+from jaxsparse.arrays.stream import SparseStream, from_dense
+from jaxsparse.systems.dragonn import extractor
 
 
 def energy(stream: SparseStream) -> float:
@@ -43,6 +44,9 @@ def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
 
     # Name: (entries, run).
     by_group = group_k * (size // group_size) + min(group_k, size % group_size)
+    # What passes a threshold, extracted by counting. Beside it, DRAGONN with its own threshold.
+    counted = jax.jit(lambda x, t: from_dense(x, select.compact(jnp.abs(x) >= t, k)))
+    dragonn, seed = jax.jit(extractor("hash"), static_argnums=1), jnp.uint32(0)
     cases: dict[str, tuple[int, Callable[[], Any]]] = {
         "x * 2 donated": (size, donated),
         "fast_top_k": (k, lambda: select.fast_top_k(x, k)),
@@ -50,7 +54,9 @@ def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         "sampled_top_k": (k, lambda: select.sampled_top_k(x, k)),
         "bisection_top_k": (k, lambda: select.bisection_top_k(x, k)),
         "group_top_k": (by_group, lambda: select.group_top_k(x, group_k, group_size)),
+        "compact(|x| >= t)": (k, lambda: counted(x, threshold)),
         "hash_extract": (k, lambda: select.hash_extract(x, threshold, k)),
+        "with its threshold": (k, lambda: dragonn(x, k, seed)),
         "slot_max": (k, lambda: select.slot_max(x, k)),
         "compact": (k, lambda: select.compact(mask, k)),
     }

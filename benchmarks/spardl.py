@@ -3,13 +3,17 @@
     python benchmarks/spardl.py residuals
     python benchmarks/spardl.py codecs --seeds 0 1 2
     python benchmarks/spardl.py entries --figure benchmarks/figures/bsag_entries.png
+    python benchmarks/spardl.py teams --workers 3 5 6 7 14 --seeds 0 1 2
 
 `residuals` compares the rules for residuals, by the outcome of training and by what leaks at each
-step. `codecs` compares exact messages with packed ones. `entries` follows B-SAG's h, and the number
-of entries after its gather, to the number that is wanted. Nothing is downloaded, and one device
-plays all workers. Means and standard deviations are over seeds of initial weights and batches.
-Words are those of compressed leaves that a worker sends in a step, read from a program compiled for
-14 devices. For B-SAG they are the most that it may send.
+step. "partial" and "local" cut each block before the first exchange, and "global" does not, so
+"global, cut first" stands between them. `codecs` compares exact messages with packed ones.
+`entries` follows B-SAG's h, and the number of entries after its gather, to the number that is
+wanted. `teams` trains with each number of teams that divides the workers. Nothing is downloaded,
+and one device plays all workers. Means and standard deviations are over seeds of initial weights
+and batches. Words are those of compressed leaves that a worker sends in a step, read from a program
+compiled for as many devices. For B-SAG they are the most that it may send, and `teams` also prints
+those at the last h.
 """
 
 import argparse
@@ -31,9 +35,11 @@ from jax.flatten_util import ravel_pytree
 import jaxsparse
 from jaxsparse import codecs
 from jaxsparse.arrays.settings import entries
+from jaxsparse.arrays.stream import to_dense
 from jaxsparse.collectives import spardl as collectives
 from jaxsparse.collectives.spardl import spar_reduce_scatter
 from jaxsparse.comm.wire import Group
+from jaxsparse.reducers.base import Reduced
 from jaxsparse.select.selection import SELECTORS
 from jaxsparse.systems import SparDL
 
@@ -68,11 +74,24 @@ def loss_of(params: Any, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
 
 
-def batches(args: argparse.Namespace, seed: int) -> Any:
+def batches(args: argparse.Namespace, seed: int, workers: int = WORKERS) -> Any:
     """The batches of all steps, stacked: images[steps, batch, 64], labels[steps, batch]."""
     train_set, _ = digits.load()
-    size = digits.shared_batch(args.batch_size, WORKERS)
+    size = digits.shared_batch(args.batch_size, workers)
     return jax.tree.map(lambda *x: np.stack(x), *digits.batches(train_set, size, args.steps, seed))
+
+
+class CutFirst(SparDL):
+    """SparDL with global residuals that cuts blocks first, as its other rules for residuals do."""
+
+    def __call__(self, x: jax.Array, state: Any, *, axis_name: str | None) -> Reduced:
+        team, _ = Group.teams(axis_name, self.teams)
+        n, size = team.size, -(-x.size // team.size)
+        k, pick = entries(self.density, x.size, parts=n), SELECTORS[self.selection]
+        rows = jnp.pad(x, (0, n * size - x.size)).reshape(n, size)
+        cut = jax.lax.map(lambda row: to_dense(pick(row, k), size), rows).reshape(-1)[: x.size]
+        reduced = super().__call__(cut, state, axis_name=axis_name).whole(cut)
+        return reduced._replace(residual=reduced.residual + (x - cut))
 
 
 class Outcome(NamedTuple):
@@ -80,10 +99,14 @@ class Outcome(NamedTuple):
 
     train_loss: list[float]  # over the whole training set
     accuracy: list[float]  # on the test set, in [0, 1]
+    h: list[float]  # B-SAG's h after the last step, or 0
     words: int  # most words of compressed leaves that a worker sends in a step, as compiled
+    rounds: int  # number of exchanges, without the one of dense leaves
 
 
-def train(method: optax.GradientTransformation, args: argparse.Namespace) -> Outcome:
+def train(
+    method: optax.GradientTransformation, args: argparse.Namespace, workers: int = WORKERS
+) -> Outcome:
     train_set, test_set = digits.load()
     # The rate does not fall to 0, because entries that wait in residuals still have to arrive.
     schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
@@ -97,28 +120,31 @@ def train(method: optax.GradientTransformation, args: argparse.Namespace) -> Out
 
     def create(seed: int) -> Any:
         params = init(seed, args.hidden)
-        return jaxsparse.shard((params, tx.init(params)), WORKERS)
+        return jaxsparse.shard((params, tx.init(params)), workers)
 
-    simulated = jaxsparse.data_parallel(step, WORKERS)
+    simulated = jaxsparse.data_parallel(step, workers)
 
     @jax.jit
-    def run(state: Any, steps: Any) -> tuple[jax.Array, jax.Array]:
-        (params, _), _ = jax.lax.scan(simulated, state, steps)
+    def run(state: Any, steps: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        (params, opt_state), _ = jax.lax.scan(simulated, state, steps)
         right = logits_of(params, test_set.images).argmax(axis=-1) == test_set.labels
-        return loss_of(params, train_set), jnp.mean(right)
+        (state,) = getattr(opt_state[0], "reducers", None) or ((),)
+        return loss_of(params, train_set), jnp.mean(right), getattr(state, "h", jnp.float32(0))
 
     # One device sends nothing. The words are read from a program that is compiled for as many
     # devices and never run.
-    mesh = jax.make_mesh((WORKERS,), ("data",), devices=jax.devices("cpu"))
+    mesh = jax.make_mesh((workers,), ("data",), devices=jax.devices("cpu")[:workers])
     on_mesh = jaxsparse.data_parallel(step, mesh)
-    one = jax.tree.map(lambda x: x[0], batches(args, seed=0))
-    payload = jaxsparse.traffic.wire_bytes(on_mesh, create(0), one).payload
-    layout = jaxsparse.layout.plan(init(0, args.hidden))
-    words = int(payload) // 4 - layout.dense_size - 1  # 1: the flag that gradients are finite
+    one = jax.tree.map(lambda x: x[0], batches(args, 0, workers))
+    jax.config.update("jax_disable_most_optimizations", True)  # compiles sooner, to the same bytes
+    sent = jaxsparse.traffic.wire_bytes(on_mesh, create(0), one)
+    jax.config.update("jax_disable_most_optimizations", False)
 
-    results = [run(create(seed), batches(args, seed)) for seed in args.seeds]
-    losses, accuracies = zip(*results)
-    return Outcome(list(map(float, losses)), list(map(float, accuracies)), words)
+    results = [run(create(seed), batches(args, seed, workers)) for seed in args.seeds]
+    losses, accuracies, h = zip(*results)
+    layout = jaxsparse.layout.plan(init(0, args.hidden))
+    words = int(sent.payload) // 4 - layout.dense_size - 1  # 1: the flag of finite gradients
+    return Outcome(*(list(map(float, x)) for x in (losses, accuracies, h)), words, sent.rounds - 1)
 
 
 class Trace(NamedTuple):
@@ -126,6 +152,7 @@ class Trace(NamedTuple):
 
     leak: jax.Array  # |sum_w x_w - W mean - sum_w residual_w| / |sum_w x_w|
     entries: jax.Array  # number after B-SAG's gather, before the cut; mean over blocks
+    unused: jax.Array  # share of L that is not delivered for want of entries; mean over blocks
     h: jax.Array  # the h that B-SAG sent with
 
 
@@ -155,7 +182,8 @@ def follow(reducer: SparDL, args: argparse.Namespace, seeds: list[int]) -> list[
         leak = together - WORKERS * mean - jnp.sum(residual, axis=0)
         size = jnp.linalg.norm(together)
         h = started(reducer, params.size, state).h if state != () else jnp.float32(0)
-        trace = Trace(jnp.linalg.norm(leak) / size, jnp.mean(count), h)
+        short = jnp.maximum(0, 1 - count / wanted(reducer, params.size))
+        trace = Trace(jnp.linalg.norm(leak) / size, jnp.mean(count), jnp.mean(short), h)
         return (params - args.lr * mean, residual, after), trace
 
     @jax.jit
@@ -166,9 +194,9 @@ def follow(reducer: SparDL, args: argparse.Namespace, seeds: list[int]) -> list[
     return [run(ravel_pytree(init(s, args.hidden))[0], batches(args, s)) for s in seeds]
 
 
-def wanted(reducer: SparDL, size: int) -> int:
+def wanted(reducer: SparDL, size: int, workers: int = WORKERS) -> int:
     """Number of entries of a block that are delivered, L, for vectors of `size` elements."""
-    return entries(reducer.density, size, parts=WORKERS // reducer.teams)
+    return entries(reducer.density, size, parts=workers // reducer.teams)
 
 
 def started(reducer: SparDL, size: int, state: Any) -> collectives.Adaptation:
@@ -215,12 +243,10 @@ def residuals(args: argparse.Namespace) -> list[dict[str, Any]]:
     results = [show("dense", train(jaxsparse.dense(momentum=args.momentum), args))]
     for teams in args.teams:
         gather: Any = "recursive" if teams & (teams - 1) == 0 else "bruck"
-        for rule in ("global", "partial", "local"):
-            kept: Any = rule
-            tx = jaxsparse.spardl(
-                args.density, teams=teams, gather=gather, residuals=kept, momentum=args.momentum
-            )
-            reducer = SparDL(args.density, teams=teams, gather=gather, residuals=kept)
+        for rule in ("global", "global, cut first", "partial", "local"):
+            made, kept = CutFirst if "cut" in rule else SparDL, rule.partition(",")[0]
+            reducer = made(args.density, teams=teams, gather=gather, residuals=kept)  # type: ignore
+            tx = jaxsparse.error_feedback(reducer, momentum=args.momentum)
             leak = np.asarray(follow(reducer, args, args.seeds[:1])[0].leak, np.float64)
             name = rule if teams == 1 else f"{rule}, {teams} teams"
             line = show(name, train(tx, args), f"  {leak.mean():>10.1e} {leak.max():>8.1e}")
@@ -250,10 +276,13 @@ def compare_codecs(args: argparse.Namespace) -> list[dict[str, Any]]:
 def follow_entries(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Shows whether B-SAG's adaptation settles."""
     late = args.steps // 2
-    print(f"entries after the gather / L; mean, standard deviation and h / L after step {late}")
+    print(
+        "entries after the gather / L; and their mean and standard deviation, h / L, and the share"
+    )
+    print(f"of L that blocks with few entries leave unused, after step {late}")
     print(
         f"{'density':>7} {'seed':>4} {'L':>6} {'step 1':>7} {'2':>6} {'5':>6} {'10':>6} "
-        f"{'mean':>7} {'sd':>6} {'h / L':>6}"
+        f"{'mean':>7} {'sd':>6} {'h / L':>6} {'unused':>6}"
     )
     size = ravel_pytree(init(0, args.hidden))[0].size
     results = []
@@ -266,13 +295,45 @@ def follow_entries(args: argparse.Namespace) -> list[dict[str, Any]]:
             some = " ".join(f"{share[i - 1]:>6.2f}" for i in (1, 2, 5, 10))
             print(
                 f"{density:>7} {seed:>4} {k:>6}  {some} {share[late:].mean():>7.3f} "
-                f"{share[late:].std():>6.3f} {h[late:].mean():>6.3f}",
+                f"{share[late:].std():>6.3f} {h[late:].mean():>6.3f} "
+                f"{trace.unused[late:].mean():>6.3f}",
                 flush=True,
             )
             run = {"density": density, "seed": seed, "wanted": k}
             results.append(run | {name: x.tolist() for name, x in trace._asdict().items()})
     if args.figure:
         draw(results, args)
+    return results
+
+
+def compare_teams(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Shows what teams cost and save (the paper's figures 13 and 14), by any number of workers."""
+    (size,) = jaxsparse.layout.plan(init(0, args.hidden)).bucket_sizes
+    print("words: of B-SAG at the h of the last step. h / floor: its h in multiples of L / teams")
+    print(f"{HEADER} {'most':>6} {'rounds':>6} {'h / floor':>9}")
+    dense = train(jaxsparse.dense(momentum=args.momentum), args)
+    results = [show("dense", dense, f" {dense.words:>6} {'':>6}")]
+    for workers in args.workers:
+        for teams in (t for t in range(1, workers + 1) if workers % t == 0):
+            gathers = ["bruck"] if teams > 1 else []
+            if teams & (teams - 1) == 0:
+                gathers.append("recursive")
+            for each in gathers:
+                gather: Any = each
+                reducer = SparDL(args.density, teams=teams, gather=gather)
+                tx = jaxsparse.spardl(
+                    args.density, teams=teams, gather=gather, momentum=args.momentum
+                )
+                outcome = train(tx, args, workers)
+                most, floor = outcome.words, 0.0
+                if gather == "bruck":
+                    k, h = wanted(reducer, size, workers), statistics.mean(outcome.h)
+                    room = min(c for c in collectives.ladder(k, teams) if c >= round(h))
+                    outcome = outcome._replace(words=most - 2 * (teams - 1) * (k - room))
+                    floor = h / max(1, k / teams)
+                name = f"W = {workers}, {teams} {'' if teams == 1 else gather}"
+                more = f" {most:>6} {outcome.rounds:>6} {floor:>9.2f}"
+                results.append(show(name, outcome, more) | {"workers": workers, "teams": teams})
     return results
 
 
@@ -336,6 +397,10 @@ def parse_args() -> argparse.Namespace:
     sub.set_defaults(run=residuals)
     sub = experiments.add_parser("codecs", parents=[common, training], formatter_class=shown)
     sub.set_defaults(run=compare_codecs)
+    sub = experiments.add_parser("teams", parents=[common, training], formatter_class=shown)
+    add = sub.add_argument
+    add("--workers", type=number(int, 2, WORKERS + 1), nargs="+", default=[3, 5, 6, 7, 14])
+    sub.set_defaults(run=compare_teams)
     sub = experiments.add_parser("entries", parents=[common], formatter_class=shown)
     sub.set_defaults(run=follow_entries)
     add = sub.add_argument
@@ -360,7 +425,8 @@ def main() -> None:
     }
     print(", ".join(f"{name} {value}" for name, value in where.items()))
     print(
-        f"{size:,} parameters, {WORKERS} simulated workers, {args.steps} steps, batches of "
+        f"{size:,} parameters, {getattr(args, 'workers', WORKERS)} simulated workers, "
+        f"{args.steps} steps, batches of "
         f"{digits.shared_batch(args.batch_size, WORKERS)}, seeds {args.seeds}"
     )
     results = args.run(args)

@@ -96,6 +96,15 @@ def digit_rows(density: float) -> Rows:
         "top-k, 2-bit values": own(
             lambda **more: jaxsparse.top_k(density, codec=codecs.Chunked(), **more)
         ),
+        "DGC": own(lambda **more: jaxsparse.dgc(density, **more)),
+        "DRAGONN": own(lambda **more: jaxsparse.dragonn(density, **more)),
+        "DRAGONN, slot_max": own(
+            lambda **more: jaxsparse.dragonn(density, extract="slot_max", **more)
+        ),
+        "DRAGONN, twice as many pass": own(
+            lambda **more: jaxsparse.dragonn(density, passing=2.0, **more)
+        ),
+        "random-k": own(lambda **more: jaxsparse.random_k(density, **more)),
         "chunked top-k": own(lambda **more: jaxsparse.chunked_top_k(k, **more)),
         "PowerSGD rank 2": own(lambda **more: jaxsparse.powersgd(2, **more)),
         "PowerSGD rank 4": own(lambda **more: jaxsparse.powersgd(4, **more)),

@@ -337,6 +337,7 @@ def _dragonn(rng, size, workers):
         "density": _density(rng, size),
         "extract": extract,
         "samples": _pick(rng, None, 9) if extract == "hash" else None,
+        "passing": _pick(rng, 0.5, 1.0, 2.0) if extract == "hash" else 1.0,
         "codec": _codec(rng),
     }
 

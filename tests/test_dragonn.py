@@ -145,6 +145,42 @@ def test_each_slot_holds_an_entry_that_hashes_there_and_passes():
     assert 0.6 * deviation < shares.std() < 1.4 * deviation
 
 
+def test_more_may_pass_than_there_are_slots():
+    """The paper's example in A.2.2: m = 512, n = 1024, and 13 to 14 % of the slots stay empty."""
+    size, seeds = 51_200, jnp.arange(20, dtype=jnp.uint32)
+    x = jax.random.normal(jax.random.key(0), (size,))
+    extract = extractor("hash", samples=size, passing=2.0)  # samples cover all of x
+    threshold = np.sort(np.abs(x))[-1024]
+    indices, values = jax.jit(jax.vmap(lambda seed: extract(x, 512, seed)))(seeds)
+    held = np.asarray(indices) < size
+    assert np.all((np.abs(values) >= threshold) == held)
+    assert 0.13 < 1 - held.mean() < 0.14
+    assert Dragonn(0.01, passing=2.0).passing == 2
+
+
+@pytest.mark.parametrize("passing", [1.0, 3.0])
+def test_the_error_is_within_lemma_a8(passing):
+    """E |x - sent|^2 <= (1 - m (1 - (1 - 1/m)^n) / (d t^2)) |x|^2 with t the range of n values.
+
+    The expectation itself is that of Lemma A.5: the i-th of n is kept if no later one takes its
+    slot.
+    """
+    size, slots, seeds = 300, 30, jnp.arange(400, dtype=jnp.uint32)
+    x = np.float32(np.random.default_rng(0).normal(size=size))
+    extract = extractor("hash", passing=passing)  # samples cover all of x
+    values = jax.jit(jax.vmap(lambda seed: extract(jnp.asarray(x), slots, seed).values))(seeds)
+    sent = np.sum(np.square(np.asarray(values, np.float64)), axis=1)
+    n = round(passing * slots)
+    passed = np.sort(np.argsort(-np.abs(x))[:n])  # in the order in which they are written
+    chance = (1 - 1 / slots) ** (n - 1 - np.arange(n))
+    expected = np.sum(chance * np.square(x[passed], dtype=np.float64))
+    assert abs(sent.mean() - expected) < 4 * sent.std() / np.sqrt(len(seeds))
+    energy, spread = np.sum(np.square(x, dtype=np.float64)), np.abs(x[passed])
+    tau = spread.max() / spread.min()
+    bound = 1 - slots * (1 - (1 - 1 / slots) ** n) / (size * tau**2)
+    assert energy - sent.mean() <= bound * energy
+
+
 @pytest.mark.parametrize("extract", EXTRACTS)
 def test_zeros_take_no_slots(extract):
     x = np.zeros((3, SIZE))
@@ -213,6 +249,8 @@ def test_settings_are_checked():
         ({"extract": "count"}, r"extract='count' is unknown: use 'hash' or 'slot_max'"),
         ({"samples": 0}, "samples=0 must be at least 1"),
         ({"samples": 10, "extract": "slot_max"}, "samples=10 are for the threshold of"),
+        ({"passing": 0.0}, r"passing=0\.0 must be positive"),
+        ({"passing": 2, "extract": "slot_max"}, "passing=2.0 is for the threshold of"),
         ({"seed": 0.5}, r"seed=0\.5 must be an int"),
         ({"codec": "coo"}, "codec='coo'"),
     ]:

@@ -116,8 +116,8 @@ def test_hash_extract(shape, threshold):
         slot = jnp.where(chosen, slots.hash_slots(indices, m, 3), m)
         return held.at[slot].max(indices, mode="drop")
 
-    forms = slots._write_compacted, slots._write_all
-    forms = [functools.partial(form, write=write) for form in forms]
+    compacted = functools.partial(slots._write_compacted, write=write, room=min(2 * m, size))
+    forms = compacted, functools.partial(slots._write_all, write=write)
     assert_same(forms, x, t, jnp.full((m,), -1, jnp.int32))
 
 

@@ -43,7 +43,7 @@ def seeds(number, first=0):
 def test_the_worked_example():
     x, table = jnp.float32([5, 9, 1, 3]), jnp.int32([1, 1, 0, 2, 0])
     (indices, values), passed = slots._extract(
-        x, jnp.float32(4), 3, lambda i: table[i], like=(x, table)
+        x, jnp.float32(4), 3, lambda i: table[i], like=(x, table), room=4
     )
     assert indices.tolist() == [4, 1, 4]
     assert values.tolist() == [0, 9, 0]

@@ -1,6 +1,7 @@
 """SparDL against its description, worker by worker, and against cases worked out by hand."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from workers import few, on_workers, some
 from jaxsparse import codecs
 from jaxsparse.collectives.spardl import Adaptation, ladder
 from jaxsparse.systems import SparDL
+from jaxsparse.traffic import traced_bytes
 
 
 @functools.cache
@@ -143,13 +145,26 @@ def test_the_adaptation_stays_in_its_range_and_never_stops():
         assert float(state.h) == end
 
 
-@pytest.mark.parametrize(("k", "teams"), [(200, 7), (200, 2), (1, 8), (3, 2), (50, 50)])
-def test_the_ladder_covers_all_of_h(k, teams):
+@pytest.mark.parametrize(("k", "teams"), [(200, 7), (2000, 2), (1, 8), (3, 2), (50, 50)])
+def test_the_ladder_has_little_more_room_than_h(k, teams):
     rungs = ladder(k, teams)
     assert rungs == sorted(set(rungs))
     assert rungs[0] == -(-k // teams)
     assert rungs[-1] == k
-    assert len(rungs) <= 4
+    for h in range(rungs[0], k + 1):
+        assert h <= min(rung for rung in rungs if rung >= h) <= np.ceil(1.1 * h)
+    assert len(rungs) <= 2 + np.log(teams) / np.log(1.1)
+
+
+def test_the_words_between_teams_follow_h():
+    reducer, size, teams = SparDL(0.1, teams=6, gather="bruck"), 6000, 6
+    exchange = lambda x: reducer(x, reducer.init(size), axis_name="data").mean
+    sent = traced_bytes(exchange, jax.ShapeDtypeStruct((size,), jnp.float32), 6)
+    (choice,) = sent.conditionals
+    room = [branch.received / 8 / (teams - 1) for branch in choice.branches]
+    assert room == ladder(600, teams)
+    assert (room[0], room[-1]) == (100, 600)
+    assert all(more <= np.ceil(1.1 * less) for less, more in itertools.pairwise(room))
 
 
 def test_errors_name_what_is_wrong():

@@ -167,6 +167,24 @@ def test_autotune_times_every_candidate():
         jaxsparse.autotune(make, [1], params, mesh(4), repeats=0)
 
 
+def test_autotune_times_states_that_go_on_and_gradients_that_differ():
+    seen = set()
+
+    def update(gradients, count, params=None):
+        mean = jax.lax.pmean(gradients["w"], "data")
+        apart = jax.lax.pmean(jnp.mean(jnp.square(gradients["w"] - mean)), "data")
+        jax.debug.callback(lambda count, apart: seen.add((int(count), float(apart))), count, apart)
+        return {"w": mean}, count + 1
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: jnp.int32(0), update)
+    params = {"w": jax.ShapeDtypeStruct((100, 10), jnp.float32)}
+    jaxsparse.autotune(lambda _: tx, [0], params, mesh(2), repeats=3)
+    jax.effects_barrier()
+    counts, apart = zip(*seen)
+    assert sorted(set(counts)) == list(range(23))
+    assert 0.4 < min(apart) <= max(apart) < 0.6  # own parts of variance 1, less their mean
+
+
 @pytest.mark.slow
 def test_a_staged_density_trains_in_a_chain():
     tx = optax.chain(jaxsparse.spardl(warm_up(0.01, steps=4, stages=2)), optax.sgd(0.5))

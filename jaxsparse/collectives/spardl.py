@@ -87,8 +87,9 @@ def spar_reduce_scatter(
     return Scattered(own, sums, selected.at[rank, own.indices].set(True))
 
 
-# Number of capacities that B-SAG's messages can have, evenly spaced on a logarithmic scale.
-_RUNGS = 4
+# Largest ratio of a capacity of B-SAG's messages to the next smaller one. Each capacity is a branch
+# of the program, and 10 % more words cost less than the time to compile many more branches.
+_RATIO = 1.1
 
 
 def largest(stream: SparseStream, k: int) -> tuple[SparseStream, SparseStream]:
@@ -213,10 +214,15 @@ def bruck(
 ) -> tuple[SparseStream, Float[Array, " m"], Int[Array, ""]]:
     """B-SAG: each worker sends its h largest entries to all teams, and the sum is cut to k.
 
-    Messages have one of at most 4 capacities between k / teams and k, the smallest that holds h
-    entries. It is chosen at run time, so the words that travel follow h.
+    Messages have one of the capacities of `ladder`, the smallest that holds h entries. It is chosen
+    at run time, so a message has room for at most 1.1 h entries, rounded up.
 
     Rounds: ceil(log2(teams)). Words received: (teams - 1) codec.words(capacity, size).
+
+    The paper's lower bound for a whole step, eq. (10), leaves out the reduce-scatter's words. With
+    them it is 2 K (1 + 1/T - 2/W) for T of W workers and K entries in all, and falls up to T = W.
+    So the argument that words are fewest at T = sqrt(W) does not hold. What limits T is h, which
+    grows where teams put forward the same entries, and the loss of training (figure 13).
 
     Args:
         block: this team's sum, at most k entries.
@@ -246,11 +252,11 @@ def bruck(
         message = codec.encode(SparseStream(*(x[:capacity] for x in leaving)), size)
         messages = bruck_all_gather(message, teams)
         decode = lambda words: codec.decode(words, capacity, size, block.values.dtype)
-        total = to_dense(decode(messages[0]), size)
+        arrived = jax.vmap(decode)(messages)
         # Add one message after another: within one scatter, duplicates have no order.
-        for i in range(1, teams.size):
-            total = add_to(total, decode(messages[i]))
-        return total
+        add_next = lambda i, total: add_to(total, jax.tree.map(lambda x: x[i], arrived))
+        nothing = jnp.zeros_like(block.values, shape=(size,))
+        return jax.lax.fori_loop(0, teams.size, add_next, nothing)
 
     branches = [lambda capacity=capacity: gather(capacity) for capacity in rungs]
     rung = jnp.sum(h > jnp.array(rungs[:-1], jnp.int32)) if len(rungs) > 1 else 0
@@ -262,6 +268,6 @@ def bruck(
 
 
 def ladder(k: int, teams: int) -> list[int]:
-    """The capacities of B-SAG's messages, from k / teams to k."""
-    exponents = [1 - i / (_RUNGS - 1) for i in range(_RUNGS)]
-    return sorted({math.ceil(k * teams**-e * (1 - 1e-12)) for e in exponents})
+    """The capacities of B-SAG's messages, from k / teams to k, each at most 1.1 times the last."""
+    steps = math.ceil(math.log(teams) / math.log(_RATIO))
+    return sorted({math.ceil(k * teams ** -(i / steps) * (1 - 1e-12)) for i in range(steps + 1)})

@@ -1,4 +1,9 @@
-"""Extraction into random slots: an element's place in the result is hashed, not counted.
+"""Extraction into random slots: an element's place in the result is hashed.
+
+DRAGONN (section 3.1) hashes places because a running count of what passes is slow. A GPU does so
+here. A CPU first counts all the same: it compacts what passes and hashes only that, because a write
+that is dropped takes it as long as any other. On both, a compaction alone takes less time today
+(`benchmarks/selection.py`).
 
 Elements that share a slot contend for it, and the losers are left out. With a fresh seed at each
 step, other elements contend, so that none loses for ever.
@@ -15,14 +20,14 @@ from jaxtyping import Bool, Float, Int, Integer, UInt32
 
 from jaxsparse.arrays.hashing import as_uint32, bounded, combine, keyed
 from jaxsparse.arrays.platforms import by_platform, shaped_as, zeros
-from jaxsparse.arrays.settings import check_seed, check_slots, check_vector
+from jaxsparse.arrays.settings import check_seed, check_slots, check_vector, static_int
 from jaxsparse.arrays.stream import SparseStream, from_dense, shaped_stream
 from jaxsparse.select.compaction import compact
 
 __all__ = ["Extraction", "counted_hash_extract", "hash_extract", "hash_slots"]
 
-# Number of elements per slot that are compacted before they are hashed. More pass only if a
-# threshold is far off, or if many elements tie with it.
+# Number of elements that are compacted before they are hashed, for each that is expected to pass.
+# More pass only if a threshold is far off, or if many elements tie with it.
 _ROOM = 2
 # Number of elements of a step if more than that pass.
 _SCATTERED = 2**16
@@ -41,6 +46,7 @@ def hash_extract(
     slots: int,
     *,
     seed: Integer[Array, ""] | int = 0,
+    expected: int | None = None,
 ) -> SparseStream:
     """Entries of magnitude at least `threshold`, each in the slot that its index hashes to.
 
@@ -48,9 +54,9 @@ def hash_extract(
     order. If n entries pass, a slot is empty with probability (1 - 1/m)^n. So n = m entries fill
     63 % of the slots, whatever their magnitudes.
 
-    It takes a pass over x, and a place, a hash and a write for 2 m elements. If more pass, it takes
-    a hash and a write for all of x, which is several times as long. A GPU always does the latter,
-    for all of x at once.
+    On a CPU it takes a pass over x with a running count, and a hash and a write for twice as many
+    elements as are expected to pass. If more pass, it takes a hash and a write for all of x, which
+    is several times as long. A GPU always does the latter, for all of x at once.
 
     Args:
         x: float vector of d elements. NaN does not pass.
@@ -59,14 +65,16 @@ def hash_extract(
         slots: number of slots, m, 1 <= m <= d.
         seed: seed of the hash, an integer below 2**32. It may be traced. It needs to change from
             step to step, or the same entries lose their slots at each.
+        expected: number of elements that are expected to pass, 1 to d. It changes only the time.
+            None: m.
 
     Returns:
         m entries in the order of slots: distinct int32 indices, and the values of `x` there, in
         its dtype. Empty slots have index d and value 0.
 
     Raises:
-        ValueError: `x` is not a vector, threshold is not a scalar, slots is out of range, or seed
-            is not an integer scalar.
+        ValueError: `x` is not a vector, threshold is not a scalar, slots or expected is out of
+            range, or seed is not an integer scalar.
 
     DRAGONN (Wang et al., 2022), Alg. 1 and section 3.1; share of empty slots: Lemma A.10.
 
@@ -76,7 +84,7 @@ def hash_extract(
         >>> sorted(stream.indices.tolist())
         [1, 3]
     """
-    return counted_hash_extract(x, threshold, slots, seed=seed).stream
+    return counted_hash_extract(x, threshold, slots, seed=seed, expected=expected).stream
 
 
 def counted_hash_extract(
@@ -85,6 +93,7 @@ def counted_hash_extract(
     slots: int,
     *,
     seed: Integer[Array, ""] | int = 0,
+    expected: int | None = None,
 ) -> Extraction:
     """`hash_extract`, and the number of elements that passed. A separate count takes longer.
 
@@ -93,6 +102,7 @@ def counted_hash_extract(
         threshold: see `hash_extract`.
         slots: see `hash_extract`.
         seed: see `hash_extract`.
+        expected: see `hash_extract`.
 
     Returns:
         The stream, and the number n of elements that passed, int32. The difference of n and the
@@ -113,7 +123,11 @@ def counted_hash_extract(
             f"threshold has shape {jnp.shape(threshold)}, but must be a scalar: pass one for all"
         )
     dtype = x.dtype if x.dtype == jnp.float64 else jnp.float32
-    return _hash_extract(x, jnp.asarray(threshold, dtype), slots, check_seed(seed))
+    expected = slots if expected is None else static_int("expected", expected)
+    if not 1 <= expected <= x.size:
+        raise ValueError(f"expected={expected} must lie between 1 and the vector's size, {x.size}")
+    room = min(_ROOM * expected, x.size)
+    return _hash_extract(x, jnp.asarray(threshold, dtype), slots, check_seed(seed), room=room)
 
 
 def hash_slots(
@@ -135,17 +149,22 @@ def hash_slots(
     return bounded(keyed(as_uint32(indices), combine(check_seed(seed))), slots).astype(jnp.int32)
 
 
-def _shaped(x: Array, threshold: Array, slots: int, seed: Array) -> Extraction:
+def _shaped(x: Array, threshold: Array, slots: int, seed: Array, *, room: int) -> Extraction:
     return Extraction(shaped_stream(x, slots), jnp.zeros_like(x, jnp.int32, shape=()))
 
 
 @shaped_as(_shaped)
-@functools.partial(jax.jit, static_argnames="slots")
+@functools.partial(jax.jit, static_argnames=("slots", "room"))
 def _hash_extract(
-    x: Float[Array, " d"], threshold: Float[Array, ""], slots: int, seed: UInt32[Array, ""]
+    x: Float[Array, " d"],
+    threshold: Float[Array, ""],
+    slots: int,
+    seed: UInt32[Array, ""],
+    *,
+    room: int,
 ) -> Extraction:
     slot_of = lambda i: hash_slots(i, slots, seed)
-    return _extract(x, threshold, slots, slot_of, like=(x, threshold, seed))
+    return _extract(x, threshold, slots, slot_of, like=(x, threshold, seed), room=room)
 
 
 def _extract(
@@ -154,8 +173,12 @@ def _extract(
     slots: int,
     slot_of: Callable[[Int[Array, " n"]], Int[Array, " n"]],
     like: tuple[Array, ...],
+    room: int,
 ) -> Extraction:
-    """`counted_hash_extract` with any hash, `slot_of`. For `like` see `zeros`."""
+    """`counted_hash_extract` with any hash, `slot_of`. For `like` see `zeros`.
+
+    A CPU compacts `room` elements at most before it hashes them.
+    """
 
     def write(held: Array, indices: Array, chosen: Array) -> Array:
         slot = jnp.where(chosen, slot_of(indices), slots)
@@ -166,7 +189,7 @@ def _extract(
         x,
         threshold,
         empty,
-        default=functools.partial(_write_compacted, write=write),
+        default=functools.partial(_write_compacted, write=write, room=room),
         gpu=functools.partial(_write_all, write=write),
     )
     return Extraction(from_dense(x, jnp.where(held < 0, x.size, held)), passed)
@@ -185,11 +208,16 @@ def _write_all(
 
 
 def _write_compacted(
-    x: Float[Array, " d"], threshold: Float[Array, ""], held: Int[Array, " m"], *, write: _Write
+    x: Float[Array, " d"],
+    threshold: Float[Array, ""],
+    held: Int[Array, " m"],
+    *,
+    write: _Write,
+    room: int,
 ) -> tuple[Int[Array, " m"], Int[Array, ""]]:
     """`_write_all` after a compaction, because dropped writes cost a CPU as much as others."""
     size = x.size
-    positions = compact(_passes(x, threshold), min(_ROOM * held.size, size))
+    positions = compact(_passes(x, threshold), room)
     chosen = positions < size
     held = write(held, positions, chosen)
     passed = jnp.sum(chosen, dtype=jnp.int32)

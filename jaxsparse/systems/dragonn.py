@@ -1,6 +1,7 @@
 """DRAGONN: entries above a sampled threshold, extracted by hashing."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs
 from jaxsparse.arrays import hashing
-from jaxsparse.arrays.settings import Density, entries
+from jaxsparse.arrays.settings import Density, entries, static_float
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
@@ -26,37 +27,46 @@ Extract = Literal["hash", "slot_max"]
 Extractor = Callable[[Float[Array, " d"], int, UInt32[Array, ""]], SparseStream]
 
 
-def extractor(name: Extract, samples: int | None = None) -> Extractor:
+def extractor(name: Extract, samples: int | None = None, passing: float = 1.0) -> Extractor:
     """The function that fills slots.
 
     Args:
         name: see `dragonn`.
         samples: see `dragonn`.
+        passing: see `dragonn`.
     """
     if name == "slot_max":
         return lambda x, slots, seed: slot_max(x, slots, seed=seed)
 
     def hashed(x: Array, slots: int, seed: Array) -> SparseStream:
-        threshold = sampled_threshold(x, slots, samples=samples, seed=seed)
+        expected = min(math.ceil(passing * slots), x.size)
+        threshold = sampled_threshold(x, expected, samples=samples, seed=seed)
         # Zeros must not pass if there are fewer non-zero elements than slots.
         threshold = jnp.maximum(threshold, jnp.finfo(jnp.float32).tiny)
         # Another seed, so that slots are independent of the sample's positions.
-        return hash_extract(x, threshold, slots, seed=hashing.combine(seed, 1))
+        own_seed = hashing.combine(seed, 1)
+        return hash_extract(x, threshold, slots, seed=own_seed, expected=expected)
 
     return hashed
 
 
 @dataclasses.dataclass(frozen=True)
 class Dragonn(OneMessage, SeededReducer):
-    """DRAGONN (Wang et al., ICML 2022): large entries, extracted by hashing instead of counting.
+    """DRAGONN (Wang et al., ICML 2022): large entries, in slots that are hashed.
 
-    Each worker estimates from a sample the magnitude that m = density d elements reach. It writes
-    these elements into m random slots and sends the slots. All workers decode all messages into one
-    dense vector.
+    Each worker estimates from a sample the magnitude that n = passing m elements reach, with
+    m = density d. It writes these elements into m random slots and sends the slots. All workers
+    decode all messages into one dense vector.
 
-    A worker receives 2 m (W - 1) words a step in COO, as with `top_k`. Selection is cheaper: one
-    pass, with no running count of the selected elements. "hash" fills about 63 % of the slots. The
-    received bytes grow with the number of workers, so it suits few workers (up to about
+    A worker receives 2 m (W - 1) words a step in COO, as with `top_k`, and "hash" fills about 63 %
+    of the slots. The paper hashes because counting what passes a threshold was slow (section 3.1).
+    That does not hold on today's compilers and chips. With XLA, compacting what passes
+    (`select.compact`) takes less time than hashing it, on CPUs and on an NVIDIA H100, and leaves no
+    slot empty. So `dgc`, which has the same threshold, sends more of the large entries in the same
+    words. (`benchmarks/README.md` has the times.) "slot_max" needs no threshold, and takes about as
+    long as a compaction.
+
+    The received bytes grow with the number of workers, so it suits few workers (up to about
     sqrt(1 / density)), large tensors and slow links. With
     `is_dense=jaxsparse.select_tensors(...).is_dense` it compresses only the tensors that save more
     time on the network than selection and decoding cost.
@@ -64,7 +74,14 @@ class Dragonn(OneMessage, SeededReducer):
     `momentum` acts before the exchange (momentum correction), and is masked where this worker sent,
     as in Deep Gradient Compression.
 
-    DRAGONN (Wang et al., ICML 2022), section 3.2, Alg. 1, with its sparse decoding (section 4.3).
+    DRAGONN (Wang et al., ICML 2022), section 3.2, Alg. 1. The paper compresses each tensor by
+    itself. Here a bucket, by default all compressed leaves together, has one threshold and one set
+    of slots; `jaxsparse.partition` gives leaves reducers of their own. Sparse decoding (section
+    4.3) is one scatter for each of the W messages into one dense vector, and not one for the batch:
+    workers put forward the same elements, a GPU adds equal indices of one scatter in any order, and
+    replicas would drift apart. (Theorem A.9 promises nothing: its bound on the squared gradient is
+    at least 2 G^2, and the theorem itself assumes that it never exceeds G^2.)
+
     If several entries above the threshold share a slot, the worker sends one. The others stay in
     the residual, as entries below the threshold do. `info.overflow` does not count them, because
     they lose by chance, as the method has it, and not for want of room. Hashes differ at each
@@ -76,6 +93,10 @@ class Dragonn(OneMessage, SeededReducer):
         extract: the way in which slots are filled. "hash" is the published one. "slot_max" sends
             the largest of the elements that share a slot. It fills nearly all slots and needs no
             threshold.
+        passing: number of elements that "hash" lets pass, n, as a multiple of m. More fill more of
+            the slots: 1 - exp(-passing), 86 % with 2 (the paper's m = 512, n = 1,024 in A.2.2). But
+            which of those that share a slot is sent is left to chance, so that smaller ones take
+            the place of larger ones.
         samples: number of elements from which "hash" estimates its threshold. None: the default of
             `jaxsparse.select.sampled_threshold`.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
@@ -98,10 +119,19 @@ class Dragonn(OneMessage, SeededReducer):
     density: Density = 0.001
     _: dataclasses.KW_ONLY
     extract: Extract = "hash"
+    passing: float = 1.0
     samples: int | None = None
     codec: codecs.Codec = codecs.COO
 
     def check(self) -> None:
+        passing = static_float("passing", self.passing)
+        if not 0 < passing < math.inf:
+            raise ValueError(f"passing={passing} must be positive and finite: 1 or 2 are usual")
+        if passing != 1 and self.extract != "hash":
+            raise ValueError(
+                f"passing={passing} is for the threshold of extract='hash', which "
+                f"{self.extract!r} lacks: leave it out"
+            )
         if self.samples is not None:
             check_samples(self.samples)
             if self.extract != "hash":
@@ -130,7 +160,7 @@ class Dragonn(OneMessage, SeededReducer):
     ) -> tuple[UInt32[Array, " words"], Owed]:
         """See `OneMessage`."""
         slots, seed = entries(self.density, x.size), self.hash_seed(state, rank)
-        stream = extractor(self.extract, self.samples)(x, slots, seed)
+        stream = extractor(self.extract, self.samples, self.passing)(x, slots, seed)
         return entries_message(x, stream, self.codec, state + jnp.uint32(1))
 
     def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
@@ -148,7 +178,7 @@ dragonn = transformation(_Dragonn, "dragonn")
 
 DRAGONN = System(
     dragonn,
-    summary="DRAGONN (ICML 2022): entries hashed into k slots, the cheapest selection",
+    summary="DRAGONN (ICML 2022): entries hashed into k slots",
     received="8 k (W-1)",
     cases={
         "": Case({"density": 0.03}, {"density": 1.0}),

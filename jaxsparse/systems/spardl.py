@@ -29,26 +29,35 @@ class SparDL(EntryReducer):
     With one team, a step has 2 ceil(log2 W) exchanges and 4 k (W - 1) / W words in COO, for any
     number of workers and any supports. k is density d, rounded up to a multiple of W. With T teams,
     it has 2 ceil(log2(W / T)) + ceil(log2 T) exchanges and 4 k (W - T) / W words within teams.
-    Between teams it has 2 k log2(T) T / W words ("recursive"), or between 2 k (T - 1) / W and T
-    times that ("bruck", whose messages adapt to one of four sizes).
+    Between teams it has 2 k log2(T) T / W words ("recursive"), or between 2 k (T - 1) / W, where
+    teams put forward different entries, and T times that, where they put forward the same ("bruck",
+    whose messages adapt to within a tenth).
 
     `momentum` acts before the exchange (momentum correction), and is masked where a worker put
     forward an entry that was delivered.
 
     With n = W / teams blocks of m = ceil(d / n) elements, at most L = ceil(density d / n) entries
     of each are delivered, for any supports of the workers. Sums are cut to the budget and never
-    exceed it.
+    exceed it. "bruck" has one h for all blocks, where Alg. 2 has one for each worker, because all
+    workers must agree on the size of their messages. It brings the mean of the blocks' entries to
+    L. Where teams overlap much in some blocks and little in others, the former deliver less than L.
 
     Args:
         density: share of each bucket's elements that a step delivers, in (0, 1], or a warm-up
             (`jaxsparse.warm_up`).
-        teams: number of teams of workers. More teams mean fewer rounds and more words.
+        teams: number of teams of workers. More teams mean fewer rounds, or as many. With
+            "recursive", two teams receive as many words as one, and four or more receive more. With
+            "bruck", more teams receive fewer words where they put forward different entries (down
+            to 2 k (2 W - T - 1) / W), and more where they put forward the same ones.
             `jaxsparse.autotune` can choose it.
         gather: the way in which teams add up their blocks. "recursive" needs a power of two of
             teams. "bruck" takes any number and adapts its messages, but not where a worker
             has several devices.
         residuals: rule for residuals. "global" loses nothing. "partial" and "local" lose a part,
-            for comparison.
+            for comparison. Both also change what is sent: each block is cut to L entries before
+            the first exchange, and what this cuts off is their residual of local parts. "global"
+            cuts a block only just before it is sent. So a comparison of the three, as in figure 17,
+            has two causes, of which the cut is one.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
             rounding in the residual. `codecs.Chunked()` sends about 13 bits an entry; "bruck" needs
             its value_bits=16 or 32.

@@ -157,8 +157,10 @@ class WireBytes:
     def usual(self) -> WireBytes:
         """The same bytes with the cheapest branch of every conditional in place of the dearest.
 
-        Reducers branch if they do more in some steps, so most steps take the cheapest branch.
-        Received bytes decide which is cheapest and dearest.
+        Most reducers branch if they do more in some steps, so most steps take the cheapest branch.
+        Received bytes decide which is cheapest and dearest. SparDL's "bruck" is another case: its
+        branches are messages of different sizes, of which its h chooses. The cheapest is the least
+        that it may send, and a step sends more.
         """
         parts: list[Collective | Conditional] = []
         for part in self.parts:
