@@ -97,6 +97,12 @@ def digit_rows(density: float) -> Rows:
             lambda **more: jaxsparse.top_k(density, codec=codecs.Chunked(), **more)
         ),
         "chunked top-k": own(lambda **more: jaxsparse.chunked_top_k(k, **more)),
+        "SparCML, 8 of 512": own(lambda **more: jaxsparse.sparcml(8, **more)),
+        "SparCML, 8 of 512, 4 bits": own(lambda **more: jaxsparse.sparcml(8, bits=4, **more)),
+        "top-k, 8 of 512": own(lambda **more: jaxsparse.top_k(8 / 512, **more)),
+        "SparCML, 16 of 512": own(lambda **more: jaxsparse.sparcml(16, **more)),
+        "SparCML, 16 of 512, 4 bits": own(lambda **more: jaxsparse.sparcml(16, bits=4, **more)),
+        "top-k, 16 of 512": own(lambda **more: jaxsparse.top_k(16 / 512, **more)),
         "PowerSGD rank 2": own(lambda **more: jaxsparse.powersgd(2, **more)),
         "PowerSGD rank 4": own(lambda **more: jaxsparse.powersgd(4, **more)),
         "DeMo": lambda lr: optax.chain(jaxsparse.demo(k), optax.scale_by_sign(), rate(lr / 50)),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs, quantize, select
-from jaxsparse.arrays.settings import Stages, current, static_float
+from jaxsparse.arrays.settings import Stages, check_size, current, static_float
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather
@@ -124,6 +124,7 @@ class SparCML(SeededReducer):
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
+        check_size("x.size", x.size)
         stream = select.group_top_k(x, current(self.k), self.group_size)
         key = None
         if self._is_random:
