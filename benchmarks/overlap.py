@@ -1,7 +1,7 @@
 """Reads from a compiled training step what may run beside the exchange of gradients.
 
     python benchmarks/overlap.py
-    python benchmarks/overlap.py --method top_k --layers 8 --repeats 20
+    python benchmarks/overlap.py --method top_k --layers 8 --bucket-size 262144 --repeats 20
 
 With libtpu installed, but no TPU, or with JAX's plugin for CUDA, but no GPU, it shows what XLA's
 scheduler makes of the step there:
@@ -10,10 +10,11 @@ scheduler makes of the step there:
     python benchmarks/overlap.py --topology v5e:2x4
     python benchmarks/overlap.py --topology v5e:2x4 --method dense --async-all-reduce
 
-For each collective of the step, with and without delay, it prints whether the collective depends on
-the backward pass. If the backend's collectives are asynchronous, it also counts the computations
-that the schedule puts between start and end. A synchronous collective has nothing in between.
-Independent computations may run beside it only if the backend runs several at the same time.
+For each collective of the step it prints how many computations of the backward pass the collective
+depends on: by default, with overlap=True, and with delay=1. If the backend's collectives are
+asynchronous, it also counts the computations that the schedule puts between start and end. A
+synchronous collective has nothing in between. Independent computations may run beside it only if
+the backend runs several at the same time.
 
 A computation belongs to the backward pass if JAX's name stack, which XLA keeps, says so.
 """
@@ -29,7 +30,7 @@ import argparse
 import functools
 import statistics
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import gpu_target
 import jax
@@ -53,11 +54,20 @@ COLLECTIVES = {
     "reduce-scatter",
 }
 METHODS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "dense": jaxsparse.dense,
+    # In buckets, so that it is delayed as the others are.
+    "dense": functools.partial(jaxsparse.error_feedback, jaxsparse.systems.Dense()),
     "sketched_sgd": functools.partial(jaxsparse.sketched_sgd, 10),
     "spardl": functools.partial(jaxsparse.spardl, 0.01),
+    "sparcml": functools.partial(jaxsparse.sparcml, 4),
     "top_k": functools.partial(jaxsparse.top_k, 0.01),
     "true_top_k": functools.partial(jaxsparse.true_top_k, 1000),
+}
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "in order": {},
+    "overlap": {"overlap": True},
+    "delay": {"delay": 1},
 }
 
 
@@ -66,7 +76,7 @@ class Row(NamedTuple):
 
     op: str
     operand_bytes: int
-    after_backward: bool  # whether it depends on a computation of the backward pass
+    backward: int  # number of the backward pass's computations that it depends on
     is_async: bool
     between: int  # computations scheduled between its start and its end
     between_backward: int  # number of the backward pass's among them
@@ -100,7 +110,7 @@ def rows(text: str) -> list[Row]:
             Row(
                 op=_base(sent[0][1]),
                 operand_bytes=sum(s.nbytes for c, x in sent for s in c.operand_shapes(x)),
-                after_backward=bool(ancestors[name] & backward),
+                backward=len(ancestors[name] & backward & work),
                 is_async=end is not None,
                 between=len(between),
                 between_backward=len(between & backward),
@@ -158,18 +168,10 @@ _ASYNC: dict[str, str | bool] = {
 }
 
 
-def make_step(args: argparse.Namespace, delay: Literal[0, 1], mesh: Mesh) -> tuple[Any, Any, Any]:
+def make_step(args: argparse.Namespace, mode: str, mesh: Mesh) -> tuple[Any, Any, Any]:
     """A training step of a multi-layer perceptron, its first state and a batch."""
-    method = METHODS[args.method]
-    settings = {} if args.method == "dense" else {"bucket_size": args.bucket_size}
-    tx = optax.chain(method(delay=delay, **settings), optax.sgd(0.01))
-    if args.method == "dense":  # all in one bucket, so that it is delayed as the others are
-        tx = optax.chain(
-            jaxsparse.error_feedback(
-                jaxsparse.systems.Dense(), delay=delay, bucket_size=args.bucket_size
-            ),
-            optax.sgd(0.01),
-        )
+    exchange = METHODS[args.method](bucket_size=args.bucket_size, **MODES[mode])
+    tx = optax.chain(exchange, optax.sgd(0.01))
 
     def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
         for kernel in params:
@@ -213,8 +215,9 @@ def show(table: Iterable[Row]) -> None:
             beside = f"{row.between} computations run beside it, {row.between_backward} backward"
         else:
             beside = "synchronous"
-        depends = "after the backward pass" if row.after_backward else "needs no gradient"
-        print(f"  {row.op:20} {row.operand_bytes:>12,} B  {depends:24} {beside}")
+        print(
+            f"  {row.op:20} {row.operand_bytes:>12,} B  needs {row.backward:3} backward  {beside}"
+        )
 
 
 def main() -> None:
@@ -232,41 +235,39 @@ def main() -> None:
         devices, found = jax.devices(), where()
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
 
-    result: dict[str, Any] = {"where": found, "settings": vars(args), "delays": {}}
+    result: dict[str, Any] = {"where": found, "settings": vars(args), "modes": {}}
     runs = {}
-    for delay in (0, 1):
-        run, start, compiled = make_step(args, delay, mesh)
+    for mode in MODES:
+        run, start, compiled = make_step(args, mode, mesh)
         table = rows(compiled.as_text())
         memory = compiled.memory_analysis()
-        print(f"delay={delay}: {memory.temp_size_in_bytes:,} bytes of temporaries")
+        print(f"{mode}: {memory.temp_size_in_bytes:,} bytes of temporaries")
         show(table)
-        result["delays"][delay] = {
+        result["modes"][mode] = {
             "collectives": [row._asdict() for row in table],
             "temporary_bytes": memory.temp_size_in_bytes,
         }
-        runs[delay] = run, start
+        runs[mode] = run, start
     if args.repeats and not args.topology:
         seconds = time_steps(runs, args, mesh)
-        for delay, samples in seconds.items():
-            print(f"delay={delay}: {1e3 * statistics.median(samples):.1f} ms a step")
-            result["delays"][delay]["seconds"] = samples
+        for mode, samples in seconds.items():
+            print(f"{mode}: {1e3 * statistics.median(samples):.1f} ms a step")
+            result["modes"][mode]["seconds"] = samples
     save(result, args.json)
 
 
 def time_steps(
-    runs: dict[int, Any], args: argparse.Namespace, mesh: Mesh
-) -> dict[int, list[float]]:
-    states = {delay: start() for delay, (_, start) in runs.items()}
+    runs: dict[str, Any], args: argparse.Namespace, mesh: Mesh
+) -> dict[str, list[float]]:
+    states = {mode: start() for mode, (_, start) in runs.items()}
     batch = jnp.ones((mesh.shape["data"] * args.batch, args.width), jnp.float32)
 
-    def advance(delay: int) -> Any:
-        states[delay], loss = runs[delay][0](states[delay], batch)
+    def advance(mode: str) -> Any:
+        states[mode], loss = runs[mode][0](states[mode], batch)
         return loss
 
-    named: dict[str, Callable[[], Any]] = {
-        str(delay): functools.partial(advance, delay) for delay in runs
-    }
-    return {int(name): times for name, times in interleaved(named, args.repeats).items()}
+    named: dict[str, Callable[[], Any]] = {mode: functools.partial(advance, mode) for mode in runs}
+    return interleaved(named, args.repeats)
 
 
 def flags() -> argparse.ArgumentParser:

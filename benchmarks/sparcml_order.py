@@ -278,7 +278,8 @@ def claims(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
         results.append({"statement": text, **found})
     print(
         "  A ring has the most rounds and no fewer words than others, so in the model it is never\n"
-        "  first. The paper's times include sums and copies, which the model leaves out."
+        "  first. The paper's times include sums and copies, which the model leaves out, and\n"
+        "  which may also turn the last statement round (benchmarks/README.md)."
     )
     return results
 

@@ -180,3 +180,15 @@ def test_init_marks_what_differs_between_workers(name):
     for leaf in state[0].residual.values():
         assert isinstance(leaf, PerWorker)
         assert leaf.value.shape[0] == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_empty_vector_has_an_empty_mean_or_is_refused(name):
+    reducer = CASES[name].reducer
+    call = lambda x: reducer(x, reducer.init(0), axis_name="data").whole(x).mean
+    try:
+        mean = jax.eval_shape(jax.vmap(call, axis_name="data"), jnp.zeros((2, 0)))
+    except ValueError as error:
+        assert "must lie between 1 and" in str(error)  # noqa: PT017
+    else:
+        assert mean.shape == (2, 0)

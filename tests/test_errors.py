@@ -79,6 +79,14 @@ SETTINGS = {
         lambda: jaxsparse.sparcml(bits=4, algorithm="ring"),
         r"bits=4 quantise .* algorithm='ring' lacks: use that or 'auto'",
     ),
+    "a scale without bits": (
+        lambda: jaxsparse.sparcml(scale="l2"),
+        r"bits_group_size=1024 and scale='l2' are for quantised .*bits=None",
+    ),
+    "a scale that feeds back": (
+        lambda: jaxsparse.sparcml(bits=4, scale="l2", rounding="nearest"),
+        r"scale='l2' with bits=4, group_size=1024 and rounding to nearest",
+    ),
     "a codec's class": (
         lambda: jaxsparse.top_k(0.1, codec=jaxsparse.codecs.Packed),
         r"codec=.*Packed.* is not a codec: use codecs.COO, codecs.Packed\(\) or",

@@ -122,3 +122,21 @@ def test_random_supports_fit(workers, k):
         largest = max(largest, *(drawn[list(part)].sum() for part in ranges(size, workers)))
     assert largest <= room
     assert min(room, workers * reducer.capacity(size, workers)) <= 1.3 * largest + 8
+
+
+@pytest.mark.parametrize(("rounding", "scale"), [("stochastic", "l2"), ("nearest", "max")])
+def test_sums_are_on_the_levels_of_their_group(rounding, scale):
+    workers, size, group_size = 2, 256, 16
+    reducer = SparCML(
+        64, 64, bits=4, bits_group_size=group_size, scale=scale, rounding=rounding, seed=1
+    )
+    x = np.random.default_rng(0).normal(size=(workers, size)).astype(np.float32)
+    run = on_workers(
+        lambda x: reducer(x, reducer.init(size), axis_name="data").mean, workers, "vmap"
+    )
+    sums = x.sum(0).reshape(-1, group_size)
+    scales = np.abs(sums).max(1) if scale == "max" else np.linalg.norm(sums, axis=1)
+    levels = 7 * workers * np.asarray(run(jnp.asarray(x)))[0].reshape(sums.shape) / scales[:, None]
+    np.testing.assert_allclose(levels, levels.round(), atol=1e-4)
+    most = 1 if rounding == "stochastic" else 0.5
+    assert np.all(np.abs(levels - 7 * sums / scales[:, None]) < most + 1e-4)

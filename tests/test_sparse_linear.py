@@ -321,3 +321,40 @@ def test_the_command_writes_table_curves_and_figure(tmp_path):
     height, width, _ = matplotlib.image.imread(tmp_path / "a/b/loss.png").shape
     assert height > 300
     assert width > 300
+
+
+@pytest.mark.parametrize("case", some([(4, 3), (2, 5), (3, 1)], [(4, 3)]), ids=str)
+def test_coordinate_descent_is_that_of_one_machine(example, case):
+    """By both exchanges, in float64 and with dense arrays; and nothing else travels."""
+    import coordinates
+
+    classes, workers = case
+    dataset = dataset_of(example, classes)
+    columns, iterations, count = 1 if classes == 2 else classes, 12, 9
+    draws = coordinates.Draws(
+        dataset.train, columns, workers=workers, coordinates=count, rate=0.5, seed=2
+    )
+    x, labels = dataset.train.features.toarray().astype(float), dataset.train.labels
+    hot = labels[:, None] if columns == 1 else np.eye(columns)[labels]
+    weights, losses = np.zeros((FEATURES, columns)), []
+    for moved in draws.take(iterations):
+        scores = x @ weights
+        if columns == 1:
+            p = 1 / (1 + np.exp(-scores))
+            losses.append(-np.log(np.where(hot, p, 1 - p)).mean())
+        else:
+            p = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+            losses.append(-np.log((p * hot).sum(axis=1)).mean())
+        gradient = x.T @ (p - hot) / len(x)
+        slices = moved.indices // -(-weights.size // workers)
+        np.testing.assert_array_equal(slices, np.arange(workers)[:, None].repeat(count, 1))
+        assert len(np.unique(moved.indices)) == workers * count
+        for i in moved.indices.reshape(-1):
+            at = divmod(int(i), columns)
+            weights[at] -= 0.5 * 4 / (x[:, at[0]] ** 2).mean() * gradient[at]
+    assert losses[-1] < 0.9 * losses[0]
+    for name, length in (("dense", -(-weights.size // workers)), ("sparse", 2 * count)):
+        run = coordinates.train(dataset, draws, name, mesh(workers), iterations)
+        np.testing.assert_allclose(run.weights, weights.reshape(-1), atol=2e-5)
+        np.testing.assert_allclose(run.losses, losses, rtol=1e-4)
+        assert run.received == 4 * length * (workers - 1)

@@ -3,6 +3,10 @@
 Four operations have names: sum, max, min and or. A `Combination` is any other one. All are
 commutative and associative. An absent entry counts as the operation's neutral element: max(-2,
 absent) is -2, not 0.
+
+Values that travel have 4 bytes. The paper's streams may also be in double precision. Here messages
+are made of 32-bit words, residuals are float32, and JAX makes float64 only if `jax_enable_x64` is
+set, which few programs do. So the collectives refuse float64 with an error.
 """
 
 import dataclasses

@@ -68,6 +68,9 @@ class StepOptions(Options):
     Args:
         delay: 0 or None: exchange this step's gradients. 1: exchange the residual of earlier
             gradients, so that the exchange can overlap the backward pass.
+        overlap: True: the exchange of a bucket waits for that bucket's gradients alone, so that it
+            can overlap the rest of the backward pass. Give a `bucket_size`, and see
+            `error_feedback`. None or False: it waits for all gradients and for earlier buckets.
         momentum: factor of momentum correction, in [0, 1): a float or a (traced) scalar array.
             Momentum is masked where the reducer says so. The optimizer behind needs no momentum of
             its own. None: no momentum and no buffer for it. With Adam, leave it None, and chain
@@ -78,6 +81,7 @@ class StepOptions(Options):
     """
 
     delay: Literal[0, 1] | None = None
+    overlap: bool | None = None
     momentum: float | Array | None = None
     nesterov: bool | None = None
 
@@ -218,16 +222,29 @@ def check_momentum(momentum: Any) -> None:
 
 def is_nesterov(nesterov: Any, momentum: Any) -> bool:
     """Whether momentum is Nesterov's. Raises ValueError unless it is a bool or None (for False)."""
-    if nesterov is None:
-        return False
-    if not isinstance(nesterov, bool):
-        raise ValueError(
-            f"nesterov={nesterov!r} must be True, False or None: it is static (list it in "
-            "static_args under optax.inject_hyperparams)"
-        )
-    if nesterov and momentum is None:
+    if _static_bool("nesterov", nesterov) and momentum is None:
         raise ValueError("nesterov=True needs a momentum: give momentum=0.9, for example")
-    return nesterov
+    return bool(nesterov)
+
+
+def overlaps(overlap: Any, delay: Any) -> bool:
+    """Whether buckets wait for their own gradients alone. Raises ValueError unless it is a bool."""
+    if _static_bool("overlap", overlap) and is_delayed(delay):
+        raise ValueError(
+            "delay=1 exchanges what no gradient of the step is part of, so that overlap=True would "
+            "change nothing: give one of them"
+        )
+    return bool(overlap)
+
+
+def _static_bool(name: str, value: Any) -> bool:
+    """The bool. None: False. Raises ValueError unless it is one of these."""
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(
+            f"{name}={value!r} must be True, False or None: it is static (list it in static_args "
+            "under optax.inject_hyperparams)"
+        )
+    return bool(value)
 
 
 def decay_factor(decay: Any) -> float:

@@ -26,6 +26,7 @@ from jaxsparse.feedback.options import (
     decay_factor,
     is_delayed,
     is_nesterov,
+    overlaps,
     part,
     transformation,
 )
@@ -88,12 +89,19 @@ class ErrorFeedback(LeafOptions):
         v = v + u
 
     so that the exchange does not depend on the step's gradients. It can run beside the backward
-    pass if the backend's collectives are asynchronous. (SparCML's non-blocking calls, section 8.3,
-    overlap layers within a step, and delay nothing.) Updates are those of delay=0 one step later,
-    and the first one is zero. Uncompressed leaves wait in
-    `pending`. Only a flag waits for this step's gradients: it says whether they are finite. If they
-    are not, all workers leave them out and `skipped` rises. The exchange of earlier gradients still
-    counts, so apply the update.
+    pass if the backend's collectives are asynchronous. Updates are those of delay=0 one step later,
+    and the first one is zero. Uncompressed leaves wait in `pending`. Only a flag waits for this
+    step's gradients: it says whether they are finite. If they are not, all workers leave them out
+    and `skipped` rises. The exchange of earlier gradients still counts, so apply the update.
+
+    **Overlap.** SparCML's non-blocking calls (sections 7 and 8.3) exchange a layer's gradients in
+    the same step, while the backward pass goes on to earlier layers: no update is late. By default
+    that can't be here, because all buckets wait for a flag that all gradients are finite, and each
+    for the one before. With overlap=True and several buckets (`bucket_size`), a bucket's exchange
+    depends on that bucket's gradients alone. Updates are the same, bit by bit. The flag undoes a
+    skipped step afterwards, so the old residual and momentum stay until then, and all buckets need
+    memory at the same time. What runs meanwhile is up to XLA. Its CPU backend waits for each
+    collective, and messages of several buckets may be combined into one, which waits for all.
 
     Args:
         reducer: the `Reducer` that exchanges the buckets, or a `Budget` that makes one for each.
@@ -202,6 +210,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
     check_momentum(momentum)
     nesterov = is_nesterov(options.nesterov, momentum)
     delayed, decay = is_delayed(options.delay), decay_factor(options.decay)
+    overlapping = overlaps(options.overlap, options.delay)
     dtype = accumulator(options.accumulator_dtype)
     bucket_size, mesh = options.bucket_size, options.mesh
     if mesh is not None and not isinstance(mesh, Mesh):
@@ -241,7 +250,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
             updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
         ) -> tuple[Any, ErrorFeedbackState]:
             store = store_of(inner)
-            settings = Settings(store.axes, momentum, delayed, decay, nesterov)
+            settings = Settings(store.axes, momentum, delayed, decay, nesterov, overlapping)
             carried = store.load(state, plan)
             buckets, dense = plan.layout.flatten(updates)
             done = EXCHANGE.get()(buckets, dense, carried, plan, settings)

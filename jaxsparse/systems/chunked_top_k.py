@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxsparse import codecs, quantize, select
 from jaxsparse.arrays.magnitude import norms
 from jaxsparse.arrays.platforms import count_where
-from jaxsparse.arrays.settings import Stages, current
+from jaxsparse.arrays.settings import Stages, check_size, current
 from jaxsparse.arrays.stream import SparseStream, add_to, filled
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
@@ -93,6 +93,7 @@ class ChunkedTopK(OneMessage):
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Owed]:
         """See `OneMessage`."""
+        check_size("x.size", x.size)
         stream, codec = select.group_top_k(x, current(self.k), self.chunk_size), self.codec
         if self._is_sum:
             return entries_message(x, stream, codec, state)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import codecs
-from jaxsparse.arrays.settings import Count, entries, static_float
+from jaxsparse.arrays.settings import Count, check_size, entries, static_float
 from jaxsparse.arrays.stream import add_to
 from jaxsparse.collectives.ok_topk import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
 from jaxsparse.feedback.options import transformation
@@ -89,6 +89,7 @@ class OkTopk(EntryReducer):
         self, x: Float[Array, " d"], state: OkTopkState, *, axis_name: str | None
     ) -> Reduced:
         """See `Reducer`."""
+        check_size("x.size", x.size)
         result = ok_topk_all_reduce(
             x,
             entries(self.density, x.size),

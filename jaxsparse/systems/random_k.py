@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from jaxsparse.arrays import hashing
-from jaxsparse.arrays.settings import Density, check_vector, entries
+from jaxsparse.arrays.settings import Density, check_size, check_vector, entries
 from jaxsparse.arrays.stream import filled
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
@@ -119,6 +119,7 @@ class RandomK(SeededReducer):
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`. A sum that overflows counts as not sent."""
         check_vector("x", x)
+        check_size("x.size", x.size)
         key = jax.random.fold_in(jax.random.key(self.seed), state.draws)
         k = entries(self.density, x.size)
         chosen = hashing.permute(jnp.arange(k, dtype=jnp.int32), x.size, key)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxsparse import codecs, quantize, select
-from jaxsparse.arrays.settings import Stages, current, static_float
+from jaxsparse.arrays.settings import Stages, check_size, current, static_float
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather
@@ -63,6 +63,10 @@ class SparCML(SeededReducer):
             "dsar_split_allgather" where `bits` require it.
         bits: number of bits of a sum in the dense second half of "dsar_split_allgather", quantised
             by QSGD: 2, 4 or 8. None: nothing is quantised.
+        bits_group_size: number of consecutive sums that share a scale under `bits`: the paper's
+            bucket, of some 1024 (section 6).
+        scale: norm of such a group that scales it: "max", or QSGD's "l2", which has larger errors.
+            See `quantize.QSGD`.
         rounding: way of rounding under `bits`. "stochastic" is unbiased and drops its error.
             "nearest" keeps its error in the residual.
         union_factor: room for the sums of one owner in "split_allgather". 1 suffices nearly always
@@ -76,7 +80,9 @@ class SparCML(SeededReducer):
         seed: seed of stochastic rounding.
 
     Raises:
-        ValueError: settings out of range, or `bits` with an algorithm that has no dense half.
+        ValueError: settings out of range, `bits` with an algorithm that has no dense half, or
+            rounding="nearest" with scale="l2" and too few bits for the group size, so that the
+            residual could grow without bound.
     """
 
     k: int | Stages[int] = 4
@@ -84,6 +90,8 @@ class SparCML(SeededReducer):
     _: dataclasses.KW_ONLY
     algorithm: Algorithm = "auto"
     bits: Literal[2, 4, 8] | None = None
+    bits_group_size: int = 1024
+    scale: Literal["max", "l2"] = "max"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     union_factor: float | None = 1.0
     link: Any = None
@@ -103,6 +111,14 @@ class SparCML(SeededReducer):
             raise ValueError(
                 f"bits={self.bits} quantise the dense half of 'dsar_split_allgather', which "
                 f"algorithm={self.algorithm!r} lacks: use that or 'auto'"
+            )
+        if self.quantizer is not None:
+            if not self._is_random:
+                quantize.check_feedback(self.quantizer, stochastic=False)
+        elif (self.bits_group_size, self.scale) != (1024, "max"):
+            raise ValueError(
+                f"bits_group_size={self.bits_group_size} and scale={self.scale!r} are for "
+                "quantised sums, but bits=None quantises nothing: give bits=4, for example"
             )
 
     @property
@@ -124,6 +140,7 @@ class SparCML(SeededReducer):
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`."""
+        check_size("x.size", x.size)
         stream = select.group_top_k(x, current(self.k), self.group_size)
         key = None
         if self._is_random:
@@ -140,7 +157,9 @@ class SparCML(SeededReducer):
     @property
     def quantizer(self) -> quantize.QSGD | None:
         """The quantiser of sums in the dense half of "dsar_split_allgather", or None."""
-        return None if self.bits is None else quantize.QSGD(self.bits)
+        if self.bits is None:
+            return None
+        return quantize.QSGD(self.bits, self.bits_group_size, self.scale)
 
     def _algorithm(self, size: int, workers: int) -> Algorithm:
         # Imported late, because the planner imports all systems, and only its users need it.

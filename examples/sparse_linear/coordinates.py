@@ -1,0 +1,245 @@
+"""Trains a logistic regression by stochastic coordinate descent, with dense and sparse all-gathers.
+
+This is the second half of SparCML's classification case (Renggli et al., SC 2019, section 8.2).
+Each worker owns one slice of the weights. In each iteration it moves some random weights of its
+slice, all workers gather these moves, and everyone has the whole model again. Slices are disjoint,
+so nothing is added up: a sparse all-gather concatenates the workers' entries.
+
+A worker descends along each of its weights by itself, against the loss of all training rows. It
+needs the rows' scores for that, and the columns of the weights that others move, to keep these
+scores up to date. So all workers hold all rows here.
+
+    python examples/sparse_linear/coordinates.py
+    python examples/sparse_linear/coordinates.py --coordinates 400 --workers 4
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+from scipy.sparse import csc_matrix
+
+import jaxsparse
+from jaxsparse import codecs
+from jaxsparse.arrays.stream import SparseStream
+from jaxsparse.comm import wire
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import data
+import models
+from digits import number
+
+SIZES = {"features": (2**18, 2**12), "iterations": (1500, 30)}  # full, --small
+
+
+class Moved(NamedTuple):
+    """The weights that W workers move in one iteration, K each, with their columns of the rows.
+
+    A weight's index is feature * columns + column. Columns of features are padded with zeros.
+    """
+
+    indices: np.ndarray  # int32[W, K]: increasing, in each worker's own slice
+    slopes: np.ndarray  # float32[W, K]: step along the partial derivative
+    rows: np.ndarray  # int32[W, room]: training rows that have the features of the weights
+    places: np.ndarray  # int32[W, room]: place of the weight among the worker's K
+    values: np.ndarray  # float32[W, room]: the rows' values of these features
+
+
+class Draws:
+    """Random weights to move, the same ones for every exchange.
+
+    Args:
+        rows: the training rows.
+        columns: number of columns of the weights.
+        workers: number of workers, W.
+        coordinates: number of weights that a worker moves in an iteration, K. It is no more than
+            the smallest slice has weights of features that occur.
+        rate: step relative to 1 / curvature.
+        seed: seed of the draws.
+    """
+
+    def __init__(
+        self,
+        rows: data.Rows,
+        columns: int,
+        *,
+        workers: int,
+        coordinates: int,
+        rate: float,
+        seed: int,
+    ):
+        self._by_feature = csc_matrix(rows.features)
+        self._columns, self._seed, self._rate = columns, seed, rate
+        self.size = rows.features.shape[1] * columns
+        self.slice_size = -(-self.size // workers)
+        self._lengths = np.diff(self._by_feature.indptr)
+        occurring = np.flatnonzero(self._lengths)
+        weights = (occurring[:, None] * columns + np.arange(columns)).reshape(-1)
+        edges = np.searchsorted(weights, self.slice_size * np.arange(1, workers))
+        self._slices = np.split(weights, edges)
+        self.coordinates = min(coordinates, *map(len, self._slices))
+        if not self.coordinates:
+            raise ValueError(
+                f"workers={workers}: a slice of the weights has no feature that occurs"
+            )
+        # The second derivative of the loss along a weight is at most a quarter of this.
+        squares = np.asarray(rows.features.multiply(rows.features).mean(axis=0))[0]
+        self._steps = rate * 4 / np.maximum(squares, np.finfo(np.float32).tiny)
+
+    def _indices(self, iterations: int) -> Iterator[np.ndarray]:
+        rng = np.random.default_rng(self._seed)
+        for _ in range(iterations):
+            own = [rng.choice(s, self.coordinates, False, shuffle=False) for s in self._slices]
+            yield np.sort(np.stack(own), axis=1)
+
+    def room(self, iterations: int) -> int:
+        """The most entries that the columns of one worker's weights have in an iteration."""
+        lengths = (self._lengths[i // self._columns] for i in self._indices(iterations))
+        return max(int(own.sum(axis=1).max()) for own in lengths)
+
+    def take(self, iterations: int) -> Iterator[Moved]:
+        """The draws of all iterations."""
+        room = self.room(iterations)
+        for indices in self._indices(iterations):
+            features = indices // self._columns
+            shape = (len(indices), room)
+            rows, places = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+            values = np.zeros(shape, np.float32)
+            for worker, own in enumerate(features):
+                part = self._by_feature[:, own]
+                used = slice(0, part.nnz)
+                rows[worker, used], values[worker, used] = part.indices, part.data
+                places[worker, used] = np.repeat(np.arange(len(own)), np.diff(part.indptr))
+            slopes = self._steps[features].astype(np.float32)
+            yield Moved(indices.astype(np.int32), slopes, rows, places, values)
+
+
+# Takes a worker's moves, their indices and the whole model's size, and returns all workers' moves.
+Gather = Callable[[Float[Array, " K"], Moved, int], Float[Array, "W K"]]
+
+
+def dense(moves: Float[Array, " K"], moved: Moved, size: int) -> Float[Array, "W K"]:
+    """Gathers the workers' whole slices, zeros included."""
+    workers, m = len(moved.indices), -(-size // len(moved.indices))
+    rank = wire.axis_index("data")
+    mine = jnp.zeros(m, jnp.float32).at[jnp.asarray(moved.indices)[rank] - rank * m].set(moves)
+    whole = wire.all_gather(mine, "data").reshape(-1)
+    return whole[jnp.asarray(moved.indices)].reshape(workers, -1)
+
+
+def sparse(moves: Float[Array, " K"], moved: Moved, size: int) -> Float[Array, "W K"]:
+    """Gathers indices and values, and concatenates them."""
+    own = jnp.asarray(moved.indices)[wire.axis_index("data")]
+    messages = wire.all_gather(codecs.COO.encode(SparseStream(own, moves), size), "data")
+    decode = lambda words: codecs.COO.decode(words, moves.size, size, jnp.float32)
+    return jax.vmap(decode)(messages).values
+
+
+GATHERS: dict[str, Gather] = {"dense": dense, "sparse": sparse}
+
+
+class Run(NamedTuple):
+    """A trained model."""
+
+    exchange: str
+    losses: np.ndarray  # float[iterations]: train loss before each iteration
+    accuracy: float  # on the test set
+    received: float  # bytes that arrive at a worker in an iteration
+    weights: np.ndarray  # float32[d]
+
+
+def train(dataset: data.Dataset, draws: Draws, name: str, mesh: Mesh, iterations: int) -> Run:
+    """Trains from zero by the exchange of this name."""
+    labels, columns = jnp.asarray(dataset.train.labels), models.columns_of(len(dataset.classes))
+
+    def step(weights: Array, scores: Array, moved: Moved) -> tuple[Array, Array, Array]:
+        loss, slope = jax.value_and_grad(models.logistic)(scores, labels)
+        column = jnp.asarray(moved.indices) % columns
+        rank = wire.axis_index("data")
+        indices, steps, rows, places, values = (jnp.asarray(x)[rank] for x in moved)
+        along = values * slope[rows, (indices % columns)[places]]
+        derivative = jnp.zeros(steps.shape, jnp.float32).at[places].add(along)
+        moves = GATHERS[name](-steps * derivative, moved, draws.size)
+        weights = weights.at[jnp.asarray(moved.indices)].add(moves)
+        which = jnp.take_along_axis(column, jnp.asarray(moved.places), axis=1)
+        change = jnp.take_along_axis(moves, jnp.asarray(moved.places), axis=1) * moved.values
+        return weights, scores.at[jnp.asarray(moved.rows), which].add(change), loss
+
+    run = jaxsparse.data_parallel(step, mesh, batch_argnums=(), donate_argnums=(0, 1), check=False)
+    weights = jnp.zeros(draws.size, jnp.float32)
+    scores = jnp.zeros((len(labels), columns), jnp.float32)
+    state = jaxsparse.shard((weights, scores), mesh)
+    received, losses = 0.0, []
+    for moved in draws.take(iterations):
+        if not losses:
+            received = jaxsparse.traffic.wire_bytes(run, *state, moved).received
+        *state, loss = run(*state, moved)
+        losses.append(float(loss))  # waits: queued steps may deadlock
+    trained = np.asarray(state[0])
+    guesses = models.predicted(dataset.test.features @ trained.reshape(-1, columns))
+    accuracy = float(np.mean(guesses == dataset.test.labels))
+    return Run(name, np.array(losses), accuracy, received, trained)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = flags().parse_args(argv)
+    for name, sizes in SIZES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, sizes[args.small])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", args.workers)
+    mesh = jax.make_mesh((args.workers,), ("data",))
+    packages = data.SMALL_PACKAGES if args.small else data.PACKAGES
+    dataset = data.source_chunks(args.features, packages)
+    draws = Draws(
+        dataset.train,
+        models.columns_of(len(dataset.classes)),
+        workers=args.workers,
+        coordinates=args.coordinates,
+        rate=args.rate,
+        seed=args.seed,
+    )
+    rows = len(dataset.train.labels)
+    print(f"{rows:,} rows, {draws.size:,} weights, {draws.coordinates} moved by each worker")
+    print("| exchange | loss | test | received kB | of dense | max Δw |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    first: Run | None = None
+    for name in GATHERS:
+        run = train(dataset, draws, name, mesh, args.iterations)
+        first = first or run
+        cells = (
+            name,
+            f"{run.losses[-1]:.3f}",
+            f"{100 * run.accuracy:.1f} %",
+            f"{run.received / 1000:,.1f}",
+            f"{run.received / first.received:.5f}" if first.received else "-",
+            f"{np.abs(run.weights - first.weights).max():.0e}",
+        )
+        print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def flags() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--coordinates", type=number(int, 1), default=100, help="of each worker (default: 100)")
+    add("--iterations", type=number(int, 1), help="(default: 1500)")
+    add("--rate", type=number(float, 0), default=0.5, help="of 1 / curvature (default: 0.5)")
+    add("--features", type=number(int, 2**8), metavar="D", help="(default: 2^18)")
+    add("--workers", type=number(int, 1, 9), default=8, metavar="W", help="1 to 8 (default: 8)")
+    add("--seed", type=number(int, 0), default=0, help="of the draws (default: 0)")
+    add("--small", action="store_true", help="three packages, and smaller defaults: a trial")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
