@@ -15,9 +15,9 @@ that has the whole batch. Widths of tables and of selections are traced here, so
 trains all settings. It has the library's sketch, but selects candidates exactly: the library loses
 some to slots. Rows "sketched_sgd" are the library itself.
 
-The rule: each setting first trains with 2 seeds at a rate of 0.06. Those whose mean training loss is
-above `--keep` times the best of their size and ratio are dropped. The others, and the controls,
-train with all seeds at all rates, and the rate with the least mean training loss counts.
+The rule: each setting first trains with 2 seeds at a rate of 0.06. Those whose mean training loss
+is above `--keep` times the best of their size and ratio are dropped, and `--most` are kept. They
+and the controls train with all seeds at all rates. The rate with the least mean loss counts.
 """
 
 import argparse
