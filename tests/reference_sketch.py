@@ -19,30 +19,14 @@ def combine(*words):
     return state
 
 
-def segments(cols, tile=None):
-    """Number and length of the segments of a row."""
-    count, longest = 1, TILE if tile is None else max(tile, min(8, cols))
-    if tile is None:
-        while cols > count * longest:
-            count *= 2
-    else:
-        while cols >= 2 * count * longest:
-            count *= 2
-    return count, cols // count
-
-
-def buckets_and_signs(rows, cols, seed, index, tile=None):
+def buckets_and_signs(rows, cols, seed, index):
     """Column and sign of each index in each row, (rows, n), from the definition."""
     index = np.asarray(index, np.uint64)
-    count, length = map(np.uint64, segments(cols, tile))
-    size = length if tile is None else np.uint64(tile)
+    tile = np.uint64(min(cols, TILE))
     buckets, signs = [], []
     for row in range(rows):
-        group, place = np.divmod(index // size, count)
-        word = combine(seed, 2**32 - 3, row, group)
-        segment = ((place ^ mix(word)) * (word | np.uint64(1))) % count
-        rotation = (combine(seed, row, index // size) * length) >> np.uint64(32)
-        buckets.append(segment * length + (rotation + index % size) % length)
+        start = (combine(seed, row, index // tile) * np.uint64(cols)) >> np.uint64(32)
+        buckets.append((start + index % tile) % np.uint64(cols))
         multiple = (index * np.uint64(0x9E3779B9)) & np.uint64(2**32 - 1)
         word = mix(multiple ^ combine(seed, 2**32 - 1, row // 32))
         negative = (word >> np.uint64(31 - row % 32)) & np.uint64(1)

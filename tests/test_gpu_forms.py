@@ -145,7 +145,7 @@ SPECS = [
 @pytest.mark.parametrize("size", few([1, 16, 1003], (16, 1003)))
 def test_encode_to_rounding(spec, size):
     x = cubed(size, dtype=jnp.bfloat16)
-    forms = codec._encode_in_turn, tiles.gathered
+    forms = codec._encode_in_turn, codec._encode_at_once
     one, other = (jax.jit(functools.partial(form, spec=spec))(x, jnp.uint32(7)) for form in forms)
     assert one.shape == other.shape == (spec.rows, spec.cols)
     bound = 1e-6 * float(jnp.sum(jnp.abs(x.astype(jnp.float32))))
@@ -153,18 +153,6 @@ def test_encode_to_rounding(spec, size):
     # Sums of integers are the same in any order.
     x = jnp.round(x.astype(jnp.float32))
     assert_same([functools.partial(form, spec=spec) for form in forms], x, jnp.uint32(7))
-
-
-@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
-def test_encoding_on_a_gpu_scatters_nothing(spec):
-    """So it needs no atomic additions, and takes sums in one order."""
-    x = jax.ShapeDtypeStruct((10_007,), jnp.float32)
-    seed = jax.ShapeDtypeStruct((), jnp.uint32)
-    lowered = jax.jit(functools.partial(tiles.gathered, spec=spec)).lower(x, seed)
-    for text in lowered.as_text(), lowered.compile().as_text():
-        assert "gather" in text
-        assert "scatter" not in text
-        assert "while" not in text
 
 
 @pytest.mark.parametrize("spec", few(SPECS, SPECS[:2]), ids=str)

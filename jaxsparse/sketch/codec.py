@@ -21,10 +21,10 @@ from jaxsparse.arrays.settings import check_seed, check_size
 from jaxsparse.sketch.tiles import (
     Seed,
     SketchSpec,
+    add_all,
     add_one,
     empty,
     estimates_at,
-    gathered,
     median,
     tile_estimates,
     wrapped,
@@ -72,7 +72,7 @@ def _encode(
         x,
         seed,
         default=functools.partial(_encode_in_turn, spec=spec),
-        gpu=functools.partial(gathered, spec=spec),
+        gpu=functools.partial(_encode_at_once, spec=spec),
     )
 
 
@@ -84,6 +84,13 @@ def _encode_in_turn(
         return add_one(table, values, tile, spec, seed)
 
     return wrapped(over_tiles(x.size, spec.tile, add, empty(spec, (x, seed))), spec)
+
+
+def _encode_at_once(
+    x: Float[Array, " d"], seed: UInt32[Array, ""], *, spec: SketchSpec
+) -> Float[Array, "rows cols"]:
+    values = jnp.pad(x, (0, -x.size % spec.tile)).reshape(-1, spec.tile)
+    return add_all(values, lax.iota(jnp.int32, len(values)), spec, seed)
 
 
 @jax.jit

@@ -1,9 +1,4 @@
-"""Where a count sketch puts each element: tiles, their segments of the rows, rotations, signs.
-
-Rows are cut into as many segments as tiles form a group. A random bijection deals the tiles of a
-group to the segments, so that each segment gets one tile of each group. A tile is rotated within
-its segment by a random amount. Then elements of a group never collide, and those of two groups
-collide with probability 1 / cols, or slightly more where segments don't divide the row.
+"""Where a count sketch puts each element: tiles, their offsets in the rows, signs.
 
 Some functions add tiles of a vector to a sketch, one after the other or all at once. Others
 estimate single elements from a sketch, tile by tile or anywhere.
@@ -11,14 +6,13 @@ estimate single elements from a sketch, tile by tile or anywhere.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Integer, UInt32
 
-from jaxsparse.arrays.hashing import as_uint32, combine, drawn, keyed, mix
+from jaxsparse.arrays.hashing import as_uint32, combine, drawn, keyed
 from jaxsparse.arrays.platforms import zeros
 from jaxsparse.arrays.settings import static_int, static_seed
 
@@ -28,23 +22,19 @@ __all__ = [
     "add_one",
     "empty",
     "estimates_at",
-    "gathered",
     "median",
     "tile_estimates",
     "wrapped",
 ]
 
 
-# Largest number of elements of a tile, unless a spec has its own. Shorter tiles are closer to
+# Default number of elements of a tile, if a row has so many columns. Shorter tiles are closer to
 # independent columns, and longer ones have less overhead. This one is within a tenth of the fastest
 # and small enough for a second-level cache.
 _MAX_TILE = 2**14
-# Least number of columns of a segment, if a row has so many: fewer than one in so many stay unused.
-_LEAST_SEGMENT = 8
-# Numbers under which signs and segments are hashed. Rotations are hashed under the number of their
-# row, and no row has these.
+# Number under which signs are hashed. Offsets are hashed under the number of their row, and no row
+# has this one.
 _SIGN = 2**32 - 1
-_SEGMENT = 2**32 - 3
 
 Seed = Integer[Array, ""] | int | None
 
@@ -59,10 +49,9 @@ class SketchSpec:
         cols: number of columns of a row, c. O(1 / eps) are needed to find coordinates whose squares
             are at least eps ||x||^2.
         seed: seed of the hashes where a function is not given its own, 0 <= seed < 2**32.
-        tile_size: number of consecutive elements that share a place in each row, at most `cols`.
+        tile_size: number of consecutive elements that share an offset in each row, at most `cols`.
             They never collide with each other. `encode_blocks` needs it to be the size of a block.
-            None: cols, or the largest of cols / 2, cols / 4, ... that is at most 2**14, which is
-            fast.
+            None: min(cols, 2**14), which is fast.
 
     Raises:
         ValueError: a value is out of range.
@@ -95,72 +84,7 @@ class SketchSpec:
     @property
     def tile(self) -> int:
         """Number of elements of a tile. It can't depend on d, which `decode_at` does not know."""
-        return self.cols // self.segments.number if self.tile_size is None else self.tile_size
-
-    @property
-    def segments(self) -> "Segments":
-        """The segments of a row. Their number is a power of two, for the bijections."""
-        if self.tile_size is None:
-            count = 2 ** (-(-self.cols // _MAX_TILE) - 1).bit_length()
-        else:
-            longest = max(self.tile_size, min(self.cols, _LEAST_SEGMENT))
-            count = 2 ** ((self.cols // longest).bit_length() - 1)
-        return Segments(count, self.cols // count)
-
-
-@dataclasses.dataclass(frozen=True)
-class Segments:
-    """How the columns of a row are cut. As many tiles as there are segments form a group.
-
-    Columns that are left at the end of a row, fewer than there are segments, stay 0.
-    """
-
-    number: int
-    length: int  # number of columns of a segment
-
-    def dealt(
-        self, seed: UInt32[Array, ""], row: Integer[Array, "..."] | int, tile: Integer[Array, "..."]
-    ) -> Int[Array, "..."]:
-        """The segments of tiles."""
-        tile = as_uint32(tile)
-        if self.number == 1:
-            return zeros(tile.shape, jnp.int32, (tile, seed))
-        flips, odd = _bijection(seed, row, tile >> np.uint32(self.number.bit_length() - 1))
-        return (((tile ^ flips) * odd) & np.uint32(self.number - 1)).astype(jnp.int32)
-
-    def tile_at(
-        self, seed: UInt32[Array, ""], row: Int[Array, "..."], group: Int[Array, "..."]
-    ) -> Int[Array, "... segments"]:
-        """The tiles of groups in the order of their segments: the inverse of `dealt`."""
-        flips, odd = (x[..., None] for x in _bijection(seed, row, group))
-        inverse = odd  # to 3 bits; each turn doubles their number
-        for _ in range(4):
-            inverse = inverse * (np.uint32(2) - odd * inverse)
-        shape = (1,) * (odd.ndim - 1) + (self.number,)
-        segment = lax.broadcasted_iota(jnp.uint32, shape, odd.ndim - 1)
-        place = (segment * inverse ^ flips) & np.uint32(self.number - 1)
-        return group[..., None] * self.number + place.astype(jnp.int32)
-
-
-def _bijection(
-    seed: UInt32[Array, ""], row: Integer[Array, "..."] | int, group: Integer[Array, "..."]
-) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
-    """Bits to flip in a tile's place in its group, which makes it uniform, and an odd factor."""
-    word = combine(seed, _SEGMENT, row, group)
-    return mix(word), word | np.uint32(1)
-
-
-class _Places(NamedTuple):
-    """Where rows hold tiles, and whether they flip the signs of elements."""
-
-    segments: list[Int[Array, "*tiles"]]  # one for each row, as in the others
-    rotations: list[Int[Array, "*tiles"]]
-    words: list[UInt32[Array, "..."]]  # the highest bit is set where an element's sign is flipped
-
-    def corners(self, spec: SketchSpec) -> list[Int[Array, "*tiles"]]:
-        """The columns of tiles in a table whose segments have `tile` further columns each."""
-        width = spec.segments.length + spec.tile
-        return [s * width + r for s, r in zip(self.segments, self.rotations)]
+        return min(self.cols, _MAX_TILE) if self.tile_size is None else self.tile_size
 
 
 def _places(
@@ -168,33 +92,34 @@ def _places(
     seed: UInt32[Array, ""],
     tile: Integer[Array, "*tiles"],
     within: Integer[Array, "..."],
-) -> _Places:
-    """Where each row holds tiles.
+) -> tuple[list[Int[Array, "*tiles"]], list[UInt32[Array, "..."]]]:
+    """The columns where each row holds the tiles, and whether it flips the signs of elements.
 
     Args:
         spec: rows, cols and tile of the sketch.
         seed: seed of all hashes.
         tile: numbers of tiles.
         within: places of elements in their tiles. Its shape broadcasts with that of `tile`.
+
+    Returns:
+        Two lists with an item for each row: the column of each tile's first element, and words
+        whose highest bit is set where an element's sign is flipped.
     """
-    size, cut = np.uint32(spec.tile), spec.segments
+    size = np.uint32(spec.tile)
     if tile.shape == within.shape:  # XLA's CPU backend would store columns of all rows at once
-        segments = [cut.dealt(seed, row, tile) for row in range(spec.rows)]
-        rotations = [drawn(cut.length, seed, row, tile) for row in range(spec.rows)]
-    else:  # places are few, and one hash for all rows is less to compile
+        columns = [drawn(spec.cols, seed, row, tile) for row in range(spec.rows)]
+    else:  # columns are few, and one hash for all rows is less to compile
         row = lax.iota(jnp.uint32, spec.rows).reshape(-1, *[1] * tile.ndim)
-        each = cut.dealt(seed, row, tile[None])
-        rotation = drawn(cut.length, seed, row, tile[None])
-        each = jnp.broadcast_to(each, rotation.shape)
+        each = drawn(spec.cols, seed, row, tile[None])
         if tile.ndim:  # otherwise they would be hashed again for each element
-            each, rotation = lax.optimization_barrier((each, rotation))
-        segments, rotations = list(jnp.unstack(each)), list(jnp.unstack(rotation))
+            each = lax.optimization_barrier(each)
+        columns = list(jnp.unstack(each))
     index = as_uint32(tile) * size + as_uint32(within)
     words: list[Array] = []
     for first in range(0, spec.rows, 32):  # one hash has the signs of 32 rows
         word = keyed(index, combine(seed, _SIGN, first // 32))
         words += [word << np.uint32(bit) for bit in range(min(32, spec.rows - first))]
-    return _Places(segments, rotations, words)
+    return columns, words
 
 
 def _flip(x: Float[Array, "..."], word: UInt32[Array, "..."]) -> Float[Array, "..."]:
@@ -203,44 +128,32 @@ def _flip(x: Float[Array, "..."], word: UInt32[Array, "..."]) -> Float[Array, ".
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) ^ sign, jnp.float32)
 
 
-def empty(spec: SketchSpec, like: tuple[Array, ...]) -> Float[Array, "rows wide"]:
-    """A table of zeros. Each segment has `tile` further columns, into which tiles run on.
+def empty(spec: SketchSpec, like: tuple[Array, ...]) -> Float[Array, "rows cols+tile"]:
+    """A table of zeros with `tile` further columns, into which tiles near a row's end run on.
 
     Args:
         spec: rows, cols and tile of the sketch.
         like: arrays that will be added, for the replication type.
     """
-    cut = spec.segments
-    return zeros((spec.rows, cut.number * (cut.length + spec.tile)), jnp.float32, like)
+    return zeros((spec.rows, spec.cols + spec.tile), jnp.float32, like)
 
 
-def wrapped(table: Float[Array, "rows wide"], spec: SketchSpec) -> Float[Array, "rows cols"]:
-    """The sketch: columns past the end of a segment are added to its beginning."""
-    cut, size = spec.segments, spec.tile
-    table = table.reshape(spec.rows, cut.number, -1)
-    past = jnp.pad(table[..., cut.length :], ((0, 0), (0, 0), (0, cut.length - size)))
-    return _padded(table[..., : cut.length] + past, spec)
-
-
-def _padded(
-    table: Float[Array, "rows segments length"], spec: SketchSpec
-) -> Float[Array, "rows cols"]:
-    """The table with the columns that are left at the end of its rows."""
-    table = table.reshape(spec.rows, -1)
-    return jnp.pad(table, ((0, 0), (0, spec.cols - table.shape[1])))
+def wrapped(table: Float[Array, "rows cols+tile"], spec: SketchSpec) -> Float[Array, "rows cols"]:
+    """The sketch: columns past the end of a row are added to its beginning."""
+    return table[:, : spec.cols].at[:, : spec.tile].add(table[:, spec.cols :])
 
 
 def add_one(
-    table: Float[Array, "rows wide"],
+    table: Float[Array, "rows cols+tile"],
     values: Float[Array, " n"],
     tile: Int[Array, ""],
     spec: SketchSpec,
     seed: UInt32[Array, ""],
-) -> Float[Array, "rows wide"]:
+) -> Float[Array, "rows cols+tile"]:
     """Adds the first n elements of the tile with number `tile`."""
     values = values.astype(jnp.float32)
-    places = _places(spec, seed, tile, lax.iota(jnp.uint32, values.size))
-    for row, (column, word) in enumerate(zip(places.corners(spec), places.words)):
+    columns, words = _places(spec, seed, tile, lax.iota(jnp.uint32, values.size))
+    for row, (column, word) in enumerate(zip(columns, words)):
         corner = jnp.int32(row), column
         window = lax.dynamic_slice(table, corner, (1, values.size)) + _flip(values, word)[None]
         table = lax.dynamic_update_slice(table, window, corner)
@@ -253,26 +166,25 @@ def add_all(
     spec: SketchSpec,
     seed: UInt32[Array, ""],
 ) -> Float[Array, "rows cols"]:
-    """The sketch of some whole tiles, given their numbers, in one scatter.
+    """The sketch of whole tiles, given their numbers, in one scatter.
 
     To rounding, it is what `add_one` makes of one tile after the other. Sums are taken in any
     order, which may change from run to run. So workers may send such sums to each other, but must
     not rely on all computing equal ones.
     """
-    size, cut = spec.tile, spec.segments
+    size = spec.tile
     row, within = lax.iota(jnp.int32, spec.rows), lax.iota(jnp.uint32, size)[None, None]
-    segment = cut.dealt(seed, row[None], tiles[:, None])
-    rotation = drawn(cut.length, seed, row[None], tiles[:, None])
-    columns = segment * (cut.length + size) + rotation
+    columns = drawn(spec.cols, seed, row[None], tiles[:, None])
     rows = jnp.broadcast_to(row[None], columns.shape)
     # Rows are an axis inside that of tiles, so that a tile is read from memory for one row alone.
     row = row[None, :, None]
     index = as_uint32(tiles)[:, None, None] * np.uint32(size) + within
-    updates = _flip(values.astype(jnp.float32)[:, None], _words(index, row, seed))
-    # Without a barrier, the place of a tile would be hashed again for each element.
+    words = keyed(index, combine(seed, _SIGN, row // 32)) << (row % 32).astype(jnp.uint32)
+    updates = _flip(values.astype(jnp.float32)[:, None], words)
+    # Without a barrier, the offset of a tile would be hashed again for each element.
     corners = lax.optimization_barrier(jnp.stack([rows, columns], axis=2))
     table = lax.scatter_add(
-        jnp.zeros_like(updates, shape=(spec.rows, cut.number * (cut.length + size))),
+        jnp.zeros_like(updates, shape=(spec.rows, spec.cols + size)),
         corners,
         updates,
         lax.ScatterDimensionNumbers(
@@ -283,56 +195,17 @@ def add_all(
     return wrapped(table, spec)
 
 
-def gathered(
-    x: Float[Array, " d"], seed: UInt32[Array, ""], *, spec: SketchSpec
-) -> Float[Array, "rows cols"]:
-    """The sketch of a vector, as sums along one axis of an array that is never stored.
-
-    To rounding, it is what `add_one` makes of one tile after the other. It scatters nothing, so
-    each run sums in the same order. Each row reads the vector once.
-    """
-    size, cut = spec.tile, spec.segments
-    tiles = -(-x.size // size)
-    groups = -(-tiles // cut.number)
-    row = lax.iota(jnp.int32, spec.rows)[:, None]
-    tile = cut.tile_at(seed, row, lax.iota(jnp.int32, groups)[None])  # [rows, groups, segments]
-    length = jnp.where(tile < tiles, jnp.minimum(x.size - tile * size, size), 0)
-    tile = jnp.where(tile < tiles, tile, 0)
-    rotation = drawn(cut.length, seed, row[..., None], tile)
-    # Without a barrier, the place of a tile would be hashed again for each element.
-    tile, length, rotation = (
-        v[..., None] for v in lax.optimization_barrier((tile, length, rotation))
-    )
-    column = lax.broadcasted_iota(jnp.int32, (1, 1, cut.number, cut.length), 3)
-    within = column - rotation
-    within = jnp.where(within < 0, within + cut.length, within)
-    is_held = within < length
-    index = jnp.where(is_held, tile * size + within, 0)
-    values = x.at[index].get(mode="promise_in_bounds").astype(jnp.float32)
-    values = _flip(values, _words(as_uint32(index), row[..., None, None], seed))
-    return _padded(jnp.sum(jnp.where(is_held, values, 0), axis=1), spec)
-
-
-def _words(
-    index: UInt32[Array, "..."], row: Int[Array, "..."], seed: UInt32[Array, ""]
-) -> UInt32[Array, "..."]:
-    """Words whose highest bit is set where a row flips the sign of an element."""
-    return keyed(index, combine(seed, _SIGN, row // 32)) << (row % 32).astype(jnp.uint32)
-
-
 def tile_estimates(
     table: Float[Array, "rows cols"], spec: SketchSpec, seed: UInt32[Array, ""]
 ) -> Callable[[Int[Array, ""], int], Float[Array, " n"]]:
     """A function that decodes a tile, given its number and length."""
-    # A tile that starts near the end of a segment goes on at the segment's beginning.
-    cut = spec.segments
-    table = table[:, : cut.number * cut.length].reshape(spec.rows, cut.number, -1)
-    table = jnp.concatenate([table, table[..., : spec.tile]], axis=2).reshape(spec.rows, -1)
+    # A tile that starts near the end of a row goes on at the row's beginning.
+    table = jnp.concatenate([table, table[:, : spec.tile]], axis=1)
 
     def estimates(tile: Array, length: int) -> Array:
-        places = _places(spec, seed, tile, lax.iota(jnp.uint32, length))
+        columns, words = _places(spec, seed, tile, lax.iota(jnp.uint32, length))
         rows = []
-        for row, (column, word) in enumerate(zip(places.corners(spec), places.words)):
+        for row, (column, word) in enumerate(zip(columns, words)):
             corner = jnp.int32(row), column
             rows.append(_flip(lax.dynamic_slice(table, corner, (1, length))[0], word))
         return median(rows)
@@ -356,13 +229,11 @@ def estimates_at(
         tile: numbers of tiles.
         within: places of elements in their tiles. Its shape broadcasts with that of `tile`.
     """
-    cut, places = spec.segments, _places(spec, seed, tile, within)
+    columns, words = _places(spec, seed, tile, within)
     rows = []
-    for row, (segment, rotation, word) in enumerate(zip(*places)):
-        column = rotation + within.astype(jnp.int32)
-        column = jnp.where(column < cut.length, column, column - cut.length)
-        if cut.number > 1:
-            column += segment * cut.length
+    for row, (start, word) in enumerate(zip(columns, words)):
+        column = start + within.astype(jnp.int32)
+        column = jnp.where(column < spec.cols, column, column - spec.cols)
         rows.append(_flip(table[row].at[column].get(mode="promise_in_bounds"), word))
     return median(rows)
 
