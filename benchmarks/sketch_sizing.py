@@ -297,16 +297,26 @@ def compare(budget: Budget, train: Trainers, args: argparse.Namespace) -> Iterab
     for setting in grid(budget, args):
         first[setting] = train(budget, setting, (FIRST_RATE,), FIRST_SEEDS)["loss"]
         print(f"  first: {setting}: {first[setting]:.4f}", flush=True)
-    kept = [s for s, loss in first.items() if loss <= args.keep * min(first.values())]
-    kept.sort(key=lambda s: first[s])
+    best = min(first.values(), default=0)
+    kept = sorted((s for s in first if first[s] <= args.keep * best), key=lambda s: first[s])
+    kept = kept[: args.most]
+    usual = SketchedSGD(budget.ratio)
+    ks = {usual.sized(budget.size, budget.dense_size)[0], *(s.k for s in kept)}
     controls = [Setting("dense"), Setting("random-k", budget.words, budget.words)]
-    controls += [Setting("true top-k", k, k) for k in sorted({s.k for s in kept[: args.most]})]
-    for setting in controls + kept[: args.most]:
+    controls += [Setting("true top-k", k, k) for k in sorted(ks)]
+    for setting in controls + kept:
         row = show(budget, str(setting), train(budget, setting, args.rates, args.seeds))
         yield {**row, **dataclasses.asdict(setting), "first": first.get(setting)}
-    for dtype in args.dtypes:
-        name = f"sketched_sgd({budget.ratio:g}), {dtype}"
-        reducer = SketchedSGD(budget.ratio, table_dtype=dtype)
+    library = {
+        f"sketched_sgd({budget.ratio:g}), {dtype}": {"table_dtype": dtype} for dtype in args.dtypes
+    }
+    if library:
+        library[f"sketched_sgd({budget.ratio:g}, rows=5, oversampling=4)"] = {
+            "rows": 5,
+            "oversampling": 4,
+        }
+    for name, settings in library.items():
+        reducer = SketchedSGD(budget.ratio, **settings)
         yield show(budget, name, by_library(budget, reducer, args))
     yield {
         **budget._asdict(),
