@@ -1,7 +1,8 @@
 """How should Sketched-SGD divide its words between table and candidates?
 
     python benchmarks/sketch_sizing.py --json benchmarks/sketch_sizing.json
-    python benchmarks/sketch_sizing.py --hidden 128 --ratios 10 --rows 1 --tiles 1
+    python benchmarks/sketch_sizing.py --hidden 128 --candidates --dtypes float32 bfloat16 float16
+    python benchmarks/sketch_sizing.py --tails
 
 A budget of B = d / ratio words, less those of the biases, is rows * cols of table and P k of
 candidates. The grid has P, the candidates' share of B, the rows, the length of the sketch's tiles,
@@ -18,6 +19,10 @@ some to slots. Rows "sketched_sgd" are the library itself.
 The rule: each setting first trains with 2 seeds at a rate of 0.06. Those whose mean training loss
 is above `--keep` times the best of their size and ratio are dropped, and `--most` are kept. They
 and the controls train with all seeds at all rates. The rate with the least mean loss counts.
+
+`--tails` trains nothing. It prints what share of the squared norm of a vector one exchange
+delivers, and after a slash that of the k largest, for 1, 3 and 5 rows, and for each for candidates'
+shares of 0.25, 0.5 and 0.75. P is rows + 1, and the sketch is the textbook's.
 """
 
 import argparse
@@ -276,6 +281,47 @@ def by_library(budget: Budget, reducer: Any, args: argparse.Namespace) -> dict[s
     return counted(losses, right, args.rates)
 
 
+TAILS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "normal": lambda rng, d: rng.normal(size=d),
+    "normal, cubed": lambda rng, d: rng.normal(size=d) ** 3,
+    "Student t(2)": lambda rng, d: rng.standard_t(2, size=d),
+    "rank ** -0.5": lambda rng, d: rng.permutation(np.arange(1, d + 1) ** -0.5),
+    "rank ** -0.75": lambda rng, d: rng.permutation(np.arange(1, d + 1) ** -0.75),
+    "rank ** -1": lambda rng, d: rng.permutation(np.arange(1, d + 1) ** -1.0),
+}
+
+
+def delivered(
+    x: np.ndarray, ratio: float, rows: int, share: float, rng: np.random.Generator
+) -> tuple[float, float]:
+    """Shares of the squared norm: delivered by a sketch, and that of the k largest."""
+    words = x.size / ratio
+    candidates, cols = int(share * words), int((1 - share) * words / rows)
+    k = candidates // (rows + 1)
+    estimates = []
+    for _ in range(rows):
+        column, sign = rng.integers(0, cols, x.size), rng.choice([-1.0, 1.0], x.size)
+        estimates.append(sign * np.bincount(column, sign * x, cols)[column])
+    size = np.abs(np.median(estimates, axis=0))
+    chosen = np.argpartition(-size, candidates)[:candidates]
+    whole = np.sum(x**2)
+    best = lambda values: float(np.sum(np.sort(values**2)[::-1][:k]) / whole)
+    return best(x[chosen]), best(x)
+
+
+def show_tails(size: int = 2**17) -> list[dict[str, Any]]:
+    rng, found = np.random.default_rng(0), []
+    for ratio, (name, make) in itertools.product((10, 20, 100), TAILS.items()):
+        x = make(rng, size)
+        for rows, share in itertools.product((1, 3, 5), (0.25, 0.5, 0.75)):
+            sketched, best = delivered(x, ratio, rows, share, rng)
+            row = {"ratio": ratio, "vector": name, "rows": rows, "share": share}
+            found.append({**row, "delivered": sketched, "largest": best})
+        shown = " ".join(f"{row['delivered']:.3f}/{row['largest']:.3f}" for row in found[-9:])
+        print(f"{ratio:>4}x  {name:<14} random-k {1 / ratio:.3f}  {shown}", flush=True)
+    return found
+
+
 def grid(budget: Budget, args: argparse.Namespace) -> list[Setting]:
     every = itertools.product(args.candidates, args.shares, args.rows, args.tiles)
     made = (budget.setting(P, share, rows, tile or None) for P, share, rows, tile in every)
@@ -344,6 +390,7 @@ def parse_args() -> argparse.Namespace:
     add("--seeds", type=number(int, 0), nargs="+", default=[0, 1, 2, 3, 4])
     add("--steps", type=number(int, 1), default=300)
     add("--batch-size", type=number(int, 1), default=128, help="of all workers together")
+    add("--tails", action="store_true", help="see above")
     add("--json", metavar="FILE", help="also write all results here")
     return parser.parse_args()
 
@@ -352,7 +399,10 @@ def main() -> None:
     args = parse_args()
     jax.config.update("jax_platforms", "cpu")
     where, train = timing.where(), Trainers(args)
-    results = []
+    if args.tails:
+        timing.save({**where, "results": show_tails()}, args.json)
+        return
+    results = list[dict[str, Any]]()
     for hidden, ratio in itertools.product(args.hidden, args.ratios):
         results += compare(Budget.of(hidden, ratio), train, args)
     timing.save({**where, "arguments": vars(args), "results": results}, args.json)
