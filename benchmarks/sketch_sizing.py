@@ -1,7 +1,7 @@
 """How should Sketched-SGD divide its words between table and candidates?
 
     python benchmarks/sketch_sizing.py --json benchmarks/sketch_sizing.json
-    python benchmarks/sketch_sizing.py --hidden 128 --candidates --dtypes float32 bfloat16 float16
+    python benchmarks/sketch_sizing.py --candidates --library --dtypes float32 bfloat16 float16
     python benchmarks/sketch_sizing.py --tails
 
 A budget of B = d / ratio words, less those of the biases, is rows * cols of table and P k of
@@ -14,7 +14,8 @@ One device plays all workers, and exactly so: sketches are linear, and all worke
 coordinates, so the mean of the workers' residuals and momenta obeys the recursion of one worker
 that has the whole batch. Widths of tables and of selections are traced here, so that one program
 trains all settings. It has the library's sketch, but selects candidates exactly: the library loses
-some to slots. Rows "sketched_sgd" are the library itself.
+some to slots. Rows "sketched_sgd", of `--library`, are the library
+itself. Tables narrower than float32 are those of `--workers` workers, each rounded by itself.
 
 The rule: each setting first trains with 2 seeds at a rate of 0.06. Those whose mean training loss
 is above `--keep` times the best of their size and ratio are dropped, and `--most` are kept. They
@@ -43,6 +44,7 @@ from jax.flatten_util import ravel_pytree
 import jaxsparse
 from jaxsparse import error_feedback
 from jaxsparse.arrays.hashing import combine, keyed
+from jaxsparse.arrays.layout import narrow
 from jaxsparse.arrays.platforms import kth_largest, magnitude_bits
 from jaxsparse.sketch.tiles import median
 from jaxsparse.systems import SketchedSGD
@@ -65,6 +67,7 @@ class Setting:
     rows: int = 0
     cols: int = 0
     tile: int = 0  # length of a tile
+    dtype: str = "float32"  # of the tables on the wire
 
     @property
     def words(self) -> int:
@@ -77,7 +80,7 @@ class Setting:
             return f"{self.kind}, k={self.k}"
         return (
             f"P={self.candidates // self.k}, share {self.candidates / self.words:.2f}, "
-            f"{self.rows} x {self.cols}, k={self.k}, tiles of {self.tile}"
+            f"{self.rows} x {self.cols} {self.dtype}, k={self.k}, tiles of {self.tile}"
         )
 
 
@@ -119,11 +122,15 @@ class Run(NamedTuple):
     tile: Any
 
 
-def scores(x: jax.Array, kind: str, rows: int, run: Run, seed: jax.Array) -> jax.Array:
-    """What candidates are ranked by: estimates, exact values, or random numbers."""
-    index = jnp.arange(x.size, dtype=jnp.uint32)
+def scores(x: jax.Array, kind: str, rows: int, dtype: str, run: Run, seed: jax.Array) -> jax.Array:
+    """What candidates are ranked by: estimates, exact values, or random numbers.
+
+    `x` has a row for each worker. Each narrows its own table.
+    """
+    workers, size = x.shape
+    index = jnp.arange(size, dtype=jnp.uint32)
     if kind == "true top-k":
-        return x
+        return x.sum(axis=0)
     if kind == "random-k":
         return (keyed(index, combine(seed)) >> 8).astype(jnp.float32) + 1
     tile = run.tile.astype(jnp.uint32)
@@ -134,7 +141,8 @@ def scores(x: jax.Array, kind: str, rows: int, run: Run, seed: jax.Array) -> jax
         column = (combine(seed, row, index // tile) % cols + index % tile) % cols
         sign = 1.0 - 2.0 * (word >> row & 1).astype(jnp.float32)
         # As many columns as elements, because the number of columns is traced.
-        table = jnp.zeros_like(x).at[column].add(sign * x, mode="promise_in_bounds")
+        table = jnp.zeros_like(x).at[:, column].add(sign * x, mode="promise_in_bounds")
+        table = narrow(table, dtype, summands=workers).astype(jnp.float32).sum(axis=0)
         estimates.append(sign * table[column])
     return median(estimates)
 
@@ -146,7 +154,7 @@ def largest(x: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def trainer(
-    hidden: int, kind: str, rows: int, args: argparse.Namespace
+    hidden: int, kind: str, rows: int, dtype: str, args: argparse.Namespace
 ) -> Callable[[Run], tuple[jax.Array, jax.Array]]:
     """A compiled function of arrays of runs: their training losses and test accuracies."""
     params = spardl.init(0, hidden)
@@ -155,34 +163,38 @@ def trainer(
     dense, _ = ravel_pytree(jax.tree.map(lambda p: jnp.full(p.shape, p.ndim < 2), params))
     train_set, test_set = jax.tree.map(jnp.asarray, digits.load())
     decay = cosine(args.steps)
+    workers = 1 if dtype == "float32" else args.workers
 
     def one(run: Run) -> tuple[jax.Array, jax.Array]:
         key = jax.random.key(run.seed)
 
         def step(carry: Any, t: jax.Array) -> tuple[Any, None]:
             params, momentum, residual = carry
-            gradient = jax.grad(lambda p: spardl.loss_of(unravel(p), draw(key, t)))(params)
-            momentum = MOMENTUM * momentum + gradient
+            loss_of = lambda p, batch: spardl.loss_of(unravel(p), batch)
+            gradients = jax.vmap(jax.grad(loss_of), in_axes=(None, 0))(params, draw(key, t))
+            momentum = MOMENTUM * momentum + gradients
             residual += momentum
             if kind == "dense":
                 sent = jnp.ones_like(dense)
             else:
                 x = jnp.where(dense, 0, residual)
                 seed = combine(run.seed.astype(jnp.uint32), t)
-                asked = largest(scores(x, kind, rows, run, seed), run.candidates)
-                sent = largest(jnp.where(asked & ~dense, x, 0), run.k) & asked & ~dense | dense
-                momentum = jnp.where(sent & ~dense & (x != 0), 0, momentum)
-            params -= run.rate * decay(t) * jnp.where(sent, residual, 0)
+                asked = largest(scores(x, kind, rows, dtype, run, seed), run.candidates) & ~dense
+                mean = jnp.where(asked, x.mean(axis=0), 0)
+                sent = largest(mean, run.k) & asked | dense
+                momentum = jnp.where(sent & ~dense & (mean != 0), 0, momentum)
+            params -= run.rate * decay(t) * jnp.where(sent, residual.mean(axis=0), 0)
             return (params, momentum, jnp.where(sent, 0, residual)), None
 
         def draw(key: jax.Array, t: jax.Array) -> Any:
             chosen = jax.random.randint(
-                jax.random.fold_in(key, t), (args.batch_size,), 0, len(train_set.labels)
+                *(jax.random.fold_in(key, t), (workers, args.batch_size // workers)),
+                *(0, len(train_set.labels)),
             )
             return type(train_set)(train_set.images[chosen], train_set.labels[chosen])
 
         start, _ = ravel_pytree(spardl.init(run.seed, hidden))
-        zeros = jnp.zeros_like(start)
+        zeros = jnp.zeros((workers, start.size))
         (params, *_), _ = jax.lax.scan(step, (start, zeros, zeros), jnp.arange(args.steps))
         return outcome(unravel(params), train_set, test_set)
 
@@ -220,7 +232,7 @@ class Trainers:
                 for n in (setting.k, setting.candidates, setting.cols, setting.tile)
             ),
         )
-        key = budget.hidden, setting.kind, setting.rows
+        key = budget.hidden, setting.kind, setting.rows, setting.dtype
         if key not in self.made:
             self.made[key] = trainer(*key, self.args)
         # In pairs, so that one program serves any number of seeds and rates.
@@ -244,35 +256,27 @@ def counted(losses: np.ndarray, right: np.ndarray, rates: Sequence[float]) -> di
 
 
 def by_library(budget: Budget, reducer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Training by the library's reducer, on `--workers` workers if it narrows its tables."""
-    workers = args.workers if getattr(reducer, "table_dtype", "float32") != "float32" else 1
-    tx = error_feedback(reducer, momentum=MOMENTUM)
+    """Training by the library's reducer."""
+    tx = error_feedback(reducer, axis_name=None, momentum=MOMENTUM)
     train_set, test_set = jax.tree.map(jnp.asarray, digits.load())
     decay = cosine(args.steps)
 
     def one(seed: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
         key = jax.random.key(seed)
 
-        def step(state: Any, batch: Any) -> tuple[Any, None]:
-            params, opt_state, t = state
-            gradient = jax.grad(spardl.loss_of)(params, batch)
-            updates, opt_state = tx.update(gradient, opt_state, params)
-            scale = -rate * decay(t)
-            params = jax.tree.map(lambda p, u: p + scale * u, params, updates)
-            return (params, opt_state, t + 1), None
-
-        parallel = jaxsparse.data_parallel(step, workers)
-
-        def drawn(state: Any, t: jax.Array) -> tuple[Any, None]:
+        def step(state: Any, t: jax.Array) -> tuple[Any, None]:
+            params, opt_state = state
             chosen = jax.random.randint(
                 jax.random.fold_in(key, t), (args.batch_size,), 0, len(train_set.labels)
             )
             batch = type(train_set)(train_set.images[chosen], train_set.labels[chosen])
-            return parallel(state, batch)[0], None
+            gradient = jax.grad(spardl.loss_of)(params, batch)
+            updates, opt_state = tx.update(gradient, opt_state, params)
+            scale = -rate * decay(t)
+            return (jax.tree.map(lambda p, u: p + scale * u, params, updates), opt_state), None
 
         params = spardl.init(seed, budget.hidden)
-        state = jaxsparse.shard((params, tx.init(params), jnp.int32(0)), workers)
-        (params, *_), _ = jax.lax.scan(drawn, state, jnp.arange(args.steps))
+        (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), jnp.arange(args.steps))
         return outcome(params, train_set, test_set)
 
     run = jax.jit(one)
@@ -353,17 +357,17 @@ def compare(budget: Budget, train: Trainers, args: argparse.Namespace) -> Iterab
     for setting in controls + kept:
         row = show(budget, str(setting), train(budget, setting, args.rates, args.seeds))
         yield {**row, **dataclasses.asdict(setting), "first": first.get(setting)}
-    library = {
-        f"sketched_sgd({budget.ratio:g}), {dtype}": {"table_dtype": dtype} for dtype in args.dtypes
-    }
-    if library:
-        library[f"sketched_sgd({budget.ratio:g}, rows=5, oversampling=4)"] = {
-            "rows": 5,
-            "oversampling": 4,
-        }
-    for name, settings in library.items():
-        reducer = SketchedSGD(budget.ratio, **settings)
-        yield show(budget, name, by_library(budget, reducer, args))
+    k, cols = usual.sized(budget.size, budget.dense_size)
+    fetched, rows = usual.fetched * k, usual.used_rows
+    for dtype in args.dtypes:
+        setting = Setting("sketch", k, fetched, rows, cols, cols, dtype)
+        yield show(budget, str(setting), train(budget, setting, args.rates, args.seeds))
+    if args.library:
+        for settings in {}, {"rows": 5, "oversampling": 4}:
+            given = "".join(f", {name}={value}" for name, value in settings.items())
+            reducer = SketchedSGD(budget.ratio, **settings)
+            name = f"sketched_sgd({budget.ratio:g}{given})"
+            yield show(budget, name, by_library(budget, reducer, args))
     yield {
         **budget._asdict(),
         "name": "first round",
@@ -382,7 +386,8 @@ def parse_args() -> argparse.Namespace:
     add("--shares", type=number(float, 0, 1), nargs="*", default=[0.25, 0.5, 0.75])
     add("--rows", type=number(int, 1), nargs="*", default=[1, 3, 5])
     add("--tiles", type=number(int, 0), nargs="*", default=[0], help="0: as long as a row")
-    add("--dtypes", nargs="*", default=["float32"], help="of the library's tables")
+    add("--dtypes", nargs="*", default=[], help="of tables of the default sizes")
+    add("--library", action="store_true", help="also train by the library itself")
     add("--workers", type=number(int, 1), default=8, help="that narrow their tables (default: 8)")
     add("--keep", type=number(float, 1), default=1.3, help="see above (default: 1.3)")
     add("--most", type=number(int, 0), default=6, help="settings to keep at most (default: 6)")
