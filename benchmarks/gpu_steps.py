@@ -25,7 +25,7 @@ def methods(density: float, params: int) -> dict[str, Any]:
         "dense": jaxsparse.dense(),
         "dragonn": jaxsparse.dragonn(density),
         "spardl": jaxsparse.spardl(density),
-        "sketched_sgd": jaxsparse.sketched_sgd((params + vectors) / sent),
+        "sketched_sgd": jaxsparse.sketched_sgd((params + vectors) / sent, rows=5, oversampling=4),
         "chunked_top_k": jaxsparse.chunked_top_k(64, 4096),
         "quantized int8": jaxsparse.quantized("int8"),
         "top_k": jaxsparse.top_k(density),

@@ -191,7 +191,7 @@ def main() -> None:
     args.batch_size = digits.shared_batch(args.batch_size, count)
     params = nnx.state(nnx.eval_shape(lambda: MLP(args.hidden, nnx.Rngs(0))), nnx.Param)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    args.k = args.k or size // 80
+    args.k = args.k or size // 40
 
     methods = methods_to_compare(args)
     for name, method in methods.items():
@@ -264,7 +264,7 @@ def flags() -> argparse.ArgumentParser:
     add(
         "--k",
         type=number(int, 1),
-        help="of true_top_k: coordinates updated per step (default: 1/80 of the parameters, about "
+        help="of true_top_k: coordinates updated per step (default: 1/40 of the parameters, about "
         "what sketching 10x updates)",
     )
     add(

@@ -302,9 +302,10 @@ def _sparcml(rng, size, workers):
 
 def _sketched(rng, size, workers):
     selection = _pick(rng, "top_k", "top_k", "heavymix")
+    cols = _count(rng, max(1, size // 3))
     return {
-        "k": _count(rng, max(1, size // 4)),
-        "cols": _count(rng, max(1, size // 3)),
+        "k": _count(rng, min(cols, max(1, size // 4))),  # more than columns warn
+        "cols": cols,
         "rows": int(rng.integers(1, 6)),
         "oversampling": 1 if selection == "heavymix" else int(rng.integers(1, 5)),
         "selection": selection,

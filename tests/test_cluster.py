@@ -94,13 +94,13 @@ def test_without_iproute_it_says_so(bench, monkeypatch):
 
 def test_grid(bench):
     found, refused = bench.cells.grid(
-        ["exchange"], ("dense", "top_k", "sketched_sgd", "sketched_sgd:25"), [1000], [0.2, 0.01], 4
+        ["exchange"], ("dense", "top_k", "sketched_sgd", "sketched_sgd:25"), [1000], [0.3, 0.01], 4
     )
     of = lambda system: [cell.density for cell in found if cell.system == system]
-    assert of("dense") == of("sketched_sgd:25") == [0.2]  # the same at any density
-    assert of("top_k") == [0.2, 0.01]
+    assert of("dense") == of("sketched_sgd:25") == [0.3]  # the same at any density
+    assert of("top_k") == [0.3, 0.01]
     assert of("sketched_sgd") == [0.01]
-    assert list(refused) == ["sketched_sgd, 1000 parameters, density 0.2"]
+    assert list(refused) == ["sketched_sgd, 1000 parameters, density 0.3"]
 
 
 @pytest.mark.parametrize("name", ["no_such", "spardl:4", "sketched_sgd:much"])

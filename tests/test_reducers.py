@@ -44,6 +44,33 @@ def test_numpy_integers_are_ints():
         assert np.count_nonzero(exchange(reducer, x, "vmap").mean[0]) == 5
 
 
+@pytest.mark.parametrize("compression", [1.5, 5, 10, 20, 20.5, 100, 900])
+@pytest.mark.parametrize("selection", ["top_k", "heavymix"])
+@pytest.mark.parametrize("rows", [None, 1, 3, 5, 15])
+def test_a_sketch_has_as_many_columns_as_coordinates(compression, selection, rows):
+    """Alg. 1 needs the order of k, and with fewer even k equal coordinates drown."""
+    size, dense_size = 1_000_003, 700
+    reducer = SketchedSGD(compression, selection=selection, rows=rows)
+    k, cols = reducer.sized(size, dense_size)
+    assert k - 1 <= cols <= 2 * k + 3  # the paper's have 1.8 to 10 columns for each of k
+    table, candidates = reducer.used_rows * cols, reducer.fetched * k
+    words = (size + dense_size) / compression - dense_size
+    assert words - reducer.used_rows - reducer.fetched - 2 < table + candidates <= words
+    if rows is None and selection == "top_k":
+        assert (reducer.used_rows, reducer.fetched) == ((1, 2) if compression <= 20 else (3, 4))
+    # Buckets have the same rows and candidates, whatever their share.
+    for bucket in reducer.split((size // 3, size - size // 3), dense_size):
+        assert (bucket.used_rows, bucket.fetched) == (reducer.used_rows, reducer.fetched)
+        assert bucket.k - 1 <= bucket.cols
+
+
+def test_too_few_columns_warn():
+    with pytest.warns(UserWarning, match=r"cols=19 are too few for k=20 .*at least k columns"):
+        SketchedSGD(k=20, cols=19).init(SIZE)
+    SketchedSGD(k=20, cols=20).init(SIZE)
+    SketchedSGD(k=900, cols=500).init(SIZE)  # no fewer words than elements: it goes dense
+
+
 @pytest.mark.parametrize("way", some(["shard_map", "vmap"], ["shard_map"]))
 @pytest.mark.parametrize("seed", few(range(2), [0]))
 def test_values_beyond_float16_are_exchanged_exactly(way, seed):

@@ -124,10 +124,10 @@ def choose(
 ) -> Choice:
     """Chooses settings that deliver about `density * size` elements of the mean in a step.
 
-    Other settings are the defaults. `sketched_sgd` delivers that many coordinates and psums eight
-    times as many words. `sparcml` takes k of each group of 512, or one of larger groups. `dense`,
-    `qsgd` (4 bits), `quantized` (8 bits) and `sign_sgd` deliver everything at any density. A name
-    that ends in "_packed" has 4-byte entries.
+    Other settings are the defaults. `sketched_sgd` delivers that many coordinates and psums four
+    times as many words, or eight times below a density of 1/80. `sparcml` takes k of each group of
+    512, or one of larger groups. `dense`, `qsgd` (4 bits), `quantized` (8 bits) and `sign_sgd`
+    deliver everything at any density. A name that ends in "_packed" has 4-byte entries.
 
     Args:
         name: a key of `WITH_VARIANTS`.
@@ -150,7 +150,7 @@ def choose(
 
     Example:
         >>> choose("sketched_sgd", 0.01, size=10**6, workers=8).transformation
-        'jaxsparse.sketched_sgd(12.5)'
+        'jaxsparse.sketched_sgd(12.5, rows=3)'
         >>> choose("sparcml", 0.01, size=10**6, workers=8).transformation
         'jaxsparse.sparcml(5)'
     """

@@ -1,6 +1,7 @@
 """Sketched-SGD (Ivkin et al., NeurIPS 2019)."""
 
 import dataclasses
+import warnings
 from typing import Annotated, Any, Literal
 
 import jax
@@ -24,9 +25,12 @@ from jaxsparse.reducers.base import (
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, Request, Settings, System
 
-# Share of the words that go to candidates. The table takes the rest. This is near the even split
-# that served the paper best (section 5.3, figures 1 and 3).
+# Share of the words that go to candidates of "top_k". The table takes the rest. Shares from 0.25 to
+# 0.75 differ little, as in the paper (|S| / Pk of 0.35 to 1.7 in section 5.3; more did worse).
 _CANDIDATES_SHARE = 0.5
+# Compression up to which one row is better than three. A large coordinate of a single row pollutes
+# a column, and so makes 2 x compression false candidates. With three rows few of them stay.
+_ONE_ROW = 20
 
 
 def _table_dtype(name: str, value: Any) -> str:
@@ -53,6 +57,23 @@ class SketchedSGD(SeededReducer):
     of workers. The update is a mean in gradient units, where the paper has a sum. On a GPU replicas
     stay equal, but a repeated run may differ in the last bits: see `sketch.encode`.
 
+    What the sketch recovers: an estimate is off by about ||x|| / sqrt(cols). So a coordinate is
+    found if its square is several times ||x||^2 / cols. With the default sizes at a compression of
+    10 that is some 5 times the root mean square of x. Gradients with heavy tails have such
+    coordinates. The paper's models of 73 and 90 million parameters train with k = d / 900 and 10
+    columns for each of these k. Residuals of small dense models are too flat: candidates are then
+    drawn almost blindly, and `random_k` with as many words trains as well
+    (`benchmarks/sketch_sizing.py`). Compare the two before you choose. With fewer than k columns
+    even k equal coordinates that held all of the norm would drown in noise: `init` then warns.
+
+    Candidates are nearly those of the largest estimates: about 6 % of them lose their slots to
+    larger ones, and the next largest take their places (`sketch.heavy_hitters`).
+
+    The learning rate stays behind the exchange, as in Alg. 3. Alg. 2, which the proofs are about,
+    has it inside the residual (eta_t g + a), for a rate that falls as 1 / t. Here momentum,
+    clipping and schedules of the optimizer go on working, and the residual is in units of
+    gradients: when the rate falls, what waits in the residual is applied at the new rate.
+
     If a bucket would take no fewer words than it has elements, it is summed densely instead. Each
     of W workers clips a table narrower than float32 to the largest power of two that the sum can
     hold W times.
@@ -66,12 +87,15 @@ class SketchedSGD(SeededReducer):
             sends back: 2d / (rows cols + Pk + k), about twice this number.) It chooses each of `k`
             and `cols` that is not given; it must be None if both are.
         k: number of coordinates of the whole tree that a step updates.
-        rows: number of rows of the sketch.
+        rows: number of rows of the sketch. Default: 3, or 1 with "top_k" and a compression of at
+            most 20. The paper has 5 and 15.
         cols: number of columns of the sketch for the whole tree.
         oversampling: number of candidates fetched exactly for each updated coordinate, the paper's
-            P (16 to 36 there). Default: 4, or 1 with "heavymix", which has no P.
+            P (16 to 36 there). Default: rows + 1, or 1 with "heavymix", which has no P. Candidates
+            and table then share the words evenly, and cols is at least k.
         selection: rule for candidates. "top_k" takes the largest estimates (Alg. 3). "heavymix"
-            takes those above 1/sqrt(k) of the norm, and fills up at random (Alg. 1).
+            takes those above 1/sqrt(k) of the norm, and fills up at random (Alg. 1). A compression
+            then gives it as many columns as coordinates, because Lemma 1 needs the order of k.
         seed: seed of the hash functions, which are fresh at each step.
         table_dtype: dtype of the table on the wire. bfloat16 or float16 halve it (section 6) if the
             backend can sum them. XLA on CPU widens them to float32. Exact values stay float32.
@@ -95,7 +119,7 @@ class SketchedSGD(SeededReducer):
     compression: float | None = None
     _: dataclasses.KW_ONLY
     k: int | None = None
-    rows: int = 5
+    rows: int | None = None
     cols: int | None = None
     oversampling: int | None = None
     selection: Literal["top_k", "heavymix"] = "top_k"
@@ -122,14 +146,22 @@ class SketchedSGD(SeededReducer):
                 "selection='heavymix', which fetches the k coordinates that it delivers"
             )
         cols = 1 if self.cols is None else self.cols
-        sketch.SketchSpec(self.rows, cols, self.seed)  # raises where these are wrong
+        sketch.SketchSpec(self.used_rows, cols, self.seed)  # raises where these are wrong
+
+    @property
+    def used_rows(self) -> int:
+        """The number of rows of the sketch."""
+        if self.rows is not None:
+            return self.rows
+        few = self.compression is not None and self.compression <= _ONE_ROW
+        return 1 if few and self.selection == "top_k" else 3
 
     @property
     def fetched(self) -> int:
         """The number of candidates fetched exactly for each coordinate delivered."""
         if self.oversampling is not None:
             return self.oversampling
-        return 4 if self.selection == "top_k" else 1
+        return self.used_rows + 1 if self.selection == "top_k" else 1
 
     def sized(self, size: int, dense_size: int = 0) -> tuple[int, int]:
         """K and cols for `size` compressed elements in all, beside `dense_size` dense ones.
@@ -144,10 +176,15 @@ class SketchedSGD(SeededReducer):
             # One more word says whether all gradients are finite.
             words = int((size + dense_size) / compression) - dense_size - 1
             if k is None:
-                share = words * _CANDIDATES_SHARE if cols is None else words - self.rows * cols
+                if cols is not None:
+                    share: float = words - self.used_rows * cols
+                elif self.selection == "top_k":
+                    share = words * _CANDIDATES_SHARE
+                else:
+                    share = words / (self.used_rows + 1)  # as many columns as coordinates
                 k = int(share) // self.fetched
             if cols is None:
-                cols = (words - self.fetched * k) // self.rows
+                cols = (words - self.fetched * k) // self.used_rows
             if k < 1 or cols < 1:
                 raise ValueError(
                     f"compression={compression} of {size} compressed and {dense_size} dense "
@@ -167,7 +204,13 @@ class SketchedSGD(SeededReducer):
         shares = zip(split_evenly(k, sizes), split_evenly(cols, sizes))
         return tuple(
             dataclasses.replace(
-                self, compression=None, k=max(1, own_k), cols=max(1, own_cols), seed=seed
+                self,
+                compression=None,
+                k=max(1, own_k),
+                rows=self.used_rows,
+                cols=max(1, own_cols),
+                oversampling=self.fetched,
+                seed=seed,
             )
             for (own_k, own_cols), seed in zip(shares, bucket_seeds(self.seed, len(sizes)))
         )
@@ -178,11 +221,19 @@ class SketchedSGD(SeededReducer):
 
     def words(self, size: int) -> int:
         """The words that a bucket of `size` elements psums: table and candidates, or all d."""
-        return min(size, self.rows * self.sized(size)[1] + self.candidates(size))
+        return min(size, self.used_rows * self.sized(size)[1] + self.candidates(size))
 
     def init(self, size: int) -> UInt32[Array, ""]:
         """The number of exchanges so far, which determines hashes and keys."""
-        select.check_k(self.sized(size)[0], size)
+        k, cols = self.sized(size)
+        select.check_k(k, size)
+        if cols < k and self.words(size) < size:
+            warnings.warn(
+                f"cols={cols} are too few for k={k} coordinates: even if these held all of the "
+                "norm, estimates would be noise, and candidates drawn blindly, as by random_k. "
+                "Give at least k columns, or a smaller k",
+                stacklevel=2,
+            )
         return jnp.uint32(0)
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
@@ -190,7 +241,7 @@ class SketchedSGD(SeededReducer):
         if self.words(x.size) == x.size:
             return Dense()(x, state, axis_name=axis_name)
         k, cols = self.sized(x.size)
-        spec = sketch.SketchSpec(self.rows, cols, self.seed)
+        spec = sketch.SketchSpec(self.used_rows, cols, self.seed)
         key = jax.random.fold_in(jax.random.key(self.seed), state)
         hash_seed = jax.random.bits(key, dtype=jnp.uint32)
         table = sketch.encode(x, spec, seed=hash_seed)
@@ -221,19 +272,20 @@ sketched_sgd = transformation(_SketchedSGD, "sketched_sgd")
 
 
 def _settings(request: Request) -> Settings:
-    # Candidates take half of the words, P for each delivered coordinate.
-    oversampling = SketchedSGD(k=1, cols=1).fetched
-    words = 2 * oversampling * request.density * request.size
+    # Candidates take half of the words, P for each delivered coordinate. One row where that makes
+    # no more compression than one row is good for, and otherwise three.
+    rows = 1 if 4 * request.density * _ONE_ROW >= 1 else 3
+    words = 2 * (rows + 1) * request.density * request.size
     if words >= request.size:
         raise ValueError(
-            f"density={request.density:g} with {oversampling} candidates for each coordinate, and "
-            "as many words of sketch, takes no fewer words than the vector: ask for less than "
-            f"{1 / (2 * oversampling)}"
+            f"density={request.density:g} with {rows + 1} candidates for each coordinate, and as "
+            "many words of sketch, takes no fewer words than the vector: ask for less than "
+            f"{1 / (2 * (rows + 1))}"
         )
     # Dense leaves count in both. The digits are rounded so that users can copy them.
     dense_size = request.dense_size
     compression = float(f"{(request.size + dense_size) / (words + dense_size):.8g}")
-    return {"compression": compression}
+    return {"compression": compression, "rows": rows}
 
 
 SKETCHED_SGD = System(
