@@ -7,7 +7,7 @@ Chain one of the transformations before an Optax optimizer and run the training 
 """
 
 from jaxsparse import (
-    codecs,
+    codecs as codecs,
     collectives as collectives,
     outer as outer,
     planner as planner,
@@ -22,8 +22,6 @@ from jaxsparse.arrays.settings import Stages, warm_up
 from jaxsparse.comm.marks import PerWorker, specs
 from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.outer import LocalSteps
-from jaxsparse.planner import select_tensors
-from jaxsparse.planner.autotune import autotune
 from jaxsparse.processes.failing import fail_at_once
 from jaxsparse.systems import *
 from jaxsparse.traffic import wire_bytes
@@ -40,9 +38,7 @@ __all__ = [
     "LocalSteps",
     "PerWorker",
     "Stages",
-    "autotune",
     "check_replicas",
-    "codecs",
     "data_parallel",
     "diagnose",
     "error_feedback",
@@ -52,7 +48,6 @@ __all__ = [
     "partition",
     "per_worker",
     "reshard",
-    "select_tensors",
     "shard",
     "specs",
     "systems",

@@ -17,7 +17,6 @@ import jaxsparse
 import jaxsparse.__main__ as shell
 from jaxsparse import systems
 from jaxsparse.planner import planning, units
-from jaxsparse.planner.autotune import autotune
 from jaxsparse.planner.computing import profile_systems, time_exchange
 from jaxsparse.planner.links import fit_link
 from jaxsparse.planner.network import Link, Network, Timing, rounds
@@ -26,6 +25,7 @@ from jaxsparse.planner.plans import compared
 from jaxsparse.planner.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.planner.tensors import TensorPoint, TensorProfile
 from jaxsparse.planner.trained import Evidence, Trained
+from jaxsparse.planner.trials import autotune
 from jaxsparse.systems.sparcml import ALGORITHMS
 from jaxsparse.traffic import traced_bytes
 

@@ -157,14 +157,14 @@ def test_bytes_follow_the_stage():
 def test_autotune_times_every_candidate():
     params = {"kernel": jax.ShapeDtypeStruct((64, 65), jnp.float32)}
     make = lambda teams: jaxsparse.spardl(0.01, teams=teams, gather="bruck")
-    best, seconds = jaxsparse.autotune(make, [1, 2], params, mesh(4), repeats=2)
+    best, seconds = jaxsparse.planner.autotune(make, [1, 2], params, mesh(4), repeats=2)
     assert set(seconds) == {1, 2}
     assert best == min(seconds, key=seconds.get)
     assert all(time > 0 for time in seconds.values())
     with pytest.raises(ValueError, match=r"candidates=\[\] is empty"):
-        jaxsparse.autotune(make, [], params, mesh(4))
+        jaxsparse.planner.autotune(make, [], params, mesh(4))
     with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
-        jaxsparse.autotune(make, [1], params, mesh(4), repeats=0)
+        jaxsparse.planner.autotune(make, [1], params, mesh(4), repeats=0)
 
 
 def test_autotune_times_states_that_go_on_and_gradients_that_differ():
@@ -178,7 +178,7 @@ def test_autotune_times_states_that_go_on_and_gradients_that_differ():
 
     tx = optax.GradientTransformationExtraArgs(lambda params: jnp.int32(0), update)
     params = {"w": jax.ShapeDtypeStruct((100, 10), jnp.float32)}
-    jaxsparse.autotune(lambda _: tx, [0], params, mesh(2), repeats=3)
+    jaxsparse.planner.autotune(lambda _: tx, [0], params, mesh(2), repeats=3)
     jax.effects_barrier()
     counts, apart = zip(*seen)
     assert sorted(set(counts)) == list(range(23))

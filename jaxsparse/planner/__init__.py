@@ -30,3 +30,4 @@ from jaxsparse.planner.tensors import (
     TensorTimes as TensorTimes,
     select_tensors as select_tensors,
 )
+from jaxsparse.planner.trials import Autotuned as Autotuned, autotune as autotune

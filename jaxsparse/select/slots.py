@@ -76,7 +76,7 @@ def hash_extract(
         ValueError: `x` is not a vector, threshold is not a scalar, slots or expected is out of
             range, or seed is not an integer scalar.
 
-    DRAGONN (Wang et al., 2022), Alg. 1 and section 3.1; share of empty slots: Lemma A.10.
+    DRAGONN (Wang et al., 2022), Alg. 1, section 3.2; share of empty slots: Lemma A.10.
 
     Example:
         >>> import jax.numpy as jnp

@@ -68,8 +68,8 @@ class Dragonn(OneMessage, SeededReducer):
 
     The received bytes grow with the number of workers, so it suits few workers (up to about
     sqrt(1 / density)), large tensors and slow links. With
-    `is_dense=jaxsparse.select_tensors(...).is_dense` it compresses only the tensors that save more
-    time on the network than selection and decoding cost.
+    `is_dense=jaxsparse.planner.select_tensors(...).is_dense` it compresses only the tensors that
+    save more time on the network than selection and decoding cost.
 
     `momentum` acts before the exchange (momentum correction), and is masked where this worker sent,
     as in Deep Gradient Compression.

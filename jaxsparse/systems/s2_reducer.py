@@ -11,7 +11,7 @@ from jaxsparse.arrays import blocks
 from jaxsparse.arrays.hashing import combine
 from jaxsparse.arrays.settings import Density, static_float
 from jaxsparse.comm import wire
-from jaxsparse.feedback.options import part, transformation
+from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, info
 from jaxsparse.reducers.blocks import (
@@ -85,10 +85,10 @@ class S2(BlockReducer, SeededReducer):
         rows: number of rows of the sketch.
         sketch_ratio: words of the sketch over elements of non-zero blocks, the paper's lambda.
         sizing: the blocks that `sketch_ratio` refers to: "union" of all workers' blocks, or "local"
-            for one worker's, as in the paper. The words of "union" grow with the number of workers
-            W, to sketch_ratio times those of the vector. Those of "local" do not, but it has up to
-            W times the noise, and diverges at learning rates at which "union" does not: with many
-            workers, lower the rate (`benchmarks/s2_reducer.py`).
+            for one worker's, as we read the paper. The words of "union" grow with the number of
+            workers W, to sketch_ratio times those of the vector. Those of "local" do not, but it
+            has up to W times the noise, and diverges at learning rates at which "union" does not:
+            with many workers, lower the rate (`benchmarks/s2_reducer.py`).
         union_density: share of the blocks that there is room for, on all workers together. Blocks
             without room wait in the residual, and the state's `info.overflow` counts their
             elements. None: room for all that `density` can select. Without a `density` it is
@@ -173,7 +173,10 @@ class S2(BlockReducer, SeededReducer):
             return Dense()(x, state + jnp.uint32(1), axis_name=axis_name)
         plan = self.plan(x.size, workers)
         if plan.cols is None or workers == 1:
-            return part(self, OmniReduce)(x, state, axis_name=axis_name)
+            exact = OmniReduce(
+                self.density, block_size=self.block_size, union_density=self.union_density
+            )
+            return exact(x, state, axis_name=axis_name)
 
         selected = select_blocks(x, self.block_size, self.density)
         kept = agree(selected, plan.capacity, self.block_size, state, axis_name)

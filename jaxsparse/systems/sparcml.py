@@ -46,7 +46,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class SparCML(SeededReducer):
-    """SparCML's Top-k SGD (Renggli et al., SC 2019, Alg. 1): k of every 512 elements, summed.
+    """SparCML's Top-k SGD (Renggli et al., SC 2019, Alg. 1), with k of every 512 elements (8.3).
 
     Updates are means of gradients: chain `optax.sgd(lr)` behind it. (The paper accumulates
     lr * gradient and applies sums. For a constant lr, that is

@@ -49,7 +49,7 @@ class SparDL(EntryReducer):
             "recursive", two teams receive as many words as one, and four or more receive more. With
             "bruck", more teams receive fewer words where they put forward different entries (down
             to 2 k (2 W - T - 1) / W), and more where they put forward the same ones.
-            `jaxsparse.autotune` can choose it.
+            `jaxsparse.planner.autotune` can choose it.
         gather: the way in which teams add up their blocks. "recursive" needs a power of two of
             teams. "bruck" takes any number and adapts its messages, but not where a worker
             has several devices.

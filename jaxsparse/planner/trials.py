@@ -48,7 +48,7 @@ def autotune(
 
         teams = [t for t in range(1, workers + 1) if workers % t == 0]
         make = lambda teams: jaxsparse.spardl(0.01, teams=teams, gather="bruck")
-        best, seconds = jaxsparse.autotune(make, teams, params, mesh)
+        best, seconds = jaxsparse.planner.autotune(make, teams, params, mesh)
 
     With several processes, all must call it, and all return the first one's choice.
 
