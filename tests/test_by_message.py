@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from steps import AS_USERS
-from workers import some
+from workers import few, some
 
 import jaxsparse
 from jaxsparse import PerWorker, Stages, codecs, quantize, systems
@@ -109,7 +109,8 @@ def check(make, params, workers, **options):
     assert jaxsparse.feedback.states_in(state)[0].skipped in (1, 2)
 
 
-@pytest.mark.parametrize("workers", some([1, 3, 4], [3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 3, 4])
 def test_messages_of_all_reducers_equal_a_collective(workers):
     check(mixed, MIXED, workers, **OPTIONS)
 
@@ -122,8 +123,8 @@ def words_of(make, **options):
 GATHERED = ["chunked_top_k", "demo", "dense", "dgc", "dragonn", "ef21_sgdm", "ms_topk", "top_k"]
 
 
-@pytest.mark.parametrize("workers", some([1, 3, 4], [], [3]))
-@pytest.mark.parametrize("name", [*GATHERED, "quantized"])
+@pytest.mark.parametrize("workers", few([1, 3, 4], [3]))
+@pytest.mark.parametrize("name", some([*GATHERED, "quantized"], ["top_k", "quantized"]))
 def test_messages_of_each_system_equal_a_collective(name, workers):
     for make in cases(name):
         check(make, USUAL, workers, **({} if name == "ef21_sgdm" else OPTIONS))

@@ -336,7 +336,7 @@ LEAVES = {"a": (3, 5, 7), "b": (39,), "c": (1,), "d": (16, 16), "e": (1, 2, 99),
 
 
 @pytest.mark.parametrize("bucket_size", some([None, 251], [None]))
-@pytest.mark.parametrize("density", [0.01, 0.05, 0.2])
+@pytest.mark.parametrize("density", some([0.01, 0.05, 0.2], [0.05]))
 def test_several_leaves_are_exchanged_as_one(density, bucket_size):
     """Their entries are few, few for a single leaf, or many. One step in between is skipped."""
     top = jaxsparse.systems.TopK(density, codec=codecs.Packed())  # this codec rounds

@@ -14,7 +14,7 @@ import running
 from published_traffic import quantized_all_reduce_traffic
 from recorders import record
 from reference_formats import all_reduced
-from workers import feedback_loop, few, on_workers
+from workers import feedback_loop, few, on_workers, some
 
 from jaxsparse import traffic
 from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
@@ -228,7 +228,7 @@ BOUNDED = [(Sign(256), 1.5), (QSGD(2, 256), 3.0), (QSGD(4, 256), 0.25)]
 
 
 @pytest.mark.parametrize("workers", few([2, 5, 8], [8]))
-@pytest.mark.parametrize(("quantizer", "largest"), BOUNDED, ids=str)
+@pytest.mark.parametrize(("quantizer", "largest"), some(BOUNDED, BOUNDED[1:2]), ids=str)
 def test_the_residual_stays_bounded_over_200_steps(quantizer, largest, workers):
     gradients = normal((workers, 200, 8 * 256))
     _, reduced = feedback_loop(Quantized(quantizer, "nearest"), workers)(gradients)

@@ -290,7 +290,7 @@ def check_choice(table, spec, size, choice):
 
 
 @pytest.mark.parametrize("case", few(NARROW, [c for c in USUAL if c in NARROW]), ids=str)
-@pytest.mark.parametrize("share", [0, 1])
+@pytest.mark.parametrize("share", some([0, 1], [1]))
 def test_top_k_is_exact_where_every_element_has_a_slot(case, share):
     size, spec = case
     k = max(1, -(-size // 15), int(share * size))
@@ -309,7 +309,7 @@ LARGE = 200_003
 
 
 @pytest.mark.parametrize(
-    "case", some([(1, 2000), (20, 2000), (2000, 2000), (20, 60)], [(2000, 2000), (20, 60)]), ids=str
+    "case", some([(1, 2000), (20, 2000), (2000, 2000), (20, 60)], [(20, 60)]), ids=str
 )
 @pytest.mark.parametrize("power", few([1, 3], [3]))
 def test_top_k_keeps_nearly_all_energy(power, case):

@@ -109,10 +109,10 @@ def slow_sgd(task, workers):
     ("model", "classes", "name", "workers"),
     [
         ("logistic", 4, "dense", 3),
-        ("logistic", 4, "split_allgather", 3),
-        ("logistic", 2, "recursive_double", 3),
-        ("svm", 4, "all_gather", 3),
         ("svm", 2, "split_allgather", 3),
+        pytest.param("logistic", 4, "split_allgather", 3, marks=pytest.mark.slow),
+        pytest.param("logistic", 2, "recursive_double", 3, marks=pytest.mark.slow),
+        pytest.param("svm", 4, "all_gather", 3, marks=pytest.mark.slow),
         *[
             pytest.param("logistic", 2, name, workers, marks=mark)
             for name in ("split_allgather", "recursive_double", "dsar_split_allgather", "ring")

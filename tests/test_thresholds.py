@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import few, on_workers
+from workers import few, on_workers, some
 
 from jaxsparse import codecs
 from jaxsparse.select.selection import Bisection, Sampled
@@ -287,7 +287,7 @@ USUAL = ["top_k packed", "gtopk", "spardl"]
 
 
 @pytest.mark.parametrize("way", few(["vmap", "shard_map"], ["vmap"]))
-@pytest.mark.parametrize("name", few(REDUCERS, USUAL))
+@pytest.mark.parametrize("name", some(REDUCERS, USUAL[:1], slow=USUAL))
 def test_nothing_is_lost_with_empty_slots(name, way):
     workers, size = 4, 601
     reducer = REDUCERS[name]

@@ -53,7 +53,7 @@ def test_gtopk_as_published_leaks():
         assert x.sum() - 12 - reduced.residual.sum() == lost
 
 
-@pytest.mark.parametrize("where", some(WHERE, USUAL, slow=SLOW), ids=str)
+@pytest.mark.parametrize("where", some(WHERE, USUAL[1:], slow=[*USUAL, *SLOW]), ids=str)
 def test_ok_topk_equals_its_description(where):
     workers, way = where
     room = 4.0 * workers  # room for everything
@@ -71,7 +71,7 @@ def test_ok_topk_equals_its_description(where):
 
 
 @pytest.mark.parametrize("workers", few([3, 8], [3]))
-@pytest.mark.parametrize("codec", [codecs.COO, codecs.Packed()])
+@pytest.mark.parametrize("codec", some([codecs.COO, codecs.Packed()], [codecs.Packed()]))
 def test_ok_topk_keeps_and_counts_what_finds_no_room(workers, codec):
     reducer = OkTopk(0.1, capacity_factor=1.0, codec=codec)
     overflowed = 0
@@ -235,18 +235,18 @@ def noise(workers, steps, size, scale=lambda step: 1.0):
     return x * np.array([scale(i) for i in range(steps)])[None, :, None]
 
 
-@pytest.mark.parametrize(
-    ("name", "scale"),
-    [
-        ("stationary", lambda step: 1.0),
-        ("zero at first", lambda step: float(step > 0)),
-        ("grows at once", lambda step: 1.0 if step < 3 else 1e3),
-        ("shrinks at once", lambda step: 1.0 if step < 3 else 1e-3),
-    ],
-)
-def test_ok_topk_serves_all_of_the_vector_between_refreshes(name, scale):
+SCALES = {
+    "stationary": lambda step: 1.0,
+    "zero at first": lambda step: float(step > 0),
+    "grows at once": lambda step: 1.0 if step < 3 else 1e3,
+    "shrinks at once": lambda step: 1.0 if step < 3 else 1e-3,
+}
+
+
+@pytest.mark.parametrize("name", some(SCALES, ["stationary"]))
+def test_ok_topk_serves_all_of_the_vector_between_refreshes(name):
     workers, size = 8, 2000
-    steps = noise(workers, 24, size, scale)
+    steps = noise(workers, 24, size, SCALES[name])
     counts, _ = shares_by_quarter(OkTopk(0.02), steps)
     k = 40
     late = counts[8:]
