@@ -88,7 +88,7 @@ class S2(BlockReducer, SeededReducer):
             for one worker's, as we read the paper. The words of "union" grow with the number of
             workers W, to sketch_ratio times those of the vector. Those of "local" do not, but it
             has up to W times the noise, and diverges at learning rates at which "union" does not:
-            with many workers, lower the rate (`benchmarks/s2_reducer.py`).
+            halve the rate (`benchmarks/s2_reducer.py`).
         union_density: share of the blocks that there is room for, on all workers together. Blocks
             without room wait in the residual, and the state's `info.overflow` counts their
             elements. None: room for all that `density` can select. Without a `density` it is
