@@ -106,9 +106,9 @@ def current(setting: T | Stages[T]) -> T:
 def check_fields(settings: Any) -> None:
     """Checks each field of a frozen dataclass against its type.
 
-    An int or a float is stored as that of Python. A value of a Literal must be one of them. The
-    metadata of `Annotated` types are functions of a field's name and value, which return the value
-    to store or raise ValueError. None and Stages pass where the type names them.
+    An int is stored as an int of Python. A float must be a number, and a value of a Literal one of
+    its values. The metadata of `Annotated` types are functions of a field's name and value, which
+    return the value to store or raise ValueError. None and Stages pass where the type names them.
 
     Raises:
         ValueError: a value does not fit.
@@ -143,13 +143,18 @@ def _checks_of(hint: Any) -> list[Check]:
         return [_unless(others, check) for part in parts for check in _checks_of(part)]
     if get_origin(hint) is Literal:
         return [functools.partial(_check_choice, parts)]
-    check = {bool: static_bool, int: static_int, float: static_float}.get(hint)
+    check = {bool: static_bool, int: static_int, float: _check_float}.get(hint)
     return [] if check is None else [check]
 
 
 def _unless(kinds: tuple[type, ...], check: Check) -> Check:
     """The check, for all values but those of these types."""
     return lambda name, value: value if isinstance(value, kinds) else check(name, value)
+
+
+def _check_float(name: str, value: Any) -> Any:
+    static_float(name, value)
+    return value  # as it was given, for the errors of other checks
 
 
 def _check_choice(known: tuple[Any, ...], name: str, value: Any) -> Any:
