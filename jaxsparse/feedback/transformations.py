@@ -101,7 +101,9 @@ class ErrorFeedback(LeafOptions):
     depends on that bucket's gradients alone. Updates are the same, bit by bit. The flag undoes a
     skipped step afterwards, so the old residual and momentum stay until then, and all buckets need
     memory at the same time. What runs meanwhile is up to XLA. Its CPU backend waits for each
-    collective, and messages of several buckets may be combined into one, which waits for all.
+    collective. Its GPU backend combines small messages of several buckets into one, which waits for
+    all, unless `--xla_gpu_all_gather_combine_threshold_bytes=0` (and the same with all_reduce) is
+    among the XLA_FLAGS.
 
     Args:
         reducer: the `Reducer` that exchanges the buckets, or a `Budget` that makes one for each.
