@@ -103,7 +103,7 @@ def test_what_is_written_needs_only_the_library():
 
 @pytest.mark.parametrize("dense_size", [0, 50_000, 10**6])
 def test_a_sketch_delivers_as_much_beside_dense_leaves(dense_size):
-    for density in (0.1, 0.02, 0.01, 0.001):  # one row, and three
+    for density in (0.1, 0.03, 0.02, 0.01, 0.001):  # one row, and three
         asked = {"size": 10**6, "workers": 8, "dense_size": dense_size}
         choice = systems.choose("sketched_sgd", density, **asked)
         (reducer,) = choice.budget.split((10**6,), dense_size)

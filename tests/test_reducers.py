@@ -44,7 +44,7 @@ def test_numpy_integers_are_ints():
         assert np.count_nonzero(exchange(reducer, x, "vmap").mean[0]) == 5
 
 
-@pytest.mark.parametrize("compression", [1.5, 5, 10, 20, 20.5, 100, 900])
+@pytest.mark.parametrize("compression", [1.5, 5, 10, 10.5, 20, 100, 900])
 @pytest.mark.parametrize("selection", ["top_k", "heavymix"])
 @pytest.mark.parametrize("rows", [None, 1, 3, 5, 15])
 def test_a_sketch_has_as_many_columns_as_coordinates(compression, selection, rows):
@@ -57,7 +57,7 @@ def test_a_sketch_has_as_many_columns_as_coordinates(compression, selection, row
     words = (size + dense_size) / compression - dense_size
     assert words - reducer.used_rows - reducer.fetched - 2 < table + candidates <= words
     if rows is None and selection == "top_k":
-        assert (reducer.used_rows, reducer.fetched) == ((1, 2) if compression <= 20 else (3, 4))
+        assert (reducer.used_rows, reducer.fetched) == ((1, 2) if compression <= 10 else (3, 4))
     # Buckets have the same rows and candidates, whatever their share.
     for bucket in reducer.split((size // 3, size - size // 3), dense_size):
         assert (bucket.used_rows, bucket.fetched) == (reducer.used_rows, reducer.fetched)

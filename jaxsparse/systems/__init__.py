@@ -125,7 +125,7 @@ def choose(
     """Chooses settings that deliver about `density * size` elements of the mean in a step.
 
     Other settings are the defaults. `sketched_sgd` delivers that many coordinates and psums four
-    times as many words, or eight times below a density of 1/80. `sparcml` takes k of each group of
+    times as many words, or eight times below a density of 1/40. `sparcml` takes k of each group of
     512, or one of larger groups. `dense`, `qsgd` (4 bits), `quantized` (8 bits) and `sign_sgd`
     deliver everything at any density. A name that ends in "_packed" has 4-byte entries.
 

@@ -30,7 +30,7 @@ from jaxsparse.systems.row import Case, Request, Settings, System
 _CANDIDATES_SHARE = 0.5
 # Compression up to which one row is better than three. A large coordinate of a single row pollutes
 # a column, and so makes 2 x compression false candidates. With three rows few of them stay.
-_ONE_ROW = 20
+_ONE_ROW = 10
 
 
 def _table_dtype(name: str, value: Any) -> str:
@@ -88,7 +88,7 @@ class SketchedSGD(SeededReducer):
             and `cols` that is not given; it must be None if both are.
         k: number of coordinates of the whole tree that a step updates.
         rows: number of rows of the sketch. Default: 3, or 1 with "top_k" and a compression of at
-            most 20. The paper has 5 and 15.
+            most 10. The paper has 5 and 15.
         cols: number of columns of the sketch for the whole tree.
         oversampling: number of candidates fetched exactly for each updated coordinate, the paper's
             P (16 to 36 there). Default: rows + 1, or 1 with "heavymix", which has no P. Candidates
@@ -99,7 +99,7 @@ class SketchedSGD(SeededReducer):
         seed: seed of the hash functions, which are fresh at each step.
         table_dtype: dtype of the table on the wire. bfloat16 or float16 halve it (section 6) if the
             backend can sum them. XLA on CPU widens them to float32. Exact values stay float32. On
-            digits at 10x bfloat16 trained as float32 did. The default is float32 all the same,
+            digits at 10x both trained as float32 did. The default is float32 all the same,
             because a compression counts columns as words of float32, whatever their dtype.
 
     Raises:
