@@ -1,6 +1,6 @@
 """How should Sketched-SGD divide its words between table and candidates?
 
-    python benchmarks/sketch_sizing.py --json benchmarks/sketch_sizing.json
+    python benchmarks/sketch_sizing.py --json out/sketch_sizing.json
     python benchmarks/sketch_sizing.py --candidates --library --dtypes float32 bfloat16 float16
     python benchmarks/sketch_sizing.py --tails
 
@@ -14,8 +14,8 @@ One device plays all workers, and exactly so: sketches are linear, and all worke
 coordinates, so the mean of the workers' residuals and momenta obeys the recursion of one worker
 that has the whole batch. Widths of tables and of selections are traced here, so that one program
 trains all settings. It has the library's sketch, but selects candidates exactly: the library loses
-some to slots. Rows "sketched_sgd", of `--library`, are the library
-itself. Tables narrower than float32 are those of `--workers` workers, each rounded by itself.
+some to slots. Rows "sketched_sgd", of `--library`, are the library itself. Tables narrower than
+float32 are those of `--workers` workers, each rounded by itself.
 
 The rule: each setting first trains with 2 seeds at a rate of 0.06. Those whose mean training loss
 is above `--keep` times the best of their size and ratio are dropped, and `--most` are kept. They
