@@ -228,8 +228,9 @@ BOUNDED = [(Sign(256), 1.5), (QSGD(2, 256), 3.0), (QSGD(4, 256), 0.25)]
 
 
 @pytest.mark.parametrize("workers", few([2, 5, 8], [8]))
-@pytest.mark.parametrize(("quantizer", "largest"), some(BOUNDED, BOUNDED[1:2]), ids=str)
-def test_the_residual_stays_bounded_over_200_steps(quantizer, largest, workers):
+@pytest.mark.parametrize("bounded", some(BOUNDED, BOUNDED[1:2]), ids=str)
+def test_the_residual_stays_bounded_over_200_steps(bounded, workers):
+    quantizer, largest = bounded
     gradients = normal((workers, 200, 8 * 256))
     _, reduced = feedback_loop(Quantized(quantizer, "nearest"), workers)(gradients)
     residual = np.asarray(reduced.residual, np.float64).sum(axis=0)
