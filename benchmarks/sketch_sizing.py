@@ -243,7 +243,7 @@ class Trainers:
 
 
 def counted(losses: np.ndarray, right: np.ndarray, rates: Sequence[float]) -> dict[str, Any]:
-    means = np.where(np.isfinite(losses), losses, np.inf).mean(axis=1)
+    means = np.nan_to_num(losses, nan=np.inf).mean(axis=1)
     best = int(means.argmin())
     return {
         "rate": rates[best],
@@ -363,7 +363,8 @@ def compare(budget: Budget, train: Trainers, args: argparse.Namespace) -> Iterab
         setting = Setting("sketch", k, fetched, rows, cols, cols, dtype)
         yield show(budget, str(setting), train(budget, setting, args.rates, args.seeds))
     if args.library:
-        for settings in {}, {"rows": 5, "oversampling": 4}:
+        sizes: tuple[dict[str, Any], ...] = {}, {"rows": 5, "oversampling": 4}
+        for settings in sizes:
             given = "".join(f", {name}={value}" for name, value in settings.items())
             reducer = SketchedSGD(budget.ratio, **settings)
             name = f"sketched_sgd({budget.ratio:g}{given})"

@@ -141,10 +141,10 @@ def train(
     jax.config.update("jax_disable_most_optimizations", False)
 
     results = [run(create(seed), batches(args, seed, workers)) for seed in args.seeds]
-    losses, accuracies, h = zip(*results)
+    losses, accuracies, h = (list(map(float, found)) for found in zip(*results))
     layout = jaxsparse.layout.plan(init(0, args.hidden))
     words = int(sent.payload) // 4 - layout.dense_size - 1  # 1: the flag of finite gradients
-    return Outcome(*(list(map(float, x)) for x in (losses, accuracies, h)), words, sent.rounds - 1)
+    return Outcome(losses, accuracies, h, words, sent.rounds - 1)
 
 
 class Trace(NamedTuple):

@@ -177,7 +177,7 @@ def train(dataset: data.Dataset, draws: Draws, name: str, mesh: Mesh, iterations
     weights = jnp.zeros(draws.size, jnp.float32)
     scores = jnp.zeros((len(labels), columns), jnp.float32)
     state = jaxsparse.shard((weights, scores), mesh)
-    received, losses = 0.0, []
+    received, losses = 0.0, list[float]()
     for moved in draws.take(iterations):
         if not losses:
             received = jaxsparse.traffic.wire_bytes(run, *state, moved).received

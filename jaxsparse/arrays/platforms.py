@@ -63,6 +63,7 @@ Carry = TypeVar("Carry")
 # A function that gives the uint32 key of each element, by which elements are compared. None: the
 # elements are the keys.
 Key = Callable[[Array], UInt32[Array, " n"]] | None
+_Number = int | Int[Array, ""]
 
 # A sum that stays uint32 with x64, too.
 _sum = functools.partial(jnp.sum, dtype=jnp.uint32)
@@ -218,12 +219,14 @@ def _tile(size: int) -> int:
 
 
 @shaped_as(lambda x, k, *, bits, key=None: jnp.zeros_like(x, jnp.uint32, shape=()))
-def kth_largest(x: Shaped[Array, " n"], k: int, *, bits: int, key: Key = None) -> UInt32[Array, ""]:
+def kth_largest(
+    x: Shaped[Array, " n"], k: _Number, *, bits: int, key: Key = None
+) -> UInt32[Array, ""]:
     """The largest t that the keys of at least k elements reach.
 
     Args:
         x: n elements.
-        k: number of elements, 1 <= k <= n.
+        k: number of elements, 1 <= k <= n. It may be traced.
         bits: number of bits of a key, at most 31. Keys are below 2**bits.
         key: function that gives the keys; see `Key`.
     """
@@ -231,7 +234,7 @@ def kth_largest(x: Shaped[Array, " n"], k: int, *, bits: int, key: Key = None) -
     return by_platform(x, default=find, gpu=functools.partial(_by_digits, k=k, bits=bits, key=key))
 
 
-def _by_bits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32[Array, ""]:
+def _by_bits(x: Shaped[Array, " n"], *, k: _Number, bits: int, key: Key) -> UInt32[Array, ""]:
     """`kth_largest` with one pass for each bit, the highest first."""
 
     def set_bit(found: Array, shift: Array) -> Array:
@@ -241,7 +244,7 @@ def _by_bits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32[A
     return by_digits(set_bit, bits, 1, jnp.zeros_like(x, jnp.uint32, shape=()))
 
 
-def _by_digits(x: Shaped[Array, " n"], *, k: int, bits: int, key: Key) -> UInt32[Array, ""]:
+def _by_digits(x: Shaped[Array, " n"], *, k: _Number, bits: int, key: Key) -> UInt32[Array, ""]:
     """`kth_largest` with one pass for each digit: one sum for all trials reads the array once."""
     several = 2**_DIGIT_BITS - 1
     add = lambda a, b: tuple(map(jnp.add, a, b))
