@@ -22,7 +22,7 @@ MOST = 2**31 - 1
 BUDGETS = {
     "sketched_sgd": lambda share, d: {
         "k": max(1, round(share * d)),
-        "cols": max(1, round(share * d / 2)),
+        "cols": max(1, round(share * d)),
         "rows": 3,
         "oversampling": 2,
     },
