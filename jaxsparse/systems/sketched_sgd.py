@@ -297,10 +297,10 @@ SKETCHED_SGD = System(
     received="8 (rows cols + P k) (W-1)/W",
     cases={
         "": Case({"k": 11, "cols": 53}, {"k": 601, "cols": 601}),
-        "even_rows": Case({"k": 11, "cols": 53, "rows": 4, "seed": 3}, {"k": 601, "cols": 1}),
+        "even_rows": Case({"k": 11, "cols": 53, "rows": 4, "seed": 3}, {"k": 601, "cols": 601}),
         "heavymix": Case(
             {"k": 31, "cols": 53, "selection": "heavymix"},
-            {"k": 601, "cols": 7, "selection": "heavymix"},
+            {"k": 601, "cols": 601, "selection": "heavymix"},
         ),
     },
     settings=_settings,
