@@ -166,11 +166,13 @@ def _send(
             x = select(is_finite, fed_back(x, added, settings), x)
         vector = jnp.concatenate([piece.reshape(-1) for piece in x])
         reduced = reducer(vector, b.reducer, axis_name=axes.axis_name)
-        counts = jnp.bool_(True) if ok is None else ok
-        mean, residual, own = settle(x, vector, None if zeros else kept, reduced, counts)
-        mean, kept = with_mean_momentum(mean, kept, counts, settings) if zeros else (mean, own)
+        # Workers find out about their own gradients alone, and means must be equal on all: so all
+        # count here, and the caller undoes them.
+        valid = jnp.bool_(True) if ok is None else ok
+        mean, residual, own = settle(x, vector, None if zeros else kept, reduced, valid)
+        mean, kept = with_mean_momentum(mean, kept, valid, settings) if zeros else (mean, own)
         means.append(mean)
-        after.append(Bucket(residual, kept, select(counts, reduced.state, b.reducer)))
+        after.append(Bucket(residual, kept, select(valid, reduced.state, b.reducer)))
         infos.append(reduced.info)
     return means, after, infos
 

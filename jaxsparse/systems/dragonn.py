@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs
 from jaxsparse.arrays import hashing
-from jaxsparse.arrays.settings import Density, entries, static_float
+from jaxsparse.arrays.settings import Density, entries
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
@@ -124,7 +124,7 @@ class Dragonn(OneMessage, SeededReducer):
     codec: codecs.Codec = codecs.COO
 
     def check(self) -> None:
-        passing = static_float("passing", self.passing)
+        passing = float(self.passing)
         if not 0 < passing < math.inf:
             raise ValueError(f"passing={passing} must be positive and finite: 1 or 2 are usual")
         if passing != 1 and self.extract != "hash":
