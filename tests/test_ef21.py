@@ -128,7 +128,7 @@ CONTRACTIONS = {
     "sparcml": systems.SparCML(4, 64),
     "powersgd": systems.PowerSGD(2, min_compression_rate=1.0),
     "demo": systems.DeMo(4, 8),
-    "sketched_sgd": systems.SketchedSGD(4, rows=3, oversampling=2),
+    "sketched_sgd": systems.SketchedSGD(k=37, rows=3, cols=37, oversampling=2),
 }
 
 
