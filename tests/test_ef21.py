@@ -166,6 +166,7 @@ def test_the_law_with_any_reducer(name):
     close(found.residual_norm, np.sqrt((own**2).sum(1).mean()))
 
 
+@pytest.mark.slow
 def test_everything_sent_is_momentum_of_the_mean_gradient():
     shapes = {"kernel": (7, 9), "bias": (5,)}
     steps = draws(3, shapes)

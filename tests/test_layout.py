@@ -155,7 +155,7 @@ def test_many_pieces_are_cut_where_few_are(way):
 
 def test_many_leaves_share_kernels():
     """Each further kernel takes 10 ms and more to compile, and each leaf is written twice."""
-    leaves = 70
+    leaves = 140
     tx = jaxsparse.top_k(1.0, momentum=0.5, is_dense=lambda path, shape: path == "['dense']")
     params = {f"w{i:03}": jnp.zeros((2, 3)) for i in range(leaves)} | {"dense": jnp.zeros(3)}
 

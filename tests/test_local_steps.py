@@ -273,6 +273,7 @@ def test_sparse_loco_is_that_of_numpy(workers, settings):
     np.testing.assert_allclose(kept, residual, rtol=2e-3, atol=4e-3)
 
 
+@pytest.mark.slow
 def test_everything_sent_exactly_is_a_plain_mean():
     tree = moves(4, 3)
     make = lambda tx: run(LocalSteps(walk, tx, 3, every=2), tree)[0]

@@ -208,6 +208,7 @@ def test_cocktail_sgd_trains_nearly_as_dense_sgd_does():
     assert not updates.any()
 
 
+@pytest.mark.slow
 def test_cocktail_sgd_sends_a_hundredth_of_the_bits():
     size, workers = 2**16, 2
     tx = cocktail(is_dense=lambda path, shape: False)

@@ -229,6 +229,7 @@ def energy_share(x, indices):
     return np.sum(square[indices]) / best if best else 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [1, 3])
 @pytest.mark.parametrize("size", few([2**18, 2**18 - 1, 100_003], [100_003]))
 def test_fast_top_k_keeps_nearly_all_energy(size, power):
@@ -252,6 +253,7 @@ def test_fast_top_k_of_any_arrangement(data, size):
     assert np.min(shares) > 0.75
 
 
+@pytest.mark.slow
 @every_data
 @every_dtype
 def test_fast_top_k_gives_distinct_entries(data, dtype):
@@ -325,7 +327,7 @@ GROUPS = [
 
 
 @every_data
-@pytest.mark.parametrize("group", some(GROUPS, [*GROUPS[2::3], GROUPS[6], GROUPS[9]]), ids=str)
+@pytest.mark.parametrize("group", some(GROUPS, [GROUPS[i] for i in (2, 5, 6, 9, 10, 11)]), ids=str)
 def test_group_top_k_is_exact(group, data):
     size, k, group_size = group
     x = make(data, size)
