@@ -134,7 +134,7 @@ def run(name, share, workers, leaves=TINY, **settings):
     return program, outcome
 
 
-@pytest.mark.parametrize("name", some(NAMES, ["top_k"]))
+@pytest.mark.parametrize("name", some(NAMES, ["spardl"]))
 def test_one_entry_of_a_tree_with_leaves_of_one_element_and_of_none(name):
     run(name, 1e-6, 3)
 

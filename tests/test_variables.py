@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
-from workers import some
+from workers import few, some
 
 import jaxsparse
 from jaxsparse import data_parallel, systems
@@ -123,7 +123,7 @@ def test_a_trainer_restores_each_array_where_it_was(name, tmp_path):
         assert train(where, model, optimizer, 2) == after
 
 
-@pytest.mark.parametrize("name", some(METHODS, ["per_worker"], slow=["ef21_sgdm"]))
+@pytest.mark.parametrize("name", few(METHODS, ["ef21_sgdm"]))
 def test_a_loop_without_an_optimizer_object_gets_variables_back(name):
     where = mesh()
     with jax.set_mesh(where), jax.numpy_dtype_promotion("standard"):
@@ -145,7 +145,7 @@ def test_a_loop_without_an_optimizer_object_gets_variables_back(name):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", some(METHODS, ["ef21_sgdm"], slow=["per_worker"]))
+@pytest.mark.parametrize("name", some(METHODS, ["per_worker"], slow=["ef21_sgdm"]))
 def test_simulated_workers_take_variables_too(name):
     with jax.numpy_dtype_promotion("standard"):
         params = nnx.state(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.Param)
