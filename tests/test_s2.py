@@ -296,8 +296,8 @@ def disjoint(workers, own=3, blocks=480, seed=0):
     "case",
     some(
         [(1, "union", 2.0), (3, "union", 2.5), (5, "union", 2.7), (1, "local", 32.0)],
-        [(3, "union", 2.5)],
-        slow=[(1, "local", 32.0)],
+        [],
+        slow=[(3, "union", 2.5), (1, "local", 32.0)],
     ),
     ids=str,
 )
