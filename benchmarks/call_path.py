@@ -15,10 +15,12 @@ only: 3.12 runs comprehensions without a frame.
 import argparse
 import ast
 import collections
+import functools
 import inspect
 import itertools
 import re
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,15 @@ def transformation(name: str, changed: dict[str, Any]) -> Any:
     return make(**{**usual, **SETTINGS.get(name, {}), **changed})
 
 
+@functools.cache  # asked for each of a million calls
+def own_file(code: types.CodeType) -> str | None:
+    """The file of a function of the package, unless it is what a decorator puts around one."""
+    path = Path(code.co_filename)
+    if WRAPPER.search(code.co_qualname) or not path.is_relative_to(PACKAGE):
+        return None
+    return str(path.relative_to(PACKAGE))
+
+
 def calls(name: str, changed: dict[str, Any]) -> list[str]:
     """The file of each call of an own function during one `update`, in order."""
     tx = transformation(name, changed)
@@ -53,13 +64,8 @@ def calls(name: str, changed: dict[str, Any]) -> list[str]:
     files: list[str] = []
 
     def note(frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        if (
-            event == "call"
-            and path.is_relative_to(PACKAGE)
-            and not WRAPPER.search(frame.f_code.co_qualname)
-        ):
-            files.append(str(path.relative_to(PACKAGE)))
+        if event == "call" and (file := own_file(frame.f_code)):
+            files.append(file)
 
     def step(state, gradients):
         own = jax.tree.map(lambda x: x[0], gradients)

@@ -29,12 +29,21 @@ ENV = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK_FLAG}
 
 
-def run(script, *flags, cwd, rc=0, compiles_quickly=True):
+def cache_in(folder):
+    """Settings of processes that share their compiled programs in a folder."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def run(script, *flags, cwd, rc=0, compiles_quickly=True, **settings):
     """Runs an example. Returns its stdout, or its stderr if it has to fail."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / script), *map(str, flags)],
         cwd=cwd,
-        env=ENV | {"COLUMNS": "80"} | (QUICK if compiles_quickly else {}),
+        env=ENV | {"COLUMNS": "80"} | (QUICK if compiles_quickly else {}) | settings,
         capture_output=True,
         text=True,
     )

@@ -97,6 +97,7 @@ def test_a_skipped_step_leaves_every_bit():
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_training_state_is_half_as_large_and_sums_are_kept_on_average():
     make = functools.partial(jaxsparse.top_k, 0.05)
     narrow, wide = make(accumulator_dtype="bfloat16"), make()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from published_traffic import block_gather_traffic, dense_traffic, omni_reduce_traffic
 from recorders import record
-from workers import MESH_SIZES, few, on_workers
+from workers import MESH_SIZES, few, on_workers, some
 
 from jaxsparse import traffic
 from jaxsparse.comm import wire
@@ -126,7 +126,6 @@ WHERE = [(workers, "shard_map") for workers in MESH_SIZES]
 WHERE += [(workers, "vmap") for workers in (*MESH_SIZES, 4)] + [(3, "shard_map_unchecked")]
 CASES = [(name, *where) for name in REDUCERS for where in WHERE]
 USUAL = [(name, 3, "shard_map") for name in REDUCERS]
-USUAL += [("gather, natural", 8, "vmap")]
 
 
 @pytest.mark.parametrize("case", few(CASES, USUAL), ids=str)
@@ -313,7 +312,7 @@ def test_sums_that_overflow_are_not_sent(reducer):
 MAKES = (omni_reduce, sparse_all_gather, s2_reducer)
 
 
-@pytest.mark.parametrize("make", few(MAKES, (omni_reduce, s2_reducer)))
+@pytest.mark.parametrize("make", some(MAKES, (omni_reduce,), slow=(s2_reducer,)))
 def test_momentum_is_masked_only_after_selection(make):
     room = "capacity_density" if make is sparse_all_gather else "union_density"
     grads = {"embedding": jnp.zeros((64, 32)).at[3].set(1.0)}
@@ -350,7 +349,7 @@ NATURAL = {
 }
 
 
-@pytest.mark.parametrize("name", NATURAL)
+@pytest.mark.parametrize("name", some(NATURAL, ["omni_reduce"]))
 @pytest.mark.parametrize("dtype", few([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
 def test_rows_that_were_touched_once_are_not_sent_for_ever(name, dtype):
     """Neither momentum nor the rounding of updates makes such rows non-zero again."""

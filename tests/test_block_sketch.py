@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_sketch as reference
-from workers import few
+from workers import some
 
 from jaxsparse import sketch
 from jaxsparse.arrays import blocks
@@ -79,7 +79,7 @@ CASES = [
     (90, SketchSpec(5, 13, tile_size=1)),
     (5, SketchSpec(2, 9, tile_size=9)),
 ]
-cases = pytest.mark.parametrize("case", few(CASES, CASES[:3]), ids=str)
+cases = pytest.mark.parametrize("case", some(CASES, CASES[1:3], slow=CASES[:1]), ids=str)
 
 
 def stream_of(size, block_size, seed, values=integers):

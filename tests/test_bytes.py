@@ -41,8 +41,9 @@ def test_payload(name, workers):
     assert sent.received == pytest.approx(2 * (workers - 1) / workers * sent.payload)
 
 
-def test_one_worker_sends_nothing():
-    assert traffic.wire_bytes(compiled_step(SENT["sketched"][0](), mesh(1))).payload == 0
+@pytest.mark.parametrize("name", some(SENT, ["random_k"]))
+def test_one_worker_sends_nothing(name):
+    assert traffic.wire_bytes(compiled_step(SENT[name][0](), mesh(1))).payload == 0
 
 
 GIVEN = ({}, {"k": 60}, {"cols": 150}, {"selection": "heavymix"})

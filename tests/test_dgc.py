@@ -125,6 +125,7 @@ def test_ms_topk_equals_top_k():
     check(ms_topk(DENSITY, passes=32, momentum=0.9), 0.9, [K] * STEPS)
 
 
+@pytest.mark.slow
 def test_on_devices():
     """The update on a mesh is as described, and gradients that are averaged already are refused."""
     tx = optax.chain(optax.clip_by_global_norm(3.0 * WORKERS**-0.5), dgc(DENSITY))

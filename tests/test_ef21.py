@@ -121,7 +121,8 @@ def test_equal_to_the_reference(dtype, workers, momentum):
 
 CONTRACTIONS = {
     "top_k_packed": systems.TopK(0.05, codec=codecs.Packed()),
-    "spardl": systems.SparDL(0.05),
+    # "exact" picks the same few elements, and compiles in half the time.
+    "spardl": systems.SparDL(0.05, selection="exact"),
     "chunked_top_k": systems.ChunkedTopK(4, 64),
     "quantized": systems.Quantized(quantize.QSGD(2, 64), rounding="nearest"),
     "ok_topk": systems.OkTopk(0.05),
@@ -165,6 +166,7 @@ def test_the_law_with_any_reducer(name):
     close(found.residual_norm, np.sqrt((own**2).sum(1).mean()))
 
 
+@pytest.mark.slow
 def test_everything_sent_is_momentum_of_the_mean_gradient():
     shapes = {"kernel": (7, 9), "bias": (5,)}
     steps = draws(3, shapes)

@@ -83,8 +83,14 @@ CASES = [
     "case",
     some(
         CASES,
-        [("float32", "around", "top_k"), ("filtered", "nothing", "top_k")],
-        [case for case in CASES if case[0] == "float32" or case[2] == "dense"],
+        [("float32", "around", "top_k")],
+        [
+            case
+            for case in CASES
+            if case[0] == "float32"
+            or case[2] == "dense"
+            or case == ("filtered", "nothing", "top_k")
+        ],
     ),
     ids="-".join,
 )

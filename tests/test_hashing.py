@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference_sketch as reference
+from workers import some
 
 from jaxsparse.arrays import hashing
 
@@ -63,7 +64,7 @@ def test_bounded_is_the_high_word_of_the_product(n):
     np.testing.assert_array_equal(bounded, (h * np.uint64(n)) >> np.uint64(32))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 8, 9, 100, 1023, 1024, 1025])
+@pytest.mark.parametrize("n", some([1, 2, 3, 7, 8, 9, 100, 1023, 1024, 1025], [1, 2, 7, 9, 1025]))
 def test_permute_is_a_permutation(n, key):
     np.testing.assert_array_equal(
         np.sort(hashing.permute(jnp.arange(n, dtype=jnp.int32), n, key)), np.arange(n)

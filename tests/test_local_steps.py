@@ -108,7 +108,7 @@ def test_diloco_as_worked_by_hand(way):
 PLACES = [(w, "mesh") for w in (1, 2, 3, 5, 8)] + [(w, "simulated") for w in (2, 5, 64)]
 
 
-@pytest.mark.parametrize("place", some(PLACES, [(3, "mesh"), (5, "simulated")]), ids=str)
+@pytest.mark.parametrize("place", some(PLACES, [(3, "mesh")]), ids=str)
 @pytest.mark.parametrize("name", some(["diloco", "bmuf", "slowmo"], ["diloco"]))
 def test_outer_optimizers_are_those_of_numpy(place, name):
     workers, _ = place
@@ -273,6 +273,7 @@ def test_sparse_loco_is_that_of_numpy(workers, settings):
     np.testing.assert_allclose(kept, residual, rtol=2e-3, atol=4e-3)
 
 
+@pytest.mark.slow
 def test_everything_sent_exactly_is_a_plain_mean():
     tree = moves(4, 3)
     make = lambda tx: run(LocalSteps(walk, tx, 3, every=2), tree)[0]
@@ -298,7 +299,7 @@ STREAMS = [
 
 @pytest.mark.parametrize(
     "case",
-    some(STREAMS, [("strided", 3, 0.25, "mesh"), ("sequential", 0, 0.0, "simulated")]),
+    some(STREAMS, [("sequential", 0, 0.0, "simulated")]),
     ids=str,
 )
 def test_streaming_is_that_of_numpy(case):
@@ -881,6 +882,7 @@ def nnx_start():
     return state, step, pick, lambda params: (params[0]["kernel"][...], params[0]["bias"][...])
 
 
+@pytest.mark.slow
 def test_linen_and_nnx_states_train_alike():
     found = []
     for start, step, pick, read in (linen_start(), nnx_start()):

@@ -79,7 +79,7 @@ def test_faults_are_drawn_alike_for_a_seed():
     assert {fault.part for fault in faults} == set(mutations.PARTS)
 
 
-@pytest.mark.parametrize("seed", some(range(3), [0]))
+@pytest.mark.parametrize("seed", some(range(3), []))
 def test_faults_parse_and_change_one_line_each(seed):
     faults = mutations.drawn(mutations.ROOT, 40, seed)
     places = set()

@@ -91,6 +91,7 @@ def test_a_skipped_step_changes_nothing_whatever_the_reducer():
     assert np.any(after.residual["embed"].value)
 
 
+@pytest.mark.slow
 def test_a_function_and_a_mapping_are_the_same():
     def policy(path, shape):
         if len(shape) < 2:

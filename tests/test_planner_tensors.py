@@ -81,7 +81,11 @@ LATENCIES, BANDWIDTHS = (1e-6, 1e-3), (1.25e8, 1.25e9, 3e11)
 WORKERS, DENSITIES = (1, 2, 8, 45, 1000), (0.0001, 0.01, 1.0)
 
 
-@pytest.mark.parametrize("rule", [None, lambda path, shape: False], ids=["default", "none"])
+@pytest.mark.parametrize(
+    "rule",
+    [None, pytest.param(lambda path, shape: False, marks=pytest.mark.slow)],
+    ids=["default", "none"],
+)
 def test_decisions_are_those_of_the_equation(rule):
     tree = resnet50()
     shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
@@ -230,7 +234,9 @@ def first(x, k):
     return SparseStream(jnp.arange(k, dtype=jnp.int32), x[:k])
 
 
-@pytest.mark.parametrize("extract", [None, first], ids=["dragonn", "first"])
+@pytest.mark.parametrize(
+    "extract", [pytest.param(None, marks=pytest.mark.slow), first], ids=["dragonn", "first"]
+)
 def test_profile_measures_this_device(extract):
     sizes = (1000,) if extract is None else (1000, 50_000)
     p = profile_tensors(extract, sizes=sizes[::-1], workers=(8, 2), density=0.01, repeats=3)

@@ -30,6 +30,7 @@ def exchange(reducer, vectors, way="shard_map"):
     return on_workers(one, len(vectors), way)(jnp.asarray(vectors, jnp.float32))
 
 
+@pytest.mark.slow
 def test_numpy_integers_are_ints():
     settings = {"k": 5, "cols": 40, "rows": 3, "oversampling": 2, "seed": 7}
     numpy = {name: np.int64(value) for name, value in settings.items()}

@@ -77,7 +77,7 @@ WHERE = [(workers, way) for workers in MESH_SIZES for way in WAYS]
 SKETCHED = S2(0.1, block_size=BLOCK, rows=3, seed=5)
 EXACT = S2(0.1, block_size=BLOCK, sketch_ratio=3.0)
 CASES = [(reducer, workers, way) for reducer in (SKETCHED, EXACT) for workers, way in WHERE]
-USUAL = [(SKETCHED, 5, "shard_map"), (EXACT, 3, "vmap")]
+USUAL = [(SKETCHED, 5, "shard_map")]
 
 
 def _name(case):
@@ -103,7 +103,7 @@ def test_it_is_its_description(case, monkeypatch):
         assert reduced.info.delivered[0] == np.count_nonzero(total)
 
 
-@pytest.mark.parametrize("ratio", [0.2, 3.0], ids=["sketched", "exact"])
+@pytest.mark.parametrize("ratio", some([0.2, 3.0], [3.0]), ids=["sketched", "exact"])
 @pytest.mark.parametrize("workers", few([2, 5], [5]))
 def test_what_finds_no_room_is_kept_and_counted(workers, ratio):
     reducer = S2(0.2, block_size=BLOCK, sketch_ratio=ratio, union_density=0.25)
@@ -186,7 +186,9 @@ def test_sums_that_overflow_count_as_not_sent(reducer):
 CROWDED = S2(0.2, block_size=BLOCK, rows=3, sketch_ratio=0.4, union_density=0.25, seed=3)
 
 
-@pytest.mark.parametrize("reducer", [SKETCHED, CROWDED], ids=["room", "little room"])
+@pytest.mark.parametrize(
+    "reducer", some([SKETCHED, CROWDED], [CROWDED]), ids=["room", "little room"]
+)
 @pytest.mark.parametrize("workers", some(MESH_SIZES, [3]))
 def test_momentum_is_that_of_blocks_that_wait(workers, reducer, monkeypatch):
     """It is zeroed where this worker's block left, and stays in all others.
@@ -244,6 +246,7 @@ def test_a_sketch_masks_what_exact_blocks_mask(reducer):
     np.testing.assert_array_equal(reduced.residual, exact.residual)
 
 
+@pytest.mark.slow
 def test_nothing_is_masked_if_all_blocks_are_sent_at_each_step():
     """No block waits, and momentum is that of the mean, as where all is summed densely."""
     x = gradients(3, steps=1)
@@ -291,9 +294,10 @@ def disjoint(workers, own=3, blocks=480, seed=0):
 # depends on the distribution of elements.
 @pytest.mark.parametrize(
     "case",
-    few(
+    some(
         [(1, "union", 2.0), (3, "union", 2.5), (5, "union", 2.7), (1, "local", 32.0)],
-        [(3, "union", 2.5), (1, "local", 32.0)],
+        [],
+        slow=[(3, "union", 2.5), (1, "local", 32.0)],
     ),
     ids=str,
 )

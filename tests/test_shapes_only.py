@@ -103,4 +103,4 @@ def test_no_program_that_runs_gets_such_a_trace():
     program = jax.make_jaxpr(over(abstract))(jax.ShapeDtypeStruct((2 * D,), jnp.float32))
     assert equations(program.jaxpr) > 500
     indices, _ = jax.jit(over(mesh(2)))(x.ravel())
-    assert indices[:K].tolist() == run(x[0])[0].tolist()
+    assert indices[:K].tolist() == jax.jit(run)(x[0])[0].tolist()

@@ -33,7 +33,7 @@ CASES = [
     (40_000, SketchSpec(3, 2**14 + 1, seed=9)),
     (2**15, SketchSpec(2, 20_001, seed=9)),
 ]
-USUAL = [CASES[i] for i in (1, 4, 5, 8, 9, 11)]
+USUAL = [CASES[i] for i in (1, 4, 8, 9, 11)]
 NARROW = [case for case in CASES if case[1].rows < 32]
 cases = pytest.mark.parametrize("case", few(CASES, USUAL), ids=str)
 
@@ -54,7 +54,7 @@ def cubed_normal(size, seed=0):
 # --- agreement with the definition ---
 
 
-@cases
+@pytest.mark.parametrize("case", few(CASES, [c for c in USUAL if c in NARROW]), ids=str)
 def test_encode_is_the_definition_exactly_on_integers(case):
     size, spec = case
     x = integers(size)
@@ -191,7 +191,9 @@ STRUCTURED = [
     "low rank",
     "alternating",
 ]
-structures = pytest.mark.parametrize("name", STRUCTURED)
+structures = pytest.mark.parametrize(
+    "name", some(STRUCTURED, ["constant", "normal", "heavy row", "stride of a tile"])
+)
 SEEDS = jnp.arange(400, dtype=jnp.uint32)
 
 
@@ -289,7 +291,7 @@ def check_choice(table, spec, size, choice):
     return indices
 
 
-@pytest.mark.parametrize("case", few(NARROW, [c for c in USUAL if c in NARROW]), ids=str)
+@pytest.mark.parametrize("case", few(NARROW, [CASES[i] for i in (4, 8, 11)]), ids=str)
 @pytest.mark.parametrize("share", some([0, 1], [1]))
 def test_top_k_is_exact_where_every_element_has_a_slot(case, share):
     size, spec = case
@@ -341,7 +343,7 @@ REGIONS = {
 
 
 @pytest.mark.parametrize(
-    "region", few(REGIONS, ["adjacent", "stride 1000", "stride of a tile", "last"])
+    "region", some(REGIONS, ["stride of a tile", "last"], slow=["adjacent", "stride 1000"])
 )
 def test_heavy_regions_are_not_lost_to_each_other(region):
     """The table is exact, so that only the slots can lose. A lone element loses one in 16."""
@@ -367,7 +369,7 @@ TIES = [
 ]
 
 
-@pytest.mark.parametrize("case", few(TIES, TIES[::3]), ids=str)
+@pytest.mark.parametrize("case", some(TIES, TIES[3:], slow=TIES[:1]), ids=str)
 def test_ties_give_distinct_indices(case, key):
     size, k, rule = case
     spec = SketchSpec(3, 100)
@@ -410,7 +412,7 @@ def heavymix(table, spec, size, k, key):
     return set(check_choice(table, spec, size, choice).tolist())
 
 
-@pytest.mark.parametrize("k", few([70, 700, 1000], [70, 1000]))
+@pytest.mark.parametrize("k", some([70, 700, 1000], [70], slow=[1000]))
 def test_heavymix_is_algorithm_1(k):
     size, spec = 1000, SketchSpec(5, 200)
     x = 0.01 * cubed_normal(size)
@@ -466,6 +468,7 @@ def test_places_left_go_to_light_coordinates_and_only_then_to_missed_heavy_ones(
     assert added <= light_drawn if len(light_drawn) >= k // 2 else added > light_drawn
 
 
+@pytest.mark.slow
 def test_heavymix_draws_the_rest_uniformly():
     size, k, spec = 400, 40, SketchSpec(5, 400)
     x = np.zeros(size, np.float32)
@@ -496,7 +499,7 @@ def shares_delivered(x, spec, k, rule):
     return jax.lax.map(one, SEEDS)
 
 
-@pytest.mark.parametrize("rule", ["heavymix", "top_k"])
+@pytest.mark.parametrize("rule", some(["heavymix", "top_k"], ["heavymix"]))
 @pytest.mark.parametrize("name", few(STRUCTURED, ["constant", "normal", "heavy row", "low rank"]))
 def test_exact_values_of_heavy_hitters_are_a_contraction(name, rule):
     """Lemma 1: E ||x - comp(x)||^2 <= (1 - k/d) ||x||^2, if columns are of the order of k.
@@ -539,7 +542,7 @@ def alone():
     return xs, each, list(map(jax.jit(each), xs))
 
 
-@pytest.mark.parametrize("how", some(["vmap", "varying", "invarying"], ["varying"], ["vmap"]))
+@pytest.mark.parametrize("how", some(["vmap", "varying", "invarying"], [], ["varying"]))
 def test_workers_get_what_one_alone_gets(how, alone):
     xs, each, expected = alone
     workers = len(xs)

@@ -64,8 +64,7 @@ def check(reducer, x, scale, way="vmap"):
     assert reduced.info.overflow.max() == 0
 
 
-USUAL = [(1, 1, "recursive"), (3, 3, "bruck"), (6, 1, "recursive"), (6, 2, "recursive")]
-USUAL += [(6, 3, "bruck")]
+USUAL = [(1, 1, "recursive"), (3, 3, "bruck"), (6, 2, "recursive")]
 SLOW = [(6, 2, "bruck"), (8, 8, "recursive"), (8, 4, "bruck"), (14, 2, "recursive")]
 SLOW += [(14, 7, "bruck")]
 
@@ -98,31 +97,31 @@ def test_equals_the_paper_on_devices(form):
         check(reducer, vectors(supports, workers, 61, seed, scale), scale, "shard_map")
 
 
-def test_three_workers_by_hand():
+@pytest.mark.parametrize("way", some(["vmap", "shard_map"], ["shard_map"]))
+def test_three_workers_by_hand(way):
     x = np.array([[5, 1, 2, 0, 0, 3], [1, 4, 0, 6, 2, 0], [0, 2, 3, 1, 7, 1]])
-    for way in ("vmap", "shard_map"):
-        reduced = run(SparDL(0.5), x, way)
-        assert total(reduced, 1).tolist() == [0, 7, 0, 6, 9, 0]
-        assert reduced.residual.tolist() == [
-            [5, 0, 2, 0, 0, 3],
-            [1, 0, 0, 0, 0, 0],
-            [0, 0, 3, 1, 0, 1],
-        ]
-        # Entries that a worker put forward at any stage, and whose sum arrived.
-        assert reduced.sent.astype(int).tolist() == [
-            [0, 1, 0, 0, 0, 0],
-            [0, 1, 0, 1, 1, 0],
-            [0, 1, 0, 0, 1, 0],
-        ]
+    reduced = run(SparDL(0.5), x, way)
+    assert total(reduced, 1).tolist() == [0, 7, 0, 6, 9, 0]
+    assert reduced.residual.tolist() == [
+        [5, 0, 2, 0, 0, 3],
+        [1, 0, 0, 0, 0, 0],
+        [0, 0, 3, 1, 0, 1],
+    ]
+    # Entries that a worker put forward at any stage, and whose sum arrived.
+    assert reduced.sent.astype(int).tolist() == [
+        [0, 1, 0, 0, 0, 0],
+        [0, 1, 0, 1, 1, 0],
+        [0, 1, 0, 0, 1, 0],
+    ]
 
 
-def test_eight_teams_by_hand():
+@pytest.mark.parametrize("way", some(["vmap", "shard_map"], ["shard_map"]))
+def test_eight_teams_by_hand(way):
     """The paper's rule, half of what is discarded, would give back more than there was."""
     x = np.array([[0, 2]] * 2 + [[1, 0]] * 2 + [[4, 0]] * 4)
-    for way in ("vmap", "shard_map"):
-        reduced = run(SparDL(0.5, teams=8), x, way)
-        assert reduced.mean[0].tolist() == [2, 0]
-        assert reduced.residual.tolist() == [[0.5, 2]] * 2 + [[0.5, 0]] * 2 + [[0, 0]] * 4
+    reduced = run(SparDL(0.5, teams=8), x, way)
+    assert reduced.mean[0].tolist() == [2, 0]
+    assert reduced.residual.tolist() == [[0.5, 2]] * 2 + [[0.5, 0]] * 2 + [[0, 0]] * 4
 
 
 def test_the_adaptation_by_hand():
@@ -191,7 +190,7 @@ def test_errors_name_what_is_wrong():
 )
 def test_rounding_is_conserved(form, codec):
     workers, teams, gather = form
-    reducer = SparDL(0.1, teams=teams, gather=gather, codec=codec)
+    reducer = SparDL(0.1, teams=teams, gather=gather, codec=codec, selection="exact")
     for seed in range(3):
         x = np.random.default_rng(seed).normal(size=(workers, 301)) ** 3
         reduced = run(reducer, x)

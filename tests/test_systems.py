@@ -126,17 +126,17 @@ def test_the_reducer_exchanges_what_the_transformation_does(system, case):
 
 
 @systems
-def test_a_density_has_settings(system):
+@pytest.mark.parametrize("density", some([0.01, 0.1], [0.1]))
+def test_a_density_has_settings(system, density):
     """From them `choose` makes a reducer that a planner can trace, and says how to write it."""
-    for density in (0.01, 0.1):
-        choice = jaxsparse.systems.choose(system.name, density, size=2000, workers=4)
-        reducer = choice.reducer(2000)
-        mean = jax.eval_shape(
-            lambda x, reducer=reducer: reducer(x, reducer.init(2000), axis_name=None).mean,
-            jax.ShapeDtypeStruct((2000,), jnp.float32),
-        )
-        assert mean.shape == (2000,)
-        assert eval(choice.transformation, {"jaxsparse": jaxsparse})
+    choice = jaxsparse.systems.choose(system.name, density, size=2000, workers=4)
+    reducer = choice.reducer(2000)
+    mean = jax.eval_shape(
+        lambda x: reducer(x, reducer.init(2000), axis_name=None).mean,
+        jax.ShapeDtypeStruct((2000,), jnp.float32),
+    )
+    assert mean.shape == (2000,)
+    assert eval(choice.transformation, {"jaxsparse": jaxsparse})
 
 
 # Systems whose formulas have words, or depend on more than settings.

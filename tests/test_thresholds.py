@@ -148,6 +148,7 @@ def test_a_small_vector_is_sampled_whole():
             same_as_a_sort(threshold_top_k(jnp.asarray(x), k), x, k, name)
 
 
+@pytest.mark.slow
 def test_the_sampled_count_varies_as_order_statistics():
     k, samples = 800, 2000
     rank = k * samples / LARGE

@@ -40,7 +40,7 @@ def unions(workers, way):
 
 WHERE = [(workers, "shard_map") for workers in MESH_SIZES]
 WHERE += [(workers, "vmap") for workers in (*MESH_SIZES, 4, 16, 37)]
-USUAL = [(1, "vmap"), (2, "shard_map"), (5, "vmap"), (8, "shard_map")]
+USUAL = [(1, "vmap"), (5, "vmap"), (8, "shard_map")]
 
 
 @pytest.mark.parametrize("where", few(WHERE, USUAL), ids=str)

@@ -145,7 +145,7 @@ def test_a_loop_without_an_optimizer_object_gets_variables_back(name):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", few(METHODS, ["per_worker", "ef21_sgdm"]))
+@pytest.mark.parametrize("name", some(METHODS, ["per_worker"], slow=["ef21_sgdm"]))
 def test_simulated_workers_take_variables_too(name):
     with jax.numpy_dtype_promotion("standard"):
         params = nnx.state(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.Param)

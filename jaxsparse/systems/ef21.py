@@ -85,9 +85,9 @@ class _EF21(ErrorFeedback):
         >>> from jaxsparse.systems import TopK
         >>> options = {"axis_name": None, "is_dense": lambda path, shape: False}
         >>> tx = ef21_sgdm(TopK(0.5, selection="exact"), momentum=0.5, **options)
-        >>> state = tx.init(jnp.zeros(2))
+        >>> state, update = tx.init(jnp.zeros(2)), jax.jit(tx.update)
         >>> for gradient in ([4.0, 2.0], [2.0, 2.0], [2.0, 2.0]):
-        ...     updates, state = tx.update(jnp.float32(gradient), state)
+        ...     updates, state = update(jnp.float32(gradient), state)
         ...     print(updates.tolist())
         [4.0, 0.0]
         [4.0, 2.0]

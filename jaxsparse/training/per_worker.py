@@ -73,7 +73,7 @@ def per_worker(
         ...     jaxsparse.top_k(0.25, axis_name=None, is_dense=lambda *_: False),
         ... )
         >>> state = tx.init(jnp.zeros(4))
-        >>> updates, state = tx.update(jnp.float32([3, 1, 0.5, 0.1]), state)
+        >>> updates, state = jax.jit(tx.update)(jnp.float32([3, 1, 0.5, 0.1]), state)
         >>> updates.tolist()
         [3.0, 0.0, 0.0, 0.0]
     """
