@@ -9,6 +9,7 @@ Chain one of the transformations before an Optax optimizer and run the training 
 from jaxsparse import (
     codecs as codecs,
     collectives as collectives,
+    islands as islands,
     outer as outer,
     planner as planner,
     quantize as quantize,

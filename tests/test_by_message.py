@@ -232,3 +232,37 @@ def test_a_worker_of_many_devices_sends_the_same_words():
     assert bits(step({"kernel": jax.device_put(gradients, over)})) == bits(
         step({"kernel": gradients})
     )
+
+
+@pytest.mark.parametrize("name", some(["top_k", "quantized", "dense"], ["top_k"]))
+def test_a_weight_of_two_is_a_message_twice(name):
+    make = {
+        "quantized": functools.partial(systems.quantized, gather=True),
+        "top_k": functools.partial(systems.top_k, 0.3),
+        "dense": systems.dense,
+    }[name]
+    tx = make(axis_name=None)
+    own = [jax.tree.map(lambda x, w=w: x[w], drawn(USUAL, 2)[0]) for w in range(2)]
+    state = tx.init(own[0])
+    posted = [post(tx, g, state) for g in own]
+    words = [message for message, _ in posted]
+    given = (posted[0][1], own[0], state)
+    weighted, after = receive(tx, jnp.stack(words), *given, weights=jnp.float32([2.0, 1.0]))
+    twice, expected = receive(tx, jnp.stack([words[0], *words]), *given)
+    for a, b in zip(jax.tree.leaves(weighted), jax.tree.leaves(twice)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    # What a worker keeps is its own, without its weight.
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(expected)):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_weights_are_for_means():
+    tx = systems.chunked_top_k(2, 64, aggregate="mean_of_senders", axis_name=None)
+    own = jax.tree.map(lambda x: x[0], drawn(USUAL, 2)[0])
+    state = tx.init(own)
+    words, posted = post(tx, own, state)
+    given = (words[None], posted, own, state)
+    with pytest.raises(ValueError, match="delivers something else than a mean"):
+        receive(tx, *given, weights=jnp.ones(1))
+    with pytest.raises(ValueError, match=r"weights have shape \(2,\), but there are 1 messages"):
+        receive(tx, *given, weights=jnp.ones(2))

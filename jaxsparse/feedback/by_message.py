@@ -18,13 +18,14 @@ With `accumulator_dtype="bfloat16"` all workers round by the same draws.
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs
 from jaxsparse.arrays.layout import Pieces
@@ -45,7 +46,7 @@ from jaxsparse.feedback.exchange import (
     total,
     with_mean_momentum,
 )
-from jaxsparse.reducers.base import Info, Owed, settled
+from jaxsparse.reducers.base import Info, Owed, Total, settled, summed
 from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.reducers.stages import Staged
 
@@ -120,6 +121,7 @@ def receive(
     params: Any = None,
     *,
     counts: bool = True,
+    weights: Float[Array, " workers"] | None = None,
 ) -> tuple[Any, Any]:
     """The updates and the state of a step, from the messages of all workers that count.
 
@@ -137,10 +139,13 @@ def receive(
             keeps what it sent of compressed leaves, for the next step. Uncompressed leaves have no
             residual, so their part is lost: compress all leaves (`is_dense=lambda *_: False`)
             where that matters. A gradient that is not finite is left out.
+        weights: float32[workers], above 0: the mean is sum(weights * vectors) / sum(weights). None:
+            all count alike. Residuals stay as they are: each worker's own, without its weight.
 
     Raises:
-        ValueError: messages of another size or dtype, or `counts=False` for a system whose means
-            must be those of all workers (`jaxsparse.ef21_sgdm`).
+        ValueError: messages of another size or dtype, `counts=False` for a system whose means
+            must be those of all workers (`jaxsparse.ef21_sgdm`), or weights for one that delivers
+            something else than a mean (`aggregate="mean_of_senders"`, `clip="median"`).
     """
     if not counts:
         needs_all = lambda node: getattr(node, "needs_all_messages", False)
@@ -155,11 +160,16 @@ def receive(
             f"messages are {dtype}{list(shape)}: give uint32[workers, words], with at least one "
             "worker"
         )
+    if weights is not None and jnp.shape(weights) != shape[:1]:
+        raise ValueError(
+            f"weights have shape {jnp.shape(weights)}, but there are {shape[0]} messages: give "
+            "float32[workers], or None"
+        )
     exchanges, rest = iter(posted), messages
 
     def half(*given: Any) -> Exchanged:
         nonlocal rest
-        done, rest = _received(rest, next(exchanges), counts, *given)
+        done, rest = _received(rest, weights, next(exchanges), counts, *given)
         return done
 
     with _exchanging_by(half):
@@ -188,6 +198,27 @@ def _exchanging_by(half: Callable[..., Exchanged]) -> Iterator[None]:
         yield
     finally:
         EXCHANGE.reset(token)
+
+
+def _weighted(
+    reducer: OneMessage,
+    shares: Float[Array, " workers"],
+    messages: UInt32[Array, "workers words"],
+    size: int,
+) -> Total:
+    """What messages deliver whose weights add up to 1: each is decoded alone."""
+    if reducer.conservation == "leaks":
+        raise ValueError(
+            f"weights, but {reducer} delivers something else than a mean: leave out weights"
+        )
+
+    def add(sums: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
+        share, message = one
+        total = reducer.total(message[None], size)
+        return sums + share * (total.mean if total.sums is None else total.sums), None
+
+    sums, _ = jax.lax.scan(add, jnp.zeros(size, jnp.float32), (shares, messages))
+    return summed(sums, 1)
 
 
 def _cut(messages: Array, words: int) -> tuple[Array, Array]:
@@ -270,6 +301,7 @@ def _posted(
 
 def _received(
     messages: UInt32[Array, "workers words"],
+    weights: Float[Array, " workers"] | None,
     posted: Sequence[Posted],
     counts: bool,
     gradients: Sequence[Pieces],
@@ -281,6 +313,9 @@ def _received(
     """The second half of `exchange`, and the words of messages behind it."""
     first, rest = _cut(messages, 1 + dense.size)
     first = codecs.from_bits(first, jnp.float32)
+    shares = None if weights is None else weights / jnp.sum(weights)
+    if shares is not None:  # of the dense leaves, whose mean is taken below
+        first = first.at[:, 1:].multiply(shares[:, None] * len(messages))
     # Added up as in a collective: over an axis, here that of the messages.
     ok, dense_mean = jax.vmap(
         lambda own: agreed([(own[:1],)], own[1:], Axes(_AXIS)), axis_name=_AXIS, out_axes=None
@@ -294,7 +329,8 @@ def _received(
         reducer = _checked(reducer)
         part, rest = _cut(rest, reducer.words(size))
         vector = jnp.concatenate([piece.reshape(-1) for piece in own.vector])
-        reduced = settled(vector, own.owed, reducer.total(part, size))
+        found = reducer.total if shares is None else functools.partial(_weighted, reducer, shares)
+        reduced = settled(vector, own.owed, found(part, size))
         if not counts:
             reduced = reduced._replace(residual=vector, sent=None, indices=None)
         mean, residual, kept = settle(

@@ -67,11 +67,11 @@ class Worker(NamedTuple):
                 "transformation does: a step exchanges nothing here, so leave the exchange to outer"
             )
         check_arrays("leaf", state)
-        places, names = _picked("params", self.params, state)
-        if set(places) & set(_picked("average", self.average, state)[0]):
+        places, names = picked("params", self.params, state)
+        if set(places) & set(picked("average", self.average, state)[0]):
             raise ValueError("average picks parameters, which outer exchanges: pick statistics")
         self.streaming.of(names)  # raises where a fragment is empty
-        params = jax.tree.map(_wide, self.params(state))
+        params = jax.tree.map(widened, self.params(state))
         parts = range(self.streaming.fragments)
         outer = tuple(self.outer.init(self._part(params, p)) for p in parts)
         # Workers go on from the global parameters. With a delay these would lack the moves just
@@ -98,9 +98,9 @@ class Worker(NamedTuple):
     def exchange(self, state: LocalState, fragment: int) -> LocalState:
         """Exchanges a fragment, and lets workers go on from the result."""
         worker = PerWorker.unwrap(state.worker)
-        broken = self._broken(worker)
+        broken = self.broken(worker)
         state = self._exchanged(state, worker, broken, fragment)
-        worker = self._put_back(worker, state.params, broken)
+        worker = self.put_back(worker, state.params, broken)
         if fragment == 0:
             worker = self._averaged(worker, broken)
         worker = self._mixed(worker, state, fragment, self.streaming.mixing)
@@ -109,11 +109,11 @@ class Worker(NamedTuple):
     def step_beside(self, state: LocalState, batch: Any, fragment: int) -> tuple[LocalState, Any]:
         """A step, and beside it the exchange of a fragment as it was before the step."""
         worker = PerWorker.unwrap(state.worker)
-        broken = self._broken(worker)
+        broken = self.broken(worker)
         after, out = _stepped(self.train, worker, batch)
-        after = self._put_back(after, state.params, broken)
+        after = self.put_back(after, state.params, broken)
         if fragment == 0:
-            after = self._averaged(after, self._broken(after))
+            after = self._averaged(after, self.broken(after))
         state = self._exchanged(state, worker, broken, fragment)
         return state._replace(worker=PerWorker.wrap(after)), PerWorker.wrap(out)
 
@@ -149,7 +149,7 @@ class Worker(NamedTuple):
         params = self._part(state.params, fragment)
         own = self._part(self.params(worker), fragment)
         # In the worker's precision, because rounding the global parameters to it is not a move.
-        moved = jax.tree.map(lambda g, w: _wide(narrow(g, w.dtype)) - _wide(w), params, own)
+        moved = jax.tree.map(lambda g, w: widened(narrow(g, w.dtype)) - widened(w), params, own)
         before = state.outer[fragment]
         updates, after = self.outer.update(moved, before, params)
         updated = optax.apply_updates(params, updates)
@@ -157,7 +157,7 @@ class Worker(NamedTuple):
         any_broken = wire.pmax(flag, self.axis_name) > 0
         # Replicated values are the same on all workers, and so is whether they are finite.
         equal = [updated, map_marked(lambda x, is_own: 0 if is_own else x, after)]
-        overflows = ~all_finite(jax.tree.leaves(equal)) | (_skips(after) != _skips(before))
+        overflows = ~all_finite(jax.tree.leaves(equal)) | (skips(after) != skips(before))
         ok = ~any_broken & ~overflows
         kept = lambda new, old: jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
         outer = list(state.outer)
@@ -165,7 +165,7 @@ class Worker(NamedTuple):
         outcome = jnp.where(any_broken, jnp.int32(1), jnp.where(overflows, jnp.int32(2), 0))
         places = self._fragment(state.params, fragment)
         return state._replace(
-            params=_replaced(state.params, places, jax.tree.leaves(kept(updated, params))),
+            params=replaced(state.params, places, jax.tree.leaves(kept(updated, params))),
             outer=tuple(outer),
             outcome=state.outcome.at[fragment].set(outcome),
             skipped=state.skipped + jnp.where(ok, 0, 1),
@@ -173,29 +173,29 @@ class Worker(NamedTuple):
 
     def _mixed(self, worker: Any, state: LocalState, fragment: int, weight: float | None) -> Any:
         """The worker after a fragment's last exchange: mixed with it, unchanged, or set back."""
-        places = _picked("params", self.params, worker)[0]
+        places = picked("params", self.params, worker)[0]
         leaves, whole = jax.tree.leaves(worker), jax.tree.leaves(state.params)
         own, outcome = self._fragment(state.params, fragment), state.outcome[fragment]
 
         def mixed(w: Array, g: Array) -> Array:
             # A worker that has the global values must keep them: weighted sums could round.
-            wide = _wide(w) + (1 - weight) * (g - _wide(w)) if weight else g
+            wide = widened(w) + (1 - weight) * (g - widened(w)) if weight else g
             back = jnp.where(outcome == 2, narrow(g, w.dtype), w)
             return jnp.where(outcome == 0, narrow(wide, w.dtype), back)
 
         values = [mixed(leaves[places[i]], whole[i]) for i in own]
-        return _replaced(worker, [places[i] for i in own], values)
+        return replaced(worker, [places[i] for i in own], values)
 
-    def _broken(self, worker: Any) -> Bool[Array, ""]:
+    def broken(self, worker: Any) -> Bool[Array, ""]:
         """Whether this worker's parameters or averaged statistics are not finite."""
         leaves = jax.tree.leaves(worker)
-        places = _picked("params", self.params, worker)[0]
-        places += _picked("average", self.average, worker)[0]
+        places = picked("params", self.params, worker)[0]
+        places += picked("average", self.average, worker)[0]
         return ~all_finite([leaves[i] for i in places])
 
-    def _put_back(self, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
+    def put_back(self, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
         """A broken worker with the global parameters, and without numbers that are not finite."""
-        places = _picked("params", self.params, worker)[0]
+        places = picked("params", self.params, worker)[0]
         to = dict(zip(places, jax.tree.leaves(params)))
 
         def leaf(i: int, x: Array) -> Array:
@@ -210,7 +210,7 @@ class Worker(NamedTuple):
 
     def _averaged(self, worker: Any, broken: Bool[Array, ""]) -> Any:
         """The worker with the mean statistics of those that are not broken."""
-        places = _picked("average", self.average, worker)[0]
+        places = picked("average", self.average, worker)[0]
         leaves = jax.tree.leaves(worker)
         if not places:
             return worker
@@ -218,12 +218,12 @@ class Worker(NamedTuple):
         healthy = summed(jnp.float32(1))
 
         def mean(x: Array) -> Array:
-            wide = _wide(x)
+            wide = widened(x)
             # Divided before, because the sum of large numbers could overflow.
             found = summed(wide / jnp.maximum(healthy, 1).astype(wide.dtype))
             return jnp.where(healthy > 0, narrow(found, x.dtype), x)
 
-        return _replaced(worker, places, [mean(leaves[i]) for i in places])
+        return replaced(worker, places, [mean(leaves[i]) for i in places])
 
     def _fragment(self, params: Any, fragment: int) -> list[int]:
         """The places of a fragment's leaves among those of the parameters."""
@@ -271,18 +271,18 @@ def _flat(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree)
 
 
-def _skips(outer: Any) -> Array:
+def skips(outer: Any) -> Array:
     """How many steps the exchanges of an outer optimizer have skipped."""
     return sum((one.skipped for one in states_in(outer)), jnp.int32(0))
 
 
-def _wide(x: Any) -> Array:
+def widened(x: Any) -> Array:
     """A floating-point array in float32, or in its own dtype if that is wider."""
     x = jnp.asarray(x)
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
-def _replaced(tree: Any, places: list[int], values: list[Array]) -> Any:
+def replaced(tree: Any, places: list[int], values: list[Array]) -> Any:
     """The tree with other leaves at some places."""
     leaves, treedef = _flat(tree)
     for i, value in zip(places, values):
@@ -290,7 +290,7 @@ def _replaced(tree: Any, places: list[int], values: list[Array]) -> Any:
     return treedef.unflatten(leaves)
 
 
-def _picked(name: str, select: Select | None, state: Any) -> tuple[list[int], list[str]]:
+def picked(name: str, select: Select | None, state: Any) -> tuple[list[int], list[str]]:
     """The places of the leaves that `select` picks, among those of a state, and their paths.
 
     Raises:

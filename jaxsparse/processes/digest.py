@@ -42,8 +42,8 @@ class Digested:
 
     Args:
         program: the traced step.
-        mesh: the mesh on which it runs.
-        args: its positional arguments.
+        mesh: the mesh on which it runs. None, if it may run on any.
+        args: its positional arguments, whose values count.
         batches: the numbers of those that are split.
 
     Attributes:
@@ -51,7 +51,7 @@ class Digested:
     """
 
     def __init__(
-        self, program: ClosedJaxpr, mesh: Mesh, args: Any, batches: Container[int]
+        self, program: ClosedJaxpr, mesh: Mesh | None, args: Any, batches: Container[int]
     ) -> None:
         self._parts: dict[str, str | JaxprEqn] = {}  # by digest, in the order of the program
         self._known: dict[Any, tuple[list[str], str]] = {}  # by id of a program, and its inputs
@@ -66,8 +66,10 @@ class Digested:
                 if is_whole and i not in batches and not is_marked(path):
                     values.append(f"{name} = {_value(leaf)}")
         versions = f"jax {jax.__version__} and jaxlib {jaxlib.__version__}"
-        devices = [device.id for device in mesh.devices.flat]
-        heads = [versions, f"a mesh {dict(mesh.shape)} of devices {devices}", *types]
+        heads = [versions, *types]
+        if mesh is not None:
+            devices = [device.id for device in mesh.devices.flat]
+            heads.insert(1, f"a mesh {dict(mesh.shape)} of devices {devices}")
         self.digest = _digest(
             *map(self._part, heads),
             self._plain(program),

@@ -1,0 +1,279 @@
+"""The compiled parts of a round. They know nothing of stores, names and waiting.
+
+What all islands must compute alike is one program, `shared`: all run it, also those whose message
+does not count or that only replay. So they get the same bits, as far as their devices and compilers
+agree. What stays with an island itself comes from other programs.
+"""
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import keystr, tree_flatten_with_path
+from jaxtyping import Array, Bool, Float, UInt32
+
+from jaxsparse.arrays.layout import check_arrays, narrow
+from jaxsparse.arrays.magnitude import all_finite
+from jaxsparse.comm.marks import is_marked, map_marked
+from jaxsparse.feedback import by_message
+from jaxsparse.outer.fragments import Streaming
+from jaxsparse.outer.worker import Select, Worker, picked, replaced, skips, widened
+from jaxsparse.processes.digest import Digested
+
+
+class Shared(NamedTuple):
+    """What all islands of a run have alike, bit for bit, as a round begins.
+
+    Attributes:
+        params: the global parameters, in float32 or wider.
+        outer: the state of the outer optimizer. Arrays marked `PerWorker`, such as residuals, are
+            this island's own.
+    """
+
+    params: Any
+    outer: Any
+
+
+class Begun(NamedTuple):
+    """An island's half of an exchange.
+
+    Attributes:
+        words: its message.
+        moved: its displacement.
+        posted: what stays with it, see `feedback.by_message.post`.
+        origin: its own parameters when it began, in float32 or wider.
+        finite: whether these were finite.
+    """
+
+    words: UInt32[Array, " words"]
+    moved: Any
+    posted: Any
+    origin: Any
+    finite: Bool[Array, ""]
+
+
+class Arithmetic:
+    """Programs for an outer optimizer.
+
+    Args:
+        outer: see `Islands`.
+        params: see `Islands`.
+        mixing: see `Islands`.
+        weighted: see `Islands`.
+    """
+
+    def __init__(
+        self,
+        outer: optax.GradientTransformation,
+        params: Select,
+        mixing: float | None = None,
+        weighted: bool = False,
+    ) -> None:
+        self._weighted = weighted
+        self._tx = optax.with_extra_args_support(outer)
+        self._pick, self._mixing = params, mixing
+        one = Streaming(1, overlap=0, mixing=0.0)
+        self._worker = Worker(lambda state, _: (state, None), self._tx, "", params, None, one)
+        self._init = jax.jit(self._tx.init)
+        # Copies: the step may donate its own state.
+        self._copied = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
+        self._put_back = jax.jit(self._worker.put_back)
+        self._known: dict[Any, tuple[int, str]] = {}
+        self.begin = jax.jit(self._begin)
+        self.shared = jax.jit(self._shared)
+        self.owed = jax.jit(self._owed)
+        self.go_on = jax.jit(self._go_on)
+        self.digest = jax.jit(_digest)
+
+    def start(self, state: Any) -> Shared:
+        """The shared part of the first island, from its training state.
+
+        Raises:
+            ValueError: `params` picks something else than floating-point arrays of the state, or
+                the state holds an exchange.
+        """
+        if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
+            raise ValueError(
+                "the state holds arrays of single workers, as the state of a jaxsparse "
+                "transformation does. An island's own step may exchange between its devices only "
+                "without a residual, such as by jaxsparse.dense: leave compression to outer"
+            )
+        check_arrays("leaf", state)
+        picked("params", self._pick, state)  # raises
+        params = self._copied(self._pick(state))
+        return Shared(params, self._init(params))
+
+    def described(self, shared: Shared, own: Any) -> tuple[int, str]:
+        """The number of words of a message, and a digest of what islands must have in common.
+
+        That is the program `shared`, what it works on, and the names of arrays.
+
+        Args:
+            shared: global parameters and outer state. Shapes and dtypes count alone.
+            own: an island's own parameters.
+
+        Raises:
+            ValueError: `outer` exchanges nothing, or not in one message: see
+                `feedback.by_message.post`.
+        """
+        key = str(jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), (shared, own)))
+        if key not in self._known:
+            try:
+                self._known[key] = self._describe(shared, own)
+            except ValueError as error:
+                error.add_note(
+                    "islands are programs of their own, so outer must exchange in one message, and "
+                    "be made with axis_name=None"
+                )
+                raise
+        return self._known[key]
+
+    def _describe(self, shared: Shared, own: Any) -> tuple[int, str]:
+        words = by_message.message_words(self._tx, shared.params, shared.outer, shared.params)
+        messages = jax.ShapeDtypeStruct((2, words), jnp.uint32)
+        begun = jax.eval_shape(self._begin, own, shared, 0)
+        weights = jax.ShapeDtypeStruct((2,), jnp.float32) if self._weighted else None
+        program = jax.make_jaxpr(self._shared)(messages, weights, begun, shared)
+        names = [f"{path} {shape} {dtype}" for path, shape, dtype in self.like(shared)]
+        text = "\n".join([Digested(program, None, (), ()).digest, *names])
+        return words, hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def like(self, shared: Shared) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+        """Path, shape and dtype of each array that a snapshot has."""
+        for path, leaf in tree_flatten_with_path(shared)[0]:
+            if not is_marked(path):
+                yield keystr(path), jnp.shape(leaf), jnp.result_type(leaf)
+
+    def arrays(self, shared: Shared) -> Iterator[tuple[str, np.ndarray]]:
+        """The arrays of a snapshot."""
+        for path, leaf in tree_flatten_with_path(shared)[0]:
+            if not is_marked(path):
+                yield keystr(path), np.asarray(jax.device_get(leaf))
+
+    def from_arrays(self, arrays: list[np.ndarray], shared: Shared) -> Shared:
+        """`shared` with the arrays of a snapshot. What is this island's own stays."""
+        found = iter(arrays)
+        place = lambda leaf, own: leaf if own else jax.device_put(next(found), leaf.sharding)
+        return map_marked(place, jax.tree.map(jnp.asarray, shared))
+
+    def own(self, worker: Any) -> Any:
+        """An island's own parameters."""
+        return self._pick(worker)
+
+    def without_debts(self, shared: Shared) -> Shared:
+        """Without anything of this island's own, as it starts."""
+        return merged(shared, self._init(shared.params))
+
+    def _begin(self, own: Any, shared: Shared, rank: Any) -> Begun:
+        """An island's message.
+
+        Args:
+            own: its own parameters.
+            shared: global parameters and outer state.
+            rank: a number of its own, for draws that differ between islands.
+        """
+        finite = all_finite(jax.tree.leaves(own))
+        # In the island's precision, because rounding the global parameters to it is not a move.
+        moved = jax.tree.map(
+            lambda g, w: jnp.where(finite, widened(narrow(g, w.dtype)) - widened(w), 0),
+            shared.params,
+            own,
+        )
+        words, posted = by_message.post(
+            self._tx, moved, shared.outer, shared.params, rank=jnp.asarray(rank, jnp.int32)
+        )
+        origin = jax.tree.map(lambda w: jnp.copy(widened(w)), own)
+        return Begun(words, moved, posted, origin, finite)
+
+    def _received(
+        self, messages: Any, weights: Any, begun: Begun, shared: Shared, counts: bool
+    ) -> Shared:
+        updates, outer = by_message.receive(
+            self._tx,
+            messages,
+            begun.posted,
+            begun.moved,
+            shared.outer,
+            shared.params,
+            counts=counts,
+            weights=weights,
+        )
+        return Shared(optax.apply_updates(shared.params, updates), outer)
+
+    def _shared(
+        self,
+        messages: UInt32[Array, "members words"],
+        weights: Float[Array, " members"] | None,
+        begun: Begun,
+        before: Shared,
+    ) -> tuple[Shared, Bool[Array, ""]]:
+        """What follows for all, and whether it counts: if a sum overflows, all stay as before."""
+        after = self._received(messages, weights, begun, before, counts=True)
+        equal = map_marked(lambda x, own: 0 if own else x, after)
+        ok = all_finite(jax.tree.leaves(equal)) & (skips(after.outer) == skips(before.outer))
+        return jax.tree.map(functools.partial(jnp.where, ok), after, before), ok
+
+    def _owed(self, begun: Begun, before: Shared) -> Any:
+        """The outer state of an island whose message does not count: it keeps all of it.
+
+        Only arrays that are its own are of use.
+        """
+        return self._received(begun.words[None], None, begun, before, counts=False).outer
+
+    def _go_on(self, worker: Any, begun: Begun, params: Any) -> Any:
+        """A training state that goes on from new global parameters.
+
+        Moves that the island made since it began are kept, or mixed as in Streaming DiLoCo.
+        """
+        places = picked("params", self._pick, worker)[0]
+        leaves = jax.tree.leaves(worker)
+
+        def moved_on(i: int, g: Array, origin: Array) -> Array:
+            own = widened(leaves[i])
+            if self._mixing is None:
+                # Where it has not moved, it gets exactly the global parameters.
+                wide = jnp.where(own == origin, g, g + (own - origin))
+            else:
+                wide = own + (1 - self._mixing) * (g - own) if self._mixing else g
+            return narrow(wide, leaves[i].dtype)
+
+        globals_, origins = jax.tree.leaves(params), jax.tree.leaves(begun.origin)
+        values = [moved_on(i, g, origin) for i, g, origin in zip(places, globals_, origins)]
+        after = replaced(worker, places, values)
+        return self._worker.put_back(after, params, ~all_finite(values))
+
+    def put_back(self, worker: Any, params: Any) -> Any:
+        """A training state at the global parameters, without numbers that are not finite."""
+        return self._put_back(worker, params, jnp.bool_(True))
+
+
+def merged(shared: Shared, own: Any) -> Shared:
+    """`shared`, with the arrays that are an island's own from another outer state."""
+    theirs = iter(jax.tree.leaves(own))
+    pick = lambda leaf, is_own: (leaf, next(theirs))[is_own]
+    return shared._replace(outer=map_marked(pick, shared.outer))
+
+
+def _digest(shared: Shared) -> UInt32[Array, " 2"]:
+    """Two sums over all bits that islands share. Integer sums don't depend on their order."""
+    sums = jnp.zeros(2, jnp.uint32)
+    for i, (path, leaf) in enumerate(tree_flatten_with_path(shared)[0]):
+        if is_marked(path):
+            continue
+        x = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+        bits = jax.lax.bitcast_convert_type(x, _unsigned(x.dtype)).reshape(-1).astype(jnp.uint32)
+        place = jnp.arange(bits.size, dtype=jnp.uint32) + jnp.uint32(1_000_003 * (i + 1) % 2**32)
+        mixed = (bits ^ (bits >> jnp.uint32(15))) * (place * jnp.uint32(0x9E3779B1) | jnp.uint32(1))
+        more = mixed ^ (mixed >> jnp.uint32(13))
+        sums += jnp.stack([jnp.sum(mixed), jnp.sum(more * jnp.uint32(0x85EBCA77))])
+    return sums
+
+
+def _unsigned(dtype: Any) -> Any:
+    size = jnp.dtype(dtype).itemsize
+    return {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[size]

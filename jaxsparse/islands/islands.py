@@ -1,0 +1,323 @@
+"""Training on an island: local steps, and beside them a thread that exchanges with others."""
+
+import secrets
+import threading
+import time
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxsparse.arrays.settings import static_float, static_int
+from jaxsparse.islands.arithmetic import Arithmetic
+from jaxsparse.islands.member import Exchange, IslandState, Member, Report
+from jaxsparse.islands.store import Objects, UnreachableError
+from jaxsparse.outer.local_steps import params_of
+from jaxsparse.outer.worker import Select, Step
+
+_REPORTS = 1000  # kept for `status`
+
+
+class Status(NamedTuple):
+    """How an island stands.
+
+    Attributes:
+        name: its name.
+        round: the round that it is in.
+        rounds: reports of the last rounds, the oldest first.
+        counted: in how many rounds its message counted, of those that it posted in.
+        posted: in how many rounds it posted.
+        sent: bytes of its messages.
+        received: bytes of the messages that it read.
+        waiting: the seconds that training has waited for exchanges.
+        trouble: what the store said last, if an exchange is running and it does not answer.
+    """
+
+    name: str
+    round: int
+    rounds: tuple[Report, ...]
+    counted: int
+    posted: int
+    sent: int
+    received: int
+    waiting: float
+    trouble: str | None
+
+
+class Islands:
+    """Trains on one of several islands, which exchange displacements through a store.
+
+        store = jaxsparse.islands.Store("s3://bucket/run-7")
+        train = jaxsparse.islands.Islands(step, outer, store, name="oslo", every=30)
+        state = train.join((params, tx.init(params)))
+        for batch in batches:
+            state, loss = train(state, batch)
+        state = train.leave(state)
+
+    Each island is a JAX program of its own: it may start late, die, come back, or be slow. Others
+    go on without it. After `every` steps of its own it sends its displacement, global parameters
+    less its own, as one message. Then whoever sees that all who are expected have sent theirs, or
+    that `quorum` have and `grace` seconds are over, decides whose messages count. All read these,
+    add them up in the decision's order, and apply `outer`. So all have the same parameters, bit for
+    bit, though none are sent.
+
+    **Late.** An island whose message does not count keeps all of it in its residual, adds the next
+    displacement, and goes on from the new parameters. Nothing is lost, only late. It is lost with
+    the process, unless the state was saved. A decay of the exchange below 1 applies once a round.
+
+    **Joining and coming back** are one thing: `join` reads the newest snapshot, and replays the
+    decisions since. No other island is asked, or waits.
+
+    **Off the critical path.** A thread posts, waits, reads and adds up. With `overlap`, the island
+    makes so many more steps before it needs the result. It keeps what they moved (`mixing=None`).
+
+    **The store does not answer.** The thread tries again, for `patience` seconds. Meanwhile the
+    island goes on for up to `alone` steps, and then waits.
+
+    **Not finite.** An island whose parameters are not finite sends nothing, and starts the round
+    anew from the global parameters.
+
+    **Bits.** Islands on one kind of device with one version of JAX compute the same bits. Messages
+    carry a digest of what they started from. An island that differs from most says so, and reloads.
+
+    What is not done: an island is one process (with any number of devices), all fragments are
+    exchanged at once, and statistics such as those of BatchNorm stay each island's own.
+
+    The idea and the names of Decoupled DiLoCo (arXiv 2604.21428): quorum, grace, and merging with
+    weights.
+
+    Args:
+        step: `step(state, batch)` returns the next state and anything to be shown. It is called as
+            it is: compile it yourself, over the island's own devices.
+        outer: an Optax transformation that exchanges in one message, made with `axis_name=None`,
+            such as `jaxsparse.outer.sparse_loco(axis_name=None)`. Of the systems, these are
+            `dense`, `top_k`, `chunked_top_k`, `dgc`, `dragonn`, `ms_topk`, `demo` and
+            `quantized(gather=True)`. Where uncompressed leaves matter, compress all
+            (`is_dense=lambda *_: False`): they have no residual. Schedules count rounds.
+        store: where islands meet.
+        name: this island's name: letters, digits, "-" and "_".
+        every: local steps in a round, H. Islands may differ in it.
+        quorum: the least number of islands that decide on a round. With fewer, all wait.
+        grace: seconds after its own message, after which an island no longer waits for those that
+            were there in the last round. An island that dies costs the others this time, once.
+        overlap: number of steps that are made beside an exchange, less than `every`.
+        mixing: None: moves made during an exchange are kept. A number in [0, 1) is the weight of
+            the island's own parameters against the global ones, as in Streaming DiLoCo.
+        snapshots: rounds from one snapshot to the next. The island whose turn it is writes it.
+        weighted: whether messages count by weights, which each call of a step gives, such as its
+            number of tokens. Otherwise all count alike. All islands must agree.
+        params: function that picks the parameters from a state, see `jaxsparse.LocalSteps`.
+        poll: seconds from one look at the store to the next.
+        patience: seconds without an answer from the store, after which training ends with an error.
+        alone: number of steps that an island goes on beyond `overlap` while the store does not
+            answer.
+
+    Raises:
+        ValueError: settings out of range. From `join`: see `Member.join`; `outer` exchanges
+            nothing, or not in one message; or there are several processes.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        outer: optax.GradientTransformation,
+        store: Objects,
+        *,
+        name: str,
+        every: int,
+        quorum: int = 1,
+        grace: float = 60.0,
+        overlap: int = 0,
+        mixing: float | None = None,
+        snapshots: int = 10,
+        weighted: bool = False,
+        params: Select | None = None,
+        poll: float = 0.2,
+        patience: float = 600.0,
+        alone: int = 0,
+    ) -> None:
+        for label, value, least in (
+            ("every", every, 1),
+            ("quorum", quorum, 1),
+            ("snapshots", snapshots, 1),
+            ("overlap", overlap, 0),
+            ("alone", alone, 0),
+        ):
+            if static_int(label, value) < least:
+                raise ValueError(f"{label}={value} must be at least {least}")
+        if overlap >= every:
+            raise ValueError(
+                f"overlap={overlap} must be less than every={every}: an exchange must arrive "
+                "before the next one begins"
+            )
+        for label, seconds in (("grace", grace), ("poll", poll), ("patience", patience)):
+            if not static_float(label, seconds) >= 0:
+                raise ValueError(f"{label}={seconds} must be a number of seconds, at least 0")
+        if mixing is not None and not 0 <= static_float("mixing", mixing) < 1:
+            raise ValueError(f"mixing={mixing} must lie in [0, 1), or be None")
+        self.step, self.every, self.overlap, self.alone = step, every, overlap, alone
+        self._poll, self._patience = poll, patience
+        life = f"{time.time_ns():x}-{secrets.token_hex(4)}"
+        self._member = Member(
+            Arithmetic(outer, params or params_of, mixing, weighted),
+            store,
+            name,
+            life,
+            quorum=quorum,
+            grace=grace,
+            snapshots=snapshots,
+            weighted=weighted,
+        )
+        self._running: _Running | None = None
+        self._waiting = 0.0
+        self._round = 0
+
+    def join(self, state: Any) -> IslandState:
+        """The state to go on from: of the run in the store, or the first state of a new run.
+
+        Args:
+            state: a training state, or the `IslandState` that this island saved. It is not donated.
+
+        Raises:
+            ValueError: see `Islands`.
+            ConnectionError: the store does not answer.
+        """
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"this island has {jax.process_count()} processes, but only islands of one process "
+                "are possible so far: use jaxsparse.LocalSteps within jax.distributed"
+            )
+        self._running = None
+        joined = self._member.join(state)
+        self._round = joined.round
+        return joined
+
+    def __call__(
+        self, state: IslandState, batch: Any, weight: float | None = None
+    ) -> tuple[IslandState, Any]:
+        """One step, and what is due of an exchange.
+
+        Args:
+            state: from `join`, or from the call before.
+            batch: the batch of this island's step.
+            weight: what the step counts in the mean, above 0, if `weighted`.
+
+        Returns:
+            The next state, and the second result of `step`.
+        """
+        if (weight is not None) != self._member.weighted or (weight is not None and not weight > 0):
+            raise ValueError(
+                f"weight={weight}, but weighted={self._member.weighted}: give each step a number "
+                "above 0 if messages are weighted, and none if not"
+            )
+        worker, out = self.step(state.worker, batch)
+        state = state._replace(
+            worker=worker,
+            steps=state.steps + 1,
+            owed_steps=state.owed_steps + 1,
+            weight=state.weight + (weight or 0.0),
+        )
+        if state.steps >= self.overlap:
+            state = self._waited(state)
+        if self._running is None and state.steps >= self.every:
+            state = self._begun(state)
+            if self.overlap == 0:
+                state = self._waited(state)
+        return state, out
+
+    def leave(self, state: IslandState) -> IslandState:
+        """Ends training on this island: exchanges what it still has to say, and waits for that.
+
+        Others go on. If the message comes too late, it stays in the returned state's residual.
+        """
+        state = self._arrived(state)
+        if state.steps:
+            state = self._arrived(self._begun(state))
+        return state
+
+    def status(self) -> Status:
+        """How this island stands."""
+        reports = tuple(self._member.reports[-_REPORTS:])
+        own = [report for report in reports if report.sent]
+        running = self._running
+        return Status(
+            self._member.name,
+            self._round,
+            reports,
+            sum(report.counted for report in own),
+            len(own),
+            sum(report.sent for report in own),
+            sum(report.received for report in reports),
+            self._waiting,
+            None if running is None else running.trouble,
+        )
+
+    def _begun(self, state: IslandState) -> IslandState:
+        state, exchange = self._member.begin(state)
+        if exchange is not None:
+            self._running = _Running(exchange, self._poll, self._patience)
+        return state
+
+    def _waited(self, state: IslandState) -> IslandState:
+        """As `_arrived`, unless the store does not answer and the island may go on alone."""
+        over = state.steps - self.overlap if state.steps else 0
+        if self._running is None or (over < self.alone and self._running.is_stuck()):
+            return state
+        return self._arrived(state)
+
+    def _arrived(self, state: IslandState) -> IslandState:
+        if self._running is None:
+            return state
+        began = time.monotonic()
+        exchange = self._running.result()
+        self._waiting += time.monotonic() - began
+        self._running = None
+        state = self._member.finish(state, exchange)
+        self._round = state.round
+        return state
+
+
+class _Running:
+    """An exchange in a thread."""
+
+    def __init__(self, exchange: Exchange, poll: float, patience: float) -> None:
+        self.trouble: str | None = None
+        self._exchange = exchange
+        self._poll, self._patience = poll, patience
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
+        self._thread.start()
+
+    def is_stuck(self) -> bool:
+        """Waits until it is done or the store does not answer. Returns whether that is so."""
+        while self._thread.is_alive() and self.trouble is None:
+            self._thread.join(self._poll)
+        return self._thread.is_alive()
+
+    def result(self) -> Exchange:
+        """The exchange, at its end. Raises what ended it."""
+        while self._thread.is_alive():
+            self._thread.join(1.0)  # so that signals are heard
+        if self._error is not None:
+            raise self._error
+        return self._exchange
+
+    def _run(self) -> None:
+        silent_since: float | None = None
+        wait = self._poll
+        try:
+            while True:
+                try:
+                    if self._exchange.advance():
+                        return
+                    self.trouble, silent_since, wait = None, None, self._poll
+                except UnreachableError as error:
+                    now = time.monotonic()
+                    self.trouble = str(error)
+                    silent_since = now if silent_since is None else silent_since
+                    if now - silent_since > self._patience:
+                        raise
+                    wait = min(2 * wait + 0.01, 10.0)
+                time.sleep(wait)
+        except BaseException as error:  # for the thread that trains
+            self._error = error

@@ -1,0 +1,413 @@
+"""One island in its rounds, without threads and without waiting.
+
+A round is an `Exchange`: it posts, looks whether there is a decision, reads messages that count,
+and works out the next global parameters. Each of its steps can be tried again if the store does not
+answer. If other decisions follow at once, this island was late, and the exchange goes on with them.
+"""
+
+import time
+import warnings
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsparse.arrays.layout import narrow
+from jaxsparse.islands.arithmetic import Arithmetic, Begun, Shared, merged
+from jaxsparse.islands.records import BrokenError, Decision, from_snapshot, to_snapshot
+from jaxsparse.islands.rounds import GoneError, Rounds
+from jaxsparse.islands.store import Objects, check_name
+
+
+class IslandState(NamedTuple):
+    """The training state of an island. Save it as it is: with it an island goes on where it was.
+
+    Attributes:
+        worker: the island's own training state.
+        params: the global parameters at the start of the round, equal on all islands, in float32 or
+            wider. Evaluate these.
+        outer: the state of the outer optimizer, with this island's residual.
+        round: the number of the round, int.
+        steps: steps since the round began, int.
+        weight: what this island has to say since its last message that counted, float.
+        owed_steps: the steps behind that, int.
+    """
+
+    worker: Any
+    params: Any
+    outer: Any
+    round: int
+    steps: int
+    weight: float
+    owed_steps: int
+
+
+class Report(NamedTuple):
+    """What became of a round, seen from an island.
+
+    Attributes:
+        round: its number.
+        members: the islands whose messages counted.
+        counted: whether this island's did.
+        waited: seconds from its message to the decision, or None if it only replayed the round.
+        received: bytes of messages that it read.
+        sent: bytes of its own message.
+        applied: whether the sum was applied. It is not, if it overflows.
+        digest: digest of what islands share as the next round begins.
+    """
+
+    round: int
+    members: tuple[str, ...]
+    counted: bool
+    waited: float | None
+    received: int
+    sent: int
+    applied: bool
+    digest: str
+
+
+class Member:
+    """An island's name, its arithmetic and its view of the store.
+
+    Args:
+        arithmetic: the compiled programs. Members in one process may share them.
+        store: the store.
+        name: its name.
+        life: a random number of this process.
+        quorum: see `Islands`.
+        grace: see `Islands`.
+        snapshots: see `Islands`.
+        weighted: see `Islands`.
+        clock: seconds, for differences alone.
+    """
+
+    def __init__(
+        self,
+        arithmetic: Arithmetic,
+        store: Objects,
+        name: str,
+        life: str,
+        *,
+        quorum: int,
+        grace: float,
+        snapshots: int,
+        weighted: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.arithmetic, self.store, self.clock = arithmetic, store, clock
+        self.name, self.life = check_name(name), life
+        self.quorum, self.grace, self.every_snapshot = quorum, grace, snapshots
+        self.weighted = weighted
+        self.rank = zlib.crc32(name.encode()) & 0x7FFFFFFF
+        self.reports: list[Report] = []
+        self._rounds: Rounds | None = None
+        self.settings, self.words = "", 0
+
+    @property
+    def rounds(self) -> Rounds:
+        assert self._rounds is not None, "join first"
+        return self._rounds
+
+    def join(self, state: Any) -> IslandState:
+        """The state to go on from: the newest snapshot and decisions since, or the first of all.
+
+        Args:
+            state: a training state, or an `IslandState` that this island saved.
+
+        Raises:
+            ValueError: the store holds another run, or none although the state is of a later round.
+            UnreachableError: the store does not answer.
+        """
+        own = state.worker if isinstance(state, IslandState) else state
+        shared = self.arithmetic.start(own)
+        self._prepare(shared, own)
+        if isinstance(state, IslandState):
+            return self._back(state)
+        found = self._newest(shared)
+        if found is None:
+            self.rounds.keep(0, self._snapshot(shared, 0))
+            # That of another island, if it was first.
+            found = self._newest(shared)
+        if found is None:
+            raise ValueError(
+                f"{self.store} holds no snapshot that this run can read (see the warnings): give a "
+                "run a prefix of its own, and the same settings to all of its islands"
+            )
+        catching_up = Exchange(self, *found, self.arithmetic.own(own), None)
+        while not catching_up.advance():
+            pass
+        shared, round = catching_up.shared, catching_up.round
+        worker = self.arithmetic.put_back(own, shared.params)
+        return IslandState(worker, *shared, round, 0, 0.0, 0)
+
+    def _back(self, state: IslandState) -> IslandState:
+        """A saved state, after the rounds that have passed since."""
+        if not self.rounds.snapshots():
+            raise ValueError(
+                f"{self.store} holds no run, but the state is of its round {state.round}: give the "
+                "URL of that run, or join with state.worker to begin another one"
+            )
+        shared = Shared(state.params, state.outer)
+        own = self.arithmetic.own(state.worker)
+        catching_up = Exchange(self, shared, int(state.round), own, None)
+        begun = catching_up.idle()
+        while not catching_up.advance():
+            pass
+        shared = catching_up.shared
+        if catching_up.was_sent:
+            # Its former life sent more than this state knows of.
+            worker = self.arithmetic.put_back(state.worker, shared.params)
+            return IslandState(worker, *shared, catching_up.round, 0, 0.0, 0)
+        worker = self.arithmetic.go_on(state.worker, begun, shared.params)
+        return state._replace(
+            worker=worker, params=shared.params, outer=shared.outer, round=catching_up.round
+        )
+
+    def begin(self, state: IslandState) -> tuple[IslandState, "Exchange | None"]:
+        """Ends the local steps of a round: the state to go on from, and the exchange to advance.
+
+        If parameters are not finite, there is no exchange: the island starts the round anew.
+        """
+        shared = Shared(state.params, state.outer)
+        own = self.arithmetic.own(state.worker)
+        begun = self.arithmetic.begin(own, shared, self.rank)
+        if not bool(begun.finite):
+            warnings.warn(
+                f"parameters of {self.name} are not finite in round {state.round}: it starts the "
+                "round anew from the global ones, and sends nothing",
+                stacklevel=3,
+            )
+            worker = self.arithmetic.put_back(state.worker, state.params)
+            return state._replace(worker=worker, steps=0, weight=0.0, owed_steps=0), None
+        exchange = Exchange(self, shared, state.round, own, begun)
+        exchange.weight = state.weight if self.weighted else 1.0
+        exchange.steps = state.owed_steps
+        return state._replace(steps=0), exchange
+
+    def finish(self, state: IslandState, exchange: "Exchange") -> IslandState:
+        """The state after an exchange, with the moves that the island made meanwhile."""
+        assert exchange.begun is not None
+        assert exchange.is_done
+        shared = exchange.shared
+        worker = self.arithmetic.go_on(state.worker, exchange.begun, shared.params)
+        if exchange.counted:
+            state = state._replace(
+                weight=max(state.weight - exchange.weight, 0.0) if self.weighted else 0.0,
+                owed_steps=state.owed_steps - exchange.steps,
+            )
+        return state._replace(
+            worker=worker, params=shared.params, outer=shared.outer, round=exchange.round
+        )
+
+    def _prepare(self, shared: Shared, own: Any) -> None:
+        self.words, self.settings = self.arithmetic.described(shared, self.arithmetic.own(own))
+        self._rounds = Rounds(
+            self.store,
+            self.name,
+            self.life,
+            settings=self.settings,
+            words=self.words,
+            quorum=self.quorum,
+            grace=self.grace,
+        )
+
+    def _newest(self, shared: Shared, after: int = -1) -> tuple[Shared, int] | None:
+        """The newest snapshot that can be read, of a round past `after`, and this round."""
+        for round in reversed(self.rounds.snapshots()):
+            if round <= after:
+                return None
+            data = self.rounds.snapshot(round)
+            if data is None:
+                continue
+            try:
+                like = self.arithmetic.like(shared)
+                arrays = from_snapshot(data, round, self.settings, like)
+            except BrokenError as error:
+                warnings.warn(f"the snapshot of round {round} is left out: {error}", stacklevel=2)
+                continue
+            return self.arithmetic.from_arrays(arrays, shared), round
+        return None
+
+    def _snapshot(self, shared: Shared, round: int) -> bytes:
+        return to_snapshot(round, self.settings, self.arithmetic.arrays(shared))
+
+
+class Exchange:
+    """A round of one island, as far as it has come, and the rounds after it if it was late.
+
+    Args:
+        member: the island.
+        shared: what islands share as the round begins.
+        round: the round.
+        own: the island's own parameters, for their dtypes.
+        begun: its half of the exchange, or None to replay rounds only.
+
+    Attributes:
+        is_done: whether it is at an end.
+        shared: what islands share now, with what is this island's own.
+        round: the next round.
+        counted: whether its message counted.
+        was_sent: whether a former life of it sent messages that counted.
+    """
+
+    def __init__(
+        self, member: Member, shared: Shared, round: int, own: Any, begun: Begun | None
+    ) -> None:
+        self._member, self._own = member, own
+        self.shared, self.round, self.begun = shared, round, begun
+        self.weight, self.steps = 1.0, 0
+        self.counted = self.was_sent = self.is_done = False
+        self._posted_at: float | None = None
+        self._is_settled = begun is None  # whether the round of its own message is over
+        self._snapshot: tuple[int, bytes] | None = None
+        self._digest: str | None = None
+
+    def advance(self) -> bool:
+        """Goes on as far as it can without waiting for others. Returns whether it is done.
+
+        Raises:
+            UnreachableError: the store did not answer. Call it again.
+            GoneError: a message that counts is not to be had, and no snapshot after it either.
+        """
+        rounds, clock = self._member.rounds, self._member.clock
+        if self._snapshot is not None:
+            self._keep()
+        if not self._is_settled:
+            assert self.begun is not None
+            if self._posted_at is None:
+                words = np.asarray(self.begun.words)
+                rounds.post(self.round, words, self.weight, self.steps, self._digest_now())
+                self._posted_at = clock()
+            waited = clock() - self._posted_at
+            decision = rounds.advance(self.round, waited)
+            if decision is None:
+                return False
+            self._absorb(decision, self.begun, waited)
+        while (decision := rounds.decided(self.round)) is not None:
+            self._absorb(decision, None, None)
+        self.is_done = True
+        return True
+
+    def idle(self) -> Begun:
+        """An exchange that began right from the global parameters."""
+        own = jax.tree.map(lambda g, w: narrow(g, w.dtype), self.shared.params, self._own)
+        return self._member.arithmetic.begin(own, self.shared, self._member.rank)
+
+    def _absorb(self, decision: Decision, begun: Begun | None, waited: float | None) -> None:
+        """Goes over to the next round. It changes nothing if the store fails on the way."""
+        member, arithmetic = self._member, self._member.arithmetic
+        try:
+            messages = member.rounds.read(decision)
+        except GoneError:
+            self._jump(begun)
+            return
+        drifted = bool(decision.members) and decision.digest != self._digest_now()
+        lives = {each.name: each.life for each in decision.members}
+        counts = lives.get(member.name) == member.life
+        is_former = member.name in lives and not counts
+        half = self.idle() if begun is None else begun
+        before, applied = self.shared, False
+        if messages:
+            weights = None
+            if member.weighted:
+                weights = np.array([each.weight for each in decision.members], np.float32)
+            after, ok = arithmetic.shared(np.stack(messages), weights, half, before)
+            applied = bool(ok)
+        else:
+            after = before
+        if begun is None or not counts:
+            after = merged(after, arithmetic.owed(half, before))
+        if is_former:
+            if begun is not None:
+                warnings.warn(
+                    f"another process posts as {member.name}: give each island a name of its own",
+                    stacklevel=2,
+                )
+            self.was_sent = True
+            after = arithmetic.without_debts(after)
+        if drifted:
+            found = member._newest(after)
+            warnings.warn(
+                f"in round {decision.round} {member.name} began from other parameters than most: "
+                "another kind of device or another compiler, or an error of memory. It reloads "
+                f"the snapshot of round {found[1] if found else '?'}, and replays",
+                stacklevel=2,
+            )
+            if found is not None and found[1] <= decision.round:
+                self.shared, self.round = found
+                self._settle(counts, after)
+                return
+        self.shared, self.round = _placed(after, before), decision.round + 1
+        self._digest = None
+        self._settle(counts, None, begun is not None)
+        member.reports.append(
+            Report(
+                decision.round,
+                tuple(lives),
+                counts,
+                waited,
+                sum(4 * len(each) for each in messages),
+                4 * member.words if begun is not None else 0,
+                applied,
+                self._digest_now(),
+            )
+        )
+        self._take_turn(tuple(lives))
+
+    def _settle(self, counts: bool, own: Shared | None, is_own_round: bool = True) -> None:
+        if own is not None:
+            self.shared = merged(self.shared, own.outer)
+            self._digest = None
+        if is_own_round:
+            self.counted |= counts
+            self._is_settled = True
+
+    def _jump(self, begun: Begun | None) -> None:
+        """Goes on from a snapshot, because messages on the way are gone."""
+        member = self._member
+        found = member._newest(self.shared, after=self.round)
+        if found is None:
+            raise GoneError(
+                f"messages of round {self.round} are gone from {member.store}, and there is no "
+                "later snapshot: somebody deletes objects of this run"
+            )
+        if begun is not None:
+            own = member.arithmetic.owed(begun, self.shared)
+            found = merged(found[0], own), found[1]
+        self.shared, self.round = found
+        self._digest = None
+        self._is_settled = True
+
+    def _take_turn(self, members: tuple[str, ...]) -> None:
+        """Prepares a snapshot if it is this island's turn, or if those before missed theirs."""
+        every, member = self._member.every_snapshot, self._member
+        if self.round % every or not members:
+            return
+        is_ours = members[self.round // every % len(members)] == member.name
+        if is_ours or self.round - max(member.rounds.snapshots(), default=0) > every:
+            self._snapshot = self.round, member._snapshot(self.shared, self.round)
+            self._keep()
+
+    def _keep(self) -> None:
+        assert self._snapshot is not None
+        self._member.rounds.keep(*self._snapshot)
+        self._snapshot = None
+
+    def _digest_now(self) -> str:
+        if self._digest is None:
+            low, high = np.asarray(self._member.arithmetic.digest(self.shared)).tolist()
+            self._digest = f"{high:08x}{low:08x}"
+        return self._digest
+
+
+def _placed(shared: Shared, like: Shared) -> Shared:
+    """`shared`, its arrays spread over the devices as those of `like`."""
+
+    def place(x: Any, old: Any) -> Any:
+        old = jnp.asarray(old)
+        return x if x.sharding == old.sharding else jax.device_put(x, old.sharding)
+
+    return jax.tree.map(place, shared, like)

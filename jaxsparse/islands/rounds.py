@@ -1,0 +1,239 @@
+"""Agreement by an object store: what counts in a round is what the first decision says.
+
+    messages/RRRRRRRR/NAME.LIFE    what an island sends in a round
+    decisions/RRRRRRRR             whose messages count, in order: created once, by whoever is first
+    snapshots/RRRRRRRR             parameters and outer state as a round begins, now and then
+
+Two islands that cannot see each other may both propose, but one decision alone can be created. All
+read the one that stands. So members need no clock in common, no leader and no list of members.
+
+Decisions are kept for ever: some hundred bytes a round are the log of the run. If old ones were
+deleted, an island that slept for long could decide such a round a second time. Messages and older
+snapshots go once two newer snapshots stand.
+"""
+
+import collections
+import dataclasses
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxsparse.islands.records import (
+    BrokenError,
+    Decision,
+    Member,
+    Message,
+    checksum,
+    words_of,
+)
+from jaxsparse.islands.store import NAME, Objects
+
+_KEPT = 2  # snapshots
+
+
+class GoneError(LookupError):
+    """A message that a decision names is not in the store, or is another one."""
+
+
+@dataclasses.dataclass
+class _Read:
+    """A message that was read and found good."""
+
+    message: Message
+    words: np.ndarray
+    checksum: str
+
+
+class Rounds:
+    """An island's view of the rounds. It blocks for the store alone, and never waits for others.
+
+    Args:
+        store: the store.
+        name: this island.
+        life: a random number of this process.
+        settings: digest that all members share, see `records.Record`.
+        words: number of words of a message.
+        quorum: the least number of messages that count in a round.
+        grace: seconds after an island's own message, after which it waits no longer for those that
+            were there in the last round.
+    """
+
+    def __init__(
+        self,
+        store: Objects,
+        name: str,
+        life: str,
+        *,
+        settings: str,
+        words: int,
+        quorum: int,
+        grace: float,
+    ) -> None:
+        self.store, self.name, self.life = store, name, life
+        self.settings, self.words = settings, words
+        self.quorum, self.grace = quorum, grace
+        self._good: dict[str, _Read] = {}  # by key, of the round that is awaited
+        self._bad: set[str] = set()
+        self._expected: tuple[int, frozenset[str]] = (-1, frozenset())
+
+    def post(self, round: int, words: np.ndarray, weight: float, steps: int, digest: str) -> None:
+        """Sends this island's message. A second time it changes nothing."""
+        message = Message(round, self.settings, self.name, self.life, weight, steps, digest)
+        self.store.create(
+            self._message_key(round, self.name, self.life),
+            message.to_bytes(np.ascontiguousarray(words, "<u4").tobytes()),
+        )
+
+    def decided(self, round: int) -> Decision | None:
+        """The decision of a round, or None as long as there is none.
+
+        A decision that can't be read has no members. All islands read the same, and go on.
+        """
+        data = self.store.get(_decision_key(round))
+        if data is None:
+            return None
+        try:
+            return Decision.from_bytes(data, round, self.settings)[0]
+        except BrokenError as error:
+            warnings.warn(
+                f"the decision of round {round} can't be read: {error}. So nobody's message counts "
+                "in this round, and all keep theirs",
+                stacklevel=2,
+            )
+            return Decision(round, self.settings, (), "", "")
+
+    def advance(self, round: int, waited: float) -> Decision | None:
+        """The decision of a round, which this island makes if it is time. Else None.
+
+        Args:
+            round: the round, in which this island has posted.
+            waited: seconds since then, by its own clock.
+        """
+        decision = self.decided(round)
+        if decision is not None:
+            return decision
+        found = self._posted(round)
+        if self._expected[0] != round:
+            # Those that came late in the last round are expected, too. Else one that is always
+            # a little later than the others would never count.
+            last = self._keys(round - 1) if round else []
+            self._expected = round, frozenset(name for name, _ in last)
+        expected = self._expected[1]
+        is_complete = bool(expected) and expected <= {each.message.name for each in found}
+        if len(found) < self.quorum or not (is_complete or waited >= self.grace):
+            return None
+        digests = collections.Counter(each.message.digest for each in found)
+        decision = Decision(
+            round,
+            self.settings,
+            tuple(
+                Member(m.message.name, m.message.life, m.message.weight, m.checksum) for m in found
+            ),
+            max(sorted(digests), key=digests.__getitem__),
+            self.name,
+        )
+        self.store.create(_decision_key(round), decision.to_bytes())
+        return self.decided(round)
+
+    def read(self, decision: Decision) -> list[np.ndarray]:
+        """The words of the messages that count, in their order.
+
+        Raises:
+            GoneError: one is not there any more.
+        """
+        found = []
+        for member in decision.members:
+            key = self._message_key(decision.round, member.name, member.life)
+            good = self._good.get(key)
+            if good is None or good.checksum != member.checksum:
+                data = self.store.get(key)
+                if data is None or checksum(data) != member.checksum:
+                    what = "is not there" if data is None else "is another one than decided on"
+                    raise GoneError(
+                        f"the message of {member.name} in round {decision.round} {what}"
+                    )
+                try:
+                    good = self._checked(key, data, decision.round, member.name, member.life)
+                except BrokenError as error:
+                    raise GoneError(f"the message {key} can't be read: {error}") from None
+            found.append(good.words)
+        self._good.clear()
+        self._bad.clear()
+        return found
+
+    def snapshots(self) -> list[int]:
+        """The rounds that have a snapshot, ascending."""
+        return [int(name) for name in self.store.names("snapshots") if _is_round(name)]
+
+    def snapshot(self, round: int) -> bytes | None:
+        """The snapshot of a round."""
+        return self.store.get(_snapshot_key(round))
+
+    def keep(self, round: int, snapshot: bytes) -> bool:
+        """Creates the snapshot of a round, and deletes what is not needed any more."""
+        is_first = self.store.create(_snapshot_key(round), snapshot)
+        rounds = self.snapshots()
+        old, kept = rounds[:-_KEPT], rounds[-_KEPT:]
+        if old:
+            for each in range(old[0], kept[0]):
+                self.store.delete([_folder(each) + "/" + key for key in self._all_keys(each)])
+            # Last, so that what an interruption left is found the next time.
+            self.store.delete([_snapshot_key(each) for each in old])
+        return is_first
+
+    def _posted(self, round: int) -> list[_Read]:
+        """The good messages of a round, one for each island, by name."""
+        by_name = {}
+        for name, life in self._keys(round):  # of two lives, the last in the order of keys
+            key = self._message_key(round, name, life)
+            if key not in self._good and key not in self._bad:
+                data = self.store.get(key)
+                if data is None:
+                    continue
+                try:
+                    self._good[key] = self._checked(key, data, round, name, life)
+                except BrokenError as error:
+                    self._bad.add(key)
+                    warnings.warn(f"the message {key} is left out: {error}", stacklevel=4)
+            if key in self._good:
+                by_name[name] = self._good[key]
+        return [by_name[name] for name in sorted(by_name)]
+
+    def _checked(self, key: str, data: bytes, round: int, name: str, life: str) -> _Read:
+        message, body = Message.from_bytes(data, round, self.settings)
+        if (message.name, message.life) != (name, life):
+            raise BrokenError(f"it says that it is {message.name}.{message.life}")
+        return _Read(message, words_of(body, self.words), checksum(data))
+
+    def _keys(self, round: int) -> list[tuple[str, str]]:
+        """Names and lives of the messages of a round. Other objects are not ours."""
+        pairs = [key.split(".") for key in self._all_keys(round)]
+        return [
+            (pair[0], pair[1])
+            for pair in pairs
+            if len(pair) == 2 and all(NAME.fullmatch(part) for part in pair)
+        ]
+
+    def _all_keys(self, round: int) -> Sequence[str]:
+        return self.store.names(_folder(round))
+
+    @staticmethod
+    def _message_key(round: int, name: str, life: str) -> str:
+        return f"{_folder(round)}/{name}.{life}"
+
+
+def _folder(round: int) -> str:
+    return f"messages/{round:08d}"
+
+
+def _decision_key(round: int) -> str:
+    return f"decisions/{round:08d}"
+
+
+def _snapshot_key(round: int) -> str:
+    return f"snapshots/{round:08d}"
+
+
+def _is_round(name: str) -> bool:
+    return len(name) >= 8 and name.isascii() and name.isdigit()

@@ -1,0 +1,148 @@
+"""Where islands meet: a folder, a bucket, or memory. Four operations are enough.
+
+An object is created once and never changed. Whoever creates it first is right, and all others read
+what stands there. Folders, S3, GCS and Azure do that atomically, and so do servers that speak S3.
+"""
+
+import contextlib
+import os
+import re
+from typing import Any, Protocol
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+class UnreachableError(ConnectionError):
+    """The store did not answer, or could not keep what it was given. Trying again may help."""
+
+
+class Objects(Protocol):
+    """What islands need of a store.
+
+    Keys are relative paths with "/". All methods may raise `UnreachableError`, also
+    after they did what was asked for.
+    """
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Keeps `data` under a key, unless there is an object already. Returns whether it did."""
+
+    def get(self, key: str) -> bytes | None:
+        """The object under a key, or None."""
+
+    def names(self, folder: str) -> list[str]:
+        """The names of objects right in a folder, sorted."""
+
+    def delete(self, keys: list[str]) -> None:
+        """Removes objects. Those that are not there don't matter."""
+
+
+class Store:
+    """An object store behind a URL, by obstore (`pip install 'jaxsparse[islands]'`).
+
+    Args:
+        url: a folder, as a path or as "file:///...", "memory://" for tests in one process, or a
+            bucket and a prefix: "s3://bucket/run-7", "gs://bucket/run-7", "az://container/run-7".
+            Each run has a prefix of its own. Nothing outside of it is read or written.
+        options: what `obstore.store.from_url` takes besides, such as `region=`, `config=`,
+            `client_options=`, `credential_provider=`. Credentials are found as obstore finds them,
+            and never shown.
+
+    Raises:
+        ModuleNotFoundError: obstore is not installed.
+        ValueError: the URL or an option is not known to obstore.
+
+    >>> store = Store("memory://")
+    >>> store.create("a/b", b"first"), store.create("a/b", b"second"), store.get("a/b")
+    (True, False, b'first')
+    >>> store.names("a"), store.names("b"), store.get("a/c")
+    (['b'], [], None)
+    """
+
+    def __init__(self, url: str | os.PathLike[str], **options: Any) -> None:
+        try:
+            import obstore
+            from obstore import store as stores
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "islands meet at an object store, by obstore: pip install 'jaxsparse[islands]'"
+            ) from error
+        self.url = os.fspath(url)
+        try:
+            if self.url == "memory://":
+                self._store: Any = stores.MemoryStore()
+            elif "://" not in self.url:
+                self._store = stores.LocalStore(os.path.abspath(self.url), mkdir=True)
+            elif self.url.startswith("file://"):
+                self._store = stores.LocalStore(self.url.removeprefix("file://"), mkdir=True)
+            else:
+                self._store = stores.from_url(self.url, **options)
+        except (obstore.exceptions.BaseError, ValueError, TypeError, OSError) as error:
+            raise ValueError(f"url={self.url!r} is no store: {_first_line(error)}") from error
+        self._obstore = obstore
+        # What no second attempt mends.
+        self._final = (
+            obstore.exceptions.PermissionDeniedError,
+            obstore.exceptions.UnauthenticatedError,
+            obstore.exceptions.NotSupportedError,
+            obstore.exceptions.InvalidPathError,
+            obstore.exceptions.UnknownConfigurationKeyError,
+        )
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r})"
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See `Objects`."""
+        try:
+            self._tried(self._obstore.put, key, data, mode="create", use_multipart=False)
+        except self._obstore.exceptions.AlreadyExistsError:
+            return False
+        return True
+
+    def get(self, key: str) -> bytes | None:
+        """See `Objects`."""
+        try:
+            return self._tried(lambda store, key: bytes(self._obstore.get(store, key).bytes()), key)
+        except FileNotFoundError:
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        """See `Objects`."""
+        listed = lambda store, folder: self._obstore.list_with_delimiter(store, folder)["objects"]
+        return sorted(found["path"].rsplit("/", 1)[-1] for found in self._tried(listed, folder))
+
+    def delete(self, keys: list[str]) -> None:
+        """See `Objects`."""
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                self._tried(self._obstore.delete, key)
+
+    def _tried(self, operation: Any, *args: Any, **options: Any) -> Any:
+        errors = self._obstore.exceptions
+        try:
+            return operation(self._store, *args, **options)
+        except (errors.AlreadyExistsError, FileNotFoundError):
+            raise
+        except self._final as error:
+            raise PermissionError(f"{self} refuses {args[0]!r}: {_first_line(error)}") from None
+        except (errors.BaseError, OSError) as error:
+            raise UnreachableError(f"{self} does not answer: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    # What follows may hold whole requests.
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def check_name(name: str) -> str:
+    """The name of an island, which is part of its objects' keys.
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError(
+            f"name={name!r} must be 1 to 64 letters, digits, '-' and '_', the first one a letter "
+            "or a digit: it is part of file names"
+        )
+    return name

@@ -1,0 +1,665 @@
+"""Islands: rounds by an object store, through failures of all kinds."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference_islands as reference
+from hypothesis import HealthCheck, Phase, settings, strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from jax.tree_util import tree_flatten_with_path
+
+import jaxsparse
+from jaxsparse.islands import rounds as jaxsparse_rounds
+from jaxsparse.islands.store import UnreachableError
+
+NAMES = ("amsterdam", "bergen", "cork", "dover")
+MOVES = st.lists(st.integers(-8, 8), min_size=reference.SIZE, max_size=reference.SIZE)
+ISLANDS = st.integers(0, len(NAMES) - 1)
+
+
+class Island:
+    """One of them, alive or not, and what it has moved and delivered in this life."""
+
+    def __init__(self, link):
+        self.link, self.member, self.state, self.exchange, self.saved = link, None, None, None, None
+
+
+class Rounds(RuleBasedStateMachine):
+    """Any history: one decision a round, equal parameters, nothing lost but with a process."""
+
+    quorum, unit = 1, 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.store, self.time = reference.Memory(), 0.0
+        self.islands = [Island(reference.Link(self.store)) for _ in NAMES]
+        self.lives = itertools.count()
+        self.shared = {}  # what all have as a round begins, by round
+
+    @initialize()
+    def begins(self):
+        for i in range(2):
+            self.join(i, False)
+
+    @rule(i=ISLANDS, is_saved=st.booleans())
+    def join(self, i, is_saved):
+        island = self.islands[i]
+        if island.member is not None:
+            return
+        life = f"{next(self.lives):04d}"
+        island.member = reference.member(
+            island.link, NAMES[i], life, lambda: self.time, quorum=self.quorum
+        )
+        state = island.saved if is_saved and island.saved else reference.start()
+        try:
+            island.state = island.member.join(state)
+        except UnreachableError:
+            island.member = None
+            return
+        self.begin_account(island)
+
+    def begin_account(self, island):
+        """What the island owes at first, and what it moves and delivers from now on."""
+        island.account = reference.residual(island.state) + self.ahead(island.state)
+
+    def ahead(self, state):
+        """The displacement that is in no message yet."""
+        return np.asarray(state.params["w"] - state.worker[0]["w"]).reshape(-1)
+
+    @rule(i=ISLANDS, by=MOVES)
+    def train(self, i, by):
+        island = self.islands[i]
+        if island.member is not None:
+            by = np.float32(by) * np.float32(self.unit)
+            island.state = reference.moved(island.state, by)
+            island.account = island.account - by
+
+    @rule(i=ISLANDS)
+    def begin(self, i):
+        island = self.islands[i]
+        if island.member is not None and island.exchange is None:
+            island.state, island.exchange = island.member.begin(island.state)
+
+    @rule(i=ISLANDS)
+    def advance(self, i):
+        island = self.islands[i]
+        if island.exchange is None:
+            return
+        try:
+            is_done = island.exchange.advance()
+        except UnreachableError:
+            return
+        if is_done:
+            if island.exchange.counted:
+                island.account = island.account - self.delivered(island)
+            island.state = island.member.finish(island.state, island.exchange)
+            island.exchange = None
+            self.balance(island)
+
+    def delivered(self, island):
+        return np.asarray(reference.decoded(island.exchange.begun.words[None]))
+
+    def balance(self, island):
+        owed = reference.residual(island.state) + self.ahead(island.state)
+        np.testing.assert_allclose(owed, island.account, rtol=1e-4, atol=1e-3 * self.unit)
+
+    @rule(order=st.permutations(range(len(NAMES))), by=MOVES, seconds=st.sampled_from([0.0, 6.0]))
+    def turn(self, order, by, seconds):
+        """What goes on as long as nothing happens."""
+        for i in order:
+            self.train(i, by[i:] + by[:i])
+            self.begin(i)
+            self.advance(i)
+        self.time += seconds
+        for i in order:
+            self.advance(i)
+
+    @rule(order=st.permutations(range(len(NAMES))), by=MOVES, without=ISLANDS)
+    def turns(self, order, by, without):
+        """Rounds while one is asleep."""
+        for _ in range(3):
+            self.turn([i for i in order if i != without], by, 6.0)
+
+    @rule(i=ISLANDS)
+    def save(self, i):
+        island = self.islands[i]
+        if island.member is not None and island.exchange is None:
+            island.saved = island.state
+
+    @rule(i=ISLANDS)
+    def kill(self, i):
+        island = self.islands[i]
+        island.member = island.state = island.exchange = None
+        island.link.is_down = island.link.loses_answers = island.link.is_slow = False
+
+    @rule(i=ISLANDS, down=st.booleans(), loses=st.booleans(), slow=st.booleans())
+    def weather(self, i, down, loses, slow):
+        link = self.islands[i].link
+        link.is_down, link.loses_answers, link.is_slow = down, loses, slow
+
+    @rule(i=ISLANDS)
+    def arrive_late(self, i):
+        self.islands[i].link.deliver()
+
+    @rule(seconds=st.sampled_from([1.0, 6.0]))
+    def wait(self, seconds):
+        self.time += seconds
+
+    @invariant()
+    def all_agree(self):
+        for island in self.islands:
+            if island.state is None:
+                continue
+            leaves = tree_flatten_with_path((island.state.params, island.state.outer))[0]
+            found = [np.asarray(x) for path, x in leaves if "per_worker" not in str(path)]
+            known = self.shared.setdefault(island.state.round, found)
+            for one, other in zip(found, known):
+                np.testing.assert_array_equal(one, other)
+
+    def teardown(self):
+        """With the store back, all who live go on, if they are enough."""
+        alive = [island for island in self.islands if island.member is not None]
+        if len(alive) < self.quorum:
+            return
+        for island in self.islands:
+            island.link.is_down = island.link.loses_answers = island.link.is_slow = False
+            island.link.deliver()
+        goal = 2 + max((island.state.round for island in alive), default=0)
+        for _ in range(12):
+            for i, island in enumerate(self.islands):
+                if island.member is not None:
+                    self.begin(i)
+                    self.advance(i)
+            self.time += 6.0
+        assert all(island.state.round >= goal for island in alive)
+        self.all_agree()
+
+
+class Fractions(Rounds):
+    """Of an exchange that rounds, with a quorum. The order of sums matters."""
+
+    quorum, unit = 2, 0.1
+
+
+def run_histories(machine, count, steps=40):
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
+    options = settings(
+        max_examples=count,
+        stateful_step_count=steps,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=checks,
+        phases=[Phase.generate],  # shrinking would take minutes
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        run_state_machine_as_test(machine, settings=options)
+
+
+@pytest.mark.parametrize("machine", [Rounds, Fractions])
+def test_any_history(machine):
+    run_histories(machine, 25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [Rounds, Fractions])
+def test_many_histories(machine):
+    run_histories(machine, 500, steps=30)
+
+
+def ran(members, states, rounds, batches, clock):
+    """States after rounds in which all are in time. `batches[round][i]` moves island i."""
+    for round in range(rounds):
+        exchanges = []
+        for i, one in enumerate(members):
+            states[i], exchange = one.begin(reference.moved(states[i], batches[round][i]))
+            exchanges.append(exchange)
+        for exchange in exchanges:
+            exchange.advance()
+        clock.now += 10
+        for i, (one, exchange) in enumerate(zip(members, exchanges)):
+            assert exchange.advance()
+            states[i] = one.finish(states[i], exchange)
+    return states
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def joined(store, names, clock, **settings):
+    members = [
+        reference.member(store, name, f"{i}", clock, **settings) for i, name in enumerate(names)
+    ]
+    return members, [one.join(reference.start()) for one in members]
+
+
+def test_islands_without_failures_are_local_steps(clock):
+    """The same exchange, optimizer and moves. Gathered messages are added up in the same order."""
+    rounds, workers = 4, 3
+    moves = np.random.default_rng(0).normal(size=(rounds, workers, 1, 6)).astype(np.float32)
+    members, states = joined(reference.Memory(), NAMES[:workers], clock)
+    states = ran(members, states, rounds, moves, clock)
+
+    def step(state, batch):
+        params, count = state
+        return ({"w": params["w"] + batch.reshape(2, 3)}, count + 1), None
+
+    outer = optax.chain(
+        jaxsparse.top_k(0.4, is_dense=lambda *_: False), optax.sgd(1.0, momentum=0.5)
+    )
+    train = jaxsparse.LocalSteps(step, outer, workers, params=lambda state: state[0])
+    state = train.init(reference.start())
+    for t in range(rounds):
+        state, _ = train(state, jnp.asarray(moves[t].reshape(workers, 6)), t)
+    # The two programs may fuse multiplications and additions otherwise.
+    np.testing.assert_allclose(states[0].params["w"], state.params["w"], rtol=1e-6, atol=1e-6)
+    owed = np.stack([reference.residual(one) for one in states])
+    expected = np.asarray(state.outer[0][0].residual["w"].value).reshape(workers, -1)
+    np.testing.assert_allclose(owed, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_messages_are_added_up_in_the_decision_s_order(clock):
+    store = reference.Memory()
+    members, states = joined(store, NAMES[:3], clock)
+    ran(members, states, 1, [[np.full(6, i) for i in range(3)]], clock)
+    rounds = members[0].rounds
+    decision = rounds.decided(0)
+    assert [each.name for each in decision.members] == sorted(NAMES[:3])
+    turned = dataclasses.replace(decision, members=decision.members[::-1])
+    words = rounds.read(decision)
+    assert all((a == b).all() for a, b in zip(rounds.read(turned), words[::-1]))
+    assert not all((a == b).all() for a, b in zip(words, words[::-1]))
+
+
+def test_a_weight_is_a_share_of_the_mean(clock):
+    """10 steps beside 30 count 1 to 3. What an island owes is without its weight."""
+    programs = reference.arithmetic(weighted=True)
+    members = [
+        reference.member(store, name, "0", clock, programs=programs, weighted=True)
+        for store in [reference.Memory()]
+        for name in NAMES[:2]
+    ]
+    states = [one.join(reference.start()) for one in members]
+    states = [one._replace(weight=weight) for one, weight in zip(states, (10.0, 30.0))]
+    moves = [[np.float32([8, 0, 0, 0, 0, 1]), np.float32([0, 16, 0, 0, 0, 1])]]
+    states = ran(members, states, 1, moves, clock)
+    # Two of six entries travel: 8 and 1, and 16 and 1.
+    expected = [8 / 4, 16 * 3 / 4, 0, 0, 0, 1]
+    np.testing.assert_allclose(np.asarray(states[0].params["w"]).reshape(-1), expected, rtol=1e-6)
+    assert [one.weight for one in states] == [0, 0]
+
+
+def test_parameters_that_drifted_are_reloaded(clock):
+    members, states = joined(reference.Memory(), NAMES[:3], clock)
+    moves = np.random.default_rng(1).normal(size=(5, 3, 6))
+    states = ran(members, states, 2, moves, clock)
+    broken = jax.tree.map(lambda x: x.at[0, 0].add(2**-20), states[1].params)
+    states[1] = states[1]._replace(params=broken)
+    with pytest.warns(UserWarning, match="round 2 bergen began from other parameters than most"):
+        states = ran(members, states, 1, moves[2:], clock)
+    for one in states[1:]:
+        np.testing.assert_array_equal(one.params["w"], states[0].params["w"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        states = ran(members, states, 2, moves[3:], clock)
+    np.testing.assert_array_equal(states[1].params["w"], states[0].params["w"])
+
+
+def test_an_island_that_is_not_finite_sends_nothing_and_starts_anew(clock):
+    store = reference.Memory()
+    (one,), (state,) = joined(store, NAMES[:1], clock)
+    with pytest.warns(UserWarning, match="amsterdam are not finite in round 0"):
+        state, exchange = one.begin(reference.moved(state, [np.nan] * 6))
+    assert exchange is None
+    assert not store.names("messages/00000000")
+    np.testing.assert_array_equal(state.worker[0]["w"], 0)
+
+
+def test_a_run_goes_on_after_all_have_died(clock):
+    store = reference.Memory()
+    members, states = joined(store, NAMES[:2], clock)
+    moves = np.random.default_rng(1).normal(size=(5, 2, 6))
+    states = ran(members, states, 5, moves, clock)
+    (again,) = joined(store, ["new"], clock)[1]
+    assert again.round == 5
+    np.testing.assert_array_equal(again.params["w"], states[0].params["w"])
+    np.testing.assert_array_equal(again.worker[0]["w"], states[0].params["w"])
+    # And one that saved its state has its residual, too.
+    back = reference.member(store, NAMES[0], "later", clock).join(states[0])
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states[0])):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_a_former_life_sent_is_not_sent_twice(clock):
+    store = reference.Memory()
+    (one,), (state,) = joined(store, NAMES[:1], clock)
+    (saved,) = ran([one], [state], 1, [[np.arange(6)]], clock)
+    assert reference.residual(saved).any()
+    ran([one], [saved], 1, [[np.arange(6)]], clock)
+    back = reference.member(store, NAMES[0], "later", clock).join(saved)
+    assert back.round == 2
+    assert not reference.residual(back).any()
+
+
+def changed(data, at, by):
+    return data[:at] + by + data[at + len(by) :]
+
+
+def record(kind, body, **fields):
+    """An object with a right checksum, whatever it says."""
+    header = json.dumps({"kind": kind, **fields}).encode()
+    data = b"jaxisland1" + len(header).to_bytes(4, "little") + header + body
+    return data + hashlib.sha256(data).digest()
+
+
+def of_message(body=None, **fields):
+    usual = {
+        "round": 0,
+        "settings": "s",
+        "name": "eve",
+        "life": "0",
+        "weight": 1.0,
+        "steps": 1,
+        "digest": "d",
+    }
+    body = np.uint32([0, 1, 2]).tobytes() if body is None else body
+    return record("message", body, **{**usual, **fields})
+
+
+GOOD = of_message()
+BROKEN_MESSAGES = {
+    "empty": b"",
+    "short": GOOD[:20],
+    "cut in the middle": GOOD[: len(GOOD) // 2],
+    "cut at the end": GOOD[:-1],
+    "longer": GOOD + b"\0",
+    "no magic": b"x" + GOOD[1:],
+    "another version": changed(GOOD, 9, b"2"),
+    "a flipped bit of a word": changed(GOOD, len(GOOD) - 36, b"\x01"),
+    "a flipped bit of the checksum": GOOD[:-1] + bytes([GOOD[-1] ^ 1]),
+    "a header of 4 GB": record("message", b"")[:10] + b"\xff\xff\xff\xff" + GOOD[14:],
+    "no JSON": b"jaxisland1" + (3).to_bytes(4, "little") + b"{{{",
+    "nested JSON": record("message", b"", x=[[[[]]]]),
+    "a list": b"",
+    "another kind": record("decision", b"", round=0, settings="s", members=[], digest="", by=""),
+    "a field too many": of_message(more=1),
+    "no name": of_message(name=None),
+    "another island's": of_message(name="adam"),
+    "another life's": of_message(life="1"),
+    "a hostile name": of_message(name="../../x"),
+    "another round": of_message(round=7),
+    "a negative round": of_message(round=-1),
+    "a round that is true": of_message(round=True),
+    "a huge round": of_message(round=10**30),
+    "other settings": of_message(settings="t"),
+    "no weight": of_message(weight=0.0),
+    "a weight that is no number": of_message(weight=float("nan")),
+    "an infinite weight": of_message(weight=float("inf")),
+    "a huge weight": of_message(weight=10**400),
+    "a weight in words": of_message(weight="1"),
+    "too few words": of_message(b"\0" * 8),
+    "too many words": of_message(b"\0" * 16),
+    "half a word": of_message(b"\0" * 11),
+    "not finite": of_message(np.uint32([0x7FC00000, 1, 2]).tobytes()),
+}
+
+
+def rounds(store, name="adam", **settings):
+    usual = {"settings": "s", "words": 3, "quorum": 1, "grace": 5.0}
+    return jaxsparse_rounds.Rounds(store, name, "0", **{**usual, **settings})
+
+
+@pytest.mark.parametrize("kind", BROKEN_MESSAGES)
+def test_a_broken_message_is_left_out(kind):
+    store = reference.Memory()
+    store.objects["messages/00000000/eve.0"] = BROKEN_MESSAGES[kind]
+    one = rounds(store)
+    one.post(0, np.uint32([0, 5, 6]), 1.0, 1, "d")
+    with pytest.warns(UserWarning, match=r"eve\.0 is left out"):
+        decision = one.advance(0, 5.0)
+    assert [each.name for each in decision.members] == ["adam"]
+    (words,) = one.read(decision)
+    assert words.tolist() == [0, 5, 6]
+
+
+def test_a_good_message_counts():
+    """So what is wrong in the others is what their names say."""
+    store = reference.Memory()
+    store.objects["messages/00000000/eve.0"] = GOOD
+    one = rounds(store)
+    one.post(0, np.uint32([0, 5, 6]), 1.0, 1, "d")
+    decision = one.advance(0, 5.0)
+    assert [each.tolist() for each in one.read(decision)] == [[0, 5, 6], [0, 1, 2]]
+
+
+MEMBER = {"name": "adam", "life": "0", "weight": 1.0, "checksum": "0"}
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [],
+        None,
+        {},
+        [MEMBER, MEMBER],
+        [{**MEMBER, "name": "../x"}],
+        [{**MEMBER, "weight": -1.0}],
+        [{**MEMBER, "more": 1}],
+        ["adam"],
+    ],
+    ids=str,
+)
+def test_a_broken_decision_counts_for_nobody(members):
+    store = reference.Memory()
+    store.objects["decisions/00000000"] = record(
+        "decision", b"", round=0, settings="s", members=members, digest="d", by="eve"
+    )
+    one = rounds(store)
+    one.post(0, np.uint32([0, 5, 6]), 1.0, 1, "d")
+    with pytest.warns(UserWarning, match="decision of round 0 can't be read"):
+        decision = one.advance(0, 0.0)
+    assert decision.members == ()
+    assert one.read(decision) == []
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other arrays", "other shapes", "empty"])
+def test_an_island_joins_by_the_newest_snapshot_that_is_whole(damage, clock):
+    store = reference.Memory()
+    members, states = joined(store, NAMES[:1], clock, snapshots=2)
+    states = ran(members, states, 4, np.ones((4, 1, 6)), clock)
+    assert store.names("snapshots") == ["00000002", "00000004"]
+    newest = store.objects["snapshots/00000004"]
+    leaf = {"path": "x", "shape": [10**12], "dtype": "float32"}
+    store.objects["snapshots/00000004"] = {
+        "cut": newest[:-40],
+        "flipped": newest[:-40] + b"\x01" + newest[-39:],
+        "other arrays": record("snapshot", b"", round=4, settings=members[0].settings, leaves=[]),
+        "other shapes": record(
+            "snapshot", b"", round=4, settings=members[0].settings, leaves=[leaf]
+        ),
+        "empty": b"",
+    }[damage]
+    with pytest.warns(UserWarning, match="snapshot of round 4 is left out"):
+        (again,) = joined(store, ["new"], clock)[1]
+    assert again.round == 4
+    np.testing.assert_array_equal(again.params["w"], states[0].params["w"])
+
+
+def test_a_run_of_other_settings_is_refused(clock):
+    store = reference.Memory()
+    joined(store, NAMES[:1], clock)
+    other = reference.member(store, "new", "0", clock, programs=reference.arithmetic("int8"))
+    with (
+        pytest.warns(UserWarning, match="another model, outer optimizer or exchange"),
+        pytest.raises(ValueError, match="no snapshot that this run can read"),
+    ):
+        other.join(reference.start())
+
+
+def test_a_state_of_another_store_is_refused(clock):
+    (state,) = joined(reference.Memory(), NAMES[:1], clock)[1]
+    elsewhere = reference.member(reference.Memory(), NAMES[0], "1", clock)
+    with pytest.raises(ValueError, match="holds no run, but the state is of its round 0"):
+        elsewhere.join(state)
+
+
+def test_messages_that_somebody_deleted_end_in_an_error(clock):
+    store = reference.Memory()
+    members, states = joined(store, NAMES[:2], clock, snapshots=100)
+    ran(members, states, 2, np.ones((2, 2, 6)), clock)
+    store.delete([f"messages/00000000/{name}" for name in store.names("messages/00000000")])
+    with pytest.raises(LookupError, match=r"amsterdam in round 0 is not there|messages of round 0"):
+        joined(store, ["new"], clock)
+
+
+def test_a_folder_is_a_store(tmp_path):
+    store = jaxsparse.islands.Store(tmp_path / "run")
+    assert store.create("a/b.0", b"x")
+    assert not store.create("a/b.0", b"y")
+    assert store.get("a/b.0") == b"x"
+    assert store.get("a/c") is None
+    assert store.names("a") == ["b.0"]
+    assert store.names("none") == []
+    store.delete(["a/b.0", "a/none"])
+    assert store.names("a") == []
+    with pytest.raises((ValueError, PermissionError)):
+        store.create("../outside", b"x")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is no store"):
+        jaxsparse.islands.Store(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("url", ["nothing://x", "s3://"])
+def test_an_unknown_url_is_refused(url):
+    with pytest.raises(ValueError, match="is no store"):
+        jaxsparse.islands.Store(url)
+
+
+STEP = jax.jit(lambda state, batch: ((state[0] - 0.1 * (state[0] - batch),), state[0].sum()))
+
+
+def trainer(store, name, *, outer=None, **settings):
+    outer = outer or optax.chain(
+        jaxsparse.top_k(0.5, axis_name=None, is_dense=lambda *_: False), optax.sgd(1.0)
+    )
+    usual = {"every": 2, "grace": 20.0, "poll": 0.01}
+    return jaxsparse.islands.Islands(STEP, outer, store, name=name, **{**usual, **settings})
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_islands_train_in_threads_of_their_own(overlap, tmp_path):
+    ended = {}
+
+    def run(name, target):
+        store = jaxsparse.islands.Store(tmp_path)
+        train = trainer(store, name, quorum=2, grace=0.1, overlap=overlap, snapshots=2)
+        state = train.join((jnp.zeros(8),))
+        while state.round < 4:
+            state, _out = train(state, jnp.full(8, target))
+        ended[name] = state, train.status()
+
+    threads = [threading.Thread(target=run, args=each) for each in (("one", 1.0), ("two", 3.0))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (one, status), (two, _) = ended["one"], ended["two"]
+    np.testing.assert_array_equal(one.params, two.params)
+    assert status.round == 4
+    assert status.counted == status.posted == 4
+    assert status.trouble is None
+    assert status.sent == 4 * status.rounds[0].sent
+    assert status.received == 2 * status.sent
+    assert [report.members for report in status.rounds] == [("one", "two")] * 4
+
+
+def test_a_store_that_does_not_answer():
+    link = reference.Link(reference.Memory())
+    train = trainer(link, "one", alone=3, grace=0.0, patience=0.2)
+    state = train.join((jnp.zeros(8),))
+    batch = jnp.ones(8)
+    for _ in range(2):
+        state, _ = train(state, batch)
+    assert state.round == 1
+    link.is_down = True
+    for _ in range(4):  # the second one begins an exchange
+        state, _ = train(state, batch)
+    assert state.round == 1
+    assert "down" in train.status().trouble
+    link.is_down = False
+    state, _ = train(state, batch)
+    assert state.round == 3  # that one, and the next, which is due
+    link.is_down = True
+    for _ in range(4):
+        state, _ = train(state, batch)
+    with pytest.raises(ConnectionError, match="down"):
+        train.leave(state)
+
+
+def test_the_end_of_an_island_is_exchanged():
+    train = trainer(reference.Memory(), "one", every=5, grace=0.0)
+    state = train.join((jnp.zeros(8),))
+    state, _ = train(state, jnp.ones(8))
+    state = train.leave(state)
+    assert state.round == 1
+    np.testing.assert_allclose(np.sort(np.asarray(state.params)), [0] * 4 + [0.1] * 4, rtol=1e-6)
+
+
+WRONG = {
+    "name": ({"name": "a/b"}, "name='a/b' must be 1 to 64 letters"),
+    "every": ({"every": 0}, "every=0 must be at least 1"),
+    "quorum": ({"quorum": 1.5}, "quorum=1.5 must be an int"),
+    "overlap": ({"overlap": 2}, "overlap=2 must be less than every=2"),
+    "grace": ({"grace": -1.0}, "grace=-1.0 must be a number of seconds"),
+    "mixing": ({"mixing": 1.0}, r"mixing=1.0 must lie in \[0, 1\)"),
+    "several rounds": (
+        {"outer": jaxsparse.spardl(0.5, axis_name=None, is_dense=lambda *_: False)},
+        "SparDL exchanges in several rounds",
+    ),
+    "no exchange": ({"outer": optax.sgd(1.0)}, "exchanges nothing"),
+    "an axis": (
+        {"outer": jaxsparse.top_k(0.5, is_dense=lambda *_: False)},
+        "be made with axis_name=None",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_settings_are_refused(what):
+    given, message = WRONG[what]
+    given = {"name": "one", **given}
+    with pytest.raises(ValueError, match=message):
+        trainer(reference.Memory(), **given).join((jnp.zeros(8),))
+
+
+def test_a_weight_that_nobody_asked_for_is_refused():
+    train = trainer(reference.Memory(), "one")
+    state = train.join((jnp.zeros(8),))
+    with pytest.raises(ValueError, match=r"weight=3, but weighted=False"):
+        train(state, jnp.ones(8), weight=3)
