@@ -1,0 +1,117 @@
+"""One island: trains the byte-level transformer of examples/local_updates, with others or alone.
+
+    python examples/islands/island.py --store out/run --name oslo --rounds 40
+
+It may be ended and started again at any time, by Ctrl-C, SIGKILL or a power cut: it then goes on
+from the run's newest snapshot. Others with the same settings and other names join the same way.
+"""
+
+import argparse
+import json
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxsparse
+from jaxsparse import islands
+
+sys.path.append(str(Path(__file__).parents[1] / "local_updates"))
+import model
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--store", required=True, help="a folder, or s3://bucket/run, gs://..., az://...")
+    add("--name", required=True, help="the island's name, another one for each")
+    add("--rounds", type=int, default=20, help="round in which the island leaves")
+    add("--every", type=int, default=10, help="local steps in a round")
+    add("--overlap", type=int, default=5, help="steps beside an exchange")
+    add("--quorum", type=int, default=2, help="least number of islands in a round")
+    add("--grace", type=float, default=5.0, help="seconds to wait for those that are late")
+    add("--lr", type=float, default=0.01, help="learning rate of the inner AdamW")
+    add("--batch", type=int, default=8, help="windows in a step")
+    add("--k", type=int, default=512, help="entries of each 4,096 that travel")
+    add("--width", type=int, default=64)
+    add("--events", help="a file to which a line of JSON is added for each round")
+    add("--pause", type=float, default=0.0, help="seconds to sleep in each step: a slow island")
+    return parser
+
+
+def main() -> None:
+    args = options().parse_args()
+    text = model.corpus()
+    length = 64
+    graphdef, params = nnx.split(
+        model.Transformer(args.width, 2, 4, length, nnx.Rngs(0)), nnx.Param
+    )
+    tx = optax.adamw(args.lr, b2=0.95, weight_decay=0.1)
+
+    def loss_of(params: Any, windows: jax.Array) -> jax.Array:
+        return model.loss_of(nnx.merge(graphdef, params), windows)
+
+    @jax.jit
+    def step(state: Any, windows: jax.Array) -> tuple[Any, jax.Array]:
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_of)(params, windows)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    train = islands.Islands(
+        step,
+        jaxsparse.outer.sparse_loco(k=args.k, axis_name=None, is_dense=lambda *_: False),
+        islands.Store(args.store),
+        name=args.name,
+        every=args.every,
+        quorum=args.quorum,
+        grace=args.grace,
+        overlap=args.overlap,
+        poll=0.05,
+    )
+    began = time.time()
+    state = train.join((params, tx.init(params)))
+    print(f"{args.name} joins in round {state.round} after {time.time() - began:.1f} s", flush=True)
+    evaluate = jax.jit(loss_of)
+    windows = model.windows(text.held_out, 64, length, np.random.default_rng(0))
+    # Each life of an island reads other parts of the text.
+    rng = np.random.default_rng([zlib.crc32(args.name.encode()), time.time_ns()])
+    told = len(train.status().rounds)
+    while state.round < args.rounds:
+        state, _ = train(state, model.windows(text.train, args.batch, length, rng))
+        time.sleep(args.pause)
+        # The thread may be a round ahead of the state.
+        for report in train.status().rounds[told:]:
+            if report.round >= state.round:
+                break
+            told += 1
+            held_out = float(evaluate(state.params, windows))
+            print(f"{args.name} {told_of(report)}, held-out loss {held_out:.3f}", flush=True)
+            if args.events:
+                fields = {**report._asdict(), "name": args.name, "time": time.time()}
+                with open(args.events, "a") as file:
+                    file.write(json.dumps({**fields, "held_out": held_out}) + "\n")
+    state = train.leave(state)
+    status = train.status()
+    print(
+        f"{args.name} leaves in round {state.round}: {status.counted} of {status.posted} messages "
+        f"counted, {status.sent / 1e6:.2f} MB sent, {status.received / 1e6:.2f} MB received, "
+        f"{status.waiting:.1f} s waited",
+        flush=True,
+    )
+
+
+def told_of(report: islands.Report) -> str:
+    waited = "replayed" if report.waited is None else f"decided after {report.waited:.1f} s"
+    late = "" if report.counted or report.waited is None else ", without it"
+    return f"round {report.round} of {', '.join(report.members)}: {waited}{late}"
+
+
+if __name__ == "__main__":
+    main()
