@@ -31,7 +31,6 @@ from jaxsparse.quantize import (
     Format,
     Quantized,
     Quantizer,
-    Sign,
     dequantize,
     quantize,
     rotated,
@@ -55,7 +54,14 @@ FORMATS: dict[str, tuple[Quantizer, bool]] = {
     "e3m0": (Format("e3m0"), False),
     "e3m0, rotated": (Format("e3m0"), True),
     "QSGD(4), to nearest": (QSGD(4, 256), False),
-    "Sign": (Sign(256), False),
+    "int2": (Format("int2"), False),
+    "int2, rotated": (Format("int2"), True),
+    "ternary": (Format("ternary"), False),
+    "ternary, e8m0": (Format("ternary", scale="e8m0"), False),
+    "ternary, rotated": (Format("ternary"), True),
+    "sign": (Format("sign"), False),
+    "sign, e8m0": (Format("sign", scale="e8m0"), False),
+    "sign, rotated": (Format("sign"), True),
 }
 DATA = {
     "normal": lambda rng, shape: rng.standard_normal(shape),

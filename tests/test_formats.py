@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from published_traffic import dense_traffic, quantized_all_reduce_traffic
 from reference_formats import (
+    MEANS,
     all_reduced,
     all_reduced_in_teams,
     rotation,
@@ -26,7 +27,6 @@ from jaxsparse.quantize import (
     FormatName,
     Quantizer,
     Scale,
-    Sign,
     dequantize,
     from_message,
     quantize,
@@ -39,7 +39,8 @@ from jaxsparse.systems.quantized import Quantized
 
 formatted = SYSTEMS["quantized"].reducer  # takes the settings of `quantized`
 NAMES, SCALES = get_args(FormatName), get_args(Scale)
-SCALED = tuple(name for name in NAMES if name != "bfloat16")
+NEAREST = tuple(name for name in NAMES if name not in MEANS)  # each value becomes the nearest
+SCALED = tuple(name for name in NEAREST if name != "bfloat16")
 SIZES = (1, 2, 33, 1000)
 TINY = np.finfo(np.float32).tiny
 LARGEST = {"int8": 127, "int4": 7, "e3m0": 64}
@@ -78,7 +79,7 @@ USUAL = [Format(name, 32) for name in NAMES] + OTHER_SCALES
 
 @pytest.mark.parametrize("size", few(SIZES, (1000,)))
 @pytest.mark.parametrize("spec", few(SPECS, USUAL), ids=str)
-def test_every_value_becomes_the_nearest(spec, size):
+def test_every_value_becomes_what_its_format_says(spec, size):
     name, scale = spec.name, spec.scale
     for power in (1, 3):
         x = normal(size) ** power
@@ -123,8 +124,8 @@ def test_scales_are_rounded_up_to_their_bits_so_that_no_maximum_clips(name, scal
     np.testing.assert_allclose(scales, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", few(NAMES, ("int4", "e3m0", "float8_e5m2")))
-def test_every_format_is_a_contraction(name):
+@pytest.mark.parametrize("name", few(NEAREST, ("int4", "e3m0", "float8_e5m2")))
+def test_every_format_of_nearest_values_is_a_contraction(name):
     for scale in ("bfloat16", "e8m0"):
         x = np.random.default_rng(1).standard_t(2, 64 * 200).astype(np.float32)
         error = np.abs(np.asarray(sent(x, Format(name, 64, scale)), np.float64) - x)
@@ -162,7 +163,7 @@ def test_bits_a_value_in_all():
     assert Format("int8", 1, "float32").words(1000) > 1000 > 3 * Format("int8").words(1000)
 
 
-@pytest.mark.parametrize("name", few(NAMES, ("int4", "e3m0", "float8_e4m3fn")))
+@pytest.mark.parametrize("name", few(NEAREST, ("int4", "e3m0", "float8_e4m3fn")))
 @pytest.mark.parametrize("size", few([1e38, 3.4e38, 1e-38, 1e-30, 0.0], [3.4e38, 1e-38, 0.0]))
 def test_huge_tiny_and_zero_groups(size, name):
     x = np.float32(size) * np.sign(normal(192)) * np.random.default_rng(1).uniform(0, 1, 192)
@@ -184,7 +185,9 @@ def test_huge_tiny_and_zero_groups(size, name):
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", few(SCALED, ("int4", "e3m0", "float8_e4m3fn")))
+@pytest.mark.parametrize(
+    "name", few((*SCALED, *MEANS), ("int4", "e3m0", "float8_e4m3fn", "ternary"))
+)
 def test_a_value_that_is_not_finite_does_not_vanish(name, bad):
     x = normal(64 * 3)
     x[3] = bad
@@ -263,7 +266,7 @@ WHERE = [(w, way) for way in WAYS for w in (2, 3, 5, 8)]
 
 
 @pytest.mark.parametrize("where", few(WHERE, [(3, "vmap")]), ids=str)
-@pytest.mark.parametrize("name", few(NAMES, ("int4", "e3m0", "bfloat16")))
+@pytest.mark.parametrize("name", few(NAMES, ("int4", "e3m0", "bfloat16", "ternary")))
 def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(name, where):
     spec, size, (workers, way) = Format(name, 8), 61, where
     x = normal((workers, size))
@@ -315,7 +318,7 @@ def test_teams_sum_among_themselves_first(where, size):
 @pytest.mark.parametrize("size", few([29, 61, 18], [29]))
 def test_signs_inside_teams_are_means_without_padding(size):
     """A group of 8 that ends in the padding has the mean of its elements alone."""
-    levels = Teams(2, Sign(8))
+    levels = Teams(2, Format("sign", 8, "float32"))
     spec = Format("int4", 8)
     reduce = lambda x: quantized_all_reduce(x, spec, axis_name="data", levels=levels)
     x = normal((4, size))
@@ -402,7 +405,7 @@ def test_signs_are_drawn_anew_at_each_step_and_in_each_bucket():
 
 
 FED_BACK = [
-    *(formatted(name, group_size=64) for name in NAMES),
+    *(formatted(name, group_size=64) for name in NEAREST),
     formatted("int4", group_size=64, scale="e8m0"),
     formatted("int4", group_size=64, rotate=True),
     formatted("int8", group_size=64, shared_scale=True),
@@ -592,7 +595,10 @@ def test_shared_scales_take_one_psum_and_one_pmax():
 
 
 ERRORS = {
-    "format": (lambda: quantized("int2"), "format='int2' is unknown: use one of int8, int4, e3m0"),
+    "format": (
+        lambda: quantized("int3"),
+        "format='int3' is unknown: use one of int8, int4, int2, tern",
+    ),
     "scale": (lambda: Format("int8", scale="max"), "scale='max' is unknown: use one of float32"),
     "group_size": (lambda: quantized(group_size=0), "group_size=0 must be at least 1"),
     "rotate": (
@@ -602,6 +608,10 @@ ERRORS = {
     "shared": (
         lambda: quantized("e3m0", shared_scale=True),
         r"shared_scale=True with Format\(name='e3m0'.*use format='int8' or 'int4'",
+    ),
+    "shared, int2": (
+        lambda: quantized("int2", shared_scale=True),
+        r"shared_scale=True with Format\(name='int2'.*use format='int8' or 'int4'",
     ),
     "key": (
         lambda: quantize(jnp.ones(3), Format(), jax.random.key(0)),

@@ -1,4 +1,4 @@
-"""Dense all-reduce in a number format of 4 to 16 bits, with error feedback."""
+"""Dense all-reduce in a number format of 1 to 16 bits, with error feedback."""
 
 import dataclasses
 from typing import Any, Literal
@@ -46,7 +46,7 @@ class Quantized(SeededReducer):
     It masks no momentum, as `Dense` masks none. A single worker sends nothing and rounds nothing.
 
     Attributes:
-        quantizer: `quantize.Format(...)`, `quantize.QSGD(...)` or `quantize.Sign(...)`.
+        quantizer: `quantize.Format(...)` or `quantize.QSGD(...)`.
         rounding: "stochastic" is unbiased and drops its error, as in QSGD (Alistarh et al., 2017).
             "nearest" is deterministic and keeps its errors in the residual: those of this worker's
             values, and of the sums that it owns.
@@ -77,8 +77,8 @@ class Quantized(SeededReducer):
         for name, one in zip(("quantizer", "inside"), (self.quantizer, *inside)):
             if not isinstance(one, Quantizer):
                 raise ValueError(
-                    f"{name}={one!r} is no quantizer: use quantize.Format('int8'), "
-                    "quantize.QSGD(bits=4) or quantize.Sign()"
+                    f"{name}={one!r} is no quantizer: use quantize.Format('int8') or "
+                    "quantize.QSGD(bits=4)"
                 )
         for one in (self.quantizer, *inside):
             if self.rounding == "nearest":
@@ -185,7 +185,7 @@ class GatheredQuantized(OneMessage, Quantized):
 
 @dataclasses.dataclass(frozen=True)
 class _Quantized(SystemOptions):
-    """Dense all-reduce in 4, 8 or 16 bits a value, rounded to nearest, with error feedback.
+    """Dense all-reduce in 1 to 16 bits a value, with error feedback.
 
     Values travel to the owner of their range, which sums them in float32, and the sums travel back.
     These are two roundings for any number of workers. A ring of quantised partial sums has one for
