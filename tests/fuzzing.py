@@ -787,6 +787,7 @@ def _check_step(program, gradients, update, before, after):
     # Sketches, signs, products and transforms. Add each new system that uses one of these.
     mixes = program.name in ("s2_reducer", "sign_sgd", "powersgd", "demo")
     mixes |= bool(program.settings.get("rotate"))
+    mixes |= program.settings.get("format") in ("sign", "int2")  # zero counts as positive
     if not mixes and not is_published:
         something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))
         assert not np.any(something & np.all(x == 0, axis=0)), "what no worker has was delivered"

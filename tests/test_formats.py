@@ -34,6 +34,7 @@ from jaxsparse.quantize import (
     rotated_back,
     to_message,
 )
+from jaxsparse.quantize.packing import pack_trits, trit_words, unpack_trits
 from jaxsparse.systems import SYSTEMS, dense, quantized
 from jaxsparse.systems.quantized import Quantized
 
@@ -198,6 +199,129 @@ def test_a_value_that_is_not_finite_does_not_vanish(name, bad):
         assert np.all(np.isfinite(found[64:]))
 
 
+# --- means ---
+
+
+@pytest.mark.parametrize("size", [1, 19, 20, 21, 1003, 200_000])
+def test_twenty_trits_make_a_word(size):
+    drawn = np.random.default_rng(size).integers(3, size=size)
+    for trits in (drawn, np.zeros(size), np.full(size, 2)):
+        packed = pack_trits(jnp.asarray(trits, jnp.uint8))
+        assert packed.shape == (trit_words(size),) == (-(-size // 20),)
+        np.testing.assert_array_equal(unpack_trits(packed, size), trits)
+    words = np.asarray(pack_trits(jnp.asarray(drawn, jnp.uint8))).tolist()
+    planes = np.pad(drawn, (0, -size % 20)).reshape(20, -1)
+    for word, digits in list(zip(words, planes.T.tolist(), strict=True))[:50]:
+        number = sum(digit * 3 ** (19 - j) for j, digit in enumerate(digits))
+        assert number << 32 <= word * 3**20 < (number + 1) << 32
+
+
+def test_worked_examples_of_means():
+    x = jnp.float32([1, -3, 0, 8])
+    assert sent(x, Format("sign", 4)).tolist() == [3, -3, 3, 3]
+    # w = 74 / 12: the threshold is 3.08 for "ternary", and 4.93 for "int2".
+    assert sent(x, Format("ternary", 4)).tolist() == [0, 0, 0, 8]
+    np.testing.assert_allclose(
+        sent(x, Format("int2", 4, "float32")), [4 / 3, -4 / 3, 4 / 3, 8], rtol=1e-6
+    )
+    # The nearest power of two to 3 is 4, and to 4 / 3 it is 1.
+    assert sent(x, Format("sign", 4, "e8m0")).tolist() == [4, -4, 4, 4]
+    assert sent(x, Format("int2", 4, "e8m0")).tolist() == [1, -1, 1, 8]
+
+
+@pytest.mark.parametrize("count", [0, 3, 16, 17, 40])
+@pytest.mark.parametrize("name", MEANS)
+def test_padding_does_not_count_in_a_mean(name, count):
+    spec, x = Format(name, 16, "float32"), normal(40)
+    x[count:] = 0
+    padded = dequantize(quantize(jnp.asarray(x), spec, None, jnp.int32(count)), spec, 40)
+    expected, unclear = rounded(x[:count], name, 16)
+    assert not unclear.any()
+    np.testing.assert_allclose(padded[:count], expected, rtol=2e-6)
+
+
+def hard(B):
+    """Groups of B values at which a format may lose much, most of them at some distance from 0."""
+    rng, n = np.random.default_rng(B), B - 1
+    one = np.zeros(B)
+    one[B // 2] = -2
+    edge = (np.sqrt(1 + n) - 1) / n  # beside a value of 1, w / 2 of n others of this size
+    few_at_edge = np.full(B, 0.999 * edge)
+    few_at_edge[1 : 1 + int(n**0.5)] = 1.001 * edge
+    few_at_edge[0] = 1
+    rows = [one, np.ones(B), few_at_edge, 2.0 ** -np.arange(B), 1 / np.arange(1, B + 1)]
+    rows += [np.where(np.arange(B) == 0, 1, share) for share in (0.5, 0.1, edge, 1.01 * edge)]
+    rows += [rng.standard_t(df, B) for df in (0.3, 1, 3)] + [
+        rng.uniform(-1, 1, B),
+        rng.normal(size=B),
+    ]
+    rows += [np.where(np.arange(B) < k, 1, 1e-3) for k in (2, B // 2, n)]
+    return np.stack(rows) * np.where(rng.uniform(size=B) < 0.5, -1, 1)
+
+
+@pytest.mark.parametrize("scale", few(SCALES, ("bfloat16", "e8m0")))
+@pytest.mark.parametrize("name", MEANS)
+def test_means_are_a_contraction_of_any_data(name, scale):
+    for B in (2, 64, 256):
+        factor = 1 / B if name == "sign" else 1 / np.sqrt(8 * B)
+        rows = hard(B)
+        # Sizes to the ends of float32's range, where scales of e8m0 are up to a half too small.
+        sizes = [1, 3, 1e20, 1e-20, 1e-30, 3.4e38]
+        x = np.stack([size * rows / np.abs(rows).max(axis=1)[:, None] for size in sizes])
+        x = x.astype(np.float32)
+        found = np.asarray(sent(jnp.asarray(x.reshape(-1)), Format(name, B, scale)))
+        assert np.all(np.isfinite(found))
+        found, x = found.reshape(x.shape).astype(np.float64), x.astype(np.float64)
+        ratio = np.sum((found - x) ** 2, axis=2) / np.sum(x**2, axis=2)
+        off = {"float32": 0, "bfloat16": 2**-8, "e8m0": 1 / 3}[scale]
+        kept = np.full((len(sizes), 1), 1 - off**2)
+        if scale == "e8m0":
+            kept[-1] = 3 / 4
+        assert np.all(ratio <= 1 - kept * factor + 1e-5)
+        if name == "sign" and scale == "float32":
+            np.testing.assert_allclose(ratio[:, 0], 1 - 1 / B, atol=1e-5)  # a single value
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_of_zeros_of_tiny_values_and_of_a_cut_group(name):
+    x = np.zeros(64 * 4 + 5, np.float32)
+    x[64:128] = 1e-40  # subnormal
+    x[128:192] = 1e-38 * normal(64)
+    x[192] = 1e-36  # means over 64 values are near the least scale
+    x[256:] = 7, -7, 7, 7, -7
+    for scale in SCALES:
+        found = np.asarray(sent(jnp.asarray(x), Format(name, 64, scale)), np.float64)
+        assert not found[:128].any()
+        for start in (128, 192):
+            part = slice(start, start + 64)
+            error = np.linalg.norm(found[part] - x[part].astype(np.float64))
+            assert error <= np.linalg.norm(x[part].astype(np.float64)) * (1 + 1e-6)
+        np.testing.assert_allclose(found[256:], x[256:], rtol=0 if scale != "e8m0" else 1 / 3)
+
+
+# Error as a share of the least error of such a format.
+NEAR = {"normal": 1.003, "laplace": 1.005, "t3": 1.06}
+
+
+@pytest.mark.parametrize("data", NEAR)
+def test_errors_are_near_the_least(data):
+    rng = np.random.default_rng(0)
+    draw = {"normal": rng.standard_normal, "laplace": lambda n: rng.laplace(size=n)}
+    x = draw.get(data, lambda n: rng.standard_t(3, n))((200, 256)).astype(np.float32)
+    magnitudes = -np.sort(-np.abs(x.astype(np.float64)))
+    n = np.arange(1, 257)
+    above = np.cumsum(magnitudes, axis=1)
+    below = above[:, -1:] - above
+    ternary = above**2 / n
+    both = ternary + below**2 / np.maximum(256 - n, 1)
+    energy = np.sum(magnitudes**2)
+    for name, kept in ("ternary", ternary), ("int2", both), ("sign", ternary[:, -1:]):
+        least = np.sqrt(energy - np.sum(kept.max(axis=1)))
+        found = np.asarray(sent(jnp.asarray(x.reshape(-1)), Format(name, 256, "float32")))
+        error = np.linalg.norm(found.reshape(x.shape).astype(np.float64) - x)
+        assert error <= least * (NEAR[data] + 0.02 * (name == "int2" and data == "t3"))
+
+
 def test_bfloat16_is_that_of_jax_and_stays_finite():
     x = normal(1000) * np.float32(10.0) ** np.arange(-36, 39).repeat(14)[:1000].astype(np.float32)
     x[5:8] = 3.4e38, -3.4e38, np.inf
@@ -262,7 +386,7 @@ def test_rotation_lowers_the_error_of_integers_for_values_of_unlike_sizes(key):
 # --- in the all-reduce ---
 
 
-WHERE = [(w, way) for way in WAYS for w in (2, 3, 5, 8)]
+WHERE = [(w, way) for way in WAYS for w in (2, 3, 5, 8)] + [(64, "vmap")]
 
 
 @pytest.mark.parametrize("where", few(WHERE, [(3, "vmap")]), ids=str)

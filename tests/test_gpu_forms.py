@@ -14,6 +14,7 @@ from workers import few, on_workers, some
 from jaxsparse import select, sketch
 from jaxsparse.arrays import platforms
 from jaxsparse.arrays.blocks import BlockStream
+from jaxsparse.quantize import means, packing
 from jaxsparse.select import compaction, fast, maxima, slots
 from jaxsparse.sketch import blocks, codec, tiles
 
@@ -130,6 +131,25 @@ def test_slot_max(tile, dtype):
         forms = maxima._fold, maxima._gather
         forms = [functools.partial(form, tile=tile, id_bits=id_bits) for form in forms]
         assert_same(forms, x, jnp.uint32(seed))
+
+
+# --- quantising ---
+
+
+@pytest.mark.parametrize("name", few(means.LEVELS, ("int2",)))
+def test_means_of_groups(name):
+    groups = cubed(1000 * 70).reshape(1000, 70).at[7].set(0).at[300, 5].set(jnp.nan)
+    inside = jnp.full(1000, 70, jnp.int32).at[-1].set(3)
+    fit = functools.partial(means._fit, name=name)
+    tiled = functools.partial(means._in_tiles, fit, means.LEVELS[name], tile=300)
+    (codes, levels), (other, found) = (jax.jit(form)(groups, inside) for form in (tiled, fit))
+    np.testing.assert_array_equal(codes, other)
+    np.testing.assert_allclose(levels, found, rtol=3e-7)  # sums of sums are of floats
+
+
+def test_trits():
+    words = jnp.asarray(np.random.default_rng(0).integers(2**32, size=1003), jnp.uint32)
+    assert_same((packing._in_turn, packing._at_once), words)
 
 
 # --- sketches ---

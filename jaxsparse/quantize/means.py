@@ -17,8 +17,8 @@ For normal and Laplace's values, in groups of 256, the errors are within 0.3 % o
 (`benchmarks/formats.py --levels`). One value far above all others moves w, and stays alone. The
 mean of magnitudes, which TernGrad's and TWN's rules start from, leaves such a value among others.
 
-Sums are of integers, in units of 2**-21 or less of the group's largest magnitude. They are exact,
-never overflow, and XLA's CPU backend computes them ten times faster than sums of floats, which it
+Sums of 16 values are of integers, in units of 2**-21 or less of the group's largest magnitude. They
+do not overflow, and XLA's CPU backend computes them ten times faster than sums of floats, which it
 does not vectorise.
 """
 
@@ -72,16 +72,16 @@ def encoded(
         Codes: "sign" 1 for negative values and 0 for others, "ternary" 0 to 2 for -1 to 1, "int2"
         one bit for the upper level, and above it one for negative values. Levels, the lower one
         first, not above the group's largest magnitude. They are infinite if one of its values is
-        not finite.
+        not finite. CPUs and GPUs may round their last bit otherwise.
     """
     groups = in_groups(x, group_size)
     number, width = groups.shape
     start = width * lax.iota(jnp.int32, number)
     inside = jnp.clip((jnp.int32(x.size) if count is None else count) - start, 1, width)
     fit = functools.partial(_fit, name=name)
-    codes, levels = by_platform(
-        groups, inside, default=functools.partial(_in_tiles, fit, LEVELS[name]), gpu=fit
-    )
+    tile = min(number, max(1, _TILE // width))
+    tiled = functools.partial(_in_tiles, fit, LEVELS[name], tile=tile)
+    codes, levels = by_platform(groups, inside, default=tiled, gpu=fit)
     return codes.reshape(-1)[: x.size], levels
 
 
@@ -108,9 +108,11 @@ def _in_tiles(
     levels: int,
     groups: Float[Array, "groups values"],
     inside: Int[Array, " groups"],
+    *,
+    tile: int,
 ) -> tuple[Array, Array]:
     """`_fit` of some groups after others, so that a CPU's cache holds them from pass to pass."""
-    number, width = groups.shape
+    number = len(groups)
 
     def step(b: Array, found: tuple[Array, Array], length: int) -> tuple[Array, Array]:
         cut = lambda rows: lax.dynamic_slice_in_dim(rows, b * tile, length)
@@ -118,7 +120,6 @@ def _in_tiles(
         codes, means = fit(cut(groups), cut(inside))
         return put(found[0], codes), put(found[1], means)
 
-    tile = min(number, max(1, _TILE // width))
     start = jnp.zeros_like(groups, jnp.uint8), jnp.zeros_like(groups, shape=(number, levels))
     return over_tiles(number, tile, step, start)
 

@@ -122,15 +122,25 @@ def unpack_trits(words: UInt32[Array, " words"], size: int) -> UInt8[Array, " si
     >>> unpack_trits(pack_trits(jnp.uint8([1, 2, 0])), 3).tolist()
     [1, 2, 0]
     """
-    powers = jnp.asarray([3**j for j in range(_TRITS)], jnp.uint32)
-    # XLA's CPU backend stores what a loop makes, and would compute digits where they are used,
-    # each from its position. That takes three times as long.
-    planes = by_platform(
-        words,
-        default=lambda words: lax.map(lambda power: _first_trit(words * power), powers),
-        gpu=lambda words: _first_trit(words[None] * powers[:, None]),
-    )
-    return planes.reshape(-1)[:size]
+    return by_platform(words, default=_in_turn, gpu=_at_once).reshape(-1)[:size]
+
+
+def _in_turn(words: UInt32[Array, " words"]) -> UInt8[Array, "20 words"]:
+    """The digits as a CPU finds them, the first of all words, then the second.
+
+    XLA's CPU backend stores what a loop makes. Without one it would compute each digit where it is
+    used, from its position, which takes three times as long.
+    """
+    return lax.map(lambda power: _first_trit(words * power), _powers())
+
+
+def _at_once(words: UInt32[Array, " words"]) -> UInt8[Array, "20 words"]:
+    """The digits as a GPU finds them."""
+    return _first_trit(words[None] * _powers()[:, None])
+
+
+def _powers() -> UInt32[Array, " 20"]:
+    return jnp.asarray([3**j for j in range(_TRITS)], jnp.uint32)
 
 
 def _first_trit(fractions: UInt32[Array, "*shape"]) -> UInt8[Array, "*shape"]:

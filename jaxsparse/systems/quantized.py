@@ -211,15 +211,17 @@ class _Quantized(SystemOptions):
     is sent at each step.
 
     Args:
-        format: number format: "int8", "int4", "e3m0" (a power of two in 4 bits), "float8_e4m3fn",
-            "float8_e5m2", "bfloat16" or "float16". See `quantize.Format`.
+        format: number format: "int8", "int4", "int2" (a sign and one of two magnitudes), "ternary"
+            (one magnitude or 0, in 1.6 bits), "sign", "e3m0" (a power of two in 4 bits),
+            "float8_e4m3fn", "float8_e5m2", "bfloat16" or "float16". See `quantize.Format`.
         group_size: number of consecutive values that share a scale, as a rule 32 to 1024.
         scale: format of the scales: "bfloat16", "e8m0" (powers of two, 8 bits) or "float32".
         rotate: whether each group is rotated by random signs, fresh at each step, and a Hadamard
             matrix, and sums back at the end. This halves the error of integers where values have
             unlike sizes, and leaves the error of normally distributed values as it is. It makes the
-            error of powers of two ("e3m0") larger. It costs three products with a matrix of
-            group_size columns, a power of two.
+            error of powers of two ("e3m0") larger. "sign", "ternary" and "int2" gain from it where
+            values have heavy tails. It costs three products with a matrix of group_size columns, a
+            power of two.
         shared_scale: whether workers agree on scales first, by a pmax, so that integers can be
             summed as they are, in one psum of words of 32 bits. Only "int8" and "int4" can. More
             workers leave fewer levels to each: see `collectives.shared_scale_all_reduce`.
@@ -279,16 +281,18 @@ quantized = transformation(_Quantized, "quantized")
 _ROTATED = {"format": "int4", "group_size": 64, "rotate": True}
 _SHARED = {"format": "int8", "group_size": 64, "shared_scale": True}
 _GATHERED = {"format": "int8", "group_size": 64, "gather": True}
+_TERNARY = {"format": "ternary", "group_size": 64}
 
 QUANTIZED = System(
     quantized,
-    summary="all values in a format of 4, 8 or 16 bits, fed back",
+    summary="all values in a format of 1 to 16 bits, fed back",
     received="d (W-1)/W (bits/4 + 4/group_size)",
     cases={
         "": Case({"format": "int8", "group_size": 64}, {"format": "int8", "group_size": 64}),
         "rotated": Case(_ROTATED, _ROTATED),
         "shared": Case(_SHARED, _SHARED),
         "gathered": Case(_GATHERED, _GATHERED),
+        "ternary": Case(_TERNARY, _TERNARY),
     },
     settings=lambda request: {},
     follows_density=False,
