@@ -34,7 +34,7 @@ from jaxsparse.quantize import (
     rotated_back,
     to_message,
 )
-from jaxsparse.quantize.packing import pack_trits, trit_words, unpack_trits
+from jaxsparse.quantize.packing import digit_words, pack_digits, unpack_digits
 from jaxsparse.systems import SYSTEMS, dense, quantized
 from jaxsparse.systems.quantized import Quantized
 
@@ -202,18 +202,26 @@ def test_a_value_that_is_not_finite_does_not_vanish(name, bad):
 # --- means ---
 
 
-@pytest.mark.parametrize("size", [1, 19, 20, 21, 1003, 200_000])
-def test_twenty_trits_make_a_word(size):
-    drawn = np.random.default_rng(size).integers(3, size=size)
-    for trits in (drawn, np.zeros(size), np.full(size, 2)):
-        packed = pack_trits(jnp.asarray(trits, jnp.uint8))
-        assert packed.shape == (trit_words(size),) == (-(-size // 20),)
-        np.testing.assert_array_equal(unpack_trits(packed, size), trits)
-    words = np.asarray(pack_trits(jnp.asarray(drawn, jnp.uint8))).tolist()
-    planes = np.pad(drawn, (0, -size % 20)).reshape(20, -1)
-    for word, digits in list(zip(words, planes.T.tolist(), strict=True))[:50]:
-        number = sum(digit * 3 ** (19 - j) for j, digit in enumerate(digits))
-        assert number << 32 <= word * 3**20 < (number + 1) << 32
+DIGITS = {2: 32, 3: 20, 4: 16}
+
+
+@pytest.mark.parametrize(
+    "size", few([1, 15, 16, 19, 20, 21, 33, 1003, 200_001], (20, 1003, 200_001))
+)
+@pytest.mark.parametrize("base", DIGITS)
+def test_digits_fill_words(base, size):
+    count, words = DIGITS[base], digit_words(size, base)
+    assert 0 <= words - -(-size // count) <= (15 if words >= 1024 else 0)
+    drawn = np.random.default_rng(size).integers(base, size=size)
+    for digits in (drawn, np.zeros(size), np.full(size, base - 1)):
+        packed = pack_digits(jnp.asarray(digits, jnp.uint8), base)
+        assert packed.shape == (words,)
+        np.testing.assert_array_equal(unpack_digits(packed, base, size), digits)
+    packed = np.asarray(pack_digits(jnp.asarray(drawn, jnp.uint8), base)).tolist()
+    planes = np.pad(drawn, (0, count * words - size)).reshape(count, -1)
+    for word, digits in list(zip(packed, planes.T.tolist(), strict=True))[:50]:
+        number = sum(digit * base ** (count - 1 - j) for j, digit in enumerate(digits))
+        assert number << 32 <= word * base**count < (number + 1) << 32
 
 
 def test_worked_examples_of_means():

@@ -38,7 +38,7 @@ FORMS = {
     "heavy_hitters": lambda x: sketch.heavy_hitters(sketch.encode(x, SPEC), SPEC, D, K),
     "pack_fields": lambda x: bits.pack_fields(platforms.to_bits(x).reshape(2, -1), 12),
     "unpack_fields": lambda x: bits.unpack_fields(platforms.to_bits(x[:12])[None], 12, 32),
-    "trits": lambda x: _trits(x),
+    "digits": lambda x: _digits(x),
     "means": lambda x: means.encoded(x, "int2", 64, None),
     "mix": lambda x: hashing.drawn(7, platforms.to_bits(x)),
     "packed": lambda x: _sent(PACKED, x),
@@ -47,9 +47,9 @@ FORMS = {
 }
 
 
-def _trits(x):
-    words = packing.pack_trits((x > 0).astype(jnp.uint8))
-    return words, packing.unpack_trits(words, D)
+def _digits(x):
+    words = packing.pack_digits((x > 0).astype(jnp.uint8), 3)
+    return words, packing.unpack_digits(words, 3, D)
 
 
 def _sent(codec, x):

@@ -7,7 +7,6 @@ are short, too.
 """
 
 import dataclasses
-import math
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from jaxsparse.arrays.bits import (
 )
 from jaxsparse.arrays.magnitude import LARGEST, SMALLEST, largest_magnitude, within
 from jaxsparse.quantize import means
-from jaxsparse.quantize.packing import pack, pack_trits, trit_words, unpack, unpack_trits
+from jaxsparse.quantize.packing import digit_words, pack, pack_digits, unpack, unpack_digits
 from jaxsparse.quantize.quantizer import (
     SCALE_SHIFTS,
     Quantized,
@@ -143,7 +142,7 @@ class Format:
 
     @property
     def scales_per_group(self) -> int:
-        """Number of scales that a group has, one after the other."""
+        """Number of scales that a group has."""
         return means.LEVELS.get(self.name, 1)
 
     @property
@@ -158,9 +157,11 @@ class Format:
         1270
         """
         scales = self.scales_per_group * -(-size // self.group_size)
-        is_ternary = self.name == "ternary"
-        values = trit_words(size) if is_ternary else field_words(size, self._field_bits)
-        return values + field_words(scales, self.scale_bits)
+        if self.name in means.BASES:
+            words = digit_words(size, means.BASES[self.name])
+        else:
+            words = field_words(size, int(self.bits))
+        return words + field_words(scales, self.scale_bits)
 
     def bounded_feedback(self, *, stochastic: bool = False) -> bool:
         """Always true: every format is a contraction. See the class."""
@@ -194,29 +195,26 @@ class Format:
     ) -> Quantized:
         """See `Quantizer`."""
         del key
-        if self.name in means.LEVELS:
+        if self.name in means.BASES:
             codes, levels = means.encoded(x, self.name, self.group_size, count)
             scales = self._as_scales(levels.reshape(-1), up=False, highest=LARGEST)
-            if self.name == "ternary":
-                return Quantized(pack_trits(codes), scales)
-            return Quantized(pack_fields(codes.astype(jnp.uint32), self._field_bits), scales)
+            return Quantized(pack_digits(codes, means.BASES[self.name]), scales)
         scales = self.scales_of(x)  # padding with zeros changes no maximum
         if self.is_integer:
-            return Quantized(pack(self.integers(x, scales), self._field_bits), scales)
+            return Quantized(pack(self.integers(x, scales), int(self.bits)), scales)
         if self.name == "e3m0":
             fields = _powers(self._relative(x, scales))
         else:
             values = x if not self.scale_bits else self._relative(x, scales)
             fields = float_bits(within(values, self._dtype), self._dtype)
-        return Quantized(pack_fields(fields, self._field_bits), scales)
+        return Quantized(pack_fields(fields, int(self.bits)), scales)
 
     def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
         """See `Quantizer`."""
-        words, bits = quantized.words, self._field_bits
-        if self.name in means.LEVELS:
-            is_ternary = self.name == "ternary"
-            codes = unpack_trits(words, size) if is_ternary else unpack_fields(words, bits, size)
-            levels = quantized.scales.reshape(-1, self.scales_per_group)
+        words, bits = quantized.words, int(self.bits)
+        if self.name in means.BASES:
+            codes = unpack_digits(words, means.BASES[self.name], size)
+            levels = quantized.scales.reshape(self.scales_per_group, -1)
             return means.decoded(codes, levels, self.name, self.group_size)
         if self.is_integer:
             values = unpack(words, bits, size).astype(jnp.float32)
@@ -252,10 +250,6 @@ class Format:
         bits = jnp.minimum(bits, jnp.uint32(most))
         bits = jnp.where(jnp.isfinite(x), bits, jnp.uint32(_INFINITY))
         return lax.bitcast_convert_type(jnp.where(x < SMALLEST, jnp.uint32(0), bits), jnp.float32)
-
-    @property
-    def _field_bits(self) -> int:
-        return math.ceil(self.bits)
 
     @property
     def _dtype(self) -> DTypeLike:

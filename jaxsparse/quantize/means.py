@@ -14,7 +14,7 @@ w = sum x^2 / sum |x|, the mean of the magnitudes weighted by themselves, is as 
     0.8 w for "int2"        0.797 w there
 
 For normal and Laplace's values, in groups of 256, the errors are within 0.3 % of the least
-(`benchmarks/formats.py --levels`). One value far above all others moves w, and stays alone. The
+(`python benchmarks/formats.py`). One value far above all others moves w, and stays alone. The
 mean of magnitudes, which TernGrad's and TWN's rules start from, leaves such a value among others.
 
 Sums of 16 values are of integers, in units of 2**-21 or less of the group's largest magnitude. They
@@ -22,19 +22,18 @@ do not overflow, and XLA's CPU backend computes them ten times faster than sums 
 does not vectorise.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8, UInt32
 
 from jaxsparse.arrays.magnitude import largest_magnitude
-from jaxsparse.arrays.platforms import by_platform, over_tiles, shaped_as, to_bits
+from jaxsparse.arrays.platforms import shaped_as, to_bits
 from jaxsparse.quantize.quantizer import in_groups
 
-__all__ = ["LEVELS", "decoded", "encoded"]
+__all__ = ["BASES", "LEVELS", "decoded", "encoded"]
 
-# The formats, and their numbers of levels that are not zero.
+# The formats, their numbers of codes, and of levels that are not zero.
+BASES = {"sign": 2, "ternary": 3, "int2": 4}
 LEVELS = {"sign": 1, "ternary": 1, "int2": 2}
 # Thresholds as multiples of w.
 _THRESHOLDS = {"ternary": 0.5, "int2": 0.8}
@@ -45,20 +44,18 @@ _COUNT_SHIFT = 27
 # Units are 2**-20 of a value below 4. Added to 2**23, a float has them in its lowest bits.
 _UNITS = 2.0**20
 _MAGIC = 2.0**23
-# Number of elements of a tile, which fit a CPU's cache.
-_TILE = 2**18
 
 
 def _shapes(x: Array, name: str, group_size: int, count: Array | None) -> tuple[Array, Array]:
     groups = -(-x.size // group_size)
-    levels = jnp.zeros_like(x, jnp.float32, (groups, LEVELS[name]))
+    levels = jnp.zeros_like(x, jnp.float32, (LEVELS[name], groups))
     return jnp.zeros_like(x, jnp.uint8), levels
 
 
 @shaped_as(_shapes)
 def encoded(
     x: Float[Array, " d"], name: str, group_size: int, count: Int[Array, ""] | None
-) -> tuple[UInt8[Array, " d"], Float[Array, "groups levels"]]:
+) -> tuple[UInt8[Array, " d"], Float[Array, "levels groups"]]:
     """A code for each value, and the levels of each group.
 
     Args:
@@ -72,61 +69,40 @@ def encoded(
         Codes: "sign" 1 for negative values and 0 for others, "ternary" 0 to 2 for -1 to 1, "int2"
         one bit for the upper level, and above it one for negative values. Levels, the lower one
         first, not above the group's largest magnitude. They are infinite if one of its values is
-        not finite. CPUs and GPUs may round their last bit otherwise.
+        not finite.
     """
     groups = in_groups(x, group_size)
     number, width = groups.shape
     start = width * lax.iota(jnp.int32, number)
     inside = jnp.clip((jnp.int32(x.size) if count is None else count) - start, 1, width)
-    fit = functools.partial(_fit, name=name)
-    tile = min(number, max(1, _TILE // width))
-    tiled = functools.partial(_in_tiles, fit, LEVELS[name], tile=tile)
-    codes, levels = by_platform(groups, inside, default=tiled, gpu=fit)
+    codes, levels = _fit(groups, inside, name)
     return codes.reshape(-1)[: x.size], levels
 
 
 def decoded(
-    codes: UInt32[Array, " d"] | UInt8[Array, " d"],
-    levels: Float[Array, "groups levels"],
+    codes: UInt8[Array, " d"],
+    levels: Float[Array, "levels groups"],
     name: str,
     group_size: int,
 ) -> Float[Array, " d"]:
     """The values of codes. None in a group with infinite levels is finite."""
     groups = in_groups(codes, group_size)
+    # Products and no selections, because XLA's CPU backend vectorises these alone.
+    low, high = levels[0][:, None], levels[-1][:, None]
     if name == "ternary":
-        values = (groups.astype(jnp.float32) - 1) * levels
+        values = (groups.astype(jnp.float32) - 1) * low
+    elif name == "sign":
+        values = (1 - 2 * groups.astype(jnp.float32)) * low
     else:
-        upper = (groups & groups.dtype.type(1)) != 0
-        magnitudes = levels if name == "sign" else jnp.where(upper, levels[:, 1:], levels[:, :1])
-        negative = upper if name == "sign" else groups > 1
-        values = jnp.where(negative, -magnitudes, magnitudes)
+        upper = (groups & jnp.uint8(1)).astype(jnp.float32)
+        sign = 1 - 2 * (groups >> jnp.uint8(1)).astype(jnp.float32)
+        values = sign * (high * upper + low * (1 - upper))
     return values.reshape(-1)[: codes.size]
 
 
-def _in_tiles(
-    fit: functools.partial[tuple[Array, Array]],
-    levels: int,
-    groups: Float[Array, "groups values"],
-    inside: Int[Array, " groups"],
-    *,
-    tile: int,
-) -> tuple[Array, Array]:
-    """`_fit` of some groups after others, so that a CPU's cache holds them from pass to pass."""
-    number = len(groups)
-
-    def step(b: Array, found: tuple[Array, Array], length: int) -> tuple[Array, Array]:
-        cut = lambda rows: lax.dynamic_slice_in_dim(rows, b * tile, length)
-        put = lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, b * tile, 0)
-        codes, means = fit(cut(groups), cut(inside))
-        return put(found[0], codes), put(found[1], means)
-
-    start = jnp.zeros_like(groups, jnp.uint8), jnp.zeros_like(groups, shape=(number, levels))
-    return over_tiles(number, tile, step, start)
-
-
 def _fit(
-    groups: Float[Array, "n values"], inside: Int[Array, " n"], *, name: str
-) -> tuple[UInt8[Array, "n values"], Float[Array, "n levels"]]:
+    groups: Float[Array, "n values"], inside: Int[Array, " n"], name: str
+) -> tuple[UInt8[Array, "n values"], Float[Array, "levels n"]]:
     """Codes and levels of whole groups, `inside` of whose values are no padding."""
     largest = largest_magnitude(groups, axis=1)
     # Magnitudes times a power of two: exact, the largest from 2 to 4. (2 and 254 are the exponents'
@@ -141,7 +117,9 @@ def _fit(
     else:
         squares = 4 * _total(_sums(_units(y * y * 0.25)))
         w = squares / jnp.maximum(_total(sums), 1 / _UNITS)
-        upper = y > (_THRESHOLDS[name] * w)[:, None]
+        # As integers, which have the same order. XLA's CPU backend would store the floats of all
+        # thresholds, one for each value.
+        upper = to_bits(y) > to_bits(_THRESHOLDS[name] * w)[:, None]
         one = jnp.uint32(1 << _COUNT_SHIFT)
         both = _sums(jnp.where(upper, _units(y) + one, jnp.uint32(0)))
         upper_sums = both & (one - jnp.uint32(1))
@@ -155,9 +133,9 @@ def _fit(
             low = _total(sums - upper_sums) / jnp.maximum(count - upper_count, 1)
             codes = upper.astype(jnp.uint8) | negative.astype(jnp.uint8) << jnp.uint8(1)
             means = [low, high]
-    levels = jnp.stack(means, axis=1) * _power(exponent - jnp.uint32(1))[:, None]
+    levels = jnp.stack(means) * _power(exponent - jnp.uint32(1))[None]
     # Units are rounded, so a mean may exceed all magnitudes by half a unit.
-    largest = largest[:, None]
+    largest = largest[None]
     return codes, jnp.where(jnp.isfinite(largest), jnp.minimum(levels, largest), jnp.inf)
 
 

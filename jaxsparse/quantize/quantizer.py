@@ -48,7 +48,7 @@ class Quantizer(Protocol):
 
     @property
     def scales_per_group(self) -> int:
-        """The number of scales of a group. Those of the first group come first."""
+        """The number of scales of a group. The first ones of all groups come first."""
         ...
 
     @property
