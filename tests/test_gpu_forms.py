@@ -44,8 +44,8 @@ def test_sums_and_maxima(size):
         assert_same((in_lanes, lambda x, reduce=reduce: reduce(halved(x))), x)
 
 
-@pytest.mark.parametrize("bits", some([31, 23, 4, 1], [31, 1]))
-@pytest.mark.parametrize("k", some([1, 40, 1003], [40]))
+@pytest.mark.parametrize("bits", [31, 23, 4, 1])
+@pytest.mark.parametrize("k", [1, 40, 1003])
 def test_kth_largest(bits, k):
     x = np.random.default_rng(bits).integers(2**bits, size=1003).astype(np.uint32)
     x[::7] = x[0]  # ties
@@ -54,7 +54,7 @@ def test_kth_largest(bits, k):
     assert int(assert_same(forms, jnp.asarray(x))) == np.sort(x)[-k]
 
 
-@pytest.mark.parametrize("k", some([1, 500, 1003], [500]))
+@pytest.mark.parametrize("k", [1, 500, 1003])
 def test_kth_largest_of_magnitudes(k):
     x = cubed(1003).at[:300].set(0).at[5].set(jnp.inf)
     forms = (platforms._by_bits, platforms._by_digits)
@@ -67,11 +67,8 @@ def test_kth_largest_of_magnitudes(k):
 
 
 @pytest.mark.parametrize("share", few([0, 0.001, 0.3, 1], [0.001, 1]))
-@pytest.mark.parametrize(
-    "room", some([(1, 0), (100, 40), (5000, 0)], [(100, 40), (5000, 0)]), ids=str
-)
-def test_blocks_of_slots(share, room):
-    capacity, first = room
+@pytest.mark.parametrize(("capacity", "first"), [(1, 0), (100, 40), (5000, 0)])
+def test_blocks_of_slots(share, capacity, first):
     counts = np.random.default_rng(0).binomial(32, share, size=(120, 32)).astype(np.int32)
     counts[3:40] = 0
     within = assert_same([compaction._sums_along, compaction._sum_along], jnp.asarray(counts))
@@ -109,7 +106,7 @@ def test_packed_ranks(ranks):
 HASHED = [(1, 1), (1000, 10), (5003, 5003), (200_000, 100)]
 
 
-@pytest.mark.parametrize("shape", some(HASHED, HASHED[-1:], slow=HASHED[2:-1]), ids=str)
+@pytest.mark.parametrize("shape", few(HASHED, HASHED[2:]), ids=str)
 @pytest.mark.parametrize("threshold", [0.0, 8.0])
 def test_hash_extract(shape, threshold):
     size, m = shape
@@ -124,7 +121,7 @@ def test_hash_extract(shape, threshold):
     assert_same(forms, x, t, jnp.full((m,), -1, jnp.int32))
 
 
-@pytest.mark.parametrize("tile", some([7, 64, 1003], (7,), slow=(64,)))
+@pytest.mark.parametrize("tile", few([7, 64, 1003], (7, 64)))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_slot_max(tile, dtype):
     for seed in range(3):
@@ -145,7 +142,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", few(SPECS, SPECS[:2]), ids=str)
-@pytest.mark.parametrize("size", some([1, 16, 1003], (1003,), slow=(16,)))
+@pytest.mark.parametrize("size", few([1, 16, 1003], (16, 1003)))
 def test_encode_to_rounding(spec, size):
     x = cubed(size, dtype=jnp.bfloat16)
     forms = codec._encode_in_turn, codec._encode_at_once
@@ -159,7 +156,7 @@ def test_encode_to_rounding(spec, size):
 
 
 @pytest.mark.parametrize("spec", few(SPECS, SPECS[:2]), ids=str)
-@pytest.mark.parametrize("size", some([1, 16, 1003], (1003,), slow=(16,)))
+@pytest.mark.parametrize("size", few([1, 16, 1003], (16, 1003)))
 def test_decode(spec, size):
     table = cubed(spec.rows * spec.cols).reshape(spec.rows, spec.cols)
     forms = codec._decode_in_turn, codec._decode_at_once
@@ -167,7 +164,7 @@ def test_decode(spec, size):
     assert_same(forms, table, jnp.uint32(7))
 
 
-@pytest.mark.parametrize("spec", some(SPECS, SPECS[1:2], slow=SPECS[:1]), ids=str)
+@pytest.mark.parametrize("spec", few(SPECS, SPECS[:2]), ids=str)
 def test_blocks(spec):
     rng = np.random.default_rng(0)
     indices = jnp.asarray(rng.permutation(40)[:9], jnp.int32).at[4].set(40)
@@ -213,7 +210,7 @@ def test_slots_of_heavy_hitters(k, tile):
 
 
 @pytest.mark.parametrize("k", few([1, 20, 90, 1003], (20, 90)))
-@pytest.mark.parametrize("tile", some([16, 200], [200]))
+@pytest.mark.parametrize("tile", [16, 200])
 @pytest.mark.parametrize("dtype", few([jnp.float32, jnp.bfloat16], (jnp.bfloat16,)))
 def test_slots_of_a_vector(k, tile, dtype):
     grid = fast._Grid.of(1003, tile, k)

@@ -78,10 +78,10 @@ class Format:
     floats go to even, those of "e3m0" up. No error is larger than its value, and the error of a
     group's largest value is at most a third of that value.
 
-    Formats of 1 to 2 bits have means of magnitudes for scales, which makes the squared error of
-    what is sent as small as it can be: see `jaxsparse.quantize.means`. A scale is rounded to the
-    nearest of its own few bits. With n values of the scale s in place of x, and scales off by
-    d <= 2**-8 of themselves ("bfloat16"), or 1/3 ("e8m0"; 1/2 from 1.5 * 2**127 on),
+    Formats of 1 to 2 bits have means of magnitudes for scales, with squared errors near the least:
+    see `jaxsparse.quantize.means`. A scale is rounded to the nearest of its own few bits. With n
+    values of the scale s in place of x, and scales off by at most d of themselves, 2**-8 for
+    "bfloat16" and 1/3 for "e8m0" (1/2 from 1.5 * 2**127 on),
 
         ||C(x) - x||^2 = ||x||^2 - (1 - d^2) sum of n s^2 over the scales.
 
@@ -90,7 +90,8 @@ class Format:
     It is at least ||x||^2 / sqrt(8 B) for "ternary" and "int2": a threshold c w, where w =
     ||x||^2 / ||x||_1, leaves at least (1 - c) ||x||^2 above it. The magnitudes above it then sum to
     at least sqrt(1 - c) ||x||, and their mean is at least c w >= c ||x|| / sqrt(B). The sum of
-    n s^2 is at least the product of the two. (Scales below 2.3e-38 become 0: then C(x) = 0.)
+    n s^2 is at least the product of the two. (Scales below 2.3e-38 become 0: then C(x) = 0. Sums
+    are rounded to 2**-22 of the largest magnitude for each value of a group.)
 
     Attributes:
         name: "int8" (-127 .. 127), "int4" (-7 .. 7), "float8_e4m3fn" (largest 448), "float8_e5m2"
