@@ -397,7 +397,7 @@ def test_rotation_lowers_the_error_of_integers_for_values_of_unlike_sizes(key):
 WHERE = [(w, way) for way in WAYS for w in (2, 3, 5, 8)] + [(64, "vmap")]
 
 
-@pytest.mark.parametrize("where", few(WHERE, [(3, "vmap")]), ids=str)
+@pytest.mark.parametrize("where", some(WHERE, [(3, "vmap")], slow=[(64, "vmap")]), ids=str)
 @pytest.mark.parametrize("name", few(NAMES, ("int4", "e3m0", "bfloat16", "ternary")))
 def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(name, where):
     spec, size, (workers, way) = Format(name, 8), 61, where
@@ -677,9 +677,14 @@ def test_a_group_that_is_not_finite_leaves_the_others_alone(bad):
 # --- bytes ---
 
 
+WIRED = [Format("bfloat16"), Format("ternary", 64)]
+
+
 @pytest.mark.parametrize("workers", few([2, 3, 8], [3]))
 @pytest.mark.parametrize(
-    "spec", few([Format("int4", 64, "e8m0"), Format("bfloat16")], [Format("bfloat16")]), ids=str
+    "spec",
+    few([Format("int4", 64, "e8m0"), Format("int2", 64), *WIRED], WIRED),
+    ids=str,
 )
 def test_words_on_the_wire_are_as_reckoned(spec, workers):
     size = 1001
