@@ -31,6 +31,7 @@ from jaxsparse.comm import wire
 from jaxsparse.quantize import (
     QSGD,
     Format,
+    FormatName,
     Quantized,
     Quantizer,
     dequantize,
@@ -70,7 +71,7 @@ DATA = {
     "cubed": lambda rng, shape: rng.standard_normal(shape) ** 3,
     "t2": lambda rng, shape: rng.standard_t(2, shape),
 }
-LEVELS_DATA = {
+LEVELS_DATA: dict[str, Any] = {
     "normal": DATA["normal"],
     "Laplace": lambda rng, shape: rng.laplace(size=shape),
     "t3": lambda rng, shape: rng.standard_t(3, shape),
@@ -193,12 +194,14 @@ def least_errors(args: argparse.Namespace) -> list[dict[str, Any]]:
     rng, results = np.random.default_rng(0), []
     for of, draw in LEVELS_DATA.items():
         x = np.float32(draw(rng, (args.size // 2**12, 256))).astype(np.float64)
-        magnitudes, number = -np.sort(-np.abs(x)), np.arange(1, 257)
+        magnitudes, number = -np.sort(-np.abs(x)), np.arange(1.0, 257)
         above = np.cumsum(magnitudes, axis=1)
         below = above[:, -1:] - above
         one = above**2 / number  # what one level for the largest magnitudes explains
         two = one + below**2 / np.maximum(256 - number, 1)
-        for name, explained in ("sign", one[:, -1:]), ("ternary", one), ("int2", two):
+        kinds: list[tuple[FormatName, Any]]
+        kinds = [("sign", one[:, -1:]), ("ternary", one), ("int2", two)]
+        for name, explained in kinds:
             energy = np.sum(magnitudes**2)
             least = np.sqrt(1 - np.sum(explained.max(axis=1)) / energy)
             spec = Format(name, scale="float32")
