@@ -1,13 +1,15 @@
 """Number formats of the quantised all-reduce: error, bits, time; and a ring against an all-to-all.
 
     python benchmarks/formats.py
-    python benchmarks/formats.py --size 2^22 --workers 4 8
+    python benchmarks/formats.py --size 2^22 --workers 4 8 --formats int4 ternary sign
 
 The first table rounds one vector. It has the error as a share of the vector's norm, for normal
 values, for normal values cubed and for Student's t with 2 degrees of freedom, and the bits a value
 with its scales. Its times are medians of runs that take turns, as multiples of the time of `x * 2`
 in place: of quantising, of adding decoded values to a sum in place, and of a whole exchange as one
-of 8 workers computes it, with feedback and without a network. The second table sums vectors of W
+of 8 workers computes it, with feedback and without a network. The second table has the errors of
+formats whose scales are means, in groups of 256 with scales in float32, and the least errors that
+any levels of such a format have, found by trying all thresholds. The third table sums vectors of W
 workers in NumPy, and has the error as a share of the sum's norm. In a ring each hop rounds a
 partial sum, as INTELLECT-1's does. In an all-to-all each part is rounded once, and each sum once.
 In pairs, workers sum by twos in int8 first, and pairs sum in the format named
@@ -29,9 +31,9 @@ from jaxsparse.comm import wire
 from jaxsparse.quantize import (
     QSGD,
     Format,
+    FormatName,
     Quantized,
     Quantizer,
-    Sign,
     dequantize,
     quantize,
     rotated,
@@ -55,12 +57,24 @@ FORMATS: dict[str, tuple[Quantizer, bool]] = {
     "e3m0": (Format("e3m0"), False),
     "e3m0, rotated": (Format("e3m0"), True),
     "QSGD(4), to nearest": (QSGD(4, 256), False),
-    "Sign": (Sign(256), False),
+    "int2": (Format("int2"), False),
+    "int2, rotated": (Format("int2"), True),
+    "ternary": (Format("ternary"), False),
+    "ternary, e8m0": (Format("ternary", scale="e8m0"), False),
+    "ternary, rotated": (Format("ternary"), True),
+    "sign": (Format("sign"), False),
+    "sign, e8m0": (Format("sign", scale="e8m0"), False),
+    "sign, rotated": (Format("sign"), True),
 }
 DATA = {
     "normal": lambda rng, shape: rng.standard_normal(shape),
     "cubed": lambda rng, shape: rng.standard_normal(shape) ** 3,
     "t2": lambda rng, shape: rng.standard_t(2, shape),
+}
+LEVELS_DATA: dict[str, Any] = {
+    "normal": DATA["normal"],
+    "Laplace": lambda rng, shape: rng.laplace(size=shape),
+    "t3": lambda rng, shape: rng.standard_t(3, shape),
 }
 KEY = 0
 
@@ -129,11 +143,12 @@ def pairs(x: np.ndarray, spec: Quantizer) -> np.ndarray:
 
 
 def formats(args: argparse.Namespace) -> list[dict[str, Any]]:
+    chosen = {name: FORMATS[name] for name in args.formats}
     rng = np.random.default_rng(0)
     data = {name: jnp.asarray(draw(rng, args.size), jnp.float32) for name, draw in DATA.items()}
     x = data["normal"]
     double = jax.jit(lambda x: x * 2, donate_argnums=0)
-    buffers = {name: jnp.zeros_like(x) for name in ("x * 2", *FORMATS)}
+    buffers = {name: jnp.zeros_like(x) for name in ("x * 2", *chosen)}
 
     def donated() -> jax.Array:
         buffers["x * 2"] = double(buffers["x * 2"])
@@ -153,7 +168,7 @@ def formats(args: argparse.Namespace) -> list[dict[str, Any]]:
     dense = Dense()
     carried = {"dense": (jnp.zeros_like(x), x * 1, dense.init(x.size))}
     runs["dense exchange"] = functools.partial(exchanged, "dense", dense)
-    for name, (spec, rotate) in FORMATS.items():
+    for name, (spec, rotate) in chosen.items():
         runs[f"{name} encode"] = functools.partial(encode, x, spec, rotate)
         runs[f"{name} decode"] = functools.partial(decode, name, encode(x, spec, rotate))
         reducer = systems.Quantized(spec, "nearest", rotate=rotate)
@@ -170,8 +185,29 @@ def formats(args: argparse.Namespace) -> list[dict[str, Any]]:
             "decode": middle[f"{name} decode"] / middle["x * 2"],
             "exchange": middle[f"{name} exchange"] / middle["x * 2"],
         }
-        for name, (spec, rotate) in FORMATS.items()
+        for name, (spec, rotate) in chosen.items()
     ] + [{"format": "dense", "exchange": middle["dense exchange"] / middle["x * 2"]}]
+
+
+def least_errors(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Errors of formats whose scales are means, and the least of any levels of as many values."""
+    rng, results = np.random.default_rng(0), []
+    for of, draw in LEVELS_DATA.items():
+        x = np.float32(draw(rng, (args.size // 2**12, 256))).astype(np.float64)
+        magnitudes, number = -np.sort(-np.abs(x)), np.arange(1.0, 257)
+        above = np.cumsum(magnitudes, axis=1)
+        below = above[:, -1:] - above
+        one = above**2 / number  # what one level for the largest magnitudes explains
+        two = one + below**2 / np.maximum(256 - number, 1)
+        kinds: list[tuple[FormatName, Any]]
+        kinds = [("sign", one[:, -1:]), ("ternary", one), ("int2", two)]
+        for name, explained in kinds:
+            energy = np.sum(magnitudes**2)
+            least = np.sqrt(1 - np.sum(explained.max(axis=1)) / energy)
+            spec = Format(name, scale="float32")
+            found = float(error(jnp.asarray(x.reshape(-1), jnp.float32), spec, False))
+            results.append({"format": name, "data": of, "error": found, "least": float(least)})
+    return results
 
 
 def sums(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -194,7 +230,8 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--size", type=timing.size_of, default=2**24, metavar="D", help="elements: 2^24")
-    add("--workers", type=int, nargs="+", default=[4, 8, 16, 32, 64], metavar="W")
+    add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="NAME")
+    add("--workers", type=int, nargs="*", default=[4, 8, 16, 32, 64], metavar="W")
     add("--repeats", type=int, default=9, help="timed runs of each operation")
     add("--json", metavar="FILE", help="also write all results here")
     return parser.parse_args()
@@ -211,12 +248,19 @@ def main() -> None:
         errors = [f"{100 * r[f'error_{name}']:.3g} %" for name in DATA]
         times = [f"{r[name]:.1f}" for name in ("encode", "decode", "exchange")]
         print("|", " | ".join([r["format"], format(r["bits"], ".3g"), *errors, *times]), "|")
+    near = least_errors(args)
+    print("\n| | of | error | least |\n|---|---|---|---|")
+    for r in near:
+        shares = [f"{100 * r[name]:.2f} %" for name in ("error", "least")]
+        print("|", " | ".join([r["format"], r["data"], *shares]), "|")
     summed = sums(args)
-    names = [name for name in summed[0] if name != "workers"]
-    print(f"\n| W | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
-    for s in summed:
+    for i, s in enumerate(summed):
+        names = [name for name in s if name != "workers"]
+        if not i:
+            print(f"\n| W | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
         print(f"| {s['workers']} | {' | '.join(f'{100 * s[name]:.3g} %' for name in names)} |")
-    timing.save({**where, "arguments": vars(args), "formats": found, "sums": summed}, args.json)
+    results = {"formats": found, "least": near, "sums": summed}
+    timing.save({**where, "arguments": vars(args), **results}, args.json)
 
 
 if __name__ == "__main__":

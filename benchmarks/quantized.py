@@ -24,7 +24,7 @@ import optax
 
 import jaxsparse
 from jaxsparse import error_feedback
-from jaxsparse.quantize import QSGD, Sign
+from jaxsparse.quantize import QSGD, Format
 from jaxsparse.reducers.base import Conservation, Reduced, Reducer
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.quantized import QUANTIZED, Quantized
@@ -75,8 +75,8 @@ METHODS: dict[str, Any] = {
     "e3m0, feedback": QUANTIZED.reducer("e3m0"),
     "e3m0, none": WithoutFeedback(QUANTIZED.reducer("e3m0")),
     "bfloat16": QUANTIZED.reducer("bfloat16"),
-    "sign, feedback": Quantized(Sign(), "nearest"),
-    "sign, none": WithoutFeedback(Quantized(Sign(), "nearest")),
+    "sign, feedback": Quantized(Format("sign", 1024, "float32"), "nearest"),
+    "sign, none": WithoutFeedback(Quantized(Format("sign", 1024, "float32"), "nearest")),
     "random-k, 10 %": RandomK(0.1),
     "random-k, none": WithoutFeedback(RandomK(0.1)),
 }

@@ -787,6 +787,7 @@ def _check_step(program, gradients, update, before, after):
     # Sketches, signs, products and transforms. Add each new system that uses one of these.
     mixes = program.name in ("s2_reducer", "sign_sgd", "powersgd", "demo")
     mixes |= bool(program.settings.get("rotate"))
+    mixes |= program.settings.get("format") in ("sign", "int2")  # zero counts as positive
     if not mixes and not is_published:
         something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))
         assert not np.any(something & np.all(x == 0, axis=0)), "what no worker has was delivered"
@@ -905,8 +906,11 @@ def _check_sums(program, x, added, entering, mean, residual):
     if program.name in ("sparcml", "spardl", "gtopk"):
         # A partial sum that overflows and finds no room is clipped to float32.
         bound = np.where(scale >= LARGEST, scale, bound)
-    # What is added behind the exchange, a gradient or what rounding takes, is clipped, too.
-    is_clipped = np.any(np.abs(residual) >= LARGEST, axis=0) & (scale >= LARGEST)
+    # What is added behind the exchange, a gradient or what rounding takes, is clipped, too. A leaf
+    # of few bits may then take its rounding from what was clipped.
+    packed = program.is_compressed
+    eps = program.by_leaf(lambda t: 0 if t == "float32" else jnp.finfo(t).eps)[packed]
+    is_clipped = np.any(np.abs(residual) >= LARGEST * (1 - eps), axis=0) & (scale >= LARGEST)
     bound = np.where(is_clipped, scale, bound)
     if program.reducer.conserves:
         came, left = (x + added).sum(0), program.workers * mean + residual.sum(0)

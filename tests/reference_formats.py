@@ -36,9 +36,52 @@ def scale_above(x, kind):
     return math.ldexp(1.0, exponent - (fraction == 0.5))
 
 
+MEANS = ("sign", "ternary", "int2")
+
+
+def nearest_scale(x, kind):
+    """The scale of its kind that is nearest to x, the larger of two, and whether it is a tie."""
+    if kind == "float32" or not x:
+        return x, False
+    bits = {"bfloat16": 8, "e8m0": 1}[kind]
+    fraction, exponent = math.frexp(x)
+    position = fraction * 2**bits
+    is_tie = abs(position % 1 - 0.5) < 2e-6 * position
+    return math.ldexp(math.floor(position + 0.5), exponent - bits), is_tie
+
+
+def rounded_to_means(x, name, group_size, scale="float32"):
+    """`rounded` for formats whose scales are means of magnitudes.
+
+    Where float32 may find other values above the threshold, or another scale, the group is unclear.
+    """
+    found, unclear = np.zeros(len(x)), np.zeros(len(x), bool)
+    for start in range(0, len(x), group_size):
+        span = slice(start, start + group_size)
+        magnitudes = np.abs(x[span])
+        if not magnitudes.any():
+            continue
+        threshold = {"sign": 0, "ternary": 0.5, "int2": 0.8}[name]
+        threshold *= np.sum(magnitudes**2) / np.sum(magnitudes)
+        parts = {
+            "sign": [magnitudes >= 0],
+            "ternary": [magnitudes > threshold],
+            "int2": [magnitudes > threshold, magnitudes <= threshold],
+        }[name]
+        unclear[span] = np.any(np.abs(magnitudes - threshold) < 3e-6 * threshold)
+        for part in parts:
+            if part.any():
+                level, is_tie = nearest_scale(np.mean(magnitudes[part]), scale)
+                found[span] += np.where(part, np.where(x[span] < 0, -level, level), 0)
+                unclear[span] |= is_tie
+    return found, unclear
+
+
 def rounded(x, name, group_size, scale="float32"):
     """A vector after rounding, float64, and where float32 can't tell (ties, or nearly so)."""
     x = np.asarray(x, np.float64)
+    if name in MEANS:
+        return rounded_to_means(x, name, group_size, scale)
     if name == "bfloat16":
         found = x.astype(ml_dtypes.bfloat16).astype(np.float64)
         return found, np.zeros(len(x), bool)

@@ -30,6 +30,7 @@ def mixed(**options):
         "eighths": systems.GatheredQuantized(quantize.QSGD(4, 64), seed=1),
         "exact": systems.TopK(0.4, codec=codecs.Packed()),
         "senders": systems.ChunkedTopK(2, 64, aggregate="mean_of_senders", clip="median"),
+        "ternary": systems.GatheredQuantized(quantize.Format("ternary", 64), "nearest"),
         "top": systems.TopK(0.03),
     }
     assert {name for name in dir(systems) if is_one_message(getattr(systems, name))} == {
@@ -39,7 +40,7 @@ def mixed(**options):
 
 
 MIXED = dict.fromkeys(
-    ("chunked", "demo", "dense", "dragonn", "eighths", "exact", "senders", "top"),
+    ("chunked", "demo", "dense", "dragonn", "eighths", "exact", "senders", "ternary", "top"),
     jnp.zeros((24, 25)),
 )
 MIXED["bias"] = jnp.zeros(25)

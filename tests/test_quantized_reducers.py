@@ -19,7 +19,7 @@ from workers import feedback_loop, few, on_workers, some
 from jaxsparse import traffic
 from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
 from jaxsparse.feedback import error_feedback
-from jaxsparse.quantize import QSGD, Quantizer, Sign, dequantize, quantize, to_message
+from jaxsparse.quantize import QSGD, Format, Quantizer, dequantize, quantize, to_message
 from jaxsparse.systems import qsgd, sign_sgd
 from jaxsparse.systems.quantized import Quantized
 
@@ -51,7 +51,12 @@ def nearest(x, bits, group_size):
     return np.concatenate(parts)
 
 
-SIGN = Sign(group_size=8)
+def sign(group_size):
+    """EF-signSGD's quantiser."""
+    return Format("sign", group_size, "float32")
+
+
+SIGN = sign(8)
 RULES = {
     SIGN: functools.partial(signs, group_size=8),
     QSGD(4, 8): functools.partial(nearest, bits=4, group_size=8),
@@ -76,7 +81,7 @@ def test_signs_are_the_definition(size):
     x = normal(size)
     x[::3] = 0
     x[1::7] = -0.0
-    spec = Sign(group_size=16)
+    spec = sign(16)
     quantized = quantize(jnp.asarray(x), spec, None)
     found = np.asarray(dequantize(quantized, spec, size))
     np.testing.assert_allclose(found, signs(x.astype(np.float64), 16), rtol=1e-6)
@@ -87,22 +92,22 @@ def test_signs_are_the_definition(size):
 
 @pytest.mark.parametrize("count", [0, 3, 16, 17, 40])
 def test_padding_does_not_count_in_a_mean(count):
-    spec, x = Sign(group_size=16), normal(40)
+    spec, x = sign(16), normal(40)
     x[count:] = 0
     padded = dequantize(quantize(jnp.asarray(x), spec, None, jnp.int32(count)), spec, 40)
     np.testing.assert_allclose(padded[:count], signs(x[:count], 16), rtol=1e-6)
 
 
 def test_signs_are_a_contraction_and_no_more():
-    spec = Sign(group_size=16)
+    spec = sign(16)
     one = np.zeros(16, np.float32)
     one[3] = -2
     for x in (one, normal(16), normal(16) ** 5, np.ones(16, np.float32)):
         error = np.asarray(dequantize(quantize(jnp.asarray(x), spec, None), spec, 16)) - x
         ratio = np.sum(error.astype(np.float64) ** 2) / np.sum(x.astype(np.float64) ** 2)
-        assert ratio <= spec.error_bound() * (1 + 1e-6)
+        assert ratio <= (1 - 1 / 16) * (1 + 1e-6)
         if x is one:
-            np.testing.assert_allclose(ratio, spec.error_bound(), rtol=1e-6)
+            np.testing.assert_allclose(ratio, 1 - 1 / 16, rtol=1e-6)
 
 
 def test_signs_of_huge_values_and_of_those_that_are_not_finite():
@@ -114,7 +119,7 @@ def test_signs_of_huge_values_and_of_those_that_are_not_finite():
     assert not np.isfinite(found[32:]).any()
 
 
-SIGN16 = Sign(group_size=16)
+SIGN16 = sign(16)
 
 
 @pytest.mark.parametrize("where", few(WHERE, USUAL), ids=str)
@@ -224,7 +229,8 @@ def test_each_step_rounds_anew():
     assert np.any(other.mean != reduced.mean)
 
 
-BOUNDED = [(Sign(256), 1.5), (QSGD(2, 256), 3.0), (QSGD(4, 256), 0.25)]
+BOUNDED = [(sign(256), 1.5), (QSGD(2, 256), 3.0), (QSGD(4, 256), 0.25)]
+BOUNDED += [(Format("ternary"), 1.0), (Format("int2"), 0.75)]
 
 
 @pytest.mark.parametrize("workers", few([2, 5, 8], [8]))
@@ -244,7 +250,7 @@ def test_the_residual_stays_bounded_over_200_steps(bounded, workers):
     np.testing.assert_allclose(delivered + residual[-1], wanted, atol=2e-2)
 
 
-@pytest.mark.parametrize("quantizer", [Sign(8), QSGD(4, 8)], ids=str)
+@pytest.mark.parametrize("quantizer", [SIGN, QSGD(4, 8)], ids=str)
 def test_sums_that_overflow_are_kept(quantizer):
     x = normal((3, 1, 48))
     x[:, 0, 20] = 3e38  # in the first group of the second range
@@ -260,7 +266,7 @@ def test_sums_that_overflow_are_kept(quantizer):
 
 
 @pytest.mark.parametrize("workers", few([2, 3, 5, 8], [3, 8]))
-@pytest.mark.parametrize("quantizer", [QSGD(4, 64), Sign(64)], ids=str)
+@pytest.mark.parametrize("quantizer", [QSGD(4, 64), sign(64)], ids=str)
 def test_words_on_the_wire_are_as_reckoned(quantizer, workers):
     size = 1001
     compiled = reduce(quantizer, workers, "shard_map").lower(
@@ -294,7 +300,7 @@ def test_momentum_with_stochastic_rounding_is_plain_momentum():
 
 def test_signs_need_feedback():
     """Karimireddy et al., Counterexample 2: f(x) = e |x_1 + x_2| + |x_1 - x_2|, twice."""
-    reducer, workers, e = Quantized(Sign(), "nearest"), 2, 0.5
+    reducer, workers, e = Quantized(sign(1024), "nearest"), 2, 0.5
 
     def step(carried, i, has_feedback):
         x, residual = carried
@@ -348,17 +354,17 @@ def test_digits_with_feedback_are_learnt_as_by_dense_and_without_they_are_not(tm
 
 
 ERRORS = {
-    "group_size": (lambda: Sign(0), "group_size=0 must be at least 1"),
+    "group_size": (lambda: sign(0), "group_size=0 must be at least 1"),
     "group_size's type": (lambda: sign_sgd(group_size=2.5), "group_size=2.5 must be an int"),
     "key": (
-        lambda: quantize(jnp.ones(3), Sign(), jax.random.key(0)),
-        r"Sign\(group_size=1024\) rounds without one: pass key=None",
+        lambda: quantize(jnp.ones(3), SIGN, jax.random.key(0)),
+        r"Format\(name='sign', group_size=8.*rounds without one: pass key=None",
     ),
     "quantizer": (lambda: Quantized(4), "quantizer=4 is no quantizer: use quantize.Format"),
     "rounding": (lambda: qsgd(rounding="up"), "rounding='up' is unknown: use 'stochastic' or"),
     "sign": (
-        lambda: Quantized(Sign()),
-        r"rounding='stochastic', but Sign\(.*deterministic: use 'nearest'",
+        lambda: Quantized(SIGN),
+        r"rounding='stochastic', but Format\(name='sign'.*deterministic: use 'nearest'",
     ),
     "feedback": (
         lambda: qsgd(4, scale="l2", rounding="nearest"),

@@ -9,6 +9,7 @@ from workers import mesh
 from jaxsparse import codecs, select, sketch, traffic
 from jaxsparse.arrays import bits, hashing, platforms, stream
 from jaxsparse.arrays.platforms import only_shapes
+from jaxsparse.quantize import means, packing
 from jaxsparse.select import compaction
 from jaxsparse.systems import choose
 from jaxsparse.traffic import traced
@@ -37,11 +38,18 @@ FORMS = {
     "heavy_hitters": lambda x: sketch.heavy_hitters(sketch.encode(x, SPEC), SPEC, D, K),
     "pack_fields": lambda x: bits.pack_fields(platforms.to_bits(x).reshape(2, -1), 12),
     "unpack_fields": lambda x: bits.unpack_fields(platforms.to_bits(x[:12])[None], 12, 32),
+    "digits": lambda x: _digits(x),
+    "means": lambda x: means.encoded(x, "int2", 64, None),
     "mix": lambda x: hashing.drawn(7, platforms.to_bits(x)),
     "packed": lambda x: _sent(PACKED, x),
     "chunked": lambda x: _sent(CHUNKED, x),
     "chunked without k": lambda x: _sent(codecs.Chunked(value_bits=16), x),
 }
+
+
+def _digits(x):
+    words = packing.pack_digits((x > 0).astype(jnp.uint8), 3)
+    return words, packing.unpack_digits(words, 3, D)
 
 
 def _sent(codec, x):

@@ -19,6 +19,8 @@ METHODS = [
     functools.partial(jaxsparse.sketched_sgd, k=4, cols=16, rows=3, selection="heavymix"),
     functools.partial(jaxsparse.sketched_sgd, 2, rows=1, table_dtype="float16"),
     functools.partial(jaxsparse.true_top_k, 4),
+    functools.partial(jaxsparse.quantized, "ternary", group_size=16),
+    functools.partial(jaxsparse.quantized, "int2", group_size=16, scale="e8m0"),
 ]
 is_dense = lambda path, shape: len(shape) < 2
 MADE = [method(momentum=0.9, is_dense=is_dense) for method in METHODS]

@@ -125,7 +125,8 @@ def _scattered(
 ) -> tuple[Float[Array, " m"], Float[Array, "n m"]]:
     """The sum of the group's rows for this member, and the rounding errors of `rows`.
 
-    The own row is not rounded. The error given for it is not zero, and means nothing.
+    Rows, and so the sum, are zero behind their first `counts` elements. The own row is not rounded.
+    The error given for it is not zero, and means nothing.
     """
     m = rows.shape[1]
     messages = jax.vmap(lambda row, key, count: _pack(row, key, count, quantizer))(
@@ -140,6 +141,8 @@ def _scattered(
     # One row after the other: XLA's CPU backend takes twice as long to decode all and sum columns.
     arrived = group.all_to_all(messages)
     total = jax.lax.scan(add, jnp.zeros_like(rows[0]), (arrived, rows, own))[0]
+    # Zeros may have been rounded to other numbers. Masked here, a whole vector is not stored anew.
+    total = jnp.where(jnp.arange(m, dtype=jnp.int32) < counts[group.rank], total, 0)
     return total, rows - jax.vmap(lambda message: _unpack(message, quantizer, m))(messages)
 
 
@@ -154,7 +157,6 @@ def _gathered(message: Array, team: wire.Group, across: wire.Group) -> Array:
 def _pack(
     row: Array, key: Array | None, count: Int[Array, ""], quantizer: Quantizer
 ) -> UInt32[Array, " words"]:
-    row = jnp.where(jnp.arange(row.size, dtype=jnp.int32) < count, row, 0)
     return to_message(quantize(row, quantizer, key, count), quantizer)
 
 

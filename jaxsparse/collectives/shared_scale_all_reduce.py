@@ -52,7 +52,7 @@ def shared_scale_all_reduce(
     check_format(quantizer)
     if workers == 1:
         return AllReduced(wire.replicated(x, axis_name), jnp.zeros_like(x), none)
-    bits = quantizer.bits
+    bits = int(quantizer.bits)
     levels = (2**bits - 1) // (2 * workers)
     if levels < 1:
         wider = "format='int8', or " if quantizer.name == "int4" else ""

@@ -1,7 +1,8 @@
 """Quantises vectors to a few bits a value, packed into words, and back.
 
-A quantiser is a frozen dataclass of settings: `Format` (integers, floats and powers of two),
-`QSGD` (its paper's roundings and scales) or `Sign`. `quantize` and `dequantize` take any of them.
+A quantiser is a frozen dataclass of settings: `Format` (integers, floats, powers of two, and means
+of magnitudes in 1 to 2 bits) or `QSGD` (its paper's roundings and scales). `quantize` and
+`dequantize` take both.
 `rotated` spreads large values over their group first, and `rotated_back` is its inverse.
 `check_feedback` refuses settings whose error must not be fed back. `entry_values` packs the values
 of sparse entries, whose indices travel beside them.
@@ -29,7 +30,6 @@ from jaxsparse.quantize.quantizer import (
     to_message as to_message,
 )
 from jaxsparse.quantize.rotation import rotated as rotated, rotated_back as rotated_back
-from jaxsparse.quantize.sign import Sign as Sign
 
 __all__ = [
     "QSGD",
@@ -39,7 +39,6 @@ __all__ = [
     "Quantized",
     "Quantizer",
     "Scale",
-    "Sign",
     "ValueQuantizer",
     "check_feedback",
     "dequantize",

@@ -1,9 +1,9 @@
-"""Values in a number format of 4 to 16 bits, relative to a scale that a group of values shares.
+"""Values in a number format of 1 to 16 bits, relative to scales that a group of values shares.
 
 `QSGD` has more choices for integers, from its paper: stochastic rounding and the norm as a scale.
 The formats here are those of today's all-reduces (torchft, INTELLECT-1's prime, ZeRO++,
-Streaming DiLoCo). They always round to nearest, so that a residual can keep the error, and their
-scales are short, too.
+Streaming DiLoCo). They are deterministic, so that a residual can keep the error, and their scales
+are short, too.
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ from jaxsparse.arrays.bits import (
     unpack_fields,
 )
 from jaxsparse.arrays.magnitude import LARGEST, SMALLEST, largest_magnitude, within
-from jaxsparse.quantize.packing import pack, unpack
+from jaxsparse.quantize import means
+from jaxsparse.quantize.packing import digit_words, pack, pack_digits, unpack, unpack_digits
 from jaxsparse.quantize.quantizer import (
     SCALE_SHIFTS,
     Quantized,
@@ -30,19 +31,33 @@ from jaxsparse.quantize.quantizer import (
     in_groups,
 )
 
-FormatName = Literal["int8", "int4", "e3m0", "float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"]
+FormatName = Literal[
+    "int8",
+    "int4",
+    "int2",
+    "ternary",
+    "sign",
+    "e3m0",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "bfloat16",
+    "float16",
+]
 Scale = Literal["float32", "bfloat16", "e8m0"]
 
 
 class _Values(NamedTuple):
-    bits: int
-    largest: int | None  # None: values need no scale
+    bits: float
+    largest: int | None  # None: values need no scale, or their scales are means
     dtype: DTypeLike | None = None  # dtype of floats, if JAX has one
 
 
 _VALUES = {
     "int8": _Values(8, 127),
     "int4": _Values(4, 7),
+    "int2": _Values(2, None),
+    "ternary": _Values(1.6, None),
+    "sign": _Values(1, None),
     "e3m0": _Values(4, 64),
     "float8_e4m3fn": _Values(8, 448, jnp.float8_e4m3fn),
     "float8_e5m2": _Values(8, 57344, jnp.float8_e5m2),
@@ -55,23 +70,42 @@ _INFINITY = 0x7F800000  # bits of float32
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """Rounds each value to the nearest number of the format times the scale of the value's group.
+    """Values as numbers of a format times the scale of their group.
 
-    The scale is the largest magnitude of the group over the format's largest number. It is rounded
-    *up* to its own few bits, so that the largest magnitude does not clip. (From 2**127 on it may.)
-    Ties of integers and floats go to even, those of "e3m0" up. No error is larger than its value,
-    and the error of a group's largest value is at most a third of that value. So every format is a
-    contraction, and a residual that is fed back stays bounded for any data.
+    Formats of 4 to 16 bits round each value to the nearest number. The scale is the largest
+    magnitude of the group over the format's largest number. It is rounded *up* to its own few bits,
+    so that the largest magnitude does not clip. (From 2**127 on it may.) Ties of integers and
+    floats go to even, those of "e3m0" up. No error is larger than its value, and the error of a
+    group's largest value is at most a third of that value.
+
+    Formats of 1 to 2 bits have means of magnitudes for scales, with squared errors near the least:
+    see `jaxsparse.quantize.means`. A scale is rounded to the nearest of its own few bits. With n
+    values of the scale s in place of x, and scales off by at most d of themselves, 2**-8 for
+    "bfloat16" and 1/3 for "e8m0" (1/2 from 1.5 * 2**127 on),
+
+        ||C(x) - x||^2 = ||x||^2 - (1 - d^2) sum of n s^2 over the scales.
+
+    So every format is a contraction, and a residual that is fed back stays bounded for any data.
+    The sum of n s^2 is at least ||x||^2 / B for "sign", which a single value other than 0 attains.
+    It is at least ||x||^2 / sqrt(8 B) for "ternary" and "int2": a threshold c w, where w =
+    ||x||^2 / ||x||_1, leaves at least (1 - c) ||x||^2 above it. The magnitudes above it then sum to
+    at least sqrt(1 - c) ||x||, and their mean is at least c w >= c ||x|| / sqrt(B). The sum of
+    n s^2 is at least the product of the two. (Scales below 2.3e-38 become 0: then C(x) = 0. Sums
+    are rounded to 2**-22 of the largest magnitude for each value of a group.)
 
     Attributes:
         name: "int8" (-127 .. 127), "int4" (-7 .. 7), "float8_e4m3fn" (largest 448), "float8_e5m2"
             (57344), "float16" (65504), or "e3m0": a sign and three bits for 0 or a power of two, 1
             to 64 (the "FP4" of Streaming DiLoCo, arXiv 2501.18512; its scale is not published, this
-            one is ours). "bfloat16" has the range of float32 and no scales.
-        group_size: number of consecutive values that share a scale, B.
+            one is ours). "bfloat16" has the range of float32 and no scales. "int2" is a sign and
+            one of two scales, "ternary" a scale, 0 or minus the scale in 1.6 bits, "sign" (EF-
+            signSGD, Karimireddy et al., ICML 2019, section 4) plus or minus a scale. For "sign" and
+            "int2", zero counts as positive.
+        group_size: number of consecutive values that share a scale, B. The last group may have
+            fewer.
         scale: format of the scales on the wire: "bfloat16", "float32", or "e8m0" for powers of two
             in 8 bits, as in the OCP formats (here its byte 0 stands for zero). Scales add 16 / B,
-            32 / B or 8 / B bits a value.
+            32 / B or 8 / B bits a value, and twice as many for "int2".
 
     Raises:
         ValueError: unknown name or scale, or group_size is below 1.
@@ -98,18 +132,23 @@ class Format:
                 raise ValueError(f"{argument}={value!r} is unknown: use one of {', '.join(known)}")
 
     @property
-    def bits(self) -> int:
-        """Bits of a value on the wire."""
+    def bits(self) -> float:
+        """Bits of a value on the wire: an integer, but 1.6 for "ternary"."""
         return _VALUES[self.name].bits
 
     @property
     def scale_bits(self) -> int:
         """Bits of a scale on the wire, or 0 for a format without scales."""
-        return 0 if _VALUES[self.name].largest is None else _SCALE_BITS[self.scale]
+        return 0 if self.name == "bfloat16" else _SCALE_BITS[self.scale]
+
+    @property
+    def scales_per_group(self) -> int:
+        """Number of scales that a group has."""
+        return means.LEVELS.get(self.name, 1)
 
     @property
     def is_integer(self) -> bool:
-        """Whether codes are integers, which can be summed as they are."""
+        """Whether codes are multiples of a scale, which can be summed as they are."""
         return self.name in ("int8", "int4")
 
     def words(self, size: int) -> int:
@@ -118,11 +157,15 @@ class Format:
         >>> Format("int4").words(10_000)
         1270
         """
-        groups = -(-size // self.group_size)
-        return field_words(size, self.bits) + field_words(groups, self.scale_bits)
+        scales = self.scales_per_group * -(-size // self.group_size)
+        if self.name in means.BASES:
+            words = digit_words(size, means.BASES[self.name])
+        else:
+            words = field_words(size, int(self.bits))
+        return words + field_words(scales, self.scale_bits)
 
     def bounded_feedback(self, *, stochastic: bool = False) -> bool:
-        """Always true: every format is a contraction."""
+        """Always true: every format is a contraction. See the class."""
         return True
 
     def refusal(self, *, stochastic: bool) -> str:
@@ -135,6 +178,7 @@ class Format:
         """The scales of a vector's groups, as they travel. Infinite if a value is not finite.
 
         A group has scale 0 if its values are so small that the scale would be no normal number.
+        Not for formats whose scales are means.
 
         Args:
             x: vector of d elements, float32.
@@ -144,38 +188,39 @@ class Format:
         if largest is None:
             return jnp.ones(-(-x.size // self.group_size), jnp.float32)
         top = largest_magnitude(in_groups(x, self.group_size), axis=1)
-        dropped = 2 ** SCALE_SHIFTS[self.scale_bits] - 1
-        kept = 2**32 - 1 - dropped
-        bits = lax.bitcast_convert_type(top / largest, jnp.uint32)
-        bits = (bits + jnp.uint32(dropped)) & jnp.uint32(kept)
         # At the end of float32's range, scales are rounded down: no decoded value is infinite.
-        highest = np.float32(LARGEST / largest).view(np.uint32)
-        bits = jnp.minimum(bits, jnp.uint32(int(highest) & kept))
-        bits = jnp.where(jnp.isfinite(top), bits, jnp.uint32(_INFINITY))
-        is_zero = top < largest * SMALLEST
-        return lax.bitcast_convert_type(jnp.where(is_zero, jnp.uint32(0), bits), jnp.float32)
+        return self._as_scales(top / largest, up=True, highest=LARGEST / largest)
 
     def quantize(
         self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""] | None
     ) -> Quantized:
         """See `Quantizer`."""
-        del key, count  # padding with zeros changes no maximum
-        scales = self.scales_of(x)
+        del key
+        if self.name in means.BASES:
+            codes, levels = means.encoded(x, self.name, self.group_size, count)
+            scales = self._as_scales(levels.reshape(-1), up=False, highest=LARGEST)
+            return Quantized(pack_digits(codes, means.BASES[self.name]), scales)
+        scales = self.scales_of(x)  # padding with zeros changes no maximum
         if self.is_integer:
-            return Quantized(pack(self.integers(x, scales), self.bits), scales)
+            return Quantized(pack(self.integers(x, scales), int(self.bits)), scales)
         if self.name == "e3m0":
             fields = _powers(self._relative(x, scales))
         else:
             values = x if not self.scale_bits else self._relative(x, scales)
             fields = float_bits(within(values, self._dtype), self._dtype)
-        return Quantized(pack_fields(fields, self.bits), scales)
+        return Quantized(pack_fields(fields, int(self.bits)), scales)
 
     def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
         """See `Quantizer`."""
+        words, bits = quantized.words, int(self.bits)
+        if self.name in means.BASES:
+            codes = unpack_digits(words, means.BASES[self.name], size)
+            levels = quantized.scales.reshape(self.scales_per_group, -1)
+            return means.decoded(codes, levels, self.name, self.group_size)
         if self.is_integer:
-            values = unpack(quantized.words, self.bits, size).astype(jnp.float32)
+            values = unpack(words, bits, size).astype(jnp.float32)
         else:
-            fields = unpack_fields(quantized.words, self.bits, size)
+            fields = unpack_fields(words, bits, size)
             is_powers = self.name == "e3m0"
             values = _from_powers(fields) if is_powers else from_float_bits(fields, self._dtype)
         return self.scaled(values, quantized.scales) if self.scale_bits else values
@@ -195,6 +240,17 @@ class Format:
         """Values times the scales of their groups."""
         groups = in_groups(values, self.group_size) * scales[:, None]
         return groups.reshape(-1)[: values.size]
+
+    def _as_scales(self, x: Float[Array, " n"], *, up: bool, highest: float) -> Array:
+        """Numbers of few bits, rounded up or to nearest, at most `highest`. 0 below SMALLEST."""
+        dropped = 2 ** SCALE_SHIFTS[self.scale_bits] - 1
+        kept = 2**32 - 1 - dropped
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        bits = (bits + jnp.uint32(dropped if up else (dropped + 1) // 2)) & jnp.uint32(kept)
+        most = int(np.float32(highest).view(np.uint32)) & kept
+        bits = jnp.minimum(bits, jnp.uint32(most))
+        bits = jnp.where(jnp.isfinite(x), bits, jnp.uint32(_INFINITY))
+        return lax.bitcast_convert_type(jnp.where(x < SMALLEST, jnp.uint32(0), bits), jnp.float32)
 
     @property
     def _dtype(self) -> DTypeLike:

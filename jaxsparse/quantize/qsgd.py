@@ -41,6 +41,7 @@ class QSGD:
     scale: Literal["max", "l2"] = "max"
 
     scale_bits: ClassVar[int] = 32
+    scales_per_group: ClassVar[int] = 1
     takes_key: ClassVar[bool] = True
 
     def __post_init__(self):

@@ -29,7 +29,7 @@ class Quantized(NamedTuple):
     """A quantised vector. Only `words` and `scales` travel."""
 
     words: UInt32[Array, " words"]  # all values, a few bits each
-    scales: Float[Array, " groups"]  # float32[ceil(d / group_size)]; exact in `scale_bits`
+    scales: Float[Array, " scales"]  # float32, `scales_per_group` each; exact in `scale_bits`
 
 
 @runtime_checkable
@@ -44,6 +44,11 @@ class Quantizer(Protocol):
     @property
     def scale_bits(self) -> int:
         """Bits of a scale on the wire: 32, 16 or 8 (see `to_message`), or 0 for no scales."""
+        ...
+
+    @property
+    def scales_per_group(self) -> int:
+        """The number of scales of a group. The first ones of all groups come first."""
         ...
 
     @property
@@ -156,11 +161,11 @@ def dequantize(quantized: Quantized, spec: Quantizer, size: int) -> Float[Array,
     [0.0, 5.0]
     """
     check_size("size", size)
-    groups = -(-size // spec.group_size)
-    if quantized.scales.shape != (groups,):
+    scales = _scale_count(spec, size)
+    if quantized.scales.shape != (scales,):
         raise ValueError(
             f"scales have shape {quantized.scales.shape}, but size={size} in groups of "
-            f"{spec.group_size} has {groups}: pass the spec and size of quantize"
+            f"{spec.group_size} has {scales}: pass the spec and size of quantize"
         )
     return spec.dequantize(quantized, size)
 
@@ -181,13 +186,17 @@ def to_message(quantized: Quantized, spec: Quantizer) -> UInt32[Array, " words"]
 
 def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> Quantized:
     """The inverse of `to_message`, for `size` values."""
-    groups = -(-size // spec.group_size)
+    count = _scale_count(spec, size)
     if not spec.scale_bits:
-        return Quantized(message, jnp.ones(groups, jnp.float32))
-    words = message.size - field_words(groups, spec.scale_bits)
-    scales = unpack_fields(message[words:], spec.scale_bits, groups)
+        return Quantized(message, jnp.ones(count, jnp.float32))
+    words = message.size - field_words(count, spec.scale_bits)
+    scales = unpack_fields(message[words:], spec.scale_bits, count)
     scales <<= jnp.uint32(SCALE_SHIFTS[spec.scale_bits])
     return Quantized(message[:words], lax.bitcast_convert_type(scales, jnp.float32))
+
+
+def _scale_count(spec: Quantizer, size: int) -> int:
+    return spec.scales_per_group * -(-size // spec.group_size)
 
 
 def check_group_size(group_size: int) -> None:

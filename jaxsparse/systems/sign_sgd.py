@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.quantize import Sign
+from jaxsparse.quantize import Format
 from jaxsparse.systems.quantized import Quantized
 from jaxsparse.systems.row import Case, System
 
@@ -15,7 +15,8 @@ class _SignSGD(SystemOptions):
 
     Each value becomes plus or minus the mean magnitude of its group, and so does each sum on its
     way back, as in dist-EF-blockSGD (Zheng et al., NeurIPS 2019). A worker receives
-    2 (W - 1)/W (1 / 32 + 1 / group_size) d words a step: a 31st of a dense all-reduce's.
+    2 (W - 1)/W (1 / 32 + 1 / group_size) d words a step: a 31st of a dense all-reduce's. It is
+    `quantized("sign", group_size=1024, scale="float32")` by another name.
 
     `momentum` acts before the exchange (momentum correction), without masking, because everything
     is sent at each step. With Adam, chain `jaxsparse.per_worker(optax.scale_by_adam())` before it.
@@ -34,7 +35,7 @@ class _SignSGD(SystemOptions):
     group_size: int = dataclasses.field(default=1024, kw_only=True)
 
     def made(self) -> Quantized:
-        return Quantized(Sign(self.group_size), "nearest")
+        return Quantized(Format("sign", self.group_size, "float32"), "nearest")
 
 
 sign_sgd = transformation(_SignSGD, "sign_sgd")
