@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 import reference_islands as reference
+import running
 from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -663,3 +664,15 @@ def test_a_weight_that_nobody_asked_for_is_refused():
     state = train.join((jnp.zeros(8),))
     with pytest.raises(ValueError, match=r"weight=3, but weighted=False"):
         train(state, jnp.ones(8), weight=3)
+
+
+@pytest.mark.slow
+def test_the_example_survives_a_kill(tmp_path):
+    flags = [*("--islands", 2, "--rounds", 6, "--kill", 2, "--away", 0, "--quorum", 1)]
+    small = [*("--width", 16, "--batch", 2, "--grace", 1, "--figure", tmp_path / "f.svg")]
+    script = "islands/run.py"
+    printed = running.run(script, *flags, *small, cwd=tmp_path)
+    assert "bergen is killed" in printed
+    assert printed.count("bergen joins in round") == 2
+    assert "parameters equal bit for bit on all islands: True" in printed
+    assert (tmp_path / "f.svg").exists()

@@ -26,9 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--islands", type=int, default=4, choices=range(2, len(NAMES) + 1))
-    add("--rounds", type=int, default=40)
+    add("--rounds", type=int, default=80)
     add("--kill", type=int, default=6, help="round after which one is killed; 0: none")
-    add("--away", type=float, default=10.0, help="seconds until it is started again")
+    add("--away", type=float, default=3.0, help="seconds until it is started again")
     add("--store", help="a folder or a URL; a new folder if left out")
     add("--figure", type=Path, help="draw the rounds into this file")
     args, more = parser.parse_known_args()
