@@ -25,8 +25,9 @@ from hypothesis.stateful import (
 from jax.tree_util import tree_flatten_with_path
 
 import jaxsparse
-from jaxsparse.islands import rounds as jaxsparse_rounds
+from jaxsparse.islands import rounds as jaxsparse_rounds, watch
 from jaxsparse.islands.store import UnreachableError
+from jaxsparse.planner.command import main
 
 NAMES = ("amsterdam", "bergen", "cork", "dover")
 MOVES = st.lists(st.integers(-8, 8), min_size=reference.SIZE, max_size=reference.SIZE)
@@ -676,3 +677,50 @@ def test_the_example_survives_a_kill(tmp_path):
     assert printed.count("bergen joins in round") == 2
     assert "parameters equal bit for bit on all islands: True" in printed
     assert (tmp_path / "f.svg").exists()
+
+
+def shown(capsys, *arguments):
+    status = main(["islands", *map(str, arguments)])
+    return status, capsys.readouterr()
+
+
+def test_a_run_is_shown_from_its_store(tmp_path, capsys, clock):
+    store = jaxsparse.islands.Store(tmp_path)
+    members, states = joined(store, NAMES[:2], clock)
+    states = ran(members, states, 2, np.ones((2, 2, 6)), clock)
+    _, exchange = members[0].begin(reference.moved(states[0], [1] * 6))
+    exchange.advance()
+    store.create("decisions/00000001x", b"")
+    before = sorted(path for path in tmp_path.rglob("*"))
+    found = watch.history(store)
+    assert found.snapshots == (0,)
+    open_round = watch.Seen(2, (), NAMES[:1], "", "")
+    assert found.rounds[-1] == open_round
+    assert [seen.members for seen in found.rounds[:-1]] == [NAMES[:2]] * 2
+    assert watch.history(store, 1).rounds == found.rounds[-2:]
+    status, printed = shown(capsys, tmp_path)
+    assert status == 0
+    assert "amsterdam, bergen" in printed.out
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_a_store_without_a_run_is_named(tmp_path, capsys):
+    assert shown(capsys, tmp_path / "none")[0] == 2
+    assert not (tmp_path / "none").exists()
+    status, printed = shown(capsys, tmp_path)
+    assert status == 2
+    assert "holds no run" in printed.err
+
+
+def test_it_looks_again_until_interrupted(clock):
+    store = reference.Memory()
+    joined(store, NAMES[:1], clock)
+    looks = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    watch.show(store, 5, 2.0, sleep)
+    assert looks == [2.0] * 3

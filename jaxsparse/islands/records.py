@@ -54,13 +54,15 @@ class Record:
         return data + hashlib.sha256(data).digest()
 
     @classmethod
-    def from_bytes(cls: type[R], data: bytes, round: int, settings: str) -> tuple[R, bytes]:
+    def from_bytes(
+        cls: type[R], data: bytes, round: int, settings: str | None = None
+    ) -> tuple[R, bytes]:
         """Header and body of an object.
 
         Args:
             data: what was read.
             round: the round in which it was found.
-            settings: this run's.
+            settings: this run's. None: any.
 
         Raises:
             BrokenError: it is not such an object, of this round and this run.
@@ -78,7 +80,7 @@ class Record:
         except (ValueError, RecursionError) as error:
             raise BrokenError(f"its header is no JSON: {error}") from None
         record = _made(cls, fields, "its header", {"kind": cls.kind})
-        if record.settings != settings:
+        if settings is not None and record.settings != settings:
             raise BrokenError(
                 f"its settings are {record.settings}, and this run's are {settings}: another "
                 "model, outer optimizer or exchange, or another version of JAX or jaxsparse"

@@ -15,7 +15,6 @@ snapshots go once two newer snapshots stand.
 import collections
 import dataclasses
 import warnings
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -90,7 +89,7 @@ class Rounds:
 
         A decision that can't be read has no members. All islands read the same, and go on.
         """
-        data = self.store.get(_decision_key(round))
+        data = self.store.get(decision_key(round))
         if data is None:
             return None
         try:
@@ -117,7 +116,7 @@ class Rounds:
         if self._expected[0] != round:
             # Those that came late in the last round are expected, too. Else one that is always
             # a little later than the others would never count.
-            last = self._keys(round - 1) if round else []
+            last = posted(self.store, round - 1) if round else []
             self._expected = round, frozenset(name for name, _ in last)
         expected = self._expected[1]
         is_complete = bool(expected) and expected <= {each.message.name for each in found}
@@ -133,7 +132,7 @@ class Rounds:
             max(sorted(digests), key=digests.__getitem__),
             self.name,
         )
-        self.store.create(_decision_key(round), decision.to_bytes())
+        self.store.create(decision_key(round), decision.to_bytes())
         return self.decided(round)
 
     def read(self, decision: Decision) -> list[np.ndarray]:
@@ -177,7 +176,9 @@ class Rounds:
         old, kept = rounds[:-_KEPT], rounds[-_KEPT:]
         if old:
             for each in range(old[0], kept[0]):
-                self.store.delete([_folder(each) + "/" + key for key in self._all_keys(each)])
+                self.store.delete(
+                    [_folder(each) + "/" + key for key in self.store.names(_folder(each))]
+                )
             # Last, so that what an interruption left is found the next time.
             self.store.delete([_snapshot_key(each) for each in old])
         return is_first
@@ -185,7 +186,7 @@ class Rounds:
     def _posted(self, round: int) -> list[_Read]:
         """The good messages of a round, one for each island, by name."""
         by_name = {}
-        for name, life in self._keys(round):  # of two lives, the last in the order of keys
+        for name, life in posted(self.store, round):  # of two lives, the last in the order of keys
             key = self._message_key(round, name, life)
             if key not in self._good and key not in self._bad:
                 data = self.store.get(key)
@@ -206,28 +207,27 @@ class Rounds:
             raise BrokenError(f"it says that it is {message.name}.{message.life}")
         return _Read(message, words_of(body, self.words), checksum(data))
 
-    def _keys(self, round: int) -> list[tuple[str, str]]:
-        """Names and lives of the messages of a round. Other objects are not ours."""
-        pairs = [key.split(".") for key in self._all_keys(round)]
-        return [
-            (pair[0], pair[1])
-            for pair in pairs
-            if len(pair) == 2 and all(NAME.fullmatch(part) for part in pair)
-        ]
-
-    def _all_keys(self, round: int) -> Sequence[str]:
-        return self.store.names(_folder(round))
-
     @staticmethod
     def _message_key(round: int, name: str, life: str) -> str:
         return f"{_folder(round)}/{name}.{life}"
+
+
+def posted(store: Objects, round: int) -> list[tuple[str, str]]:
+    """Names and lives of the messages of a round, sorted. Other objects are not ours."""
+    pairs = [key.split(".") for key in store.names(_folder(round))]
+    return [
+        (pair[0], pair[1])
+        for pair in pairs
+        if len(pair) == 2 and all(NAME.fullmatch(part) for part in pair)
+    ]
 
 
 def _folder(round: int) -> str:
     return f"messages/{round:08d}"
 
 
-def _decision_key(round: int) -> str:
+def decision_key(round: int) -> str:
+    """Where a round's decision stands."""
     return f"decisions/{round:08d}"
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxsparse.islands import watch
+from jaxsparse.islands.store import Store
 from jaxsparse.planner import units
 from jaxsparse.planner.computing import profile_systems
 from jaxsparse.planner.network import Link, Network
@@ -121,7 +123,30 @@ def _parser() -> argparse.ArgumentParser:
     add("--density", type=share, nargs="+", default=[0.001, 0.01], help="shares delivered")
     add("--repeats", type=whole, default=9, help="number of timed steps (9)")
     _add_systems(add)
+
+    watching = commands.add_parser(
+        "islands",
+        help="show who takes part in a run of islands, from its store",
+        description="Shows the last rounds of a run of islands: whose messages counted, who was "
+        "late, and who has posted in the open round. It reads the store alone.",
+    )
+    watching.set_defaults(run=_islands)
+    add = watching.add_argument
+    add("url", help="the run's folder, or s3://bucket/run, gs://bucket/run, az://container/run")
+    add("--rounds", type=_read(units.whole), default=20, help="number of rounds to show (20)")
+    add(
+        "--every",
+        type=_read(units.seconds),
+        metavar="TIME",
+        help="look again after this time, until interrupted: 5s",
+    )
     return parser
+
+
+def _islands(args: argparse.Namespace) -> None:
+    if "://" not in args.url and not Path(args.url).is_dir():  # a store would make it
+        raise ValueError(f"{args.url!r} is no folder: give that of a run, or a URL")
+    watch.show(Store(args.url), args.rounds, args.every)
 
 
 def _add_systems(add: Callable[..., Any]) -> None:
