@@ -5,6 +5,7 @@ what stands there. Folders, S3, GCS and Azure do that atomically, and so do serv
 """
 
 import contextlib
+import datetime
 import os
 import re
 from typing import Any, Protocol
@@ -49,7 +50,8 @@ class Store:
 
     Raises:
         ModuleNotFoundError: obstore is not installed.
-        ValueError: the URL or an option is not known to obstore.
+        ValueError: the URL or an option is not known to obstore. From `create`: the bucket does not
+            exist.
 
     >>> store = Store("memory://")
     >>> store.create("a/b", b"first"), store.create("a/b", b"second"), store.get("a/b")
@@ -75,7 +77,9 @@ class Store:
             elif self.url.startswith("file://"):
                 self._store = stores.LocalStore(self.url.removeprefix("file://"), mkdir=True)
             else:
-                self._store = stores.from_url(self.url, **options)
+                # Islands try again themselves, and go on training meanwhile: see `Islands`.
+                retries = {"max_retries": 1, "retry_timeout": datetime.timedelta(seconds=10)}
+                self._store = stores.from_url(self.url, **{"retry_config": retries, **options})
         except (obstore.exceptions.BaseError, ValueError, TypeError, OSError) as error:
             raise ValueError(f"url={self.url!r} is no store: {_first_line(error)}") from error
         self._obstore = obstore
@@ -97,6 +101,8 @@ class Store:
             self._tried(self._obstore.put, key, data, mode="create", use_multipart=False)
         except self._obstore.exceptions.AlreadyExistsError:
             return False
+        except FileNotFoundError as error:
+            raise ValueError(f"{self} is not there: {_first_line(error)}") from None
         return True
 
     def get(self, key: str) -> bytes | None:
