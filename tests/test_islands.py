@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from jax.tree_util import tree_flatten_with_path
 
 import jaxsparse
-from jaxsparse.islands import rounds as jaxsparse_rounds, watch
+from jaxsparse.islands import member, rounds as jaxsparse_rounds, watch
 from jaxsparse.islands.store import UnreachableError
 from jaxsparse.planner.command import main
 
@@ -366,6 +366,54 @@ def test_what_a_former_life_sent_is_not_sent_twice(clock):
     back = reference.member(store, NAMES[0], "later", clock).join(saved)
     assert back.round == 2
     assert not reference.residual(back).any()
+
+
+def test_a_new_life_does_not_lose_what_it_did_itself(clock):
+    """It joined before the decision that counts its former life's message."""
+    store = reference.Memory()
+    (one,), (state,) = joined(store, NAMES[:1], clock)
+    one.begin(reference.moved(state, [8] * 6))[1].advance()  # posts, and is killed
+    again = reference.member(store, NAMES[0], "1", clock)
+    state = again.join(reference.start())
+    other, _ = joined(store, NAMES[1:2], clock)
+    clock.now += 10
+    assert other[0].rounds.advance(0, 10.0).members[0].life == "0"
+    state, exchange = again.begin(reference.moved(state, [1] * 6))
+    assert exchange.advance()
+    state = again.finish(state, exchange)
+    np.testing.assert_array_equal(reference.residual(state), [-1] * 6)
+
+
+def test_two_processes_of_one_name_are_named(clock):
+    store = reference.Memory()
+    (one,), (state,) = joined(store, NAMES[:1], clock)
+    two = reference.member(store, NAMES[0], "1", clock)
+    other = two.join(reference.start())
+    for _ in range(2):
+        state, exchange = one.begin(reference.moved(state, [1] * 6))
+        exchange.advance()
+        clock.now += 10
+        other, later = two.begin(reference.moved(other, [2] * 6))
+        later.advance()
+        clock.now += 10
+        assert later.advance()
+        other = two.finish(other, later)
+        if state.round == 1:
+            with pytest.warns(UserWarning, match="another process posts as amsterdam"):
+                assert exchange.advance()
+        else:
+            assert exchange.advance()
+        state = one.finish(state, exchange)
+
+
+def test_an_island_that_always_differs_goes_on(clock, monkeypatch):
+    members, states = joined(reference.Memory(), NAMES[:3], clock)
+    digest = member.Exchange._digest_now
+    mine = lambda self: digest(self)[::-1] if self._member is members[1] else digest(self)
+    monkeypatch.setattr(member.Exchange, "_digest_now", mine)
+    with pytest.warns(UserWarning, match="bergen began from other parameters"):
+        states = ran(members, states, 2, np.ones((2, 3, 6)), clock)
+    assert [one.round for one in states] == [2, 2, 2]
 
 
 def changed(data, at, by):

@@ -105,6 +105,9 @@ class Member:
         self.reports: list[Report] = []
         self._rounds: Rounds | None = None
         self.settings, self.words = "", 0
+        # The round in which this life began to train, and whether it began from a saved state.
+        self.joined_in: int | None = None
+        self.is_restored = False
 
     @property
     def rounds(self) -> Rounds:
@@ -124,8 +127,13 @@ class Member:
         own = state.worker if isinstance(state, IslandState) else state
         shared = self.arithmetic.start(own)
         self._prepare(shared, own)
-        if isinstance(state, IslandState):
-            return self._back(state)
+        self.joined_in, self.is_restored = None, isinstance(state, IslandState)
+        joined = self._back(state) if isinstance(state, IslandState) else self._new(own, shared)
+        self.joined_in = joined.round
+        return joined
+
+    def _new(self, own: Any, shared: Shared) -> IslandState:
+        """A first state."""
         found = self._newest(shared)
         if found is None:
             self.rounds.keep(0, self._snapshot(shared, 0))
@@ -264,6 +272,7 @@ class Exchange:
         self._is_settled = begun is None  # whether the round of its own message is over
         self._snapshot: tuple[int, bytes] | None = None
         self._digest: str | None = None
+        self._reloaded = -1  # the last round in which it found that it had drifted
 
     def advance(self) -> bool:
         """Goes on as far as it can without waiting for others. Returns whether it is done.
@@ -320,15 +329,17 @@ class Exchange:
             after = before
         if begun is None or not counts:
             after = merged(after, arithmetic.owed(half, before))
-        if is_former:
-            if begun is not None:
-                warnings.warn(
-                    f"another process posts as {member.name}: give each island a name of its own",
-                    stacklevel=2,
-                )
+        if is_former and (member.joined_in is None or decision.round <= member.joined_in):
+            # A former life sent this. What a saved state owes may be in it.
             self.was_sent = True
-            after = arithmetic.without_debts(after)
-        if drifted:
+            if member.is_restored:
+                after = arithmetic.without_debts(after)
+        elif is_former:
+            warnings.warn(
+                f"another process posts as {member.name}: give each island a name of its own",
+                stacklevel=2,
+            )
+        if drifted and decision.round > self._reloaded:
             found = member._newest(after)
             warnings.warn(
                 f"in round {decision.round} {member.name} began from other parameters than most: "
@@ -336,13 +347,15 @@ class Exchange:
                 f"the snapshot of round {found[1] if found else '?'}, and replays",
                 stacklevel=2,
             )
+            self._reloaded = decision.round  # once: what differs again will go on to differ
             if found is not None and found[1] <= decision.round:
-                self.shared, self.round = found
-                self._settle(counts, after)
+                self.shared, self.round = merged(found[0], after.outer), found[1]
+                self._digest = None
+                self._settle(counts, begun)
                 return
         self.shared, self.round = _placed(after, before), decision.round + 1
         self._digest = None
-        self._settle(counts, None, begun is not None)
+        self._settle(counts, begun)
         member.reports.append(
             Report(
                 decision.round,
@@ -355,15 +368,13 @@ class Exchange:
                 self._digest_now(),
             )
         )
-        self._take_turn(tuple(lives))
+        if begun is not None:
+            self._take_turn(tuple(lives))
 
-    def _settle(self, counts: bool, own: Shared | None, is_own_round: bool = True) -> None:
-        if own is not None:
-            self.shared = merged(self.shared, own.outer)
-            self._digest = None
-        if is_own_round:
-            self.counted |= counts
-            self._is_settled = True
+    def _settle(self, counts: bool, begun: Begun | None) -> None:
+        """Notes what became of its own message, if the round was that of its message."""
+        if begun is not None:
+            self.counted, self._is_settled = counts, True
 
     def _jump(self, begun: Begun | None) -> None:
         """Goes on from a snapshot, because messages on the way are gone."""
@@ -387,7 +398,8 @@ class Exchange:
         if self.round % every or not members:
             return
         is_ours = members[self.round // every % len(members)] == member.name
-        if is_ours or self.round - max(member.rounds.snapshots(), default=0) > every:
+        newest = max((r for r in member.rounds.snapshots() if r <= self.round), default=0)
+        if is_ours or self.round - newest > every:
             self._snapshot = self.round, member._snapshot(self.shared, self.round)
             self._keep()
 
