@@ -386,24 +386,11 @@ def test_a_new_life_does_not_lose_what_it_did_itself(clock):
 
 def test_two_processes_of_one_name_are_named(clock):
     store = reference.Memory()
-    (one,), (state,) = joined(store, NAMES[:1], clock)
-    two = reference.member(store, NAMES[0], "1", clock)
-    other = two.join(reference.start())
-    for _ in range(2):
-        state, exchange = one.begin(reference.moved(state, [1] * 6))
-        exchange.advance()
-        clock.now += 10
-        other, later = two.begin(reference.moved(other, [2] * 6))
-        later.advance()
-        clock.now += 10
-        assert later.advance()
-        other = two.finish(other, later)
-        if state.round == 1:
-            with pytest.warns(UserWarning, match="another process posts as amsterdam"):
-                assert exchange.advance()
-        else:
-            assert exchange.advance()
-        state = one.finish(state, exchange)
+    members = [reference.member(store, NAMES[0], life, clock) for life in "01"]
+    states = [one.join(reference.start()) for one in members]
+    ran(members, states, 1, np.ones((1, 2, 6)), clock)
+    with pytest.warns(UserWarning, match="another process posts as amsterdam"):
+        ran(members, states, 1, np.ones((1, 2, 6)), clock)
 
 
 def test_an_island_that_always_differs_goes_on(clock, monkeypatch):
