@@ -198,7 +198,7 @@ def least_errors(args: argparse.Namespace) -> list[dict[str, Any]]:
         above = np.cumsum(magnitudes, axis=1)
         below = above[:, -1:] - above
         one = above**2 / number  # what one level for the largest magnitudes explains
-        two = one + below**2 / np.maximum(256 - number, 1)
+        two = one + below**2 / (256 - number).clip(1)
         kinds: list[tuple[FormatName, Any]]
         kinds = [("sign", one[:, -1:]), ("ternary", one), ("int2", two)]
         for name, explained in kinds:

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from jax.tree_util import tree_flatten_with_path
 
 import jaxsparse
-from jaxsparse.islands import member, rounds as jaxsparse_rounds, watch
+from jaxsparse.islands import Event, member, rounds as jaxsparse_rounds, simulate, watch
 from jaxsparse.islands.store import UnreachableError
 from jaxsparse.planner.command import main
 
@@ -114,7 +114,7 @@ class Rounds(RuleBasedStateMachine):
             self.balance(island)
 
     def delivered(self, island):
-        return np.asarray(reference.decoded(island.exchange.begun.words[None]))
+        return np.asarray(reference.decoded(island.exchange.half.words[None]))
 
     def balance(self, island):
         owed = reference.residual(island.state) + self.ahead(island.state)
@@ -379,18 +379,23 @@ def test_a_new_life_does_not_lose_what_it_did_itself(clock):
     clock.now += 10
     assert other[0].rounds.advance(0, 10.0).members[0].life == "0"
     state, exchange = again.begin(reference.moved(state, [1] * 6))
-    assert exchange.advance()
+    assert exchange.advance()  # too late for round 0: it sends what it owes in round 1
+    assert exchange.round == 2
     state = again.finish(state, exchange)
-    np.testing.assert_array_equal(reference.residual(state), [-1] * 6)
+    assert exchange.counted
+    assert sorted(reference.residual(state)) == [-1] * 3 + [0] * 3
 
 
 def test_two_processes_of_one_name_are_named(clock):
     store = reference.Memory()
     members = [reference.member(store, NAMES[0], life, clock) for life in "01"]
     states = [one.join(reference.start()) for one in members]
-    ran(members, states, 1, np.ones((1, 2, 6)), clock)
+    states = ran(members[:1], states[:1], 1, np.ones((1, 1, 6)), clock) + states[1:]
+    _, other = members[1].begin(reference.moved(states[1], [1] * 6))
+    other.advance()  # in round 1, because it was late
+    _, exchange = members[0].begin(reference.moved(states[0], [1] * 6))
     with pytest.warns(UserWarning, match="another process posts as amsterdam"):
-        ran(members, states, 1, np.ones((1, 2, 6)), clock)
+        exchange.advance()
 
 
 def test_an_island_that_always_differs_goes_on(clock, monkeypatch):
@@ -423,6 +428,7 @@ def of_message(body=None, **fields):
         "weight": 1.0,
         "steps": 1,
         "digest": "d",
+        "late": False,
     }
     body = np.uint32([0, 1, 2]).tobytes() if body is None else body
     return record("message", body, **{**usual, **fields})
@@ -459,6 +465,7 @@ BROKEN_MESSAGES = {
     "an infinite weight": of_message(weight=float("inf")),
     "a huge weight": of_message(weight=10**400),
     "a weight in words": of_message(weight="1"),
+    "late by a number": of_message(late=0),
     "too few words": of_message(b"\0" * 8),
     "too many words": of_message(b"\0" * 16),
     "half a word": of_message(b"\0" * 11),
@@ -476,7 +483,7 @@ def test_a_broken_message_is_left_out(kind):
     store = reference.Memory()
     store.objects["messages/00000000/eve.0"] = BROKEN_MESSAGES[kind]
     one = rounds(store)
-    one.post(0, np.uint32([0, 5, 6]), 1.0, 1, "d")
+    one.post(0, np.uint32([0, 5, 6]), weight=1.0, steps=1, digest="d")
     with pytest.warns(UserWarning, match=r"eve\.0 is left out"):
         decision = one.advance(0, 5.0)
     assert [each.name for each in decision.members] == ["adam"]
@@ -489,12 +496,12 @@ def test_a_good_message_counts():
     store = reference.Memory()
     store.objects["messages/00000000/eve.0"] = GOOD
     one = rounds(store)
-    one.post(0, np.uint32([0, 5, 6]), 1.0, 1, "d")
+    one.post(0, np.uint32([0, 5, 6]), weight=1.0, steps=1, digest="d")
     decision = one.advance(0, 5.0)
     assert [each.tolist() for each in one.read(decision)] == [[0, 5, 6], [0, 1, 2]]
 
 
-MEMBER = {"name": "adam", "life": "0", "weight": 1.0, "checksum": "0"}
+MEMBER = {"name": "adam", "life": "0", "weight": 1.0, "late": False, "checksum": "0"}
 
 
 @pytest.mark.parametrize(
@@ -517,7 +524,7 @@ def test_a_broken_decision_counts_for_nobody(members):
         "decision", b"", round=0, settings="s", members=members, digest="d", by="eve"
     )
     one = rounds(store)
-    one.post(0, np.uint32([0, 5, 6]), 1.0, 1, "d")
+    one.post(0, np.uint32([0, 5, 6]), weight=1.0, steps=1, digest="d")
     with pytest.warns(UserWarning, match="decision of round 0 can't be read"):
         decision = one.advance(0, 0.0)
     assert decision.members == ()
@@ -759,3 +766,64 @@ def test_it_looks_again_until_interrupted(clock):
 
     watch.show(store, 5, 2.0, sleep)
     assert looks == [2.0] * 3
+
+
+def simulated(events=(), seconds=200.0, names=NAMES[:3], **settings):
+    """Each island's steps lead towards a target of its own."""
+    targets = {name: jnp.full(8, float(i)) for i, name in enumerate(names)}
+    batches = {name: lambda t, x=x: x for name, x in targets.items()}
+    outer = optax.chain(
+        jaxsparse.top_k(0.5, axis_name=None, is_dense=lambda *_: False), optax.sgd(1.0)
+    )
+    usual = {"step_seconds": 1.0, "every": 5, "grace": 4.0, "poll": 0.5}
+    given = {**usual, **settings}
+    return simulate(STEP, outer, (jnp.zeros(8),), batches, seconds=seconds, events=events, **given)
+
+
+def test_in_a_simulation_all_steps_count_without_failures():
+    told = simulated()
+    assert len({one.state.round for one in told.values()}) == 1
+    for one in told.values():
+        assert one.steps - one.counted <= 10  # of the round that is open
+        # The first round waits for the grace time, because nobody knows who will come.
+        assert one.waited <= 4 + 0.5 * len(one.rounds)
+        assert all(report.members == NAMES[:3] for report in one.rounds)
+
+
+@pytest.mark.parametrize("what", [("kill", "start"), ("cut", "mend"), ("stop", "go")])
+def test_in_a_simulation_others_wait_once_for_one_that_is_gone(what):
+    gone, back = what
+    usual = simulated()
+    told = simulated([Event(52.0, "bergen", gone), Event(113.0, "bergen", back)])
+    for name in ("amsterdam", "cork"):
+        assert told[name].waited <= usual[name].waited + 4.5 + 2  # grace, a poll, and joining
+        assert told[name].steps >= usual[name].steps - 8
+    rounds = told["amsterdam"].rounds
+    without = [report.round for report in rounds if "bergen" not in report.members]
+    assert 8 <= len(without) <= 14  # of five steps each, in 61 seconds
+    assert "bergen" in rounds[-1].members
+    digests = [{report.round: report.digest for report in one.rounds} for one in told.values()]
+    for one, other in itertools.combinations(digests, 2):
+        assert all(one[round] == other[round] for round in set(one) & set(other))
+    # What it did in its last round before it died is lost; a cut or a pause loses nothing.
+    lost = told["bergen"].steps - told["bergen"].counted
+    assert lost <= (20 if gone == "kill" else 15)
+
+
+def test_a_slow_island_counts_now_and_then_and_stops_nobody():
+    times = {"amsterdam": 1.0, "bergen": 1.0, "cork": 3.0}
+    told = simulated(step_seconds=times, seconds=400.0)
+    fast, slow = told["amsterdam"], told["cork"]
+    assert fast.steps >= 400 - 0.5 * len(fast.rounds) - 10  # it waits for a poll in each round
+    assert slow.counted >= slow.steps - 15
+
+
+def test_an_overlap_hides_a_slow_link():
+    link = {"latency": 1.0, "poll": 0.1}
+    waits = [simulated(overlap=overlap, **link)["cork"].waited for overlap in (0, 4)]
+    assert waits[1] < 6 < 20 < waits[0]
+
+
+def test_events_of_nobody_are_refused():
+    with pytest.raises(ValueError, match="is of no island in batches"):
+        simulated([Event(1.0, "oslo", "kill")])

@@ -2,4 +2,5 @@
 
 from jaxsparse.islands.islands import Islands as Islands, Status as Status
 from jaxsparse.islands.member import IslandState as IslandState, Report as Report
+from jaxsparse.islands.simulation import Event as Event, Told as Told, simulate as simulate
 from jaxsparse.islands.store import Store as Store, UnreachableError as UnreachableError

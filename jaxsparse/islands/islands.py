@@ -61,9 +61,11 @@ class Islands:
     add them up in the decision's order, and apply `outer`. So all have the same parameters, bit for
     bit, though none are sent.
 
-    **Late.** An island whose message does not count keeps all of it in its residual, adds the next
-    displacement, and goes on from the new parameters. Nothing is lost, only late. It is lost with
-    the process, unless the state was saved. A decay of the exchange below 1 applies once a round.
+    **Late.** An island that finds its round decided keeps its displacement in its residual, follows
+    the decisions that it missed, and sends what it owes in the round that is open then. Nothing is
+    lost, only late. (It is lost with the process, unless the state was saved, and a decay of the
+    exchange below 1 applies once a round.) Others do not wait for an island that was late in the
+    last round, so a slow one does not make them slow.
 
     **Joining and coming back** are one thing: `join` reads the newest snapshot, and replays the
     decisions since. No other island is asked, or waits.
@@ -99,7 +101,7 @@ class Islands:
         every: local steps in a round, H. Islands may differ in it.
         quorum: the least number of islands that decide on a round. With fewer, all wait.
         grace: seconds after its own message, after which an island no longer waits for those that
-            were there in the last round. An island that dies costs the others this time, once.
+            were in time in the last round. An island that dies costs the others this time, once.
         overlap: number of steps that are made beside an exchange, less than `every`.
         mixing: None: moves made during an exchange are kept. A number in [0, 1) is the weight of
             the island's own parameters against the global ones, as in Streaming DiLoCo.

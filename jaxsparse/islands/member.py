@@ -2,7 +2,9 @@
 
 A round is an `Exchange`: it posts, looks whether there is a decision, reads messages that count,
 and works out the next global parameters. Each of its steps can be tried again if the store does not
-answer. If other decisions follow at once, this island was late, and the exchange goes on with them.
+answer. An island that is late follows the decisions that it missed, and sends what it owes in the
+round that is open then. Else one that is slower than the others would always be late, and never
+count.
 """
 
 import time
@@ -52,7 +54,7 @@ class Report(NamedTuple):
         round: its number.
         members: the islands whose messages counted.
         counted: whether this island's did.
-        waited: seconds from its message to the decision, or None if it only replayed the round.
+        waited: seconds from its message to the decision, or None if it sent none in this round.
         received: bytes of messages that it read.
         sent: bytes of its own message.
         applied: whether the sum was applied. It is not, if it overflows.
@@ -257,7 +259,8 @@ class Exchange:
         is_done: whether it is at an end.
         shared: what islands share now, with what is this island's own.
         round: the next round.
-        counted: whether its message counted.
+        counted: whether a message of it counted.
+        half: its message: that of `begun`, or what it owes, if it was late.
         was_sent: whether a former life of it sent messages that counted.
     """
 
@@ -265,11 +268,12 @@ class Exchange:
         self, member: Member, shared: Shared, round: int, own: Any, begun: Begun | None
     ) -> None:
         self._member, self._own = member, own
-        self.shared, self.round, self.begun = shared, round, begun
+        self.shared, self.round, self.begun, self.half = shared, round, begun, begun
         self.weight, self.steps = 1.0, 0
         self.counted = self.was_sent = self.is_done = False
         self._posted_at: float | None = None
         self._is_settled = begun is None  # whether the round of its own message is over
+        self._is_late = begun is None  # whether there will be no other message
         self._snapshot: tuple[int, bytes] | None = None
         self._digest: str | None = None
         self._reloaded = -1  # the last round in which it found that it had drifted
@@ -281,24 +285,42 @@ class Exchange:
             UnreachableError: the store did not answer. Call it again.
             GoneError: a message that counts is not to be had, and no snapshot after it either.
         """
-        rounds, clock = self._member.rounds, self._member.clock
         if self._snapshot is not None:
             self._keep()
-        if not self._is_settled:
-            assert self.begun is not None
-            if self._posted_at is None:
-                words = np.asarray(self.begun.words)
-                rounds.post(self.round, words, self.weight, self.steps, self._digest_now())
-                self._posted_at = clock()
-            waited = clock() - self._posted_at
-            decision = rounds.advance(self.round, waited)
-            if decision is None:
-                return False
-            self._absorb(decision, self.begun, waited)
-        while (decision := rounds.decided(self.round)) is not None:
-            self._absorb(decision, None, None)
-        self.is_done = True
+        while not self.is_done:
+            if not self._is_settled:
+                decision, waited = self._decided()
+                if decision is None:
+                    return False
+                self._absorb(decision, self.half, waited)
+            while (decision := self._member.rounds.decided(self.round)) is not None:
+                self._absorb(decision, None, None)
+            if self.counted or self._is_late:
+                self.is_done = True
+            else:
+                self.half, self._posted_at = self.idle(), None
+                self._is_late, self._is_settled = True, False
         return True
+
+    def _decided(self) -> tuple[Decision | None, float | None]:
+        """The decision on its own message, and how long that took. It posts, unless it is late."""
+        rounds, clock = self._member.rounds, self._member.clock
+        assert self.half is not None
+        if self._posted_at is None:
+            if (decision := rounds.decided(self.round)) is not None:
+                return decision, None
+            words = np.asarray(self.half.words)
+            rounds.post(
+                self.round,
+                words,
+                weight=self.weight,
+                steps=self.steps,
+                digest=self._digest_now(),
+                late=self._is_late,
+            )
+            self._posted_at = clock()
+        waited = clock() - self._posted_at
+        return rounds.advance(self.round, waited), waited
 
     def idle(self) -> Begun:
         """An exchange that began right from the global parameters."""
@@ -363,7 +385,7 @@ class Exchange:
                 counts,
                 waited,
                 sum(4 * len(each) for each in messages),
-                4 * member.words if begun is not None else 0,
+                0 if waited is None else 4 * member.words,
                 applied,
                 self._digest_now(),
             )

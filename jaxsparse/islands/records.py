@@ -104,6 +104,7 @@ class Message(Record):
         weight: its weight in the mean, above 0.
         steps: how many steps it has made since its last message that counted.
         digest: digest of the global parameters that it started the round from.
+        late: whether it has only what the island owes from a round that was over before.
     """
 
     kind = "message"
@@ -113,6 +114,7 @@ class Message(Record):
     weight: float
     steps: int
     digest: str
+    late: bool
 
     def check(self) -> None:
         _check_names(self.name, self.life)
@@ -127,6 +129,7 @@ class Member:
     name: str
     life: str
     weight: float
+    late: bool
     checksum: str
 
 
@@ -261,7 +264,7 @@ def _typed(kind: Any, value: Any, what: str) -> Any:
         return value
     if kind is float and (isinstance(value, float) or (is_int and abs(value) < _INTEGERS)):
         return float(value)
-    if kind is str and isinstance(value, str):
+    if kind in (str, bool) and isinstance(value, kind):
         return value
     raise BrokenError(f"{what} is {str(value)[:40]!r}, which is no {kind.__name__}")
 

@@ -55,7 +55,7 @@ class Rounds:
         words: number of words of a message.
         quorum: the least number of messages that count in a round.
         grace: seconds after an island's own message, after which it waits no longer for those that
-            were there in the last round.
+            were in time in the last round.
     """
 
     def __init__(
@@ -76,9 +76,18 @@ class Rounds:
         self._bad: set[str] = set()
         self._expected: tuple[int, frozenset[str]] = (-1, frozenset())
 
-    def post(self, round: int, words: np.ndarray, weight: float, steps: int, digest: str) -> None:
+    def post(
+        self,
+        round: int,
+        words: np.ndarray,
+        *,
+        weight: float,
+        steps: int,
+        digest: str,
+        late: bool = False,
+    ) -> None:
         """Sends this island's message. A second time it changes nothing."""
-        message = Message(round, self.settings, self.name, self.life, weight, steps, digest)
+        message = Message(round, self.settings, self.name, self.life, weight, steps, digest, late)
         self.store.create(
             self._message_key(round, self.name, self.life),
             message.to_bytes(np.ascontiguousarray(words, "<u4").tobytes()),
@@ -114,10 +123,10 @@ class Rounds:
             return decision
         found = self._posted(round)
         if self._expected[0] != round:
-            # Those that came late in the last round are expected, too. Else one that is always
-            # a little later than the others would never count.
-            last = posted(self.store, round - 1) if round else []
-            self._expected = round, frozenset(name for name, _ in last)
+            last = self.decided(round - 1) if round else None
+            # One that was late may be slow. Waiting for it would make all others slow, too.
+            in_time = [m.name for m in last.members if not m.late] if last is not None else []
+            self._expected = round, frozenset(in_time)
         expected = self._expected[1]
         is_complete = bool(expected) and expected <= {each.message.name for each in found}
         if len(found) < self.quorum or not (is_complete or waited >= self.grace):
@@ -127,7 +136,8 @@ class Rounds:
             round,
             self.settings,
             tuple(
-                Member(m.message.name, m.message.life, m.message.weight, m.checksum) for m in found
+                Member(m.message.name, m.message.life, m.message.weight, m.message.late, m.checksum)
+                for m in found
             ),
             max(sorted(digests), key=digests.__getitem__),
             self.name,
