@@ -816,6 +816,7 @@ def test_a_slow_island_counts_now_and_then_and_stops_nobody():
     fast, slow = told["amsterdam"], told["cork"]
     assert fast.steps >= 400 - 0.5 * len(fast.rounds) - 10  # it waits for a poll in each round
     assert slow.counted >= slow.steps - 15
+    assert all(len(report.members) > 1 for report in fast.rounds)  # it never decides alone
 
 
 def test_an_overlap_hides_a_slow_link():

@@ -110,6 +110,7 @@ class Member:
         # The round in which this life began to train, and whether it began from a saved state.
         self.joined_in: int | None = None
         self.is_restored = False
+        self._began = 0.0  # when the last exchange began, or the first steps
 
     @property
     def rounds(self) -> Rounds:
@@ -131,7 +132,7 @@ class Member:
         self._prepare(shared, own)
         self.joined_in, self.is_restored = None, isinstance(state, IslandState)
         joined = self._back(state) if isinstance(state, IslandState) else self._new(own, shared)
-        self.joined_in = joined.round
+        self.joined_in, self._began = joined.round, self.clock()
         return joined
 
     def _new(self, own: Any, shared: Shared) -> IslandState:
@@ -193,6 +194,7 @@ class Member:
             worker = self.arithmetic.put_back(state.worker, state.params)
             return state._replace(worker=worker, steps=0, weight=0.0, owed_steps=0), None
         exchange = Exchange(self, shared, state.round, own, begun)
+        exchange.took, self._began = self.clock() - self._began, self.clock()
         exchange.weight = state.weight if self.weighted else 1.0
         exchange.steps = state.owed_steps
         return state._replace(steps=0), exchange
@@ -269,7 +271,7 @@ class Exchange:
     ) -> None:
         self._member, self._own = member, own
         self.shared, self.round, self.begun, self.half = shared, round, begun, begun
-        self.weight, self.steps = 1.0, 0
+        self.weight, self.steps, self.took = 1.0, 0, 0.0
         self.counted = self.was_sent = self.is_done = False
         self._posted_at: float | None = None
         self._is_settled = begun is None  # whether the round of its own message is over
@@ -320,7 +322,10 @@ class Exchange:
             )
             self._posted_at = clock()
         waited = clock() - self._posted_at
-        return rounds.advance(self.round, waited), waited
+        # What is late stands at the start of a round: others have their steps before them, and are
+        # given the time that its own took.
+        own_steps = self.took if self._is_late else 0.0
+        return rounds.advance(self.round, waited - own_steps), waited
 
     def idle(self) -> Begun:
         """An exchange that began right from the global parameters."""
