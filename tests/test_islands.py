@@ -828,3 +828,30 @@ def test_an_overlap_hides_a_slow_link():
 def test_events_of_nobody_are_refused():
     with pytest.raises(ValueError, match="is of no island in batches"):
         simulated([Event(1.0, "oslo", "kill")])
+
+
+def test_a_step_may_donate_its_state():
+    def step(state, batch):
+        params, count = state
+        return (params - 0.1 * (params - batch), count + 1), None
+
+    train = jaxsparse.islands.Islands(
+        jax.jit(step, donate_argnums=0),
+        jaxsparse.outer.diloco(axis_name=None),
+        reference.Memory(),
+        name="one",
+        every=2,
+        overlap=1,
+        grace=0.0,
+        poll=0.01,
+    )
+    first = (jnp.zeros(8), jnp.int32(0))
+    state = train.join(first)
+    for _ in range(5):
+        state, _ = train(state, jnp.ones(8))
+    saved = jax.tree.map(np.asarray, state)
+    train.leave(state)
+    assert first[1] == 0
+    assert not first[0].any()
+    again = train.join(saved)
+    assert again.worker[1] == saved.worker[1]

@@ -80,8 +80,9 @@ class Arithmetic:
         one = Streaming(1, overlap=0, mixing=0.0)
         self._worker = Worker(lambda state, _: (state, None), self._tx, "", params, None, one)
         self._init = jax.jit(self._tx.init)
-        # Copies: the step may donate its own state.
-        self._copied = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
+        # The step may donate its own state.
+        self.copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+        self._widened = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
         self._put_back = jax.jit(self._worker.put_back)
         self._known: dict[Any, tuple[int, str]] = {}
         self.begin = jax.jit(self._begin)
@@ -105,7 +106,7 @@ class Arithmetic:
             )
         check_arrays("leaf", state)
         picked("params", self._pick, state)  # raises
-        params = self._copied(self._pick(state))
+        params = self._widened(self._pick(state))
         return Shared(params, self._init(params))
 
     def described(self, shared: Shared, own: Any) -> tuple[int, str]:

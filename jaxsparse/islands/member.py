@@ -133,7 +133,7 @@ class Member:
         self.joined_in, self.is_restored = None, isinstance(state, IslandState)
         joined = self._back(state) if isinstance(state, IslandState) else self._new(own, shared)
         self.joined_in, self._began = joined.round, self.clock()
-        return joined
+        return joined._replace(worker=self.arithmetic.copied(joined.worker))
 
     def _new(self, own: Any, shared: Shared) -> IslandState:
         """A first state."""
