@@ -1,12 +1,15 @@
 """`fail_at_once`: how one of several processes ends on an error."""
 
+import contextlib
 import io
 import os
 import sys
+import threading
 
 import pytest
 
 from jaxsparse import fail_at_once
+from jaxsparse.processes import group
 
 
 class Left(BaseException):
@@ -76,3 +79,23 @@ def test_an_orderly_end_is_left_alone():
         pass
     with pytest.raises(SystemExit), fail_at_once():
         sys.exit(0)
+
+
+@pytest.mark.parametrize("ends", [None, SystemExit(0)])
+def test_no_watch_is_left_when_python_ends(ends, monkeypatch):
+    """A thread that then comes back from C++ would abort the process."""
+    left, ended = threading.Event(), threading.Event()
+
+    class Slow:
+        def apart(self, looks):
+            return None
+
+        def publish(self):
+            left.wait(0.3)
+            ended.set()
+
+    monkeypatch.setattr(group, "_groups", {(0, 1): Slow()})
+    with contextlib.suppress(SystemExit), fail_at_once():
+        if ends is not None:
+            raise ends
+    assert ended.is_set()

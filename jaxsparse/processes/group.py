@@ -25,6 +25,7 @@ from jaxsparse.comm import compat
 _LONGEST = 2**31 - 1  # milliseconds that JAX can wait for a note
 # The watch looks so often within its limit, but at least once in so many seconds.
 _LOOKS, _PERIOD = 20, 5.0
+_LAST_NOTE = 2.0  # seconds that the end of a watch may take
 
 _groups: dict[tuple[int, ...], "Group"] = {}
 
@@ -123,13 +124,18 @@ def watched(limit: float | None) -> Iterator[None]:
     """Ends this process if, inside, members of a group stay apart for `limit` seconds."""
     before, Group.limit = Group.limit, limit
     done = threading.Event()
+    watch = threading.Thread(target=_watch, args=(limit, done), daemon=True)
     if limit is not None:
-        threading.Thread(target=_watch, args=(limit, done), daemon=True).start()
+        watch.start()
     try:
         yield
     finally:
         done.set()
         Group.limit = before
+        if limit is not None:
+            # Python aborts at its end if a thread then comes back from C++, as from its last note.
+            # The store may not answer, so there is an end to this wait.
+            watch.join(_LAST_NOTE)
 
 
 def _watch(limit: float, done: threading.Event) -> None:
