@@ -26,6 +26,7 @@ from jax.tree_util import tree_flatten_with_path
 
 import jaxsparse
 from jaxsparse.islands import Event, member, rounds as jaxsparse_rounds, simulate, watch
+from jaxsparse.islands.arithmetic import Shared, _digest as digested
 from jaxsparse.islands.store import UnreachableError
 from jaxsparse.planner.command import main
 
@@ -363,7 +364,8 @@ def test_what_a_former_life_sent_is_not_sent_twice(clock):
     (saved,) = ran([one], [state], 1, [[np.arange(6)]], clock)
     assert reference.residual(saved).any()
     ran([one], [saved], 1, [[np.arange(6)]], clock)
-    back = reference.member(store, NAMES[0], "later", clock).join(saved)
+    with pytest.warns(UserWarning, match="amsterdam sent in round 1, after its state was saved"):
+        back = reference.member(store, NAMES[0], "later", clock).join(saved)
     assert back.round == 2
     assert not reference.residual(back).any()
 
@@ -853,5 +855,120 @@ def test_a_step_may_donate_its_state():
     train.leave(state)
     assert first[1] == 0
     assert not first[0].any()
-    again = train.join(saved)
+    with pytest.warns(UserWarning, match="after its state was saved"):  # by leave
+        again = train.join(saved)
     assert again.worker[1] == saved.worker[1]
+
+
+def ahead(state):
+    """What an island owes and has moved, with the opposite sign."""
+    away = np.asarray(state.params["w"] - state.worker[0]["w"]).reshape(-1)
+    return -(reference.residual(state) + away)
+
+
+def slept(clock, rounds):
+    """The exchange of an island that fell asleep after it posted. Another one made rounds."""
+    store = reference.Memory()
+    members, states = joined(store, NAMES[:2], clock, snapshots=2)
+    state, exchange = members[0].begin(reference.moved(states[0], np.arange(1, 7)))
+    exchange.advance()
+    ran(members[1:], states[1:], rounds, np.zeros((rounds, 1, 6)), clock)
+    return store, members[0], state, exchange
+
+
+def test_a_message_that_counted_is_not_sent_again_after_a_long_sleep(clock):
+    _, one, state, exchange = slept(clock, 9)
+    while not exchange.advance():
+        clock.now += 10
+    assert exchange.counted
+    assert exchange.round == 9
+    state = one.finish(state, exchange)
+    np.testing.assert_array_equal(ahead(state), [1, 2, 3, 0, 0, 0])
+
+
+def test_a_saved_state_is_not_sent_again_after_a_long_sleep(clock):
+    store, _one, state, _ = slept(clock, 9)
+    with pytest.warns(UserWarning, match="amsterdam sent in round 0, after its state was saved"):
+        back = reference.member(store, NAMES[0], "1", clock).join(state)
+    np.testing.assert_array_equal(ahead(back), 0)
+
+
+def test_who_joins_again_in_one_process_is_in_a_new_life():
+    store = reference.Memory()
+    train = trainer(store, "one", grace=0.0)
+    state = train.join((jnp.zeros(8),))
+    for _ in range(2):
+        state, _ = train(state, jnp.ones(8))
+    state = train.join(state)
+    for _ in range(2):
+        state, _ = train(state, jnp.ones(8))
+    lives = {name for round in (0, 1) for name in store.names(f"messages/{round:08d}")}
+    assert len(lives) == 2
+
+
+@pytest.mark.parametrize("mixing", [None, 0.0, 0.5])
+def test_a_saved_state_keeps_its_moves(mixing, clock):
+    programs, store = reference.arithmetic(mixing=mixing), reference.Memory()
+    (_one,), (state,) = joined(store, NAMES[:1], clock, programs=programs)
+    state = jax.tree.map(np.asarray, reference.moved(state, np.arange(6)))  # as of a checkpoint
+    back = reference.member(store, NAMES[0], "1", clock, programs=programs).join(state)
+    np.testing.assert_array_equal(ahead(back), np.arange(6))
+    assert type(back.round) is type(back.steps) is int
+
+
+def test_digests_are_the_same_with_64_bits(clock):
+    (one,), (state,) = joined(reference.Memory(), NAMES[:1], clock)
+    shared = Shared(state.params, state.outer)
+    usual = one.arithmetic.digest(shared)
+    with jax.enable_x64():
+        wide = jax.jit(digested)(shared)
+    assert wide.dtype == usual.dtype == jnp.uint32
+    np.testing.assert_array_equal(usual, wide)
+
+
+def test_names_that_are_no_snapshots_of_the_run_keep_nothing_from_it(clock):
+    store = reference.Memory()
+    members, states = joined(store, NAMES[:1], clock, snapshots=2)
+    for name in ("00000090", "00000091", "x", "\u00b2" * 8):
+        store.objects[f"snapshots/{name}"] = b""
+    ran(members, states, 6, np.ones((6, 1, 6)), clock)
+    assert members[0].rounds.snapshots() == [4, 6, 90, 91]
+    assert len(watch.history(store).rounds) == 7
+
+
+def test_the_last_one_of_a_quorum_leaves():
+    train = trainer(reference.Memory(), "one", quorum=2, patience=0.3)
+    state, _ = train(train.join((jnp.zeros(8),)), jnp.ones(8))
+    with pytest.warns(UserWarning, match="one leaves in round 0, whose decision it has waited for"):
+        state = train.leave(state)
+    assert state.round == 0
+    assert state.worker[0].any()
+
+
+def test_joining_waits_for_the_store():
+    link = reference.Link(reference.Memory())
+    link.is_down = True
+    threading.Timer(0.3, lambda: setattr(link, "is_down", False)).start()
+    assert trainer(link, "one").join((jnp.zeros(8),)).round == 0
+    link.is_down = True
+    with pytest.raises(ConnectionError, match="down"):
+        trainer(link, "one", patience=0.1).join((jnp.zeros(8),))
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), 1e-60, 1e39])
+def test_a_weight_out_of_range_is_refused(weight):
+    train = trainer(reference.Memory(), "one", weighted=True)
+    state = train.join((jnp.zeros(8),))
+    with pytest.raises(ValueError, match="must lie in"):
+        train(state, jnp.ones(8), weight=weight)
+    state, _ = train(state, jnp.ones(8), weight=jnp.float32(3))
+    assert state.weight == 3.0
+
+
+def test_a_state_that_did_not_join_is_refused():
+    train = trainer(reference.Memory(), "one")
+    with pytest.raises(ValueError, match="give the one that join returned"):
+        train((jnp.zeros(8),), jnp.ones(8))
+    state = trainer(reference.Memory(), "one").join((jnp.zeros(8),))
+    with pytest.raises(ValueError, match="one has not joined"):
+        train(state, jnp.ones(8))

@@ -76,7 +76,7 @@ class Arithmetic:
     ) -> None:
         self._weighted = weighted
         self._tx = optax.with_extra_args_support(outer)
-        self._pick, self._mixing = params, mixing
+        self._pick = params
         one = Streaming(1, overlap=0, mixing=0.0)
         self._worker = Worker(lambda state, _: (state, None), self._tx, "", params, None, one)
         self._init = jax.jit(self._tx.init)
@@ -87,8 +87,10 @@ class Arithmetic:
         self._known: dict[Any, tuple[int, str]] = {}
         self.begin = jax.jit(self._begin)
         self.shared = jax.jit(self._shared)
-        self.owed = jax.jit(self._owed)
-        self.go_on = jax.jit(self._go_on)
+        self.owed = jax.jit(functools.partial(self._own, counts=False))
+        self.sent = jax.jit(functools.partial(self._own, counts=True))
+        self.go_on = jax.jit(functools.partial(self._go_on, mixing=mixing))
+        self.carry_on = jax.jit(functools.partial(self._go_on, mixing=None))
         self.digest = jax.jit(_digest)
 
     def start(self, state: Any) -> Shared:
@@ -168,7 +170,7 @@ class Arithmetic:
 
     def without_debts(self, shared: Shared) -> Shared:
         """Without anything of this island's own, as it starts."""
-        return merged(shared, self._init(shared.params))
+        return merged(shared, own_leaves(self._init(shared.params)))
 
     def _begin(self, own: Any, shared: Shared, rank: Any) -> Begun:
         """An island's message.
@@ -219,14 +221,15 @@ class Arithmetic:
         ok = all_finite(jax.tree.leaves(equal)) & (skips(after.outer) == skips(before.outer))
         return jax.tree.map(functools.partial(jnp.where, ok), after, before), ok
 
-    def _owed(self, begun: Begun, before: Shared) -> Any:
-        """The outer state of an island whose message does not count: it keeps all of it.
+    def _own(self, begun: Begun, before: Shared, counts: bool) -> list[Any]:
+        """What an island keeps of its own, without the others' messages.
 
-        Only arrays that are its own are of use.
+        If its own does not count, it keeps all of it.
         """
-        return self._received(begun.words[None], None, begun, before, counts=False).outer
+        after = self._received(begun.words[None], None, begun, before, counts=counts)
+        return own_leaves(after.outer)
 
-    def _go_on(self, worker: Any, begun: Begun, params: Any) -> Any:
+    def _go_on(self, worker: Any, begun: Begun, params: Any, mixing: float | None) -> Any:
         """A training state that goes on from new global parameters.
 
         Moves that the island made since it began are kept, or mixed as in Streaming DiLoCo.
@@ -236,11 +239,11 @@ class Arithmetic:
 
         def moved_on(i: int, g: Array, origin: Array) -> Array:
             own = widened(leaves[i])
-            if self._mixing is None:
+            if mixing is None:
                 # Where it has not moved, it gets exactly the global parameters.
                 wide = jnp.where(own == origin, g, g + (own - origin))
             else:
-                wide = own + (1 - self._mixing) * (g - own) if self._mixing else g
+                wide = own + (1 - mixing) * (g - own) if mixing else g
             return narrow(wide, leaves[i].dtype)
 
         globals_, origins = jax.tree.leaves(params), jax.tree.leaves(begun.origin)
@@ -253,10 +256,15 @@ class Arithmetic:
         return self._put_back(worker, params, jnp.bool_(True))
 
 
-def merged(shared: Shared, own: Any) -> Shared:
-    """`shared`, with the arrays that are an island's own from another outer state."""
-    theirs = iter(jax.tree.leaves(own))
-    pick = lambda leaf, is_own: (leaf, next(theirs))[is_own]
+def own_leaves(outer: Any) -> list[Any]:
+    """The arrays of an outer state that are an island's own."""
+    return [leaf for path, leaf in tree_flatten_with_path(outer)[0] if is_marked(path)]
+
+
+def merged(shared: Shared, own: list[Any]) -> Shared:
+    """`shared`, with an island's own arrays."""
+    given = iter(own)
+    pick = lambda leaf, is_own: next(given) if is_own else leaf
     return shared._replace(outer=map_marked(pick, shared.outer))
 
 
@@ -271,7 +279,8 @@ def _digest(shared: Shared) -> UInt32[Array, " 2"]:
         place = jnp.arange(bits.size, dtype=jnp.uint32) + jnp.uint32(1_000_003 * (i + 1) % 2**32)
         mixed = (bits ^ (bits >> jnp.uint32(15))) * (place * jnp.uint32(0x9E3779B1) | jnp.uint32(1))
         more = mixed ^ (mixed >> jnp.uint32(13))
-        sums += jnp.stack([jnp.sum(mixed), jnp.sum(more * jnp.uint32(0x85EBCA77))])
+        more *= jnp.uint32(0x85EBCA77)
+        sums += jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in (mixed, more)])
     return sums
 
 

@@ -1,8 +1,10 @@
 """Training on an island: local steps, and beside them a thread that exchanges with others."""
 
+import math
 import secrets
 import threading
 import time
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +13,7 @@ import optax
 from jaxsparse.arrays.settings import static_float, static_int
 from jaxsparse.islands.arithmetic import Arithmetic
 from jaxsparse.islands.member import Exchange, IslandState, Member, Report
+from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step
@@ -111,6 +114,7 @@ class Islands:
         params: function that picks the parameters from a state, see `jaxsparse.LocalSteps`.
         poll: seconds from one look at the store to the next.
         patience: seconds without an answer from the store, after which training ends with an error.
+            So long `join` tries, and `leave` waits for others.
         alone: number of steps that an island goes on beyond `overlap` while the store does not
             answer.
 
@@ -159,12 +163,11 @@ class Islands:
             raise ValueError(f"mixing={mixing} must lie in [0, 1), or be None")
         self.step, self.every, self.overlap, self.alone = step, every, overlap, alone
         self._poll, self._patience = poll, patience
-        life = f"{time.time_ns():x}-{secrets.token_hex(4)}"
         self._member = Member(
             Arithmetic(outer, params or params_of, mixing, weighted),
             store,
             name,
-            life,
+            "",
             quorum=quorum,
             grace=grace,
             snapshots=snapshots,
@@ -182,17 +185,29 @@ class Islands:
 
         Raises:
             ValueError: see `Islands`.
-            ConnectionError: the store does not answer.
+            ConnectionError: the store does not answer for `patience` seconds.
         """
         if jax.process_count() > 1:
             raise ValueError(
                 f"this island has {jax.process_count()} processes, but only islands of one process "
                 "are possible so far: use jaxsparse.LocalSteps within jax.distributed"
             )
-        self._running = None
-        joined = self._member.join(state)
-        self._round = joined.round
-        return joined
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+        # What this object sent before is of a former life.
+        self._member.life = f"{time.time_ns():x}-{secrets.token_hex(4)}"
+        began = time.monotonic()
+        while True:
+            try:
+                joined = self._member.join(state)
+            except UnreachableError:
+                if time.monotonic() - began > self._patience:
+                    raise
+                time.sleep(self._poll)
+            else:
+                self._round = joined.round
+                return joined
 
     def __call__(
         self, state: IslandState, batch: Any, weight: float | None = None
@@ -207,11 +222,16 @@ class Islands:
         Returns:
             The next state, and the second result of `step`.
         """
-        if (weight is not None) != self._member.weighted or (weight is not None and not weight > 0):
+        if (weight is not None) != self._member.weighted:
             raise ValueError(
-                f"weight={weight}, but weighted={self._member.weighted}: give each step a number "
-                "above 0 if messages are weighted, and none if not"
+                f"weight={weight}, but weighted={self._member.weighted}: give each step a weight "
+                "if messages are weighted, and none if not"
             )
+        if weight is not None and not WEIGHTS[0] <= (weight := float(weight)) <= WEIGHTS[1]:
+            raise ValueError(f"weight={weight} must lie in {list(WEIGHTS)}")
+        if not isinstance(state, IslandState):
+            raise ValueError(f"state is a {type(state).__name__}: give the one that join returned")
+        _ = self._member.rounds  # raises if it has not joined
         worker, out = self.step(state.worker, batch)
         state = state._replace(
             worker=worker,
@@ -230,11 +250,22 @@ class Islands:
     def leave(self, state: IslandState) -> IslandState:
         """Ends training on this island: exchanges what it still has to say, and waits for that.
 
-        Others go on. If the message comes too late, it stays in the returned state's residual.
+        Others go on. If there is no decision within `patience` seconds, because fewer than `quorum`
+        islands are left, it warns, and the returned state still owes what it moved.
         """
-        state = self._arrived(state)
-        if state.steps:
-            state = self._arrived(self._begun(state))
+        state = self._arrived(state, self._patience)
+        if state.steps and self._running is None:
+            state = self._arrived(self._begun(state), self._patience)
+        if self._running is not None and self._running.trouble is not None:
+            state = self._arrived(state)  # it has an end of its own, of `patience` seconds
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+            warnings.warn(
+                f"{self._member.name} leaves in round {state.round}, whose decision it has waited "
+                f"for in vain for {self._patience:g} s: its last moves are in its own state alone",
+                stacklevel=2,
+            )
         return state
 
     def status(self) -> Status:
@@ -267,12 +298,14 @@ class Islands:
             return state
         return self._arrived(state)
 
-    def _arrived(self, state: IslandState) -> IslandState:
+    def _arrived(self, state: IslandState, seconds: float = math.inf) -> IslandState:
         if self._running is None:
             return state
         began = time.monotonic()
-        exchange = self._running.result()
+        exchange = self._running.result(seconds)
         self._waiting += time.monotonic() - began
+        if exchange is None:
+            return state
         self._running = None
         state = self._member.finish(state, exchange)
         self._round = state.round
@@ -287,6 +320,7 @@ class _Running:
         self._exchange = exchange
         self._poll, self._patience = poll, patience
         self._error: BaseException | None = None
+        self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
         self._thread.start()
 
@@ -296,10 +330,20 @@ class _Running:
             self._thread.join(self._poll)
         return self._thread.is_alive()
 
-    def result(self) -> Exchange:
-        """The exchange, at its end. Raises what ended it."""
-        while self._thread.is_alive():
-            self._thread.join(1.0)  # so that signals are heard
+    def stop(self) -> None:
+        """Ends the thread, after its present look at the store."""
+        self._is_stopped.set()
+        self._thread.join()
+
+    def result(self, seconds: float) -> Exchange | None:
+        """The exchange, at its end. None: it has none in these seconds. Raises what ended it."""
+        end = time.monotonic() + seconds
+        while self._thread.is_alive() and time.monotonic() < end:
+            self._thread.join(
+                min(1.0, max(0.0, end - time.monotonic()))
+            )  # so that signals are heard
+        if self._thread.is_alive():
+            return None
         if self._error is not None:
             raise self._error
         return self._exchange
@@ -308,7 +352,7 @@ class _Running:
         silent_since: float | None = None
         wait = self._poll
         try:
-            while True:
+            while not self._is_stopped.is_set():
                 try:
                     if self._exchange.advance():
                         return
@@ -320,6 +364,6 @@ class _Running:
                     if now - silent_since > self._patience:
                         raise
                     wait = min(2 * wait + 0.01, 10.0)
-                time.sleep(wait)
+                self._is_stopped.wait(wait)
         except BaseException as error:  # for the thread that trains
             self._error = error

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse.arrays.layout import narrow
-from jaxsparse.islands.arithmetic import Arithmetic, Begun, Shared, merged
+from jaxsparse.islands.arithmetic import Arithmetic, Begun, Shared, merged, own_leaves
 from jaxsparse.islands.records import BrokenError, Decision, from_snapshot, to_snapshot
 from jaxsparse.islands.rounds import GoneError, Rounds
 from jaxsparse.islands.store import Objects, check_name
@@ -114,7 +114,8 @@ class Member:
 
     @property
     def rounds(self) -> Rounds:
-        assert self._rounds is not None, "join first"
+        if self._rounds is None:
+            raise ValueError(f"{self.name} has not joined: go on with the state that join returns")
         return self._rounds
 
     def join(self, state: Any) -> IslandState:
@@ -172,10 +173,11 @@ class Member:
             # Its former life sent more than this state knows of.
             worker = self.arithmetic.put_back(state.worker, shared.params)
             return IslandState(worker, *shared, catching_up.round, 0, 0.0, 0)
-        worker = self.arithmetic.go_on(state.worker, begun, shared.params)
-        return state._replace(
-            worker=worker, params=shared.params, outer=shared.outer, round=catching_up.round
-        )
+        # All that it moved is its own, whatever `mixing` does with moves beside an exchange.
+        worker = self.arithmetic.carry_on(state.worker, begun, shared.params)
+        # Checkpoints make arrays of numbers.
+        steps, weight, owed = int(state.steps), float(state.weight), int(state.owed_steps)
+        return IslandState(worker, *shared, catching_up.round, steps, weight, owed)
 
     def begin(self, state: IslandState) -> tuple[IslandState, "Exchange | None"]:
         """Ends the local steps of a round: the state to go on from, and the exchange to advance.
@@ -338,7 +340,7 @@ class Exchange:
         try:
             messages = member.rounds.read(decision)
         except GoneError:
-            self._jump(begun)
+            self._jump(decision, begun)
             return
         drifted = bool(decision.members) and decision.digest != self._digest_now()
         lives = {each.name: each.life for each in decision.members}
@@ -360,6 +362,7 @@ class Exchange:
             # A former life sent this. What a saved state owes may be in it.
             self.was_sent = True
             if member.is_restored:
+                self._tell_dropped(decision.round)
                 after = arithmetic.without_debts(after)
         elif is_former:
             warnings.warn(
@@ -376,7 +379,7 @@ class Exchange:
             )
             self._reloaded = decision.round  # once: what differs again will go on to differ
             if found is not None and found[1] <= decision.round:
-                self.shared, self.round = merged(found[0], after.outer), found[1]
+                self.shared, self.round = merged(found[0], own_leaves(after.outer)), found[1]
                 self._digest = None
                 self._settle(counts, begun)
                 return
@@ -403,21 +406,38 @@ class Exchange:
         if begun is not None:
             self.counted, self._is_settled = counts, True
 
-    def _jump(self, begun: Begun | None) -> None:
-        """Goes on from a snapshot, because messages on the way are gone."""
+    def _tell_dropped(self, round: int) -> None:
+        warnings.warn(
+            f"a message that {self._member.name} sent in round {round}, after its state was saved, "
+            "counted. So what the saved state owes, and had moved, is dropped: part of it was sent",
+            stacklevel=2,
+        )
+
+    def _jump(self, decision: Decision, begun: Begun | None) -> None:
+        """Goes on from a snapshot, because messages on the way are gone. Decisions are there."""
         member = self._member
+        lives = {each.name: each.life for each in decision.members}
+        counts = begun is not None and lives.get(member.name) == member.life
         found = member._newest(self.shared, after=self.round)
         if found is None:
             raise GoneError(
                 f"messages of round {self.round} are gone from {member.store}, and there is no "
                 "later snapshot: somebody deletes objects of this run"
             )
+        shared, round = found
+        if member.joined_in is None and member.is_restored:
+            for each in range(self.round, round):
+                passed = member.rounds.decided(each)
+                if passed and any(one.name == member.name for one in passed.members):
+                    self._tell_dropped(each)
+                    self.was_sent = True
+                    shared = member.arithmetic.without_debts(shared)
+                    break
         if begun is not None:
-            own = member.arithmetic.owed(begun, self.shared)
-            found = merged(found[0], own), found[1]
-        self.shared, self.round = found
-        self._digest = None
-        self._is_settled = True
+            keep = member.arithmetic.sent if counts else member.arithmetic.owed
+            shared = merged(shared, keep(begun, self.shared))
+        self.shared, self.round, self._digest = shared, round, None
+        self._settle(counts, begun)
 
     def _take_turn(self, members: tuple[str, ...]) -> None:
         """Prepares a snapshot if it is this island's turn, or if those before missed theirs."""

@@ -23,6 +23,7 @@ _MAGIC = b"jaxisland1"
 _HASH = 32
 # A header of 65,536 members or arrays is shorter.
 _LONGEST_HEADER = 2**24
+WEIGHTS = 1e-20, 1e20  # sums and shares of these are normal numbers of float32
 _INTEGERS = 2**53  # JSON's readers agree on integers below
 
 R = TypeVar("R", bound="Record")
@@ -118,8 +119,7 @@ class Message(Record):
 
     def check(self) -> None:
         _check_names(self.name, self.life)
-        if not 0 < self.weight < math.inf:
-            raise BrokenError(f"its weight is {self.weight}")
+        _check_weight(self.weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +152,8 @@ class Decision(Record):
     def check(self) -> None:
         for member in self.members:
             _check_names(member.name, member.life)
-            if not 0 < member.weight < math.inf:
-                raise BrokenError(f"the weight of {member.name} is {member.weight}")
+            _check_weight(member.weight)
+        _check_names(self.by)
         names = [member.name for member in self.members]
         if not names or len(set(names)) != len(names):
             raise BrokenError("its members are none, or one of them twice")
@@ -267,6 +267,11 @@ def _typed(kind: Any, value: Any, what: str) -> Any:
     if kind in (str, bool) and isinstance(value, kind):
         return value
     raise BrokenError(f"{what} is {str(value)[:40]!r}, which is no {kind.__name__}")
+
+
+def _check_weight(weight: float) -> None:
+    if not WEIGHTS[0] <= weight <= WEIGHTS[1]:
+        raise BrokenError(f"a weight is {weight}")
 
 
 def _check_names(*names: str) -> None:

@@ -14,6 +14,7 @@ snapshots go once two newer snapshots stand.
 
 import collections
 import dataclasses
+import re
 import warnings
 
 import numpy as np
@@ -29,6 +30,7 @@ from jaxsparse.islands.records import (
 from jaxsparse.islands.store import NAME, Objects
 
 _KEPT = 2  # snapshots
+_ROUND = re.compile("[0-9]{8,15}")
 
 
 class GoneError(LookupError):
@@ -173,7 +175,7 @@ class Rounds:
 
     def snapshots(self) -> list[int]:
         """The rounds that have a snapshot, ascending."""
-        return [int(name) for name in self.store.names("snapshots") if _is_round(name)]
+        return rounds_in(self.store, "snapshots")
 
     def snapshot(self, round: int) -> bytes | None:
         """The snapshot of a round."""
@@ -182,7 +184,8 @@ class Rounds:
     def keep(self, round: int, snapshot: bytes) -> bool:
         """Creates the snapshot of a round, and deletes what is not needed any more."""
         is_first = self.store.create(_snapshot_key(round), snapshot)
-        rounds = self.snapshots()
+        # A later round is none of this run, or this island is behind: neither makes these old.
+        rounds = [each for each in self.snapshots() if each <= round]
         old, kept = rounds[:-_KEPT], rounds[-_KEPT:]
         if old:
             for each in range(old[0], kept[0]):
@@ -245,5 +248,6 @@ def _snapshot_key(round: int) -> str:
     return f"snapshots/{round:08d}"
 
 
-def _is_round(name: str) -> bool:
-    return len(name) >= 8 and name.isascii() and name.isdigit()
+def rounds_in(store: Objects, folder: str) -> list[int]:
+    """The rounds that have an object in a folder, ascending."""
+    return sorted(int(name) for name in store.names(folder) if _ROUND.fullmatch(name))

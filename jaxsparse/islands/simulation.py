@@ -8,7 +8,7 @@ script of failures gives the same history each time.
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import optax
 
@@ -173,7 +173,7 @@ def simulate(
         What became of each island, by name.
 
     Raises:
-        ValueError: an event of an island without batches, or before time 0.
+        ValueError: an event of an island without batches, before time 0, or of an unknown kind.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
@@ -189,6 +189,8 @@ def simulate(
     for event in events:
         if event.island not in batches or event.seconds < 0:
             raise ValueError(f"{event} is of no island in batches, or before time 0")
+        if event.what not in get_args(What):
+            raise ValueError(f"{event}: what happens must be one of {', '.join(get_args(What))}")
     now = [0.0]
     clock = lambda: now[0]
     store = VirtualStore(latency, bandwidth, clock)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxsparse.islands.records import BrokenError, Decision
-from jaxsparse.islands.rounds import decision_key, posted
+from jaxsparse.islands.rounds import decision_key, posted, rounds_in
 from jaxsparse.islands.store import Objects
 
 
@@ -46,13 +46,12 @@ def history(store: Objects, last: int = 20) -> History:
         ValueError: the store holds no run.
         UnreachableError: the store does not answer.
     """
-    decided = [int(name) for name in store.names("decisions") if name.isdigit()]
-    snapshots = [int(name) for name in store.names("snapshots") if name.isdigit()]
+    decided, snapshots = (rounds_in(store, each) for each in ("decisions", "snapshots"))
     if not snapshots:
         raise ValueError(f"{store} holds no run: the first island to join one writes a snapshot")
     newest = max(decided, default=-1) + 1
     rounds = [_seen(store, round) for round in range(max(0, newest - last), newest + 1)]
-    return History(tuple(rounds), tuple(sorted(snapshots)))
+    return History(tuple(rounds), tuple(snapshots))
 
 
 def _seen(store: Objects, round: int) -> Seen:
@@ -73,6 +72,7 @@ def table(found: History) -> Any:
     """A history as tables of rich: the islands, and the rounds."""
     from rich import box
     from rich.console import Group
+    from rich.markup import escape
     from rich.table import Table
 
     last: dict[str, int] = {}
@@ -88,7 +88,7 @@ def table(found: History) -> Any:
     for seen in found.rounds:
         others = ", ".join(seen.others) or "-"
         if seen.trouble:
-            rounds.add_row(str(seen.round), f"can't be read: {seen.trouble}", others, "")
+            rounds.add_row(str(seen.round), escape(f"can't be read: {seen.trouble}"), others, "")
         elif seen.by:
             rounds.add_row(str(seen.round), ", ".join(seen.members), others, seen.by)
         else:
