@@ -192,13 +192,15 @@ def formats(args: argparse.Namespace) -> list[dict[str, Any]]:
 def least_errors(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Errors of formats whose scales are means, and the least of any levels of as many values."""
     rng, results = np.random.default_rng(0), []
+    number: Any = np.arange(1.0, 257)
+    others: Any = np.array([*range(255, 0, -1), 1.0])  # those beside the largest, at least one
     for of, draw in LEVELS_DATA.items():
         x = np.float32(draw(rng, (args.size // 2**12, 256))).astype(np.float64)
-        magnitudes, number = -np.sort(-np.abs(x)), np.arange(1.0, 257)
+        magnitudes = -np.sort(-np.abs(x))
         above = np.cumsum(magnitudes, axis=1)
         below = above[:, -1:] - above
         one = above**2 / number  # what one level for the largest magnitudes explains
-        two = one + below**2 / (256 - number).clip(1)
+        two = one + below**2 / others
         kinds: list[tuple[FormatName, Any]]
         kinds = [("sign", one[:, -1:]), ("ternary", one), ("int2", two)]
         for name, explained in kinds:

@@ -972,3 +972,20 @@ def test_a_state_that_did_not_join_is_refused():
     state = trainer(reference.Memory(), "one").join((jnp.zeros(8),))
     with pytest.raises(ValueError, match="one has not joined"):
         train(state, jnp.ones(8))
+
+
+def test_steps_beside_an_exchange_that_are_not_finite_start_anew():
+    train = trainer(reference.Memory(), "one", every=3, overlap=2, grace=0.0)
+    state = train.join((jnp.zeros(8),))
+    for _ in range(3):
+        state, _ = train(state, jnp.ones(8))
+    state, _ = train(state, jnp.full(8, jnp.nan))
+    with pytest.warns(UserWarning, match="one are not finite in round 1"):
+        state, _ = train(state, jnp.ones(8))
+    assert state.steps == 0
+    np.testing.assert_array_equal(state.worker[0], state.params)
+
+
+def test_a_url_in_the_place_of_a_store_is_refused():
+    with pytest.raises(ValueError, match=r"give jaxsparse.islands.Store\('s3://x'\)"):
+        trainer("s3://x", "one")

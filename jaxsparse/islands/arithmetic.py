@@ -229,10 +229,13 @@ class Arithmetic:
         after = self._received(begun.words[None], None, begun, before, counts=counts)
         return own_leaves(after.outer)
 
-    def _go_on(self, worker: Any, begun: Begun, params: Any, mixing: float | None) -> Any:
-        """A training state that goes on from new global parameters.
+    def _go_on(
+        self, worker: Any, begun: Begun, params: Any, mixing: float | None
+    ) -> tuple[Any, Bool[Array, ""]]:
+        """A training state that goes on from new global parameters, and whether it was finite.
 
-        Moves that the island made since it began are kept, or mixed as in Streaming DiLoCo.
+        Moves that the island made since it began are kept, or mixed as in Streaming DiLoCo. If they
+        are not finite, it starts anew.
         """
         places = picked("params", self._pick, worker)[0]
         leaves = jax.tree.leaves(worker)
@@ -249,7 +252,8 @@ class Arithmetic:
         globals_, origins = jax.tree.leaves(params), jax.tree.leaves(begun.origin)
         values = [moved_on(i, g, origin) for i, g, origin in zip(places, globals_, origins)]
         after = replaced(worker, places, values)
-        return self._worker.put_back(after, params, ~all_finite(values))
+        finite = all_finite(values)
+        return self._worker.put_back(after, params, ~finite), finite
 
     def put_back(self, worker: Any, params: Any) -> Any:
         """A training state at the global parameters, without numbers that are not finite."""

@@ -1,6 +1,7 @@
 """Training on an island: local steps, and beside them a thread that exchanges with others."""
 
 import math
+import os
 import secrets
 import threading
 import time
@@ -161,6 +162,8 @@ class Islands:
                 raise ValueError(f"{label}={seconds} must be a number of seconds, at least 0")
         if mixing is not None and not 0 <= static_float("mixing", mixing) < 1:
             raise ValueError(f"mixing={mixing} must lie in [0, 1), or be None")
+        if isinstance(store, (str, os.PathLike)):
+            raise ValueError(f"store={store!r} is a text: give jaxsparse.islands.Store({store!r})")
         self.step, self.every, self.overlap, self.alone = step, every, overlap, alone
         self._poll, self._patience = poll, patience
         self._member = Member(
@@ -271,7 +274,7 @@ class Islands:
     def status(self) -> Status:
         """How this island stands."""
         reports = tuple(self._member.reports[-_REPORTS:])
-        own = [report for report in reports if report.sent]
+        own = [report for report in self._member.reports if report.sent]
         running = self._running
         return Status(
             self._member.name,
@@ -280,7 +283,7 @@ class Islands:
             sum(report.counted for report in own),
             len(own),
             sum(report.sent for report in own),
-            sum(report.received for report in reports),
+            sum(report.received for report in self._member.reports),
             self._waiting,
             None if running is None else running.trouble,
         )

@@ -174,7 +174,7 @@ class Member:
             worker = self.arithmetic.put_back(state.worker, shared.params)
             return IslandState(worker, *shared, catching_up.round, 0, 0.0, 0)
         # All that it moved is its own, whatever `mixing` does with moves beside an exchange.
-        worker = self.arithmetic.carry_on(state.worker, begun, shared.params)
+        worker, _ = self.arithmetic.carry_on(state.worker, begun, shared.params)
         # Checkpoints make arrays of numbers.
         steps, weight, owed = int(state.steps), float(state.weight), int(state.owed_steps)
         return IslandState(worker, *shared, catching_up.round, steps, weight, owed)
@@ -188,11 +188,7 @@ class Member:
         own = self.arithmetic.own(state.worker)
         begun = self.arithmetic.begin(own, shared, self.rank)
         if not bool(begun.finite):
-            warnings.warn(
-                f"parameters of {self.name} are not finite in round {state.round}: it starts the "
-                "round anew from the global ones, and sends nothing",
-                stacklevel=3,
-            )
+            self._tell_not_finite(state.round)
             worker = self.arithmetic.put_back(state.worker, state.params)
             return state._replace(worker=worker, steps=0, weight=0.0, owed_steps=0), None
         exchange = Exchange(self, shared, state.round, own, begun)
@@ -206,14 +202,24 @@ class Member:
         assert exchange.begun is not None
         assert exchange.is_done
         shared = exchange.shared
-        worker = self.arithmetic.go_on(state.worker, exchange.begun, shared.params)
+        worker, finite = self.arithmetic.go_on(state.worker, exchange.begun, shared.params)
         if exchange.counted:
             state = state._replace(
                 weight=max(state.weight - exchange.weight, 0.0) if self.weighted else 0.0,
                 owed_steps=state.owed_steps - exchange.steps,
             )
+        if not bool(finite):
+            self._tell_not_finite(exchange.round)
+            state = state._replace(steps=0)
         return state._replace(
             worker=worker, params=shared.params, outer=shared.outer, round=exchange.round
+        )
+
+    def _tell_not_finite(self, round: int) -> None:
+        warnings.warn(
+            f"parameters of {self.name} are not finite in round {round}: it starts the round anew "
+            "from the global ones, and sends nothing of these steps",
+            stacklevel=4,
         )
 
     def _prepare(self, shared: Shared, own: Any) -> None:

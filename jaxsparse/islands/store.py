@@ -79,7 +79,11 @@ class Store:
             else:
                 # Islands try again themselves, and go on training meanwhile: see `Islands`.
                 retries = {"max_retries": 1, "retry_timeout": datetime.timedelta(seconds=10)}
-                self._store = stores.from_url(self.url, **{"retry_config": retries, **options})
+                # Of a whole request with its body. Obstore's own 30 s are too short for large ones.
+                client = {"timeout": "1h", "connect_timeout": "10s"}
+                client |= options.pop("client_options", None) or {}
+                options = {"retry_config": retries, **options, "client_options": client}
+                self._store = stores.from_url(self.url, **options)
         except (obstore.exceptions.BaseError, ValueError, TypeError, OSError) as error:
             raise ValueError(f"url={self.url!r} is no store: {_first_line(error)}") from error
         self._obstore = obstore
