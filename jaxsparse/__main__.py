@@ -1,8 +1,290 @@
-"""Predicts and measures from the shell: python -m jaxsparse --help."""
+"""The command line: it predicts, measures and watches. See python -m jaxsparse --help."""
 
+import argparse
+import contextlib
+import dataclasses
+import gc
+import json
+import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from jaxsparse.planner.command import main
+from jaxsparse.islands import watch
+from jaxsparse.islands.store import Store
+from jaxsparse.planner import units
+from jaxsparse.planner.computing import profile_systems
+from jaxsparse.planner.network import Link, Network
+from jaxsparse.planner.planning import plan
+from jaxsparse.planner.plans import Plan, compared
+from jaxsparse.planner.profiles import SystemProfile
+from jaxsparse.systems import WITH_VARIANTS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand.
+
+    Args:
+        argv: arguments. None: the process's own.
+
+    Returns:
+        The exit code: 0, or 2 if settings don't fit together.
+
+    Raises:
+        SystemExit: an argument can't be read.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m jaxsparse", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    planning = commands.add_parser(
+        "plan",
+        help="predict step times on a network, with dense all-reduce and with every system",
+        description="Predicts the time of an exchange with dense all-reduce and with every system.",
+    )
+    planning.set_defaults(run=_plan)
+    add = planning.add_argument
+    add("--params", type=_read(units.count), required=True, help="number of elements: 110M, 1.5B")
+    add(
+        "--workers",
+        type=_read(units.whole),
+        required=True,
+        help="number of hosts that exchange gradients",
+    )
+    add(
+        "--bandwidth",
+        type=_read(lambda text: (text, units.bytes_per_second(text))),
+        nargs="+",
+        help="bandwidth of a host: 10Gbit, 1.25GB/s; several make a table",
+    )
+    add("--latency", type=_read(_latency), help="latency of a message (50us)")
+    add("--network", metavar="FILE", help="a measured Network, instead of these two")
+    add(
+        "--density",
+        type=_read(units.share),
+        default=0.01,
+        help="share of the elements delivered (0.01)",
+    )
+    add(
+        "--step",
+        type=_read(units.seconds),
+        default=0.0,
+        help="time of forward and backward pass: 120ms",
+    )
+    add(
+        "--local-steps",
+        type=_read(units.whole),
+        default=1,
+        metavar="H",
+        help="steps from one exchange of displacements to the next; 1 exchanges gradients (1)",
+    )
+    add(
+        "--profile",
+        metavar="FILE",
+        help="profile of the device, made by the profile command; or h100 or cpu (cpu)",
+    )
+    add(
+        "--memory-bandwidth",
+        type=_read(units.bytes_per_second),
+        help="memory bandwidth of the device: 2TB/s",
+    )
+    _add_systems(add)
+    add("--json", action="store_true", help="print JSON instead of a table")
+
+    profiling = commands.add_parser(
+        "profile",
+        help="measure computing times on this machine, for plan --profile",
+        description="Times the computations of one worker in an exchange. It takes some minutes on "
+        "a CPU.",
+    )
+    profiling.set_defaults(run=_profile)
+    add = profiling.add_argument
+    add(
+        "--out",
+        metavar="FILE",
+        required=True,
+        help="the JSON file to write; with --systems, it keeps its other ones",
+    )
+    sizes = [2**18, 2**22]
+    add("--sizes", type=_read(units.count), nargs="+", default=sizes, help="numbers of elements")
+    whole, share = _read(units.whole), _read(units.share)
+    add("--workers", type=whole, nargs="+", default=[4, 16, 64], help="numbers of workers")
+    add("--density", type=share, nargs="+", default=[0.001, 0.01], help="shares delivered")
+    add("--repeats", type=whole, default=9, help="number of timed steps (9)")
+    _add_systems(add)
+
+    watching = commands.add_parser(
+        "islands",
+        help="show who takes part in a run of islands, from its store",
+        description="Shows the last rounds of a run of islands: whose messages counted, who was "
+        "late, and who has posted in the open round. It reads the store alone.",
+    )
+    watching.set_defaults(run=_islands)
+    add = watching.add_argument
+    add("url", help="the run's folder, or s3://bucket/run, gs://bucket/run, az://container/run")
+    add("--rounds", type=_read(units.whole), default=20, help="number of rounds to show (20)")
+    add(
+        "--every",
+        type=_read(units.seconds),
+        metavar="TIME",
+        help="look again after this time, until interrupted: 5s",
+    )
+    return parser
+
+
+def _islands(args: argparse.Namespace) -> None:
+    if "://" not in args.url and not Path(args.url).is_dir():  # a store would make it
+        raise ValueError(f"{args.url!r} is no folder: give that of a run, or a URL")
+    watch.show(Store(args.url), args.rounds, args.every)
+
+
+def _add_systems(add: Callable[..., Any]) -> None:
+    add("--systems", nargs="+", metavar="NAME", help=f"systems: {', '.join(WITH_VARIANTS)}")
+
+
+def _latency(text: str) -> float:
+    if not (seconds := units.seconds(text)):
+        raise ValueError(f"{text!r} is no latency: write 50us, and 1ns for almost none")
+    return seconds
+
+
+def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _plan(args: argparse.Namespace) -> None:
+    if (args.network is None) == (args.bandwidth is None):
+        raise ValueError("give either --bandwidth (10Gbit) or --network FILE")
+    if args.network is not None and args.latency is not None:
+        raise ValueError(
+            "--latency has no effect on --network FILE, which has its own: leave it out"
+        )
+    if args.network is not None:
+        networks: dict[str, Any] = {args.network: _loaded(Network, "--network", args.network)}
+    else:
+        latency = 50e-6 if args.latency is None else args.latency
+        networks = {text: Link(latency, bandwidth) for text, bandwidth in args.bandwidth}
+    is_file = args.profile is not None and args.profile not in SystemProfile.shipped_devices
+    profile = _loaded(SystemProfile, "--profile", args.profile) if is_file else args.profile
+    try:
+        with _uncollected():
+            plans = _plans(args, networks, profile)
+    finally:
+        _tell("")
+    if args.json:
+        content = [_as_dict(found) for found in plans.values()]
+        print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
+    elif len(plans) == 1:
+        print(*plans.values())
+    else:
+        print(compared(plans))
+
+
+def _plans(args: argparse.Namespace, networks: dict[str, Any], profile: Any) -> dict[str, Plan]:
+    return {
+        text: plan(
+            args.params,
+            args.workers,
+            network=network,
+            density=args.density,
+            profile=profile,
+            memory_bandwidth=args.memory_bandwidth,
+            step_seconds=args.step,
+            local_steps=args.local_steps,
+            systems=args.systems,
+            on_system=_tell,
+        )
+        for text, network in networks.items()
+    }
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Tracing makes many objects that live on, and the garbage collector looks at all of them.
+
+    Without it, a plan takes a fifth less time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _tell(system: str) -> None:
+    """Shows on a terminal which system is predicted. Nothing: clears the line."""
+    if sys.stderr.isatty():
+        text = f"predicting {system} ..." if system else ""
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _loaded(kind: Any, flag: str, path: str) -> Any:
+    try:
+        return kind.load(path)
+    except OSError as error:
+        raise ValueError(
+            f"{flag} {path!r} can't be read ({error.strerror}): give a file made by {kind.how}"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def _as_dict(found: Plan) -> dict[str, Any]:
+    content = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    rows = [
+        {
+            **prediction._asdict(),
+            "exchange": prediction.exchange,
+            "step": found.step(prediction.system),
+            "delayed_step": found.delayed_step(prediction.system),
+            "speedup": found.speedup(prediction.system),
+        }
+        for prediction in found.predictions
+    ]
+    return {
+        **content,
+        "predictions": rows,
+        "left_out": dict(found.left_out),
+        "units": "bytes, seconds",
+    }
+
+
+def _profile(args: argparse.Namespace) -> None:
+    path = Path(args.out)
+    # Measuring takes minutes, so find out before.
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--out {args.out!r} can't be written: name a file in a writable folder")
+    is_kept = args.systems and path.exists()
+    older = _loaded(SystemProfile, "--out", args.out) if is_kept else None
+    found = profile_systems(
+        args.systems,
+        sizes=args.sizes,
+        workers=args.workers,
+        density=args.density,
+        repeats=args.repeats,
+        progress=lambda line: print(line, flush=True),
+    )
+    (older.updated(found) if older else found).save(args.out)
+
 
 if __name__ == "__main__":
     sys.exit(main())

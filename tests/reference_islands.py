@@ -93,7 +93,8 @@ def arithmetic(exchange="top_k", mixing=None, weighted=False):
 
 def member(store, name, life, clock, *, programs=None, **settings):
     usual = {"quorum": 1, "grace": 5.0, "snapshots": 3, "clock": clock}
-    return Member(programs or arithmetic(), store, name, life, **{**usual, **settings})
+    usual["new_life"] = lambda: life
+    return Member(programs or arithmetic(), store, name, **{**usual, **settings})
 
 
 def start():
@@ -104,7 +105,7 @@ def moved(state, by):
     """A state after local steps that move its parameters."""
     params, count = state.worker
     params = {"w": params["w"] + jnp.asarray(by, jnp.float32).reshape(2, 3)}
-    return state._replace(worker=(params, count + 1), steps=state.steps + 1, owed_steps=1)
+    return state._replace(worker=(params, count + 1), steps=state.steps + 1)
 
 
 def residual(state):

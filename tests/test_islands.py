@@ -25,10 +25,10 @@ from hypothesis.stateful import (
 from jax.tree_util import tree_flatten_with_path
 
 import jaxsparse
-from jaxsparse.islands import Event, member, rounds as jaxsparse_rounds, simulate, watch
+from jaxsparse.__main__ import main
+from jaxsparse.islands import Event, exchange, rounds as jaxsparse_rounds, simulate, watch
 from jaxsparse.islands.arithmetic import Shared, _digest as digested
 from jaxsparse.islands.store import UnreachableError
-from jaxsparse.planner.command import main
 
 NAMES = ("amsterdam", "bergen", "cork", "dover")
 MOVES = st.lists(st.integers(-8, 8), min_size=reference.SIZE, max_size=reference.SIZE)
@@ -402,9 +402,9 @@ def test_two_processes_of_one_name_are_named(clock):
 
 def test_an_island_that_always_differs_goes_on(clock, monkeypatch):
     members, states = joined(reference.Memory(), NAMES[:3], clock)
-    digest = member.Exchange._digest_now
+    digest = exchange.Exchange._digest_now
     mine = lambda self: digest(self)[::-1] if self._member is members[1] else digest(self)
-    monkeypatch.setattr(member.Exchange, "_digest_now", mine)
+    monkeypatch.setattr(exchange.Exchange, "_digest_now", mine)
     with pytest.warns(UserWarning, match="bergen began from other parameters"):
         states = ran(members, states, 2, np.ones((2, 3, 6)), clock)
     assert [one.round for one in states] == [2, 2, 2]
@@ -428,7 +428,6 @@ def of_message(body=None, **fields):
         "name": "eve",
         "life": "0",
         "weight": 1.0,
-        "steps": 1,
         "digest": "d",
         "late": False,
     }
@@ -485,7 +484,7 @@ def test_a_broken_message_is_left_out(kind):
     store = reference.Memory()
     store.objects["messages/00000000/eve.0"] = BROKEN_MESSAGES[kind]
     one = rounds(store)
-    one.post(0, np.uint32([0, 5, 6]), weight=1.0, steps=1, digest="d")
+    one.post(0, np.uint32([0, 5, 6]), weight=1.0, digest="d")
     with pytest.warns(UserWarning, match=r"eve\.0 is left out"):
         decision = one.advance(0, 5.0)
     assert [each.name for each in decision.members] == ["adam"]
@@ -498,7 +497,7 @@ def test_a_good_message_counts():
     store = reference.Memory()
     store.objects["messages/00000000/eve.0"] = GOOD
     one = rounds(store)
-    one.post(0, np.uint32([0, 5, 6]), weight=1.0, steps=1, digest="d")
+    one.post(0, np.uint32([0, 5, 6]), weight=1.0, digest="d")
     decision = one.advance(0, 5.0)
     assert [each.tolist() for each in one.read(decision)] == [[0, 5, 6], [0, 1, 2]]
 
@@ -526,7 +525,7 @@ def test_a_broken_decision_counts_for_nobody(members):
         "decision", b"", round=0, settings="s", members=members, digest="d", by="eve"
     )
     one = rounds(store)
-    one.post(0, np.uint32([0, 5, 6]), weight=1.0, steps=1, digest="d")
+    one.post(0, np.uint32([0, 5, 6]), weight=1.0, digest="d")
     with pytest.warns(UserWarning, match="decision of round 0 can't be read"):
         decision = one.advance(0, 0.0)
     assert decision.members == ()

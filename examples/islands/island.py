@@ -82,15 +82,15 @@ def main() -> None:
     windows = model.windows(text.held_out, 64, length, np.random.default_rng(0))
     # Each life of an island reads other parts of the text.
     rng = np.random.default_rng([zlib.crc32(args.name.encode()), time.time_ns()])
-    told = len(train.status().rounds)
+    told = state.round - 1
     while state.round < args.rounds:
         state, _ = train(state, model.windows(text.train, args.batch, length, rng))
         time.sleep(args.pause)
         # The thread may be a round ahead of the state.
-        for report in train.status().rounds[told:]:
-            if report.round >= state.round:
-                break
-            told += 1
+        for report in train.status().rounds:
+            if not told < report.round < state.round:
+                continue
+            told = report.round
             held_out = float(evaluate(state.params, windows))
             print(f"{args.name} {told_of(report)}, held-out loss {held_out:.3f}", flush=True)
             if args.events:

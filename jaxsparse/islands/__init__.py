@@ -1,6 +1,7 @@
 """Islands: training programs that come and go, and exchange through an object store."""
 
+from jaxsparse.islands.exchange import Report as Report
 from jaxsparse.islands.islands import Islands as Islands, Status as Status
-from jaxsparse.islands.member import IslandState as IslandState, Report as Report
+from jaxsparse.islands.member import IslandState as IslandState
 from jaxsparse.islands.simulation import Event as Event, Told as Told, simulate as simulate
 from jaxsparse.islands.store import Store as Store, UnreachableError as UnreachableError

@@ -21,8 +21,7 @@ from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked
 from jaxsparse.feedback import by_message
-from jaxsparse.outer.fragments import Streaming
-from jaxsparse.outer.worker import Select, Worker, picked, replaced, skips, widened
+from jaxsparse.outer.worker import Select, displacement, picked, put_back, replaced, skips, widened
 from jaxsparse.processes.digest import Digested
 
 
@@ -77,13 +76,11 @@ class Arithmetic:
         self._weighted = weighted
         self._tx = optax.with_extra_args_support(outer)
         self._pick = params
-        one = Streaming(1, overlap=0, mixing=0.0)
-        self._worker = Worker(lambda state, _: (state, None), self._tx, "", params, None, one)
         self._init = jax.jit(self._tx.init)
         # The step may donate its own state.
         self.copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
         self._widened = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.copy(widened(x)), tree))
-        self._put_back = jax.jit(self._worker.put_back)
+        self._put_back = jax.jit(functools.partial(put_back, params))
         self._known: dict[Any, tuple[int, str]] = {}
         self.begin = jax.jit(self._begin)
         self.shared = jax.jit(self._shared)
@@ -181,12 +178,7 @@ class Arithmetic:
             rank: a number of its own, for draws that differ between islands.
         """
         finite = all_finite(jax.tree.leaves(own))
-        # In the island's precision, because rounding the global parameters to it is not a move.
-        moved = jax.tree.map(
-            lambda g, w: jnp.where(finite, widened(narrow(g, w.dtype)) - widened(w), 0),
-            shared.params,
-            own,
-        )
+        moved = jax.tree.map(lambda x: jnp.where(finite, x, 0), displacement(shared.params, own))
         words, posted = by_message.post(
             self._tx, moved, shared.outer, shared.params, rank=jnp.asarray(rank, jnp.int32)
         )
@@ -253,7 +245,7 @@ class Arithmetic:
         values = [moved_on(i, g, origin) for i, g, origin in zip(places, globals_, origins)]
         after = replaced(worker, places, values)
         finite = all_finite(values)
-        return self._worker.put_back(after, params, ~finite), finite
+        return put_back(self._pick, after, params, ~finite), finite
 
     def put_back(self, worker: Any, params: Any) -> Any:
         """A training state at the global parameters, without numbers that are not finite."""
@@ -279,6 +271,7 @@ def _digest(shared: Shared) -> UInt32[Array, " 2"]:
         if is_marked(path):
             continue
         x = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
+        # Of values of 64 bits it makes two.
         bits = jax.lax.bitcast_convert_type(x, _unsigned(x.dtype)).reshape(-1).astype(jnp.uint32)
         place = jnp.arange(bits.size, dtype=jnp.uint32) + jnp.uint32(1_000_003 * (i + 1) % 2**32)
         mixed = (bits ^ (bits >> jnp.uint32(15))) * (place * jnp.uint32(0x9E3779B1) | jnp.uint32(1))

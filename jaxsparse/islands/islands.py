@@ -2,7 +2,6 @@
 
 import math
 import os
-import secrets
 import threading
 import time
 import warnings
@@ -13,13 +12,12 @@ import optax
 
 from jaxsparse.arrays.settings import static_float, static_int
 from jaxsparse.islands.arithmetic import Arithmetic
-from jaxsparse.islands.member import Exchange, IslandState, Member, Report
+from jaxsparse.islands.exchange import Exchange, Report
+from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step
-
-_REPORTS = 1000  # kept for `status`
 
 
 class Status(NamedTuple):
@@ -28,7 +26,7 @@ class Status(NamedTuple):
     Attributes:
         name: its name.
         round: the round that it is in.
-        rounds: reports of the last rounds, the oldest first.
+        rounds: a report of each round, the oldest first.
         counted: in how many rounds its message counted, of those that it posted in.
         posted: in how many rounds it posted.
         sent: bytes of its messages.
@@ -164,13 +162,12 @@ class Islands:
             raise ValueError(f"mixing={mixing} must lie in [0, 1), or be None")
         if isinstance(store, (str, os.PathLike)):
             raise ValueError(f"store={store!r} is a text: give jaxsparse.islands.Store({store!r})")
-        self.step, self.every, self.overlap, self.alone = step, every, overlap, alone
+        self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
         self._poll, self._patience = poll, patience
         self._member = Member(
             Arithmetic(outer, params or params_of, mixing, weighted),
             store,
             name,
-            "",
             quorum=quorum,
             grace=grace,
             snapshots=snapshots,
@@ -198,8 +195,6 @@ class Islands:
         if self._running is not None:
             self._running.stop()
             self._running = None
-        # What this object sent before is of a former life.
-        self._member.life = f"{time.time_ns():x}-{secrets.token_hex(4)}"
         began = time.monotonic()
         while True:
             try:
@@ -234,19 +229,21 @@ class Islands:
             raise ValueError(f"weight={weight} must lie in {list(WEIGHTS)}")
         if not isinstance(state, IslandState):
             raise ValueError(f"state is a {type(state).__name__}: give the one that join returned")
-        _ = self._member.rounds  # raises if it has not joined
-        worker, out = self.step(state.worker, batch)
+        if self._member.joined_in is None:
+            raise ValueError(
+                f"{self._member.name} has not joined: go on with the state that join returns"
+            )
+        worker, out = self._step(state.worker, batch)
         state = state._replace(
             worker=worker,
             steps=state.steps + 1,
-            owed_steps=state.owed_steps + 1,
             weight=state.weight + (weight or 0.0),
         )
-        if state.steps >= self.overlap:
+        if state.steps >= self._overlap:
             state = self._waited(state)
-        if self._running is None and state.steps >= self.every:
+        if self._running is None and state.steps >= self._every:
             state = self._begun(state)
-            if self.overlap == 0:
+            if self._overlap == 0:
                 state = self._waited(state)
         return state, out
 
@@ -273,8 +270,8 @@ class Islands:
 
     def status(self) -> Status:
         """How this island stands."""
-        reports = tuple(self._member.reports[-_REPORTS:])
-        own = [report for report in self._member.reports if report.sent]
+        reports = tuple(self._member.reports)
+        own = [report for report in reports if report.sent]
         running = self._running
         return Status(
             self._member.name,
@@ -283,7 +280,7 @@ class Islands:
             sum(report.counted for report in own),
             len(own),
             sum(report.sent for report in own),
-            sum(report.received for report in self._member.reports),
+            sum(report.received for report in reports),
             self._waiting,
             None if running is None else running.trouble,
         )
@@ -296,8 +293,8 @@ class Islands:
 
     def _waited(self, state: IslandState) -> IslandState:
         """As `_arrived`, unless the store does not answer and the island may go on alone."""
-        over = state.steps - self.overlap if state.steps else 0
-        if self._running is None or (over < self.alone and self._running.is_stuck()):
+        over = state.steps - self._overlap if state.steps else 0
+        if self._running is None or (over < self._alone and self._running.is_stuck()):
             return state
         return self._arrived(state)
 

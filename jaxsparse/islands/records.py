@@ -103,7 +103,6 @@ class Message(Record):
         name: the island.
         life: a random number of the island's process. One that came back has another.
         weight: its weight in the mean, above 0.
-        steps: how many steps it has made since its last message that counted.
         digest: digest of the global parameters that it started the round from.
         late: whether it has only what the island owes from a round that was over before.
     """
@@ -113,7 +112,6 @@ class Message(Record):
     name: str
     life: str
     weight: float
-    steps: int
     digest: str
     late: bool
 
@@ -148,6 +146,11 @@ class Decision(Record):
     members: tuple[Member, ...]
     digest: str
     by: str
+
+    @property
+    def lives(self) -> dict[str, str]:
+        """The life of each member, by name, in order."""
+        return {member.name: member.life for member in self.members}
 
     def check(self) -> None:
         for member in self.members:

@@ -84,12 +84,11 @@ class Rounds:
         words: np.ndarray,
         *,
         weight: float,
-        steps: int,
         digest: str,
         late: bool = False,
     ) -> None:
         """Sends this island's message. A second time it changes nothing."""
-        message = Message(round, self.settings, self.name, self.life, weight, steps, digest, late)
+        message = Message(round, self.settings, self.name, self.life, weight, digest, late)
         self.store.create(
             self._message_key(round, self.name, self.life),
             message.to_bytes(np.ascontiguousarray(words, "<u4").tobytes()),
@@ -181,9 +180,9 @@ class Rounds:
         """The snapshot of a round."""
         return self.store.get(_snapshot_key(round))
 
-    def keep(self, round: int, snapshot: bytes) -> bool:
+    def keep(self, round: int, snapshot: bytes) -> None:
         """Creates the snapshot of a round, and deletes what is not needed any more."""
-        is_first = self.store.create(_snapshot_key(round), snapshot)
+        self.store.create(_snapshot_key(round), snapshot)
         # A later round is none of this run, or this island is behind: neither makes these old.
         rounds = [each for each in self.snapshots() if each <= round]
         old, kept = rounds[:-_KEPT], rounds[-_KEPT:]
@@ -194,7 +193,6 @@ class Rounds:
                 )
             # Last, so that what an interruption left is found the next time.
             self.store.delete([_snapshot_key(each) for each in old])
-        return is_first
 
     def _posted(self, round: int) -> list[_Read]:
         """The good messages of a round, one for each island, by name."""

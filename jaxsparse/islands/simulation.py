@@ -5,15 +5,18 @@ steps take as long as they are said to take, and links too. Hours of a run take 
 script of failures gives the same history each time.
 """
 
+import functools
 import heapq
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 import optax
 
 from jaxsparse.islands.arithmetic import Arithmetic
-from jaxsparse.islands.member import Exchange, IslandState, Member, Report
+from jaxsparse.islands.exchange import Exchange, Report
+from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.store import UnreachableError
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step
@@ -111,17 +114,73 @@ class _Link:
 
 
 class _Island:
-    """An island of the simulation, dead or alive."""
+    """An island of the simulation, dead or alive.
 
-    def __init__(self) -> None:
-        self.member: Member | None = None
+    Args:
+        make: makes its member.
+        first: the training state from which it starts.
+    """
+
+    def __init__(self, make: Callable[[], Member], first: Any) -> None:
+        self._make, self._first = make, first
+        self._member: Member | None = None
+        self._exchange: Exchange | None = None
+        self._reports: list[Report] = []  # of former lives
+        # Steps that no message that counted has, and how many of them the present message has.
+        self._owed = self._sent = 0
         self.state: IslandState | None = None
-        self.exchange: Exchange | None = None
-        self.lives = self.steps = self.counted = 0
+        self.steps = self.counted = 0
         self.waited = 0.0
         self.is_stopped = False
-        self.turn = 0  # of its next action; others in the queue are not its own any more
-        self.reports: list[Report] = []
+
+    @property
+    def is_alive(self) -> bool:
+        return self._member is not None
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """Of all its lives."""
+        return (*self._reports, *(self._member.reports if self._member else ()))
+
+    def start(self) -> None:
+        self._member, self.is_stopped = self._make(), False
+
+    def kill(self) -> None:
+        self._reports = list(self.reports)
+        self._member = self.state = self._exchange = None
+        self._owed = 0
+
+    def act(
+        self, step: Step, batch: Callable[[int], Any], every: int, overlap: int
+    ) -> Literal["step", "wait", "begin"]:
+        """Does what is next."""
+        assert self._member is not None
+        try:
+            if self.state is None:
+                self.state = self._member.join(self._first)
+            is_due = self.state.steps >= overlap
+            if self._exchange is not None:
+                is_done = self._exchange.is_done or self._exchange.advance()
+                if is_due and not is_done:
+                    return "wait"
+                if is_due:
+                    self._finish(self._member, self.state, self._exchange)
+        except UnreachableError:
+            if self.state is None or self.state.steps >= overlap:
+                return "wait"
+        if self.state.steps >= every and self._exchange is None:
+            self.state, self._exchange = self._member.begin(self.state)
+            self._sent = self._owed
+            return "begin"
+        worker, _ = step(self.state.worker, batch(self.steps))
+        self.state = self.state._replace(worker=worker, steps=self.state.steps + 1)
+        self.steps, self._owed = self.steps + 1, self._owed + 1
+        return "step"
+
+    def _finish(self, member: Member, state: IslandState, exchange: Exchange) -> None:
+        if exchange.counted:
+            self.counted, self._owed = self.counted + self._sent, self._owed - self._sent
+        self.state, self._exchange = member.finish(state, exchange), None
 
 
 def simulate(
@@ -191,104 +250,66 @@ def simulate(
             raise ValueError(f"{event} is of no island in batches, or before time 0")
         if event.what not in get_args(What):
             raise ValueError(f"{event}: what happens must be one of {', '.join(get_args(What))}")
-    now = [0.0]
-    clock = lambda: now[0]
+    if not isinstance(step_seconds, Mapping):
+        step_seconds = dict.fromkeys(batches, step_seconds)
+    now = 0.0
+    clock = lambda: now
     store = VirtualStore(latency, bandwidth, clock)
-    arithmetic = Arithmetic(outer, params or params_of, mixing)
-    settings: dict[str, Any] = {
-        "quorum": quorum,
-        "grace": grace,
-        "snapshots": snapshots,
-        "clock": clock,
-    }
-    islands = {name: _Island() for name in batches}
-    takes = (
-        step_seconds if isinstance(step_seconds, Mapping) else dict.fromkeys(batches, step_seconds)
-    )
-    queue: list[tuple[float, int, str, Any]] = []
-    numbers = iter(range(2**63))
-    plan = lambda at, name, what: heapq.heappush(queue, (at, next(numbers), name, what))
+    arithmetic, lives = Arithmetic(outer, params or params_of, mixing), itertools.count()
+
+    def member(name: str) -> Member:
+        return Member(
+            arithmetic,
+            _Link(store, name),
+            name,
+            quorum=quorum,
+            grace=grace,
+            snapshots=snapshots,
+            clock=clock,
+            new_life=lambda: f"{next(lives):08d}",
+        )
+
+    islands = {name: _Island(functools.partial(member, name), state) for name in batches}
+    turns = dict.fromkeys(batches, 0)  # the number of each one's next action; others are off
+    numbers = itertools.count()  # of things at one time, the first that was planned comes first
+    queue: list[tuple[float, int, str, What | int]] = []
+
+    def plan(seconds: float, name: str, what: What | None = None) -> None:
+        """An event, or the next action of an island in place of the one that was planned."""
+        if what is None:
+            turns[name] += 1
+        heapq.heappush(queue, (seconds, next(numbers), name, what or turns[name]))
+
+    first = {event.island: event.what for event in reversed(events)}
     for name in batches:
-        first = next((event.what for event in events if event.island == name), None)
-        if first != "start":
+        if first.get(name) != "start":
             plan(0.0, name, "start")
     for event in events:
         plan(event.seconds, event.island, event.what)
+    takes = lambda name: {"step": step_seconds[name], "wait": poll, "begin": 0.0}
     while queue and queue[0][0] <= seconds:
-        now[0], _, name, what = heapq.heappop(queue)
+        now, _, name, what = heapq.heappop(queue)
         one = islands[name]
-        if isinstance(what, str):
-            if what == "start" and one.member is None:
-                one.lives += 1
-                life = f"{one.lives:06d}"
-                one.member = Member(arithmetic, _Link(store, name), name, life, **settings)
+        match what:
+            case "start" if not one.is_alive:
+                one.start()
+                plan(now + start_seconds, name)
+            case "kill":
+                one.kill()
+            case "cut":
+                store.cut.add(name)
+            case "mend":
+                store.cut.discard(name)
+            case "stop":
+                one.is_stopped = True
+            case "go" if one.is_stopped:
                 one.is_stopped = False
-                one.turn += 1
-                plan(now[0] + start_seconds, name, one.turn)
-            _happen(one, what, name, store)
-            if what == "go" and one.member is not None:
-                one.turn += 1
-                plan(now[0], name, one.turn)
-        elif what == one.turn and one.member is not None and not one.is_stopped:
-            wait = _act(one, step, batches[name], every, overlap, takes[name], poll, state)
-            one.turn += 1
-            plan(now[0] + wait, name, one.turn)
+                plan(now, name)
+            case int() if what == turns[name] and one.is_alive and not one.is_stopped:
+                did = one.act(step, batches[name], every, overlap)
+                one.waited += poll if did == "wait" else 0.0
+                plan(now + takes(name)[did], name)
     return {
-        name: Told(one.state, one.steps, one.counted, one.waited, (*one.reports, *_reports(one)))
+        name: Told(one.state, one.steps, one.counted, one.waited, one.reports)
         for name, one in islands.items()
     }
-
-
-def _reports(one: _Island) -> Sequence[Report]:
-    return one.member.reports if one.member is not None else ()
-
-
-def _happen(one: _Island, what: str, name: str, store: VirtualStore) -> None:
-    if what == "kill":
-        one.reports += _reports(one)
-        one.member = one.state = one.exchange = None
-    elif what == "cut":
-        store.cut.add(name)
-    elif what == "mend":
-        store.cut.discard(name)
-    elif what in ("stop", "go"):
-        one.is_stopped = what == "stop"
-
-
-def _act(
-    one: _Island,
-    step: Step,
-    batch: Callable[[int], Any],
-    every: int,
-    overlap: int,
-    takes: float,
-    poll: float,
-    first: Any,
-) -> float:
-    """What an island does next, and the seconds that it takes."""
-    assert one.member is not None
-    try:
-        if one.state is None:
-            one.state = one.member.join(first)
-        if one.exchange is not None:
-            is_done = one.exchange.is_done or one.exchange.advance()
-            if is_done and one.state.steps >= overlap:
-                one.counted += one.exchange.steps if one.exchange.counted else 0
-                one.state, one.exchange = one.member.finish(one.state, one.exchange), None
-            elif one.state.steps >= overlap:
-                one.waited += poll
-                return poll
-    except UnreachableError:
-        if one.state is None or one.state.steps >= overlap:
-            one.waited += poll
-            return poll
-    if one.state.steps >= every and one.exchange is None:
-        one.state, one.exchange = one.member.begin(one.state)
-        return 0.0
-    worker, _ = step(one.state.worker, batch(one.steps))
-    one.steps += 1
-    state = one.state
-    one.state = state._replace(
-        worker=worker, steps=state.steps + 1, owed_steps=state.owed_steps + 1
-    )
-    return takes

@@ -79,8 +79,8 @@ class Store:
             else:
                 # Islands try again themselves, and go on training meanwhile: see `Islands`.
                 retries = {"max_retries": 1, "retry_timeout": datetime.timedelta(seconds=10)}
-                # Of a whole request with its body. Obstore's own 30 s are too short for large ones.
-                client = {"timeout": "1h", "connect_timeout": "10s"}
+                # A whole request may take long. A server that says nothing for so long is silent.
+                client = {"timeout": "1h", "connect_timeout": "10s", "read_timeout": "30s"}
                 client |= options.pop("client_options", None) or {}
                 options = {"retry_config": retries, **options, "client_options": client}
                 self._store = stores.from_url(self.url, **options)

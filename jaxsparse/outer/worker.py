@@ -98,9 +98,9 @@ class Worker(NamedTuple):
     def exchange(self, state: LocalState, fragment: int) -> LocalState:
         """Exchanges a fragment, and lets workers go on from the result."""
         worker = PerWorker.unwrap(state.worker)
-        broken = self.broken(worker)
+        broken = self._broken(worker)
         state = self._exchanged(state, worker, broken, fragment)
-        worker = self.put_back(worker, state.params, broken)
+        worker = put_back(self.params, worker, state.params, broken)
         if fragment == 0:
             worker = self._averaged(worker, broken)
         worker = self._mixed(worker, state, fragment, self.streaming.mixing)
@@ -109,11 +109,11 @@ class Worker(NamedTuple):
     def step_beside(self, state: LocalState, batch: Any, fragment: int) -> tuple[LocalState, Any]:
         """A step, and beside it the exchange of a fragment as it was before the step."""
         worker = PerWorker.unwrap(state.worker)
-        broken = self.broken(worker)
+        broken = self._broken(worker)
         after, out = _stepped(self.train, worker, batch)
-        after = self.put_back(after, state.params, broken)
+        after = put_back(self.params, after, state.params, broken)
         if fragment == 0:
-            after = self._averaged(after, self.broken(after))
+            after = self._averaged(after, self._broken(after))
         state = self._exchanged(state, worker, broken, fragment)
         return state._replace(worker=PerWorker.wrap(after)), PerWorker.wrap(out)
 
@@ -148,8 +148,7 @@ class Worker(NamedTuple):
         """The state after the exchange of a fragment's displacements, if that counts."""
         params = self._part(state.params, fragment)
         own = self._part(self.params(worker), fragment)
-        # In the worker's precision, because rounding the global parameters to it is not a move.
-        moved = jax.tree.map(lambda g, w: widened(narrow(g, w.dtype)) - widened(w), params, own)
+        moved = displacement(params, own)
         before = state.outer[fragment]
         updates, after = self.outer.update(moved, before, params)
         updated = optax.apply_updates(params, updates)
@@ -186,27 +185,12 @@ class Worker(NamedTuple):
         values = [mixed(leaves[places[i]], whole[i]) for i in own]
         return replaced(worker, [places[i] for i in own], values)
 
-    def broken(self, worker: Any) -> Bool[Array, ""]:
+    def _broken(self, worker: Any) -> Bool[Array, ""]:
         """Whether this worker's parameters or averaged statistics are not finite."""
         leaves = jax.tree.leaves(worker)
         places = picked("params", self.params, worker)[0]
         places += picked("average", self.average, worker)[0]
         return ~all_finite([leaves[i] for i in places])
-
-    def put_back(self, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
-        """A broken worker with the global parameters, and without numbers that are not finite."""
-        places = picked("params", self.params, worker)[0]
-        to = dict(zip(places, jax.tree.leaves(params)))
-
-        def leaf(i: int, x: Array) -> Array:
-            if i in to:
-                return jnp.where(broken, narrow(to[i], x.dtype), x)
-            if not jnp.issubdtype(x.dtype, jnp.inexact):
-                return x
-            return jnp.where(broken & ~jnp.isfinite(x), jnp.zeros_like(x), x)
-
-        leaves, treedef = _flat(worker)
-        return treedef.unflatten([leaf(i, jnp.asarray(x)) for i, x in enumerate(leaves)])
 
     def _averaged(self, worker: Any, broken: Bool[Array, ""]) -> Any:
         """The worker with the mean statistics of those that are not broken."""
@@ -255,6 +239,30 @@ def _stepped(step: Step, worker: Any, batch: Any) -> tuple[Any, Any]:
                 f"{_described(after.get(name))}"
             )
     return result
+
+
+def displacement(params: Any, own: Any) -> Any:
+    """Global parameters less a worker's own.
+
+    They are in the worker's precision, because rounding the global ones to it is not a move.
+    """
+    return jax.tree.map(lambda g, w: widened(narrow(g, w.dtype)) - widened(w), params, own)
+
+
+def put_back(select: Select, worker: Any, params: Any, broken: Bool[Array, ""]) -> Any:
+    """A broken worker with the global parameters, and without numbers that are not finite."""
+    places = picked("params", select, worker)[0]
+    to = dict(zip(places, jax.tree.leaves(params)))
+
+    def leaf(i: int, x: Array) -> Array:
+        if i in to:
+            return jnp.where(broken, narrow(to[i], x.dtype), x)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return jnp.where(broken & ~jnp.isfinite(x), jnp.zeros_like(x), x)
+
+    leaves, treedef = _flat(worker)
+    return treedef.unflatten([leaf(i, jnp.asarray(x)) for i, x in enumerate(leaves)])
 
 
 def _kinds(tree: Any) -> dict[str, tuple[tuple[int, ...], Any]]:

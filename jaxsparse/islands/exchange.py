@@ -1,0 +1,281 @@
+"""A round of one island, step by step. It blocks for the store alone, and waits for nobody.
+
+An exchange posts, looks whether there is a decision, reads the messages that count, and works out
+the next global parameters. Each of its steps can be tried again if the store does not answer.
+
+An island that is late follows the decisions that it missed, and sends what it owes in the round
+that is open then. Else one that is slower than the others would always be late, and never count.
+"""
+
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsparse.arrays.layout import narrow
+from jaxsparse.islands.arithmetic import Begun, Shared, merged, own_leaves
+from jaxsparse.islands.records import Decision
+from jaxsparse.islands.rounds import GoneError
+
+if TYPE_CHECKING:
+    from jaxsparse.islands.member import Member
+
+
+class Report(NamedTuple):
+    """What became of a round, seen from an island.
+
+    Attributes:
+        round: its number.
+        members: the islands whose messages counted.
+        counted: whether this island's did.
+        waited: seconds from its message to the decision, or None if it sent none in this round.
+        received: bytes of messages that it read.
+        sent: bytes of its own message.
+        applied: whether the sum was applied. It is not, if it overflows.
+        digest: digest of what islands share as the next round begins.
+    """
+
+    round: int
+    members: tuple[str, ...]
+    counted: bool
+    waited: float | None
+    received: int
+    sent: int
+    applied: bool
+    digest: str
+
+
+class Exchange:
+    """A round of one island, as far as it has come, and the rounds after it if it was late.
+
+    Args:
+        member: the island.
+        shared: what islands share as the round begins.
+        round: the round.
+        own: the island's own parameters. Their dtypes count alone.
+        begun: its half of the exchange, or None to replay rounds only.
+        weight: what its message weighs.
+        took: seconds that its own steps took.
+
+    Attributes:
+        is_done: whether it is at an end.
+        shared: what islands share now, with what is this island's own.
+        round: the next round.
+        counted: whether a message of it counted.
+        half: its message: that of `begun`, or what it owes, if it was late.
+        was_sent: whether a former life of it sent messages that counted.
+    """
+
+    def __init__(
+        self,
+        member: "Member",
+        shared: Shared,
+        round: int,
+        own: Any,
+        begun: Begun | None,
+        *,
+        weight: float = 1.0,
+        took: float = 0.0,
+    ) -> None:
+        self._member, self.weight, self._took = member, weight, took
+        self._dtypes = jax.tree.map(lambda w: w.dtype, own)
+        self.shared, self.round, self.begun, self.half = shared, round, begun, begun
+        self.counted = self.was_sent = self.is_done = False
+        self._posted_at: float | None = None
+        self._is_settled = begun is None  # whether the round of its own message is over
+        self._is_late = begun is None  # whether there will be no other message
+        self._snapshot: tuple[int, bytes] | None = None  # one that the store did not take yet
+        self._digest: str | None = None
+        self._drifted_in = -1  # the last round in which it found that it had drifted
+
+    def advance(self) -> bool:
+        """Goes on as far as it can without waiting for others. Returns whether it is done.
+
+        Raises:
+            UnreachableError: the store did not answer. Call it again.
+            GoneError: a message that counts is not to be had, and no snapshot after it either.
+        """
+        if self._snapshot is not None:
+            self._keep()
+        while not self.is_done:
+            if not self._is_settled:
+                decision, waited = self._decided()
+                if decision is None:
+                    return False
+                self._absorb(decision, self.half, waited)
+            while (decision := self._member.rounds.decided(self.round)) is not None:
+                self._absorb(decision, None, None)
+            if self.counted or self._is_late:
+                self.is_done = True
+            else:
+                self.half, self._posted_at = self.idle(), None
+                self._is_late, self._is_settled = True, False
+        return True
+
+    def _decided(self) -> tuple[Decision | None, float | None]:
+        """The decision on its own message, and how long that took. It posts, unless it is late."""
+        rounds, clock = self._member.rounds, self._member.clock
+        assert self.half is not None
+        if self._posted_at is None:
+            if (decision := rounds.decided(self.round)) is not None:
+                return decision, None
+            words = np.asarray(self.half.words)
+            rounds.post(
+                self.round,
+                words,
+                weight=self.weight,
+                digest=self._digest_now(),
+                late=self._is_late,
+            )
+            self._posted_at = clock()
+        waited = clock() - self._posted_at
+        # What is late stands at the start of a round: others have their steps before them, and are
+        # given the time that its own took.
+        own_steps = self._took if self._is_late else 0.0
+        return rounds.advance(self.round, waited - own_steps), waited
+
+    def idle(self) -> Begun:
+        """An exchange that began right from the global parameters."""
+        own = jax.tree.map(narrow, self.shared.params, self._dtypes)
+        return self._member.arithmetic.begin(own, self.shared, self._member.rank)
+
+    def _absorb(self, decision: Decision, begun: Begun | None, waited: float | None) -> None:
+        """Goes over to the next round. If the store fails on the way, nothing has changed."""
+        member, before = self._member, self.shared
+        try:
+            messages = member.rounds.read(decision)
+        except GoneError:
+            self._jump(decision, begun)
+            return
+        half = self.idle() if begun is None else begun
+        counts = decision.lives.get(member.name) == member.life
+        after, applied = before, False
+        if messages:
+            weights = None
+            if member.weighted:
+                weights = np.array([each.weight for each in decision.members], np.float32)
+            after, ok = member.arithmetic.shared(np.stack(messages), weights, half, before)
+            applied = bool(ok)
+        if begun is None or not counts:
+            after = merged(after, member.arithmetic.owed(half, before))
+        after = self._without_sent(decision, after)
+        if decision.members and decision.digest != self._digest_now():
+            found = self._reloaded(decision, after)
+            if found is not None:
+                self._go_to(*found, counts, begun)
+                return
+        self._go_to(_placed(after, before), decision.round + 1, counts, begun)
+        member.reports.append(
+            Report(
+                decision.round,
+                tuple(decision.lives),
+                counts,
+                waited,
+                sum(4 * len(each) for each in messages),
+                0 if waited is None else 4 * member.words,
+                applied,
+                self._digest_now(),
+            )
+        )
+        if begun is not None:
+            self._take_turn(tuple(decision.lives))
+
+    def _go_to(self, shared: Shared, round: int, counts: bool, begun: Begun | None) -> None:
+        """Begins a round. Notes what became of its own message, if the last one was its round."""
+        self.shared, self.round, self._digest = shared, round, None
+        if begun is not None:
+            self.counted, self._is_settled = counts, True
+
+    def _without_sent(self, decision: Decision, shared: Shared) -> Shared:
+        """`shared`, without debts of a saved state that a former life has sent since."""
+        member = self._member
+        if decision.lives.get(member.name, member.life) == member.life:
+            return shared
+        if member.joined_in is not None and decision.round > member.joined_in:
+            warnings.warn(
+                f"another process posts as {member.name}: give each island a name of its own",
+                stacklevel=2,
+            )
+            return shared
+        if not member.is_restored:
+            return shared
+        warnings.warn(
+            f"a message that {member.name} sent in round {decision.round}, after its state was "
+            "saved, counted. So what the saved state owes, and had moved, is dropped: part of it "
+            "was sent",
+            stacklevel=2,
+        )
+        self.was_sent = True
+        return member.arithmetic.without_debts(shared)
+
+    def _reloaded(self, decision: Decision, after: Shared) -> tuple[Shared, int] | None:
+        """A snapshot to go back to, and its round, because this island has drifted from most."""
+        member = self._member
+        if decision.round <= self._drifted_in:
+            return None  # what differs again will go on to differ
+        found = member.newest(after)
+        warnings.warn(
+            f"in round {decision.round} {member.name} began from other parameters than most: "
+            "another kind of device or another compiler, or an error of memory. It reloads "
+            f"the snapshot of round {found[1] if found else '?'}, and replays",
+            stacklevel=2,
+        )
+        self._drifted_in = decision.round
+        if found is None or found[1] > decision.round:
+            return None
+        return merged(found[0], own_leaves(after.outer)), found[1]
+
+    def _jump(self, decision: Decision, begun: Begun | None) -> None:
+        """Goes on from a snapshot, because messages on the way are gone. Decisions are not."""
+        member = self._member
+        found = member.newest(self.shared, after=self.round)
+        if found is None:
+            raise GoneError(
+                f"messages of round {self.round} are gone from {member.store}, and there is no "
+                "later snapshot: somebody deletes objects of this run"
+            )
+        shared, round = found
+        counts = begun is not None and decision.lives.get(member.name) == member.life
+        if begun is not None:
+            keep = member.arithmetic.sent if counts else member.arithmetic.owed
+            shared = merged(shared, keep(begun, self.shared))
+        if member.joined_in is None and member.is_restored:
+            for each in range(self.round, round):
+                passed = member.rounds.decided(each)
+                if passed is not None and not self.was_sent:
+                    shared = self._without_sent(passed, shared)
+        self._go_to(shared, round, counts, begun)
+
+    def _take_turn(self, members: tuple[str, ...]) -> None:
+        """Prepares a snapshot if it is this island's turn, or if those before missed theirs."""
+        every, member = self._member.every_snapshot, self._member
+        if self.round % every or not members:
+            return
+        is_ours = members[self.round // every % len(members)] == member.name
+        newest = max((r for r in member.rounds.snapshots() if r <= self.round), default=0)
+        if is_ours or self.round - newest > every:
+            self._snapshot = self.round, member.snapshot(self.shared, self.round)
+            self._keep()
+
+    def _keep(self) -> None:
+        assert self._snapshot is not None
+        self._member.rounds.keep(*self._snapshot)
+        self._snapshot = None
+
+    def _digest_now(self) -> str:
+        if self._digest is None:
+            low, high = np.asarray(self._member.arithmetic.digest(self.shared)).tolist()
+            self._digest = f"{high:08x}{low:08x}"
+        return self._digest
+
+
+def _placed(shared: Shared, like: Shared) -> Shared:
+    """`shared`, its arrays spread over the devices as those of `like`."""
+
+    def place(x: Any, old: Any) -> Any:
+        old = jnp.asarray(old)
+        return x if x.sharding == old.sharding else jax.device_put(x, old.sharding)
+
+    return jax.tree.map(place, shared, like)
