@@ -35,7 +35,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PACKAGE = "jaxsparse"
 ARRAYS = ("arrays/layout.py", "arrays/platforms.py")
-PARTS = (*ARRAYS, "codecs", "collectives", "feedback", "select", "sketch")
+PARTS = (*ARRAYS, "codecs", "collectives", "feedback", "islands", "select", "sketch")
 # Patterns of the tests to run first. Patterns that match no file are skipped.
 LIKELY = {
     "feedback": ("feedback", "delay", "partition", "accumulators", "contract"),
@@ -43,6 +43,7 @@ LIKELY = {
     "select": ("select", "slots", "thresholds", "gpu_forms", "stream"),
     "sketch": ("sketch", "block_sketch", "gpu_forms", "hashing"),
     "arrays/platforms.py": ("select", "thresholds", "gpu_forms"),
+    "islands": ("islands", "by_message"),
     "codecs": ("codec*", "stream", "collectives", "union"),
     "arrays/layout.py": ("layout", "partition", "feedback"),
 }

@@ -339,6 +339,7 @@ def test_an_island_that_is_not_finite_sends_nothing_and_starts_anew(clock):
     with pytest.warns(UserWarning, match="amsterdam are not finite in round 0"):
         state, exchange = one.begin(reference.moved(state, [np.nan] * 6))
     assert exchange is None
+    assert (state.steps, state.weight) == (0, 0.0)
     assert not store.names("messages/00000000")
     np.testing.assert_array_equal(state.worker[0]["w"], 0)
 
@@ -490,6 +491,24 @@ def test_a_broken_message_is_left_out(kind):
     assert [each.name for each in decision.members] == ["adam"]
     (words,) = one.read(decision)
     assert words.tolist() == [0, 5, 6]
+
+
+def test_a_broken_message_is_read_and_told_once():
+    class Counting(reference.Memory):
+        reads = 0
+
+        def get(self, key):
+            self.reads += key.endswith("eve.0")
+            return super().get(key)
+
+    store = Counting()
+    store.objects["messages/00000000/eve.0"] = b""
+    one = rounds(store)
+    one.post(0, np.uint32([0, 5, 6]), weight=1.0, digest="d")
+    with pytest.warns(UserWarning, match=r"eve\.0 is left out"):
+        assert one.advance(0, 1.0) is None
+    assert one.advance(0, 2.0) is None  # a second warning would be an error
+    assert store.reads == 1
 
 
 def test_a_good_message_counts():
@@ -809,6 +828,7 @@ def test_in_a_simulation_others_wait_once_for_one_that_is_gone(what):
     # What it did in its last round before it died is lost; a cut or a pause loses nothing.
     lost = told["bergen"].steps - told["bergen"].counted
     assert lost <= (20 if gone == "kill" else 15)
+    assert told["bergen"].counted % 5 == 0  # whole messages, and nothing of a former life
 
 
 def test_a_slow_island_counts_now_and_then_and_stops_nobody():

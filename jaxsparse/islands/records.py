@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import types
 from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
@@ -256,7 +255,7 @@ def _made(cls: type, fields: Any, what: str, more: dict[str, Any] | None = None)
 
 
 def _typed(kind: Any, value: Any, what: str) -> Any:
-    if isinstance(kind, types.GenericAlias) and get_origin(kind) is tuple:
+    if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise BrokenError(f"{what} is no list")
         return tuple(_typed(get_args(kind)[0], each, what) for each in value)

@@ -7,7 +7,7 @@
 Two islands that cannot see each other may both propose, but one decision alone can be created. All
 read the one that stands. So members need no clock in common, no leader and no list of members.
 
-Decisions are kept for ever: some hundred bytes a round are the log of the run. If old ones were
+Decisions are kept for ever: 150 bytes, and 160 a member, are the log of a round. If old ones were
 deleted, an island that slept for long could decide such a round a second time. Messages and older
 snapshots go once two newer snapshots stand.
 """

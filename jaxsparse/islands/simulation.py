@@ -71,29 +71,23 @@ class VirtualStore:
         self._latency, self._bandwidth, self._now = latency, bandwidth, now
         self._objects: dict[str, tuple[float, bytes]] = {}
         self.cut: set[str] = set()
-        self.requests = self.stored = 0
 
     def create(self, key: str, data: bytes) -> bool:
-        self.requests += 1
         if key in self._objects:
             return False
-        self.stored += len(data)
         delay = self._latency + len(data) / self._bandwidth if key.startswith("messages/") else 0.0
         self._objects[key] = self._now() + delay, data
         return True
 
     def get(self, key: str) -> bytes | None:
-        self.requests += 1
         seen_at, data = self._objects.get(key, (math.inf, b""))
         return data if seen_at <= self._now() else None
 
     def names(self, folder: str) -> list[str]:
-        self.requests += 1
         split = (key.rpartition("/") for key in self._objects if self._seen(key))
         return sorted(name for place, _, name in split if place == folder)
 
     def delete(self, keys: list[str]) -> None:
-        self.requests += len(keys)
         for key in keys:
             self._objects.pop(key, None)
 

@@ -19,8 +19,7 @@ value far above all others moves w, and stays alone above the threshold. It stay
 0.7 times the mean magnitude, the threshold of ternary weight networks (Li et al., 2016).
 
 Sums of 16 values are of integers, in units of 2**-21 or less of the group's largest magnitude. They
-do not overflow, and XLA's CPU backend computes them ten times faster than sums of floats, which it
-does not vectorise.
+do not overflow, and XLA's CPU backend vectorises them, which it does not do for sums of floats.
 """
 
 import jax.numpy as jnp
