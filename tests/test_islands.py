@@ -217,7 +217,7 @@ def run_histories(machine, count, steps=40):
 
 @pytest.mark.parametrize("machine", [Rounds, Fractions])
 def test_any_history(machine):
-    run_histories(machine, 25)
+    run_histories(machine, 10)
 
 
 @pytest.mark.slow
