@@ -20,14 +20,14 @@ import timing
 from jaxsparse import codecs, select
 from jaxsparse.arrays.stream import to_dense
 from jaxsparse.quantize import entry_values
+from jaxsparse.select.groups import count_entries
 
 
 def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The ratios at one size."""
     x = jax.random.normal(jax.random.key(0), (size,))
-    codec = codecs.Chunked(args.k, args.chunk_size, args.bits)
-    anyhow = codecs.Chunked(value_bits=args.bits)
-    count = codec.count(size)
+    codec = codecs.EliasFano(args.bits)
+    count = count_entries(size, args.k, args.chunk_size)
     choose = jax.jit(functools.partial(select.group_top_k, k=args.k, group_size=args.chunk_size))
     stream = choose(x)
     in_place = jax.jit(lambda x: x * 2, donate_argnums=0)
@@ -38,22 +38,18 @@ def measure(size: int, args: argparse.Namespace) -> list[dict[str, Any]]:
         return buffer[0]
 
     runs: dict[str, Any] = {"x * 2 donated": donated, "select": lambda: choose(x)}
-    order = jnp.argsort(stream.indices)  # the order of most selections
-    ordered = jax.tree.map(lambda part: part[order], stream)
-    for name, each, given in (("", codec, stream), (", any stream", anyhow, ordered)):
-        encode = jax.jit(functools.partial(each.encode, size=size))
-        rounded = jax.jit(functools.partial(each.rounded, size=size))
-        decode = jax.jit(
-            functools.partial(each.decode, capacity=count, size=size, dtype=jnp.float32)
-        )
-        dense = jax.jit(lambda words, decode=decode: to_dense(decode(words), size))
-        words = encode(given)
-        runs |= {
-            f"encode{name}": functools.partial(encode, given),
-            f"rounded{name}": functools.partial(rounded, given),
-            f"decode{name}": functools.partial(decode, words),
-            f"decode, dense{name}": functools.partial(dense, words),
-        }
+    encode = jax.jit(functools.partial(codec.encode, size=size))
+    rounded = jax.jit(functools.partial(codec.rounded, size=size))
+    decode = jax.jit(functools.partial(codec.decode, capacity=count, size=size, dtype=jnp.float32))
+    dense = jax.jit(lambda words: to_dense(decode(words), size))
+    words = encode(stream)
+    runs |= {
+        "encode": functools.partial(encode, stream),
+        "rounded": functools.partial(rounded, stream),
+        "decode": functools.partial(decode, words),
+        "decode, dense": functools.partial(dense, words),
+        "dense": functools.partial(jax.jit(lambda s: to_dense(s, size)), stream),
+    }
     seconds = timing.interleaved(runs, args.repeats)
     floor = seconds["x * 2 donated"]
     return [

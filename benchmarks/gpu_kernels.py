@@ -19,9 +19,7 @@ _FORMS_SIZE = 22  # 2^22: with 2^27, loops over tiles would take most of a GPU's
 _QSGD = quantize.QSGD(4)
 _INT4 = quantize.Format("int4")
 _CHUNK_K, _CHUNK_SIZE = 64, 4096
-_CHUNKS = codecs.Chunked(
-    _CHUNK_K, _CHUNK_SIZE
-)  # SparseLoCo's: 12 bits of index and 2 of value an entry
+_CHUNKS = codecs.EliasFano()
 
 
 class Inputs:

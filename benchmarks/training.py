@@ -60,11 +60,11 @@ def text_rows(density: float) -> Rows:
         "SparDL, before Adam": before(lambda: sparse(density)),
         "SparDL, behind Adam": behind(lambda: sparse(density)),
         "SparDL, behind Adam, 2-bit values": behind(
-            lambda: sparse(density, codec=codecs.Chunked())
+            lambda: sparse(density, codec=codecs.EliasFano())
         ),
         "top-k, behind Adam": behind(lambda: jaxsparse.top_k(density)),
         "top-k, behind Adam, 2-bit values": behind(
-            lambda: jaxsparse.top_k(density, codec=codecs.Chunked())
+            lambda: jaxsparse.top_k(density, codec=codecs.EliasFano())
         ),
         "SparDL, behind Adam, decay 0.95": behind(lambda: sparse(density, decay=0.95)),
         "chunked top-k, behind Adam": behind(lambda: jaxsparse.chunked_top_k(k)),
@@ -90,11 +90,11 @@ def digit_rows(density: float) -> Rows:
         "4 bits": own(lambda **more: jaxsparse.qsgd(4, **more)),
         "SparDL": own(lambda **more: jaxsparse.spardl(density, **more)),
         "SparDL, 2-bit values": own(
-            lambda **more: jaxsparse.spardl(density, codec=codecs.Chunked(), **more)
+            lambda **more: jaxsparse.spardl(density, codec=codecs.EliasFano(), **more)
         ),
         "top-k": own(lambda **more: jaxsparse.top_k(density, **more)),
         "top-k, 2-bit values": own(
-            lambda **more: jaxsparse.top_k(density, codec=codecs.Chunked(), **more)
+            lambda **more: jaxsparse.top_k(density, codec=codecs.EliasFano(), **more)
         ),
         "DGC": own(lambda **more: jaxsparse.dgc(density, **more)),
         "DRAGONN": own(lambda **more: jaxsparse.dragonn(density, **more)),

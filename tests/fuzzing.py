@@ -242,7 +242,7 @@ def _codec(rng):
         codecs.COO,
         codecs.Packed(),
         codecs.Packed(jnp.dtype(jnp.float16)),
-        codecs.Chunked(value_bits=16),
+        codecs.EliasFano(value_bits=16),
     )
 
 
@@ -385,7 +385,7 @@ def _powersgd(rng, size, workers):
 
 
 def _top_k(rng, size, workers):
-    together = _pick(rng, codecs.Chunked(), codecs.Chunked(value_bits=4))
+    together = _pick(rng, codecs.EliasFano(), codecs.EliasFano(value_bits=4))
     return {
         "density": _density_or_stages(rng, size),
         "codec": _pick(rng, *[_codec(rng)] * 3, together),

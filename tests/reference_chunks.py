@@ -22,6 +22,21 @@ def top_k(x, k, chunk):
     return np.concatenate(kept)
 
 
+def elias_fano(indices, capacity, size):
+    """The words of a bitmap of high bits, and of low bits, for indices below `size`."""
+    lows = reversed(range(32))
+    room = lambda low: -(-(capacity + -(-size // 2**low)) // 32)
+    low = min(lows, key=lambda low: room(low) + -(-capacity * low // 32))
+    words = room(low)
+    indices = sorted(indices, key=lambda index: index >> low)
+    bitmap = [0] * words
+    for i, index in enumerate(indices):
+        bit = (index >> low) + i
+        bitmap[bit // 32] |= 1 << bit % 32
+    fields = [index % 2**low for index in indices] + [0] * (capacity - len(indices))
+    return bitmap + pack(fields, low)
+
+
 def half(x):
     return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
@@ -66,7 +81,7 @@ def published(values, bits=2):
     return lookup[codes] + shift
 
 
-def exchange(x, k, chunk, quantize, order=None, aggregate="mean", clip=None):
+def exchange(x, k, chunk, quantize, order=None, aggregate="mean", clip=None, zeros=False):
     """The mean and the residuals of one exchange.
 
     Args:
@@ -77,6 +92,7 @@ def exchange(x, k, chunk, quantize, order=None, aggregate="mean", clip=None):
         order: w's selected indices in the order of its message, order[w]. None: increasing.
         aggregate: "mean" or "mean_of_senders".
         clip: "median" or None.
+        zeros: whether zeros are entries.
     """
     workers = len(x)
     sent, has = np.zeros(x.shape), np.zeros(x.shape, bool)
@@ -85,7 +101,10 @@ def exchange(x, k, chunk, quantize, order=None, aggregate="mean", clip=None):
         if order is not None:
             assert sorted(order[w]) == chosen.tolist()
             chosen = order[w]
-        sent[w, chosen], has[w, chosen] = quantize(x[w, chosen]), True
+        if not zeros:
+            chosen = chosen[x[w, chosen] != 0]
+        if len(chosen):
+            sent[w, chosen], has[w, chosen] = quantize(x[w, chosen]), True
     received = sent
     if clip == "median":
         norms = np.linalg.norm(sent, axis=1)

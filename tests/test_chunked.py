@@ -1,6 +1,7 @@
-"""The chunk codec and its system against SparseLoCo's description, and by worked numbers."""
+"""The codec of few bits and SparseLoCo's exchange: their descriptions, and worked numbers."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -74,13 +75,34 @@ def test_fields_of_any_bits(bits):
         np.testing.assert_array_equal(unpack(packed), fields)
 
 
-def test_an_entry_has_fourteen_bits():
-    codec = codecs.Chunked(64)
-    assert codec.words(64, 4096) == 64 * 14 // 32 + 1  # 896 bits, and two levels
-    assert codec.words(2**18, 2**24) == 2**18 * 14 // 32 + 2**18 // 256
-    # Shorter than a chunk: 7 bits are enough for 100 elements.
-    assert codec.words(64, 100) == field_words(64, 7) + field_words(64, 2) + 1
-    assert codecs.Chunked(4, 512, 32).words(4 * 3, 512 * 3) == field_words(12, 9) + 12
+def test_bits_of_an_entry():
+    codec = codecs.EliasFano()
+    assert codec.words(64, 4096) == 64 * (8 + 2) // 32 + 1  # 640 bits, and two levels
+    assert codec.words(2**18, 2**24) == 2**18 * 10 // 32 + 2**18 // 256
+    assert codec.words(512, 4096) == 512 * (5 + 2) // 32 + 2
+    # All elements: 2 bits an index, one of them for the last element.
+    assert codec.words(100, 100) == 7 + field_words(100, 2) + 1
+    assert codecs.EliasFano(32).words(12, 512 * 3) == field_words(12, 7) + 1 + 12
+
+
+@pytest.mark.parametrize("share", [1 / 8, 0.1, 1 / 64, 0.01, 0.001])
+def test_indices_are_near_their_entropy(share):
+    """No code of fixed length has fewer bits than log2 of the number of sets of k elements."""
+    size = 2**20
+    k = int(share * size)
+    log_factorial = lambda n: math.lgamma(n + 1) / math.log(2)
+    least = log_factorial(size) - log_factorial(k) - log_factorial(size - k)
+    bits = 32 * (codecs.EliasFano(32).words(k, size) - k)
+    assert least < bits < least + 0.7 * k
+
+
+def test_a_message_by_hand():
+    """60 and 9 have high bits 7 and 1, so that bits 7 + 1 and 1 + 0 are set; low bits 4 and 1."""
+    indices = jnp.array([60, *[64] * 8, 9], jnp.int32)
+    stream = SparseStream(indices, jnp.float32([1, *[0] * 8, -1]))
+    bitmap, low, *values = jax.jit(lambda stream: codecs.EliasFano(32).encode(stream, 64))(stream)
+    assert (int(bitmap), int(low)) == (0b100000010, 1 | 4 << 3)
+    assert np.uint32(values).view(np.float32).tolist() == [-1, 1, *[0] * 8]
 
 
 def test_the_published_quantiser_by_hand():
@@ -201,6 +223,7 @@ def test_the_exchange_equals_its_description(case):
             order,
             settings.get("aggregate", "mean"),
             settings.get("clip"),
+            zeros=bits >= 16,
         )
         scale = np.abs(x).max()
         np.testing.assert_allclose(
@@ -220,34 +243,45 @@ def test_bytes_of_an_exchange(workers):
     moved = traffic.wire_bytes(exchange.lower(jnp.zeros((workers, size), jnp.float32)).compile())
     assert [c.op for c in moved.collectives] == ["all-gather"]
     entries = size * 64 // 4096
-    assert moved.received == 4 * (workers - 1) * (entries * 14 // 32 + entries // 256)
+    assert moved.received == 4 * (workers - 1) * (entries * 10 // 32 + entries // 256)
 
 
 def random_stream(rng, capacity, size, empty=0.2):
-    indices = rng.choice(size, capacity, replace=False).astype(np.int32)
+    drawn = rng.choice(min(size, 2**20), capacity, replace=False)
+    indices = (drawn * (size // min(size, 2**20))).astype(np.int32)
     indices[rng.random(capacity) < empty] = size
     values = np.where(indices < size, rng.normal(size=capacity), 0)
     return SparseStream(jnp.asarray(indices), jnp.float32(values))
 
 
 @pytest.mark.parametrize("bits", some((2, 4, 8, 16, 32), [2]))
-@pytest.mark.parametrize("chunk_size", few((None, 1, 100, 4096, 2**16), [None]))
-def test_any_stream_arrives_as_it_is_rounded(bits, chunk_size):
+@pytest.mark.parametrize(
+    "sizes",
+    some(
+        [(1, 1), (5, 5), (40, 50), (700, 70_001), (300, 300), (1, 2**30), (9, 2**31 - 1)],
+        [(40, 50), (9, 2**31 - 1)],
+    ),
+)
+def test_any_stream_arrives_as_it_is_rounded(bits, sizes):
     """Entries may come in any order, and in batches, whose rows have levels of their own."""
-    codec = codecs.Chunked(chunk_size=chunk_size, value_bits=bits)
+    capacity, size = sizes
+    codec = codecs.EliasFano(bits)
     rng = np.random.default_rng(0)
-    for capacity, size in ((1, 1), (40, 50), (700, 70_001)):
-        rows = [random_stream(rng, capacity, size) for _ in range(2)]
-        rows = jax.tree.map(lambda *x: jnp.stack(x), *rows)
-        rounded, arrived = exchanged(codec, capacity, size)(rows)
-        for i in range(2):
-            row, came = (jax.tree.map(lambda x, i=i: x[i], s) for s in (rows, arrived))
-            expected, found = np.zeros(size + 1), np.zeros(size + 1)
-            expected[row.indices], found[came.indices] = rounded[i], came.values
-            np.testing.assert_allclose(found[:size], expected[:size], rtol=1e-6)
-            assert np.sum(np.asarray(came.indices) < size) == np.sum(np.asarray(row.indices) < size)
-            if codec.is_exact:
-                np.testing.assert_array_equal(rounded[i], row.values)
+    rows = [random_stream(rng, capacity, size) for _ in range(2)]
+    rows = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    rounded, arrived, messages = exchanged(codec, capacity, size)(rows)
+    for i in range(2):
+        row, came = (jax.tree.map(lambda x, i=i: np.asarray(x[i]), s) for s in (rows, arrived))
+        is_sent, is_there = row.indices < size, came.indices < size
+        sent = dict(zip(row.indices[is_sent].tolist(), rounded[i][is_sent].tolist(), strict=True))
+        found = came.indices[is_there].tolist()
+        assert dict(zip(found, came.values[is_there].tolist(), strict=True)) == sent
+        assert len(found) == len(sent)
+        assert not came.values[~is_there].any()
+        if codec.is_exact:
+            np.testing.assert_array_equal(rounded[i], row.values)
+        expected = reference.elias_fano(sent, capacity, size)
+        assert messages[i][: len(expected)].tolist() == expected
 
 
 def exchanged(codec, capacity, size):
@@ -255,7 +289,7 @@ def exchanged(codec, capacity, size):
         message = codec.encode(row, size)
         assert message.shape == (codec.words(capacity, size),)
         arrived = codec.decode(message, capacity, size, jnp.float32)
-        return codec.rounded(row, size), arrived
+        return codec.rounded(row, size), arrived, message
 
     return jax.jit(jax.vmap(one))
 
@@ -264,28 +298,21 @@ def test_a_zero_is_no_entry_and_takes_no_level():
     """Otherwise 1 and 2 would share a level, beside one for zeros."""
     indices = jnp.array([5, 900, 7, 30, 1000], jnp.int32)
     stream = SparseStream(indices, jnp.float32([1, 2, 0, 0, 0]))
-    rounded = jax.jit(lambda stream: codecs.Chunked().rounded(stream, 1000))
+    rounded = jax.jit(lambda stream: codecs.EliasFano().rounded(stream, 1000))
     assert rounded(stream).tolist() == [1, 2, 0, 0, 0]
 
 
-def test_the_chunk_with_the_shortest_messages():
-    """At one entry in 64, chunks of 512 take 9 bits an index and 10 a count of 8 entries."""
-    size, k = 2**20, 2**14
-    words = codecs.Chunked().words(k, size)
-    sizes = {chunk: codecs.Chunked(chunk_size=chunk).words(k, size) for chunk in (256, 512, 4096)}
-    assert words == min(sizes.values()) < sizes[4096]
-    assert words * 32 / k < 12.5
-
-
 REDUCERS = {
-    "top_k": TopK(0.05, codec=codecs.Chunked()),
-    "gtopk": GTopK(0.05, codec=codecs.Chunked()),
-    "spardl": SparDL(0.05, codec=codecs.Chunked()),
-    "spardl, teams": SparDL(0.05, teams=2, codec=codecs.Chunked(value_bits=4)),
-    "ok_topk": OkTopk(0.05, codec=codecs.Chunked()),
-    "ok_topk, 16 bits": OkTopk(0.05, codec=codecs.Chunked(value_bits=16)),
-    "sparcml": SparCML(4, 64, algorithm="all_gather", codec=codecs.Chunked(4, 64)),
-    "recursive": SparCML(4, 64, algorithm="recursive_double", codec=codecs.Chunked(value_bits=16)),
+    "top_k": TopK(0.05, codec=codecs.EliasFano()),
+    "gtopk": GTopK(0.05, codec=codecs.EliasFano()),
+    "spardl": SparDL(0.05, codec=codecs.EliasFano()),
+    "spardl, teams": SparDL(0.05, teams=2, codec=codecs.EliasFano(value_bits=4)),
+    "ok_topk": OkTopk(0.05, codec=codecs.EliasFano()),
+    "ok_topk, 16 bits": OkTopk(0.05, codec=codecs.EliasFano(value_bits=16)),
+    "sparcml": SparCML(4, 64, algorithm="all_gather", codec=codecs.EliasFano()),
+    "recursive": SparCML(
+        4, 64, algorithm="recursive_double", codec=codecs.EliasFano(value_bits=16)
+    ),
 }
 
 
@@ -317,21 +344,16 @@ def test_messages_have_the_types_that_a_shard_map_checks(name):
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (
-            lambda: codecs.Chunked(chunk_size=70_000),
-            r"chunk_size=70000 must lie between 1 and 6",
-        ),
-        (lambda: codecs.Chunked(65, 64), r"k=65 must lie between 1 and chunk_size=64"),
-        (lambda: codecs.Chunked(value_bits=3), r"value_bits=3 .*use 2, 4, 8, 16 or 32"),
-        (lambda: codecs.Chunked(quantizer="best"), r"quantizer='best' is unknown"),
-        (lambda: codecs.Chunked(4, 64).words(9, 64), r"a stream of 9 entries, but k=4 .* are 4"),
-        (lambda: codecs.Chunked().count(9), "k=None"),
-        (lambda: codecs.Chunked().check(jnp.int32), "dtype int32: Chunked sends float32"),
+        (lambda: ChunkedTopK(65, 64), r"k=65 must lie between 1 and chunk_size=64"),
+        (lambda: ChunkedTopK(1, 0), r"chunk_size=0 .*1"),
+        (lambda: codecs.EliasFano(value_bits=3), r"value_bits=3 .*use 2, 4, 8, 16 or 32"),
+        (lambda: codecs.EliasFano(quantizer="best"), r"quantizer='best' is unknown"),
+        (lambda: codecs.EliasFano().check(jnp.int32), "dtype int32: EliasFano sends float32"),
         (lambda: ChunkedTopK(aggregate="sum"), r"aggregate='sum' is unknown"),
         (lambda: ChunkedTopK(clip="mean"), r"clip='mean' is unknown"),
         (
             lambda: run(
-                SparCML(4, 64, algorithm="recursive_double", codec=codecs.Chunked()),
+                SparCML(4, 64, algorithm="recursive_double", codec=codecs.EliasFano()),
                 np.ones((2, 128)),
             ),
             r"value_bits=2.* sends rounded entries on .*value_bits=16",

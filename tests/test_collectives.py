@@ -199,7 +199,7 @@ def test_messages_are_dense_if_streams_are_no_shorter(name):
 
 
 @pytest.mark.parametrize(
-    "codec", [codecs.Packed(jnp.float16), codecs.Packed(), codecs.Chunked(value_bits=16)], ids=str
+    "codec", [codecs.Packed(jnp.float16), codecs.Packed(), codecs.EliasFano(value_bits=16)], ids=str
 )
 def test_a_sender_has_what_arrives_to_the_bit(codec):
     """Also where a value rounds to -0: else workers that swap sums would differ in the sign."""

@@ -146,11 +146,12 @@ def test_values_too_large_for_a_transform_wait():
 
 
 def test_words_of_a_step():
-    """12 bits an index and 16 a value, in one all-gather; small tiles have shorter indices."""
+    """9 bits an index and 16 a value, in one all-gather; small tiles have shorter indices."""
     shapes = {"kernel": (256, 192), "conv": (3, 3, 16, 8), "bias": (201,)}
     moved = traffic.wire_bytes(compiled_step(demo(), mesh(5), shapes))
-    tiles, entries = 4 * 3, 3 * 32  # (144, 8) is three tiles of (48, 8), whose indices have 9 bits
-    words = tiles * 32 * (12 + 16) // 32 + entries * (9 + 16) // 32
+    # 12 tiles of (64, 64): 32 of 4096. (144, 8) is three tiles of (48, 8), and 32 of 384 are one in
+    # 12: three low bits, and a bitmap of 96 entries and 1152 / 8 high bits.
+    words = 12 * 32 * (9 + 16) // 32 + (96 * 3 + 96 + 144 + 16) // 32 + 96 * 16 // 32
     sent = {c.op: c.received_bytes for c in moved.collectives}
     assert set(sent) == {"all-gather", "all-reduce"}
     assert sent["all-gather"] == 4 * 4 * words

@@ -62,9 +62,9 @@ def test_quickstart_reports_every_method_in_table_json_and_figure(tmp_path):
     dense = 4 * (PARAMETERS - kernels + 1)
     assert methods["SparDL 1 %"]["payload_bytes"] == dense + 4 * 8 * -(-kernels // 300)
 
-    # Every tenth step, 14 bits for each of 64 in 4096 elements of the kernels, and the vectors.
+    # Every tenth step, 10 bits for each of 64 in 4096 elements of the kernels, and the vectors.
     entries = 64 * (kernels // 4096) + min(64, kernels % 4096)
-    words = -(-entries * 12 // 32) + -(-entries * 2 // 32) + -(-entries // 256)
+    words = -(-entries * 8 // 32) + -(-entries * 2 // 32) + -(-entries // 256)
     sent = 4 * (words + PARAMETERS - kernels + 1 + 1)
     assert methods["local steps"]["payload_bytes"] == pytest.approx(sent / 10, rel=0.01)
 

@@ -703,7 +703,7 @@ def test_statistics_near_the_largest_number_have_a_mean():
 def test_what_inner_and_outer_steps_send():
     """An inner step sends nothing.
 
-    An outer step receives (W - 1) d k / chunk entries of 14 bits, a word of levels for 256 of them,
+    An outer step receives (W - 1) d k / chunk entries of 10 bits, a word of levels for 256 of them,
     and three flags.
     """
     w, size, k = 4, 2**14, 64
@@ -713,7 +713,7 @@ def test_what_inner_and_outer_steps_send():
     assert jaxsparse.wire_bytes(train.inner, state.worker, batch).received == 0
     sent = jaxsparse.wire_bytes(train.outer[0], state)
     entries = size * k // 4096
-    message = 4 * (entries * 14 // 32 + entries // 256)
+    message = 4 * (entries * 10 // 32 + entries // 256)
     gathered = [c for c in sent.collectives if c.op == "all-gather"]
     assert sum(c.received_bytes for c in gathered) == (w - 1) * message
     flags = [c for c in sent.collectives if c.op == "all-reduce"]

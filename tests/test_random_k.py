@@ -170,7 +170,7 @@ def test_a_reducers_draws_are_fresh_in_each_bucket_and_step():
 
 def cocktail(**options):
     """CocktailSGD: random coordinates, top-k of these, 4 bits, one step late."""
-    top = TopK(0.1, codec=codecs.Chunked(value_bits=4))
+    top = TopK(0.1, codec=codecs.EliasFano(value_bits=4))
     return random_k(0.2, reducer=top, delay=1, **options)
 
 

@@ -116,7 +116,7 @@ def test_what_an_all_reduce_leaves_is_owed_by_hand():
 # beside a residual near the largest number.
 OVERFLOWING = {
     "gtopk": (GTopK(0.1), 7),
-    "ok_topk": (OkTopk(0.1, codec=codecs.Chunked(value_bits=4)), 7),
+    "ok_topk": (OkTopk(0.1, codec=codecs.EliasFano(value_bits=4)), 7),
     "recursive": (SparDL(0.1, teams=4, gather="recursive"), 8),
     "bruck": (SparDL(0.1, teams=2, gather="bruck"), 8),
 }

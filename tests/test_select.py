@@ -334,6 +334,8 @@ def test_group_top_k_is_exact(group, data):
     kept = jax.jit(select.group_top_k, static_argnums=(1, 2))(x, k, group_size)
     expected = group_oracle(x, k, group_size)
     assert len(expected) == k * (size // group_size) + min(k, size % group_size)
+    if k > 16:  # of rising indices, for codecs
+        expected = np.sort(expected)
     np.testing.assert_array_equal(check_stream(kept, x, len(expected)), expected)
 
 
@@ -351,13 +353,13 @@ def large_groups():
     yield "columns of a matrix", normal * (1 + 50 * (np.arange(size) % 256 < 9))
 
 
-def test_top_k_of_large_groups_is_exact_in_another_order():
+def test_top_k_of_large_groups_is_exact_and_in_order():
     for name, x in large_groups():
         x = jnp.float32(x)
         kept = select.group_top_k(x, 20, 4096)
         expected = group_oracle(x, 20, 4096).reshape(6, 20)
         found = np.asarray(kept.indices).reshape(6, 20)
-        np.testing.assert_array_equal(np.sort(found), np.sort(expected), err_msg=name)
+        np.testing.assert_array_equal(found, np.sort(expected), err_msg=name)
         np.testing.assert_array_equal(kept.values, np.asarray(x)[kept.indices])
 
 

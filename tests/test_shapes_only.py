@@ -18,7 +18,7 @@ D, K = 20_000, 50
 SPEC = sketch.SketchSpec(rows=3, cols=1024)
 KEPT = stream.SparseStream(jnp.arange(K), jnp.ones(K))
 WORDS = jnp.zeros(K, jnp.uint32)
-PACKED, CHUNKED = codecs.Packed(), codecs.Chunked(K // 10, D // 10, 2)
+PACKED, FEW_BITS = codecs.Packed(), codecs.EliasFano()
 FORMS = {
     "over_tiles": lambda x: platforms.over_tiles(D, 100, lambda b, carry, n: carry * n, x[:5]),
     "folded": lambda x: platforms.count_where(x, lambda x: x > 0),
@@ -42,8 +42,8 @@ FORMS = {
     "means": lambda x: means.encoded(x, "int2", 64, None),
     "mix": lambda x: hashing.drawn(7, platforms.to_bits(x)),
     "packed": lambda x: _sent(PACKED, x),
-    "chunked": lambda x: _sent(CHUNKED, x),
-    "chunked without k": lambda x: _sent(codecs.Chunked(value_bits=16), x),
+    "few bits": lambda x: _sent(FEW_BITS, x),
+    "few bits, floats": lambda x: _sent(codecs.EliasFano(value_bits=16), x),
 }
 
 

@@ -4,10 +4,9 @@ Index and value travel in one message, so that a sparse exchange takes one round
 
     COO          32-bit indices and values, exact
     Packed()     16-bit indices and values
-    Chunked()    indices within chunks, values in 2 to 32 bits
+    EliasFano()  indices near their entropy, values in 2 to 32 bits
 """
 
-from jaxsparse.codecs.chunked import Chunked as Chunked
 from jaxsparse.codecs.codec import (
     COO as COO,
     Codec as Codec,
@@ -17,13 +16,14 @@ from jaxsparse.codecs.codec import (
     check_local as check_local,
     from_bits as from_bits,
 )
+from jaxsparse.codecs.elias_fano import EliasFano as EliasFano
 from jaxsparse.codecs.packed import Packed as Packed
 
 __all__ = [
     "COO",
-    "Chunked",
     "Codec",
     "Coo",
+    "EliasFano",
     "Packed",
     "bits",
     "check_codec",

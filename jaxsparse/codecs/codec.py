@@ -111,7 +111,7 @@ def check_codec(codec: Codec) -> None:
     """Raises ValueError unless `codec` is a codec."""
     if isinstance(codec, type) or not isinstance(codec, Codec):
         raise ValueError(
-            f"codec={codec!r} is not a codec: use codecs.COO, codecs.Packed() or codecs.Chunked()"
+            f"codec={codec!r} is not a codec: use codecs.COO, codecs.Packed() or codecs.EliasFano()"
         )
 
 
@@ -120,7 +120,7 @@ def check_local(codec: Codec, user: str) -> None:
     if not codec.is_local:
         raise ValueError(
             f"codec={codec} rounds the entries of a message together, but {user} sends rounded "
-            "entries on in other messages: use Chunked(value_bits=16) or 32, codecs.Packed() or "
+            "entries on in other messages: use EliasFano(value_bits=16) or 32, codecs.Packed() or "
             "codecs.COO"
         )
 

@@ -126,7 +126,7 @@ def ok_topk(
         rebalance: whether to draw new regions even if the old ones served; equal on all workers.
         axis_name: the axis of the workers.
         codec: wire format of the messages. If its values share levels, as those of
-            `codecs.Chunked` in few bits do, the messages between owners have 32 bits a value.
+            `codecs.EliasFano` in few bits do, the messages between owners have 32 bits a value.
         capacity_factor: room in messages, in multiples of k / W entries. A smaller factor means
             fewer words and more overflow. With 1, more than k entries never fit.
         top_k: function that selects the entries.
@@ -135,7 +135,7 @@ def ok_topk(
     room = _room(k, regions, capacity_factor)
     # Sums are handed on before they are gathered. If a codec rounds values that share levels, a
     # second rounding would give other numbers than those that the senders subtracted.
-    between = codec if codec.is_local else codecs.Chunked(value_bits=32)
+    between = codec if codec.is_local else codecs.EliasFano(value_bits=32)
     how = _Messages(regions, room, codec, between, axis_name)
     selected = top_k(x, k)
     indices = jnp.where(selected.values != 0, selected.indices, x.size)

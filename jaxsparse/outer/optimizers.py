@@ -107,7 +107,7 @@ def slowmo(
 
 @dataclasses.dataclass(frozen=True)
 class _SparseLoCo(RuleOption, ChunkedTopK):
-    """SparseLoCo: displacements by chunked top-k in 14 bits an entry (arXiv 2508.15706).
+    """SparseLoCo: displacements by chunked top-k in 7 to 10 bits an entry (arXiv 2508.15706).
 
     The residual e = decay * e + D - sent is a worker's own outer momentum, and there is no other.
     The published code (templar) differs from the paper: it divides a sum by the number of workers

@@ -47,7 +47,7 @@ def group_top_k(x: Float[Array, " d"], k: int = 4, group_size: int = 512) -> Spa
     Returns:
         k (d // group_size) + min(k, d % group_size) entries, group by group: distinct int32
         indices, and values in x's dtype. Within a group they are in order of falling magnitude if
-        k is at most 16, else in no order.
+        k is at most 16, else of rising indices.
 
     Raises:
         ValueError: `x` is not a vector, or k or group_size is no int or out of range.
@@ -101,7 +101,10 @@ def _group_top_k(x: Float[Array, " d"], k: int, group_size: int) -> SparseStream
         if start < stop:
             rows = x[start:stop].reshape(-1, width)
             first = jnp.arange(start, stop, width, dtype=jnp.int32)
-            indices.append((_top_k_of_rows(rows, min(k, width)) + first[:, None]).ravel())
+            kept = _top_k_of_rows(rows, min(k, width))
+            if k > _MAX_ROUNDS >= width:  # a short last group, in the others' order
+                kept = jnp.sort(kept, axis=1)
+            indices.append((kept + first[:, None]).ravel())
     kept = jnp.concatenate(indices) if indices else jnp.zeros_like(x, jnp.int32)
     return SparseStream(kept, x.at[kept].get(mode="promise_in_bounds"))
 
@@ -111,7 +114,7 @@ def _top_k_of_rows(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
         return _by_rounds(x, k)
     n, width = x.shape
     if n * width <= _SORTED or width < 2 * _MAXIMA * k:
-        return lax.top_k(jnp.abs(x), k)[1]
+        return jnp.sort(lax.top_k(jnp.abs(x), k)[1], axis=1)
     return _by_candidates(x, k)
 
 
@@ -190,7 +193,7 @@ def _by_candidates(x: Float[Array, "n width"], k: int) -> Int[Array, "n k"]:
 
     def sort(turn: Array, kept: Array) -> Array:
         row = lax.dynamic_slice_in_dim(x, rows[turn], 1)
-        largest = lax.top_k(jnp.abs(row), k)[1]
+        largest = jnp.sort(lax.top_k(jnp.abs(row), k)[1], axis=1)
         return lax.dynamic_update_slice_in_dim(kept, largest, rows[turn], 0)
 
     return lax.fori_loop(0, jnp.sum(crowded, dtype=jnp.int32), sort, kept)

@@ -44,7 +44,7 @@ class RandomK(SeededReducer):
     bits, one step late. If each worker sends a tenth of a fifth of the coordinates, in 4 bits and
     about 8 for an index, that is 0.25 bits a parameter:
 
-        top = systems.TopK(0.1, codec=codecs.Chunked(value_bits=4))
+        top = systems.TopK(0.1, codec=codecs.EliasFano(value_bits=4))
         random_k(0.2, reducer=top, delay=1)
 
     `momentum` acts before the exchange (momentum correction), and is masked at the drawn

@@ -74,9 +74,8 @@ class SparCML(SeededReducer):
             (appendix B), and four standard deviations more. Sums without room, the smallest, stay
             in the owner's residual and are counted. None: room for all.
         link: the network for the choice of "auto". None: `jaxsparse.planner.Link()`.
-        codec: wire format of sparse messages. `codecs.Chunked(k, group_size, bits)` has 9-bit
-            indices for groups of 512, with algorithm="all_gather"; `Chunked(value_bits=16)` or 32
-            goes with all.
+        codec: wire format of sparse messages. `codecs.EliasFano()` sends some 11 bits an entry,
+            with algorithm="all_gather"; `EliasFano(value_bits=16)` or 32 goes with all.
         seed: seed of stochastic rounding.
 
     Raises:

@@ -59,8 +59,8 @@ class SparDL(EntryReducer):
             cuts a block only just before it is sent. So a comparison of the three, as in figure 17,
             has two causes, of which the cut is one.
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
-            rounding in the residual. `codecs.Chunked()` sends about 13 bits an entry; "bruck" needs
-            its value_bits=16 or 32.
+            rounding in the residual. `codecs.EliasFano()` sends about 11 bits an entry;
+            "bruck" needs its value_bits=16 or 32.
         selection: the way in which entries are selected. "fast" keeps nearly the largest entries of
             a block, "exact" the largest.
 

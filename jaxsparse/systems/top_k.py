@@ -30,7 +30,7 @@ class TopK(OneMessage, EntryReducer):
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up
             (`jaxsparse.warm_up`).
         codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
-            rounding in the residual. `codecs.Chunked()` sends about 13 bits an entry.
+            rounding in the residual. `codecs.EliasFano()` sends about 11 bits an entry.
         selection: the way in which a worker finds its entries. "fast" keeps nearly the largest
             entries, "exact" the largest. "sampled" (DGC's) and "bisection" (MSTopk's) estimate a
             threshold.
