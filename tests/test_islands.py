@@ -431,6 +431,7 @@ def of_message(body=None, **fields):
         "weight": 1.0,
         "digest": "d",
         "late": False,
+        "loss": None,
     }
     body = np.uint32([0, 1, 2]).tobytes() if body is None else body
     return record("message", body, **{**usual, **fields})
@@ -467,6 +468,8 @@ BROKEN_MESSAGES = {
     "an infinite weight": of_message(weight=float("inf")),
     "a huge weight": of_message(weight=10**400),
     "a weight in words": of_message(weight="1"),
+    "a loss that is no number": of_message(loss=float("nan")),
+    "a loss in words": of_message(loss="1"),
     "late by a number": of_message(late=0),
     "too few words": of_message(b"\0" * 8),
     "too many words": of_message(b"\0" * 16),
@@ -521,7 +524,7 @@ def test_a_good_message_counts():
     assert [each.tolist() for each in one.read(decision)] == [[0, 5, 6], [0, 1, 2]]
 
 
-MEMBER = {"name": "adam", "life": "0", "weight": 1.0, "late": False, "checksum": "0"}
+MEMBER = {"name": "adam", "life": "0", "weight": 1.0, "late": False, "loss": None, "checksum": "0"}
 
 
 @pytest.mark.parametrize(
@@ -541,7 +544,15 @@ MEMBER = {"name": "adam", "life": "0", "weight": 1.0, "late": False, "checksum":
 def test_a_broken_decision_counts_for_nobody(members):
     store = reference.Memory()
     store.objects["decisions/00000000"] = record(
-        "decision", b"", round=0, settings="s", members=members, digest="d", by="eve"
+        "decision",
+        b"",
+        round=0,
+        settings="s",
+        members=members,
+        digest="d",
+        by="eve",
+        waited=1.0,
+        words=3,
     )
     one = rounds(store)
     one.post(0, np.uint32([0, 5, 6]), weight=1.0, digest="d")
@@ -741,6 +752,35 @@ def test_the_example_survives_a_kill(tmp_path):
     assert (tmp_path / "f.svg").exists()
 
 
+def test_losses_of_steps_are_averaged_over_a_round():
+    store = jaxsparse.islands.Store("memory://")
+    train = trainer(store, "adam", grace=0.0, loss=lambda out: out["loss"])
+    train._step = lambda state, batch: (state, {"loss": jnp.float32(batch)})
+    state = train.join((jnp.zeros(3),))
+    for batch in (1.0, 2.0, 5.0, float("nan")):
+        state, _ = train(state, batch)
+    first, second, _ = watch.history(store).rounds
+    assert (first.losses, second.losses) == ({"adam": 1.5}, {})
+    train._loss_of = lambda out: jnp.zeros(2)
+    with pytest.raises(ValueError, match=r"loss picks \(2,\) values"):
+        train(state, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (lambda state, batch: state, "must return .state, out.*but returns tuple"),
+        (lambda state, batch: ((state[0], state[0]), None), r"leaf\[1\] was nothing"),
+    ],
+)
+def test_a_step_that_returns_something_else_is_named(step, text):
+    train = trainer(jaxsparse.islands.Store("memory://"), "adam")
+    train._step = step
+    state = train.join((jnp.zeros(3),))
+    with pytest.raises(ValueError, match=text):
+        train(state, jnp.zeros(3))
+
+
 def shown(capsys, *arguments):
     status = main(["islands", *map(str, arguments)])
     return status, capsys.readouterr()
@@ -756,14 +796,41 @@ def test_a_run_is_shown_from_its_store(tmp_path, capsys, clock):
     before = sorted(path for path in tmp_path.rglob("*"))
     found = watch.history(store)
     assert found.snapshots == (0,)
-    open_round = watch.Seen(2, (), NAMES[:1], "", "")
+    open_round = watch.Seen(2, None, NAMES[:1], "")
     assert found.rounds[-1] == open_round
     assert [seen.members for seen in found.rounds[:-1]] == [NAMES[:2]] * 2
     assert watch.history(store, 1).rounds == found.rounds[-2:]
     status, printed = shown(capsys, tmp_path)
     assert status == 0
-    assert "amsterdam, bergen" in printed.out
+    assert all(name in printed.out for name in NAMES[:2])
     assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_a_page_shows_who_counted_and_losses(tmp_path, capsys, clock):
+    store = jaxsparse.islands.Store(tmp_path / "run")
+    (one, two), states = joined(store, NAMES[:2], clock)
+    for loss in (4.5, 2.25):
+        states[0], mine = one.begin(reference.moved(states[0], [1] * 6), loss)
+        states[1], other = two.begin(reference.moved(states[1], [2] * 6))
+        mine.advance()
+        other.advance()
+        clock.now += 10
+        assert mine.advance()
+        assert other.advance()
+        states = [one.finish(states[0], mine), two.finish(states[1], other)]
+    first, *_, last = watch.history(store).rounds
+    assert first.decision.waited == 10
+    assert first.received == 2 * 4 * one.words
+    assert (first.losses, last.losses) == ({NAMES[0]: 4.5}, {})
+    store.create("decisions/00000002", b"<script>")
+    path = tmp_path / "run.html"
+    status, printed = shown(capsys, tmp_path / "run", "--html", path)
+    assert (status, printed.err) == (0, "")
+    assert "2.25" in printed.out
+    text = path.read_text()
+    assert text.count("<svg") == 1
+    assert all(name in text for name in (*NAMES[:2], "mean loss", "round 2: it is no object"))
+    assert not any(each in text for each in ("<script", "<link", "src=", "@import", "url(http"))
 
 
 def test_a_store_without_a_run_is_named(tmp_path, capsys):

@@ -73,6 +73,7 @@ def main() -> None:
         quorum=args.quorum,
         grace=args.grace,
         overlap=args.overlap,
+        loss=lambda loss: loss,
         poll=0.05,
     )
     began = time.time()

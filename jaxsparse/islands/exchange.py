@@ -58,6 +58,7 @@ class Exchange:
         begun: its half of the exchange, or None to replay rounds only.
         weight: what its message weighs.
         took: seconds that its own steps took.
+        loss: mean loss of these steps, for those who watch.
 
     Attributes:
         is_done: whether it is at an end.
@@ -78,8 +79,9 @@ class Exchange:
         *,
         weight: float = 1.0,
         took: float = 0.0,
+        loss: float | None = None,
     ) -> None:
-        self._member, self.weight, self._took = member, weight, took
+        self._member, self.weight, self._took, self._loss = member, weight, took, loss
         self._dtypes = jax.tree.map(lambda w: w.dtype, own)
         self.shared, self.round, self.begun, self.half = shared, round, begun, begun
         self.counted = self.was_sent = self.is_done = False
@@ -128,6 +130,7 @@ class Exchange:
                 weight=self.weight,
                 digest=self._digest_now(),
                 late=self._is_late,
+                loss=self._loss,
             )
             self._posted_at = clock()
         waited = clock() - self._posted_at

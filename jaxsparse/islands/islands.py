@@ -5,9 +5,11 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxsparse.arrays.settings import static_float, static_int
@@ -17,7 +19,7 @@ from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
 from jaxsparse.outer.local_steps import params_of
-from jaxsparse.outer.worker import Select, Step
+from jaxsparse.outer.worker import Select, Step, stepped
 
 
 class Status(NamedTuple):
@@ -111,6 +113,8 @@ class Islands:
         weighted: whether messages count by weights, which each call of a step gives, such as its
             number of tokens. Otherwise all count alike. All islands must agree.
         params: function that picks the parameters from a state, see `jaxsparse.LocalSteps`.
+        loss: function that picks the loss, a scalar, from the second result of `step`. The means of
+            rounds stand in the run's log, for `python -m jaxsparse islands`. None: no losses there.
         poll: seconds from one look at the store to the next.
         patience: seconds without an answer from the store, after which training ends with an error.
             So long `join` tries, and `leave` waits for others.
@@ -137,6 +141,7 @@ class Islands:
         snapshots: int = 10,
         weighted: bool = False,
         params: Select | None = None,
+        loss: Callable[[Any], Any] | None = None,
         poll: float = 0.2,
         patience: float = 600.0,
         alone: int = 0,
@@ -176,6 +181,8 @@ class Islands:
         self._running: _Running | None = None
         self._waiting = 0.0
         self._round = 0
+        self._loss_of, self._losses = loss, _Losses()
+        self._is_checked = False  # whether the step returned what it must
 
     def join(self, state: Any) -> IslandState:
         """The state to go on from: of the run in the store, or the first state of a new run.
@@ -233,7 +240,9 @@ class Islands:
             raise ValueError(
                 f"{self._member.name} has not joined: go on with the state that join returns"
             )
-        worker, out = self._step(state.worker, batch)
+        worker, out = self._stepped(state.worker, batch)
+        if self._loss_of is not None:
+            self._losses.add(self._loss_of(out))
         state = state._replace(
             worker=worker,
             steps=state.steps + 1,
@@ -246,6 +255,12 @@ class Islands:
             if self._overlap == 0:
                 state = self._waited(state)
         return state, out
+
+    def _stepped(self, worker: Any, batch: Any) -> tuple[Any, Any]:
+        if self._is_checked:
+            return self._step(worker, batch)
+        self._is_checked = True
+        return stepped(self._step, worker, batch)
 
     def leave(self, state: IslandState) -> IslandState:
         """Ends training on this island: exchanges what it still has to say, and waits for that.
@@ -286,7 +301,7 @@ class Islands:
         )
 
     def _begun(self, state: IslandState) -> IslandState:
-        state, exchange = self._member.begin(state)
+        state, exchange = self._member.begin(state, self._losses.mean())
         if exchange is not None:
             self._running = _Running(exchange, self._poll, self._patience)
         return state
@@ -310,6 +325,32 @@ class Islands:
         state = self._member.finish(state, exchange)
         self._round = state.round
         return state
+
+
+class _Losses:
+    """Sum and number of losses, which no step has to wait for."""
+
+    def __init__(self) -> None:
+        self._sum: Any = 0.0
+        self._count = 0
+
+    def add(self, loss: Any) -> None:
+        """Counts a loss.
+
+        Raises:
+            ValueError: it is no scalar.
+        """
+        if jnp.shape(loss) != ():
+            raise ValueError(
+                f"loss picks {jnp.shape(loss)} values from what the step returns: pick one scalar"
+            )
+        self._sum, self._count = self._sum + loss, self._count + 1
+
+    def mean(self) -> float | None:
+        """The mean since the last call, or None if there is none or it is not finite."""
+        mean = float(self._sum) / self._count if self._count else math.nan
+        self._sum, self._count = 0.0, 0
+        return mean if math.isfinite(mean) else None
 
 
 class _Running:

@@ -150,9 +150,12 @@ class Member:
             worker, *shared, catching_up.round, int(state.steps), float(state.weight)
         )
 
-    def begin(self, state: IslandState) -> tuple[IslandState, Exchange | None]:
+    def begin(
+        self, state: IslandState, loss: float | None = None
+    ) -> tuple[IslandState, Exchange | None]:
         """Ends the local steps of a round: the state to go on from, and the exchange to advance.
 
+        `loss` is the mean loss of these steps, for those who watch.
         If parameters are not finite, there is no exchange: the island starts the round anew.
         """
         shared = Shared(state.params, state.outer)
@@ -164,7 +167,9 @@ class Member:
             return state._replace(worker=worker, steps=0, weight=0.0), None
         took, self._began = self.clock() - self._began, self.clock()
         weight = state.weight if self.weighted else 1.0
-        exchange = Exchange(self, shared, state.round, own, begun, weight=weight, took=took)
+        exchange = Exchange(
+            self, shared, state.round, own, begun, weight=weight, took=took, loss=loss
+        )
         return state._replace(steps=0), exchange
 
     def finish(self, state: IslandState, exchange: Exchange) -> IslandState:

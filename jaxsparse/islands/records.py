@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import types
 from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
@@ -104,6 +105,7 @@ class Message(Record):
         weight: its weight in the mean, above 0.
         digest: digest of the global parameters that it started the round from.
         late: whether it has only what the island owes from a round that was over before.
+        loss: mean loss of the island's steps since its message before, or None.
     """
 
     kind = "message"
@@ -113,10 +115,12 @@ class Message(Record):
     weight: float
     digest: str
     late: bool
+    loss: float | None
 
     def check(self) -> None:
         _check_names(self.name, self.life)
         _check_weight(self.weight)
+        _check_finite(self.loss or 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +131,7 @@ class Member:
     life: str
     weight: float
     late: bool
+    loss: float | None
     checksum: str
 
 
@@ -138,6 +143,8 @@ class Decision(Record):
         members: one or more, each of another name. None, after an object that could not be read.
         digest: the digest of the global parameters that most of them started from.
         by: the island that decided.
+        waited: seconds from this island's own message to its decision.
+        words: number of words of a message.
     """
 
     kind = "decision"
@@ -145,6 +152,8 @@ class Decision(Record):
     members: tuple[Member, ...]
     digest: str
     by: str
+    waited: float
+    words: int
 
     @property
     def lives(self) -> dict[str, str]:
@@ -155,7 +164,9 @@ class Decision(Record):
         for member in self.members:
             _check_names(member.name, member.life)
             _check_weight(member.weight)
+            _check_finite(member.loss or 0.0)
         _check_names(self.by)
+        _check_finite(self.waited)
         names = [member.name for member in self.members]
         if not names or len(set(names)) != len(names):
             raise BrokenError("its members are none, or one of them twice")
@@ -255,6 +266,8 @@ def _made(cls: type, fields: Any, what: str, more: dict[str, Any] | None = None)
 
 
 def _typed(kind: Any, value: Any, what: str) -> Any:
+    if get_origin(kind) is types.UnionType:  # with None
+        return None if value is None else _typed(get_args(kind)[0], value, what)
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise BrokenError(f"{what} is no list")
@@ -274,6 +287,11 @@ def _typed(kind: Any, value: Any, what: str) -> Any:
 def _check_weight(weight: float) -> None:
     if not WEIGHTS[0] <= weight <= WEIGHTS[1]:
         raise BrokenError(f"a weight is {weight}")
+
+
+def _check_finite(value: float) -> None:
+    if not math.isfinite(value):
+        raise BrokenError(f"a number for those who watch is {value}")
 
 
 def _check_names(*names: str) -> None:

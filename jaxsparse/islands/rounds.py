@@ -7,7 +7,7 @@
 Two islands that cannot see each other may both propose, but one decision alone can be created. All
 read the one that stands. So members need no clock in common, no leader and no list of members.
 
-Decisions are kept for ever: 150 bytes, and 160 a member, are the log of a round. If old ones were
+Decisions are kept for ever: 200 bytes, and 175 a member, are the log of a round. If old ones were
 deleted, an island that slept for long could decide such a round a second time. Messages and older
 snapshots go once two newer snapshots stand.
 """
@@ -86,9 +86,10 @@ class Rounds:
         weight: float,
         digest: str,
         late: bool = False,
+        loss: float | None = None,
     ) -> None:
         """Sends this island's message. A second time it changes nothing."""
-        message = Message(round, self.settings, self.name, self.life, weight, digest, late)
+        message = Message(round, self.settings, self.name, self.life, weight, digest, late, loss)
         self.store.create(
             self._message_key(round, self.name, self.life),
             message.to_bytes(np.ascontiguousarray(words, "<u4").tobytes()),
@@ -110,7 +111,7 @@ class Rounds:
                 "in this round, and all keep theirs",
                 stacklevel=2,
             )
-            return Decision(round, self.settings, (), "", "")
+            return Decision(round, self.settings, (), "", "", 0.0, self.words)
 
     def advance(self, round: int, waited: float) -> Decision | None:
         """The decision of a round, which this island makes if it is time. Else None.
@@ -137,11 +138,14 @@ class Rounds:
             round,
             self.settings,
             tuple(
-                Member(m.message.name, m.message.life, m.message.weight, m.message.late, m.checksum)
-                for m in found
+                Member(m.name, m.life, m.weight, m.late, m.loss, each.checksum)
+                for each in found
+                for m in [each.message]
             ),
             max(sorted(digests), key=digests.__getitem__),
             self.name,
+            max(waited, 0.0),
+            self.words,
         )
         self.store.create(decision_key(round), decision.to_bytes())
         return self.decided(round)

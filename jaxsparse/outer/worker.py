@@ -92,7 +92,7 @@ class Worker(NamedTuple):
 
     def step(self, worker: Any, batch: Any) -> tuple[Any, Any]:
         """A step alone. `worker` and both results are marked."""
-        after, out = _stepped(self.train, PerWorker.unwrap(worker), batch)
+        after, out = stepped(self.train, PerWorker.unwrap(worker), batch)
         return PerWorker.wrap(after), PerWorker.wrap(out)
 
     def exchange(self, state: LocalState, fragment: int) -> LocalState:
@@ -110,7 +110,7 @@ class Worker(NamedTuple):
         """A step, and beside it the exchange of a fragment as it was before the step."""
         worker = PerWorker.unwrap(state.worker)
         broken = self._broken(worker)
-        after, out = _stepped(self.train, worker, batch)
+        after, out = stepped(self.train, worker, batch)
         after = put_back(self.params, after, state.params, broken)
         if fragment == 0:
             after = self._averaged(after, self._broken(after))
@@ -221,8 +221,8 @@ class Worker(NamedTuple):
         return treedef.unflatten([x if i in own else None for i, x in enumerate(leaves)])
 
 
-def _stepped(step: Step, worker: Any, batch: Any) -> tuple[Any, Any]:
-    """The result of a step.
+def stepped(step: Step, worker: Any, batch: Any) -> tuple[Any, Any]:
+    """The result of a step of one worker.
 
     Raises:
         ValueError: the result is no pair, or its state is not like the one before.
