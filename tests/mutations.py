@@ -38,8 +38,10 @@ ARRAYS = ("arrays/layout.py", "arrays/platforms.py")
 PARTS = (*ARRAYS, "codecs", "collectives", "feedback", "islands", "select", "sketch")
 # Patterns of the tests to run first. Patterns that match no file are skipped.
 LIKELY = {
-    "feedback": ("feedback", "delay", "partition", "accumulators", "contract"),
-    "collectives": ("collectives", "wire", "union", "spardl", "quantized*", "contract"),
+    "feedback": ("feedback", "delay", "partition", "accumulators", "contract", "by_message"),
+    "collectives": (
+        *("collectives", "wire", "union", "spardl", "quantized*", "contract", "top_k_family"),
+    ),
     "select": ("select", "slots", "thresholds", "gpu_forms", "stream"),
     "sketch": ("sketch", "block_sketch", "gpu_forms", "hashing"),
     "arrays/platforms.py": ("select", "thresholds", "gpu_forms"),

@@ -333,6 +333,17 @@ def test_parameters_that_drifted_are_reloaded(clock):
     np.testing.assert_array_equal(states[1].params["w"], states[0].params["w"])
 
 
+def test_parameters_that_drifted_stay_where_there_is_no_snapshot(clock):
+    store = reference.Memory()
+    members, states = joined(store, NAMES[:3], clock)
+    store.objects = {k: x for k, x in store.objects.items() if not k.startswith("snapshots")}
+    states[1] = states[1]._replace(params=jax.tree.map(lambda x: x + 1, states[1].params))
+    with pytest.warns(UserWarning, match=r"reloads the snapshot of round \?"):
+        states = ran(members, states, 1, np.ones((1, 3, 6)), clock)
+    assert [one.round for one in states] == [1, 1, 1]
+    np.testing.assert_array_equal(states[1].params["w"], states[0].params["w"] + 1)
+
+
 def test_an_island_that_is_not_finite_sends_nothing_and_starts_anew(clock):
     store = reference.Memory()
     (one,), (state,) = joined(store, NAMES[:1], clock)
@@ -422,6 +433,10 @@ def record(kind, body, **fields):
     return data + hashlib.sha256(data).digest()
 
 
+def resealed(data):
+    return data[:-32] + hashlib.sha256(data[:-32]).digest()
+
+
 def of_message(body=None, **fields):
     usual = {
         "round": 0,
@@ -446,6 +461,7 @@ BROKEN_MESSAGES = {
     "longer": GOOD + b"\0",
     "no magic": b"x" + GOOD[1:],
     "another version": changed(GOOD, 9, b"2"),
+    "another version with its checksum": resealed(changed(GOOD, 9, b"2")),
     "a flipped bit of a word": changed(GOOD, len(GOOD) - 36, b"\x01"),
     "a flipped bit of the checksum": GOOD[:-1] + bytes([GOOD[-1] ^ 1]),
     "a header of 4 GB": record("message", b"")[:10] + b"\xff\xff\xff\xff" + GOOD[14:],
@@ -653,7 +669,7 @@ def test_islands_train_in_threads_of_their_own(overlap, tmp_path):
 
     def run(name, target):
         store = jaxsparse.islands.Store(tmp_path)
-        train = trainer(store, name, quorum=2, grace=0.1, overlap=overlap, snapshots=2)
+        train = trainer(store, name, quorum=2, grace=0.1, overlap=overlap, snapshots=1)
         state = train.join((jnp.zeros(8),))
         while state.round < 4:
             state, _out = train(state, jnp.full(8, target))

@@ -15,7 +15,8 @@ from workers import mesh, some
 import jaxsparse
 from jaxsparse import traffic
 from jaxsparse.feedback import error_feedback
-from jaxsparse.feedback.options import OPTIONS
+from jaxsparse.feedback.options import OPTIONS, Options, RuleOption, StepOptions
+from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.systems import SYSTEMS, choose
 from jaxsparse.systems.row import System
 
@@ -58,6 +59,13 @@ def test_all_shared_options_are_shown(system):
         words = f"{name}: {description}".split()
         assert " ".join(words) in " ".join(system.transformation.__doc__.split())
     assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+@systems
+def test_a_transformation_is_not_described_as_its_options_are(system):
+    first = lambda described: inspect.getdoc(described).split("\n")[0]
+    shared = (Options, StepOptions, RuleOption, SystemOptions)
+    assert first(system.transformation) not in [first(kind) for kind in shared]
 
 
 @systems

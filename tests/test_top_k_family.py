@@ -175,6 +175,8 @@ def test_regions_balance_whatever_the_counts():
         elements = np.asarray(regions.elements(jnp.asarray(place), jnp.asarray(positions)))
         inside = elements[elements < regions.size]
         np.testing.assert_array_equal(np.sort(inside), np.arange(regions.size))
+        there = regions.positions_of(jnp.asarray(place), jnp.arange(regions.size))
+        np.testing.assert_array_equal(elements[np.asarray(there)], np.arange(regions.size))
     with pytest.raises(ValueError, match="positions in the regions of 3 workers, but indices are"):
         Regions(2**31 - 1, 3)
 

@@ -174,9 +174,9 @@ def page(found: History, title: str) -> str:
     if losses.lines:
         losses.legend(fontsize="small", ncols=4)
     waits.plot(rounds, [s.decision.waited for s in decided if s.decision is not None], ".-")
-    waits.set(ylabel="s from message\nto decision")
+    waits.set(ylabel="s from message\nto decision", ylim=(0, None))
     received.plot(rounds, [seen.received for seen in decided], ".-")
-    received.set(ylabel="bytes of messages", xlabel="round")
+    received.set(ylabel="bytes of messages", xlabel="round", ylim=(0, None))
     for axes in (timeline, losses, waits, received):
         axes.grid(alpha=0.3)
         axes.patch.set_alpha(0)
