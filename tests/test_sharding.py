@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from workers import mesh, some
 
 import jaxsparse
@@ -218,6 +218,25 @@ def test_a_part_of_the_batch_that_is_not_named_is_warned_of():
     data_parallel(step, 2, check=False)(table, x, y)
     data_parallel(step, 1)(table, x, y)
     data_parallel(step, 2, batch_argnums=(1, 2))(table, x, y)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_state_that_each_device_holds_whole_is_warned_of(kind):
+    where, warning = (
+        mesh(2, kind),
+        r"argument 0\.jaxsparse_per_worker is per-worker state, but each",
+    )
+    step = lambda state, x: jax.tree.map(lambda s: s + x.sum(), state)
+    x, state = jnp.ones(4), PerWorker(jnp.zeros((2, 3)))
+    copied, split = (jax.device_put(state, NamedSharding(where, spec)) for spec in (P(), P("data")))
+    for each in state, split:  # an array on one device is not everywhere
+        data_parallel(step, where)(each, x)
+        jax.jit(data_parallel(step, where))(each, x)
+    with pytest.warns(UserWarning, match=warning):
+        data_parallel(step, where)(copied, x)
+    if kind == AxisType.Explicit:  # a trace knows of these alone
+        with pytest.warns(UserWarning, match=warning):
+            jax.jit(data_parallel(step, where))(copied, x)
 
 
 def test_shard_copies():

@@ -27,7 +27,7 @@ from jaxsparse.comm.meshes import (
 from jaxsparse.processes.agreement import compare as compare_calls
 from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of
-from jaxsparse.training.sharding import count_workers
+from jaxsparse.training.sharding import count_workers, warn_of_copies
 from jaxsparse.training.strays import warn_of_strays
 
 Way = Literal["vmap", "shard_map"]
@@ -99,6 +99,10 @@ def data_parallel(
     A call with other shapes is a first call of another program. Inside an outer `jax.jit` nothing
     is compared or read, because the step can't see that program.
 
+    The first call also warns of per-worker state of which each device holds all workers' rows.
+    Inside an outer `jax.jit` only types can tell, so there is a warning if `axis_name` is Explicit.
+    If it is Auto, look at `opt_state` outside of that program: `x.sharding` of residuals.
+
     Code on Explicit axes that computes gradients outside of `step` passes them through
     `jaxsparse.own_gradients` first. If arguments are Flax nnx modules, lift `step` as for
     `jax.jit`: `merge_inputs` inside and `split_inputs` outside (`flax.nnx.transforms.general`).
@@ -124,11 +128,16 @@ def data_parallel(
     whole = mesh if isinstance(mesh, Mesh) else None
     inner = dict(inner_axes(whole, axis_name)) if whole is not None else {}
 
+    kinds = {} if whole is None else dict(zip(whole.axis_names, whole.axis_types))
+    is_typed = kinds.get(axis_name) == AxisType.Explicit  # traced arrays tell where they are
+
     def parallel(*args: Any, **named: Any) -> Any:
         batches = _batches_of(given, args, named)
         _check_arguments(args, batches, workers)
         if check and workers > 1:
             _warn_of_whole_batches(args, batches)
+        if is_typed:
+            warn_of_copies(axis_name, args)
         is_split = [
             jax.tree_util.tree_map_with_path(lambda p, _, i=i: i in batches or is_marked(p), arg)
             for i, arg in enumerate(args)
@@ -158,6 +167,8 @@ def data_parallel(
 
     run = jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
     before: list[Callable[[Any], None]] = []
+    if whole is not None and not is_typed:
+        before.append(functools.partial(warn_of_copies, axis_name))
     group = None if whole is None else group_of(whole)
     if whole is not None and group is not None and compare:
         before.append(functools.partial(compare_calls, group, run, whole, given))
