@@ -88,10 +88,11 @@ class LocalSteps:
     below half a unit in the last place, with and without exchanges. Keep float32 in the state, and
     cast in the loss.
 
-    **Programs.** `inner` is a compiled function. `outer`, `streamed` and `mixed` are lists of one
-    compiled function for each fragment p (0 without streaming). `outer[p]` takes a state and
-    exchanges the fragment. `streamed[p]` takes a state and a batch, and makes a step beside the
-    exchange. `mixed[p]` takes a state, and lets workers go on from an exchange that has arrived.
+    **Programs.** `inner` is a compiled function of `state.worker`, a batch, and `state.weight` if
+    there is a `weight`. `outer`, `streamed` and `mixed` are lists of one compiled function for each
+    fragment p (0 without streaming). `outer[p]` takes a state and exchanges the fragment.
+    `streamed[p]` takes a state and a batch, and makes a step beside the exchange. `mixed[p]` takes
+    a state, and lets workers go on from an exchange that has arrived.
     `jaxsparse.wire_bytes(train.outer[0], state)` counts the bytes that an outer step sends.
 
     Args:
@@ -112,6 +113,10 @@ class LocalSteps:
         average: function that picks statistics from a state, such as those of BatchNorm. Each outer
             step (of fragment 0, with streaming) averages them over workers. They travel
             uncompressed. None: each worker keeps its own.
+        weight: function of a worker's share of a batch that gives what it counts, such as its
+            number of tokens: a real scalar, at least 0. A displacement then counts by what its
+            steps weigh together, so that the mean is over all tokens (`jaxsparse.weighted`), and
+            one of weight 0 by nothing. None: all workers count alike.
         streaming: how to exchange fragments in turn; None: all at once.
         via: see `jaxsparse.data_parallel`.
 
@@ -148,6 +153,7 @@ class LocalSteps:
         every: int | Stages[int] = 1,
         params: Select | None = None,
         average: Select | None = None,
+        weight: Select | None = None,
         streaming: Streaming | None = None,
         via: Way | None = None,
     ) -> None:
@@ -166,6 +172,7 @@ class LocalSteps:
             params or params_of,
             average,
             self.streaming,
+            weight,
         )
         self._worker, self._mesh, self._axis_name = worker, mesh, axis_name
         self._is_checked = False
@@ -209,8 +216,8 @@ class LocalSteps:
         fragment = self.due(t) if overlap else None
         with _explained():
             if fragment is None:
-                worker, out = self.inner(state.worker, batch)
-                state = state._replace(worker=worker)
+                worker, out, weight = self.inner(*self._arguments(state, batch))
+                state = state._replace(worker=worker, weight=weight)
             else:
                 state, out = self.streamed[fragment](state, batch)
             if (fragment := self.due(t + 1 - overlap)) is not None:
@@ -290,13 +297,22 @@ class LocalSteps:
             )
         return operator.index(steps)
 
+    def _arguments(self, state: LocalState, batch: Any) -> tuple[Any, ...]:
+        """The arguments of `inner`."""
+        return state.worker, batch, *([] if self._worker.weight is None else [state.weight])
+
     def _check_fragments(self, state: LocalState) -> None:
-        """Raises ValueError if the state has other fragments."""
+        """Raises ValueError if the state has other fragments, or weights where none are wanted."""
         fragments = self.streaming.fragments
         if len(state.outer) != fragments:
             raise ValueError(
                 f"the state was made for {len(state.outer)} fragments, but there are {fragments}: "
                 "go on with as many, or start from init with its global parameters"
+            )
+        if (self._worker.weight is None) != (not jax.tree.leaves(state.weight)):
+            raise ValueError(
+                "the state was made with a weight, and this LocalSteps has none, or the reverse: "
+                "give the same, or start from init with its global parameters"
             )
 
     def _check(self, state: LocalState, batch: Any) -> None:
@@ -317,7 +333,7 @@ class LocalSteps:
         """The collectives of the inner step that communicate between workers, in words."""
         if isinstance(self._mesh, Mesh):
             # JAX keeps the program: the call does not compile again.
-            program = self.inner.lower(state.worker, batch).compile()
+            program = self.inner.lower(*self._arguments(state, batch)).compile()
             found = traffic.crossing(program, axis_name=self._axis_name, mesh=self._mesh)
             return list(map(str, found))
         workers = count_workers(self._mesh, self._axis_name)
