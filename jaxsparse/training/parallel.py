@@ -27,6 +27,7 @@ from jaxsparse.comm.meshes import (
 from jaxsparse.processes.agreement import compare as compare_calls
 from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of
+from jaxsparse.training.outputs import Kinds, over_workers
 from jaxsparse.training.sharding import count_workers, warn_of_copies
 from jaxsparse.training.strays import warn_of_strays
 
@@ -42,6 +43,7 @@ def data_parallel(
     axis_name: str = "data",
     batch_argnums: int | Sequence[int] = 1,
     donate_argnums: int | Sequence[int] = (),
+    outputs: Any = None,
     check: bool = True,
     via: Way | None = None,
     compare: bool = True,
@@ -74,8 +76,8 @@ def data_parallel(
     Args:
         step: function of positional arguments, written for one worker. It sees `PerWorker`
             arrays as (1, ...), batches as (batch / W, ...), and all other arrays whole. An output
-            must be equal on all workers (average metrics with `jax.lax.pmean(x, axis_name)`), or
-            marked `PerWorker`.
+            must be equal on all workers (average metrics with `jax.lax.pmean(x, axis_name)`),
+            marked `PerWorker`, or among `outputs`.
         mesh: a mesh of Auto or Explicit axes, or a number of workers to simulate on one device
             with `jax.vmap`, which gives the same numbers, but for rounding.
         axis_name: the mesh axis of the workers, bound inside `step`.
@@ -84,6 +86,13 @@ def data_parallel(
             place batches with `PartitionSpec((axis_name, "fsdp"))` if "fsdp" is to share a worker's
             part.
         donate_argnums: numbers of donated arguments, as for `jax.jit`. Donate the training state.
+        outputs: what outputs are that differ between workers, for a step that does not average its
+            metrics itself: a tree in the outputs' structure, such as `(None, {"loss": "mean",
+            "tokens": "sum", "norm": "own"})`. "mean" and "sum" go over workers, all alike
+            (`jaxsparse.weighted` changes that), and keep shape and dtype; "own" gives an array
+            (W, ...) of each worker's. A kind counts for all arrays below it, and dictionaries may
+            leave out entries and name fields of classes. What is None or left out must be equal on
+            all workers. A sum of what the step has summed already would count it W times.
         check: whether to trace `step` once more, without its exchange, to see that outputs are
             equal on all workers and that gradients have not been averaged. It also warns of
             arguments behind the first batch that have as many rows as a batch, but are not in
@@ -115,7 +124,8 @@ def data_parallel(
         of shapes, and once more for the check, or to choose `via`.
 
     Raises:
-        ValueError: the mesh has no such axis or no worker, or `via` is unknown. At the call: the
+        ValueError: the mesh has no such axis or no worker, or `via` or a kind of `outputs` is
+            unknown. At the call: `outputs` names no output, or one of a dtype without a mean, the
             workers don't divide a batch, a leaf is no array, per-worker state isn't spread over the
             workers (`shard`), an output differs between workers, or gradients have been averaged
             already.
@@ -125,6 +135,7 @@ def data_parallel(
     workers = count_workers(mesh, axis_name)
     if via not in (None, "vmap", "shard_map"):
         raise ValueError(f"via={via!r} is unknown: use 'vmap', 'shard_map' or None")
+    output_kinds = Kinds(outputs)
     whole = mesh if isinstance(mesh, Mesh) else None
     inner = dict(inner_axes(whole, axis_name)) if whole is not None else {}
 
@@ -142,7 +153,7 @@ def data_parallel(
             jax.tree_util.tree_map_with_path(lambda p, _, i=i: i in batches or is_marked(p), arg)
             for i, arg in enumerate(args)
         ]
-        body = _Worker(step, axis_name)
+        body = _Worker(step, axis_name, output_kinds)
         problem, chosen = None, via
         if inner and whole is not None and AxisType.Explicit in whole.axis_types:
             chosen = chosen or "shard_map"
@@ -183,24 +194,32 @@ class _Worker:
     Only tracing tells what a step returns, so a call remembers the outputs' tree for `joined`.
     """
 
-    def __init__(self, step: Callable[..., Any], axis_name: str) -> None:
-        self._step, self._axis_name = step, axis_name
+    def __init__(self, step: Callable[..., Any], axis_name: str, kinds: Kinds) -> None:
+        self._step, self._axis_name, self._kinds = step, axis_name, kinds
         self._marks: list[bool] = []
         self._treedef: Any = None
 
     def __call__(self, *args: Any) -> tuple[list[Any], list[Any]]:
+        axis = self._axis_name
         outputs, self._treedef = tree_flatten_with_path(self._step(*args))
-        self._marks = [is_marked(path) for path, _ in outputs]
+        kinds = self._kinds.of([path for path, _ in outputs])
+        self._marks = [is_marked(path) or kind == "own" for (path, _), kind in zip(outputs, kinds)]
         own, others, names = list[Any](), list[Any](), list[str]()
-        for (path, leaf), mark in zip(outputs, self._marks):
+        for (path, leaf), kind in zip(outputs, kinds):
             name = f"the step's output{keystr(path)}"
-            if mark:
+            if is_marked(path):
                 check_wrapped(name, leaf)
                 own.append(leaf)
+                if kind is not None:
+                    raise ValueError(
+                        f"{name} is per-worker state, but outputs says {kind!r}: leave it out"
+                    )
+            elif kind == "own":
+                own.append(jnp.asarray(leaf)[None])
             else:
-                others.append(leaf)
+                others.append(leaf if kind is None else over_workers(name, leaf, kind, axis))
                 names.append(name)
-        return own, _equal_on_all(others, names, self._axis_name)
+        return own, _equal_on_all(others, names, axis)
 
     def joined(self, own: list[Any], others: list[Any]) -> Any:
         """What the step returned when it was called last, made of these arrays."""
@@ -358,12 +377,14 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
                     f"{name} differs between workers, and no exchange of jaxsparse ran in this "
                     "step: chain one in front of the optimizer, as in optax.chain("
                     "jaxsparse.qsgd(4), optax.adamw(lr)), or behind jaxsparse.per_worker. A metric "
-                    f"is averaged with jax.lax.pmean(x, {axis_name!r})"
+                    f"is averaged with jax.lax.pmean(x, {axis_name!r}), or by "
+                    "data_parallel(outputs=)"
                 )
             if differs:
                 raise WorkersError(
                     f"{name} differs between workers: average it with jax.lax.pmean(x, "
-                    f"{axis_name!r}), or mark it with jaxsparse.PerWorker.wrap(x). Statistics of "
+                    f"{axis_name!r}), say by data_parallel(outputs=) whether it is a mean, a sum "
+                    "or a worker's own, or mark it with jaxsparse.PerWorker.wrap(x). Statistics of "
                     f"BatchNorm need its axis_name={axis_name!r}. Does a transformation around the "
                     "exchange, such as optax.MultiSteps, or one in front of it, such as "
                     "optax.scale_by_adam, keep gradients? They are each worker's own: accumulate "
