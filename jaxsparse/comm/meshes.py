@@ -42,12 +42,15 @@ class Running:
         axis_name: the axis of the workers.
         is_check: whether the step is traced for its types alone, see `jaxsparse.data_parallel`.
         problems: findings of the check: an error or None for each exchange.
+        clips_own: findings of the check: why clips in front of an exchange are meant to be each
+            worker's own. Empty: they may be a mistake.
     """
 
     mesh: Mesh | None
     axis_name: str
     is_check: bool = False
     problems: dict[object, ValueError | None] = dataclasses.field(default_factory=dict)
+    clips_own: set[str] = dataclasses.field(default_factory=set)
 
 
 # How the step that is being traced runs; None outside of `jaxsparse.data_parallel`.

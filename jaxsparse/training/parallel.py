@@ -27,6 +27,7 @@ from jaxsparse.comm.meshes import (
 from jaxsparse.processes.agreement import compare as compare_calls
 from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of
+from jaxsparse.training.clips import warn_of_clips
 from jaxsparse.training.outputs import Kinds, over_workers
 from jaxsparse.training.sharding import count_workers, warn_of_copies
 from jaxsparse.training.strays import warn_of_strays
@@ -96,7 +97,8 @@ def data_parallel(
         check: whether to trace `step` once more, without its exchange, to see that outputs are
             equal on all workers and that gradients have not been averaged. It also warns of
             arguments behind the first batch that have as many rows as a batch, but are not in
-            `batch_argnums`.
+            `batch_argnums`, and of Optax's clips in front of an exchange without momentum and
+            without `per_worker`.
         via: how to run on a mesh with other axes. None: see above.
         compare: whether several processes compare the step before its first call: versions, mesh,
             shapes, program, constants, and the values of arguments that are equal on all workers.
@@ -158,7 +160,7 @@ def data_parallel(
         if inner and whole is not None and AxisType.Explicit in whole.axis_types:
             chosen = chosen or "shard_map"
         if check or (inner and chosen is None):
-            program, problem = _traced(body, workers, whole, axis_name, args, is_split)
+            program, problem = _traced(body, workers, whole, axis_name, args, is_split, check)
             if isinstance(problem, WorkersError) and check:
                 raise problem
             serves = program is not None and not _convolves(program)
@@ -309,7 +311,7 @@ def _mapped(body, workers, axis_name, is_split, mesh):
 
 
 def _traced(
-    body, workers, mesh, axis_name, args, is_split
+    body, workers, mesh, axis_name, args, is_split, check
 ) -> tuple[Jaxpr | None, Exception | None]:
     """The program of `body` over simulated workers, without exchanges, and its problem, or None.
 
@@ -344,6 +346,8 @@ def _traced(
             program = jax.make_jaxpr(apart)(*shapes).jaxpr
     except Exception as error:  # the step has an error, which it will show; or vmap lacks a rule
         return None, error
+    if check and workers > 1 and not how.clips_own:
+        warn_of_clips(program)
     return program, next((p for p in how.problems.values() if p is not None), None)
 
 
