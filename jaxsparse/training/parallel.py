@@ -28,6 +28,7 @@ from jaxsparse.processes.agreement import compare as compare_calls
 from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of
 from jaxsparse.training.clips import warn_of_clips
+from jaxsparse.training.constraints import constrains, without_axis
 from jaxsparse.training.outputs import Kinds, over_workers
 from jaxsparse.training.sharding import count_workers, warn_of_copies
 from jaxsparse.training.strays import warn_of_strays
@@ -57,8 +58,10 @@ def data_parallel(
     All other axes of the mesh are left to JAX. Inside `step`, parameters that are sharded over them
     (FSDP, tensor parallelism) are whole arrays, as under `jax.jit`, and JAX adds the communication
     that they need. Only the exchange of a jaxsparse transformation sees devices' shards.
-    Constraints inside `step` name these axes alone: where code for `jax.jit` has
-    `with_sharding_constraint(x, PartitionSpec(("hosts", "fsdp")))`, leave "hosts" out.
+    Sharding constraints inside `step` may name the axis of the workers, too, as code for `jax.jit`
+    does, `with_sharding_constraint(x, PartitionSpec(("hosts", "fsdp")))`: it is taken out of these.
+    Where the step runs under `jax.shard_map`, this takes a `NamedSharding` with a mesh of Auto
+    axes. A bare `PartitionSpec` has to leave "hosts" out there.
 
     On a mesh without other axes, `step` runs under `jax.shard_map`. With other axes:
 
@@ -156,15 +159,18 @@ def data_parallel(
             for i, arg in enumerate(args)
         ]
         body = _Worker(step, axis_name, output_kinds)
-        problem, chosen = None, via
+        program, problem, chosen = None, None, via
         if inner and whole is not None and AxisType.Explicit in whole.axis_types:
             chosen = chosen or "shard_map"
-        if check or (inner and chosen is None):
+        if check or inner:
             program, problem = _traced(body, workers, whole, axis_name, args, is_split, check)
             if isinstance(problem, WorkersError) and check:
                 raise problem
             serves = program is not None and not _convolves(program)
             chosen = chosen or ("vmap" if serves else "shard_map")
+        if whole is not None and (program is None or constrains(program, axis_name)):
+            rewritten = without_axis(step, axis_name, is_manual=not inner)
+            body = _Worker(rewritten, axis_name, output_kinds)
         with _explained(axis_name), running(Running(whole, axis_name)):
             if whole is None or (inner and chosen == "vmap"):
                 outputs = _mapped(body, workers, axis_name, is_split, whole)(*args)
@@ -246,7 +252,8 @@ def _explained(axis_name: str) -> Iterator[None]:
         if "with_sharding_constraint" in str(error) and repr(axis_name) in str(error):
             error.add_note(
                 "Inside jaxsparse.data_parallel a step is one worker's, and sees its part of the "
-                f"batch: leave {axis_name!r} out of the partitions of its constraints"
+                f"batch: leave {axis_name!r} out of the partitions of its constraints, or give "
+                "NamedShardings, out of which it is taken"
             )
         raise
 
