@@ -46,7 +46,9 @@ class Options(abc.ABC):
             returns a state that is already spread over the workers. None: the mesh that parameters
             show, or that of `jaxsparse.data_parallel`.
         specs: partitions of the parameters over the other axes of the mesh, for where parameters do
-            not show them: a tree of `PartitionSpec` or `NamedSharding`, or a prefix of it.
+            not show them: a tree of `PartitionSpec`, `NamedSharding`, or of arrays or shapes that
+            have a sharding, or a prefix of it; an abstract `flax.nnx` model; or a training state
+            with `params`. Real arrays would be kept alive: give shapes.
     """
 
     axis_name: str | None = "data"
