@@ -638,6 +638,27 @@ def test_only_the_number_of_steps_done_ends_a_run():
             train(state, batch, number)
 
 
+def test_steps_are_counted_without_a_number():
+    tree, make = moves(5, 2), lambda: LocalSteps(walk, outer.diloco(), 2, every=2)
+    expected, _, _ = run(make(), tree)
+    train = make()
+    state = train.init((START, jnp.int32(0)))
+    text = train.lower(state, at(tree, 0)).as_text()
+    assert text == train.inner.lower(state.worker, at(tree, 0)).as_text()
+    for t in range(3):
+        state, _ = train(state, at(tree, t))
+    with pytest.raises(ValueError, match="t=1, but 3 steps are done"):
+        train(state, at(tree, 3), 1)
+    other = make()  # a run goes on
+    with pytest.raises(ValueError, match=r"t=None, but this LocalSteps did not make the state"):
+        other(state, at(tree, 3))
+    with pytest.raises(ValueError, match="steps=None, but"):
+        other.finish(state)
+    state, _ = other(state, at(tree, 3), 3)
+    state, _ = other(state, at(tree, 4))
+    np.testing.assert_array_equal(flat(other.finish(state).params), expected[-1])
+
+
 def test_a_broken_worker_does_not_hold_up_the_end():
     """The moves of the others are in the result. Without `finish`, the next outer step has them."""
     tree = moves(5, 3)
