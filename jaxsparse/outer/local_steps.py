@@ -116,7 +116,8 @@ class LocalSteps:
         weight: function of a worker's share of a batch that gives what it counts, such as its
             number of tokens: a real scalar, at least 0. A displacement then counts by what its
             steps weigh together, so that the mean is over all tokens (`jaxsparse.weighted`), and
-            one of weight 0 by nothing. None: all workers count alike.
+            one of weight 0 by nothing. Residuals hold weighted displacements. None: all workers
+            count alike.
         streaming: how to exchange fragments in turn; None: all at once.
         via: see `jaxsparse.data_parallel`.
 
