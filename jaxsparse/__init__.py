@@ -33,6 +33,7 @@ from jaxsparse.training.replicas import check_replicas
 from jaxsparse.training.resharding import reshard
 from jaxsparse.training.sharding import local, shard
 from jaxsparse.training.unreduced import own_gradients
+from jaxsparse.training.weighted import weighted
 
 # The names that a training program uses. Building blocks are in the modules imported above.
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "specs",
     "systems",
     "warm_up",
+    "weighted",
     "wire_bytes",
 ]
 __all__ += systems.__all__

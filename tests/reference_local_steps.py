@@ -31,7 +31,9 @@ def due(steps, every, fragments=1):
     return turns.get(steps % every) if steps else None
 
 
-def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, mixing=0.0):
+def train(
+    start, moves, outer, every, exchange=None, fragments=None, overlap=0, mixing=0.0, weights=None
+):
     """The global parameters, and the workers' own, after each step, and once more at the end.
 
     Args:
@@ -44,6 +46,7 @@ def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, 
         fragments: indices of each fragment's parameters. None: one fragment of all.
         overlap: number of steps from an exchange to its use.
         mixing: weight of a worker's own values.
+        weights: what worker w's step t counts, weights[t, w]. None: all count alike.
 
     An exchange that finds a worker's values not finite counts for nothing, and that worker goes
     back to the global ones. At the end, exchanges arrive, and fragments that have moved since their
@@ -53,15 +56,21 @@ def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, 
     fragments = [np.arange(len(start))] if fragments is None else fragments
     theta, own = start.astype(np.float64), np.stack([start.astype(np.float64)] * moves.shape[1])
     arrived = [True] * len(fragments)
+    since = np.zeros((len(fragments), moves.shape[1]))  # what was done since the last exchange
     globals_, locals_ = [], []
 
     def try_to_exchange(p):
         """Fragment p after an exchange, and which workers are broken. If one is, p stays."""
         part, broken = fragments[p], ~np.isfinite(own).all(1)
         arrived[p] = not broken.any()
+        since[:, broken] = 0
         if not arrived[p]:
             return theta[part], broken
-        return outer(p, theta[part], exchange(p, theta[part] - own[:, part])), broken
+        moved = theta[part] - own[:, part]
+        if weights is not None:
+            moved *= since[p][:, None] / (since[p].mean() or 1)
+        since[p] = 0
+        return outer(p, theta[part], exchange(p, moved)), broken
 
     def mix(p):
         if p is not None and arrived[p]:
@@ -77,6 +86,7 @@ def train(start, moves, outer, every, exchange=None, fragments=None, overlap=0, 
             after[broken] = theta
             theta[fragments[begins]] = arriving
         own = after
+        since += 0 if weights is None else weights[t]
         if not overlap and (p := due(t + 1, every, len(fragments))) is not None:
             theta[fragments[p]], broken = try_to_exchange(p)
             own[broken] = theta

@@ -16,9 +16,10 @@ TEXTS = {path: path.read_text() for folder in FOLDERS for path in ROOT.glob(f"{f
 PAGES = [
     path for path in sorted(TEXTS) if path.parent == ROOT / "docs" and "```python" in TEXTS[path]
 ]
-# A block, and the comment before it if it raises: "% raises: words of the message".
+# A block, and the comment before it if it raises or warns: "% raises: words of the message".
 BLOCK = re.compile(
-    r"(?:^ *% raises: ([^\n]+)\n)?^( *)`{3,}python\n(.*?)^ *`{3,}$", re.DOTALL | re.MULTILINE
+    r"(?:^ *% (raises|warns): ([^\n]+)\n)?^( *)`{3,}python\n(.*?)^ *`{3,}$",
+    re.DOTALL | re.MULTILINE,
 )
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 NAME = re.compile(r"\bjaxsparse(?:\.[A-Za-z_]\w*)+")
@@ -31,12 +32,16 @@ def test_the_python_of_a_page_runs(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text, names = TEXTS[page], {"__name__": page.stem}
     for block in BLOCK.finditer(text):
-        message, indent, source = block.groups()
-        above = "\n" * text.count("\n", 0, block.start(3))  # errors give lines of the page
+        how, message, indent, source = block.groups()
+        above = "\n" * text.count("\n", 0, block.start(4))  # errors give lines of the page
         code = compile(above + re.sub(f"^{indent}", "", source, flags=re.MULTILINE), page, "exec")
-        raises = pytest.raises(ValueError, match=re.escape(message)) if message else nullcontext()
+        words = re.escape(message or "")
+        shows = {
+            "raises": lambda words=words: pytest.raises(ValueError, match=words),
+            "warns": lambda words=words: pytest.warns(UserWarning, match=words),
+        }.get(how, nullcontext)
         # With JAX's own defaults.
-        with raises, jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with shows(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             exec(code, names)
 
 

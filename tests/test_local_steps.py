@@ -321,6 +321,67 @@ def test_streaming_is_that_of_numpy(case):
     np.testing.assert_allclose(own, expected_own, rtol=1e-4, atol=1e-4)
 
 
+WEIGHED = [(workers, case) for workers in (1, 2, 3, 5) for case in (None, (0, 0.0), (1, 0.5))]
+
+
+@pytest.mark.parametrize("case", some(WEIGHED, [(3, None)], slow=[(3, (1, 0.5))]), ids=str)
+def test_displacements_by_weight_are_those_of_numpy(case):
+    """A worker's weight is the sum of its steps' since its last exchange; the last has none."""
+    workers, stream = case
+    tree = moves(11, workers)
+    weights = np.random.default_rng(1).integers(0, 9, (11, workers)).astype(np.float32)
+    weights[:, -1] = 0 if workers > 1 else 3
+    tree["tokens"] = weights
+    streaming, settings = None, {}
+    if stream is not None:
+        streaming = outer.Streaming(3, *stream, "sequential")
+        settings = {"overlap": stream[0], "mixing": stream[1]}
+        settings["fragments"] = FRAGMENTS["sequential"]
+    step = lambda state, batch: walk(state, {name: batch[name] for name in START})
+    train = LocalSteps(
+        step,
+        outer.diloco(),
+        workers,
+        every=4,
+        streaming=streaming,
+        weight=lambda batch: batch["tokens"].astype(jnp.int32).sum(),
+    )
+    found, own, state = run(train, tree)
+    expected, expected_own = reference.train(
+        flat(START),
+        as_vectors({name: tree[name] for name in START}),
+        reference.nesterov(0.7, 0.9),
+        4,
+        weights=weights,
+        **settings,
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(own, expected_own, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(state.weight.value, np.zeros_like(state.weight.value))
+
+
+def test_weights_of_a_broken_worker_are_forgotten_and_others_kept():
+    train = LocalSteps(
+        lambda state, batch: ((state[0] - batch["move"],), ()),
+        outer.diloco(1.0, 0.0),
+        2,
+        every=2,
+        weight=lambda batch: batch["tokens"].sum(),
+    )
+    state = train.init((jnp.zeros(1),))
+    moved = np.float32([[1, 1], [np.nan, 1], [1, 1], [1, 1]])
+    tokens = np.int32([[5, 1], [5, 2], [1, 3], [1, 4]])
+    kept = []
+    for t in range(4):
+        state, _ = train(
+            state, {"move": jnp.asarray(moved[t]), "tokens": jnp.asarray(tokens[t])}, t
+        )
+        kept.append(np.asarray(state.weight.value)[:, 0].tolist())
+    assert kept == [[5, 1], [0, 3], [1, 6], [0, 0]]
+    # Two moves of weight 2, and four of weight 10.
+    np.testing.assert_allclose(state.params[0], [-(2 * 2 + 4 * 10) / 12], rtol=1e-6)
+
+
 def test_streaming_in_four_bits_is_that_of_numpy():
     """Streaming DiLoCo's own exchange: E3M0, rounded on the way in and out, nothing fed back."""
     workers, steps, every = 3, 9, 4
@@ -577,6 +638,27 @@ def test_only_the_number_of_steps_done_ends_a_run():
             train(state, batch, number)
 
 
+def test_steps_are_counted_without_a_number():
+    tree, make = moves(5, 2), lambda: LocalSteps(walk, outer.diloco(), 2, every=2)
+    expected, _, _ = run(make(), tree)
+    train = make()
+    state = train.init((START, jnp.int32(0)))
+    text = train.lower(state, at(tree, 0)).as_text()
+    assert text == train.inner.lower(state.worker, at(tree, 0)).as_text()
+    for t in range(3):
+        state, _ = train(state, at(tree, t))
+    with pytest.raises(ValueError, match="t=1, but 3 steps are done"):
+        train(state, at(tree, 3), 1)
+    other = make()  # a run goes on
+    with pytest.raises(ValueError, match=r"t=None, but this LocalSteps did not make the state"):
+        other(state, at(tree, 3))
+    with pytest.raises(ValueError, match="steps=None, but"):
+        other.finish(state)
+    state, _ = other(state, at(tree, 3), 3)
+    state, _ = other(state, at(tree, 4))
+    np.testing.assert_array_equal(flat(other.finish(state).params), expected[-1])
+
+
 def test_a_broken_worker_does_not_hold_up_the_end():
     """The moves of the others are in the result. Without `finish`, the next outer step has them."""
     tree = moves(5, 3)
@@ -776,6 +858,18 @@ def test_wrong_calls():
     )
     with pytest.raises(ValueError, match="made for 1 fragments, but there are 2"):
         two(one.init(tree), jnp.ones((2, 1)), 0)
+
+
+def test_wrong_weights():
+    fine = lambda s, b: ((s[0] - b.mean(),), ())
+    make = lambda weight: LocalSteps(fine, outer.diloco(), 2, weight=weight)
+    start = (jnp.zeros(2),)
+    train = make(lambda b: b)
+    with pytest.raises(ValueError, match=r"weight has shape \(1, 1\) and dtype float32"):
+        train(train.init(start), jnp.ones((2, 1)), 0)
+    for one, other in ((None, jnp.sum), (jnp.sum, None)):
+        with pytest.raises(ValueError, match="made with a weight, and this LocalSteps has none"):
+            make(one)(make(other).init(start), jnp.ones((2, 1)), 0)
 
 
 def test_wrong_states():

@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from contract import CASES, rounds
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from on_meshes import MESHES, NAMES, SHAPES, SPECS, gradients, is_bias, mesh, on, put, stepper
 from workers import some
@@ -450,6 +451,7 @@ class TestInit:
             ({"w": P("hosts")}, "the axis of the workers: each worker needs all"),
             ({"w": P("model")}, "the mesh has no axis 'model'"),
             ({"w": P(None, ("fsdp", "tp"))}, "4 devices can't share 30 rows equally"),
+            ({"w": "fsdp"}, "specs holds 'fsdp', which has no partition"),
         ):
             with pytest.raises(ValueError, match=complaint):
                 make(specs).init(params)
@@ -463,6 +465,39 @@ class TestInit:
         assert placement.own == (P("fsdp", "tp"), P("fsdp"), P(None, "tp"))
         placement, _ = meshes.place(params, "hosts", where, P("tp"))
         assert placement.own == (P("tp"),) * 3
+
+    def test_specs_of_an_abstract_model_or_state(self):
+        """What a trainer has before it makes its parameters, under `jax.jit`."""
+        where = mesh((2, 2, 2))
+        fits = {"w": NamedSharding(where, P("fsdp", "tp")), "b": NamedSharding(where, P())}
+        shapes = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=fits[name])
+            for name, shape in {"w": (32, 64), "b": (64,)}.items()
+        }
+        state = TrainState(0, None, shapes, optax.sgd(0.1), ())
+        arrays = jax.device_put(jax.tree.map(lambda x: jnp.zeros(x.shape), shapes), fits)
+        for specs in (fits, shapes, arrays, state):
+            tx = jaxsparse.spardl(0.1, axis_name="hosts", mesh=where, specs=specs)
+            made = jax.jit(tx.init)(arrays)
+            assert made.residual["w"].value.sharding.spec == P("hosts", "fsdp", "tp")
+
+    def test_specs_of_an_abstract_nnx_model(self):
+        where = mesh((2, 2, 2))
+
+        def build():
+            return nnx.Linear(32, 64, kernel_init=kernel, rngs=nnx.Rngs(0))
+
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", "tp"))
+        with jax.set_mesh(where):
+            model = build()
+            abstract = nnx.eval_shape(build)
+            _, state = nnx.get_abstract_model(build, where)
+        params = nnx.state(model, nnx.Param)
+        for specs in (abstract, nnx.as_abstract(abstract), state, nnx.get_partition_spec(params)):
+            tx = jaxsparse.spardl(0.1, axis_name="hosts", mesh=where, specs=specs)
+            for tree in (params, nnx.as_pure(params)):
+                (own, *_) = jax.tree.leaves(jax.jit(tx.init)(tree).residual)
+                assert own.sharding.spec == P("hosts", "fsdp", "tp")
 
     def test_nothing_can_be_cut(self):
         tx = jaxsparse.spardl(

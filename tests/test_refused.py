@@ -83,6 +83,9 @@ REFUSED = {
     "the state was made for other settings": state_of_another_system,
     "the state was made for another transformation": state_of_another_kind,
     "differs between workers": misuse.differing_output,
+    "names no output of the step": lambda: data_parallel(
+        lambda s, b: s, 2, outputs={"loss": "mean"}
+    )(ONE, jnp.ones(4)),
     "no exchange of jaxsparse ran": lambda: update(optax.sgd(0.1)),
     "has an exchange of jaxsparse, or another per_worker": exchange_in_per_worker,
     "whose changes inside the step would be lost": modules_as_arguments,

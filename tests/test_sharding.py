@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from workers import mesh, some
 
 import jaxsparse
@@ -220,6 +220,25 @@ def test_a_part_of_the_batch_that_is_not_named_is_warned_of():
     data_parallel(step, 2, batch_argnums=(1, 2))(table, x, y)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_state_that_each_device_holds_whole_is_warned_of(kind):
+    where, warning = (
+        mesh(2, kind),
+        r"argument 0\.jaxsparse_per_worker is per-worker state, but each",
+    )
+    step = lambda state, x: jax.tree.map(lambda s: s + x.sum(), state)
+    x, state = jnp.ones(4), PerWorker(jnp.zeros((2, 3)))
+    copied, split = (jax.device_put(state, NamedSharding(where, spec)) for spec in (P(), P("data")))
+    for each in state, split:  # an array on one device is not everywhere
+        data_parallel(step, where)(each, x)
+        jax.jit(data_parallel(step, where))(each, x)
+    with pytest.warns(UserWarning, match=warning):
+        data_parallel(step, where)(copied, x)
+    if kind == AxisType.Explicit:  # a trace knows of these alone
+        with pytest.warns(UserWarning, match=warning):
+            jax.jit(data_parallel(step, where))(copied, x)
+
+
 def test_shard_copies():
     tree = shard({"b": jnp.arange(3.0)}, mesh(1))
     given = {"b": jnp.arange(3.0)}
@@ -293,17 +312,16 @@ def test_gradients_are_local_and_a_loss_may_be_averaged_before(where):
         np.testing.assert_array_equal(gradients.value, [1, 2, 4])
 
 
-@pytest.mark.parametrize("via", ["vmap", "shard_map"])
 @pytest.mark.parametrize("axes", [("data", "fsdp"), "data"], ids=str)
-def test_a_constraint_over_the_workers_is_explained(via, axes):
-    """Code for jit shards activations over all axes of the batch. A worker has only its part."""
+def test_a_bare_constraint_over_the_workers_is_explained(axes):
+    """It is taken out of NamedShardings, and under vmap."""
     where = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
     def step(p, x):
         x = jax.lax.with_sharding_constraint(x * p, P(axes))
         return PerWorker.wrap(x.sum())
 
-    run = data_parallel(step, where, via=via)
+    run = data_parallel(step, where, via="shard_map")
     explained = pytest.raises(ValueError, match="with_sharding_constraint")
     with jax.set_mesh(where), explained as raised:
         jax.eval_shape(run, jnp.float32(1), jnp.zeros((8, 2)))

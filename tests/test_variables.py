@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
+from flax.core.spmd import logical_axis_rules
 from jax.sharding import AxisType, NamedSharding
 from workers import few, some
 
@@ -166,6 +167,24 @@ def test_arrays_stay_arrays_where_parameters_are():
     state = jaxsparse.spardl(0.1, axis_name="hosts", mesh=where).init(params)
     is_variable = lambda node: isinstance(node, nnx.Variable)
     assert not any(map(is_variable, jax.tree.leaves(state, is_leaf=is_variable)))
+
+
+def test_rules_for_logical_names_leave_the_axes_of_a_state():
+    """Names in a state are axes of the mesh, whatever rules a trainer has for logical ones."""
+    where = mesh()
+    rules = (("embed", "fsdp"), ("mlp", "tp"), ("hosts", None), ("fsdp", "tp"), ("tp", "fsdp"))
+    with jax.set_mesh(where), jax.numpy_dtype_promotion("standard"):
+        params = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
+        state = transformation("per_worker", where).init(params)
+    is_variable = lambda node: isinstance(node, nnx.Variable)
+    variables = [v for v in jax.tree.leaves(state, is_leaf=is_variable) if is_variable(v)]
+    assert len(variables) > 3
+    for variable in variables:
+        wanted = variable.get_value().sharding.spec
+        assert "hosts" in wanted
+        assert nn.logical_to_mesh_axes(variable.out_sharding, rules) == wanted
+        with logical_axis_rules(rules):
+            assert nnx.spmd.get_var_pspec(variable) == wanted
 
 
 def test_variables_that_hold_nothing_stay():

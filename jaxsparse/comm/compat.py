@@ -113,3 +113,15 @@ def axes_of(parameters: dict[str, Any]) -> tuple[str, ...]:
 def name_stack(equation: Any) -> str:
     """The scopes of an equation, as compiled programs show them."""
     return str(getattr(equation.source_info, "name_stack", ""))
+
+
+def unconstrained(equation: Any) -> Any:
+    """A sharding constraint's equation, as one that leaves its operand as it is."""
+    return equation.replace(primitive=jax.lax.copy_p, params={})
+
+
+def files_of(equation: Any) -> Iterator[str]:
+    """The files of Python's frames in which an equation was traced, as far as JAX kept them."""
+    traceback = getattr(equation.source_info, "traceback", None)
+    for frame in getattr(traceback, "frames", ()):
+        yield frame.file_name.replace("\\", "/")

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, KeyPath
 
 from jaxsparse.arrays.layout import check_arrays
+from jaxsparse.comm.meshes import names_of
 
 T = TypeVar("T")
 
@@ -156,8 +157,12 @@ def in_variable(x: Any, spec: PartitionSpec) -> Any:
     """An array in a Variable that says how it is sharded, or the array if it is not sharded."""
     if not any(spec):
         return x
+    # Each part is a tuple, because trainers that resolve logical names by rules take a string for
+    # such a name: one without a rule is dropped (flax.linen.logical_to_mesh_axes), and another's
+    # rule may apply. Tuples are axes of the mesh.
+    axes = tuple(names_of(part) or None for part in spec)
     # The array is where it belongs already, and Flax would look for a mesh to place it.
-    return sys.modules["flax.nnx"].Variable(x, out_sharding=tuple(spec), eager_sharding=False)
+    return sys.modules["flax.nnx"].Variable(x, out_sharding=axes, eager_sharding=False)
 
 
 def unwrapped(update: optax.TransformUpdateExtraArgsFn) -> optax.TransformUpdateExtraArgsFn:

@@ -15,12 +15,13 @@ import contextlib
 import contextvars
 import dataclasses
 import math
+import sys
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
 AnyMesh = Mesh | AbstractMesh
@@ -42,12 +43,15 @@ class Running:
         axis_name: the axis of the workers.
         is_check: whether the step is traced for its types alone, see `jaxsparse.data_parallel`.
         problems: findings of the check: an error or None for each exchange.
+        clips_own: findings of the check: why clips in front of an exchange are meant to be each
+            worker's own. Empty: they may be a mistake.
     """
 
     mesh: Mesh | None
     axis_name: str
     is_check: bool = False
     problems: dict[object, ValueError | None] = dataclasses.field(default_factory=dict)
+    clips_own: set[str] = dataclasses.field(default_factory=set)
 
 
 # How the step that is being traced runs; None outside of `jaxsparse.data_parallel`.
@@ -170,8 +174,7 @@ def place(
         tree: parameters.
         axis_name: the axis of the workers.
         mesh: mesh of the parameters, if it can't be seen from them.
-        specs: partitions of the parameters, if they can't be seen from them: a tree of
-            `PartitionSpec` or `NamedSharding`, a prefix of `tree`.
+        specs: partitions of the parameters, if they can't be seen from them: see `Options`.
 
     Raises:
         ValueError: partitions are unknown, or don't fit the tree or the mesh.
@@ -200,12 +203,44 @@ def _check_axis(mesh: AnyMesh, axis_name: str) -> None:
         )
 
 
-def _of_leaves(specs: Any, tree: Any) -> list[Any]:
-    is_spec = lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding)
-    found: list[Any] = []
+def _of_leaves(specs: Any, tree: Any) -> list[PartitionSpec | None]:
+    """The partition that `specs` gives for each leaf of `tree`; None where it gives none.
+
+    Raises:
+        ValueError: `specs` is no prefix of the tree, or holds something without a partition.
+    """
+    if hasattr(specs, "params") and not hasattr(tree, "params"):
+        specs = specs.params  # of a training state
+    nnx: Any = sys.modules.get("flax.nnx")  # Flax is not imported here
+    if nnx is not None and isinstance(specs, nnx.Module):
+        specs = nnx.state(specs, nnx.Param)
+
+    def is_variable(node: Any) -> bool:
+        return nnx is not None and isinstance(node, nnx.Variable)
+
+    def partition_of(node: Any) -> PartitionSpec | None:
+        if is_variable(node):
+            held = node.get_value()
+            if isinstance(held, PartitionSpec | Sharding):
+                return partition_of(held)
+            found = getattr(held, "sharding", None)
+            return partition_of(nnx.spmd.get_var_pspec(node) if found is None else found)
+        if node is None or isinstance(node, PartitionSpec):
+            return node
+        if isinstance(node, Sharding):
+            return node.spec if isinstance(node, NamedSharding) else PartitionSpec()
+        if not hasattr(node, "sharding"):
+            raise ValueError(
+                f"specs holds {node!r}, which has no partition: give PartitionSpecs, "
+                "NamedShardings, or arrays or shapes that have a sharding"
+            )
+        return partition_of(node.sharding)
+
+    is_spec = lambda node: node is None or is_variable(node) or isinstance(node, PartitionSpec)
+    found: list[PartitionSpec | None] = []
     try:
-        jax.tree.map(
-            lambda spec, part: found.extend(spec for _ in jax.tree.leaves(part)),
+        pairs = jax.tree.map(
+            lambda spec, part: _Given(spec, len(jax.tree.leaves(part))),
             specs,
             tree,
             is_leaf=is_spec,
@@ -213,24 +248,40 @@ def _of_leaves(specs: Any, tree: Any) -> list[Any]:
     except ValueError as error:
         raise ValueError(
             f"specs has another structure than the parameters ({error}): give a PartitionSpec or "
-            "NamedSharding for each leaf, as nnx.get_partition_spec makes them"
+            "NamedSharding for each leaf, as nnx.get_partition_spec makes them, or an abstract "
+            "model or state"
         ) from None
+    for given in jax.tree.leaves(pairs, is_leaf=lambda node: isinstance(node, _Given)):
+        found += [partition_of(given.spec)] * given.leaves
     return found
 
 
+@dataclasses.dataclass
+class _Given:
+    """What `specs` has for some leaves."""
+
+    spec: Any
+    leaves: int
+
+
 def _partition(
-    name: str, leaf: Any, given: Any, mesh: AnyMesh, axis_name: str, inner: dict[str, int]
+    name: str,
+    leaf: Any,
+    given: PartitionSpec | None,
+    mesh: AnyMesh,
+    axis_name: str,
+    inner: dict[str, int],
 ) -> PartitionSpec:
     """A leaf's partition over inner axes larger than 1."""
-    spec = given.spec if isinstance(given, NamedSharding) else given
+    spec = given
     if spec is None and isinstance(leaf, jax.core.Tracer):
         spec = _of_type(leaf, mesh, inner)
         if spec is None:
             raise ValueError(
                 f"{name} is traced, so its partition over the axes {tuple(inner)} is not known "
-                "here: make the state outside of jax.jit from parameters on the mesh, or give "
-                "specs=, a tree of PartitionSpecs such as nnx.get_partition_spec(state) or "
-                "jax.tree.map(lambda x: x.sharding, params) makes, to the transformation"
+                "here: make the state outside of jax.jit from parameters on the mesh, or give the "
+                "transformation specs=: PartitionSpecs, NamedShardings, or an abstract model or "
+                "state whose arrays have a sharding, as nnx.get_abstract_model makes it"
             )
     if spec is None:
         sharding = getattr(leaf, "sharding", None)

@@ -46,7 +46,9 @@ class Options(abc.ABC):
             returns a state that is already spread over the workers. None: the mesh that parameters
             show, or that of `jaxsparse.data_parallel`.
         specs: partitions of the parameters over the other axes of the mesh, for where parameters do
-            not show them: a tree of `PartitionSpec` or `NamedSharding`, or a prefix of it.
+            not show them: a tree of `PartitionSpec`, `NamedSharding`, or of arrays or shapes that
+            have a sharding, or a prefix of it; an abstract `flax.nnx` model; or a training state
+            with `params`. Real arrays would be kept alive: give shapes.
     """
 
     axis_name: str | None = "data"
@@ -78,12 +80,16 @@ class StepOptions(Options):
             moments of what arrives, and trains worse.
         nesterov: True: Nesterov's momentum. With u = momentum u + g, a step adds g + momentum u
             instead of u. None or False: it adds u.
+        when_skipped: "nan": the update of a skipped step is NaN, on all workers alike, for trainers
+            whose own dynamic loss scale or watch looks for updates that are not finite. The state
+            is that of any skipped step. None or "zero": it is zero, so that nothing behind breaks.
     """
 
     delay: Literal[0, 1] | None = None
     overlap: bool | None = None
     momentum: float | Array | None = None
     nesterov: bool | None = None
+    when_skipped: Literal["zero", "nan"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,6 +241,21 @@ def overlaps(overlap: Any, delay: Any) -> bool:
             "change nothing: give one of them"
         )
     return bool(overlap)
+
+
+def skipped_update(when_skipped: Any, delay: Any) -> float:
+    """The value of updates of skipped steps. Raises ValueError if the choice is unknown."""
+    if when_skipped not in (None, "zero", "nan"):
+        raise ValueError(
+            f"when_skipped={when_skipped!r} must be 'zero', 'nan' or None: it is static (list it "
+            "in static_args under optax.inject_hyperparams)"
+        )
+    if when_skipped == "nan" and is_delayed(delay):
+        raise ValueError(
+            "when_skipped='nan' would lose updates with delay=1, whose skipped steps deliver the "
+            "exchange of earlier gradients: leave one of them out"
+        )
+    return float("nan") if when_skipped == "nan" else 0.0
 
 
 def _static_bool(name: str, value: Any) -> bool:

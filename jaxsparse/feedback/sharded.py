@@ -281,6 +281,8 @@ def checked(
 ) -> tuple[Any, ErrorFeedbackState]:
     """Stands in for an exchange when a step is traced for its types alone."""
     site = object()
+    if state.momentum:  # DGC's clip of what momentum accumulates
+        how.clips_own.add("momentum")
 
     @custom_vmap
     def exchanged(updates: Any, state: Any, rank: Any) -> Any:
@@ -291,9 +293,10 @@ def checked(
         of_updates, of_state, _ = batched
         # In a loop vmap asks several times. Its last call knows what really differs.
         how.problems[site] = _own(workers, updates, of_updates)
-        means = jax.tree.map(
-            lambda x, is_row: jnp.zeros_like(x[0] if is_row else x), updates, of_updates
-        )
+        with jax.named_scope(meshes.SCOPE):
+            means = jax.tree.map(
+                lambda x, is_row: jnp.zeros_like(x[0] if is_row else x), updates, of_updates
+            )
         return (means, state), (jax.tree.map(lambda _: False, means), of_state)
 
     return exchanged(updates, state, jax.lax.axis_index(how.axis_name))

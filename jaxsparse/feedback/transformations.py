@@ -28,6 +28,7 @@ from jaxsparse.feedback.options import (
     is_nesterov,
     overlaps,
     part,
+    skipped_update,
     transformation,
 )
 from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
@@ -62,7 +63,7 @@ class ErrorFeedback(LeafOptions):
     momentum is that of the mean, which is the same if everything is delivered.
 
     Put it first in an `optax.chain`, behind stateless transformations of the local gradient such as
-    clipping, or behind `jaxsparse.per_worker`. `optax.multi_transform` may treat leaves
+    scaling, or behind `jaxsparse.per_worker`. `optax.multi_transform` may treat leaves
     differently. Three others must not wrap it. `optax.MultiSteps` keeps gradients as if all workers
     had the same: accumulate by a scan inside the step instead. `optax.apply_if_finite` branches on
     a local value, so that workers wait for each other forever; the next paragraph makes it
@@ -71,6 +72,7 @@ class ErrorFeedback(LeafOptions):
     If a gradient is not finite on any worker, or an uncompressed mean overflows, all workers skip
     the step. The update is zero, and only the `skipped` counter of the state changes. Later
     transformations in the chain still see the zero update: schedules and Adam's moments advance.
+    With when_skipped="nan" they see NaN, on all workers alike.
     Sums with residual or momentum are clipped to float32, because an overflow would stay for ever.
 
     **Inner axes.** On a mesh with axes for FSDP or tensor parallelism, each device exchanges its
@@ -213,6 +215,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
     nesterov = is_nesterov(options.nesterov, momentum)
     delayed, decay = is_delayed(options.delay), decay_factor(options.decay)
     overlapping = overlaps(options.overlap, options.delay)
+    of_skipped = skipped_update(options.when_skipped, options.delay)
     dtype = accumulator(options.accumulator_dtype)
     bucket_size, mesh = options.bucket_size, options.mesh
     if mesh is not None and not isinstance(mesh, Mesh):
@@ -259,6 +262,8 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
             delivered = plan.layout.unflatten(done.means, done.dense_mean)
             if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
                 done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
+            if of_skipped != 0:
+                delivered = jax.tree.map(lambda x: jnp.where(done.ok, x, of_skipped), delivered)
             return delivered, store.save(done, state, plan)
 
         Axes(axis_name).check(updates)  # behind `plan_of`: its errors about the tree come first

@@ -88,10 +88,11 @@ class LocalSteps:
     below half a unit in the last place, with and without exchanges. Keep float32 in the state, and
     cast in the loss.
 
-    **Programs.** `inner` is a compiled function. `outer`, `streamed` and `mixed` are lists of one
-    compiled function for each fragment p (0 without streaming). `outer[p]` takes a state and
-    exchanges the fragment. `streamed[p]` takes a state and a batch, and makes a step beside the
-    exchange. `mixed[p]` takes a state, and lets workers go on from an exchange that has arrived.
+    **Programs.** `inner` is a compiled function of `state.worker`, a batch, and `state.weight` if
+    there is a `weight`. `outer`, `streamed` and `mixed` are lists of one compiled function for each
+    fragment p (0 without streaming). `outer[p]` takes a state and exchanges the fragment.
+    `streamed[p]` takes a state and a batch, and makes a step beside the exchange. `mixed[p]` takes
+    a state, and lets workers go on from an exchange that has arrived.
     `jaxsparse.wire_bytes(train.outer[0], state)` counts the bytes that an outer step sends.
 
     Args:
@@ -112,6 +113,11 @@ class LocalSteps:
         average: function that picks statistics from a state, such as those of BatchNorm. Each outer
             step (of fragment 0, with streaming) averages them over workers. They travel
             uncompressed. None: each worker keeps its own.
+        weight: function of a worker's share of a batch that gives what it counts, such as its
+            number of tokens: a real scalar, at least 0. A displacement then counts by what its
+            steps weigh together, so that the mean is over all tokens (`jaxsparse.weighted`), and
+            one of weight 0 by nothing. Residuals hold weighted displacements. None: all workers
+            count alike.
         streaming: how to exchange fragments in turn; None: all at once.
         via: see `jaxsparse.data_parallel`.
 
@@ -148,6 +154,7 @@ class LocalSteps:
         every: int | Stages[int] = 1,
         params: Select | None = None,
         average: Select | None = None,
+        weight: Select | None = None,
         streaming: Streaming | None = None,
         via: Way | None = None,
     ) -> None:
@@ -166,10 +173,12 @@ class LocalSteps:
             params or params_of,
             average,
             self.streaming,
+            weight,
         )
         self._worker, self._mesh, self._axis_name = worker, mesh, axis_name
         self._is_checked = False
         self._next: int | None = None  # the t of the next call, once it is known
+        self._is_new = False  # whether no call came since `init`, so that t may be any number
 
         make = functools.partial(
             data_parallel, mesh=mesh, axis_name=axis_name, donate_argnums=0, via=via
@@ -186,17 +195,20 @@ class LocalSteps:
 
     def init(self, state: Any) -> LocalState:
         """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`."""
-        self._next = None
+        self._next, self._is_new = 0, True
         return shard(self._worker.start(state), self._mesh, self._axis_name)
 
-    def __call__(self, state: LocalState, batch: Any, t: int) -> tuple[LocalState, Any]:
+    def __call__(
+        self, state: LocalState, batch: Any, t: int | None = None
+    ) -> tuple[LocalState, Any]:
         """One step, and the outer step if it is due.
 
         Args:
             state: state of all workers, from `init` or the call before. It is donated.
             batch: batch of all workers together. All arrays are split along their first axis.
             t: number of steps of the whole run before this one, a Python int. The first call of an
-                object may give any number, to go on with a restored state.
+                object may give any number, to go on with a restored state. None: one more than in
+                the call before, and 0 after `init`.
 
         Returns:
             The next state, and the second result of `step` from all workers: each array has a
@@ -209,17 +221,21 @@ class LocalSteps:
         fragment = self.due(t) if overlap else None
         with _explained():
             if fragment is None:
-                worker, out = self.inner(state.worker, batch)
-                state = state._replace(worker=worker)
+                worker, out, weight = self.inner(*self._arguments(state, batch))
+                state = state._replace(worker=worker, weight=weight)
             else:
                 state, out = self.streamed[fragment](state, batch)
             if (fragment := self.due(t + 1 - overlap)) is not None:
                 program = self.mixed if overlap else self.outer
                 state = program[fragment](state)
-        self._next = t + 1
+        self._next, self._is_new = t + 1, False
         return state, jax.tree.map(lambda x: x.value, out, is_leaf=_is_per_worker)
 
-    def finish(self, state: LocalState, steps: int) -> LocalState:
+    def lower(self, state: LocalState, batch: Any) -> jax.stages.Lowered:
+        """The inner step, lowered for these arguments or their shapes, as `jax.jit` does it."""
+        return self.inner.lower(*self._arguments(state, batch))
+
+    def finish(self, state: LocalState, steps: int | None = None) -> LocalState:
         """Ends a run: exchanges what workers did since the last outer steps.
 
         First, exchanges that are still on their way arrive. Then an outer step follows for each
@@ -235,13 +251,14 @@ class LocalSteps:
             state: state of all workers. It is donated if anything is left to exchange.
             steps: number of steps of the whole run so far, a Python int: t + 1 after the call for
                 step t. The first call of an object may give any number, to finish a restored state.
+                None: as many as there were calls since `init`, or since the first t.
 
         Raises:
             ValueError: `steps` is not this number, or the state has other fragments.
         """
         steps = self._counted("steps", steps)
         self._check_fragments(state)
-        self._next = steps
+        self._next, self._is_new = steps, False
         overlap = self.streaming.overlap
         for begun in range(steps - overlap + 1, steps):
             if (p := self.due(begun)) is not None:
@@ -274,15 +291,23 @@ class LocalSteps:
         """The number of steps done, given as `name`.
 
         Raises:
-            ValueError: it is no int, or another number.
+            ValueError: it is no int, or another number, or None and unknown.
         """
+        if steps is None:
+            if self._next is None:
+                raise ValueError(
+                    f"{name}=None, but this LocalSteps did not make the state, and does not know "
+                    f"how many steps it has done: give {name} in the first call"
+                )
+            return self._next
         if isinstance(steps, bool) or not isinstance(steps, numbers.Integral):
             raise ValueError(
                 f"{name}={steps!r} must be a Python int, because it says which program runs next: "
                 f"pass int({name}), and keep the call outside of jax.jit"
             )
-        if steps < 0 or (self._next is not None and steps != self._next):
-            done = self._next or 0
+        known = None if self._is_new else self._next
+        if steps < 0 or (known is not None and steps != known):
+            done = known or 0
             raise ValueError(
                 f"{name}={steps}, but {done} steps are done: pass {name}={done}, the number of "
                 "steps of the whole run, over all epochs. With a restored state, go on with a new "
@@ -290,13 +315,22 @@ class LocalSteps:
             )
         return operator.index(steps)
 
+    def _arguments(self, state: LocalState, batch: Any) -> tuple[Any, ...]:
+        """The arguments of `inner`."""
+        return state.worker, batch, *([] if self._worker.weight is None else [state.weight])
+
     def _check_fragments(self, state: LocalState) -> None:
-        """Raises ValueError if the state has other fragments."""
+        """Raises ValueError if the state has other fragments, or weights where none are wanted."""
         fragments = self.streaming.fragments
         if len(state.outer) != fragments:
             raise ValueError(
                 f"the state was made for {len(state.outer)} fragments, but there are {fragments}: "
                 "go on with as many, or start from init with its global parameters"
+            )
+        if (self._worker.weight is None) != (not jax.tree.leaves(state.weight)):
+            raise ValueError(
+                "the state was made with a weight, and this LocalSteps has none, or the reverse: "
+                "give the same, or start from init with its global parameters"
             )
 
     def _check(self, state: LocalState, batch: Any) -> None:
@@ -317,7 +351,7 @@ class LocalSteps:
         """The collectives of the inner step that communicate between workers, in words."""
         if isinstance(self._mesh, Mesh):
             # JAX keeps the program: the call does not compile again.
-            program = self.inner.lower(state.worker, batch).compile()
+            program = self.lower(state, batch).compile()
             found = traffic.crossing(program, axis_name=self._axis_name, mesh=self._mesh)
             return list(map(str, found))
         workers = count_workers(self._mesh, self._axis_name)

@@ -18,6 +18,7 @@ from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
 from jaxsparse.feedback import states_in
 from jaxsparse.outer.fragments import Streaming
+from jaxsparse.training.weighted import check_weight, weighted
 
 Select = Callable[[Any], Any]
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -34,6 +35,8 @@ class LocalState(NamedTuple):
             if a worker's parameters or averaged statistics were not finite; 2 if a sum, the new
             global parameters or the new outer state were not.
         skipped: int32, number of exchanges that did not count.
+        weight: float32[fragments] of each worker, marked `PerWorker`: what its steps since a
+            fragment's last exchange weigh. () if all workers count alike.
     """
 
     worker: Any
@@ -41,6 +44,7 @@ class LocalState(NamedTuple):
     outer: tuple[Any, ...]
     outcome: Int[Array, " fragments"]
     skipped: Int[Array, ""]
+    weight: Any = ()
 
 
 class Worker(NamedTuple):
@@ -52,6 +56,7 @@ class Worker(NamedTuple):
     params: Select
     average: Select | None
     streaming: Streaming
+    weight: Select | None = None
 
     def start(self, state: Any) -> LocalState:
         """The state of a worker that has this training state.
@@ -88,12 +93,13 @@ class Worker(NamedTuple):
             outer=outer,
             outcome=jnp.zeros((len(parts),), jnp.int32),
             skipped=jnp.int32(0),
+            weight=() if self.weight is None else PerWorker.wrap(jnp.zeros((len(parts),))),
         )
 
-    def step(self, worker: Any, batch: Any) -> tuple[Any, Any]:
-        """A step alone. `worker` and both results are marked."""
+    def step(self, worker: Any, batch: Any, weight: Any = ()) -> tuple[Any, Any, Any]:
+        """A step alone: the worker after it, what it shows, and its weight. All are marked."""
         after, out = stepped(self.train, PerWorker.unwrap(worker), batch)
-        return PerWorker.wrap(after), PerWorker.wrap(out)
+        return PerWorker.wrap(after), PerWorker.wrap(out), self._weighed(weight, batch)
 
     def exchange(self, state: LocalState, fragment: int) -> LocalState:
         """Exchanges a fragment, and lets workers go on from the result."""
@@ -115,7 +121,8 @@ class Worker(NamedTuple):
         if fragment == 0:
             after = self._averaged(after, self._broken(after))
         state = self._exchanged(state, worker, broken, fragment)
-        return state._replace(worker=PerWorker.wrap(after)), PerWorker.wrap(out)
+        weight = self._weighed(state.weight, batch)
+        return state._replace(worker=PerWorker.wrap(after), weight=weight), PerWorker.wrap(out)
 
     def mix(self, state: LocalState, fragment: int) -> LocalState:
         """Lets workers go on from an exchange that has arrived."""
@@ -149,6 +156,9 @@ class Worker(NamedTuple):
         params = self._part(state.params, fragment)
         own = self._part(self.params(worker), fragment)
         moved = displacement(params, own)
+        weight = PerWorker.unwrap(state.weight)
+        if self.weight is not None:
+            moved = weighted(moved, weight[fragment], axis_name=self.axis_name)
         before = state.outer[fragment]
         updates, after = self.outer.update(moved, before, params)
         updated = optax.apply_updates(params, updates)
@@ -163,12 +173,26 @@ class Worker(NamedTuple):
         outer[fragment] = kept(after, before)
         outcome = jnp.where(any_broken, jnp.int32(1), jnp.where(overflows, jnp.int32(2), 0))
         places = self._fragment(state.params, fragment)
+        if self.weight is not None:
+            # Workers keep what they still have to send, and others go back with all their moves.
+            rest = jnp.where(outcome == 1, weight, weight.at[fragment].set(0))
+            weight = jnp.where(broken, jnp.zeros_like(weight), rest)
         return state._replace(
             params=replaced(state.params, places, jax.tree.leaves(kept(updated, params))),
             outer=tuple(outer),
             outcome=state.outcome.at[fragment].set(outcome),
             skipped=state.skipped + jnp.where(ok, 0, 1),
+            weight=PerWorker.wrap(weight),
         )
+
+    def _weighed(self, weight: Any, batch: Any) -> Any:
+        """The weights after a step on this batch."""
+        if self.weight is None:
+            return ()
+        own = self.weight(batch)
+        check_weight(own)
+        own = jnp.asarray(own).astype(jnp.float32)
+        return jax.tree.map(lambda before: before + own, weight)
 
     def _mixed(self, worker: Any, state: LocalState, fragment: int, weight: float | None) -> Any:
         """The worker after a fragment's last exchange: mixed with it, unchanged, or set back."""

@@ -15,7 +15,7 @@ from jaxsparse.arrays.magnitude import clipped
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.feedback import ErrorFeedbackState
-from jaxsparse.feedback.options import check_momentum, part, transformation
+from jaxsparse.feedback.options import check_momentum, part, skipped_update, transformation
 from jaxsparse.feedback.transformations import ErrorFeedback
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.systems.row import Case, Request, Settings, System
@@ -127,6 +127,7 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
             )
     axis_name, mesh, momentum = settings.axis_name, settings.mesh, settings.momentum
     check_momentum(momentum)
+    of_skipped = skipped_update(settings.when_skipped, settings.delay)
     feedback = dataclasses.replace(part(settings, ErrorFeedback), momentum=None).transformation()
 
     def init(params: Any) -> EF21State:
@@ -159,7 +160,7 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
         estimate = jax.tree.map(lambda g, c: select(add(g, c), g), state.estimate, means)
         kept = jax.tree.map(select, after, before)
         delivered = jax.tree.map(
-            lambda g, like: narrow(jnp.where(ok, g, 0), like.dtype), estimate, updates
+            lambda g, like: narrow(jnp.where(ok, g, of_skipped), like.dtype), estimate, updates
         )
         steps = state.steps + jnp.where(ok, jnp.uint32(1), jnp.uint32(0))
         kept = PerWorker.wrap(wire.varying(kept, axis_name))

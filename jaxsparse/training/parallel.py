@@ -27,7 +27,10 @@ from jaxsparse.comm.meshes import (
 from jaxsparse.processes.agreement import compare as compare_calls
 from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of
-from jaxsparse.training.sharding import count_workers
+from jaxsparse.training.clips import warn_of_clips
+from jaxsparse.training.constraints import constrains, without_axis
+from jaxsparse.training.outputs import Kinds, over_workers
+from jaxsparse.training.sharding import count_workers, warn_of_copies
 from jaxsparse.training.strays import warn_of_strays
 
 Way = Literal["vmap", "shard_map"]
@@ -42,6 +45,7 @@ def data_parallel(
     axis_name: str = "data",
     batch_argnums: int | Sequence[int] = 1,
     donate_argnums: int | Sequence[int] = (),
+    outputs: Any = None,
     check: bool = True,
     via: Way | None = None,
     compare: bool = True,
@@ -54,8 +58,10 @@ def data_parallel(
     All other axes of the mesh are left to JAX. Inside `step`, parameters that are sharded over them
     (FSDP, tensor parallelism) are whole arrays, as under `jax.jit`, and JAX adds the communication
     that they need. Only the exchange of a jaxsparse transformation sees devices' shards.
-    Constraints inside `step` name these axes alone: where code for `jax.jit` has
-    `with_sharding_constraint(x, PartitionSpec(("hosts", "fsdp")))`, leave "hosts" out.
+    Sharding constraints inside `step` may name the axis of the workers, too, as code for `jax.jit`
+    does, `with_sharding_constraint(x, PartitionSpec(("hosts", "fsdp")))`: it is taken out of these.
+    Where the step runs under `jax.shard_map`, this takes a `NamedSharding` with a mesh of Auto
+    axes. A bare `PartitionSpec` has to leave "hosts" out there.
 
     On a mesh without other axes, `step` runs under `jax.shard_map`. With other axes:
 
@@ -74,8 +80,8 @@ def data_parallel(
     Args:
         step: function of positional arguments, written for one worker. It sees `PerWorker`
             arrays as (1, ...), batches as (batch / W, ...), and all other arrays whole. An output
-            must be equal on all workers (average metrics with `jax.lax.pmean(x, axis_name)`), or
-            marked `PerWorker`.
+            must be equal on all workers (average metrics with `jax.lax.pmean(x, axis_name)`),
+            marked `PerWorker`, or among `outputs`.
         mesh: a mesh of Auto or Explicit axes, or a number of workers to simulate on one device
             with `jax.vmap`, which gives the same numbers, but for rounding.
         axis_name: the mesh axis of the workers, bound inside `step`.
@@ -84,10 +90,18 @@ def data_parallel(
             place batches with `PartitionSpec((axis_name, "fsdp"))` if "fsdp" is to share a worker's
             part.
         donate_argnums: numbers of donated arguments, as for `jax.jit`. Donate the training state.
+        outputs: what outputs are that differ between workers, for a step that does not average its
+            metrics itself: a tree in the outputs' structure, such as `(None, {"loss": "mean",
+            "tokens": "sum", "norm": "own"})`. "mean" and "sum" go over workers, all alike
+            (`jaxsparse.weighted` changes that), and keep shape and dtype; "own" gives an array
+            (W, ...) of each worker's. A kind counts for all arrays below it, and dictionaries may
+            leave out entries and name fields of classes. What is None or left out must be equal on
+            all workers. A sum of what the step has summed already would count it W times.
         check: whether to trace `step` once more, without its exchange, to see that outputs are
             equal on all workers and that gradients have not been averaged. It also warns of
             arguments behind the first batch that have as many rows as a batch, but are not in
-            `batch_argnums`.
+            `batch_argnums`, and of Optax's clips in front of an exchange without momentum and
+            without `per_worker`.
         via: how to run on a mesh with other axes. None: see above.
         compare: whether several processes compare the step before its first call: versions, mesh,
             shapes, program, constants, and the values of arguments that are equal on all workers.
@@ -98,6 +112,10 @@ def data_parallel(
     other than the exchange's that cross `axis_name`, if a device receives 1 KiB or more by them.
     A call with other shapes is a first call of another program. Inside an outer `jax.jit` nothing
     is compared or read, because the step can't see that program.
+
+    The first call also warns of per-worker state of which each device holds all workers' rows.
+    Inside an outer `jax.jit` only types can tell, so there is a warning if `axis_name` is Explicit.
+    If it is Auto, look at `opt_state` outside of that program: `x.sharding` of residuals.
 
     Code on Explicit axes that computes gradients outside of `step` passes them through
     `jaxsparse.own_gradients` first. If arguments are Flax nnx modules, lift `step` as for
@@ -111,7 +129,8 @@ def data_parallel(
         of shapes, and once more for the check, or to choose `via`.
 
     Raises:
-        ValueError: the mesh has no such axis or no worker, or `via` is unknown. At the call: the
+        ValueError: the mesh has no such axis or no worker, or `via` or a kind of `outputs` is
+            unknown. At the call: `outputs` names no output, or one of a dtype without a mean, the
             workers don't divide a batch, a leaf is no array, per-worker state isn't spread over the
             workers (`shard`), an output differs between workers, or gradients have been averaged
             already.
@@ -121,28 +140,37 @@ def data_parallel(
     workers = count_workers(mesh, axis_name)
     if via not in (None, "vmap", "shard_map"):
         raise ValueError(f"via={via!r} is unknown: use 'vmap', 'shard_map' or None")
+    output_kinds = Kinds(outputs)
     whole = mesh if isinstance(mesh, Mesh) else None
     inner = dict(inner_axes(whole, axis_name)) if whole is not None else {}
+
+    kinds = {} if whole is None else dict(zip(whole.axis_names, whole.axis_types))
+    is_typed = kinds.get(axis_name) == AxisType.Explicit  # traced arrays tell where they are
 
     def parallel(*args: Any, **named: Any) -> Any:
         batches = _batches_of(given, args, named)
         _check_arguments(args, batches, workers)
         if check and workers > 1:
             _warn_of_whole_batches(args, batches)
+        if is_typed:
+            warn_of_copies(axis_name, args)
         is_split = [
             jax.tree_util.tree_map_with_path(lambda p, _, i=i: i in batches or is_marked(p), arg)
             for i, arg in enumerate(args)
         ]
-        body = _Worker(step, axis_name)
-        problem, chosen = None, via
+        body = _Worker(step, axis_name, output_kinds)
+        program, problem, chosen = None, None, via
         if inner and whole is not None and AxisType.Explicit in whole.axis_types:
             chosen = chosen or "shard_map"
-        if check or (inner and chosen is None):
-            program, problem = _traced(body, workers, whole, axis_name, args, is_split)
+        if check or inner:
+            program, problem = _traced(body, workers, whole, axis_name, args, is_split, check)
             if isinstance(problem, WorkersError) and check:
                 raise problem
             serves = program is not None and not _convolves(program)
             chosen = chosen or ("vmap" if serves else "shard_map")
+        if whole is not None and (program is None or constrains(program, axis_name)):
+            rewritten = without_axis(step, axis_name, is_manual=not inner)
+            body = _Worker(rewritten, axis_name, output_kinds)
         with _explained(axis_name), running(Running(whole, axis_name)):
             if whole is None or (inner and chosen == "vmap"):
                 outputs = _mapped(body, workers, axis_name, is_split, whole)(*args)
@@ -158,6 +186,8 @@ def data_parallel(
 
     run = jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
     before: list[Callable[[Any], None]] = []
+    if whole is not None and not is_typed:
+        before.append(functools.partial(warn_of_copies, axis_name))
     group = None if whole is None else group_of(whole)
     if whole is not None and group is not None and compare:
         before.append(functools.partial(compare_calls, group, run, whole, given))
@@ -172,24 +202,32 @@ class _Worker:
     Only tracing tells what a step returns, so a call remembers the outputs' tree for `joined`.
     """
 
-    def __init__(self, step: Callable[..., Any], axis_name: str) -> None:
-        self._step, self._axis_name = step, axis_name
+    def __init__(self, step: Callable[..., Any], axis_name: str, kinds: Kinds) -> None:
+        self._step, self._axis_name, self._kinds = step, axis_name, kinds
         self._marks: list[bool] = []
         self._treedef: Any = None
 
     def __call__(self, *args: Any) -> tuple[list[Any], list[Any]]:
+        axis = self._axis_name
         outputs, self._treedef = tree_flatten_with_path(self._step(*args))
-        self._marks = [is_marked(path) for path, _ in outputs]
+        kinds = self._kinds.of([path for path, _ in outputs])
+        self._marks = [is_marked(path) or kind == "own" for (path, _), kind in zip(outputs, kinds)]
         own, others, names = list[Any](), list[Any](), list[str]()
-        for (path, leaf), mark in zip(outputs, self._marks):
+        for (path, leaf), kind in zip(outputs, kinds):
             name = f"the step's output{keystr(path)}"
-            if mark:
+            if is_marked(path):
                 check_wrapped(name, leaf)
                 own.append(leaf)
+                if kind is not None:
+                    raise ValueError(
+                        f"{name} is per-worker state, but outputs says {kind!r}: leave it out"
+                    )
+            elif kind == "own":
+                own.append(jnp.asarray(leaf)[None])
             else:
-                others.append(leaf)
+                others.append(leaf if kind is None else over_workers(name, leaf, kind, axis))
                 names.append(name)
-        return own, _equal_on_all(others, names, self._axis_name)
+        return own, _equal_on_all(others, names, axis)
 
     def joined(self, own: list[Any], others: list[Any]) -> Any:
         """What the step returned when it was called last, made of these arrays."""
@@ -214,7 +252,8 @@ def _explained(axis_name: str) -> Iterator[None]:
         if "with_sharding_constraint" in str(error) and repr(axis_name) in str(error):
             error.add_note(
                 "Inside jaxsparse.data_parallel a step is one worker's, and sees its part of the "
-                f"batch: leave {axis_name!r} out of the partitions of its constraints"
+                f"batch: leave {axis_name!r} out of the partitions of its constraints, or give "
+                "NamedShardings, out of which it is taken"
             )
         raise
 
@@ -279,7 +318,7 @@ def _mapped(body, workers, axis_name, is_split, mesh):
 
 
 def _traced(
-    body, workers, mesh, axis_name, args, is_split
+    body, workers, mesh, axis_name, args, is_split, check
 ) -> tuple[Jaxpr | None, Exception | None]:
     """The program of `body` over simulated workers, without exchanges, and its problem, or None.
 
@@ -314,6 +353,8 @@ def _traced(
             program = jax.make_jaxpr(apart)(*shapes).jaxpr
     except Exception as error:  # the step has an error, which it will show; or vmap lacks a rule
         return None, error
+    if check and workers > 1 and not how.clips_own:
+        warn_of_clips(program)
     return program, next((p for p in how.problems.values() if p is not None), None)
 
 
@@ -347,12 +388,14 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
                     f"{name} differs between workers, and no exchange of jaxsparse ran in this "
                     "step: chain one in front of the optimizer, as in optax.chain("
                     "jaxsparse.qsgd(4), optax.adamw(lr)), or behind jaxsparse.per_worker. A metric "
-                    f"is averaged with jax.lax.pmean(x, {axis_name!r})"
+                    f"is averaged with jax.lax.pmean(x, {axis_name!r}), or by "
+                    "data_parallel(outputs=)"
                 )
             if differs:
                 raise WorkersError(
                     f"{name} differs between workers: average it with jax.lax.pmean(x, "
-                    f"{axis_name!r}), or mark it with jaxsparse.PerWorker.wrap(x). Statistics of "
+                    f"{axis_name!r}), say by data_parallel(outputs=) whether it is a mean, a sum "
+                    "or a worker's own, or mark it with jaxsparse.PerWorker.wrap(x). Statistics of "
                     f"BatchNorm need its axis_name={axis_name!r}. Does a transformation around the "
                     "exchange, such as optax.MultiSteps, or one in front of it, such as "
                     "optax.scale_by_adam, keep gradients? They are each worker's own: accumulate "

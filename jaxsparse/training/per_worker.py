@@ -116,6 +116,8 @@ def per_worker(
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         wire.axis_size(axis_name)  # raises if it is not bound
+        if (how := meshes.RUNNING.get()) is not None:
+            how.clips_own.add("per_worker")
         before = PerWorker.unwrap(state)
         try:
             delivered, after = tx.update(updates, before, params, **extra_args)

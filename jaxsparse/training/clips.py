@@ -1,0 +1,45 @@
+"""A warning of clips in front of an exchange: each worker's gradient is clipped, not their mean."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import Jaxpr
+
+from jaxsparse.comm import compat
+from jaxsparse.comm.meshes import SCOPE
+
+# Optax's clips, by norm or by value, are in this file, and have one of these operations. To look at
+# all others' frames would take long.
+_FILE, _HAVE = "/optax/transforms/_clipping.py", {"select_n", "clamp", "max", "min", "jit", "pjit"}
+
+
+def warn_of_clips(program: Jaxpr) -> None:
+    """Warns of clips of Optax in front of an exchange, in a program traced for the check."""
+    if _clips_first(program):
+        warnings.warn(
+            "the step clips gradients in front of the exchange: each worker's own, whose norm is "
+            "larger than that of their mean. A dense trainer clips the mean: switch this clip off, "
+            "and chain it behind the exchange, as in optax.chain(jaxsparse.spardl(0.01), "
+            "optax.clip_by_global_norm(1.0), optax.adamw(lr)). To clip each worker's on purpose, "
+            'filter this warning: warnings.filterwarnings("ignore", "the step clips")',
+            stacklevel=5,
+        )
+
+
+def _clips_first(program: Jaxpr) -> bool:
+    """Whether a clip comes before the first exchange. False without an exchange."""
+    clipped = False
+    for equation in _all(program):
+        if SCOPE in compat.name_stack(equation):
+            return clipped
+        may_be = equation.primitive.name in _HAVE and not clipped
+        clipped |= may_be and any(file.endswith(_FILE) for file in compat.files_of(equation))
+    return False
+
+
+def _all(program: Jaxpr) -> Iterator[Any]:
+    for equation in program.eqns:
+        yield equation
+        for inner in compat.inner_programs(equation.params):
+            yield from _all(inner)

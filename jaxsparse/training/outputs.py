@@ -1,0 +1,80 @@
+"""What a step's outputs are: means over workers, sums over them, or each worker's own."""
+
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
+
+from jaxsparse.comm import wire
+
+Kind = Literal["mean", "sum", "own"]
+
+
+class Kinds:
+    """The kind of each output of a step.
+
+    Args:
+        given: see `outputs` of `jaxsparse.data_parallel`.
+
+    Raises:
+        ValueError: it holds something else than a kind.
+    """
+
+    def __init__(self, given: Any) -> None:
+        leaves = tree_flatten_with_path(given)[0]
+        for path, kind in leaves:
+            if kind not in get_args(Kind):
+                raise ValueError(
+                    f"outputs{keystr(path)}={kind!r} is unknown: give 'mean', 'sum' or 'own' for "
+                    "an output, and leave out those that are equal on all workers"
+                )
+        self._given = {_keys(path): (path, kind) for path, kind in leaves}
+
+    def of(self, paths: list[KeyPath]) -> list[Kind | None]:
+        """The kind of each output at these paths; None where it must be equal on all workers.
+
+        Raises:
+            ValueError: an entry names no output.
+        """
+        found, unused = list[Kind | None](), dict(self._given)
+        for path in paths:
+            keys = _keys(path)
+            ends = [keys[:n] for n in range(len(keys) + 1) if keys[:n] in self._given]
+            found.append(self._given[ends[-1]][1] if ends else None)
+            for end in ends:
+                unused.pop(end, None)
+        if unused:
+            path, kind = next(iter(unused.values()))
+            names = ", ".join(map(keystr, paths))
+            raise ValueError(
+                f"outputs{keystr(path)}={kind!r} names no output of the step, which has "
+                f"{names[:500] or 'none'}: give a tree like that of the outputs, in which those "
+                "that are equal on all workers are left out or None"
+            )
+        return found
+
+
+def _keys(path: KeyPath) -> tuple[str, ...]:
+    """A path's keys in words: a dictionary may name the fields of a class."""
+    named = lambda key: getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
+    return tuple(str(named(key)) for key in path)
+
+
+def over_workers(name: str, x: Any, kind: Kind, axis_name: str) -> jax.Array:
+    """The mean or the sum of an output over workers.
+
+    Raises:
+        ValueError: its dtype has none.
+    """
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact if kind == "mean" else jnp.number):
+        raise ValueError(
+            f"{name} has dtype {x.dtype}, which has no {kind}: give 'own' for each worker's, or "
+            "return numbers" + (" of floats" if kind == "mean" else "")
+        )
+    if kind == "sum":
+        return wire.psum(x, axis_name)
+    # A sum of float16 could overflow where its mean does not.
+    wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    return (wire.psum(wide, axis_name) / wire.axis_size(axis_name)).astype(x.dtype)
