@@ -13,7 +13,7 @@ from jaxsparse import data_parallel, weighted
 RNG = np.random.default_rng(0)
 INPUTS, TARGETS = (RNG.normal(size=(24, n)).astype(np.float32) for n in (5, 3))
 START = {"kernel": RNG.normal(size=(5, 3)).astype(np.float32)}
-MASK = (np.arange(24) % 6 >= np.arange(24) // 5).astype(np.float32)  # fewer and fewer tokens
+MASK = (np.arange(24) % 5 >= np.arange(24) // 5).astype(np.float32)  # fewer and fewer tokens
 
 
 def mean_of(params, inputs, targets, mask):
