@@ -1,5 +1,6 @@
 """Meshes with inner axes, for FSDP and tensor parallelism inside a worker."""
 
+import dataclasses
 import functools
 import math
 import subprocess
@@ -23,6 +24,7 @@ from jaxsparse import PerWorker, data_parallel, reshard, shard, traffic
 from jaxsparse.comm import meshes
 from jaxsparse.feedback.sharded import exchanged_specs
 from jaxsparse.systems import OmniReduce
+from jaxsparse.systems.dense import Dense
 
 STEPS = 2
 
@@ -92,6 +94,28 @@ def test_full_budget_is_the_dense_mean(pair):
         tolerance = {"atol": 4.0} if rounds(case.full) else {"rtol": 1e-5, "atol": 1e-3}
         owed = kept(state, "residual", leaf)
         np.testing.assert_allclose(given[leaf] + owed, sent[leaf], **tolerance, err_msg=leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembering(Dense):
+    """Its state is a worker's own: the sum of the first elements of what it exchanged."""
+
+    def init(self, size):
+        return PerWorker(jnp.zeros(1))
+
+    def __call__(self, x, state, *, axis_name):
+        reduced = super().__call__(x, (), axis_name=axis_name)
+        return reduced._replace(state=PerWorker(state.value + x[0]))
+
+
+def test_a_reducers_state_may_differ_between_workers():
+    sent, given, state = steps(Remembering(), mesh((2, 2)))
+    for leaf in SHAPES:
+        np.testing.assert_allclose(given[leaf], sent[leaf], rtol=1e-5, atol=1e-3)
+    for one in state.reducers:
+        first, second = jax.device_get(one.value)
+        assert first.shape == (2,)  # one of each device of the worker
+        assert (first != second).any()
 
 
 @pytest.mark.parametrize("via", ["vmap", some(["shard_map"], [])[0]])
