@@ -15,6 +15,7 @@ from jaxsparse.islands import watch
 from jaxsparse.islands.store import Store
 from jaxsparse.planner import units
 from jaxsparse.planner.computing import profile_systems
+from jaxsparse.planner.islands import plan_islands
 from jaxsparse.planner.network import Link, Network
 from jaxsparse.planner.planning import plan
 from jaxsparse.planner.plans import Plan, compared
@@ -59,9 +60,18 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--workers",
         type=_read(units.whole),
-        required=True,
         help="number of hosts that exchange gradients",
     )
+    add(
+        "--islands",
+        type=_read(units.whole),
+        metavar="N",
+        help="instead of --workers: islands that meet in an object store (jaxsparse.islands)",
+    )
+    add("--every", type=_read(units.whole), metavar="H", help="steps of islands in a round (30)")
+    add("--overlap", type=int, metavar="STEPS", help="steps of islands beside an exchange (0)")
+    add("--failures", type=float, metavar="RATE", help="of an island in an hour (0)")
+    add("--grace", type=_read(units.seconds), metavar="TIME", help="see jaxsparse.islands (60s)")
     add(
         "--bandwidth",
         type=_read(lambda text: (text, units.bytes_per_second(text))),
@@ -171,6 +181,14 @@ def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _plan(args: argparse.Namespace) -> None:
+    if (args.workers is None) == (args.islands is None):
+        raise ValueError("give either --workers or --islands")
+    if args.islands is not None:
+        _plan_islands(args)
+        return
+    for name in _OF_ISLANDS:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} is for --islands: leave it out")
     if (args.network is None) == (args.bandwidth is None):
         raise ValueError("give either --bandwidth (10Gbit) or --network FILE")
     if args.network is not None and args.latency is not None:
@@ -196,6 +214,48 @@ def _plan(args: argparse.Namespace) -> None:
         print(*plans.values())
     else:
         print(compared(plans))
+
+
+# Flags of `plan` that only islands have, and those that they have not, with their defaults.
+_OF_ISLANDS = ("every", "overlap", "failures", "grace")
+_OF_WORKERS = {
+    "network": None,
+    "density": 0.01,
+    "local_steps": 1,
+    "profile": None,
+    "memory_bandwidth": None,
+    "systems": None,
+}
+
+
+def _plan_islands(args: argparse.Namespace) -> None:
+    for name, default in _OF_WORKERS.items():
+        if getattr(args, name) != default:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is for --workers: leave it out with --islands")
+    if args.bandwidth is None or not args.step:
+        raise ValueError("--islands needs --bandwidth (100Mbit) and --step (1s)")
+    latency = 20e-3 if args.latency is None else args.latency
+    given = {name: getattr(args, name) for name in _OF_ISLANDS}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    plans = {
+        text: plan_islands(
+            args.params,
+            args.islands,
+            link=Link(latency, bandwidth),
+            step_seconds=args.step,
+            **chosen,
+        )
+        for text, bandwidth in args.bandwidth
+    }
+    if args.json:
+        content = [dataclasses.asdict(found) for found in plans.values()]
+        for one, found in zip(content, plans.values()):
+            one["rounds"] = [each._asdict() for each in found.rounds]
+        print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
+        return
+    for text, found in plans.items():
+        print(f"{text}, latency {latency:g} s: {found}", end="\n\n" if len(plans) > 1 else "\n")
 
 
 def _plans(args: argparse.Namespace, networks: dict[str, Any], profile: Any) -> dict[str, Plan]:

@@ -17,6 +17,8 @@ import optax
 from jaxsparse.islands.arithmetic import Arithmetic
 from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.member import IslandState, Member
+from jaxsparse.islands.records import Decision
+from jaxsparse.islands.rounds import decision_key, rounds_in
 from jaxsparse.islands.store import UnreachableError
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step
@@ -122,6 +124,8 @@ class _Island:
         self._reports: list[Report] = []  # of former lives
         # Steps that no message that counted has, and how many of them the present message has.
         self._owed = self._sent = 0
+        # Messages that it did not see counted when it died: life, first possible round, steps.
+        self.left: list[tuple[str, int, int]] = []
         self.state: IslandState | None = None
         self.steps = self.counted = 0
         self.waited = 0.0
@@ -140,6 +144,11 @@ class _Island:
         self._member, self.is_stopped = self._make(), False
 
     def kill(self) -> None:
+        if self._member is not None and self._exchange is not None:
+            if self._exchange.counted:
+                self.counted += self._sent
+            else:
+                self.left.append((self._member.life, self._exchange.round, self._sent))
         self._reports = list(self.reports)
         self._member = self.state = self._exchange = None
         self._owed = 0
@@ -303,6 +312,14 @@ def simulate(
                 did = one.act(step, batches[name], every, overlap)
                 one.waited += poll if did == "wait" else 0.0
                 plan(now + takes(name)[did], name)
+    decisions = [
+        Decision.from_bytes(store.get(decision_key(round)) or b"", round)[0]
+        for round in rounds_in(store, "decisions")
+    ]
+    for name, one in islands.items():
+        for life, round, steps in one.left:
+            if any(d.round >= round and d.lives.get(name) == life for d in decisions):
+                one.counted += steps
     return {
         name: Told(one.state, one.steps, one.counted, one.waited, one.reports)
         for name, one in islands.items()

@@ -6,6 +6,11 @@ from jaxsparse.planner.computing import (
     profile_tensors as profile_tensors,
     time_exchange as time_exchange,
 )
+from jaxsparse.planner.islands import (
+    IslandRound as IslandRound,
+    IslandsPlan as IslandsPlan,
+    plan_islands as plan_islands,
+)
 from jaxsparse.planner.links import fit_link as fit_link, measure_network as measure_network
 from jaxsparse.planner.network import (
     Link as Link,
