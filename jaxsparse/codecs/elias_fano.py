@@ -103,10 +103,9 @@ class EliasFano:
         low = stream.indices.at[slots].get(mode="promise_in_bounds").astype(jnp.uint32)
         low = jnp.where(is_entry, low & jnp.uint32((1 << layout.low) - 1), jnp.uint32(0))
         place = high + jax.lax.iota(jnp.int32, capacity)
-        mask = zeros((layout.bitmap,), jnp.bool_, (stream.indices, stream.values))
+        mask = zeros((layout.bitmap,), jnp.uint32, (stream.indices, stream.values))
         place = jnp.where(is_entry, place, layout.bitmap + jax.lax.iota(jnp.int32, capacity))
-        mask = mask.at[place].set(True, mode="drop", unique_indices=True)
-        bitmap = pack_fields(mask.astype(jnp.uint32), 1)
+        bitmap = pack_fields(_placed(mask, place, jnp.ones_like(low)), 1)
         count = jnp.sum(is_entry, dtype=jnp.int32)
         return jnp.concatenate(
             [bitmap, pack_fields(low, layout.low), self._values.encode(values, count)]
@@ -183,10 +182,10 @@ def _ones(
     turn = running_sum((counts > 0).astype(jnp.int32), most=1, total=bitmap.size) - 1
     turn = jnp.where(counts > 0, turn, bitmap.size)
     word = jax.lax.iota(jnp.int32, bitmap.size)
-    used = jnp.zeros_like(word).at[turn].set(word, mode="drop")
+    used = _placed(jnp.zeros_like(word), turn, word)
     first = jnp.where(counts > 0, starts, 32 * words(capacity))
     mark = jnp.uint32(1) << (first & 31).astype(jnp.uint32)
-    marks = jnp.zeros_like(bitmap, shape=(words(capacity),)).at[first >> 5].add(mark, mode="drop")
+    marks = _placed(jnp.zeros_like(bitmap, shape=(words(capacity),)), first >> 5, mark)
     marked = jax.lax.population_count(marks).astype(jnp.int32)
     before = running_sum(marked, most=32, total=bitmap.size) - marked
     lanes = jax.lax.iota(jnp.uint32, 32)
@@ -196,6 +195,18 @@ def _ones(
     bit = jax.lax.iota(jnp.int32, capacity) - starts.at[word].get(mode="clip")
     place = within.ravel().at[(bit & 31) * bitmap.size + word].get(mode="clip")
     return word * 32 + place.astype(jnp.int32), ends[-1]
+
+
+def _placed(
+    x: Num[Array, " n"], places: Int[Array, " k"], values: Num[Array, " k"]
+) -> Num[Array, " n"]:
+    """`x` with values added at places, but for places past the end.
+
+    Where XLA cuts these arrays over devices, and pads them because the devices do not divide them,
+    it adds what it padded at place 0. So place 0 is another one, and is cut off afterwards.
+    """
+    padded = jnp.pad(x, (1, 0))
+    return padded.at[places + 1].add(values, mode="drop")[1:]
 
 
 def _highs(layout: _Layout, size: int) -> int:
