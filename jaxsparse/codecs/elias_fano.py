@@ -102,10 +102,9 @@ class EliasFano:
         is_entry = high < _highs(layout, size)
         low = stream.indices.at[slots].get(mode="promise_in_bounds").astype(jnp.uint32)
         low = jnp.where(is_entry, low & jnp.uint32((1 << layout.low) - 1), jnp.uint32(0))
-        place = high + jax.lax.iota(jnp.int32, capacity)
-        mask = zeros((layout.bitmap,), jnp.uint32, (stream.indices, stream.values))
-        place = jnp.where(is_entry, place, layout.bitmap + jax.lax.iota(jnp.int32, capacity))
-        bitmap = pack_fields(_placed(mask, place, jnp.ones_like(low)), 1)
+        place = jnp.where(is_entry, high + jax.lax.iota(jnp.int32, capacity), layout.bitmap)
+        bits = zeros((layout.bitmap,), jnp.uint32, (stream.indices, stream.values))
+        bitmap = pack_fields(_placed(bits, place, jnp.ones_like(low)), 1)
         count = jnp.sum(is_entry, dtype=jnp.int32)
         return jnp.concatenate(
             [bitmap, pack_fields(low, layout.low), self._values.encode(values, count)]
@@ -200,10 +199,11 @@ def _ones(
 def _placed(
     x: Num[Array, " n"], places: Int[Array, " k"], values: Num[Array, " k"]
 ) -> Num[Array, " n"]:
-    """`x` with values added at places, but for places past the end.
+    """`x` with values added at places. Values with places past the end are left out.
 
-    Where XLA cuts these arrays over devices, and pads them because the devices do not divide them,
-    it adds what it padded at place 0. So place 0 is another one, and is cut off afterwards.
+    XLA may cut these arrays over several devices. If the devices do not divide them, it pads them,
+    and adds the padding at place 0 (tests/test_by_message.py). So a spare element stands in front,
+    and is cut off afterwards.
     """
     padded = jnp.pad(x, (1, 0))
     return padded.at[places + 1].add(values, mode="drop")[1:]

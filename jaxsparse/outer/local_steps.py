@@ -114,10 +114,10 @@ class LocalSteps:
             step (of fragment 0, with streaming) averages them over workers. They travel
             uncompressed. None: each worker keeps its own.
         weight: function of a worker's share of a batch that gives what it counts, such as its
-            number of tokens: a real scalar, at least 0. A displacement then counts by what its
-            steps weigh together, so that the mean is over all tokens (`jaxsparse.weighted`), and
-            one of weight 0 by nothing. Residuals hold weighted displacements. None: all workers
-            count alike.
+            number of tokens: a real scalar, at least 0. A displacement then counts what its steps
+            weigh together, so that the mean is over all tokens (`jaxsparse.weighted`). One of
+            weight 0 does not count. Residuals hold weighted displacements. None: all workers count
+            alike.
         streaming: how to exchange fragments in turn; None: all at once.
         via: see `jaxsparse.data_parallel`.
 

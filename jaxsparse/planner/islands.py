@@ -22,7 +22,7 @@ from jaxsparse.planner.network import Link
 from jaxsparse.systems import quantized
 
 # Requests of a round besides messages, one after the other: a list, two looks for a decision, its
-# creation, and a look at what stands there. `VirtualStore` of the simulation has no time for these.
+# creation, and a look at what stands there. The simulation gives these no time.
 _REQUESTS = 5
 
 Make = Callable[[], optax.GradientTransformation]

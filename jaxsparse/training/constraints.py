@@ -55,7 +55,7 @@ class _Rewriting:
 
     def __init__(self, axis_name: str, is_manual: bool) -> None:
         self._axis_name, self._is_manual = axis_name, is_manual
-        self._known: dict[int, tuple[Any, Any]] = {}  # with the original, so that its id stays its
+        self._known: dict[int, tuple[Any, Any]] = {}  # with the original, whose id is the key
 
     def closed(self, program: ClosedJaxpr) -> ClosedJaxpr:
         found = self._known.get(id(program))
