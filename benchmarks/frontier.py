@@ -224,7 +224,7 @@ class Trainer:
         first = recipe.warm * steps // 100
         if first not in self._ways:
             every: Any = jaxsparse.Stages((1, recipe.every), (first,)) if first else recipe.every
-            outer = optax.chain(self._exchange, optax.sgd(1.0))
+            outer = jaxsparse.outer.mean(exchange=self._exchange)
             self._ways[first] = LocalSteps(
                 self._step, outer, WORKERS, every=every, params=lambda state: state.params
             )

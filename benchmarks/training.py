@@ -76,7 +76,7 @@ def text_rows(density: float) -> Rows:
         "EF21-SGDM, before Adam": lambda lr: optax.chain(
             jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(density)), adam(b1=0.0), rate(lr)
         ),
-        "10 local steps, mean": lambda lr: Local(optax.adam(lr), outer.diloco(1.0, 0.0), 10),
+        "10 local steps, mean": lambda lr: Local(optax.adam(lr), outer.mean(), 10),
         "10 local steps, SparseLoCo": lambda lr: Local(optax.adam(lr), outer.sparse_loco(), 10),
     }
 
@@ -120,9 +120,7 @@ def digit_rows(density: float) -> Rows:
             jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(density), momentum=0.9),
             rate(10 * lr),
         ),
-        "10 local steps, mean": lambda lr: Local(
-            optax.sgd(lr, momentum=0.9), outer.diloco(1.0, 0.0), 10
-        ),
+        "10 local steps, mean": lambda lr: Local(optax.sgd(lr, momentum=0.9), outer.mean(), 10),
         "10 local steps, SparseLoCo": lambda lr: Local(
             optax.sgd(lr, momentum=0.9), outer.sparse_loco(), 10
         ),

@@ -42,6 +42,7 @@ SETTINGS = {
     ),
     "rows": (lambda: sketched(rows=0), r"rows=0"),
     "density": (lambda: jaxsparse.top_k(0), r"density=0 must lie in \(0, 1\]"),
+    "density in percent": (lambda: jaxsparse.spardl(1), r"density=1 is 100 %: write 1.0 to send"),
     "density as text": (lambda: jaxsparse.gtopk("0.1"), r"density='0.1' must be a number"),
     "density as bool": (lambda: jaxsparse.spardl(True), r"density=True must be a number"),
     "injected density": (
@@ -320,6 +321,10 @@ def accumulated_outside():
         update(optax.MultiSteps(sketched(), 2))
 
 
+def adam_in_front():
+    update(optax.chain(optax.scale_by_adam(), sketched()))
+
+
 def optimizer_state_as_a_batch():
     run = data_parallel(lambda params, state, batch: params, mesh(3))
     run(PARAMS, shard(sketched().init(PARAMS), 3), jnp.ones(6))
@@ -335,6 +340,7 @@ def unknown_way():
 
 USES = {
     accumulated_outside: r"acc_grads.* differs between workers.*MultiSteps.*inside the step",
+    adam_in_front: r"mu\['b'\] differs between workers: .*scale_by_adam.* behind the exchange",
     optimizer_state_as_a_batch: r"argument 1 is split as a batch, but .* batch_argnums=2",
     several_axes_to_data_parallel: r"axis_name=\('hosts', 'local'\) must be the name of one mesh",
     unknown_way: r"via='pmap' is unknown: use 'vmap', 'shard_map' or None",

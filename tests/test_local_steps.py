@@ -109,11 +109,12 @@ PLACES = [(w, "mesh") for w in (1, 2, 3, 5, 8)] + [(w, "simulated") for w in (2,
 
 
 @pytest.mark.parametrize("place", some(PLACES, [(3, "mesh")]), ids=str)
-@pytest.mark.parametrize("name", some(["diloco", "bmuf", "slowmo"], ["diloco"]))
+@pytest.mark.parametrize("name", some(["diloco", "mean", "bmuf", "slowmo"], ["diloco"]))
 def test_outer_optimizers_are_those_of_numpy(place, name):
     workers, _ = place
     make = {
         "diloco": (outer.diloco(0.7, 0.9), reference.nesterov(0.7, 0.9)),
+        "mean": (outer.mean(0.8), reference.heavy_ball(0.8, 0.0)),
         "bmuf": (outer.bmuf(0.5, 0.8), reference.heavy_ball(0.8, 0.5)),
         "slowmo": (outer.slowmo(0.5, 0.8), reference.heavy_ball(0.8, 0.5)),
     }
@@ -171,7 +172,7 @@ BATCHES = np.random.default_rng(3).normal(size=(6, 12, 9)).astype(np.float32)
 
 
 def test_one_step_of_sgd_and_the_plain_mean_is_data_parallel_sgd():
-    mean = outer.diloco(1.0, 0.0)
+    mean = outer.mean()
     train = LocalSteps(regress(optax.sgd(0.1)), mean, mesh(3))
     w = jnp.ones((8, 1))
     state = train.init((w, optax.sgd(0.1).init(w)))
@@ -188,8 +189,8 @@ def test_a_plain_mean_is_local_sgd_and_one_worker_is_left_alone():
     """FedAvg. With W = 1 an outer step changes nothing but rounding. Inner momenta go on."""
     inner = optax.sgd(0.1, momentum=0.9)
     step, w = regress(inner), jnp.ones((8, 1))
-    train = LocalSteps(step, outer.diloco(1.0, 0.0), 3, every=3)
-    alone = LocalSteps(step, outer.diloco(1.0, 0.0), 1, every=3)
+    train = LocalSteps(step, outer.mean(), 3, every=3)
+    alone = LocalSteps(step, outer.mean(), 1, every=3)
     state, single = (one.init((w, inner.init(w))) for one in (train, alone))
     own, expected = [(w, inner.init(w))] * 3, (w, inner.init(w))
     for t, batch in enumerate(BATCHES):
@@ -280,7 +281,7 @@ def test_everything_sent_exactly_is_a_plain_mean():
     whole = outer.sparse_loco(
         learning_rate=1.0, k=16, chunk_size=16, value_bits=32, decay=0.0, is_dense=lambda *_: False
     )
-    np.testing.assert_allclose(make(whole), make(outer.diloco(1.0, 0.0)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(make(whole), make(outer.mean()), rtol=1e-5, atol=1e-5)
 
 
 FRAGMENTS = {
@@ -363,7 +364,7 @@ def test_displacements_by_weight_are_those_of_numpy(case):
 def test_weights_of_a_broken_worker_are_forgotten_and_others_kept():
     train = LocalSteps(
         lambda state, batch: ((state[0] - batch["move"],), ()),
-        outer.diloco(1.0, 0.0),
+        outer.mean(),
         2,
         every=2,
         weight=lambda batch: batch["tokens"].sum(),
@@ -586,7 +587,7 @@ def test_slow_momentum_survives_an_inner_rate_of_zero():
 def test_the_end_of_a_run_is_exchanged():
     tree = moves(5, 2)
     for streaming in (None, outer.Streaming(3)):
-        train = LocalSteps(walk, outer.diloco(1.0, 0.0), 2, every=3, streaming=streaming)
+        train = LocalSteps(walk, outer.mean(), 2, every=3, streaming=streaming)
         _, own, state = run(train, tree, finish=False)
         assert not np.allclose(flat(state.params), own[-1].mean(0), atol=0.1)
         done = train.finish(state, 5)
@@ -663,7 +664,7 @@ def test_a_broken_worker_does_not_hold_up_the_end():
     """The moves of the others are in the result. Without `finish`, the next outer step has them."""
     tree = moves(5, 3)
     tree["embedding"][4, 1, 0, 0] = np.nan
-    _, _, state = run(LocalSteps(walk, outer.diloco(1.0, 0.0), 3, every=4), tree)
+    _, _, state = run(LocalSteps(walk, outer.mean(), 3, every=4), tree)
     steps = as_vectors(tree)
     expected = flat(START) - steps[:4].sum(0).mean(0) - steps[4, [0, 2]].sum(0) / 3
     np.testing.assert_allclose(flat(state.params), expected, rtol=1e-4, atol=1e-5)
@@ -671,7 +672,7 @@ def test_a_broken_worker_does_not_hold_up_the_end():
 
 
 DELAYED = {
-    "dense": outer.diloco(1.0, 0.0, exchange=jaxsparse.dense(delay=1)),
+    "dense": outer.mean(exchange=jaxsparse.dense(delay=1)),
     "sparse": optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.chain(optax.chain(jaxsparse.top_k(0.5, delay=1)), optax.sgd(1.0)),
@@ -748,7 +749,7 @@ def test_streaming_averages_statistics_of_workers_that_are_not_broken():
 def test_parameters_of_few_bits_lose_nothing_globally():
     """theta_g is float32. What is rounded off a worker's copy of it is not taken for a move."""
     fine = np.float32([1.001, -2.003])  # bfloat16 has 1.0 and -2.0
-    train = LocalSteps(lambda s, b: ((s[0],), ()), outer.diloco(1.0, 0.0), 2)
+    train = LocalSteps(lambda s, b: ((s[0],), ()), outer.mean(), 2)
     state = train.init((jnp.asarray(fine, jnp.bfloat16),))
     state = state._replace(params=jnp.asarray(fine))
     state, _ = train(state, jnp.zeros((2, 1)), 0)

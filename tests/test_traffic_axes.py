@@ -630,4 +630,9 @@ def test_the_table_has_a_total_for_each_set_of_axes():
     assert [line[-2] for line in totals[:-1]] == [str(e.payload) for e in moved.by_axes.values()]
     alone = wire_bytes(program.as_text())
     assert "axes" not in str(alone)
+    assert "Nothing travels" not in str(moved)
+    lonely = wire_bytes(jax.jit(lambda x: x * 2).lower(1.0).compile())
+    assert str(lonely).endswith(
+        "Nothing travels: there are no collectives, or they have one worker."
+    )
     assert (alone.payload, alone.received) == (moved.payload, moved.received)

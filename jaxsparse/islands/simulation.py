@@ -240,7 +240,7 @@ def simulate(
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
         >>> step = jax.jit(lambda state, x: ((state[0] - 0.1 * (state[0] - x),), None))
-        >>> outer = jaxsparse.outer.diloco(1.0, 0.0, axis_name=None)
+        >>> outer = jaxsparse.outer.mean(axis_name=None)
         >>> batch = lambda t: jnp.ones(3)
         >>> told = simulate(step, outer, (jnp.zeros(3),), {"a": batch, "b": batch}, seconds=60,
         ...     step_seconds=1.0, every=5, grace=3.0, events=[Event(31.0, "b", "kill")])

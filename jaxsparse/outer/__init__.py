@@ -5,6 +5,7 @@ from jaxsparse.outer.local_steps import LocalSteps as LocalSteps
 from jaxsparse.outer.optimizers import (
     bmuf as bmuf,
     diloco as diloco,
+    mean as mean,
     slowmo as slowmo,
     sparse_loco as sparse_loco,
 )

@@ -136,7 +136,7 @@ class LocalSteps:
         ...     distance = lambda p: jnp.sum((p - batch[0]) ** 2)
         ...     loss, slope = jax.value_and_grad(distance)(params[0])
         ...     return (params[0] - 0.1 * slope,), loss
-        >>> train = LocalSteps(step, jaxsparse.outer.diloco(1.0, 0.0), 2, every=2)
+        >>> train = LocalSteps(step, jaxsparse.outer.mean(), 2, every=2)
         >>> state, losses = train.init((jnp.zeros(3),)), []
         >>> for t in range(4):
         ...     state, loss = train(state, jnp.float32([[1, 2, 3], [3, 2, 1]]), t)

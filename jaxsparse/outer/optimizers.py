@@ -18,6 +18,27 @@ from jaxsparse.systems.chunked_top_k import ChunkedTopK
 from jaxsparse.systems.dense import dense
 
 
+def mean(
+    learning_rate: optax.ScalarOrSchedule = 1.0,
+    *,
+    exchange: optax.GradientTransformation | None = None,
+    axis_name: str | None = "data",
+) -> optax.GradientTransformationExtraArgs:
+    """The workers' mean parameters: local SGD, federated averaging (arXiv 1602.05629).
+
+    With D the mean displacement, theta -= learning_rate * D. No optimizer carries over from one
+    exchange to the next, so it needs no state but the exchange's.
+
+    Args:
+        learning_rate: outer learning rate, or a schedule of it by outer steps. With 1, the global
+            parameters are the mean of the workers'.
+        exchange: the transformation that exchanges displacements, such as
+            `jaxsparse.quantized("int4")`. None: `jaxsparse.dense`.
+        axis_name: the mesh axis of the workers, for the default exchange.
+    """
+    return _behind(exchange, axis_name, _sgd(learning_rate, 0.0, nesterov=False))
+
+
 def diloco(
     learning_rate: optax.ScalarOrSchedule = 0.7,
     momentum: float = 0.9,

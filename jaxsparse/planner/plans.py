@@ -145,9 +145,9 @@ class Plan:
         """Python code with the best system in an Optax chain, or in `LocalSteps`."""
         if self.local_steps == 1:
             return chains(self.transformation, _row(self.best))
-        outer = f"optax.chain({self.transformation}, optax.sgd(1.0))"
+        outer = f"jaxsparse.outer.mean(exchange={self.transformation})"
         if self.best == "dense":
-            outer = "jaxsparse.outer.diloco()"
+            outer = "jaxsparse.outer.mean()"
         return (
             f"outer = {outer}",
             f"jaxsparse.LocalSteps(step, outer, mesh, every={self.local_steps})",

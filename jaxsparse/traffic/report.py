@@ -249,7 +249,10 @@ class WireBytes:
         else:
             rows = [[op, *others] for op, _, *others in [*rows, _total_row("", self)]]
         numbers = range(2, 6) if has_axes else range(1, 5)
-        return "\n".join([*aligned(rows, right=numbers), *self._conditional_lines("")])
+        table = [*aligned(rows, right=numbers), *self._conditional_lines("")]
+        if not self.rounds:
+            table.append("Nothing travels: there are no collectives, or they have one worker.")
+        return "\n".join(table)
 
     def _conditional_lines(self, indent: str) -> Iterable[str]:
         for conditional in self.conditionals:

@@ -1,6 +1,7 @@
 """The parallel step: one worker's function, run on all workers at once."""
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,7 +28,7 @@ from jaxsparse.comm.meshes import (
 from jaxsparse.processes.agreement import compare as compare_calls
 from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of
-from jaxsparse.training.clips import warn_of_clips
+from jaxsparse.training.chains import warn_of_clips, warn_of_two_momenta
 from jaxsparse.training.constraints import constrains, without_axis
 from jaxsparse.training.outputs import Kinds, over_workers
 from jaxsparse.training.sharding import count_workers, warn_of_copies
@@ -100,8 +101,8 @@ def data_parallel(
         check: whether to trace `step` once more, without its exchange, to see that outputs are
             equal on all workers and that gradients have not been averaged. It also warns of
             arguments behind the first batch that have as many rows as a batch, but are not in
-            `batch_argnums`, and of Optax's clips in front of an exchange without momentum and
-            without `per_worker`.
+            `batch_argnums`, of Optax's clips in front of an exchange without momentum and without
+            `per_worker`, and of momentum both in an exchange and behind it.
         via: how to run on a mesh with other axes. None: see above.
         compare: whether several processes compare the step before its first call: versions, mesh,
             shapes, program, constants, and the values of arguments that are equal on all workers.
@@ -152,6 +153,7 @@ def data_parallel(
         _check_arguments(args, batches, workers)
         if check and workers > 1:
             _warn_of_whole_batches(args, batches)
+            warn_of_two_momenta(args)
         if is_typed:
             warn_of_copies(axis_name, args)
         is_split = [
@@ -392,21 +394,40 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
                     "data_parallel(outputs=)"
                 )
             if differs:
-                raise WorkersError(
-                    f"{name} differs between workers: average it with jax.lax.pmean(x, "
-                    f"{axis_name!r}), say by data_parallel(outputs=) whether it is a mean, a sum "
-                    "or a worker's own, or mark it with jaxsparse.PerWorker.wrap(x). Statistics of "
-                    f"BatchNorm need its axis_name={axis_name!r}. Does a transformation around the "
-                    "exchange, such as optax.MultiSteps, or one in front of it, such as "
-                    "optax.scale_by_adam, keep gradients? They are each worker's own: accumulate "
-                    "them inside the step, over parts of its batch, and put the transformation "
-                    "behind the exchange or in jaxsparse.per_worker"
-                )
+                raise WorkersError(f"{name} differs between workers: {_remedy(name, axis_name)}")
         return outputs, batched[0]
 
     # The worker's number differs along the workers' axis, so JAX applies the rule there. It leaves
     # no call to which an outer vmap, whose rows may differ, would apply it again.
     return checked(outputs, jax.lax.axis_index(axis_name))
+
+
+# Fields of Optax' states in which a transformation keeps what it makes of gradients.
+_MOMENTS = re.compile(r"\.(mu|nu|nu_max|trace|sum_of_squares|v|v_row|v_col|momentum|ema)\b")
+
+
+def _remedy(name: str, axis_name: str) -> str:
+    """What to do about an output that differs between workers, which its path tells."""
+    if ".acc_grads" in name:
+        return (
+            "a transformation around the exchange, such as optax.MultiSteps, accumulates each "
+            "worker's own gradients there: accumulate them inside the step, over parts of its batch"
+        )
+    if _MOMENTS.search(name):
+        return (
+            "a transformation in front of the exchange, such as optax.scale_by_adam, keeps there "
+            "what it makes of one worker's gradients. Chain it behind the exchange, as in "
+            "optax.chain(jaxsparse.spardl(0.01), optax.adam(lr)), or have its updates exchanged: "
+            "optax.chain(jaxsparse.per_worker(optax.scale_by_adam()), jaxsparse.spardl(0.01), "
+            "...). Averaging its state or its gradients would send as much as dense training does"
+        )
+    return (
+        f"average it with jax.lax.pmean(x, {axis_name!r}), say by data_parallel(outputs=) whether "
+        "it is a mean, a sum or a worker's own, or mark it with jaxsparse.PerWorker.wrap(x). "
+        f"Statistics of BatchNorm need its axis_name={axis_name!r}. State of a transformation in "
+        "front of the exchange is each worker's own: put it behind the exchange or in "
+        "jaxsparse.per_worker"
+    )
 
 
 def _batches_of(given: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]) -> set[int]:

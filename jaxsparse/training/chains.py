@@ -1,13 +1,18 @@
-"""A warning of clips in front of an exchange: each worker's gradient is clipped, not their mean."""
+"""Warnings of chains that train otherwise than they read: clips in front, momentum twice."""
 
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+import optax
 from jax.extend.core import Jaxpr
+from jax.tree_util import tree_flatten_with_path
 
 from jaxsparse.comm import compat
+from jaxsparse.comm.marks import is_marked
 from jaxsparse.comm.meshes import SCOPE
+from jaxsparse.feedback import states_in
 
 # Optax's clips, by norm or by value, are in this file, and have one of these operations. To look at
 # all others' frames would take long.
@@ -24,6 +29,24 @@ def warn_of_clips(program: Jaxpr) -> None:
             "optax.clip_by_global_norm(1.0), optax.adamw(lr)). To clip each worker's on purpose, "
             'filter this warning: warnings.filterwarnings("ignore", "the step clips")',
             stacklevel=5,
+        )
+
+
+def warn_of_two_momenta(args: Any) -> None:
+    """Warns of training state with momentum both in an exchange and behind it.
+
+    In front of an exchange, `per_worker` marks the state of a worker's own momentum.
+    """
+    is_trace = lambda node: isinstance(node, optax.TraceState)
+    traces = [node for node in jax.tree.leaves(args, is_leaf=is_trace) if is_trace(node)]
+    behind = any(not is_marked(path) for path, _ in tree_flatten_with_path(traces)[0])
+    if behind and any(state.momentum for state in states_in(args)):
+        warnings.warn(
+            "momentum acts twice: in the exchange (momentum=) and behind it, as in "
+            "optax.sgd(momentum=). Two of 0.9 make updates 100 times as long as a gradient: leave "
+            "one out. To have both on purpose, filter this warning: "
+            'warnings.filterwarnings("ignore", "momentum acts twice")',
+            stacklevel=4,
         )
 
 

@@ -1,4 +1,4 @@
-"""Clips of each worker's gradient, where the mean's is meant: seen, and ways around them."""
+"""Chains that train otherwise than they read: clips of each worker's gradient, momentum twice."""
 
 import contextlib
 
@@ -96,3 +96,26 @@ def test_a_clip_of_each_workers_gradient_is_warned_of(case):
     warned = pytest.warns(UserWarning, match="the step clips gradients in front of the exchange")
     with warned if case in WARNED else contextlib.nullcontext():
         (WARNED | FINE)[case]()
+
+
+TWICE = {
+    "sgd": lambda: trained(
+        optax.chain(jaxsparse.dense(momentum=0.9), optax.sgd(RATE, momentum=0.9)), 2
+    ),
+}
+ONCE = {
+    "in the exchange": lambda: trained(
+        optax.chain(jaxsparse.dense(momentum=0.9), optax.sgd(RATE)), 2
+    ),
+    "behind": lambda: trained(optax.chain(jaxsparse.dense(), optax.sgd(RATE, momentum=0.9)), 2),
+    "each worker's own": lambda: trained(
+        optax.chain(jaxsparse.per_worker(optax.trace(0.9)), jaxsparse.dense(momentum=0.9)), 2
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*TWICE, *ONCE])
+def test_momentum_in_two_places_is_warned_of(case):
+    warned = pytest.warns(UserWarning, match="momentum acts twice: in the exchange")
+    with warned if case in TWICE else contextlib.nullcontext():
+        (TWICE | ONCE)[case]()
