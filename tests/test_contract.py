@@ -22,7 +22,7 @@ from contract import (
     runner,
 )
 from recorders import record
-from workers import MESH_SIZES, mesh, some
+from workers import MESH_SIZES, few, mesh, some
 
 from jaxsparse import PerWorker, data_parallel, error_feedback, local, shard
 from jaxsparse.reducers.matrices import MatrixReducer
@@ -43,7 +43,7 @@ few_representatives = lambda *names: named(CASES, names)
 
 
 @reducers
-@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,)))
+@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), slow=(2, 8)))
 def test_nothing_is_lost_and_replicas_agree(name, workers):
     results = run(name, workers)
     check_laws(CASES[name].reducer, results, workers)
@@ -57,7 +57,7 @@ def test_nothing_is_lost_among_simulated_workers(name):
 
 
 @reducers
-@pytest.mark.parametrize("where", some(WAYS_TO_RUN, []), ids=str)
+@pytest.mark.parametrize("where", some(WAYS_TO_RUN, [], slow=WAYS_TO_RUN[:2]), ids=str)
 def test_the_ways_to_run_are_equal(name, where):
     workers, way = where
     one, other = run(name, workers, way), run(name, workers, "shard_map")
@@ -87,7 +87,7 @@ def test_no_axis_is_one_worker(name):
 
 
 @representatives
-@pytest.mark.parametrize("workers", some((3, 8), (3,)))
+@pytest.mark.parametrize("workers", few((3, 8), (3,)))
 def test_full_budget_is_the_dense_mean(name, workers):
     if not CASES[name].full.dense_at_full_budget:
         pytest.skip("not promised")
@@ -99,7 +99,7 @@ def test_full_budget_is_the_dense_mean(name, workers):
 
 
 @few_representatives("sketched_sgd", "spardl", "sparcml", "omni_reduce")
-@pytest.mark.parametrize("size", some((1, 2), (2,)))
+@pytest.mark.parametrize("size", few((1, 2), (2,)))
 def test_tiny_vectors(name, size):
     reducer = CASES[name].reducer
     fields = {f: 1 for f in ("k", "cols", "rows", "oversampling") if hasattr(reducer, f)}

@@ -59,7 +59,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", some(SETTINGS, ["all"]))
-@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,)))
+@pytest.mark.parametrize("workers", some(MESH_SIZES, (3,), slow=(2, 8)))
 @pytest.mark.parametrize("way", some(("shard_map", "vmap"), ("vmap",)))
 def test_equal_to_the_reference(name, workers, way):
     settings = {"k": 2, "chunk": 5} | SETTINGS[name]
@@ -145,6 +145,7 @@ def test_values_too_large_for_a_transform_wait():
         close(mean[others], np.asarray(x)[:, others].mean(0))
 
 
+@pytest.mark.slow
 def test_words_of_a_step():
     """9 bits an index and 16 a value, in one all-gather; small tiles have shorter indices."""
     shapes = {"kernel": (256, 192), "conv": (3, 3, 16, 8), "bias": (201,)}

@@ -115,6 +115,7 @@ def test_gradients_are_clipped_before_they_are_accumulated(clip_norm):
     check(tx, 0.9, [K] * STEPS, clip_norm, steps)
 
 
+@pytest.mark.slow
 def test_density_is_warmed_up():
     stages = Stages((0.25, DENSITY), (2,))
     state = check(dgc(stages, momentum=0.5), 0.5, [300, 300, K, K, K, K])

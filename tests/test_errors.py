@@ -322,7 +322,8 @@ def accumulated_outside():
 
 
 def adam_in_front():
-    update(optax.chain(optax.scale_by_adam(), sketched()))
+    with jax.numpy_dtype_promotion("standard"):
+        update(optax.chain(optax.scale_by_adam(), sketched()))
 
 
 def optimizer_state_as_a_batch():

@@ -205,9 +205,7 @@ def test_a_value_that_is_not_finite_does_not_vanish(name, bad):
 DIGITS = {2: 32, 3: 20, 4: 16}
 
 
-@pytest.mark.parametrize(
-    "size", few([1, 15, 16, 19, 20, 21, 33, 1003, 200_001], (20, 1003, 200_001))
-)
+@pytest.mark.parametrize("size", few([1, 15, 16, 19, 20, 21, 33, 1003, 200_001], (20, 1003)))
 @pytest.mark.parametrize("base", DIGITS)
 def test_digits_fill_words(base, size):
     count, words = DIGITS[base], digit_words(size, base)
@@ -267,7 +265,7 @@ def hard(B):
     return np.stack(rows) * np.where(rng.uniform(size=B) < 0.5, -1, 1)
 
 
-@pytest.mark.parametrize("scale", few(SCALES, ("bfloat16", "e8m0")))
+@pytest.mark.parametrize("scale", few(SCALES, ("bfloat16",)))
 @pytest.mark.parametrize("name", MEANS)
 def test_means_are_a_contraction_of_any_data(name, scale):
     for B in (2, 64, 256):

@@ -153,6 +153,7 @@ def test_many_pieces_are_cut_where_few_are(way):
             np.testing.assert_array_equal(piece.reshape(all_rows), wanted.reshape(all_rows))
 
 
+@pytest.mark.slow
 def test_many_leaves_share_kernels():
     """Each further kernel takes 10 ms and more to compile, and each leaf is written twice."""
     leaves = 140

@@ -383,6 +383,7 @@ def test_weights_of_a_broken_worker_are_forgotten_and_others_kept():
     np.testing.assert_allclose(state.params[0], [-(2 * 2 + 4 * 10) / 12], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_streaming_in_four_bits_is_that_of_numpy():
     """Streaming DiLoCo's own exchange: E3M0, rounded on the way in and out, nothing fed back."""
     workers, steps, every = 3, 9, 4

@@ -88,7 +88,7 @@ SKIPPING = {
 }
 
 
-@pytest.mark.parametrize("name", some(SKIPPING, ["top_k", "ef21_sgdm"]))
+@pytest.mark.parametrize("name", some(SKIPPING, ["top_k"]))
 def test_all_of_a_skipped_update_is_nan_and_the_state_is_kept(name):
     params = {"a": jnp.zeros((8, 8)), "b": jnp.zeros(5, jnp.bfloat16)}
     options = {} if name == "partition" else {"is_dense": lambda path, shape: len(shape) < 2}

@@ -55,14 +55,18 @@ LAWFUL = [name for name, case in CASES.items() if case.reducer.conserves]
 ADAPTING = {name for name, case in CASES.items() if case.reducer.adapts_messages}
 
 
-def pairs(usual):
+def pairs(usual, slow=LAWFUL):
     """Systems and meshes.
 
-    The `usual` systems always run, on one mesh. All systems on it, and two on all meshes, are slow.
-    The rest is thorough.
+    The `usual` systems always run, on one mesh. The `slow` systems on it, and two on all meshes,
+    are slow. The rest is thorough.
     """
     every = [(name, shape) for name in LAWFUL for shape in MESHES]
-    slow = [pair for pair in every if pair[1] == MESHES[0] or pair[0] in ("spardl", "sketched_sgd")]
+    slow = [
+        (name, shape)
+        for name, shape in every
+        if (name in slow and shape == MESHES[0]) or name in ("spardl", "sketched_sgd")
+    ]
     return some(every, [(name, MESHES[0]) for name in usual], slow)
 
 
@@ -83,7 +87,9 @@ def test_nothing_is_lost(pair):
     assert 0 < int(state.info.delivered) <= sum(map(math.prod, SHAPES.values()))
 
 
-@pytest.mark.parametrize("pair", pairs(["sketched_sgd"]), ids=str)
+@pytest.mark.parametrize(
+    "pair", pairs(["sketched_sgd"], slow=["top_k", "quantized", "powersgd"]), ids=str
+)
 def test_full_budget_is_the_dense_mean(pair):
     name, shape = pair
     where, case = mesh(shape), CASES[name]

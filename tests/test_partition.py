@@ -120,6 +120,7 @@ def test_a_rule_for_an_empty_leaf_is_no_error():
     assert {k: v.value.shape for k, v in state.residual.items()} == {"a": (1, 40, 40)}
 
 
+@pytest.mark.slow
 def test_payload_is_the_sum_of_the_groups():
     shapes = {"embed": (300, 16), "kernel": (64, 50), "bias": (33,)}
     tx = partition(

@@ -148,6 +148,7 @@ def test_the_whole_exchange_is_computed(monkeypatch):
     np.testing.assert_allclose(mean, x, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_profiles_are_measured_from_the_shell(tmp_path, capsys):
     path = tmp_path / "profile.json"
     arguments = f"profile --out {path} --systems random_k --sizes 1k 3k --workers 2 4"

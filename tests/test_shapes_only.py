@@ -100,6 +100,7 @@ def test_traced_programs_are_short(name, most):
     assert equations(program) < most
 
 
+@pytest.mark.slow
 def test_no_program_that_runs_gets_such_a_trace():
     """Not even if it has the same shapes and an abstract mesh with the same axes."""
     run = lambda x: sketch.heavy_hitters(sketch.encode(x, SPEC), SPEC, D, K)

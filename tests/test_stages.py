@@ -144,6 +144,7 @@ def test_one_stage_may_mask_momentum_and_another_not():
     assert np.any(updates["e"])
 
 
+@pytest.mark.slow
 def test_bytes_follow_the_stage():
     density = Stages((0.25, 0.01), (10,))
     sent = traffic.wire_bytes(compiled_step(jaxsparse.top_k(density), mesh(2)))
