@@ -41,6 +41,7 @@ from flax import nnx
 
 import jaxsparse
 from jaxsparse import LocalSteps, per_worker
+from jaxsparse.planner.recipes import EXCHANGES, Recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "local_updates"))
 models: Any = importlib.import_module("model")
@@ -51,51 +52,6 @@ PARAMETERS = 136_384
 RATE = 0.01  # where the search begins
 
 Transformation: TypeAlias = optax.GradientTransformation
-
-# What exchanges, by its name in recipes. Chunks of 4,096 entries fade as SparseLoCo's do.
-EXCHANGES: dict[str, Callable[[], Transformation]] = {
-    "dense": jaxsparse.dense,
-    **{f: functools.partial(jaxsparse.quantized, f) for f in ("int8", "int4", "int2")},
-    **{f: functools.partial(jaxsparse.quantized, f) for f in ("ternary", "sign")},
-    **{
-        f"top 1/{n}": functools.partial(jaxsparse.chunked_top_k, 4096 // n, decay=0.95)
-        for n in (8, 32, 64)
-    },
-    # The dumbest thing at equal bytes: coordinates drawn at random, in 32 bits.
-    **{f"random 1/{n}": functools.partial(jaxsparse.random_k, 1 / n) for n in (8, 20, 32)},
-    "SparDL 1 %": functools.partial(jaxsparse.spardl, 0.01),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """How to train and what to exchange."""
-
-    optimizer: str  # "adamw" or "muon"
-    what: str  # "gradients", "updates" or "local"
-    every: int  # steps between exchanges, 1 but for "local"
-    exchange: str  # of EXCHANGES
-    warm: int = 0  # percent of the steps that exchange after each one, first
-
-    @classmethod
-    def parsed(cls, name: str) -> "Recipe":
-        optimizer, what, exchange, *warm = name.split(", ")
-        what, _, every = what.partition(" ")
-        percent = int(warm[0].split()[1]) if warm else 0
-        recipe = cls(optimizer, what, int(every or 1), exchange, percent)
-        if str(recipe) != name or exchange not in EXCHANGES:
-            raise SystemExit(f"no recipe is called {name!r}")
-        return recipe
-
-    def __str__(self) -> str:
-        what = f"local {self.every}" if self.what == "local" else self.what
-        warm = f", warm {self.warm} %" if self.warm else ""
-        return f"{self.optimizer}, {what}, {self.exchange}{warm}"
-
-    def exchanges(self, steps: int) -> int:
-        """The number of exchanges in so many steps, the last one at the end included."""
-        first = self.warm * steps // 100
-        return first + math.ceil((steps - first) / self.every)
 
 
 def first_pass() -> list[Recipe]:
@@ -183,7 +139,7 @@ class Trainer:
         self.recipe = recipe
         graphdef, self._shapes = nnx.split(self._made(0), nnx.Param)
         loss_of = lambda p, x: models.loss_of(nnx.merge(graphdef, p), x)
-        exchange = EXCHANGES[recipe.exchange]()
+        exchange = EXCHANGES[recipe.exchange].transformation()
         inner = direction(recipe)
         if recipe.what == "gradients":
             inner = optax.chain(exchange, inner)
@@ -279,8 +235,23 @@ class Results:
             if line["recipe"] == str(recipe) and line.get("steps", [0])[-1] == steps
         }
 
+    def is_tuned(self, recipe: Recipe, rate: float) -> bool:
+        """Whether half and twice the rate were tried, with the recipe or with its family's."""
+        tried = {
+            (line["recipe"], line["rate"]) for line in self.lines() if line.get("rate") is not None
+        }
+        return any(
+            {(str(one), rate / 2), (str(one), rate * 2)} <= tried
+            for one in (recipe, family(recipe))
+        )
+
     def exchanges(self) -> dict[str, dict[str, list[float]]]:
         return {line["recipe"]: line["bytes"] for line in self.lines() if "bytes" in line}
+
+
+def family(recipe: Recipe) -> Recipe:
+    """The recipe whose best rate others take: with four bits, without a warm start."""
+    return dataclasses.replace(recipe, exchange="int4", warm=0)
 
 
 def _finite(loss: float) -> float:
@@ -317,9 +288,7 @@ def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
 
     if str(recipe) not in results.exchanges():
         results.add(recipe, bytes=trainers(recipe).bytes())
-    tunes = recipe
-    if args.rates == "family":
-        tunes = dataclasses.replace(recipe, exchange="int4", warm=0)
+    tunes = family(recipe) if args.rates == "family" else recipe
     best = tuned(lambda rate: loss(rate, args.seeds[0], args.tune_steps, tunes))
     for seed in args.seeds:
         loss(best, seed, args.steps)
@@ -442,6 +411,7 @@ def main() -> None:
     add("--tune-steps", type=int, default=300, help="of the runs that try rates")
     add("--rates", choices=("own", "family"), default="own", help="family: the rate of four bits")
     add("--show", action="store_true", help="the table, and no training")
+    add("--export", type=Path, help="with --show: write losses for the planner's recipes here")
     add("--figure", type=Path, help="with --show: draw losses against bytes and hours")
     add("--params", type=float, default=1e9, help="of the model whose hours are drawn")
     add("--step-seconds", type=float, default=1.0, help="of computing, for these hours")
@@ -450,17 +420,42 @@ def main() -> None:
     if args.show:
         found = rows(results, args.steps)
         show(found)
+        if args.export is not None:
+            export([row for row in found if results.is_tuned(row.recipe, row.rate)], args)
         if args.figure is not None:
             draw(found, args.figure, args.params, args.step_seconds, args.steps)
         return
-    recipes = first_pass() if args.recipes == ["first"] else list(map(Recipe.parsed, args.recipes))
+    try:
+        named = args.recipes != ["first"]
+        recipes = list(map(Recipe.parsed, args.recipes)) if named else first_pass()
+    except ValueError as error:
+        parser.error(str(error))
     part, parts = map(int, args.part.split("/"))
     for recipe in recipes[part - 1 :: parts]:
         train(recipe, results, args)
 
 
+def dense_of(found: list[Row]) -> Row:
+    """The row that all others are compared with."""
+    return next(row for row in found if str(row.recipe) == "adamw, gradients, dense")
+
+
+def export(found: list[Row], args: argparse.Namespace) -> None:
+    """Writes what the planner prints beside its hours, of recipes whose rates were tuned."""
+    base, seeds = np.mean(dense_of(found).losses), {len(row.losses) for row in found}
+    counted = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seed"
+    setup = (
+        f"were measured by benchmarks/frontier.py: a byte-level transformer of {PARAMETERS:,} "
+        f"parameters, {WORKERS} workers, {args.steps:,} steps, {counted}, rates tuned; dense ends "
+        f"at {base:.3f}."
+    )
+    excess = {str(row.recipe): round(float(np.mean(row.losses) - base), 4) for row in found}
+    content = {"setup": setup, "excess": dict(sorted(excess.items()))}
+    args.export.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def show(found: list[Row]) -> None:
-    dense = next(row for row in found if str(row.recipe) == "adamw, gradients, dense")
+    dense = dense_of(found)
     base = np.mean(dense.losses)
     print("| recipe | loss | above dense | rate | sent | received W = 4, 8, 20 | dominated by |")
     print("|---|---|---|---|---|---|---|")

@@ -20,6 +20,7 @@ from jaxsparse.planner.network import Link, Network
 from jaxsparse.planner.planning import plan
 from jaxsparse.planner.plans import Plan, compared
 from jaxsparse.planner.profiles import SystemProfile
+from jaxsparse.planner.recipes import plan_recipes
 from jaxsparse.systems import WITH_VARIANTS
 
 
@@ -51,8 +52,9 @@ def _parser() -> argparse.ArgumentParser:
 
     planning = commands.add_parser(
         "plan",
-        help="predict step times on a network, with dense all-reduce and with every system",
-        description="Predicts the time of an exchange with dense all-reduce and with every system.",
+        help="predict times on a network: of exchanges by system, or of whole runs by recipe",
+        description="Predicts the time of an exchange with dense all-reduce and with every system. "
+        "With --steps, it predicts the hours of a run by each recipe, and says what that costs.",
     )
     planning.set_defaults(run=_plan)
     add = planning.add_argument
@@ -80,25 +82,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--latency", type=_read(_latency), help="latency of a message (50us)")
     add("--network", metavar="FILE", help="a measured Network, instead of these two")
-    add(
-        "--density",
-        type=_read(units.share),
-        default=0.01,
-        help="share of the elements delivered (0.01)",
-    )
-    add(
-        "--step",
-        type=_read(units.seconds),
-        default=0.0,
-        help="time of forward and backward pass: 120ms",
-    )
+    add("--density", type=_read(units.share), help="share of the elements delivered (0.01)")
+    add("--step", type=_read(units.seconds), help="time of a step without its exchange: 120ms")
     add(
         "--local-steps",
         type=_read(units.whole),
-        default=1,
         metavar="H",
-        help="steps from one exchange of displacements to the next; 1 exchanges gradients (1)",
+        help="steps from one exchange of displacements to the next; 1 exchanges gradients (1; with "
+        "--steps, all that were measured)",
     )
+    add(
+        "--steps",
+        type=_read(units.count),
+        metavar="N",
+        help="of the whole run: print recipes, with their hours and measured losses",
+    )
+    add("--nats", type=float, help="of held-out loss that a recipe may cost at most (0.1)")
+    add("--optimizer", help="recipes with adamw or muon alone (both)")
+    add("--dtype", help="of dense gradients beside recipes: float32 or bfloat16 (float32)")
     add(
         "--profile",
         metavar="FILE",
@@ -186,9 +187,7 @@ def _plan(args: argparse.Namespace) -> None:
     if args.islands is not None:
         _plan_islands(args)
         return
-    for name in _OF_ISLANDS:
-        if getattr(args, name) is not None:
-            raise ValueError(f"--{name} is for --islands: leave it out")
+    _refuse(args, _OF_ISLANDS, "--islands")
     if (args.network is None) == (args.bandwidth is None):
         raise ValueError("give either --bandwidth (10Gbit) or --network FILE")
     if args.network is not None and args.latency is not None:
@@ -200,8 +199,18 @@ def _plan(args: argparse.Namespace) -> None:
     else:
         latency = 50e-6 if args.latency is None else args.latency
         networks = {text: Link(latency, bandwidth) for text, bandwidth in args.bandwidth}
+    is_timed = args.step is not None or args.steps is not None
+    if is_timed and args.profile is None and args.memory_bandwidth is None:
+        raise ValueError(
+            "a step's time needs the device's: give --profile h100, cpu, or a FILE that python -m "
+            "jaxsparse profile wrote"
+        )
     is_file = args.profile is not None and args.profile not in SystemProfile.shipped_devices
     profile = _loaded(SystemProfile, "--profile", args.profile) if is_file else args.profile
+    if args.steps is not None:
+        _plan_recipes(args, networks, profile)
+        return
+    _refuse(args, _OF_RECIPES, "--steps N")
     try:
         with _uncollected():
             plans = _plans(args, networks, profile)
@@ -212,39 +221,78 @@ def _plan(args: argparse.Namespace) -> None:
         print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
     elif len(plans) == 1:
         print(*plans.values())
+        if args.step is None:
+            print("\nFor recipes, their hours and losses: give --step, --steps and --profile.")
     else:
         print(compared(plans))
 
 
-# Flags of `plan` that only islands have, and those that they have not, with their defaults.
+# Flags of `plan` that only some of its tables have.
 _OF_ISLANDS = ("every", "overlap", "failures", "grace")
-_OF_WORKERS = {
-    "network": None,
-    "density": 0.01,
-    "local_steps": 1,
-    "profile": None,
-    "memory_bandwidth": None,
-    "systems": None,
-}
+_OF_RECIPES = ("nats", "optimizer", "dtype")
+_OF_SYSTEMS = ("density", "systems")
+_OF_WORKERS = (
+    "network",
+    "local_steps",
+    "profile",
+    "memory_bandwidth",
+    "steps",
+    *_OF_RECIPES,
+    *_OF_SYSTEMS,
+)
+
+
+def _refuse(args: argparse.Namespace, names: Sequence[str], other: str) -> None:
+    """Raises ValueError if a flag is given that has no effect."""
+    for name in names:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for {other}: leave it out")
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _plan_recipes(args: argparse.Namespace, networks: dict[str, Any], profile: Any) -> None:
+    _refuse(args, _OF_SYSTEMS, "plans without --steps")
+    if not args.step:
+        raise ValueError("--steps needs --step (1.5s), the time of a step without its exchange")
+    plans = {}
+    try:
+        with _uncollected():
+            for text, network in networks.items():
+                plans[text] = plan_recipes(
+                    args.params,
+                    args.workers,
+                    network=network,
+                    step_seconds=args.step,
+                    steps=args.steps,
+                    profile=profile,
+                    memory_bandwidth=args.memory_bandwidth,
+                    on_recipe=_tell,
+                    **_given(args, ("local_steps", *_OF_RECIPES)),
+                )
+    finally:
+        _tell("")
+    if args.json:
+        content = [found.as_dict() for found in plans.values()]
+        print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
+        return
+    print("\n\n".join(map(str, plans.values())))
 
 
 def _plan_islands(args: argparse.Namespace) -> None:
-    for name, default in _OF_WORKERS.items():
-        if getattr(args, name) != default:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is for --workers: leave it out with --islands")
+    _refuse(args, _OF_WORKERS, "--workers")
     if args.bandwidth is None or not args.step:
         raise ValueError("--islands needs --bandwidth (100Mbit) and --step (1s)")
     latency = 20e-3 if args.latency is None else args.latency
-    given = {name: getattr(args, name) for name in _OF_ISLANDS}
-    chosen = {name: value for name, value in given.items() if value is not None}
     plans = {
         text: plan_islands(
             args.params,
             args.islands,
             link=Link(latency, bandwidth),
             step_seconds=args.step,
-            **chosen,
+            **_given(args, _OF_ISLANDS),
         )
         for text, bandwidth in args.bandwidth
     }
@@ -264,13 +312,12 @@ def _plans(args: argparse.Namespace, networks: dict[str, Any], profile: Any) -> 
             args.params,
             args.workers,
             network=network,
-            density=args.density,
             profile=profile,
             memory_bandwidth=args.memory_bandwidth,
-            step_seconds=args.step,
-            local_steps=args.local_steps,
+            step_seconds=args.step or 0.0,
             systems=args.systems,
             on_system=_tell,
+            **_given(args, ("density", "local_steps")),
         )
         for text, network in networks.items()
     }
@@ -291,10 +338,10 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _tell(system: str) -> None:
-    """Shows on a terminal which system is predicted. Nothing: clears the line."""
+def _tell(name: str) -> None:
+    """Shows on a terminal what is predicted. Nothing: clears the line."""
     if sys.stderr.isatty():
-        text = f"predicting {system} ..." if system else ""
+        text = f"predicting {name} ..." if name else ""
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 

@@ -28,6 +28,13 @@ from jaxsparse.planner.profiles import (
     SystemPoint as SystemPoint,
     SystemProfile as SystemProfile,
 )
+from jaxsparse.planner.recipes import (
+    Forecast as Forecast,
+    Loss as Loss,
+    Recipe as Recipe,
+    RecipePlan as RecipePlan,
+    plan_recipes as plan_recipes,
+)
 from jaxsparse.planner.tensors import (
     TensorPoint as TensorPoint,
     TensorProfile as TensorProfile,

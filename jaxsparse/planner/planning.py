@@ -92,41 +92,20 @@ def plan(
         'dense'
     """
     names = _names(systems)
-    workers = static_count("workers", workers)
     step_seconds = static_float("step_seconds", step_seconds)
     if not 0 <= step_seconds < math.inf:
         raise ValueError(f"step_seconds={step_seconds} must be finite and at least 0")
     local_steps = static_count("local_steps", local_steps)
-    check_density(density)
-    size, dense_size = _elements(params, is_dense)
-    if size > _MOST:
-        raise ValueError(
-            f"params have {size:,} elements to compress, which take {-(-size // _BUCKET):,} "
-            f"buckets: plan at most {_MOST:,} elements"
-        )
-    options = [] if is_dense is None else ["is_dense=is_dense"]
-    if size > _LONGEST:
-        options.append(f"bucket_size={_BUCKET}")
-    predictor = _Predictor(
-        network=_network(network),
-        workers=workers,
-        profile=_profile(profile, memory_bandwidth),
+    predictor = Predictor.of(
+        params,
+        workers,
+        network=network,
         density=density,
-        size=size,
-        dense_size=dense_size,
-        bucket_size=_BUCKET if size > _LONGEST else None,
-        options=options,
+        profile=profile,
+        memory_bandwidth=memory_bandwidth,
+        is_dense=is_dense,
     )
-
-    conditions = [_described(predictor.network), f"computing: {predictor.profile}"]
-    if profile is None:
-        conditions.append(
-            "  measured on the library's machine: measure yours by python -m jaxsparse profile"
-            + ("" if memory_bandwidth else ", take profile 'h100', or give its memory bandwidth")
-        )
     dense = predictor.dense()
-    if math.isinf(dense.exchange):
-        raise ValueError(f"network={network} takes for ever: give less latency, more bandwidth")
     found, left_out = [dense], []
     for name in names:
         on_system(name)
@@ -142,13 +121,13 @@ def plan(
         predictions=tuple(found),
         best=next(prediction.system for prediction in found if not prediction.caveat),
         left_out=tuple(left_out),
-        elements=size + dense_size,
-        dense_elements=dense_size,
-        workers=workers,
+        elements=predictor.size + predictor.dense_size,
+        dense_elements=predictor.dense_size,
+        workers=predictor.workers,
         density=density,
         step_seconds=step_seconds,
         local_steps=local_steps,
-        conditions=tuple(conditions),
+        conditions=predictor.conditions,
     )
 
 
@@ -236,7 +215,7 @@ def _buckets(
     return _unseeded(budget.split(sizes, dense_size)[0]), sizes[0], len(sizes)
 
 
-class _Predictor(NamedTuple):
+class Predictor(NamedTuple):
     """Predictions of the exchange of one tree."""
 
     network: Network
@@ -247,6 +226,54 @@ class _Predictor(NamedTuple):
     dense_size: int  # number of elements that travel dense
     bucket_size: int | None
     options: Sequence[str]  # Python code of options that all transformations take
+    conditions: tuple[str, ...]  # the assumptions, a line each
+
+    @classmethod
+    def of(
+        cls,
+        params: Any,
+        workers: int,
+        *,
+        network: Network | Link,
+        density: float = 0.01,
+        profile: SystemProfile | str | None = None,
+        memory_bandwidth: float | None = None,
+        is_dense: layouts.IsDense | None = None,
+    ) -> "Predictor":
+        """The arguments and errors are those of `plan`."""
+        workers = static_count("workers", workers)
+        check_density(density)
+        size, dense_size = _elements(params, is_dense)
+        if size > _MOST:
+            raise ValueError(
+                f"params have {size:,} elements to compress, which take {-(-size // _BUCKET):,} "
+                f"buckets: plan at most {_MOST:,} elements"
+            )
+        options = [] if is_dense is None else ["is_dense=is_dense"]
+        if size > _LONGEST:
+            options.append(f"bucket_size={_BUCKET}")
+        known = _network(network)
+        computing = _profile(profile, memory_bandwidth)
+        conditions = [_described(known), f"computing: {computing}"]
+        if profile is None:
+            hint = "measured on the library's machine: measure yours by python -m jaxsparse profile"
+            bandwidth = ", take profile 'h100', or give its memory bandwidth"
+            others = "" if memory_bandwidth else bandwidth
+            conditions.append(f"  {hint}{others}")
+        found = cls(
+            network=known,
+            workers=workers,
+            profile=computing,
+            density=density,
+            size=size,
+            dense_size=dense_size,
+            bucket_size=_BUCKET if size > _LONGEST else None,
+            options=options,
+            conditions=tuple(conditions),
+        )
+        if math.isinf(found.dense().exchange):
+            raise ValueError(f"network={network} takes for ever: give less latency, more bandwidth")
+        return found
 
     def dense(self) -> Prediction:
         """The prediction for all leaves in one dense message."""
@@ -262,13 +289,26 @@ class _Predictor(NamedTuple):
         """
         if not self.size:
             raise ValueError("no leaf may be compressed: see is_dense")
-        choice = self._choice(name)
+        return self.exchange(self._choice(name), name, self.density, caveat)
+
+    def exchange(self, choice: Choice, name: str, density: float, caveat: str = "") -> Prediction:
+        """The prediction for a system with these settings.
+
+        Args:
+            choice: the system and its settings.
+            name: the system's name in profiles.
+            density: share of the elements that it delivers.
+            caveat: see `Prediction`.
+
+        Raises:
+            ValueError: the system can't be predicted or was not measured.
+        """
         check_shapes(choice.budget)
         reducer, part, count = self._buckets(choice.budget)
         measured = measured_as(name, reducer, part, self.workers)
         if measured not in self.profile.systems:
             raise ValueError("no measured profile")
-        computing = self.profile.seconds(measured, self.size, self.workers, self.density)
+        computing = self.profile.seconds(measured, self.size, self.workers, density)
         computing += self._dense_computing(self.dense_size)
         call, _, given = choice.transformation[:-1].partition("(")
         written = f"{call}({', '.join([given, *self.options] if given else self.options)})"

@@ -1,0 +1,479 @@
+"""Recipes: what exchanges, how often and in how many bits, with hours and measured losses.
+
+A recipe's name says all of it:
+
+    adamw, gradients, int4                  gradients before AdamW, by quantized("int4")
+    adamw, updates, top 1/8                 updates of each worker's own Adam, by chunked top-k
+    muon, local 10, sign                    Muon inside; displacements of 10 steps
+    muon, local 10, int4, warm 10 %         the first tenth of the steps exchanges after each one
+
+`benchmarks/frontier.py` trains them and writes `recipes.json`.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optax
+
+from jaxsparse.arrays.printing import aligned
+from jaxsparse.arrays.settings import static_count, static_float
+from jaxsparse.planner.network import Link, Network
+from jaxsparse.planner.planning import Predictor
+from jaxsparse.planner.profiles import SystemProfile
+from jaxsparse.systems import SYSTEMS, Choice
+
+_SHIPPED = Path(__file__).with_name("recipes.json")
+
+
+class Exchange(NamedTuple):
+    """A way to exchange, as one of the systems with settings."""
+
+    system: str
+    settings: dict[str, Any]
+    density: float = 1.0  # share of the elements delivered, for computing times
+
+    @property
+    def choice(self) -> Choice:
+        """The system with its settings. Residuals may fade by a `decay`, which changes no bytes."""
+        settings = {name: x for name, x in self.settings.items() if name != "decay"}
+        return Choice(SYSTEMS[self.system], settings)
+
+    def transformation(self, **options: Any) -> optax.GradientTransformationExtraArgs:
+        """The exchange, with options that all systems share."""
+        return SYSTEMS[self.system].transformation(**self.settings, **options)
+
+    @property
+    def written(self) -> str:
+        """The transformation as a Python expression."""
+        return Choice(SYSTEMS[self.system], self.settings).transformation
+
+
+def _chunks(n: int) -> Exchange:
+    return Exchange("chunked_top_k", {"k": 4096 // n, "decay": 0.95}, 1 / n)
+
+
+# What exchanges, by its name in recipes. Computing times of all formats are those of eight bits,
+# which profiles have. Chunks of 4,096 entries fade as SparseLoCo's do.
+EXCHANGES: dict[str, Exchange] = {
+    "dense": Exchange("dense", {}),
+    **{
+        name: Exchange("quantized", {"format": name})
+        for name in ("bfloat16", "int8", "int4", "int2", "ternary", "sign")
+    },
+    **{f"top 1/{n}": _chunks(n) for n in (8, 32, 64)},
+    # The dumbest thing at equal bytes: coordinates drawn at random, in 32 bits.
+    **{f"random 1/{n}": Exchange("random_k", {"density": 1 / n}, 1 / n) for n in (8, 20, 32)},
+    "SparDL 1 %": Exchange("spardl", {"density": 0.01}, 0.01),
+}
+
+_INNER = {
+    "adamw": "optax.adamw(lr, b2=0.95, weight_decay=0.1)",
+    "muon": "optax.contrib.muon(lr, adam_b2=0.95, weight_decay=0.1, consistent_rms=0.2)",
+}
+_DIRECTION = {"adamw": "optax.scale_by_adam(b2=0.95)"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How to train and what to exchange.
+
+    Attributes:
+        optimizer: "adamw" or "muon".
+        what: "gradients", "updates" (of each worker's own optimizer) or "local" (displacements).
+        every: steps from one exchange to the next, 1 unless "local".
+        exchange: a key of `EXCHANGES`.
+        warm: percent of the steps that exchange after each one, first.
+
+    Raises:
+        ValueError: there is no such recipe.
+    """
+
+    optimizer: str
+    what: str
+    every: int
+    exchange: str
+    warm: int = 0
+
+    def __post_init__(self):
+        known = self.optimizer in _INNER and self.what in ("gradients", "updates", "local")
+        if not known or self.exchange not in EXCHANGES or self.every < 1:
+            raise ValueError(
+                f"no recipe is called {str(self)!r}: an optimizer ({', '.join(_INNER)}), what is "
+                "exchanged (gradients, updates, local H), and how "
+                f"({', '.join(EXCHANGES)}), as in 'adamw, local 10, int4'"
+            )
+
+    @classmethod
+    def parsed(cls, name: str) -> "Recipe":
+        """The recipe of this name.
+
+        Raises:
+            ValueError: there is none.
+
+        >>> Recipe.parsed("muon, local 10, int4, warm 10 %").every
+        10
+        """
+        optimizer, what, exchange, warm, *_ = [*name.split(", "), "", "", "", ""]
+        what, _, every = what.partition(" ")
+        percent = warm.removeprefix("warm ").removesuffix(" %")
+        try:
+            recipe = cls(optimizer, what, int(every or 1), exchange, int(percent or 0))
+        except ValueError:
+            recipe = None
+        if recipe is None or str(recipe) != name:
+            raise ValueError(
+                f"no recipe is called {name!r}: write one as in 'adamw, local 10, int4', with "
+                f"one of {', '.join(EXCHANGES)}"
+            )
+        return recipe
+
+    def __str__(self) -> str:
+        what = f"local {self.every}" if self.what == "local" else self.what
+        warm = f", warm {self.warm} %" if self.warm else ""
+        return f"{self.optimizer}, {what}, {self.exchange}{warm}"
+
+    def exchanges(self, steps: int) -> int:
+        """The number of exchanges in so many steps, the last one at the end included."""
+        first = self.warm * steps // 100
+        return first + math.ceil((steps - first) / self.every)
+
+    def memory(self, elements: int) -> int:
+        """Bytes of residuals and global parameters, which dense training does not have."""
+        residual = self.exchange not in ("dense", "bfloat16") and "random" not in self.exchange
+        return 4 * elements * (residual + (self.what == "local"))
+
+    def written(self, steps: int) -> tuple[str, ...]:
+        """The recipe as Python, for a run of so many steps."""
+        exchange = EXCHANGES[self.exchange]
+        inner = _INNER[self.optimizer]
+        if self.what == "gradients":
+            return (f"tx = optax.chain({exchange.written}, {inner})",)
+        if self.what == "updates":
+            return (
+                "tx = optax.chain(",
+                f"    jaxsparse.per_worker({_DIRECTION[self.optimizer]}),",
+                f"    {exchange.written},",
+                "    optax.add_decayed_weights(0.1),",
+                "    optax.scale_by_learning_rate(lr),",
+                ")",
+            )
+        outer = f"jaxsparse.outer.mean(exchange={exchange.written})"
+        if self.exchange == "dense":
+            outer = "jaxsparse.outer.mean()"
+        if exchange.system == "chunked_top_k":
+            outer = f"jaxsparse.outer.sparse_loco(k={exchange.settings['k']})"
+        every = f"{self.every}"
+        if self.warm:
+            every = f"jaxsparse.Stages((1, {self.every}), ({self.warm * steps // 100},))"
+        return (
+            f"inner = {inner}  # in step, which exchanges nothing",
+            f"train = jaxsparse.LocalSteps(step, {outer}, mesh, every={every})",
+        )
+
+
+class Loss(NamedTuple):
+    """Held-out loss of a recipe in nats above that of dense AdamW at the same number of steps."""
+
+    excess: float
+    source: str  # "measured", or between which measurements
+
+
+@dataclasses.dataclass(frozen=True)
+class Losses:
+    """Measured losses of recipes.
+
+    Attributes:
+        setup: model, steps and seeds, in words.
+        excess: nats above dense AdamW, by the recipe's name.
+    """
+
+    setup: str
+    excess: dict[str, float]
+
+    @classmethod
+    @functools.cache
+    def shipped(cls) -> "Losses":
+        """The measurements that come with the library."""
+        content = json.loads(_SHIPPED.read_text())
+        return cls(content["setup"], content["excess"])
+
+    def of(self, recipe: Recipe) -> Loss | None:
+        """The loss of a recipe, or between two with other numbers of local steps, or None.
+
+        Between two measurements it lies on a straight line over log H. Nothing is said beyond them.
+        """
+        if str(recipe) in self.excess:
+            return Loss(self.excess[str(recipe)], "measured")
+        known = sorted(
+            (other.every, self.excess[name])
+            for name in self.excess
+            if dataclasses.replace(other := Recipe.parsed(name), every=recipe.every) == recipe
+        )
+        below = [pair for pair in known if pair[0] < recipe.every]
+        above = [pair for pair in known if pair[0] > recipe.every]
+        if not below or not above:
+            return None
+        (h0, low), (h1, high) = below[-1], above[0]
+        share = math.log(recipe.every / h0) / math.log(h1 / h0)
+        return Loss(low + share * (high - low), f"between H = {h0} and {h1}")
+
+
+class Forecast(NamedTuple):
+    """What a run by one recipe takes."""
+
+    recipe: Recipe
+    exchange: float  # seconds of one exchange
+    hours: float
+    received: float  # bytes that a worker receives in the run
+    memory: int  # bytes on each worker, beside dense training's
+    loss: Loss | None  # None: not measured
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipePlan:
+    """The result of `plan_recipes`. It prints as a table, and the chosen recipe as Python.
+
+    Attributes:
+        forecasts: one for each recipe, the fastest first.
+        baseline: dense gradients, as the trainer exchanges them.
+        best: the fastest recipe that costs at most `nats`; `baseline` if it is not 10 % faster.
+        elements: number of parameters.
+        workers: number of workers.
+        steps: steps of the run.
+        step_seconds: seconds of a step without its exchange.
+        nats: see `plan_recipes`.
+        setup: where losses were measured.
+        conditions: the assumptions, a line each.
+    """
+
+    forecasts: tuple[Forecast, ...]
+    baseline: Forecast
+    best: Forecast
+    elements: int
+    workers: int
+    steps: int
+    step_seconds: float
+    nats: float
+    setup: str
+    conditions: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> Forecast:
+        """The forecast for a recipe.
+
+        Raises:
+            KeyError: the plan has no recipe of this name.
+        """
+        return {str(f.recipe): f for f in self.forecasts}[name]
+
+    @property
+    def undominated(self) -> tuple[Forecast, ...]:
+        """The recipes than which no other is as fast and ends lower, the fastest first."""
+        found: list[Forecast] = []
+        for forecast in self.forecasts:
+            if forecast.loss is None:
+                continue
+            if not found or found[-1].loss is None or forecast.loss.excess < found[-1].loss.excess:
+                found.append(forecast)
+        return tuple(found)
+
+    def speedup(self, forecast: Forecast) -> float:
+        """Hours of the baseline over those of a recipe."""
+        return self.baseline.hours / forecast.hours
+
+    def over_mean(self, forecast: Forecast) -> float | None:
+        """Hours of the plain mean of as many local steps over those of a recipe."""
+        recipe = dataclasses.replace(forecast.recipe, exchange="dense", warm=0)
+        means = [f for f in self.forecasts if f.recipe == recipe]
+        return means[0].hours / forecast.hours if means and recipe.what == "local" else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers, for JSON."""
+        forecasts = [
+            {
+                **f._asdict(),
+                "recipe": str(f.recipe),
+                "loss": None if f.loss is None else f.loss._asdict(),
+                "speedup": self.speedup(f),
+                "written": f.recipe.written(self.steps),
+            }
+            for f in self.forecasts
+        ]
+        content = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        ends = {"baseline": str(self.baseline.recipe), "best": str(self.best.recipe)}
+        return {**content, "forecasts": forecasts, **ends, "units": "bytes, seconds, nats, hours"}
+
+    def __str__(self) -> str:
+        best = self.best.recipe
+        share = self.baseline.exchange / self.step_seconds
+        found = f"best within {self.nats:g} nats: {best}, {self.speedup(self.best):.2f}x"
+        if self.best is self.baseline:
+            found = f"best within {self.nats:g} nats: do not compress, nothing is a tenth faster"
+        return "\n".join(
+            [
+                f"{self.elements:,} parameters, {self.workers} workers, {self.steps:,} steps of "
+                f"{self.step_seconds:g} s; a dense exchange takes {share:.2g} of a step",
+                *self.conditions,
+                "",
+                *self._table(),
+                "",
+                found,
+                "",
+                *(f"    {line}" for line in best.written(self.steps)),
+                "",
+                f"Nats above dense AdamW {self.setup}",
+                "They are no prediction for another model: train to see. Hours are those of steps "
+                "and exchanges, one after the other.",
+            ]
+        )
+
+    def _table(self) -> list[str]:
+        """A line for each recipe that is not dominated, and for the baseline."""
+        shown = [*self.undominated]
+        if self.baseline not in shown:
+            shown.append(self.baseline)
+        heads = ("recipe", "exchange s", "hours", "speedup", "over the mean", "received GB")
+        cells: list[tuple[str, ...]] = [(*heads, "memory GB", "nats above dense", "")]
+        for f in shown:
+            over = self.over_mean(f)
+            cells.append(
+                (
+                    str(f.recipe),
+                    f"{f.exchange:,.3g}",
+                    f"{f.hours:,.2f}",
+                    f"{self.speedup(f):.2f}x",
+                    "" if over is None else f"{over:.2f}x",
+                    f"{f.received / 1e9:,.3g}",
+                    f"+{f.memory / 1e9:,.3g}",
+                    "" if f.loss is None else f"{f.loss.excess:+.3f}",
+                    "not measured" if f.loss is None else f.loss.source,
+                )
+            )
+        hidden = len(self.forecasts) - len(shown)
+        return [
+            *aligned(cells, right=range(1, len(heads) + 2)),
+            f"({hidden} others are slower and end higher, or were not measured)",
+        ]
+
+
+def plan_recipes(
+    params: Any,
+    workers: int,
+    *,
+    network: Network | Link,
+    step_seconds: float,
+    steps: int,
+    local_steps: int | None = None,
+    optimizer: str | None = None,
+    nats: float = 0.1,
+    dtype: str = "float32",
+    profile: SystemProfile | str | None = None,
+    memory_bandwidth: float | None = None,
+    on_recipe: Callable[[str], object] = lambda name: None,
+) -> RecipePlan:
+    """Predicts the hours of a run by each recipe, beside what they cost where they were measured.
+
+    An exchange takes what `plan` predicts for it. Losses were measured on a small model, and are
+    no prediction: they tell recipes apart. Muon's own computing belongs to `step_seconds`.
+
+    Args:
+        params: see `plan`.
+        workers: number of workers, W.
+        network: see `plan`.
+        step_seconds: seconds of a step without its exchange.
+        steps: steps of the run.
+        local_steps: H of the recipes with local steps. None: each that was measured.
+        optimizer: "adamw" or "muon". None: both.
+        nats: what the chosen recipe may cost at most.
+        dtype: "float32" or "bfloat16", in which the trainer would exchange gradients itself.
+        profile: see `plan`.
+        memory_bandwidth: see `plan`.
+        on_recipe: called with the name of each recipe before it is predicted, for progress.
+
+    Raises:
+        ValueError: settings out of range, or see `plan`.
+
+    Example:
+        >>> slow = plan_recipes(10**7, 8, network=Link(50e-6, 1.25e6), step_seconds=0.1, steps=2000)
+        >>> slow.best.recipe.what, slow.speedup(slow.best) > 10
+        ('local', True)
+        >>> fast = plan_recipes(10**7, 8, network=Link(1e-6, 1e12), step_seconds=0.1, steps=2000)
+        >>> str(fast.best.recipe)
+        'adamw, gradients, dense'
+    """
+    steps = static_count("steps", steps)
+    if not 0 < static_float("step_seconds", step_seconds) < math.inf:
+        raise ValueError(f"step_seconds={step_seconds} must be above 0: give the time of a step")
+    if local_steps is not None and static_count("local_steps", local_steps) < 2:
+        raise ValueError("local_steps=1 is no local step: leave it out, or give 10")
+    for name, value, known in (
+        ("optimizer", optimizer, (*_INNER, None)),
+        ("dtype", dtype, ("float32", "bfloat16")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is unknown: use one of {known}")
+    if not static_float("nats", nats) >= 0:
+        raise ValueError(f"nats={nats} must be at least 0")
+    predictor = Predictor.of(
+        params, workers, network=network, profile=profile, memory_bandwidth=memory_bandwidth
+    )
+    losses = Losses.shipped()
+    elements = predictor.size + predictor.dense_size
+
+    @functools.cache
+    def exchanged(name: str) -> tuple[float, float]:
+        """Seconds and received bytes of one exchange."""
+        one = EXCHANGES[name]
+        found = (
+            predictor.dense()
+            if name == "dense"
+            else predictor.exchange(one.choice, one.system, one.density)
+        )
+        return found.exchange, found.received
+
+    forecasts = []
+    for recipe in _asked(losses, optimizer, local_steps, dtype):
+        on_recipe(str(recipe))
+        seconds, received = exchanged(recipe.exchange)
+        turns = recipe.exchanges(steps)
+        hours = (steps * step_seconds + turns * seconds) / 3600
+        memory = recipe.memory(elements)
+        loss = losses.of(recipe)
+        forecasts.append(Forecast(recipe, seconds, hours, turns * received, memory, loss))
+    by_loss = lambda f: math.inf if f.loss is None else f.loss.excess
+    forecasts.sort(key=lambda f: (f.hours, by_loss(f)))
+    usual = Recipe("adamw", "gradients", 1, "dense" if dtype == "float32" else "bfloat16")
+    baseline = next(f for f in forecasts if f.recipe == usual)
+    cheap = [f for f in forecasts if f.loss is not None and f.loss.excess <= nats]
+    best = cheap[0] if cheap and cheap[0].hours < 0.9 * baseline.hours else baseline
+    return RecipePlan(
+        tuple(forecasts),
+        baseline,
+        best,
+        elements,
+        predictor.workers,
+        steps,
+        step_seconds,
+        nats,
+        losses.setup,
+        predictor.conditions,
+    )
+
+
+def _asked(
+    losses: Losses, optimizer: str | None, local_steps: int | None, dtype: str
+) -> Sequence[Recipe]:
+    """The measured recipes, with other numbers of local steps if asked for, and the baseline."""
+    found = [Recipe.parsed(name) for name in losses.excess]
+    if local_steps is not None:
+        found = [
+            dataclasses.replace(r, every=local_steps) if r.what == "local" else r for r in found
+        ]
+    found = [r for r in found if optimizer in (None, r.optimizer)]
+    usual = Recipe("adamw", "gradients", 1, "dense")
+    baselines = [usual, dataclasses.replace(usual, exchange="bfloat16")]
+    return list(dict.fromkeys([*baselines[: 1 + (dtype == "bfloat16")], *found]))
