@@ -9,6 +9,9 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import generate
+import jax.typing
+import optax
+from sphinx.util.typing import stringify_annotation
 
 generate.write_pages(HERE)
 
@@ -74,10 +77,23 @@ def show_blocks(app, what, name, obj, options, lines):
     lines[:] = text
 
 
+# Unions that have a name of their own, as signatures write them out.
+NAMED = {
+    stringify_annotation(optax.ScalarOrSchedule, "smart"): "~optax.ScalarOrSchedule",
+    stringify_annotation(jax.typing.DTypeLike, "smart"): "~jax.typing.DTypeLike",
+}
+
+
 def short_types(app, what, name, obj, options, signature, returned):
-    """Signatures without the paths of JAX's insides."""
+    """Signatures with names for unions, and without the paths of JAX's insides."""
     del app, what, name, obj, options
-    return [x and re.sub(r"\b(jaxlib\._jax|jaxtyping)\.", "", x) for x in (signature, returned)]
+
+    def short(text):
+        for union, named in NAMED.items():
+            text = text.replace(union, named)
+        return re.sub(r"\b(jaxlib\._jax|jaxtyping)\.", "", text)
+
+    return [x and short(x) for x in (signature, returned)]
 
 
 def follow_links(app, docname, source):

@@ -224,9 +224,12 @@ def test_what_is_known_of_training_names_systems_of_the_table():
     assert {row.system for row in known.rows} <= {*systems.SYSTEMS}
     (dense,) = (row for row in known.rows if row.method == "dense")
     assert (dense.excess, dense.fewer) == (0, 1)
-    local = str(planned(network=SLOW, names=["chunked_top_k"], local_steps=3))
-    assert "what 10 local steps moved" in local
-    assert "before Adam" not in local
+    local = lambda h: str(planned(network=SLOW, names=["chunked_top_k"], local_steps=h))
+    assert "what 10 local steps moved" in local(10)
+    assert "before Adam" not in local(10)
+    assert "what 30 local steps" not in local(10)
+    assert "outer = jaxsparse.outer.sparse_loco(41)" in local(10)
+    assert "No training with these was measured" in local(3)
 
 
 def test_totals_add_up():

@@ -134,6 +134,9 @@ class Plan:
         if with_step and not is_local:
             columns["with delay=1"] = lambda p: _ms(self.delayed_step(p.system))
         columns["speedup"] = lambda p: f"{self.speedup(p.system):.2f}x"
+        if is_local:
+            mean = self.step("dense")
+            columns["over the mean"] = lambda p: f"{mean / self.step(p.system):.2f}x"
         rows = [[cell(p) for cell in columns.values()] for p in self.predictions]
         not_predicted = [(system, f"not predicted: {reason}") for system, reason in self.left_out]
         return [
@@ -148,6 +151,8 @@ class Plan:
         outer = f"jaxsparse.outer.mean(exchange={self.transformation})"
         if self.best == "dense":
             outer = "jaxsparse.outer.mean()"
+        elif _row(self.best) == "chunked_top_k":  # residuals fade, as where its loss was measured
+            outer = self.transformation.replace("chunked_top_k", "outer.sparse_loco", 1)
         return (
             f"outer = {outer}",
             f"jaxsparse.LocalSteps(step, outer, mesh, every={self.local_steps})",

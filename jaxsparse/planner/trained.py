@@ -50,8 +50,12 @@ class Evidence(NamedTuple):
         rows = [
             row
             for row in self.rows
-            if row.system in names and (row.exchanged == "displacements") == (local_steps > 1)
+            if row.system in names
+            and (row.exchanged == "displacements") == (local_steps > 1)
+            and row.every == local_steps
         ]
+        if not rows:
+            return ["No training with these was measured: see recipes (--steps)."]
         cells = [["system", "exchanged", "method", "nats above dense", "fewer bytes"]]
         for row in sorted(rows, key=lambda row: (list(names).index(row.system), row.excess)):
             what = {
