@@ -1098,19 +1098,27 @@ def test_a_run_of_any_framework_breaks_ends_is_restored_and_resharded(kind):
     assert np.mean(loss) < np.mean(first)
 
 
+INNER = {
+    "sgd": optax.sgd(0.01, momentum=0.9),
+    "muon": optax.contrib.muon(0.01, consistent_rms=0.2),
+}
+
+
+@pytest.mark.parametrize("name", some(INNER, ["sgd"]))
 @pytest.mark.parametrize("via", some(["vmap", "shard_map"], ["vmap"]))
-def test_a_worker_is_an_island_of_its_own_axes(via):
+def test_a_worker_is_an_island_of_its_own_axes(via, name):
     """With FSDP and tensor parallelism inside, numbers are those of simulated workers."""
     shapes = {"up": (16, 24), "down": (24, 16)}
     rng = np.random.default_rng(0)
     params = {n: rng.normal(size=s).astype(np.float32) / 5 for n, s in shapes.items()}
-    inner = optax.sgd(0.01, momentum=0.9)
+    inner = INNER[name]
 
     def step(state, x):
         params, opt_state = state
         loss = lambda p: jnp.mean(jnp.square(jnp.tanh(x @ p["up"]) @ p["down"] - x))
         value, grads = jax.value_and_grad(loss)(params)
-        updates, opt_state = inner.update(grads, opt_state)
+        with jax.numpy_dtype_promotion("standard"):  # Optax' counters need it
+            updates, opt_state = inner.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 
     def trained(where, params, x, **settings):
