@@ -310,8 +310,7 @@ class Predictor(NamedTuple):
             raise ValueError("no measured profile")
         computing = self.profile.seconds(measured, self.size, self.workers, density)
         computing += self._dense_computing(self.dense_size)
-        call, _, given = choice.transformation[:-1].partition("(")
-        written = f"{call}({', '.join([given, *self.options] if given else self.options)})"
+        written = with_options(choice.transformation, self.options)
         compressed = scaled(_moved(reducer, part, self.workers), count)
         moved = merged([self._dense_message(self.dense_size), compressed])
         return self._prediction(name, moved, computing, written, caveat)
@@ -349,6 +348,16 @@ class Predictor(NamedTuple):
         usual = moved.usual
         seconds = self.network.seconds(usual)
         return Prediction(name, usual.rounds, usual.received, seconds, computing, written, caveat)
+
+
+def with_options(call: str, options: Sequence[str]) -> str:
+    """A call as Python, with more arguments.
+
+    >>> with_options("jaxsparse.dense()", ["delay=1"]), with_options("f(2)", ["delay=1"])
+    ('jaxsparse.dense(delay=1)', 'f(2, delay=1)')
+    """
+    name, _, given = call[:-1].partition("(")
+    return f"{name}({', '.join([given, *options] if given else options)})"
 
 
 def _unseeded(reducer: Reducer) -> Reducer:

@@ -23,7 +23,7 @@ import optax
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.planner.network import Link, Network
-from jaxsparse.planner.planning import Predictor
+from jaxsparse.planner.planning import Predictor, with_options
 from jaxsparse.planner.profiles import SystemProfile
 from jaxsparse.systems import SYSTEMS, Choice
 
@@ -50,10 +50,9 @@ class Exchange(NamedTuple):
         """The exchange, with options that all systems share."""
         return SYSTEMS[self.system].transformation(**self.settings, **options)
 
-    @property
-    def written(self) -> str:
-        """The transformation as a Python expression."""
-        return Choice(SYSTEMS[self.system], self.settings).transformation
+    def written(self, options: Sequence[str] = ()) -> str:
+        """The transformation as a Python expression, with options as Python."""
+        return with_options(Choice(SYSTEMS[self.system], self.settings).transformation, options)
 
 
 def _chunks(n: int) -> Exchange:
@@ -150,26 +149,33 @@ class Recipe:
         residual = self.exchange not in ("dense", "bfloat16") and "random" not in self.exchange
         return 4 * elements * (residual + (self.what == "local"))
 
-    def written(self, steps: int) -> tuple[str, ...]:
-        """The recipe as Python, for a run of so many steps."""
+    def written(self, steps: int, options: Sequence[str] = ()) -> tuple[str, ...]:
+        """The recipe as Python, for a run of so many steps.
+
+        Args:
+            steps: steps of the run.
+            options: of the exchange, as Python.
+        """
         exchange = EXCHANGES[self.exchange]
+        text = exchange.written(options)
         inner = _INNER[self.optimizer]
         if self.what == "gradients":
-            return (f"tx = optax.chain({exchange.written}, {inner})",)
+            return (f"tx = optax.chain({text}, {inner})",)
         if self.what == "updates":
             return (
                 "tx = optax.chain(",
                 f"    jaxsparse.per_worker({_DIRECTION[self.optimizer]}),",
-                f"    {exchange.written},",
+                f"    {text},",
                 "    optax.add_decayed_weights(0.1),",
                 "    optax.scale_by_learning_rate(lr),",
                 ")",
             )
-        outer = f"jaxsparse.outer.mean(exchange={exchange.written})"
+        outer = f"jaxsparse.outer.mean(exchange={text})"
         if self.exchange == "dense":
             outer = "jaxsparse.outer.mean()"
         if exchange.system == "chunked_top_k":
-            outer = f"jaxsparse.outer.sparse_loco(k={exchange.settings['k']})"
+            loco = f"jaxsparse.outer.sparse_loco(k={exchange.settings['k']})"
+            outer = with_options(loco, options)
         every = f"{self.every}"
         if self.warm:
             every = f"jaxsparse.Stages((1, {self.every}), ({self.warm * steps // 100},))"
@@ -253,6 +259,7 @@ class RecipePlan:
         nats: see `plan_recipes`.
         setup: where losses were measured.
         conditions: the assumptions, a line each.
+        options: options that exchanges take, as Python.
     """
 
     forecasts: tuple[Forecast, ...]
@@ -265,6 +272,7 @@ class RecipePlan:
     nats: float
     setup: str
     conditions: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Forecast:
         """The forecast for a recipe.
@@ -303,7 +311,7 @@ class RecipePlan:
                 "recipe": str(f.recipe),
                 "loss": None if f.loss is None else f.loss._asdict(),
                 "speedup": self.speedup(f),
-                "written": f.recipe.written(self.steps),
+                "written": f.recipe.written(self.steps, self.options),
             }
             for f in self.forecasts
         ]
@@ -327,7 +335,7 @@ class RecipePlan:
                 "",
                 f"best within {self.nats:g} nats: {found}",
                 "",
-                *(f"    {line}" for line in best.written(self.steps)),
+                *(f"    {line}" for line in best.written(self.steps, self.options)),
                 "",
                 f"Nats above dense AdamW {self.setup}",
                 "They are no prediction for another model: train to see. Hours are those of steps "
@@ -357,10 +365,11 @@ class RecipePlan:
                     "not measured" if f.loss is None else f.loss.source,
                 )
             )
-        hidden = len(self.forecasts) - len(shown)
+        unknown = sum(f.loss is None for f in self.forecasts if f not in shown)
+        hidden = len(self.forecasts) - len(shown) - unknown
         return [
             *aligned(cells, right=range(1, len(heads) + 2)),
-            f"({hidden} others are slower and end higher, or were not measured)",
+            f"({hidden} others are slower and end higher; {unknown} more were not measured)",
         ]
 
 
@@ -441,6 +450,8 @@ def plan_recipes(
 
     forecasts = []
     for recipe in _asked(losses, optimizer, local_steps, dtype):
+        if recipe.exchange != "dense" and not predictor.size:
+            continue  # all leaves are so small that they travel dense
         on_recipe(str(recipe))
         seconds, received = exchanged(recipe.exchange)
         turns = recipe.exchanges(steps)
@@ -450,7 +461,8 @@ def plan_recipes(
         forecasts.append(Forecast(recipe, seconds, hours, turns * received, memory, loss))
     by_loss = lambda f: math.inf if f.loss is None else f.loss.excess
     forecasts.sort(key=lambda f: (f.hours, by_loss(f)))
-    usual = Recipe("adamw", "gradients", 1, "dense" if dtype == "float32" else "bfloat16")
+    is_wide = dtype == "float32" or not predictor.size
+    usual = Recipe("adamw", "gradients", 1, "dense" if is_wide else "bfloat16")
     baseline = next(f for f in forecasts if f.recipe == usual)
     cheap = [f for f in forecasts if f.loss is not None and f.loss.excess <= nats]
     fast = [f for f in cheap if f.hours <= _ABOUT_AS_FAST * cheap[0].hours]
@@ -468,6 +480,7 @@ def plan_recipes(
         nats,
         losses.setup,
         predictor.conditions,
+        tuple(predictor.options),
     )
 
 
