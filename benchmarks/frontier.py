@@ -289,7 +289,7 @@ def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
     if str(recipe) not in results.exchanges():
         results.add(recipe, bytes=trainers(recipe).bytes())
     tunes = family(recipe) if args.rates == "family" else recipe
-    best = tuned(lambda rate: loss(rate, args.seeds[0], args.tune_steps, tunes))
+    best = tuned(lambda rate: loss(rate, 0, args.tune_steps, tunes))
     for seed in args.seeds:
         loss(best, seed, args.steps)
 
