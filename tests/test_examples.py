@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from running import run
+from running import cache_in, run
 from workers import few
 
 ROOT = Path(__file__).parents[1]
@@ -161,6 +161,26 @@ def test_fsdp_holds_and_sends_shards(tmp_path, method):
         assert between == pytest.approx(dense_between, abs=30)  # and some flags
     else:
         assert between < 0.3 * dense_between
+
+
+@pytest.mark.slow
+def test_two_sites_train_alone_and_go_on_from_what_was_saved(tmp_path):
+    def trained(steps, folder):
+        flags = ("--steps", steps, "--save", tmp_path / folder, "--every", 5, "--keep", 8)
+        return run("two_sites.py", *flags, cwd=tmp_path, **cache_in(tmp_path)).splitlines()
+
+    begun, straight = trained(8, "one"), trained(16, "two")
+    resumed = trained(16, "one")
+    assert "goes on after step 8" in resumed[0]
+    # Step 10 and step 15, then bytes and accuracy.
+    assert straight[1:] == resumed[1:]
+    assert begun[0] == straight[0]
+    received = re.search(r"receives ([\d,]+) bytes a step .* gradients are ([\d,]+)", straight[-4])
+    sent, dense = (float(received[i].replace(",", "")) for i in (1, 2))
+    # Every five steps, in 4 bits, with a scale for each group and biases in 32 bits.
+    assert 5 * 6.5 < dense / sent < 5 * 8
+    again = run("two_sites.py", "--steps", 16, "--save", tmp_path / "two", cwd=tmp_path, rc=1)
+    assert "has step 16: give more --steps" in again
 
 
 @pytest.mark.slow
