@@ -11,9 +11,10 @@ for which share of the steps they exchange after each one first (a warm start). 
 
 All recipes take the same steps and batches. Rates are tuned by one rule for every recipe, dense
 included: a factor of two up and down from 0.01, on seed 0 and `--tune-steps`, until the best rate
-has a worse one on either side. With `--rates family` a recipe takes the best rate of the one that
-sends four bits instead, for a first look. Runs are lines of `frontier.jsonl`, and none is done
-twice, so that what was cut goes on where it was. Several processes may share the file (`--part`).
+has a worse one on either side. With `--rates family` a recipe, dense included, takes the best rate
+of the one that sends four bits instead, for a first look. Runs are lines of `frontier.jsonl`, and
+none is done twice, so that what was cut goes on where it was. Several processes may share the file
+(`--part`). `--show --export FILE` writes what the planner prints (jaxsparse/planner/recipes.json).
 
     python benchmarks/frontier.py --recipes "adamw, gradients, dense"
     python benchmarks/frontier.py --recipes first --steps 600 --tune-steps 600 --rates family
@@ -275,6 +276,8 @@ def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
 
     def loss(rate: float, seed: int, steps: int, of: Recipe = recipe) -> float:
         known = results.runs(of, steps)
+        if str(of) not in results.exchanges():
+            results.add(of, bytes=trainers(of).bytes())
         if (rate, seed) not in known:
             curve = trainers(of).run(rate, seed, steps)
             results.add(of, rate=rate, seed=seed, **curve._asdict())
@@ -286,8 +289,6 @@ def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
             return curve.held_out[-1]
         return known[rate, seed][-1]
 
-    if str(recipe) not in results.exchanges():
-        results.add(recipe, bytes=trainers(recipe).bytes())
     tunes = family(recipe) if args.rates == "family" else recipe
     best = tuned(lambda rate: loss(rate, 0, args.tune_steps, tunes))
     for seed in args.seeds:
@@ -316,7 +317,9 @@ def rows(results: Results, steps: int) -> list[Row]:
         mean = {
             r: float(np.mean([x[-1] for (rate, _), x in runs.items() if rate == r])) for r in rates
         }
-        best = min(rates, key=lambda r: mean[r])
+        # A rate with one seed says less than one with all.
+        seeds = {r: sum(rate == r for rate, _ in runs) for r in rates}
+        best = min(rates, key=lambda r: (-seeds[r], mean[r]))
         turns = recipe.exchanges(steps)
         found.append(
             Row(
@@ -445,12 +448,12 @@ def export(found: list[Row], args: argparse.Namespace) -> None:
     base, seeds = np.mean(dense_of(found).losses), {len(row.losses) for row in found}
     counted = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seed"
     setup = (
-        f"were measured by benchmarks/frontier.py: a byte-level transformer of {PARAMETERS:,} "
-        f"parameters, {WORKERS} workers, {args.steps:,} steps, {counted}, rates tuned; dense ends "
-        f"at {base:.3f}."
+        f"as benchmarks/frontier.py measured them: a byte-level transformer of {PARAMETERS:,} "
+        f"parameters, {WORKERS} workers, {args.steps:,} steps, {counted}. Dense AdamW ends at "
+        f"{base:.3f}. A recipe has the rate that was best with four bits."
     )
-    excess = {str(row.recipe): round(float(np.mean(row.losses) - base), 4) for row in found}
-    content = {"setup": setup, "excess": dict(sorted(excess.items()))}
+    ends = {str(row.recipe): (round(float(np.mean(row.losses)), 4), row.rate) for row in found}
+    content = {"setup": setup, "steps": args.steps, "ends": dict(sorted(ends.items()))}
     args.export.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -2,9 +2,9 @@
 
 Eight emulated devices act as two sites of four. Each site shards its weights and moments over its
 devices (FSDP), and trains alone by Muon for ten steps. Then the sites exchange what they moved, in
-four bits, with what rounding left fed back. Two fragments of the model take turns, and each has two
-steps to arrive (Streaming DiLoCo), so that nobody waits for the link. The run is saved as it goes,
-and goes on from what was saved:
+four bits, with what rounding left fed back. Two fragments of the model take turns, and each travels
+beside the next step (Streaming DiLoCo): sites wait only for what takes longer than that step. The
+run is saved as it goes, and the same command with more steps goes on from what was saved:
 
     python examples/two_sites.py --steps 200 --save out/two_sites
     python examples/two_sites.py --steps 400 --save out/two_sites
@@ -55,7 +55,7 @@ def main() -> None:
         axis_name="hosts",
         every=args.every,
         # The layers' numbers lead their paths: [0]['kernel'], [1]['kernel'], ...
-        streaming=jaxsparse.outer.Streaming(fragments=2, overlap=2),
+        streaming=jaxsparse.outer.Streaming(fragments=2, overlap=1),
     )
     state = train.init((params, inner.init(params)))
     with ocp.CheckpointManager(args.save.absolute()) as saved:

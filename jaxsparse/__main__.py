@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--workers",
         type=_read(units.whole),
-        help="number of hosts that exchange gradients",
+        help="number of workers that exchange: hosts or sites, or the devices of one host",
     )
     add(
         "--islands",
@@ -78,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         "--bandwidth",
         type=_read(lambda text: (text, units.bytes_per_second(text))),
         nargs="+",
-        help="bandwidth of a host: 10Gbit, 1.25GB/s; several make a table",
+        help="bandwidth of a worker: 10Gbit, 1.25GB/s; several make a table, or a plan each with "
+        "--steps; NVLink of a host: 450GB/s",
     )
     add("--latency", type=_read(_latency), help="latency of a message (50us)")
     add("--network", metavar="FILE", help="a measured Network, instead of these two")
@@ -98,8 +99,8 @@ def _parser() -> argparse.ArgumentParser:
         help="of the whole run: print recipes, with their hours and measured losses",
     )
     add("--nats", type=float, help="of held-out loss that a recipe may cost at most (0.1)")
-    add("--optimizer", help="recipes with adamw or muon alone (both)")
-    add("--dtype", help="of dense gradients beside recipes: float32 or bfloat16 (float32)")
+    add("--optimizer", help="of the recipes: adamw or muon (adamw)")
+    add("--dtype", help="in which gradients travel now: float32 or bfloat16 (float32)")
     add(
         "--profile",
         metavar="FILE",
@@ -203,7 +204,7 @@ def _plan(args: argparse.Namespace) -> None:
     if is_timed and args.profile is None and args.memory_bandwidth is None:
         raise ValueError(
             "a step's time needs the device's: give --profile h100, cpu, or a FILE that python -m "
-            "jaxsparse profile wrote"
+            "jaxsparse profile wrote; or --memory-bandwidth"
         )
     is_file = args.profile is not None and args.profile not in SystemProfile.shipped_devices
     profile = _loaded(SystemProfile, "--profile", args.profile) if is_file else args.profile

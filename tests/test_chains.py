@@ -12,6 +12,7 @@ from workers import mesh, some
 
 import jaxsparse
 from jaxsparse import data_parallel, shard
+from jaxsparse.training.chains import warn_of_two_momenta
 
 NORM, RATE = 0.5, 0.1
 START = {"w": np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)}
@@ -110,6 +111,19 @@ ONCE = {
     "behind": lambda: trained(optax.chain(jaxsparse.dense(), optax.sgd(RATE, momentum=0.9)), 2),
     "each worker's own": lambda: trained(
         optax.chain(jaxsparse.per_worker(optax.trace(0.9)), jaxsparse.dense(momentum=0.9)), 2
+    ),
+    # Two optimizers in one state, as of a GAN, or of groups of leaves.
+    "two chains": lambda: warn_of_two_momenta(
+        (
+            START,
+            *(
+                optax.chain(
+                    jaxsparse.dense(momentum=first, is_dense=lambda *_: False),
+                    optax.sgd(RATE, second),
+                ).init(START)
+                for first, second in ((0.9, None), (None, 0.9))
+            ),
+        )
     ),
 }
 

@@ -235,7 +235,7 @@ def test_the_exchange_equals_its_description(case):
             np.testing.assert_allclose(kept, x.sum(0), atol=1e-5 * scale * workers)
 
 
-@pytest.mark.parametrize("workers", some([4, 8], [], slow=[8]))
+@pytest.mark.parametrize("workers", few([4, 8], [8]))
 def test_bytes_of_an_exchange(workers):
     size = 2**16
     reducer = ChunkedTopK()

@@ -632,7 +632,5 @@ def test_the_table_has_a_total_for_each_set_of_axes():
     assert "axes" not in str(alone)
     assert "Nothing travels" not in str(moved)
     lonely = wire_bytes(jax.jit(lambda x: x * 2).lower(1.0).compile())
-    assert str(lonely).endswith(
-        "Nothing travels: there are no collectives, or they have one worker."
-    )
+    assert str(lonely).endswith("Nothing travels: no collective here has two members.")
     assert (alone.payload, alone.received) == (moved.payload, moved.received)

@@ -242,7 +242,7 @@ def check_density(density: float) -> None:
 
 
 def _check_share(name: str, value: Any) -> float:
-    if type(value) is int and value == 1:
+    if isinstance(value, numbers.Integral) and value == 1 and value is not True:
         raise ValueError(f"{name}={value} is 100 %: write 1.0 to send all, or 0.01 to send 1 %")
     if not 0 < static_float(name, value) <= 1:
         raise ValueError(f"{name}={value} must lie in (0, 1]: 0.01 sends 1 % of the elements")

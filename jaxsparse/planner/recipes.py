@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from jaxsparse.arrays.printing import aligned
@@ -65,7 +67,7 @@ EXCHANGES: dict[str, Exchange] = {
     "dense": Exchange("dense", {}),
     **{
         name: Exchange("quantized", {"format": name})
-        for name in ("bfloat16", "int8", "int4", "int2", "ternary", "sign")
+        for name in ("int8", "int4", "int2", "ternary", "sign")
     },
     **{f"top 1/{n}": _chunks(n) for n in (8, 32, 64)},
     # The dumbest thing at equal bytes: coordinates drawn at random, in 32 bits.
@@ -73,11 +75,21 @@ EXCHANGES: dict[str, Exchange] = {
     "SparDL 1 %": Exchange("spardl", {"density": 0.01}, 0.01),
 }
 
+_KERNELS = (
+    "# kernels: numbers of the matrices between layers. Embeddings and the last layer are Adam's."
+)
 _INNER = {
-    "adamw": "optax.adamw(lr, b2=0.95, weight_decay=0.1)",
-    "muon": "optax.contrib.muon(lr, adam_b2=0.95, weight_decay=0.1, consistent_rms=0.2)",
+    "adamw": ("inner = optax.adamw(lr, b2=0.95, weight_decay=0.1)",),
+    "muon": (
+        _KERNELS,
+        "inner = optax.contrib.muon(",
+        "    lr, adam_b2=0.95, weight_decay=0.1, adam_weight_decay=0.1, consistent_rms=0.2,",
+        "    muon_weight_dimension_numbers=kernels,",
+        ")",
+    ),
 }
 _DIRECTION = {"adamw": "optax.scale_by_adam(b2=0.95)"}
+_WHAT = ("gradients", "updates", "local")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +98,10 @@ class Recipe:
 
     Attributes:
         optimizer: "adamw" or "muon".
-        what: "gradients", "updates" (of each worker's own optimizer) or "local" (displacements).
+        what: "gradients", "updates" (of each worker's own Adam) or "local" (displacements).
         every: steps from one exchange to the next, 1 unless "local".
         exchange: a key of `EXCHANGES`.
-        warm: percent of the steps that exchange after each one, first.
+        warm: percent of the steps that exchange after each one, first. 0 unless "local".
 
     Raises:
         ValueError: there is no such recipe.
@@ -102,8 +114,12 @@ class Recipe:
     warm: int = 0
 
     def __post_init__(self):
-        known = self.optimizer in _INNER and self.what in ("gradients", "updates", "local")
-        if not known or self.exchange not in EXCHANGES or self.every < 1:
+        known = self.exchange in EXCHANGES and self.every >= 1 and 0 <= self.warm < 100
+        if self.what == "updates":
+            known = known and self.optimizer in _DIRECTION
+        if self.what != "local":
+            known = known and (self.every, self.warm) == (1, 0)
+        if not known or self.optimizer not in _INNER or self.what not in _WHAT:
             raise ValueError(
                 f"no recipe is called {str(self)!r}: an optimizer ({', '.join(_INNER)}), what is "
                 "exchanged (gradients, updates, local H), and how "
@@ -145,9 +161,10 @@ class Recipe:
         return first + math.ceil((steps - first) / self.every)
 
     def memory(self, elements: int) -> int:
-        """Bytes of residuals and global parameters, which dense training does not have."""
-        residual = self.exchange not in ("dense", "bfloat16") and "random" not in self.exchange
-        return 4 * elements * (residual + (self.what == "local"))
+        """Bytes of residuals and global parameters, which a trainer without us does not have."""
+        if (self.what, self.exchange) == ("gradients", "dense"):
+            return 0
+        return elements * (_residuals(self.exchange) + 4 * (self.what == "local"))
 
     def written(self, steps: int, options: Sequence[str] = ()) -> tuple[str, ...]:
         """The recipe as Python, for a run of so many steps.
@@ -160,7 +177,7 @@ class Recipe:
         text = exchange.written(options)
         inner = _INNER[self.optimizer]
         if self.what == "gradients":
-            return (f"tx = optax.chain({text}, {inner})",)
+            return (*inner, f"tx = optax.chain({text}, inner)")
         if self.what == "updates":
             return (
                 "tx = optax.chain(",
@@ -177,19 +194,31 @@ class Recipe:
             loco = f"jaxsparse.outer.sparse_loco(k={exchange.settings['k']})"
             outer = with_options(loco, options)
         every = f"{self.every}"
-        if self.warm:
-            every = f"jaxsparse.Stages((1, {self.every}), ({self.warm * steps // 100},))"
+        if first := self.warm * steps // 100:
+            every = f"jaxsparse.Stages((1, {self.every}), ({first},))"
         return (
-            f"inner = {inner}  # in step, which exchanges nothing",
-            f"train = jaxsparse.LocalSteps(step, {outer}, mesh, every={every})",
+            *inner,
+            f"outer = {outer}",
+            f"train = jaxsparse.LocalSteps(step, outer, mesh, every={every})",
+            f"# step has inner, and exchanges nothing. Then: train.finish(state, {steps}).params",
         )
 
 
+@functools.cache
+def _residuals(exchange: str) -> int:
+    """Bytes of an exchange's state on a worker for each element, from the state's shapes."""
+    size = 2**16
+    tx = EXCHANGES[exchange].transformation(axis_name=None, is_dense=lambda *_: False)
+    state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct((size,), jnp.float32)})
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) // size
+
+
 class Loss(NamedTuple):
-    """Held-out loss of a recipe in nats above that of dense AdamW at the same number of steps."""
+    """Held-out loss of a recipe in nats above dense gradients, same optimizer and steps."""
 
     excess: float
     source: str  # "measured", or between which measurements
+    rate: float | None = None  # learning rate with which it was measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,30 +227,43 @@ class Losses:
 
     Attributes:
         setup: model, steps and seeds, in words.
-        excess: nats above dense AdamW, by the recipe's name.
+        ends: held-out loss in nats, and learning rate, by the recipe's name.
     """
 
     setup: str
-    excess: dict[str, float]
+    ends: dict[str, tuple[float, float]]
 
     @classmethod
     @functools.cache
     def shipped(cls) -> "Losses":
         """The measurements that come with the library."""
         content = json.loads(_SHIPPED.read_text())
-        return cls(content["setup"], content["excess"])
+        return cls(content["setup"], {name: tuple(end) for name, end in content["ends"].items()})
+
+    @functools.cached_property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The measured recipes."""
+        return tuple(map(Recipe.parsed, self.ends))
+
+    def dense(self, optimizer: str) -> float:
+        """Where dense gradients ended by this optimizer."""
+        return self.ends[str(Recipe(optimizer, "gradients", 1, "dense"))][0]
 
     def of(self, recipe: Recipe) -> Loss | None:
         """The loss of a recipe, or between two with other numbers of local steps, or None.
 
         Between two measurements it lies on a straight line over log H. Nothing is said beyond them.
         """
-        if str(recipe) in self.excess:
-            return Loss(self.excess[str(recipe)], "measured")
+        dense = self.dense(recipe.optimizer)
+        if str(recipe) in self.ends:
+            end, rate = self.ends[str(recipe)]
+            return Loss(end - dense, "measured", rate)
+        if recipe.what != "local":
+            return None
         known = sorted(
-            (other.every, self.excess[name])
-            for name in self.excess
-            if dataclasses.replace(other := Recipe.parsed(name), every=recipe.every) == recipe
+            (other.every, self.ends[str(other)][0] - dense)
+            for other in self.recipes
+            if other.what == "local" and dataclasses.replace(other, every=recipe.every) == recipe
         )
         below = [pair for pair in known if pair[0] < recipe.every]
         above = [pair for pair in known if pair[0] > recipe.every]
@@ -250,14 +292,16 @@ class RecipePlan:
     Attributes:
         forecasts: one for each recipe, the fastest first.
         baseline: dense gradients, as the trainer exchanges them.
-        best: of the recipes that cost at most `nats`, the one that ends lowest among those that
-            take at most 5 % more hours than the fastest. `baseline` if that is not 10 % faster.
+        best: of the recipes that cost at most `nats` and save a tenth of the baseline's hours: the
+            one that ends lowest among those that take at most 5 % more hours than the fastest. The
+            baseline if there is none.
+        left_out: recipes without a forecast, and the reasons.
         elements: number of parameters.
         workers: number of workers.
         steps: steps of the run.
         step_seconds: seconds of a step without its exchange.
         nats: see `plan_recipes`.
-        setup: where losses were measured.
+        notes: where losses were measured, and what is not predicted, a line each.
         conditions: the assumptions, a line each.
         options: options that exchanges take, as Python.
     """
@@ -265,12 +309,13 @@ class RecipePlan:
     forecasts: tuple[Forecast, ...]
     baseline: Forecast
     best: Forecast
+    left_out: tuple[tuple[str, str], ...]
     elements: int
     workers: int
     steps: int
     step_seconds: float
     nats: float
-    setup: str
+    notes: tuple[str, ...]
     conditions: tuple[str, ...]
     options: tuple[str, ...] = ()
 
@@ -289,7 +334,7 @@ class RecipePlan:
         for forecast in self.forecasts:
             if forecast.loss is None:
                 continue
-            if not found or found[-1].loss is None or forecast.loss.excess < found[-1].loss.excess:
+            if not found or _excess(forecast) < _excess(found[-1]):
                 found.append(forecast)
         return tuple(found)
 
@@ -298,7 +343,10 @@ class RecipePlan:
         return self.baseline.hours / forecast.hours
 
     def over_mean(self, forecast: Forecast) -> float | None:
-        """Hours of the plain mean of as many local steps over those of a recipe."""
+        """Hours of the plain mean of as many local steps over those of a recipe.
+
+        None if the recipe has no local steps, or the mean has no forecast.
+        """
         recipe = dataclasses.replace(forecast.recipe, exchange="dense", warm=0)
         means = [f for f in self.forecasts if f.recipe == recipe]
         return means[0].hours / forecast.hours if means and recipe.what == "local" else None
@@ -317,14 +365,12 @@ class RecipePlan:
         ]
         content = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         ends = {"baseline": str(self.baseline.recipe), "best": str(self.best.recipe)}
-        return {**content, "forecasts": forecasts, **ends, "units": "bytes, seconds, nats, hours"}
+        left_out = {"left_out": dict(self.left_out)}
+        units = {"units": "bytes, seconds, nats, hours"}
+        return {**content, "forecasts": forecasts, **ends, **left_out, **units}
 
     def __str__(self) -> str:
-        best = self.best.recipe
         share = self.baseline.exchange / self.step_seconds
-        found = f"{best}, {self.speedup(self.best):.2f}x"
-        if self.best is self.baseline:
-            found = "do not compress, nothing saves a tenth of the hours"
         return "\n".join(
             [
                 f"{self.elements:,} parameters, {self.workers} workers, {self.steps:,} steps of "
@@ -333,24 +379,35 @@ class RecipePlan:
                 "",
                 *self._table(),
                 "",
-                f"best within {self.nats:g} nats: {found}",
+                *self._answer(),
                 "",
-                *(f"    {line}" for line in best.written(self.steps, self.options)),
-                "",
-                f"Nats above dense AdamW {self.setup}",
-                "They are no prediction for another model: train to see. Hours are those of steps "
-                "and exchanges, one after the other.",
+                *self.notes,
             ]
         )
 
+    def _answer(self) -> list[str]:
+        if self.best is self.baseline:
+            saved = any(f.hours < _MUCH_FASTER * self.baseline.hours for f in self.forecasts)
+            why = f"nothing that costs {self.nats:g} nats or less" if saved else "nothing"
+            return [f"best: leave your trainer as it is. {why} saves a tenth of the hours."]
+        rate = None if self.best.loss is None else self.best.loss.rate
+        lines = self.best.recipe.written(self.steps, self.options)
+        return [
+            f"best within {self.nats:g} nats: {self.best.recipe}, {self.speedup(self.best):.2f}x",
+            "",
+            *(f"    {line}" for line in lines),
+            *([] if rate is None else ["", f"It was measured with lr = {rate:g} at its peak."]),
+        ]
+
     def _table(self) -> list[str]:
-        """A line for each recipe that is not dominated, and for the baseline."""
-        shown = [*self.undominated]
-        if self.baseline not in shown:
-            shown.append(self.baseline)
+        """Recipes that are not dominated, those that were asked for by H, and the baseline."""
+        asked = [f for f in self.forecasts if f.recipe.what == "local" and f.loss is None]
+        shown = {*self.undominated, *asked, self.baseline}
         heads = ("recipe", "exchange s", "hours", "speedup", "over the mean", "received GB")
         cells: list[tuple[str, ...]] = [(*heads, "memory GB", "nats above dense", "")]
-        for f in shown:
+        for f in self.forecasts:
+            if f not in shown:
+                continue
             over = self.over_mean(f)
             cells.append(
                 (
@@ -365,11 +422,11 @@ class RecipePlan:
                     "not measured" if f.loss is None else f.loss.source,
                 )
             )
-        unknown = sum(f.loss is None for f in self.forecasts if f not in shown)
-        hidden = len(self.forecasts) - len(shown) - unknown
+        hidden = len(self.forecasts) - len(shown)
         return [
             *aligned(cells, right=range(1, len(heads) + 2)),
-            f"({hidden} others are slower and end higher; {unknown} more were not measured)",
+            f"({hidden} others are as slow or slower, and end as high or higher)",
+            *(f"left out: {name}: {reason}" for name, reason in self.left_out),
         ]
 
 
@@ -381,7 +438,7 @@ def plan_recipes(
     step_seconds: float,
     steps: int,
     local_steps: int | None = None,
-    optimizer: str | None = None,
+    optimizer: str = "adamw",
     nats: float = 0.1,
     dtype: str = "float32",
     profile: SystemProfile | str | None = None,
@@ -390,19 +447,20 @@ def plan_recipes(
 ) -> RecipePlan:
     """Predicts the hours of a run by each recipe, beside what they cost where they were measured.
 
-    An exchange takes what `plan` predicts for it. Losses were measured on a small model, and are
-    no prediction: they tell recipes apart. Muon's own computing belongs to `step_seconds`.
+    An exchange takes what `plan` predicts for it; formats of 1 to 4 bits compute as one of 8 bits.
+    Losses were measured on a small model in a short run, and are no prediction: they tell recipes
+    apart. Each is above dense gradients by the same optimizer.
 
     Args:
         params: see `plan`.
         workers: number of workers, W.
         network: see `plan`.
-        step_seconds: seconds of a step without its exchange.
+        step_seconds: seconds of a step by this optimizer, without its exchange.
         steps: steps of the run.
         local_steps: H of the recipes with local steps. None: each that was measured.
-        optimizer: "adamw" or "muon". None: both.
-        nats: what the chosen recipe may cost at most.
-        dtype: "float32" or "bfloat16", in which the trainer would exchange gradients itself.
+        optimizer: "adamw" or "muon".
+        nats: what the chosen recipe may cost at most, above dense gradients.
+        dtype: "float32" or "bfloat16", in which the trainer exchanges gradients now.
         profile: see `plan`.
         memory_bandwidth: see `plan`.
         on_recipe: called with the name of each recipe before it is predicted, for progress.
@@ -412,8 +470,8 @@ def plan_recipes(
 
     Example:
         >>> slow = plan_recipes(10**7, 8, network=Link(50e-6, 1.25e6), step_seconds=0.1, steps=2000)
-        >>> slow.best.recipe.what, slow.speedup(slow.best) > 10
-        ('local', True)
+        >>> slow.best.recipe.exchange, slow.speedup(slow.best) > 5
+        ('int4', True)
         >>> fast = plan_recipes(10**7, 8, network=Link(1e-6, 1e12), step_seconds=0.1, steps=2000)
         >>> str(fast.best.recipe)
         'adamw, gradients, dense'
@@ -424,11 +482,11 @@ def plan_recipes(
     if local_steps is not None and static_count("local_steps", local_steps) < 2:
         raise ValueError("local_steps=1 is no local step: leave it out, or give 10")
     for name, value, known in (
-        ("optimizer", optimizer, (*_INNER, None)),
+        ("optimizer", optimizer, tuple(_INNER)),
         ("dtype", dtype, ("float32", "bfloat16")),
     ):
         if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown: use one of {known}")
+            raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(known)}")
     if not static_float("nats", nats) >= 0:
         raise ValueError(f"nats={nats} must be at least 0")
     predictor = Predictor.of(
@@ -440,60 +498,79 @@ def plan_recipes(
     @functools.cache
     def exchanged(name: str) -> tuple[float, float]:
         """Seconds and received bytes of one exchange."""
-        one = EXCHANGES[name]
-        found = (
-            predictor.dense()
-            if name == "dense"
-            else predictor.exchange(one.choice, one.system, one.density)
-        )
+        if name == "dense":
+            found = predictor.dense()
+        else:
+            one = EXCHANGES[name]
+            found = predictor.exchange(one.choice, one.system, one.density)
         return found.exchange, found.received
 
-    forecasts = []
-    for recipe in _asked(losses, optimizer, local_steps, dtype):
+    def forecast(recipe: Recipe, seconds: float, received: float) -> Forecast:
+        turns = recipe.exchanges(steps)
+        hours = (steps * step_seconds + turns * seconds) / 3600
+        loss = losses.of(recipe)
+        return Forecast(recipe, seconds, hours, turns * received, recipe.memory(elements), loss)
+
+    usual = Recipe(optimizer, "gradients", 1, "dense")
+    baseline = forecast(usual, *exchanged("dense"))
+    if dtype == "bfloat16":  # half as many float32 have as many bytes
+        half = predictor._replace(size=predictor.size // 2, dense_size=predictor.dense_size // 2)
+        moved, dense = half.dense(), predictor.dense()
+        baseline = forecast(usual, moved.network + dense.computing, moved.received)
+    forecasts, left_out = [baseline], []
+    for recipe in _asked(losses, optimizer, local_steps):
         if recipe.exchange != "dense" and not predictor.size:
             continue  # all leaves are so small that they travel dense
         on_recipe(str(recipe))
-        seconds, received = exchanged(recipe.exchange)
-        turns = recipe.exchanges(steps)
-        hours = (steps * step_seconds + turns * seconds) / 3600
-        memory = recipe.memory(elements)
-        loss = losses.of(recipe)
-        forecasts.append(Forecast(recipe, seconds, hours, turns * received, memory, loss))
-    by_loss = lambda f: math.inf if f.loss is None else f.loss.excess
-    forecasts.sort(key=lambda f: (f.hours, by_loss(f)))
-    is_wide = dtype == "float32" or not predictor.size
-    usual = Recipe("adamw", "gradients", 1, "dense" if is_wide else "bfloat16")
-    baseline = next(f for f in forecasts if f.recipe == usual)
-    cheap = [f for f in forecasts if f.loss is not None and f.loss.excess <= nats]
+        try:
+            forecasts.append(forecast(recipe, *exchanged(recipe.exchange)))
+        except ValueError as error:
+            left_out.append((str(recipe), str(error)))
+    forecasts.sort(key=lambda f: (f.hours, _excess(f)))
+    cheap = [
+        f for f in forecasts if _excess(f) <= nats and f.hours <= _MUCH_FASTER * baseline.hours
+    ]
     fast = [f for f in cheap if f.hours <= _ABOUT_AS_FAST * cheap[0].hours]
-    best = min(fast, key=by_loss, default=baseline)
-    if best.hours > _MUCH_FASTER * baseline.hours:
-        best = baseline
     return RecipePlan(
-        tuple(forecasts),
-        baseline,
-        best,
-        elements,
-        predictor.workers,
-        steps,
-        step_seconds,
-        nats,
-        losses.setup,
-        predictor.conditions,
-        tuple(predictor.options),
+        forecasts=tuple(forecasts),
+        baseline=baseline,
+        best=min(fast, key=_excess, default=baseline),
+        left_out=tuple(left_out),
+        elements=elements,
+        workers=predictor.workers,
+        steps=steps,
+        step_seconds=step_seconds,
+        nats=nats,
+        notes=_notes(losses, optimizer),
+        conditions=predictor.conditions,
+        options=tuple(predictor.options),
     )
 
 
-def _asked(
-    losses: Losses, optimizer: str | None, local_steps: int | None, dtype: str
-) -> Sequence[Recipe]:
-    """The measured recipes, with other numbers of local steps if asked for, and the baseline."""
-    found = [Recipe.parsed(name) for name in losses.excess]
+def _excess(forecast: Forecast) -> float:
+    return math.inf if forecast.loss is None else forecast.loss.excess
+
+
+def _asked(losses: Losses, optimizer: str, local_steps: int | None) -> Sequence[Recipe]:
+    """The measured recipes of an optimizer, with other numbers of local steps if asked for."""
+    found = [r for r in losses.recipes if r.optimizer == optimizer]
     if local_steps is not None:
         found = [
             dataclasses.replace(r, every=local_steps) if r.what == "local" else r for r in found
         ]
-    found = [r for r in found if optimizer in (None, r.optimizer)]
-    usual = Recipe("adamw", "gradients", 1, "dense")
-    baselines = [usual, dataclasses.replace(usual, exchange="bfloat16")]
-    return list(dict.fromkeys([*baselines[: 1 + (dtype == "bfloat16")], *found]))
+    return [r for r in dict.fromkeys(found) if (r.what, r.exchange) != ("gradients", "dense")]
+
+
+def _notes(losses: Losses, optimizer: str) -> tuple[str, ...]:
+    every = sorted({r.every for r in losses.recipes if r.what == "local"})
+    lines = [
+        f"Nats are above dense gradients by the same optimizer, {losses.setup}",
+        f"Local steps were measured with H = {', '.join(map(str, every))}. All this is no "
+        "prediction for another model or a longer run: train to see.",
+        "Hours are those of steps and exchanges, one after the other. Formats of 1 to 4 bits "
+        "compute as one of 8 bits.",
+    ]
+    gain = losses.dense("adamw") - losses.dense("muon")
+    if optimizer == "adamw":
+        lines.append(f"Muon ended {gain:.3f} nats below AdamW there, both dense: --optimizer muon.")
+    return tuple(lines)

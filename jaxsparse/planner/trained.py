@@ -27,9 +27,9 @@ class Trained(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """Measured trainings of one recipe."""
+    """Measured trainings of one setup: model, data, optimizer and length."""
 
-    recipe: str
+    setup: str
     rows: tuple[Trained, ...]
 
     @classmethod
@@ -37,7 +37,7 @@ class Evidence(NamedTuple):
     def shipped(cls) -> "Evidence":
         """The measurements that come with the library."""
         content = json.loads(_SHIPPED.read_text())
-        return cls(content["recipe"], tuple(Trained(*row) for row in content["rows"]))
+        return cls(content["setup"], tuple(Trained(*row) for row in content["rows"]))
 
     def best(self, system: str) -> Trained | None:
         """The training by gradients or updates that ended lowest, or None."""
@@ -55,7 +55,7 @@ class Evidence(NamedTuple):
             and row.every == local_steps
         ]
         if not rows:
-            return ["No training with these was measured: see recipes (--steps)."]
+            return ["No training with these was measured."]
         cells = [["system", "exchanged", "method", "nats above dense", "fewer bytes"]]
         for row in sorted(rows, key=lambda row: (list(names).index(row.system), row.excess)):
             what = {
@@ -64,7 +64,7 @@ class Evidence(NamedTuple):
                 "displacements": f"what {row.every} local steps moved",
             }[row.exchanged]
             cells.append([row.system, what, row.method, f"{row.excess:+.2f}", f"{row.fewer:.0f}x"])
-        return [f"How they trained: {self.recipe}", *aligned(cells, right=(3, 4))]
+        return [f"How they trained: {self.setup}", *aligned(cells, right=(3, 4))]
 
 
 def chains(transformation: str, system: str) -> Sequence[str]:

@@ -251,7 +251,7 @@ class WireBytes:
         numbers = range(2, 6) if has_axes else range(1, 5)
         table = [*aligned(rows, right=numbers), *self._conditional_lines("")]
         if not self.rounds:
-            table.append("Nothing travels: there are no collectives, or they have one worker.")
+            table.append("Nothing travels: no collective here has two members.")
         return "\n".join(table)
 
     def _conditional_lines(self, indent: str) -> Iterable[str]:

@@ -12,7 +12,7 @@ from jax.tree_util import tree_flatten_with_path
 from jaxsparse.comm import compat
 from jaxsparse.comm.marks import is_marked
 from jaxsparse.comm.meshes import SCOPE
-from jaxsparse.feedback import states_in
+from jaxsparse.feedback import ErrorFeedbackState
 
 # Optax's clips, by norm or by value, are in this file, and have one of these operations. To look at
 # all others' frames would take long.
@@ -33,21 +33,33 @@ def warn_of_clips(program: Jaxpr) -> None:
 
 
 def warn_of_two_momenta(args: Any) -> None:
-    """Warns of training state with momentum both in an exchange and behind it.
+    """Warns of an Optax chain with momentum in its exchange, and in a trace behind it.
 
-    In front of an exchange, `per_worker` marks the state of a worker's own momentum.
+    It sees the states of `optax.chain(exchange, ...)` with `optax.sgd(momentum=)` or `optax.trace`.
+    It does not see chains within chains, states that Flax nnx has split, and moments of Adam.
     """
-    is_trace = lambda node: isinstance(node, optax.TraceState)
-    traces = [node for node in jax.tree.leaves(args, is_leaf=is_trace) if is_trace(node)]
-    behind = any(not is_marked(path) for path, _ in tree_flatten_with_path(traces)[0])
-    if behind and any(state.momentum for state in states_in(args)):
+    is_chain = lambda node: type(node) is tuple and any(map(_has_momentum, node))
+    found = jax.tree.leaves(args, is_leaf=is_chain)
+    if any(map(_has_trace_behind, filter(is_chain, found))):
         warnings.warn(
             "momentum acts twice: in the exchange (momentum=) and behind it, as in "
             "optax.sgd(momentum=). Two of 0.9 make updates 100 times as long as a gradient: leave "
-            "one out. To have both on purpose, filter this warning: "
-            'warnings.filterwarnings("ignore", "momentum acts twice")',
+            "one out (None, since 0.0 keeps a state, too). To have both on purpose, filter this "
+            'warning: warnings.filterwarnings("ignore", "momentum acts twice")',
             stacklevel=4,
         )
+
+
+def _has_momentum(node: Any) -> bool:
+    return isinstance(node, ErrorFeedbackState) and bool(node.momentum)
+
+
+def _has_trace_behind(chain: tuple[Any, ...]) -> bool:
+    """Whether a trace comes behind an exchange with momentum, which is no worker's own."""
+    behind = chain[[*map(_has_momentum, chain)].index(True) + 1 :]
+    is_trace = lambda node: isinstance(node, optax.TraceState)
+    traces = [node for node in jax.tree.leaves(behind, is_leaf=is_trace) if is_trace(node)]
+    return any(not is_marked(path) for path, _ in tree_flatten_with_path(traces)[0])
 
 
 def _clips_first(program: Jaxpr) -> bool:

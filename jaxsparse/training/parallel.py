@@ -1,7 +1,6 @@
 """The parallel step: one worker's function, run on all workers at once."""
 
 import functools
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -211,7 +210,8 @@ class _Worker:
 
     def __call__(self, *args: Any) -> tuple[list[Any], list[Any]]:
         axis = self._axis_name
-        outputs, self._treedef = tree_flatten_with_path(self._step(*args))
+        returned = self._step(*args)
+        outputs, self._treedef = tree_flatten_with_path(returned)
         kinds = self._kinds.of([path for path, _ in outputs])
         self._marks = [is_marked(path) or kind == "own" for (path, _), kind in zip(outputs, kinds)]
         own, others, names = list[Any](), list[Any](), list[str]()
@@ -229,7 +229,7 @@ class _Worker:
             else:
                 others.append(leaf if kind is None else over_workers(name, leaf, kind, axis))
                 names.append(name)
-        return own, _equal_on_all(others, names, axis)
+        return own, _equal_on_all(others, names, _kept_by_optax(returned), axis)
 
     def joined(self, own: list[Any], others: list[Any]) -> Any:
         """What the step returned when it was called last, made of these arrays."""
@@ -368,7 +368,9 @@ def _convolves(program: Jaxpr) -> bool:
     )
 
 
-def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[Any]:
+def _equal_on_all(
+    outputs: list[Any], names: list[str], kept: tuple[str, ...], axis_name: str
+) -> list[Any]:
     """`outputs`, after a check under vmap that it holds one of each for all workers.
 
     Raises:
@@ -394,7 +396,10 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
                     "data_parallel(outputs=)"
                 )
             if differs:
-                raise WorkersError(f"{name} differs between workers: {_remedy(name, axis_name)}")
+                is_kept = any(f"output{path}" in name for path in kept)
+                raise WorkersError(
+                    f"{name} differs between workers: {_remedy(name, axis_name, is_kept)}"
+                )
         return outputs, batched[0]
 
     # The worker's number differs along the workers' axis, so JAX applies the rule there. It leaves
@@ -402,18 +407,27 @@ def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[
     return checked(outputs, jax.lax.axis_index(axis_name))
 
 
-# Fields of Optax' states in which a transformation keeps what it makes of gradients.
-_MOMENTS = re.compile(r"\.(mu|nu|nu_max|trace|sum_of_squares|v|v_row|v_col|momentum|ema)\b")
+def _kept_by_optax(outputs: Any) -> tuple[str, ...]:
+    """The paths of Optax' states in a step's outputs, as `keystr` writes them."""
+    is_state = lambda node: type(node).__module__.startswith("optax.") and hasattr(node, "_fields")
+    found = tree_flatten_with_path(outputs, is_leaf=is_state)[0]
+    return tuple(keystr(path) for path, node in found if is_state(node))
 
 
-def _remedy(name: str, axis_name: str) -> str:
-    """What to do about an output that differs between workers, which its path tells."""
-    if ".acc_grads" in name:
+def _remedy(name: str, axis_name: str, is_kept: bool) -> str:
+    """What to do about an output that differs between workers.
+
+    Args:
+        name: the output.
+        axis_name: the axis of the workers.
+        is_kept: whether it belongs to the state of a transformation of Optax.
+    """
+    if is_kept and ".acc_grads" in name:
         return (
             "a transformation around the exchange, such as optax.MultiSteps, accumulates each "
             "worker's own gradients there: accumulate them inside the step, over parts of its batch"
         )
-    if _MOMENTS.search(name):
+    if is_kept:
         return (
             "a transformation in front of the exchange, such as optax.scale_by_adam, keeps there "
             "what it makes of one worker's gradients. Chain it behind the exchange, as in "
