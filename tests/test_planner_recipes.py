@@ -23,7 +23,7 @@ from jaxsparse.traffic import traced_bytes
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-frontier = importlib.import_module("frontier")
+frontier, decisions = map(importlib.import_module, ("frontier", "decisions"))
 sys.path.remove(str(BENCHMARKS))
 
 LINK = Link(1e-3, 1.25e6)
@@ -245,13 +245,19 @@ def test_losses_are_those_of_the_results(shipped):
         if line.get("steps", [0])[-1] == content["steps"]:
             end = ends.setdefault((line["recipe"], line["rate"]), [])
             end.append(line["held_out"][-1])
-    assert len(shipped.ends) > 5
+    assert len(shipped.ends) >= 5
     for name, (loss, rate) in shipped.ends.items():
         tried = {r: e for (n, r), e in ends.items() if n == name}
         most = max(map(len, tried.values()))
         means = {r: float(np.mean(e)) for r, e in tried.items() if len(e) == most}
         assert rate == min(means, key=means.__getitem__), name
         assert math.isclose(means[rate], loss, abs_tol=1e-4), name
+
+
+@pytest.mark.slow
+def test_the_docs_have_the_planners_answers(shipped):
+    text = (BENCHMARKS.parent / "docs" / "which.md").read_text()
+    assert "\n".join(decisions.table()) in text
 
 
 SHELL = ["plan", "--params", "1M", "--workers", "3", "--bandwidth", "10mbit"]
