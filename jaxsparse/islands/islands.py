@@ -27,6 +27,7 @@ class Status(NamedTuple):
 
     Attributes:
         name: its name.
+        life: a word that its messages and decisions carry beside the name. It changes at `join`.
         round: the round that it is in.
         rounds: a report of each round, the oldest first.
         counted: in how many rounds its message counted, of those that it posted in.
@@ -38,6 +39,7 @@ class Status(NamedTuple):
     """
 
     name: str
+    life: str
     round: int
     rounds: tuple[Report, ...]
     counted: int
@@ -290,6 +292,7 @@ class Islands:
         running = self._running
         return Status(
             self._member.name,
+            self._member.life,
             self._round,
             reports,
             sum(report.counted for report in own),
