@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import http.server
 import itertools
 import json
 import threading
@@ -26,6 +27,7 @@ from jax.tree_util import tree_flatten_with_path
 from workers import some
 
 import jaxsparse
+from jaxsparse import islands
 from jaxsparse.__main__ import main
 from jaxsparse.islands import Event, exchange, rounds as jaxsparse_rounds, simulate, watch
 from jaxsparse.islands.arithmetic import Shared, _digest as digested
@@ -647,6 +649,36 @@ def test_a_folder_is_a_store(tmp_path):
         jaxsparse.islands.Store(tmp_path / "file" / "run")
 
 
+class EmptyBucket(http.server.BaseHTTPRequestHandler):
+    """A server that speaks S3 as far as to say that it has no objects."""
+
+    def do_GET(self):
+        answer = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_environment_allows_http(monkeypatch):
+    keys = {"ACCESS_KEY_ID": "any", "SECRET_ACCESS_KEY": "any", "REGION": "us-east-1"}
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), EmptyBucket) as server:
+        threading.Thread(target=server.serve_forever).start()
+        keys |= {"ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "ALLOW_HTTP": "true"}
+        for key, value in keys.items():
+            monkeypatch.setenv(f"AWS_{key}", value)
+        try:
+            assert islands.Store("s3://runs/one").names("messages") == []
+            monkeypatch.delenv("AWS_ALLOW_HTTP")
+            with pytest.raises(UnreachableError):
+                islands.Store("s3://runs/one").names("messages")
+        finally:
+            server.shutdown()
+
+
 @pytest.mark.parametrize("url", ["nothing://x", "s3://"])
 def test_an_unknown_url_is_refused(url):
     with pytest.raises(ValueError, match="is no store"):
@@ -1054,9 +1086,13 @@ def test_joining_waits_for_the_store():
     link = reference.Link(reference.Memory())
     link.is_down = True
     threading.Timer(0.3, lambda: setattr(link, "is_down", False)).start()
-    assert trainer(link, "one").join((jnp.zeros(8),)).round == 0
+    with warnings.catch_warnings(action="ignore"):  # on a slow machine the store is there by then
+        assert trainer(link, "one").join((jnp.zeros(8),)).round == 0
     link.is_down = True
-    with pytest.raises(ConnectionError, match="down"):
+    with (
+        pytest.warns(UserWarning, match="one can't join yet, and tries for 0.1 s: .*down"),
+        pytest.raises(ConnectionError, match="down"),
+    ):
         trainer(link, "one", patience=0.1).join((jnp.zeros(8),))
 
 

@@ -204,13 +204,20 @@ class Islands:
         if self._running is not None:
             self._running.stop()
             self._running = None
-        began = time.monotonic()
+        began, is_told = time.monotonic(), False
         while True:
             try:
                 joined = self._member.join(state)
-            except UnreachableError:
+            except UnreachableError as error:
                 if time.monotonic() - began > self._patience:
                     raise
+                if not is_told:
+                    warnings.warn(
+                        f"{self._member.name} can't join yet, and tries for {self._patience:g} s: "
+                        f"{error}",
+                        stacklevel=2,
+                    )
+                    is_told = True
                 time.sleep(self._poll)
             else:
                 self._round = joined.round
