@@ -381,11 +381,11 @@ class Chaos:
         while self._running and time.monotonic() < end:
             time.sleep(0.1)
             for name, process in list(self._running.items()):
-                if process.poll() == 0:
+                if process.poll() is not None:
                     del self._running[name]
-                elif process.returncode is not None:
-                    self.ended.append(f"{name} with {process.returncode}")
-                    del self._running[name]
+                    # One that is still starting ends at once.
+                    if process.returncode not in (0, -signal.SIGTERM):
+                        self.ended.append(f"{name} with {process.returncode}")
         for process in self._running.values():
             process.kill()
         for reader in self._readers:

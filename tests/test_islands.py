@@ -1130,3 +1130,21 @@ def test_steps_beside_an_exchange_that_are_not_finite_start_anew():
 def test_a_url_in_the_place_of_a_store_is_refused():
     with pytest.raises(ValueError, match=r"give jaxsparse.islands.Store\('s3://x'\)"):
         trainer("s3://x", "one")
+
+
+@pytest.mark.parametrize(("devices", "programs"), [((), 1), ((3,), 2), ((0, 1, 2), 2)])
+def test_parameters_stay_on_their_devices_and_programs_are_kept(devices, programs):
+    w = jnp.arange(24.0).reshape(6, 4)
+    batch = jnp.full((6, 4), 100.0)
+    if devices:  # residuals get there with the first round, so the second one compiles anew
+        mesh = jax.sharding.Mesh(np.array(jax.devices())[list(devices)], "x")
+        w, batch = jax.device_put((w, batch), jax.sharding.NamedSharding(mesh, jax.P("x")))
+    train = trainer(reference.Memory(), "one", every=1, grace=0.0)
+    state = train.join((w,))
+    for _ in range(4):
+        state, _ = train(state, batch)
+    assert state.round == 4
+    assert state.params.sharding == w.sharding
+    assert np.all(np.asarray(state.params) > np.asarray(w))
+    arithmetic = train._member.arithmetic
+    assert arithmetic.begin._cache_size() == arithmetic.shared._cache_size() == programs

@@ -209,8 +209,6 @@ class Islands:
             try:
                 joined = self._member.join(state)
             except UnreachableError as error:
-                if time.monotonic() - began > self._patience:
-                    raise
                 if not is_told:
                     warnings.warn(
                         f"{self._member.name} can't join yet, and tries for {self._patience:g} s: "
@@ -218,6 +216,8 @@ class Islands:
                         stacklevel=2,
                     )
                     is_told = True
+                if time.monotonic() - began > self._patience:
+                    raise
                 time.sleep(self._poll)
             else:
                 self._round = joined.round
