@@ -1148,3 +1148,22 @@ def test_parameters_stay_on_their_devices_and_programs_are_kept(devices, program
     assert np.all(np.asarray(state.params) > np.asarray(w))
     arithmetic = train._member.arithmetic
     assert arithmetic.begin._cache_size() == arithmetic.shared._cache_size() == programs
+
+
+def test_a_member_fewer_takes_no_compilation(caplog):
+    store = reference.Memory()
+    other = trainer(store, "two", quorum=2)
+    _, exchange = other._member.begin(other.join((jnp.zeros(8),)))
+    assert not exchange.advance()  # two has sent its message, and dies
+    one = trainer(store, "one", every=1, grace=0.0)
+    state, _ = one(one.join((jnp.zeros(8),)), jnp.ones(8))
+    for thread in threading.enumerate():
+        if thread.name == "islands-compile":
+            thread.join()
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    try:
+        state, _ = one(state, jnp.ones(8))
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert [report.members for report in one.status().rounds] == [("one", "two"), ("one",)]
+    assert not [text for text in caplog.messages if "Compiling jit(_shared)" in text]

@@ -161,6 +161,12 @@ class Arithmetic:
         place = lambda leaf, own: leaf if own else placed(next(found), leaf)
         return map_marked(place, jax.tree.map(jnp.asarray, shared))
 
+    def prepare(self, members: int, begun: Begun, before: Shared) -> None:
+        """Compiles `shared` for so many messages, and does not run it."""
+        messages = jax.ShapeDtypeStruct((members, begun.words.size), jnp.uint32)
+        weights = jax.ShapeDtypeStruct((members,), jnp.float32) if self._weighted else None
+        self.shared.lower(messages, weights, begun, before).compile()
+
     def own(self, worker: Any) -> Any:
         """An island's own parameters."""
         return self._pick(worker)

@@ -170,7 +170,8 @@ class Islands:
         if isinstance(store, (str, os.PathLike)):
             raise ValueError(f"store={store!r} is a text: give jaxsparse.islands.Store({store!r})")
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
-        self._poll, self._patience = poll, patience
+        self._poll, self._patience, self._quorum = poll, patience, quorum
+        self._prepared = {0}  # numbers of members for which programs are compiled
         self._member = Member(
             Arithmetic(outer, params or params_of, mixing, weighted),
             store,
@@ -334,7 +335,23 @@ class Islands:
         self._running = None
         state = self._member.finish(state, exchange)
         self._round = state.round
+        self._prepare(exchange)
         return state
+
+    def _prepare(self, exchange: Exchange) -> None:
+        """Compiles for a member fewer than in the last round, beside training.
+
+        Else the first round after the death of a member would wait for that, after `grace`.
+        """
+        members = len(self._member.reports[-1].members) if self._member.reports else 0
+        self._prepared.add(members)
+        if self._quorum <= (fewer := members - 1) and fewer not in self._prepared:
+            self._prepared.add(fewer)
+            threading.Thread(
+                target=self._member.arithmetic.prepare,
+                args=(fewer, exchange.half, exchange.shared),
+                name="islands-compile",
+            ).start()
 
 
 class _Losses:
