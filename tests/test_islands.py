@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import http.server
 import itertools
 import json
 import threading
@@ -26,6 +27,7 @@ from jax.tree_util import tree_flatten_with_path
 from workers import some
 
 import jaxsparse
+from jaxsparse import islands
 from jaxsparse.__main__ import main
 from jaxsparse.islands import Event, exchange, rounds as jaxsparse_rounds, simulate, watch
 from jaxsparse.islands.arithmetic import Shared, _digest as digested
@@ -647,6 +649,36 @@ def test_a_folder_is_a_store(tmp_path):
         jaxsparse.islands.Store(tmp_path / "file" / "run")
 
 
+class EmptyBucket(http.server.BaseHTTPRequestHandler):
+    """A server that speaks S3 as far as to say that it has no objects."""
+
+    def do_GET(self):
+        answer = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_the_environment_allows_http(monkeypatch):
+    keys = {"ACCESS_KEY_ID": "any", "SECRET_ACCESS_KEY": "any", "REGION": "us-east-1"}
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), EmptyBucket) as server:
+        threading.Thread(target=server.serve_forever).start()
+        keys |= {"ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}", "ALLOW_HTTP": "true"}
+        for key, value in keys.items():
+            monkeypatch.setenv(f"AWS_{key}", value)
+        try:
+            assert islands.Store("s3://runs/one").names("messages") == []
+            monkeypatch.delenv("AWS_ALLOW_HTTP")
+            with pytest.raises(UnreachableError):
+                islands.Store("s3://runs/one").names("messages")
+        finally:
+            server.shutdown()
+
+
 @pytest.mark.parametrize("url", ["nothing://x", "s3://"])
 def test_an_unknown_url_is_refused(url):
     with pytest.raises(ValueError, match="is no store"):
@@ -1054,9 +1086,13 @@ def test_joining_waits_for_the_store():
     link = reference.Link(reference.Memory())
     link.is_down = True
     threading.Timer(0.3, lambda: setattr(link, "is_down", False)).start()
-    assert trainer(link, "one").join((jnp.zeros(8),)).round == 0
+    with warnings.catch_warnings(action="ignore"):  # on a slow machine the store is there by then
+        assert trainer(link, "one").join((jnp.zeros(8),)).round == 0
     link.is_down = True
-    with pytest.raises(ConnectionError, match="down"):
+    with (
+        pytest.warns(UserWarning, match="one can't join yet, and tries for 0.1 s: .*down"),
+        pytest.raises(ConnectionError, match="down"),
+    ):
         trainer(link, "one", patience=0.1).join((jnp.zeros(8),))
 
 
@@ -1094,3 +1130,40 @@ def test_steps_beside_an_exchange_that_are_not_finite_start_anew():
 def test_a_url_in_the_place_of_a_store_is_refused():
     with pytest.raises(ValueError, match=r"give jaxsparse.islands.Store\('s3://x'\)"):
         trainer("s3://x", "one")
+
+
+@pytest.mark.parametrize(("devices", "programs"), [((), 1), ((0, 1, 2), 2)])
+def test_parameters_stay_on_their_devices_and_programs_are_kept(devices, programs):
+    w = jnp.arange(24.0).reshape(6, 4)
+    batch = jnp.full((6, 4), 100.0)
+    if devices:  # residuals get there with the first round, so the second one compiles anew
+        mesh = jax.sharding.Mesh(np.array(jax.devices())[list(devices)], "x")
+        w, batch = jax.device_put((w, batch), jax.sharding.NamedSharding(mesh, jax.P("x")))
+    train = trainer(reference.Memory(), "one", every=1, grace=0.0)
+    state = train.join((w,))
+    for _ in range(4):
+        state, _ = train(state, batch)
+    assert state.round == 4
+    assert state.params.sharding == w.sharding
+    assert np.all(np.asarray(state.params) > np.asarray(w))
+    arithmetic = train._member.arithmetic
+    assert arithmetic.begin._cache_size() == arithmetic.shared._cache_size() == programs
+
+
+def test_a_member_fewer_takes_no_compilation(caplog):
+    store = reference.Memory()
+    other = trainer(store, "two", quorum=2)
+    _, exchange = other._member.begin(other.join((jnp.zeros(8),)))
+    assert not exchange.advance()  # two has sent its message, and dies
+    one = trainer(store, "one", every=1, grace=0.0)
+    state, _ = one(one.join((jnp.zeros(8),)), jnp.ones(8))
+    for thread in threading.enumerate():
+        if thread.name == "islands-compile":
+            thread.join()
+    jax.config.update("jax_log_compiles", True)  # in all threads
+    try:
+        state, _ = one(state, jnp.ones(8))
+    finally:
+        jax.config.update("jax_log_compiles", False)
+    assert [report.members for report in one.status().rounds] == [("one", "two"), ("one",)]
+    assert not [text for text in caplog.messages if "Compiling jit(_shared)" in text]

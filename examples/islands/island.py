@@ -4,11 +4,14 @@
 
 It may be ended and started again at any time, by Ctrl-C, SIGKILL or a power cut: it then goes on
 from the run's newest snapshot. Others with the same settings and other names join the same way.
+At SIGTERM, which machines get that are taken back soon, it sends what it has, and leaves.
 """
 
 import argparse
 import json
+import signal
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -36,11 +39,15 @@ def options() -> argparse.ArgumentParser:
     add("--overlap", type=int, default=5, help="steps beside an exchange")
     add("--quorum", type=int, default=2, help="least number of islands in a round")
     add("--grace", type=float, default=5.0, help="seconds to wait for those that are late")
+    add("--poll", type=float, default=0.05, help="seconds from one look at the store to the next")
+    add("--alone", type=int, default=0, help="steps to go on if the store does not answer")
     add("--lr", type=float, default=0.01, help="learning rate of the inner AdamW")
     add("--batch", type=int, default=8, help="windows in a step")
     add("--k", type=int, default=512, help="entries of each 4,096 that travel")
     add("--width", type=int, default=64)
+    add("--seed", type=int, help="of the batches; drawn if left out")
     add("--events", help="a file to which a line of JSON is added for each round")
+    add("--steps", help="a file to which a line of JSON is added for each step")
     add("--pause", type=float, default=0.0, help="seconds to sleep in each step: a slow island")
     return parser
 
@@ -74,30 +81,45 @@ def main() -> None:
         grace=args.grace,
         overlap=args.overlap,
         loss=lambda loss: loss,
-        poll=0.05,
+        poll=args.poll,
+        alone=args.alone,
     )
+    leaves = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: leaves.set())
     began = time.time()
     state = train.join((params, tx.init(params)))
     print(f"{args.name} joins in round {state.round} after {time.time() - began:.1f} s", flush=True)
     evaluate = jax.jit(loss_of)
     windows = model.windows(text.held_out, 64, length, np.random.default_rng(0))
     # Each life of an island reads other parts of the text.
-    rng = np.random.default_rng([zlib.crc32(args.name.encode()), time.time_ns()])
+    seed = time.time_ns() if args.seed is None else args.seed
+    rng = np.random.default_rng([zlib.crc32(args.name.encode()), seed, state.round])
     told = state.round - 1
-    while state.round < args.rounds:
-        state, _ = train(state, model.windows(text.train, args.batch, length, rng))
+    while state.round < args.rounds and not leaves.is_set():
+        batch = model.windows(text.train, args.batch, length, rng)
+        began = time.perf_counter()
+        state, loss = train(state, batch)
+        jax.block_until_ready(loss)
+        seconds = time.perf_counter() - began
+        status = train.status()
+        note(
+            args.steps,
+            name=args.name,
+            life=status.life,
+            round=state.round,
+            steps=state.steps,
+            seconds=seconds,
+        )
         time.sleep(args.pause)
         # The thread may be a round ahead of the state.
-        for report in train.status().rounds:
-            if not told < report.round < state.round:
-                continue
-            told = report.round
-            held_out = float(evaluate(state.params, windows))
+        new = [report for report in status.rounds if told < report.round < state.round]
+        if not new:
+            continue
+        told = new[-1].round
+        held_out = float(evaluate(state.params, windows))
+        for report in new:
             print(f"{args.name} {told_of(report)}, held-out loss {held_out:.3f}", flush=True)
-            if args.events:
-                fields = {**report._asdict(), "name": args.name, "time": time.time()}
-                with open(args.events, "a") as file:
-                    file.write(json.dumps({**fields, "held_out": held_out}) + "\n")
+            note(args.events, **report._asdict(), name=args.name, held_out=held_out, at=state.round)
     state = train.leave(state)
     status = train.status()
     print(
@@ -106,6 +128,13 @@ def main() -> None:
         f"{status.waiting:.1f} s waited",
         flush=True,
     )
+
+
+def note(path: str | None, **fields: Any) -> None:
+    """Adds a line of JSON with fields and the time to a file, if there is one."""
+    if path:
+        with open(path, "a") as file:
+            file.write(json.dumps({**fields, "time": time.time()}) + "\n")
 
 
 def told_of(report: islands.Report) -> str:

@@ -82,10 +82,16 @@ def told(events: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def report(events: list[dict[str, Any]]) -> None:
+def digests_of(events: list[dict[str, Any]]) -> dict[int, set[str]]:
+    """Digests of the parameters after each round: one, if they are equal on all islands."""
     digests = collections.defaultdict(set)
     for event in events:
         digests[event["round"]].add(event["digest"])
+    return digests
+
+
+def report(events: list[dict[str, Any]]) -> None:
+    digests = digests_of(events)
     unlike = [round for round, found in digests.items() if len(found) > 1]
     waits = sorted(e["waited"] for e in events if e["waited"] is not None)
     own = [e for e in events if e["sent"]]

@@ -158,8 +158,14 @@ class Arithmetic:
     def from_arrays(self, arrays: list[np.ndarray], shared: Shared) -> Shared:
         """`shared` with the arrays of a snapshot. What is this island's own stays."""
         found = iter(arrays)
-        place = lambda leaf, own: leaf if own else jax.device_put(next(found), leaf.sharding)
+        place = lambda leaf, own: leaf if own else placed(next(found), leaf)
         return map_marked(place, jax.tree.map(jnp.asarray, shared))
+
+    def prepare(self, members: int, begun: Begun, before: Shared) -> None:
+        """Compiles `shared` for so many messages, and does not run it."""
+        messages = jax.ShapeDtypeStruct((members, begun.words.size), jnp.uint32)
+        weights = jax.ShapeDtypeStruct((members,), jnp.float32) if self._weighted else None
+        self.shared.lower(messages, weights, begun, before).compile()
 
     def own(self, worker: Any) -> Any:
         """An island's own parameters."""
@@ -250,6 +256,17 @@ class Arithmetic:
     def put_back(self, worker: Any, params: Any) -> Any:
         """A training state at the global parameters, without numbers that are not finite."""
         return self._put_back(worker, params, jnp.bool_(True))
+
+
+def placed(x: Any, like: Array) -> Array:
+    """`x` on the devices of `like`. Where `like` is bound to none, `x` isn't either.
+
+    Bound to other devices than before, it would have programs compiled again. Scalars, and
+    residuals that are still zeros, go to wherever the parameters are.
+    """
+    if not like.committed:
+        return jnp.asarray(x)
+    return jax.device_put(x, like.sharding)
 
 
 def own_leaves(outer: Any) -> list[Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsparse.arrays.layout import narrow
-from jaxsparse.islands.arithmetic import Begun, Shared, merged, own_leaves
+from jaxsparse.islands.arithmetic import Begun, Shared, merged, own_leaves, placed
 from jaxsparse.islands.records import Decision
 from jaxsparse.islands.rounds import GoneError
 
@@ -279,6 +279,6 @@ def _placed(shared: Shared, like: Shared) -> Shared:
 
     def place(x: Any, old: Any) -> Any:
         old = jnp.asarray(old)
-        return x if x.sharding == old.sharding else jax.device_put(x, old.sharding)
+        return x if x.sharding == old.sharding else placed(x, old)
 
     return jax.tree.map(place, shared, like)

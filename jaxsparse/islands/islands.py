@@ -27,6 +27,7 @@ class Status(NamedTuple):
 
     Attributes:
         name: its name.
+        life: a word that its messages and decisions carry beside the name. It changes at `join`.
         round: the round that it is in.
         rounds: a report of each round, the oldest first.
         counted: in how many rounds its message counted, of those that it posted in.
@@ -38,6 +39,7 @@ class Status(NamedTuple):
     """
 
     name: str
+    life: str
     round: int
     rounds: tuple[Report, ...]
     counted: int
@@ -168,7 +170,8 @@ class Islands:
         if isinstance(store, (str, os.PathLike)):
             raise ValueError(f"store={store!r} is a text: give jaxsparse.islands.Store({store!r})")
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
-        self._poll, self._patience = poll, patience
+        self._poll, self._patience, self._quorum = poll, patience, quorum
+        self._prepared = {0}  # numbers of members for which programs are compiled
         self._member = Member(
             Arithmetic(outer, params or params_of, mixing, weighted),
             store,
@@ -202,11 +205,18 @@ class Islands:
         if self._running is not None:
             self._running.stop()
             self._running = None
-        began = time.monotonic()
+        began, is_told = time.monotonic(), False
         while True:
             try:
                 joined = self._member.join(state)
-            except UnreachableError:
+            except UnreachableError as error:
+                if not is_told:
+                    warnings.warn(
+                        f"{self._member.name} can't join yet, and tries for {self._patience:g} s: "
+                        f"{error}",
+                        stacklevel=2,
+                    )
+                    is_told = True
                 if time.monotonic() - began > self._patience:
                     raise
                 time.sleep(self._poll)
@@ -290,6 +300,7 @@ class Islands:
         running = self._running
         return Status(
             self._member.name,
+            self._member.life,
             self._round,
             reports,
             sum(report.counted for report in own),
@@ -324,7 +335,23 @@ class Islands:
         self._running = None
         state = self._member.finish(state, exchange)
         self._round = state.round
+        self._prepare(exchange)
         return state
+
+    def _prepare(self, exchange: Exchange) -> None:
+        """Compiles for a member fewer than in the last round, beside training.
+
+        Else the first round after the death of a member would wait for that, after `grace`.
+        """
+        members = len(self._member.reports[-1].members) if self._member.reports else 0
+        self._prepared.add(members)
+        if self._quorum <= (fewer := members - 1) and fewer not in self._prepared:
+            self._prepared.add(fewer)
+            threading.Thread(
+                target=self._member.arithmetic.prepare,
+                args=(fewer, exchange.half, exchange.shared),
+                name="islands-compile",
+            ).start()
 
 
 class _Losses:

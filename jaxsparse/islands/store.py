@@ -12,6 +12,9 @@ from typing import Any, Protocol
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
+# By the scheme of a URL, how names of obstore's environment variables begin.
+_SERVICES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+
 
 class UnreachableError(ConnectionError):
     """The store did not answer, or could not keep what it was given. Trying again may help."""
@@ -81,6 +84,10 @@ class Store:
                 retries = {"max_retries": 1, "retry_timeout": datetime.timedelta(seconds=10)}
                 # A whole request may take long. A server that says nothing for so long is silent.
                 client = {"timeout": "1h", "connect_timeout": "10s", "read_timeout": "30s"}
+                # With options of its own obstore forgets that the environment allows HTTP.
+                service = _SERVICES.get(self.url.split("://")[0], "")
+                if allows := os.environ.get(f"{service}_ALLOW_HTTP"):
+                    client["allow_http"] = allows
                 client |= options.pop("client_options", None) or {}
                 options = {"retry_config": retries, **options, "client_options": client}
                 self._store = stores.from_url(self.url, **options)

@@ -1,0 +1,572 @@
+"""What failures cost a run of islands: stalls, steps that don't count, loss, bytes.
+
+    pip install '.[examples,islands]' 'moto[server]'
+    python benchmarks/chaos.py --story calm
+    python benchmarks/chaos.py --story kill
+    python benchmarks/chaos.py --show
+
+Four islands (examples/islands/island.py), each a process, meet at moto's S3 server by HTTP. Between
+each island and the server stands a proxy with a rate each way (proxy.py). After all have taken part
+in a round, the story begins. Each `--period` seconds it strikes once, for `--away` seconds:
+
+    calm    nothing happens
+    kill    an island gets SIGKILL, and is started again
+    stop    an island gets SIGSTOP, and SIGCONT
+    store   the proxies are killed, and started again: no island has the store. (The server stays,
+            because it keeps its objects in memory.)
+    half    an island gets SIGKILL, and the first halves of messages stand in the open round: one in
+            its name, and one in the name of a stranger. It is started again
+    disk    an island can't write what is as long as a message (RLIMIT_FSIZE), as on a full disk.
+            For that islands meet in a folder, which no proxy counts or slows down
+    slow    one island is three times as slow from the start
+
+The islands are struck in an order that `--seed` draws, as it draws batches. In the end all leave,
+at SIGTERM. Each run is a line of `chaos.jsonl`. chaos_numbers.py says what its numbers are.
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import chaos_numbers as numbers
+import jax
+import numpy as np
+import proxy
+from flax import nnx
+
+from jaxsparse.islands import Store
+from jaxsparse.islands.records import Decision
+from jaxsparse.islands.rounds import decision_key, posted, rounds_in
+from jaxsparse.planner import plan_islands
+from jaxsparse.planner.network import Link
+from jaxsparse.planner.units import bytes_per_second
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "islands"
+sys.path += [str(EXAMPLE), str(EXAMPLE.with_name("local_updates"))]
+model: Any = importlib.import_module("model")
+run: Any = importlib.import_module("run")
+
+LENGTH = 64  # tokens of a window, as in island.py
+PATIENCE = 600.0  # seconds in which all islands must have taken part
+
+
+class Story(NamedTuple):
+    """What strikes an island, or all of them, and what ends that, after how many seconds."""
+
+    strike: str = ""
+    recover: str = ""
+    away: float = 0.0
+
+
+STORIES = {
+    "calm": Story(),
+    "kill": Story("kill", "start", 20.0),
+    "stop": Story("stop", "go on", 60.0),
+    "store": Story("cut", "mend", 30.0),
+    "half": Story("half", "start", 20.0),
+    "disk": Story("full", "free", 60.0),
+    "slow": Story(),
+}
+
+
+class Deed(NamedTuple):
+    """What is done, when (seconds from the start of the story), and to whom."""
+
+    time: float
+    what: str
+    name: str
+
+
+def victims(names: Sequence[str], seed: int) -> list[str]:
+    """The islands in the order in which they are struck. Then it begins again."""
+    return [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
+
+
+def deeds(
+    story: Story, names: Sequence[str], *, seconds: float, period: float, away: float, seed: int
+) -> list[Deed]:
+    """All that is done in a run. What has no time to recover is left out."""
+    if not story.strike:
+        return []
+    found: list[Deed] = []
+    order = victims(names, seed)
+    for i in range(int((seconds - away) // period)):
+        at, name = (i + 1) * period, order[i % len(order)]
+        found += [Deed(at, story.strike, name), Deed(at + away, story.recover, name)]
+    return found
+
+
+class Processes:
+    """A group of processes that ends with this one, also if this one gets SIGKILL.
+
+    A shell in the group waits for the end of its stdin, a pipe that this process alone can write
+    to. Then it kills the group, those that are suspended, too.
+    """
+
+    def __init__(self) -> None:
+        guard = ["sh", "-c", "trap '' TERM; read -r _; kill -KILL 0"]
+        self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, process_group=0)
+        self._all: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[object], **options: Any) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            stdin=subprocess.DEVNULL,
+            process_group=self._guard.pid,
+            **options,
+        )
+        self._all.append(process)
+        return process
+
+    def end(self) -> None:
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        for process in (self._guard, *self._all):
+            process.wait()
+
+
+class Server:
+    """moto's S3 server with a bucket, and a proxy for each island."""
+
+    def __init__(self, processes: Processes, folder: Path, islands: int, rate: float) -> None:
+        self._processes, self._folder, self._rate = processes, folder, rate
+        self.port, *self._ports = free_ports(1 + islands)
+        self.url, self._end = "s3://runs/chaos", f"http://127.0.0.1:{self.port}"
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        processes.start(["-m", "moto.server", "-p", self.port], **quiet)
+        bucket = urllib.request.Request(f"{self._end}/runs", method="PUT")
+        patient(lambda: urllib.request.urlopen(bucket).close(), OSError, 60.0)
+        self.counts = proxy.opened(folder / "counts", islands)
+        self.mend()
+
+    def cut(self) -> None:
+        self._proxy.kill()
+        self._proxy.wait()
+
+    def mend(self) -> None:
+        self._proxy = self._processes.start(
+            [
+                *(Path(proxy.__file__), "--to", self.port, "--rate", self._rate),
+                *("--counts", self._folder / "counts", "--ports", *self._ports),
+            ]
+        )
+        for port in self._ports:
+            address = ("127.0.0.1", port)
+            patient(lambda to=address: socket.create_connection(to).close(), OSError, 60.0)  # type: ignore[misc]
+
+    def store(self) -> Store:
+        """The store, without a proxy."""
+        keys = {"access_key_id": "any", "secret_access_key": "any", "region": "us-east-1"}
+        config = {**keys, "endpoint": self._end}
+        return Store(self.url, config=config, client_options={"allow_http": True})
+
+    def environment(self, island: int) -> dict[str, str]:
+        return {
+            "AWS_ACCESS_KEY_ID": "any",
+            "AWS_SECRET_ACCESS_KEY": "any",
+            "AWS_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports[island]}",
+        }
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def patient(attempt: Callable[[], object], error: type[Exception], seconds: float) -> None:
+    """Tries until it works, or for so many seconds."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            attempt()
+        except error:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+        else:
+            return
+
+
+class Chaos:
+    """A run: its islands, what they told, and what is done to them."""
+
+    def __init__(self, args: argparse.Namespace, processes: Processes, folder: Path) -> None:
+        self._args, self._processes = args, processes
+        self.names = run.NAMES[: args.islands]
+        self.server: Server | None = None
+        if args.over == "s3":
+            self.server = Server(processes, folder, args.islands, args.rate)
+            self._url, self.store = self.server.url, self.server.store()
+        else:
+            self._url = str(folder / "store")
+            self.store = Store(self._url)
+        self._cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder / "cache"))
+        self._log = args.log.open("ab") if args.log else (folder / "log").open("ab")
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._readers: list[threading.Thread] = []
+        self.steps: list[numbers.Step] = []
+        self.events: list[dict[str, Any]] = []
+        self.struck: list[numbers.Struck] = []
+        self.ended: list[str] = []
+
+    def start(self, name: str, pause: float) -> None:
+        args, server = self._args, self.server
+        env = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            # An island that is started again has compiled programs, as on a machine of its own.
+            "JAX_COMPILATION_CACHE_DIR": self._cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        if server is not None:
+            env |= server.environment(self.names.index(name))
+        command = [EXAMPLE / "island.py", "--name", name, "--store", self._url]
+        flags = settings_of(args) | {
+            "poll": args.poll,
+            "alone": args.alone,
+            "quorum": args.quorum,
+            "seed": args.seed,
+            "rounds": 10**9,
+            "pause": pause,
+            # A pipe, so that an island that can't write to files still tells what it does.
+            "events": "/dev/stdout",
+            "steps": "/dev/stdout",
+        }
+        command += [text for flag, value in flags.items() for text in (f"--{flag}", value)]
+        process = self._processes.start(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        self._running[name] = process
+        self._readers.append(threading.Thread(target=self._read, args=(process,), daemon=True))
+        self._readers[-1].start()
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not line.startswith(b"{"):
+                self._log.write(line)
+                self._log.flush()
+                continue
+            # The last line of one that is killed may be cut.
+            with contextlib.suppress(ValueError):
+                fields = json.loads(line)
+                if "held_out" in fields:
+                    self.events.append(fields)
+                else:
+                    self.steps.append(numbers.Step(**fields))
+
+    def look(self) -> None:
+        """Notes islands that have ended."""
+        for name, process in list(self._running.items()):
+            if process.poll() is not None:
+                del self._running[name]
+                self.ended.append(f"{name} with {process.returncode}")
+                print(f"{name} ended with status {process.returncode}", flush=True)
+        if not self._running:
+            raise SystemExit(f"all islands have ended: see {self._log.name}")
+
+    def wait_for(self, is_so: Callable[[list[numbers.Step]], bool]) -> None:
+        end = time.monotonic() + PATIENCE
+        while not is_so(self.steps[:]):
+            self.look()
+            if time.monotonic() > end:
+                raise SystemExit(f"islands made no round in {PATIENCE:g} s: see {self._log.name}")
+            time.sleep(0.1)
+
+    def begin(self) -> None:
+        """Starts all islands, and waits until each has ended a round."""
+        args = self._args
+        slow = victims(self.names, args.seed)[0] if args.story == "slow" else None
+        others = [name for name in self.names if name != slow]
+        for name in others:
+            self.start(name, args.pause)
+        self.wait_for(lambda steps: set(others) <= past_a_round(steps))
+        if slow is not None:
+            compute = float(np.median([step.seconds for step in self.steps]))
+            self.start(slow, 3 * args.pause + 2 * compute)
+            self.wait_for(lambda steps: set(self.names) <= past_a_round(steps))
+
+    def play(self) -> float:
+        """Does all that the story has. Returns the seconds that it took."""
+        args = self._args
+        began = time.monotonic()
+        for deed in [*self.deeds(), Deed(args.seconds, "", "")]:
+            while time.monotonic() < began + deed.time:
+                self.look()
+                time.sleep(min(0.1, max(0.0, began + deed.time - time.monotonic())))
+            if deed.what:
+                print(f"{deed.time:.0f} s: {deed.what} {deed.name}", flush=True)
+                self.do(deed, args.away)
+        return time.monotonic() - began
+
+    def deeds(self) -> list[Deed]:
+        args = self._args
+        times = {"seconds": args.seconds, "period": args.period, "away": args.away}
+        return deeds(STORIES[args.story], self.names, **times, seed=args.seed)
+
+    def do(self, deed: Deed, away: float) -> None:
+        name, what = deed.name, deed.what
+        if what == "start":
+            self.start(name, self._args.pause)
+        elif what in ("cut", "mend"):
+            assert self.server is not None
+            self.server.cut() if what == "cut" else self.server.mend()
+        elif name not in self._running:
+            return  # it has ended by itself, which is told
+        elif what in ("kill", "half"):
+            life = next(step.life for step in reversed(self.steps) if step.name == name)
+            process = self._running.pop(name)
+            process.kill()
+            process.wait()
+            if what == "half":
+                self._put_halves(name, life)
+        elif what in ("stop", "go on"):
+            now = time.time()
+            if what == "stop":
+                self.struck.append(numbers.Struck(name, now, now + away))
+            else:
+                self.struck[-1] = self.struck[-1]._replace(end=now)
+            self._running[name].send_signal(signal.SIGSTOP if what == "stop" else signal.SIGCONT)
+        elif what in ("full", "free"):
+            pid = self._running[name].pid
+            _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            size = len(self._message()[1]) - 1 if what == "full" else hard
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+
+    def _message(self) -> tuple[int, bytes]:
+        """The open round, and a message of the one before."""
+        open_round = rounds_in(self.store, "decisions")[-1] + 1
+        name, life = posted(self.store, open_round - 1)[0]
+        data = self.store.get(f"messages/{open_round - 1:08d}/{name}.{life}")
+        assert data is not None
+        return open_round, data
+
+    def _put_halves(self, name: str, life: str) -> None:
+        """Half messages in the open round, of a stranger and of one that has been killed.
+
+        If that one has already sent its message there, the half stands in the round after it.
+        """
+        open_round, data = self._message()
+        half = data[: len(data) // 2]
+        self.store.create(f"messages/{open_round:08d}/stranger.{life}", half)
+        for round in (open_round, open_round + 1):
+            if self.store.create(f"messages/{round:08d}/{name}.{life}", half):
+                return
+
+    def leave(self) -> None:
+        """Ends all islands, by SIGTERM at first. Fewer than the quorum would wait for long."""
+        for process in self._running.values():
+            process.terminate()
+        end = time.monotonic() + 2 * self._args.grace + 20
+        while self._running and time.monotonic() < end:
+            time.sleep(0.1)
+            for name, process in list(self._running.items()):
+                if process.poll() is not None:
+                    del self._running[name]
+                    # One that is still starting ends at once.
+                    if process.returncode not in (0, -signal.SIGTERM):
+                        self.ended.append(f"{name} with {process.returncode}")
+        for process in self._running.values():
+            process.kill()
+        for reader in self._readers:
+            reader.join()
+
+    def decisions(self) -> dict[int, dict[str, str]]:
+        """Whose messages counted in each round."""
+        found = {}
+        for round in rounds_in(self.store, "decisions"):
+            data = self.store.get(decision_key(round))
+            assert data is not None
+            found[round] = Decision.from_bytes(data, round)[0].lives
+        return found
+
+
+def past_a_round(steps: Sequence[numbers.Step]) -> set[str]:
+    """The islands that have ended a round."""
+    firsts: dict[str, int] = {}
+    for step in steps:
+        firsts.setdefault(step.life, step.round)
+    return {step.name for step in steps if step.round > firsts[step.life]}
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the loss at a number of tokens depends on without failures, and the grace."""
+    return {
+        key: getattr(args, key) for key in ("every", "overlap", "grace", "batch", "lr", "width")
+    }
+
+
+def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, Any]:
+    """A run's line."""
+    steps, events, decisions = chaos.steps, chaos.events, chaos.decisions()
+    counted = numbers.counted_by_round(steps, decisions)
+    stall = numbers.longest_stall(steps, chaos.struck)
+    usual = float(np.median([step.seconds for step in steps]))
+    points = numbers.curve(events, counted, LENGTH * args.batch)
+    shapes = nnx.eval_shape(lambda: model.Transformer(args.width, 2, 4, LENGTH, nnx.Rngs(0)))
+    plan = plan_islands(
+        sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param))),
+        args.islands,
+        link=Link(bandwidth=args.rate),
+        step_seconds=usual + args.pause,
+        every=args.every,
+        overlap=args.overlap,
+        grace=args.grace,
+        poll=args.poll,
+    )
+    planned = next(one for one in plan.rounds if one.exchange == "sparse_loco(k=512)")
+    sent = sum(e["sent"] > 0 for e in events)
+    counts = None if chaos.server is None else chaos.server.counts.sum(axis=0)
+    return {
+        "story": args.story,
+        "seed": args.seed,
+        "seconds": round(seconds, 1),
+        "islands": args.islands,
+        "settings": settings_of(args),
+        **{key: getattr(args, key) for key in ("over", "rate", "pause", "poll", "alone", "quorum")},
+        **{key: getattr(args, key) for key in ("period", "away")},
+        "failures": sum(deed.what == STORIES[args.story].strike for deed in chaos.deeds()),
+        "rounds": len(decisions),
+        "usual": round(usual, 4),
+        "stall": round(stall.seconds, 2),
+        "made": len(steps),
+        "counted": sum(counted.values()),
+        "tokens": LENGTH * args.batch * sum(counted.values()),
+        "unlike": [r for r, found in sorted(run.digests_of(events).items()) if len(found) > 1],
+        "megabytes": None if counts is None else round(float(counts[:2].sum()) / sent / 1e6, 4),
+        "requests": None if counts is None else round(float(counts[2]) / sent, 2),
+        "planned": {
+            "megabytes": round((1 + args.islands) * planned.message / 1e6, 4),
+            "requests": planned.requests,
+        },
+        "ended": chaos.ended,
+        "load": round(os.getloadavg()[1], 1),
+        "cores": os.cpu_count(),
+        "jax": jax.__version__,
+        "curve": [(round(x), round(y, 4)) for x, y in numbers.thinned(points)],
+    }
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--story", choices=STORIES, help="what happens")
+    add("--seed", type=int, default=0, help="of batches, and of the order of victims")
+    add(
+        "--seconds", type=float, help="length of the story (1200); with --show: runs of this length"
+    )
+    add("--period", type=float, default=120.0, help="seconds from one failure to the next")
+    add("--away", type=float, help="seconds that it lasts (kill, half: 20, store: 30, else 60)")
+    add("--islands", type=int, default=4, choices=range(2, len(run.NAMES) + 1))
+    add("--over", choices=("s3", "folder"), help="where islands meet (s3, but disk: folder)")
+    add("--rate", default="100mbit", help="of each link, each way: 100mbit, 1Gbit")
+    add("--every", type=int, default=10, help="local steps in a round")
+    add("--overlap", type=int, default=5, help="steps beside an exchange")
+    add("--quorum", type=int, default=2, help="least number of islands in a round")
+    add("--grace", type=float, default=5.0, help="seconds to wait for those that are late")
+    add("--poll", type=float, default=0.2, help="seconds from one look at the store to the next")
+    add("--alone", type=int, default=10_000, help="steps to go on if the store does not answer")
+    add("--pause", type=float, default=0.0, help="seconds that all islands sleep in each step")
+    add("--batch", type=int, default=8, help="windows in a step")
+    add("--lr", type=float, default=0.01, help="learning rate of the inner AdamW")
+    add("--width", type=int, default=64, help="of the transformer")
+    add("--jsonl", type=Path, default=Path(__file__).with_suffix(".jsonl"), help="results")
+    add("--log", type=Path, help="append what islands print to this file")
+    add("--show", action="store_true", help="the table of all runs, and no run")
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
+    """Fills in what was left out. Ends with an error if flags do not fit together."""
+    if args.story is None:
+        parser.error(f"give --story ({', '.join(STORIES)}), or --show")
+    story = STORIES[args.story]
+    args.seconds = 1200.0 if args.seconds is None else args.seconds
+    args.away = story.away if args.away is None else args.away
+    args.over = args.over or ("folder" if args.story == "disk" else "s3")
+    try:
+        args.rate = bytes_per_second(args.rate)
+    except ValueError as error:
+        parser.error(f"--rate: {error}")
+    for flag in ("seconds", "period", "every", "batch", "width", "quorum", "poll", "lr"):
+        if not 0 < getattr(args, flag) < float("inf"):
+            parser.error(f"--{flag} {getattr(args, flag)} must be above 0")
+    for flag in ("seed", "pause", "alone", "grace", "away"):
+        if not 0 <= getattr(args, flag) < float("inf"):
+            parser.error(f"--{flag} {getattr(args, flag)} must be at least 0")
+    if not 1 <= args.overlap < args.every:
+        parser.error(
+            f"--overlap {args.overlap} must be at least 1 and less than --every {args.every}: "
+            "which steps a message holds is not told otherwise"
+        )
+    if args.quorum > args.islands:
+        parser.error(f"--quorum {args.quorum} is more than --islands {args.islands}")
+    if story.strike and not args.away < args.period:
+        parser.error(
+            f"--away {args.away:g} must be less than --period {args.period:g}: one at a time"
+        )
+    if story.strike and args.seconds < args.period + args.away:
+        parser.error(
+            f"--seconds {args.seconds:g} must be at least --period {args.period:g} and --away "
+            f"{args.away:g} together: there is no time for one failure"
+        )
+    if (args.story, args.over) in (("store", "folder"), ("disk", "s3")):
+        parser.error(f"--story {args.story} is not possible with --over {args.over}")
+    if args.over == "s3" and importlib.util.find_spec("moto") is None:
+        parser.error("--over s3 needs a server: pip install 'moto[server]', or take --over folder")
+    return args
+
+
+def main() -> None:
+    parser = options()
+    args = parser.parse_args()
+    if args.show:
+        lines = [json.loads(line) for line in args.jsonl.read_text().splitlines()]
+        print(
+            numbers.table(
+                [x for x in lines if abs(x["seconds"] - (args.seconds or x["seconds"])) < 1]
+            )
+        )
+        return
+    args = checked(parser, args)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    processes = Processes()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            chaos = Chaos(args, processes, Path(folder))
+            chaos.begin()
+            seconds = chaos.play()
+            chaos.leave()
+            line = told(args, chaos, seconds)
+        finally:
+            processes.end()
+    with args.jsonl.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(numbers.table([line]))
+
+
+if __name__ == "__main__":
+    main()
