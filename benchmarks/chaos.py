@@ -104,7 +104,7 @@ def deeds(
     if not story.strike:
         return []
     found: list[Deed] = []
-    order = victims(names, seed)
+    order = ["all"] if story.strike == "cut" else victims(names, seed)
     for i in range(int((seconds - away) // period)):
         at, name = (i + 1) * period, order[i % len(order)]
         found += [Deed(at, story.strike, name), Deed(at + away, story.recover, name)]
@@ -467,6 +467,11 @@ def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, An
     }
 
 
+def runs(path: Path) -> list[dict[str, Any]]:
+    """The runs that stand in a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -543,12 +548,10 @@ def main() -> None:
     parser = options()
     args = parser.parse_args()
     if args.show:
-        lines = [json.loads(line) for line in args.jsonl.read_text().splitlines()]
-        print(
-            numbers.table(
-                [x for x in lines if abs(x["seconds"] - (args.seconds or x["seconds"])) < 1]
-            )
-        )
+        if not args.jsonl.exists():
+            parser.error(f"--jsonl {args.jsonl} is not there: run stories first")
+        is_wanted = lambda x: args.seconds is None or abs(x["seconds"] - args.seconds) < 1
+        print(numbers.table([line for line in runs(args.jsonl) if is_wanted(line)]))
         return
     args = checked(parser, args)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -565,7 +568,8 @@ def main() -> None:
             processes.end()
     with args.jsonl.open("a") as file:
         file.write(json.dumps(line) + "\n")
-    print(numbers.table([line]))
+    rows = numbers.table(runs(args.jsonl)).splitlines()
+    print("\n".join([*rows[:2], rows[-1]]))
 
 
 if __name__ == "__main__":
