@@ -57,9 +57,12 @@ from jaxsparse.planner.network import Link
 from jaxsparse.planner.units import bytes_per_second
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "islands"
-sys.path += [str(EXAMPLE), str(EXAMPLE.with_name("local_updates"))]
+sys.path.append(str(EXAMPLE.with_name("local_updates")))
 model: Any = importlib.import_module("model")
-run: Any = importlib.import_module("run")
+# By a name of its own, because other folders have a run.py, too.
+_spec: Any = importlib.util.spec_from_file_location("islands_run", EXAMPLE / "run.py")
+run: Any = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(run)
 
 LENGTH = 64  # tokens of a window, as in island.py
 PATIENCE = 600.0  # seconds in which all islands must have taken part

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from planned import profile
 from workers import few
 
 import jaxsparse
@@ -31,17 +32,6 @@ from jaxsparse.traffic import traced_bytes
 
 COSTS = TensorProfile((TensorPoint(1000, 1e-5, 1e-5, 1e-9),))
 SLOW, FAST = Link(50e-6, 1.25e6), Link(1e-9, 1e15)
-
-
-def profile(passes=10.0, floor=1e-9):
-    """A profile: each system takes `passes` passes, dense takes one; `floor` seconds an element."""
-    names = {*systems.WITH_VARIANTS, *(f"sparcml:{name}" for name in ALGORITHMS)} - {
-        "dense",
-        "sparcml",
-    }
-    points = [SystemPoint(name, 2**10, 4, None, passes) for name in sorted(names)]
-    points.append(SystemPoint("dense", 2**10, 4, None, 1.0))
-    return SystemProfile(tuple(points), (Floor(2**10, floor * 2**10),))
 
 
 def planned(params=10**6, workers=3, network=SLOW, names=("spardl",), **settings):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_planner_plans import profile
+from planned import profile
 from workers import some
 
 import jaxsparse
