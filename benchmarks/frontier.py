@@ -14,7 +14,7 @@ included: a factor of two up and down from 0.01, on seed 0 and `--tune-steps`, u
 has a worse one on either side. With `--rates family` a recipe, dense included, takes the best rate
 of the one that sends four bits instead, for a first look. Runs are lines of `frontier.jsonl`, and
 none is done twice, so that what was cut goes on where it was. Several processes may share the file
-(`--part`). `--show --export FILE` writes what the planner prints (jaxsparse/planner/recipes.json).
+(`--part`). `--show --export FILE` writes what the planner prints (jaxsparse/planner/losses.json).
 
     python benchmarks/frontier.py --recipes "adamw, gradients, dense"
     python benchmarks/frontier.py --recipes first --steps 600 --tune-steps 600 --rates family

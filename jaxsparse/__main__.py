@@ -15,12 +15,12 @@ from jaxsparse.islands import watch
 from jaxsparse.islands.store import Store
 from jaxsparse.planner import units
 from jaxsparse.planner.computing import profile_systems
+from jaxsparse.planner.forecasts import plan_recipes
 from jaxsparse.planner.islands import plan_islands
 from jaxsparse.planner.network import Link, Network
 from jaxsparse.planner.planning import plan
 from jaxsparse.planner.plans import Plan, compared
 from jaxsparse.planner.profiles import SystemProfile
-from jaxsparse.planner.recipes import plan_recipes
 from jaxsparse.systems import WITH_VARIANTS
 
 

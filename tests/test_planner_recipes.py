@@ -18,7 +18,8 @@ from workers import some
 import jaxsparse
 import jaxsparse.__main__ as shell
 from jaxsparse.planner import Link, Recipe, SystemProfile, plan_recipes
-from jaxsparse.planner.recipes import EXCHANGES, Losses
+from jaxsparse.planner.losses import Losses
+from jaxsparse.planner.recipes import EXCHANGES
 from jaxsparse.traffic import traced_bytes
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -107,7 +108,7 @@ def test_settings_that_no_name_has_are_refused():
 def test_the_best_is_the_fastest_within_its_cost():
     best = lambda **given: str(planned(**given).best.recipe)
     assert best() == "adamw, gradients, dense"  # all others cost more than .1
-    assert "nothing that costs 0.1 nats or less saves a tenth of the hours" in str(planned())
+    assert "Nothing that costs 0.1 nats or less saves a tenth of the hours" in str(planned())
     assert best(nats=0.22) == "adamw, local 10, int4, warm 10 %"
     assert best(nats=0.5) == "adamw, local 10, int4"
     assert best(nats=0.7) == "adamw, local 40, int4"
@@ -120,7 +121,7 @@ def test_the_best_is_the_fastest_within_its_cost():
     assert slower.hours > 0.9 * between.baseline.hours > between.best.hours
     fast = planned(network=Link(1e-6, 1e12))
     assert fast.best == fast.baseline
-    assert "leave your trainer as it is. nothing saves a tenth of the hours" in str(fast)
+    assert "leave your trainer as it is. Nothing saves a tenth of the hours" in str(fast)
 
 
 def test_costs_are_over_dense_training_by_the_same_optimizer():
@@ -174,6 +175,15 @@ def test_what_dominates_is_shown():
     half = (sixteen.baseline.exchange - 1e-3) / (found.baseline.exchange - 1e-3)
     assert half == pytest.approx(0.5, abs=0.01)
     assert sixteen.baseline.received == pytest.approx(found.baseline.received / 2, rel=1e-4)
+
+
+def test_the_plain_mean_stands_beside_local_steps_measured_or_not():
+    found = planned()
+    mean = found["adamw, local 40, dense"]
+    assert mean.loss is None
+    assert found.over_mean(found["adamw, local 40, int4"]) > 1
+    (line,) = (x for x in str(found).splitlines() if x.startswith("adamw, local 40, dense"))
+    assert line.endswith("not measured")
 
 
 def test_what_a_profile_lacks_is_left_out():
@@ -239,7 +249,7 @@ def test_every_exchange_is_its_system_in_words():
 
 def test_losses_are_those_of_the_results(shipped):
     """Each recipe's mean over seeds, at the rate that the results have the most seeds of."""
-    content = json.loads((BENCHMARKS.parent / "jaxsparse/planner/recipes.json").read_text())
+    content = json.loads((BENCHMARKS.parent / "jaxsparse/planner/losses.json").read_text())
     ends: dict[tuple[str, float], list[float]] = {}
     for line in map(json.loads, (BENCHMARKS / "frontier.jsonl").read_text().splitlines()):
         if line.get("steps", [0])[-1] == content["steps"]:

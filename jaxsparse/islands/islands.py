@@ -170,7 +170,7 @@ class Islands:
         if isinstance(store, (str, os.PathLike)):
             raise ValueError(f"store={store!r} is a text: give jaxsparse.islands.Store({store!r})")
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
-        self._poll, self._patience, self._quorum = poll, patience, quorum
+        self._poll, self._patience = poll, patience
         self._prepared = {0}  # numbers of members for which programs are compiled
         self._member = Member(
             Arithmetic(outer, params or params_of, mixing, weighted),
@@ -345,7 +345,7 @@ class Islands:
         """
         members = len(self._member.reports[-1].members) if self._member.reports else 0
         self._prepared.add(members)
-        if self._quorum <= (fewer := members - 1) and fewer not in self._prepared:
+        if self._member.quorum <= (fewer := members - 1) and fewer not in self._prepared:
             self._prepared.add(fewer)
             threading.Thread(
                 target=self._member.arithmetic.prepare,

@@ -6,12 +6,18 @@ from jaxsparse.planner.computing import (
     profile_tensors as profile_tensors,
     time_exchange as time_exchange,
 )
+from jaxsparse.planner.forecasts import (
+    Forecast as Forecast,
+    RecipePlan as RecipePlan,
+    plan_recipes as plan_recipes,
+)
 from jaxsparse.planner.islands import (
     IslandRound as IslandRound,
     IslandsPlan as IslandsPlan,
     plan_islands as plan_islands,
 )
 from jaxsparse.planner.links import fit_link as fit_link, measure_network as measure_network
+from jaxsparse.planner.losses import Loss as Loss
 from jaxsparse.planner.network import (
     Link as Link,
     Network as Network,
@@ -28,13 +34,7 @@ from jaxsparse.planner.profiles import (
     SystemPoint as SystemPoint,
     SystemProfile as SystemProfile,
 )
-from jaxsparse.planner.recipes import (
-    Forecast as Forecast,
-    Loss as Loss,
-    Recipe as Recipe,
-    RecipePlan as RecipePlan,
-    plan_recipes as plan_recipes,
-)
+from jaxsparse.planner.recipes import Recipe as Recipe
 from jaxsparse.planner.tensors import (
     TensorPoint as TensorPoint,
     TensorProfile as TensorProfile,

@@ -1,4 +1,4 @@
-"""Recipes: what exchanges, how often and in how many bits, with hours and measured losses.
+"""Recipes: how to train and what to exchange, how often and in how many bits.
 
 A recipe's name says all of it:
 
@@ -7,58 +7,50 @@ A recipe's name says all of it:
     muon, local 10, sign                    Muon inside; displacements of 10 steps
     muon, local 10, int4, warm 10 %         the first tenth of the steps exchanges after each one
 
-`benchmarks/frontier.py` trains them and writes `recipes.json`.
+`benchmarks/frontier.py` trains them.
 """
 
 import dataclasses
 import functools
-import json
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.arrays.printing import aligned
-from jaxsparse.arrays.settings import static_count, static_float
-from jaxsparse.planner.network import Link, Network
-from jaxsparse.planner.planning import Predictor, with_options
-from jaxsparse.planner.profiles import SystemProfile
+from jaxsparse.planner.planning import with_options
 from jaxsparse.systems import SYSTEMS, Choice
-
-_SHIPPED = Path(__file__).with_name("recipes.json")
-# Among recipes that take this many times the hours of the fastest, the loss decides. One that takes
-# more than this share of the baseline's hours is not worth the change.
-_ABOUT_AS_FAST, _MUCH_FASTER = 1.05, 0.9
 
 
 class Exchange(NamedTuple):
-    """A way to exchange, as one of the systems with settings."""
+    """A way to exchange: one of the systems, its settings, and options that all systems share."""
 
     system: str
-    settings: dict[str, Any]
+    settings: Mapping[str, Any]
     density: float = 1.0  # share of the elements delivered, for computing times
+    options: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def choice(self) -> Choice:
-        """The system with its settings. Residuals may fade by a `decay`, which changes no bytes."""
-        settings = {name: x for name, x in self.settings.items() if name != "decay"}
-        return Choice(SYSTEMS[self.system], settings)
+        """The system with its settings. Options change no bytes."""
+        return Choice(SYSTEMS[self.system], self.settings)
 
     def transformation(self, **options: Any) -> optax.GradientTransformationExtraArgs:
-        """The exchange, with options that all systems share."""
-        return SYSTEMS[self.system].transformation(**self.settings, **options)
+        """The exchange, with further options."""
+        given = {**self.settings, **self.options, **options}
+        return SYSTEMS[self.system].transformation(**given)
 
     def written(self, options: Sequence[str] = ()) -> str:
-        """The transformation as a Python expression, with options as Python."""
-        return with_options(Choice(SYSTEMS[self.system], self.settings).transformation, options)
+        """The transformation as a Python expression, with further options as Python."""
+        own = [f"{name}={value!r}" for name, value in self.options.items()]
+        return with_options(self.choice.transformation, [*own, *options])
 
 
 def _chunks(n: int) -> Exchange:
-    return Exchange("chunked_top_k", {"k": 4096 // n, "decay": 0.95}, 1 / n)
+    return Exchange("chunked_top_k", {"k": 4096 // n}, 1 / n, {"decay": 0.95})
 
 
 # What exchanges, by its name in recipes. Computing times of all formats are those of eight bits,
@@ -88,6 +80,7 @@ _INNER = {
         ")",
     ),
 }
+OPTIMIZERS = tuple(_INNER)
 _DIRECTION = {"adamw": "optax.scale_by_adam(b2=0.95)"}
 _WHAT = ("gradients", "updates", "local")
 
@@ -119,10 +112,10 @@ class Recipe:
             known = known and self.optimizer in _DIRECTION
         if self.what != "local":
             known = known and (self.every, self.warm) == (1, 0)
-        if not known or self.optimizer not in _INNER or self.what not in _WHAT:
+        if not known or self.optimizer not in OPTIMIZERS or self.what not in _WHAT:
             raise ValueError(
-                f"no recipe is called {str(self)!r}: an optimizer ({', '.join(_INNER)}), what is "
-                "exchanged (gradients, updates, local H), and how "
+                f"no recipe is called {str(self)!r}: an optimizer ({', '.join(OPTIMIZERS)}), what "
+                "is exchanged (gradients, updates, local H), and how "
                 f"({', '.join(EXCHANGES)}), as in 'adamw, local 10, int4'"
             )
 
@@ -211,366 +204,3 @@ def _residuals(exchange: str) -> int:
     tx = EXCHANGES[exchange].transformation(axis_name=None, is_dense=lambda *_: False)
     state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct((size,), jnp.float32)})
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) // size
-
-
-class Loss(NamedTuple):
-    """Held-out loss of a recipe in nats above dense gradients, same optimizer and steps."""
-
-    excess: float
-    source: str  # "measured", or between which measurements
-    rate: float | None = None  # learning rate with which it was measured
-
-
-@dataclasses.dataclass(frozen=True)
-class Losses:
-    """Measured losses of recipes.
-
-    Attributes:
-        setup: model, steps and seeds, in words.
-        ends: held-out loss in nats, and learning rate, by the recipe's name.
-    """
-
-    setup: str
-    ends: dict[str, tuple[float, float]]
-
-    @classmethod
-    @functools.cache
-    def shipped(cls) -> "Losses":
-        """The measurements that come with the library."""
-        content = json.loads(_SHIPPED.read_text())
-        return cls(content["setup"], {name: tuple(end) for name, end in content["ends"].items()})
-
-    @functools.cached_property
-    def recipes(self) -> tuple[Recipe, ...]:
-        """The measured recipes."""
-        return tuple(map(Recipe.parsed, self.ends))
-
-    def dense(self, optimizer: str) -> float:
-        """Where dense gradients ended by this optimizer."""
-        return self.ends[str(Recipe(optimizer, "gradients", 1, "dense"))][0]
-
-    def of(self, recipe: Recipe) -> Loss | None:
-        """The loss of a recipe, or between two with other numbers of local steps, or None.
-
-        Between two measurements it lies on a straight line over log H. Nothing is said beyond them.
-        """
-        dense = self.dense(recipe.optimizer)
-        if str(recipe) in self.ends:
-            end, rate = self.ends[str(recipe)]
-            return Loss(end - dense, "measured", rate)
-        if recipe.what != "local":
-            return None
-        known = sorted(
-            (other.every, self.ends[str(other)][0] - dense)
-            for other in self.recipes
-            if other.what == "local" and dataclasses.replace(other, every=recipe.every) == recipe
-        )
-        below = [pair for pair in known if pair[0] < recipe.every]
-        above = [pair for pair in known if pair[0] > recipe.every]
-        if not below or not above:
-            return None
-        (h0, low), (h1, high) = below[-1], above[0]
-        share = math.log(recipe.every / h0) / math.log(h1 / h0)
-        return Loss(low + share * (high - low), f"between H = {h0} and {h1}")
-
-
-class Forecast(NamedTuple):
-    """What a run by one recipe takes."""
-
-    recipe: Recipe
-    exchange: float  # seconds of one exchange
-    hours: float
-    received: float  # bytes that a worker receives in the run
-    memory: int  # bytes on each worker, beside dense training's
-    loss: Loss | None  # None: not measured
-
-
-@dataclasses.dataclass(frozen=True)
-class RecipePlan:
-    """The result of `plan_recipes`. It prints as a table, and the chosen recipe as Python.
-
-    Attributes:
-        forecasts: one for each recipe, the fastest first.
-        baseline: dense gradients, as the trainer exchanges them.
-        best: of the recipes that cost at most `nats` and save a tenth of the baseline's hours: the
-            one that ends lowest among those that take at most 5 % more hours than the fastest. The
-            baseline if there is none.
-        left_out: recipes without a forecast, and the reasons.
-        elements: number of parameters.
-        workers: number of workers.
-        steps: steps of the run.
-        step_seconds: seconds of a step without its exchange.
-        nats: see `plan_recipes`.
-        notes: where losses were measured, and what is not predicted, a line each.
-        conditions: the assumptions, a line each.
-        options: options that exchanges take, as Python.
-    """
-
-    forecasts: tuple[Forecast, ...]
-    baseline: Forecast
-    best: Forecast
-    left_out: tuple[tuple[str, str], ...]
-    elements: int
-    workers: int
-    steps: int
-    step_seconds: float
-    nats: float
-    notes: tuple[str, ...]
-    conditions: tuple[str, ...]
-    options: tuple[str, ...] = ()
-
-    def __getitem__(self, name: str) -> Forecast:
-        """The forecast for a recipe.
-
-        Raises:
-            KeyError: the plan has no recipe of this name.
-        """
-        return {str(f.recipe): f for f in self.forecasts}[name]
-
-    @property
-    def undominated(self) -> tuple[Forecast, ...]:
-        """The recipes than which no other is as fast and ends lower, the fastest first."""
-        found: list[Forecast] = []
-        for forecast in self.forecasts:
-            if forecast.loss is None:
-                continue
-            if not found or _excess(forecast) < _excess(found[-1]):
-                found.append(forecast)
-        return tuple(found)
-
-    def speedup(self, forecast: Forecast) -> float:
-        """Hours of the baseline over those of a recipe."""
-        return self.baseline.hours / forecast.hours
-
-    def over_mean(self, forecast: Forecast) -> float | None:
-        """Hours of the plain mean of as many local steps over those of a recipe.
-
-        None if the recipe has no local steps, or the mean has no forecast.
-        """
-        recipe = dataclasses.replace(forecast.recipe, exchange="dense", warm=0)
-        means = [f for f in self.forecasts if f.recipe == recipe]
-        return means[0].hours / forecast.hours if means and recipe.what == "local" else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """All numbers, for JSON."""
-        forecasts = [
-            {
-                **f._asdict(),
-                "recipe": str(f.recipe),
-                "loss": None if f.loss is None else f.loss._asdict(),
-                "speedup": self.speedup(f),
-                "written": f.recipe.written(self.steps, self.options),
-            }
-            for f in self.forecasts
-        ]
-        content = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        ends = {"baseline": str(self.baseline.recipe), "best": str(self.best.recipe)}
-        left_out = {"left_out": dict(self.left_out)}
-        units = {"units": "bytes, seconds, nats, hours"}
-        return {**content, "forecasts": forecasts, **ends, **left_out, **units}
-
-    def __str__(self) -> str:
-        share = self.baseline.exchange / self.step_seconds
-        return "\n".join(
-            [
-                f"{self.elements:,} parameters, {self.workers} workers, {self.steps:,} steps of "
-                f"{self.step_seconds:g} s; a dense exchange takes {share:.2g} of a step",
-                *self.conditions,
-                "",
-                *self._table(),
-                "",
-                *self._answer(),
-                "",
-                *self.notes,
-            ]
-        )
-
-    def _answer(self) -> list[str]:
-        if self.best is self.baseline:
-            saved = any(f.hours < _MUCH_FASTER * self.baseline.hours for f in self.forecasts)
-            why = f"nothing that costs {self.nats:g} nats or less" if saved else "nothing"
-            return [f"best: leave your trainer as it is. {why} saves a tenth of the hours."]
-        rate = None if self.best.loss is None else self.best.loss.rate
-        lines = self.best.recipe.written(self.steps, self.options)
-        return [
-            f"best within {self.nats:g} nats: {self.best.recipe}, {self.speedup(self.best):.2f}x",
-            "",
-            *(f"    {line}" for line in lines),
-            *([] if rate is None else ["", f"It was measured with lr = {rate:g} at its peak."]),
-        ]
-
-    def _table(self) -> list[str]:
-        """Recipes that are not dominated, those that were asked for by H, and the baseline."""
-        asked = [f for f in self.forecasts if f.recipe.what == "local" and f.loss is None]
-        shown = {*self.undominated, *asked, self.baseline}
-        heads = ("recipe", "exchange s", "hours", "speedup", "over the mean", "received GB")
-        cells: list[tuple[str, ...]] = [(*heads, "memory GB", "nats above dense", "")]
-        for f in self.forecasts:
-            if f not in shown:
-                continue
-            over = self.over_mean(f)
-            cells.append(
-                (
-                    str(f.recipe),
-                    f"{f.exchange:,.3g}",
-                    f"{f.hours:,.2f}",
-                    f"{self.speedup(f):.2f}x",
-                    "" if over is None else f"{over:.2f}x",
-                    f"{f.received / 1e9:,.3g}",
-                    f"+{f.memory / 1e9:,.3g}",
-                    "" if f.loss is None else f"{f.loss.excess:+.3f}",
-                    "not measured" if f.loss is None else f.loss.source,
-                )
-            )
-        hidden = len(self.forecasts) - len(shown)
-        return [
-            *aligned(cells, right=range(1, len(heads) + 2)),
-            f"({hidden} others are as slow or slower, and end as high or higher)",
-            *(f"left out: {name}: {reason}" for name, reason in self.left_out),
-        ]
-
-
-def plan_recipes(
-    params: Any,
-    workers: int,
-    *,
-    network: Network | Link,
-    step_seconds: float,
-    steps: int,
-    local_steps: int | None = None,
-    optimizer: str = "adamw",
-    nats: float = 0.1,
-    dtype: str = "float32",
-    profile: SystemProfile | str | None = None,
-    memory_bandwidth: float | None = None,
-    on_recipe: Callable[[str], object] = lambda name: None,
-) -> RecipePlan:
-    """Predicts the hours of a run by each recipe, beside what they cost where they were measured.
-
-    An exchange takes what `plan` predicts for it; formats of 1 to 4 bits compute as one of 8 bits.
-    Losses were measured on a small model in a short run, and are no prediction: they tell recipes
-    apart. Each is above dense gradients by the same optimizer.
-
-    Args:
-        params: see `plan`.
-        workers: number of workers, W.
-        network: see `plan`.
-        step_seconds: seconds of a step by this optimizer, without its exchange.
-        steps: steps of the run.
-        local_steps: H of the recipes with local steps. None: each that was measured.
-        optimizer: "adamw" or "muon".
-        nats: what the chosen recipe may cost at most, above dense gradients.
-        dtype: "float32" or "bfloat16", in which the trainer exchanges gradients now.
-        profile: see `plan`.
-        memory_bandwidth: see `plan`.
-        on_recipe: called with the name of each recipe before it is predicted, for progress.
-
-    Raises:
-        ValueError: settings out of range, or see `plan`.
-
-    Example:
-        >>> slow = plan_recipes(10**7, 8, network=Link(50e-6, 1.25e6), step_seconds=0.1, steps=2000)
-        >>> slow.best.recipe.exchange, slow.speedup(slow.best) > 5
-        ('int4', True)
-        >>> fast = plan_recipes(10**7, 8, network=Link(1e-6, 1e12), step_seconds=0.1, steps=2000)
-        >>> str(fast.best.recipe)
-        'adamw, gradients, dense'
-    """
-    steps = static_count("steps", steps)
-    if not 0 < static_float("step_seconds", step_seconds) < math.inf:
-        raise ValueError(f"step_seconds={step_seconds} must be above 0: give the time of a step")
-    if local_steps is not None and static_count("local_steps", local_steps) < 2:
-        raise ValueError("local_steps=1 is no local step: leave it out, or give 10")
-    for name, value, known in (
-        ("optimizer", optimizer, tuple(_INNER)),
-        ("dtype", dtype, ("float32", "bfloat16")),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(known)}")
-    if not static_float("nats", nats) >= 0:
-        raise ValueError(f"nats={nats} must be at least 0")
-    predictor = Predictor.of(
-        params, workers, network=network, profile=profile, memory_bandwidth=memory_bandwidth
-    )
-    losses = Losses.shipped()
-    elements = predictor.size + predictor.dense_size
-
-    @functools.cache
-    def exchanged(name: str) -> tuple[float, float]:
-        """Seconds and received bytes of one exchange."""
-        if name == "dense":
-            found = predictor.dense()
-        else:
-            one = EXCHANGES[name]
-            found = predictor.exchange(one.choice, one.system, one.density)
-        return found.exchange, found.received
-
-    def forecast(recipe: Recipe, seconds: float, received: float) -> Forecast:
-        turns = recipe.exchanges(steps)
-        hours = (steps * step_seconds + turns * seconds) / 3600
-        loss = losses.of(recipe)
-        return Forecast(recipe, seconds, hours, turns * received, recipe.memory(elements), loss)
-
-    usual = Recipe(optimizer, "gradients", 1, "dense")
-    baseline = forecast(usual, *exchanged("dense"))
-    if dtype == "bfloat16":  # half as many float32 have as many bytes
-        half = predictor._replace(size=predictor.size // 2, dense_size=predictor.dense_size // 2)
-        moved, dense = half.dense(), predictor.dense()
-        baseline = forecast(usual, moved.network + dense.computing, moved.received)
-    forecasts, left_out = [baseline], []
-    for recipe in _asked(losses, optimizer, local_steps):
-        if recipe.exchange != "dense" and not predictor.size:
-            continue  # all leaves are so small that they travel dense
-        on_recipe(str(recipe))
-        try:
-            forecasts.append(forecast(recipe, *exchanged(recipe.exchange)))
-        except ValueError as error:
-            left_out.append((str(recipe), str(error)))
-    forecasts.sort(key=lambda f: (f.hours, _excess(f)))
-    cheap = [
-        f for f in forecasts if _excess(f) <= nats and f.hours <= _MUCH_FASTER * baseline.hours
-    ]
-    fast = [f for f in cheap if f.hours <= _ABOUT_AS_FAST * cheap[0].hours]
-    return RecipePlan(
-        forecasts=tuple(forecasts),
-        baseline=baseline,
-        best=min(fast, key=_excess, default=baseline),
-        left_out=tuple(left_out),
-        elements=elements,
-        workers=predictor.workers,
-        steps=steps,
-        step_seconds=step_seconds,
-        nats=nats,
-        notes=_notes(losses, optimizer),
-        conditions=predictor.conditions,
-        options=tuple(predictor.options),
-    )
-
-
-def _excess(forecast: Forecast) -> float:
-    return math.inf if forecast.loss is None else forecast.loss.excess
-
-
-def _asked(losses: Losses, optimizer: str, local_steps: int | None) -> Sequence[Recipe]:
-    """The measured recipes of an optimizer, with other numbers of local steps if asked for."""
-    found = [r for r in losses.recipes if r.optimizer == optimizer]
-    if local_steps is not None:
-        found = [
-            dataclasses.replace(r, every=local_steps) if r.what == "local" else r for r in found
-        ]
-    return [r for r in dict.fromkeys(found) if (r.what, r.exchange) != ("gradients", "dense")]
-
-
-def _notes(losses: Losses, optimizer: str) -> tuple[str, ...]:
-    every = sorted({r.every for r in losses.recipes if r.what == "local"})
-    lines = [
-        f"Nats are above dense gradients by the same optimizer, {losses.setup}",
-        f"Local steps were measured with H = {', '.join(map(str, every))}. All this is no "
-        "prediction for another model or a longer run: train to see.",
-        "Hours are those of steps and exchanges, one after the other. Formats of 1 to 4 bits "
-        "compute as one of 8 bits.",
-    ]
-    gain = losses.dense("adamw") - losses.dense("muon")
-    if optimizer == "adamw":
-        lines.append(f"Muon ended {gain:.3f} nats below AdamW there, both dense: --optimizer muon.")
-    return tuple(lines)

@@ -7,10 +7,8 @@ from typing import Any
 import jax
 import optax
 from jax.extend.core import Jaxpr
-from jax.tree_util import tree_flatten_with_path
 
 from jaxsparse.comm import compat
-from jaxsparse.comm.marks import is_marked
 from jaxsparse.comm.meshes import SCOPE
 from jaxsparse.feedback import ErrorFeedbackState
 
@@ -55,11 +53,10 @@ def _has_momentum(node: Any) -> bool:
 
 
 def _has_trace_behind(chain: tuple[Any, ...]) -> bool:
-    """Whether a trace comes behind an exchange with momentum, which is no worker's own."""
+    """Whether a trace comes behind an exchange with momentum. In front it is a worker's own."""
     behind = chain[[*map(_has_momentum, chain)].index(True) + 1 :]
     is_trace = lambda node: isinstance(node, optax.TraceState)
-    traces = [node for node in jax.tree.leaves(behind, is_leaf=is_trace) if is_trace(node)]
-    return any(not is_marked(path) for path, _ in tree_flatten_with_path(traces)[0])
+    return any(map(is_trace, jax.tree.leaves(behind, is_leaf=is_trace)))
 
 
 def _clips_first(program: Jaxpr) -> bool:
