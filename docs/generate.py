@@ -55,6 +55,10 @@ COPIES = {
     "contributing": "CONTRIBUTING.md",
     "changelog": "CHANGELOG.md",
 }
+# The results by question, in the order of their index.
+INDEX = Path(__file__).parents[1] / "benchmarks/README.md"
+RESULTS = re.findall(r"\(results/(\w+)\.md\)", INDEX.read_text())
+COPIES |= {f"results_{name}": f"benchmarks/results/{name}.md" for name in RESULTS}
 PARAMS, WORKERS, DENSITY = 2**20, 8, 0.01  # settings of the bytes on the page of systems
 
 
@@ -105,7 +109,10 @@ def write_pages(docs: Path) -> None:
     folder.mkdir(exist_ok=True)
     for page, source in COPIES.items():
         path = docs.parent / source
-        write(folder / f"{page}.md", linked(path.read_text(), path.parent, folder))
+        text = linked(path.read_text(), path.parent, folder)
+        if page == "results":
+            text += TOCTREE.format(pages="\n".join(f"results_{name}" for name in RESULTS))
+        write(folder / f"{page}.md", text)
     for name, names in entries().items():
         write(folder / f"{name}.md", module_page(name, MODULES[name], names))
     write(folder / "reference.md", REFERENCE.format(toctree="\n".join(MODULES)))
@@ -118,6 +125,13 @@ def write(path: Path, text: str) -> None:
         path.write_text(text)
 
 
+TOCTREE = """
+```{{toctree}}
+:hidden:
+
+{pages}
+```
+"""
 REFERENCE = """# Reference
 
 Every public name, from its docstring: arguments with shapes, dtypes and units, results, and errors.
