@@ -21,7 +21,7 @@ from jaxsparse.feedback.options import OPTIONS
 from jaxsparse.systems import SYSTEMS, System, choose
 from jaxsparse.systems.row import written
 
-# Modules of the reference, with their titles in the table of contents. The modules that `jaxsparse`
+# Modules of the reference, with what they have. The modules that `jaxsparse`
 # imports as modules must be here. The others have names that a reader of these meets.
 MODULES = {
     "jaxsparse": "Training",
@@ -115,7 +115,8 @@ def write_pages(docs: Path) -> None:
         write(folder / f"{page}.md", text)
     for name, names in entries().items():
         write(folder / f"{name}.md", module_page(name, MODULES[name], names))
-    write(folder / "reference.md", REFERENCE.format(toctree="\n".join(MODULES)))
+    rows = "\n".join(f"| [`{name}`]({name}.md) | {what} |" for name, what in MODULES.items())
+    write(folder / "reference.md", REFERENCE.format(rows=rows, toctree="\n".join(MODULES)))
     write(folder / "systems.md", systems_page())
 
 
@@ -136,8 +137,12 @@ REFERENCE = """# Reference
 
 Every public name, from its docstring: arguments with shapes, dtypes and units, results, and errors.
 
+| module | what it has |
+|---|---|
+{rows}
+
 ```{{toctree}}
-:maxdepth: 1
+:hidden:
 
 {toctree}
 ```
@@ -168,7 +173,7 @@ def module_page(name: str, title: str, names: dict[str, str]) -> str:
             lines += ["   :members:", "   :special-members: __call__"]
         lines.append("")
     body = "\n".join(lines)
-    return f"# {title}\n\n`{name}`\n\n```{{eval-rst}}\n{body}\n```\n"
+    return f"# `{name}`\n\n{title}\n\n```{{eval-rst}}\n{body}\n```\n"
 
 
 def comment_of(module: Any, name: str) -> str:
