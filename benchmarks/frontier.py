@@ -6,15 +6,17 @@ for which share of the steps they exchange after each one first (a warm start). 
 
     muon, local 10, int4                Muon inside; displacements of 10 steps, by quantized("int4")
     adamw, local 10, sign, warm 10 %    the first tenth of the steps exchanges after each step
+    muon, diloco 30, int2               the same with DiLoCo's momentum outside
     adamw, gradients, ternary           gradients before AdamW
     adamw, updates, top 1/8             updates of each worker's own Adam
 
 All recipes take the same steps and batches. Rates are tuned by one rule for every recipe, dense
 included: a factor of two up and down from 0.01, on seed 0 and `--tune-steps`, until the best rate
 has a worse one on either side. With `--rates family` a recipe, dense included, takes the best rate
-of the one that sends four bits instead, for a first look. Runs are lines of `frontier.jsonl`, and
-none is done twice, so that what was cut goes on where it was. Several processes may share the file
-(`--part`). `--show --export FILE` writes what the planner prints (jaxsparse/planner/losses.json).
+of the one that sends four bits instead, for a first look. Runs are lines of `frontier.jsonl`, those
+of a larger model (`--size 1m`) of a file of its own, and none is done twice, so that what was cut
+goes on where it was. Several processes may share the file (`--part`). `--show --export FILE` writes
+what the planner prints (jaxsparse/planner/losses.json).
 
     python benchmarks/frontier.py --recipes "adamw, gradients, dense"
     python benchmarks/frontier.py --recipes first --steps 600 --tune-steps 600 --rates family
@@ -29,6 +31,7 @@ import json
 import math
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -38,21 +41,40 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import scipy.optimize
 from flax import nnx
 
 import jaxsparse
 from jaxsparse import LocalSteps, per_worker
+from jaxsparse.planner.losses import End, Law
 from jaxsparse.planner.recipes import EXCHANGES, Recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "local_updates"))
 models: Any = importlib.import_module("model")
 
 WORKERS, COUNTED = 8, (4, 8, 20)  # simulated, and those whose bytes are counted
-BATCH, LENGTH, WIDTH, LAYERS, HEADS = 4, 64, 64, 2, 4
-PARAMETERS = 136_384
+BATCH, LENGTH, HEADS = 4, 64, 4
 RATE = 0.01  # where the search begins
 
 Transformation: TypeAlias = optax.GradientTransformation
+
+
+class Size(NamedTuple):
+    """A transformer of `examples/local_updates`."""
+
+    width: int
+    layers: int
+
+    def made(self, seed: int) -> Any:
+        return models.Transformer(self.width, self.layers, HEADS, LENGTH, nnx.Rngs(seed))
+
+    @property
+    def parameters(self) -> int:
+        shapes = nnx.eval_shape(lambda: nnx.state(self.made(0), nnx.Param))
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+
+
+SIZES = {"136k": Size(64, 2), "1m": Size(128, 5)}
 
 
 def first_pass() -> list[Recipe]:
@@ -136,9 +158,9 @@ class Curve(NamedTuple):
 class Trainer:
     """Trains one recipe with any rate, seed and number of steps."""
 
-    def __init__(self, recipe: Recipe):
-        self.recipe = recipe
-        graphdef, self._shapes = nnx.split(self._made(0), nnx.Param)
+    def __init__(self, recipe: Recipe, size: Size):
+        self.recipe, self._size = recipe, size
+        graphdef, self._shapes = nnx.split(size.made(0), nnx.Param)
         loss_of = lambda p, x: models.loss_of(nnx.merge(graphdef, p), x)
         exchange = EXCHANGES[recipe.exchange].transformation()
         inner = direction(recipe)
@@ -160,9 +182,6 @@ class Trainer:
         self._evaluate = jax.jit(loss_of)
         self._ways: dict[int, Any] = {}
 
-    def _made(self, seed: int) -> Any:
-        return models.Transformer(WIDTH, LAYERS, HEADS, LENGTH, nnx.Rngs(seed))
-
     def bytes(self) -> dict[str, list[float]]:
         """Payload and received bytes of one exchange, for each of COUNTED workers."""
         moved = [jaxsparse.traffic.traced_bytes(self._exchange, self._shapes, w) for w in COUNTED]
@@ -171,7 +190,7 @@ class Trainer:
     def _way(self, steps: int) -> Any:
         """The parallel step, or local steps. A warm start depends on the number of steps."""
         recipe = self.recipe
-        if recipe.what != "local":
+        if not recipe.is_local:
             return self._ways.setdefault(
                 0,
                 jaxsparse.data_parallel(
@@ -181,7 +200,8 @@ class Trainer:
         first = recipe.warm * steps // 100
         if first not in self._ways:
             every: Any = jaxsparse.Stages((1, recipe.every), (first,)) if first else recipe.every
-            outer = jaxsparse.outer.mean(exchange=self._exchange)
+            optimizer = jaxsparse.outer.mean if recipe.what == "local" else jaxsparse.outer.diloco
+            outer = optimizer(exchange=self._exchange)
             self._ways[first] = LocalSteps(
                 self._step, outer, WORKERS, every=every, params=lambda state: state.params
             )
@@ -191,11 +211,11 @@ class Trainer:
         text = models.corpus()
         test = models.windows(text.held_out, 256, LENGTH, np.random.default_rng(0))
         # Copies in host memory are not donated with the state.
-        params = jax.device_get(nnx.state(self._made(seed), nnx.Param))
+        params = jax.device_get(nnx.state(self._size.made(seed), nnx.Param))
         state: Any = State(
             params, self._tx.init(params), jnp.int32(0), jnp.float32(rate), jnp.float32(steps)
         )
-        way, is_local = self._way(steps), self.recipe.what == "local"
+        way, is_local = self._way(steps), self.recipe.is_local
         state = way.init(state) if is_local else jaxsparse.shard(state, WORKERS)
         rng, points, began = np.random.default_rng(seed), [], time.perf_counter()
         for t in range(steps):
@@ -272,7 +292,7 @@ def tuned(loss: Callable[[float], float]) -> float:
 
 def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
     """Tunes the rate, and trains all seeds with it, but for runs that the file has."""
-    trainers = functools.cache(Trainer)
+    trainers = functools.cache(functools.partial(Trainer, size=SIZES[args.size]))
 
     def loss(rate: float, seed: int, steps: int, of: Recipe = recipe) -> float:
         known = results.runs(of, steps)
@@ -296,13 +316,17 @@ def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
 
 
 class Row(NamedTuple):
-    """A recipe's best rate by seeds, and its bytes a run."""
+    """A recipe's best rate, its losses by seed, and its bytes a run."""
 
     recipe: Recipe
     rate: float
-    losses: list[float]
+    losses: dict[int, float]
     sent: float
     received: list[float]  # for each of COUNTED workers
+
+    @property
+    def loss(self) -> float:
+        return float(np.mean(list(self.losses.values())))
 
 
 def rows(results: Results, steps: int) -> list[Row]:
@@ -325,12 +349,77 @@ def rows(results: Results, steps: int) -> list[Row]:
             Row(
                 recipe,
                 best,
-                [x[-1] for (rate, _), x in sorted(runs.items()) if rate == best],
+                {seed: x[-1] for (rate, seed), x in sorted(runs.items()) if rate == best},
                 turns * moved[name]["payload"][1],
                 [turns * x for x in moved[name]["received"]],
             )
         )
     return found
+
+
+def above(row: Row, other: Row) -> tuple[float, str]:
+    """The mean difference of two recipes on equal seeds, and its spread in words."""
+    mean, spread = End(row.rate, row.losses).above(End(other.rate, other.losses))
+    return mean, "" if spread is None else f" ± {spread:.3f}"
+
+
+@functools.cache
+def error_of(exchange: str) -> float:
+    """The share of the squared norm of normal numbers, equal on all workers, that does not arrive."""
+    tx = EXCHANGES[exchange].transformation(is_dense=lambda *_: False)
+    x = jax.random.normal(jax.random.key(0), (2**16,))
+    one = lambda x: tx.update({"w": x}, tx.init({"w": x}))[0]["w"]
+    mean = jax.vmap(one, in_axes=None, axis_name="data", axis_size=WORKERS)(x)[0]
+    return round(float(jnp.sum((mean - x) ** 2) / jnp.sum(x**2)), 4)
+
+
+class Cost(NamedTuple):
+    """What an exchange cost in one run, over the dense mean with the same steps, rate and seed."""
+
+    recipe: Recipe
+    exchanges: float
+    nats: float
+
+
+def costs(results: Results) -> list[list[Cost]]:
+    """All but random coordinates', in two halves, so that seeds of a recipe are not parted."""
+    ends = {
+        (line["recipe"], line["rate"], line["seed"], line["steps"][-1]): line["held_out"][-1]
+        for line in results.lines()
+        if "steps" in line
+    }
+    halves: list[list[Cost]] = [[], []]
+    for (name, rate, seed, steps), loss in ends.items():
+        recipe = Recipe.parsed(name)
+        dense = str(dataclasses.replace(recipe, exchange="dense"))
+        if not recipe.is_local or recipe.warm or name == dense or "random" in name:
+            continue
+        if (dense, rate, seed, steps) in ends:
+            cost = Cost(recipe, steps / recipe.every, loss - ends[dense, rate, seed, steps])
+            halves[zlib.crc32(f"{name}, {steps}".encode()) % 2].append(cost)
+    return halves
+
+
+def fitted(results: Results) -> Law:
+    """The law of what exchanges cost, fitted on half of the runs and tested on the others."""
+    halves = costs(results)
+    both = [cost for half in halves for cost in half]
+    errors = {name: error_of(name) for name in sorted({c.recipe.exchange for c in both})}
+    turns = [cost.exchanges for cost in both]
+    made = lambda x: Law(math.exp(x[0]), x[1], x[2], 0.0, errors, (min(turns), max(turns)))
+
+    def wrong(x: Any, half: list[Cost]) -> Any:
+        law = made(x)
+        return np.array([(law.nats(c.recipe.exchange, c.exchanges) or 0.0) - c.nats for c in half])
+
+    found = scipy.optimize.least_squares(wrong, (-3.0, 1.0, 1.0), args=(halves[0],)).x
+    spread = float(np.sqrt(np.mean(wrong(found, halves[1]) ** 2)))
+    scale, power, decay = (round(float(x), 4) for x in (math.exp(found[0]), *found[1:]))
+    print(
+        f"law: {scale} * (error / (1 - error)) ** {power} * (100 / exchanges) ** {decay} nats, "
+        f"fitted on {len(halves[0])} runs; on {len(halves[1])} others it is off by {spread:.4f}"
+    )
+    return Law(scale, power, decay, round(spread, 4), errors, (min(turns), max(turns)))
 
 
 def undominated(points: list[tuple[float, float]]) -> list[int]:
@@ -356,10 +445,11 @@ STYLES = {
 }
 
 
-def draw(found: list[Row], path: Path, params: float, step_seconds: float, steps: int) -> None:
+def draw(found: list[Row], args: argparse.Namespace) -> None:
     """Losses against bytes at equal steps, and against hours over links for a larger model."""
     figure, panels = plt.subplots(2, 2, figsize=(12, 9), sharey=True)
-    share = params / PARAMETERS
+    steps, params, step_seconds = args.steps, args.params, args.step_seconds
+    share = params / SIZES[args.size].parameters
     hours = lambda row, link: (
         (steps * step_seconds + share * row.received[COUNTED.index(WORKERS)] / LINKS[link]) / 3600
     )
@@ -374,7 +464,7 @@ def draw(found: list[Row], path: Path, params: float, step_seconds: float, steps
         )
         abscissas[title] = functools.partial(hours, link=link)
     for panel, (title, of) in zip(panels.flat, abscissas.items()):
-        points = [(of(row), float(np.mean(row.losses))) for row in found]
+        points = [(of(row), row.loss) for row in found]
         for (x, y), row in zip(points, found):
             marker, color = STYLES[row.recipe.exchange.split()[0]]
             is_muon = row.recipe.optimizer == "muon"
@@ -392,7 +482,7 @@ def draw(found: list[Row], path: Path, params: float, step_seconds: float, steps
         panels.flat[0].scatter([], [], marker=marker, color=color, label=name)
     panels.flat[0].legend(fontsize="x-small", title="filled: Muon inside", title_fontsize="x-small")
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(args.figure, dpi=150)
     plt.close(figure)
 
 
@@ -401,12 +491,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--jsonl",
-        type=Path,
-        default=Path(__file__).with_suffix(".jsonl"),
-        help="runs are appended to it",
-    )
+    add("--size", choices=SIZES, default="136k", help="number of parameters")
+    add("--jsonl", type=Path, help="runs are appended to it; one file a size if not given")
     add("--recipes", nargs="+", default=["first"], help='names, or "first": all of the first pass')
     add("--part", default="1/1", help="2/3: each third recipe, from the second on")
     add("--steps", type=int, default=2000)
@@ -419,14 +505,16 @@ def main() -> None:
     add("--params", type=float, default=1e9, help="of the model whose hours are drawn")
     add("--step-seconds", type=float, default=1.0, help="of computing, for these hours")
     args = parser.parse_args()
-    results = Results(args.jsonl)
+    name = "frontier.jsonl" if args.size == "136k" else f"frontier_{args.size}.jsonl"
+    results = Results(args.jsonl or Path(__file__).with_name(name))
     if args.show:
         found = rows(results, args.steps)
         show(found)
         if args.export is not None:
-            export([row for row in found if results.is_tuned(row.recipe, row.rate)], args)
+            tuned = [row for row in found if results.is_tuned(row.recipe, row.rate)]
+            export(tuned, results, args)
         if args.figure is not None:
-            draw(found, args.figure, args.params, args.step_seconds, args.steps)
+            draw(found, args)
         return
     try:
         named = args.recipes != ["first"]
@@ -443,38 +531,38 @@ def dense_of(found: list[Row]) -> Row:
     return next(row for row in found if str(row.recipe) == "adamw, gradients, dense")
 
 
-def export(found: list[Row], args: argparse.Namespace) -> None:
+def export(found: list[Row], results: Results, args: argparse.Namespace) -> None:
     """Writes what the planner prints beside its hours, of recipes whose rates were tuned."""
-    base, seeds = np.mean(dense_of(found).losses), {len(row.losses) for row in found}
+    base, seeds = dense_of(found).loss, {len(row.losses) for row in found}
     counted = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seed"
     setup = (
-        f"as benchmarks/frontier.py measured them: a byte-level transformer of {PARAMETERS:,} "
-        f"parameters, {WORKERS} workers, {args.steps:,} steps, {counted}. Dense AdamW ends at "
-        f"{base:.3f}. A recipe has the rate that was best with four bits."
+        "as benchmarks/frontier.py measured them: a byte-level transformer of "
+        f"{SIZES[args.size].parameters:,} parameters, {WORKERS} workers, {args.steps:,} steps, "
+        f"{counted}. Dense AdamW ends at {base:.3f}. A recipe has the rate that was best for it or "
+        "for the one with four bits in its place."
     )
-    ends = {str(row.recipe): (round(float(np.mean(row.losses)), 4), row.rate) for row in found}
-    content = {"setup": setup, "steps": args.steps, "ends": dict(sorted(ends.items()))}
+    ends = {str(row.recipe): (row.rate, row.losses) for row in found}
+    content = {"setup": setup, "steps": args.steps, "law": fitted(results)._asdict()}
+    content["ends"] = dict(sorted(ends.items()))
     args.export.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def show(found: list[Row]) -> None:
     dense = dense_of(found)
-    base = np.mean(dense.losses)
     print("| recipe | loss | above dense | rate | sent | received W = 4, 8, 20 | dominated by |")
     print("|---|---|---|---|---|---|---|")
     for row in sorted(found, key=lambda row: row.received[1]):
-        mean = float(np.mean(row.losses))
-        spread = f" ± {np.std(row.losses, ddof=1):.3f}" if len(row.losses) > 1 else ""
+        more, spread = above(row, dense)
         better = [
             other
             for other in found
-            if np.mean(other.losses) < mean and other.received[1] <= row.received[1]
+            if other.loss < row.loss and other.received[1] <= row.received[1]
         ]
-        by = min(better, key=lambda other: np.mean(other.losses)) if better else None
+        by = min(better, key=lambda other: other.loss) if better else None
         fewer = ", ".join(f"{a / b:.0f}x" for a, b in zip(dense.received, row.received))
         print(
-            f"| {row.recipe} | {mean:.3f}{spread} | {mean - base:+.3f} | {row.rate:g} "
-            f"| {dense.sent / row.sent:.0f}x | {fewer} | {by.recipe if by else ''} |"
+            f"| {row.recipe} | {row.loss:.3f} ({len(row.losses)}) | {more:+.3f}{spread} "
+            f"| {row.rate:g} | {dense.sent / row.sent:.0f}x | {fewer} | {by.recipe if by else ''} |"
         )
 
 
