@@ -279,7 +279,7 @@ def claims(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
     print(
         "  A ring has the most rounds and no fewer words than others, so in the model it is never\n"
         "  first. The paper's times include sums and copies, which the model leaves out, and\n"
-        "  which may also turn the last statement round (benchmarks/README.md)."
+        "  which may also turn the last statement round (benchmarks/results/sparcml.md)."
     )
     return results
 

@@ -21,7 +21,7 @@ from jaxsparse.feedback.options import OPTIONS
 from jaxsparse.systems import SYSTEMS, System, choose
 from jaxsparse.systems.row import written
 
-# Modules of the reference, with their titles in the table of contents. The modules that `jaxsparse`
+# Modules of the reference, with what they have. The modules that `jaxsparse`
 # imports as modules must be here. The others have names that a reader of these meets.
 MODULES = {
     "jaxsparse": "Training",
@@ -55,6 +55,10 @@ COPIES = {
     "contributing": "CONTRIBUTING.md",
     "changelog": "CHANGELOG.md",
 }
+# The results by question, in the order of their index.
+INDEX = Path(__file__).parents[1] / "benchmarks/README.md"
+RESULTS = re.findall(r"\(results/(\w+)\.md\)", INDEX.read_text())
+COPIES |= {f"results_{name}": f"benchmarks/results/{name}.md" for name in RESULTS}
 PARAMS, WORKERS, DENSITY = 2**20, 8, 0.01  # settings of the bytes on the page of systems
 
 
@@ -105,10 +109,14 @@ def write_pages(docs: Path) -> None:
     folder.mkdir(exist_ok=True)
     for page, source in COPIES.items():
         path = docs.parent / source
-        write(folder / f"{page}.md", linked(path.read_text(), path.parent, folder))
+        text = linked(path.read_text(), path.parent, folder)
+        if page == "results":
+            text += TOCTREE.format(pages="\n".join(f"results_{name}" for name in RESULTS))
+        write(folder / f"{page}.md", text)
     for name, names in entries().items():
         write(folder / f"{name}.md", module_page(name, MODULES[name], names))
-    write(folder / "reference.md", REFERENCE.format(toctree="\n".join(MODULES)))
+    rows = "\n".join(f"| [`{name}`]({name}.md) | {what} |" for name, what in MODULES.items())
+    write(folder / "reference.md", REFERENCE.format(rows=rows, toctree="\n".join(MODULES)))
     write(folder / "systems.md", systems_page())
 
 
@@ -118,12 +126,23 @@ def write(path: Path, text: str) -> None:
         path.write_text(text)
 
 
+TOCTREE = """
+```{{toctree}}
+:hidden:
+
+{pages}
+```
+"""
 REFERENCE = """# Reference
 
 Every public name, from its docstring: arguments with shapes, dtypes and units, results, and errors.
 
+| module | what it has |
+|---|---|
+{rows}
+
 ```{{toctree}}
-:maxdepth: 1
+:hidden:
 
 {toctree}
 ```
@@ -154,7 +173,7 @@ def module_page(name: str, title: str, names: dict[str, str]) -> str:
             lines += ["   :members:", "   :special-members: __call__"]
         lines.append("")
     body = "\n".join(lines)
-    return f"# {title}\n\n`{name}`\n\n```{{eval-rst}}\n{body}\n```\n"
+    return f"# `{name}`\n\n{title}\n\n```{{eval-rst}}\n{body}\n```\n"
 
 
 def comment_of(module: Any, name: str) -> str:

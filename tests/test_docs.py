@@ -11,7 +11,7 @@ import pytest
 from jaxsparse.systems import SYSTEMS
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (".", "docs", "docs/notebooks", "benchmarks", "benchmarks/cluster", "examples/*")
+FOLDERS = (".", "docs", "docs/notebooks", "benchmarks", "benchmarks/*", "examples/*")
 TEXTS = {path: path.read_text() for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md")}
 PAGES = [
     path for path in sorted(TEXTS) if path.parent == ROOT / "docs" and "```python" in TEXTS[path]

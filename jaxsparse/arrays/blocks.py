@@ -15,9 +15,14 @@ __all__ = ["BlockStream", "check_block_size", "count", "from_dense", "non_zero",
 
 
 class BlockStream(NamedTuple):
-    """Blocks of a vector. An empty slot has zeros, and the number of blocks as its index."""
+    """Blocks of a vector. An empty slot has zeros, and the number of blocks as its index.
 
-    indices: Int[Array, " k"]  # int32
+    Attributes:
+        indices: int32[k]; the number of each block in its vector.
+        values: float[k, block_size]; the elements of each block.
+    """
+
+    indices: Int[Array, " k"]
     values: Float[Array, "k block_size"]
 
     @property
@@ -32,7 +37,14 @@ class BlockStream(NamedTuple):
 
 
 def check_block_size(block_size: int) -> int:
-    """The setting as an int. Raises ValueError unless it is at least 1."""
+    """The setting as an int.
+
+    Args:
+        block_size: number of elements of a block.
+
+    Raises:
+        ValueError: it is no int that is known at trace time, or less than 1.
+    """
     block_size = static_int("block_size", block_size)
     if block_size < 1:
         raise ValueError(
@@ -42,10 +54,15 @@ def check_block_size(block_size: int) -> int:
 
 
 def count(size: int, block_size: int) -> int:
-    """The number of blocks of a vector of `size` elements.
+    """The number of blocks of a vector. The last block may be shorter than the others.
 
-    >>> count(10, 4)
-    3
+    Args:
+        size: number of elements of the vector, d.
+        block_size: number of elements of a block.
+
+    Example:
+        >>> count(10, 4)
+        3
     """
     return -(-size // block_size)
 
@@ -53,8 +70,16 @@ def count(size: int, block_size: int) -> int:
 def rows(x: Float[Array, " d"], block_size: int) -> Float[Array, "blocks block_size"]:
     """The vector as a matrix of its blocks.
 
-    >>> rows(jnp.arange(3.0), 2).tolist()
-    [[0.0, 1.0], [2.0, 0.0]]
+    Args:
+        x: vector of d elements, of any float dtype.
+        block_size: number of elements of a block.
+
+    Returns:
+        A row for each of `count(d, block_size)` blocks. Zeros fill the last row.
+
+    Example:
+        >>> rows(jnp.arange(3.0), 2).tolist()
+        [[0.0, 1.0], [2.0, 0.0]]
     """
     return jnp.pad(x, (0, -x.size % block_size)).reshape(-1, block_size)
 
@@ -62,23 +87,52 @@ def rows(x: Float[Array, " d"], block_size: int) -> Float[Array, "blocks block_s
 def non_zero(x: Float[Array, " d"], block_size: int) -> Bool[Array, " blocks"]:
     """The mask of the blocks that have an element other than 0.
 
-    >>> non_zero(jnp.float32([0, 0, 0, -1, 0]), 2).tolist()
-    [False, True, False]
+    Args:
+        x: vector of d elements, of any float dtype. NaN is not 0.
+        block_size: number of elements of a block.
+
+    Returns:
+        bool[blocks], one for each of `count(d, block_size)` blocks.
+
+    Example:
+        >>> non_zero(jnp.float32([0, 0, 0, -1, 0]), 2).tolist()
+        [False, True, False]
     """
     return jnp.any(rows(x, block_size) != 0, axis=1)
 
 
 def from_dense(x: Float[Array, " d"], indices: Int[Array, " k"], block_size: int) -> BlockStream:
-    """The blocks of `x` at `indices`. Out-of-range indices give empty slots."""
+    """The blocks of `x` at `indices`.
+
+    Args:
+        x: vector of d elements, of any float dtype.
+        indices: int32[k]; numbers of blocks. `count(d, block_size)` gives an empty slot, of zeros.
+        block_size: number of elements of a block.
+
+    Returns:
+        A stream of capacity k, with these indices and values of the dtype of `x`.
+
+    Example:
+        >>> from_dense(jnp.arange(1.0, 6.0), jnp.array([2, 0, 3]), 2).values.tolist()
+        [[5.0, 0.0], [1.0, 2.0], [0.0, 0.0]]
+    """
     blocks = rows(x, block_size)
     return BlockStream(indices, blocks.at[indices].get(mode="fill", fill_value=0))
 
 
 def to_dense(stream: BlockStream, size: int) -> Float[Array, " size"]:
-    """The dense vector of length `size`. Blocks with equal indices are added up.
+    """The dense vector of a stream. Blocks with equal indices are added up.
 
-    >>> to_dense(BlockStream(jnp.array([1, 2]), jnp.ones((2, 2))), 3).tolist()
-    [0.0, 0.0, 1.0]
+    Args:
+        stream: blocks of the vector. Empty slots are ignored.
+        size: number of elements of the vector, d.
+
+    Returns:
+        d elements of the dtype of the stream's values, zeros where it has no block.
+
+    Example:
+        >>> to_dense(BlockStream(jnp.array([1, 2]), jnp.ones((2, 2))), 3).tolist()
+        [0.0, 0.0, 1.0]
     """
     empty = jnp.zeros_like(stream.values, shape=(count(size, stream.block_size), stream.block_size))
     return empty.at[stream.indices].add(stream.values, mode="drop").reshape(-1)[:size]

@@ -67,7 +67,19 @@ def shaped_stream(x: Num[Array, " d"], k: int, *_: Any) -> SparseStream:
 
 
 def from_dense(x: Num[Array, " d"], indices: Int[Array, " k"]) -> SparseStream:
-    """The entries of `x` at `indices`. Out-of-range indices give empty slots."""
+    """The entries of `x` at `indices`.
+
+    Args:
+        x: vector of d elements, of any numeric dtype.
+        indices: int32[k]. d gives an empty slot, whose value is 0.
+
+    Returns:
+        A stream of capacity k, with these indices and values of the dtype of `x`.
+
+    Example:
+        >>> from_dense(jnp.float32([5, 6, 7]), jnp.array([2, 3])).values.tolist()
+        [7.0, 0.0]
+    """
     return SparseStream(indices, x.at[indices].get(mode="fill", fill_value=0))
 
 
@@ -211,7 +223,16 @@ def delta(size: int, entry_bytes: float = 8, dense_bytes: float = 4) -> int:
 
 
 def check_operation(op: Operation, dtype: DTypeLike) -> None:
-    """Raises ValueError unless `op` is known and defined for `dtype`."""
+    """Checks an operation.
+
+    Args:
+        op: the operation that a user gave.
+        dtype: dtype of the values that it combines.
+
+    Raises:
+        ValueError: the operation is unknown, or not defined for the dtype; or the function of a
+            `Combination` is not commutative, changes shape or dtype, or has another neutral number.
+    """
     if isinstance(op, Combination):
         return _check_combination(op, dtype)
     if op not in get_args(Named):
@@ -263,12 +284,23 @@ def _check_combination(op: Combination, dtype: DTypeLike) -> None:
 
 
 def takes_duplicates(op: Operation) -> bool:
-    """Whether `scatter` combines values whose indices are equal."""
+    """Whether `scatter` combines values whose indices are equal.
+
+    Args:
+        op: an operation. It is so for "sum", "max" and "min".
+    """
     return op in ("sum", "max", "min")
 
 
 def neutral(op: Operation, dtype: DTypeLike) -> Num[Array, ""]:
-    """The element e with combine(op, e, x) == x, in `dtype`.
+    """The element e with combine(op, e, x) == x.
+
+    Args:
+        op: an operation.
+        dtype: dtype of the result.
+
+    Raises:
+        ValueError: as `check_operation`.
 
     Example:
         >>> neutral("max", "float32").item()
@@ -286,7 +318,13 @@ def neutral(op: Operation, dtype: DTypeLike) -> Num[Array, ""]:
 
 
 def combine(op: Operation, a: Num[Array, "*shape"], b: Num[Array, "*shape"]) -> Array:
-    """`a` and `b` combined element by element."""
+    """Two arrays combined element by element.
+
+    Args:
+        op: an operation.
+        a: array of any shape.
+        b: array of the same shape and dtype.
+    """
     if isinstance(op, Combination):
         return op.function(a, b)
     functions = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "or": jnp.bitwise_or}
@@ -294,9 +332,14 @@ def combine(op: Operation, a: Num[Array, "*shape"], b: Num[Array, "*shape"]) -> 
 
 
 def scatter(op: Operation, dense: Num[Array, " d"], indices: Array, values: Array) -> Array:
-    """`dense` with `values` combined into it at `indices`. Out-of-range indices are ignored.
+    """`dense` with `values` combined into it at `indices`.
 
-    An index may repeat if the operation `takes_duplicates`.
+    Args:
+        op: an operation.
+        dense: vector of d elements.
+        indices: int32[k]. Those out of range are ignored. An index may repeat if the operation
+            `takes_duplicates`.
+        values: k values of the dtype of `dense`.
     """
     at = dense.at[indices]
     if op == "sum":

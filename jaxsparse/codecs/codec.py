@@ -108,7 +108,14 @@ COO: Coo = Coo()
 
 
 def check_codec(codec: Codec) -> None:
-    """Raises ValueError unless `codec` is a codec."""
+    """Checks a setting.
+
+    Args:
+        codec: the wire format that a user gave.
+
+    Raises:
+        ValueError: it is no codec, or the class of one.
+    """
     if isinstance(codec, type) or not isinstance(codec, Codec):
         raise ValueError(
             f"codec={codec!r} is not a codec: use codecs.COO, codecs.Packed() or codecs.EliasFano()"
@@ -116,7 +123,15 @@ def check_codec(codec: Codec) -> None:
 
 
 def check_local(codec: Codec, user: str) -> None:
-    """Raises ValueError if the codec rounds entries together, because `user` regroups entries."""
+    """Checks that a codec rounds each entry by itself.
+
+    Args:
+        codec: the wire format.
+        user: the words that name who sends rounded entries on in other messages.
+
+    Raises:
+        ValueError: the codec rounds the entries of a message together.
+    """
     if not codec.is_local:
         raise ValueError(
             f"codec={codec} rounds the entries of a message together, but {user} sends rounded "
@@ -126,12 +141,29 @@ def check_local(codec: Codec, user: str) -> None:
 
 
 def bits(x: Num[Array, " n"]) -> UInt32[Array, " n"]:
-    """An array of a 4-byte dtype as words."""
+    """The bits of an array as words.
+
+    Args:
+        x: array of n elements of a 4-byte dtype: float32, int32 or uint32.
+
+    Example:
+        >>> [hex(word) for word in bits(jnp.float32([1, -2])).tolist()]
+        ['0x3f800000', '0xc0000000']
+    """
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def from_bits(words: UInt32[Array, " n"], dtype: DTypeLike) -> Num[Array, " n"]:
-    """The inverse of `bits`."""
+    """The inverse of `bits`: words read as another dtype.
+
+    Args:
+        words: uint32[n].
+        dtype: a 4-byte dtype: float32, int32 or uint32.
+
+    Example:
+        >>> from_bits(bits(jnp.float32([1, -2])), jnp.float32).tolist()
+        [1.0, -2.0]
+    """
     return jax.lax.bitcast_convert_type(words, dtype)
 
 

@@ -236,7 +236,11 @@ class Published:
 
 
 def entry_values(bits: int, quantizer: ValueQuantizer) -> EntryValues:
-    """The way to send values in `bits` bits. 16 and 32 bits are floats for both quantisers.
+    """The way to send the values of sparse entries. 16 and 32 bits are floats for both quantisers.
+
+    Args:
+        bits: number of bits of a value: 2, 4, 8, 16 or 32.
+        quantizer: "sign_magnitude" (signs and levels of magnitudes), or "published" (SparseLoCo's).
 
     Raises:
         ValueError: bits is not 2, 4, 8, 16 or 32, or the quantiser is unknown.

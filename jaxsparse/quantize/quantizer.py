@@ -176,7 +176,21 @@ SCALE_SHIFTS = {32: 0, 16: 16, 8: 23}
 
 
 def to_message(quantized: Quantized, spec: Quantizer) -> UInt32[Array, " words"]:
-    """Words and scales in one array, whose length is the quantiser's `words(size)`."""
+    """Packed values and their scales in one array, as they travel.
+
+    Args:
+        quantized: what `quantize` made. Its scales are float32, and exact in `spec.scale_bits`.
+        spec: the quantiser that made it.
+
+    Returns:
+        uint32[words], where words is `spec.words(size)`: first the values, then the scales.
+
+    Example:
+        >>> from jaxsparse.quantize import Format
+        >>> spec = Format("int8", group_size=4)
+        >>> to_message(quantize(jnp.float32([1, -2, 3, 4]), spec, None), spec).size == spec.words(4)
+        True
+    """
     if not spec.scale_bits:
         return quantized.words
     scales = lax.bitcast_convert_type(quantized.scales, jnp.uint32)
@@ -185,7 +199,23 @@ def to_message(quantized: Quantized, spec: Quantizer) -> UInt32[Array, " words"]
 
 
 def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> Quantized:
-    """The inverse of `to_message`, for `size` values."""
+    """The inverse of `to_message`.
+
+    Args:
+        message: uint32[words], where words is `spec.words(size)`.
+        spec: the quantiser that made the message.
+        size: number of values in it, d.
+
+    Returns:
+        Packed values, and float32 scales, for `dequantize`.
+
+    Example:
+        >>> from jaxsparse.quantize import Format
+        >>> spec = Format("int8", group_size=4)
+        >>> message = to_message(quantize(jnp.float32([-127, 0, 1, 127]), spec, None), spec)
+        >>> dequantize(from_message(message, spec, 4), spec, 4).tolist()
+        [-127.0, 0.0, 1.0, 127.0]
+    """
     count = _scale_count(spec, size)
     if not spec.scale_bits:
         return Quantized(message, jnp.ones(count, jnp.float32))

@@ -63,8 +63,8 @@ class Dragonn(OneMessage, SeededReducer):
     That does not hold on today's compilers and chips. With XLA, compacting what passes
     (`select.compact`) takes less time than hashing it, on CPUs and on an NVIDIA H100, and leaves no
     slot empty. So `dgc`, which has the same threshold, sends more of the large entries in the same
-    words. (`benchmarks/README.md` has the times.) "slot_max" needs no threshold, and takes about as
-    long as a compaction.
+    words. (`benchmarks/results/kernels.md` has the times.) "slot_max" needs no threshold, and
+    takes about as long as a compaction.
 
     The received bytes grow with the number of workers, so it suits few workers (up to about
     sqrt(1 / density)), large tensors and slow links. With

@@ -217,6 +217,13 @@ def local(tree: T, axis_name: str | None = "data") -> T:
     too small, since JAX's transposed sum counts a replicated loss once. Average the loss behind
     `jax.value_and_grad`, or scale each worker's loss so that their mean is the whole loss, or give
     `check_vma=False`. There, as in `data_parallel`, a loss may be averaged inside, too.
+
+    Args:
+        tree: parameters, arrays of any shapes and dtypes, equal on all workers.
+        axis_name: name of the axis of workers. None: there is none.
+
+    Returns:
+        The same arrays. Their types say that they differ between workers.
     """
     how = RUNNING.get()
     if how is not None and how.is_check and how.axis_name == axis_name:
