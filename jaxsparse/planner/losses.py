@@ -1,6 +1,6 @@
 """Measured losses of recipes, which `plan_recipes` and `plan` print beside their times.
 
-`benchmarks/frontier.py --show --export` writes `losses.json`.
+`benchmarks/frontier_map.py --export` writes `losses.json`.
 """
 
 import dataclasses
