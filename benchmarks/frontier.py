@@ -6,19 +6,21 @@ for which share of the steps they exchange after each one first (a warm start). 
 
     muon, local 10, int4                Muon inside; displacements of 10 steps, by quantized("int4")
     adamw, local 10, sign, warm 10 %    the first tenth of the steps exchanges after each step
+    muon, diloco 30, int2               the same with DiLoCo's momentum outside
     adamw, gradients, ternary           gradients before AdamW
     adamw, updates, top 1/8             updates of each worker's own Adam
 
 All recipes take the same steps and batches. Rates are tuned by one rule for every recipe, dense
 included: a factor of two up and down from 0.01, on seed 0 and `--tune-steps`, until the best rate
 has a worse one on either side. With `--rates family` a recipe, dense included, takes the best rate
-of the one that sends four bits instead, for a first look. Runs are lines of `frontier.jsonl`, and
-none is done twice, so that what was cut goes on where it was. Several processes may share the file
-(`--part`). `--show --export FILE` writes what the planner prints (jaxsparse/planner/losses.json).
+of the one that sends four bits instead, for a first look. Runs are lines of `frontier.jsonl`, those
+of a larger model (`--size 1m`) of a file of its own, and none is done twice, so that what was cut
+goes on where it was. Several processes may share the file (`--part`). `frontier_map.py` makes a map
+of them.
 
     python benchmarks/frontier.py --recipes "adamw, gradients, dense"
     python benchmarks/frontier.py --recipes first --steps 600 --tune-steps 600 --rates family
-    python benchmarks/frontier.py --show
+    python benchmarks/frontier_map.py --steps 600
 """
 
 import argparse
@@ -35,7 +37,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from flax import nnx
@@ -47,12 +48,32 @@ from jaxsparse.planner.recipes import EXCHANGES, Recipe
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "local_updates"))
 models: Any = importlib.import_module("model")
 
-WORKERS, COUNTED = 8, (4, 8, 20)  # simulated, and those whose bytes are counted
-BATCH, LENGTH, WIDTH, LAYERS, HEADS = 4, 64, 64, 2, 4
-PARAMETERS = 136_384
+WORKERS = 8
+BATCH, LENGTH, HEADS = 4, 64, 4
 RATE = 0.01  # where the search begins
 
 Transformation: TypeAlias = optax.GradientTransformation
+
+
+class Size(NamedTuple):
+    """A transformer of `examples/local_updates`."""
+
+    width: int
+    layers: int
+
+    def made(self, seed: int) -> Any:
+        return models.Transformer(self.width, self.layers, HEADS, LENGTH, nnx.Rngs(seed))
+
+    @property
+    def shapes(self) -> Any:
+        return nnx.eval_shape(lambda: nnx.state(self.made(0), nnx.Param))
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.shapes))
+
+
+SIZES = {"136k": Size(64, 2), "1m": Size(128, 5)}
 
 
 def first_pass() -> list[Recipe]:
@@ -136,9 +157,9 @@ class Curve(NamedTuple):
 class Trainer:
     """Trains one recipe with any rate, seed and number of steps."""
 
-    def __init__(self, recipe: Recipe):
-        self.recipe = recipe
-        graphdef, self._shapes = nnx.split(self._made(0), nnx.Param)
+    def __init__(self, recipe: Recipe, size: Size):
+        self.recipe, self._size = recipe, size
+        graphdef, _ = nnx.split(size.made(0), nnx.Param)
         loss_of = lambda p, x: models.loss_of(nnx.merge(graphdef, p), x)
         exchange = EXCHANGES[recipe.exchange].transformation()
         inner = direction(recipe)
@@ -160,18 +181,10 @@ class Trainer:
         self._evaluate = jax.jit(loss_of)
         self._ways: dict[int, Any] = {}
 
-    def _made(self, seed: int) -> Any:
-        return models.Transformer(WIDTH, LAYERS, HEADS, LENGTH, nnx.Rngs(seed))
-
-    def bytes(self) -> dict[str, list[float]]:
-        """Payload and received bytes of one exchange, for each of COUNTED workers."""
-        moved = [jaxsparse.traffic.traced_bytes(self._exchange, self._shapes, w) for w in COUNTED]
-        return {"payload": [m.payload for m in moved], "received": [m.received for m in moved]}
-
     def _way(self, steps: int) -> Any:
         """The parallel step, or local steps. A warm start depends on the number of steps."""
         recipe = self.recipe
-        if recipe.what != "local":
+        if not recipe.is_local:
             return self._ways.setdefault(
                 0,
                 jaxsparse.data_parallel(
@@ -181,7 +194,8 @@ class Trainer:
         first = recipe.warm * steps // 100
         if first not in self._ways:
             every: Any = jaxsparse.Stages((1, recipe.every), (first,)) if first else recipe.every
-            outer = jaxsparse.outer.mean(exchange=self._exchange)
+            optimizer = jaxsparse.outer.mean if recipe.what == "local" else jaxsparse.outer.diloco
+            outer = optimizer(exchange=self._exchange)
             self._ways[first] = LocalSteps(
                 self._step, outer, WORKERS, every=every, params=lambda state: state.params
             )
@@ -191,11 +205,11 @@ class Trainer:
         text = models.corpus()
         test = models.windows(text.held_out, 256, LENGTH, np.random.default_rng(0))
         # Copies in host memory are not donated with the state.
-        params = jax.device_get(nnx.state(self._made(seed), nnx.Param))
+        params = jax.device_get(nnx.state(self._size.made(seed), nnx.Param))
         state: Any = State(
             params, self._tx.init(params), jnp.int32(0), jnp.float32(rate), jnp.float32(steps)
         )
-        way, is_local = self._way(steps), self.recipe.what == "local"
+        way, is_local = self._way(steps), self.recipe.is_local
         state = way.init(state) if is_local else jaxsparse.shard(state, WORKERS)
         rng, points, began = np.random.default_rng(seed), [], time.perf_counter()
         for t in range(steps):
@@ -212,17 +226,15 @@ class Trainer:
 
 
 class Results:
-    """Runs, and bytes of an exchange, by recipe. Each is a line of JSON that is appended."""
+    """Runs by recipe. Each is a line of JSON that is appended."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, size: str, path: Path | None = None):
+        name = "frontier.jsonl" if size == "136k" else f"frontier_{size}.jsonl"
+        self._path = path or Path(__file__).with_name(name)
 
     def lines(self) -> list[dict[str, Any]]:
-        return (
-            list(map(json.loads, self._path.read_text().splitlines()))
-            if self._path.exists()
-            else []
-        )
+        text = self._path.read_text() if self._path.exists() else ""
+        return [line for line in map(json.loads, text.splitlines()) if "steps" in line]
 
     def add(self, recipe: Recipe, **found: Any) -> None:
         with self._path.open("a") as file:
@@ -233,21 +245,16 @@ class Results:
         return {
             (line["rate"], line["seed"]): line["held_out"]
             for line in self.lines()
-            if line["recipe"] == str(recipe) and line.get("steps", [0])[-1] == steps
+            if line["recipe"] == str(recipe) and line["steps"][-1] == steps
         }
 
     def is_tuned(self, recipe: Recipe, rate: float) -> bool:
         """Whether half and twice the rate were tried, with the recipe or with its family's."""
-        tried = {
-            (line["recipe"], line["rate"]) for line in self.lines() if line.get("rate") is not None
-        }
+        tried = {(line["recipe"], line["rate"]) for line in self.lines()}
         return any(
             {(str(one), rate / 2), (str(one), rate * 2)} <= tried
             for one in (recipe, family(recipe))
         )
-
-    def exchanges(self) -> dict[str, dict[str, list[float]]]:
-        return {line["recipe"]: line["bytes"] for line in self.lines() if "bytes" in line}
 
 
 def family(recipe: Recipe) -> Recipe:
@@ -272,12 +279,10 @@ def tuned(loss: Callable[[float], float]) -> float:
 
 def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
     """Tunes the rate, and trains all seeds with it, but for runs that the file has."""
-    trainers = functools.cache(Trainer)
+    trainers = functools.cache(functools.partial(Trainer, size=SIZES[args.size]))
 
     def loss(rate: float, seed: int, steps: int, of: Recipe = recipe) -> float:
         known = results.runs(of, steps)
-        if str(of) not in results.exchanges():
-            results.add(of, bytes=trainers(of).bytes())
         if (rate, seed) not in known:
             curve = trainers(of).run(rate, seed, steps)
             results.add(of, rate=rate, seed=seed, **curve._asdict())
@@ -295,139 +300,21 @@ def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
         loss(best, seed, args.steps)
 
 
-class Row(NamedTuple):
-    """A recipe's best rate by seeds, and its bytes a run."""
-
-    recipe: Recipe
-    rate: float
-    losses: list[float]
-    sent: float
-    received: list[float]  # for each of COUNTED workers
-
-
-def rows(results: Results, steps: int) -> list[Row]:
-    found = []
-    moved = results.exchanges()
-    for name in dict.fromkeys(line["recipe"] for line in results.lines()):
-        recipe = Recipe.parsed(name)
-        runs = results.runs(recipe, steps)
-        if not runs or name not in moved:
-            continue
-        rates = {rate for rate, _ in runs}
-        mean = {
-            r: float(np.mean([x[-1] for (rate, _), x in runs.items() if rate == r])) for r in rates
-        }
-        # A rate with one seed says less than one with all.
-        seeds = {r: sum(rate == r for rate, _ in runs) for r in rates}
-        best = min(rates, key=lambda r: (-seeds[r], mean[r]))
-        turns = recipe.exchanges(steps)
-        found.append(
-            Row(
-                recipe,
-                best,
-                [x[-1] for (rate, _), x in sorted(runs.items()) if rate == best],
-                turns * moved[name]["payload"][1],
-                [turns * x for x in moved[name]["received"]],
-            )
-        )
-    return found
-
-
-def undominated(points: list[tuple[float, float]]) -> list[int]:
-    """The points than which none has both numbers smaller, in the order of the first number."""
-    found: list[int] = []
-    for i in sorted(range(len(points)), key=lambda i: points[i]):
-        if not found or points[i][1] < points[found[-1]][1]:
-            found.append(i)
-    return found
-
-
-LINKS = {"10 Mbit/s": 1.25e6, "100 Mbit/s": 1.25e7, "1 Gbit/s": 1.25e8}
-STYLES = {
-    "dense": ("o", "black"),
-    "int8": ("o", "tab:gray"),
-    "int4": ("o", "tab:blue"),
-    "int2": ("o", "tab:cyan"),
-    "ternary": ("o", "tab:green"),
-    "sign": ("o", "tab:olive"),
-    "top": ("^", "tab:orange"),
-    "random": ("x", "tab:red"),
-    "SparDL": ("s", "tab:purple"),
-}
-
-
-def draw(found: list[Row], path: Path, params: float, step_seconds: float, steps: int) -> None:
-    """Losses against bytes at equal steps, and against hours over links for a larger model."""
-    figure, panels = plt.subplots(2, 2, figsize=(12, 9), sharey=True)
-    share = params / PARAMETERS
-    hours = lambda row, link: (
-        (steps * step_seconds + share * row.received[COUNTED.index(WORKERS)] / LINKS[link]) / 3600
-    )
-    abscissas: dict[str, Callable[[Row], float]] = {
-        f"bytes that a worker of {WORKERS} receives in {steps} steps": (
-            lambda row: row.received[COUNTED.index(WORKERS)]
-        )
-    }
-    for link in LINKS:
-        title = (
-            f"hours of {steps} steps at {link}, {params:g} parameters, {step_seconds:g} s a step"
-        )
-        abscissas[title] = functools.partial(hours, link=link)
-    for panel, (title, of) in zip(panels.flat, abscissas.items()):
-        points = [(of(row), float(np.mean(row.losses))) for row in found]
-        for (x, y), row in zip(points, found):
-            marker, color = STYLES[row.recipe.exchange.split()[0]]
-            is_muon = row.recipe.optimizer == "muon"
-            face = color if is_muon or marker == "x" else "none"
-            panel.scatter(x, y, 30, marker=marker, edgecolors=color, facecolors=face)
-        best = undominated(points)
-        panel.step(*zip(*(points[i] for i in best)), where="post", color="0.6", lw=1, zorder=0)
-        for i in best:
-            panel.annotate(str(found[i].recipe), points[i], fontsize=6, rotation=20)
-        panel.set(xscale="log", xlabel=title)
-        panel.grid(alpha=0.3)
-    for row_of in panels:
-        row_of[0].set(ylabel="held-out loss, nats a byte")
-    for name, (marker, color) in STYLES.items():
-        panels.flat[0].scatter([], [], marker=marker, color=color, label=name)
-    panels.flat[0].legend(fontsize="x-small", title="filled: Muon inside", title_fontsize="x-small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--jsonl",
-        type=Path,
-        default=Path(__file__).with_suffix(".jsonl"),
-        help="runs are appended to it",
-    )
+    add("--size", choices=SIZES, default="136k", help="number of parameters")
+    add("--jsonl", type=Path, help="runs are appended to it; one file a size if not given")
     add("--recipes", nargs="+", default=["first"], help='names, or "first": all of the first pass')
     add("--part", default="1/1", help="2/3: each third recipe, from the second on")
     add("--steps", type=int, default=2000)
     add("--seeds", type=int, nargs="+", default=[0])
     add("--tune-steps", type=int, default=300, help="of the runs that try rates")
     add("--rates", choices=("own", "family"), default="own", help="family: the rate of four bits")
-    add("--show", action="store_true", help="the table, and no training")
-    add("--export", type=Path, help="with --show: write losses for the planner's recipes here")
-    add("--figure", type=Path, help="with --show: draw losses against bytes and hours")
-    add("--params", type=float, default=1e9, help="of the model whose hours are drawn")
-    add("--step-seconds", type=float, default=1.0, help="of computing, for these hours")
     args = parser.parse_args()
-    results = Results(args.jsonl)
-    if args.show:
-        found = rows(results, args.steps)
-        show(found)
-        if args.export is not None:
-            export([row for row in found if results.is_tuned(row.recipe, row.rate)], args)
-        if args.figure is not None:
-            draw(found, args.figure, args.params, args.step_seconds, args.steps)
-        return
+    results = Results(args.size, args.jsonl)
     try:
         named = args.recipes != ["first"]
         recipes = list(map(Recipe.parsed, args.recipes)) if named else first_pass()
@@ -436,46 +323,6 @@ def main() -> None:
     part, parts = map(int, args.part.split("/"))
     for recipe in recipes[part - 1 :: parts]:
         train(recipe, results, args)
-
-
-def dense_of(found: list[Row]) -> Row:
-    """The row that all others are compared with."""
-    return next(row for row in found if str(row.recipe) == "adamw, gradients, dense")
-
-
-def export(found: list[Row], args: argparse.Namespace) -> None:
-    """Writes what the planner prints beside its hours, of recipes whose rates were tuned."""
-    base, seeds = np.mean(dense_of(found).losses), {len(row.losses) for row in found}
-    counted = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seed"
-    setup = (
-        f"as benchmarks/frontier.py measured them: a byte-level transformer of {PARAMETERS:,} "
-        f"parameters, {WORKERS} workers, {args.steps:,} steps, {counted}. Dense AdamW ends at "
-        f"{base:.3f}. A recipe has the rate that was best with four bits."
-    )
-    ends = {str(row.recipe): (round(float(np.mean(row.losses)), 4), row.rate) for row in found}
-    content = {"setup": setup, "steps": args.steps, "ends": dict(sorted(ends.items()))}
-    args.export.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def show(found: list[Row]) -> None:
-    dense = dense_of(found)
-    base = np.mean(dense.losses)
-    print("| recipe | loss | above dense | rate | sent | received W = 4, 8, 20 | dominated by |")
-    print("|---|---|---|---|---|---|---|")
-    for row in sorted(found, key=lambda row: row.received[1]):
-        mean = float(np.mean(row.losses))
-        spread = f" ± {np.std(row.losses, ddof=1):.3f}" if len(row.losses) > 1 else ""
-        better = [
-            other
-            for other in found
-            if np.mean(other.losses) < mean and other.received[1] <= row.received[1]
-        ]
-        by = min(better, key=lambda other: np.mean(other.losses)) if better else None
-        fewer = ", ".join(f"{a / b:.0f}x" for a, b in zip(dense.received, row.received))
-        print(
-            f"| {row.recipe} | {mean:.3f}{spread} | {mean - base:+.3f} | {row.rate:g} "
-            f"| {dense.sent / row.sent:.0f}x | {fewer} | {by.recipe if by else ''} |"
-        )
 
 
 if __name__ == "__main__":

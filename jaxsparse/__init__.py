@@ -15,7 +15,7 @@ from jaxsparse import (
     quantize as quantize,
     select as select,
     sketch as sketch,
-    systems,
+    systems as systems,
     traffic as traffic,
 )
 from jaxsparse.arrays import blocks as blocks, layout as layout, stream as stream
@@ -52,7 +52,6 @@ __all__ = [
     "reshard",
     "shard",
     "specs",
-    "systems",
     "warm_up",
     "weighted",
     "wire_bytes",

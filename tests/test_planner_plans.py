@@ -20,12 +20,12 @@ from jaxsparse import systems
 from jaxsparse.planner import planning, units
 from jaxsparse.planner.computing import profile_systems, time_exchange
 from jaxsparse.planner.links import fit_link
+from jaxsparse.planner.losses import End, Losses
 from jaxsparse.planner.network import Link, Network, Timing, rounds
 from jaxsparse.planner.planning import plan
 from jaxsparse.planner.plans import compared
 from jaxsparse.planner.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.planner.tensors import TensorPoint, TensorProfile
-from jaxsparse.planner.trained import Evidence, Trained
 from jaxsparse.planner.trials import autotune
 from jaxsparse.systems.sparcml import ALGORITHMS
 from jaxsparse.traffic import traced_bytes
@@ -188,19 +188,23 @@ def test_dense_wins_on_a_fast_network_and_loses_on_a_slow_one():
     assert "jaxsparse.spardl(0.01)" in str(slow)
 
 
-@pytest.mark.parametrize(("system", "is_before"), [("spardl", False), ("qsgd", True)])
-def test_what_is_printed_for_sgd_and_for_adam_runs(monkeypatch, system, is_before):
-    rows = [
-        (system, "gradients", "before", 1, 0.1, 9.0),
-        (system, "updates", "behind", 1, 0.2, 9.0),
-    ]
-    if not is_before:
-        rows[0], rows[1] = (*rows[0][:4], 0.3, 9.0), rows[1]
-    known = Evidence("by hand", tuple(Trained(*row) for row in rows))
-    monkeypatch.setattr(Evidence, "shipped", lambda: known)
+@pytest.mark.parametrize("system", ["spardl", "qsgd"])
+def test_what_is_printed_for_sgd_and_for_adam_runs(monkeypatch, system):
+    is_before = system == "qsgd"
+    exchange = "QSGD 4 bits" if is_before else "SparDL 1 %"
+    ends = {
+        "adamw, gradients, dense": 1.0,
+        f"adamw, gradients, {exchange}": 1.1 if is_before else 1.3,
+        f"adamw, updates, {exchange}": 1.2,
+        f"muon, gradients, {exchange}": 0.9,
+        "muon, gradients, dense": 0.8,
+    }
+    known = Losses("by hand", 100, {name: End(0.01, {0: loss}) for name, loss in ends.items()})
+    monkeypatch.setattr(Losses, "shipped", lambda: known)
     text = str(planned(network=SLOW, names=[system]))
-    (table,) = re.findall(r"How they trained: by hand\n.*((?:\n.*){2})", text)
-    assert re.findall(r"before|behind", table)[:1] == ["before" if is_before else "behind"]
+    (table,) = re.findall(r"How they trained, by hand\n.*((?:\n.*){3})", text)
+    above = ["+0.100", "+0.100", "+0.200"] if is_before else ["+0.100", "+0.200", "+0.300"]
+    assert re.findall(r"\+0\.\d+", table) == above
     code = re.sub(r"^    ", "", re.search(r"\n\n((?:    .*\n)+)", text).group(1), flags=re.M)
     assert code.count("tx = ") == 2
     assert ("per_worker" in code) != is_before
@@ -209,17 +213,14 @@ def test_what_is_printed_for_sgd_and_for_adam_runs(monkeypatch, system, is_befor
     made["tx"].init({"w": jnp.zeros((40, 40))})
 
 
-def test_what_is_known_of_training_names_systems_of_the_table():
-    known = Evidence.shipped()
-    assert {row.system for row in known.rows} <= {*systems.SYSTEMS}
-    (dense,) = (row for row in known.rows if row.method == "dense")
-    assert (dense.excess, dense.fewer) == (0, 1)
-    local = lambda h: str(planned(network=SLOW, names=["chunked_top_k"], local_steps=h))
-    assert "what 10 local steps moved" in local(10)
-    assert "before Adam" not in local(10)
-    assert "what 30 local steps" not in local(10)
-    assert "outer = jaxsparse.outer.sparse_loco(41)" in local(10)
-    assert "No training with these was measured" in local(3)
+def test_what_is_known_of_training_is_of_these_systems_and_as_many_local_steps():
+    local = lambda name, h: str(planned(network=SLOW, names=[name], local_steps=h))
+    text = local("quantized", 10)
+    assert "quantized  adamw, local 10, int4" in text
+    assert "gradients," not in text
+    assert "top 1/" not in text
+    assert "outer = jaxsparse.outer.sparse_loco(41)" in local("chunked_top_k", 10)
+    assert "No training with these was measured" in local("quantized", 17)
 
 
 def test_totals_add_up():

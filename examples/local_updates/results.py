@@ -169,36 +169,6 @@ def save_json(runs: dict[str, Run], settings: dict[str, Any], path: Path) -> Non
     path.write_text(json.dumps({"settings": settings, "methods": methods}, default=str))
 
 
-def save_evidence(runs: dict[str, Run], what: dict[str, tuple[str, str, int]], path: Path) -> None:
-    """Writes how far methods ended above dense gradients, over the seeds that both trained.
-
-    Args:
-        runs: runs, with "dense" among them. Runs of fewer than two common seeds are left out,
-            unless dense has one alone, and so are runs of another number of steps.
-        what: for each method, what is exchanged, by which system, and the steps between exchanges.
-        path: path of the file, for `jaxsparse.planner`.
-    """
-    dense = runs["dense"]
-    steps, seeds = dense.steps[-1], len(dense.curves)
-    rows, counts = [], set()
-    for name, run in runs.items():
-        both = run.curves.keys() & dense.curves.keys()
-        if len(both) < min(2, seeds) or run.steps[-1] != steps:
-            continue
-        counts.add(len(both))
-        above = [run.curves[s].held_out[-1] - dense.curves[s].held_out[-1] for s in both]
-        exchanged, system, every = what[name]
-        fewer = round(dense.received / run.received, 1)
-        rows.append([system, exchanged, name, every, round(float(np.mean(above)), 3), fewer])
-    recipe = (
-        f"a transformer of bytes (examples/local_updates), AdamW, {steps} steps, "
-        f"{' or '.join(map(str, sorted(counts)))} seeds; "
-        f"held-out loss {dense.held_out[:, -1].mean():.2f} nats dense"
-    )
-    lines = ",\n  ".join(map(json.dumps, rows))
-    path.write_text(f'{{"recipe": {json.dumps(recipe)},\n "rows": [\n  {lines}]}}\n')
-
-
 def load(paths: list[Path]) -> dict[str, Run]:
     """The runs that `save_json` wrote. The seeds of several files are put together."""
     runs: dict[str, Run] = {}

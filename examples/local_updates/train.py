@@ -331,8 +331,6 @@ def main() -> None:
         if absent := [name for name in args.methods if name not in runs]:
             parser.error(f"--methods: the files of --show have no {', '.join(absent)}")
         runs = {name: runs[name] for name in args.methods}
-    if args.evidence is not None and args.show and "dense" not in runs:
-        parser.error("--evidence compares with dense: name it in --methods, too")
     with jaxsparse.fail_at_once(), Progress(console=console) as progress:
         for name in [] if args.show else args.methods or DEFAULT:
             method = methods[name]
@@ -360,12 +358,6 @@ def main() -> None:
     is_timed = args.time_to and not args.link and not args.measured
     if is_timed:
         console.print(results.times(runs, args.time_to))
-    if args.evidence is not None and is_first:
-        found = {
-            name: (methods[name].exchange, methods[name].system, methods[name].every)
-            for name in runs
-        }
-        results.save_evidence(runs, found, args.evidence)
     if args.figure is not None and is_first:
         results.save_figure(runs, args.figure, against_seconds=bool(is_timed))
 
@@ -454,7 +446,6 @@ def flags() -> argparse.ArgumentParser:
         default=0.1,
         help="of computing, with --link or --measured (default: 0.1)",
     )
-    add("--evidence", type=Path, metavar="FILE", help="write what the planner says of training")
     add("--figure", type=Path, metavar="FILE", help="draw loss against steps and bytes")
     processes.add_flags(parser)
     return parser

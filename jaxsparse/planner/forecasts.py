@@ -88,9 +88,8 @@ class RecipePlan:
 
         None if the recipe has no local steps, or the mean has no forecast.
         """
-        recipe = dataclasses.replace(forecast.recipe, exchange="dense", warm=0)
-        means = [f for f in self.forecasts if f.recipe == recipe]
-        return means[0].hours / forecast.hours if means and recipe.what == "local" else None
+        means = [f for f in self.forecasts if f.recipe == forecast.recipe.plain_mean]
+        return means[0].hours / forecast.hours if means else None
 
     def as_dict(self) -> dict[str, Any]:
         """All numbers, for JSON."""
@@ -159,7 +158,7 @@ class RecipePlan:
                     "" if over is None else f"{over:.2f}x",
                     f"{f.received / 1e9:,.3g}",
                     f"+{f.memory / 1e9:,.3g}",
-                    "" if f.loss is None else f"{f.loss.excess:+.3f}",
+                    "" if f.loss is None else str(f.loss),
                     "not measured" if f.loss is None else f.loss.source,
                 )
             )
@@ -304,24 +303,22 @@ def _asked(losses: Losses, optimizer: str, local_steps: int | None) -> Sequence[
     """
     found = [r for r in losses.recipes if r.optimizer == optimizer]
     if local_steps is not None:
-        found = [
-            dataclasses.replace(r, every=local_steps) if r.what == "local" else r for r in found
-        ]
-    means = [dataclasses.replace(r, exchange="dense", warm=0) for r in found if r.what == "local"]
-    found = [*found, *means]
+        found = [dataclasses.replace(r, every=local_steps) if r.is_local else r for r in found]
+    found += [r.plain_mean for r in found if r.plain_mean is not None]
     return [r for r in dict.fromkeys(found) if (r.what, r.exchange) != ("gradients", "dense")]
 
 
 def _notes(losses: Losses, optimizer: str) -> tuple[str, ...]:
-    every = sorted({r.every for r in losses.recipes if r.what == "local"})
+    every = sorted({r.every for r in losses.recipes if r.is_local})
     lines = [
         f"Nats are above dense gradients by the same optimizer, {losses.setup}",
         f"Local steps were measured with H = {', '.join(map(str, every))}. All this is no "
-        "prediction for another model or a longer run: train to see.",
+        "prediction for another model or a longer run: train to see. What stands behind ± is the "
+        "standard deviation over seeds, or the law's error on runs that it was not fitted to.",
         "Hours are those of steps and exchanges, one after the other. Formats of 1 to 4 bits "
         "compute as one of 8 bits.",
     ]
-    gain = losses.dense("adamw") - losses.dense("muon")
     if optimizer == "adamw":
+        gain, _ = losses.dense("adamw").above(losses.dense("muon"))
         lines.append(f"Muon ended {gain:.3f} nats below AdamW there, both dense: --optimizer muon.")
     return tuple(lines)

@@ -1,26 +1,75 @@
-"""Measured losses of recipes, which `plan_recipes` prints beside their hours.
+"""Measured losses of recipes, which `plan_recipes` and `plan` print beside their times.
 
-`benchmarks/frontier.py --show --export` writes `losses.json`.
+`benchmarks/frontier_map.py --export` writes `losses.json`.
 """
 
 import dataclasses
 import functools
 import json
 import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxsparse.planner.recipes import Recipe
+from jaxsparse.arrays.printing import aligned
+from jaxsparse.planner.recipes import EXCHANGES, Recipe
 
 _SHIPPED = Path(__file__).with_name("losses.json")
 
 
+class End(NamedTuple):
+    """How a recipe's runs ended."""
+
+    rate: float  # learning rate
+    losses: Mapping[int, float]  # held-out loss in nats by seed
+
+    def above(self, other: "End") -> tuple[float, float | None]:
+        """Mean and standard deviation of the differences from another recipe on equal seeds.
+
+        With one seed in common there is no standard deviation.
+        """
+        seeds = sorted(self.losses.keys() & other.losses.keys())
+        differences = [self.losses[seed] - other.losses[seed] for seed in seeds]
+        spread = statistics.stdev(differences) if len(seeds) > 1 else None
+        return statistics.fmean(differences), spread
+
+
+class Law(NamedTuple):
+    """What an exchange costs over the dense mean of as many local steps.
+
+    It is `scale * (error / (1 - error)) ** power * (100 / exchanges) ** decay` nats. The error is
+    the share of the squared norm of normal numbers that does not arrive in one exchange, so that
+    `error / (1 - error)` exchanges pass, on average, before a number does.
+    """
+
+    scale: float
+    power: float
+    decay: float
+    spread: float  # root mean square of its errors on runs that it was not fitted to, in nats
+    errors: Mapping[str, float]  # by exchange: those that it was fitted and tested on
+    exchanges: tuple[float, float]  # the fewest and the most in a run of these
+
+    def nats(self, exchange: str, exchanges: float) -> float | None:
+        """Nats above the dense mean, or None where no runs were."""
+        fewest, most = self.exchanges
+        if exchange not in self.errors or not fewest <= exchanges <= most:
+            return None
+        error = self.errors[exchange]
+        lag = error / (1 - error)
+        return float(self.scale * lag**self.power * (100 / exchanges) ** self.decay)
+
+
 class Loss(NamedTuple):
-    """Held-out loss of a recipe in nats above dense gradients, same optimizer and steps."""
+    """Held-out loss of a recipe in nats above dense gradients, same optimizer, steps and seeds."""
 
     excess: float
-    source: str  # "measured", or between which measurements
+    spread: float | None  # standard deviation over seeds, or the law's error; None: one seed
+    source: str  # "measured", or by what
     rate: float | None = None  # learning rate with which it was measured
+
+    def __str__(self) -> str:
+        return f"{self.excess:+.3f}" + ("" if self.spread is None else f" ± {self.spread:.3f}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,43 +78,66 @@ class Losses:
 
     Attributes:
         setup: model, steps and seeds, in words.
-        ends: held-out loss in nats, and learning rate, by the recipe's name.
+        steps: steps of the runs.
+        ends: how each recipe's runs ended, by its name.
+        law: what the others cost, where it was fitted.
     """
 
     setup: str
-    ends: dict[str, tuple[float, float]]
+    steps: int
+    ends: Mapping[str, End]
+    law: Law | None = None
 
     @classmethod
     @functools.cache
     def shipped(cls) -> "Losses":
         """The measurements that come with the library."""
         content = json.loads(_SHIPPED.read_text())
-        return cls(content["setup"], {name: tuple(end) for name, end in content["ends"].items()})
+        ends = {
+            name: End(rate, {int(seed): loss for seed, loss in losses.items()})
+            for name, (rate, losses) in content["ends"].items()
+        }
+        return cls(content["setup"], content["steps"], ends, Law(**content["law"]))
 
     @functools.cached_property
     def recipes(self) -> tuple[Recipe, ...]:
         """The measured recipes."""
         return tuple(map(Recipe.parsed, self.ends))
 
-    def dense(self, optimizer: str) -> float:
-        """Where dense gradients ended by this optimizer."""
-        return self.ends[str(Recipe(optimizer, "gradients", 1, "dense"))][0]
+    def dense(self, optimizer: str) -> End:
+        """How dense gradients ended by this optimizer."""
+        return self.ends[str(Recipe(optimizer, "gradients", 1, "dense"))]
 
     def of(self, recipe: Recipe) -> Loss | None:
-        """The loss of a recipe, or between two with other numbers of local steps, or None.
+        """The loss of a recipe: measured, or by the law above the dense mean, or None.
 
-        Between two measurements it lies on a straight line over log H. Nothing is said beyond them.
+        Between two numbers of local steps the dense mean lies on a straight line over log H.
+        Nothing is said beyond them.
         """
-        dense = self.dense(recipe.optimizer)
         if str(recipe) in self.ends:
-            end, rate = self.ends[str(recipe)]
-            return Loss(end - dense, "measured", rate)
-        if recipe.what != "local":
+            end = self.ends[str(recipe)]
+            excess, spread = end.above(self.dense(recipe.optimizer))
+            seeds = len(end.losses)
+            return Loss(excess, spread, f"measured, {seeds} seed{'s' * (seeds > 1)}", end.rate)
+        if not recipe.is_local or recipe.warm:
             return None
+        if recipe.exchange == "dense":
+            return self._between(recipe)
+        mean = self.of(dataclasses.replace(recipe, exchange="dense"))
+        cost = self.law and self.law.nats(recipe.exchange, self.steps / recipe.every)
+        if mean is None or self.law is None or cost is None:
+            return None
+        spread = math.hypot(mean.spread or 0.0, self.law.spread)
+        return Loss(mean.excess + cost, spread, "by the law above the mean", mean.rate)
+
+    def _between(self, recipe: Recipe) -> Loss | None:
+        """The loss between those of two other numbers of local steps."""
         known = sorted(
-            (other.every, self.ends[str(other)][0] - dense)
+            (other.every, found)
             for other in self.recipes
-            if other.what == "local" and dataclasses.replace(other, every=recipe.every) == recipe
+            if other.is_local and dataclasses.replace(other, every=recipe.every) == recipe
+            for found in [self.of(other)]
+            if found is not None
         )
         below = [pair for pair in known if pair[0] < recipe.every]
         above = [pair for pair in known if pair[0] > recipe.every]
@@ -73,4 +145,33 @@ class Losses:
             return None
         (h0, low), (h1, high) = below[-1], above[0]
         share = math.log(recipe.every / h0) / math.log(h1 / h0)
-        return Loss(low + share * (high - low), f"between H = {h0} and {h1}")
+        excess = low.excess + share * (high.excess - low.excess)
+        spreads = [x.spread for x in (low, high) if x.spread is not None]
+        return Loss(excess, max(spreads, default=None), f"between H = {h0} and {h1}")
+
+    def best(self, system: str) -> Recipe | None:
+        """AdamW's recipe that ended lowest by this system after each step, or None."""
+        found = [
+            recipe
+            for recipe in self.recipes
+            if (recipe.optimizer, recipe.is_local) == ("adamw", False)
+            and EXCHANGES[recipe.exchange].system == system
+        ]
+        excess = lambda recipe: self.ends[str(recipe)].above(self.dense("adamw"))[0]
+        return min(found, key=excess, default=None)
+
+    def table(self, systems: Iterable[str], local_steps: int) -> Sequence[str]:
+        """The lines of a table of the recipes with these systems."""
+        names = list(dict.fromkeys(systems))
+        rows = []
+        for recipe in self.recipes:
+            system, loss = EXCHANGES[recipe.exchange].system, self.of(recipe)
+            if system in names and recipe.every == local_steps and loss is not None:
+                rows.append((names.index(system), loss.excess, (system, str(recipe), str(loss))))
+        if not rows:
+            return ["No training with these was measured."]
+        cells = [("system", "recipe", "nats above dense, same optimizer")]
+        return [
+            f"How they trained, {self.setup}",
+            *aligned([*cells, *(row for *_, row in sorted(rows))], right=[]),
+        ]

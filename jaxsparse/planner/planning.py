@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse.arrays import layout as layouts
+from jaxsparse.arrays.printing import with_options
 from jaxsparse.arrays.settings import check_density, static_count, static_float
 from jaxsparse.planner.algorithms import choose_algorithm
 from jaxsparse.planner.computing import check_shapes, measured_as
@@ -348,16 +349,6 @@ class Predictor(NamedTuple):
         usual = moved.usual
         seconds = self.network.seconds(usual)
         return Prediction(name, usual.rounds, usual.received, seconds, computing, written, caveat)
-
-
-def with_options(call: str, options: Sequence[str]) -> str:
-    """A call as Python, with more arguments.
-
-    >>> with_options("jaxsparse.dense()", ["delay=1"]), with_options("f(2)", ["delay=1"])
-    ('jaxsparse.dense(delay=1)', 'f(2, delay=1)')
-    """
-    name, _, given = call[:-1].partition("(")
-    return f"{name}({', '.join([given, *options] if given else options)})"
 
 
 def _unseeded(reducer: Reducer) -> Reducer:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxsparse.arrays.printing import aligned, milliseconds as _ms
-from jaxsparse.planner.trained import Evidence, chains
+from jaxsparse.planner.losses import Losses
 from jaxsparse.systems import WITH_VARIANTS
 
 
@@ -147,7 +147,7 @@ class Plan:
     def _written(self) -> Sequence[str]:
         """Python code with the best system in an Optax chain, or in `LocalSteps`."""
         if self.local_steps == 1:
-            return chains(self.transformation, _row(self.best))
+            return _chains(self.transformation, _row(self.best))
         outer = f"jaxsparse.outer.mean(exchange={self.transformation})"
         if self.best == "dense":
             outer = "jaxsparse.outer.mean()"
@@ -174,13 +174,29 @@ class Plan:
             *(f"    {line}" for line in self._written()),
             "",
             "Accuracy is not predicted: all but dense change what a step delivers. Train to see.",
-            *Evidence.shipped().table(map(_row, systems), self.local_steps),
+            *Losses.shipped().table(map(_row, systems), self.local_steps),
         ]
 
 
 def _row(system: str) -> str:
     """The name in the table of systems of the system that a variant belongs to."""
     return WITH_VARIANTS[system].name if system in WITH_VARIANTS else system
+
+
+def _chains(transformation: str, system: str) -> Sequence[str]:
+    """Optax chains with an exchange in each step, as Python: for SGD, and for Adam."""
+    known = Losses.shipped().best(system)
+    for_sgd = f"tx = optax.chain({transformation}, optax.sgd(lr))  # for SGD"
+    if known is not None and known.what == "gradients":
+        return for_sgd, f"tx = optax.chain({transformation}, optax.adamw(lr))  # for Adam"
+    return (
+        for_sgd,
+        "tx = optax.chain(  # for Adam, on each worker",
+        "    jaxsparse.per_worker(optax.scale_by_adam()),",
+        f"    {transformation},",
+        "    optax.scale_by_learning_rate(lr),",
+        ")",
+    )
 
 
 def compared(plans: Mapping[str, Plan]) -> str:

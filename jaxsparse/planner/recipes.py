@@ -6,6 +6,7 @@ A recipe's name says all of it:
     adamw, updates, top 1/8                 updates of each worker's own Adam, by chunked top-k
     muon, local 10, sign                    Muon inside; displacements of 10 steps
     muon, local 10, int4, warm 10 %         the first tenth of the steps exchanges after each one
+    muon, diloco 30, int2                   displacements of 30 steps, and DiLoCo's momentum outside
 
 `benchmarks/frontier.py` trains them.
 """
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse.planner.planning import with_options
+from jaxsparse.arrays.printing import with_options
 from jaxsparse.systems import SYSTEMS, Choice
 
 
@@ -65,6 +66,8 @@ EXCHANGES: dict[str, Exchange] = {
     # The dumbest thing at equal bytes: coordinates drawn at random, in 32 bits.
     **{f"random 1/{n}": Exchange("random_k", {"density": 1 / n}, 1 / n) for n in (8, 20, 32)},
     "SparDL 1 %": Exchange("spardl", {"density": 0.01}, 0.01),
+    "sketched 20x": Exchange("sketched_sgd", {"compression": 20.0}, 0.05),
+    "QSGD 4 bits": Exchange("qsgd", {"bits": 4}),
 }
 
 _KERNELS = (
@@ -82,7 +85,8 @@ _INNER = {
 }
 OPTIMIZERS = tuple(_INNER)
 _DIRECTION = {"adamw": "optax.scale_by_adam(b2=0.95)"}
-_WHAT = ("gradients", "updates", "local")
+_LOCAL = ("local", "diloco")
+_WHAT = ("gradients", "updates", *_LOCAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,10 +95,11 @@ class Recipe:
 
     Attributes:
         optimizer: "adamw" or "muon".
-        what: "gradients", "updates" (of each worker's own Adam) or "local" (displacements).
-        every: steps from one exchange to the next, 1 unless "local".
+        what: "gradients", "updates" (of each worker's own Adam), "local" (the mean of
+            displacements) or "diloco" (the same with Nesterov momentum, as `outer.diloco` has it).
+        every: steps from one exchange to the next, 1 unless local.
         exchange: a key of `EXCHANGES`.
-        warm: percent of the steps that exchange after each one, first. 0 unless "local".
+        warm: percent of the steps that exchange after each one, first. 0 unless local.
 
     Raises:
         ValueError: there is no such recipe.
@@ -110,12 +115,12 @@ class Recipe:
         known = self.exchange in EXCHANGES and self.every >= 1 and 0 <= self.warm < 100
         if self.what == "updates":
             known = known and self.optimizer in _DIRECTION
-        if self.what != "local":
+        if not self.is_local:
             known = known and (self.every, self.warm) == (1, 0)
         if not known or self.optimizer not in OPTIMIZERS or self.what not in _WHAT:
             raise ValueError(
                 f"no recipe is called {str(self)!r}: an optimizer ({', '.join(OPTIMIZERS)}), what "
-                "is exchanged (gradients, updates, local H), and how "
+                "is exchanged (gradients, updates, local H, diloco H), and how "
                 f"({', '.join(EXCHANGES)}), as in 'adamw, local 10, int4'"
             )
 
@@ -143,8 +148,20 @@ class Recipe:
             )
         return recipe
 
+    @property
+    def is_local(self) -> bool:
+        """Whether workers exchange what local steps moved."""
+        return self.what in _LOCAL
+
+    @property
+    def plain_mean(self) -> "Recipe | None":
+        """As many local steps with a dense mean, or None without local steps."""
+        if not self.is_local:
+            return None
+        return Recipe(self.optimizer, "local", self.every, "dense")
+
     def __str__(self) -> str:
-        what = f"local {self.every}" if self.what == "local" else self.what
+        what = f"{self.what} {self.every}" if self.is_local else self.what
         warm = f", warm {self.warm} %" if self.warm else ""
         return f"{self.optimizer}, {what}, {self.exchange}{warm}"
 
@@ -154,10 +171,11 @@ class Recipe:
         return first + math.ceil((steps - first) / self.every)
 
     def memory(self, elements: int) -> int:
-        """Bytes of residuals and global parameters, which a trainer without us does not have."""
+        """Bytes of residuals and of the outer state, which a trainer without us does not have."""
         if (self.what, self.exchange) == ("gradients", "dense"):
             return 0
-        return elements * (_residuals(self.exchange) + 4 * (self.what == "local"))
+        outer = 4 * self.is_local + 4 * (self.what == "diloco")  # parameters; momentum
+        return elements * (_residuals(self.exchange) + outer)
 
     def written(self, steps: int, options: Sequence[str] = ()) -> tuple[str, ...]:
         """The recipe as Python, for a run of so many steps.
@@ -180,10 +198,11 @@ class Recipe:
                 "    optax.scale_by_learning_rate(lr),",
                 ")",
             )
-        outer = f"jaxsparse.outer.mean(exchange={text})"
+        name = "mean" if self.what == "local" else self.what
+        outer = f"jaxsparse.outer.{name}(exchange={text})"
         if self.exchange == "dense":
-            outer = "jaxsparse.outer.mean()"
-        if exchange.system == "chunked_top_k":
+            outer = f"jaxsparse.outer.{name}()"
+        elif (name, exchange.system) == ("mean", "chunked_top_k"):
             loco = f"jaxsparse.outer.sparse_loco(k={exchange.settings['k']})"
             outer = with_options(loco, options)
         every = f"{self.every}"

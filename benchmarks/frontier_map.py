@@ -1,0 +1,216 @@
+"""The map of what `frontier.py` trained: losses, bytes, and what dominates what.
+
+Bytes are those of each exchange's compiled collectives, traced for 2, 4, 8 and 20 workers. A law of
+what exchanges cost is fitted on half of the runs and tested on the other half. `--export FILE`
+writes what the planner prints (jaxsparse/planner/losses.json).
+
+    python benchmarks/frontier_map.py
+    python benchmarks/frontier_map.py --steps 600
+    python benchmarks/frontier_map.py --export jaxsparse/planner/losses.json
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.optimize
+from frontier import SIZES, WORKERS, Results, Size
+
+from jaxsparse.planner.losses import End, Law
+from jaxsparse.planner.recipes import EXCHANGES, Recipe
+from jaxsparse.traffic import traced_bytes
+
+COUNTED = (2, 4, 8, 20)  # workers
+
+
+class Row(NamedTuple):
+    """A recipe's best rate, its losses by seed, and its bytes a run."""
+
+    recipe: Recipe
+    rate: float
+    losses: dict[int, float]
+    sent: float
+    received: list[float]  # for each of COUNTED
+
+    @property
+    def loss(self) -> float:
+        return float(np.mean(list(self.losses.values())))
+
+
+@functools.cache
+def moved(exchange: str, size: Size) -> tuple[float, list[float]]:
+    """Payload of one exchange of 8 workers, and received bytes for each of COUNTED, of a worker."""
+    tx = EXCHANGES[exchange].transformation()
+    found = {w: traced_bytes(tx, size.shapes, w) for w in COUNTED}
+    return found[WORKERS].payload, [x.received for x in found.values()]
+
+
+def rows(results: Results, steps: int, size: Size) -> list[Row]:
+    """All recipes with runs of so many steps."""
+    found = []
+    for name in dict.fromkeys(line["recipe"] for line in results.lines()):
+        recipe = Recipe.parsed(name)
+        runs = results.runs(recipe, steps)
+        if not runs:
+            continue
+        rates = {rate for rate, _ in runs}
+        mean = {
+            r: float(np.mean([x[-1] for (rate, _), x in runs.items() if rate == r])) for r in rates
+        }
+        # A rate with one seed says less than one with all.
+        seeds = {r: sum(rate == r for rate, _ in runs) for r in rates}
+        best = min(rates, key=lambda r: (-seeds[r], mean[r]))
+        turns, (sent, received) = recipe.exchanges(steps), moved(recipe.exchange, size)
+        found.append(
+            Row(
+                recipe,
+                best,
+                {seed: x[-1] for (rate, seed), x in sorted(runs.items()) if rate == best},
+                turns * sent,
+                [turns * x for x in received],
+            )
+        )
+    return found
+
+
+def above(row: Row, other: Row) -> tuple[float, str]:
+    """The mean difference of two recipes on equal seeds, and its spread in words."""
+    mean, spread = End(row.rate, row.losses).above(End(other.rate, other.losses))
+    return mean, "" if spread is None else f" ± {spread:.3f}"
+
+
+@functools.cache
+def error_of(exchange: str) -> float:
+    """The share of the squared norm of normal numbers, equal on all workers, that is late."""
+    tx = EXCHANGES[exchange].transformation(is_dense=lambda *_: False)
+    x = jax.random.normal(jax.random.key(0), (2**16,))
+    one = lambda x: tx.update({"w": x}, tx.init({"w": x}))[0]["w"]
+    mean = jax.vmap(one, in_axes=None, axis_name="data", axis_size=WORKERS)(x)[0]
+    return round(float(jnp.sum((mean - x) ** 2) / jnp.sum(x**2)), 4)
+
+
+class Cost(NamedTuple):
+    """What an exchange cost in one run, over the dense mean with the same steps, rate and seed."""
+
+    recipe: Recipe
+    exchanges: float
+    nats: float
+
+
+def costs(results: Results) -> list[list[Cost]]:
+    """All but random coordinates', in two halves, so that seeds of a recipe are not parted."""
+    ends = {
+        (line["recipe"], line["rate"], line["seed"], line["steps"][-1]): line["held_out"][-1]
+        for line in results.lines()
+        if "steps" in line
+    }
+    halves: list[list[Cost]] = [[], []]
+    for (name, rate, seed, steps), loss in ends.items():
+        recipe = Recipe.parsed(name)
+        dense = str(dataclasses.replace(recipe, exchange="dense"))
+        if not recipe.is_local or recipe.warm or name == dense or "random" in name:
+            continue
+        if (dense, rate, seed, steps) in ends:
+            cost = Cost(recipe, steps / recipe.every, loss - ends[dense, rate, seed, steps])
+            halves[zlib.crc32(f"{name}, {steps}".encode()) % 2].append(cost)
+    return halves
+
+
+def fitted(results: Results) -> Law:
+    """The law of what exchanges cost, fitted on half of the runs and tested on the others."""
+    halves = costs(results)
+    both = [cost for half in halves for cost in half]
+    errors = {name: error_of(name) for name in sorted({c.recipe.exchange for c in both})}
+    turns = [cost.exchanges for cost in both]
+    made = lambda x: Law(math.exp(x[0]), x[1], x[2], 0.0, errors, (min(turns), max(turns)))
+
+    def wrong(x: Any, half: list[Cost]) -> Any:
+        law = made(x)
+        return np.array([(law.nats(c.recipe.exchange, c.exchanges) or 0.0) - c.nats for c in half])
+
+    found = scipy.optimize.least_squares(wrong, (-3.0, 1.0, 1.0), args=(halves[0],)).x
+    spread = float(np.sqrt(np.mean(wrong(found, halves[1]) ** 2)))
+    scale, power, decay = (round(float(x), 4) for x in (math.exp(found[0]), *found[1:]))
+    print(
+        f"law: {scale} * (error / (1 - error)) ** {power} * (100 / exchanges) ** {decay} nats, "
+        f"fitted on {len(halves[0])} runs; on {len(halves[1])} others it is off by {spread:.4f}"
+    )
+    return Law(scale, power, decay, round(spread, 4), errors, (min(turns), max(turns)))
+
+
+def undominated(points: list[tuple[float, float]]) -> list[int]:
+    """The points than which none has both numbers smaller, in the order of the first number."""
+    found: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: points[i]):
+        if not found or points[i][1] < points[found[-1]][1]:
+            found.append(i)
+    return found
+
+
+def dense_of(found: list[Row]) -> Row:
+    """The row that all others are compared with."""
+    return next(row for row in found if str(row.recipe) == "adamw, gradients, dense")
+
+
+def export(found: list[Row], results: Results, args: argparse.Namespace) -> None:
+    """Writes what the planner prints beside its hours, of recipes whose rates were tuned."""
+    base, seeds = dense_of(found).loss, {len(row.losses) for row in found}
+    counted = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seed"
+    setup = (
+        "as benchmarks/frontier.py measured them: a byte-level transformer of "
+        f"{SIZES[args.size].parameters:,} parameters, {WORKERS} workers, {args.steps:,} steps, "
+        f"{counted}. Dense AdamW ends at {base:.3f}. A recipe has the rate that was best for it or "
+        "for the one with four bits in its place."
+    )
+    ends = {str(row.recipe): (row.rate, row.losses) for row in found}
+    content = {"setup": setup, "steps": args.steps, "law": fitted(results)._asdict()}
+    content["ends"] = dict(sorted(ends.items()))
+    args.export.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def show(found: list[Row]) -> None:
+    dense = dense_of(found)
+    print("| recipe | loss | above dense | rate | sent | received W = 2, 4, 8, 20 | dominated by |")
+    print("|---|---|---|---|---|---|---|")
+    for row in sorted(found, key=lambda row: row.received[-2]):
+        more, spread = above(row, dense)
+        better = [
+            other
+            for other in found
+            if other.loss < row.loss and other.received[-2] <= row.received[-2]
+        ]
+        by = min(better, key=lambda other: other.loss) if better else None
+        fewer = ", ".join(f"{a / b:.0f}x" for a, b in zip(dense.received, row.received))
+        print(
+            f"| {row.recipe} | {row.loss:.3f} ({len(row.losses)}) | {more:+.3f}{spread} "
+            f"| {row.rate:g} | {dense.sent / row.sent:.0f}x | {fewer} | {by.recipe if by else ''} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="136k", help="number of parameters")
+    add("--steps", type=int, default=2000)
+    add("--export", type=Path, help="write losses for the planner's recipes here")
+    args = parser.parse_args()
+    results = Results(args.size)
+    found = rows(results, args.steps, SIZES[args.size])
+    show(found)
+    if args.export is not None:
+        tuned = [row for row in found if results.is_tuned(row.recipe, row.rate)]
+        export(tuned, results, args)
+
+
+if __name__ == "__main__":
+    main()
