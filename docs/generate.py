@@ -57,7 +57,7 @@ COPIES = {
 }
 # The results by question, in the order of their index.
 INDEX = Path(__file__).parents[1] / "benchmarks/README.md"
-RESULTS = re.findall(r"\(results/(\w+)\.md\)", INDEX.read_text())
+RESULTS = dict.fromkeys(re.findall(r"\(results/(\w+)\.md\)", INDEX.read_text()))
 COPIES |= {f"results_{name}": f"benchmarks/results/{name}.md" for name in RESULTS}
 PARAMS, WORKERS, DENSITY = 2**20, 8, 0.01  # settings of the bytes on the page of systems
 
