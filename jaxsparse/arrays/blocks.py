@@ -15,14 +15,9 @@ __all__ = ["BlockStream", "check_block_size", "count", "from_dense", "non_zero",
 
 
 class BlockStream(NamedTuple):
-    """Blocks of a vector. An empty slot has zeros, and the number of blocks as its index.
+    """Blocks of a vector. An empty slot has zeros, and the number of blocks as its index."""
 
-    Attributes:
-        indices: int32[k]; the number of each block in its vector.
-        values: float[k, block_size]; the elements of each block.
-    """
-
-    indices: Int[Array, " k"]
+    indices: Int[Array, " k"]  # int32
     values: Float[Array, "k block_size"]
 
     @property
