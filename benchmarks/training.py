@@ -77,7 +77,7 @@ def text_rows(density: float) -> Rows:
             jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(density)), adam(b1=0.0), rate(lr)
         ),
         "10 local steps, mean": lambda lr: Local(optax.adam(lr), outer.mean(), 10),
-        "10 local steps, SparseLoCo": lambda lr: Local(optax.adam(lr), outer.sparse_loco(), 10),
+        "10 local steps, SparseLoCo": lambda lr: Local(optax.adam(lr), outer.sparse_loco(k=64), 10),
     }
 
 
@@ -122,7 +122,7 @@ def digit_rows(density: float) -> Rows:
         ),
         "10 local steps, mean": lambda lr: Local(optax.sgd(lr, momentum=0.9), outer.mean(), 10),
         "10 local steps, SparseLoCo": lambda lr: Local(
-            optax.sgd(lr, momentum=0.9), outer.sparse_loco(), 10
+            optax.sgd(lr, momentum=0.9), outer.sparse_loco(k=64), 10
         ),
     }
 

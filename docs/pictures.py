@@ -8,6 +8,7 @@ Widths are five inches, so that words are legible where a phone shows 390 pixels
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +24,11 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 HERE = Path(__file__).parent
-MEASURED = HERE.parent / "examples/local_updates"
-sys.path.insert(0, str(MEASURED))
+MEASURED, BENCHMARKS = HERE.parent / "examples/local_updates", HERE.parent / "benchmarks"
+sys.path[:0] = [str(MEASURED), str(BENCHMARKS)]
 
+import frontier
+import frontier_map
 import results
 
 FOLDER = HERE / "pictures"
@@ -284,6 +287,37 @@ def accuracy_seconds() -> None:
     ax.set(xlabel="seconds, links of 100 Mbit/s", ylabel="test accuracy, %")
     ax.set(xlim=(0.15, 120), ylim=(74, 99))
     finish(figure, ax, [0.2, 0.5, 1, 2, 5, 10, 20, 50], "accuracy_seconds")
+
+
+MARKERS = {"dense": "o", "int4": "s", "int2": "D", "ternary": "P", "sign": "v", "top": "^"}
+
+
+def points(ax: Axes, found: list[frontier_map.Row], x: Callable[[frontier_map.Row], float]) -> None:
+    """Each recipe as a mark of its format, and for each optimizer a line through the best."""
+    styles = {"muon": (BLUE, "-", "Muon"), "adamw": (ORANGE, "--", "AdamW")}
+    for optimizer, (colour, style, name) in styles.items():
+        of = [row for row in found if row.recipe.optimizer == optimizer]
+        places = [(x(row), row.loss) for row in of]
+        for row, place in zip(of, places, strict=True):
+            marker = MARKERS.get(row.recipe.exchange.split()[0], "x")
+            ax.plot(*place, marker, color=colour, ms=5, alpha=0.9)
+        best = [places[i] for i in frontier_map.undominated(places)]
+        ax.plot(*zip(*best, strict=True), style, color=colour, lw=1.6)
+        ax.text(*best[0], f"{name}  ", color=colour, ha="right", va="center", fontsize=11)
+
+
+def recipes() -> list[frontier_map.Row]:
+    """Those of the map at 2,000 steps that a picture has room for."""
+    size = frontier.SIZES["136k"]
+    found = frontier_map.rows(frontier.Results("136k"), 2000, size)
+    return [row for row in found if row.loss < 1.95 and "random" not in row.recipe.exchange]
+
+
+def loss_bytes() -> None:
+    """Losses of recipes against bytes that a worker receives."""
+    figure, ax = plt.subplots(figsize=(5, 4.5))
+    points(ax, recipes(), lambda row: row.received[-2])
+    finish(figure, ax, [1e6, 1e7, 1e8, 1e9], "loss_bytes")
 
 
 def main() -> None:

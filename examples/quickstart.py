@@ -55,7 +55,7 @@ def methods_to_compare(args: argparse.Namespace) -> dict[str, optax.GradientTran
         "dense": jaxsparse.dense(momentum=args.momentum)
     }
     if "local" in args.methods:
-        methods["local steps"] = Local(jaxsparse.outer.sparse_loco(), args.local_steps)
+        methods["local steps"] = Local(jaxsparse.outer.sparse_loco(k=64), args.local_steps)
     if "spardl" in args.methods:
         method = jaxsparse.spardl(args.density, momentum=args.momentum)
         methods[f"SparDL {100 * args.density:g} %"] = method

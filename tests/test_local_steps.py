@@ -792,7 +792,7 @@ def test_what_inner_and_outer_steps_send():
     """
     w, size, k = 4, 2**14, 64
     step = lambda s, b: ((s[0] - b.mean(),), b.mean())
-    train = LocalSteps(step, outer.sparse_loco(), mesh(w), every=5)
+    train = LocalSteps(step, outer.sparse_loco(k=k), mesh(w), every=5)
     state, batch = train.init((jnp.zeros((size // 64, 64)),)), jnp.ones((w, 2))
     assert jaxsparse.wire_bytes(train.inner, state.worker, batch).received == 0
     sent = jaxsparse.wire_bytes(train.outer[0], state)

@@ -99,7 +99,7 @@ def test_wrong_numbers_are_named():
 def test_the_command_line(capsys):
     arguments = ["plan", "--params", "1M", "--bandwidth", "100Mbit", "--step", "1s"]
     assert main([*arguments, "--islands", "4", "--every", "30", "--failures", "2"]) == 0
-    assert "sparse_loco(k=512)" in capsys.readouterr().out
+    assert "sparse_loco(k=64)" in capsys.readouterr().out
     for more, text in (
         ([], "give either --workers or --islands"),
         (["--islands", "4", "--workers", "4"], "give either --workers or --islands"),

@@ -24,7 +24,8 @@ from jaxsparse.traffic import traced_bytes
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
-frontier, decisions = map(importlib.import_module, ("frontier", "decisions"))
+NAMES = ("frontier", "frontier_map", "decisions")
+frontier, frontier_map, decisions = map(importlib.import_module, NAMES)
 sys.path.remove(str(BENCHMARKS))
 
 LINK = Link(1e-3, 1.25e6)
@@ -290,6 +291,37 @@ def test_losses_are_those_of_the_results(shipped):
         means = {r: float(np.mean([*e.values()])) for r, e in tried.items() if len(e) == most}
         assert end.rate == min(means, key=means.__getitem__), name
         assert end.losses == tried[end.rate], name
+
+
+@pytest.mark.slow
+def test_the_law_is_that_of_the_results(shipped):
+    fitted, law = frontier_map.fitted(frontier.Results("136k"))._asdict(), shipped.law._asdict()
+    assert fitted.pop("errors") == pytest.approx(law.pop("errors"), abs=1e-3)
+    for name, value in law.items():
+        assert fitted[name] == pytest.approx(value, rel=0.02), name
+    fitted_to, others = frontier_map.costs(frontier.Results("136k"))
+    names = [{(str(c.recipe), c.exchanges) for c in half} for half in (fitted_to, others)]
+    assert min(map(len, names)) >= 5
+    assert not names[0] & names[1]  # no recipe is in both
+
+
+@pytest.mark.slow
+def test_the_law_finds_what_runs_were_made_by(tmp_path):
+    """Of runs that cost 0.1 lag / exchanges, it finds that, and an error of none on the others."""
+    path = tmp_path / "runs.jsonl"
+    with path.open("w") as file:
+        for every in (2, 5, 10, 20):
+            for exchange in ("dense", "int4", "int2", "ternary", "sign"):
+                error = frontier_map.error_of(exchange)
+                end = 2 + 0.1 * error / (1 - error) * every / 10
+                name, curve = f"adamw, local {every}, {exchange}", {"steps": [1000]}
+                line = {"recipe": name, "rate": 0.01, "seed": 0, "held_out": [end], **curve}
+                file.write(json.dumps(line) + "\n")
+    law = frontier_map.fitted(frontier.Results("136k", path))
+    assert (law.scale, law.power, law.decay) == pytest.approx((0.1, 1, 1), rel=1e-2)
+    assert law.spread < 1e-4
+    assert law.exchanges == (50, 500)
+    assert law.nats("sign", 100) == pytest.approx(0.1 * 0.3623 / 0.6377, rel=0.02)
 
 
 @pytest.mark.slow

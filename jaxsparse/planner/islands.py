@@ -40,8 +40,8 @@ EXCHANGES: dict[str, Make] = {
     'quantized("bfloat16", gather=True)': lambda: _gathered("bfloat16"),
     'quantized("int4", gather=True)': lambda: _gathered("int4"),
     'quantized("sign", gather=True)': lambda: _gathered("sign"),
-    "sparse_loco(k=512)": lambda: _chunks(512),
-    "sparse_loco()": lambda: _chunks(64),
+    "sparse_loco()": lambda: _chunks(512),
+    "sparse_loco(k=64)": lambda: _chunks(64),
 }
 
 
