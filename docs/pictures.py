@@ -8,8 +8,8 @@ Widths are five inches, so that words are legible where a phone shows 390 pixels
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import matplotlib
@@ -27,9 +27,12 @@ HERE = Path(__file__).parent
 MEASURED, BENCHMARKS = HERE.parent / "examples/local_updates", HERE.parent / "benchmarks"
 sys.path[:0] = [str(MEASURED), str(BENCHMARKS)]
 
-import frontier
-import frontier_map
 import results
+from frontier import SIZES, Results
+from frontier_map import rows, undominated
+
+from jaxsparse.planner import Link, Recipe, plan_recipes
+from jaxsparse.planner.losses import Losses
 
 FOLDER = HERE / "pictures"
 INK = "#7a7a7a"  # as far from white as from the site's dark ground
@@ -289,35 +292,63 @@ def accuracy_seconds() -> None:
     finish(figure, ax, [0.2, 0.5, 1, 2, 5, 10, 20, 50], "accuracy_seconds")
 
 
-MARKERS = {"dense": "o", "int4": "s", "int2": "D", "ternary": "P", "sign": "v", "top": "^"}
+MARKERS = {"dense": "o", "int4": "s", "int2": "D", "ternary": "P", "sign": "v"}  # others: ^
+OPTIMIZERS = {"muon": (BLUE, "-", "Muon"), "adamw": (ORANGE, "--", "AdamW")}
 
 
-def points(ax: Axes, found: list[frontier_map.Row], x: Callable[[frontier_map.Row], float]) -> None:
-    """Each recipe as a mark of its format, and for each optimizer a line through the best."""
-    styles = {"muon": (BLUE, "-", "Muon"), "adamw": (ORANGE, "--", "AdamW")}
-    for optimizer, (colour, style, name) in styles.items():
-        of = [row for row in found if row.recipe.optimizer == optimizer]
-        places = [(x(row), row.loss) for row in of]
-        for row, place in zip(of, places, strict=True):
-            marker = MARKERS.get(row.recipe.exchange.split()[0], "x")
-            ax.plot(*place, marker, color=colour, ms=5, alpha=0.9)
-        best = [places[i] for i in frontier_map.undominated(places)]
-        ax.plot(*zip(*best, strict=True), style, color=colour, lw=1.6)
-        ax.text(*best[0], f"{name}  ", color=colour, ha="right", va="center", fontsize=11)
-
-
-def recipes() -> list[frontier_map.Row]:
-    """Those of the map at 2,000 steps that a picture has room for."""
-    size = frontier.SIZES["136k"]
-    found = frontier_map.rows(frontier.Results("136k"), 2000, size)
-    return [row for row in found if row.loss < 1.95 and "random" not in row.recipe.exchange]
+def best(ax: Axes, places: dict[Recipe, tuple[float, float]], label: tuple[float, float]) -> None:
+    """Each recipe of an optimizer as a mark of its format, and a line through the undominated."""
+    colour, style, name = OPTIMIZERS[next(iter(places)).optimizer]
+    for recipe, place in places.items():
+        ax.plot(*place, MARKERS.get(recipe.exchange, "^"), color=colour, ms=5, alpha=0.8)
+    found = list(places.values())
+    ax.plot(*zip(*(found[i] for i in undominated(found)), strict=True), style, color=colour, lw=1.8)
+    ax.text(*label, name, color=colour, fontsize=11, va="center")
 
 
 def loss_bytes() -> None:
-    """Losses of recipes against bytes that a worker receives."""
+    """Where recipes of the map end, against the bytes that a worker receives in a run."""
+    size = SIZES["136k"]
     figure, ax = plt.subplots(figsize=(5, 4.5))
-    points(ax, recipes(), lambda row: row.received[-2])
-    finish(figure, ax, [1e6, 1e7, 1e8, 1e9], "loss_bytes")
+    for optimizer, label in {"muon": (40, 1.43), "adamw": (40, 1.63)}.items():
+        places = {
+            row.recipe: (row.received[-2] / 1e6, row.loss)
+            for row in rows(Results("136k"), 2000, size)
+            if row.recipe.optimizer == optimizer and "random" not in row.recipe.exchange
+        }
+        best(ax, places, label)
+    ax.set(xlabel="MB received in 2,000 steps", ylabel="held-out loss, nats a byte")
+    ax.set(ylim=(1.38, 1.95))
+    finish(figure, ax, [1, 10, 100, 1000], "loss_bytes")
+
+
+def recipe_hours() -> None:
+    """What the planner says of recipes over four links: hours of a run, and nats."""
+    losses = Losses.shipped()
+    links = {
+        "8 workers, 10 Mbit/s": (8, 1.25e6),
+        "8 workers, 100 Mbit/s": (8, 1.25e7),
+        "8 workers, 1 Gbit/s": (8, 1.25e8),
+        "2 islands, 1 Gbit/s": (2, 1.25e8),
+    }
+    figure, panels = plt.subplots(4, 1, figsize=(5, 9.5), sharex=True)
+    for ax, (title, (workers, bandwidth)) in zip(panels, links.items(), strict=True):
+        for optimizer in OPTIMIZERS:
+            plan = plan_recipes(
+                *(10**9, workers),
+                network=Link(1e-3, bandwidth),
+                step_seconds=1.0,
+                steps=100_000,
+                optimizer=optimizer,
+                profile="h100",
+            )
+            base = fmean(losses.dense(optimizer).losses.values())
+            places = {f.recipe: (f.hours, base + f.loss.excess) for f in plan.forecasts if f.loss}
+            best(ax, places, (min(x for x, _ in places.values()), base))
+        ax.set(ylabel=title, ylim=(1.38, 1.95), xscale="log")
+        ax.spines[["top", "right"]].set_visible(False)
+    panels[-1].set(xlabel="hours of 100,000 steps of 1 s, 1B parameters")
+    finish(figure, panels[-1], [30, 100, 1000, 10_000], "recipe_hours")
 
 
 def main() -> None:
@@ -328,6 +359,8 @@ def main() -> None:
     loss_hours()
     loss_seconds()
     accuracy_seconds()
+    loss_bytes()
+    recipe_hours()
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ class RecipePlan:
         return "\n".join(
             [
                 f"{self.elements:,} parameters, {self.workers} workers, {self.steps:,} steps of "
-                f"{self.step_seconds:g} s; a dense exchange takes {share:.2g} of a step",
+                f"{self.step_seconds:g} s; a dense exchange takes {float(f'{share:.2g}'):,g} of a step",
                 *self.conditions,
                 "",
                 *self._table(),

@@ -115,8 +115,8 @@ class Losses:
         Nothing is said beyond them.
         """
         if str(recipe) in self.ends:
-            end = self.ends[str(recipe)]
-            excess, spread = end.above(self.dense(recipe.optimizer))
+            end, dense = self.ends[str(recipe)], self.dense(recipe.optimizer)
+            excess, spread = (0.0, None) if end is dense else end.above(dense)
             seeds = len(end.losses)
             return Loss(excess, spread, f"measured, {seeds} seed{'s' * (seeds > 1)}", end.rate)
         if not recipe.is_local or recipe.warm:
