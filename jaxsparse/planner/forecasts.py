@@ -110,11 +110,11 @@ class RecipePlan:
         return {**content, "forecasts": forecasts, **ends, **left_out, **units}
 
     def __str__(self) -> str:
-        share = self.baseline.exchange / self.step_seconds
+        share = float(f"{self.baseline.exchange / self.step_seconds:.2g}")  # in digits, if large
         return "\n".join(
             [
                 f"{self.elements:,} parameters, {self.workers} workers, {self.steps:,} steps of "
-                f"{self.step_seconds:g} s; a dense exchange takes {float(f'{share:.2g}'):,g} of a step",
+                f"{self.step_seconds:g} s; a dense exchange takes {share:,g} of a step",
                 *self.conditions,
                 "",
                 *self._table(),
