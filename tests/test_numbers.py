@@ -1,0 +1,376 @@
+"""Each number among README's results, and in the tables of docs/which.md, is in a file of results.
+
+`readme` and `which` write sentences and rows from files of results, as the pages have them. Each is
+found in its page, and cut out. What is left then has no number but those of `SETTINGS`. The first
+table of docs/which.md has the planner's answers: see tests/test_planner_recipes.py.
+"""
+
+import functools
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxsparse.planner.recipes import EXCHANGES
+from jaxsparse.traffic import traced_bytes
+
+ROOT = Path(__file__).parents[1]
+LOCAL = ROOT / "examples/local_updates"
+RESULTS = ROOT / "benchmarks/results"
+sys.path.append(str(ROOT / "benchmarks"))
+frontier = importlib.import_module("frontier")
+sys.path.remove(str(ROOT / "benchmarks"))
+
+# What a page says with numbers that are no results, and the words around them.
+SETTINGS = {
+    "README.md": (
+        "Status: 0.2,",
+        "(8, and 64 simulated workers)",
+        "(2 to 8), and on one H100, with JAX 0.10 to 0.12.",
+        "http://localhost:8000",
+        "Python 3.11 or newer",
+        "with 8 emulated workers",
+        "(seed 0;",
+        "(`, H = 10)",
+        "links of about 10 Gbit/s",
+        "(November 2026)",
+        "1 to 16 bits",
+        "in 8 bits",
+        "DeepSpeed's 1-bit and 0/1 Adam",
+        "0/1 Adam skips",
+        "in 1 bit",
+        "Apache-2.0",
+        "as measured on emulated links of 10 Mbit/s",
+        "hosts with links of 10 Mbit/s",
+        "for an assumed 0.1 s",
+    ),
+    "docs/which.md": (
+        "| 10 Mbit/s | 100 Mbit/s | 1 Gbit/s |",
+        "(CPU, H100)",
+        "an H100",
+        "links below 1 Gbit/s",
+        "| 0.01 | at 0.001 an entry",
+        "4 bytes an entry instead of 8",
+        "none for gradients, 0.95 for local steps",
+        "do not let a schedule end at 0:",
+    ),
+}
+
+
+@functools.cache
+def load(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+# --- the files of results
+
+
+class Local:
+    """A method of examples/local_updates, beside dense."""
+
+    def __init__(self, file: str, method: str):
+        methods = load(LOCAL / f"{file}.json")["methods"]
+        found, dense = methods[method], methods["dense"]
+        ends = [[seed["held_out"][-1] for seed in x["seeds"].values()] for x in (found, dense)]
+        self.loss, self.above = np.mean(ends[0]), np.mean(ends[0]) - np.mean(ends[1])
+        self.spread = np.std(ends[0], ddof=1)
+        self.sent = dense["payload_bytes_a_step"] / found["payload_bytes_a_step"]
+        self.received = dense["received_bytes_a_step"] / found["received_bytes_a_step"]
+
+
+SYSTEMS = {  # of the runs of 10.9M parameters: what exchanges, and every how many steps
+    "dense": ("dense", 1),
+    "gradients, 4 bits": ("qsgd", 1),
+    "updates, chunks": ("chunked_top_k", 1),
+    "mean H=10": ("dense", 10),
+    "DiLoCo H=10": ("dense", 10),
+    "SparseLoCo H=10 12.5 %": ("chunked_top_k", 10),
+}
+
+
+@functools.cache
+def gpt() -> dict[str, Any]:
+    """Its runs with seconds, by rate of the links."""
+    spec = importlib.util.spec_from_file_location("results_of_local_updates", LOCAL / "results.py")
+    assert spec is not None
+    assert spec.loader is not None
+    results = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(results)
+    runs = results.load([LOCAL / "results_10.9m.json"])
+    runs = {name: runs[name] for name in SYSTEMS}
+    return results.over_measured(runs, SYSTEMS, LOCAL / "exchanges_10.9m.json", 0.1)
+
+
+def seconds_to(goal: float, method: str, rate: str) -> float:
+    """Mean over seeds of the seconds to a held-out loss."""
+    curves = gpt()[rate][method].curves.values()
+    return float(np.mean([c.seconds[np.flatnonzero(c.held_out <= goal)[0]] for c in curves]))
+
+
+def end(method: str) -> tuple[float, float]:
+    """The loss at which a run ends, and the hours on links of 10 Mbit/s."""
+    run = gpt()["10mbit"][method]
+    return run.held_out[:, -1].mean(), next(iter(run.curves.values())).seconds[-1] / 3600
+
+
+def above(recipe: str, other: str) -> float:
+    """Nats between two recipes of the map, on the seeds that both have."""
+    ends = load(ROOT / "jaxsparse/planner/losses.json")["ends"]
+    (_, one), (_, two) = ends[recipe], ends[other]
+    return float(np.mean([one[seed] - two[seed] for seed in one.keys() & two.keys()]))
+
+
+def seconds_to_accuracy(method: str, goal: float) -> float:
+    """Seconds of the small model on four hosts."""
+    (run,) = [
+        x
+        for x in load(ROOT / "benchmarks/cluster/results.json")["training"]
+        if (x["method"], x["hosts"], x["rate"]) == (method, 4, "100mbit")
+    ]
+    return next(x["seconds"] for x in run["points"] if x["accuracy"] >= goal)
+
+
+class Trained:
+    """A row of benchmarks/training.py, beside dense."""
+
+    def __init__(self, task: str, row: str):
+        rows = load(RESULTS / f"training_{task}.json")["rows"]
+        found, dense = rows[row], rows["dense"]
+        self.loss, self.spread = np.mean(found["losses"]), np.ptp(found["losses"])
+        self.above = self.loss - np.mean(dense["losses"])
+        self.right = 100 * np.mean(found["right"])  # of digits
+        self.received = dense["received"] / found["received"]
+
+
+# --- the pages, as they should be
+
+
+def readme() -> Iterator[str]:
+    """Sentences and rows of README."""
+    small = lambda method: Local("results", method).loss
+    yield f"A small transformer then ends at {small('updates, SparDL 1 %'):.2f} nats."
+    yield (
+        f"It ends at {small('gradients, SparDL 1 %'):.2f} with SparDL before Adam, at "
+        f"{small('gradients, 4 bits'):.2f} with `qsgd(4)` before it, and at "
+        f"{small('dense'):.2f} dense"
+    )
+    sparse, mean, dense = "SparseLoCo H=10 12.5 %", "mean H=10", "dense"
+    seconds = lambda method: seconds_to(1.4, method, "10mbit")
+    yield f"A GPT of 10.9M parameters reaches 1.4 nats in {seconds(sparse) / 60:.1f} minutes"
+    yield f"in {seconds(mean) / 60:.0f} minutes by a dense exchange of the same steps"
+    yield f"in {seconds(dense) / 3600:.1f} hours by dense gradients"
+    model = frontier.SIZES["136k"]
+    dense_bytes, sign_bytes = (
+        traced_bytes(EXCHANGES[x].transformation(), model.shapes, 8).received
+        for x in ("dense", "sign")
+    )
+    yield (
+        f"receive {10 * dense_bytes / sign_bytes:.0f} times fewer bytes than dense gradients for "
+        "any number of workers."
+    )
+    adamw, muon = (
+        above("muon, local 10, sign", f"{x}, gradients, dense") for x in ("adamw", "muon")
+    )
+    yield (
+        f"A transformer of {model.parameters:,} parameters then ends {adamw:.3f} nats above dense "
+        f"AdamW, and {muon:.3f} above dense Muon"
+    )
+    signs = 1 + 16 / 256  # bits, with a scale of 16 for each 256
+    yield f"a factor of {32 / 16:.0f} to {32 / signs:.0f} |"
+
+    found = Local("results_10.9m", sparse)
+    settings, seeds = load(LOCAL / "results_10.9m.json")["settings"], gpt()["10mbit"][dense].curves
+    assert settings["workers"] == 4
+    yield (
+        "A GPT of 10.9M parameters trained with four workers for "
+        f"{settings['steps']:,} steps of AdamW, with {len(seeds)} seeds"
+    )
+    yield (
+        f"a {found.sent:.0f}st of the bytes sent by dense gradients and a {found.received:.0f}th "
+        f"of those received, and ended {found.above:.2f} nats above them"
+    )
+    (a, b), (c, d), (e, f), (g, h) = map(end, (sparse, mean, "gradients, 4 bits", dense))
+    yield (
+        f"hours on links of 10 Mbit/s. Ten local steps by SparseLoCo end at {a:.1f} nats after "
+        f"{b:.1f} hours, the dense mean of ten steps at {c:.2f} after {d:.1f}, gradients in four "
+        f"bits at {e:.2f} after {f:.1f}, dense gradients at {g:.2f} after {h:.0f}"
+    )
+    reached = lambda method: seconds_to_accuracy(method, 0.965)
+    yield (
+        "hosts with links of 100 Mbit/s (how), a small model reaches 96.5 % of test accuracy in "
+        f"{reached('dense'):.0f} s dense, in {reached('spardl'):.1f} s by SparDL at 1 %, and in "
+        f"{reached('chunked_top_k, every 10 steps'):.1f} s by 10 local steps, sent at 1 %."
+    )
+    names = ("dense", "local steps, 10, SparseLoCo", "SparDL, 1 %", "sketched 10x")
+    runs = load(RESULTS / "quickstart.json")["methods"].values()
+    for name, run in zip(names, runs, strict=True):
+        yield (
+            f"| {name} | {run['train_loss'][0]:.4f} | {100 * run['test_accuracy'][0]:.1f} % | "
+            f"{run['payload_bytes']:,.0f} | {run['compression']:.0f}x |"
+        )
+    # Of the kernels only the printed table was kept. Its last column is 2^28.
+    kernels = (RESULTS / "gpu.md").read_text()
+    of_floor = [
+        float(re.findall(rf"^\| `{name}` \|.*\(([\d.]+)\) \|[^|]*\|$", kernels, re.M)[0])
+        for name in ("threshold_top_k", "fast_top_k", "sampled_top_k")
+    ]
+    yield (
+        f"On one H100 selecting 0.1 % of 2^27 elements takes {min(of_floor):.0f} to "
+        f"{max(of_floor):.0f} times as long"
+    )
+
+
+def which() -> Iterator[str]:
+    """Rows of docs/which.md."""
+    # Measured on other models
+    small, large = (Local(x, "SparseLoCo H=10 12.5 %") for x in ("results", "results_10.9m"))
+    yield (
+        f"| {small.above:.2f} to {large.above:.2f} nats at {small.received:.0f}x to "
+        f"{large.received:.0f}x fewer bytes received, {small.sent:.0f}x to {large.sent:.0f}x sent |"
+    )
+    runs = load(RESULTS / "quantized.json")["results"]
+    words = [x["words"] for x in runs]
+    yield f"| nothing on digits at {words[0] / words[1]:.0f}x |"
+    in_bits = [
+        Local("results", "gradients, 4 bits"),
+        Local("results_10.9m", "gradients, 4 bits"),
+        Trained("text", "4 bits, before Adam"),
+    ]
+    behind = [
+        Local("results", "updates, chunks"),
+        Local("results", "updates, SparDL 1 %"),
+        Local("results_10.9m", "updates, chunks"),
+        Trained("text", "SparDL, behind Adam"),
+        Trained("text", "SparDL, behind Adam, 2-bit values"),
+        Trained("text", "top-k, behind Adam, 2-bit values"),
+        Trained("text", "chunked top-k, behind Adam"),
+    ]
+    for rows in (in_bits, behind):
+        nats, times = ([getattr(x, name) for x in rows] for name in ("above", "received"))
+        yield (
+            f"| {min(nats):.2f} to {max(nats):.2f} nats at {min(times):.0f}x to {max(times):.0f}x |"
+        )
+    yield f"| nothing on digits at {Trained('digits', 'SparDL').received:.0f}x |"
+
+    # Is the network your bottleneck?
+    plans = [load(RESULTS / f"planning_{x}.json") for x in ("cpu", "h100")]
+    for rate, *both in zip((1, 10, 25, 100, 400), *plans, strict=True):
+        dense, best = zip(*map(dense_and_best, both), strict=True)
+        yield f"| {rate} Gbit/s | {', '.join(dense)} s | {' | '.join(best)} |"
+
+    # How slow is the link?
+    for name, method in {
+        "gradients, dense": "dense",
+        "gradients, 4 bits (`qsgd(4)`)": "gradients, 4 bits",
+        "updates behind Adam, `chunked_top_k()` (2 seeds)": "updates, chunks",
+        "each 10 steps: what they moved, dense mean": "mean H=10",
+        "the same, `diloco()`": "DiLoCo H=10",
+        "the same, `sparse_loco(k=512)`": "SparseLoCo H=10 12.5 %",
+        "the same, `sparse_loco(k=64)`": "SparseLoCo H=10",
+    }.items():
+        found, rates = Local("results_10.9m", method), ("10mbit", "100mbit", "1gbit")
+        seconds = [seconds_to(1.4, method, x) for x in rates if method in SYSTEMS]
+        cells = [f"{x:,.0f} s " for x in seconds] or ["", "", ""]
+        yield (
+            f"| {name} | {found.loss:.3f} ± {found.spread:.3f} | {found.sent:,.0f}x | "
+            f"{'| '.join(cells)}|"
+        )
+
+    # Side by side
+    for name, (text, digits) in {
+        "dense": ("dense", "dense"),
+        "10 local steps, mean": ("10 local steps, mean",) * 2,
+        "10 local steps, `sparse_loco(k=64)`": ("10 local steps, SparseLoCo",) * 2,
+        "`qsgd(4)`": ("4 bits, before Adam", "4 bits"),
+        "`top_k(0.01)`, two-bit values, behind Adam": ("top-k, behind Adam, 2-bit values", None),
+        "`chunked_top_k(41)`, behind Adam": ("chunked top-k, behind Adam", "chunked top-k"),
+        "`spardl(0.01)`, behind Adam": ("SparDL, behind Adam", "SparDL"),
+        "`spardl(0.01)`, two-bit values, behind Adam": ("SparDL, behind Adam, 2-bit values", None),
+        "`demo(41)`, signed": ("DeMo", "DeMo"),
+        "`powersgd(4)`, behind Adam": ("PowerSGD rank 4, behind Adam", "PowerSGD rank 4"),
+        "`powersgd(2)`, behind Adam": ("PowerSGD rank 2, behind Adam", "PowerSGD rank 2"),
+        "`ef21_sgdm(SparDL(0.01))`": ("EF21-SGDM, before Adam", "EF21-SGDM"),
+    }.items():
+        row = Trained("text", text)
+        word = "range " if name == "dense" else ""
+        cells = f"{row.loss:.3f} ({word}{row.spread:.3f}) | {factor(row.received)} |"
+        if digits is None:
+            cells += " | |"
+        else:
+            row = Trained("digits", digits)
+            cells += f" {row.right:.1f} % | {factor(row.received)} |"
+        yield f"| {name} | {cells}"
+
+
+def factor(times: float) -> str:
+    return f"{times:.1f}x" if 1.05 < times < 9.95 else f"{times:.0f}x"
+
+
+def dense_and_best(plan: dict[str, Any]) -> tuple[str, str]:
+    """Seconds of a dense exchange, and the best system with its factor."""
+    found = {x["system"]: x for x in plan["predictions"]}
+    best, dense = plan["best"], found["dense"]["exchange"]
+    name = "dense" if best == "dense" else f"`{best.removesuffix('_packed')}`"
+    name += ", packed" if best.endswith("_packed") else ""
+    times = found[best]["speedup"]
+    digits = f"{times:.0f}" if times > 9.95 or best == "dense" else f"{times:.1f}"
+    return f"{dense:.1f}" if dense > 1 else f"{dense:.2f}", f"{name} | {digits}x"
+
+
+# --- the pages, as they are
+
+
+def text_of(page: str) -> str:
+    """A page in one line, without blocks of code and targets of links. Of docs/which.md, tables."""
+    text = (ROOT / page).read_text()
+    text = re.sub(r"^```.*?^```$|^    .*?$", "", text, flags=re.MULTILINE | re.DOTALL)
+    if page == "docs/which.md":
+        tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+        assert tables[0].startswith("| dense exchange over step |")
+        text = "\n".join(tables[1:])
+    return " ".join(re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text).split())
+
+
+@functools.cache
+def results_of(page: str) -> list[str]:
+    """What a page should say."""
+    return [*{"README.md": readme, "docs/which.md": which}[page]()]
+
+
+def check(page: str, text: str) -> None:
+    """Raises AssertionError if a result is missing, or a number is neither result nor setting."""
+    for result in results_of(page):
+        assert result in text, f"{page} does not say: {result}"
+        text = text.replace(result, " ... ", 1)
+    text = re.sub("`[^`]*`", "`", text)
+    for phrase in SETTINGS[page]:
+        assert phrase in text, f"{page} does not say: {phrase}"
+        text = text.replace(phrase, " ... ")
+    left = re.findall(r".{0,40}\d.{0,40}", text)
+    assert not left, f"no file of results has these numbers of {page}: {left}"
+
+
+@pytest.mark.parametrize("page", SETTINGS)
+def test_numbers_are_those_of_the_files_of_results(page):
+    check(page, text_of(page))
+
+
+@pytest.mark.parametrize("page", SETTINGS)
+def test_an_altered_number_is_noticed(page):
+    text = text_of(page)
+    check(page, text)
+    in_code = {i for m in re.finditer("`[^`]*`", text) for i in range(*m.span())}
+    numbers = [m for m in re.finditer(r"\d[\d.,]*", text) if m.start() not in in_code]
+    assert len(numbers) > 60
+    for number in numbers:
+        at = number.start()
+        altered = text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :]
+        with pytest.raises(AssertionError):
+            check(page, altered)
