@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxsparse.planner.recipes import EXCHANGES
+from jaxsparse.planner.recipes import EXCHANGES, Recipe
 from jaxsparse.traffic import traced_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -175,15 +175,21 @@ def readme() -> Iterator[str]:
         f"receive {10 * dense_bytes / sign_bytes:.0f} times fewer bytes than dense gradients for "
         "any number of workers."
     )
-    adamw, muon = (
-        above("muon, local 10, sign", f"{x}, gradients, dense") for x in ("adamw", "muon")
-    )
+    signs, warm = "muon, local 10, sign", "muon, local 10, sign, warm 10 %"
+    adamw, muon = (above(signs, f"{x}, gradients, dense") for x in ("adamw", "muon"))
     yield (
         f"A transformer of {model.parameters:,} parameters then ends {adamw:.3f} nats above dense "
-        f"AdamW, and {muon:.3f} above dense Muon"
+        f"AdamW, and {muon:.3f} above dense Muon."
     )
-    signs = 1 + 16 / 256  # bits, with a scale of 16 for each 256
-    yield f"a factor of {32 / 16:.0f} to {32 / signs:.0f} |"
+    turns = Recipe.parsed(warm).exchanges(2000) / 2000
+    below = above("adamw, gradients, dense", warm)
+    yield (
+        "If the first tenth of the run exchanges after each step, it receives "
+        f"{dense_bytes / sign_bytes / turns:.0f} times fewer, and ends {below:.3f} below dense "
+        "AdamW"
+    )
+    bits = 1 + 16 / 256  # of a sign, with a scale of 16 for each 256
+    yield f"a factor of {32 / 16:.0f} to {32 / bits:.0f} |"
 
     found = Local("results_10.9m", sparse)
     settings, seeds = load(LOCAL / "results_10.9m.json")["settings"], gpt()["10mbit"][dense].curves
