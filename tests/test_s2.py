@@ -382,7 +382,7 @@ def test_its_commands_are_valid(monkeypatch):
     """Those in its docstring and in the docs' tables."""
     monkeypatch.syspath_prepend(running.ROOT / "benchmarks")
     script = importlib.import_module("s2_reducer")
-    texts = [path.read_text() for path in (running.ROOT / "benchmarks").glob("*.md")]
+    texts = [path.read_text() for path in (running.ROOT / "benchmarks").glob("**/*.md")]
     found = re.findall(
         r"python benchmarks/s2_reducer\.py([^`\n]*(?:\n[^`\n]*)?)(?=`)", "\n".join(texts)
     )
