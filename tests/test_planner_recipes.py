@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 import json
 import math
 import sys
@@ -29,7 +30,7 @@ frontier, frontier_map, decisions = map(importlib.import_module, NAMES)
 sys.path.remove(str(BENCHMARKS))
 
 LINK = Link(1e-3, 1.25e6)
-LAW = Law(0.05, 1.0, 2.0, 0.03, {"int4": 0.01, "sign": 0.5}, (20.0, 100.0))
+LAW = Law(0.05, 1.0, 2.0, 1.0, 0.03, {"int4": 0.01, "sign": 0.5}, (20.0, 100.0), (5, 40))
 ENDS = {
     "adamw, gradients, dense": (0.01, {0: 1.5}),
     "adamw, local 10, dense": (0.01, {0: 1.75}),
@@ -148,14 +149,15 @@ def test_losses_are_measured_or_by_the_law_and_nothing_is_said_of_others():
     # Half way from 10 to 40, in logarithms, and the wider spread of the two: 0.26 and 0.3.
     between = of("muon, local 20, dense")
     assert between[:3] == (pytest.approx(0.19), pytest.approx(0.04 / 2**0.5), BETWEEN)
-    # 50 exchanges, and one in the residual for each that arrives.
+    # 50 exchanges of 20 steps, and one in the residual for each that arrives.
     signs = of("muon, local 20, sign")
     spread = pytest.approx(math.hypot(between.spread, 0.03))
-    assert signs[:3] == (pytest.approx(0.19 + 0.05 * 4), spread, "by the law above the mean")
+    assert signs[:3] == (pytest.approx(0.19 + 0.05 * 4 / 2), spread, "by the law above the mean")
     assert of("muon, local 20, int2") is None  # of which the law knows nothing
     assert of("muon, local 100, sign") is None  # ten exchanges, and no mean beyond 40
-    assert LAW.nats("sign", 10) is None
-    assert LAW.nats("sign", 101) is None
+    assert LAW.nats("sign", 20, 5) == pytest.approx(0.05 * 25 * 2)
+    for exchanges, every in [(10, 10), (101, 10), (50, 4), (50, 41)]:
+        assert LAW.nats("sign", exchanges, every) is None
     assert of("muon, local 20, sign, warm 10 %") is None
     assert of("adamw, local 20, dense") is None
     assert of("adamw, gradients, sign") is None
@@ -166,7 +168,7 @@ def test_losses_are_measured_or_by_the_law_and_nothing_is_said_of_others():
     assert line.endswith("not measured")
     muon = planned(local_steps=20, optimizer="muon")
     assert muon["muon, local 20, dense"].loss.source == BETWEEN
-    assert muon["muon, local 20, int4"].loss.excess == pytest.approx(0.19 + 0.2 / 99)
+    assert muon["muon, local 20, int4"].loss.excess == pytest.approx(0.19 + 0.1 / 99)
     assert "Local steps were measured with H = 10, 40." in str(asked)
 
 
@@ -307,21 +309,20 @@ def test_the_law_is_that_of_the_results(shipped):
 
 @pytest.mark.slow
 def test_the_law_finds_what_runs_were_made_by(tmp_path):
-    """Of runs that cost 0.1 lag / exchanges, it finds that, and an error of none on the others."""
+    """Of runs that cost so much, it finds how much, and an error of none on the others."""
     path = tmp_path / "runs.jsonl"
     with path.open("w") as file:
-        for every in (2, 5, 10, 20):
+        for every, steps in itertools.product((2, 5, 10, 20), (500, 1000)):
             for exchange in ("dense", "int4", "int2", "ternary", "sign"):
                 error = frontier_map.error_of(exchange)
-                end = 2 + 0.1 * error / (1 - error) * every / 10
-                name, curve = f"adamw, local {every}, {exchange}", {"steps": [1000]}
-                line = {"recipe": name, "rate": 0.01, "seed": 0, "held_out": [end], **curve}
-                file.write(json.dumps(line) + "\n")
+                cost = 0.1 * error / (1 - error) * (100 * every / steps) * (10 / every) ** 0.5
+                line = {"recipe": f"adamw, local {every}, {exchange}", "rate": 0.01, "seed": 0}
+                file.write(json.dumps({**line, "steps": [steps], "held_out": [2 + cost]}) + "\n")
     law = frontier_map.fitted(frontier.Results("136k", path))
-    assert (law.scale, law.power, law.decay) == pytest.approx((0.1, 1, 1), rel=1e-2)
+    assert law[:4] == pytest.approx((0.1, 1, 1, 0.5), rel=1e-2)
     assert law.spread < 1e-4
-    assert law.exchanges == (50, 500)
-    assert law.nats("sign", 100) == pytest.approx(0.1 * 0.3623 / 0.6377, rel=0.02)
+    assert law[-2:] == ((25, 500), (2, 20))
+    assert law.nats("sign", 100, 10) == pytest.approx(0.1 * 0.3623 / 0.6377, rel=0.02)
 
 
 @pytest.mark.slow

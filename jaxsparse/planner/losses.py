@@ -36,28 +36,41 @@ class End(NamedTuple):
 
 
 class Law(NamedTuple):
-    """What an exchange costs over the dense mean of as many local steps.
+    """What a format for all values costs over the dense mean of as many local steps, in nats.
 
-    It is `scale * (error / (1 - error)) ** power * (100 / exchanges) ** decay` nats. The error is
-    the share of the squared norm of normal numbers that does not arrive in one exchange, so that
-    `error / (1 - error)` exchanges pass, on average, before a number does.
+        scale * (error / (1 - error)) ** power * (100 / exchanges) ** decay * (10 / H) ** noise
+
+    The error is the share of the squared norm of normal numbers that does not arrive in one
+    exchange, so that `error / (1 - error)` exchanges pass, on average, before a number does. The
+    fewer steps a displacement is made of, the more of it is noise.
     """
 
     scale: float
     power: float
     decay: float
+    noise: float
     spread: float  # root mean square of its errors on runs that it was not fitted to, in nats
     errors: Mapping[str, float]  # by exchange: those that it was fitted and tested on
     exchanges: tuple[float, float]  # the fewest and the most in a run of these
+    every: tuple[int, int]  # the fewest and the most local steps
 
-    def nats(self, exchange: str, exchanges: float) -> float | None:
-        """Nats above the dense mean, or None where no runs were."""
-        fewest, most = self.exchanges
-        if exchange not in self.errors or not fewest <= exchanges <= most:
+    def nats(self, exchange: str, exchanges: float, every: int) -> float | None:
+        """Nats above the dense mean, or None where no runs were.
+
+        Args:
+            exchange: a key of `recipes.EXCHANGES`.
+            exchanges: number of exchanges in the run.
+            every: local steps between two of them, H.
+        """
+        is_near = self.exchanges[0] <= exchanges <= self.exchanges[1]
+        if exchange not in self.errors or not is_near:
+            return None
+        if not self.every[0] <= every <= self.every[1]:
             return None
         error = self.errors[exchange]
-        lag = error / (1 - error)
-        return float(self.scale * lag**self.power * (100 / exchanges) ** self.decay)
+        lag = (error / (1 - error)) ** self.power
+        few = (100 / exchanges) ** self.decay * (10 / every) ** self.noise
+        return float(self.scale * lag * few)
 
 
 class Loss(NamedTuple):
@@ -124,7 +137,8 @@ class Losses:
         if recipe.exchange == "dense":
             return self._between(recipe)
         mean = self.of(dataclasses.replace(recipe, exchange="dense"))
-        cost = self.law and self.law.nats(recipe.exchange, self.steps / recipe.every)
+        turns = self.steps / recipe.every
+        cost = self.law and self.law.nats(recipe.exchange, turns, recipe.every)
         if mean is None or self.law is None or cost is None:
             return None
         spread = math.hypot(mean.spread or 0.0, self.law.spread)
