@@ -17,8 +17,8 @@ def test_a_linen_trainer_needs_few_lines_and_trains_alike(monkeypatch):
     script = (ROOT / "benchmarks" / "trainers" / "linen_lm.py").read_text()
     assert compare.added(script) <= compare.MOST_LINES
     assert "jaxsparse" not in compare.without(script).partition('"""\n\n')[2]
-    original = compare.run(compare.without(script), 4)
-    full, small = (compare.run(script, 4, density) for density in (1.0, 0.01))
+    original = compare.run("linen_lm", compare.without(script), 4)
+    full, small = (compare.run("linen_lm", script, 4, density) for density in (1.0, 0.01))
     assert original.losses[-1] < 0.8 * original.losses[0]
     assert compare.furthest(full, original) < compare.TOLERANCE
     assert small.across < 0.05 * original.across
