@@ -61,9 +61,19 @@ def test_one_kind_for_all_and_means_in_few_bits():
     assert found == halves[0]
 
 
+def test_a_function_of_paths_says_kinds():
+    kinds = {"loss": "mean", "tokens": "sum", "norms": "own"}
+    by_path = lambda path: next((k for name, k in kinds.items() if f".{name}" in path), None)
+    state, x = PerWorker(jnp.zeros((2, 1))), jnp.arange(4.0)
+    found = data_parallel(step, 2, outputs=(None, by_path))(state, x)
+    expected = data_parallel(step, 2, outputs=MEAN_AND_SUM)(state, x)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 @pytest.mark.parametrize(
     ("outputs", "match"),
     [
+        ((None, lambda path: "total"), "outputs[1].loss='total' is unknown: give 'mean'"),
         ((None, {"loss": "average"}), "outputs[1]['loss']='average' is unknown: give 'mean'"),
         ((None, {"los": "mean"}), "outputs[1]['los']='mean' names no output of the step"),
         ({"loss": "mean"}, "outputs['loss']='mean' names no output of the step, which has [0]"),

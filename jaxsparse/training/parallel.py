@@ -97,8 +97,10 @@ def data_parallel(
             "tokens": "sum", "norm": "own"})`. "mean" and "sum" go over workers, all alike
             (`jaxsparse.weighted` changes that), and keep shape and dtype; "own" gives an array
             (W, ...) of each worker's. A kind counts for all arrays below it, and dictionaries may
-            leave out entries and name fields of classes. What is None or left out must be equal on
-            all workers. A sum of what the step has summed already would count it W times.
+            leave out entries and name fields of classes. A function of an array's path, as
+            `jax.tree_util.keystr` writes it, may stand for a kind: `(None, lambda path: "sum" if
+            "tokens" in path else "mean")`. What is None or left out must be equal on all workers. A
+            sum of what the step has summed already would count it W times.
         check: whether to trace `step` once more, without its exchange, to see that outputs are
             equal on all workers and that gradients have not been averaged. It also warns of
             arguments behind the first batch that have as many rows as a batch, but are not in
