@@ -45,6 +45,7 @@ SETTINGS = {
     "dtype": "float32",
     "learning_rate": 3e-3,
     "gradient_clipping_threshold": 1.0,
+    "use_iota_embed": True,
 }
 
 SETTINGS["gradient_clipping_threshold"] = 0  # +

@@ -130,7 +130,7 @@ class LocalSteps:
             each worker's own, an array (W, ...).
         count: function that picks the number of steps done from a worker's state, an integer that
             each step raises by 1, such as `lambda state: state.step`. The first call with a
-            restored state then needs no `t`. None: that call must say it.
+            restored state then needs no `t`. None: that call must say it, and `init` begins at 0.
         via: see `jaxsparse.data_parallel`.
 
     Raises:
@@ -215,8 +215,9 @@ class LocalSteps:
 
     def init(self, state: Any) -> LocalState:
         """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`."""
-        self._next, self._is_new = 0, True
-        return shard(self._worker.start(held(state)), self._mesh, self._axis_name)
+        started = shard(self._worker.start(held(state)), self._mesh, self._axis_name)
+        self._next, self._is_new = 0 if self._count is None else self._count_of(started), True
+        return started
 
     def __call__(
         self, state: LocalState, batch: Any, t: int | None = None, *rest: Any
@@ -224,7 +225,8 @@ class LocalSteps:
         """One step, and the outer step if it is due.
 
         Args:
-            state: state of all workers, from `init` or the call before. It is donated.
+            state: state of all workers, from `init` or the call before. It is donated. One worker's
+                state, as a trainer makes it, goes through `init` first.
             batch: batch of all workers together. All arrays are split along their first axis.
             t: number of steps of the whole run before this one, a Python int. The first call of an
                 object may give any number, to go on with a restored state. None: one more than in
@@ -235,6 +237,8 @@ class LocalSteps:
             The next state, and the second result of `step`: each array has a leading axis of W, or
             is what `outputs` says. On several hosts, a mean over this axis communicates.
         """
+        if not isinstance(state, LocalState):
+            state = self.init(state)
         t = self._counted("t", t, state)
         if not self._is_checked:
             self._check(state, batch, rest)
@@ -257,6 +261,8 @@ class LocalSteps:
     ) -> jax.stages.Lowered:
         """The inner step, lowered for these arguments or their shapes, as `jax.jit` does it."""
         del t
+        if not isinstance(state, LocalState):
+            state = self.init(state)
         return self.inner.lower(*self._arguments(state, batch, rest))
 
     def finish(self, state: LocalState, steps: int | None = None) -> LocalState:
