@@ -467,7 +467,8 @@ def _remedy(name: str, axis_name: str, is_kept: bool) -> str:
         "it is a mean, a sum or a worker's own, or mark it with jaxsparse.PerWorker.wrap(x). "
         f"Statistics of BatchNorm need its axis_name={axis_name!r}. State of a transformation in "
         "front of the exchange is each worker's own: put it behind the exchange or in "
-        "jaxsparse.per_worker"
+        "jaxsparse.per_worker. One that is given a loss, as in tx.update(..., loss=loss), needs "
+        "its mean"
     )
 
 
