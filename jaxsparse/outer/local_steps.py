@@ -220,7 +220,7 @@ class LocalSteps:
         return started
 
     def __call__(
-        self, state: LocalState, batch: Any, t: int | None = None, *rest: Any
+        self, state: Any, batch: Any, t: int | None = None, *rest: Any
     ) -> tuple[LocalState, Any]:
         """One step, and the outer step if it is due.
 
@@ -256,9 +256,7 @@ class LocalSteps:
         self._next, self._is_new = t + 1, False
         return state, _unmarked(self._shown(out))
 
-    def lower(
-        self, state: LocalState, batch: Any, t: int | None = None, *rest: Any
-    ) -> jax.stages.Lowered:
+    def lower(self, state: Any, batch: Any, t: int | None = None, *rest: Any) -> jax.stages.Lowered:
         """The inner step, lowered for these arguments or their shapes, as `jax.jit` does it."""
         del t
         if not isinstance(state, LocalState):
