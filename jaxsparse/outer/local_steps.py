@@ -33,7 +33,7 @@ from jaxsparse import traffic
 from jaxsparse.arrays.settings import Stages, static_int
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import WorkersError, inner_axes
-from jaxsparse.comm.statics import held, released
+from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.worker import LocalState, Select, Step, Worker
 from jaxsparse.training.outputs import Kinds
@@ -437,7 +437,7 @@ def _explained() -> Iterator[None]:
 
 
 def _of_held(f: Any) -> Any:
-    """`f`, given trees whose Equinox modules are held (`comm.statics`)."""
+    """`f`, given trees whose Equinox modules are held (`comm.static_leaves`)."""
     return functools.wraps(f)(lambda *args: f(*held(args)))
 
 

@@ -16,7 +16,7 @@ from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
-from jaxsparse.comm.statics import held, released
+from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback import states_in
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.training.outputs import Kinds, over_workers
@@ -265,7 +265,7 @@ class Worker(NamedTuple):
 
 
 def stepped(step: Step, worker: Any, *args: Any) -> tuple[Any, Any]:
-    """The result of a step of one worker. Equinox modules are held (`comm.statics`).
+    """The result of a step of one worker. Equinox modules are held (`comm.static_leaves`).
 
     Raises:
         ValueError: the result is no pair, or its state is not like the one before.

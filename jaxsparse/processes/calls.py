@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxsparse.arrays.layout import check_arrays
-from jaxsparse.comm.statics import has_static, held, released
+from jaxsparse.comm.static_leaves import has_static, held, released
 from jaxsparse.processes.group import Group
 
 

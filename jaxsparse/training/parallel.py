@@ -24,7 +24,7 @@ from jaxsparse.comm.meshes import (
     restricted,
     running,
 )
-from jaxsparse.comm.statics import has_static, held, released
+from jaxsparse.comm.static_leaves import has_static, held, released
 from jaxsparse.processes.agreement import compare as compare_calls
 from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of

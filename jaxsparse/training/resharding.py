@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
 from jaxsparse.comm.marks import check_wrapped, is_marked
-from jaxsparse.comm.statics import held, released
+from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.training.sharding import count_workers, partition, shard
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import check_wrapped, is_marked, map_marked
 from jaxsparse.comm.meshes import RUNNING, inner_axes, names_of
-from jaxsparse.comm.statics import held, released
+from jaxsparse.comm.static_leaves import held, released
 
 T = TypeVar("T")
 

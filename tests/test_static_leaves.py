@@ -10,7 +10,7 @@ from workers import mesh
 
 import jaxsparse
 from jaxsparse import LocalSteps, data_parallel, outer, reshard, shard
-from jaxsparse.comm.statics import Static, has_static, held, released
+from jaxsparse.comm.static_leaves import Static, has_static, held, released
 
 RNG = np.random.default_rng(0)
 BATCH = RNG.normal(size=(12, 4)).astype(np.float32)
