@@ -139,20 +139,21 @@ def fitted(results: Results) -> Law:
     turns, every = [cost.exchanges for cost in both], [cost.recipe.every for cost in both]
     ends = errors, (min(turns), max(turns)), (min(every), max(every))
 
+    made = lambda x: Law(math.exp(x[0]), x[1], x[2], x[3], 0.0, *ends)
+
     def wrong(x: Any, half: list[Cost]) -> Any:
-        law = Law(math.exp(x[0]), *x[1:], 0.0, *ends)
+        law = made(x)
         said = [law.nats(c.recipe.exchange, c.exchanges, c.recipe.every) or 0.0 for c in half]
         return np.subtract(said, [cost.nats for cost in half])
 
     start = (-3.0, 1.0, 1.0, 1.0)
-    found = scipy.optimize.least_squares(wrong, start, args=(halves[0],)).x
-    spread = float(np.sqrt(np.mean(wrong(found, halves[1]) ** 2)))
-    known = [round(float(x), 4) for x in (math.exp(found[0]), *found[1:], spread)]
-    law = Law(*known, *ends)
+    x = scipy.optimize.least_squares(wrong, start, args=(halves[0],)).x
+    spread = float(np.sqrt(np.mean(wrong(x, halves[1]) ** 2)))
+    law = made(x)._replace(spread=spread)
     print(
-        f"law: {law.scale} * (error / (1 - error)) ** {law.power} * (100 / exchanges) ** "
-        f"{law.decay} * (10 / H) ** {law.noise} nats, fitted on {len(halves[0])} runs; on "
-        f"{len(halves[1])} others it is off by {law.spread}"
+        f"law: {law.scale:.4f} * (error / (1 - error)) ** {law.power:.2f} * (100 / exchanges) ** "
+        f"{law.decay:.2f} * (10 / H) ** {law.noise:.2f} nats, fitted on {len(halves[0])} runs; on "
+        f"{len(halves[1])} others it is off by {spread:.4f}"
     )
     return law
 
@@ -182,8 +183,9 @@ def export(found: list[Row], results: Results, args: argparse.Namespace) -> None
         "for the one with four bits in its place."
     )
     ends = {str(row.recipe): (row.rate, row.losses) for row in found}
-    content = {"setup": setup, "steps": args.steps, "law": fitted(results)._asdict()}
-    content["ends"] = dict(sorted(ends.items()))
+    numbers = fitted(results)._asdict()
+    law = {k: round(v, 4) if isinstance(v, float) else v for k, v in numbers.items()}
+    content = {"setup": setup, "steps": args.steps, "law": law, "ends": dict(sorted(ends.items()))}
     args.export.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -32,6 +32,7 @@ from jaxsparse.training.per_worker import per_worker
 from jaxsparse.training.replicas import check_replicas
 from jaxsparse.training.resharding import reshard
 from jaxsparse.training.sharding import local, shard
+from jaxsparse.training.stateful import StatefulExchange
 from jaxsparse.training.unreduced import own_gradients
 from jaxsparse.training.weighted import weighted
 
@@ -40,6 +41,7 @@ __all__ = [
     "LocalSteps",
     "PerWorker",
     "Stages",
+    "StatefulExchange",
     "check_replicas",
     "data_parallel",
     "diagnose",

@@ -133,3 +133,46 @@ def test_momentum_in_two_places_is_warned_of(case):
     warned = pytest.warns(UserWarning, match="momentum acts twice: in the exchange")
     with warned if case in TWICE else contextlib.nullcontext():
         (TWICE | ONCE)[case]()
+
+
+def skipping_spikes(tx):
+    """`tx`, but for steps whose loss is above the last one's: MaxText has such a wrapper."""
+
+    def init(params):
+        return {"inner": tx.init(params), "last": jnp.float32(np.inf)}
+
+    def update(updates, state, params=None, *, loss):
+        def do():
+            return tx.update(updates, state["inner"], params)
+
+        def skip():
+            return jax.tree.map(jnp.zeros_like, updates), state["inner"]
+
+        updates, inner = jax.lax.cond(loss <= state["last"], do, skip)
+        return updates, {"inner": inner, "last": loss}
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+@pytest.mark.parametrize("where", [2, mesh(2)], ids=["simulated", "mesh"])
+def test_who_decides_by_a_loss_needs_its_mean(where):
+    tx = skipping_spikes(optax.chain(jaxsparse.dense(), optax.sgd(RATE)))
+
+    def step(state, x, mean):
+        params, opt_state = state
+        loss, grads = jax.value_and_grad(loss_of)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params, loss=mean(loss))
+        return optax.apply_updates(params, updates), opt_state
+
+    make = lambda mean: data_parallel(lambda s, x: step(s, x, mean), where)
+    state = shard((START, tx.init(START)), where)
+    with pytest.raises(ValueError, match=r"differs between workers.* given a loss.* its mean"):
+        make(lambda loss: loss)(state, INPUTS)
+    run = make(lambda loss: jax.lax.pmean(loss, "data"))
+    losses = []
+    for scale in (1, 10, 1):  # the second one is a spike
+        before = np.asarray(state[0]["w"])
+        state = run(state, scale * INPUTS)
+        losses.append(float(state[1]["last"]))
+        assert np.array_equal(before, state[0]["w"]) == (scale == 10)
+    assert losses[1] > losses[0] > losses[2]

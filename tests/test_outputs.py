@@ -61,9 +61,19 @@ def test_one_kind_for_all_and_means_in_few_bits():
     assert found == halves[0]
 
 
+def test_a_function_of_paths_says_kinds():
+    kinds = {"loss": "mean", "tokens": "sum", "norms": "own"}
+    by_path = lambda path: next((k for name, k in kinds.items() if f".{name}" in path), None)
+    state, x = PerWorker(jnp.zeros((2, 1))), jnp.arange(4.0)
+    found = data_parallel(step, 2, outputs=(None, by_path))(state, x)
+    expected = data_parallel(step, 2, outputs=MEAN_AND_SUM)(state, x)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 @pytest.mark.parametrize(
     ("outputs", "match"),
     [
+        ((None, lambda path: "total"), "outputs[1].loss='total' is unknown: give 'mean'"),
         ((None, {"loss": "average"}), "outputs[1]['loss']='average' is unknown: give 'mean'"),
         ((None, {"los": "mean"}), "outputs[1]['los']='mean' names no output of the step"),
         ({"loss": "mean"}, "outputs['loss']='mean' names no output of the step, which has [0]"),
@@ -75,3 +85,25 @@ def test_one_kind_for_all_and_means_in_few_bits():
 def test_what_outputs_are_not_is_refused(outputs, match):
     with pytest.raises(ValueError, match=re.escape(match)):
         data_parallel(step, 2, outputs=outputs)(PerWorker(jnp.zeros((2, 1))), jnp.arange(4.0))
+
+
+def test_where_an_output_that_differs_is_made():
+    """Flat lists of a trainer's variables have no names that say what they are."""
+    from flax import linen as nn
+
+    norm = nn.BatchNorm(use_running_average=False)
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    variables = norm.init(jax.random.key(0), x)
+
+    def listed(x):
+        return [[0.0], jax.tree.leaves(norm.apply(variables, x, mutable=["batch_stats"])[1])]
+
+    for where in (2, mesh(2)):
+        with pytest.raises(ValueError, match=r"output\[1\]\[0\] differs .*normalization\.py:\d+"):
+            data_parallel(listed, where, batch_argnums=0)(x)
+    here = r"made at .*test_outputs\.py:\d+(:\d+)? \(.*<lambda>\)"
+    with pytest.raises(ValueError, match=here):
+        data_parallel(lambda x: jnp.sin(x.sum()), 2, batch_argnums=0)(x)
+    with pytest.raises(ValueError, match="differs between workers") as caught:
+        data_parallel(lambda x: x, 2, batch_argnums=0)(x)
+    assert "made at" not in str(caught.value)  # an argument is made nowhere

@@ -64,6 +64,27 @@ def modules_as_arguments():
     data_parallel(lambda model, x: model(x).mean(), 2)(model, jnp.ones((4, 4)))
 
 
+@jax.tree_util.register_pytree_node_class
+class NamedRows:
+    """An array with named axes, which knows their sizes, as haliax has it."""
+
+    def __init__(self, array, rows):
+        if hasattr(array, "shape") and array.shape[0] != rows:
+            raise ValueError(f"{array.shape[0]} rows are not {rows}")
+        self.array, self.rows = array, rows
+
+    def tree_flatten(self):
+        return (self.array,), self.rows
+
+    @classmethod
+    def tree_unflatten(cls, rows, children):
+        return cls(*children, rows)
+
+
+def batch_with_named_axes():
+    data_parallel(lambda s, b: s, 2)(ONE, {"tokens": NamedRows(jnp.ones(4), 4)})
+
+
 def batch_by_name():
     data_parallel(lambda state, batch: state, 2, batch_argnums=1)(ONE, batch=jnp.ones(4))
 
@@ -92,6 +113,7 @@ REFUSED = {
     "takes positional arguments only": batch_by_name,
     "which is no array": lambda: shard({"name": "adam"}, 2),
     "cannot share equally": misuse.uneven_batch,
+    "refuses a worker's share of its rows": batch_with_named_axes,
     "is a scalar in a batch": lambda: data_parallel(lambda s, b: s, 2)(ONE, {"scale": ONE}),
     "is partitioned over devices": misuse.partitioned_over_another_axis,
     "there is no mean to carry over": lambda: reshard(PerWorker(np.arange(4)), 3),

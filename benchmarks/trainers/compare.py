@@ -1,12 +1,13 @@
 """Runs trainers that others wrote, as they are and with the lines that compress between hosts.
 
     pip install -r benchmarks/trainers/requirements.txt
-    python benchmarks/trainers/compare.py linen_lm tunix_qwen3
+    python benchmarks/trainers/compare.py linen_lm equinox_lm tunix_qwen3 keras_fit
 
 A trainer is a script. Its lines that end in "# +" are added for jaxsparse. Without them it is the
-original, which `jax.jit` runs on the same mesh. The compressed trainer runs twice: with a budget
-for everything, where its losses must be the original's, and with 1 %. Bytes are those that a device
-receives in a step. They are read from the dump of the largest program that the process compiles.
+original, which `jax.jit` runs on the same mesh. The compressed trainer runs three times: with a
+budget for everything, where its losses must be the original's, with 1 %, and with all values in
+four bits. Bytes are those that a device receives in a step, or in the exchange of several. They
+are read from the dump of the largest programs that the process compiles.
 """
 
 import argparse
@@ -23,9 +24,20 @@ from jax.sharding import AbstractMesh
 import jaxsparse
 
 HERE = Path(__file__).parent
-MESH = AbstractMesh((2, 2, 2), ("hosts", "fsdp", "tp"))
 MOST_LINES = 8
-TOLERANCE = 2e-6  # relative tolerance of losses
+TOLERANCE = 1e-6  # relative tolerance of losses
+# The exchange of all scripts, and what replaces it.
+EXCHANGE, IN_FOUR_BITS = "jaxsparse.spardl(DENSITY", 'jaxsparse.quantized("int4"'
+
+_GRID = AbstractMesh((2, 2, 2), ("hosts", "fsdp", "tp"))
+MESHES = {
+    "linen_lm": _GRID,
+    "tunix_qwen3": _GRID,
+    "equinox_lm": AbstractMesh((8,), ("hosts",)),
+    "keras_fit": AbstractMesh((2, 4), ("hosts", "model")),
+    "maxtext_train": AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor")),
+    "maxtext_local": AbstractMesh((2, 2, 2), ("diloco", "fsdp", "tensor")),
+}
 
 
 class Run(NamedTuple):
@@ -46,8 +58,14 @@ def added(script: str) -> int:
     return script.count("# +\n")
 
 
-def run(script: str, steps: int, density: float = 1.0, timeout: float = 600) -> Run:
-    """Runs a script in a process of its own, on eight emulated devices.
+def in_four_bits(script: str) -> str:
+    """The script with another exchange, of all values in four bits."""
+    assert EXCHANGE in script
+    return script.replace(EXCHANGE, IN_FOUR_BITS)
+
+
+def run(name: str, script: str, steps: int, density: float = 1.0, timeout: float = 600) -> Run:
+    """Runs the script of a trainer in a process of its own, on eight emulated devices.
 
     Raises:
         RuntimeError: the script failed.
@@ -75,9 +93,11 @@ def run(script: str, steps: int, density: float = 1.0, timeout: float = 600) -> 
             raise RuntimeError(f"{len(losses)} losses of {steps}:\n{done.stdout}\n{done.stderr}")
         programs = [file.read_text() for file in Path(folder).glob("hlo/*after_optimizations.txt")]
         on_all = sorted((text for text in programs if "num_partitions=8" in text), key=len)
-        each = [jaxsparse.wire_bytes(text, mesh=MESH) for text in on_all[-3:]]
-        moved = max(each, key=lambda moved: moved.received)
-    return Run(losses, moved.across("hosts").received, moved.within("hosts").received)
+        each = [jaxsparse.wire_bytes(text, mesh=MESHES[name]) for text in on_all[-3:]]
+    workers = MESHES[name].axis_names[0]
+    across = max(moved.across(workers).received for moved in each)
+    inside = max(moved.within(workers).received for moved in each)
+    return Run(losses, across, inside)
 
 
 def furthest(run: Run, original: Run) -> float:
@@ -87,7 +107,7 @@ def furthest(run: Run, original: Run) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("trainers", nargs="+", choices=["linen_lm", "tunix_qwen3"])
+    parser.add_argument("trainers", nargs="+", choices=MESHES)
     parser.add_argument("--steps", type=int, default=10, help="(default: 10)")
     args = parser.parse_args()
     head = "first loss | last loss | largest difference | B across hosts | B inside"
@@ -95,12 +115,13 @@ def main() -> None:
     failed = False
     for name in args.trainers:
         script = (HERE / f"{name}.py").read_text()
-        original = run(without(script), args.steps)
+        original = run(name, without(script), args.steps)
         lines = f"{added(script)} lines added"
         for title, each in (
             (f"{name}, original", original),
-            (f"{lines}, all sent", full := run(script, args.steps)),
-            (f"{lines}, 1 % sent", run(script, args.steps, 0.01)),
+            (f"{lines}, all sent", full := run(name, script, args.steps)),
+            (f"{lines}, 1 % sent", run(name, script, args.steps, 0.01)),
+            (f"{lines}, in four bits", run(name, in_four_bits(script), args.steps)),
         ):
             losses = f"{each.losses[0]:.6f} | {each.losses[-1]:.6f}"
             moved = f"{each.across:,.0f} | {each.inside:,.0f}"

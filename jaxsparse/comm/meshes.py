@@ -43,6 +43,8 @@ class Running:
         axis_name: the axis of the workers.
         is_check: whether the step is traced for its types alone, see `jaxsparse.data_parallel`.
         problems: findings of the check: an error or None for each exchange.
+        differing: findings of the check: what is wrong with outputs that differ between workers, by
+            their numbers among those that must be equal.
         clips_own: findings of the check: why clips in front of an exchange are meant to be each
             worker's own. Empty: they may be a mistake.
     """
@@ -51,6 +53,7 @@ class Running:
     axis_name: str
     is_check: bool = False
     problems: dict[object, ValueError | None] = dataclasses.field(default_factory=dict)
+    differing: dict[int, str] = dataclasses.field(default_factory=dict)
     clips_own: set[str] = dataclasses.field(default_factory=set)
 
 

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -32,8 +33,10 @@ from jaxsparse import traffic
 from jaxsparse.arrays.settings import Stages, static_int
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.comm.meshes import WorkersError, inner_axes
+from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.worker import LocalState, Select, Step, Worker
+from jaxsparse.training.outputs import Kinds
 from jaxsparse.training.parallel import Way, data_parallel
 from jaxsparse.training.sharding import count_workers, shard
 
@@ -88,16 +91,18 @@ class LocalSteps:
     below half a unit in the last place, with and without exchanges. Keep float32 in the state, and
     cast in the loss.
 
-    **Programs.** `inner` is a compiled function of `state.worker`, a batch, and `state.weight` if
-    there is a `weight`. `outer`, `streamed` and `mixed` are lists of one compiled function for each
-    fragment p (0 without streaming). `outer[p]` takes a state and exchanges the fragment.
-    `streamed[p]` takes a state and a batch, and makes a step beside the exchange. `mixed[p]` takes
-    a state, and lets workers go on from an exchange that has arrived.
+    **Programs.** `inner` is a compiled function of `state.worker` and a batch. With a `weight`, or
+    if `step` takes more arguments, `state.weight` follows, and then these. `outer`, `streamed` and
+    `mixed` are lists of one compiled function for each fragment p (0 without streaming). `outer[p]`
+    takes a state and exchanges the fragment. `streamed[p]` takes a state, a batch and what else
+    `step` takes, and makes a step beside the exchange. `mixed[p]` takes a state, and lets workers
+    go on from an exchange that has arrived.
     `jaxsparse.wire_bytes(train.outer[0], state)` counts the bytes that an outer step sends.
 
     Args:
         step: `step(state, batch)`, see above. A state is any tree of arrays: (params, opt_state), a
-            linen `TrainState`, the state of `nnx.split`.
+            linen `TrainState`, the state of `nnx.split`. Equinox modules may be in it, and in
+            batches, as they are. A step may take more arguments behind the batch, such as a key.
         outer: an Optax transformation with an exchange of this library in it, such as
             `jaxsparse.outer.diloco()`, or `optax.chain(jaxsparse.spardl(0.01), optax.sgd(0.7))`.
             Schedules count outer steps.
@@ -119,6 +124,13 @@ class LocalSteps:
             weight 0 does not count. Residuals hold weighted displacements. None: all workers count
             alike.
         streaming: how to exchange fragments in turn; None: all at once.
+        outputs: what metrics are, as in `jaxsparse.data_parallel`: `(None, {"loss": "mean",
+            "tokens": "sum"})`, where None stands for the state. Means and sums over workers are
+            made behind each step by a program of its own, which sends them. What is left out stays
+            each worker's own, an array (W, ...).
+        count: function that picks the number of steps done from a worker's state, an integer that
+            each step raises by 1, such as `lambda state: state.step`. The first call with a
+            restored state then needs no `t`. None: that call must say it, and `init` begins at 0.
         via: see `jaxsparse.data_parallel`.
 
     Raises:
@@ -156,6 +168,8 @@ class LocalSteps:
         average: Select | None = None,
         weight: Select | None = None,
         streaming: Streaming | None = None,
+        outputs: Any = None,
+        count: Select | None = None,
         via: Way | None = None,
     ) -> None:
         count_workers(mesh, axis_name)  # raises where they are wrong
@@ -174,15 +188,19 @@ class LocalSteps:
             average,
             self.streaming,
             weight,
+            Kinds(outputs),
         )
         self._worker, self._mesh, self._axis_name = worker, mesh, axis_name
+        self._count = count
         self._is_checked = False
         self._next: int | None = None  # the t of the next call, once it is known
         self._is_new = False  # whether no call came since `init`, so that t may be any number
 
-        make = functools.partial(
+        run = functools.partial(
             data_parallel, mesh=mesh, axis_name=axis_name, donate_argnums=0, via=via
         )
+        # A worker's part works on arrays alone, and only the step itself sees modules.
+        make = lambda f, **options: run(_of_held(f), **options)
         parts = range(self.streaming.fragments)
         alone = functools.partial(make, batch_argnums=())
         of_all = lambda f, run: [run(functools.partial(f, fragment=p)) for p in parts]
@@ -192,48 +210,58 @@ class LocalSteps:
         self.mixed = of_all(worker.mix, alone)
         self._settled = alone(worker.settle)
         self._left = alone(worker.left, donate_argnums=())
+        shown = functools.partial(alone, worker.shown, donate_argnums=(), check=False)
+        self._shown = (lambda out: out) if outputs is None else shown()
 
     def init(self, state: Any) -> LocalState:
         """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`."""
-        self._next, self._is_new = 0, True
-        return shard(self._worker.start(state), self._mesh, self._axis_name)
+        started = shard(self._worker.start(held(state)), self._mesh, self._axis_name)
+        self._next, self._is_new = 0 if self._count is None else self._count_of(started), True
+        return started
 
     def __call__(
-        self, state: LocalState, batch: Any, t: int | None = None
+        self, state: Any, batch: Any, t: int | None = None, *rest: Any
     ) -> tuple[LocalState, Any]:
         """One step, and the outer step if it is due.
 
         Args:
-            state: state of all workers, from `init` or the call before. It is donated.
+            state: state of all workers, from `init` or the call before. It is donated. One worker's
+                state, as a trainer makes it, goes through `init` first.
             batch: batch of all workers together. All arrays are split along their first axis.
             t: number of steps of the whole run before this one, a Python int. The first call of an
                 object may give any number, to go on with a restored state. None: one more than in
                 the call before, and 0 after `init`.
+            rest: further arguments of `step`, which each worker gets whole.
 
         Returns:
-            The next state, and the second result of `step` from all workers: each array has a
-            leading axis of W. On several hosts, a mean over this axis communicates.
+            The next state, and the second result of `step`: each array has a leading axis of W, or
+            is what `outputs` says. On several hosts, a mean over this axis communicates.
         """
-        t = self._counted("t", t)
+        if not isinstance(state, LocalState):
+            state = self.init(state)
+        t = self._counted("t", t, state)
         if not self._is_checked:
-            self._check(state, batch)
+            self._check(state, batch, rest)
         overlap = self.streaming.overlap
         fragment = self.due(t) if overlap else None
         with _explained():
             if fragment is None:
-                worker, out, weight = self.inner(*self._arguments(state, batch))
+                worker, out, weight = self.inner(*self._arguments(state, batch, rest))
                 state = state._replace(worker=worker, weight=weight)
             else:
-                state, out = self.streamed[fragment](state, batch)
+                state, out = self.streamed[fragment](state, batch, *rest)
             if (fragment := self.due(t + 1 - overlap)) is not None:
                 program = self.mixed if overlap else self.outer
                 state = program[fragment](state)
         self._next, self._is_new = t + 1, False
-        return state, jax.tree.map(lambda x: x.value, out, is_leaf=_is_per_worker)
+        return state, _unmarked(self._shown(out))
 
-    def lower(self, state: LocalState, batch: Any) -> jax.stages.Lowered:
+    def lower(self, state: Any, batch: Any, t: int | None = None, *rest: Any) -> jax.stages.Lowered:
         """The inner step, lowered for these arguments or their shapes, as `jax.jit` does it."""
-        return self.inner.lower(*self._arguments(state, batch))
+        del t
+        if not isinstance(state, LocalState):
+            state = self.init(state)
+        return self.inner.lower(*self._arguments(state, batch, rest))
 
     def finish(self, state: LocalState, steps: int | None = None) -> LocalState:
         """Ends a run: exchanges what workers did since the last outer steps.
@@ -256,7 +284,7 @@ class LocalSteps:
         Raises:
             ValueError: `steps` is not this number, or the state has other fragments.
         """
-        steps = self._counted("steps", steps)
+        steps = self._counted("steps", steps, state)
         self._check_fragments(state)
         self._next, self._is_new = steps, False
         overlap = self.streaming.overlap
@@ -287,23 +315,26 @@ class LocalSteps:
         place, count = (steps - began) % every, self.streaming.fragments
         return next((p for p in range(count) if p * every // count == place), None)
 
-    def _counted(self, name: str, steps: Any) -> int:
-        """The number of steps done, given as `name`.
+    def _counted(self, name: str, steps: Any, state: LocalState) -> int:
+        """The number of steps done, given as `name`, or that of the state.
 
         Raises:
             ValueError: it is no int, or another number, or None and unknown.
         """
-        if steps is None:
-            if self._next is None:
-                raise ValueError(
-                    f"{name}=None, but this LocalSteps did not make the state, and does not know "
-                    f"how many steps it has done: give {name} in the first call"
-                )
+        if steps is None and self._next is not None:
             return self._next
+        if steps is None and self._count is None:
+            raise ValueError(
+                f"{name}=None, but this LocalSteps did not make the state, and does not know how "
+                f"many steps it has done: give {name} in the first call, or LocalSteps a count="
+            )
+        if steps is None:
+            steps = self._count_of(state)
         if isinstance(steps, bool) or not isinstance(steps, numbers.Integral):
             raise ValueError(
                 f"{name}={steps!r} must be a Python int, because it says which program runs next: "
-                f"pass int({name}), and keep the call outside of jax.jit"
+                f"pass int({name}), and keep the call outside of jax.jit. (Further arguments of "
+                "the step stand behind it, as in train(state, batch, None, key).)"
             )
         known = None if self._is_new else self._next
         if steps < 0 or (known is not None and steps != known):
@@ -315,9 +346,29 @@ class LocalSteps:
             )
         return operator.index(steps)
 
-    def _arguments(self, state: LocalState, batch: Any) -> tuple[Any, ...]:
+    def _count_of(self, state: LocalState) -> int:
+        """The number of steps that `count` picks from a state.
+
+        Raises:
+            ValueError: it is no integer of each worker.
+        """
+        assert self._count is not None
+        found = self._count(_unmarked(state.worker))
+        workers = count_workers(self._mesh, self._axis_name)
+        shape, dtype = jnp.shape(found), jnp.result_type(found)
+        if shape != (workers,) or not jnp.issubdtype(dtype, jnp.integer):
+            raise ValueError(
+                f"count picks {dtype}{list(shape)} of {workers} workers, but a number of steps is "
+                "one integer of each: pick it, as count=lambda state: state.step"
+            )
+        here = found.addressable_data(0) if isinstance(found, jax.Array) else found
+        return int(here[0])
+
+    def _arguments(self, state: LocalState, batch: Any, rest: Any) -> tuple[Any, ...]:
         """The arguments of `inner`."""
-        return state.worker, batch, *([] if self._worker.weight is None else [state.weight])
+        is_weighed = self._worker.weight is not None
+        behind = (state.weight, *rest) if is_weighed or rest else ()
+        return state.worker, batch, *behind
 
     def _check_fragments(self, state: LocalState) -> None:
         """Raises ValueError if the state has other fragments, or weights where none are wanted."""
@@ -333,10 +384,10 @@ class LocalSteps:
                 "give the same, or start from init with its global parameters"
             )
 
-    def _check(self, state: LocalState, batch: Any) -> None:
+    def _check(self, state: LocalState, batch: Any, rest: Any) -> None:
         """Raises ValueError if the state has other fragments, or the step communicates."""
         self._check_fragments(state)
-        found, axis = self._crossing(state, batch), self._axis_name
+        found, axis = self._crossing(state, batch, rest), self._axis_name
         if found:
             text = (
                 f"the inner step communicates over {axis!r} at each step: {'; '.join(found[:4])}. "
@@ -347,25 +398,26 @@ class LocalSteps:
             warnings.warn(text, stacklevel=3)
         self._is_checked = True
 
-    def _crossing(self, state: LocalState, batch: Any) -> list[str]:
+    def _crossing(self, state: LocalState, batch: Any, rest: Any) -> list[str]:
         """The collectives of the inner step that communicate between workers, in words."""
         if isinstance(self._mesh, Mesh):
             # JAX keeps the program: the call does not compile again.
-            program = self.lower(state, batch).compile()
+            program = self.lower(state, batch, None, *rest).compile()
             found = traffic.crossing(program, axis_name=self._axis_name, mesh=self._mesh)
             return list(map(str, found))
         workers = count_workers(self._mesh, self._axis_name)
         one = lambda x, lead: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype)
         worker = jax.tree.map(
-            lambda node: one(node.value, ()), state.worker, is_leaf=_is_per_worker
+            lambda node: one(node.value, ()), held(state.worker), is_leaf=_is_per_worker
         )
-        shapes = jax.eval_shape(lambda x: x, batch)
+        shapes, others = jax.eval_shape(lambda x: x, held((batch, rest)))
         if any(not x.shape or x.shape[0] % workers for x in jax.tree.leaves(shapes)):
             return []  # the call itself says so
         share = jax.tree.map(lambda x: one(x, (x.shape[0] // workers,)), shapes)
-        run = lambda both: self._worker.train(*both)
+        run = lambda args: held(self._worker.train(*released(args)))
+        args = (worker, share, *others)
         try:
-            moved = traffic.traced_bytes(run, (worker, share), workers, axis_name=self._axis_name)
+            moved = traffic.traced_bytes(run, args, workers, axis_name=self._axis_name)
         except Exception:  # the types of replication are stricter than simulated workers are
             return []
         return list(map(str, moved.collectives))
@@ -384,8 +436,19 @@ def _explained() -> Iterator[None]:
         raise
 
 
+def _of_held(f: Any) -> Any:
+    """`f`, given trees whose Equinox modules are held (`comm.static_leaves`)."""
+    return functools.wraps(f)(lambda *args: f(*held(args)))
+
+
 def _is_per_worker(node: Any) -> bool:
     return isinstance(node, PerWorker)
+
+
+def _unmarked(tree: Any) -> Any:
+    """The tree with all workers' arrays in the place of marks."""
+    taken = lambda node: node.value if _is_per_worker(node) else node
+    return jax.tree.map(taken, tree, is_leaf=_is_per_worker)
 
 
 def _check_streaming(streaming: Streaming, every: int | Stages[int]) -> None:

@@ -16,12 +16,14 @@ from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
+from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback import states_in
 from jaxsparse.outer.fragments import Streaming
+from jaxsparse.training.outputs import Kinds, over_workers
 from jaxsparse.training.weighted import check_weight, weighted
 
 Select = Callable[[Any], Any]
-Step = Callable[[Any, Any], tuple[Any, Any]]
+Step = Callable[..., tuple[Any, Any]]
 
 
 class LocalState(NamedTuple):
@@ -57,6 +59,7 @@ class Worker(NamedTuple):
     average: Select | None
     streaming: Streaming
     weight: Select | None = None
+    outputs: Kinds = Kinds(None)
 
     def start(self, state: Any) -> LocalState:
         """The state of a worker that has this training state.
@@ -96,9 +99,9 @@ class Worker(NamedTuple):
             weight=() if self.weight is None else PerWorker.wrap(jnp.zeros((len(parts),))),
         )
 
-    def step(self, worker: Any, batch: Any, weight: Any = ()) -> tuple[Any, Any, Any]:
+    def step(self, worker: Any, batch: Any, weight: Any = (), *rest: Any) -> tuple[Any, Any, Any]:
         """A step alone: the worker after it, what it shows, and its weight. All are marked."""
-        after, out = stepped(self.train, PerWorker.unwrap(worker), batch)
+        after, out = stepped(self.train, PerWorker.unwrap(worker), batch, *rest)
         return PerWorker.wrap(after), PerWorker.wrap(out), self._weighed(weight, batch)
 
     def exchange(self, state: LocalState, fragment: int) -> LocalState:
@@ -112,11 +115,13 @@ class Worker(NamedTuple):
         worker = self._mixed(worker, state, fragment, self.streaming.mixing)
         return state._replace(worker=PerWorker.wrap(worker))
 
-    def step_beside(self, state: LocalState, batch: Any, fragment: int) -> tuple[LocalState, Any]:
+    def step_beside(
+        self, state: LocalState, batch: Any, *rest: Any, fragment: int
+    ) -> tuple[LocalState, Any]:
         """A step, and beside it the exchange of a fragment as it was before the step."""
         worker = PerWorker.unwrap(state.worker)
         broken = self._broken(worker)
-        after, out = stepped(self.train, worker, batch)
+        after, out = stepped(self.train, worker, batch, *rest)
         after = put_back(self.params, after, state.params, broken)
         if fragment == 0:
             after = self._averaged(after, self._broken(after))
@@ -148,6 +153,20 @@ class Worker(NamedTuple):
         parts = [self._fragment(state.params, p) for p in range(self.streaming.fragments)]
         found = jnp.stack([jnp.any(jnp.stack([away[i] for i in part])) for part in parts])
         return wire.pmax(found.astype(jnp.float32), self.axis_name) > 0
+
+    def shown(self, out: Any) -> Any:
+        """What a step shows, as means and sums over workers, or marked where it is a worker's."""
+        treedef: Any
+        leaves, treedef = tree_flatten_with_path((None, PerWorker.unwrap(out)))
+        kinds = self.outputs.of([path for path, _ in leaves])
+
+        def one(path: Any, x: Any, kind: Any) -> Any:
+            if kind in (None, "own"):
+                return PerWorker.wrap(x)
+            return over_workers(f"the step's output{keystr(path)}", x, kind, self.axis_name)
+
+        found = [one(path, x, kind) for (path, x), kind in zip(leaves, kinds)]
+        return treedef.unflatten(found)[1]
 
     def _exchanged(
         self, state: LocalState, worker: Any, broken: Bool[Array, ""], fragment: int
@@ -189,7 +208,7 @@ class Worker(NamedTuple):
         """The weights after a step on this batch."""
         if self.weight is None:
             return ()
-        own = self.weight(batch)
+        own = self.weight(released(batch))
         check_weight(own)
         own = jnp.asarray(own).astype(jnp.float32)
         return jax.tree.map(lambda before: before + own, weight)
@@ -245,13 +264,13 @@ class Worker(NamedTuple):
         return treedef.unflatten([x if i in own else None for i, x in enumerate(leaves)])
 
 
-def stepped(step: Step, worker: Any, batch: Any) -> tuple[Any, Any]:
-    """The result of a step of one worker.
+def stepped(step: Step, worker: Any, *args: Any) -> tuple[Any, Any]:
+    """The result of a step of one worker. Equinox modules are held (`comm.static_leaves`).
 
     Raises:
         ValueError: the result is no pair, or its state is not like the one before.
     """
-    result = step(worker, batch)
+    result = held(step(*released((worker, *args))))
     what = "step must return (state, out), with a state like the one that it is given"
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(f"{what}, but returns {type(result).__name__}: return (state, None)")

@@ -8,16 +8,18 @@ from typing import Any
 import jax
 
 from jaxsparse.arrays.layout import check_arrays
+from jaxsparse.comm.static_leaves import has_static, held, released
 from jaxsparse.processes.group import Group
 
 
 class Step:
     """Behaves as `run`, a function that `jax.jit` made.
 
-    A call inside an outer `jax.jit` is only traced, so it does not count below.
+    It takes and returns Equinox modules as they are. A call inside an outer `jax.jit` is only
+    traced, so it does not count below.
 
     Args:
-        run: the function.
+        run: the function. It sees leaves of modules that are no arrays as `Static`.
         before: called with the arguments, before the first call with their shapes.
         group: the processes of the step, which count its calls. None: a single process.
     """
@@ -30,12 +32,15 @@ class Step:
         self._seen = set[Any]()
 
     def __call__(self, *args: Any, **named: Any) -> Any:
+        args = held(args)
         with _arrays_only(args):
             if (self._before or self._group is not None) and not named:
                 self._prepare(args)
-            return self._run(*args, **named)
+            result = self._run(*args, **named)
+        return released(result) if has_static(args) else result
 
     def lower(self, *args: Any, **named: Any) -> jax.stages.Lowered:
+        args = held(args)
         with _arrays_only(args):
             return self._run.lower(*args, **named)
 

@@ -1,5 +1,6 @@
 """What a step's outputs are: means over workers, sums over them, or each worker's own."""
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -24,11 +25,8 @@ class Kinds:
     def __init__(self, given: Any) -> None:
         leaves = tree_flatten_with_path(given)[0]
         for path, kind in leaves:
-            if kind not in get_args(Kind):
-                raise ValueError(
-                    f"outputs{keystr(path)}={kind!r} is unknown: give 'mean', 'sum' or 'own' for "
-                    "an output, and leave out those that are equal on all workers"
-                )
+            if not callable(kind):
+                _check(keystr(path), kind)
         self._given = {_keys(path): (path, kind) for path, kind in leaves}
 
     def of(self, paths: list[KeyPath]) -> list[Kind | None]:
@@ -41,7 +39,7 @@ class Kinds:
         for path in paths:
             keys = _keys(path)
             ends = [keys[:n] for n in range(len(keys) + 1) if keys[:n] in self._given]
-            found.append(self._given[ends[-1]][1] if ends else None)
+            found.append(_kind(self._given[ends[-1]][1], path) if ends else None)
             for end in ends:
                 unused.pop(end, None)
         if unused:
@@ -53,6 +51,25 @@ class Kinds:
                 "that are equal on all workers are left out or None"
             )
         return found
+
+
+def _kind(given: Kind | Callable[[str], Kind | None], path: KeyPath) -> Kind | None:
+    """The kind of an output at this path, by what is given for it or for what it is in."""
+    if not callable(given):
+        return given
+    kind = given(keystr(path))
+    if kind is not None:
+        _check(keystr(path), kind)
+    return kind
+
+
+def _check(path: str, kind: Any) -> None:
+    """Raises ValueError if this is no kind."""
+    if kind not in get_args(Kind):
+        raise ValueError(
+            f"outputs{path}={kind!r} is unknown: give 'mean', 'sum' or 'own' for an output, and "
+            "leave out those that are equal on all workers"
+        )
 
 
 def _keys(path: KeyPath) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from jaxsparse.comm.meshes import (
     restricted,
     running,
 )
+from jaxsparse.comm.static_leaves import has_static, held, released
 from jaxsparse.processes.agreement import compare as compare_calls
 from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of
@@ -79,7 +80,8 @@ def data_parallel(
 
     Args:
         step: function of positional arguments, written for one worker. It sees `PerWorker`
-            arrays as (1, ...), batches as (batch / W, ...), and all other arrays whole. An output
+            arrays as (1, ...), batches as (batch / W, ...), and all other arrays whole. Equinox
+            modules are taken and returned as they are, as by `equinox.filter_jit`. An output
             must be equal on all workers (average metrics with `jax.lax.pmean(x, axis_name)`),
             marked `PerWorker`, or among `outputs`.
         mesh: a mesh of Auto or Explicit axes, or a number of workers to simulate on one device
@@ -95,8 +97,10 @@ def data_parallel(
             "tokens": "sum", "norm": "own"})`. "mean" and "sum" go over workers, all alike
             (`jaxsparse.weighted` changes that), and keep shape and dtype; "own" gives an array
             (W, ...) of each worker's. A kind counts for all arrays below it, and dictionaries may
-            leave out entries and name fields of classes. What is None or left out must be equal on
-            all workers. A sum of what the step has summed already would count it W times.
+            leave out entries and name fields of classes. A function of an array's path, as
+            `jax.tree_util.keystr` writes it, may stand for a kind: `(None, lambda path: "sum" if
+            "tokens" in path else "mean")`. What is None or left out must be equal on all workers. A
+            sum of what the step has summed already would count it W times.
         check: whether to trace `step` once more, without its exchange, to see that outputs are
             equal on all workers and that gradients have not been averaged. It also warns of
             arguments behind the first batch that have as many rows as a batch, but are not in
@@ -131,9 +135,9 @@ def data_parallel(
     Raises:
         ValueError: the mesh has no such axis or no worker, or `via` or a kind of `outputs` is
             unknown. At the call: `outputs` names no output, or one of a dtype without a mean, the
-            workers don't divide a batch, a leaf is no array, per-worker state isn't spread over the
-            workers (`shard`), an output differs between workers, or gradients have been averaged
-            already.
+            workers don't divide a batch, or its class refuses a share, a leaf is no array,
+            per-worker state isn't spread over the workers (`shard`), an output differs between
+            workers, or gradients have been averaged already.
         RuntimeError: at the call: processes differ, or one does not come.
     """
     given = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
@@ -147,6 +151,9 @@ def data_parallel(
     kinds = {} if whole is None else dict(zip(whole.axis_names, whole.axis_types))
     is_typed = kinds.get(axis_name) == AxisType.Explicit  # traced arrays tell where they are
 
+    def one(*args: Any) -> Any:
+        return held(step(*released(args))) if has_static(args) else step(*args)
+
     def parallel(*args: Any, **named: Any) -> Any:
         batches = _batches_of(given, args, named)
         _check_arguments(args, batches, workers)
@@ -159,7 +166,7 @@ def data_parallel(
             jax.tree_util.tree_map_with_path(lambda p, _, i=i: i in batches or is_marked(p), arg)
             for i, arg in enumerate(args)
         ]
-        body = _Worker(step, axis_name, output_kinds)
+        body = _Worker(one, axis_name, output_kinds)
         program, problem, chosen = None, None, via
         if inner and whole is not None and AxisType.Explicit in whole.axis_types:
             chosen = chosen or "shard_map"
@@ -170,7 +177,7 @@ def data_parallel(
             serves = program is not None and not _convolves(program)
             chosen = chosen or ("vmap" if serves else "shard_map")
         if whole is not None and (program is None or constrains(program, axis_name)):
-            rewritten = without_axis(step, axis_name, is_manual=not inner)
+            rewritten = without_axis(one, axis_name, is_manual=not inner)
             body = _Worker(rewritten, axis_name, output_kinds)
         with _explained(axis_name), running(Running(whole, axis_name)):
             if whole is None or (inner and chosen == "vmap"):
@@ -230,6 +237,11 @@ class _Worker:
                 others.append(leaf if kind is None else over_workers(name, leaf, kind, axis))
                 names.append(name)
         return own, _equal_on_all(others, names, _kept_by_optax(returned), axis)
+
+    @property
+    def equal(self) -> int:
+        """The number of outputs that must be equal on all workers."""
+        return self._marks.count(False)
 
     def joined(self, own: list[Any], others: list[Any]) -> Any:
         """What the step returned when it was called last, made of these arrays."""
@@ -302,19 +314,25 @@ def _mapped(body, workers, axis_name, is_split, mesh):
     name = None if mesh is None else axis_name
     mapped = _over_workers(body, workers, axis_name, is_split, name)
 
-    def rows(x: Any, yes: bool) -> Any:
-        if not yes:
-            return x
-        x = x.reshape(workers, x.shape[0] // workers, *x.shape[1:])
+    def split(x: jax.Array) -> jax.Array:
+        """An array whose first axis is that of the workers. XLA may copy it over them if told less.
+
+        Along its other axes it may be sharded in any way.
+        """
         if mesh is None:
             return x
         free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
         sharding = NamedSharding(mesh, PartitionSpec(axis_name, *free))
         return jax.lax.with_sharding_constraint(x, sharding)
 
+    def rows(x: Any, yes: bool) -> Any:
+        if not yes:
+            return x
+        return split(x.reshape(workers, x.shape[0] // workers, *x.shape[1:]))
+
     def run(*args):
         own, others = mapped(*jax.tree.map(rows, args, tuple(is_split)))
-        return [x.reshape(workers * x.shape[1], *x.shape[2:]) for x in own], others
+        return [split(x.reshape(workers * x.shape[1], *x.shape[2:])) for x in own], others
 
     return run
 
@@ -355,6 +373,11 @@ def _traced(
             program = jax.make_jaxpr(apart)(*shapes).jaxpr
     except Exception as error:  # the step has an error, which it will show; or vmap lacks a rule
         return None, error
+    if how.differing:
+        outputs = program.outvars[len(program.outvars) - body.equal :]
+        i, text = next(iter(how.differing.items()))
+        place = compat.origin(program, outputs[i], skipped=__file__)
+        return None, WorkersError(text + (f". It is made at {place}" if place else ""))
     if check and workers > 1 and not how.clips_own:
         warn_of_clips(program)
     return program, next((p for p in how.problems.values() if p is not None), None)
@@ -386,21 +409,25 @@ def _equal_on_all(
     @checked.def_vmap
     def rule(workers: int, batched: Any, outputs: list[Any], worker: jax.Array) -> Any:
         how = RUNNING.get()
-        for name, differs in zip(names, batched[0]):
-            if differs and how is not None and how.is_check and not how.problems:
-                raise WorkersError(
+        check = how if how is not None and how.is_check else None
+        found = dict[int, str]()
+        for i, (name, differs) in enumerate(zip(names, batched[0])):
+            if differs and check is not None and not check.problems:
+                found[i] = (
                     f"{name} differs between workers, and no exchange of jaxsparse ran in this "
                     "step: chain one in front of the optimizer, as in optax.chain("
                     "jaxsparse.qsgd(4), optax.adamw(lr)), or behind jaxsparse.per_worker. A metric "
                     f"is averaged with jax.lax.pmean(x, {axis_name!r}), or by "
                     "data_parallel(outputs=)"
                 )
-            if differs:
+            elif differs:
                 is_kept = any(f"output{path}" in name for path in kept)
-                raise WorkersError(
-                    f"{name} differs between workers: {_remedy(name, axis_name, is_kept)}"
-                )
-        return outputs, batched[0]
+                found[i] = f"{name} differs between workers: {_remedy(name, axis_name, is_kept)}"
+        if found and check is None:
+            raise WorkersError(next(iter(found.values())))
+        if check is not None:  # the finished program shows where they are made
+            check.differing.update(found)
+        return [x[0] if b else x for x, b in zip(outputs, batched[0])], [False] * len(outputs)
 
     # The worker's number differs along the workers' axis, so JAX applies the rule there. It leaves
     # no call to which an outer vmap, whose rows may differ, would apply it again.
@@ -440,7 +467,8 @@ def _remedy(name: str, axis_name: str, is_kept: bool) -> str:
         "it is a mean, a sum or a worker's own, or mark it with jaxsparse.PerWorker.wrap(x). "
         f"Statistics of BatchNorm need its axis_name={axis_name!r}. State of a transformation in "
         "front of the exchange is each worker's own: put it behind the exchange or in "
-        "jaxsparse.per_worker"
+        "jaxsparse.per_worker. One that is given a loss, as in tx.update(..., loss=loss), needs "
+        "its mean"
     )
 
 
@@ -499,6 +527,26 @@ def _check_arguments(args: tuple[Any, ...], batches: set[int], workers: int) -> 
                     "carry it over from another number of workers with "
                     "jaxsparse.reshard(state, mesh)"
                 )
+        if i in batches:
+            _check_share(i, arg, workers)
+
+
+def _check_share(i: int, batch: Any, workers: int) -> None:
+    """Raises ValueError if a class of a batch takes all of its rows, but no worker's share.
+
+    Arrays with named axes, such as those of haliax, keep the axes' sizes beside the array.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(batch)
+    rows = lambda x: (jnp.shape(x)[0] // workers, *jnp.shape(x)[1:])
+    shares = [jax.ShapeDtypeStruct(rows(x), jnp.result_type(x)) for x in leaves]
+    try:
+        jax.eval_shape(lambda shares: jax.tree.leaves(treedef.unflatten(shares)), shares)
+    except Exception as error:
+        raise ValueError(
+            f"argument {i} is a batch of a class that refuses a worker's share of its rows "
+            f"({error}): give its arrays to data_parallel, and make it of them inside the step"
+        ) from error
 
 
 def _warn_of_whole_batches(args: tuple[Any, ...], batches: set[int]) -> None:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
 from jaxsparse.comm.marks import check_wrapped, is_marked
+from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.training.sharding import count_workers, partition, shard
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
         [[1.0, 3.0], [5.0, 1.0]]
     """
     workers = count_workers(mesh, axis_name)
+    tree, like = held(tree), held(like)
     leaves: list[tuple[KeyPath, Any]]
     treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -109,13 +111,13 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
         return jax.device_put(x, NamedSharding(mesh, partition(name, target, mesh, axis_name)))
 
     each = [(path, x, target) for (path, x), target in zip(leaves, targets)]
-    placed = treedef.flatten_up_to(
-        shard(treedef.unflatten([others(*one) for one in each]), mesh, axis_name)
-    )
-    return treedef.unflatten(
+    spread = shard(treedef.unflatten([others(*one) for one in each]), mesh, axis_name)
+    placed = treedef.flatten_up_to(held(spread))
+    carried = [
         carry(path, x, target) if is_marked(path) else other
         for (path, x, target), other in zip(each, placed)
-    )
+    ]
+    return released(treedef.unflatten(carried))
 
 
 def _matched(

@@ -15,6 +15,7 @@ from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import check_wrapped, is_marked, map_marked
 from jaxsparse.comm.meshes import RUNNING, inner_axes, names_of
+from jaxsparse.comm.static_leaves import held, released
 
 T = TypeVar("T")
 
@@ -56,8 +57,9 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
     """Spreads one worker's `tree`, as `tx.init` made it, over all workers.
 
     Args:
-        tree: an Optax state, a `TrainState`, an nnx state, or any other tree with `PerWorker`
-            arrays. Their shape is (1, ...), or (W, ...) if the tree is already spread.
+        tree: an Optax state, a `TrainState`, an nnx state, an Equinox module, or any other tree
+            with `PerWorker` arrays. Their shape is (1, ...), or (W, ...) if the tree is already
+            spread. Leaves of Equinox modules that are no arrays stay as they are.
         mesh: the mesh, or the number of workers to simulate on one device.
         axis_name: the mesh axis of the workers.
 
@@ -73,6 +75,7 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
             tree is already spread over another number of workers.
     """
     workers = count_workers(mesh, axis_name)
+    tree = held(tree)
     check_arrays("leaf", tree)
     traced = [
         path
@@ -111,7 +114,7 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
     before = tree_map_with_path(current, tree)
     spread_all = functools.partial(map_marked, spread)
     if not isinstance(mesh, Mesh):
-        return spread_all(tree)
+        return released(spread_all(tree))
     marks = tree_map_with_path(lambda path, _: is_marked(path), tree)
     after = jax.tree.map(target, before, marks, is_leaf=is_spec)
     # Arrays may be committed to other devices. Bring them here, as they are partitioned now.
@@ -119,7 +122,7 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
         jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
         for specs in (before, after)
     )
-    return jax.jit(spread_all, out_shardings=there)(jax.device_put(tree, here))
+    return released(jax.jit(spread_all, out_shardings=there)(jax.device_put(tree, here)))
 
 
 def partition(

@@ -1,0 +1,127 @@
+"""Equinox modules as they are, whose functions and flags are no arrays."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from workers import mesh
+
+import jaxsparse
+from jaxsparse import LocalSteps, data_parallel, outer, reshard, shard
+from jaxsparse.comm.static_leaves import Static, has_static, held, released
+
+RNG = np.random.default_rng(0)
+BATCH = RNG.normal(size=(12, 4)).astype(np.float32)
+
+
+class Model(eqx.Module):
+    """It branches on a flag, and calls a function that is one of its leaves."""
+
+    layer: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+    doubled: bool
+    name: str
+
+    def __init__(self):
+        self.layer = eqx.nn.MLP(4, 2, 8, 1, activation=jax.nn.relu, key=jax.random.key(0))
+        self.dropout = eqx.nn.Dropout(0.5, inference=True)
+        self.doubled, self.name = True, "a"
+
+    def __call__(self, x):
+        y = self.dropout(self.layer(x))
+        return 2 * y if self.doubled and self.name == "a" else y
+
+
+def loss_of(model, x):
+    return jnp.mean(jnp.square(jax.vmap(model)(x) - x[:, :2]))
+
+
+def step_of(tx):
+    """The loop's step as Equinox' documentation has it, but for the mean of the loss."""
+
+    @eqx.filter_jit
+    def step(model, opt_state, x):
+        loss, grads = eqx.filter_value_and_grad(loss_of)(model, x)
+        updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    return step
+
+
+def arrays(model):
+    return eqx.filter(model, eqx.is_array)
+
+
+@pytest.mark.parametrize("where", [3, mesh(3)], ids=["simulated", "mesh"])
+def test_an_equinox_loop_as_it_is(where):
+    """All is sent, so that it is the loop of one worker with the whole batch."""
+    model, plain = Model(), optax.sgd(0.1, momentum=0.9)
+    tx = optax.chain(jaxsparse.top_k(1.0, is_dense=lambda *_: False), plain)
+    run = data_parallel(step_of(tx), where, batch_argnums=2, outputs=(None, None, "mean"))
+    opt_state = shard(tx.init(arrays(model)), where)
+    own, own_state = model, plain.init(arrays(model))
+    lowered = run.lower(model, opt_state, BATCH)
+    assert lowered.out_info[2].shape == ()
+    for _ in range(3):
+        model, opt_state, loss = run(model, opt_state, BATCH)
+        own, own_state, own_loss = step_of(plain)(own, own_state, BATCH)
+        np.testing.assert_allclose(loss, own_loss, rtol=1e-5)
+    assert model.layer.activation is own.layer.activation
+    assert model.doubled is True
+    assert run._cache_size() == 1 if isinstance(where, int) else run._cache_size() <= 2
+    # Another value is another program.
+    halved = eqx.tree_at(lambda m: m.doubled, model, False)
+    assert float(run(halved, opt_state, BATCH)[2]) != pytest.approx(float(loss), rel=1e-3)
+
+
+def test_local_steps_of_a_module():
+    tx = optax.sgd(0.1)
+
+    def step(state, x):
+        model, opt_state, loss = step_of(tx)(*state, x)
+        return (model, opt_state), loss
+
+    train = LocalSteps(step, outer.mean(), mesh(2), every=2, outputs=(None, "mean"))
+    state = train.init((Model(), tx.init(arrays(Model()))))
+    owns = [(Model(), tx.init(arrays(Model())))] * 2
+    for t in range(4):
+        state, loss = train(state, BATCH, t)
+        owns, losses = zip(*(step(own, x) for own, x in zip(owns, np.split(BATCH, 2))))
+        np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-4)
+        if t % 2:
+            parts = [eqx.partition(own[0], eqx.is_array) for own in owns]
+            mean = jax.tree.map(lambda *x: sum(x) / 2, *(a for a, _ in parts))
+            owns = [(eqx.combine(mean, parts[0][1]), own[1]) for own in owns]
+    state = train.finish(state)
+    assert state.params.layer.activation is owns[0][0].layer.activation
+    np.testing.assert_allclose(loss_of(state.params, BATCH), loss_of(owns[0][0], BATCH), rtol=1e-4)
+    moved = reshard(state, 1)
+    assert moved.worker[0].doubled is True
+    assert moved.worker[0].layer.layers[0].weight.value.shape == (1, 8, 4)
+
+
+def test_modules_are_spread_as_they_are():
+    model = shard(Model(), mesh(2))
+    assert model.layer.layers[0].weight.sharding.num_devices == 2
+    assert model.name == "a"
+    assert model.dropout.p == 0.5
+    assert callable(model.layer.activation)
+
+
+def test_what_is_held():
+    model = Model()
+    kept = held({"model": model, "rate": 0.5})
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(kept["model"]))
+    assert kept["rate"] == 0.5  # outside of a module, numbers are arrays as ever
+    assert has_static(kept)
+    assert not has_static(jax.tree.leaves(kept))
+    assert jax.tree.leaves(released(kept)) == jax.tree.leaves({"model": model, "rate": 0.5})
+    assert held(kept)["model"].doubled == Static(True, bool) != Static(1, int)
+
+
+def test_a_leaf_without_a_hash_is_named():
+    model = eqx.tree_at(lambda m: m.name, Model(), {1, 2})
+    with pytest.raises(ValueError, match=r"leaf\.name of an Equinox module is .* of type set"):
+        data_parallel(lambda m, x: x.mean(), 2)(model, BATCH)
