@@ -49,8 +49,8 @@ class StatefulExchange:
         >>> exchange = StatefulExchange(tx, jnp.zeros(4), 2)
         >>> step = exchange.data_parallel(lambda w, batch: w - exchange(batch[0]))
         >>> w = step(jnp.zeros(4), jnp.float32([[4, 1, 0, 0], [0, 0, 3, 1]]))
-        >>> w.tolist(), exchange.state.residual[0].value.tolist()
-        ([-2.0, 0.0, -1.5, 0.0], [[[0.0, 1.0, 0.0, 0.0]], [[0.0, 0.0, 0.0, 1.0]]])
+        >>> w.tolist(), jax.tree.leaves(exchange.state.residual)[0].tolist()
+        ([-2.0, 0.0, -1.5, 0.0], [[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]])
     """
 
     def __init__(
