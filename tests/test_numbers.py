@@ -31,7 +31,7 @@ sys.path.remove(str(ROOT / "benchmarks"))
 # What a page says with numbers that are no results, and the words around them.
 SETTINGS = {
     "README.md": (
-        "Status: 0.2,",
+        "Status: 0.3,",
         "(8, and 64 simulated workers)",
         "(2 to 8), and on one H100, with JAX 0.10 to 0.12.",
         "http://localhost:8000",
