@@ -296,29 +296,33 @@ MARKERS = {"dense": "o", "int4": "s", "int2": "D", "ternary": "P", "sign": "v"} 
 OPTIMIZERS = {"muon": (BLUE, "-", "Muon"), "adamw": (ORANGE, "--", "AdamW")}
 
 
-def best(ax: Axes, places: dict[Recipe, tuple[float, float]], label: tuple[float, float]) -> None:
-    """Each recipe of an optimizer as a mark of its format, and a line through the undominated."""
+def best(ax: Axes, places: dict[Recipe, tuple[float, float]]) -> None:
+    """Each recipe of an optimizer as a mark of its format, and a line through the undominated.
+
+    The optimizer's name stands at its right end, which is dense.
+    """
     colour, style, name = OPTIMIZERS[next(iter(places)).optimizer]
     for recipe, place in places.items():
         ax.plot(*place, MARKERS.get(recipe.exchange, "^"), color=colour, ms=5, alpha=0.8)
     found = list(places.values())
-    ax.plot(*zip(*(found[i] for i in undominated(found)), strict=True), style, color=colour, lw=1.8)
-    ax.text(*label, name, color=colour, fontsize=11, va="center")
+    line = [found[i] for i in undominated(found)]
+    ax.plot(*zip(*line, strict=True), style, color=colour, lw=1.8)
+    ax.text(1.3 * line[-1][0], line[-1][1], name, color=colour, fontsize=11, va="center")
 
 
 def loss_bytes() -> None:
     """Where recipes of the map end, against the bytes that a worker receives in a run."""
     size = SIZES["136k"]
     figure, ax = plt.subplots(figsize=(5, 4.5))
-    for optimizer, label in {"muon": (40, 1.43), "adamw": (40, 1.63)}.items():
+    for optimizer in OPTIMIZERS:
         places = {
             row.recipe: (row.received[-2] / 1e6, row.loss)
             for row in rows(Results("136k"), 2000, size)
             if row.recipe.optimizer == optimizer and "random" not in row.recipe.exchange
         }
-        best(ax, places, label)
+        best(ax, places)
     ax.set(xlabel="MB received in 2,000 steps", ylabel="held-out loss, nats a byte")
-    ax.set(ylim=(1.38, 1.95))
+    ax.set(xlim=(0.6, 1.5e4), ylim=(1.38, 1.95))
     finish(figure, ax, [1, 10, 100, 1000], "loss_bytes")
 
 
@@ -344,8 +348,8 @@ def recipe_hours() -> None:
             )
             base = fmean(losses.dense(optimizer).losses.values())
             places = {f.recipe: (f.hours, base + f.loss.excess) for f in plan.forecasts if f.loss}
-            best(ax, places, (min(x for x, _ in places.values()), base))
-        ax.set(ylabel=title, ylim=(1.38, 1.95), xscale="log")
+            best(ax, places)
+        ax.set(ylabel=title, xlim=(25, 1.2e6), ylim=(1.36, 1.95), xscale="log")
         ax.spines[["top", "right"]].set_visible(False)
     panels[-1].set(xlabel="hours of 100,000 steps of 1 s, 1B parameters")
     finish(figure, panels[-1], [30, 100, 1000, 10_000], "recipe_hours")
