@@ -181,6 +181,10 @@ def test_a_million_workers():
 def test_dense_wins_on_a_fast_network_and_loses_on_a_slow_one():
     assert planned(network=FAST).best == "dense"
     assert "use dense" in str(planned(network=FAST))
+    # A twentieth of the time is not worth the change.
+    exchange = planned(network=SLOW)["dense"].exchange
+    assert planned(network=SLOW, step_seconds=19 * exchange).best == "dense"
+    assert planned(network=SLOW, step_seconds=5 * exchange).best == "spardl"
     slow = planned(network=SLOW)
     assert slow.best == "spardl"
     assert slow.transformation == "jaxsparse.spardl(0.01)"

@@ -42,6 +42,7 @@ class RecipePlan:
         steps: steps of the run.
         step_seconds: seconds of a step without its exchange.
         nats: see `plan_recipes`.
+        dtype: see `plan_recipes`.
         notes: where losses were measured, and what is not predicted, a line each.
         conditions: the assumptions, a line each.
         options: options that exchanges take, as Python.
@@ -56,6 +57,7 @@ class RecipePlan:
     steps: int
     step_seconds: float
     nats: float
+    dtype: str
     notes: tuple[str, ...]
     conditions: tuple[str, ...]
     options: tuple[str, ...] = ()
@@ -114,7 +116,8 @@ class RecipePlan:
         return "\n".join(
             [
                 f"{self.elements:,} parameters, {self.workers} workers, {self.steps:,} steps of "
-                f"{self.step_seconds:g} s; a dense exchange takes {share:,g} of a step",
+                f"{self.step_seconds:g} s; a dense exchange of {self.dtype} takes {share:,g} of a "
+                "step",
                 *self.conditions,
                 "",
                 *self._table(),
@@ -136,7 +139,7 @@ class RecipePlan:
             f"best within {self.nats:g} nats: {self.best.recipe}, {self.speedup(self.best):.2f}x",
             "",
             *(f"    {line}" for line in lines),
-            *([] if rate is None else ["", f"It was measured with lr = {rate:g} at its peak."]),
+            *([] if rate is None else ["", _RATE.format(rate)]),
         ]
 
     def _table(self) -> list[str]:
@@ -173,6 +176,8 @@ class RecipePlan:
 # Among recipes that take this many times the hours of the fastest, the loss decides. One that takes
 # more than this share of the baseline's hours is not worth the change.
 _ABOUT_AS_FAST, _MUCH_FASTER = 1.05, 0.9
+
+_RATE = "It was measured with lr = {:g} at its peak, on a small model: begin with your own."
 
 
 def plan_recipes(
@@ -286,6 +291,7 @@ def plan_recipes(
         steps=steps,
         step_seconds=step_seconds,
         nats=nats,
+        dtype=dtype,
         notes=_notes(losses, optimizer),
         conditions=predictor.conditions,
         options=tuple(predictor.options),

@@ -29,6 +29,9 @@ from jaxsparse.traffic.report import merged, scaled
 # Indices are int32, so longer vectors travel in buckets, of which a program can have only so many.
 _LONGEST, _BUCKET, _MOST = 2**31 - 1, 2**30, 2**44
 
+# What takes more than this share of dense's time is not worth the change.
+_MUCH_FASTER = 0.9
+
 
 def plan(
     params: Any,
@@ -78,7 +81,8 @@ def plan(
         on_system: called with the name of each system before it is predicted, for progress.
 
     Returns:
-        The predictions and the fastest system. They print as a table.
+        The predictions and the fastest system, or dense if that saves less than a tenth of the
+        time. They print as a table.
 
     Raises:
         ValueError: settings out of range, an unknown system, or see `jaxsparse.layout.plan`.
@@ -118,9 +122,12 @@ def plan(
             left_out.append((name, str(error)))
     # Sorting is stable, so only faster systems come before dense.
     found.sort(key=lambda prediction: prediction.exchange)
+    best = next(prediction for prediction in found if not prediction.caveat)
+    if step_seconds + best.exchange > _MUCH_FASTER * (step_seconds + dense.exchange):
+        best = dense
     return Plan(
         predictions=tuple(found),
-        best=next(prediction.system for prediction in found if not prediction.caveat),
+        best=best.system,
         left_out=tuple(left_out),
         elements=predictor.size + predictor.dense_size,
         dense_elements=predictor.dense_size,

@@ -32,7 +32,7 @@ class Plan:
 
     Attributes:
         predictions: one prediction for each system, the shortest exchange first.
-        best: name of the system to use; "dense" if nothing is faster.
+        best: name of the system to use; "dense" if nothing saves a tenth of its time.
         left_out: systems without a prediction, and the reasons.
         elements: number of elements of all leaves.
         dense_elements: number of elements of leaves that travel dense in any case.
@@ -162,7 +162,7 @@ class Plan:
         if self.best == "dense" and self.local_steps > 1:
             found = [f"best: dense, {self.speedup('dense'):.2f}x"]
         elif self.best == "dense":
-            found = ["best: use dense. No system that may be chosen is predicted to be faster."]
+            found = ["best: use dense. No system that may be chosen saves a tenth of the time."]
         else:
             found = [f"best: {self.best}, {self.speedup(self.best):.2f}x"]
         if self.local_steps > 1:
