@@ -40,6 +40,11 @@ class Row(NamedTuple):
     received: list[float]  # for each of COUNTED
 
     @property
+    def usual(self) -> float:
+        """Received bytes with as many workers as trained."""
+        return self.received[COUNTED.index(WORKERS)]
+
+    @property
     def loss(self) -> float:
         return float(np.mean(list(self.losses.values())))
 
@@ -193,12 +198,12 @@ def show(found: list[Row]) -> None:
     dense = dense_of(found)
     print("| recipe | loss | above dense | rate | sent | received W = 2, 4, 8, 20 | dominated by |")
     print("|---|---|---|---|---|---|---|")
-    for row in sorted(found, key=lambda row: row.received[-2]):
+    for row in sorted(found, key=lambda row: row.usual):
         more, spread = above(row, dense)
         better = [
             other
             for other in found
-            if other.loss < row.loss and other.received[-2] <= row.received[-2]
+            if other.loss < row.loss and other.usual <= row.usual
         ]
         by = min(better, key=lambda other: other.loss) if better else None
         fewer = ", ".join(f"{a / b:.0f}x" for a, b in zip(dense.received, row.received))

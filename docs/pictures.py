@@ -316,7 +316,7 @@ def loss_bytes() -> None:
     figure, ax = plt.subplots(figsize=(5, 4.5))
     for optimizer in OPTIMIZERS:
         places = {
-            row.recipe: (row.received[-2] / 1e6, row.loss)
+            row.recipe: (row.usual / 1e6, row.loss)
             for row in rows(Results("136k"), 2000, size)
             if row.recipe.optimizer == optimizer and "random" not in row.recipe.exchange
         }

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
+import jaxsparse
 from jaxsparse.traffic import Collective, Conditional, WireBytes, crossing, traced_bytes, wire_bytes
 from jaxsparse.traffic.groups import groups_of, row_major
 from jaxsparse.traffic.hlo import parse
@@ -634,3 +635,28 @@ def test_the_table_has_a_total_for_each_set_of_axes():
     lonely = wire_bytes(jax.jit(lambda x: x * 2).lower(1.0).compile())
     assert str(lonely).endswith("Nothing travels: no collective here has two members.")
     assert (alone.payload, alone.received) == (moved.payload, moved.received)
+
+
+@pytest.mark.slow
+def test_devices_with_copies_share_an_exchange_as_those_with_shards_do():
+    """A device of a host receives a quarter of the vector's message across, from either."""
+    grid = jax.make_mesh((2, 4), ("hosts", "inner"), axis_types=(AxisType.Auto,) * 2)
+    tx = jaxsparse.quantized("int4", axis_name="hosts")
+    across = {}
+    for spec in (P(), P("inner")):
+        where = NamedSharding(grid, spec)
+
+        def step(state, batch):
+            params, opt_state = state
+            grads = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return params - updates, opt_state
+
+        params = jax.device_put(jnp.zeros((256, 64)), where)
+        state = jaxsparse.shard((params, tx.init(params)), grid, axis_name="hosts")
+        batch = jax.device_put(jnp.ones((16, 256)), NamedSharding(grid, P(("hosts", "inner"))))
+        run = jaxsparse.data_parallel(step, grid, axis_name="hosts")
+        across[spec] = wire_bytes(run, state, batch, mesh=grid).across("hosts").received
+    part = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    alone = traced_bytes(jaxsparse.quantized("int4"), part, 2).received
+    assert across[P()] == across[P("inner")] == pytest.approx(alone, rel=0.05)

@@ -139,7 +139,9 @@ class RecipePlan:
             f"best within {self.nats:g} nats: {self.best.recipe}, {self.speedup(self.best):.2f}x",
             "",
             *(f"    {line}" for line in lines),
-            *([] if rate is None else ["", _RATE.format(rate)]),
+            "",
+            *([] if rate is None else [_RATE.format(rate)]),
+            _AXIS,
         ]
 
     def _table(self) -> list[str]:
@@ -178,6 +180,10 @@ class RecipePlan:
 _ABOUT_AS_FAST, _MUCH_FASTER = 1.05, 0.9
 
 _RATE = "It was measured with lr = {:g} at its peak, on a small model: begin with your own."
+_AXIS = (
+    'The axis of the workers is "data". If yours has another name, give axis_name= to the exchange '
+    "and to LocalSteps, or to data_parallel and shard."
+)
 
 
 def plan_recipes(
