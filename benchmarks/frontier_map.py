@@ -200,11 +200,7 @@ def show(found: list[Row]) -> None:
     print("|---|---|---|---|---|---|---|")
     for row in sorted(found, key=lambda row: row.usual):
         more, spread = above(row, dense)
-        better = [
-            other
-            for other in found
-            if other.loss < row.loss and other.usual <= row.usual
-        ]
+        better = [other for other in found if other.loss < row.loss and other.usual <= row.usual]
         by = min(better, key=lambda other: other.loss) if better else None
         fewer = ", ".join(f"{a / b:.0f}x" for a, b in zip(dense.received, row.received))
         print(

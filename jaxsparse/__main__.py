@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "--steps",
         type=_read(units.count),
         metavar="N",
-        help="of the whole run: print recipes, with their hours and measured losses",
+        help="of the whole run: print recipes, or a run of islands, with hours and measured losses",
     )
     add("--nats", type=float, help="of held-out loss that a recipe may cost at most (0.1)")
     add("--optimizer", help="of the recipes: adamw or muon (adamw)")
@@ -231,14 +231,14 @@ def _plan(args: argparse.Namespace) -> None:
 # Flags of `plan` that only some of its tables have.
 _OF_ISLANDS = ("every", "overlap", "failures", "grace")
 _OF_RECIPES = ("nats", "optimizer", "dtype")
+_OF_BOTH = ("steps", "optimizer")  # recipes and islands
 _OF_SYSTEMS = ("density", "systems")
 _OF_WORKERS = (
     "network",
     "local_steps",
     "profile",
     "memory_bandwidth",
-    "steps",
-    *_OF_RECIPES,
+    *(name for name in _OF_RECIPES if name not in _OF_BOTH),
     *_OF_SYSTEMS,
 )
 
@@ -293,14 +293,21 @@ def _plan_islands(args: argparse.Namespace) -> None:
             args.islands,
             link=Link(latency, bandwidth),
             step_seconds=args.step,
-            **_given(args, _OF_ISLANDS),
+            **_given(args, (*_OF_ISLANDS, *_OF_BOTH)),
         )
         for text, bandwidth in args.bandwidth
     }
     if args.json:
         content = [dataclasses.asdict(found) for found in plans.values()]
         for one, found in zip(content, plans.values()):
-            one["rounds"] = [each._asdict() for each in found.rounds]
+            one["rounds"] = [
+                {
+                    **each._asdict(),
+                    "loss": each.loss and each.loss._asdict(),
+                    "hours": found.hours(each),
+                }
+                for each in found.rounds
+            ]
         print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
         return
     for text, found in plans.items():

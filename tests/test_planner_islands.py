@@ -1,5 +1,7 @@
 """Rounds of islands as they are planned, against islands that run in virtual time."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -9,7 +11,8 @@ from workers import some
 import jaxsparse
 from jaxsparse.__main__ import main
 from jaxsparse.islands import Event, simulate
-from jaxsparse.planner import Link, plan_islands
+from jaxsparse.planner import Link, Recipe, plan_islands
+from jaxsparse.planner.losses import Losses
 
 NAMES = ("amsterdam", "bergen", "cork", "dover")
 STEP = jax.jit(lambda state, batch: ((state[0] - 0.1 * (state[0] - batch),), None))
@@ -84,6 +87,30 @@ def test_seconds_and_bytes_by_hand():
     assert sparse.goodput == 1
 
 
+def test_a_run_by_hand(capsys):
+    """1,001 steps in 34 rounds of 30; losses are those of recipes without failures."""
+    found = plan_islands(
+        10**6, 3, link=Link(0.01, 2e6), step_seconds=1.0, every=30, steps=1001, optimizer="muon"
+    )
+    by_name = {one.exchange: one for one in found.rounds}
+    signs, sixteen = by_name['quantized("sign", gather=True)'], found.rounds[0]
+    assert found.hours(signs) == pytest.approx(1001 / signs.goodput / 3600)
+    recipe = Recipe.parsed("muon, local 30, sign")
+    assert signs.loss == Losses.shipped().of(recipe)
+    assert signs.loss is not None
+    assert sixteen.loss is None
+    (line,) = (x for x in str(found).splitlines()[10:] if x.startswith('quantized("bfloat16"'))
+    hours = f"{found.hours(sixteen):,.2f}"
+    sent = 34 * sixteen.message / 1e9
+    assert line.split()[2:] == [hours, f"{3 * sent:.1f}", f"{sent:.1f}", "306", "not", "measured"]
+    arguments = ["plan", "--params", "1M", "--bandwidth", "16Mbit", "--latency", "10ms", "--step"]
+    arguments += ["1s", "--islands", "3", "--steps", "1001", "--optimizer", "muon", "--json"]
+    assert main(arguments) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["rounds"][2]["loss"]["excess"] == pytest.approx(signs.loss.excess)
+    assert printed["rounds"][2]["hours"] == pytest.approx(found.hours(signs))
+
+
 def test_wrong_numbers_are_named():
     usual = {"link": LINK, "step_seconds": 1.0}
     for wrong, text in (
@@ -91,6 +118,8 @@ def test_wrong_numbers_are_named():
         ({"step_seconds": 0.0}, "step_seconds=0.0 must be above 0"),
         ({"failures": -1.0}, "failures=-1.0 must be at least 0"),
         ({"failures": 300.0}, "failures=300.0 an hour leave no round of 30 s"),
+        ({"optimizer": "sgd"}, "no recipe is called 'sgd, local 30, dense'"),
+        ({"steps": 0}, "steps=0"),
     ):
         with pytest.raises(ValueError, match=text):
             plan_islands(100, 2, **{**usual, **wrong})
@@ -105,6 +134,7 @@ def test_the_command_line(capsys):
         (["--islands", "4", "--workers", "4"], "give either --workers or --islands"),
         (["--workers", "4", "--every", "30"], "--every is for --islands"),
         (["--islands", "4", "--density", "0.5"], "--density is for --workers"),
+        (["--islands", "4", "--nats", "0.5"], "--nats is for --workers"),
     ):
         assert main([*arguments, *more]) == 2
         assert text in capsys.readouterr().err

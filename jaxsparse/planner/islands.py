@@ -7,6 +7,7 @@ seconds for one that has died. `tests/test_planner_islands.py` compares it with
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +19,9 @@ from jaxsparse import outer
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.feedback.by_message import message_words
+from jaxsparse.planner.losses import Loss, Losses
 from jaxsparse.planner.network import Link
+from jaxsparse.planner.recipes import Recipe
 from jaxsparse.systems import quantized
 
 # Requests of a round besides messages, one after the other: a list, two looks for a decision, its
@@ -36,12 +39,13 @@ def _chunks(k: int) -> optax.GradientTransformation:
     return outer.sparse_loco(k=k, axis_name=None, is_dense=lambda *_: False)
 
 
-EXCHANGES: dict[str, Make] = {
-    'quantized("bfloat16", gather=True)': lambda: _gathered("bfloat16"),
-    'quantized("int4", gather=True)': lambda: _gathered("int4"),
-    'quantized("sign", gather=True)': lambda: _gathered("sign"),
-    "sparse_loco()": lambda: _chunks(512),
-    "sparse_loco(k=64)": lambda: _chunks(64),
+# Exchanges of one message, and what recipes call them where they were trained.
+EXCHANGES: dict[str, tuple[Make, str | None]] = {
+    'quantized("bfloat16", gather=True)': (lambda: _gathered("bfloat16"), None),
+    'quantized("int4", gather=True)': (lambda: _gathered("int4"), "int4"),
+    'quantized("sign", gather=True)': (lambda: _gathered("sign"), "sign"),
+    "sparse_loco()": (lambda: _chunks(512), "top 1/8"),
+    "sparse_loco(k=64)": (lambda: _chunks(64), "top 1/64"),
 }
 
 
@@ -56,6 +60,7 @@ class IslandRound(NamedTuple):
         goodput: share of the seconds of a live island that are steps which count.
         requests: requests of an island in a round, if all are equally fast. Waiting for others
             takes two more for each `poll`.
+        loss: what the recipe with as many local steps costs without failures. None: not measured.
     """
 
     exchange: str
@@ -64,6 +69,7 @@ class IslandRound(NamedTuple):
     waited: float
     goodput: float
     requests: int
+    loss: Loss | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +85,8 @@ class IslandsPlan:
         failures: failures of an island in an hour of life.
         grace: seconds that others wait for an island that has died.
         rounds: the rounds.
+        steps: steps of the whole run, or None.
+        optimizer: inside, "adamw" or "muon".
     """
 
     params: int
@@ -89,8 +97,49 @@ class IslandsPlan:
     failures: float
     grace: float
     rounds: tuple[IslandRound, ...]
+    steps: int | None = None
+    optimizer: str = "adamw"
+
+    def hours(self, one: IslandRound) -> float | None:
+        """Hours of a live island until so many of its steps count."""
+        if self.steps is None:
+            return None
+        return self.steps * self.step_seconds / one.goodput / 3600
 
     def __str__(self) -> str:
+        return "\n".join([*self._rounds(), *([] if self.steps is None else self._run(self.steps))])
+
+    def _run(self, steps: int) -> list[str]:
+        """The lines of a whole run."""
+        cells: list[tuple[str, ...]] = [
+            ("exchange", "hours", "read GB", "sent GB", "requests", "nats above dense", "")
+        ]
+        count = math.ceil(steps / self.every)
+        for one in self.rounds:
+            cells.append(
+                (
+                    one.exchange,
+                    f"{self.hours(one):,.2f}",
+                    f"{count * self.islands * one.message / 1e9:,.1f}",
+                    f"{count * one.message / 1e9:,.1f}",
+                    f"{count * one.requests:,}",
+                    "" if one.loss is None else str(one.loss),
+                    "not measured" if one.loss is None else one.loss.source,
+                )
+            )
+        return [
+            "",
+            f"{steps:,} steps that count, of one live island; snapshots and joining come on top:",
+            "",
+            *aligned(cells, right=range(1, 6)),
+            "",
+            f"Nats: {self.optimizer}, {self.every} local steps, without failures, above dense "
+            "gradients by the same optimizer,",
+            Losses.shipped().setup,
+        ]
+
+    def _rounds(self) -> list[str]:
+        """The lines of a round."""
         heads = ("exchange", "message MB", "round s", "waits s", "steps that count", "read MB")
         cells: list[tuple[str, ...]] = [(*heads, "requests")]
         for one in self.rounds:
@@ -105,18 +154,17 @@ class IslandsPlan:
                     f"{one.requests}",
                 )
             )
-        lines = [
+        return [
             f"{self.islands} islands, {self.params:,} parameters, {self.every} steps of "
             f"{self.step_seconds:g} s a round, {self.overlap} of them beside an exchange,",
             f"{self.failures:g} failures of an island an hour, each waited for {self.grace:g} s:",
             "",
             *aligned(cells, right=range(1, len(cells[0]))),
             "",
-            "Predicted by formula. Steps that count: share of the time of live islands. Read MB",
-            "and requests: of one island in a round. What residuals of sparse exchanges held is",
-            "lost with a process, too, and is not counted here. No loss is predicted.",
+            "Predicted by formula. Steps that count: share of the time of live islands, which",
+            "falls while they wait, too. Read MB and requests: of one island in a round. What",
+            "residuals of sparse exchanges held is lost with a process, and is not counted here.",
         ]
-        return "\n".join(lines)
 
 
 def plan_islands(
@@ -130,6 +178,8 @@ def plan_islands(
     failures: float = 0.0,
     grace: float = 60.0,
     poll: float = 0.2,
+    steps: int | None = None,
+    optimizer: str = "adamw",
 ) -> IslandsPlan:
     """Predicts what rounds of islands take, see `jaxsparse.islands.Islands`.
 
@@ -157,6 +207,8 @@ def plan_islands(
         failures: failures of an island in an hour of life.
         grace: see `Islands`.
         poll: see `Islands`.
+        steps: of the whole run, whose hours, bytes and requests are printed, too. None: of a round.
+        optimizer: inside, "adamw" or "muon": of which the losses are printed.
 
     Raises:
         ValueError: numbers are out of range, or failures so frequent that nothing counts.
@@ -171,22 +223,38 @@ def plan_islands(
     for name, value in (("failures", failures), ("grace", grace), ("poll", poll)):
         if not static_float(name, value) >= 0:
             raise ValueError(f"{name}={value} must be at least 0")
-    steps, beside, rate = every * step_seconds, overlap * step_seconds, failures / 3600
-    if rate * steps / 2 >= 1:
+    if steps is not None:
+        steps = static_count("steps", steps)
+    Recipe(optimizer, "local", every, "dense")  # raises if there is no such optimizer
+    busy, beside, rate = every * step_seconds, overlap * step_seconds, failures / 3600
+    if rate * busy / 2 >= 1:
         raise ValueError(
-            f"failures={failures} an hour leave no round of {steps:g} s: take fewer steps a round "
+            f"failures={failures} an hour leave no round of {busy:g} s: take fewer steps a round "
             f"than every={every}"
         )
     vector = {"w": jax.ShapeDtypeStruct((params,), jnp.float32)}
     found = []
-    for name, make in EXCHANGES.items():
+    for name, (make, trained) in EXCHANGES.items():
         tx = make()
         message = 4 * message_words(tx, vector, jax.eval_shape(tx.init, vector))
         one = link.latency + message / link.bandwidth
         seconds = one + poll + islands * one + _REQUESTS * link.latency
         waited = max(0.0, seconds - beside)
-        stalls = max(0.0, steps / 2 - beside) + (islands - 1) * max(0.0, grace - beside)
-        goodput = steps / (steps + waited) * (1 - rate * steps / 2) / (1 + rate * stalls)
+        stalls = max(0.0, busy / 2 - beside) + (islands - 1) * max(0.0, grace - beside)
+        goodput = busy / (busy + waited) * (1 - rate * busy / 2) / (1 + rate * stalls)
         requests = 1 + islands + _REQUESTS
-        found.append(IslandRound(name, message, seconds, waited, goodput, requests))
-    return IslandsPlan(params, islands, step_seconds, every, overlap, failures, grace, tuple(found))
+        recipe = None if trained is None else Recipe(optimizer, "local", every, trained)
+        loss = None if recipe is None else Losses.shipped().of(recipe)
+        found.append(IslandRound(name, message, seconds, waited, goodput, requests, loss))
+    return IslandsPlan(
+        params,
+        islands,
+        step_seconds,
+        every,
+        overlap,
+        failures,
+        grace,
+        tuple(found),
+        steps,
+        optimizer,
+    )
