@@ -437,7 +437,7 @@ def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, An
         grace=args.grace,
         poll=args.poll,
     )
-    planned = next(one for one in plan.rounds if one.exchange == "sparse_loco(k=512)")
+    planned = next(one for one in plan.rounds if one.exchange == "sparse_loco()")
     sent = sum(e["sent"] > 0 for e in events)
     counts = None if chaos.server is None else chaos.server.counts.sum(axis=0)
     return {
