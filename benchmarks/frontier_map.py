@@ -1,7 +1,7 @@
 """The map of what `frontier.py` trained: losses, bytes, and what dominates what.
 
-Bytes are those of each exchange's compiled collectives, traced for 2, 4, 8 and 20 workers. A law of
-what exchanges cost is fitted on half of the runs and tested on the other half. `--export FILE`
+Bytes are those of each exchange's collectives, traced for 2, 4, 8 and 20 workers. A law of what
+formats cost is fitted on the runs, and tested by fits of one half on the other. `--export FILE`
 writes what the planner prints (jaxsparse/planner/losses.json).
 
     python benchmarks/frontier_map.py
@@ -137,28 +137,29 @@ def costs(results: Results) -> tuple[list[Cost], list[Cost]]:
 
 
 def fitted(results: Results) -> Law:
-    """The law of what exchanges cost, fitted on half of the runs and tested on the others."""
+    """The law of what exchanges cost, fitted on all runs.
+
+    Its spread is that of two other fits: each is of one half, and is tested on the other one.
+    """
     halves = costs(results)
     both = [*halves[0], *halves[1]]
     errors = {name: error_of(name) for name in sorted({c.recipe.exchange for c in both})}
     turns, every = [cost.exchanges for cost in both], [cost.recipe.every for cost in both]
     ends = errors, (min(turns), max(turns)), (min(every), max(every))
-
     made = lambda x: Law(math.exp(x[0]), x[1], x[2], x[3], 0.0, *ends)
 
-    def wrong(x: Any, half: list[Cost]) -> Any:
+    def wrong(x: Any, runs: list[Cost]) -> Any:
         law = made(x)
-        said = [law.nats(c.recipe.exchange, c.exchanges, c.recipe.every) or 0.0 for c in half]
-        return np.subtract(said, [cost.nats for cost in half])
+        said = [law.nats(c.recipe.exchange, c.exchanges, c.recipe.every) for c in runs]
+        return np.array(said, float) - [cost.nats for cost in runs]
 
-    start = (-3.0, 1.0, 1.0, 1.0)
-    x = scipy.optimize.least_squares(wrong, start, args=(halves[0],)).x
-    spread = float(np.sqrt(np.mean(wrong(x, halves[1]) ** 2)))
-    law = made(x)._replace(spread=spread)
+    fit = lambda runs: scipy.optimize.least_squares(wrong, (-3.0, 1.0, 1.0, 1.0), args=(runs,)).x
+    off = np.concatenate([wrong(fit(half), other) for half, other in (halves, halves[::-1])])
+    law = made(fit(both))._replace(spread=float(np.sqrt(np.mean(off**2))))
     print(
         f"law: {law.scale:.4f} * (error / (1 - error)) ** {law.power:.2f} * (100 / exchanges) ** "
-        f"{law.decay:.2f} * (10 / H) ** {law.noise:.2f} nats, fitted on {len(halves[0])} runs; on "
-        f"{len(halves[1])} others it is off by {spread:.4f}"
+        f"{law.decay:.2f} * (10 / H) ** {law.noise:.2f} nats, fitted on {len(both)} runs; fits of "
+        f"one half are off by {law.spread:.4f} on the other"
     )
     return law
 

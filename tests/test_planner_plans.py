@@ -185,6 +185,9 @@ def test_dense_wins_on_a_fast_network_and_loses_on_a_slow_one():
     exchange = planned(network=SLOW)["dense"].exchange
     assert planned(network=SLOW, step_seconds=19 * exchange).best == "dense"
     assert planned(network=SLOW, step_seconds=5 * exchange).best == "spardl"
+    # With ten local steps a dense exchange takes a twentieth of the time.
+    rare = {"step_seconds": 2 * exchange, "local_steps": 10}
+    assert planned(network=SLOW, **rare).best == "dense"
     slow = planned(network=SLOW)
     assert slow.best == "spardl"
     assert slow.transformation == "jaxsparse.spardl(0.01)"

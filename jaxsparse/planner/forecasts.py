@@ -10,7 +10,7 @@ from jaxsparse.arrays.printing import aligned
 from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.planner.losses import Loss, Losses
 from jaxsparse.planner.network import Link, Network
-from jaxsparse.planner.planning import Predictor
+from jaxsparse.planner.planning import MUCH_FASTER, Predictor
 from jaxsparse.planner.profiles import SystemProfile
 from jaxsparse.planner.recipes import EXCHANGES, OPTIMIZERS, Recipe
 
@@ -130,7 +130,7 @@ class RecipePlan:
 
     def _answer(self) -> list[str]:
         if self.best is self.baseline:
-            saved = any(f.hours < _MUCH_FASTER * self.baseline.hours for f in self.forecasts)
+            saved = any(f.hours < MUCH_FASTER * self.baseline.hours for f in self.forecasts)
             why = f"Nothing that costs {self.nats:g} nats or less" if saved else "Nothing"
             return [f"best: leave your trainer as it is. {why} saves a tenth of the hours."]
         rate = None if self.best.loss is None else self.best.loss.rate
@@ -175,9 +175,8 @@ class RecipePlan:
         ]
 
 
-# Among recipes that take this many times the hours of the fastest, the loss decides. One that takes
-# more than this share of the baseline's hours is not worth the change.
-_ABOUT_AS_FAST, _MUCH_FASTER = 1.05, 0.9
+# Among recipes that take this many times the hours of the fastest, the loss decides.
+_ABOUT_AS_FAST = 1.05
 
 _RATE = "It was measured with lr = {:g} at its peak, on a small model: begin with your own."
 _AXIS = (
@@ -283,9 +282,7 @@ def plan_recipes(
         except ValueError as error:
             left_out.append((str(recipe), str(error)))
     forecasts.sort(key=lambda f: (f.hours, _excess(f)))
-    cheap = [
-        f for f in forecasts if _excess(f) <= nats and f.hours <= _MUCH_FASTER * baseline.hours
-    ]
+    cheap = [f for f in forecasts if _excess(f) <= nats and f.hours <= MUCH_FASTER * baseline.hours]
     fast = [f for f in cheap if f.hours <= _ABOUT_AS_FAST * cheap[0].hours]
     return RecipePlan(
         forecasts=tuple(forecasts),

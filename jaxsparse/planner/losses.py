@@ -24,14 +24,17 @@ class End(NamedTuple):
     rate: float  # learning rate
     losses: Mapping[int, float]  # held-out loss in nats by seed
 
+    def common(self, other: "End") -> list[int]:
+        """The seeds that another recipe has, too."""
+        return sorted(self.losses.keys() & other.losses.keys())
+
     def above(self, other: "End") -> tuple[float, float | None]:
-        """Mean and standard deviation of the differences from another recipe on equal seeds.
+        """Mean and standard deviation of the differences from another recipe on common seeds.
 
         With one seed in common there is no standard deviation.
         """
-        seeds = sorted(self.losses.keys() & other.losses.keys())
-        differences = [self.losses[seed] - other.losses[seed] for seed in seeds]
-        spread = statistics.stdev(differences) if len(seeds) > 1 else None
+        differences = [self.losses[seed] - other.losses[seed] for seed in self.common(other)]
+        spread = statistics.stdev(differences) if len(differences) > 1 else None
         return statistics.fmean(differences), spread
 
 
@@ -42,15 +45,15 @@ class Law(NamedTuple):
 
     The error is the share of the squared norm of normal numbers that does not arrive in one
     exchange, so that `error / (1 - error)` exchanges pass, on average, before a number does. The
-    fewer steps a displacement is made of, the more of it is noise.
+    last factor is for noise, of which displacements of few steps have more.
     """
 
     scale: float
     power: float
     decay: float
     noise: float
-    spread: float  # root mean square of its errors on runs that it was not fitted to, in nats
-    errors: Mapping[str, float]  # by exchange: those that it was fitted and tested on
+    spread: float  # nats: root mean square error of fits of one half of the runs, on the other
+    errors: Mapping[str, float]  # by exchange: those that it was fitted on
     exchanges: tuple[float, float]  # the fewest and the most in a run of these
     every: tuple[int, int]  # the fewest and the most local steps
 
@@ -130,16 +133,17 @@ class Losses:
         if str(recipe) in self.ends:
             end, dense = self.ends[str(recipe)], self.dense(recipe.optimizer)
             excess, spread = (0.0, None) if end is dense else end.above(dense)
-            seeds = len(end.losses)
+            seeds = len(end.common(dense))
             return Loss(excess, spread, f"measured, {seeds} seed{'s' * (seeds > 1)}", end.rate)
         if not recipe.is_local or recipe.warm:
             return None
         if recipe.exchange == "dense":
             return self._between(recipe)
         mean = self.of(dataclasses.replace(recipe, exchange="dense"))
-        turns = self.steps / recipe.every
-        cost = self.law and self.law.nats(recipe.exchange, turns, recipe.every)
-        if mean is None or self.law is None or cost is None:
+        if mean is None or self.law is None:
+            return None
+        cost = self.law.nats(recipe.exchange, self.steps / recipe.every, recipe.every)
+        if cost is None:
             return None
         spread = math.hypot(mean.spread or 0.0, self.law.spread)
         return Loss(mean.excess + cost, spread, "by the law above the mean", mean.rate)

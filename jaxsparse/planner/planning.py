@@ -30,7 +30,7 @@ from jaxsparse.traffic.report import merged, scaled
 _LONGEST, _BUCKET, _MOST = 2**31 - 1, 2**30, 2**44
 
 # What takes more than this share of dense's time is not worth the change.
-_MUCH_FASTER = 0.9
+MUCH_FASTER = 0.9
 
 
 def plan(
@@ -123,7 +123,8 @@ def plan(
     # Sorting is stable, so only faster systems come before dense.
     found.sort(key=lambda prediction: prediction.exchange)
     best = next(prediction for prediction in found if not prediction.caveat)
-    if step_seconds + best.exchange > _MUCH_FASTER * (step_seconds + dense.exchange):
+    step = lambda prediction: step_seconds + prediction.exchange / local_steps
+    if step(best) > MUCH_FASTER * step(dense):
         best = dense
     return Plan(
         predictions=tuple(found),
