@@ -695,6 +695,11 @@ def test_where_a_jitted_step_stood(way):
         start = jax.device_put(start, jax.sharding.NamedSharding(where, jax.P()))
     state = start if way == "mesh" else train.init(start)  # as a trainer hands it over
     key = jax.random.key(1)
+    if way == "simulated":  # a run that goes on from its fourth step exchanges after it
+        later = train.init({**start, "step": jnp.int32(3)})
+        later, _ = train(later, batches[0], None, key, jnp.float32(0.5))
+        rows = np.asarray(later.worker["w"].value)
+        np.testing.assert_array_equal(rows[0], rows[1])
     for t, batch in enumerate(batches):
         if t == 3:  # another process goes on
             state, train = jax.tree.map(jnp.array, state), make()
@@ -857,6 +862,11 @@ def test_what_inner_and_outer_steps_send():
     assert sum(c.received_bytes for c in gathered) == (w - 1) * message
     flags = [c for c in sent.collectives if c.op == "all-reduce"]
     assert all(c.payload_bytes <= 8 for c in flags), flags
+    usual, eighth = (
+        jaxsparse.traffic.traced_bytes(tx, {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, w)
+        for tx in (outer.sparse_loco(), outer.sparse_loco(k=512))
+    )
+    assert usual.payload == eighth.payload
 
 
 def test_a_step_that_communicates_is_refused():

@@ -94,6 +94,7 @@ def test_a_run_by_hand(capsys):
     )
     by_name = {one.exchange: one for one in found.rounds}
     signs, sixteen = by_name['quantized("sign", gather=True)'], found.rounds[0]
+    assert signs.message == pytest.approx(10**6 * (1 + 16 / 256) / 8, rel=1e-3)  # with scales
     assert found.hours(signs) == pytest.approx(1001 / signs.goodput / 3600)
     recipe = Recipe.parsed("muon, local 30, sign")
     assert signs.loss == Losses.shipped().of(recipe)

@@ -1,5 +1,6 @@
 """Recipes: names say all, hours add up, losses are those measured, and code is what was meant."""
 
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -134,6 +135,7 @@ def test_costs_are_over_dense_training_by_the_same_optimizer():
     assert muon["muon, local 10, int4"].loss.excess == pytest.approx(0.09)
     assert str(muon.best.recipe) == "muon, local 10, int4"
     assert "It was measured with lr = 0.08 at its peak, on" in str(muon)
+    assert "If yours has another name, give axis_name=" in str(muon)
     assert str(planned(optimizer="muon", nats=0.05).best.recipe) == "muon, gradients, int4"
     assert {f.recipe.optimizer for f in muon.forecasts} == {"muon"}
     assert "Muon ended 0.100 nats below AdamW there" in str(planned())  # on the seed of both
@@ -158,7 +160,10 @@ def test_losses_are_measured_or_by_the_law_and_nothing_is_said_of_others():
     assert LAW.nats("sign", 20, 5) == pytest.approx(0.05 * 25 * 2)
     for exchanges, every in [(10, 10), (101, 10), (50, 4), (50, 41)]:
         assert LAW.nats("sign", exchanges, every) is None
-    assert of("muon, local 20, sign, warm 10 %") is None
+    # Nor of the exchanges of a warm start, also where its dense mean was measured.
+    ends = {**LOSSES.ends, "muon, local 20, dense, warm 10 %": End(0.08, {0: 1.5})}
+    warm = dataclasses.replace(LOSSES, ends=ends)
+    assert warm.of(Recipe.parsed("muon, local 20, sign, warm 10 %")) is None
     assert of("adamw, local 20, dense") is None
     assert of("adamw, gradients, sign") is None
     asked = planned(local_steps=20)
@@ -192,6 +197,8 @@ def test_what_dominates_is_shown():
     assert "(1 others are as slow or slower, and end as high or higher)" in text
     assert "dense gradients by the same optimizer, on paper." in text
     sixteen = planned(dtype="bfloat16")
+    assert "a dense exchange of bfloat16 takes" in str(sixteen)
+    assert "a dense exchange of float32 takes" in str(found)
     assert sixteen.baseline.recipe == found.baseline.recipe
     half = (sixteen.baseline.exchange - 1e-3) / (found.baseline.exchange - 1e-3)
     assert half == pytest.approx(0.5, abs=0.01)

@@ -52,8 +52,10 @@ def test_a_trainer_with_a_hook_for_gradients(where):
     values = jax.tree.leaves(shard(PARAMS, where))
     assert own.lower(values, BATCHES[0]).out_info[0][1]["rows"].shape == ()
     for batch in BATCHES:
+        before = jax.tree.leaves(exchange.state)
         state, _ = run(state, batch)
         values, metrics = own(values, batch)
+        assert all(x.is_deleted() for x in before)  # donated
         assert int(metrics["rows"]) == 6
     jax.tree.map(np.testing.assert_array_equal, values, jax.tree.leaves(state[0]))
     jax.tree.map(

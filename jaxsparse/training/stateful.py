@@ -114,19 +114,20 @@ class StatefulExchange:
 
         with_state.__name__ = getattr(step, "__name__", "step")
 
-        def shifted(numbers: int | Sequence[int]) -> tuple[int, ...]:
-            given = (numbers,) if isinstance(numbers, int) else numbers
-            return tuple(i if i >= 0 else i - 1 for i in given)
-
-        run = data_parallel(
-            with_state,
-            self._mesh,
-            axis_name=self._axis_name,
-            batch_argnums=shifted(batch_argnums),
-            donate_argnums=(*shifted(donate_argnums), -1),
-            outputs=None if outputs is None else (outputs, None),
-            **options,
-        )
+        @functools.cache
+        def run(count: int) -> Any:
+            """The compiled step of so many arguments. JAX donates none by a number below 0."""
+            as_tuple = lambda given: (given,) if isinstance(given, int) else tuple(given)
+            numbered = lambda given: tuple(i + count if i < 0 else i for i in as_tuple(given))
+            return data_parallel(
+                with_state,
+                self._mesh,
+                axis_name=self._axis_name,
+                batch_argnums=numbered(batch_argnums),
+                donate_argnums=(*numbered(donate_argnums), count),
+                outputs=None if outputs is None else (outputs, None),
+                **options,
+            )
 
         @functools.wraps(step)
         def call(*args: Any) -> Any:
@@ -136,8 +137,8 @@ class StatefulExchange:
                     "transformation, where it can't keep its state: call it outside, or carry the "
                     "state through with jaxsparse.data_parallel"
                 )
-            result, self.state = run(*args, self.state)
+            result, self.state = run(len(args))(*args, self.state)
             return result
 
-        call.lower = lambda *args: run.lower(*args, self.state)  # type: ignore[attr-defined]
+        call.lower = lambda *args: run(len(args)).lower(*args, self.state)  # type: ignore[attr-defined]
         return call
