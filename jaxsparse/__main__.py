@@ -284,6 +284,8 @@ def _plan_recipes(args: argparse.Namespace, networks: dict[str, Any], profile: A
 
 def _plan_islands(args: argparse.Namespace) -> None:
     _refuse(args, _OF_WORKERS, "--workers")
+    if args.steps is None:
+        _refuse(args, ("optimizer",), "--steps N")
     if args.bandwidth is None or not args.step:
         raise ValueError("--islands needs --bandwidth (100Mbit) and --step (1s)")
     latency = 20e-3 if args.latency is None else args.latency

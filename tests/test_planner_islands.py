@@ -119,7 +119,7 @@ def test_wrong_numbers_are_named():
         ({"step_seconds": 0.0}, "step_seconds=0.0 must be above 0"),
         ({"failures": -1.0}, "failures=-1.0 must be at least 0"),
         ({"failures": 300.0}, "failures=300.0 an hour leave no round of 30 s"),
-        ({"optimizer": "sgd"}, "no recipe is called 'sgd, local 30, dense'"),
+        ({"optimizer": "sgd"}, "optimizer='sgd' is unknown: use one of adamw, muon"),
         ({"steps": 0}, "steps=0"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -136,6 +136,7 @@ def test_the_command_line(capsys):
         (["--workers", "4", "--every", "30"], "--every is for --islands"),
         (["--islands", "4", "--density", "0.5"], "--density is for --workers"),
         (["--islands", "4", "--nats", "0.5"], "--nats is for --workers"),
+        (["--islands", "4", "--optimizer", "muon"], "--optimizer is for --steps N"),
     ):
         assert main([*arguments, *more]) == 2
         assert text in capsys.readouterr().err

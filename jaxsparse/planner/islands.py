@@ -21,7 +21,7 @@ from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.feedback.by_message import message_words
 from jaxsparse.planner.losses import Loss, Losses
 from jaxsparse.planner.network import Link
-from jaxsparse.planner.recipes import Recipe
+from jaxsparse.planner.recipes import OPTIMIZERS, Recipe
 from jaxsparse.systems import quantized
 
 # Requests of a round besides messages, one after the other: a list, two looks for a decision, its
@@ -225,7 +225,8 @@ def plan_islands(
             raise ValueError(f"{name}={value} must be at least 0")
     if steps is not None:
         steps = static_count("steps", steps)
-    Recipe(optimizer, "local", every, "dense")  # raises if there is no such optimizer
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={optimizer!r} is unknown: use one of {', '.join(OPTIMIZERS)}")
     busy, beside, rate = every * step_seconds, overlap * step_seconds, failures / 3600
     if rate * busy / 2 >= 1:
         raise ValueError(
