@@ -1082,6 +1082,24 @@ def test_the_last_one_of_a_quorum_leaves():
     assert state.worker[0].any()
 
 
+def test_an_island_has_seconds_to_leave():
+    """Also where the store is silent, for which it would wait longer, and end with an error."""
+    link = reference.Link(reference.Memory())
+    train = trainer(link, "one", quorum=2)
+    state, _ = train(train.join((jnp.zeros(8),)), jnp.ones(8))
+    with pytest.raises(ValueError, match=r"patience=-1.0 must be a number of seconds"):
+        train.leave(state, patience=-1.0)
+    link.is_down = True
+    with pytest.warns(UserWarning, match=r"in vain for \d+ s: what it has sent counts"):
+        state = train.leave(state, patience=0.1)
+    assert state.worker[0].any()
+    link.is_down = False
+    state, _ = train(state, jnp.ones(8))
+    with pytest.warns(UserWarning, match="one leaves in round 0"):
+        train.leave(state, patience=0.1)
+    assert len(link.names("messages/00000000")) == 1  # which counts once there is another
+
+
 def test_joining_waits_for_the_store():
     link = reference.Link(reference.Memory())
     link.is_down = True
@@ -1132,22 +1150,31 @@ def test_a_url_in_the_place_of_a_store_is_refused():
         trainer("s3://x", "one")
 
 
-@pytest.mark.parametrize(("devices", "programs"), [((), 1), ((0, 1, 2), 2)])
-def test_parameters_stay_on_their_devices_and_programs_are_kept(devices, programs):
+@pytest.mark.parametrize("devices", [(), (0, 1, 2)])
+def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
     w = jnp.arange(24.0).reshape(6, 4)
     batch = jnp.full((6, 4), 100.0)
-    if devices:  # residuals get there with the first round, so the second one compiles anew
+    if devices:
         mesh = jax.sharding.Mesh(np.array(jax.devices())[list(devices)], "x")
         w, batch = jax.device_put((w, batch), jax.sharding.NamedSharding(mesh, jax.P("x")))
     train = trainer(reference.Memory(), "one", every=1, grace=0.0)
     state = train.join((w,))
+    like = train.like((w,))
+    for x, found in zip(jax.tree.leaves(like), jax.tree.leaves(state), strict=True):
+        if isinstance(found, jax.Array):
+            assert (x.shape, x.dtype) == (found.shape, found.dtype)
+            # What is bound to no device must be named with those of the mesh, to be read there.
+            assert x.sharding == (found.sharding if found.committed else x.sharding)
+            assert x.sharding.device_set == w.sharding.device_set
+    residual = jax.tree.leaves(state.outer[0].residual)[0]
+    assert residual.sharding.shard_shape(residual.shape) == (1, 6 // max(1, len(devices)), 4)
     for _ in range(4):
         state, _ = train(state, batch)
     assert state.round == 4
     assert state.params.sharding == w.sharding
     assert np.all(np.asarray(state.params) > np.asarray(w))
     arithmetic = train._member.arithmetic
-    assert arithmetic.begin._cache_size() == arithmetic.shared._cache_size() == programs
+    assert arithmetic.begin._cache_size() == arithmetic.shared._cache_size() == 1
 
 
 def test_a_member_fewer_takes_no_compilation(caplog):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 from jaxtyping import Array, Bool, Float, UInt32
 
@@ -106,7 +107,7 @@ class Arithmetic:
         check_arrays("leaf", state)
         picked("params", self._pick, state)  # raises
         params = self._widened(self._pick(state))
-        return Shared(params, self._init(params))
+        return Shared(params, self._first(params))
 
     def described(self, shared: Shared, own: Any) -> tuple[int, str]:
         """The number of words of a message, and a digest of what islands must have in common.
@@ -173,7 +174,25 @@ class Arithmetic:
 
     def without_debts(self, shared: Shared) -> Shared:
         """Without anything of this island's own, as it starts."""
-        return merged(shared, own_leaves(self._init(shared.params)))
+        return merged(shared, own_leaves(self._first(shared.params)))
+
+    def _first(self, params: Any) -> Any:
+        """An outer state as it starts, cut over devices as the parameters are.
+
+        Zeros depend on no parameter, so that XLA alone would put all of them on one device.
+        """
+        cuts = {x.shape: x.sharding for x in jax.tree.leaves(params) if _is_on_mesh(x)}
+        whole = _whole(params)
+        if whole is None:
+            return self._init(params)
+
+        def place(x: jax.ShapeDtypeStruct, is_own: bool) -> NamedSharding:
+            lead = x.shape[:1] if is_own else ()  # the axis of the workers, see `PerWorker`
+            like = cuts.get(x.shape[len(lead) :], whole)
+            return NamedSharding(like.mesh, PartitionSpec(*[None] * len(lead), *like.spec))
+
+        there = map_marked(place, jax.eval_shape(self._tx.init, params))
+        return jax.jit(self._tx.init, out_shardings=there)(params)
 
     def _begin(self, own: Any, shared: Shared, rank: Any) -> Begun:
         """An island's message.
@@ -267,6 +286,29 @@ def placed(x: Any, like: Array) -> Array:
     if not like.committed:
         return jnp.asarray(x)
     return jax.device_put(x, like.sharding)
+
+
+def structs(tree: Any) -> Any:
+    """Shapes, dtypes and shardings. What is bound to no device is whole on the others' mesh."""
+    whole = _whole(tree)
+
+    def struct(x: Any) -> jax.ShapeDtypeStruct:
+        x = jnp.asarray(x)
+        there = x.sharding if whole is None or _is_on_mesh(x) else whole
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
+
+    return jax.tree.map(struct, tree)
+
+
+def _whole(tree: Any) -> NamedSharding | None:
+    """A copy on each device of the mesh that arrays are on, or None if there is none."""
+    meshes = (x.sharding.mesh for x in jax.tree.leaves(tree) if _is_on_mesh(x))
+    mesh = next(meshes, None)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def _is_on_mesh(x: Any) -> bool:
+    return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
 def own_leaves(outer: Any) -> list[Any]:

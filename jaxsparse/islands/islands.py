@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse.arrays.settings import static_float, static_int
-from jaxsparse.islands.arithmetic import Arithmetic
+from jaxsparse.islands.arithmetic import Arithmetic, structs
 from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.records import WEIGHTS
@@ -187,6 +187,22 @@ class Islands:
         self._loss_of, self._losses = loss, _Losses()
         self._is_checked = False  # whether the step returned what it must
 
+    def like(self, state: Any) -> IslandState:
+        """Shapes, dtypes and shardings of this island's state, for reading a saved one.
+
+        It asks no store. Give it to Orbax as the target, and what Orbax reads to `join`:
+
+            saved.restore(step, args=orbax.checkpoint.args.StandardRestore(train.like(state)))
+
+        Args:
+            state: a training state as for `join`.
+
+        Raises:
+            ValueError: see `Islands`.
+        """
+        worker, shared = structs((state, self._member.arithmetic.start(state)))
+        return IslandState(worker, shared.params, shared.outer, 0, 0, 0.0)
+
     def join(self, state: Any) -> IslandState:
         """The state to go on from: of the run in the store, or the first state of a new run.
 
@@ -272,23 +288,39 @@ class Islands:
         self._is_checked = True
         return stepped(self._step, worker, batch)
 
-    def leave(self, state: IslandState) -> IslandState:
+    def leave(self, state: IslandState, patience: float | None = None) -> IslandState:
         """Ends training on this island: exchanges what it still has to say, and waits for that.
 
-        Others go on. If there is no decision within `patience` seconds, because fewer than `quorum`
-        islands are left, it warns, and the returned state still owes what it moved.
+        Others go on. If there is no decision in time, because others are still in their steps or
+        fewer than `quorum` islands are left, it warns, and the returned state still owes what it
+        moved. What it has sent counts all the same, if others decide on that round later.
+
+        Args:
+            state: from the last call.
+            patience: seconds that this may take, such as a machine has that is taken back. None:
+                those of `Islands` for each exchange, and an error if the store is silent as long.
         """
-        state = self._arrived(state, self._patience)
+        if patience is not None and not static_float("patience", patience) >= 0:
+            raise ValueError(f"patience={patience} must be a number of seconds, at least 0")
+        began = time.monotonic()
+
+        def left() -> float:
+            if patience is None:
+                return self._patience
+            return max(0.0, began + patience - time.monotonic())
+
+        state = self._arrived(state, left())
         if state.steps and self._running is None:
-            state = self._arrived(self._begun(state), self._patience)
-        if self._running is not None and self._running.trouble is not None:
+            state = self._arrived(self._begun(state), left())
+        if patience is None and self._running is not None and self._running.trouble is not None:
             state = self._arrived(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
             self._running.stop()
             self._running = None
             warnings.warn(
                 f"{self._member.name} leaves in round {state.round}, whose decision it has waited "
-                f"for in vain for {self._patience:g} s: its last moves are in its own state alone",
+                f"for in vain for {time.monotonic() - began:.0f} s: what it has sent counts if "
+                "others decide later, and the rest is in its own state alone",
                 stacklevel=2,
             )
         return state
