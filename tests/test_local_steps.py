@@ -1169,7 +1169,7 @@ INNER = {
 
 @pytest.mark.parametrize("name", some(INNER, ["sgd"]))
 @pytest.mark.parametrize("via", some(["vmap", "shard_map"], ["vmap"]))
-def test_a_worker_is_an_island_of_its_own_axes(via, name):
+def test_a_worker_is_a_site_with_axes_of_its_own(via, name):
     """With FSDP and tensor parallelism inside, numbers are those of simulated workers."""
     shapes = {"up": (16, 24), "down": (24, 16)}
     rng = np.random.default_rng(0)

@@ -24,6 +24,7 @@ from jaxsparse.traffic import traced_bytes
 ROOT = Path(__file__).parents[1]
 LOCAL = ROOT / "examples/local_updates"
 RESULTS = ROOT / "benchmarks/results"
+LOSSES = ROOT / "jaxsparse/planner/losses.json"
 sys.path.append(str(ROOT / "benchmarks"))
 frontier = importlib.import_module("frontier")
 sys.path.remove(str(ROOT / "benchmarks"))
@@ -120,9 +121,14 @@ def end(method: str) -> tuple[float, float]:
     return run.held_out[:, -1].mean(), next(iter(run.curves.values())).seconds[-1] / 3600
 
 
+def mapped(recipe: str) -> float:
+    """The loss at which a recipe of the map ends."""
+    return float(np.mean([*load(LOSSES)["ends"][recipe][1].values()]))
+
+
 def above(recipe: str, other: str) -> float:
     """Nats between two recipes of the map, on the seeds that both have."""
-    ends = load(ROOT / "jaxsparse/planner/losses.json")["ends"]
+    ends = load(LOSSES)["ends"]
     (_, one), (_, two) = ends[recipe], ends[other]
     return float(np.mean([one[seed] - two[seed] for seed in one.keys() & two.keys()]))
 
@@ -147,6 +153,16 @@ class Trained:
         self.above = self.loss - np.mean(dense["losses"])
         self.right = 100 * np.mean(found["right"])  # of digits
         self.received = dense["received"] / found["received"]
+
+
+def selecting() -> tuple[float, float]:
+    """Times of selecting 0.1 % of 2^27 elements on one H100, as multiples of memory traffic."""
+    gpu = load(RESULTS / "gpu.json")
+    assert gpu["density"] == 0.001
+    at = gpu["elements"].index(2**27)
+    names = ("threshold_top_k", "fast_top_k", "sampled_top_k")
+    times = [gpu["kernels"][name]["of_floor"][at] for name in names]
+    return min(times), max(times)
 
 
 # --- the pages, as they should be
@@ -176,17 +192,18 @@ def readme() -> Iterator[str]:
         "any number of workers."
     )
     signs, warm = "muon, local 10, sign", "muon, local 10, sign, warm 10 %"
-    adamw, muon = (above(signs, f"{x}, gradients, dense") for x in ("adamw", "muon"))
+    muon, adamw = (f"{x}, gradients, dense" for x in ("muon", "adamw"))
     yield (
-        f"A transformer of {model.parameters:,} parameters then ends {adamw:.3f} nats above dense "
-        f"AdamW, and {muon:.3f} above dense Muon."
+        f"A transformer of {model.parameters:,} parameters then ends at {mapped(signs):.3f} nats. "
+        f"Dense Muon ends at {mapped(muon):.3f}, so saving the bytes costs "
+        f"{above(signs, muon):.3f}. Dense AdamW ends at {mapped(adamw):.3f}: Muon gains "
+        f"{above(adamw, muon):.3f} by itself"
     )
     turns = Recipe.parsed(warm).exchanges(2000) / 2000
-    below = above("adamw, gradients, dense", warm)
     yield (
         "If the first tenth of the run exchanges after each step, it receives "
-        f"{dense_bytes / sign_bytes / turns:.0f} times fewer, and ends {below:.3f} below dense "
-        "AdamW"
+        f"{dense_bytes / sign_bytes / turns:.0f} times fewer, and ends at {mapped(warm):.3f}: "
+        f"{above(warm, muon):.3f} above dense Muon, {above(adamw, warm):.3f} below dense AdamW"
     )
     bits = 1 + 16 / 256  # of a sign, with a scale of 16 for each 256
     yield f"a factor of {32 / 16:.0f} to {32 / bits:.0f} |"
@@ -221,15 +238,9 @@ def readme() -> Iterator[str]:
             f"| {name} | {run['train_loss'][0]:.4f} | {100 * run['test_accuracy'][0]:.1f} % | "
             f"{run['payload_bytes']:,.0f} | {run['compression']:.0f}x |"
         )
-    # Of the kernels only the printed table was kept. Its last column is 2^28.
-    kernels = (RESULTS / "gpu.md").read_text()
-    of_floor = [
-        float(re.findall(rf"^\| `{name}` \|.*\(([\d.]+)\) \|[^|]*\|$", kernels, re.M)[0])
-        for name in ("threshold_top_k", "fast_top_k", "sampled_top_k")
-    ]
+    low, high = selecting()
     yield (
-        f"On one H100 selecting 0.1 % of 2^27 elements takes {min(of_floor):.0f} to "
-        f"{max(of_floor):.0f} times as long"
+        f"On one H100 selecting 0.1 % of 2^27 elements takes {low:.0f} to {high:.0f} times as long"
     )
 
 
@@ -361,6 +372,30 @@ def check(page: str, text: str) -> None:
         text = text.replace(phrase, " ... ")
     left = re.findall(r".{0,40}\d.{0,40}", text)
     assert not left, f"no file of results has these numbers of {page}: {left}"
+
+
+def test_the_table_of_kernels_has_the_numbers_of_its_file():
+    gpu, text = load(RESULTS / "gpu.json"), (RESULTS / "gpu.md").read_text()
+    table = re.findall(r"^\| (.+?) \| (\d*) ?\| (\S+ \(.*\)) \|$", text, re.MULTILINE)
+    rows = {name.replace("`", ""): (target, cells) for name, target, cells in table}
+    assert rows == {
+        name: (
+            str(kernel["target"] or ""),
+            " | ".join(f"{ms:.3f} ({x:.1f})" for ms, x in zip(kernel["ms"], kernel["of_floor"])),
+        )
+        for name, kernel in gpu["kernels"].items()
+    }
+    low, high = selecting()
+    encode = gpu["kernels"]["sketch.encode"]["of_floor"][gpu["elements"].index(2**27)]
+    assert (
+        f"selecting 0.1 % of 2^27 values takes {low} to {high} times as long as moving their "
+        f"bytes, and encoding a\nsketch {encode:.0f} times"
+    ) in text
+    for setting in (gpu["device"], gpu["date"], f"jax {gpu['jax']}", gpu["command"]):
+        assert setting in text
+    assert f"selecting 0.1 % of 2^27 elements takes {low} to {high} times" in text_of(
+        "docs/trainer.md"
+    )
 
 
 @pytest.mark.parametrize("page", SETTINGS)
