@@ -179,7 +179,7 @@ def readme() -> Iterator[str]:
     )
     sparse, mean, dense = "SparseLoCo H=10 12.5 %", "mean H=10", "dense"
     seconds = lambda method: seconds_to(1.4, method, "10mbit")
-    yield f"A GPT of 10.9M parameters reaches 1.4 nats in {seconds(sparse) / 60:.1f} minutes"
+    yield f"That model reaches 1.4 nats in {seconds(sparse) / 60:.1f} minutes"
     yield f"in {seconds(mean) / 60:.0f} minutes by a dense exchange of the same steps"
     yield f"in {seconds(dense) / 3600:.1f} hours by dense gradients"
     model = frontier.SIZES["136k"]
@@ -396,6 +396,21 @@ def test_the_table_of_kernels_has_the_numbers_of_its_file():
     assert f"selecting 0.1 % of 2^27 elements takes {low} to {high} times" in text_of(
         "docs/trainer.md"
     )
+
+
+def test_costs_are_told_from_what_muon_gains():
+    muon, adamw, signs = "muon, gradients, dense", "adamw, gradients, dense", "muon, local 10, sign"
+    warm = f"{signs}, warm 10 %"
+    dense = f"by AdamW and at {mapped(muon):.3f} by Muon."
+    text = text_of("benchmarks/results/best_use_of_a_byte.md")
+    for told in (
+        f"Dense gradients end at {mapped(adamw):.3f} nats {dense}",
+        f"{above(signs, muon):.3f} for those ten steps, {above(warm, muon):.3f} with the first",
+        f"difference to AdamW: {above(signs, adamw):+.3f}, and {above(warm, adamw):+.3f}.",
+        f"what Muon gains by itself, {above(adamw, muon):.3f}.",
+    ):
+        assert told in text
+    assert f"Muon gains the {above(adamw, muon):.3f} between the two" in text_of("docs/local.md")
 
 
 @pytest.mark.parametrize("page", SETTINGS)

@@ -76,6 +76,10 @@ class Islands:
     **Joining and coming back** are one thing: `join` reads the newest snapshot, and replays the
     decisions since. No other island is asked, or waits.
 
+    **Numbers of steps.** An optimizer's count belongs to the island's own state: after joining with
+    a fresh state it is 0, and a schedule by it begins anew. `round`, which all share, times `every`
+    is the number to go by.
+
     **Off the critical path.** A thread posts, waits, reads and adds up. With `overlap`, the island
     makes so many more steps before it needs the result. It keeps what they moved (`mixing=None`).
 
