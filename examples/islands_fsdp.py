@@ -12,7 +12,8 @@ clouds announce that they take a machine, the island sends what it has, leaves, 
 When it comes back with that, it also has its moments, and what it still owes.
 
 The number of a step, t, follows the rounds, which all islands share. Learning rate and batches go
-by it, so both are right in each life of an island. The data are scikit-learn's 8x8 digits.
+by it, so both are right in each life of an island. The data are scikit-learn's 8x8 digits. On a
+machine with GPUs, leave out the two lines of `jax.config` and make the mesh of all its devices.
 """
 
 import argparse
