@@ -160,11 +160,11 @@ class Plan:
 
     def _choices(self) -> list[str]:
         if self.best == "dense" and self.local_steps > 1:
-            found = [f"best: dense, {self.speedup('dense'):.2f}x"]
+            found = [f"fastest: dense, {self.speedup('dense'):.2f}x"]
         elif self.best == "dense":
             found = ["best: use dense. No system that may be chosen saves a tenth of the time."]
         else:
-            found = [f"best: {self.best}, {self.speedup(self.best):.2f}x"]
+            found = [f"fastest: {self.best}, {self.speedup(self.best):.2f}x"]
         if self.local_steps > 1:
             found[0] += " over a dense exchange in each step"
         systems = [*(p.system for p in self.predictions), *(name for name, _ in self.left_out)]
@@ -173,7 +173,8 @@ class Plan:
             "",
             *(f"    {line}" for line in self._written()),
             "",
-            "Accuracy is not predicted: all but dense change what a step delivers. Train to see.",
+            "This ranks times, whatever they cost in accuracy. What was measured of that stands "
+            "below. For one recipe by both, give --step, --steps and --profile.",
             *Losses.shipped().table(map(_row, systems), self.local_steps),
         ]
 
