@@ -121,7 +121,7 @@ class Plan:
         is_local, with_step = self.local_steps > 1, self.step_seconds > 0
         columns: dict[str, Callable[[Prediction], str]] = {
             "system": lambda p: p.system,
-            "rounds": lambda p: str(p.rounds),
+            "collectives": lambda p: str(p.rounds),  # one after the other
             "received MB": lambda p: f"{p.received / 1e6:,.3f}",
             "network ms": lambda p: _ms(p.network),
             "computing ms": lambda p: _ms(p.computing),
