@@ -222,8 +222,6 @@ def _plan(args: argparse.Namespace) -> None:
         print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
     elif len(plans) == 1:
         print(*plans.values())
-        if args.step is None:
-            print("\nFor recipes, their hours and losses: give --step, --steps and --profile.")
     else:
         print(compared(plans))
 

@@ -1,8 +1,9 @@
-"""Each number among README's results, and in the tables of docs/which.md, is in a file of results.
+"""Each number in README, docs/which.md and tables of docs/local.md is in a file of results.
 
-`readme` and `which` write sentences and rows from files of results, as the pages have them. Each is
-found in its page, and cut out. What is left then has no number but those of `SETTINGS`. The first
-table of docs/which.md has the planner's answers: see tests/test_planner_recipes.py.
+`readme`, `which` and `local` write sentences and rows from files of results, as the pages have
+them. Each is found in its page, and cut out. What is left then has no number but those of
+`SETTINGS`. The first table of docs/which.md has the planner's answers: see
+tests/test_planner_recipes.py.
 """
 
 import functools
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxsparse.planner.losses import Losses
 from jaxsparse.planner.recipes import EXCHANGES, Recipe
 from jaxsparse.traffic import traced_bytes
 
@@ -53,14 +55,29 @@ SETTINGS = {
         "for an assumed 0.1 s",
     ),
     "docs/which.md": (
-        "| 10 Mbit/s | 100 Mbit/s | 1 Gbit/s |",
-        "(CPU, H100)",
-        "an H100",
-        "links below 1 Gbit/s",
+        "in 16 bits now",
+        "1B parameters, 8 workers)",
+        "as two steps: 8 steps dense, 12 with delay=1, where",
+        "next step, 12 with 2 local steps, and 15 with streaming",
+        "times of an H100",
+        "(bf16)",
+        '"int2"',
+        "EF21",
+        "fewer than 1,024 elements",
+        "batches, 8 simulated workers, and the better of two",
+        "ranges of 3 seeds.",
+        "(Adam, 600 steps)",
+        "(300 steps)",
+        "41 stands for 41 of every 4,096 elements, 1 %;",
+        "| below 1, what waits",
         "| 0.01 | at 0.001 an entry",
         "4 bytes an entry instead of 8",
         "none for gradients, 0.95 for local steps",
         "do not let a schedule end at 0:",
+    ),
+    "docs/local.md": (
+        "| 10 Mbit/s | 100 Mbit/s | 1 Gbit/s |",
+        "| H = 10 | H = 30 | H = 100 |",
     ),
 }
 
@@ -246,59 +263,52 @@ def readme() -> Iterator[str]:
 
 def which() -> Iterator[str]:
     """Rows of docs/which.md."""
-    # Measured on other models
-    small, large = (Local(x, "SparseLoCo H=10 12.5 %") for x in ("results", "results_10.9m"))
+    # What the costs are worth
+    signs, dense = "muon, local 10, sign", "{}, gradients, dense"
+    muon, adamw = (above(signs, dense.format(x)) for x in ("muon", "adamw"))
+    below = above(dense.format("adamw"), dense.format("muon"))
     yield (
-        f"| {small.above:.2f} to {large.above:.2f} nats at {small.received:.0f}x to "
-        f"{large.received:.0f}x fewer bytes received, {small.sent:.0f}x to {large.sent:.0f}x sent |"
+        f"Ten local steps of Muon by signs end {muon:.3f} nats above dense Muon, which ends "
+        f"{below:.3f} below dense AdamW. So they end {adamw:.3f} above dense AdamW."
     )
-    runs = load(RESULTS / "quantized.json")["results"]
-    words = [x["words"] for x in runs]
-    yield f"| nothing on digits at {words[0] / words[1]:.0f}x |"
-    in_bits = [
-        Local("results", "gradients, 4 bits"),
-        Local("results_10.9m", "gradients, 4 bits"),
-        Trained("text", "4 bits, before Adam"),
+    losses = Losses.shipped()
+    assert losses.shorter is not None
+    seeds = {len(end.losses) for end in losses.ends.values()}
+    yield (
+        f"a transformer of {frontier.SIZES['136k'].parameters:,} parameters, with "
+        f"{frontier.WORKERS} workers, in {losses.steps:,} steps, with {min(seeds)} to "
+        f"{max(seeds)} seeds"
+    )
+    rows = ("mean H=10", "SparseLoCo H=10 12.5 %", "gradients, 4 bits")
+    mean, sparse, bits = (Local("results_10.9m", x).above for x in rows)
+    settings, seeds = (
+        load(LOCAL / "results_10.9m.json")["settings"],
+        gpt()["10mbit"][rows[0]].curves,
+    )
+    yield (
+        f"On a GPT of 10.9M parameters, AdamW, {settings['steps']:,} steps and {len(seeds)} seeds, "
+        f"ten local steps cost {mean:.2f} nats by their mean, {sparse:.2f} by `sparse_loco()`, and "
+        f"four bits of gradients {bits:.2f}"
+    )
+    both = [
+        (losses.of(recipe), losses.shorter.of(recipe))
+        for recipe in losses.recipes
+        if str(recipe) in losses.shorter.ends and not recipe.exchange.startswith("random")
     ]
-    behind = [
-        Local("results", "updates, chunks"),
-        Local("results", "updates, SparDL 1 %"),
-        Local("results_10.9m", "updates, chunks"),
-        Trained("text", "SparDL, behind Adam"),
-        Trained("text", "SparDL, behind Adam, 2-bit values"),
-        Trained("text", "top-k, behind Adam, 2-bit values"),
-        Trained("text", "chunked top-k, behind Adam"),
+    times = [
+        b.excess / a.excess for a, b in both if a is not None and b is not None and a.excess > 0.01
     ]
-    for rows in (in_bits, behind):
-        nats, times = ([getattr(x, name) for x in rows] for name in ("above", "received"))
-        yield (
-            f"| {min(nats):.2f} to {max(nats):.2f} nats at {min(times):.0f}x to {max(times):.0f}x |"
-        )
-    yield f"| nothing on digits at {Trained('digits', 'SparDL').received:.0f}x |"
+    assert len(times) > 20
+    yield (
+        f"After {losses.shorter.steps} steps instead of {losses.steps:,}, with the same rates, "
+        "recipes that cost a hundredth and more, but blind draws, cost "
+        f"{min(times):.1f} to {max(times):.1f} times as much."
+    )
 
-    # Is the network your bottleneck?
-    plans = [load(RESULTS / f"planning_{x}.json") for x in ("cpu", "h100")]
-    for rate, *both in zip((1, 10, 25, 100, 400), *plans, strict=True):
-        dense, best = zip(*map(dense_and_best, both), strict=True)
-        yield f"| {rate} Gbit/s | {', '.join(dense)} s | {' | '.join(best)} |"
-
-    # How slow is the link?
-    for name, method in {
-        "gradients, dense": "dense",
-        "gradients, 4 bits (`qsgd(4)`)": "gradients, 4 bits",
-        "updates behind Adam, `chunked_top_k()` (2 seeds)": "updates, chunks",
-        "each 10 steps: what they moved, dense mean": "mean H=10",
-        "the same, `diloco()`": "DiLoCo H=10",
-        "the same, `sparse_loco(k=512)`": "SparseLoCo H=10 12.5 %",
-        "the same, `sparse_loco(k=64)`": "SparseLoCo H=10",
-    }.items():
-        found, rates = Local("results_10.9m", method), ("10mbit", "100mbit", "1gbit")
-        seconds = [seconds_to(1.4, method, x) for x in rates if method in SYSTEMS]
-        cells = [f"{x:,.0f} s " for x in seconds] or ["", "", ""]
-        yield (
-            f"| {name} | {found.loss:.3f} ± {found.spread:.3f} | {found.sent:,.0f}x | "
-            f"{'| '.join(cells)}|"
-        )
+    # Which optimizer?
+    runs = {x["method"]: x for x in load(RESULTS / "quantized.json")["results"]}
+    words = runs["dense"]["words"] / runs["int8, feedback"]["words"]
+    yield f'`quantized("int8")` ({words:.0f} times fewer bytes)'
 
     # Side by side
     for name, (text, digits) in {
@@ -326,39 +336,67 @@ def which() -> Iterator[str]:
         yield f"| {name} | {cells}"
 
 
+def local() -> Iterator[str]:
+    """Rows of docs/local.md."""
+    for name, method in {
+        "gradients, dense": "dense",
+        "gradients, 4 bits (`qsgd(4)`)": "gradients, 4 bits",
+        "updates behind Adam, `chunked_top_k()` (2 seeds)": "updates, chunks",
+        "each 10 steps: what they moved, dense mean": "mean H=10",
+        "the same, `diloco()`": "DiLoCo H=10",
+        "the same, `sparse_loco(k=512)`": "SparseLoCo H=10 12.5 %",
+        "the same, `sparse_loco(k=64)`": "SparseLoCo H=10",
+    }.items():
+        found, rates = Local("results_10.9m", method), ("10mbit", "100mbit", "1gbit")
+        seconds = [seconds_to(1.4, method, x) for x in rates if method in SYSTEMS]
+        cells = [f"{x:,.0f} s " for x in seconds] or ["", "", ""]
+        yield (
+            f"| {name} | {found.loss:.3f} ± {found.spread:.3f} | {found.sent:,.0f}x | "
+            f"{'| '.join(cells)}|"
+        )
+    yield f"(dense gradients: {Local('results', 'dense').loss:.3f})"
+    for name, method in {
+        "plain mean": "mean H={}",
+        "`diloco(0.3)`, or 0.7 at H = 30": "DiLoCo H={}",
+        "`sparse_loco(k=512)`": "SparseLoCo H={} 12.5 %",
+        "`sparse_loco(k=123)`": "SparseLoCo H={} 3 %",
+        "`sparse_loco(k=64)`": "SparseLoCo H={}",
+    }.items():
+        found = [Local("results", method.format(every)) for every in (10, 30, 100)]
+        fewer = Local("results", "mean H=10").sent
+        if "sparse" in name:
+            words = " fewer bytes sent" if "512" in name else ""
+            name += f", {found[0].sent / fewer:.0f} times{words}"
+        yield f"| {name} | {' | '.join(f'{x.loss:.3f}' for x in found)} |"
+
+
 def factor(times: float) -> str:
     return f"{times:.1f}x" if 1.05 < times < 9.95 else f"{times:.0f}x"
-
-
-def dense_and_best(plan: dict[str, Any]) -> tuple[str, str]:
-    """Seconds of a dense exchange, and the best system with its factor."""
-    found = {x["system"]: x for x in plan["predictions"]}
-    best, dense = plan["best"], found["dense"]["exchange"]
-    name = "dense" if best == "dense" else f"`{best.removesuffix('_packed')}`"
-    name += ", packed" if best.endswith("_packed") else ""
-    times = found[best]["speedup"]
-    digits = f"{times:.0f}" if times > 9.95 or best == "dense" else f"{times:.1f}"
-    return f"{dense:.1f}" if dense > 1 else f"{dense:.2f}", f"{name} | {digits}x"
 
 
 # --- the pages, as they are
 
 
 def text_of(page: str) -> str:
-    """A page in one line, without blocks of code and targets of links. Of docs/which.md, tables."""
+    """A page in one line, without blocks of code and targets of links.
+
+    Of docs/which.md, all but its first table, and of docs/local.md, tables of losses.
+    """
     text = (ROOT / page).read_text()
     text = re.sub(r"^```.*?^```$|^    .*?$", "", text, flags=re.MULTILINE | re.DOTALL)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     if page == "docs/which.md":
-        tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
         assert tables[0].startswith("| dense exchange over step |")
-        text = "\n".join(tables[1:])
+        text = text.replace(tables[0], "")
+    if page == "docs/local.md":
+        text = "\n".join(table for table in tables if "held-out" in table)
     return " ".join(re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text).split())
 
 
 @functools.cache
 def results_of(page: str) -> list[str]:
     """What a page should say."""
-    return [*{"README.md": readme, "docs/which.md": which}[page]()]
+    return [*{"README.md": readme, "docs/which.md": which, "docs/local.md": local}[page]()]
 
 
 def check(page: str, text: str) -> None:

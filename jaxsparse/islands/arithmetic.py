@@ -22,6 +22,7 @@ from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked
 from jaxsparse.feedback import by_message
+from jaxsparse.feedback.store import ErrorFeedbackState
 from jaxsparse.outer.worker import Select, displacement, picked, put_back, replaced, skips, widened
 from jaxsparse.processes.digest import Digested
 
@@ -65,6 +66,7 @@ class Arithmetic:
         params: see `Islands`.
         mixing: see `Islands`.
         weighted: see `Islands`.
+        late_decay: see `Islands`.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class Arithmetic:
         params: Select,
         mixing: float | None = None,
         weighted: bool = False,
+        late_decay: float = 1.0,
     ) -> None:
-        self._weighted = weighted
+        self._weighted, self._late_decay = weighted, late_decay
         self._tx = optax.with_extra_args_support(outer)
         self._pick = params
         self._init = jax.jit(self._tx.init)
@@ -241,10 +244,22 @@ class Arithmetic:
     def _own(self, begun: Begun, before: Shared, counts: bool) -> list[Any]:
         """What an island keeps of its own, without the others' messages.
 
-        If its own does not count, it keeps all of it.
+        If its own does not count, it keeps all of it, or what `late_decay` leaves.
         """
-        after = self._received(begun.words[None], None, begun, before, counts=counts)
-        return own_leaves(after.outer)
+        outer = self._received(begun.words[None], None, begun, before, counts=counts).outer
+        if not counts and self._late_decay != 1:
+            fade = lambda x: x * jnp.asarray(self._late_decay, x.dtype)
+            is_feedback = lambda node: isinstance(node, ErrorFeedbackState)
+            outer = jax.tree.map(
+                lambda node: (
+                    node._replace(residual=jax.tree.map(fade, node.residual))
+                    if is_feedback(node)
+                    else node
+                ),
+                outer,
+                is_leaf=is_feedback,
+            )
+        return own_leaves(outer)
 
     def _go_on(
         self, worker: Any, begun: Begun, params: Any, mixing: float | None

@@ -7,6 +7,7 @@ An island that is late follows the decisions that it missed, and sends what it o
 that is open then. Else one that is slower than the others would always be late, and never count.
 """
 
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,8 @@ from jaxsparse.islands.rounds import GoneError
 
 if TYPE_CHECKING:
     from jaxsparse.islands.member import Member
+
+_LOG = logging.getLogger("jaxsparse.islands")  # a line for each round
 
 
 class Report(NamedTuple):
@@ -45,6 +48,14 @@ class Report(NamedTuple):
     sent: int
     applied: bool
     digest: str
+
+    def __str__(self) -> str:
+        when = "replayed" if self.waited is None else f"decided after {self.waited:.1f} s"
+        without = "" if self.counted or self.waited is None else ", without this island"
+        return (
+            f"round {self.round} of {', '.join(self.members)}: {when}{without}, "
+            f"{self.sent / 1e6:.2f} MB sent, {self.received / 1e6:.2f} MB received"
+        )
 
 
 class Exchange:
@@ -170,18 +181,18 @@ class Exchange:
                 self._go_to(*found, counts, begun)
                 return
         self._go_to(_placed(after, before), decision.round + 1, counts, begun)
-        member.reports.append(
-            Report(
-                decision.round,
-                tuple(decision.lives),
-                counts,
-                waited,
-                sum(4 * len(each) for each in messages),
-                0 if waited is None else 4 * member.words,
-                applied,
-                self._digest_now(),
-            )
+        report = Report(
+            decision.round,
+            tuple(decision.lives),
+            counts,
+            waited,
+            sum(4 * len(each) for each in messages),
+            0 if waited is None else 4 * member.words,
+            applied,
+            self._digest_now(),
         )
+        member.reports.append(report)
+        _LOG.info("%s: %s", member.name, report)
         if begun is not None:
             self._take_turn(tuple(decision.lives))
 

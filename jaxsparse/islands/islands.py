@@ -5,7 +5,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -80,6 +80,8 @@ class Islands:
     a fresh state it is 0, and a schedule by it begins anew. `round`, which all share, times `every`
     is the number to go by.
 
+    **Told.** `status()` has a report of each round, and the logger "jaxsparse.islands" a line.
+
     **Off the critical path.** A thread posts, waits, reads and adds up. With `overlap`, the island
     makes so many more steps before it needs the result. It keeps what they moved (`mixing=None`).
 
@@ -109,6 +111,9 @@ class Islands:
         store: where islands meet.
         name: this island's name: letters, digits, "-" and "_".
         every: local steps in a round, H. Islands may differ in it.
+        round_seconds: seconds after which the next step ends a round, too, even if it has fewer
+            than `every`: rounds by time, in which a slow island makes fewer steps and is in time.
+            Then let messages weigh by what they hold (`weighted`). None: rounds by steps alone.
         quorum: the least number of islands that decide on a round. With fewer, all wait.
         grace: seconds after its own message, after which an island no longer waits for those that
             were in time in the last round. An island that dies costs the others this time, once.
@@ -116,8 +121,15 @@ class Islands:
         mixing: None: moves made during an exchange are kept. A number in [0, 1) is the weight of
             the island's own parameters against the global ones, as in Streaming DiLoCo.
         snapshots: rounds from one snapshot to the next. The island whose turn it is writes it.
+        late_decay: factor in [0, 1] by which all that this island owes shrinks in each round in
+            which its message does not count. 1: nothing is lost, only late. Below 1, what was
+            delivered and what it owes add up to less than what it moved, and with 0 a late
+            displacement is dropped whole: it was made from old parameters. (The norm of what comes
+            late is cut by an exchange with `clip="median"`.)
         weighted: whether messages count by weights, which each call of a step gives, such as its
             number of tokens. Otherwise all count alike. All islands must agree.
+        members: names of the islands that may take part, the same on all of them. Messages of
+            others are left out, with a warning. None: all that use the same settings may.
         params: function that picks the parameters from a state, see `jaxsparse.LocalSteps`.
         loss: function that picks the loss, a scalar, from the second result of `step`. The means of
             rounds stand in the run's log, for `python -m jaxsparse islands`. None: no losses there.
@@ -145,7 +157,10 @@ class Islands:
         overlap: int = 0,
         mixing: float | None = None,
         snapshots: int = 10,
+        round_seconds: float | None = None,
+        late_decay: float = 1.0,
         weighted: bool = False,
+        members: Collection[str] | None = None,
         params: Select | None = None,
         loss: Callable[[Any], Any] | None = None,
         poll: float = 0.2,
@@ -169,6 +184,12 @@ class Islands:
         for label, seconds in (("grace", grace), ("poll", poll), ("patience", patience)):
             if not static_float(label, seconds) >= 0:
                 raise ValueError(f"{label}={seconds} must be a number of seconds, at least 0")
+        if round_seconds is not None and not static_float("round_seconds", round_seconds) > 0:
+            raise ValueError(
+                f"round_seconds={round_seconds} must be above 0, or None for rounds by steps"
+            )
+        if not 0 <= static_float("late_decay", late_decay) <= 1:
+            raise ValueError(f"late_decay={late_decay} must lie in [0, 1]")
         if mixing is not None and not 0 <= static_float("mixing", mixing) < 1:
             raise ValueError(f"mixing={mixing} must lie in [0, 1), or be None")
         if isinstance(store, (str, os.PathLike)):
@@ -177,13 +198,15 @@ class Islands:
         self._poll, self._patience = poll, patience
         self._prepared = {0}  # numbers of members for which programs are compiled
         self._member = Member(
-            Arithmetic(outer, params or params_of, mixing, weighted),
+            Arithmetic(outer, params or params_of, mixing, weighted, late_decay),
             store,
             name,
             quorum=quorum,
             grace=grace,
             snapshots=snapshots,
             weighted=weighted,
+            members=members,
+            round_seconds=round_seconds,
         )
         self._running: _Running | None = None
         self._waiting = 0.0
@@ -280,7 +303,7 @@ class Islands:
         )
         if state.steps >= self._overlap:
             state = self._waited(state)
-        if self._running is None and state.steps >= self._every:
+        if self._running is None and self._member.is_over(state.steps, self._every):
             state = self._begun(state)
             if self._overlap == 0:
                 state = self._waited(state)

@@ -1,10 +1,11 @@
 """One island: how it joins, and how a round begins and ends for it."""
 
+import hashlib
 import secrets
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from jaxsparse.islands.arithmetic import Arithmetic, Shared
@@ -46,6 +47,8 @@ class Member:
         grace: see `Islands`.
         snapshots: see `Islands`.
         weighted: see `Islands`.
+        members: see `Islands`.
+        round_seconds: see `Islands`.
         clock: seconds, for differences alone.
         new_life: makes a word for each time that it joins, which no other life of the island has.
 
@@ -66,13 +69,18 @@ class Member:
         grace: float,
         snapshots: int,
         weighted: bool = False,
+        members: Collection[str] | None = None,
+        round_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         new_life: Callable[[], str] = lambda: f"{time.time_ns():x}-{secrets.token_hex(4)}",
     ) -> None:
         self.arithmetic, self.store, self.clock = arithmetic, store, clock
         self.name, self.life, self._new_life = check_name(name), "", new_life
         self.quorum, self.grace, self.every_snapshot = quorum, grace, snapshots
-        self.weighted = weighted
+        self.weighted, self._round_seconds = weighted, round_seconds
+        self._members = None if members is None else frozenset(map(check_name, members))
+        if self._members is not None and name not in self._members:
+            raise ValueError(f"name={name!r} is none of members={sorted(self._members)}: add it")
         self.rank = zlib.crc32(name.encode()) & 0x7FFFFFFF
         self.reports: list[Report] = []
         self._rounds: Rounds | None = None
@@ -150,6 +158,12 @@ class Member:
             worker, *shared, catching_up.round, int(state.steps), float(state.weight)
         )
 
+    def is_over(self, steps: int, every: int) -> bool:
+        """Whether so many local steps end a round."""
+        limit = self._round_seconds
+        is_late = limit is not None and self.clock() - self._began >= limit
+        return steps >= every or (steps > 0 and is_late)
+
     def begin(
         self, state: IslandState, loss: float | None = None
     ) -> tuple[IslandState, Exchange | None]:
@@ -195,7 +209,9 @@ class Member:
         )
 
     def _prepare(self, shared: Shared, own: Any) -> None:
-        self.words, self.settings = self.arithmetic.described(shared, self.arithmetic.own(own))
+        self.words, settings = self.arithmetic.described(shared, self.arithmetic.own(own))
+        # So that all islands agree on who may take part.
+        self.settings = settings if self._members is None else _listed(settings, self._members)
         self._rounds = Rounds(
             self.store,
             self.name,
@@ -204,6 +220,7 @@ class Member:
             words=self.words,
             quorum=self.quorum,
             grace=self.grace,
+            allowed=self._members,
         )
 
     def newest(self, shared: Shared, after: int = -1) -> tuple[Shared, int] | None:
@@ -226,3 +243,9 @@ class Member:
     def snapshot(self, shared: Shared, round: int) -> bytes:
         """What `newest` reads, of the start of a round."""
         return to_snapshot(round, self.settings, self.arithmetic.arrays(shared))
+
+
+def _listed(settings: str, members: Collection[str]) -> str:
+    """Digest of settings and of who may take part."""
+    text = " ".join([settings, *sorted(members)])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -84,7 +84,8 @@ class Record:
         if settings is not None and record.settings != settings:
             raise BrokenError(
                 f"its settings are {record.settings}, and this run's are {settings}: another "
-                "model, outer optimizer or exchange, or another version of JAX or jaxsparse"
+                "model, outer optimizer, exchange or list of members, or another version of JAX or "
+                "jaxsparse"
             )
         if record.round != round:
             raise BrokenError(f"it says that it is of round {record.round}")

@@ -58,6 +58,7 @@ class Rounds:
         quorum: the least number of messages that count in a round.
         grace: seconds after an island's own message, after which it waits no longer for those that
             were in time in the last round.
+        allowed: names of the islands that may take part, or None for all.
     """
 
     def __init__(
@@ -70,10 +71,11 @@ class Rounds:
         words: int,
         quorum: int,
         grace: float,
+        allowed: frozenset[str] | None = None,
     ) -> None:
         self.store, self.name, self.life = store, name, life
         self.settings, self.words = settings, words
-        self.quorum, self.grace = quorum, grace
+        self.quorum, self.grace, self._allowed = quorum, grace, allowed
         self._good: dict[str, _Read] = {}  # by key, of the round that is awaited
         self._bad: set[str] = set()
         self._expected: tuple[int, frozenset[str]] = (-1, frozenset())
@@ -104,7 +106,10 @@ class Rounds:
         if data is None:
             return None
         try:
-            return Decision.from_bytes(data, round, self.settings)[0]
+            decision = Decision.from_bytes(data, round, self.settings)[0]
+            for name in decision.lives:
+                self._check_name(name)
+            return decision
         except BrokenError as error:
             warnings.warn(
                 f"the decision of round {round} can't be read: {error}. So nobody's message counts "
@@ -216,7 +221,12 @@ class Rounds:
                 by_name[name] = self._good[key]
         return [by_name[name] for name in sorted(by_name)]
 
+    def _check_name(self, name: str) -> None:
+        if self._allowed is not None and name not in self._allowed:
+            raise BrokenError(f"{name!r} is none of members={sorted(self._allowed)}")
+
     def _checked(self, key: str, data: bytes, round: int, name: str, life: str) -> _Read:
+        self._check_name(name)
         message, body = Message.from_bytes(data, round, self.settings)
         if (message.name, message.life) != (name, life):
             raise BrokenError(f"it says that it is {message.name}.{message.life}")

@@ -171,7 +171,7 @@ class _Island:
         except UnreachableError:
             if self.state is None or self.state.steps >= overlap:
                 return "wait"
-        if self.state.steps >= every and self._exchange is None:
+        if self._exchange is None and self._member.is_over(self.state.steps, every):
             self.state, self._exchange = self._member.begin(self.state)
             self._sent = self._owed
             return "begin"
@@ -201,6 +201,8 @@ def simulate(
     overlap: int = 0,
     mixing: float | None = None,
     snapshots: int = 10,
+    round_seconds: float | None = None,
+    late_decay: float = 1.0,
     poll: float = 0.2,
     latency: float = 0.0,
     bandwidth: float = math.inf,
@@ -225,6 +227,8 @@ def simulate(
         overlap: see `Islands`.
         mixing: see `Islands`.
         snapshots: see `Islands`.
+        round_seconds: see `Islands`.
+        late_decay: see `Islands`.
         poll: see `Islands`.
         latency: seconds until a message of no bytes is seen.
         bandwidth: bytes of messages a second from an island to the store. Reading takes no time.
@@ -258,7 +262,8 @@ def simulate(
     now = 0.0
     clock = lambda: now
     store = VirtualStore(latency, bandwidth, clock)
-    arithmetic, lives = Arithmetic(outer, params or params_of, mixing), itertools.count()
+    arithmetic = Arithmetic(outer, params or params_of, mixing, late_decay=late_decay)
+    lives = itertools.count()
 
     def member(name: str) -> Member:
         return Member(
@@ -268,6 +273,7 @@ def simulate(
             quorum=quorum,
             grace=grace,
             snapshots=snapshots,
+            round_seconds=round_seconds,
             clock=clock,
             new_life=lambda: f"{next(lives):08d}",
         )

@@ -284,10 +284,11 @@ def plan_recipes(
     forecasts.sort(key=lambda f: (f.hours, _excess(f)))
     cheap = [f for f in forecasts if _excess(f) <= nats and f.hours <= MUCH_FASTER * baseline.hours]
     fast = [f for f in cheap if f.hours <= _ABOUT_AS_FAST * cheap[0].hours]
+    best = min(fast, key=_excess, default=baseline)
     return RecipePlan(
         forecasts=tuple(forecasts),
         baseline=baseline,
-        best=min(fast, key=_excess, default=baseline),
+        best=best,
         left_out=tuple(left_out),
         elements=elements,
         workers=predictor.workers,
@@ -295,7 +296,7 @@ def plan_recipes(
         step_seconds=step_seconds,
         nats=nats,
         dtype=dtype,
-        notes=_notes(losses, optimizer),
+        notes=_notes(losses, optimizer, None if best is baseline else best.recipe),
         conditions=predictor.conditions,
         options=tuple(predictor.options),
     )
@@ -317,7 +318,14 @@ def _asked(losses: Losses, optimizer: str, local_steps: int | None) -> Sequence[
     return [r for r in dict.fromkeys(found) if (r.what, r.exchange) != ("gradients", "dense")]
 
 
-def _notes(losses: Losses, optimizer: str) -> tuple[str, ...]:
+def _notes(losses: Losses, optimizer: str, best: Recipe | None) -> tuple[str, ...]:
+    """What stands below the table.
+
+    Args:
+        losses: the measurements.
+        optimizer: of the recipes.
+        best: the chosen recipe, if it is not to leave the trainer as it is.
+    """
     every = sorted({r.every for r in losses.recipes if r.is_local})
     lines = [
         f"Nats are above dense gradients by the same optimizer, {losses.setup}",
@@ -327,6 +335,13 @@ def _notes(losses: Losses, optimizer: str) -> tuple[str, ...]:
         "Hours are those of steps and exchanges, one after the other. Formats of 1 to 4 bits "
         "compute as one of 8 bits.",
     ]
+    short = losses.shorter
+    if short is not None and best is not None and str(best) in short.ends:
+        cost = short.ends[str(best)].above(short.dense(optimizer))[0]
+        lines.append(
+            f"The shorter a run, the more it costs: after {short.steps} steps in place of "
+            f"{losses.steps:,}, {best} was at {cost:+.3f}."
+        )
     if optimizer == "adamw":
         gain, _ = losses.dense("adamw").above(losses.dense("muon"))
         lines.append(f"Muon ended {gain:.3f} nats below AdamW there, both dense: --optimizer muon.")
