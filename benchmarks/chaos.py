@@ -54,6 +54,7 @@ from jaxsparse.islands.records import Decision
 from jaxsparse.islands.rounds import decision_key, posted, rounds_in
 from jaxsparse.planner import plan_islands
 from jaxsparse.planner.network import Link
+from jaxsparse.planner.requests import Item, added
 from jaxsparse.planner.units import bytes_per_second
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "islands"
@@ -231,6 +232,7 @@ class Chaos:
         self.events: list[dict[str, Any]] = []
         self.struck: list[numbers.Struck] = []
         self.ended: list[str] = []
+        self.latency = Link().latency  # of a small request, as the story ends
 
     def start(self, name: str, pause: float) -> None:
         args, server = self._args, self.server
@@ -320,6 +322,15 @@ class Chaos:
             if deed.what:
                 print(f"{deed.time:.0f} s: {deed.what} {deed.name}", flush=True)
                 self.do(deed, args.away)
+        seconds = time.monotonic() - began
+        if self.server is not None:
+            self.latency = float(np.median([self._asked() for _ in range(9)]))
+        return seconds
+
+    def _asked(self) -> float:
+        """The seconds of a request, without a proxy."""
+        began = time.monotonic()
+        self.store.get("none")
         return time.monotonic() - began
 
     def deeds(self) -> list[Deed]:
@@ -426,18 +437,6 @@ def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, An
     stall = numbers.longest_stall(steps, chaos.struck)
     usual = float(np.median([step.seconds for step in steps]))
     points = numbers.curve(events, counted, LENGTH * args.batch)
-    shapes = nnx.eval_shape(lambda: model.Transformer(args.width, 2, 4, LENGTH, nnx.Rngs(0)))
-    plan = plan_islands(
-        sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param))),
-        args.islands,
-        link=Link(bandwidth=args.rate),
-        step_seconds=usual + args.pause,
-        every=args.every,
-        overlap=args.overlap,
-        grace=args.grace,
-        poll=args.poll,
-    )
-    planned = next(one for one in plan.rounds if one.exchange == "sparse_loco()")
     sent = sum(e["sent"] > 0 for e in events)
     counts = None if chaos.server is None else chaos.server.counts.sum(axis=0)
     return {
@@ -456,18 +455,57 @@ def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, An
         "counted": sum(counted.values()),
         "tokens": LENGTH * args.batch * sum(counted.values()),
         "unlike": [r for r, found in sorted(run.digests_of(events).items()) if len(found) > 1],
-        "megabytes": None if counts is None else round(float(counts[:2].sum()) / sent / 1e6, 4),
-        "requests": None if counts is None else round(float(counts[2]) / sent, 2),
-        "planned": {
-            "megabytes": round((1 + args.islands) * planned.message / 1e6, 4),
-            "requests": planned.requests,
-        },
+        "megabytes": None if counts is None else round(float(counts[:, :2].sum()) / sent / 1e6, 4),
+        "requests": None if counts is None else round(float(counts[:, 2].sum()) / sent, 2),
+        "items": None if counts is None else by_kind(counts / sent),
+        "planned": planned(args, chaos, usual, sent),
         "ended": chaos.ended,
         "load": round(os.getloadavg()[1], 1),
         "cores": os.cpu_count(),
         "jax": jax.__version__,
         "curve": [(round(x), round(y, 4)) for x, y in numbers.thinned(points)],
     }
+
+
+def planned(args: argparse.Namespace, chaos: Chaos, usual: float, sent: int) -> dict[str, Any]:
+    """Megabytes and requests of an island in a round by the plan, with those of joining."""
+    shapes = nnx.eval_shape(lambda: model.Transformer(args.width, 2, 4, LENGTH, nnx.Rngs(0)))
+    waits = [e["waited"] for e in chaos.events if e["sent"] > 0]
+    plan = plan_islands(
+        sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param))),
+        args.islands,
+        link=Link(chaos.latency, args.rate),
+        step_seconds=usual + args.pause,
+        every=args.every,
+        overlap=args.overlap,
+        grace=args.grace,
+        poll=args.poll,
+        decided_after=sum(waits) / len(waits),
+    )
+    one = next(one for one in plan.rounds if one.exchange == "sparse_loco()")
+    again = len(numbers.by_life(chaos.steps)) - args.islands
+    all_of = [
+        of_round + (args.islands * first + again * join) / sent
+        for of_round, first, join in zip(one.asked, one.start, one.join)
+    ]
+    requests, *both_ways = all_of
+    return {
+        "megabytes": round(sum(both_ways) / 1e6, 4),
+        "requests": round(requests, 2),
+        "items": {item.kind: [round(x, 3) for x in with_headers(item)] for item in one.items},
+    }
+
+
+def with_headers(item: Item) -> list[float]:
+    """As `by_kind`."""
+    asked = added([item])
+    return [asked.sent, asked.received, asked.requests]
+
+
+def by_kind(counts: np.ndarray) -> dict[str, list[float]]:
+    """Bytes to the server, bytes from it, and requests, by kind."""
+    rows = zip(proxy.KINDS, counts)
+    return {kind: [round(float(x), 3) for x in row] for kind, row in rows if any(row)}
 
 
 def runs(path: Path) -> list[dict[str, Any]]:

@@ -74,6 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--overlap", type=int, metavar="STEPS", help="steps of islands beside an exchange (0)")
     add("--failures", type=float, metavar="RATE", help="of an island in an hour (0)")
     add("--grace", type=_read(units.seconds), metavar="TIME", help="see jaxsparse.islands (60s)")
+    add("--poll", type=_read(units.seconds), metavar="TIME", help="see jaxsparse.islands (200ms)")
+    add(
+        "--decided-after",
+        type=_read(units.seconds),
+        metavar="TIME",
+        help="from an island's message to the decision, in the mean (all are equally fast)",
+    )
+    add("--snapshots", type=_read(units.whole), metavar="ROUNDS", help="from one to the next (10)")
     add(
         "--bandwidth",
         type=_read(lambda text: (text, units.bytes_per_second(text))),
@@ -227,7 +235,7 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 # Flags of `plan` that only some of its tables have.
-_OF_ISLANDS = ("every", "overlap", "failures", "grace")
+_OF_ISLANDS = ("every", "overlap", "failures", "grace", "poll", "decided_after", "snapshots")
 _OF_RECIPES = ("nats", "optimizer", "dtype")
 _OF_BOTH = ("steps", "optimizer")  # recipes and islands
 _OF_SYSTEMS = ("density", "systems")
@@ -301,12 +309,7 @@ def _plan_islands(args: argparse.Namespace) -> None:
         content = [dataclasses.asdict(found) for found in plans.values()]
         for one, found in zip(content, plans.values()):
             one["rounds"] = [
-                {
-                    **each._asdict(),
-                    "loss": each.loss and each.loss._asdict(),
-                    "hours": found.hours(each),
-                }
-                for each in found.rounds
+                {**each.as_dict(), "hours": found.hours(each)} for each in found.rounds
             ]
         print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
         return

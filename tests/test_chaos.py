@@ -104,10 +104,24 @@ def test_a_bucket_lets_its_rate_through():
 @pytest.mark.parametrize("size", [1, 7, 40, 1000])
 def test_requests_are_counted_however_bytes_are_cut(size):
     body = b"GET / HTTP/1.1\r\n\r\n"  # a body that looks like a request
-    put = b"PUT /a HTTP/1.1\r\nContent-Length: %d\r\nx: y\r\n\r\n" % len(body) + body
-    data = b"GET /b HTTP/1.1\r\nhost: c\r\n\r\n" + put + put + b"DELETE /a HTTP/1.1\r\na: b\r\n\r\n"
-    requests = proxy.Requests()
-    assert sum(requests.add(data[i : i + size]) for i in range(0, len(data), size)) == 4
+    length = b"Content-Length: %d\r\nx: y\r\n\r\n" % len(body)
+    data = (
+        b"GET /runs/chaos/decisions/00000001 HTTP/1.1\r\nhost: c\r\n\r\n"
+        b"PUT /runs/chaos/messages/00000001/a.0 HTTP/1.1\r\n" + length + body,
+        b"GET /runs?list-type=2&prefix=chaos%2Fmessages%2F00000001%2F HTTP/1.1\r\na: b\r\n\r\n",
+        b"POST /runs?delete HTTP/1.1\r\n" + length + body,
+        b"HEAD /runs HTTP/1.1\r\na: b\r\n\r\nnonsense\r\n\r\n",
+    )
+    joined, requests = b"".join(data), proxy.Requests()
+    parts = [joined[i : i + size] for i in range(0, len(joined), size)]
+    assert [proxy.KINDS[kind] for part in parts for kind in requests.add(part)] == [
+        "get decisions",
+        "create messages",
+        "names messages",
+        "delete",
+        "other",
+        "other",
+    ]
 
 
 def test_each_is_struck_in_turn_and_has_time_to_recover():

@@ -268,10 +268,13 @@ class Exchange:
         if self.round % every or not members:
             return
         is_ours = members[self.round // every % len(members)] == member.name
-        newest = max((r for r in member.rounds.snapshots() if r <= self.round), default=0)
-        if is_ours or self.round - newest > every:
+        if is_ours or self.round - self._newest() > every:
             self._snapshot = self.round, member.snapshot(self.shared, self.round)
             self._keep()
+
+    def _newest(self) -> int:
+        """The round of the newest snapshot up to now."""
+        return max((r for r in self._member.rounds.snapshots() if r <= self.round), default=0)
 
     def _keep(self) -> None:
         assert self._snapshot is not None
