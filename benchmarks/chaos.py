@@ -482,7 +482,7 @@ def planned(args: argparse.Namespace, chaos: Chaos, usual: float, sent: int) -> 
         poll=args.poll,
         decided_after=sum(waits) / len(waits),
     )
-    one = next(one for one in plan.rounds if one.exchange == "sparse_loco()")
+    one = next(one for one in plan.rounds if one.exchange == "top 1/8")
     again = len(numbers.by_life(chaos.steps)) - args.islands
     all_of = [
         of_round + (args.islands * first + again * join) / sent

@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of the whole run: print recipes, or a run of islands, with hours and measured losses",
     )
     add("--nats", type=float, help="of held-out loss that a recipe may cost at most (0.1)")
-    add("--optimizer", help="of the recipes: adamw or muon (adamw)")
+    add("--optimizer", help="of recipes: adamw or muon (adamw)")
     add("--dtype", help="in which gradients travel now: float32 or bfloat16 (float32)")
     add(
         "--profile",
@@ -237,7 +237,7 @@ def _plan(args: argparse.Namespace) -> None:
 # Flags of `plan` that only some of its tables have.
 _OF_ISLANDS = ("every", "overlap", "failures", "grace", "poll", "decided_after", "snapshots")
 _OF_RECIPES = ("nats", "optimizer", "dtype")
-_OF_BOTH = ("steps", "optimizer")  # recipes and islands
+_OF_BOTH = ("steps", "optimizer", "nats")  # recipes and islands
 _OF_SYSTEMS = ("density", "systems")
 _OF_WORKERS = (
     "network",
@@ -290,8 +290,6 @@ def _plan_recipes(args: argparse.Namespace, networks: dict[str, Any], profile: A
 
 def _plan_islands(args: argparse.Namespace) -> None:
     _refuse(args, _OF_WORKERS, "--workers")
-    if args.steps is None:
-        _refuse(args, ("optimizer",), "--steps N")
     if args.bandwidth is None or not args.step:
         raise ValueError("--islands needs --bandwidth (100Mbit) and --step (1s)")
     latency = 20e-3 if args.latency is None else args.latency

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.arrays.settings import static_count, static_float
-from jaxsparse.planner.losses import Loss, Losses
+from jaxsparse.planner.losses import ABOUT_AS_FAST, Loss, Losses
 from jaxsparse.planner.network import Link, Network
 from jaxsparse.planner.planning import MUCH_FASTER, Predictor
 from jaxsparse.planner.profiles import SystemProfile
@@ -175,9 +175,6 @@ class RecipePlan:
         ]
 
 
-# Among recipes that take this many times the hours of the fastest, the loss decides.
-_ABOUT_AS_FAST = 1.05
-
 _RATE = "It was measured with lr = {:g} at its peak, on a small model: begin with your own."
 _AXIS = (
     'The axis of the workers is "data". If yours has another name, give axis_name= to the exchange '
@@ -283,7 +280,7 @@ def plan_recipes(
             left_out.append((str(recipe), str(error)))
     forecasts.sort(key=lambda f: (f.hours, _excess(f)))
     cheap = [f for f in forecasts if _excess(f) <= nats and f.hours <= MUCH_FASTER * baseline.hours]
-    fast = [f for f in cheap if f.hours <= _ABOUT_AS_FAST * cheap[0].hours]
+    fast = [f for f in cheap if f.hours <= ABOUT_AS_FAST * cheap[0].hours]
     best = min(fast, key=_excess, default=baseline)
     return RecipePlan(
         forecasts=tuple(forecasts),

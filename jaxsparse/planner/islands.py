@@ -8,54 +8,40 @@ which runs the protocol itself. `planner.requests` has the requests, item by ite
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxsparse import outer
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.feedback.by_message import message_words
 from jaxsparse.planner import requests
-from jaxsparse.planner.losses import Loss, Losses
+from jaxsparse.planner.losses import ABOUT_AS_FAST, Loss, Losses
 from jaxsparse.planner.network import Link
-from jaxsparse.planner.recipes import OPTIMIZERS, Recipe
-from jaxsparse.systems import quantized
+from jaxsparse.planner.recipes import EXCHANGES, OPTIMIZERS, Recipe, island_options
 
 # Requests of a round besides messages, one after the other: two looks for a decision with a list
 # between them, one more look or the decision, and a look whether the others are ahead. The
 # simulation gives these no time.
 _IN_TURN = 5
 
-Make = Callable[[], optax.GradientTransformation]
+# What islands may exchange in one message, by its name in recipes.
+NAMES = ("dense", "int8", "int4", "int2", "sign", "top 1/8", "top 1/64")
 
 
-def _gathered(bits: str) -> optax.GradientTransformation:
-    return quantized(bits, gather=True, axis_name=None, is_dense=lambda *_: False)  # type: ignore[arg-type]
-
-
-def _chunks(k: int) -> optax.GradientTransformation:
-    return outer.sparse_loco(k=k, axis_name=None, is_dense=lambda *_: False)
-
-
-# Exchanges of one message, and what recipes call them where they were trained.
-EXCHANGES: dict[str, tuple[Make, str | None]] = {
-    'quantized("bfloat16", gather=True)': (lambda: _gathered("bfloat16"), None),
-    'quantized("int4", gather=True)': (lambda: _gathered("int4"), "int4"),
-    'quantized("sign", gather=True)': (lambda: _gathered("sign"), "sign"),
-    "sparse_loco()": (lambda: _chunks(512), "top 1/8"),
-    "sparse_loco(k=64)": (lambda: _chunks(64), "top 1/64"),
-}
+def exchange(name: str) -> optax.GradientTransformation:
+    """The transformation as islands need it."""
+    options = {option: value for option, (_, value) in island_options(name).items()}
+    return EXCHANGES[name].transformation(**options)
 
 
 class IslandRound(NamedTuple):
     """A round with one exchange. Bytes and requests are those of one island, in the mean.
 
     Attributes:
-        exchange: how it is written.
+        exchange: its name in recipes.
         message: bytes of an island's message, without its header.
         sizes: bytes of objects in the store. The snapshot is that of an outer optimizer without
             momentum, which adds as many bytes as parameters have.
@@ -113,6 +99,8 @@ class IslandsPlan:
         grace: seconds that others wait for an island that has died.
         snapshots: rounds from one snapshot to the next.
         rounds: the rounds.
+        poll: seconds from one look at the store to the next.
+        nats: what the chosen recipe may cost at most.
         steps: steps of the whole run, or None.
         optimizer: inside, "adamw" or "muon".
     """
@@ -125,9 +113,22 @@ class IslandsPlan:
     failures: float
     grace: float
     snapshots: int
+    poll: float
+    nats: float
     rounds: tuple[IslandRound, ...]
     steps: int | None = None
     optimizer: str = "adamw"
+
+    @property
+    def best(self) -> IslandRound | None:
+        """Of those that were measured to cost at most `nats`, the one that wastes the least time.
+
+        Of those that take at most 5 % more, the one that ends lowest. None if there is none.
+        """
+        cheap = [one for one in self.rounds if _excess(one) <= self.nats]
+        most = max((one.goodput for one in cheap), default=0.0)
+        fast = [one for one in cheap if most <= ABOUT_AS_FAST * one.goodput]
+        return min(fast, key=_excess, default=None)
 
     def hours(self, one: IslandRound) -> float | None:
         """Hours of a live island until so many of its steps count."""
@@ -146,13 +147,39 @@ class IslandsPlan:
 
     def __str__(self) -> str:
         run = [] if self.steps is None else self._run(self.steps)
-        return "\n".join([*self._rounds(), *self._joins(), *run])
+        return "\n".join([*self._rounds(), *self._joins(), *run, "", *self._answer()])
+
+    def _answer(self) -> list[str]:
+        """One recipe, as Python."""
+        source = [
+            f"Nats are {self.optimizer}'s with {self.every} local steps, without failures, above "
+            "dense gradients by the",
+            f"same optimizer, {Losses.shipped().setup}",
+        ]
+        if self.best is None:
+            least = min((_excess(one) for one in self.rounds), default=math.inf)
+            known = f"the least is {least:+.3f}" if least < math.inf else "nothing was measured"
+            return [
+                f"best: none. Nothing with {self.every} local steps of {self.optimizer} is known "
+                f"to cost {self.nats:g} nats or less:",
+                f"{known}. Fewer steps a round (--every 3) and --optimizer muon cost less. --nats "
+                "allows more.",
+                "",
+                *source,
+            ]
+        recipe = Recipe(self.optimizer, "local", self.every, self.best.exchange)
+        settings = {"overlap": self.overlap, "grace": self.grace, "snapshots": self.snapshots}
+        return [
+            f"best within {self.nats:g} nats: {recipe}, {self.best.loss}",
+            "",
+            *(f"    {line}" for line in recipe.on_islands({**settings, "poll": self.poll})),
+            "",
+            *source,
+        ]
 
     def _run(self, steps: int) -> list[str]:
         """The lines of a whole run."""
-        cells: list[tuple[str, ...]] = [
-            ("exchange", "hours", "read GB", "sent GB", "requests", "nats above dense", "")
-        ]
+        cells: list[tuple[str, ...]] = [("exchange", "hours", "read GB", "sent GB", "requests")]
         for one in self.rounds:
             asked = self.of_the_run(one)
             assert asked is not None
@@ -163,25 +190,19 @@ class IslandsPlan:
                     f"{asked.received / 1e9:,.1f}",
                     f"{asked.sent / 1e9:,.1f}",
                     f"{asked.requests:,.0f}",
-                    "" if one.loss is None else str(one.loss),
-                    "not measured" if one.loss is None else one.loss.source,
                 )
             )
         return [
             "",
             f"{steps:,} steps that count, of a live island, which joins again after each failure:",
             "",
-            *aligned(cells, right=range(1, 6)),
-            "",
-            f"Nats: {self.optimizer}, {self.every} local steps, without failures, above dense "
-            "gradients by the same optimizer,",
-            Losses.shipped().setup,
+            *aligned(cells, right=range(1, 5)),
         ]
 
     def _rounds(self) -> list[str]:
         """The lines of a round."""
         heads = ("exchange", "message MB", "round s", "waits s", "steps that count")
-        cells: list[tuple[str, ...]] = [(*heads, "read MB", "sent MB", "requests")]
+        cells = [(*heads, "read MB", "sent MB", "requests", "nats above dense")]
         for one in self.rounds:
             cells.append(
                 (
@@ -193,6 +214,7 @@ class IslandsPlan:
                     f"{one.asked.received / 1e6:,.2f}",
                     f"{one.asked.sent / 1e6:,.2f}",
                     f"{one.asked.requests:.1f}",
+                    "not measured" if one.loss is None else str(one.loss),
                 )
             )
         return [
@@ -205,7 +227,9 @@ class IslandsPlan:
             "Predicted by formula. Steps that count: share of the time of live islands, which",
             "falls while they wait, too. Read MB, sent MB and requests: of one island in a round,",
             "with snapshots, deleting and HTTP's headers. What residuals of sparse exchanges held",
-            "is lost with a process, and is not counted here.",
+            "is lost with a process, and is not counted here. A store must have a message before",
+            "others read it, so an exchange takes longer than one in which all send and receive at",
+            "once, as with --workers.",
         ]
 
     def _joins(self) -> list[str]:
@@ -231,6 +255,10 @@ class IslandsPlan:
             "",
             "Seconds: of the link. Starting a process and compiling come on top.",
         ]
+
+
+def _excess(one: IslandRound) -> float:
+    return math.inf if one.loss is None else one.loss.excess
 
 
 def _join(
@@ -264,6 +292,7 @@ def plan_islands(
     decided_after: float | None = None,
     steps: int | None = None,
     optimizer: str = "adamw",
+    nats: float = 0.1,
 ) -> IslandsPlan:
     """Predicts what rounds of islands take, see `jaxsparse.islands.Islands`.
 
@@ -304,6 +333,7 @@ def plan_islands(
             more.
         steps: of the whole run, whose hours, bytes and requests are printed, too. None: of a round.
         optimizer: inside, "adamw" or "muon": of which the losses are printed.
+        nats: what the chosen recipe may cost at most, above dense gradients.
 
     Raises:
         ValueError: numbers are out of range, or failures so frequent that nothing counts.
@@ -322,6 +352,7 @@ def plan_islands(
         ("grace", grace),
         ("poll", poll),
         ("decided_after", wait),
+        ("nats", nats),
     ):
         if not static_float(name, value) >= 0:
             raise ValueError(f"{name}={value} must be at least 0")
@@ -340,8 +371,8 @@ def plan_islands(
     if decided_after is not None:
         looks = decided_after / (poll + 2 * link.latency)
     found = []
-    for name, (make, trained) in EXCHANGES.items():
-        tx = make()
+    for name in NAMES:
+        tx = exchange(name)
         state = jax.eval_shape(tx.init, vector)
         words = message_words(tx, vector, state)
         sizes = requests.objects(words, islands, vector, state)
@@ -354,8 +385,7 @@ def plan_islands(
         join = _join(link, islands, sizes, (snapshots - 1) / 2, busy + waited)
         stalls = max(0.0, busy / 2 - beside) + (islands - 1) * max(0.0, grace - beside)
         goodput = busy / (busy + waited) * (1 - rate * busy / 2) / (1 + rate * stalls)
-        recipe = None if trained is None else Recipe(optimizer, "local", every, trained)
-        loss = None if recipe is None else Losses.shipped().of(recipe)
+        loss = Losses.shipped().of(Recipe(optimizer, "local", every, name))
         found.append(
             IslandRound(
                 name,
@@ -381,6 +411,8 @@ def plan_islands(
         failures,
         grace,
         snapshots,
+        poll,
+        nats,
         tuple(found),
         steps,
         optimizer,

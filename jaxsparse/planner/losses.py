@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.planner.recipes import EXCHANGES, Recipe
 
+# Among recipes that take this many times the hours of the fastest, the loss decides.
+ABOUT_AS_FAST = 1.05
+
 _SHIPPED = Path(__file__).with_name("losses.json")
 
 
