@@ -703,6 +703,8 @@ def test_where_a_jitted_step_stood(way):
     for t, batch in enumerate(batches):
         if t == 3:  # another process goes on
             state, train = jax.tree.map(jnp.array, state), make()
+            if way == "simulated":
+                train.init(start)  # shapes to restore it into
         rest = (jax.random.fold_in(key, t), jnp.float32(0.5))
         lowered = train.lower(state, batch, None, *rest)
         assert lowered.out_info[0]["w"].value.shape == (workers, 3)
