@@ -22,6 +22,9 @@ in a round, the story begins. Each `--period` seconds it strikes once, for `--aw
 
 The islands are struck in an order that `--seed` draws, as it draws batches. In the end all leave,
 at SIGTERM. Each run is a line of `chaos.jsonl`. chaos_numbers.py says what its numbers are.
+
+With `--synchronous`, the same happens to one `jax.distributed` job in place of islands, if the
+story is "calm" or "kill": see synchronous.py.
 """
 
 import argparse
@@ -47,6 +50,7 @@ import chaos_numbers as numbers
 import jax
 import numpy as np
 import proxy
+import synchronous
 from flax import nnx
 
 from jaxsparse.islands import Store
@@ -173,10 +177,11 @@ class Server:
             address = ("127.0.0.1", port)
             patient(lambda to=address: socket.create_connection(to).close(), OSError, 60.0)  # type: ignore[misc]
 
-    def store(self) -> Store:
-        """The store, without a proxy."""
+    def store(self, island: int | None = None) -> Store:
+        """The store, behind the proxy of an island or without one."""
         keys = {"access_key_id": "any", "secret_access_key": "any", "region": "us-east-1"}
-        config = {**keys, "endpoint": self._end}
+        end = self._end if island is None else f"http://127.0.0.1:{self._ports[island]}"
+        config = {**keys, "endpoint": end}
         return Store(self.url, config=config, client_options={"allow_http": True})
 
     def environment(self, island: int) -> dict[str, str]:
@@ -440,13 +445,9 @@ def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, An
     sent = sum(e["sent"] > 0 for e in events)
     counts = None if chaos.server is None else chaos.server.counts.sum(axis=0)
     return {
-        "story": args.story,
-        "seed": args.seed,
-        "seconds": round(seconds, 1),
-        "islands": args.islands,
+        **described(args, seconds),
+        **{key: getattr(args, key) for key in ("over", "rate", "poll", "alone", "quorum")},
         "settings": settings_of(args),
-        **{key: getattr(args, key) for key in ("over", "rate", "pause", "poll", "alone", "quorum")},
-        **{key: getattr(args, key) for key in ("period", "away")},
         "failures": sum(deed.what == STORIES[args.story].strike for deed in chaos.deeds()),
         "rounds": len(decisions),
         "usual": round(usual, 4),
@@ -460,10 +461,52 @@ def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, An
         "items": None if counts is None else by_kind(counts / sent),
         "planned": planned(args, chaos, usual, sent),
         "ended": chaos.ended,
+        "curve": [(round(x), round(y, 4)) for x, y in numbers.thinned(points)],
+    }
+
+
+def described(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """What lines of islands and of the synchronous job have in common."""
+    return {
+        "job": "synchronous" if args.synchronous else "islands",
+        **{key: getattr(args, key) for key in ("story", "seed", "islands", "pause")},
+        **{key: getattr(args, key) for key in ("period", "away")},
+        "seconds": round(seconds, 1),
         "load": round(os.getloadavg()[1], 1),
         "cores": os.cpu_count(),
         "jax": jax.__version__,
-        "curve": [(round(x), round(y, 4)) for x, y in numbers.thinned(points)],
+    }
+
+
+def synchronously(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs a story of the synchronous job. Its line."""
+    names = run.NAMES[: args.islands]
+    times = {"seconds": args.seconds, "period": args.period, "away": args.away}
+    story = deeds(STORIES[args.story], names, **times, seed=args.seed)
+    ran = synchronous.run(
+        args, [(deed.time, names.index(deed.name)) for deed in story if deed.what == "kill"]
+    )
+    counted = args.islands * ran.counted
+    return {
+        **described(args, ran.seconds),
+        "settings": {
+            key: getattr(args, key) for key in ("every", "batch", "lr", "width", "checkpoint_every")
+        },
+        "over": None,
+        "rate": None,
+        "failures": ran.failures,
+        "rounds": ran.counted // args.every,
+        "usual": round(float(np.median([step.seconds for step in ran.steps])), 4),
+        "stall": round(ran.stall, 2),
+        "saving": round(ran.saving, 3),
+        "made": args.islands * len(ran.steps),
+        "counted": counted,
+        "tokens": LENGTH * args.batch * counted,
+        "unlike": [],
+        "megabytes": None,
+        "requests": None,
+        "ended": [],
+        "curve": [],
     }
 
 
@@ -535,6 +578,8 @@ def options() -> argparse.ArgumentParser:
     add("--poll", type=float, default=0.2, help="seconds from one look at the store to the next")
     add("--alone", type=int, default=10_000, help="steps to go on if the store does not answer")
     add("--pause", type=float, default=0.0, help="seconds that all islands sleep in each step")
+    add("--synchronous", action="store_true", help="one jax.distributed job, not islands")
+    add("--checkpoint-every", type=int, default=30, metavar="STEPS", help="of --synchronous")
     add("--batch", type=int, default=8, help="windows in a step")
     add("--lr", type=float, default=0.01, help="learning rate of the inner AdamW")
     add("--width", type=int, default=64, help="of the transformer")
@@ -551,14 +596,19 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
     story = STORIES[args.story]
     args.seconds = 1200.0 if args.seconds is None else args.seconds
     args.away = story.away if args.away is None else args.away
-    args.over = args.over or ("folder" if args.story == "disk" else "s3")
+    if args.synchronous and args.story not in ("calm", "kill"):
+        parser.error(f"--story {args.story} is of islands: with --synchronous take calm or kill")
+    if args.synchronous and args.over:
+        parser.error(f"--over {args.over} is of islands: leave it out with --synchronous")
+    args.over = args.over or ("folder" if args.story == "disk" or args.synchronous else "s3")
     try:
         args.rate = bytes_per_second(args.rate)
     except ValueError as error:
         parser.error(f"--rate: {error}")
-    for flag in ("seconds", "period", "every", "batch", "width", "quorum", "poll", "lr"):
+    above_0 = ("seconds", "period", "every", "batch", "width", "quorum", "poll", "lr")
+    for flag in (*above_0, "checkpoint_every"):
         if not 0 < getattr(args, flag) < float("inf"):
-            parser.error(f"--{flag} {getattr(args, flag)} must be above 0")
+            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be above 0")
     for flag in ("seed", "pause", "alone", "grace", "away"):
         if not 0 <= getattr(args, flag) < float("inf"):
             parser.error(f"--{flag} {getattr(args, flag)} must be at least 0")
@@ -595,6 +645,9 @@ def main() -> None:
         print(numbers.table([line for line in runs(args.jsonl) if is_wanted(line)]))
         return
     args = checked(parser, args)
+    if args.synchronous:
+        add_line(args, synchronously(args))
+        return
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     processes = Processes()
@@ -607,6 +660,11 @@ def main() -> None:
             line = told(args, chaos, seconds)
         finally:
             processes.end()
+    add_line(args, line)
+
+
+def add_line(args: argparse.Namespace, line: dict[str, Any]) -> None:
+    """Adds a run to the results, and prints its row."""
     with args.jsonl.open("a") as file:
         file.write(json.dumps(line) + "\n")
     rows = numbers.table(runs(args.jsonl)).splitlines()

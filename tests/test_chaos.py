@@ -13,6 +13,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import chaos
 import chaos_numbers as numbers
 import proxy
+import synchronous
 
 sys.path.pop()
 
@@ -165,6 +166,9 @@ def test_flags_have_defaults_by_story():
         (("--story", "calm", "--overlap", "10"), "--overlap 10 must be at least 1 and less than"),
         (("--story", "calm", "--seconds", "nan"), "--seconds nan must be above 0"),
         (("--story", "calm", "--seed", "-1"), "--seed -1 must be at least 0"),
+        (("--story", "stop", "--synchronous"), "--story stop is of islands"),
+        (("--story", "calm", "--synchronous", "--over", "s3"), "--over s3 is of islands"),
+        (("--story", "calm", "--checkpoint-every", "0"), "--checkpoint-every 0 must be above 0"),
         (("--story", "calm", "--quorum", "5"), "--quorum 5 is more than --islands 4"),
     ],
 )
@@ -190,9 +194,32 @@ def test_a_table_compares_with_the_calm_run_of_the_same_seed_and_settings():
     assert len({row.count("|") for row in rows}) == 1
     assert "| +0.500 |" in rows[3]
     assert "+0.500" not in rows[2] + rows[4]
-    assert "| 90.0 % | yes |" in rows[3]
-    assert "| not in [7] |" in rows[4]
+    assert "| 90.0 % | 100.0 % | yes |" in rows[3]
+    assert "| 90.0 % |  | not in [7] |" in rows[4]
     assert "| 3.0 / 10.0 |" in rows[3]
+
+
+def test_a_synchronous_job_is_compared_with_its_own_calm_run():
+    of_islands = line(story="calm", curve=[])
+    job = {"job": "synchronous", "megabytes": None, "requests": None, "curve": []}
+    calm, kill = line(story="calm", **job), line(story="kill", **job, counted=45)
+    rows = numbers.table([of_islands, calm, kill]).splitlines()
+    assert rows[4].startswith("| kill, synchronous |")
+    assert "| 45.0 % | 50.0 % |" in rows[4]
+    assert "| 45.0 % |  |" in numbers.table([of_islands, kill]).splitlines()[3]
+
+
+def test_steps_that_are_made_again_count_once():
+    """Six steps of a second, a failure, and from the checkpoint after step 4 on three more."""
+    made = [*range(1, 7), 5, 6, 7]
+    times = [float(i) for i in range(1, 7)] + [20.0, 21.0, 22.0]
+    steps = [synchronous.Step(step, at, 1.0) for step, at in zip(made, times)]
+    inside, counted, stall = synchronous.told(steps, began=2.5, seconds=19.0)
+    assert [step.step for step in inside] == [3, 4, 5, 6, 5, 6]
+    assert counted == 6 - 2
+    assert stall == pytest.approx(20.0 - 6.0 - 1.0)
+    assert synchronous.told(steps, began=2.5, seconds=10.0)[1] == 4
+    assert synchronous.told(steps[:2], began=2.5, seconds=10.0)[:2] == ([], 0)
 
 
 @pytest.mark.slow
