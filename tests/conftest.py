@@ -41,6 +41,10 @@ def pytest_addoption(parser):
     )
     parser.addoption("--fuzz", type=int, default=0, help="cases of tests/test_fuzz.py to run, too")
     parser.addoption("--fuzz-seed", type=int, default=0, help="of these cases")
+    parser.addoption(
+        "--histories", type=int, default=0, help="histories of tests/test_histories.py to run, too"
+    )
+    parser.addoption("--histories-seed", type=int, default=0, help="of these histories")
 
 
 def pytest_configure(config):

@@ -1,6 +1,8 @@
 """A store in memory whose links fail, and islands on it whose moves are whole numbers."""
 
 import functools
+import hashlib
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +10,16 @@ import numpy as np
 import optax
 
 import jaxsparse
-from jaxsparse import systems
+from jaxsparse.feedback import by_message
 from jaxsparse.islands.arithmetic import Arithmetic
 from jaxsparse.islands.member import Member
+from jaxsparse.islands.records import Decision, Message, Snapshot
 from jaxsparse.islands.store import UnreachableError
 
 SIZE = 6
 OUTER = {
     "top_k": lambda: jaxsparse.top_k(0.4, axis_name=None, is_dense=lambda *_: False),
+    "most": lambda: jaxsparse.top_k(0.8, axis_name=None, is_dense=lambda *_: False),
     "int8": lambda: jaxsparse.quantized(
         "int8", gather=True, group_size=4, axis_name=None, is_dense=lambda *_: False
     ),
@@ -48,26 +52,45 @@ class Memory:
 
 
 class Link:
-    """An island's way to a store: it may be down, lose answers, or deliver what was sent late."""
+    """An island's way to a store. It may be down, lose answers, or deliver late what was sent.
+
+    `after` so many operations have passed. `meanwhile` is called once, right before the next
+    decision is created: another island may decide just then.
+    """
 
     def __init__(self, store):
-        self.store, self.is_down, self.loses_answers, self.is_slow = store, False, False, False
-        self.on_the_way = []
+        self.store, self.on_the_way, self.meanwhile = store, [], None
+        self.mend()
 
-    def deliver(self):
-        for operation in self.on_the_way:
+    @property
+    def works(self):
+        return not (self.is_down or self.loses_answers or self.is_slow)
+
+    def mend(self):
+        self.is_down = self.loses_answers = self.is_slow = False
+        self.after = 0
+
+    def deliver(self, last_first=False):
+        operations, self.on_the_way = self.on_the_way, []
+        for operation in reversed(operations) if last_first else operations:
             operation()
-        self.on_the_way = []
 
     def _passes(self, name, *args):
         operation = functools.partial(getattr(self.store, name), *args)
+        writes = name in ("create", "delete")
+        if self.meanwhile is not None and writes and args[0][:10] == "decisions/":
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+        if self.after > 0:
+            self.after -= 1
+            return operation()
         if self.is_down:
             raise UnreachableError("down")
-        if self.is_slow and name in ("create", "delete"):
+        if self.is_slow and writes:
             self.on_the_way.append(operation)
             raise UnreachableError("slow")
         found = operation()
-        if self.loses_answers:
+        if self.loses_answers and writes:
             raise UnreachableError("the answer was lost")
         return found
 
@@ -112,7 +135,126 @@ def residual(state):
     return np.asarray(state.outer[0].residual["w"].value).reshape(-1)
 
 
-@jax.jit
-def decoded(words):
-    """What a message of `OUTER["top_k"]` alone delivers."""
-    return systems.TopK(0.4).total(words[:, 1:], SIZE).mean
+@functools.cache
+def decoder(exchange="top_k"):
+    """A function from a message of `OUTER` to what it alone delivers, both NumPy arrays."""
+    tx, zeros = OUTER[exchange](), {"w": jnp.zeros((2, 3))}
+    state = tx.init(zeros)
+    _, posted = by_message.post(tx, zeros, state)
+    decode = jax.jit(lambda words: by_message.receive(tx, words, posted, zeros, state)[0]["w"])
+    return lambda words: np.asarray(decode(words[None])).reshape(-1)
+
+
+class Ledger:
+    """What all objects that were ever created say, without the library's rounds.
+
+    Attributes:
+        decisions: the decision of each round. One that can't be read has no members.
+        params, momentum: what follows from the decisions, as each round begins.
+    """
+
+    def __init__(self, store, exchange, weighted, quorum, grace):
+        self.store, self.exchange, self.weighted = store, exchange, weighted
+        self.quorum, self.grace = quorum, grace
+        self.decisions, self.params, self.momentum = [], [np.zeros(SIZE)], [np.zeros(SIZE)]
+        self.delivered, self.broken = {}, set()
+        self._stand, self._snapshots = {}, {}
+
+    def update(self):
+        """Reads what is new, and checks it."""
+        there = {k: data for k, data in self.store.objects.items() if k.startswith("decisions/")}
+        for key, data in self._stand.items():
+            assert there.get(key) == data, f"{key} is gone, or there is a second one"
+        self._stand = there
+        while (key := f"decisions/{len(self.decisions):08d}") in there:
+            self._add(key, there[key])
+
+    def members(self, round):
+        """The lives whose messages count in a round, by name."""
+        return {member.name: member.life for member in self.decisions[round].members}
+
+    def message(self, round, member):
+        """A message as it was sent: its header, and what it delivers."""
+        key = f"messages/{round:08d}/{member.name}.{member.life}"
+        if key not in self.delivered:
+            assert key in self.store.history, f"{key} counts, but nobody sent it"
+            data = self.store.history[key]
+            assert hashlib.sha256(data).hexdigest() == member.checksum, f"{key} was another one"
+            header, body = Message.from_bytes(data, round)
+            words = np.frombuffer(body, np.uint32)
+            self.delivered[key] = header, decoder(self.exchange)(words)
+        return self.delivered[key]
+
+    def _add(self, key, data):
+        round = len(self.decisions)
+        if key in self.broken:
+            decision = Decision(round, "", (), "", "", 0.0, 0)
+        else:
+            decision, _ = Decision.from_bytes(data, round)  # raises BrokenError
+            self._check(decision)
+        self.decisions.append(decision)
+        momentum = self.momentum[-1]
+        if decision.members:
+            found = [self.message(round, member)[1] for member in decision.members]
+            weights = [member.weight if self.weighted else 1.0 for member in decision.members]
+            momentum = 0.5 * momentum + np.average(found, 0, weights)
+            self.params.append(self.params[-1] - momentum)
+        else:
+            self.params.append(self.params[-1])
+        self.momentum.append(momentum)
+
+    def _check(self, decision):
+        there = {member.name for member in decision.members}
+        assert len(there) >= self.quorum, f"{len(there)} members are less than a quorum"
+        for member in decision.members:
+            header, _ = self.message(decision.round, member)
+            assert (header.weight, header.late) == (member.weight, member.late)
+        last = self.decisions[-1].members if self.decisions else ()
+        expected = {member.name for member in last if not member.late}
+        assert (expected and expected <= there) or decision.waited >= self.grace, (
+            f"round {decision.round} did not wait for {expected - there}"
+        )
+
+    def check_snapshots(self, shared):
+        """Snapshots hold what all have, and the last two stand, with the messages behind them.
+
+        `shared` has the arrays that all have as a round begins, by round, as far as they are known.
+        """
+        for key, data in self.store.history.items():
+            if key.startswith("snapshots/") and key not in self._snapshots:
+                self._snapshots[key] = self._arrays(data, int(key[-8:]))
+        for key, arrays in self._snapshots.items():
+            known = shared.get(int(key[-8:]))
+            if arrays is not None and known is not None:
+                assert len(arrays) == len(known), f"{key} is not all that islands share"
+                for one, other in zip(arrays, known):
+                    np.testing.assert_array_equal(one, other, f"{key} is another state")
+                self._snapshots[key] = None
+        kept = sorted(self._snapshots)[-2:]
+        for key in kept:
+            assert key in self.store.objects, f"{key} was deleted too early"
+        for round in range(int(kept[0][-8:]), len(self.decisions)):
+            for name, life in self.members(round).items():
+                key = f"messages/{round:08d}/{name}.{life}"
+                assert key in self.store.objects, f"{key} was deleted too early"
+
+    def _arrays(self, data, round):
+        header, body = Snapshot.from_bytes(data, round)
+        assert round <= len(self.decisions), f"a snapshot of round {round}, which has not begun"
+        arrays, start = {}, 0
+        for leaf in header.leaves:
+            size = math.prod(leaf.shape)
+            arrays[leaf.path] = np.frombuffer(body, leaf.dtype, size, start).reshape(leaf.shape)
+            start += arrays[leaf.path].nbytes
+        assert start == len(body)
+        for part, expected in ((".params", self.params), ("trace", self.momentum)):
+            found = [x for path, x in arrays.items() if part in path]
+            assert len(found) == 1, f"the snapshot of round {round} has {list(arrays)}"
+            near(found[0].reshape(-1), expected[round], f"the snapshot of round {round}")
+        return list(arrays.values())
+
+
+def near(found, expected, text):
+    """Whether arrays are equal up to rounding."""
+    size = 1.0 + np.max(np.abs(expected))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * size, err_msg=text)

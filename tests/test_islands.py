@@ -1,4 +1,4 @@
-"""Islands: rounds by an object store, through failures of all kinds."""
+"""Islands: rounds by an object store, through failures of all kinds. See test_histories.py, too."""
 
 import dataclasses
 import hashlib
@@ -15,15 +15,6 @@ import optax
 import pytest
 import reference_islands as reference
 import running
-from hypothesis import HealthCheck, Phase, settings, strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
-from jax.tree_util import tree_flatten_with_path
 from workers import some
 
 import jaxsparse
@@ -34,199 +25,6 @@ from jaxsparse.islands.arithmetic import Shared, _digest as digested
 from jaxsparse.islands.store import UnreachableError
 
 NAMES = ("amsterdam", "bergen", "cork", "dover")
-MOVES = st.lists(st.integers(-8, 8), min_size=reference.SIZE, max_size=reference.SIZE)
-ISLANDS = st.integers(0, len(NAMES) - 1)
-
-
-class Island:
-    """One of them, alive or not, and what it has moved and delivered in this life."""
-
-    def __init__(self, link):
-        self.link, self.member, self.state, self.exchange, self.saved = link, None, None, None, None
-
-
-class Rounds(RuleBasedStateMachine):
-    """Any history: one decision a round, equal parameters, nothing lost but with a process."""
-
-    quorum, unit = 1, 1.0
-
-    def __init__(self):
-        super().__init__()
-        self.store, self.time = reference.Memory(), 0.0
-        self.islands = [Island(reference.Link(self.store)) for _ in NAMES]
-        self.lives = itertools.count()
-        self.shared = {}  # what all have as a round begins, by round
-
-    @initialize()
-    def begins(self):
-        for i in range(2):
-            self.join(i, False)
-
-    @rule(i=ISLANDS, is_saved=st.booleans())
-    def join(self, i, is_saved):
-        island = self.islands[i]
-        if island.member is not None:
-            return
-        life = f"{next(self.lives):04d}"
-        island.member = reference.member(
-            island.link, NAMES[i], life, lambda: self.time, quorum=self.quorum
-        )
-        state = island.saved if is_saved and island.saved else reference.start()
-        try:
-            island.state = island.member.join(state)
-        except UnreachableError:
-            island.member = None
-            return
-        self.begin_account(island)
-
-    def begin_account(self, island):
-        """What the island owes at first, and what it moves and delivers from now on."""
-        island.account = reference.residual(island.state) + self.ahead(island.state)
-
-    def ahead(self, state):
-        """The displacement that is in no message yet."""
-        return np.asarray(state.params["w"] - state.worker[0]["w"]).reshape(-1)
-
-    @rule(i=ISLANDS, by=MOVES)
-    def train(self, i, by):
-        island = self.islands[i]
-        if island.member is not None:
-            by = np.float32(by) * np.float32(self.unit)
-            island.state = reference.moved(island.state, by)
-            island.account = island.account - by
-
-    @rule(i=ISLANDS)
-    def begin(self, i):
-        island = self.islands[i]
-        if island.member is not None and island.exchange is None:
-            island.state, island.exchange = island.member.begin(island.state)
-
-    @rule(i=ISLANDS)
-    def advance(self, i):
-        island = self.islands[i]
-        if island.exchange is None:
-            return
-        try:
-            is_done = island.exchange.advance()
-        except UnreachableError:
-            return
-        if is_done:
-            if island.exchange.counted:
-                island.account = island.account - self.delivered(island)
-            island.state = island.member.finish(island.state, island.exchange)
-            island.exchange = None
-            self.balance(island)
-
-    def delivered(self, island):
-        return np.asarray(reference.decoded(island.exchange.half.words[None]))
-
-    def balance(self, island):
-        owed = reference.residual(island.state) + self.ahead(island.state)
-        np.testing.assert_allclose(owed, island.account, rtol=1e-4, atol=1e-3 * self.unit)
-
-    @rule(order=st.permutations(range(len(NAMES))), by=MOVES, seconds=st.sampled_from([0.0, 6.0]))
-    def turn(self, order, by, seconds):
-        """What goes on as long as nothing happens."""
-        for i in order:
-            self.train(i, by[i:] + by[:i])
-            self.begin(i)
-            self.advance(i)
-        self.time += seconds
-        for i in order:
-            self.advance(i)
-
-    @rule(order=st.permutations(range(len(NAMES))), by=MOVES, without=ISLANDS)
-    def turns(self, order, by, without):
-        """Rounds while one is asleep."""
-        for _ in range(3):
-            self.turn([i for i in order if i != without], by, 6.0)
-
-    @rule(i=ISLANDS)
-    def save(self, i):
-        island = self.islands[i]
-        if island.member is not None and island.exchange is None:
-            island.saved = island.state
-
-    @rule(i=ISLANDS)
-    def kill(self, i):
-        island = self.islands[i]
-        island.member = island.state = island.exchange = None
-        island.link.is_down = island.link.loses_answers = island.link.is_slow = False
-
-    @rule(i=ISLANDS, down=st.booleans(), loses=st.booleans(), slow=st.booleans())
-    def weather(self, i, down, loses, slow):
-        link = self.islands[i].link
-        link.is_down, link.loses_answers, link.is_slow = down, loses, slow
-
-    @rule(i=ISLANDS)
-    def arrive_late(self, i):
-        self.islands[i].link.deliver()
-
-    @rule(seconds=st.sampled_from([1.0, 6.0]))
-    def wait(self, seconds):
-        self.time += seconds
-
-    @invariant()
-    def all_agree(self):
-        for island in self.islands:
-            if island.state is None:
-                continue
-            leaves = tree_flatten_with_path((island.state.params, island.state.outer))[0]
-            found = [np.asarray(x) for path, x in leaves if "per_worker" not in str(path)]
-            known = self.shared.setdefault(island.state.round, found)
-            for one, other in zip(found, known):
-                np.testing.assert_array_equal(one, other)
-
-    def teardown(self):
-        """With the store back, all who live go on, if they are enough."""
-        alive = [island for island in self.islands if island.member is not None]
-        if len(alive) < self.quorum:
-            return
-        for island in self.islands:
-            island.link.is_down = island.link.loses_answers = island.link.is_slow = False
-            island.link.deliver()
-        goal = 2 + max((island.state.round for island in alive), default=0)
-        for _ in range(12):
-            for i, island in enumerate(self.islands):
-                if island.member is not None:
-                    self.begin(i)
-                    self.advance(i)
-            self.time += 6.0
-        assert all(island.state.round >= goal for island in alive)
-        self.all_agree()
-
-
-class Fractions(Rounds):
-    """Of an exchange that rounds, with a quorum. The order of sums matters."""
-
-    quorum, unit = 2, 0.1
-
-
-def run_histories(machine, count, steps=40):
-    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-    options = settings(
-        max_examples=count,
-        stateful_step_count=steps,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=checks,
-        phases=[Phase.generate],  # shrinking would take minutes
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        run_state_machine_as_test(machine, settings=options)
-
-
-@pytest.mark.parametrize("machine", [Rounds, Fractions])
-def test_any_history(machine):
-    run_histories(machine, 10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", [Rounds, Fractions])
-def test_many_histories(machine):
-    run_histories(machine, 500, steps=30)
 
 
 def ran(members, states, rounds, batches, clock):
@@ -1102,6 +900,24 @@ def test_a_saved_state_is_not_sent_again_after_a_long_sleep(clock):
     with pytest.warns(UserWarning, match="amsterdam sent in round 0, after its state was saved"):
         back = reference.member(store, NAMES[0], "1", clock).join(state)
     np.testing.assert_array_equal(ahead(back), 0)
+
+
+def test_a_saved_state_is_not_sent_again_after_a_long_sleep_in_its_first_round(clock):
+    """Its former life's message is decided on after it has joined, and deleted in its sleep."""
+    store = reference.Memory()
+    (one, two), states = joined(store, NAMES[:2], clock, snapshots=2)
+    saved = reference.moved(states[0], np.arange(1, 7))
+    one.begin(saved)[1].advance()  # posts, and is killed
+    again = reference.member(store, NAMES[0], "again", clock, snapshots=2)
+    state = again.join(saved)
+    ran([two], states[1:], 9, np.zeros((9, 1, 6)), clock)
+    assert two.rounds.decided(0).lives[NAMES[0]] == "0"
+    state, exchange = again.begin(state)
+    with pytest.warns(UserWarning, match="amsterdam sent in round 0, after its state was saved"):
+        exchange.advance()
+    while not exchange.advance():
+        clock.now += 10
+    np.testing.assert_array_equal(ahead(again.finish(state, exchange)), 0)
 
 
 def test_who_joins_again_in_one_process_is_in_a_new_life():

@@ -255,8 +255,10 @@ class Exchange:
         if begun is not None:
             keep = member.arithmetic.sent if counts else member.arithmetic.owed
             shared = merged(shared, keep(begun, self.shared))
-        if member.joined_in is None and member.is_restored:
-            for each in range(self.round, round):
+        if member.is_restored:
+            # Once it trains, a former life can have sent in the round in which it joined alone.
+            end = round if member.joined_in is None else min(round, member.joined_in + 1)
+            for each in range(self.round, end):
                 passed = member.rounds.decided(each)
                 if passed is not None and not self.was_sent:
                     shared = self._without_sent(passed, shared)

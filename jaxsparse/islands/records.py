@@ -7,6 +7,7 @@ of its type. A body is words of a message, or the arrays of a snapshot. Nothing 
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -256,14 +257,21 @@ def _made(cls: type, fields: Any, what: str, more: dict[str, Any] | None = None)
         BrokenError: a field is missing, unknown or of another type.
     """
     more = more or {}
-    hints = get_type_hints(cls)
-    names = [field.name for field in dataclasses.fields(cls)]
+    hints = _hints(cls)
+    names = list(hints)
     if not isinstance(fields, dict) or sorted(fields) != sorted([*names, *more]):
         raise BrokenError(f"{what} must have the fields {', '.join([*more, *names])}")
     for name, value in more.items():
         if fields[name] != value:
             raise BrokenError(f"{what} says {name} {str(fields[name])[:40]!r}, not {value!r}")
     return cls(**{name: _typed(hints[name], fields[name], f"{name} of {what}") for name in names})
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of fields by name. To find them takes longer than all else of a small record."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def _typed(kind: Any, value: Any, what: str) -> Any:

@@ -1,0 +1,362 @@
+"""Histories of islands, drawn at random, and what must hold in each of them.
+
+Messages come late, in another order, or twice. Islands join, die, come back with a saved state or
+without, sleep, and decide at the same time. Stores fail in the middle, keep what they do not
+confirm, and are out of reach for some. In each history there is one decision a round, all have the
+same parameters bit for bit, these follow from the messages that count, what an island has
+delivered and what it owes add up to what it has moved, and a quorum goes on.
+"""
+
+import itertools
+import warnings
+
+import numpy as np
+import reference_islands as reference
+from hypothesis import HealthCheck, Phase, seed as seeded, settings, strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from jax.tree_util import tree_flatten_with_path
+
+from jaxsparse.islands.store import UnreachableError
+
+NAMES = ("amsterdam", "bergen", "cork", "dover")
+GRACE = 5.0
+MOVES = st.lists(st.integers(-8, 8), min_size=reference.SIZE, max_size=reference.SIZE)
+ISLANDS = st.integers(0, len(NAMES) - 1)
+ORDERS = st.permutations(range(len(NAMES)))
+
+
+class Island:
+    """One of them, alive or not.
+
+    Attributes:
+        owed: what it has moved in this life, and owed before, less what messages that counted have
+            delivered of it. With a residual's sign: what it still has to subtract.
+        beside: what it has moved since its exchange began.
+        weight: of its steps since the last message that counted.
+        settled: the first round whose decision is not in `owed` yet.
+        saved: a state, and what it owes, or None.
+    """
+
+    def __init__(self, link):
+        self.link, self.member, self.state, self.exchange, self.saved = link, None, None, None, None
+        self.is_busy = False
+
+    def die(self):
+        self.member = self.state = self.exchange = None
+
+
+class History(RuleBasedStateMachine):
+    """A quorum of one. Whole numbers are moved, so that sums are exact."""
+
+    quorum, unit, exchange, weighted = 1, 1.0, "top_k", False
+
+    def __init__(self):
+        super().__init__()
+        self.store, self.time = reference.Memory(), 0.0
+        self.islands = [Island(reference.Link(self.store)) for _ in NAMES]
+        self.lives = itertools.count()
+        self.shared, self.digests = {}, {}  # what all have as a round begins, by round
+        self.agreed = []  # parameters that were compared last
+        self.ledger = reference.Ledger(self.store, self.exchange, self.weighted, self.quorum, GRACE)
+
+    def member(self, link, name):
+        life = f"{next(self.lives):04d}"
+        return reference.member(
+            link,
+            name,
+            life,
+            lambda: self.time,
+            programs=reference.arithmetic(self.exchange, weighted=self.weighted),
+            quorum=self.quorum,
+            grace=GRACE,
+            weighted=self.weighted,
+        )
+
+    @initialize(count=st.integers(2, len(NAMES)))
+    def begins(self, count):
+        for i in range(count):
+            self.join(i, False)
+
+    @rule(i=ISLANDS, is_saved=st.booleans())
+    def join(self, i, is_saved):
+        island = self.islands[i]
+        if island.member is not None:
+            return
+        member = self.member(island.link, NAMES[i])
+        saved, owed, weight = (is_saved and island.saved) or (None, 0.0, 0.0)
+        try:
+            island.state = member.join(reference.start() if saved is None else saved)
+        except UnreachableError:
+            return
+        island.member, island.life = member, member.life
+        self.ledger.update()
+        now = island.state.round
+        if saved is not None and any(
+            NAMES[i] in self.ledger.members(round) for round in range(saved.round, now)
+        ):
+            owed, weight = 0.0, 0.0  # some of it was sent
+        island.owed, island.weight = np.zeros(reference.SIZE) + owed, weight
+        island.beside, island.settled = np.zeros(reference.SIZE), now
+        island.is_restored = saved is not None
+        self.balance(island)
+
+    @rule(i=ISLANDS, by=MOVES)
+    def train(self, i, by):
+        island = self.islands[i]
+        if island.member is None:
+            return
+        by, weight = np.float32(by) * np.float32(self.unit), float(1 + i) * self.weighted
+        island.state = reference.moved(island.state, by)
+        island.state = island.state._replace(weight=island.state.weight + weight)
+        island.owed, island.beside = island.owed - by, island.beside - by
+        island.weight += weight
+
+    @rule(i=ISLANDS)
+    def begin(self, i):
+        island = self.islands[i]
+        has_steps = island.weight > 0 or not self.weighted if island.member else False
+        if has_steps and island.exchange is None:
+            island.state, island.exchange = island.member.begin(island.state)
+            island.beside = np.zeros(reference.SIZE)
+
+    @rule(i=ISLANDS)
+    def advance(self, i):
+        island = self.islands[i]
+        if island.exchange is None or island.is_busy:
+            return
+        island.is_busy = True
+        try:
+            is_done = island.exchange.advance()
+        except UnreachableError:
+            return
+        finally:
+            island.is_busy = False
+        if is_done:
+            island.state = island.member.finish(island.state, island.exchange)
+            island.exchange = None
+            self.settle(island)
+
+    def settle(self, island):
+        """Accounts for the rounds that have passed for an island, as the store tells them."""
+        self.ledger.update()
+        name = island.member.name
+        for round in range(island.settled, island.state.round):
+            life = self.ledger.members(round).get(name)
+            if life == island.life:
+                (counted,) = (m for m in self.ledger.decisions[round].members if m.name == name)
+                message, delivered = self.ledger.message(round, counted)
+                island.owed = island.owed - delivered
+                island.weight -= message.weight * self.weighted
+            elif life is not None and island.is_restored and round == island.member.joined_in:
+                # A former life sent this after the state was saved. What was saved is dropped, and
+                # what was moved in this round, too.
+                island.owed = island.beside
+        island.settled = island.state.round
+        self.balance(island)
+
+    def balance(self, island):
+        state, name = island.state, island.member.name
+        for report in island.member.reports:
+            digest = self.digests.setdefault(report.round, report.digest)
+            assert report.digest == digest, f"{name} differs from others after {report.round}"
+        ahead = np.asarray(state.params["w"] - state.worker[0]["w"]).reshape(-1)
+        owed = reference.residual(state) + ahead
+        reference.near(owed, island.owed, f"{name} has moved more or less than it sent and owes")
+        assert state.weight == island.weight, f"{name} weighs {state.weight}, not {island.weight}"
+
+    @rule(order=ORDERS, by=MOVES, seconds=st.sampled_from([0.0, 6.0]))
+    def turn(self, order, by, seconds):
+        """What goes on as long as nothing happens."""
+        for i in order:
+            self.train(i, by[i:] + by[:i])
+            self.begin(i)
+            self.advance(i)
+        self.time += seconds
+        for i in order:
+            self.advance(i)
+
+    @rule(
+        order=ORDERS,
+        by=MOVES,
+        without=ISLANDS,
+        posts=st.booleans(),
+        rounds=st.sampled_from([2, 3, 8]),
+    )
+    def turns(self, order, by, without, posts, rounds):
+        """Rounds while one is asleep. It may have sent a message before."""
+        if posts:
+            self.send(without, by)
+        for _ in range(rounds):
+            self.turn([i for i in order if i != without], by, 6.0)
+
+    def send(self, i, by):
+        self.train(i, by)
+        self.begin(i)
+        self.advance(i)
+
+    @rule(i=ISLANDS, j=ISLANDS, by=MOVES)
+    def decide_meanwhile(self, i, j, by):
+        """An island sees that it is time to decide. Before it does, another one is faster."""
+
+        def meanwhile():
+            self.send(j, by)
+            self.time += 6.0
+            self.advance(j)
+
+        self.islands[i].link.meanwhile = meanwhile
+        self.send(i, by)
+        self.time += 6.0
+        self.advance(i)
+
+    @rule(i=ISLANDS, by=MOVES, after=st.integers(0, 12), loses=st.booleans())
+    def stumble(self, i, by, after, loses):
+        """Its store does not answer in the middle of an exchange."""
+        link = self.islands[i].link
+        if link.works:
+            link.is_down, link.loses_answers, link.after = not loses, loses, after
+            self.send(i, by)
+            self.advance(i)
+            link.mend()
+
+    @rule(i=ISLANDS)
+    def save(self, i):
+        island = self.islands[i]
+        if island.member is not None and island.exchange is None:
+            island.saved = island.state, island.owed, island.weight
+
+    @rule(i=ISLANDS)
+    def kill(self, i):
+        """Requests that are on the way still arrive."""
+        self.islands[i].die()
+        self.islands[i].link.mend()
+
+    @rule(i=ISLANDS, by=MOVES, is_saved=st.booleans(), order=ORDERS, asleep=st.sampled_from([0, 8]))
+    def restart(self, i, by, is_saved, order, asleep):
+        """It dies after it has sent a message, is back before the decision, and may sleep then."""
+        if is_saved:
+            self.save(i)
+        self.send(i, by)
+        self.kill(i)
+        self.join(i, is_saved)
+        for _ in range(asleep):
+            self.turn([j for j in order if j != i], by, 6.0)
+
+    @rule(
+        i=ISLANDS,
+        down=st.booleans(),
+        loses=st.booleans(),
+        slow=st.booleans(),
+        after=st.integers(0, 8),
+    )
+    def weather(self, i, down, loses, slow, after):
+        link = self.islands[i].link
+        link.is_down, link.loses_answers, link.is_slow, link.after = down, loses, slow, after
+
+    @rule(i=ISLANDS, last_first=st.booleans())
+    def arrive_late(self, i, last_first):
+        self.islands[i].link.deliver(last_first)
+
+    @rule(name=st.sampled_from([*NAMES, "eve"]), what=st.sampled_from(["message", "decision"]))
+    def litter(self, name, what):
+        """Somebody writes what can't be read."""
+        round = len(self.ledger.decisions)
+        if what == "message":
+            self.store.create(f"messages/{round:08d}/{name}.zzzz", b"half")
+        elif name == "eve" and self.store.create(f"decisions/{round:08d}", b"half"):
+            self.ledger.broken.add(f"decisions/{round:08d}")
+
+    @rule(seconds=st.sampled_from([1.0, 6.0]))
+    def wait(self, seconds):
+        self.time += seconds
+
+    @invariant()
+    def all_agree(self):
+        self.ledger.update()
+        self.ledger.check_snapshots(self.shared)
+        for island in self.islands:
+            if island.state is not None:
+                self.agrees(island.state)
+
+    def agrees(self, state):
+        """Has all that others have as this round begins, and what follows from messages."""
+        if any(state.params is one for one in self.agreed):
+            return
+        self.agreed = [state.params, *self.agreed[:7]]
+        leaves = tree_flatten_with_path((state.params, state.outer))[0]
+        found = [np.asarray(x) for path, x in leaves if "per_worker" not in str(path)]
+        if state.round not in self.shared:
+            params = np.asarray(state.params["w"]).reshape(-1)
+            expected = self.ledger.params[state.round]
+            reference.near(params, expected, f"parameters of round {state.round}")
+            self.shared[state.round] = found
+        for one, other in zip(found, self.shared[state.round], strict=True):
+            np.testing.assert_array_equal(one, other, f"parameters of round {state.round}")
+
+    def teardown(self):
+        """Those who can go on do, and all do once the store is back. Whoever joins has the same."""
+        self.go_on([island for island in self.islands if island.member and island.link.works])
+        for island in self.islands:
+            island.link.mend()
+            island.link.deliver()
+            island.link.meanwhile = None
+        alive = [island for island in self.islands if island.member is not None]
+        self.go_on(alive)
+        self.all_agree()
+        self.agrees(self.member(self.store, "observer").join(reference.start()))
+
+    def go_on(self, islands):
+        """Two rounds of some islands, if they are a quorum."""
+        if len(islands) < max(self.quorum, 1):
+            return
+        goal = 2 + max(island.state.round for island in islands)
+        # One that is late gives others as much time as its own steps took.
+        for _ in range(12 + int(self.time / 6)):
+            for i, island in enumerate(self.islands):
+                if island in islands:
+                    self.train(i, [i + 1] * reference.SIZE)
+                    self.begin(i)
+                    self.advance(i)
+            self.time += 6.0
+            if all(island.state.round >= goal for island in islands):
+                return
+        rounds = [island.state.round for island in islands]
+        raise AssertionError(f"a quorum does not go on: in rounds {rounds}, and not in {goal}")
+
+
+class Fractions(History):
+    """A quorum of two. Most entries travel, and are rounded in sums, so that the order matters."""
+
+    quorum, unit, exchange = 2, 0.1, "most"
+
+
+class Weighted(History):
+    """Messages weigh what the steps do that they hold."""
+
+    weighted = True
+
+
+MACHINES = (History, Fractions, Weighted)
+
+
+def run(machine, count, seed, steps=30):
+    """Runs as many histories. AssertionError has the first one that fails, as a program."""
+    options = settings(
+        max_examples=count,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],  # shrinking would take minutes
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        seeded(seed)(machine)
+        run_state_machine_as_test(machine, settings=options)

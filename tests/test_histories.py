@@ -1,0 +1,335 @@
+"""Any history of islands keeps the protocol, and no history does if a rule of it is broken.
+
+    pytest tests/test_histories.py --histories 10000 --histories-seed 7
+
+runs as many other histories, and prints one that fails as a program.
+"""
+
+from unittest import mock
+
+import histories
+import numpy as np
+import pytest
+import reference_islands as reference
+from histories import MACHINES, Fractions, History, Weighted
+from workers import some
+
+from jaxsparse.islands import arithmetic, exchange, member, records, rounds
+from jaxsparse.islands.store import UnreachableError
+
+AT_ONCE = 100  # histories of a test
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_any_history(machine):
+    histories.run(machine, 5, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", MACHINES)
+def test_many_histories(machine):
+    histories.run(machine, 350, seed=1)
+
+
+def pytest_generate_tests(metafunc):
+    if "part" in metafunc.fixturenames:
+        count = metafunc.config.getoption("--histories")
+        metafunc.parametrize("part", range(-(-count // AT_ONCE)))
+
+
+def test_more_histories(part, request):
+    seed = request.config.getoption("--histories-seed")
+    histories.run(MACHINES[part % len(MACHINES)], AT_ONCE, seed=f"{seed} {part}")
+
+
+# Faults: each replaces a part of the library, or of the store, by one that breaks a rule.
+
+
+def own_message_first(patch, programs):
+    right = rounds.Rounds.read
+
+    def read(self, decision):
+        words, names = right(self, decision), [each.name for each in decision.members]
+        own = names.index(self.name) if self.name in names else 0
+        return [words[own], *words[:own], *words[own + 1 :]] if words else words
+
+    patch(rounds.Rounds, "read", read)
+
+
+def late_loses_its_residual(patch, programs):
+    patch(programs, "owed", programs.sent)
+
+
+def counted_is_owed_still(patch, programs):
+    right = programs.shared
+
+    def shared(messages, weights, begun, before):
+        after, ok = right(messages, weights, begun, before)
+        return arithmetic.merged(after, programs.owed(begun, before)), ok
+
+    patch(programs, "shared", shared)
+
+
+def counted_in_its_sleep_is_owed_still(patch, programs):
+    patch(programs, "sent", programs.owed)
+
+
+def replay_skips_a_round(patch, programs):
+    right = exchange.Exchange._absorb
+
+    def absorb(self, decision, begun, waited):
+        if begun is None and decision.round % 3 == 2:
+            self._go_to(self.shared, decision.round + 1, False, None)
+        else:
+            right(self, decision, begun, waited)
+
+    patch(exchange.Exchange, "_absorb", absorb)
+
+
+def replay_stops_at_an_error(patch, programs):
+    """It takes a round for done whose messages it could not read."""
+    right = exchange.Exchange._absorb
+
+    def absorb(self, decision, begun, waited):
+        try:
+            right(self, decision, begun, waited)
+        except UnreachableError:
+            self._go_to(self.shared, decision.round + 1, self.counted, begun)
+            raise
+
+    patch(exchange.Exchange, "_absorb", absorb)
+
+
+def snapshot_of_another_round(patch, programs):
+    right = member.Member.snapshot
+
+    def snapshot(self, shared, round):
+        before, self.before = getattr(self, "before", shared), shared
+        return right(self, before, round)
+
+    patch(member.Member, "snapshot", snapshot)
+
+
+def snapshot_under_the_next_round(patch, programs):
+    right = exchange.Exchange._take_turn
+
+    def take_turn(self, members):
+        self.round += 1
+        right(self, members)
+        self.round -= 1
+
+    patch(exchange.Exchange, "_take_turn", take_turn)
+
+
+def snapshot_without_outer_state(patch, programs):
+    right = member.Member.snapshot
+
+    def snapshot(self, shared, round):
+        return right(self, self.arithmetic.start((shared.params, 0)), round)
+
+    patch(member.Member, "snapshot", snapshot)
+
+
+def joins_without_outer_state(patch, programs):
+    right = arithmetic.Arithmetic.from_arrays
+
+    def from_arrays(self, arrays, shared):
+        return right(self, arrays, shared)._replace(outer=shared.outer)
+
+    patch(arithmetic.Arithmetic, "from_arrays", from_arrays)
+
+
+def keeps_one_snapshot(patch, programs):
+    patch(rounds, "_KEPT", 1)
+
+
+def deletes_messages_before_the_last_snapshot(patch, programs):
+    right = rounds.Rounds.keep
+
+    def keep(self, round, snapshot):
+        right(self, round, snapshot)
+        for each in range(round):
+            names = self.store.names(rounds._folder(each))
+            self.store.delete([f"{rounds._folder(each)}/{name}" for name in names])
+
+    patch(rounds.Rounds, "keep", keep)
+
+
+def deletes_decisions(patch, programs):
+    right = rounds.Rounds.keep
+
+    def keep(self, round, snapshot):
+        right(self, round, snapshot)
+        self.store.delete([rounds.decision_key(each) for each in range(round - 3)])
+
+    patch(rounds.Rounds, "keep", keep)
+
+
+def the_store_overwrites(patch, programs):
+    def create(self, key, data):
+        self.history.setdefault(key, data)
+        self.objects[key] = data
+        return True
+
+    patch(reference.Memory, "create", create)
+
+
+def who_proposes_believes_itself(patch, programs):
+    right = rounds.Rounds.advance
+
+    def advance(self, round, waited):
+        proposed, create = [], self.store.create
+
+        def proposes(key, data):
+            proposed.append(records.Decision.from_bytes(data, round)[0])
+            return create(key, data)
+
+        with mock.patch.object(self, "store", mock.Mock(wraps=self.store, create=proposes)):
+            decision = right(self, round, waited)
+        return proposed[0] if proposed else decision
+
+    patch(rounds.Rounds, "advance", advance)
+
+
+def first_message_counts_twice(patch, programs):
+    right = rounds.Rounds.read
+
+    def read(self, decision):
+        words = right(self, decision)
+        return words[:1] + words
+
+    patch(rounds.Rounds, "read", read)
+
+
+def two_lives_count(patch, programs):
+    def posted(self, round):
+        pairs = rounds.posted(self.store, round)
+        keys = [(self._message_key(round, *pair), pair) for pair in pairs if pair[1] != "zzzz"]
+        found = [self._checked(key, self.store.get(key), round, *pair) for key, pair in keys]
+        return [each for each in found if each is not None]
+
+    patch(rounds.Rounds, "_posted", posted)
+
+
+def a_broken_message_counts(patch, programs):
+    right = rounds.Rounds._checked
+
+    def checked(self, key, data, round, name, life):
+        if data != b"half":
+            return right(self, key, data, round, name, life)
+        message = records.Message(round, self.settings, name, life, 1.0, "", False, None)
+        zeros = np.zeros(self.words, np.uint32)
+        return rounds._Read(message, zeros, records.checksum(data))
+
+    patch(rounds.Rounds, "_checked", checked)
+
+
+def with_other_settings(patch, **settings):
+    right = reference.member
+    patch(reference, "member", lambda *args, **usual: right(*args, **{**usual, **settings}))
+
+
+def no_quorum(patch, programs):
+    with_other_settings(patch, quorum=1)
+
+
+def no_grace(patch, programs):
+    with_other_settings(patch, grace=0.0)
+
+
+def waits_for_ever(patch, programs):
+    with_other_settings(patch, grace=float("inf"))
+
+
+def a_former_life_is_its_own(patch, programs):
+    lives = property(lambda self: {each.name: mock.ANY for each in self.members})
+    patch(records.Decision, "lives", lives)
+
+
+def lives_share_a_name(patch, programs):
+    with_other_settings(patch, new_life=lambda: "0")
+
+
+def saved_is_owed_still(patch, programs):
+    patch(exchange.Exchange, "_without_sent", lambda self, decision, shared: shared)
+
+
+def saved_is_owed_still_after_a_sleep(patch, programs):
+    right = exchange.Exchange._jump
+
+    def jump(self, decision, begun):
+        with mock.patch.object(self._member, "is_restored", False):
+            right(self, decision, begun)
+
+    patch(exchange.Exchange, "_jump", jump)
+
+
+def weights_of_one(patch, programs):
+    right = programs.shared
+    patch(programs, "shared", lambda words, weights, *more: right(words, 0 * weights + 1, *more))
+
+
+def late_loses_its_weight(patch, programs):
+    right = member.Member.finish
+
+    def finish(self, state, done):
+        done.counted = True
+        return right(self, state, done)
+
+    patch(member.Member, "finish", finish)
+
+
+UNLIKE = "(parameters|snapshot) of round|differs from others|has moved more or less"
+UNBALANCED = "has moved more or less"
+# Each with a machine that has what it takes, and what the machine finds.
+FAULTS = {
+    own_message_first: (Fractions, UNLIKE),
+    late_loses_its_residual: (History, UNBALANCED),
+    counted_is_owed_still: (History, UNBALANCED),
+    counted_in_its_sleep_is_owed_still: (History, UNBALANCED),
+    replay_skips_a_round: (History, UNLIKE),
+    replay_stops_at_an_error: (History, UNLIKE),
+    snapshot_of_another_round: (History, UNLIKE),
+    snapshot_under_the_next_round: (History, "snapshot"),
+    snapshot_without_outer_state: (History, "snapshot"),
+    joins_without_outer_state: (History, UNLIKE),
+    keeps_one_snapshot: (History, "was deleted too early"),
+    deletes_messages_before_the_last_snapshot: (History, "was deleted too early"),
+    deletes_decisions: (History, "is gone"),
+    the_store_overwrites: (History, "a second one"),
+    who_proposes_believes_itself: (History, UNLIKE),
+    first_message_counts_twice: (History, UNLIKE),
+    two_lives_count: (History, "one of them twice"),
+    a_broken_message_counts: (History, "no object of this version"),
+    no_quorum: (Fractions, "less than a quorum"),
+    no_grace: (History, "did not wait for"),
+    waits_for_ever: (History, "does not go on"),
+    a_former_life_is_its_own: (History, UNBALANCED),
+    lives_share_a_name: (History, UNBALANCED),
+    saved_is_owed_still: (History, UNBALANCED),
+    saved_is_owed_still_after_a_sleep: (History, UNBALANCED),
+    weights_of_one: (Weighted, UNLIKE),
+    late_loses_its_weight: (Weighted, "weighs"),
+}
+
+
+# These take more than a few histories to be found.
+SLOW = (
+    own_message_first,
+    late_loses_its_residual,
+    replay_skips_a_round,
+    replay_stops_at_an_error,
+    the_store_overwrites,
+    who_proposes_believes_itself,
+    saved_is_owed_still_after_a_sleep,
+    late_loses_its_weight,
+)
+USUAL = [fault for fault in FAULTS if fault not in SLOW]
+
+
+@pytest.mark.parametrize("fault", some(FAULTS, USUAL, SLOW), ids=lambda x: x.__name__)
+def test_histories_find_a_planted_fault(fault, monkeypatch):
+    machine, text = FAULTS[fault]
+    fault(monkeypatch.setattr, reference.arithmetic(machine.exchange, weighted=machine.weighted))
+    with pytest.raises((AssertionError, records.BrokenError), match=text):
+        histories.run(machine, 200, seed=2)
