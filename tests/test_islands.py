@@ -133,7 +133,7 @@ def test_what_comes_late_fades_as_asked_for(late_decay, clock):
     assert exchange.advance()
     assert (exchange.counted, exchange.round) == (True, 2)  # late, in the round that was open
     state = members[0].finish(state, exchange)
-    delivered = np.asarray(reference.decoded(exchange.half.words[None]))
+    delivered = reference.decoder()(exchange.half.words)
     np.testing.assert_array_equal(delivered + reference.residual(state), -8 * late_decay)
 
 

@@ -7,7 +7,7 @@ agree. What stays with an island itself comes from other programs.
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked
 from jaxsparse.feedback import by_message
 from jaxsparse.feedback.store import ErrorFeedbackState
+from jaxsparse.islands.lead import gathered
 from jaxsparse.outer.worker import Select, displacement, picked, put_back, replaced, skips, widened
 from jaxsparse.processes.digest import Digested
 
@@ -157,9 +158,9 @@ class Arithmetic:
         """The arrays of a snapshot."""
         for path, leaf in tree_flatten_with_path(shared)[0]:
             if not is_marked(path):
-                yield keystr(path), np.asarray(jax.device_get(leaf))
+                yield keystr(path), gathered(leaf)
 
-    def from_arrays(self, arrays: list[np.ndarray], shared: Shared) -> Shared:
+    def from_arrays(self, arrays: Iterable[np.ndarray], shared: Shared) -> Shared:
         """`shared` with the arrays of a snapshot. What is this island's own stays."""
         found = iter(arrays)
         place = lambda leaf, own: leaf if own else placed(next(found), leaf)
@@ -300,6 +301,9 @@ def placed(x: Any, like: Array) -> Array:
     """
     if not like.committed:
         return jnp.asarray(x)
+    if isinstance(x, np.ndarray) and not like.is_fully_addressable:
+        # All processes have all of it. `device_put` would compare them.
+        return jax.make_array_from_callback(x.shape, like.sharding, lambda index: x[index])
     return jax.device_put(x, like.sharding)
 
 

@@ -15,6 +15,7 @@ import optax
 from jaxsparse.arrays.settings import static_float, static_int
 from jaxsparse.islands.arithmetic import Arithmetic, structs
 from jaxsparse.islands.exchange import Exchange, Report
+from jaxsparse.islands.lead import is_first, led
 from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
@@ -35,7 +36,8 @@ class Status(NamedTuple):
         sent: bytes of its messages.
         received: bytes of the messages that it read.
         waiting: the seconds that training has waited for exchanges.
-        trouble: what the store said last, if an exchange is running and it does not answer.
+        trouble: what the store said last, if an exchange is running and it does not answer. Of
+            several processes, the first one knows.
     """
 
     name: str
@@ -94,8 +96,13 @@ class Islands:
     **Bits.** Islands on one kind of device with one version of JAX compute the same bits. Messages
     carry a digest of what they started from. An island that differs from most says so, and reloads.
 
-    What is not done: an island is one process (with any number of devices), all fragments are
-    exchanged at once, and statistics such as those of BatchNorm stay each island's own.
+    **Several processes.** An island may be a `jax.distributed` job of its own, with parameters on a
+    mesh of all of its devices. All of its processes make an `Islands` with the same settings, and
+    call `join`, steps and `leave` alike. The first one talks to the store, and others follow it.
+    Its thread posts, waits and reads. Devices work on the result where it is awaited.
+
+    What is not done: all fragments are exchanged at once, and statistics such as those of BatchNorm
+    stay each island's own.
 
     The idea and the names of Decoupled DiLoCo (arXiv 2604.21428): quorum, grace, and merging with
     weights.
@@ -141,7 +148,8 @@ class Islands:
 
     Raises:
         ValueError: settings out of range. From `join`: see `Member.join`; `outer` exchanges
-            nothing, or not in one message; or there are several processes.
+            nothing, or not in one message; or several processes of an island differ, or have
+            parameters that are not on devices of all.
     """
 
     def __init__(
@@ -194,6 +202,12 @@ class Islands:
             raise ValueError(f"mixing={mixing} must lie in [0, 1), or be None")
         if isinstance(store, (str, os.PathLike)):
             raise ValueError(f"store={store!r} is a text: give jaxsparse.islands.Store({store!r})")
+        self._settings = {
+            "name": name, "every": every, "quorum": quorum, "grace": grace, "overlap": overlap,
+            "mixing": mixing, "snapshots": snapshots, "round_seconds": round_seconds,
+            "late_decay": late_decay, "weighted": weighted, "poll": poll, "patience": patience,
+            "alone": alone,
+        }  # fmt: skip
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
         self._poll, self._patience = poll, patience
         self._prepared = {0}  # numbers of members for which programs are compiled
@@ -240,18 +254,13 @@ class Islands:
             ValueError: see `Islands`.
             ConnectionError: the store does not answer for `patience` seconds.
         """
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"this island has {jax.process_count()} processes, but only islands of one process "
-                "are possible so far: use jaxsparse.LocalSteps within jax.distributed"
-            )
         if self._running is not None:
             self._running.stop()
             self._running = None
         began, is_told = time.monotonic(), False
         while True:
             try:
-                joined = self._member.join(state)
+                joined = self._member.join(state, self._settings)
             except UnreachableError as error:
                 if not is_told:
                     warnings.warn(
@@ -260,7 +269,7 @@ class Islands:
                         stacklevel=2,
                     )
                     is_told = True
-                if time.monotonic() - began > self._patience:
+                if led(lambda: time.monotonic() - began > self._patience):
                     raise
                 time.sleep(self._poll)
             else:
@@ -339,7 +348,7 @@ class Islands:
         state = self._arrived(state, left())
         if state.steps and self._running is None:
             state = self._arrived(self._begun(state), left())
-        if patience is None and self._running is not None and self._running.trouble is not None:
+        if patience is None and self._running is not None and led(self._running.is_troubled):
             state = self._arrived(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
             self._running.stop()
@@ -379,7 +388,7 @@ class Islands:
     def _waited(self, state: IslandState) -> IslandState:
         """As `_arrived`, unless the store does not answer and the island may go on alone."""
         over = state.steps - self._overlap if state.steps else 0
-        if self._running is None or (over < self._alone and self._running.is_stuck()):
+        if self._running is None or (over < self._alone and led(self._running.is_stuck)):
             return state
         return self._arrived(state)
 
@@ -440,16 +449,33 @@ class _Losses:
 
 
 class _Running:
-    """An exchange in a thread."""
+    """An exchange in a thread.
+
+    Of several processes, the first one has a thread, which does what is the store's alone. The rest
+    is done by all, in their main threads and where the result is awaited: see `lead`.
+    """
 
     def __init__(self, exchange: Exchange, poll: float, patience: float) -> None:
         self.trouble: str | None = None
         self._exchange = exchange
         self._poll, self._patience = poll, patience
+        self._wait = poll
+        self._silent_since: float | None = None
         self._error: BaseException | None = None
         self._is_stopped = threading.Event()
+        self._is_single = jax.process_count() == 1
+        if not self._is_single:
+            exchange.prepare()
+        self._start()
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
-        self._thread.start()
+        if is_first():
+            self._thread.start()
+
+    def is_troubled(self) -> bool:
+        """Whether the store does not answer."""
+        return self.trouble is not None
 
     def is_stuck(self) -> bool:
         """Waits until it is done or the store does not answer. Returns whether that is so."""
@@ -460,37 +486,64 @@ class _Running:
     def stop(self) -> None:
         """Ends the thread, after its present look at the store."""
         self._is_stopped.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def result(self, seconds: float) -> Exchange | None:
         """The exchange, at its end. None: it has none in these seconds. Raises what ended it."""
         end = time.monotonic() + seconds
+        while led(self._has_ended, end):
+            if self._is_single or self._is_done():
+                return self._exchange
+            self._start()
+        return None
+
+    def _has_ended(self, end: float) -> bool:
+        """Waits for the thread until then."""
         while self._thread.is_alive() and time.monotonic() < end:
             self._thread.join(
                 min(1.0, max(0.0, end - time.monotonic()))
             )  # so that signals are heard
         if self._thread.is_alive():
-            return None
+            return False
         if self._error is not None:
             raise self._error
-        return self._exchange
+        return True
+
+    def _is_done(self) -> bool:
+        """What all processes do once the first one has seen what it needs."""
+        try:
+            if self._exchange.advance():
+                return True
+            self._note(None)
+        except UnreachableError as error:
+            led(self._note, error)
+        return False
 
     def _run(self) -> None:
-        silent_since: float | None = None
-        wait = self._poll
+        advance = self._exchange.advance if self._is_single else self._exchange.look
         try:
+            if self.trouble is not None:
+                self._is_stopped.wait(self._wait)
             while not self._is_stopped.is_set():
                 try:
-                    if self._exchange.advance():
+                    if advance():
                         return
-                    self.trouble, silent_since, wait = None, None, self._poll
+                    self._note(None)
                 except UnreachableError as error:
-                    now = time.monotonic()
-                    self.trouble = str(error)
-                    silent_since = now if silent_since is None else silent_since
-                    if now - silent_since > self._patience:
-                        raise
-                    wait = min(2 * wait + 0.01, 10.0)
-                self._is_stopped.wait(wait)
+                    self._note(error)
+                self._is_stopped.wait(self._wait)
         except BaseException as error:  # for the thread that trains
             self._error = error
+
+    def _note(self, error: UnreachableError | None) -> None:
+        """Notes whether the store answers. Raises the error if it has not for long."""
+        if error is None:
+            self.trouble, self._silent_since, self._wait = None, None, self._poll
+            return
+        now = time.monotonic()
+        self.trouble = str(error)
+        self._silent_since = now if self._silent_since is None else self._silent_since
+        if now - self._silent_since > self._patience:
+            raise error
+        self._wait = min(2 * self._wait + 0.01, 10.0)
