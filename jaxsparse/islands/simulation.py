@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
+import jax
 import optax
 
 from jaxsparse.islands.arithmetic import Arithmetic
@@ -239,7 +240,8 @@ def simulate(
         What became of each island, by name.
 
     Raises:
-        ValueError: an event of an island without batches, before time 0, or of an unknown kind.
+        ValueError: an event of an island without batches, before time 0, or of an unknown kind; or
+            several processes of `jax.distributed`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
@@ -251,6 +253,11 @@ def simulate(
         >>> [(name, one.steps, one.counted) for name, one in told.items()]
         [('a', 54, 50), ('b', 28, 25)]
     """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"simulate has islands in one process, but this job has {jax.process_count()}: run it "
+            "in a program of its own"
+        )
     events = sorted(events)
     for event in events:
         if event.island not in batches or event.seconds < 0:
