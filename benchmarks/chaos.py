@@ -487,6 +487,10 @@ def synchronously(args: argparse.Namespace) -> dict[str, Any]:
         args, [(deed.time, names.index(deed.name)) for deed in story if deed.what == "kill"]
     )
     counted = args.islands * ran.counted
+    if ran.failures:
+        # Young 1974: then as much is lost by saving as by what was not saved.
+        best = (2 * ran.saving * args.period) ** 0.5
+        print(f"A save takes {ran.saving:.2f} s. So checkpoints should stand {best:.1f} s apart.")
     return {
         **described(args, ran.seconds),
         "settings": {
@@ -669,6 +673,8 @@ def add_line(args: argparse.Namespace, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
     rows = numbers.table(runs(args.jsonl)).splitlines()
     print("\n".join([*rows[:2], rows[-1]]))
+    if line.get("items"):
+        print(f"\n{numbers.items(line)}")
 
 
 if __name__ == "__main__":

@@ -196,6 +196,22 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def items(line: Mapping[str, Any]) -> str:
+    """Requests and bytes of an island in a round by kind, measured and planned, as Markdown."""
+    heads = ("request", "requests", "planned", "bytes sent", "planned", "bytes read", "planned")
+    rows = [heads, ("---",) * len(heads)]
+    planned = line["planned"]["items"]
+    for kind in dict.fromkeys([*planned, *line["items"]]):
+        both = [each.get(kind) for each in (line["items"], planned)]
+        cells = [
+            "" if one is None else f"{one[place]:,.{digits}f}"
+            for place, digits in ((2, 2), (0, 0), (1, 0))
+            for one in both
+        ]
+        rows.append((kind, *cells))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def _job(line: Mapping[str, Any]) -> str:
     return line.get("job", "islands")  # type: ignore[no-any-return]
 

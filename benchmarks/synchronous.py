@@ -50,7 +50,7 @@ class Ran(NamedTuple):
     """A run.
 
     Attributes:
-        seconds: of the story, which begins when a first round is over.
+        seconds: of the story, which begins after a first exchange and a first checkpoint.
         steps: the steps that the job made in it, those made again with them.
         counted: how much further it is.
         stall: the longest time from one step to the next, less the usual one.
@@ -70,7 +70,8 @@ def told(steps: Sequence[Step], began: float, seconds: float) -> tuple[list[Step
     """Steps of a story, how far it got, and its longest stall. See `Ran`."""
     inside = [step for step in steps if began <= step.time < began + seconds]
     before = max((step.step for step in steps if step.time < began), default=0)
-    gaps = [b.time - a.time for a, b in itertools.pairwise(inside)]
+    times = [*(step.time for step in inside), began + seconds]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     stall = max(gaps, default=float("nan")) - statistics.median(gaps or [0.0])
     # What a checkpoint does not hold when the story ends may still count: nothing has ended it.
     return inside, (inside[-1].step if inside else before) - before, stall
@@ -156,7 +157,9 @@ class Job:
                 self.saves.append(fields["save"])
             else:
                 self.steps.append(Step(**fields))
-                if self.began is None and self.steps[-1].step >= 2 * self._args.every:
+                # All is compiled after an exchange and a checkpoint.
+                first = max(2 * self._args.every, self._args.checkpoint_every + 1)
+                if self.began is None and self.steps[-1].step >= first:
                     self.began = time.time()
 
     def _strike(self, blows: Sequence[tuple[float, int]]) -> None:

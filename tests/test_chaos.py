@@ -199,6 +199,17 @@ def test_a_table_compares_with_the_calm_run_of_the_same_seed_and_settings():
     assert "| 3.0 / 10.0 |" in rows[3]
 
 
+def test_items_stand_beside_those_of_the_plan():
+    plan = {"items": {"create messages": [1000.0, 300.0, 1.0], "delete": [1.0, 2.0, 0.25]}}
+    measured = {"create messages": [1234.5, 310.0, 1.03], "get snapshots": [9.0, 8.0, 0.02]}
+    rows = numbers.items({"planned": plan, "items": measured}).splitlines()
+    assert rows[2:] == [
+        "| create messages | 1.03 | 1.00 | 1,234 | 1,000 | 310 | 300 |",
+        "| delete |  | 0.25 |  | 1 |  | 2 |",
+        "| get snapshots | 0.02 |  | 9 |  | 8 |  |",
+    ]
+
+
 def test_a_synchronous_job_is_compared_with_its_own_calm_run():
     of_islands = line(story="calm", curve=[])
     job = {"job": "synchronous", "megabytes": None, "requests": None, "curve": []}
