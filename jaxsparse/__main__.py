@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--profile",
         metavar="FILE",
-        help="profile of the device, made by the profile command; or h100 or cpu (cpu)",
+        help="of the device, made by the profile command; or h100 or cpu (two cores)",
     )
     add(
         "--memory-bandwidth",
@@ -208,11 +208,10 @@ def _plan(args: argparse.Namespace) -> None:
     else:
         latency = 50e-6 if args.latency is None else args.latency
         networks = {text: Link(latency, bandwidth) for text, bandwidth in args.bandwidth}
-    is_timed = args.step is not None or args.steps is not None
-    if is_timed and args.profile is None and args.memory_bandwidth is None:
+    if args.profile is None and args.memory_bandwidth is None:
         raise ValueError(
-            "a step's time needs the device's: give --profile h100, cpu, or a FILE that python -m "
-            "jaxsparse profile wrote; or --memory-bandwidth"
+            "exchanges compute, too: give the device's --profile (h100, cpu, or a FILE that python "
+            "-m jaxsparse profile wrote), or its --memory-bandwidth"
         )
     is_file = args.profile is not None and args.profile not in SystemProfile.shipped_devices
     profile = _loaded(SystemProfile, "--profile", args.profile) if is_file else args.profile

@@ -120,13 +120,14 @@ class IslandsPlan:
 
     @property
     def best(self) -> IslandRound | None:
-        """Of those that were measured to cost at most `nats`, the one that wastes the least time.
+        """Of those measured to cost at most `nats`, with their ±, the one that wastes least time.
 
         Of those that take at most 5 % more, the one that ends lowest. None if there is none.
         """
-        cheap = [one for one in self.rounds if _excess(one) <= self.nats]
-        most = max((one.goodput for one in cheap), default=0.0)
-        fast = [one for one in cheap if most <= ABOUT_AS_FAST * one.goodput]
+        most = Losses.shipped().most
+        cheap = [one for one in self.rounds if most(one.loss) <= self.nats]
+        best = max((one.goodput for one in cheap), default=0.0)
+        fast = [one for one in cheap if best <= ABOUT_AS_FAST * one.goodput]
         return min(fast, key=_excess, default=None)
 
     def hours(self, one: IslandRound) -> float | None:

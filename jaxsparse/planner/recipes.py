@@ -84,6 +84,9 @@ _INNER = {
     ),
 }
 OPTIMIZERS = tuple(_INNER)
+_PARALLEL = (
+    "# step has tx: jaxsparse.data_parallel(step, mesh), and jaxsparse.shard((params, state), mesh)"
+)
 _DIRECTION = {"adamw": "optax.scale_by_adam(b2=0.95)"}
 _LOCAL = ("local", "diloco")
 _WHAT = ("gradients", "updates", *_LOCAL)
@@ -188,7 +191,7 @@ class Recipe:
         text = exchange.written(options)
         inner = _INNER[self.optimizer]
         if self.what == "gradients":
-            return (*inner, f"tx = optax.chain({text}, inner)")
+            return (*inner, f"tx = optax.chain({text}, inner)", _PARALLEL)
         if self.what == "updates":
             return (
                 "tx = optax.chain(",
@@ -197,6 +200,7 @@ class Recipe:
                 "    optax.add_decayed_weights(0.1),",
                 "    optax.scale_by_learning_rate(lr),",
                 ")",
+                _PARALLEL,
             )
         every = f"{self.every}"
         if first := self.warm * steps // 100:
