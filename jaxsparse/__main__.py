@@ -70,10 +70,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="instead of --workers: islands that meet in an object store (jaxsparse.islands)",
     )
-    add("--every", type=_read(units.whole), metavar="H", help="steps of islands in a round (30)")
-    add("--overlap", type=int, metavar="STEPS", help="steps of islands beside an exchange (0)")
+    add(
+        "--every", type=_read(units.whole), metavar="H", help="steps of islands in a round (chosen)"
+    )
+    add("--overlap", type=int, metavar="STEPS", help="steps of islands beside an exchange (chosen)")
     add("--failures", type=float, metavar="RATE", help="of an island in an hour (0)")
-    add("--grace", type=_read(units.seconds), metavar="TIME", help="see jaxsparse.islands (60s)")
+    add("--grace", type=_read(units.seconds), metavar="TIME", help="see jaxsparse.islands (chosen)")
     add("--poll", type=_read(units.seconds), metavar="TIME", help="see jaxsparse.islands (200ms)")
     add(
         "--decided-after",
