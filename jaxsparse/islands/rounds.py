@@ -77,6 +77,7 @@ class Rounds:
         self._good: dict[str, _Read] = {}  # by key, of the round that is awaited
         self._bad: set[str] = set()
         self._expected: tuple[int, frozenset[str]] = (-1, frozenset())
+        self._last: Decision | None = None  # that was read. With many members it is large
 
     def post(
         self,
@@ -100,18 +101,21 @@ class Rounds:
 
         A decision that can't be read has no members. All islands read the same, and go on.
         """
+        if self._last is not None and self._last.round == round:
+            return self._last
         data = self.store.get(decision_key(round))
         if data is None:
             return None
         try:
-            return Decision.from_bytes(data, round, self.settings)[0]
+            self._last = Decision.from_bytes(data, round, self.settings)[0]
         except BrokenError as error:
             warnings.warn(
                 f"the decision of round {round} can't be read: {error}. So nobody's message counts "
                 "in this round, and all keep theirs",
                 stacklevel=2,
             )
-            return Decision(round, self.settings, (), "", "", 0.0, self.words)
+            self._last = Decision(round, self.settings, (), "", "", 0.0, self.words)
+        return self._last
 
     def advance(self, round: int, waited: float) -> Decision | None:
         """The decision of a round, which this island makes if it is time. Else None.
