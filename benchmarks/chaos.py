@@ -22,6 +22,9 @@ in a round, the story begins. Each `--period` seconds it strikes once, for `--aw
 
 The islands are struck in an order that `--seed` draws, as it draws batches. In the end all leave,
 at SIGTERM. Each run is a line of `chaos.jsonl`. chaos_numbers.py says what its numbers are.
+
+With `--synchronous`, the same happens to one `jax.distributed` job in place of islands, if the
+story is "calm" or "kill": see synchronous.py.
 """
 
 import argparse
@@ -47,6 +50,7 @@ import chaos_numbers as numbers
 import jax
 import numpy as np
 import proxy
+import synchronous
 from flax import nnx
 
 from jaxsparse.islands import Store
@@ -54,6 +58,7 @@ from jaxsparse.islands.records import Decision
 from jaxsparse.islands.rounds import decision_key, posted, rounds_in
 from jaxsparse.planner import plan_islands
 from jaxsparse.planner.network import Link
+from jaxsparse.planner.requests import Item, added
 from jaxsparse.planner.units import bytes_per_second
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "islands"
@@ -172,10 +177,11 @@ class Server:
             address = ("127.0.0.1", port)
             patient(lambda to=address: socket.create_connection(to).close(), OSError, 60.0)  # type: ignore[misc]
 
-    def store(self) -> Store:
-        """The store, without a proxy."""
+    def store(self, island: int | None = None) -> Store:
+        """The store, behind the proxy of an island or without one."""
         keys = {"access_key_id": "any", "secret_access_key": "any", "region": "us-east-1"}
-        config = {**keys, "endpoint": self._end}
+        end = self._end if island is None else f"http://127.0.0.1:{self._ports[island]}"
+        config = {**keys, "endpoint": end}
         return Store(self.url, config=config, client_options={"allow_http": True})
 
     def environment(self, island: int) -> dict[str, str]:
@@ -231,6 +237,7 @@ class Chaos:
         self.events: list[dict[str, Any]] = []
         self.struck: list[numbers.Struck] = []
         self.ended: list[str] = []
+        self.latency = Link().latency  # of a small request, as the story ends
 
     def start(self, name: str, pause: float) -> None:
         args, server = self._args, self.server
@@ -320,6 +327,15 @@ class Chaos:
             if deed.what:
                 print(f"{deed.time:.0f} s: {deed.what} {deed.name}", flush=True)
                 self.do(deed, args.away)
+        seconds = time.monotonic() - began
+        if self.server is not None:
+            self.latency = float(np.median([self._asked() for _ in range(9)]))
+        return seconds
+
+    def _asked(self) -> float:
+        """The seconds of a request, without a proxy."""
+        began = time.monotonic()
+        self.store.get("none")
         return time.monotonic() - began
 
     def deeds(self) -> list[Deed]:
@@ -426,28 +442,12 @@ def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, An
     stall = numbers.longest_stall(steps, chaos.struck)
     usual = float(np.median([step.seconds for step in steps]))
     points = numbers.curve(events, counted, LENGTH * args.batch)
-    shapes = nnx.eval_shape(lambda: model.Transformer(args.width, 2, 4, LENGTH, nnx.Rngs(0)))
-    plan = plan_islands(
-        sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param))),
-        args.islands,
-        link=Link(bandwidth=args.rate),
-        step_seconds=usual + args.pause,
-        every=args.every,
-        overlap=args.overlap,
-        grace=args.grace,
-        poll=args.poll,
-    )
-    planned = next(one for one in plan.rounds if one.exchange == "sparse_loco()")
     sent = sum(e["sent"] > 0 for e in events)
     counts = None if chaos.server is None else chaos.server.counts.sum(axis=0)
     return {
-        "story": args.story,
-        "seed": args.seed,
-        "seconds": round(seconds, 1),
-        "islands": args.islands,
+        **described(args, seconds),
+        **{key: getattr(args, key) for key in ("over", "rate", "poll", "alone", "quorum")},
         "settings": settings_of(args),
-        **{key: getattr(args, key) for key in ("over", "rate", "pause", "poll", "alone", "quorum")},
-        **{key: getattr(args, key) for key in ("period", "away")},
         "failures": sum(deed.what == STORIES[args.story].strike for deed in chaos.deeds()),
         "rounds": len(decisions),
         "usual": round(usual, 4),
@@ -456,18 +456,103 @@ def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, An
         "counted": sum(counted.values()),
         "tokens": LENGTH * args.batch * sum(counted.values()),
         "unlike": [r for r, found in sorted(run.digests_of(events).items()) if len(found) > 1],
-        "megabytes": None if counts is None else round(float(counts[:2].sum()) / sent / 1e6, 4),
-        "requests": None if counts is None else round(float(counts[2]) / sent, 2),
-        "planned": {
-            "megabytes": round((1 + args.islands) * planned.message / 1e6, 4),
-            "requests": planned.requests,
-        },
+        "megabytes": None if counts is None else round(float(counts[:, :2].sum()) / sent / 1e6, 4),
+        "requests": None if counts is None else round(float(counts[:, 2].sum()) / sent, 2),
+        "items": None if counts is None else by_kind(counts / sent),
+        "planned": planned(args, chaos, usual, sent),
         "ended": chaos.ended,
+        "curve": [(round(x), round(y, 4)) for x, y in numbers.thinned(points)],
+    }
+
+
+def described(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """What lines of islands and of the synchronous job have in common."""
+    return {
+        "job": "synchronous" if args.synchronous else "islands",
+        **{key: getattr(args, key) for key in ("story", "seed", "islands", "pause")},
+        **{key: getattr(args, key) for key in ("period", "away")},
+        "seconds": round(seconds, 1),
         "load": round(os.getloadavg()[1], 1),
         "cores": os.cpu_count(),
         "jax": jax.__version__,
-        "curve": [(round(x), round(y, 4)) for x, y in numbers.thinned(points)],
     }
+
+
+def synchronously(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs a story of the synchronous job. Its line."""
+    names = run.NAMES[: args.islands]
+    times = {"seconds": args.seconds, "period": args.period, "away": args.away}
+    story = deeds(STORIES[args.story], names, **times, seed=args.seed)
+    ran = synchronous.run(
+        args, [(deed.time, names.index(deed.name)) for deed in story if deed.what == "kill"]
+    )
+    counted = args.islands * ran.counted
+    if ran.failures:
+        # Young 1974: then as much is lost by saving as by what was not saved.
+        best = (2 * ran.saving * args.period) ** 0.5
+        print(f"A save takes {ran.saving:.2f} s. So checkpoints should stand {best:.1f} s apart.")
+    return {
+        **described(args, ran.seconds),
+        "settings": {
+            key: getattr(args, key) for key in ("every", "batch", "lr", "width", "checkpoint_every")
+        },
+        "over": None,
+        "rate": None,
+        "failures": ran.failures,
+        "rounds": ran.counted // args.every,
+        "usual": round(float(np.median([step.seconds for step in ran.steps])), 4),
+        "stall": round(ran.stall, 2),
+        "saving": round(ran.saving, 3),
+        "made": args.islands * len(ran.steps),
+        "counted": counted,
+        "tokens": LENGTH * args.batch * counted,
+        "unlike": [],
+        "megabytes": None,
+        "requests": None,
+        "ended": [],
+        "curve": [],
+    }
+
+
+def planned(args: argparse.Namespace, chaos: Chaos, usual: float, sent: int) -> dict[str, Any]:
+    """Megabytes and requests of an island in a round by the plan, with those of joining."""
+    shapes = nnx.eval_shape(lambda: model.Transformer(args.width, 2, 4, LENGTH, nnx.Rngs(0)))
+    waits = [e["waited"] for e in chaos.events if e["sent"] > 0]
+    plan = plan_islands(
+        sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param))),
+        args.islands,
+        link=Link(chaos.latency, args.rate),
+        step_seconds=usual + args.pause,
+        every=args.every,
+        overlap=args.overlap,
+        grace=args.grace,
+        poll=args.poll,
+        decided_after=sum(waits) / len(waits),
+    )
+    one = next(one for one in plan.rounds if one.exchange == "top 1/8")
+    again = len(numbers.by_life(chaos.steps)) - args.islands
+    all_of = [
+        of_round + (args.islands * first + again * join) / sent
+        for of_round, first, join in zip(one.asked, one.start, one.join)
+    ]
+    requests, *both_ways = all_of
+    return {
+        "megabytes": round(sum(both_ways) / 1e6, 4),
+        "requests": round(requests, 2),
+        "items": {item.kind: [round(x, 3) for x in with_headers(item)] for item in one.items},
+    }
+
+
+def with_headers(item: Item) -> list[float]:
+    """As `by_kind`."""
+    asked = added([item])
+    return [asked.sent, asked.received, asked.requests]
+
+
+def by_kind(counts: np.ndarray) -> dict[str, list[float]]:
+    """Bytes to the server, bytes from it, and requests, by kind."""
+    rows = zip(proxy.KINDS, counts)
+    return {kind: [round(float(x), 3) for x in row] for kind, row in rows if any(row)}
 
 
 def runs(path: Path) -> list[dict[str, Any]]:
@@ -497,6 +582,8 @@ def options() -> argparse.ArgumentParser:
     add("--poll", type=float, default=0.2, help="seconds from one look at the store to the next")
     add("--alone", type=int, default=10_000, help="steps to go on if the store does not answer")
     add("--pause", type=float, default=0.0, help="seconds that all islands sleep in each step")
+    add("--synchronous", action="store_true", help="one jax.distributed job, not islands")
+    add("--checkpoint-every", type=int, default=30, metavar="STEPS", help="of --synchronous")
     add("--batch", type=int, default=8, help="windows in a step")
     add("--lr", type=float, default=0.01, help="learning rate of the inner AdamW")
     add("--width", type=int, default=64, help="of the transformer")
@@ -513,14 +600,19 @@ def checked(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
     story = STORIES[args.story]
     args.seconds = 1200.0 if args.seconds is None else args.seconds
     args.away = story.away if args.away is None else args.away
-    args.over = args.over or ("folder" if args.story == "disk" else "s3")
+    if args.synchronous and args.story not in ("calm", "kill"):
+        parser.error(f"--story {args.story} is of islands: with --synchronous take calm or kill")
+    if args.synchronous and args.over:
+        parser.error(f"--over {args.over} is of islands: leave it out with --synchronous")
+    args.over = args.over or ("folder" if args.story == "disk" or args.synchronous else "s3")
     try:
         args.rate = bytes_per_second(args.rate)
     except ValueError as error:
         parser.error(f"--rate: {error}")
-    for flag in ("seconds", "period", "every", "batch", "width", "quorum", "poll", "lr"):
+    above_0 = ("seconds", "period", "every", "batch", "width", "quorum", "poll", "lr")
+    for flag in (*above_0, "checkpoint_every"):
         if not 0 < getattr(args, flag) < float("inf"):
-            parser.error(f"--{flag} {getattr(args, flag)} must be above 0")
+            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be above 0")
     for flag in ("seed", "pause", "alone", "grace", "away"):
         if not 0 <= getattr(args, flag) < float("inf"):
             parser.error(f"--{flag} {getattr(args, flag)} must be at least 0")
@@ -557,6 +649,9 @@ def main() -> None:
         print(numbers.table([line for line in runs(args.jsonl) if is_wanted(line)]))
         return
     args = checked(parser, args)
+    if args.synchronous:
+        add_line(args, synchronously(args))
+        return
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     processes = Processes()
@@ -569,10 +664,17 @@ def main() -> None:
             line = told(args, chaos, seconds)
         finally:
             processes.end()
+    add_line(args, line)
+
+
+def add_line(args: argparse.Namespace, line: dict[str, Any]) -> None:
+    """Adds a run to the results, and prints its row."""
     with args.jsonl.open("a") as file:
         file.write(json.dumps(line) + "\n")
     rows = numbers.table(runs(args.jsonl)).splitlines()
     print("\n".join([*rows[:2], rows[-1]]))
+    if line.get("items"):
+        print(f"\n{numbers.items(line)}")
 
 
 if __name__ == "__main__":

@@ -147,6 +147,7 @@ HEADS = (
     "rounds",
     "longest stall",
     "steps that count",
+    "of calm's a second",
     "equal",
     "held-out loss",
     "above calm",
@@ -162,16 +163,19 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     rows = [HEADS, ("---",) * len(HEADS)]
     for line in lines:
         calm = [
-            one["curve"]
+            one
             for one in lines
             if one["story"] == "calm"
+            and _job(one) == _job(line)
             and all(one[key] == line[key] for key in ("seed", "settings", "rate", "pause"))
         ]
-        most: Points = max(calm, key=lambda points: points[-1][0], default=[])
+        curves: list[Points] = [one["curve"] for one in calm if one["curve"]]
+        most: Points = max(curves, key=lambda points: points[-1][0], default=[])
+        longest = max(calm, key=lambda one: one["seconds"], default=None)
         difference = None if line["story"] == "calm" else above(line["curve"], most)
         rows.append(
             (
-                line["story"],
+                line["story"] + (", synchronous" if _job(line) == "synchronous" else ""),
                 f"{line['seed']}",
                 f"{line['seconds'] / 60:.1f}",
                 f"{line['load']:.1f} on {line['cores']}",
@@ -179,6 +183,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
                 f"{line['rounds']}",
                 f"{line['stall']:.1f} s",
                 f"{100 * line['counted'] / line['made']:.1f} %",
+                "" if longest is None else f"{100 * _rate(line) / _rate(longest):.1f} %",
                 "yes" if not line["unlike"] else f"not in {line['unlike']}",
                 f"{line['curve'][-1][1]:.3f}" if line["curve"] else "",
                 "" if difference is None else f"{difference:+.3f}",
@@ -191,6 +196,32 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def items(line: Mapping[str, Any]) -> str:
+    """Requests and bytes of an island in a round by kind, measured and planned, as Markdown."""
+    heads = ("request", "requests", "planned", "bytes sent", "planned", "bytes read", "planned")
+    rows = [heads, ("---",) * len(heads)]
+    planned = line["planned"]["items"]
+    for kind in dict.fromkeys([*planned, *line["items"]]):
+        both = [each.get(kind) for each in (line["items"], planned)]
+        cells = [
+            "" if one is None else f"{one[place]:,.{digits}f}"
+            for place, digits in ((2, 2), (0, 0), (1, 0))
+            for one in both
+        ]
+        rows.append((kind, *cells))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _job(line: Mapping[str, Any]) -> str:
+    return line.get("job", "islands")  # type: ignore[no-any-return]
+
+
+def _rate(line: Mapping[str, Any]) -> float:
+    """Steps that count a second, of all islands together."""
+    return line["counted"] / line["seconds"]  # type: ignore[no-any-return]
+
+
 def _beside(line: Mapping[str, Any], what: str, digits: int) -> str:
-    measured, planned = line[what], line["planned"][what]
-    return "" if measured is None else f"{measured:.{digits}f} / {planned:.{digits}f}"
+    if line[what] is None:
+        return ""
+    return f"{line[what]:.{digits}f} / {line['planned'][what]:.{digits}f}"

@@ -178,8 +178,11 @@ def dense_of(found: list[Row]) -> Row:
     return next(row for row in found if str(row.recipe) == "adamw, gradients, dense")
 
 
-def export(found: list[Row], results: Results, args: argparse.Namespace) -> None:
-    """Writes what the planner prints beside its hours, of recipes whose rates were tuned."""
+def export(found: list[Row], short: list[Row], results: Results, args: argparse.Namespace) -> None:
+    """Writes what the planner prints beside its hours, of recipes whose rates were tuned.
+
+    Of shorter runs, it takes recipes that `found` has, too.
+    """
     base, seeds = dense_of(found).loss, {len(row.losses) for row in found}
     counted = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seed"
     setup = (
@@ -188,10 +191,20 @@ def export(found: list[Row], results: Results, args: argparse.Namespace) -> None
         f"{counted}. Dense AdamW ends at {base:.3f}. A recipe has the rate that was best for it or "
         "for the one with four bits in its place."
     )
-    ends = {str(row.recipe): (row.rate, row.losses) for row in found}
+    known = {row.recipe for row in found}
+    ends, ends_of_short = (
+        {
+            str(row.recipe): (row.rate, row.losses)
+            for row in sorted(some, key=lambda x: str(x.recipe))
+        }
+        for some in (found, [row for row in short if row.recipe in known])
+    )
     numbers = fitted(results)._asdict()
     law = {k: round(v, 4) if isinstance(v, float) else v for k, v in numbers.items()}
-    content = {"setup": setup, "steps": args.steps, "law": law, "ends": dict(sorted(ends.items()))}
+    content = {
+        **{"setup": setup, "steps": args.steps, "law": law, "ends": ends},
+        "shorter": {"steps": args.short, "ends": ends_of_short},
+    }
     args.export.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -218,13 +231,14 @@ def main() -> None:
     add("--size", choices=SIZES, default="136k", help="number of parameters")
     add("--steps", type=int, default=2000)
     add("--export", type=Path, help="write losses for the planner's recipes here")
+    add("--short", type=int, default=600, help="steps of the shorter runs to export, too")
     args = parser.parse_args()
     results = Results(args.size)
-    found = rows(results, args.steps, SIZES[args.size])
+    found, short = (rows(results, steps, SIZES[args.size]) for steps in (args.steps, args.short))
     show(found)
     if args.export is not None:
-        tuned = [row for row in found if results.is_tuned(row.recipe, row.rate)]
-        export(tuned, results, args)
+        is_tuned = lambda row: results.is_tuned(row.recipe, row.rate)
+        export(list(filter(is_tuned, found)), list(filter(is_tuned, short)), results, args)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""A TCP proxy with a rate for each port and direction, which counts bytes and HTTP requests.
+"""A TCP proxy with a rate for each port and direction, which counts bytes and requests to S3.
 
     python benchmarks/proxy.py --ports 5056 5057 --to 5055 --rate 12.5e6 --counts counts
 
 All connections of a port share its rate, as those of a machine share its link. So links are shaped
 without root. What a port has passed on stands in the file `--counts`, which outlives the process:
-int64[ports, 3], bytes to the server, bytes from it, and requests. Nothing delays small messages.
+int64[ports, kinds, 3], bytes to the server, bytes from it, and requests, by what was asked for
+(`KINDS`). All bytes of a connection from one request to the next, headers with them, are of its
+kind. Nothing delays small messages.
 """
 
 import argparse
@@ -18,6 +20,14 @@ from pathlib import Path
 import numpy as np
 
 TO_SERVER, FROM_SERVER, REQUESTS = range(3)
+# As those of `jaxsparse.planner.requests`. What is deleted stands in the body of a POST.
+_FOLDERS = ("messages", "decisions", "snapshots")
+KINDS = (
+    *(f"{operation} {folder}" for operation in ("create", "get", "names") for folder in _FOLDERS),
+    "delete",
+    "other",
+)
+_OPERATIONS = {"PUT": "create", "GET": "get"}
 _BURST = 64 * 1024  # bytes that pass at once after a pause, as from a network card's buffer
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 
@@ -45,18 +55,33 @@ class Bucket:
         return max(0.0, -self._tokens / self._rate)
 
 
+def kind_of(head: bytes) -> int:
+    """The place in `KINDS` of a request, from its header."""
+    method, _, rest = head.split(b"\r\n", 1)[0].decode("latin-1").partition(" ")
+    target = rest.split(" ")[0]
+    operation = "names" if "list-type=" in target else _OPERATIONS.get(method, "other")
+    folder = next((each for each in _FOLDERS if each in target), "")
+    kind = "delete" if target.endswith("?delete") else f"{operation} {folder}"
+    return KINDS.index(kind if kind in KINDS else "other")
+
+
 class Requests:
-    """Counts the HTTP requests of a connection. A body has the length that its header says."""
+    """The HTTP requests of a connection. A body has the length that its header says.
+
+    Attributes:
+        kind: of the last one, the place in `KINDS`.
+    """
 
     def __init__(self) -> None:
+        self.kind = len(KINDS) - 1
         self._head, self._body = b"", 0  # what came of a header, what is missing of a body
 
-    def add(self, data: bytes) -> int:
-        """Takes the next bytes, however they are cut. Returns how many requests they complete.
+    def add(self, data: bytes) -> list[int]:
+        """Takes the next bytes, however they are cut. Returns the kinds of requests in them.
 
         A request counts when its header is there.
         """
-        count = 0
+        kinds: list[int] = []
         while data:
             skipped = min(self._body, len(data))
             self._body, data = self._body - skipped, data[skipped:]
@@ -65,8 +90,9 @@ class Requests:
             if not end:
                 break
             found = _LENGTH.search(head)
-            self._head, self._body, count = b"", int(found[1]) if found else 0, count + 1
-        return count
+            self._head, self._body, self.kind = b"", int(found[1]) if found else 0, kind_of(head)
+            kinds.append(self.kind)
+        return kinds
 
 
 async def serve(ports: list[int], to: int, rate: float, counts: np.ndarray) -> None:
@@ -91,11 +117,12 @@ async def serve(ports: list[int], to: int, rate: float, counts: np.ndarray) -> N
             requests = Requests()
 
             def count_up(data: bytes) -> None:
-                counts[i, TO_SERVER] += len(data)
-                counts[i, REQUESTS] += requests.add(data)
+                for kind in requests.add(data):
+                    counts[i, kind, REQUESTS] += 1
+                counts[i, requests.kind, TO_SERVER] += len(data)
 
             def count_down(data: bytes) -> None:
-                counts[i, FROM_SERVER] += len(data)
+                counts[i, requests.kind, FROM_SERVER] += len(data)
 
             writers = [writer]
             with contextlib.suppress(OSError):
@@ -134,7 +161,8 @@ def main() -> None:
 
 def opened(path: Path, ports: int) -> np.ndarray:
     """The counts in a file, which is made if it is not there."""
-    return np.memmap(path, np.int64, "r+" if path.exists() else "w+", shape=(ports, 3))
+    shape = (ports, len(KINDS), 3)
+    return np.memmap(path, np.int64, "r+" if path.exists() else "w+", shape=shape)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def timelines() -> None:
 
 
 def mesh() -> None:
-    """Two islands of four devices."""
+    """Two sites of four devices."""
     figure, ax = empty(4.2)
     columns = (4, 16, 28, 40)
     for number, low in enumerate((28, 9.5)):
@@ -141,7 +141,7 @@ def mesh() -> None:
             (1, low), 48, 12.5, boxstyle="round,pad=0,rounding_size=2", fill=False, ec=INK, lw=1.5
         )
         ax.add_patch(box)
-        ax.text(25, low + 9.3, f"island {number}", weight="bold", ha="center")
+        ax.text(25, low + 9.3, f"site {number}", weight="bold", ha="center")
         ax.plot([7, 43], [low + 4.8] * 2, color=BLUE, lw=3)
         for x in columns:
             ax.add_patch(Rectangle((x, low + 1.8), 6, 6, color=BLUE))
@@ -333,7 +333,7 @@ def recipe_hours() -> None:
         "8 workers, 10 Mbit/s": (8, 1.25e6),
         "8 workers, 100 Mbit/s": (8, 1.25e7),
         "8 workers, 1 Gbit/s": (8, 1.25e8),
-        "2 islands, 1 Gbit/s": (2, 1.25e8),
+        "2 sites, 1 Gbit/s": (2, 1.25e8),
     }
     figure, panels = plt.subplots(4, 1, figsize=(5, 9.5), sharex=True)
     for ax, (title, (workers, bandwidth)) in zip(panels, links.items(), strict=True):

@@ -74,6 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--overlap", type=int, metavar="STEPS", help="steps of islands beside an exchange (0)")
     add("--failures", type=float, metavar="RATE", help="of an island in an hour (0)")
     add("--grace", type=_read(units.seconds), metavar="TIME", help="see jaxsparse.islands (60s)")
+    add("--poll", type=_read(units.seconds), metavar="TIME", help="see jaxsparse.islands (200ms)")
+    add(
+        "--decided-after",
+        type=_read(units.seconds),
+        metavar="TIME",
+        help="from an island's message to the decision, in the mean (all are equally fast)",
+    )
+    add("--snapshots", type=_read(units.whole), metavar="ROUNDS", help="from one to the next (10)")
     add(
         "--bandwidth",
         type=_read(lambda text: (text, units.bytes_per_second(text))),
@@ -99,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of the whole run: print recipes, or a run of islands, with hours and measured losses",
     )
     add("--nats", type=float, help="of held-out loss that a recipe may cost at most (0.1)")
-    add("--optimizer", help="of the recipes: adamw or muon (adamw)")
+    add("--optimizer", help="of recipes: adamw or muon (adamw)")
     add("--dtype", help="in which gradients travel now: float32 or bfloat16 (float32)")
     add(
         "--profile",
@@ -222,16 +230,14 @@ def _plan(args: argparse.Namespace) -> None:
         print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
     elif len(plans) == 1:
         print(*plans.values())
-        if args.step is None:
-            print("\nFor recipes, their hours and losses: give --step, --steps and --profile.")
     else:
         print(compared(plans))
 
 
 # Flags of `plan` that only some of its tables have.
-_OF_ISLANDS = ("every", "overlap", "failures", "grace")
+_OF_ISLANDS = ("every", "overlap", "failures", "grace", "poll", "decided_after", "snapshots")
 _OF_RECIPES = ("nats", "optimizer", "dtype")
-_OF_BOTH = ("steps", "optimizer")  # recipes and islands
+_OF_BOTH = ("steps", "optimizer", "nats")  # recipes and islands
 _OF_SYSTEMS = ("density", "systems")
 _OF_WORKERS = (
     "network",
@@ -284,8 +290,6 @@ def _plan_recipes(args: argparse.Namespace, networks: dict[str, Any], profile: A
 
 def _plan_islands(args: argparse.Namespace) -> None:
     _refuse(args, _OF_WORKERS, "--workers")
-    if args.steps is None:
-        _refuse(args, ("optimizer",), "--steps N")
     if args.bandwidth is None or not args.step:
         raise ValueError("--islands needs --bandwidth (100Mbit) and --step (1s)")
     latency = 20e-3 if args.latency is None else args.latency
@@ -303,12 +307,7 @@ def _plan_islands(args: argparse.Namespace) -> None:
         content = [dataclasses.asdict(found) for found in plans.values()]
         for one, found in zip(content, plans.values()):
             one["rounds"] = [
-                {
-                    **each._asdict(),
-                    "loss": each.loss and each.loss._asdict(),
-                    "hours": found.hours(each),
-                }
-                for each in found.rounds
+                {**each.as_dict(), "hours": found.hours(each)} for each in found.rounds
             ]
         print(json.dumps(content[0] if len(content) == 1 else content, indent=1))
         return

@@ -45,7 +45,7 @@ LIKELY = {
     "select": ("select", "slots", "thresholds", "gpu_forms", "stream"),
     "sketch": ("sketch", "block_sketch", "gpu_forms", "hashing"),
     "arrays/platforms.py": ("select", "thresholds", "gpu_forms"),
-    "islands": ("islands", "histories", "by_message"),
+    "islands": ("islands", "histories", "islands_of_processes", "by_message"),
     "codecs": ("codec*", "stream", "collectives", "union"),
     "arrays/layout.py": ("layout", "partition", "feedback"),
 }

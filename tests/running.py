@@ -1,5 +1,6 @@
 """Runs programs in a process of their own, or in several by the multi-host example's launcher."""
 
+import contextlib
 import importlib.metadata
 import os
 import subprocess
@@ -56,6 +57,23 @@ def run(script, *flags, cwd, rc=0, compiles_quickly=True, **settings):
     )
     assert done.returncode == rc, done.stdout + done.stderr
     return done.stdout if rc == 0 else done.stderr
+
+
+@contextlib.contextmanager
+def started(script, *flags, cwd, **settings):
+    """An example that runs, whose lines can be read as it prints them. An error ends it."""
+    with subprocess.Popen(
+        [sys.executable, "-u", str(ROOT / "examples" / script), *map(str, flags)],
+        cwd=cwd,
+        env=ENV | QUICK | settings,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
 
 
 def in_processes(command, processes, **settings):

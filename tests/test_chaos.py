@@ -13,6 +13,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import chaos
 import chaos_numbers as numbers
 import proxy
+import synchronous
 
 sys.path.pop()
 
@@ -104,10 +105,24 @@ def test_a_bucket_lets_its_rate_through():
 @pytest.mark.parametrize("size", [1, 7, 40, 1000])
 def test_requests_are_counted_however_bytes_are_cut(size):
     body = b"GET / HTTP/1.1\r\n\r\n"  # a body that looks like a request
-    put = b"PUT /a HTTP/1.1\r\nContent-Length: %d\r\nx: y\r\n\r\n" % len(body) + body
-    data = b"GET /b HTTP/1.1\r\nhost: c\r\n\r\n" + put + put + b"DELETE /a HTTP/1.1\r\na: b\r\n\r\n"
-    requests = proxy.Requests()
-    assert sum(requests.add(data[i : i + size]) for i in range(0, len(data), size)) == 4
+    length = b"Content-Length: %d\r\nx: y\r\n\r\n" % len(body)
+    data = (
+        b"GET /runs/chaos/decisions/00000001 HTTP/1.1\r\nhost: c\r\n\r\n"
+        b"PUT /runs/chaos/messages/00000001/a.0 HTTP/1.1\r\n" + length + body,
+        b"GET /runs?list-type=2&prefix=chaos%2Fmessages%2F00000001%2F HTTP/1.1\r\na: b\r\n\r\n",
+        b"POST /runs?delete HTTP/1.1\r\n" + length + body,
+        b"HEAD /runs HTTP/1.1\r\na: b\r\n\r\nnonsense\r\n\r\n",
+    )
+    joined, requests = b"".join(data), proxy.Requests()
+    parts = [joined[i : i + size] for i in range(0, len(joined), size)]
+    assert [proxy.KINDS[kind] for part in parts for kind in requests.add(part)] == [
+        "get decisions",
+        "create messages",
+        "names messages",
+        "delete",
+        "other",
+        "other",
+    ]
 
 
 def test_each_is_struck_in_turn_and_has_time_to_recover():
@@ -151,6 +166,9 @@ def test_flags_have_defaults_by_story():
         (("--story", "calm", "--overlap", "10"), "--overlap 10 must be at least 1 and less than"),
         (("--story", "calm", "--seconds", "nan"), "--seconds nan must be above 0"),
         (("--story", "calm", "--seed", "-1"), "--seed -1 must be at least 0"),
+        (("--story", "stop", "--synchronous"), "--story stop is of islands"),
+        (("--story", "calm", "--synchronous", "--over", "s3"), "--over s3 is of islands"),
+        (("--story", "calm", "--checkpoint-every", "0"), "--checkpoint-every 0 must be above 0"),
         (("--story", "calm", "--quorum", "5"), "--quorum 5 is more than --islands 4"),
     ],
 )
@@ -176,9 +194,43 @@ def test_a_table_compares_with_the_calm_run_of_the_same_seed_and_settings():
     assert len({row.count("|") for row in rows}) == 1
     assert "| +0.500 |" in rows[3]
     assert "+0.500" not in rows[2] + rows[4]
-    assert "| 90.0 % | yes |" in rows[3]
-    assert "| not in [7] |" in rows[4]
+    assert "| 90.0 % | 100.0 % | yes |" in rows[3]
+    assert "| 90.0 % |  | not in [7] |" in rows[4]
     assert "| 3.0 / 10.0 |" in rows[3]
+
+
+def test_items_stand_beside_those_of_the_plan():
+    plan = {"items": {"create messages": [1000.0, 300.0, 1.0], "delete": [1.0, 2.0, 0.25]}}
+    measured = {"create messages": [1234.5, 310.0, 1.03], "get snapshots": [9.0, 8.0, 0.02]}
+    rows = numbers.items({"planned": plan, "items": measured}).splitlines()
+    assert rows[2:] == [
+        "| create messages | 1.03 | 1.00 | 1,234 | 1,000 | 310 | 300 |",
+        "| delete |  | 0.25 |  | 1 |  | 2 |",
+        "| get snapshots | 0.02 |  | 9 |  | 8 |  |",
+    ]
+
+
+def test_a_synchronous_job_is_compared_with_its_own_calm_run():
+    of_islands = line(story="calm", curve=[])
+    job = {"job": "synchronous", "megabytes": None, "requests": None, "curve": []}
+    calm, kill = line(story="calm", **job), line(story="kill", **job, counted=45)
+    rows = numbers.table([of_islands, calm, kill]).splitlines()
+    assert rows[4].startswith("| kill, synchronous |")
+    assert "| 45.0 % | 50.0 % |" in rows[4]
+    assert "| 45.0 % |  |" in numbers.table([of_islands, kill]).splitlines()[3]
+
+
+def test_steps_that_are_made_again_count_once():
+    """Six steps of a second, a failure, and from the checkpoint after step 4 on three more."""
+    made = [*range(1, 7), 5, 6, 7]
+    times = [float(i) for i in range(1, 7)] + [20.0, 21.0, 22.0]
+    steps = [synchronous.Step(step, at, 1.0) for step, at in zip(made, times)]
+    inside, counted, stall = synchronous.told(steps, began=2.5, seconds=19.0)
+    assert [step.step for step in inside] == [3, 4, 5, 6, 5, 6]
+    assert counted == 6 - 2
+    assert stall == pytest.approx(20.0 - 6.0 - 1.0)
+    assert synchronous.told(steps, began=2.5, seconds=10.0)[1] == 4
+    assert synchronous.told(steps[:2], began=2.5, seconds=10.0)[:2] == ([], 0)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from running import cache_in, run
+from running import cache_in, run, started
 from workers import few
 
 ROOT = Path(__file__).parents[1]
@@ -181,6 +181,43 @@ def test_two_sites_train_alone_and_go_on_from_what_was_saved(tmp_path):
     assert 5 * 6.5 < dense / sent < 5 * 8
     again = run("two_sites.py", "--steps", 16, "--save", tmp_path / "two", cwd=tmp_path, rc=1)
     assert "has step 16: give more --steps" in again
+
+
+@pytest.mark.slow
+def test_an_island_with_fsdp_comes_back_with_its_state_or_without(tmp_path):
+    def command(save, rounds, *more):
+        flags = ["--store", "run", "--name", "oslo", "--save", save, "--rounds", rounds]
+        return [*flags, "--hidden", 64, "--quorum", 1, "--grace", 0, *more]
+
+    settings = {"cwd": tmp_path, **cache_in(tmp_path)}
+
+    def found(pattern, text):
+        return re.search(pattern, text).groups()
+
+    with started("islands_fsdp.py", *command("one", 100, "--pause", 0.1), **settings) as process:
+        begun = next(line for line in process.stdout if line.startswith("round 2:"))
+        process.terminate()
+        told = process.stdout.read()
+    assert process.returncode == 0
+    # Warm-up to a twentieth of 100 rounds of ten steps.
+    step, rate = found(r"round 2: step (\d+), rate ([\d.]+)", begun)
+    assert (int(step), float(rate)) == (25, pytest.approx(0.003 * 25 / 50))
+    round_, step = found(r"oslo leaves in round (\d+), at step (\d+), after [\d.]+ s", told)
+    assert int(step) == 10 * int(round_) < 1000
+    number = lambda pattern: int(found(pattern, told)[0].replace(",", ""))
+    # Four devices share kernels, and hold biases whole.
+    share = 4 * ((2 * 64 * 64 + 64 * 10) / 4 + 2 * 64 + 10)
+    assert number(r"holds ([\d,]+) bytes of global") == share
+    assert number(r"([\d,]+) of residuals") == pytest.approx(share, abs=20)  # and a few counts
+    assert number(r"([\d,]+) of its own state") == pytest.approx(3 * share, abs=20)
+
+    saved = run("islands_fsdp.py", *command("one", int(round_) + 2), **settings)
+    assert f"oslo joins in round {round_} with its saved state, at step {step}" in saved
+    last = int(found(r"oslo leaves in round (\d+)", saved)[0])
+    assert last >= int(round_) + 2
+    fresh = run("islands_fsdp.py", *command("two", last + 2), **settings)
+    assert f"oslo joins in round {last} with a fresh optimizer, at step {10 * last}" in fresh
+    assert float(found(r"test accuracy ([\d.]+) %", fresh)[0]) > 60
 
 
 @pytest.mark.slow

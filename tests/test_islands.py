@@ -118,6 +118,64 @@ def test_a_weight_is_a_share_of_the_mean(clock):
     assert [one.weight for one in states] == [0, 0]
 
 
+@pytest.mark.parametrize("late_decay", [1.0, 0.5, 0.0])
+def test_what_comes_late_fades_as_asked_for(late_decay, clock):
+    """What was delivered and what is owed add up to the share that is left of all it moved."""
+    store, programs = reference.Memory(), reference.arithmetic(late_decay=late_decay)
+    members, states = joined(store, NAMES[:2], clock, programs=programs)
+    _, exchange = members[1].begin(reference.moved(states[1], [1] * 6))
+    exchange.advance()
+    clock.now += 10
+    assert exchange.advance()  # decides alone
+    state, exchange = members[0].begin(reference.moved(states[0], [8] * 6))
+    exchange.advance()
+    clock.now += 20
+    assert exchange.advance()
+    assert (exchange.counted, exchange.round) == (True, 2)  # late, in the round that was open
+    state = members[0].finish(state, exchange)
+    delivered = reference.decoder()(exchange.half.words)
+    np.testing.assert_array_equal(delivered + reference.residual(state), -8 * late_decay)
+
+
+def test_names_may_be_listed(clock):
+    """Messages of others are left out, and decisions that name them count for nobody."""
+    store, listed = reference.Memory(), {"members": NAMES[:2]}
+    members, states = joined(store, NAMES[:2], clock, **listed)
+    with pytest.raises(ValueError, match=r"name='cork' is none of members=\['amsterdam', 'bergen'"):
+        reference.member(store, "cork", "0", clock, **listed)
+    own = members[0].rounds
+    stranger = jaxsparse_rounds.Rounds(
+        store, "cork", "0", settings=own.settings, words=own.words, quorum=1, grace=0.0
+    )
+    words = np.zeros(own.words, np.uint32)
+    stranger.post(0, words, weight=1.0, digest="")
+    with pytest.warns(UserWarning, match=r"cork.0 is left out: 'cork' is none of members"):
+        states = ran(members, states, 1, np.ones((1, 2, 6)), clock)
+    assert [tuple(own.decided(0).lives), states[0].round] == [NAMES[:2], 1]
+    stranger.post(1, words, weight=1.0, digest="")
+    assert tuple(stranger.advance(1, 0.0).lives) == ("cork",)
+    with pytest.warns(UserWarning, match="the decision of round 1 can't be read: 'cork' is none"):
+        assert own.decided(1).members == ()
+    # Without the list, or with another one, it is another run.
+    with (
+        pytest.raises(ValueError, match="holds no snapshot that this run can read"),
+        pytest.warns(UserWarning, match="list of members"),
+    ):
+        reference.member(store, "cork", "1", clock).join(reference.start())
+
+
+def test_a_line_is_logged_for_each_round(clock, caplog):
+    members, states = joined(reference.Memory(), NAMES[:2], clock)
+    with caplog.at_level("INFO", "jaxsparse.islands"):
+        ran(members, states, 1, np.ones((1, 2, 6)), clock)
+    assert caplog.messages[1] == (
+        "bergen: round 0 of amsterdam, bergen: decided after 10.0 s, 0.00 MB sent, 0.00 MB received"
+    )
+    late = members[0].reports[0]._replace(counted=False)
+    assert "decided after 10.0 s, without this island, " in str(late)
+    assert "bergen: replayed, " in str(late._replace(waited=None))
+
+
 def test_parameters_that_drifted_are_reloaded(clock):
     members, states = joined(reference.Memory(), NAMES[:3], clock)
     moves = np.random.default_rng(1).normal(size=(5, 3, 6))
@@ -407,7 +465,7 @@ def test_a_run_of_other_settings_is_refused(clock):
     joined(store, NAMES[:1], clock)
     other = reference.member(store, "new", "0", clock, programs=reference.arithmetic("int8"))
     with (
-        pytest.warns(UserWarning, match="another model, outer optimizer or exchange"),
+        pytest.warns(UserWarning, match="another model, outer optimizer, exchange or list"),
         pytest.raises(ValueError, match="no snapshot that this run can read"),
     ):
         other.join(reference.start())
@@ -559,6 +617,9 @@ WRONG = {
     "quorum": ({"quorum": 1.5}, "quorum=1.5 must be an int"),
     "overlap": ({"overlap": 2}, "overlap=2 must be less than every=2"),
     "grace": ({"grace": -1.0}, "grace=-1.0 must be a number of seconds"),
+    "round_seconds": ({"round_seconds": 0.0}, "round_seconds=0.0 must be above 0"),
+    "late_decay": ({"late_decay": 1.5}, r"late_decay=1.5 must lie in \[0, 1\]"),
+    "members": ({"members": ["two"]}, r"name='one' is none of members=\['two'\]"),
     "mixing": ({"mixing": 1.0}, r"mixing=1.0 must lie in \[0, 1\)"),
     "several rounds": (
         {"outer": jaxsparse.spardl(0.5, axis_name=None, is_dense=lambda *_: False)},
@@ -772,6 +833,19 @@ def test_a_slow_island_counts_now_and_then_and_stops_nobody():
     assert all(len(report.members) > 1 for report in fast.rounds)  # it never decides alone
 
 
+def test_in_rounds_by_time_a_slow_island_is_in_time():
+    """It makes fewer steps in a round, of which none waits for it."""
+    times = {"amsterdam": 1.0, "bergen": 1.0, "cork": 3.0}
+    told = simulated(step_seconds=times, seconds=200.0, every=100, round_seconds=6.0)
+    # The first to begin waits for nobody it knows of.
+    assert all(report.members == NAMES[:3] for one in told.values() for report in one.rounds[1:])
+    assert len(told["cork"].rounds) > 20
+    fast, slow = told["amsterdam"], told["cork"]
+    assert fast.steps >= 200 * 6 / 8
+    assert fast.steps / 3 <= slow.steps <= fast.steps / 2  # two steps of 3 s beside five or six
+    assert slow.counted >= slow.steps - 6
+
+
 def test_an_overlap_hides_a_slow_link():
     link = {"latency": 1.0, "poll": 0.1}
     waits = [simulated(overlap=overlap, **link)["cork"].waited for overlap in (0, 4)]
@@ -914,6 +988,24 @@ def test_the_last_one_of_a_quorum_leaves():
     assert state.worker[0].any()
 
 
+def test_an_island_has_seconds_to_leave():
+    """Also where the store is silent, for which it would wait longer, and end with an error."""
+    link = reference.Link(reference.Memory())
+    train = trainer(link, "one", quorum=2)
+    state, _ = train(train.join((jnp.zeros(8),)), jnp.ones(8))
+    with pytest.raises(ValueError, match=r"patience=-1.0 must be a number of seconds"):
+        train.leave(state, patience=-1.0)
+    link.is_down = True
+    with pytest.warns(UserWarning, match=r"in vain for \d+ s: what it has sent counts"):
+        state = train.leave(state, patience=0.1)
+    assert state.worker[0].any()
+    link.is_down = False
+    state, _ = train(state, jnp.ones(8))
+    with pytest.warns(UserWarning, match="one leaves in round 0"):
+        train.leave(state, patience=0.1)
+    assert len(link.names("messages/00000000")) == 1  # which counts once there is another
+
+
 def test_joining_waits_for_the_store():
     link = reference.Link(reference.Memory())
     link.is_down = True
@@ -964,22 +1056,31 @@ def test_a_url_in_the_place_of_a_store_is_refused():
         trainer("s3://x", "one")
 
 
-@pytest.mark.parametrize(("devices", "programs"), [((), 1), ((0, 1, 2), 2)])
-def test_parameters_stay_on_their_devices_and_programs_are_kept(devices, programs):
+@pytest.mark.parametrize("devices", [(), (0, 1, 2)])
+def test_parameters_stay_on_their_devices_and_programs_are_kept(devices):
     w = jnp.arange(24.0).reshape(6, 4)
     batch = jnp.full((6, 4), 100.0)
-    if devices:  # residuals get there with the first round, so the second one compiles anew
+    if devices:
         mesh = jax.sharding.Mesh(np.array(jax.devices())[list(devices)], "x")
         w, batch = jax.device_put((w, batch), jax.sharding.NamedSharding(mesh, jax.P("x")))
     train = trainer(reference.Memory(), "one", every=1, grace=0.0)
     state = train.join((w,))
+    like = train.like((w,))
+    for x, found in zip(jax.tree.leaves(like), jax.tree.leaves(state), strict=True):
+        if isinstance(found, jax.Array):
+            assert (x.shape, x.dtype) == (found.shape, found.dtype)
+            # What is bound to no device must be named with those of the mesh, to be read there.
+            assert x.sharding == (found.sharding if found.committed else x.sharding)
+            assert x.sharding.device_set == w.sharding.device_set
+    residual = jax.tree.leaves(state.outer[0].residual)[0]
+    assert residual.sharding.shard_shape(residual.shape) == (1, 6 // max(1, len(devices)), 4)
     for _ in range(4):
         state, _ = train(state, batch)
     assert state.round == 4
     assert state.params.sharding == w.sharding
     assert np.all(np.asarray(state.params) > np.asarray(w))
     arithmetic = train._member.arithmetic
-    assert arithmetic.begin._cache_size() == arithmetic.shared._cache_size() == programs
+    assert arithmetic.begin._cache_size() == arithmetic.shared._cache_size() == 1
 
 
 def test_a_member_fewer_takes_no_compilation(caplog):

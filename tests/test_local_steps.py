@@ -703,6 +703,8 @@ def test_where_a_jitted_step_stood(way):
     for t, batch in enumerate(batches):
         if t == 3:  # another process goes on
             state, train = jax.tree.map(jnp.array, state), make()
+            if way == "simulated":
+                train.init(start)  # shapes to restore it into
         rest = (jax.random.fold_in(key, t), jnp.float32(0.5))
         lowered = train.lower(state, batch, None, *rest)
         assert lowered.out_info[0]["w"].value.shape == (workers, 3)
@@ -1169,7 +1171,7 @@ INNER = {
 
 @pytest.mark.parametrize("name", some(INNER, ["sgd"]))
 @pytest.mark.parametrize("via", some(["vmap", "shard_map"], ["vmap"]))
-def test_a_worker_is_an_island_of_its_own_axes(via, name):
+def test_a_worker_is_a_site_with_axes_of_its_own(via, name):
     """With FSDP and tensor parallelism inside, numbers are those of simulated workers."""
     shapes = {"up": (16, 24), "down": (24, 16)}
     rng = np.random.default_rng(0)

@@ -15,7 +15,7 @@ import pytest
 from contract import CASES, rounds
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from on_meshes import MESHES, NAMES, SHAPES, SPECS, gradients, is_bias, mesh, on, put, stepper
 from workers import some
 
@@ -319,6 +319,55 @@ def test_sharded_training_is_dense_training(shape):
             assert x.sharding.is_equivalent_to(fits, x.ndim), (name, x.sharding)
 
 
+def test_a_data_axis_is_split_into_slices_and_their_devices():
+    """JAX averages inside a slice, where parameters are copies. Messages alone cross slices."""
+    names, types = ("slices", "data", "tp"), (AxisType.Auto,) * 3
+    one = jax.make_mesh((4, 2), names[1:], axis_types=types[1:])
+    where = Mesh(one.devices.reshape(2, 2, 2), names, axis_types=types)
+    inner = optax.sgd(0.5, momentum=0.9)
+
+    def loss_of(params, x):
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["in"]) @ params["out"] - x))
+
+    def step_of(tx, mean=lambda loss: loss):
+        def step(state, x):
+            loss, grads = jax.value_and_grad(loss_of)(state[0], x)
+            updates, opt_state = tx.update(grads, state[1], state[0])
+            return (optax.apply_updates(state[0], updates), opt_state), mean(loss)
+
+        return step
+
+    def start(mesh):
+        rng, specs = np.random.default_rng(0), {"in": P(None, "tp"), "out": P("tp")}
+        draw = lambda shape: rng.normal(size=shape).astype(np.float32) / 4
+        values = {"in": draw((16, 64)), "out": draw((64, 16))}
+        return {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in values.items()}
+
+    batches = np.random.default_rng(1).normal(size=(3, 16, 16)).astype(np.float32)
+    rows = NamedSharding(where, P(("slices", "data")))
+    mean = lambda loss: jax.lax.pmean(loss, "slices")
+    runs = {}
+    for density in (1.0, 0.05):
+        sent = jaxsparse.top_k(density, axis_name="slices", is_dense=lambda *_: False)
+        tx = optax.chain(sent, inner)
+        run = data_parallel(step_of(tx, mean), where, axis_name="slices")
+        runs[density] = run, shard((start(where), tx.init(start(where))), where, "slices")
+    plain, expected = jax.jit(step_of(inner)), (start(one), inner.init(start(one)))
+    run, state = runs[1.0]
+    for x in batches:
+        expected, wanted = plain(expected, jax.device_put(x, NamedSharding(one, P("data"))))
+        state, loss = run(state, jax.device_put(x, rows))
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+    jax.tree.map(close, *jax.device_get((state[0], expected[0])))
+
+    run, state = runs[0.05]
+    moved = jaxsparse.wire_bytes(run, state, jax.device_put(batches[0], rows), mesh=where)
+    dense = 4 * 2 * 16 * 64 / 2  # of a device's shards, of both matrices
+    assert 0 < moved.across("slices").received < 0.15 * dense
+    assert moved.within("slices").received > dense / 2  # JAX's means inside a slice are whole
+
+
 def test_convolutions_get_shard_map():
     """Under vmap, weight gradients of a batch of workers would be gathered across workers."""
     where = mesh((2, 2, 2))
@@ -406,6 +455,24 @@ def test_explicit_axes_are_checked(kinds):
         run = data_parallel(step, where, axis_name="hosts", batch_argnums=2)
         with pytest.raises(ValueError, match=complaint):
             run(params, state, x)
+
+
+def test_a_sharding_of_a_whole_explicit_mesh_is_explained():
+    where = mesh(kind=AxisType.Explicit)
+    rows, w = NamedSharding(where, P(("hosts", "fsdp"))), jnp.ones((16, 8))
+    x = jax.device_put(jnp.ones((8, 16)), rows)
+
+    def step_of(out):
+        def step(w, x):
+            return jax.lax.pmean(jnp.einsum("be,ef->bf", x, w, out_sharding=out).mean(), "hosts")
+
+        return data_parallel(step, where, axis_name="hosts", check=False)
+
+    with jax.set_mesh(where):
+        with pytest.raises(ValueError, match="ontext mesh") as raised:
+            step_of(rows)(w, x)
+        assert "make the mesh of Auto axes" in raised.value.__notes__[0]
+        assert step_of(P("fsdp"))(w, x) == 16
 
 
 def test_an_exchange_of_what_no_worker_has_alone_runs_and_keeps_its_momentum():
@@ -715,7 +782,7 @@ def test_an_nnx_optimizer_with_sharded_parameters():
 
 LOOKUP = """
 import jax, jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 mesh = jax.make_mesh((2, 2, 2), ("hosts", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3)
 table = jax.device_put(jnp.ones((32, 16)), NamedSharding(mesh, P(None, "fsdp")))

@@ -1,8 +1,9 @@
-"""Each number among README's results, and in the tables of docs/which.md, is in a file of results.
+"""Each number in README, docs/which.md and tables of docs/local.md is in a file of results.
 
-`readme` and `which` write sentences and rows from files of results, as the pages have them. Each is
-found in its page, and cut out. What is left then has no number but those of `SETTINGS`. The first
-table of docs/which.md has the planner's answers: see tests/test_planner_recipes.py.
+`readme`, `which` and `local` write sentences and rows from files of results, as the pages have
+them. Each is found in its page, and cut out. What is left then has no number but those of
+`SETTINGS`. The first table of docs/which.md has the planner's answers: see
+tests/test_planner_recipes.py.
 """
 
 import functools
@@ -18,12 +19,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxsparse.planner.losses import Losses
 from jaxsparse.planner.recipes import EXCHANGES, Recipe
 from jaxsparse.traffic import traced_bytes
 
 ROOT = Path(__file__).parents[1]
 LOCAL = ROOT / "examples/local_updates"
 RESULTS = ROOT / "benchmarks/results"
+LOSSES = ROOT / "jaxsparse/planner/losses.json"
 sys.path.append(str(ROOT / "benchmarks"))
 frontier = importlib.import_module("frontier")
 sys.path.remove(str(ROOT / "benchmarks"))
@@ -52,14 +55,29 @@ SETTINGS = {
         "for an assumed 0.1 s",
     ),
     "docs/which.md": (
-        "| 10 Mbit/s | 100 Mbit/s | 1 Gbit/s |",
-        "(CPU, H100)",
-        "an H100",
-        "links below 1 Gbit/s",
+        "in 16 bits now",
+        "1B parameters, 8 workers)",
+        "as two steps: 8 steps dense, 12 with delay=1, where",
+        "next step, 12 with 2 local steps, and 15 with streaming",
+        "times of an H100",
+        "(bf16)",
+        '"int2"',
+        "EF21",
+        "fewer than 1,024 elements",
+        "batches, 8 simulated workers, and the better of two",
+        "ranges of 3 seeds.",
+        "(Adam, 600 steps)",
+        "(300 steps)",
+        "41 stands for 41 of every 4,096 elements, 1 %;",
+        "| below 1, what waits",
         "| 0.01 | at 0.001 an entry",
         "4 bytes an entry instead of 8",
         "none for gradients, 0.95 for local steps",
         "do not let a schedule end at 0:",
+    ),
+    "docs/local.md": (
+        "| 10 Mbit/s | 100 Mbit/s | 1 Gbit/s |",
+        "| H = 10 | H = 30 | H = 100 |",
     ),
 }
 
@@ -120,9 +138,14 @@ def end(method: str) -> tuple[float, float]:
     return run.held_out[:, -1].mean(), next(iter(run.curves.values())).seconds[-1] / 3600
 
 
+def mapped(recipe: str) -> float:
+    """The loss at which a recipe of the map ends."""
+    return float(np.mean([*load(LOSSES)["ends"][recipe][1].values()]))
+
+
 def above(recipe: str, other: str) -> float:
     """Nats between two recipes of the map, on the seeds that both have."""
-    ends = load(ROOT / "jaxsparse/planner/losses.json")["ends"]
+    ends = load(LOSSES)["ends"]
     (_, one), (_, two) = ends[recipe], ends[other]
     return float(np.mean([one[seed] - two[seed] for seed in one.keys() & two.keys()]))
 
@@ -149,6 +172,16 @@ class Trained:
         self.received = dense["received"] / found["received"]
 
 
+def selecting() -> tuple[float, float]:
+    """Times of selecting 0.1 % of 2^27 elements on one H100, as multiples of memory traffic."""
+    gpu = load(RESULTS / "gpu.json")
+    assert gpu["density"] == 0.001
+    at = gpu["elements"].index(2**27)
+    names = ("threshold_top_k", "fast_top_k", "sampled_top_k")
+    times = [gpu["kernels"][name]["of_floor"][at] for name in names]
+    return min(times), max(times)
+
+
 # --- the pages, as they should be
 
 
@@ -163,7 +196,7 @@ def readme() -> Iterator[str]:
     )
     sparse, mean, dense = "SparseLoCo H=10 12.5 %", "mean H=10", "dense"
     seconds = lambda method: seconds_to(1.4, method, "10mbit")
-    yield f"A GPT of 10.9M parameters reaches 1.4 nats in {seconds(sparse) / 60:.1f} minutes"
+    yield f"That model reaches 1.4 nats in {seconds(sparse) / 60:.1f} minutes"
     yield f"in {seconds(mean) / 60:.0f} minutes by a dense exchange of the same steps"
     yield f"in {seconds(dense) / 3600:.1f} hours by dense gradients"
     model = frontier.SIZES["136k"]
@@ -176,17 +209,18 @@ def readme() -> Iterator[str]:
         "any number of workers."
     )
     signs, warm = "muon, local 10, sign", "muon, local 10, sign, warm 10 %"
-    adamw, muon = (above(signs, f"{x}, gradients, dense") for x in ("adamw", "muon"))
+    muon, adamw = (f"{x}, gradients, dense" for x in ("muon", "adamw"))
     yield (
-        f"A transformer of {model.parameters:,} parameters then ends {adamw:.3f} nats above dense "
-        f"AdamW, and {muon:.3f} above dense Muon."
+        f"A transformer of {model.parameters:,} parameters then ends at {mapped(signs):.3f} nats. "
+        f"Dense Muon ends at {mapped(muon):.3f}, so saving the bytes costs "
+        f"{above(signs, muon):.3f}. Dense AdamW ends at {mapped(adamw):.3f}: Muon gains "
+        f"{above(adamw, muon):.3f} by itself"
     )
     turns = Recipe.parsed(warm).exchanges(2000) / 2000
-    below = above("adamw, gradients, dense", warm)
     yield (
         "If the first tenth of the run exchanges after each step, it receives "
-        f"{dense_bytes / sign_bytes / turns:.0f} times fewer, and ends {below:.3f} below dense "
-        "AdamW"
+        f"{dense_bytes / sign_bytes / turns:.0f} times fewer, and ends at {mapped(warm):.3f}: "
+        f"{above(warm, muon):.3f} above dense Muon, {above(adamw, warm):.3f} below dense AdamW"
     )
     bits = 1 + 16 / 256  # of a sign, with a scale of 16 for each 256
     yield f"a factor of {32 / 16:.0f} to {32 / bits:.0f} |"
@@ -221,73 +255,60 @@ def readme() -> Iterator[str]:
             f"| {name} | {run['train_loss'][0]:.4f} | {100 * run['test_accuracy'][0]:.1f} % | "
             f"{run['payload_bytes']:,.0f} | {run['compression']:.0f}x |"
         )
-    # Of the kernels only the printed table was kept. Its last column is 2^28.
-    kernels = (RESULTS / "gpu.md").read_text()
-    of_floor = [
-        float(re.findall(rf"^\| `{name}` \|.*\(([\d.]+)\) \|[^|]*\|$", kernels, re.M)[0])
-        for name in ("threshold_top_k", "fast_top_k", "sampled_top_k")
-    ]
+    low, high = selecting()
     yield (
-        f"On one H100 selecting 0.1 % of 2^27 elements takes {min(of_floor):.0f} to "
-        f"{max(of_floor):.0f} times as long"
+        f"On one H100 selecting 0.1 % of 2^27 elements takes {low:.0f} to {high:.0f} times as long"
     )
 
 
 def which() -> Iterator[str]:
     """Rows of docs/which.md."""
-    # Measured on other models
-    small, large = (Local(x, "SparseLoCo H=10 12.5 %") for x in ("results", "results_10.9m"))
+    # What the costs are worth
+    signs, dense = "muon, local 10, sign", "{}, gradients, dense"
+    muon, adamw = (above(signs, dense.format(x)) for x in ("muon", "adamw"))
+    below = above(dense.format("adamw"), dense.format("muon"))
     yield (
-        f"| {small.above:.2f} to {large.above:.2f} nats at {small.received:.0f}x to "
-        f"{large.received:.0f}x fewer bytes received, {small.sent:.0f}x to {large.sent:.0f}x sent |"
+        f"Ten local steps of Muon by signs end {muon:.3f} nats above dense Muon, which ends "
+        f"{below:.3f} below dense AdamW. So they end {adamw:.3f} above dense AdamW."
     )
-    runs = load(RESULTS / "quantized.json")["results"]
-    words = [x["words"] for x in runs]
-    yield f"| nothing on digits at {words[0] / words[1]:.0f}x |"
-    in_bits = [
-        Local("results", "gradients, 4 bits"),
-        Local("results_10.9m", "gradients, 4 bits"),
-        Trained("text", "4 bits, before Adam"),
+    losses = Losses.shipped()
+    assert losses.shorter is not None
+    seeds = {len(end.losses) for end in losses.ends.values()}
+    yield (
+        f"a transformer of {frontier.SIZES['136k'].parameters:,} parameters, with "
+        f"{frontier.WORKERS} workers, in {losses.steps:,} steps, with {min(seeds)} to "
+        f"{max(seeds)} seeds"
+    )
+    rows = ("mean H=10", "SparseLoCo H=10 12.5 %", "gradients, 4 bits")
+    mean, sparse, bits = (Local("results_10.9m", x).above for x in rows)
+    settings, seeds = (
+        load(LOCAL / "results_10.9m.json")["settings"],
+        gpt()["10mbit"][rows[0]].curves,
+    )
+    yield (
+        f"On a GPT of 10.9M parameters, AdamW, {settings['steps']:,} steps and {len(seeds)} seeds, "
+        f"ten local steps cost {mean:.2f} nats by their mean, {sparse:.2f} by `sparse_loco()`, and "
+        f"four bits of gradients {bits:.2f}"
+    )
+    both = [
+        (losses.of(recipe), losses.shorter.of(recipe))
+        for recipe in losses.recipes
+        if str(recipe) in losses.shorter.ends and not recipe.exchange.startswith("random")
     ]
-    behind = [
-        Local("results", "updates, chunks"),
-        Local("results", "updates, SparDL 1 %"),
-        Local("results_10.9m", "updates, chunks"),
-        Trained("text", "SparDL, behind Adam"),
-        Trained("text", "SparDL, behind Adam, 2-bit values"),
-        Trained("text", "top-k, behind Adam, 2-bit values"),
-        Trained("text", "chunked top-k, behind Adam"),
+    times = [
+        b.excess / a.excess for a, b in both if a is not None and b is not None and a.excess > 0.01
     ]
-    for rows in (in_bits, behind):
-        nats, times = ([getattr(x, name) for x in rows] for name in ("above", "received"))
-        yield (
-            f"| {min(nats):.2f} to {max(nats):.2f} nats at {min(times):.0f}x to {max(times):.0f}x |"
-        )
-    yield f"| nothing on digits at {Trained('digits', 'SparDL').received:.0f}x |"
+    assert len(times) > 20
+    yield (
+        f"After {losses.shorter.steps} steps instead of {losses.steps:,}, with the same rates, "
+        "recipes that cost a hundredth and more, but blind draws, cost "
+        f"{min(times):.1f} to {max(times):.1f} times as much."
+    )
 
-    # Is the network your bottleneck?
-    plans = [load(RESULTS / f"planning_{x}.json") for x in ("cpu", "h100")]
-    for rate, *both in zip((1, 10, 25, 100, 400), *plans, strict=True):
-        dense, best = zip(*map(dense_and_best, both), strict=True)
-        yield f"| {rate} Gbit/s | {', '.join(dense)} s | {' | '.join(best)} |"
-
-    # How slow is the link?
-    for name, method in {
-        "gradients, dense": "dense",
-        "gradients, 4 bits (`qsgd(4)`)": "gradients, 4 bits",
-        "updates behind Adam, `chunked_top_k()` (2 seeds)": "updates, chunks",
-        "each 10 steps: what they moved, dense mean": "mean H=10",
-        "the same, `diloco()`": "DiLoCo H=10",
-        "the same, `sparse_loco(k=512)`": "SparseLoCo H=10 12.5 %",
-        "the same, `sparse_loco(k=64)`": "SparseLoCo H=10",
-    }.items():
-        found, rates = Local("results_10.9m", method), ("10mbit", "100mbit", "1gbit")
-        seconds = [seconds_to(1.4, method, x) for x in rates if method in SYSTEMS]
-        cells = [f"{x:,.0f} s " for x in seconds] or ["", "", ""]
-        yield (
-            f"| {name} | {found.loss:.3f} ± {found.spread:.3f} | {found.sent:,.0f}x | "
-            f"{'| '.join(cells)}|"
-        )
+    # Which optimizer?
+    runs = {x["method"]: x for x in load(RESULTS / "quantized.json")["results"]}
+    words = runs["dense"]["words"] / runs["int8, feedback"]["words"]
+    yield f'`quantized("int8")` ({words:.0f} times fewer bytes)'
 
     # Side by side
     for name, (text, digits) in {
@@ -315,39 +336,67 @@ def which() -> Iterator[str]:
         yield f"| {name} | {cells}"
 
 
+def local() -> Iterator[str]:
+    """Rows of docs/local.md."""
+    for name, method in {
+        "gradients, dense": "dense",
+        "gradients, 4 bits (`qsgd(4)`)": "gradients, 4 bits",
+        "updates behind Adam, `chunked_top_k()` (2 seeds)": "updates, chunks",
+        "each 10 steps: what they moved, dense mean": "mean H=10",
+        "the same, `diloco()`": "DiLoCo H=10",
+        "the same, `sparse_loco(k=512)`": "SparseLoCo H=10 12.5 %",
+        "the same, `sparse_loco(k=64)`": "SparseLoCo H=10",
+    }.items():
+        found, rates = Local("results_10.9m", method), ("10mbit", "100mbit", "1gbit")
+        seconds = [seconds_to(1.4, method, x) for x in rates if method in SYSTEMS]
+        cells = [f"{x:,.0f} s " for x in seconds] or ["", "", ""]
+        yield (
+            f"| {name} | {found.loss:.3f} ± {found.spread:.3f} | {found.sent:,.0f}x | "
+            f"{'| '.join(cells)}|"
+        )
+    yield f"(dense gradients: {Local('results', 'dense').loss:.3f})"
+    for name, method in {
+        "plain mean": "mean H={}",
+        "`diloco(0.3)`, or 0.7 at H = 30": "DiLoCo H={}",
+        "`sparse_loco(k=512)`": "SparseLoCo H={} 12.5 %",
+        "`sparse_loco(k=123)`": "SparseLoCo H={} 3 %",
+        "`sparse_loco(k=64)`": "SparseLoCo H={}",
+    }.items():
+        found = [Local("results", method.format(every)) for every in (10, 30, 100)]
+        fewer = Local("results", "mean H=10").sent
+        if "sparse" in name:
+            words = " fewer bytes sent" if "512" in name else ""
+            name += f", {found[0].sent / fewer:.0f} times{words}"
+        yield f"| {name} | {' | '.join(f'{x.loss:.3f}' for x in found)} |"
+
+
 def factor(times: float) -> str:
     return f"{times:.1f}x" if 1.05 < times < 9.95 else f"{times:.0f}x"
-
-
-def dense_and_best(plan: dict[str, Any]) -> tuple[str, str]:
-    """Seconds of a dense exchange, and the best system with its factor."""
-    found = {x["system"]: x for x in plan["predictions"]}
-    best, dense = plan["best"], found["dense"]["exchange"]
-    name = "dense" if best == "dense" else f"`{best.removesuffix('_packed')}`"
-    name += ", packed" if best.endswith("_packed") else ""
-    times = found[best]["speedup"]
-    digits = f"{times:.0f}" if times > 9.95 or best == "dense" else f"{times:.1f}"
-    return f"{dense:.1f}" if dense > 1 else f"{dense:.2f}", f"{name} | {digits}x"
 
 
 # --- the pages, as they are
 
 
 def text_of(page: str) -> str:
-    """A page in one line, without blocks of code and targets of links. Of docs/which.md, tables."""
+    """A page in one line, without blocks of code and targets of links.
+
+    Of docs/which.md, all but its first table, and of docs/local.md, tables of losses.
+    """
     text = (ROOT / page).read_text()
     text = re.sub(r"^```.*?^```$|^    .*?$", "", text, flags=re.MULTILINE | re.DOTALL)
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     if page == "docs/which.md":
-        tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
         assert tables[0].startswith("| dense exchange over step |")
-        text = "\n".join(tables[1:])
+        text = text.replace(tables[0], "")
+    if page == "docs/local.md":
+        text = "\n".join(table for table in tables if "held-out" in table)
     return " ".join(re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text).split())
 
 
 @functools.cache
 def results_of(page: str) -> list[str]:
     """What a page should say."""
-    return [*{"README.md": readme, "docs/which.md": which}[page]()]
+    return [*{"README.md": readme, "docs/which.md": which, "docs/local.md": local}[page]()]
 
 
 def check(page: str, text: str) -> None:
@@ -361,6 +410,46 @@ def check(page: str, text: str) -> None:
         text = text.replace(phrase, " ... ")
     left = re.findall(r".{0,40}\d.{0,40}", text)
     assert not left, f"no file of results has these numbers of {page}: {left}"
+
+
+def test_the_table_of_kernels_has_the_numbers_of_its_file():
+    gpu, text = load(RESULTS / "gpu.json"), (RESULTS / "gpu.md").read_text()
+    table = re.findall(r"^\| (.+?) \| (\d*) ?\| (\S+ \(.*\)) \|$", text, re.MULTILINE)
+    rows = {name.replace("`", ""): (target, cells) for name, target, cells in table}
+    assert rows == {
+        name: (
+            str(kernel["target"] or ""),
+            " | ".join(f"{ms:.3f} ({x:.1f})" for ms, x in zip(kernel["ms"], kernel["of_floor"])),
+        )
+        for name, kernel in gpu["kernels"].items()
+    }
+    low, high = selecting()
+    encode = gpu["kernels"]["sketch.encode"]["of_floor"][gpu["elements"].index(2**27)]
+    assert (
+        f"selecting 0.1 % of 2^27 values takes {low} to {high} times as long as moving their "
+        f"bytes, and encoding a\nsketch {encode:.0f} times"
+    ) in text
+    for setting in (gpu["device"], gpu["date"], f"jax {gpu['jax']}", gpu["command"]):
+        assert setting in text
+    assert f"selecting 0.1 % of 2^27 elements takes {low} to {high} times" in text_of(
+        "docs/trainer.md"
+    )
+
+
+def test_costs_are_told_from_what_muon_gains():
+    muon, adamw, signs = "muon, gradients, dense", "adamw, gradients, dense", "muon, local 10, sign"
+    warm = f"{signs}, warm 10 %"
+    dense = f"by AdamW and at {mapped(muon):.3f} by Muon."
+    text = text_of("benchmarks/results/best_use_of_a_byte.md")
+    for told in (
+        f"Dense gradients end at {mapped(adamw):.3f} nats {dense}",
+        f"{above(signs, muon):.3f} for those ten steps, {above(warm, muon):.3f} with the first",
+        f"difference to AdamW: {above(signs, adamw):+.3f}, and {above(warm, adamw):+.3f}.",
+        f"what Muon gains by itself, {above(adamw, muon):.3f}.",
+    ):
+        assert told in text
+    local = (ROOT / "docs/local.md").read_text()
+    assert f"Muon gains the {above(adamw, muon):.3f} between the two" in local
 
 
 @pytest.mark.parametrize("page", SETTINGS)

@@ -73,6 +73,34 @@ def test_a_trainer_with_a_hook_for_gradients(where):
     jax.tree.map(np.testing.assert_allclose, again(jax.tree.leaves(state[0]), BATCHES[0])[0], after)
 
 
+def test_a_loss_scale_behind_it_sees_overflows():
+    """As Keras' LossScaleOptimizer, which steers by what the exchange gives it."""
+    tx = jaxsparse.top_k(0.25, is_dense=lambda *_: False, when_skipped="nan")
+    exchange = StatefulExchange(tx, PARAMS, 2)
+
+    def train_step(state, batch):
+        params, scale = state
+        scaled = exchange(jax.tree.map(lambda g: g * scale, grads_of(params, batch)))
+        good = jnp.isfinite(optax.tree.norm(jax.tree.map(lambda g: g / scale, scaled)))
+        moved = jax.tree.map(lambda p, g: p - 0.1 * g / scale, params, scaled)
+        params = jax.tree.map(lambda new, old: jnp.where(good, new, old), moved, params)
+        return params, jnp.where(good, scale, scale / 2)
+
+    step = exchange.data_parallel(train_step)
+    state, scales = (PARAMS, jnp.float32(2.0**127)), [2.0**127]
+    batch = np.concatenate([BATCHES[0], 100 * BATCHES[1]])
+    for _ in range(8):
+        residuals = jax.tree.map(np.asarray, exchange.state.residual)
+        state, skipped = step(state, batch), int(exchange.state.skipped)
+        scales.append(float(state[1]))
+        if scales[-1] < scales[-2]:  # the step is left out
+            jax.tree.map(np.testing.assert_array_equal, residuals, exchange.state.residual)
+            assert not any(np.any(x) for x in jax.tree.leaves(state[0]))
+    assert 0 < skipped < 8
+    assert scales[-1] == scales[skipped] == 2.0 ** (127 - skipped)  # it falls at first
+    assert all(np.any(x) for x in jax.tree.leaves(state[0]))
+
+
 def test_wrong_places():
     exchange = StatefulExchange(jaxsparse.dense(), PARAMS, 2)
     with pytest.raises(ValueError, match="called outside of its step"):

@@ -118,7 +118,7 @@ def main() -> None:
         told = new[-1].round
         held_out = float(evaluate(state.params, windows))
         for report in new:
-            print(f"{args.name} {told_of(report)}, held-out loss {held_out:.3f}", flush=True)
+            print(f"{args.name} {report}, held-out loss {held_out:.3f}", flush=True)
             note(args.events, **report._asdict(), name=args.name, held_out=held_out, at=state.round)
     state = train.leave(state)
     status = train.status()
@@ -135,12 +135,6 @@ def note(path: str | None, **fields: Any) -> None:
     if path:
         with open(path, "a") as file:
             file.write(json.dumps({**fields, "time": time.time()}) + "\n")
-
-
-def told_of(report: islands.Report) -> str:
-    waited = "replayed" if report.waited is None else f"decided after {report.waited:.1f} s"
-    late = "" if report.counted or report.waited is None else ", without it"
-    return f"round {report.round} of {', '.join(report.members)}: {waited}{late}"
 
 
 if __name__ == "__main__":

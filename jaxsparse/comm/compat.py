@@ -80,7 +80,8 @@ def shared_store() -> Any:
     """The key-value store that the processes of `jax.distributed` share, or None without one.
 
     JAX has no public name for it. Libraries for checkpoints, such as Orbax, use it by this one. A
-    release that moves it makes processes run without comparing their programs.
+    release that moves it makes processes run without comparing their programs, and an island of
+    several processes is refused.
     """
     try:
         from jax._src import distributed

@@ -7,13 +7,14 @@ agree. What stays with an island itself comes from other programs.
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 from jaxtyping import Array, Bool, Float, UInt32
 
@@ -21,6 +22,8 @@ from jaxsparse.arrays.layout import check_arrays, narrow
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm.marks import is_marked, map_marked
 from jaxsparse.feedback import by_message
+from jaxsparse.feedback.store import ErrorFeedbackState
+from jaxsparse.islands.lead import gathered
 from jaxsparse.outer.worker import Select, displacement, picked, put_back, replaced, skips, widened
 from jaxsparse.processes.digest import Digested
 
@@ -64,6 +67,7 @@ class Arithmetic:
         params: see `Islands`.
         mixing: see `Islands`.
         weighted: see `Islands`.
+        late_decay: see `Islands`.
     """
 
     def __init__(
@@ -72,8 +76,9 @@ class Arithmetic:
         params: Select,
         mixing: float | None = None,
         weighted: bool = False,
+        late_decay: float = 1.0,
     ) -> None:
-        self._weighted = weighted
+        self._weighted, self._late_decay = weighted, late_decay
         self._tx = optax.with_extra_args_support(outer)
         self._pick = params
         self._init = jax.jit(self._tx.init)
@@ -106,7 +111,7 @@ class Arithmetic:
         check_arrays("leaf", state)
         picked("params", self._pick, state)  # raises
         params = self._widened(self._pick(state))
-        return Shared(params, self._init(params))
+        return Shared(params, self._first(params))
 
     def described(self, shared: Shared, own: Any) -> tuple[int, str]:
         """The number of words of a message, and a digest of what islands must have in common.
@@ -153,9 +158,9 @@ class Arithmetic:
         """The arrays of a snapshot."""
         for path, leaf in tree_flatten_with_path(shared)[0]:
             if not is_marked(path):
-                yield keystr(path), np.asarray(jax.device_get(leaf))
+                yield keystr(path), gathered(leaf)
 
-    def from_arrays(self, arrays: list[np.ndarray], shared: Shared) -> Shared:
+    def from_arrays(self, arrays: Iterable[np.ndarray], shared: Shared) -> Shared:
         """`shared` with the arrays of a snapshot. What is this island's own stays."""
         found = iter(arrays)
         place = lambda leaf, own: leaf if own else placed(next(found), leaf)
@@ -173,7 +178,25 @@ class Arithmetic:
 
     def without_debts(self, shared: Shared) -> Shared:
         """Without anything of this island's own, as it starts."""
-        return merged(shared, own_leaves(self._init(shared.params)))
+        return merged(shared, own_leaves(self._first(shared.params)))
+
+    def _first(self, params: Any) -> Any:
+        """An outer state as it starts, cut over devices as the parameters are.
+
+        Zeros depend on no parameter, so that XLA alone would put all of them on one device.
+        """
+        cuts = {x.shape: x.sharding for x in jax.tree.leaves(params) if _is_on_mesh(x)}
+        whole = _whole(params)
+        if whole is None:
+            return self._init(params)
+
+        def place(x: jax.ShapeDtypeStruct, is_own: bool) -> NamedSharding:
+            lead = x.shape[:1] if is_own else ()  # the axis of the workers, see `PerWorker`
+            like = cuts.get(x.shape[len(lead) :], whole)
+            return NamedSharding(like.mesh, PartitionSpec(*[None] * len(lead), *like.spec))
+
+        there = map_marked(place, jax.eval_shape(self._tx.init, params))
+        return jax.jit(self._tx.init, out_shardings=there)(params)
 
     def _begin(self, own: Any, shared: Shared, rank: Any) -> Begun:
         """An island's message.
@@ -222,10 +245,22 @@ class Arithmetic:
     def _own(self, begun: Begun, before: Shared, counts: bool) -> list[Any]:
         """What an island keeps of its own, without the others' messages.
 
-        If its own does not count, it keeps all of it.
+        If its own does not count, it keeps all of it, or what `late_decay` leaves.
         """
-        after = self._received(begun.words[None], None, begun, before, counts=counts)
-        return own_leaves(after.outer)
+        outer = self._received(begun.words[None], None, begun, before, counts=counts).outer
+        if not counts and self._late_decay != 1:
+            fade = lambda x: x * jnp.asarray(self._late_decay, x.dtype)
+            is_feedback = lambda node: isinstance(node, ErrorFeedbackState)
+            outer = jax.tree.map(
+                lambda node: (
+                    node._replace(residual=jax.tree.map(fade, node.residual))
+                    if is_feedback(node)
+                    else node
+                ),
+                outer,
+                is_leaf=is_feedback,
+            )
+        return own_leaves(outer)
 
     def _go_on(
         self, worker: Any, begun: Begun, params: Any, mixing: float | None
@@ -266,7 +301,33 @@ def placed(x: Any, like: Array) -> Array:
     """
     if not like.committed:
         return jnp.asarray(x)
+    if isinstance(x, np.ndarray) and not like.is_fully_addressable:
+        # All processes have all of it. `device_put` would compare them.
+        return jax.make_array_from_callback(x.shape, like.sharding, lambda index: x[index])
     return jax.device_put(x, like.sharding)
+
+
+def structs(tree: Any) -> Any:
+    """Shapes, dtypes and shardings. What is bound to no device is whole on the others' mesh."""
+    whole = _whole(tree)
+
+    def struct(x: Any) -> jax.ShapeDtypeStruct:
+        x = jnp.asarray(x)
+        there = x.sharding if whole is None or _is_on_mesh(x) else whole
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
+
+    return jax.tree.map(struct, tree)
+
+
+def _whole(tree: Any) -> NamedSharding | None:
+    """A copy on each device of the mesh that arrays are on, or None if there is none."""
+    meshes = (x.sharding.mesh for x in jax.tree.leaves(tree) if _is_on_mesh(x))
+    mesh = next(meshes, None)
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def _is_on_mesh(x: Any) -> bool:
+    return isinstance(getattr(x, "sharding", None), NamedSharding)
 
 
 def own_leaves(outer: Any) -> list[Any]:

@@ -3,10 +3,14 @@
 An exchange posts, looks whether there is a decision, reads the messages that count, and works out
 the next global parameters. Each of its steps can be tried again if the store does not answer.
 
+All processes of an island do the same, and the first of them asks the store: see `lead`.
+
 An island that is late follows the decisions that it missed, and sends what it owes in the round
 that is open then. Else one that is slower than the others would always be late, and never count.
 """
 
+import contextlib
+import logging
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,11 +20,14 @@ import numpy as np
 
 from jaxsparse.arrays.layout import narrow
 from jaxsparse.islands.arithmetic import Begun, Shared, merged, own_leaves, placed
+from jaxsparse.islands.lead import gathered, led, spread
 from jaxsparse.islands.records import Decision
 from jaxsparse.islands.rounds import GoneError
 
 if TYPE_CHECKING:
     from jaxsparse.islands.member import Member
+
+_LOG = logging.getLogger("jaxsparse.islands")  # a line for each round
 
 
 class Report(NamedTuple):
@@ -45,6 +52,14 @@ class Report(NamedTuple):
     sent: int
     applied: bool
     digest: str
+
+    def __str__(self) -> str:
+        when = "replayed" if self.waited is None else f"decided after {self.waited:.1f} s"
+        without = "" if self.counted or self.waited is None else ", without this island"
+        return (
+            f"round {self.round} of {', '.join(self.members)}: {when}{without}, "
+            f"{self.sent / 1e6:.2f} MB sent, {self.received / 1e6:.2f} MB received"
+        )
 
 
 class Exchange:
@@ -85,7 +100,11 @@ class Exchange:
         self._dtypes = jax.tree.map(lambda w: w.dtype, own)
         self.shared, self.round, self.begun, self.half = shared, round, begun, begun
         self.counted = self.was_sent = self.is_done = False
+        self._words: np.ndarray | None = None  # of its message, on the host
         self._posted_at: float | None = None
+        # What this process has seen of the round, if it asks the store.
+        self._seen: tuple[Decision, float | None] | None = None
+        self._read: tuple[int, list[np.ndarray]] | None = None  # of a round, messages that count
         self._is_settled = begun is None  # whether the round of its own message is over
         self._is_late = begun is None  # whether there will be no other message
         self._snapshot: tuple[int, bytes] | None = None  # one that the store did not take yet
@@ -103,30 +122,56 @@ class Exchange:
             self._keep()
         while not self.is_done:
             if not self._is_settled:
-                decision, waited = self._decided()
-                if decision is None:
+                self.prepare()
+                seen = led(self._looked)
+                if seen is None:
                     return False
-                self._absorb(decision, self.half, waited)
-            while (decision := self._member.rounds.decided(self.round)) is not None:
+                self._absorb(seen[0], self.half, seen[1])
+            while (decision := led(self._member.rounds.decided, self.round)) is not None:
                 self._absorb(decision, None, None)
             if self.counted or self._is_late:
                 self.is_done = True
             else:
-                self.half, self._posted_at = self.idle(), None
+                self.half, self._words, self._posted_at = self.idle(), None, None
                 self._is_late, self._is_settled = True, False
         return True
 
-    def _decided(self) -> tuple[Decision | None, float | None]:
+    def prepare(self) -> None:
+        """Computes what `look` needs of devices, in all processes."""
+        assert self.half is not None
+        if self._words is None:
+            self._words = gathered(self.half.words)
+        self._digest_now()
+
+    def look(self) -> bool:
+        """The part of `advance` that is the store's alone. Returns whether the rest can go on.
+
+        The first process may call it in a thread, after `prepare` in all of them.
+        """
+        if self._is_settled:
+            return True
+        if self._seen is None:
+            self._seen = self._decided()
+        if self._seen is None:
+            return False
+        with contextlib.suppress(GoneError):  # `advance` meets it again
+            self._read_messages(self._seen[0])
+        return True
+
+    def _looked(self) -> tuple[Decision, float | None] | None:
+        self.look()
+        return self._seen
+
+    def _decided(self) -> tuple[Decision, float | None] | None:
         """The decision on its own message, and how long that took. It posts, unless it is late."""
         rounds, clock = self._member.rounds, self._member.clock
-        assert self.half is not None
         if self._posted_at is None:
             if (decision := rounds.decided(self.round)) is not None:
                 return decision, None
-            words = np.asarray(self.half.words)
+            assert self._words is not None
             rounds.post(
                 self.round,
-                words,
+                self._words,
                 weight=self.weight,
                 digest=self._digest_now(),
                 late=self._is_late,
@@ -137,7 +182,12 @@ class Exchange:
         # What is late stands at the start of a round: others have their steps before them, and are
         # given the time that its own took.
         own_steps = self._took if self._is_late else 0.0
-        return rounds.advance(self.round, waited - own_steps), waited
+        decision = rounds.advance(self.round, waited - own_steps)
+        return None if decision is None else (decision, waited)
+
+    def _read_messages(self, decision: Decision) -> None:
+        if self._read is None or self._read[0] != decision.round:
+            self._read = decision.round, self._member.rounds.read(decision)
 
     def idle(self) -> Begun:
         """An exchange that began right from the global parameters."""
@@ -148,10 +198,12 @@ class Exchange:
         """Goes over to the next round. If the store fails on the way, nothing has changed."""
         member, before = self._member, self.shared
         try:
-            messages = member.rounds.read(decision)
+            led(self._read_messages, decision)
         except GoneError:
             self._jump(decision, begun)
             return
+        like = [((member.words,), np.uint32)] * len(decision.members)
+        messages = list(spread(self._read[1] if self._read else (), like))
         half = self.idle() if begun is None else begun
         counts = decision.lives.get(member.name) == member.life
         after, applied = before, False
@@ -170,24 +222,25 @@ class Exchange:
                 self._go_to(*found, counts, begun)
                 return
         self._go_to(_placed(after, before), decision.round + 1, counts, begun)
-        member.reports.append(
-            Report(
-                decision.round,
-                tuple(decision.lives),
-                counts,
-                waited,
-                sum(4 * len(each) for each in messages),
-                0 if waited is None else 4 * member.words,
-                applied,
-                self._digest_now(),
-            )
+        report = Report(
+            decision.round,
+            tuple(decision.lives),
+            counts,
+            waited,
+            sum(4 * len(each) for each in messages),
+            0 if waited is None else 4 * member.words,
+            applied,
+            self._digest_now(),
         )
+        member.reports.append(report)
+        _LOG.info("%s: %s", member.name, report)
         if begun is not None:
             self._take_turn(tuple(decision.lives))
 
     def _go_to(self, shared: Shared, round: int, counts: bool, begun: Begun | None) -> None:
         """Begins a round. Notes what became of its own message, if the last one was its round."""
         self.shared, self.round, self._digest = shared, round, None
+        self._seen = self._read = None
         if begun is not None:
             self.counted, self._is_settled = counts, True
 
@@ -248,7 +301,7 @@ class Exchange:
             # Once it trains, a former life can have sent in the round in which it joined alone.
             end = round if member.joined_in is None else min(round, member.joined_in + 1)
             for each in range(self.round, end):
-                passed = member.rounds.decided(each)
+                passed = led(member.rounds.decided, each)
                 if passed is not None and not self.was_sent:
                     shared = self._without_sent(passed, shared)
         self._go_to(shared, round, counts, begun)
@@ -259,19 +312,22 @@ class Exchange:
         if self.round % every or not members:
             return
         is_ours = members[self.round // every % len(members)] == member.name
-        newest = max((r for r in member.rounds.snapshots() if r <= self.round), default=0)
-        if is_ours or self.round - newest > every:
+        if is_ours or self.round - self._newest() > every:
             self._snapshot = self.round, member.snapshot(self.shared, self.round)
             self._keep()
 
+    def _newest(self) -> int:
+        """The round of the newest snapshot up to now."""
+        return max((r for r in led(self._member.rounds.snapshots) if r <= self.round), default=0)
+
     def _keep(self) -> None:
         assert self._snapshot is not None
-        self._member.rounds.keep(*self._snapshot)
+        led(self._member.rounds.keep, *self._snapshot)
         self._snapshot = None
 
     def _digest_now(self) -> str:
         if self._digest is None:
-            low, high = np.asarray(self._member.arithmetic.digest(self.shared)).tolist()
+            low, high = gathered(self._member.arithmetic.digest(self.shared)).tolist()
             self._digest = f"{high:08x}{low:08x}"
         return self._digest
 

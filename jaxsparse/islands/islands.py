@@ -5,7 +5,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse.arrays.settings import static_float, static_int
-from jaxsparse.islands.arithmetic import Arithmetic
+from jaxsparse.islands.arithmetic import Arithmetic, structs
 from jaxsparse.islands.exchange import Exchange, Report
+from jaxsparse.islands.lead import is_first, led
 from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
@@ -35,7 +36,8 @@ class Status(NamedTuple):
         sent: bytes of its messages.
         received: bytes of the messages that it read.
         waiting: the seconds that training has waited for exchanges.
-        trouble: what the store said last, if an exchange is running and it does not answer.
+        trouble: what the store said last, if an exchange is running and it does not answer. Of
+            several processes, the first one knows.
     """
 
     name: str
@@ -76,6 +78,12 @@ class Islands:
     **Joining and coming back** are one thing: `join` reads the newest snapshot, and replays the
     decisions since. No other island is asked, or waits.
 
+    **Numbers of steps.** An optimizer's count belongs to the island's own state: after joining with
+    a fresh state it is 0, and a schedule by it begins anew. `round`, which all share, times `every`
+    is the number to go by.
+
+    **Told.** `status()` has a report of each round, and the logger "jaxsparse.islands" a line.
+
     **Off the critical path.** A thread posts, waits, reads and adds up. With `overlap`, the island
     makes so many more steps before it needs the result. It keeps what they moved (`mixing=None`).
 
@@ -88,8 +96,13 @@ class Islands:
     **Bits.** Islands on one kind of device with one version of JAX compute the same bits. Messages
     carry a digest of what they started from. An island that differs from most says so, and reloads.
 
-    What is not done: an island is one process (with any number of devices), all fragments are
-    exchanged at once, and statistics such as those of BatchNorm stay each island's own.
+    **Several processes.** An island may be a `jax.distributed` job of its own, with parameters on a
+    mesh of all of its devices. All of its processes make an `Islands` with the same settings, and
+    call `join`, steps and `leave` alike. The first one talks to the store, and others follow it.
+    Its thread posts, waits and reads. Devices work on the result where it is awaited.
+
+    What is not done: all fragments are exchanged at once, and statistics such as those of BatchNorm
+    stay each island's own.
 
     The idea and the names of Decoupled DiLoCo (arXiv 2604.21428): quorum, grace, and merging with
     weights.
@@ -105,6 +118,9 @@ class Islands:
         store: where islands meet.
         name: this island's name: letters, digits, "-" and "_".
         every: local steps in a round, H. Islands may differ in it.
+        round_seconds: seconds after which the next step ends a round, too, even if it has fewer
+            than `every`: rounds by time, in which a slow island makes fewer steps and is in time.
+            Then let messages weigh by what they hold (`weighted`). None: rounds by steps alone.
         quorum: the least number of islands that decide on a round. With fewer, all wait.
         grace: seconds after its own message, after which an island no longer waits for those that
             were in time in the last round. An island that dies costs the others this time, once.
@@ -112,8 +128,15 @@ class Islands:
         mixing: None: moves made during an exchange are kept. A number in [0, 1) is the weight of
             the island's own parameters against the global ones, as in Streaming DiLoCo.
         snapshots: rounds from one snapshot to the next. The island whose turn it is writes it.
+        late_decay: factor in [0, 1] by which all that this island owes shrinks in each round in
+            which its message does not count. 1: nothing is lost, only late. Below 1, what was
+            delivered and what it owes add up to less than what it moved, and with 0 a late
+            displacement is dropped whole: it was made from old parameters. (The norm of what comes
+            late is cut by an exchange with `clip="median"`.)
         weighted: whether messages count by weights, which each call of a step gives, such as its
             number of tokens. Otherwise all count alike. All islands must agree.
+        members: names of the islands that may take part, the same on all of them. Messages of
+            others are left out, with a warning. None: all that use the same settings may.
         params: function that picks the parameters from a state, see `jaxsparse.LocalSteps`.
         loss: function that picks the loss, a scalar, from the second result of `step`. The means of
             rounds stand in the run's log, for `python -m jaxsparse islands`. None: no losses there.
@@ -125,7 +148,8 @@ class Islands:
 
     Raises:
         ValueError: settings out of range. From `join`: see `Member.join`; `outer` exchanges
-            nothing, or not in one message; or there are several processes.
+            nothing, or not in one message; or several processes of an island differ, or have
+            parameters that are not on devices of all.
     """
 
     def __init__(
@@ -141,7 +165,10 @@ class Islands:
         overlap: int = 0,
         mixing: float | None = None,
         snapshots: int = 10,
+        round_seconds: float | None = None,
+        late_decay: float = 1.0,
         weighted: bool = False,
+        members: Collection[str] | None = None,
         params: Select | None = None,
         loss: Callable[[Any], Any] | None = None,
         poll: float = 0.2,
@@ -165,27 +192,57 @@ class Islands:
         for label, seconds in (("grace", grace), ("poll", poll), ("patience", patience)):
             if not static_float(label, seconds) >= 0:
                 raise ValueError(f"{label}={seconds} must be a number of seconds, at least 0")
+        if round_seconds is not None and not static_float("round_seconds", round_seconds) > 0:
+            raise ValueError(
+                f"round_seconds={round_seconds} must be above 0, or None for rounds by steps"
+            )
+        if not 0 <= static_float("late_decay", late_decay) <= 1:
+            raise ValueError(f"late_decay={late_decay} must lie in [0, 1]")
         if mixing is not None and not 0 <= static_float("mixing", mixing) < 1:
             raise ValueError(f"mixing={mixing} must lie in [0, 1), or be None")
         if isinstance(store, (str, os.PathLike)):
             raise ValueError(f"store={store!r} is a text: give jaxsparse.islands.Store({store!r})")
+        self._settings = {
+            "name": name, "every": every, "quorum": quorum, "grace": grace, "overlap": overlap,
+            "mixing": mixing, "snapshots": snapshots, "round_seconds": round_seconds,
+            "late_decay": late_decay, "weighted": weighted, "poll": poll, "patience": patience,
+            "alone": alone,
+        }  # fmt: skip
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
         self._poll, self._patience = poll, patience
         self._prepared = {0}  # numbers of members for which programs are compiled
         self._member = Member(
-            Arithmetic(outer, params or params_of, mixing, weighted),
+            Arithmetic(outer, params or params_of, mixing, weighted, late_decay),
             store,
             name,
             quorum=quorum,
             grace=grace,
             snapshots=snapshots,
             weighted=weighted,
+            members=members,
+            round_seconds=round_seconds,
         )
         self._running: _Running | None = None
         self._waiting = 0.0
         self._round = 0
         self._loss_of, self._losses = loss, _Losses()
         self._is_checked = False  # whether the step returned what it must
+
+    def like(self, state: Any) -> IslandState:
+        """Shapes, dtypes and shardings of this island's state, for reading a saved one.
+
+        It asks no store. Give it to Orbax as the target, and what Orbax reads to `join`:
+
+            saved.restore(step, args=orbax.checkpoint.args.StandardRestore(train.like(state)))
+
+        Args:
+            state: a training state as for `join`.
+
+        Raises:
+            ValueError: see `Islands`.
+        """
+        worker, shared = structs((state, self._member.arithmetic.start(state)))
+        return IslandState(worker, shared.params, shared.outer, 0, 0, 0.0)
 
     def join(self, state: Any) -> IslandState:
         """The state to go on from: of the run in the store, or the first state of a new run.
@@ -197,18 +254,13 @@ class Islands:
             ValueError: see `Islands`.
             ConnectionError: the store does not answer for `patience` seconds.
         """
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"this island has {jax.process_count()} processes, but only islands of one process "
-                "are possible so far: use jaxsparse.LocalSteps within jax.distributed"
-            )
         if self._running is not None:
             self._running.stop()
             self._running = None
         began, is_told = time.monotonic(), False
         while True:
             try:
-                joined = self._member.join(state)
+                joined = self._member.join(state, self._settings)
             except UnreachableError as error:
                 if not is_told:
                     warnings.warn(
@@ -217,7 +269,7 @@ class Islands:
                         stacklevel=2,
                     )
                     is_told = True
-                if time.monotonic() - began > self._patience:
+                if led(lambda: time.monotonic() - began > self._patience):
                     raise
                 time.sleep(self._poll)
             else:
@@ -260,7 +312,7 @@ class Islands:
         )
         if state.steps >= self._overlap:
             state = self._waited(state)
-        if self._running is None and state.steps >= self._every:
+        if self._running is None and self._member.is_over(state.steps, self._every):
             state = self._begun(state)
             if self._overlap == 0:
                 state = self._waited(state)
@@ -272,23 +324,39 @@ class Islands:
         self._is_checked = True
         return stepped(self._step, worker, batch)
 
-    def leave(self, state: IslandState) -> IslandState:
+    def leave(self, state: IslandState, patience: float | None = None) -> IslandState:
         """Ends training on this island: exchanges what it still has to say, and waits for that.
 
-        Others go on. If there is no decision within `patience` seconds, because fewer than `quorum`
-        islands are left, it warns, and the returned state still owes what it moved.
+        Others go on. If there is no decision in time, because others are still in their steps or
+        fewer than `quorum` islands are left, it warns, and the returned state still owes what it
+        moved. What it has sent counts all the same, if others decide on that round later.
+
+        Args:
+            state: from the last call.
+            patience: seconds that this may take, such as a machine has that is taken back. None:
+                those of `Islands` for each exchange, and an error if the store is silent as long.
         """
-        state = self._arrived(state, self._patience)
+        if patience is not None and not static_float("patience", patience) >= 0:
+            raise ValueError(f"patience={patience} must be a number of seconds, at least 0")
+        began = time.monotonic()
+
+        def left() -> float:
+            if patience is None:
+                return self._patience
+            return max(0.0, began + patience - time.monotonic())
+
+        state = self._arrived(state, left())
         if state.steps and self._running is None:
-            state = self._arrived(self._begun(state), self._patience)
-        if self._running is not None and self._running.trouble is not None:
+            state = self._arrived(self._begun(state), left())
+        if patience is None and self._running is not None and led(self._running.is_troubled):
             state = self._arrived(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
             self._running.stop()
             self._running = None
             warnings.warn(
                 f"{self._member.name} leaves in round {state.round}, whose decision it has waited "
-                f"for in vain for {self._patience:g} s: its last moves are in its own state alone",
+                f"for in vain for {time.monotonic() - began:.0f} s: what it has sent counts if "
+                "others decide later, and the rest is in its own state alone",
                 stacklevel=2,
             )
         return state
@@ -320,7 +388,7 @@ class Islands:
     def _waited(self, state: IslandState) -> IslandState:
         """As `_arrived`, unless the store does not answer and the island may go on alone."""
         over = state.steps - self._overlap if state.steps else 0
-        if self._running is None or (over < self._alone and self._running.is_stuck()):
+        if self._running is None or (over < self._alone and led(self._running.is_stuck)):
             return state
         return self._arrived(state)
 
@@ -381,16 +449,33 @@ class _Losses:
 
 
 class _Running:
-    """An exchange in a thread."""
+    """An exchange in a thread.
+
+    Of several processes, the first one has a thread, which does what is the store's alone. The rest
+    is done by all, in their main threads and where the result is awaited: see `lead`.
+    """
 
     def __init__(self, exchange: Exchange, poll: float, patience: float) -> None:
         self.trouble: str | None = None
         self._exchange = exchange
         self._poll, self._patience = poll, patience
+        self._wait = poll
+        self._silent_since: float | None = None
         self._error: BaseException | None = None
         self._is_stopped = threading.Event()
+        self._is_single = jax.process_count() == 1
+        if not self._is_single:
+            exchange.prepare()
+        self._start()
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
-        self._thread.start()
+        if is_first():
+            self._thread.start()
+
+    def is_troubled(self) -> bool:
+        """Whether the store does not answer."""
+        return self.trouble is not None
 
     def is_stuck(self) -> bool:
         """Waits until it is done or the store does not answer. Returns whether that is so."""
@@ -401,37 +486,64 @@ class _Running:
     def stop(self) -> None:
         """Ends the thread, after its present look at the store."""
         self._is_stopped.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def result(self, seconds: float) -> Exchange | None:
         """The exchange, at its end. None: it has none in these seconds. Raises what ended it."""
         end = time.monotonic() + seconds
+        while led(self._has_ended, end):
+            if self._is_single or self._is_done():
+                return self._exchange
+            self._start()
+        return None
+
+    def _has_ended(self, end: float) -> bool:
+        """Waits for the thread until then."""
         while self._thread.is_alive() and time.monotonic() < end:
             self._thread.join(
                 min(1.0, max(0.0, end - time.monotonic()))
             )  # so that signals are heard
         if self._thread.is_alive():
-            return None
+            return False
         if self._error is not None:
             raise self._error
-        return self._exchange
+        return True
+
+    def _is_done(self) -> bool:
+        """What all processes do once the first one has seen what it needs."""
+        try:
+            if self._exchange.advance():
+                return True
+            self._note(None)
+        except UnreachableError as error:
+            led(self._note, error)
+        return False
 
     def _run(self) -> None:
-        silent_since: float | None = None
-        wait = self._poll
+        advance = self._exchange.advance if self._is_single else self._exchange.look
         try:
+            if self.trouble is not None:
+                self._is_stopped.wait(self._wait)
             while not self._is_stopped.is_set():
                 try:
-                    if self._exchange.advance():
+                    if advance():
                         return
-                    self.trouble, silent_since, wait = None, None, self._poll
+                    self._note(None)
                 except UnreachableError as error:
-                    now = time.monotonic()
-                    self.trouble = str(error)
-                    silent_since = now if silent_since is None else silent_since
-                    if now - silent_since > self._patience:
-                        raise
-                    wait = min(2 * wait + 0.01, 10.0)
-                self._is_stopped.wait(wait)
+                    self._note(error)
+                self._is_stopped.wait(self._wait)
         except BaseException as error:  # for the thread that trains
             self._error = error
+
+    def _note(self, error: UnreachableError | None) -> None:
+        """Notes whether the store answers. Raises the error if it has not for long."""
+        if error is None:
+            self.trouble, self._silent_since, self._wait = None, None, self._poll
+            return
+        now = time.monotonic()
+        self.trouble = str(error)
+        self._silent_since = now if self._silent_since is None else self._silent_since
+        if now - self._silent_since > self._patience:
+            raise error
+        self._wait = min(2 * self._wait + 0.01, 10.0)

@@ -1,14 +1,18 @@
 """One island: how it joins, and how a round begins and ends for it."""
 
+import hashlib
 import secrets
 import time
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxsparse.islands.arithmetic import Arithmetic, Shared
 from jaxsparse.islands.exchange import Exchange, Report
+from jaxsparse.islands.lead import check_alike, is_first, led, spread
 from jaxsparse.islands.records import BrokenError, from_snapshot, to_snapshot
 from jaxsparse.islands.rounds import Rounds
 from jaxsparse.islands.store import Objects, check_name
@@ -46,6 +50,8 @@ class Member:
         grace: see `Islands`.
         snapshots: see `Islands`.
         weighted: see `Islands`.
+        members: see `Islands`.
+        round_seconds: see `Islands`.
         clock: seconds, for differences alone.
         new_life: makes a word for each time that it joins, which no other life of the island has.
 
@@ -66,13 +72,18 @@ class Member:
         grace: float,
         snapshots: int,
         weighted: bool = False,
+        members: Collection[str] | None = None,
+        round_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         new_life: Callable[[], str] = lambda: f"{time.time_ns():x}-{secrets.token_hex(4)}",
     ) -> None:
         self.arithmetic, self.store, self.clock = arithmetic, store, clock
         self.name, self.life, self._new_life = check_name(name), "", new_life
         self.quorum, self.grace, self.every_snapshot = quorum, grace, snapshots
-        self.weighted = weighted
+        self.weighted, self._round_seconds = weighted, round_seconds
+        self._members = None if members is None else frozenset(map(check_name, members))
+        if self._members is not None and name not in self._members:
+            raise ValueError(f"name={name!r} is none of members={sorted(self._members)}: add it")
         self.rank = zlib.crc32(name.encode()) & 0x7FFFFFFF
         self.reports: list[Report] = []
         self._rounds: Rounds | None = None
@@ -86,22 +97,42 @@ class Member:
         assert self._rounds is not None, "join first"
         return self._rounds
 
-    def join(self, state: Any) -> IslandState:
+    def join(self, state: Any, settings: Mapping[str, Any] = {}) -> IslandState:
         """The state to go on from: the newest snapshot and decisions since, or the first of all.
 
         Args:
             state: a training state, or an `IslandState` that this island saved.
+            settings: what all processes of this island have in common besides, in JSON's types.
 
         Raises:
-            ValueError: the store holds another run, or none although the state is of a later round.
+            ValueError: the store holds another run, or none although the state is of a later round;
+                or see `lead.check_alike`.
             UnreachableError: the store does not answer.
         """
         own = state.worker if isinstance(state, IslandState) else state
         shared = self.arithmetic.start(own)
-        # What was sent before is of a former life.
-        self.life, self.joined_in = self._new_life(), None
         self.is_restored = isinstance(state, IslandState)
-        self._prepare(shared, own)
+        picked = self.arithmetic.own(own)
+        self.words, digest = self.arithmetic.described(shared, picked)
+        # So that all islands agree on who may take part.
+        self.settings = digest if self._members is None else _listed(digest, self._members)
+        begins = {"digest of outer and members": self.settings}
+        if isinstance(state, IslandState):
+            begins |= {"round": f"{int(state.round)}", "steps": f"{int(state.steps)}"}
+            picked = [picked, state.params]
+        check_alike({**settings, **begins}, picked)
+        # What was sent before is of a former life.
+        self.life, self.joined_in = led(self._new_life), None
+        self._rounds = Rounds(
+            self.store,
+            self.name,
+            self.life,
+            settings=self.settings,
+            words=self.words,
+            quorum=self.quorum,
+            grace=self.grace,
+            allowed=self._members,
+        )
         joined = self._back(state) if self.is_restored else self._new(own, shared)
         self.joined_in, self._began = joined.round, self.clock()
         return joined._replace(worker=self.arithmetic.copied(joined.worker))
@@ -110,7 +141,7 @@ class Member:
         """A first state."""
         found = self.newest(shared)
         if found is None:
-            self.rounds.keep(0, self.snapshot(shared, 0))
+            led(self.rounds.keep, 0, self.snapshot(shared, 0))
             # That of another island, if it was first.
             found = self.newest(shared)
         if found is None:
@@ -127,7 +158,7 @@ class Member:
 
     def _back(self, state: IslandState) -> IslandState:
         """A saved state, after the rounds that have passed since."""
-        if not self.rounds.snapshots():
+        if not led(self.rounds.snapshots):
             raise ValueError(
                 f"{self.store} holds no run, but the state is of its round {state.round}: give the "
                 "URL of that run, or join with state.worker to begin another one"
@@ -149,6 +180,12 @@ class Member:
         return IslandState(
             worker, *shared, catching_up.round, int(state.steps), float(state.weight)
         )
+
+    def is_over(self, steps: int, every: int) -> bool:
+        """Whether so many local steps end a round."""
+        limit = self._round_seconds
+        is_late = limit is not None and led(lambda: self.clock() - self._began >= limit)
+        return steps >= every or (steps > 0 and is_late)
 
     def begin(
         self, state: IslandState, loss: float | None = None
@@ -194,35 +231,43 @@ class Member:
             stacklevel=4,
         )
 
-    def _prepare(self, shared: Shared, own: Any) -> None:
-        self.words, self.settings = self.arithmetic.described(shared, self.arithmetic.own(own))
-        self._rounds = Rounds(
-            self.store,
-            self.name,
-            self.life,
-            settings=self.settings,
-            words=self.words,
-            quorum=self.quorum,
-            grace=self.grace,
-        )
-
     def newest(self, shared: Shared, after: int = -1) -> tuple[Shared, int] | None:
         """The newest snapshot that can be read, of a round past `after`, and this round."""
-        for round in reversed(self.rounds.snapshots()):
-            if round <= after:
-                return None
-            data = self.rounds.snapshot(round)
-            if data is None:
-                continue
-            try:
-                like = self.arithmetic.like(shared)
-                arrays = from_snapshot(data, round, self.settings, like)
-            except BrokenError as error:
-                warnings.warn(f"the snapshot of round {round} is left out: {error}", stacklevel=2)
-                continue
-            return self.arithmetic.from_arrays(arrays, shared), round
-        return None
+        like, arrays = list(self.arithmetic.like(shared)), list[np.ndarray]()
+
+        def read() -> int | None:
+            for round in reversed(self.rounds.snapshots()):
+                if round <= after:
+                    return None
+                data = self.rounds.snapshot(round)
+                if data is None:
+                    continue
+                try:
+                    arrays.extend(from_snapshot(data, round, self.settings, like))
+                except BrokenError as error:
+                    text = f"the snapshot of round {round} is left out: {error}"
+                    warnings.warn(text, stacklevel=2)
+                    continue
+                return round
+            return None
+
+        round = led(read)
+        if round is None:
+            return None
+        found = spread(arrays, [(shape, dtype) for _, shape, dtype in like])
+        return self.arithmetic.from_arrays(found, shared), round
 
     def snapshot(self, shared: Shared, round: int) -> bytes:
-        """What `newest` reads, of the start of a round."""
-        return to_snapshot(round, self.settings, self.arithmetic.arrays(shared))
+        """What `newest` reads, of the start of a round. Only the first process has it."""
+        arrays = self.arithmetic.arrays(shared)
+        if is_first():
+            return to_snapshot(round, self.settings, arrays)
+        for _ in arrays:  # each is gathered from all processes
+            pass
+        return b""
+
+
+def _listed(settings: str, members: Collection[str]) -> str:
+    """Digest of settings and of who may take part."""
+    text = " ".join([settings, *sorted(members)])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

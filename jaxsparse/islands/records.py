@@ -81,11 +81,12 @@ class Record:
             fields = json.loads(data[start : start + length].decode())
         except (ValueError, RecursionError) as error:
             raise BrokenError(f"its header is no JSON: {error}") from None
-        record = _made(cls, fields, "its header", {"kind": cls.kind})
+        record = made(cls, fields, "its header", {"kind": cls.kind})
         if settings is not None and record.settings != settings:
             raise BrokenError(
                 f"its settings are {record.settings}, and this run's are {settings}: another "
-                "model, outer optimizer or exchange, or another version of JAX or jaxsparse"
+                "model, outer optimizer, exchange or list of members, or another version of JAX or "
+                "jaxsparse"
             )
         if record.round != round:
             raise BrokenError(f"it says that it is of round {record.round}")
@@ -249,7 +250,7 @@ def words_of(body: bytes, words: int) -> np.ndarray:
     return found
 
 
-def _made(cls: type, fields: Any, what: str, more: dict[str, Any] | None = None) -> Any:
+def made(cls: type, fields: Any, what: str, more: dict[str, Any] | None = None) -> Any:
     """A dataclass from JSON, each field checked.
 
     Raises:
@@ -289,7 +290,7 @@ def _typed(kind: Any, value: Any, what: str) -> Any:
             raise BrokenError(f"{what} is no list")
         return tuple(_typed(get_args(kind)[0], each, what) for each in value)
     if dataclasses.is_dataclass(kind):
-        return _made(kind, value, what)  # type: ignore[arg-type]
+        return made(kind, value, what)  # type: ignore[arg-type]
     raise BrokenError(f"{what} is {str(value)[:40]!r}, which is no {kind.__name__}")
 
 

@@ -58,6 +58,7 @@ class Rounds:
         quorum: the least number of messages that count in a round.
         grace: seconds after an island's own message, after which it waits no longer for those that
             were in time in the last round.
+        allowed: names of the islands that may take part, or None for all.
     """
 
     def __init__(
@@ -70,14 +71,15 @@ class Rounds:
         words: int,
         quorum: int,
         grace: float,
+        allowed: frozenset[str] | None = None,
     ) -> None:
         self.store, self.name, self.life = store, name, life
         self.settings, self.words = settings, words
-        self.quorum, self.grace = quorum, grace
+        self.quorum, self.grace, self._allowed = quorum, grace, allowed
         self._good: dict[str, _Read] = {}  # by key, of the round that is awaited
         self._bad: set[str] = set()
         self._expected: tuple[int, frozenset[str]] = (-1, frozenset())
-        self._last: Decision | None = None  # that was read. With many members it is large
+        self._last: Decision | None = None  # the last one that was read or made
 
     def post(
         self,
@@ -91,10 +93,10 @@ class Rounds:
     ) -> None:
         """Sends this island's message. A second time it changes nothing."""
         message = Message(round, self.settings, self.name, self.life, weight, digest, late, loss)
-        self.store.create(
-            self._message_key(round, self.name, self.life),
-            message.to_bytes(np.ascontiguousarray(words, "<u4").tobytes()),
-        )
+        data = message.to_bytes(np.ascontiguousarray(words, "<u4").tobytes())
+        if self.store.create(self._message_key(round, self.name, self.life), data):
+            # What others read is what the store has taken, so it need not be read again.
+            self._take(data, round, self.name, self.life)
 
     def decided(self, round: int) -> Decision | None:
         """The decision of a round, or None as long as there is none.
@@ -102,12 +104,15 @@ class Rounds:
         A decision that can't be read has no members. All islands read the same, and go on.
         """
         if self._last is not None and self._last.round == round:
-            return self._last
+            return self._last  # it never changes
         data = self.store.get(decision_key(round))
         if data is None:
             return None
         try:
-            self._last = Decision.from_bytes(data, round, self.settings)[0]
+            decision = Decision.from_bytes(data, round, self.settings)[0]
+            for name in decision.lives:
+                self._check_name(name)
+            self._last = decision
         except BrokenError as error:
             warnings.warn(
                 f"the decision of round {round} can't be read: {error}. So nobody's message counts "
@@ -151,7 +156,8 @@ class Rounds:
             max(waited, 0.0),
             self.words,
         )
-        self.store.create(decision_key(round), decision.to_bytes())
+        if self.store.create(decision_key(round), decision.to_bytes()):
+            self._last = decision
         return self.decided(round)
 
     def read(self, decision: Decision) -> list[np.ndarray]:
@@ -172,7 +178,7 @@ class Rounds:
                         f"the message of {member.name} in round {decision.round} {what}"
                     )
                 try:
-                    good = self._checked(key, data, decision.round, member.name, member.life)
+                    good = self._checked(data, decision.round, member.name, member.life)
                 except BrokenError as error:
                     raise GoneError(f"the message {key} can't be read: {error}") from None
             found.append(good.words)
@@ -211,16 +217,26 @@ class Rounds:
                 data = self.store.get(key)
                 if data is None:
                     continue
-                try:
-                    self._good[key] = self._checked(key, data, round, name, life)
-                except BrokenError as error:
-                    self._bad.add(key)
-                    warnings.warn(f"the message {key} is left out: {error}", stacklevel=4)
+                self._take(data, round, name, life)
             if key in self._good:
                 by_name[name] = self._good[key]
         return [by_name[name] for name in sorted(by_name)]
 
-    def _checked(self, key: str, data: bytes, round: int, name: str, life: str) -> _Read:
+    def _take(self, data: bytes, round: int, name: str, life: str) -> None:
+        """Keeps a message if it is good, and tells if it is not."""
+        key = self._message_key(round, name, life)
+        try:
+            self._good[key] = self._checked(data, round, name, life)
+        except BrokenError as error:
+            self._bad.add(key)
+            warnings.warn(f"the message {key} is left out: {error}", stacklevel=5)
+
+    def _check_name(self, name: str) -> None:
+        if self._allowed is not None and name not in self._allowed:
+            raise BrokenError(f"{name!r} is none of members={sorted(self._allowed)}")
+
+    def _checked(self, data: bytes, round: int, name: str, life: str) -> _Read:
+        self._check_name(name)
         message, body = Message.from_bytes(data, round, self.settings)
         if (message.name, message.life) != (name, life):
             raise BrokenError(f"it says that it is {message.name}.{message.life}")

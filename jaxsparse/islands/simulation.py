@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
+import jax
 import optax
 
 from jaxsparse.islands.arithmetic import Arithmetic
@@ -204,7 +205,7 @@ class _Island:
         except UnreachableError:
             if self.state is None or self.state.steps >= overlap:
                 return "wait"
-        if self.state.steps >= every and self._exchange is None:
+        if self._exchange is None and self._member.is_over(self.state.steps, every):
             self.state, self._exchange = self._member.begin(self.state)
             self._sent = self._owed
             return "begin"
@@ -234,6 +235,8 @@ def simulate(
     overlap: int = 0,
     mixing: float | None = None,
     snapshots: int = 10,
+    round_seconds: float | None = None,
+    late_decay: float = 1.0,
     poll: float = 0.2,
     latency: float = 0.0,
     bandwidth: float = math.inf,
@@ -258,6 +261,8 @@ def simulate(
         overlap: see `Islands`.
         mixing: see `Islands`.
         snapshots: see `Islands`.
+        round_seconds: see `Islands`.
+        late_decay: see `Islands`.
         poll: see `Islands`.
         latency: seconds until a message of no bytes is seen.
         bandwidth: bytes of messages a second from an island to the store. Reading takes no time.
@@ -268,7 +273,8 @@ def simulate(
         What became of each island, by name.
 
     Raises:
-        ValueError: an event of an island without batches, before time 0, or of an unknown kind.
+        ValueError: an event of an island without batches, before time 0, or of an unknown kind; or
+            several processes of `jax.distributed`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
@@ -280,6 +286,11 @@ def simulate(
         >>> [(name, one.steps, one.counted) for name, one in told.items()]
         [('a', 54, 50), ('b', 28, 25)]
     """
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"simulate has islands in one process, but this job has {jax.process_count()}: run it "
+            "in a program of its own"
+        )
     events = sorted(events)
     for event in events:
         if event.island not in batches or event.seconds < 0:
@@ -291,7 +302,8 @@ def simulate(
     now = 0.0
     clock = lambda: now
     store = VirtualStore(latency, bandwidth, clock)
-    arithmetic, lives = Arithmetic(outer, params or params_of, mixing), itertools.count()
+    arithmetic = Arithmetic(outer, params or params_of, mixing, late_decay=late_decay)
+    lives = itertools.count()
 
     links = {name: _Link(store, name) for name in batches}
 
@@ -303,6 +315,7 @@ def simulate(
             quorum=quorum,
             grace=grace,
             snapshots=snapshots,
+            round_seconds=round_seconds,
             clock=clock,
             new_life=lambda: f"{next(lives):08d}",
         )

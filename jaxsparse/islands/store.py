@@ -130,9 +130,12 @@ class Store:
 
     def delete(self, keys: list[str]) -> None:
         """See `Objects`."""
-        for key in keys:
-            with contextlib.suppress(FileNotFoundError):
-                self._tried(self._obstore.delete, key)
+        try:
+            self._tried(self._obstore.delete, keys)  # S3 takes 1,000 in a request
+        except FileNotFoundError:  # a folder's, which may have left the others
+            for key in keys:
+                with contextlib.suppress(FileNotFoundError):
+                    self._tried(self._obstore.delete, key)
 
     def _tried(self, operation: Any, *args: Any, **options: Any) -> Any:
         errors = self._obstore.exceptions

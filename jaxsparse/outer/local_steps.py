@@ -130,7 +130,8 @@ class LocalSteps:
             each worker's own, an array (W, ...).
         count: function that picks the number of steps done from a worker's state, an integer that
             each step raises by 1, such as `lambda state: state.step`. The first call with a
-            restored state then needs no `t`. None: that call must say it, and `init` begins at 0.
+            restored state then needs no `t`, also if `init` has made a state to restore it into.
+            None: that call must say it, and `init` begins at 0.
         via: see `jaxsparse.data_parallel`.
 
     Raises:
@@ -216,7 +217,8 @@ class LocalSteps:
     def init(self, state: Any) -> LocalState:
         """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`."""
         started = shard(self._worker.start(held(state)), self._mesh, self._axis_name)
-        self._next, self._is_new = 0 if self._count is None else self._count_of(started), True
+        # A restored state may follow, of more steps, which `count` reads in the first call.
+        self._next, self._is_new = (0 if self._count is None else None), True
         return started
 
     def __call__(

@@ -137,11 +137,12 @@ class _SparseLoCo(RuleOption, ChunkedTopK):
     vector (`quantizer="published"`). Its 72B run lowered the outer rate from 1 to 0.4 by hand: give
     a schedule.
 
-    Choose k by the length of the run, in which an entry is sent exchanges * k / chunk_size times
-    on average. With 19 times and more, the sparse exchange cost 0.04 nats or less over a dense mean
-    of the same displacements; with two or three times, up to 0.4 (models of 0.1M and 11M
-    parameters, examples/local_updates). The default k, an eighth of a chunk, gives ten times after
-    80 exchanges, and the paper's 64 after 640.
+    Choose k by how long an entry may wait: n = chunk_size / k exchanges on average. What has waited
+    for n exchanges arrives at decay**n, so (1 - decay**n) / (n * (1 - decay)) of a steady move
+    arrives: with a decay of 0.95, 84 % at the default k, an eighth of a chunk, and 30 % at the
+    paper's 64. A run should have several such waits, too. With 19 and more, the sparse exchange
+    cost 0.04 nats or less over a dense mean of the same displacements; with two or three, up to 0.4
+    (models of 0.1M and 11M parameters, decay 0.95, examples/local_updates).
 
     Args:
         k: number of entries of each chunk that a worker sends, or a warm-up (`jaxsparse.Stages`).

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.arrays.settings import static_count, static_float
-from jaxsparse.planner.losses import Loss, Losses
+from jaxsparse.planner.losses import ABOUT_AS_FAST, Loss, Losses
 from jaxsparse.planner.network import Link, Network
 from jaxsparse.planner.planning import MUCH_FASTER, Predictor
 from jaxsparse.planner.profiles import SystemProfile
@@ -175,9 +175,6 @@ class RecipePlan:
         ]
 
 
-# Among recipes that take this many times the hours of the fastest, the loss decides.
-_ABOUT_AS_FAST = 1.05
-
 _RATE = "It was measured with lr = {:g} at its peak, on a small model: begin with your own."
 _AXIS = (
     'The axis of the workers is "data". If yours has another name, give axis_name= to the exchange '
@@ -283,11 +280,12 @@ def plan_recipes(
             left_out.append((str(recipe), str(error)))
     forecasts.sort(key=lambda f: (f.hours, _excess(f)))
     cheap = [f for f in forecasts if _excess(f) <= nats and f.hours <= MUCH_FASTER * baseline.hours]
-    fast = [f for f in cheap if f.hours <= _ABOUT_AS_FAST * cheap[0].hours]
+    fast = [f for f in cheap if f.hours <= ABOUT_AS_FAST * cheap[0].hours]
+    best = min(fast, key=_excess, default=baseline)
     return RecipePlan(
         forecasts=tuple(forecasts),
         baseline=baseline,
-        best=min(fast, key=_excess, default=baseline),
+        best=best,
         left_out=tuple(left_out),
         elements=elements,
         workers=predictor.workers,
@@ -295,7 +293,7 @@ def plan_recipes(
         step_seconds=step_seconds,
         nats=nats,
         dtype=dtype,
-        notes=_notes(losses, optimizer),
+        notes=_notes(losses, optimizer, None if best is baseline else best.recipe),
         conditions=predictor.conditions,
         options=tuple(predictor.options),
     )
@@ -317,7 +315,14 @@ def _asked(losses: Losses, optimizer: str, local_steps: int | None) -> Sequence[
     return [r for r in dict.fromkeys(found) if (r.what, r.exchange) != ("gradients", "dense")]
 
 
-def _notes(losses: Losses, optimizer: str) -> tuple[str, ...]:
+def _notes(losses: Losses, optimizer: str, best: Recipe | None) -> tuple[str, ...]:
+    """What stands below the table.
+
+    Args:
+        losses: the measurements.
+        optimizer: of the recipes.
+        best: the chosen recipe, if it is not to leave the trainer as it is.
+    """
     every = sorted({r.every for r in losses.recipes if r.is_local})
     lines = [
         f"Nats are above dense gradients by the same optimizer, {losses.setup}",
@@ -327,6 +332,13 @@ def _notes(losses: Losses, optimizer: str) -> tuple[str, ...]:
         "Hours are those of steps and exchanges, one after the other. Formats of 1 to 4 bits "
         "compute as one of 8 bits.",
     ]
+    short = losses.shorter
+    if short is not None and best is not None and str(best) in short.ends:
+        cost = short.ends[str(best)].above(short.dense(optimizer))[0]
+        lines.append(
+            f"The shorter a run, the more it costs: after {short.steps} steps in place of "
+            f"{losses.steps:,}, {best} was at {cost:+.3f}."
+        )
     if optimizer == "adamw":
         gain, _ = losses.dense("adamw").above(losses.dense("muon"))
         lines.append(f"Muon ended {gain:.3f} nats below AdamW there, both dense: --optimizer muon.")

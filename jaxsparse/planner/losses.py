@@ -10,10 +10,13 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.planner.recipes import EXCHANGES, Recipe
+
+# Among recipes that take this many times the hours of the fastest, the loss decides.
+ABOUT_AS_FAST = 1.05
 
 _SHIPPED = Path(__file__).with_name("losses.json")
 
@@ -97,23 +100,30 @@ class Losses:
         steps: steps of the runs.
         ends: how each recipe's runs ended, by its name.
         law: what the others cost, where it was fitted.
+        shorter: the same recipes in shorter runs, which tell how losses depend on the length.
     """
 
     setup: str
     steps: int
     ends: Mapping[str, End]
     law: Law | None = None
+    shorter: "Losses | None" = None
 
     @classmethod
     @functools.cache
     def shipped(cls) -> "Losses":
         """The measurements that come with the library."""
         content = json.loads(_SHIPPED.read_text())
-        ends = {
-            name: End(rate, {int(seed): loss for seed, loss in losses.items()})
-            for name, (rate, losses) in content["ends"].items()
-        }
-        return cls(content["setup"], content["steps"], ends, Law(**content["law"]))
+
+        def ends(content: Any) -> dict[str, End]:
+            return {
+                name: End(rate, {int(seed): loss for seed, loss in losses.items()})
+                for name, (rate, losses) in content["ends"].items()
+            }
+
+        setup, steps, short = content["setup"], content["steps"], content["shorter"]
+        shorter = cls(setup, short["steps"], ends(short))
+        return cls(setup, steps, ends(content), Law(**content["law"]), shorter)
 
     @functools.cached_property
     def recipes(self) -> tuple[Recipe, ...]:

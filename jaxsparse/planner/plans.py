@@ -121,7 +121,7 @@ class Plan:
         is_local, with_step = self.local_steps > 1, self.step_seconds > 0
         columns: dict[str, Callable[[Prediction], str]] = {
             "system": lambda p: p.system,
-            "rounds": lambda p: str(p.rounds),
+            "collectives": lambda p: str(p.rounds),  # one after the other
             "received MB": lambda p: f"{p.received / 1e6:,.3f}",
             "network ms": lambda p: _ms(p.network),
             "computing ms": lambda p: _ms(p.computing),
@@ -160,11 +160,11 @@ class Plan:
 
     def _choices(self) -> list[str]:
         if self.best == "dense" and self.local_steps > 1:
-            found = [f"best: dense, {self.speedup('dense'):.2f}x"]
+            found = [f"fastest: dense, {self.speedup('dense'):.2f}x"]
         elif self.best == "dense":
             found = ["best: use dense. No system that may be chosen saves a tenth of the time."]
         else:
-            found = [f"best: {self.best}, {self.speedup(self.best):.2f}x"]
+            found = [f"fastest: {self.best}, {self.speedup(self.best):.2f}x"]
         if self.local_steps > 1:
             found[0] += " over a dense exchange in each step"
         systems = [*(p.system for p in self.predictions), *(name for name, _ in self.left_out)]
@@ -173,7 +173,8 @@ class Plan:
             "",
             *(f"    {line}" for line in self._written()),
             "",
-            "Accuracy is not predicted: all but dense change what a step delivers. Train to see.",
+            "This ranks times, whatever they cost in accuracy. What was measured of that stands "
+            "below. For one recipe by both, give --step, --steps and --profile.",
             *Losses.shipped().table(map(_row, systems), self.local_steps),
         ]
 

@@ -198,22 +198,62 @@ class Recipe:
                 "    optax.scale_by_learning_rate(lr),",
                 ")",
             )
-        name = "mean" if self.what == "local" else self.what
-        outer = f"jaxsparse.outer.{name}(exchange={text})"
-        if self.exchange == "dense":
-            outer = f"jaxsparse.outer.{name}()"
-        elif (name, exchange.system) == ("mean", "chunked_top_k"):
-            loco = f"jaxsparse.outer.sparse_loco(k={exchange.settings['k']})"
-            outer = with_options(loco, options)
         every = f"{self.every}"
         if first := self.warm * steps // 100:
             every = f"jaxsparse.Stages((1, {self.every}), ({first},))"
         return (
             *inner,
-            f"outer = {outer}",
+            f"outer = {self._outer(text, options)}",
             f"train = jaxsparse.LocalSteps(step, outer, mesh, every={every})",
             f"# step has inner, and exchanges nothing. Then: train.finish(state, {steps}).params",
         )
+
+    def on_islands(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """The recipe as Python for `jaxsparse.islands.Islands`, which has no warm start.
+
+        Args:
+            settings: those of `Islands` besides `every`.
+
+        Raises:
+            ValueError: it has no local steps, or a warm start.
+        """
+        if not self.is_local or self.warm:
+            raise ValueError(f"{self} is no recipe for islands: take local steps and no warm start")
+        options = [f"{name}={value}" for name, (value, _) in island_options(self.exchange).items()]
+        given = "".join(f", {name}={value!r}" for name, value in settings.items())
+        return (
+            *_INNER[self.optimizer],
+            f"outer = {self._outer(EXCHANGES[self.exchange].written(options), options)}",
+            'store = jaxsparse.islands.Store("s3://bucket/run-7")  # or a folder',
+            "train = jaxsparse.islands.Islands(",
+            f'    step, outer, store, name="oslo", every={self.every}{given}',
+            ")",
+            "# step has inner, and exchanges nothing. name is another one on each island.",
+        )
+
+    def _outer(self, exchange: str, options: Sequence[str]) -> str:
+        """The outer optimizer as Python, with the exchange as Python."""
+        name, k = "mean" if self.what == "local" else self.what, EXCHANGES[self.exchange].settings
+        if self.exchange == "dense":
+            kept = [option for option in options if option.startswith("axis_name")]
+            return with_options(f"jaxsparse.outer.{name}()", kept)
+        if (name, EXCHANGES[self.exchange].system) == ("mean", "chunked_top_k"):
+            return with_options(f"jaxsparse.outer.sparse_loco(k={k['k']})", options)
+        return f"jaxsparse.outer.{name}(exchange={exchange})"
+
+
+def island_options(exchange: str) -> dict[str, tuple[str, Any]]:
+    """What exchanges need on islands: each option as Python, and its value.
+
+    Islands share no mesh, and exchange in one message. Compressed, all leaves have residuals, so
+    that a late island loses nothing.
+    """
+    options: dict[str, tuple[str, Any]] = {"axis_name": ("None", None)}
+    if exchange != "dense":
+        options["is_dense"] = "lambda *_: False", lambda *_: False
+    if EXCHANGES[exchange].system == "quantized":
+        options["gather"] = "True", True
+    return options
 
 
 @functools.cache

@@ -26,6 +26,8 @@ _LONGEST = 2**31 - 1  # milliseconds that JAX can wait for a note
 # The watch looks so often within its limit, but at least once in so many seconds.
 _LOOKS, _PERIOD = 20, 5.0
 _LAST_NOTE = 2.0  # seconds that the end of a watch may take
+_LISTEN = 1.0  # seconds from one look for an announcement to the next, so that signals are heard
+_KEPT = 64  # so many announcements, and at most twice as many, are kept for those who lag
 
 _groups: dict[tuple[int, ...], "Group"] = {}
 
@@ -44,6 +46,7 @@ class Group:
         self.members = members
         self._place = f"jaxsparse/{zlib.crc32(repr(members).encode())}"
         self._topics = self._calls = 0
+        self._announced = self._dropped = 0
         self._step = "nothing"
         self._published = ""
         self._unmoved: dict[int, tuple[str, int]] = {}  # what each said, and in how many looks
@@ -86,6 +89,36 @@ class Group:
             notes = dict(store.key_value_dir_get_bytes(f"{self._place}/{topic}/"))
         return [zlib.decompress(notes[key]).decode() if key in notes else None for key in keys]
 
+    def announce(self, note: str | None) -> str:
+        """The note of the first member, for all. The others give None, and wait for it.
+
+        They wait as long as it takes. If the first process dies, JAX ends the others.
+        """
+        number, first = self._announced, self.members[0]
+        self._announced += 1
+        topic, is_time = f"announced {number}", number % _KEPT == 0
+        if note is not None:
+            self.put(topic, note)
+            if is_time:
+                self._drop_old()
+            return note
+        while (found := self.get(topic, [first], _LISTEN)[0]) is None:
+            pass
+        if is_time:
+            self.put("heard", f"{number}")
+        return found
+
+    def _drop_old(self) -> None:
+        """Deletes announcements that all others have heard. They would fill the store."""
+        store = compat.shared_store()
+        notes = store.key_value_dir_get_bytes(f"{self._place}/heard/")
+        if len(notes) < len(self.members) - 1:
+            return
+        heard = min(int(zlib.decompress(note)) for _, note in notes)
+        for number in range(self._dropped, heard):
+            store.key_value_delete(f"{self._place}/announced {number}/{self.members[0]}")
+        self._dropped = max(self._dropped, heard)
+
     def publish(self) -> bool:
         """Tells the others how far this process has come. Returns whether that is news."""
         said = f"{self._calls} calls, the last of {self._step}"
@@ -113,7 +146,15 @@ class Group:
 
 def group_of(mesh: Mesh) -> Group | None:
     """The processes of a mesh. None if it is a single one, or if they can't leave notes."""
-    members = tuple(sorted({device.process_index for device in mesh.devices.flat}))
+    return _group(tuple(sorted({device.process_index for device in mesh.devices.flat})))
+
+
+def whole_group() -> Group | None:
+    """All processes of the run. None if it is a single one, or if they can't leave notes."""
+    return _group(tuple(range(jax.process_count())))
+
+
+def _group(members: tuple[int, ...]) -> Group | None:
     if len(members) == 1 or compat.shared_store() is None:
         return None
     return _groups.setdefault(members, Group(members))

@@ -1,0 +1,69 @@
+"""What a store asks of a server that speaks S3. docs/islands.md names the rights for it."""
+
+import http.server
+import threading
+
+import pytest
+
+from jaxsparse.islands import Store
+
+LISTED = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+DELETED = b"<DeleteResult><Deleted><Key>run/a/b</Key></Deleted></DeleteResult>"
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Notes what it is asked for."""
+
+    def asked(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.asked.append((self.command, self.path, self.headers.get("If-None-Match")))
+        answer = {"PUT": b"", "POST": DELETED}.get(self.command, LISTED)
+        self.send_response(200)
+        for header in (("ETag", '"0"'), ("Last-Modified", "Wed, 25 Nov 2026 12:00:00 GMT")):
+            self.send_header(*header)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def do_GET(self):
+        self.asked()
+
+    def do_PUT(self):
+        self.asked()
+
+    def do_POST(self):
+        self.asked()
+
+    def do_DELETE(self):
+        self.asked()
+
+    def log_message(self, *_):
+        """Says nothing."""
+
+
+@pytest.fixture
+def server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as found:
+        found.asked = []
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield found
+        found.shutdown()
+
+
+def test_each_operation_is_one_request_of_one_right(server):
+    keys = {"access_key_id": "any", "secret_access_key": "any", "region": "us-east-1"}
+    config = {**keys, "endpoint": f"http://127.0.0.1:{server.server_port}"}
+    store = Store("s3://bucket/run", config=config, client_options={"allow_http": True})
+    assert store.create("a/b", b"x" * 10**6)
+    assert store.get("a/b") == LISTED
+    assert store.names("a") == []
+    store.delete(["a/b", "a/c", "a/d"])
+    listing = server.asked[2]
+    assert listing[:1] == ("GET",)
+    assert listing[1].startswith("/bucket?")
+    assert {"list-type=2", "prefix=run%2Fa%2F"} <= set(listing[1].split("?")[1].split("&"))
+    assert [each for each in server.asked if each != listing] == [
+        ("PUT", "/bucket/run/a/b", "*"),  # s3:PutObject
+        ("GET", "/bucket/run/a/b", None),  # s3:GetObject
+        ("POST", "/bucket?delete", None),  # s3:DeleteObject
+    ]
