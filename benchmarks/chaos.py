@@ -237,6 +237,7 @@ class Chaos:
         self.events: list[dict[str, Any]] = []
         self.struck: list[numbers.Struck] = []
         self.ended: list[str] = []
+        self.began = 0.0  # of the story
         self.latency = Link().latency  # of a small request, as the story ends
 
     def start(self, name: str, pause: float) -> None:
@@ -319,7 +320,7 @@ class Chaos:
     def play(self) -> float:
         """Does all that the story has. Returns the seconds that it took."""
         args = self._args
-        began = time.monotonic()
+        began, self.began = time.monotonic(), time.time()
         for deed in [*self.deeds(), Deed(args.seconds, "", "")]:
             while time.monotonic() < began + deed.time:
                 self.look()
@@ -452,6 +453,7 @@ def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, An
         "rounds": len(decisions),
         "usual": round(usual, 4),
         "stall": round(stall.seconds, 2),
+        "stalled": f"{stall.name} at {stall.time - chaos.began:.0f} s",
         "made": len(steps),
         "counted": sum(counted.values()),
         "tokens": LENGTH * args.batch * sum(counted.values()),

@@ -602,6 +602,50 @@ def test_a_store_that_does_not_answer():
         train.leave(state)
 
 
+class SlowSnapshots(reference.Memory):
+    """A store that takes snapshots but the first only when it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.may, self.fails = threading.Event(), 0
+
+    def create(self, key, data):
+        if key.startswith("snapshots/") and key != "snapshots/00000000":
+            self.may.wait()
+            self.fails -= 1
+            if self.fails >= 0:
+                raise UnreachableError("down")
+        return super().create(key, data)
+
+
+def test_nobody_waits_for_a_snapshot():
+    """It is written beside training, tried again, and waited for at the end."""
+    store = SlowSnapshots()
+    train = trainer(store, "one", every=1, grace=0.0, snapshots=3, poll=0.01)
+    state = train.join((jnp.zeros(8),))
+    for _ in range(5):
+        state, _ = train(state, jnp.ones(8))
+    assert state.round == 5
+    assert store.names("snapshots") == ["00000000"]
+    store.fails = 1
+    threading.Timer(0.3, store.may.set).start()
+    train.leave(state)
+    assert store.names("snapshots") == ["00000000", "00000003"]
+
+
+def test_a_snapshot_that_the_store_does_not_take_is_left_out():
+    store = SlowSnapshots()
+    store.may.set()
+    store.fails = 10**9
+    train = trainer(store, "one", every=1, grace=0.0, snapshots=1, poll=0.01, patience=0.1)
+    state = train.join((jnp.zeros(8),))
+    with pytest.warns(
+        UserWarning, match="one could not write its snapshot, and leaves it out: down"
+    ):
+        train.leave(train(state, jnp.ones(8))[0])
+    assert train.status().round == 1
+
+
 def test_the_end_of_an_island_is_exchanged():
     train = trainer(reference.Memory(), "one", every=5, grace=0.0)
     state = train.join((jnp.zeros(8),))

@@ -322,7 +322,7 @@ class Exchange:
 
     def _keep(self) -> None:
         assert self._snapshot is not None
-        led(self._member.rounds.keep, *self._snapshot)
+        self._member.keep(*self._snapshot)
         self._snapshot = None
 
     def _digest_now(self) -> str:

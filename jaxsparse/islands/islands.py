@@ -127,7 +127,8 @@ class Islands:
         overlap: number of steps that are made beside an exchange, less than `every`.
         mixing: None: moves made during an exchange are kept. A number in [0, 1) is the weight of
             the island's own parameters against the global ones, as in Streaming DiLoCo.
-        snapshots: rounds from one snapshot to the next. The island whose turn it is writes it.
+        snapshots: rounds from one snapshot to the next. The island whose turn it is writes it, in a
+            thread, from a copy on the host.
         late_decay: factor in [0, 1] by which all that this island owes shrinks in each round in
             which its message does not count. 1: nothing is lost, only late. Below 1, what was
             delivered and what it owes add up to less than what it moved, and with 0 a late
@@ -210,6 +211,7 @@ class Islands:
         }  # fmt: skip
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
         self._poll, self._patience = poll, patience
+        self._writer = _Writer(name, poll, patience)
         self._prepared = {0}  # numbers of members for which programs are compiled
         self._member = Member(
             Arithmetic(outer, params or params_of, mixing, weighted, late_decay),
@@ -221,6 +223,7 @@ class Islands:
             weighted=weighted,
             members=members,
             round_seconds=round_seconds,
+            beside=self._writer.start,
         )
         self._running: _Running | None = None
         self._waiting = 0.0
@@ -359,6 +362,7 @@ class Islands:
                 "others decide later, and the rest is in its own state alone",
                 stacklevel=2,
             )
+        led(self._writer.wait, left())
         return state
 
     def status(self) -> Status:
@@ -446,6 +450,50 @@ class _Losses:
         mean = float(self._sum) / self._count if self._count else math.nan
         self._sum, self._count = 0.0, 0
         return mean if math.isfinite(mean) else None
+
+
+class _Writer:
+    """Writes snapshots in a thread, one at a time, so that training does not wait for them.
+
+    If the store is silent for `patience` seconds, the snapshot is left out, with a warning. Others
+    write theirs.
+    """
+
+    def __init__(self, name: str, poll: float, patience: float) -> None:
+        self._name, self._poll, self._patience = name, poll, patience
+        self._thread: threading.Thread | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begins to write, once what was begun before is at its end. Snapshots are large."""
+        self.wait(math.inf)
+        self._thread = threading.Thread(
+            target=self._run, args=(write,), name="islands-snapshot", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until it has written, at most so long."""
+        end = time.monotonic() + seconds
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < end:
+            self._thread.join(min(1.0, max(0.0, end - time.monotonic())))  # so signals are heard
+
+    def _run(self, write: Callable[[], None]) -> None:
+        began, wait = time.monotonic(), self._poll
+        while True:
+            try:
+                write()
+            except Exception as error:
+                is_over = time.monotonic() - began > self._patience
+                if is_over or not isinstance(error, UnreachableError):
+                    warnings.warn(
+                        f"{self._name} could not write its snapshot, and leaves it out: {error}",
+                        stacklevel=2,
+                    )
+                    return
+            else:
+                return
+            wait = min(2 * wait + 0.01, 10.0)
+            time.sleep(wait)
 
 
 class _Running:

@@ -1,5 +1,6 @@
 """One island: how it joins, and how a round begins and ends for it."""
 
+import functools
 import hashlib
 import secrets
 import time
@@ -53,6 +54,8 @@ class Member:
         members: see `Islands`.
         round_seconds: see `Islands`.
         clock: seconds, for differences alone.
+        beside: starts a function that writes a snapshot, beside training. None: it is called, and
+            waited for.
         new_life: makes a word for each time that it joins, which no other life of the island has.
 
     Attributes:
@@ -75,12 +78,13 @@ class Member:
         members: Collection[str] | None = None,
         round_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        beside: Callable[[Callable[[], None]], None] | None = None,
         new_life: Callable[[], str] = lambda: f"{time.time_ns():x}-{secrets.token_hex(4)}",
     ) -> None:
         self.arithmetic, self.store, self.clock = arithmetic, store, clock
         self.name, self.life, self._new_life = check_name(name), "", new_life
         self.quorum, self.grace, self.every_snapshot = quorum, grace, snapshots
-        self.weighted, self._round_seconds = weighted, round_seconds
+        self.weighted, self._round_seconds, self._beside = weighted, round_seconds, beside
         self._members = None if members is None else frozenset(map(check_name, members))
         if self._members is not None and name not in self._members:
             raise ValueError(f"name={name!r} is none of members={sorted(self._members)}: add it")
@@ -256,6 +260,14 @@ class Member:
             return None
         found = spread(arrays, [(shape, dtype) for _, shape, dtype in like])
         return self.arithmetic.from_arrays(found, shared), round
+
+    def keep(self, round: int, snapshot: bytes) -> None:
+        """Writes a snapshot, and deletes what is not needed any more."""
+        write = functools.partial(self.rounds.keep, round, snapshot)
+        if self._beside is None:
+            led(write)
+        elif is_first():
+            self._beside(write)
 
     def snapshot(self, shared: Shared, round: int) -> bytes:
         """What `newest` reads, of the start of a round. Only the first process has it."""

@@ -46,8 +46,7 @@ class IslandRound(NamedTuple):
         sizes: bytes of objects in the store. The snapshot is that of an outer optimizer without
             momentum, which adds as many bytes as parameters have.
         seconds: seconds from a message to the next global parameters.
-        waited: seconds of a round in which training stands still, with its share of the time that
-            a snapshot takes.
+        waited: seconds of a round in which training stands still.
         goodput: share of the seconds of a live island that are steps which count.
         items: the requests of a round, by kind.
         asked: their sum, with HTTP's headers.
@@ -299,12 +298,11 @@ def plan_islands(
     With S seconds a step, H steps a round, messages of m bytes, bandwidth B, latency L and N
     islands, which have D seconds from their message to the decision, an exchange takes E = D +
     N (L + m / B) + 5 L: the island's message, those of the others, and requests one after the
-    other. Training waits for max(0, E - overlap S) in a round. In one round of `snapshots`, one
-    island first sends a snapshot of c bytes, for L + c / B, and the others wait for it, at most for
-    `grace`. With w, the mean of both, a round takes H S + w. An island that dies loses the steps
-    since its last message, H / 2 on average, and all others wait for it once, for max(0, grace -
-    overlap S). When it comes back it is out of step with them: its first message waits half a round
-    for a decision, less what overlaps. With f failures a second, steps that count take a share of
+    other. Training waits for w = max(0, E - overlap S) in a round of H S + w. (Snapshots, of c
+    bytes, are written beside it.) An island that dies loses the steps since its last message, H / 2
+    on average, and all others wait for it once, for max(0, grace - overlap S). When it comes back
+    it is out of step with them: its first message waits half a round for a decision, less what
+    overlaps. With f failures a second, steps that count take a share of
 
         H S / (H S + w) * (1 - f H S / 2)
             / (1 + f max(0, H S / 2 - overlap S) + (N - 1) f max(0, grace - overlap S))
@@ -379,9 +377,7 @@ def plan_islands(
         items = requests.of_a_round(islands, sizes, snapshots=snapshots, looks=looks)
         message = 4 * words
         seconds = wait + islands * link.seconds(1, message) + link.seconds(_IN_TURN, 0)
-        written = min(link.seconds(1, sizes.snapshot), grace)
-        usual, longer = (max(0.0, each - beside) for each in (seconds, seconds + written))
-        waited = usual + (longer - usual) / snapshots
+        waited = max(0.0, seconds - beside)
         join = _join(link, islands, sizes, (snapshots - 1) / 2, busy + waited)
         stalls = max(0.0, busy / 2 - beside) + (islands - 1) * max(0.0, grace - beside)
         goodput = busy / (busy + waited) * (1 - rate * busy / 2) / (1 + rate * stalls)
