@@ -829,6 +829,22 @@ def test_in_a_simulation_all_steps_count_without_failures():
         assert all(report.members == NAMES[:3] for report in one.rounds)
 
 
+def test_a_simulation_tells_what_went_to_and_from_the_store():
+    told = simulated()
+    rounds = len(told["cork"].rounds)
+    for one in told.values():
+        assert 0 <= one.requests["create", "messages"] - rounds <= 1  # of the round that is open
+        assert one.requests["get", "messages"] == 2 * rounds  # it has its own
+        (size,) = {report.sent for report in one.rounds}
+        assert 150 < one.bytes["get", "messages"] / (2 * rounds) - size < 350  # header, checksum
+        # Each decision is read once, by those who did not make it. Most looks find none.
+        assert one.bytes["get", "decisions"] / rounds < 200 + 3 * 175
+        assert one.requests["get", "decisions"] > 2 * rounds
+        assert one.bytes["names", "messages"] == 0 < one.requests["names", "messages"]
+    snapshots = sum(one.requests["create", "snapshots"] for one in told.values())
+    assert rounds // 10 <= snapshots <= rounds // 10 + 3
+
+
 @pytest.mark.parametrize(
     "what", some([("kill", "start"), ("cut", "mend"), ("stop", "go")], [("kill", "start")])
 )

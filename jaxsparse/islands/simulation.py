@@ -5,6 +5,7 @@ steps take as long as they are said to take, and links too. Hours of a run take 
 script of failures gives the same history each time.
 """
 
+import collections
 import functools
 import heapq
 import itertools
@@ -52,6 +53,9 @@ class Told(NamedTuple):
         counted: those of them that are in the global parameters.
         waited: seconds in which it waited for an exchange.
         rounds: reports of its rounds.
+        requests: how often it asked the store, by operation and kind of object, such as
+            ("get", "messages"). Operations are those of `store.Objects`.
+        bytes: bytes of objects that it read or wrote, in the same way. Listings have none.
     """
 
     state: IslandState | None
@@ -59,6 +63,8 @@ class Told(NamedTuple):
     counted: int
     waited: float
     rounds: tuple[Report, ...]
+    requests: Mapping[tuple[str, str], int]
+    bytes: Mapping[tuple[str, str], int]
 
 
 class VirtualStore:
@@ -72,42 +78,69 @@ class VirtualStore:
 
     def __init__(self, latency: float, bandwidth: float, now: Callable[[], float]) -> None:
         self._latency, self._bandwidth, self._now = latency, bandwidth, now
-        self._objects: dict[str, tuple[float, bytes]] = {}
+        # By folder, so that a listing takes no longer in a longer run.
+        self._folders: dict[str, dict[str, tuple[float, bytes]]] = {}
         self.cut: set[str] = set()
 
     def create(self, key: str, data: bytes) -> bool:
-        if key in self._objects:
+        objects, name = self._place(key)
+        if name in objects:
             return False
         delay = self._latency + len(data) / self._bandwidth if key.startswith("messages/") else 0.0
-        self._objects[key] = self._now() + delay, data
+        objects[name] = self._now() + delay, data
         return True
 
     def get(self, key: str) -> bytes | None:
-        seen_at, data = self._objects.get(key, (math.inf, b""))
+        objects, name = self._place(key)
+        seen_at, data = objects.get(name, (math.inf, b""))
         return data if seen_at <= self._now() else None
 
     def names(self, folder: str) -> list[str]:
-        split = (key.rpartition("/") for key in self._objects if self._seen(key))
-        return sorted(name for place, _, name in split if place == folder)
+        now, objects = self._now(), self._folders.get(folder, {})
+        return sorted(name for name, (seen_at, _) in objects.items() if seen_at <= now)
 
     def delete(self, keys: list[str]) -> None:
         for key in keys:
-            self._objects.pop(key, None)
+            objects, name = self._place(key)
+            objects.pop(name, None)
 
-    def _seen(self, key: str) -> bool:
-        return self._objects[key][0] <= self._now()
+    def _place(self, key: str) -> tuple[dict[str, tuple[float, bytes]], str]:
+        folder, _, name = key.rpartition("/")
+        return self._folders.setdefault(folder, {}), name
 
 
 class _Link:
-    """An island's way to the store."""
+    """An island's way to the store, and what goes that way: see `Told`."""
 
     def __init__(self, store: VirtualStore, name: str) -> None:
         self._store, self._name = store, name
+        self.requests: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.bytes: collections.Counter[tuple[str, str]] = collections.Counter()
 
-    def __getattr__(self, operation: str) -> Any:
+    def create(self, key: str, data: bytes) -> bool:
+        self._count("create", key, len(data))
+        return self._store.create(key, data)
+
+    def get(self, key: str) -> bytes | None:
+        found = self._store.get(key)
+        self._count("get", key, len(found or b""))
+        return found
+
+    def names(self, folder: str) -> list[str]:
+        self._count("names", folder)
+        return self._store.names(folder)
+
+    def delete(self, keys: list[str]) -> None:
+        for key in keys:
+            self._count("delete", key)
+        self._store.delete(keys)
+
+    def _count(self, operation: str, key: str, bytes: int = 0) -> None:
         if self._name in self._store.cut:
             raise UnreachableError(f"{self._name} is cut off")
-        return getattr(self._store, operation)
+        kind = operation, key.partition("/")[0]
+        self.requests[kind] += 1
+        self.bytes[kind] += bytes
 
 
 class _Island:
@@ -272,10 +305,12 @@ def simulate(
     arithmetic = Arithmetic(outer, params or params_of, mixing, late_decay=late_decay)
     lives = itertools.count()
 
+    links = {name: _Link(store, name) for name in batches}
+
     def member(name: str) -> Member:
         return Member(
             arithmetic,
-            _Link(store, name),
+            links[name],
             name,
             quorum=quorum,
             grace=grace,
@@ -334,6 +369,14 @@ def simulate(
             if any(d.round >= round and d.lives.get(name) == life for d in decisions):
                 one.counted += steps
     return {
-        name: Told(one.state, one.steps, one.counted, one.waited, one.reports)
+        name: Told(
+            one.state,
+            one.steps,
+            one.counted,
+            one.waited,
+            one.reports,
+            links[name].requests,
+            links[name].bytes,
+        )
         for name, one in islands.items()
     }
