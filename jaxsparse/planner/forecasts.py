@@ -33,9 +33,9 @@ class RecipePlan:
     Attributes:
         forecasts: one for each recipe, the fastest first.
         baseline: dense gradients, as the trainer exchanges them.
-        best: of the recipes that cost at most `nats`, with their spread over seeds, and save a tenth
-            of the baseline's hours: the one that ends lowest among those that take at most 5 % more
-            hours than the fastest. The baseline if there is none.
+        best: of the recipes that cost at most `nats`, with their spread over seeds, and save a
+            tenth of the baseline's hours: the one that ends lowest among those that take at most
+            5 % more hours than the fastest. The baseline if there is none.
         left_out: recipes without a forecast, and the reasons.
         elements: number of parameters.
         workers: number of workers.

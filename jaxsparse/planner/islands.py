@@ -235,10 +235,10 @@ class IslandsPlan:
             "Predicted by formula. That count: steps, as a share of the time of live islands,",
             "which falls while they wait, too. Read MB, sent MB and requests: of one island in a",
             "round, with snapshots, deleting and HTTP's headers. What residuals of sparse",
-            "exchanges held is lost with a process, and not counted here. A store must have a message",
-            "before others read it, so an exchange takes longer than one in which all send and",
-            "receive at once, as with --workers. What steps beside an exchange (overlap) cost in",
-            "loss was not measured.",
+            "exchanges held is lost with a process, and not counted here. A store must have a",
+            "message before others read it, so an exchange takes longer than one in which all send",
+            "and receive at once, as with --workers. What steps beside an exchange (overlap) cost",
+            "in loss was not measured.",
         ]
 
     def _joins(self) -> list[str]:
