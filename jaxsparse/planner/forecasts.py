@@ -329,7 +329,8 @@ def _notes(losses: Losses, optimizer: str, best: Recipe | None) -> tuple[str, ..
     """
     every = sorted({r.every for r in losses.recipes if r.is_local})
     lines = [
-        f"Nats are above dense gradients by the same optimizer, {losses.setup}",
+        f"Nats are above dense gradients by the same optimizer, {losses.setup} They are nats a "
+        "byte: a token of four bytes has four times as many.",
         f"Local steps were measured with H = {', '.join(map(str, every))}. All this is no "
         "prediction for another model or a longer run: train to see. Behind ± stands the standard "
         "deviation over seeds, or the error of the formula for recipes that were not trained. A "
