@@ -58,7 +58,7 @@ SETTINGS = {
         "in 16 bits now",
         "1B parameters, 8 workers)",
         "as two steps: 8 steps dense, 12 with delay=1, where",
-        "next step, 12 with 2 local steps, and 15 with streaming",
+        "next step, 16 with 4 local steps at a time, and 24 with streaming",
         "times of an H100",
         "(bf16)",
         '"int2"',
