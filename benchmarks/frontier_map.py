@@ -188,8 +188,8 @@ def export(found: list[Row], short: list[Row], results: Results, args: argparse.
     setup = (
         "as benchmarks/frontier.py measured them: a byte-level transformer of "
         f"{SIZES[args.size].parameters:,} parameters, {WORKERS} workers, {args.steps:,} steps, "
-        f"{counted}. Dense AdamW ends at {base:.3f}. A recipe has the rate that was best for it or "
-        "for the one with four bits in its place."
+        f"{counted}. Dense AdamW ends at {base:.3f}. Learning rates were tuned for each recipe, or "
+        "for the same one in four bits."
     )
     known = {row.recipe for row in found}
     ends, ends_of_short = (

@@ -70,10 +70,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="instead of --workers: islands that meet in an object store (jaxsparse.islands)",
     )
-    add("--every", type=_read(units.whole), metavar="H", help="steps of islands in a round (30)")
-    add("--overlap", type=int, metavar="STEPS", help="steps of islands beside an exchange (0)")
+    add(
+        "--every", type=_read(units.whole), metavar="H", help="steps of islands in a round (chosen)"
+    )
+    add("--overlap", type=int, metavar="STEPS", help="steps of islands beside an exchange (chosen)")
     add("--failures", type=float, metavar="RATE", help="of an island in an hour (0)")
-    add("--grace", type=_read(units.seconds), metavar="TIME", help="see jaxsparse.islands (60s)")
+    add("--grace", type=_read(units.seconds), metavar="TIME", help="see jaxsparse.islands (chosen)")
     add("--poll", type=_read(units.seconds), metavar="TIME", help="see jaxsparse.islands (200ms)")
     add(
         "--decided-after",
@@ -112,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--profile",
         metavar="FILE",
-        help="profile of the device, made by the profile command; or h100 or cpu (cpu)",
+        help="of the device, made by the profile command; or h100 or cpu (two cores)",
     )
     add(
         "--memory-bandwidth",
@@ -208,11 +210,10 @@ def _plan(args: argparse.Namespace) -> None:
     else:
         latency = 50e-6 if args.latency is None else args.latency
         networks = {text: Link(latency, bandwidth) for text, bandwidth in args.bandwidth}
-    is_timed = args.step is not None or args.steps is not None
-    if is_timed and args.profile is None and args.memory_bandwidth is None:
+    if args.profile is None and args.memory_bandwidth is None:
         raise ValueError(
-            "a step's time needs the device's: give --profile h100, cpu, or a FILE that python -m "
-            "jaxsparse profile wrote; or --memory-bandwidth"
+            "exchanges compute, too: give the device's --profile (h100, cpu, or a FILE that python "
+            "-m jaxsparse profile wrote), or its --memory-bandwidth"
         )
     is_file = args.profile is not None and args.profile not in SystemProfile.shipped_devices
     profile = _loaded(SystemProfile, "--profile", args.profile) if is_file else args.profile

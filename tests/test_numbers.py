@@ -42,7 +42,7 @@ SETTINGS = {
         "with 8 emulated workers",
         "(seed 0;",
         "(`, H = 10)",
-        "links of about 10 Gbit/s",
+        "with 1 Gbit/s and less between them",
         "(November 2026)",
         "1 to 16 bits",
         "in 8 bits",
@@ -288,7 +288,7 @@ def which() -> Iterator[str]:
     yield (
         f"On a GPT of 10.9M parameters, AdamW, {settings['steps']:,} steps and {len(seeds)} seeds, "
         f"ten local steps cost {mean:.2f} nats by their mean, {sparse:.2f} by `sparse_loco()`, and "
-        f"four bits of gradients {bits:.2f}"
+        f"four bits of gradients {bits:.2f}, by `qsgd(4)`"
     )
     both = [
         (losses.of(recipe), losses.shorter.of(recipe))
@@ -301,8 +301,8 @@ def which() -> Iterator[str]:
     assert len(times) > 20
     yield (
         f"After {losses.shorter.steps} steps instead of {losses.steps:,}, with the same rates, "
-        "recipes that cost a hundredth and more, but blind draws, cost "
-        f"{min(times):.1f} to {max(times):.1f} times as much."
+        "recipes that cost a hundredth and more cost "
+        f"{min(times):.1f} to {max(times):.1f} times as much (blind draws do not)."
     )
 
     # Which optimizer?

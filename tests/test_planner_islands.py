@@ -133,6 +133,7 @@ def planned(decided_after=None):
         link=LINK,
         step_seconds=1.0,
         every=4,
+        overlap=0,
         poll=0.5,
         snapshots=SNAPSHOTS,
         decided_after=decided_after,
@@ -218,7 +219,14 @@ def test_seconds_and_bytes_by_hand():
 def test_a_run_by_hand(capsys):
     """1,001 steps in 34 rounds of 30; losses are those of recipes without failures."""
     found = plan_islands(
-        10**6, 3, link=Link(0.01, 2e6), step_seconds=1.0, every=30, steps=1001, optimizer="muon"
+        10**6,
+        3,
+        link=Link(0.01, 2e6),
+        step_seconds=1.0,
+        every=30,
+        steps=1001,
+        optimizer="muon",
+        overlap=0,
     )
     by_name = {one.exchange: one for one in found.rounds}
     signs, eight = by_name["sign"], by_name["int8"]
@@ -235,11 +243,36 @@ def test_a_run_by_hand(capsys):
     assert line.split() == ["int8", f"{found.hours(eight):,.2f}", *sizes]
     arguments = ["plan", "--params", "1M", "--bandwidth", "16Mbit", "--latency", "10ms", "--step"]
     arguments += ["1s", "--islands", "3", "--steps", "1001", "--optimizer", "muon", "--json"]
+    arguments += ["--every", "30", "--overlap", "0"]
     assert main(arguments) == 0
     printed = json.loads(capsys.readouterr().out)
     (one,) = (one for one in printed["rounds"] if one["exchange"] == "sign")
     assert one["loss"]["excess"] == pytest.approx(signs.loss.excess)
     assert one["hours"] == pytest.approx(found.hours(signs))
+
+
+def test_settings_that_are_not_given_are_chosen():
+    """The overlap covers an exchange, and the grace if islands fail; H wastes the least time."""
+    usual = {"link": Link(0.01, 2e6), "step_seconds": 1.0, "optimizer": "muon"}
+    found = plan_islands(10**6, 3, **usual, every=30)
+    for one in found.rounds:
+        assert one.grace == np.ceil(0.01 + one.message / 2e6 + 3 + 1)
+        assert one.seconds <= one.overlap < one.seconds + 1 or one.overlap == 29
+        assert one.waited == max(0, one.seconds - 29)
+    failing = plan_islands(10**6, 3, **usual, every=30, failures=0.1)
+    assert all(one.overlap >= one.grace for one in failing.rounds)
+    chosen = plan_islands(10**6, 3, **usual)
+    assert chosen.every in {r.every for r in Losses.shipped().recipes if r.is_local}
+    others = [plan_islands(10**6, 3, **usual, every=every).best for every in (3, 10, 30)]
+    most = max(one.goodput for one in others if one is not None)
+    assert chosen.best.goodput >= most / 1.05
+    assert f"every={chosen.every}," in str(chosen)
+    assert "quorum=2, alone=" in str(chosen)
+    assert plan_islands(10**6, 3, **usual, nats=0.0).best is None
+    # An hour has no room for a round of 100 steps, with which others are not compared.
+    assert plan_islands(10**6, 3, **usual, failures=80.0).every < 100
+    with pytest.raises(ValueError, match="leave no round of 3 s: take fewer steps a round than"):
+        plan_islands(10**6, 3, **usual, failures=5000.0)
 
 
 def test_the_best_costs_little_and_is_written_as_islands_take_it():
@@ -274,10 +307,10 @@ def test_the_best_costs_little_and_is_written_as_islands_take_it():
 def test_wrong_numbers_are_named():
     usual = {"link": LINK, "step_seconds": 1.0}
     for wrong, text in (
-        ({"overlap": 30}, "overlap=30 must be at least 0 and less than every=30"),
+        ({"overlap": 30, "every": 30}, "overlap=30 must be at least 0 and less than every=30"),
         ({"step_seconds": 0.0}, "step_seconds=0.0 must be above 0"),
         ({"failures": -1.0}, "failures=-1.0 must be at least 0"),
-        ({"failures": 300.0}, "failures=300.0 an hour leave no round of 30 s"),
+        ({"failures": 300.0, "every": 30}, "failures=300.0 an hour leave no round of 30 s"),
         ({"optimizer": "sgd"}, "optimizer='sgd' is unknown: use one of adamw, muon"),
         ({"steps": 0}, "steps=0"),
     ):

@@ -270,6 +270,7 @@ def test_local_steps_share_an_exchange(capsys):
     assert (fast.best, fast.speedup("dense")) == ("dense", pytest.approx(30))
     assert "outer = jaxsparse.outer.mean()" in str(fast)
     flags = ["--params", "1M", "--workers", "3", "--bandwidth", "10Mbit", "1Gbit"]
+    flags += ["--profile", "cpu"]
     assert shell.main(["plan", *flags, "--local-steps", "30", "--systems", "spardl"]) == 0
     assert "| ms a step | 10Mbit | 1Gbit |" in capsys.readouterr().out
     with pytest.raises(ValueError, match="local_steps=0 must be at least 1"):
@@ -398,7 +399,17 @@ def test_no_time(text):
         units.seconds(text)
 
 
-ARGUMENTS = ["plan", "--params", "1M", "--workers", "4", "--bandwidth", "10mbit"]
+ARGUMENTS = [
+    "plan",
+    "--params",
+    "1M",
+    "--workers",
+    "4",
+    "--bandwidth",
+    "10mbit",
+    "--profile",
+    "cpu",
+]
 ARGUMENTS += ["--systems", "spardl", "qsgd"]
 
 

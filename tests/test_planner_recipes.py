@@ -119,7 +119,9 @@ def test_the_best_is_the_fastest_within_its_cost():
     best = lambda **given: str(planned(**given).best.recipe)
     assert best() == "adamw, gradients, dense"  # all others cost more than .1
     assert "Nothing that costs 0.1 nats or less saves a tenth of the hours" in str(planned())
-    assert best(nats=0.22) == "adamw, local 10, int4, warm 10 %"
+    # It cost 0.2 with one seed. Recipes with several seeds spread by 0.022.
+    assert best(nats=0.22) == "adamw, gradients, dense"
+    assert best(nats=0.23) == "adamw, local 10, int4, warm 10 %"
     assert best(nats=0.5) == "adamw, local 10, int4"
     assert best(nats=0.7) == "adamw, local 40, int4"
     # On a faster link the fastest saves less than 5 % of the hours of the one that ends lowest.
@@ -135,7 +137,7 @@ def test_the_best_is_the_fastest_within_its_cost():
 
 
 def test_costs_are_over_dense_training_by_the_same_optimizer():
-    muon = planned(optimizer="muon")
+    muon = planned(optimizer="muon", nats=0.11)  # 0.09 and a spread of 0.014
     assert str(muon.baseline.recipe) == "muon, gradients, dense"
     assert muon["muon, local 10, int4"].loss.excess == pytest.approx(0.09)
     assert str(muon.best.recipe) == "muon, local 10, int4"
@@ -350,9 +352,9 @@ RUN = [*SHELL, "--step", "500ms", "--steps", "1005", "--profile", "cpu"]
 
 
 def test_the_shell_prints_recipes(capsys):
-    assert shell.main([*RUN, "--nats", "0.22", "--optimizer", "adamw"]) == 0
+    assert shell.main([*RUN, "--nats", "0.23", "--optimizer", "adamw"]) == 0
     printed = capsys.readouterr().out
-    assert "best within 0.22 nats: adamw, local 10, int4, warm 10 %" in printed
+    assert "best within 0.23 nats: adamw, local 10, int4, warm 10 %" in printed
     assert "every=jaxsparse.Stages((1, 10), (100,))" in printed
     assert shell.main([*RUN, "--json", "--local-steps", "40"]) == 0
     content = json.loads(capsys.readouterr().out)
@@ -363,10 +365,11 @@ def test_the_shell_prints_recipes(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (RUN[:-2], "a step's time needs the device's: give --profile h100"),
+        (RUN[:-2], "exchanges compute, too: give the device's --profile (h100"),
         ([*SHELL, "--steps", "10", "--profile", "cpu"], "--steps needs --step (1.5s)"),
+        (SHELL, "exchanges compute, too: give the device's --profile (h100"),
         ([*RUN, "--density", "0.1"], "--density is for plans without --steps"),
-        ([*SHELL, "--nats", "1"], "--nats is for --steps N"),
+        ([*SHELL, "--profile", "cpu", "--nats", "1"], "--nats is for --steps N"),
         ([*RUN, "--nats", "-1"], "nats=-1.0 must be at least 0"),
         ([*RUN, "--optimizer", "sgd"], "optimizer='sgd' is unknown"),
         ([*RUN, "--dtype", "int8"], "dtype='int8' is unknown"),

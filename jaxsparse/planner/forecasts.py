@@ -33,9 +33,9 @@ class RecipePlan:
     Attributes:
         forecasts: one for each recipe, the fastest first.
         baseline: dense gradients, as the trainer exchanges them.
-        best: of the recipes that cost at most `nats` and save a tenth of the baseline's hours: the
-            one that ends lowest among those that take at most 5 % more hours than the fastest. The
-            baseline if there is none.
+        best: of the recipes that cost at most `nats`, with their spread over seeds, and save a
+            tenth of the baseline's hours: the one that ends lowest among those that take at most
+            5 % more hours than the fastest. The baseline if there is none.
         left_out: recipes without a forecast, and the reasons.
         elements: number of parameters.
         workers: number of workers.
@@ -238,7 +238,10 @@ def plan_recipes(
         ("dtype", dtype, ("float32", "bfloat16")),
     ):
         if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(known)}")
+            raise ValueError(
+                f"{name}={value!r} is unknown: use one of {', '.join(known)}"
+                + (". SGD was not measured so: take a plan without steps" * (name == "optimizer"))
+            )
     if not static_float("nats", nats) >= 0:
         raise ValueError(f"nats={nats} must be at least 0")
     predictor = Predictor.of(
@@ -279,7 +282,8 @@ def plan_recipes(
         except ValueError as error:
             left_out.append((str(recipe), str(error)))
     forecasts.sort(key=lambda f: (f.hours, _excess(f)))
-    cheap = [f for f in forecasts if _excess(f) <= nats and f.hours <= MUCH_FASTER * baseline.hours]
+    fast = [f for f in forecasts if f.hours <= MUCH_FASTER * baseline.hours]
+    cheap = [f for f in fast if losses.most(f.loss) <= nats]
     fast = [f for f in cheap if f.hours <= ABOUT_AS_FAST * cheap[0].hours]
     best = min(fast, key=_excess, default=baseline)
     return RecipePlan(
@@ -327,10 +331,14 @@ def _notes(losses: Losses, optimizer: str, best: Recipe | None) -> tuple[str, ..
     lines = [
         f"Nats are above dense gradients by the same optimizer, {losses.setup}",
         f"Local steps were measured with H = {', '.join(map(str, every))}. All this is no "
-        "prediction for another model or a longer run: train to see. What stands behind ± is the "
-        "standard deviation over seeds, or the law's error on runs that it was not fitted to.",
+        "prediction for another model or a longer run: train to see. Behind ± stands the standard "
+        "deviation over seeds, or the error of the formula for recipes that were not trained. A "
+        "recipe is within --nats with its ±, which counts as "
+        f"{losses.usual_spread:.3f} if there was one seed.",
         "Hours are those of steps and exchanges, one after the other. Formats of 1 to 4 bits "
-        "compute as one of 8 bits.",
+        "compute as one of 8 bits. A worker is all devices that exchange as one, such as those of "
+        "a host, which share its link. Speedups are over dense gradients of as many workers, and "
+        "not over one of them.",
     ]
     short = losses.shorter
     if short is not None and best is not None and str(best) in short.ends:

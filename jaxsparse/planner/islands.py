@@ -8,6 +8,7 @@ which runs the protocol itself. `planner.requests` has the requests, item by ite
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,6 +43,8 @@ class IslandRound(NamedTuple):
 
     Attributes:
         exchange: its name in recipes.
+        overlap: steps beside an exchange.
+        grace: seconds that others wait for an island that has died.
         message: bytes of an island's message, without its header.
         sizes: bytes of objects in the store. The snapshot is that of an outer optimizer without
             momentum, which adds as many bytes as parameters have.
@@ -59,6 +62,8 @@ class IslandRound(NamedTuple):
     """
 
     exchange: str
+    overlap: int
+    grace: float
     message: int
     sizes: requests.Objects
     seconds: float
@@ -93,9 +98,7 @@ class IslandsPlan:
         islands: number of islands, N.
         step_seconds: seconds of a step.
         every: steps of a round, H.
-        overlap: steps beside an exchange.
         failures: failures of an island in an hour of life.
-        grace: seconds that others wait for an island that has died.
         snapshots: rounds from one snapshot to the next.
         rounds: the rounds.
         poll: seconds from one look at the store to the next.
@@ -108,9 +111,7 @@ class IslandsPlan:
     islands: int
     step_seconds: float
     every: int
-    overlap: int
     failures: float
-    grace: float
     snapshots: int
     poll: float
     nats: float
@@ -120,13 +121,14 @@ class IslandsPlan:
 
     @property
     def best(self) -> IslandRound | None:
-        """Of those that were measured to cost at most `nats`, the one that wastes the least time.
+        """Of those measured to cost at most `nats`, with their ±, the one that wastes least time.
 
         Of those that take at most 5 % more, the one that ends lowest. None if there is none.
         """
-        cheap = [one for one in self.rounds if _excess(one) <= self.nats]
-        most = max((one.goodput for one in cheap), default=0.0)
-        fast = [one for one in cheap if most <= ABOUT_AS_FAST * one.goodput]
+        most = Losses.shipped().most
+        cheap = [one for one in self.rounds if most(one.loss) <= self.nats]
+        best = max((one.goodput for one in cheap), default=0.0)
+        fast = [one for one in cheap if best <= ABOUT_AS_FAST * one.goodput]
         return min(fast, key=_excess, default=None)
 
     def hours(self, one: IslandRound) -> float | None:
@@ -167,11 +169,16 @@ class IslandsPlan:
                 *source,
             ]
         recipe = Recipe(self.optimizer, "local", self.every, self.best.exchange)
-        settings = {"overlap": self.overlap, "grace": self.grace, "snapshots": self.snapshots}
+        settings = {
+            **{"overlap": self.best.overlap, "grace": self.best.grace},
+            # Of two, one goes on alone. Of more, one waits for another.
+            **{"quorum": 2 if self.islands > 2 else 1, "alone": self.every},
+            **{"snapshots": self.snapshots, "poll": self.poll},
+        }
         return [
             f"best within {self.nats:g} nats: {recipe}, {self.best.loss}",
             "",
-            *(f"    {line}" for line in recipe.on_islands({**settings, "poll": self.poll})),
+            *(f"    {line}" for line in recipe.on_islands(settings)),
             "",
             *source,
         ]
@@ -193,20 +200,23 @@ class IslandsPlan:
             )
         return [
             "",
-            f"{steps:,} steps that count, of a live island, which joins again after each failure:",
+            f"{steps:,} steps that count, of a live island, which joins again after each failure",
+            f"(all together read and send {self.islands} times as much):",
             "",
             *aligned(cells, right=range(1, 5)),
         ]
 
     def _rounds(self) -> list[str]:
         """The lines of a round."""
-        heads = ("exchange", "message MB", "round s", "waits s", "steps that count")
+        heads = ("exchange", "message MB", "overlap", "grace s", "round s", "waits s", "that count")
         cells = [(*heads, "read MB", "sent MB", "requests", "nats above dense")]
         for one in self.rounds:
             cells.append(
                 (
                     one.exchange,
                     f"{one.message / 1e6:,.2f}",
+                    f"{one.overlap}",
+                    f"{one.grace:g}",
                     f"{self.every * self.step_seconds + one.waited:,.2f}",
                     f"{one.waited:,.2f}",
                     f"{100 * one.goodput:.1f} %",
@@ -218,17 +228,17 @@ class IslandsPlan:
             )
         return [
             f"{self.islands} islands, {self.params:,} parameters, {self.every} steps of "
-            f"{self.step_seconds:g} s a round, {self.overlap} of them beside an exchange,",
-            f"{self.failures:g} failures of an island an hour, each waited for {self.grace:g} s:",
+            f"{self.step_seconds:g} s a round, {self.failures:g} failures of an island an hour:",
             "",
             *aligned(cells, right=range(1, len(cells[0]))),
             "",
-            "Predicted by formula. Steps that count: share of the time of live islands, which",
-            "falls while they wait, too. Read MB, sent MB and requests: of one island in a round,",
-            "with snapshots, deleting and HTTP's headers. What residuals of sparse exchanges held",
-            "is lost with a process, and is not counted here. A store must have a message before",
-            "others read it, so an exchange takes longer than one in which all send and receive at",
-            "once, as with --workers.",
+            "Predicted by formula. That count: steps, as a share of the time of live islands,",
+            "which falls while they wait, too. Read MB, sent MB and requests: of one island in a",
+            "round, with snapshots, deleting and HTTP's headers. What residuals of sparse",
+            "exchanges held is lost with a process, and not counted here. A store must have a",
+            "message before others read it, so an exchange takes longer than one in which all send",
+            "and receive at once, as with --workers. What steps beside an exchange (overlap) cost",
+            "in loss was not measured.",
         ]
 
     def _joins(self) -> list[str]:
@@ -260,6 +270,28 @@ def _excess(one: IslandRound) -> float:
     return math.inf if one.loss is None else one.loss.excess
 
 
+def _least_waste(numbers: Sequence[int], plan: Callable[[int], IslandsPlan]) -> IslandsPlan:
+    """Of plans for these numbers of local steps, the one with the best recipe."""
+    plans, errors = [], []
+    for every in numbers:
+        try:
+            plans.append(plan(every))
+        except ValueError as error:  # such as failures that leave no round of so many steps
+            errors.append(error)
+    if not plans:
+        raise errors[0]
+    found = [(plan, plan.best) for plan in plans]
+    best = max((one.goodput for _, one in found if one is not None), default=0.0)
+    fast = [
+        (_excess(one), plan)
+        for plan, one in found
+        if one is not None and best <= ABOUT_AS_FAST * one.goodput
+    ]
+    # If none is cheap enough, the one that comes nearest.
+    near = [(min(map(_excess, plan.rounds)), plan) for plan in plans]
+    return min(fast or near, key=lambda pair: pair[0])[1]
+
+
 def _join(
     link: Link, islands: int, sizes: requests.Objects, rounds: float, round_seconds: float
 ) -> requests.Asked:
@@ -282,10 +314,10 @@ def plan_islands(
     *,
     link: Link,
     step_seconds: float,
-    every: int = 30,
-    overlap: int = 0,
+    every: int | None = None,
+    overlap: int | None = None,
     failures: float = 0.0,
-    grace: float = 60.0,
+    grace: float | None = None,
     poll: float = 0.2,
     snapshots: int = 10,
     decided_after: float | None = None,
@@ -320,10 +352,13 @@ def plan_islands(
         islands: number of islands.
         link: latency and bandwidth between an island and the store, each way.
         step_seconds: seconds of a step.
-        every: see `Islands`.
-        overlap: see `Islands`.
+        every: see `Islands`. None: that of the numbers that were measured of which some exchange
+            wastes the least time within `nats`.
+        overlap: see `Islands`. None: as many steps as an exchange takes, with `grace` if islands
+            fail, but less than `every`.
         failures: failures of an island in an hour of life.
-        grace: see `Islands`.
+        grace: see `Islands`. None: the time to send a message, a tenth of a round's steps, in which
+            islands of one speed may differ, and a second.
         poll: see `Islands`.
         snapshots: see `Islands`.
         decided_after: D, the mean of `waited` in `Islands.status().rounds`. Islands of unlike speed
@@ -336,10 +371,16 @@ def plan_islands(
     Raises:
         ValueError: numbers are out of range, or failures so frequent that nothing counts.
     """
+    if every is None:
+        given = {k: v for k, v in locals().items() if k not in ("params", "islands", "every")}
+        numbers = sorted({r.every for r in Losses.shipped().recipes if r.is_local})
+        return _least_waste(
+            numbers, lambda every: plan_islands(params, islands, every=every, **given)
+        )
     params = static_count("params", params)
     islands = static_count("islands", islands)
     every = static_count("every", every)
-    if not 0 <= overlap < every:
+    if overlap is not None and not 0 <= overlap < every:
         raise ValueError(f"overlap={overlap} must be at least 0 and less than every={every}")
     if not static_float("step_seconds", step_seconds) > 0:
         raise ValueError(f"step_seconds={step_seconds} must be above 0: give the time of a step")
@@ -347,7 +388,7 @@ def plan_islands(
     wait = (islands - 1) / islands * poll if decided_after is None else decided_after
     for name, value in (
         ("failures", failures),
-        ("grace", grace),
+        ("grace", grace or 0.0),
         ("poll", poll),
         ("decided_after", wait),
         ("nats", nats),
@@ -358,7 +399,7 @@ def plan_islands(
         steps = static_count("steps", steps)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r} is unknown: use one of {', '.join(OPTIMIZERS)}")
-    busy, beside, rate = every * step_seconds, overlap * step_seconds, failures / 3600
+    busy, rate = every * step_seconds, failures / 3600
     if rate * busy / 2 >= 1:
         raise ValueError(
             f"failures={failures} an hour leave no round of {busy:g} s: take fewer steps a round "
@@ -377,14 +418,24 @@ def plan_islands(
         items = requests.of_a_round(islands, sizes, snapshots=snapshots, looks=looks)
         message = 4 * words
         seconds = wait + islands * link.seconds(1, message) + link.seconds(_IN_TURN, 0)
+        patience = grace
+        if patience is None:
+            patience = math.ceil(link.seconds(1, message) + busy / 10 + 1)
+        steps_beside = overlap
+        if steps_beside is None:
+            covered = max(seconds, patience if failures else 0.0)
+            steps_beside = min(every - 1, math.ceil(covered / step_seconds))
+        beside = steps_beside * step_seconds
         waited = max(0.0, seconds - beside)
         join = _join(link, islands, sizes, (snapshots - 1) / 2, busy + waited)
-        stalls = max(0.0, busy / 2 - beside) + (islands - 1) * max(0.0, grace - beside)
+        stalls = max(0.0, busy / 2 - beside) + (islands - 1) * max(0.0, patience - beside)
         goodput = busy / (busy + waited) * (1 - rate * busy / 2) / (1 + rate * stalls)
         loss = Losses.shipped().of(Recipe(optimizer, "local", every, name))
         found.append(
             IslandRound(
                 name,
+                steps_beside,
+                patience,
                 message,
                 sizes,
                 seconds,
@@ -403,9 +454,7 @@ def plan_islands(
         islands,
         step_seconds,
         every,
-        overlap,
         failures,
-        grace,
         snapshots,
         poll,
         nats,

@@ -126,6 +126,25 @@ class Losses:
         return cls(setup, steps, ends(content), Law(**content["law"]), shorter)
 
     @functools.cached_property
+    def usual_spread(self) -> float:
+        """Root mean square of the standard deviations over seeds, for recipes with one seed."""
+        found = [
+            spread
+            for name, end in self.ends.items()
+            for dense in [self.dense(Recipe.parsed(name).optimizer)]
+            if end is not dense and end.common(dense)
+            for spread in [end.above(dense)[1]]
+            if spread is not None
+        ]
+        return math.sqrt(statistics.fmean([x**2 for x in found])) if found else 0.0
+
+    def most(self, loss: Loss | None) -> float:
+        """What a recipe may cost, with one standard deviation. Infinite if it was not measured."""
+        if loss is None:
+            return math.inf
+        return loss.excess + (self.usual_spread if loss.spread is None else loss.spread)
+
+    @functools.cached_property
     def recipes(self) -> tuple[Recipe, ...]:
         """The measured recipes."""
         return tuple(map(Recipe.parsed, self.ends))

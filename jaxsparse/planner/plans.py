@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxsparse.arrays.printing import aligned, milliseconds as _ms
+from jaxsparse.arrays.printing import aligned, milliseconds as _ms, with_options
 from jaxsparse.planner.losses import Losses
 from jaxsparse.systems import WITH_VARIANTS
 
@@ -145,17 +145,19 @@ class Plan:
         ]
 
     def _written(self) -> Sequence[str]:
-        """Python code with the best system in an Optax chain, or in `LocalSteps`."""
+        """Python code with the best system in an Optax chain, or in `LocalSteps`, and a line."""
         if self.local_steps == 1:
-            return _chains(self.transformation, _row(self.best))
+            lines = _chains(self.transformation, _row(self.best)) if self.best != "dense" else ()
+            return *(f"    {line}" for line in lines), *([""] if lines else [])
         outer = f"jaxsparse.outer.mean(exchange={self.transformation})"
         if self.best == "dense":
             outer = "jaxsparse.outer.mean()"
         elif _row(self.best) == "chunked_top_k":  # residuals fade, as where its loss was measured
             outer = self.transformation.replace("chunked_top_k", "outer.sparse_loco", 1)
         return (
-            f"outer = {outer}",
-            f"jaxsparse.LocalSteps(step, outer, mesh, every={self.local_steps})",
+            f"    outer = {outer}",
+            f"    jaxsparse.LocalSteps(step, outer, mesh, every={self.local_steps})",
+            "",
         )
 
     def _choices(self) -> list[str]:
@@ -171,10 +173,9 @@ class Plan:
         return [
             *found,
             "",
-            *(f"    {line}" for line in self._written()),
-            "",
-            "This ranks times, whatever they cost in accuracy. What was measured of that stands "
-            "below. For one recipe by both, give --step, --steps and --profile.",
+            *self._written(),
+            "This ranks times, whatever they cost in accuracy. What recipes with settings of their",
+            "own were measured to cost stands below. For one recipe by both, give --steps.",
             *Losses.shipped().table(map(_row, systems), self.local_steps),
         ]
 
@@ -187,7 +188,10 @@ def _row(system: str) -> str:
 def _chains(transformation: str, system: str) -> Sequence[str]:
     """Optax chains with an exchange in each step, as Python: for SGD, and for Adam."""
     known = Losses.shipped().best(system)
-    for_sgd = f"tx = optax.chain({transformation}, optax.sgd(lr))  # for SGD"
+    with_momentum = with_options(transformation, ["momentum=0.9"])
+    for_sgd = (
+        f"tx = optax.chain({with_momentum}, optax.sgd(lr))  # for SGD: its momentum moves here"
+    )
     if known is not None and known.what == "gradients":
         return for_sgd, f"tx = optax.chain({transformation}, optax.adamw(lr))  # for Adam"
     return (
@@ -195,6 +199,7 @@ def _chains(transformation: str, system: str) -> Sequence[str]:
         "tx = optax.chain(  # for Adam, on each worker",
         "    jaxsparse.per_worker(optax.scale_by_adam()),",
         f"    {transformation},",
+        "    optax.add_decayed_weights(0.1),",
         "    optax.scale_by_learning_rate(lr),",
         ")",
     )

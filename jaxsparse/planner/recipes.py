@@ -71,12 +71,13 @@ EXCHANGES: dict[str, Exchange] = {
 }
 
 _KERNELS = (
-    "# kernels: numbers of the matrices between layers. Embeddings and the last layer are Adam's."
+    "# kernels: a tree like params, with optax.contrib.MuonDimensionNumbers for matrices between",
+    "# layers, and None for what Adam takes: embeddings, the last layer, vectors.",
 )
 _INNER = {
     "adamw": ("inner = optax.adamw(lr, b2=0.95, weight_decay=0.1)",),
     "muon": (
-        _KERNELS,
+        *_KERNELS,
         "inner = optax.contrib.muon(",
         "    lr, adam_b2=0.95, weight_decay=0.1, adam_weight_decay=0.1, consistent_rms=0.2,",
         "    muon_weight_dimension_numbers=kernels,",
@@ -84,6 +85,9 @@ _INNER = {
     ),
 }
 OPTIMIZERS = tuple(_INNER)
+_PARALLEL = (
+    "# step has tx: jaxsparse.data_parallel(step, mesh), and jaxsparse.shard((params, state), mesh)"
+)
 _DIRECTION = {"adamw": "optax.scale_by_adam(b2=0.95)"}
 _LOCAL = ("local", "diloco")
 _WHAT = ("gradients", "updates", *_LOCAL)
@@ -188,7 +192,7 @@ class Recipe:
         text = exchange.written(options)
         inner = _INNER[self.optimizer]
         if self.what == "gradients":
-            return (*inner, f"tx = optax.chain({text}, inner)")
+            return (*inner, f"tx = optax.chain({text}, inner)", _PARALLEL)
         if self.what == "updates":
             return (
                 "tx = optax.chain(",
@@ -197,6 +201,7 @@ class Recipe:
                 "    optax.add_decayed_weights(0.1),",
                 "    optax.scale_by_learning_rate(lr),",
                 ")",
+                _PARALLEL,
             )
         every = f"{self.every}"
         if first := self.warm * steps // 100:
@@ -220,13 +225,14 @@ class Recipe:
         if not self.is_local or self.warm:
             raise ValueError(f"{self} is no recipe for islands: take local steps and no warm start")
         options = [f"{name}={value}" for name, (value, _) in island_options(self.exchange).items()]
-        given = "".join(f", {name}={value!r}" for name, value in settings.items())
+        given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         return (
             *_INNER[self.optimizer],
             f"outer = {self._outer(EXCHANGES[self.exchange].written(options), options)}",
             'store = jaxsparse.islands.Store("s3://bucket/run-7")  # or a folder',
             "train = jaxsparse.islands.Islands(",
-            f'    step, outer, store, name="oslo", every={self.every}{given}',
+            f'    step, outer, store, name="oslo", every={self.every},',
+            f"    {given},",
             ")",
             "# step has inner, and exchanges nothing. name is another one on each island.",
         )
