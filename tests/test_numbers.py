@@ -35,6 +35,7 @@ sys.path.remove(str(ROOT / "benchmarks"))
 SETTINGS = {
     "README.md": (
         "Status: 0.3,",
+        "speaks S3.",
         "(8, and 64 simulated workers)",
         "(2 to 8), and on one H100, with JAX 0.10 to 0.12.",
         "http://localhost:8000",
