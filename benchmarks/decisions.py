@@ -4,7 +4,8 @@
 
 The planner predicts a run of 100,000 steps of 1 s, of 1B parameters on 8 workers with the H100's
 profile, over a link of 1 ms on which a dense exchange takes this many times as long as a step. A
-cell is the planner's choice within a cost, and how many times as fast as dense gradients it is.
+cell is the planner's choice within a cost, and how many times as fast as dense gradients it is. An
+asterisk: this recipe was not trained, and the law says what it costs.
 """
 
 from jaxsparse.planner import Link, RecipePlan, plan_recipes
@@ -35,7 +36,9 @@ def cell(plan: RecipePlan) -> str:
     if plan.best == plan.baseline:
         return "dense"
     name = str(plan.best.recipe).split(", ", 1)[1]
-    return f"{name}: {plan.speedup(plan.best):.3g}x"
+    loss = plan.best.loss
+    by_law = "" if loss is None or loss.source.startswith("measured") else " *"
+    return f"{name}{by_law}: {plan.speedup(plan.best):.3g}x"
 
 
 def table() -> list[str]:

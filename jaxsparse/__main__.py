@@ -199,6 +199,8 @@ def _plan(args: argparse.Namespace) -> None:
         _plan_islands(args)
         return
     _refuse(args, _OF_ISLANDS, "--islands")
+    if args.workers == 1:
+        raise ValueError("--workers 1 exchanges nothing: leave your trainer as it is")
     if (args.network is None) == (args.bandwidth is None):
         raise ValueError("give either --bandwidth (10Gbit) or --network FILE")
     if args.network is not None and args.latency is not None:

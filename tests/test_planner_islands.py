@@ -79,22 +79,24 @@ class CountedLink(simulation._Link):
 
     counts = None
 
-    def __getattr__(self, operation):
-        asked = super().__getattr__(operation)
+    def create(self, key, data):
+        return self.counted(super().create(key, data), f"create {key.split('/')[0]}", len(data))
 
-        def counted(where, *data):
-            found = asked(where, *data)
-            kind = operation if operation == "delete" else f"{operation} {where.split('/')[0]}"
-            sent = sum(map(len, data))
-            received = 0
-            if operation == "names":
-                received = requests.LISTED * len(found)
-            elif operation == "get":
-                received = requests.NOT_THERE if found is None else len(found)
-            self.counts[self._name, kind] += 1, sent, received
-            return found
+    def get(self, key):
+        found = super().get(key)
+        received = requests.NOT_THERE if found is None else len(found)
+        return self.counted(found, f"get {key.split('/')[0]}", 0, received)
 
-        return counted
+    def names(self, folder):
+        found = super().names(folder)
+        return self.counted(found, f"names {folder.split('/')[0]}", 0, requests.LISTED * len(found))
+
+    def delete(self, keys):
+        return self.counted(super().delete(keys), "delete")
+
+    def counted(self, found, kind, sent=0, received=0):
+        self.counts[self._name, kind] += 1, sent, received
+        return found
 
 
 @pytest.fixture

@@ -209,7 +209,7 @@ def test_what_is_printed_for_sgd_and_for_adam_runs(monkeypatch, system):
     known = Losses("by hand", 100, {name: End(0.01, {0: loss}) for name, loss in ends.items()})
     monkeypatch.setattr(Losses, "shipped", lambda: known)
     text = str(planned(network=SLOW, names=[system]))
-    (table,) = re.findall(r"How they trained, by hand\n.*((?:\n.*){3})", text)
+    (table,) = re.findall(r"How they trained with .*, by hand\n.*((?:\n.*){3})", text)
     above = ["+0.100", "+0.100", "+0.200"] if is_before else ["+0.100", "+0.200", "+0.300"]
     assert re.findall(r"\+0\.\d+", table) == above
     code = re.sub(r"^    ", "", re.search(r"\n\n((?:    .*\n)+)", text).group(1), flags=re.M)

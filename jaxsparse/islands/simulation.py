@@ -131,8 +131,7 @@ class _Link:
         return self._store.names(folder)
 
     def delete(self, keys: list[str]) -> None:
-        for key in keys:
-            self._count("delete", key)
+        self._count("delete", keys[0] if keys else "")  # all of them in one request
         self._store.delete(keys)
 
     def _count(self, operation: str, key: str, bytes: int = 0) -> None:

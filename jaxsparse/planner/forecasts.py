@@ -133,10 +133,12 @@ class RecipePlan:
             saved = any(f.hours < MUCH_FASTER * self.baseline.hours for f in self.forecasts)
             why = f"Nothing that costs {self.nats:g} nats or less" if saved else "Nothing"
             return [f"best: leave your trainer as it is. {why} saves a tenth of the hours."]
+        cost = "" if self.best.loss is None else f", {self.best.loss} nats"
         rate = None if self.best.loss is None else self.best.loss.rate
         lines = self.best.recipe.written(self.steps, self.options)
         return [
-            f"best within {self.nats:g} nats: {self.best.recipe}, {self.speedup(self.best):.2f}x",
+            f"best within {self.nats:g} nats: {self.best.recipe}: {self.best.hours:,.2f} hours, "
+            f"{self.speedup(self.best):.2f}x{cost}",
             "",
             *(f"    {line}" for line in lines),
             "",
@@ -240,7 +242,10 @@ def plan_recipes(
         if value not in known:
             raise ValueError(
                 f"{name}={value!r} is unknown: use one of {', '.join(known)}"
-                + (". SGD was not measured so: take a plan without steps" * (name == "optimizer"))
+                + (
+                    ". Of SGD a plan without steps has times, and docs/which.md how it trains"
+                    * (name == "optimizer")
+                )
             )
     if not static_float("nats", nats) >= 0:
         raise ValueError(f"nats={nats} must be at least 0")
@@ -310,11 +315,20 @@ def _excess(forecast: Forecast) -> float:
 def _asked(losses: Losses, optimizer: str, local_steps: int | None) -> Sequence[Recipe]:
     """The measured recipes of an optimizer, with other numbers of local steps if asked for.
 
-    The plain mean of as many local steps is among them: others have to be faster than that.
+    The plain mean of as many local steps is among them, since others have to be faster than that,
+    and so are formats that the law knows there.
     """
     found = [r for r in losses.recipes if r.optimizer == optimizer]
     if local_steps is not None:
         found = [dataclasses.replace(r, every=local_steps) if r.is_local else r for r in found]
+    if losses.law is not None:
+        numbers = dict.fromkeys(r.every for r in found if r.is_local)
+        by_law = [
+            Recipe(optimizer, "local", every, name)
+            for every in numbers
+            for name in losses.law.errors
+        ]
+        found += [recipe for recipe in by_law if losses.of(recipe) is not None]
     found += [r.plain_mean for r in found if r.plain_mean is not None]
     return [r for r in dict.fromkeys(found) if (r.what, r.exchange) != ("gradients", "dense")]
 

@@ -219,6 +219,6 @@ class Losses:
             return ["No training with these was measured."]
         cells = [("system", "recipe", "nats above dense, same optimizer")]
         return [
-            f"How they trained, {self.setup}",
+            f"How they trained with AdamW or Muon (SGD: docs/which.md), {self.setup}",
             *aligned([*cells, *(row for *_, row in sorted(rows))], right=[]),
         ]
