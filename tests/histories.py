@@ -102,7 +102,8 @@ class History(RuleBasedStateMachine):
         ):
             owed, weight = 0.0, 0.0  # some of it was sent
         island.owed, island.weight = np.zeros(reference.SIZE) + owed, weight
-        island.beside, island.settled = np.zeros(reference.SIZE), now
+        island.beside, island.weight_beside = np.zeros(reference.SIZE), 0.0
+        island.settled = now
         island.is_restored = saved is not None
         self.balance(island)
 
@@ -115,7 +116,7 @@ class History(RuleBasedStateMachine):
         island.state = reference.moved(island.state, by)
         island.state = island.state._replace(weight=island.state.weight + weight)
         island.owed, island.beside = island.owed - by, island.beside - by
-        island.weight += weight
+        island.weight, island.weight_beside = island.weight + weight, island.weight_beside + weight
 
     @rule(i=ISLANDS)
     def begin(self, i):
@@ -123,7 +124,7 @@ class History(RuleBasedStateMachine):
         has_steps = island.weight > 0 or not self.weighted if island.member else False
         if has_steps and island.exchange is None:
             island.state, island.exchange = island.member.begin(island.state)
-            island.beside = np.zeros(reference.SIZE)
+            island.beside, island.weight_beside = np.zeros(reference.SIZE), 0.0
 
     @rule(i=ISLANDS)
     def advance(self, i):
@@ -156,7 +157,7 @@ class History(RuleBasedStateMachine):
             elif life is not None and island.is_restored and round == island.member.joined_in:
                 # A former life sent this after the state was saved. What was saved is dropped, and
                 # what was moved in this round, too.
-                island.owed = island.beside
+                island.owed, island.weight = island.beside, island.weight_beside
         island.settled = island.state.round
         self.balance(island)
 

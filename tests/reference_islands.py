@@ -108,10 +108,10 @@ class Link:
 
 
 @functools.cache
-def arithmetic(exchange="top_k", mixing=None, weighted=False, late_decay=1.0):
+def arithmetic(exchange="top_k", mixing=None, weighted=False):
     """Shared by tests, because it keeps compiled programs."""
     outer = optax.chain(OUTER[exchange](), optax.sgd(1.0, momentum=0.5))
-    return Arithmetic(outer, lambda state: state[0], mixing, weighted, late_decay)
+    return Arithmetic(outer, lambda state: state[0], mixing, weighted)
 
 
 def member(store, name, life, clock, *, programs=None, **settings):

@@ -6,6 +6,7 @@ import http.server
 import itertools
 import json
 import threading
+import time
 import warnings
 
 import jax
@@ -121,8 +122,8 @@ def test_a_weight_is_a_share_of_the_mean(clock):
 @pytest.mark.parametrize("late_decay", [1.0, 0.5, 0.0])
 def test_what_comes_late_fades_as_asked_for(late_decay, clock):
     """What was delivered and what is owed add up to the share that is left of all it moved."""
-    store, programs = reference.Memory(), reference.arithmetic(late_decay=late_decay)
-    members, states = joined(store, NAMES[:2], clock, programs=programs)
+    store = reference.Memory()
+    members, states = joined(store, NAMES[:2], clock, late_decay=late_decay)
     _, exchange = members[1].begin(reference.moved(states[1], [1] * 6))
     exchange.advance()
     clock.now += 10
@@ -131,10 +132,52 @@ def test_what_comes_late_fades_as_asked_for(late_decay, clock):
     exchange.advance()
     clock.now += 20
     assert exchange.advance()
-    assert (exchange.counted, exchange.round) == (True, 2)  # late, in the round that was open
+    # Late, in the round that was open. What is nothing is not sent, and has no vote.
+    assert (exchange.counted, exchange.round) == ((True, 2) if late_decay else (False, 1))
+    state = members[0].finish(state, exchange)
+    delivered = reference.decoder()(exchange.half.words) if late_decay else 0
+    np.testing.assert_array_equal(delivered + reference.residual(state), -8 * late_decay)
+
+
+@pytest.mark.parametrize("late_decay", [1.0, 0.5, 0.0])
+def test_what_fades_weighs_less(late_decay, clock):
+    programs, store = reference.arithmetic(weighted=True), reference.Memory()
+    settings = {"programs": programs, "weighted": True, "late_decay": late_decay}
+    members, states = joined(store, NAMES[:2], clock, **settings)
+    states = [one._replace(weight=10.0) for one in states]
+    for _ in range(2):  # bergen decides two rounds alone
+        state, exchange = members[1].begin(reference.moved(states[1], [1] * 6))
+        exchange.advance()
+        clock.now += 10
+        assert exchange.advance()
+        states[1] = members[1].finish(state, exchange)._replace(weight=10.0)
+    state, exchange = members[0].begin(reference.moved(states[0], [8] * 6))
+    state = state._replace(weight=state.weight + 3.0)  # steps beside the exchange
+    exchange.advance()
+    clock.now += 40  # it began 20 before, and has so long and the grace time
+    assert exchange.advance()
+    weights = [each.weight for each in members[1].rounds.decided(2).members] if late_decay else []
+    assert weights == ([10.0 * late_decay**2] if late_decay else [])
+    assert members[0].finish(state, exchange).weight == 3.0
+
+
+def test_what_comes_back_after_a_jump_has_faded_in_each_round(clock):
+    store = reference.Memory()
+    members, states = joined(store, NAMES[:2], clock, late_decay=0.5, snapshots=2)
+    state, exchange = members[0].begin(reference.moved(states[0], [64] * 6))
+    for _ in range(9):  # the other one goes on, until messages of the first rounds are deleted
+        states[1], other = members[1].begin(reference.moved(states[1], [1] * 6))
+        other.advance()
+        clock.now += 10
+        assert other.advance()
+        states[1] = members[1].finish(states[1], other)
+    assert "messages/00000000/bergen.1" not in store.objects
+    exchange.advance()
+    clock.now += 20
+    assert exchange.advance()
     state = members[0].finish(state, exchange)
     delivered = reference.decoder()(exchange.half.words)
-    np.testing.assert_array_equal(delivered + reference.residual(state), -8 * late_decay)
+    np.testing.assert_array_equal(delivered + reference.residual(state), -64 * 0.5**9)
 
 
 def test_names_may_be_listed(clock):
@@ -143,6 +186,10 @@ def test_names_may_be_listed(clock):
     members, states = joined(store, NAMES[:2], clock, **listed)
     with pytest.raises(ValueError, match=r"name='cork' is none of members=\['amsterdam', 'bergen'"):
         reference.member(store, "cork", "0", clock, **listed)
+    with pytest.raises(ValueError, match="members='cork' is a text: give a list of names"):
+        reference.member(store, "cork", "0", clock, members="cork")
+    with pytest.raises(ValueError, match="quorum=3 is more than the 2 members"):
+        reference.member(store, "bergen", "0", clock, quorum=3, **listed)
     own = members[0].rounds
     stranger = jaxsparse_rounds.Rounds(
         store, "cork", "0", settings=own.settings, words=own.words, quorum=1, grace=0.0
@@ -633,6 +680,52 @@ def test_nobody_waits_for_a_snapshot():
     assert store.names("snapshots") == ["00000000", "00000003"]
 
 
+def test_leaving_takes_no_longer_than_it_may():
+    """Neither a snapshot nor a message on its way is waited for. Then it has to join again."""
+    store = SlowSnapshots()
+    train = trainer(store, "one", every=1, grace=0.0, snapshots=1, poll=0.01)
+    state, _ = train(train.join((jnp.zeros(8),)), jnp.ones(8))
+    begun = time.monotonic()
+    train.leave(state, patience=0.2)
+    assert time.monotonic() - begun < 5
+    store.may.set()
+    lonely = trainer(reference.Memory(), "one", every=1, quorum=2, poll=0.01, overlap=0, alone=0)
+    state = lonely.join((jnp.zeros(8),))
+    lonely._overlap = 1  # so that it does not wait
+    state, _ = lonely(state, jnp.ones(8))
+    with pytest.warns(UserWarning, match="leaves in round 0, whose decision it has waited for in"):
+        state = lonely.leave(state, patience=0.1)
+    with pytest.raises(ValueError, match="one has not joined"):
+        lonely(state, jnp.ones(8))
+
+
+def test_one_island_stands_in_for_a_snapshot_that_is_missed(clock):
+    """Others don't, or an upload that takes long would make all of them write one."""
+    store = reference.Memory()
+    members, states = joined(store, NAMES, clock, snapshots=2)
+    written = []
+    for one in members:
+        one.keep = lambda round, data, one=one: written.append((round, one.name))
+    ran(members, states, 6, np.ones((6, 4, 6)), clock)
+    # In turn, and from the second one on the next one, too, because nothing ever arrives.
+    turns = [(2, 1), (4, 2), (4, 3), (6, 3), (6, 0)]
+    assert sorted(written) == sorted((round, NAMES[i]) for round, i in turns)
+
+
+def test_programs_of_an_exchange_may_run_in_the_main_thread(monkeypatch):
+    """As on several accelerators. The result is the same."""
+    ends = []
+    for beside in (True, False):
+        monkeypatch.setattr(islands.islands, "_may_compute_in_a_thread", lambda _, x=beside: x)
+        train = trainer(reference.Memory(), "one", every=2, overlap=1, grace=0.0, poll=0.01)
+        state = train.join((jnp.zeros(8),))
+        for i in range(6):
+            state, _ = train(state, i + jnp.arange(8.0))
+        ends.append(train.leave(state))
+    assert ends[0].round == ends[1].round == 3
+    np.testing.assert_array_equal(ends[0].params, ends[1].params)
+
+
 def test_a_snapshot_that_the_store_does_not_take_is_left_out():
     store = SlowSnapshots()
     store.may.set()
@@ -1044,7 +1137,7 @@ def test_an_island_has_seconds_to_leave():
         state = train.leave(state, patience=0.1)
     assert state.worker[0].any()
     link.is_down = False
-    state, _ = train(state, jnp.ones(8))
+    state, _ = train(train.join(state), jnp.ones(8))
     with pytest.warns(UserWarning, match="one leaves in round 0"):
         train.leave(state, patience=0.1)
     assert len(link.names("messages/00000000")) == 1  # which counts once there is another

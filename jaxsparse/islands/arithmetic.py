@@ -67,7 +67,6 @@ class Arithmetic:
         params: see `Islands`.
         mixing: see `Islands`.
         weighted: see `Islands`.
-        late_decay: see `Islands`.
     """
 
     def __init__(
@@ -76,9 +75,8 @@ class Arithmetic:
         params: Select,
         mixing: float | None = None,
         weighted: bool = False,
-        late_decay: float = 1.0,
     ) -> None:
-        self._weighted, self._late_decay = weighted, late_decay
+        self._weighted = weighted
         self._tx = optax.with_extra_args_support(outer)
         self._pick = params
         self._init = jax.jit(self._tx.init)
@@ -93,6 +91,7 @@ class Arithmetic:
         self.sent = jax.jit(functools.partial(self._own, counts=True))
         self.go_on = jax.jit(functools.partial(self._go_on, mixing=mixing))
         self.carry_on = jax.jit(functools.partial(self._go_on, mixing=None))
+        self.faded = jax.jit(_faded)
         self.digest = jax.jit(_digest)
 
     def start(self, state: Any) -> Shared:
@@ -245,22 +244,10 @@ class Arithmetic:
     def _own(self, begun: Begun, before: Shared, counts: bool) -> list[Any]:
         """What an island keeps of its own, without the others' messages.
 
-        If its own does not count, it keeps all of it, or what `late_decay` leaves.
+        If its own does not count, it keeps all of it.
         """
-        outer = self._received(begun.words[None], None, begun, before, counts=counts).outer
-        if not counts and self._late_decay != 1:
-            fade = lambda x: x * jnp.asarray(self._late_decay, x.dtype)
-            is_feedback = lambda node: isinstance(node, ErrorFeedbackState)
-            outer = jax.tree.map(
-                lambda node: (
-                    node._replace(residual=jax.tree.map(fade, node.residual))
-                    if is_feedback(node)
-                    else node
-                ),
-                outer,
-                is_leaf=is_feedback,
-            )
-        return own_leaves(outer)
+        after = self._received(begun.words[None], None, begun, before, counts=counts)
+        return own_leaves(after.outer)
 
     def _go_on(
         self, worker: Any, begun: Begun, params: Any, mixing: float | None
@@ -340,6 +327,19 @@ def merged(shared: Shared, own: list[Any]) -> Shared:
     given = iter(own)
     pick = lambda leaf, is_own: next(given) if is_own else leaf
     return shared._replace(outer=map_marked(pick, shared.outer))
+
+
+def _faded(shared: Shared, factor: Any) -> Shared:
+    """With residuals multiplied by a factor."""
+    is_feedback = lambda node: isinstance(node, ErrorFeedbackState)
+    fade = lambda x: x * jnp.asarray(factor, x.dtype)
+
+    def one(node: Any) -> Any:
+        if not is_feedback(node):
+            return node
+        return node._replace(residual=jax.tree.map(fade, node.residual))
+
+    return shared._replace(outer=jax.tree.map(one, shared.outer, is_leaf=is_feedback))
 
 
 def _digest(shared: Shared) -> UInt32[Array, " 2"]:

@@ -96,7 +96,9 @@ class Exchange:
         took: float = 0.0,
         loss: float | None = None,
     ) -> None:
-        self._member, self.weight, self._took, self._loss = member, weight, took, loss
+        self._member, self._took, self._loss = member, took, loss
+        # What its message weighs, which fades with what is owed; and what its steps weighed.
+        self.weight = self.taken = weight
         self._dtypes = jax.tree.map(lambda w: w.dtype, own)
         self.shared, self.round, self.begun, self.half = shared, round, begun, begun
         self.counted = self.was_sent = self.is_done = False
@@ -129,7 +131,8 @@ class Exchange:
                 self._absorb(seen[0], self.half, seen[1])
             while (decision := led(self._member.rounds.decided, self.round)) is not None:
                 self._absorb(decision, None, None)
-            if self.counted or self._is_late:
+            has_nothing = self.was_sent or self._member.late_decay == 0
+            if self.counted or self._is_late or has_nothing:
                 self.is_done = True
             else:
                 self.half, self._words, self._posted_at = self.idle(), None, None
@@ -215,6 +218,8 @@ class Exchange:
             applied = bool(ok)
         if begun is None or not counts:
             after = merged(after, member.arithmetic.owed(half, before))
+        if not counts:
+            after = self._faded(after, 1)
         after = self._without_sent(decision, after)
         if decision.members and decision.digest != self._digest_now():
             found = self._reloaded(decision, after)
@@ -236,6 +241,19 @@ class Exchange:
         _LOG.info("%s: %s", member.name, report)
         if begun is not None:
             self._take_turn(tuple(decision.lives))
+
+    def _faded(self, shared: Shared, rounds: int) -> Shared:
+        """After so many rounds in which no message of its own counted."""
+        factor = self._member.late_decay**rounds
+        if factor == 1:
+            return shared
+        self.weight *= factor
+        return self._member.arithmetic.faded(shared, factor)
+
+    @property
+    def owed(self) -> float:
+        """What of the weight of its steps its next message has."""
+        return 0.0 if self.counted or self.was_sent else self.weight
 
     def _go_to(self, shared: Shared, round: int, counts: bool, begun: Begun | None) -> None:
         """Begins a round. Notes what became of its own message, if the last one was its round."""
@@ -297,6 +315,7 @@ class Exchange:
         if begun is not None:
             keep = member.arithmetic.sent if counts else member.arithmetic.owed
             shared = merged(shared, keep(begun, self.shared))
+        shared = self._faded(shared, round - self.round - counts)
         if member.is_restored:
             # Once it trains, a former life can have sent in the round in which it joined alone.
             end = round if member.joined_in is None else min(round, member.joined_in + 1)
@@ -307,12 +326,16 @@ class Exchange:
         self._go_to(shared, round, counts, begun)
 
     def _take_turn(self, members: tuple[str, ...]) -> None:
-        """Prepares a snapshot if it is this island's turn, or if those before missed theirs."""
+        """Prepares a snapshot if it is this island's turn, or if the one before missed its own.
+
+        Then one island writes one, too. If all did, an upload that takes long would make it so.
+        """
         every, member = self._member.every_snapshot, self._member
-        if self.round % every or not members:
+        if self.round % every or member.name not in members:
             return
-        is_ours = members[self.round // every % len(members)] == member.name
-        if is_ours or self.round - self._newest() > every:
+        turn, own = self.round // every % len(members), members.index(member.name)
+        is_next = own == (turn + 1) % len(members)
+        if own == turn or (is_next and self.round - self._newest() > every):
             self._snapshot = self.round, member.snapshot(self.shared, self.round)
             self._keep()
 

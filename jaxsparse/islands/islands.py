@@ -132,8 +132,9 @@ class Islands:
         late_decay: factor in [0, 1] by which all that this island owes shrinks in each round in
             which its message does not count. 1: nothing is lost, only late. Below 1, what was
             delivered and what it owes add up to less than what it moved, and with 0 a late
-            displacement is dropped whole: it was made from old parameters. (The norm of what comes
-            late is cut by an exchange with `clip="median"`.)
+            displacement is dropped whole, and not sent: it was made from old parameters. If
+            `weighted`, its weight shrinks alike. (The norm of what comes late is cut by an exchange
+            with `clip="median"`.)
         weighted: whether messages count by weights, which each call of a step gives, such as its
             number of tokens. Otherwise all count alike. All islands must agree.
         members: names of the islands that may take part, the same on all of them. Messages of
@@ -214,7 +215,7 @@ class Islands:
         self._writer = _Writer(name, poll, patience)
         self._prepared = {0}  # numbers of members for which programs are compiled
         self._member = Member(
-            Arithmetic(outer, params or params_of, mixing, weighted, late_decay),
+            Arithmetic(outer, params or params_of, mixing, weighted),
             store,
             name,
             quorum=quorum,
@@ -223,6 +224,7 @@ class Islands:
             weighted=weighted,
             members=members,
             round_seconds=round_seconds,
+            late_decay=late_decay,
             beside=self._writer.start,
         )
         self._running: _Running | None = None
@@ -332,7 +334,8 @@ class Islands:
 
         Others go on. If there is no decision in time, because others are still in their steps or
         fewer than `quorum` islands are left, it warns, and the returned state still owes what it
-        moved. What it has sent counts all the same, if others decide on that round later.
+        moved. What it has sent counts all the same, if others decide on that round later. To go on
+        after that, join with this state.
 
         Args:
             state: from the last call.
@@ -354,12 +357,15 @@ class Islands:
         if patience is None and self._running is not None and led(self._running.is_troubled):
             state = self._arrived(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
-            self._running.stop()
+            self._running.stop(left())
             self._running = None
+            # Another message of this life in this round would not be sent.
+            self._member.joined_in = None
             warnings.warn(
                 f"{self._member.name} leaves in round {state.round}, whose decision it has waited "
                 f"for in vain for {time.monotonic() - began:.0f} s: what it has sent counts if "
-                "others decide later, and the rest is in its own state alone",
+                "others decide later, and the rest is in its own state alone. To go on, give that "
+                "to join",
                 stacklevel=2,
             )
         led(self._writer.wait, left())
@@ -464,8 +470,9 @@ class _Writer:
         self._thread: threading.Thread | None = None
 
     def start(self, write: Callable[[], None]) -> None:
-        """Begins to write, once what was begun before is at its end. Snapshots are large."""
-        self.wait(math.inf)
+        """Begins to write, unless the last one is still on its way: snapshots are large."""
+        if self._thread is not None and self._thread.is_alive():
+            return
         self._thread = threading.Thread(
             target=self._run, args=(write,), name="islands-snapshot", daemon=True
         )
@@ -511,7 +518,7 @@ class _Running:
         self._silent_since: float | None = None
         self._error: BaseException | None = None
         self._is_stopped = threading.Event()
-        self._is_single = jax.process_count() == 1
+        self._is_single = _may_compute_in_a_thread(exchange)
         if not self._is_single:
             exchange.prepare()
         self._start()
@@ -531,11 +538,11 @@ class _Running:
             self._thread.join(self._poll)
         return self._thread.is_alive()
 
-    def stop(self) -> None:
-        """Ends the thread, after its present look at the store."""
+    def stop(self, seconds: float | None = None) -> None:
+        """Ends the thread, after its present look at the store. Waits at most so long for that."""
         self._is_stopped.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(seconds)
 
     def result(self, seconds: float) -> Exchange | None:
         """The exchange, at its end. None: it has none in these seconds. Raises what ended it."""
@@ -595,3 +602,15 @@ class _Running:
         if now - self._silent_since > self._patience:
             raise error
         self._wait = min(2 * self._wait + 0.01, 10.0)
+
+
+def _may_compute_in_a_thread(exchange: Exchange) -> bool:
+    """Whether programs may start beside those of training.
+
+    On several accelerators, or in several processes, programs with collectives must start in one
+    order on all devices, which two threads don't keep. CPUs match collectives by their runs.
+    """
+    leaves = [x for x in jax.tree.leaves(exchange.shared.params) if isinstance(x, jax.Array)]
+    devices = {device for x in leaves for device in x.devices()}
+    is_apart = len(devices) > 1 and any(device.platform != "cpu" for device in devices)
+    return jax.process_count() == 1 and not is_apart

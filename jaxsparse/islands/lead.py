@@ -137,7 +137,7 @@ def check_alike(settings: Any, params: Any) -> None:
         return
     group = _group()
     topic = group.topic()
-    group.put(topic, json.dumps([_misplaced(params), settings]))
+    group.put(topic, json.dumps([_misplaced(params), settings], default=str))
     notes = group.get(topic, group.members)
     missing = [str(i) for i, note in enumerate(notes) if note is None]
     if missing:

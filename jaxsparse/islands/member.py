@@ -53,6 +53,7 @@ class Member:
         weighted: see `Islands`.
         members: see `Islands`.
         round_seconds: see `Islands`.
+        late_decay: see `Islands`.
         clock: seconds, for differences alone.
         beside: starts a function that writes a snapshot, beside training. None: it is called, and
             waited for.
@@ -77,6 +78,7 @@ class Member:
         weighted: bool = False,
         members: Collection[str] | None = None,
         round_seconds: float | None = None,
+        late_decay: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         beside: Callable[[Callable[[], None]], None] | None = None,
         new_life: Callable[[], str] = lambda: f"{time.time_ns():x}-{secrets.token_hex(4)}",
@@ -85,9 +87,17 @@ class Member:
         self.name, self.life, self._new_life = check_name(name), "", new_life
         self.quorum, self.grace, self.every_snapshot = quorum, grace, snapshots
         self.weighted, self._round_seconds, self._beside = weighted, round_seconds, beside
+        self.late_decay = late_decay
+        if isinstance(members, str):
+            raise ValueError(f"members={members!r} is a text: give a list of names")
         self._members = None if members is None else frozenset(map(check_name, members))
         if self._members is not None and name not in self._members:
             raise ValueError(f"name={name!r} is none of members={sorted(self._members)}: add it")
+        if self._members is not None and quorum > len(self._members):
+            raise ValueError(
+                f"quorum={quorum} is more than the {len(self._members)} members: all would wait "
+                "for ever"
+            )
         self.rank = zlib.crc32(name.encode()) & 0x7FFFFFFF
         self.reports: list[Report] = []
         self._rounds: Rounds | None = None
@@ -120,7 +130,7 @@ class Member:
         self.words, digest = self.arithmetic.described(shared, picked)
         # So that all islands agree on who may take part.
         self.settings = digest if self._members is None else _listed(digest, self._members)
-        begins = {"digest of outer and members": self.settings}
+        begins = {"digest of outer and members": self.settings, "round": "", "steps": ""}
         if isinstance(state, IslandState):
             begins |= {"round": f"{int(state.round)}", "steps": f"{int(state.steps)}"}
             picked = [picked, state.params]
@@ -204,6 +214,7 @@ class Member:
         begun = self.arithmetic.begin(own, shared, self.rank)
         if not bool(begun.finite):
             self._tell_not_finite(state.round)
+            self._began = self.clock()
             worker = self.arithmetic.put_back(state.worker, state.params)
             return state._replace(worker=worker, steps=0, weight=0.0), None
         took, self._began = self.clock() - self._began, self.clock()
@@ -219,8 +230,9 @@ class Member:
         assert exchange.is_done
         shared = exchange.shared
         worker, finite = self.arithmetic.go_on(state.worker, exchange.begun, shared.params)
-        if exchange.counted and self.weighted:
-            state = state._replace(weight=max(state.weight - exchange.weight, 0.0))
+        if self.weighted:
+            left = state.weight - exchange.taken + exchange.owed
+            state = state._replace(weight=max(left, 0.0))
         if not bool(finite):
             self._tell_not_finite(exchange.round)
             state = state._replace(steps=0)

@@ -301,7 +301,7 @@ def simulate(
     now = 0.0
     clock = lambda: now
     store = VirtualStore(latency, bandwidth, clock)
-    arithmetic = Arithmetic(outer, params or params_of, mixing, late_decay=late_decay)
+    arithmetic = Arithmetic(outer, params or params_of, mixing)
     lives = itertools.count()
 
     links = {name: _Link(store, name) for name in batches}
@@ -315,6 +315,7 @@ def simulate(
             grace=grace,
             snapshots=snapshots,
             round_seconds=round_seconds,
+            late_decay=late_decay,
             clock=clock,
             new_life=lambda: f"{next(lives):08d}",
         )
