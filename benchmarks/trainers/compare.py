@@ -57,7 +57,7 @@ class Run(NamedTuple):
 
 
 # Losses of these differ from the original's: see results/trainers.md.
-UNLIKE = {"maxtext_updates", "balance", "dropout"}
+UNLIKE = {"maxtext_updates", "dropout"}
 
 
 def without(script: str) -> str:

@@ -4,7 +4,6 @@
 first. As a program, `python maxtext_tiny.py SCRIPT VARIANT...` runs a script in each variant.
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -14,6 +13,7 @@ import jax
 import maxtext
 from flax import nnx
 from maxtext.common import checkpointing
+from maxtext.common.metric_logger import MetricLogger
 from maxtext.input_pipeline.synthetic_data_processing import SyntheticDataIterator
 from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
@@ -67,42 +67,43 @@ VARIANTS = {
     "tokens": {},  # the first half of the rows has a quarter of the tokens
     "evaluation": {"eval_interval": 1, "eval_steps": 1},  # its losses stand for the losses
     "resumed": {"enable_checkpointing": True},  # stops after a third of the steps, and goes on
-    "explicit": {"shard_mode": "explicit"},
 }
 # Names of these are replaced by the scripts.
-PATCHED = checkpointing, optimizers, train, train_utils, SyntheticDataIterator
+PATCHED = checkpointing, optimizers, train, train_utils
+PATCHED += MetricLogger, SyntheticDataIterator
 
 
 def run(settings: dict, variant: str = "plain") -> None:
     """Trains, and prints the losses."""
+    placed, shown = [], []
+    setup = train_utils.setup_train_loop
+
+    def noting(*args, **named):
+        *others, state = setup(*args, **named)
+        arrays = nnx.state(state) if isinstance(state, nnx.Module) else state
+        placed.append(jax.tree.map(lambda x: (x.ndim, x.sharding), arrays))
+        return *others, state
+
+    train_utils.setup_train_loop = noting
+    name, kind = (
+        ("eval/avg_loss", "eval") if variant == "evaluation" else ("learning/loss", "train")
+    )
+    MetricLogger.write_metrics = lambda self, metrics, step, metric_type="train": (
+        metrics and metric_type == kind and shown.append(dict(metrics["scalar"]))
+    )
+    config = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
     with tempfile.TemporaryDirectory() as folder:
-        settings = settings | {
-            "base_output_directory": folder,
-            "metrics_file": f"{folder}/metrics",
-        }
-        placed = []
-        setup = train_utils.setup_train_loop
-
-        def noting(*args, **named):
-            *others, state = setup(*args, **named)
-            arrays = nnx.state(state) if isinstance(state, nnx.Module) else state
-            placed.append(jax.tree.map(lambda x: (x.ndim, x.sharding), arrays))
-            return *others, state
-
-        train_utils.setup_train_loop = noting
-        config = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
+        settings = settings | {"base_output_directory": folder}
         for steps in (STEPS // 3, STEPS) if variant == "resumed" else (STEPS,):
-            arguments = (f"{name}={value}" for name, value in settings.items())
+            arguments = (f"{key}={value}" for key, value in settings.items())
             train.main(["", config, *arguments, f"steps={steps}"])
-        is_same = lambda a, b: a[1].is_equivalent_to(b[1], a[0])
-        pair = lambda x: isinstance(x, tuple)
-        assert jax.tree.all(jax.tree.map(is_same, placed[0], placed[-1], is_leaf=pair))
-        lines = [json.loads(line) for line in Path(folder, "metrics").read_text().splitlines()]
-    key = "eval/avg_loss" if variant == "evaluation" else "learning/loss"
-    for i, shown in enumerate((x for x in lines if key in x), start=1):
-        # MaxText's DiLoCo shows the loss of one island there.
-        islands = [x for name, x in shown.items() if name.startswith(f"{key}_island_")]
-        islands = islands or [shown[key]]
+    is_same = lambda a, b: a[1].is_equivalent_to(b[1], a[0])
+    is_pair = lambda x: isinstance(x, tuple)
+    assert jax.tree.all(jax.tree.map(is_same, placed[0], placed[-1], is_leaf=is_pair))
+    for i, metrics in enumerate(shown, start=1):
+        # MaxText's DiLoCo shows the loss of one island as that of all.
+        islands = [float(x) for key, x in metrics.items() if key.startswith(f"{name}_island_")]
+        islands = islands or [float(metrics[name])]
         print("loss", i, sum(islands) / len(islands), flush=True)
 
 
@@ -118,8 +119,8 @@ def main() -> None:
             def uneven(config, data, make=make):
                 rows = make(config, data)
                 is_seen = rows["targets_segmentation"]
-                half, quarter = is_seen.shape[0] // 2, is_seen.shape[1] // 4
-                return rows | {"targets_segmentation": is_seen.at[:half, quarter:].set(0)}
+                half, quarter = is_seen.shape[0] // 2, is_seen.shape[-1] // 4
+                return rows | {"targets_segmentation": is_seen.at[:half, ..., quarter:].set(0)}
 
             SyntheticDataIterator.raw_generate_synthetic_data = staticmethod(uneven)
         try:
