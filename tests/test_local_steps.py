@@ -1,5 +1,6 @@
 """Local steps and outer optimizers against NumPy, equalities, broken workers, and bytes."""
 
+import contextlib
 import functools
 from typing import Any
 
@@ -708,7 +709,8 @@ def test_where_a_jitted_step_stood(way):
         rest = (jax.random.fold_in(key, t), jnp.float32(0.5))
         lowered = train.lower(state, batch, None, *rest)
         assert lowered.out_info[0]["w"].value.shape == (workers, 3)
-        state, shown = train(state, batch, None, *rest)
+        with contextlib.nullcontext() if axes is None else jax.set_mesh(where):
+            state, shown = train(state, batch, None, *rest)
         noise = jax.random.normal(rest[0], (3,))
         w -= 0.5 * (batch.reshape(workers, -1, 3).mean(1) + np.asarray(noise)[None])
         w = w.mean(0, keepdims=True).repeat(2, 0) if (t + 1) % every == 0 else w

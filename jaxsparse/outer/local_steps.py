@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -364,7 +365,7 @@ class LocalSteps:
                 "one integer of each: pick it, as count=lambda state: state.step"
             )
         here = found.addressable_data(0) if isinstance(found, jax.Array) else found
-        return int(here[0])
+        return int(np.asarray(here)[0])  # by NumPy: a context mesh has other devices
 
     def _arguments(self, state: LocalState, batch: Any, rest: Any) -> tuple[Any, ...]:
         """The arguments of `inner`."""
