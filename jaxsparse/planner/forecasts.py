@@ -225,7 +225,7 @@ def plan_recipes(
     Example:
         >>> slow = plan_recipes(10**7, 8, network=Link(50e-6, 1.25e6), step_seconds=0.1, steps=2000)
         >>> slow.best.recipe.exchange, slow.speedup(slow.best) > 5
-        ('int4', True)
+        ('ternary', True)
         >>> fast = plan_recipes(10**7, 8, network=Link(1e-6, 1e12), step_seconds=0.1, steps=2000)
         >>> str(fast.best.recipe)
         'adamw, gradients, dense'

@@ -117,6 +117,7 @@ def of_a_round(islands: int, sizes: Objects, *, snapshots: int, looks: float) ->
     N, S = islands, snapshots
     # Of a list in vain, if messages come evenly. One that decides lists all, and so does deleting.
     listed = looks * (2 * N - 1) / 3 + 2
+    lists = min(2, N) / (N * S)
     return (
         # Before its message, looks in vain, one that finds a decision or is followed by making it,
         # and one whether the others are ahead.
@@ -129,9 +130,10 @@ def of_a_round(islands: int, sizes: Objects, *, snapshots: int, looks: float) ->
         Item("create messages", 1, sent=sizes.message),
         Item("get messages", N - 1, received=(N - 1) * sizes.message),
         Item("create decisions", 1 / N, sent=sizes.decision / N),
-        # One writes a snapshot, and deletes what is older than the last two.
+        # One writes a snapshot, and deletes what is older than the last two. The next one in turn
+        # looks whether that of the last turn is there. Two stand, and for a moment a third one.
         Item("create snapshots", 1 / (N * S), sent=sizes.snapshot / (N * S)),
-        Item("names snapshots", 1 / S, received=2 * LISTED / S),
+        Item("names snapshots", lists, received=2.2 * LISTED * lists),
         Item("delete", 1 / N + 1 / (N * S)),
     )
 
