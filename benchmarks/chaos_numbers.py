@@ -213,12 +213,12 @@ def items(line: Mapping[str, Any]) -> str:
 
 
 def _job(line: Mapping[str, Any]) -> str:
-    return line.get("job", "islands")  # type: ignore[no-any-return]
+    return str(line.get("job", "islands"))
 
 
 def _rate(line: Mapping[str, Any]) -> float:
     """Steps that count a second, of all islands together."""
-    return line["counted"] / line["seconds"]  # type: ignore[no-any-return]
+    return float(line["counted"] / line["seconds"])
 
 
 def _beside(line: Mapping[str, Any], what: str, digits: int) -> str:

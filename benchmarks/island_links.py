@@ -220,10 +220,11 @@ def join(args: argparse.Namespace) -> None:
             for i, member in enumerate(members):
                 moved = (states[i].worker[0] + jnp.sin(jnp.arange(args.params) + i + round),)
                 states[i], exchange = member.begin(states[i]._replace(worker=moved))
+                assert exchange is not None  # parameters are finite
                 exchanges.append(exchange)
             while not all([exchange.is_done or exchange.advance() for exchange in exchanges]):
                 pass
-            states = [member.finish(*each) for member, *each in zip(members, states, exchanges)]
+            states = [one.finish(*each) for one, each in zip(members, zip(states, exchanges))]
         flags = ["--params", args.params, "--url", server.url, "--started", time.time()]
         child = subprocess.run(
             [sys.executable, __file__, "joins", *map(str, flags)],

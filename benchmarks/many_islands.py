@@ -42,7 +42,8 @@ def failures(names: list[str], args: argparse.Namespace, draw: random.Random) ->
             what: Any = draw.choices(list(FAILURES), (2, 1, 1))[0]
             yield Event(now, name, what)
             now += draw.expovariate(1 / args.away)
-            yield Event(now, name, FAILURES[what])
+            back: Any = FAILURES[what]
+            yield Event(now, name, back)
             now += draw.expovariate(args.failures / 3600)
 
 

@@ -193,7 +193,6 @@ def run(args: argparse.Namespace, blows: Sequence[tuple[float, int]]) -> Ran:
 def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """One process of the job, until it is killed."""
     import jax
-    import model
     import numpy as np
     import optax
     import shares
@@ -203,6 +202,7 @@ def train(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
     import jaxsparse
 
+    model: Any = importlib.import_module("model")
     print(json.dumps({"pid": os.getpid()}), flush=True)
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     split = NamedSharding(mesh, PartitionSpec("data"))

@@ -269,7 +269,7 @@ def _explained(axis_name: str) -> Iterator[None]:
                 f"batch: leave {axis_name!r} out of the partitions of its constraints, or give "
                 "NamedShardings, out of which it is taken"
             )
-        if "ontext mesh" in str(error) and "Manual" in str(error):
+        if "context mesh" in str(error).lower() and "Manual" in str(error):
             error.add_note(
                 f"On a mesh with Explicit axes, {axis_name!r} is Manual inside a step of "
                 "jaxsparse.data_parallel, so that JAX refuses shardings of the whole mesh there: "
