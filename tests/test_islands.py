@@ -699,6 +699,16 @@ def test_leaving_takes_no_longer_than_it_may():
         lonely(state, jnp.ones(8))
 
 
+def test_no_thread_is_at_work_as_python_ends():
+    train = trainer(reference.Memory(), "one", every=1, quorum=2, overlap=0, alone=0, poll=0.01)
+    state = train.join((jnp.zeros(8),))
+    train._overlap = 1  # so that it does not wait
+    train(state, jnp.ones(8))
+    assert train._running._thread.is_alive()
+    islands.islands._stop_all()
+    assert not train._running._thread.is_alive()
+
+
 def test_one_island_stands_in_for_a_snapshot_that_is_missed(clock):
     """Others don't, or an upload that takes long would make all of them write one."""
     store = reference.Memory()

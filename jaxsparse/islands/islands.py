@@ -1,10 +1,12 @@
 """Training on an island: local steps, and beside them a thread that exchanges with others."""
 
+import atexit
 import math
 import os
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -458,6 +460,17 @@ class _Losses:
         return mean if math.isfinite(mean) else None
 
 
+# Exchanges whose threads may be at work as Python ends.
+_RUNNING: "weakref.WeakSet[_Running]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that comes back from a store's call once Python has ended would abort it."""
+    for running in list(_RUNNING):
+        running.stop(5.0)
+
+
 class _Writer:
     """Writes snapshots in a thread, one at a time, so that training does not wait for them.
 
@@ -524,6 +537,7 @@ class _Running:
         self._start()
 
     def _start(self) -> None:
+        _RUNNING.add(self)
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
         if is_first():
             self._thread.start()
