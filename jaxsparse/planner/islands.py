@@ -29,7 +29,7 @@ from jaxsparse.planner.recipes import EXCHANGES, OPTIMIZERS, Recipe, island_opti
 _IN_TURN = 5
 
 # What islands may exchange in one message, by its name in recipes.
-NAMES = ("dense", "int8", "int4", "int2", "sign", "top 1/8", "top 1/64")
+NAMES = ("dense", "int8", "int4", "int2", "ternary", "sign", "top 1/8", "top 1/64")
 
 
 def exchange(name: str) -> optax.GradientTransformation:
