@@ -1139,10 +1139,11 @@ def test_an_island_has_seconds_to_leave():
     """Also where the store is silent, for which it would wait longer, and end with an error."""
     link = reference.Link(reference.Memory())
     train = trainer(link, "one", quorum=2)
-    state, _ = train(train.join((jnp.zeros(8),)), jnp.ones(8))
+    state = train.join((jnp.zeros(8),))
+    link.is_down = True  # before its exchange begins in a thread
+    state, _ = train(state, jnp.ones(8))
     with pytest.raises(ValueError, match=r"patience=-1.0 must be a number of seconds"):
         train.leave(state, patience=-1.0)
-    link.is_down = True
     with pytest.warns(UserWarning, match=r"in vain for \d+ s: what it has sent counts"):
         state = train.leave(state, patience=0.1)
     assert state.worker[0].any()
