@@ -1,5 +1,6 @@
 """Islands: rounds by an object store, through failures of all kinds. See test_histories.py, too."""
 
+import contextlib
 import dataclasses
 import hashlib
 import http.server
@@ -21,7 +22,7 @@ from workers import some
 import jaxsparse
 from jaxsparse import islands
 from jaxsparse.__main__ import main
-from jaxsparse.islands import Event, exchange, rounds as jaxsparse_rounds, simulate, watch
+from jaxsparse.islands import Event, exchange, rounds as jaxsparse_rounds, simulate, threads, watch
 from jaxsparse.islands.arithmetic import Shared, _digest as digested
 from jaxsparse.islands.store import UnreachableError
 
@@ -178,6 +179,69 @@ def test_what_comes_back_after_a_jump_has_faded_in_each_round(clock):
     state = members[0].finish(state, exchange)
     delivered = reference.decoder()(exchange.half.words)
     np.testing.assert_array_equal(delivered + reference.residual(state), -64 * 0.5**9)
+
+
+@pytest.mark.filterwarnings("ignore:in round 0 amsterdam began from other parameters")
+@pytest.mark.parametrize("passes", range(8))
+def test_what_is_tried_again_fades_once(passes, clock):
+    """The store fails after so many operations of a late island, which has drifted, too."""
+    store, programs = reference.Memory(), reference.arithmetic(weighted=True)
+    settings = {"programs": programs, "weighted": True, "late_decay": 0.5}
+    link = reference.Link(store)
+    late = reference.member(link, NAMES[0], "0", clock, **settings)
+    state = late.join(reference.start())._replace(weight=8.0)
+    (other,), (others,) = joined(store, NAMES[1:2], clock, **settings)
+    _, exchange = other.begin(reference.moved(others._replace(weight=1.0), [1] * 6))
+    exchange.advance()
+    clock.now += 10
+    assert exchange.advance()
+    broken = jax.tree.map(lambda x: x.at[0, 0].add(2**-20), state.params)
+    state, exchange = late.begin(reference.moved(state, [8] * 6)._replace(params=broken))
+    link.is_down, link.after = True, passes
+    with contextlib.suppress(UnreachableError):
+        exchange.advance()
+    link.mend()
+    exchange.advance()
+    clock.now += 40
+    assert exchange.advance()
+    assert [each.weight for each in other.rounds.decided(1).members] == [4.0]
+    assert late.finish(state, exchange).weight == 0
+
+
+def test_rounds_that_are_replayed_after_a_drift_do_not_fade_again(clock):
+    moves, ends = np.random.default_rng(1).normal(size=(4, 3, 6)), []
+    for drifts in (False, True):
+        members, states = joined(reference.Memory(), NAMES[:3], clock, late_decay=0.5)
+        _, late = members[1].begin(reference.moved(states[1], moves[0][1]))
+        alone = ran(members[::2], states[::2], 1, moves[:1, ::2], clock)
+        states[0], states[2] = alone
+        late.advance()  # too late for round 0: it fades, and is sent in round 1 with the others'
+        states[1] = members[1].finish(states[1], late_in_time(late, members[::2], alone, clock))
+        states[0], states[2] = alone
+        if drifts:
+            broken = jax.tree.map(lambda x: x.at[0, 0].add(2**-20), states[1].params)
+            states[1] = states[1]._replace(params=broken)
+        with warnings.catch_warnings(record=True, action="always") as told:
+            states = ran(members, states, 2, moves[2:], clock)
+        assert any("began from other parameters" in str(each.message) for each in told) == drifts
+        ends.append(reference.residual(states[1]))
+    assert ends[0].any()
+    np.testing.assert_array_equal(*ends)
+
+
+def late_in_time(late, members, states, clock):
+    """Ends a round of others, and with it the exchange of one that was late before."""
+    exchanges = []
+    for i, one in enumerate(members):
+        states[i], exchange = one.begin(reference.moved(states[i], np.ones(6)))
+        exchanges.append(exchange)
+        exchange.advance()
+    clock.now += 40
+    for i, (one, exchange) in enumerate(zip(members, exchanges)):
+        assert exchange.advance()
+        states[i] = one.finish(states[i], exchange)
+    assert late.advance()
+    return late
 
 
 def test_names_may_be_listed(clock):
@@ -705,7 +769,7 @@ def test_no_thread_is_at_work_as_python_ends():
     train._overlap = 1  # so that it does not wait
     train(state, jnp.ones(8))
     assert train._running._thread.is_alive()
-    islands.islands._stop_all()
+    threads._stop_all()
     assert not train._running._thread.is_alive()
 
 
@@ -726,7 +790,7 @@ def test_programs_of_an_exchange_may_run_in_the_main_thread(monkeypatch):
     """As on several accelerators. The result is the same."""
     ends = []
     for beside in (True, False):
-        monkeypatch.setattr(islands.islands, "_may_compute_in_a_thread", lambda _, x=beside: x)
+        monkeypatch.setattr(threads, "_may_compute_in_a_thread", lambda _, x=beside: x)
         train = trainer(reference.Memory(), "one", every=2, overlap=1, grace=0.0, poll=0.01)
         state = train.join((jnp.zeros(8),))
         for i in range(6):

@@ -111,6 +111,7 @@ class Exchange:
         self._is_late = begun is None  # whether there will be no other message
         self._snapshot: tuple[int, bytes] | None = None  # one that the store did not take yet
         self._digest: str | None = None
+        self._accounted = round  # the first round for which what is owed has not faded yet
         self._drifted_in = -1  # the last round in which it found that it had drifted
 
     def advance(self) -> bool:
@@ -218,8 +219,6 @@ class Exchange:
             applied = bool(ok)
         if begun is None or not counts:
             after = merged(after, member.arithmetic.owed(half, before))
-        if not counts:
-            after = self._faded(after, 1)
         after = self._without_sent(decision, after)
         if decision.members and decision.digest != self._digest_now():
             found = self._reloaded(decision, after)
@@ -242,21 +241,22 @@ class Exchange:
         if begun is not None:
             self._take_turn(tuple(decision.lives))
 
-    def _faded(self, shared: Shared, rounds: int) -> Shared:
-        """After so many rounds in which no message of its own counted."""
-        factor = self._member.late_decay**rounds
-        if factor == 1:
-            return shared
-        self.weight *= factor
-        return self._member.arithmetic.faded(shared, factor)
-
     @property
     def owed(self) -> float:
         """What of the weight of its steps its next message has."""
         return 0.0 if self.counted or self.was_sent else self.weight
 
     def _go_to(self, shared: Shared, round: int, counts: bool, begun: Begun | None) -> None:
-        """Begins a round. Notes what became of its own message, if the last one was its round."""
+        """Begins a round. Notes what became of its own message, if the last one was its round.
+
+        Nothing can fail from here on, so that what is owed fades once for each round. Rounds that
+        are replayed, because the island had drifted, have been accounted for.
+        """
+        missed = max(0, round - max(self.round, self._accounted) - counts)
+        self._accounted = max(self._accounted, round)
+        if (factor := self._member.late_decay**missed) != 1:
+            shared = self._member.arithmetic.faded(shared, factor)
+            self.weight *= factor
         self.shared, self.round, self._digest = shared, round, None
         self._seen = self._read = None
         if begun is not None:
@@ -315,7 +315,6 @@ class Exchange:
         if begun is not None:
             keep = member.arithmetic.sent if counts else member.arithmetic.owed
             shared = merged(shared, keep(begun, self.shared))
-        shared = self._faded(shared, round - self.round - counts)
         if member.is_restored:
             # Once it trains, a former life can have sent in the round in which it joined alone.
             end = round if member.joined_in is None else min(round, member.joined_in + 1)

@@ -273,8 +273,7 @@ def _explained(axis_name: str) -> Iterator[None]:
             error.add_note(
                 f"On a mesh with Explicit axes, {axis_name!r} is Manual inside a step of "
                 "jaxsparse.data_parallel, so that JAX refuses shardings of the whole mesh there: "
-                "make the mesh of Auto axes (in MaxText, shard_mode=auto), or give PartitionSpecs "
-                f"without {axis_name!r}"
+                f"make the mesh of Auto axes, or give PartitionSpecs without {axis_name!r}"
             )
         raise
 

@@ -1,0 +1,183 @@
+"""Threads beside training: one for an exchange, one for a snapshot."""
+
+import atexit
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+
+import jax
+
+from jaxsparse.islands.exchange import Exchange
+from jaxsparse.islands.lead import is_first, led
+from jaxsparse.islands.store import UnreachableError
+
+# Exchanges whose threads may be at work as Python ends.
+_RUNNING: "weakref.WeakSet[Running]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that comes back from a store's call once Python has ended would abort it."""
+    for running in list(_RUNNING):
+        running.stop(5.0)
+
+
+class Writer:
+    """Writes snapshots in a thread, one at a time, so that training does not wait for them.
+
+    If the store is silent for `patience` seconds, the snapshot is left out, with a warning. Others
+    write theirs.
+    """
+
+    def __init__(self, name: str, poll: float, patience: float) -> None:
+        self._name, self._poll, self._patience = name, poll, patience
+        self._thread: threading.Thread | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        """Begins to write, unless the last one is still on its way: snapshots are large."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._thread = threading.Thread(
+            target=self._run, args=(write,), name="islands-snapshot", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Waits until it has written, at most so long."""
+        end = time.monotonic() + seconds
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < end:
+            self._thread.join(min(1.0, max(0.0, end - time.monotonic())))  # so signals are heard
+
+    def _run(self, write: Callable[[], None]) -> None:
+        began, wait = time.monotonic(), self._poll
+        while True:
+            try:
+                write()
+            except Exception as error:
+                is_over = time.monotonic() - began > self._patience
+                if is_over or not isinstance(error, UnreachableError):
+                    warnings.warn(
+                        f"{self._name} could not write its snapshot, and leaves it out: {error}",
+                        stacklevel=2,
+                    )
+                    return
+            else:
+                return
+            wait = min(2 * wait + 0.01, 10.0)
+            time.sleep(wait)
+
+
+class Running:
+    """An exchange in a thread.
+
+    Of several processes, the first one has a thread, which does what is the store's alone. The rest
+    is done by all, in their main threads and where the result is awaited: see `lead`.
+    """
+
+    def __init__(self, exchange: Exchange, poll: float, patience: float) -> None:
+        self.trouble: str | None = None
+        self._exchange = exchange
+        self._poll, self._patience = poll, patience
+        self._wait = poll
+        self._silent_since: float | None = None
+        self._error: BaseException | None = None
+        self._is_stopped = threading.Event()
+        self._is_single = _may_compute_in_a_thread(exchange)
+        if not self._is_single:
+            exchange.prepare()
+        self._start()
+
+    def _start(self) -> None:
+        _RUNNING.add(self)
+        self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
+        if is_first():
+            self._thread.start()
+
+    def is_troubled(self) -> bool:
+        """Whether the store does not answer."""
+        return self.trouble is not None
+
+    def is_stuck(self) -> bool:
+        """Waits until it is done or the store does not answer. Returns whether that is so."""
+        while self._thread.is_alive() and self.trouble is None:
+            self._thread.join(self._poll)
+        return self._thread.is_alive()
+
+    def stop(self, seconds: float | None = None) -> None:
+        """Ends the thread, after its present look at the store. Waits at most so long for that."""
+        self._is_stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
+    def result(self, seconds: float) -> Exchange | None:
+        """The exchange, at its end. None: it has none in these seconds. Raises what ended it."""
+        end = time.monotonic() + seconds
+        while led(self._has_ended, end):
+            if self._is_single or self._is_done():
+                return self._exchange
+            self._start()
+        return None
+
+    def _has_ended(self, end: float) -> bool:
+        """Waits for the thread until then."""
+        while self._thread.is_alive() and time.monotonic() < end:
+            self._thread.join(
+                min(1.0, max(0.0, end - time.monotonic()))
+            )  # so that signals are heard
+        if self._thread.is_alive():
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _is_done(self) -> bool:
+        """What all processes do once the first one has seen what it needs."""
+        try:
+            if self._exchange.advance():
+                return True
+            self._note(None)
+        except UnreachableError as error:
+            led(self._note, error)
+        return False
+
+    def _run(self) -> None:
+        advance = self._exchange.advance if self._is_single else self._exchange.look
+        try:
+            if self.trouble is not None:
+                self._is_stopped.wait(self._wait)
+            while not self._is_stopped.is_set():
+                try:
+                    if advance():
+                        return
+                    self._note(None)
+                except UnreachableError as error:
+                    self._note(error)
+                self._is_stopped.wait(self._wait)
+        except BaseException as error:  # for the thread that trains
+            self._error = error
+
+    def _note(self, error: UnreachableError | None) -> None:
+        """Notes whether the store answers. Raises the error if it has not for long."""
+        if error is None:
+            self.trouble, self._silent_since, self._wait = None, None, self._poll
+            return
+        now = time.monotonic()
+        self.trouble = str(error)
+        self._silent_since = now if self._silent_since is None else self._silent_since
+        if now - self._silent_since > self._patience:
+            raise error
+        self._wait = min(2 * self._wait + 0.01, 10.0)
+
+
+def _may_compute_in_a_thread(exchange: Exchange) -> bool:
+    """Whether programs may start beside those of training.
+
+    On several accelerators, or in several processes, programs with collectives must start in one
+    order on all devices, which two threads don't keep. CPUs match collectives by their runs.
+    """
+    leaves = [x for x in jax.tree.leaves(exchange.shared.params) if isinstance(x, jax.Array)]
+    devices = {device for x in leaves for device in x.devices()}
+    is_apart = len(devices) > 1 and any(device.platform != "cpu" for device in devices)
+    return jax.process_count() == 1 and not is_apart
