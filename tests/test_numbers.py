@@ -75,7 +75,7 @@ SETTINGS = {
         "| 0.01 | at 0.001 an entry",
         "4 bytes an entry instead of 8",
         "none for gradients, 0.95 for local steps",
-        "do not let a schedule end at 0:",
+        "do not let a schedule behind an exchange end at 0:",
     ),
     "docs/local.md": (
         "| 10 Mbit/s | 100 Mbit/s | 1 Gbit/s |",

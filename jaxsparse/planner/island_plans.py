@@ -140,12 +140,14 @@ class IslandsPlan:
             advice = "Fewer steps a round cost less (--every), " if self.every > fewest else ""
             return [
                 f"best: none. Nothing with {self.every} local steps of {self.optimizer} is known "
-                f"to cost {self.nats:g} nats or less:",
+                f"to cost {self.nats:g} nats or less, with its ±:",
                 f"{known}. {advice}--nats allows more.",
                 "",
                 *source,
             ]
+        assert self.best.loss is not None
         recipe = Recipe(self.optimizer, "local", self.every, self.best.exchange)
+        hours = "" if self.steps is None else f"{self.hours(self.best):,.2f} hours, "
         settings = {
             **{"overlap": self.best.overlap, "grace": self.best.grace},
             # Of two, one goes on alone. Of more, one waits for another.
@@ -153,7 +155,8 @@ class IslandsPlan:
             **{"snapshots": self.snapshots, "poll": self.poll},
         }
         return [
-            f"best within {self.nats:g} nats: {recipe}, {self.best.loss}",
+            f"best within {self.nats:g} nats: {recipe}: {hours}{self.best.loss} nats "
+            f"({self.best.loss.source})",
             "",
             *(f"    {line}" for line in recipe.on_islands(settings)),
             "",
@@ -177,7 +180,7 @@ class IslandsPlan:
             )
         return [
             "",
-            f"{steps:,} steps that count, of a live island, which joins again after each failure",
+            f"{steps:,} steps that count of each island, which joins again after each failure",
             f"(all together read and send {self.islands} times as much):",
             "",
             *aligned(cells, right=range(1, 5)),

@@ -120,7 +120,7 @@ def plan_islands(
         step_seconds: seconds of a step.
         every: see `Islands`. None: that of the numbers that were measured of which some exchange
             wastes the least time within `nats`.
-        overlap: see `Islands`. None: as many steps as an exchange takes, with `grace` if islands
+        overlap: see `Islands`. None: as many steps as an exchange takes, and `grace` if islands
             fail, but less than `every`.
         failures: failures of an island in an hour of life.
         grace: see `Islands`. None: the time to send a message, a tenth of a round's steps, in which
@@ -189,7 +189,7 @@ def plan_islands(
             patience = math.ceil(link.seconds(1, message) + busy / 10 + 1)
         steps_beside = overlap
         if steps_beside is None:
-            covered = max(seconds, patience if failures else 0.0)
+            covered = seconds + (patience if failures else 0.0)
             steps_beside = min(every - 1, math.ceil(covered / step_seconds))
         beside = steps_beside * step_seconds
         waited = max(0.0, seconds - beside)
