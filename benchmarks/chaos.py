@@ -243,7 +243,7 @@ class Chaos:
     def start(self, name: str, pause: float) -> None:
         args, server = self._args, self.server
         env = os.environ | {
-            "OMP_NUM_THREADS": "1",
+            "NPROC": "1",
             # An island that is started again has compiled programs, as on a machine of its own.
             "JAX_COMPILATION_CACHE_DIR": self._cache,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -6,12 +6,13 @@
 
 Islands meet at moto's S3 server, behind a proxy with a rate each way (proxy.py), as in chaos.py.
 
-`overlap` trains on one island, with one thread for its steps (`OMP_NUM_THREADS=1`), so that of two
-cores one is left for the exchange. Another island only sleeps in its steps, and so has messages to
-send and to read. In each round, once the exchange has arrived, the first one makes as many steps by
-the same compiled program without islands. The rounds' ratios of both times, of all steps from one
-message to the next with what begins and ends an exchange, are the result. So both see the same
-machine. The goal is 1.05 at most, if the exchange takes no longer than the steps of a round.
+`overlap` trains on one island, with one thread for its steps, so that of two cores one is left for
+the exchange. Another island is a process that sleeps in its steps, and so has messages to send and
+to read. It, the server and the proxies stay on one core, as they would on other machines. In each
+round, once the exchange has arrived, the first one makes as many steps by the same compiled program
+without islands. The rounds' ratios of both times, of all steps from one message to the next with
+what begins and ends an exchange, are the result. So both see the same machine. The goal is 1.05 at
+most, if the exchange takes no longer than the steps of a round.
 
 `join` begins a run of several islands, lets it make some rounds past its snapshot, and starts a
 process that joins through the proxy. Its time stands beside that of the plan, item by item.
@@ -27,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,25 +72,40 @@ class Timed:
 
 
 @contextlib.contextmanager
+def processes() -> Iterator[Processes]:
+    """Processes that end with the block."""
+    group = Processes()
+    try:
+        yield group
+    finally:
+        group.end()
+
+
+@contextlib.contextmanager
 def served(rate: float) -> Iterator[Server]:
     """A server with a proxy for two islands."""
-    processes = Processes()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            yield Server(processes, Path(folder), 2, rate)
-        finally:
-            processes.end()
+    with tempfile.TemporaryDirectory() as folder, processes() as group:
+        yield Server(group, Path(folder), 2, rate)
 
 
-def overlap(args: argparse.Namespace) -> None:
-    """Prints ratios of times of steps."""
+class Trained(NamedTuple):
+    """What both islands of `overlap` have in common."""
+
+    step: Callable[[Any, Any], Any]
+    start: Any
+    batch: Any
+    outer: Any
+    settings: dict[str, Any]
+
+
+def trained(args: argparse.Namespace) -> Trained:
+    """A transformer, and its islands."""
     import jax
     import numpy as np
     import optax
     from flax import nnx
 
     import jaxsparse
-    from jaxsparse.islands import Islands
 
     sys.path.append(str(Path(__file__).parents[1] / "examples" / "local_updates"))
     model: Any = importlib.import_module("model")
@@ -112,50 +127,70 @@ def overlap(args: argparse.Namespace) -> None:
 
     rng = np.random.default_rng(0)
     batch = jax.numpy.asarray(model.windows(text.train, args.batch, LENGTH, rng))
-    start = (params, tx.init(params))
-    usual = statistics.median(list(timed(lambda: step(start, batch), 5))[1:])
     # Few bits would pass in the proxy's burst.
     outer = jaxsparse.quantized("bfloat16", gather=True, axis_name=None, is_dense=lambda *_: False)
+    settings = {"every": args.every, "overlap": args.every - 1, "quorum": 2, "grace": 0.0}
+    return Trained(step, (params, tx.init(params)), batch, outer, settings)
+
+
+def overlap(args: argparse.Namespace) -> None:
+    """Prints ratios of times of steps."""
+    os.environ["NPROC"] = "1"  # XLA's threads. It heeds no OMP_NUM_THREADS
+
+    import jax
+
+    from jaxsparse.islands import Islands
+
+    step, start, batch, outer, settings = trained(args)
+    usual = statistics.median(list(timed(lambda: step(start, batch), 5))[1:])
     H = args.every
-    settings = {"every": H, "overlap": H - 1, "quorum": 2, "grace": 0.0}  # both
+    # A process starts on the cores of the one that starts it.
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    with served(args.rate) as server:
+        flags = ["--url", server.url, "--sleep", usual]
+        for name in ("width", "batch", "every"):
+            flags += [f"--{name}", getattr(args, name)]
+        with processes() as group:
+            group.start([__file__, "other", *flags], env=os.environ | server.environment(1))
+            os.sched_setaffinity(0, cores)
+            store = Timed(server.store(0))
+            train = Islands(step, outer, store, name="measured", **settings)
+            state = train.join(start)
+            found, waited = [], 0.0
+            for _ in range(2 * H - 1):
+                state, _ = train(state, batch)
+            for round in range(args.warm + args.rounds):
+                # From where the last exchange has arrived to where the next one has.
+                plain = sum(timed(functools.partial(step, state.worker, batch), H))
+                first, began = len(store.asked), time.perf_counter()
+                for _ in range(H):
+                    state, loss = train(state, batch)
+                    jax.block_until_ready((state.worker, loss))
+                beside = time.perf_counter() - began
+                if round == args.warm - 1:
+                    waited = train.status().waiting
+                if round >= args.warm:
+                    asked = store.asked[first:]
+                    found.append((plain, beside, asked[-1].ended - asked[0].began))
+            waiting = train.status().waiting - waited
+    told_overlap(args, found, waiting, sum(x.size for x in jax.tree.leaves(start[0])))
+
+
+def other(args: argparse.Namespace) -> None:
+    """The process of the other island, which sleeps in its steps."""
+    from jaxsparse.islands import Islands
+
+    _, start, _, outer, settings = trained(args)
 
     def sleeping(state: Any, _: Any) -> tuple[Any, None]:
-        time.sleep(usual)
+        time.sleep(args.sleep)
         return state, None
 
-    with served(args.rate) as server:
-        is_over = threading.Event()
-        other = Islands(sleeping, outer, server.store(1), name="other", **settings)
-        store = Timed(server.store(0))
-        train = Islands(step, outer, store, name="measured", **settings)
-
-        def sleep() -> None:
-            state = other.join(start)
-            while not is_over.is_set():
-                state, _ = other(state, None)
-
-        state = train.join(start)
-        thread = threading.Thread(target=sleep, daemon=True)
-        thread.start()
-        found, waited = [], 0.0
-        for _ in range(2 * H - 1):
-            state, _ = train(state, batch)
-        for round in range(args.warm + args.rounds):
-            # From where the last exchange has arrived to where the next one has.
-            plain = sum(timed(functools.partial(step, state.worker, batch), H))
-            first, began = len(store.asked), time.perf_counter()
-            for _ in range(H):
-                state, loss = train(state, batch)
-                jax.block_until_ready((state.worker, loss))
-            beside = time.perf_counter() - began
-            if round == args.warm - 1:
-                waited = train.status().waiting
-            if round >= args.warm:
-                asked = store.asked[first:]
-                found.append((plain, beside, asked[-1].ended - asked[0].began))
-        is_over.set()
-        waiting = train.status().waiting - waited
-    told_overlap(args, found, waiting, sum(x.size for x in jax.tree.leaves(params)))
+    train = Islands(sleeping, outer, Store(args.url), name="other", **settings)
+    state = train.join(start)
+    while True:
+        state, _ = train(state, None)
 
 
 def timed(do: Callable[[], Any], count: int) -> Iterator[float]:
@@ -299,6 +334,12 @@ def main() -> None:
     one.add_argument("--every", type=int, default=10, help="local steps in a round")
     one.add_argument("--rounds", type=int, default=20)
     one.add_argument("--warm", type=int, default=3, help="rounds before, in which programs compile")
+    one = kinds.add_parser("other", help="the other island, which `overlap` starts")
+    one.set_defaults(run=other)
+    one.add_argument("--url", required=True)
+    one.add_argument("--sleep", type=float, required=True, help="seconds of a step")
+    for name in ("width", "batch", "every"):
+        one.add_argument(f"--{name}", type=int, required=True)
     one = kinds.add_parser("join", help="the time to join")
     one.set_defaults(run=join)
     one.add_argument("--rate", default="100mbit", help="of the link, each way")

@@ -139,7 +139,7 @@ class Job:
         return {
             "JAX_COMPILATION_CACHE_DIR": str(self._folder / "cache"),
             **os.environ,
-            "OMP_NUM_THREADS": "1",
+            "NPROC": "1",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }

@@ -45,7 +45,7 @@ def main() -> None:
 
 def start(name: str, flags: list[str]) -> subprocess.Popen[bytes]:
     # One thread each, because they share this machine.
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "NPROC": "1"}
     command = [sys.executable, str(HERE / "island.py"), "--name", name, *flags]
     return subprocess.Popen(command, env=env)
 
