@@ -104,7 +104,17 @@ def test_grid(bench):
     assert list(refused) == ["sketched_sgd, 1000 parameters, density 0.3"]
 
 
-@pytest.mark.parametrize("name", ["no_such", "spardl:4", "sketched_sgd:much"])
+def test_teams_divide_the_hosts(bench):
+    parser = bench.run.flags()
+    found, refused = bench.run.wanted(
+        parser.parse_args(["--hosts", "6", "--what", "teams"]), parser
+    )
+    with_teams = [cell.system.split(":")[1:] for cell in found if cell.system.count(":") == 2]
+    assert with_teams == [["2", "bruck"], ["3", "bruck"], ["6", "bruck"], ["2", "recursive"]]
+    assert "'4' is no number of teams that divides 6 hosts" in str(refused)
+
+
+@pytest.mark.parametrize("name", ["no_such", "spardl:4", "spardl:3:bruck", "sketched_sgd:much"])
 def test_unknown_systems_are_an_error(bench, name, capsys):
     with pytest.raises(SystemExit):
         bench.run.wanted(bench.run.flags().parse_args(["--systems", name]), bench.run.flags())

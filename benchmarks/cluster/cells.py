@@ -10,6 +10,7 @@ from jaxsparse.systems import WITH_VARIANTS, choose
 from jaxsparse.systems.ok_topk import OkTopk
 from jaxsparse.systems.sketched_sgd import SketchedSGD
 from jaxsparse.systems.sparcml import SparCML
+from jaxsparse.systems.spardl import SparDL
 
 # Systems that make sense on dense gradients. sketched_sgd:40 is sketched_sgd at compression 40.
 EVERY = (
@@ -22,14 +23,20 @@ PEERS = (
     *("top_k", "top_k_packed"),
 )
 _SPARCML = ("recursive_double", "split_allgather", "dsar_split_allgather", "all_gather", "ring")
-SPARCML = ("dense", *(f"sparcml:{name}" for name in _SPARCML))
+SPARCML = ("dense", *(f"sparcml:{name}" for name in _SPARCML), "sparcml:dsar_split_allgather:4")
+# SparDL with each number of teams, those that divide the hosts, beside what costs no thought.
+TEAMS = (
+    *("dense", "random_k", "top_k_packed", "ok_topk_packed:1.5", "spardl_packed"),
+    *(f"spardl_packed:{teams}:bruck" for teams in range(2, 15)),
+    *(f"spardl_packed:{teams}:recursive" for teams in (2, 4, 8)),
+)
 
 
 class Cell(NamedTuple):
     """One measurement."""
 
     what: str  # "exchange" of one vector, or "step" of a training run
-    system: str  # a key of `systems.WITH_VARIANTS`, or one with a setting after a colon
+    system: str  # a key of `systems.WITH_VARIANTS`, or one with settings after colons
     params: int  # elements, or parameters of the model
     density: float
 
@@ -43,31 +50,48 @@ def budget(cell: Cell, workers: int) -> Budget:
     Raises:
         ValueError: the system is unknown, or can't be used like this.
     """
-    name, _, setting = cell.system.partition(":")
-    if not setting:
-        return choose(name, cell.density, size=cell.params, workers=workers).budget
-    if name == "sparcml":
-        usual = choose("sparcml", cell.density, size=cell.params, workers=workers).budget
-        assert isinstance(usual, SparCML)
-        # The names are checked by the reducer.
-        return SparCML(usual.k, usual.group_size, algorithm=setting)  # type: ignore[arg-type]
-    if name in ("sketched_sgd", "ok_topk", "ok_topk_packed"):
-        try:
-            number = float(setting)
-        except ValueError:
-            raise ValueError(
-                f"system {cell.system!r}: {setting!r} is no number; write sketched_sgd:25 for a "
-                "compression, ok_topk:1 for a capacity_factor"
-            ) from None
-        if name == "sketched_sgd":
-            return SketchedSGD(number)
+    name, *settings = cell.system.split(":")
+    if name == "sketched_sgd" and settings:
+        return SketchedSGD(_number(cell, settings))
+    if name in WITH_VARIANTS:
         usual = choose(name, cell.density, size=cell.params, workers=workers).budget
-        assert isinstance(usual, OkTopk)
-        return dataclasses.replace(usual, capacity_factor=number)
+        if not settings:
+            return usual
+        if isinstance(usual, OkTopk):
+            return dataclasses.replace(usual, capacity_factor=_number(cell, settings))
+        # The names of ways are checked by the reducers.
+        if isinstance(usual, SparCML):
+            way, bits = [*settings, ""][:2]
+            return SparCML(
+                usual.k,
+                usual.group_size,
+                algorithm=way,  # type: ignore[arg-type]
+                bits=int(bits) if bits else None,  # type: ignore[arg-type]
+            )
+        if isinstance(usual, SparDL):
+            teams, way = [*settings, ""][:2]
+            if not teams.isdecimal() or not int(teams) or workers % int(teams):
+                raise ValueError(
+                    f"system {cell.system!r}: {teams!r} is no number of teams that divides "
+                    f"{workers} hosts"
+                )
+            return dataclasses.replace(usual, teams=int(teams), gather=way)  # type: ignore[arg-type]
     raise ValueError(
         f"system {cell.system!r} is unknown: only sketched_sgd:COMPRESSION, "
-        "ok_topk:CAPACITY_FACTOR and sparcml:ALGORITHM have a setting in their names"
+        "ok_topk:CAPACITY_FACTOR, sparcml:ALGORITHM[:BITS] and spardl:TEAMS:GATHER have settings "
+        "in their names"
     )
+
+
+def _number(cell: Cell, settings: Sequence[str]) -> float:
+    text = ":".join(settings)
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"system {cell.system!r}: {text!r} is no number; write sketched_sgd:25 for a "
+            "compression, ok_topk:1 for a capacity_factor"
+        ) from None
 
 
 def is_fixed(system: str) -> bool:

@@ -38,7 +38,7 @@ _MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
     "MALLOC_TOP_PAD_": str(2**26),
 }
-_WHAT = ("exchange", "step", "bytes", "peers", "sparcml", "end_to_end")
+_WHAT = ("exchange", "step", "bytes", "peers", "sparcml", "teams", "end_to_end")
 
 
 def count(text: str) -> int:
@@ -89,14 +89,14 @@ def flags() -> argparse.ArgumentParser:
     add("--rate", type=rate, default=namespaces.Rate("100mbit"), help="of each link, either way: "
         "100mbit, 1gbit, none for unshaped (default: 100mbit)")  # fmt: skip
     add("--what", choices=_WHAT, nargs="+", default=["exchange"], help="exchange: one vector; "
-        "step: of training a perceptron; bytes, peers, sparcml: exchanges chosen to show what "
-        "counters count, how it compares with research code, and SparCML's algorithms; "
+        "step: of training a perceptron; bytes, peers, sparcml, teams: exchanges that show what "
+        "counters count, research code beside ours, SparCML's algorithms, SparDL's teams; "
         "end_to_end: trains a million parameters on digits (default: exchange)")  # fmt: skip
     add("--params", type=count, nargs="+", metavar="N", help="elements (default: 1M 16M; step: 1M)")
     add("--density", type=share, nargs="+", metavar="D", help="default: 0.01 0.001; step: 0.01")
     add("--systems", nargs="+", metavar="SYSTEM", help="names of systems.WITH_VARIANTS, or "
-        "sketched_sgd:COMPRESSION, ok_topk:CAPACITY_FACTOR, sparcml:ALGORITHM "
-        "(default: all)")  # fmt: skip
+        "sketched_sgd:COMPRESSION, ok_topk:CAPACITY_FACTOR, sparcml:ALGORITHM[:BITS], "
+        "spardl:TEAMS:GATHER (default: all)")  # fmt: skip
     add("--methods", nargs="+", default=["dense", "spardl", "sketched_sgd"], metavar="METHOD",
         help="of end_to_end (default: dense spardl sketched_sgd)")  # fmt: skip
     add("--local-steps", type=positive, default=1, metavar="H",
@@ -143,6 +143,8 @@ def wanted(
             systems, params, density = cells.PEERS, [4_000_000], [0.01]
         elif what == "sparcml":
             systems, params, density = cells.SPARCML, [1_000_000], [0.1, 0.01, 0.001]
+        elif what == "teams":
+            systems, params, density = cells.TEAMS, [4_000_000], [0.01]
         grid = cells.grid(
             [kind], args.systems or systems, args.params or params, args.density or density,
             args.hosts,
