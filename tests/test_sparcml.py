@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 from workers import few, on_workers, some
 
+from jaxsparse.arrays.stream import SparseStream
+from jaxsparse.collectives import recursive_double
+from jaxsparse.comm import wire
 from jaxsparse.select.groups import most_entries
 from jaxsparse.systems import SparCML
 
@@ -140,3 +143,15 @@ def test_sums_are_on_the_levels_of_their_group(rounding, scale):
     np.testing.assert_allclose(levels, levels.round(), atol=1e-4)
     most = 1 if rounding == "stochastic" else 0.5
     assert np.all(np.abs(levels - 7 * sums / scales[:, None]) < most + 1e-4)
+
+
+def test_sums_that_vanish_have_one_sign_on_all_workers(monkeypatch):
+    """CPUs flush subnormal sums to zeros of their sign, which messages leave out."""
+    monkeypatch.setattr(wire, "replicated", lambda x, axis_name: x)  # each worker's own
+    stream = SparseStream(
+        jnp.array([[5, 0, 1, 2], [4, 0, 1, 2], [5, 0, 1, 2]]),
+        jnp.array([[-2.16e-38, 1, 1, 1], [1, 1, 1, 1], [2.14e-38, 1, 1, 1]], jnp.float32),
+    )
+    total = on_workers(lambda own: recursive_double(own, 24, axis_name="data").total, 3)
+    rows = np.asarray(total(stream)).view(np.uint32)
+    np.testing.assert_array_equal(rows, rows[:1].repeat(3, 0))

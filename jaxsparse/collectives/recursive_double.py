@@ -77,6 +77,9 @@ def recursive_double(
         pairs = [(i, power + i) for i in range(extra)]
         message = wire.permute(message_format.pack(x), axis_name, pairs)
         x = jnp.where(rank >= power, message_format.vector(message), x)
+    # CPUs take subnormal numbers for zeros, which sparse messages leave out. So where one worker
+    # adds up -0 and -0, another may have 0 and -0: they would differ by the sign.
+    x = jnp.where(x == 0, jnp.zeros_like(x), x)
     return AllReduced(wire.replicated(x, axis_name), residual, jnp.int32(0))
 
 
