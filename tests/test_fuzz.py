@@ -5,6 +5,7 @@
 runs as many cases on other programs, and prints what fails so that it can be run again.
 """
 
+import dataclasses
 import itertools
 import time
 import zlib
@@ -12,8 +13,19 @@ import zlib
 import jax
 import numpy as np
 import pytest
-from fuzzing import all_cases, check, compiled, draw_program, special_cases, usual_cases
+from fuzzing import (
+    Data,
+    Leaf,
+    Program,
+    all_cases,
+    check,
+    compiled,
+    draw_program,
+    special_cases,
+    usual_cases,
+)
 from hypothesis import HealthCheck, given, seed, settings
+from jax.sharding import PartitionSpec
 from workers import some
 
 from jaxsparse.systems import SYSTEMS
@@ -82,6 +94,42 @@ def test_the_contract_holds_on_a_mesh_with_inner_axes(name):
     number, program, run = first_program(name, is_on_mesh=True)
     assert program.devices > 1
     fuzz(program, run, all_cases, CASES // 10, number)
+    jax.clear_caches()
+
+
+# Cases that failed once, and why.
+FOUND = {
+    "the checker knew of no clip before a delayed gradient": (
+        Program(
+            "powersgd",
+            {"rank": 1, "min_compression_rate": 0.0},
+            workers=1,
+            leaves=(Leaf((11,), "float32"), Leaf((1,), "float16"), Leaf((7,), "float16")),
+            delay=1,
+        ),
+        {"seed": 1, "support": "random", "filled": 0.1, "magnitude": "largest"},
+    ),
+    "a scale over its levels was subnormal in one program alone": (
+        Program(
+            "sparcml",
+            {"k": 4, "group_size": 4, "bits": 8, "rounding": "nearest", "union_factor": 0.3},
+            workers=2,
+            leaves=(Leaf((48, 40), "float32"),),
+            momentum=0.9,
+            delay=1,
+            inner=(4,),
+            cuts=(PartitionSpec(None, "fsdp"),),
+        ),
+        {"exponent": -37},
+    ),
+}
+USUAL_DATA = Data(0, "all", 0.01, 0.0, 0.3, False, False, False, None)
+
+
+@pytest.mark.parametrize("name", some(FOUND, []))
+def test_what_was_found_once(name):
+    program, data = FOUND[name]
+    check(program, dataclasses.replace(USUAL_DATA, **data), compiled(program))
     jax.clear_caches()
 
 

@@ -278,7 +278,7 @@ def test_every_fix_that_a_refusal_names_is_one(bits, scale, stochastic):
 @pytest.mark.parametrize("with_key", [True, False])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("size", some([1e38, 3.4e38, 1e-38, 1e-37, 0.0], [3.4e38, 1e-38, 0.0]))
+@pytest.mark.parametrize("size", some([1e38, 3.4e38, 1e-38, 1e-36, 1e-35, 0.0], [3.4e38, 1e-36]))
 def test_huge_tiny_and_zero_groups(size, bits, scale, with_key, key):
     spec = QSGD(bits, group_size=1024, scale=scale)
     x = np.float32(size) * np.sign(normal(3000)) * np.random.default_rng(1).uniform(0, 1, 3000)
@@ -288,9 +288,12 @@ def test_huge_tiny_and_zero_groups(size, bits, scale, with_key, key):
     found = np.asarray(round_trip(x, spec, key if with_key else None), np.float64)
     assert np.all(np.isfinite(found))
     assert not np.any(found[:1024])
+    if size < 2 * TINY * spec.levels:
+        assert not np.any(found)
+        return
     limit = np.repeat(nearest(x, spec)[1], 1024)[:3000] / spec.levels
     assert np.all(np.abs(found - x) <= limit * (1 + 1e-5) + 2 * TINY)
-    if scale == "max" and size > 2 * TINY:
+    if scale == "max":
         assert np.all(found[1024::1024] == np.float32(size))
 
 

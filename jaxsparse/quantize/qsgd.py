@@ -145,7 +145,10 @@ class QSGD:
         del count  # padding with zeros changes neither maximum nor norm
         groups = in_groups(x, self.group_size)
         largest = largest_magnitude(groups, axis=1)
-        empty = largest < SMALLEST  # false for NaN, which must not vanish
+        # XLA may divide the scale by s before it multiplies by the level, in one program and not in
+        # another. Both are equal if the quotient is a normal number. False for NaN, which must not
+        # vanish.
+        empty = largest < SMALLEST * self.levels
         scales = largest
         if self.scale == "l2":
             # A norm beyond float32 is clipped: each scale that no value exceeds is unbiased, and a
