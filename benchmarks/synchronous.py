@@ -139,7 +139,6 @@ class Job:
         return {
             "JAX_COMPILATION_CACHE_DIR": str(self._folder / "cache"),
             **os.environ,
-            "NPROC": "1",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
