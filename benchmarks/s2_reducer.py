@@ -6,8 +6,9 @@
 
 This is the paper's figure 8 in small. For each ratio, the table is sized by the expected union of
 the workers' blocks, and by one worker's own blocks. "blocks" are exact blocks, without a sketch:
-all that S2 selects, and with `--blocks` as many as have room in the words of each sketch. Nothing
-is downloaded, and one device plays all workers.
+all that S2 selects, and with `--blocks` as many as have room in the words of each sketch. With that
+stand beside each sketch as many coordinates drawn at random, too: the control that a method must
+beat. Nothing is downloaded, and one device plays all workers.
 
 Each method takes the rate with the lowest mean training loss over the first two seeds, from a grid
 that grows until the best is not at its end. Means and standard deviations are over seeds of initial
@@ -37,7 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxsparse
 from jaxsparse.arrays import blocks
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.systems import Dense, OmniReduce, SparseAllGather
+from jaxsparse.systems import Dense, OmniReduce, RandomK, SparseAllGather
 from jaxsparse.systems.s2_reducer import S2
 
 spardl: Any = importlib.import_module("spardl")  # the model; beside this file
@@ -155,6 +156,7 @@ def methods(size: int, args: argparse.Namespace) -> list[Method]:
             if args.blocks and cols is not None:
                 k = max(1, words // (args.workers * args.block_size))
                 rows.append(exact_blocks(sizing, ratio, k, size, args))
+                rows.append(Method(f"random, {sizing}", ratio, words, RandomK(words / size)))
     return rows
 
 
@@ -274,7 +276,7 @@ def parse_args() -> argparse.Namespace:
         "a tenth along a cosine",
     )
     add("--momentum", type=number(float, 0, 1), default=0.9, help="of every method")
-    add("--blocks", action="store_true", help="also send as many words of exact blocks")
+    add("--blocks", action="store_true", help="also as many words of exact blocks, and at random")
     add("--batch-size", type=number(int, 1), default=144, help="of all workers together")
     add("--figure", type=Path, metavar="PNG", help="also draw accuracies over words")
     add(

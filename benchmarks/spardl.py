@@ -9,11 +9,12 @@
 step. "partial" and "local" cut each block before the first exchange, and "global" does not, so
 "global, cut first" stands between them. `codecs` compares exact messages with packed ones.
 `entries` follows B-SAG's h, and the number of entries after its gather, to the number that is
-wanted. `teams` trains with each number of teams that divides the workers. Nothing is downloaded,
-and one device plays all workers. Means and standard deviations are over seeds of initial weights
-and batches. Words are those of compressed leaves that a worker sends in a step, read from a program
-compiled for as many devices. For B-SAG they are the most that it may send, and `teams` also prints
-those at the last h.
+wanted. `teams` trains with each number of teams that divides the workers, and with as many words
+of coordinates drawn at random as one team sends: the control that a method must beat. Nothing is
+downloaded, and one device plays all workers. Means and standard deviations are over seeds of
+initial weights and batches. Words are those of compressed leaves that a worker sends in a step,
+read from a program compiled for as many devices. For B-SAG they are the most that it may send, and
+`teams` also prints those at the last h.
 """
 
 import argparse
@@ -314,6 +315,7 @@ def compare_teams(args: argparse.Namespace) -> list[dict[str, Any]]:
     dense = train(jaxsparse.dense(momentum=args.momentum), args)
     results = [show("dense", dense, f" {dense.words:>6} {'':>6}")]
     for workers in args.workers:
+        sent = 0
         for teams in (t for t in range(1, workers + 1) if workers % t == 0):
             gathers = ["bruck"] if teams > 1 else []
             if teams & (teams - 1) == 0:
@@ -334,6 +336,9 @@ def compare_teams(args: argparse.Namespace) -> list[dict[str, Any]]:
                 name = f"W = {workers}, {teams} {'' if teams == 1 else gather}"
                 more = f" {most:>6} {outcome.rounds:>6} {floor:>9.2f}"
                 results.append(show(name, outcome, more) | {"workers": workers, "teams": teams})
+                sent = outcome.words if teams == 1 else sent
+        blind = train(jaxsparse.random_k(sent / size, momentum=args.momentum), args, workers)
+        results.append(show(f"W = {workers}, random", blind, f" {'':>6} {blind.rounds:>6}"))
     return results
 
 
