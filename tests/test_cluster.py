@@ -111,6 +111,8 @@ def test_teams_divide_the_hosts(bench):
     )
     with_teams = [cell.system.split(":")[1:] for cell in found if cell.system.count(":") == 2]
     assert with_teams == [["2", "bruck"], ["3", "bruck"], ["6", "bruck"], ["2", "recursive"]]
+    assert not refused
+    _, refused = bench.cells.grid(["exchange"], ["spardl:4:bruck"], [1000], [0.1], 6)
     assert "'4' is no number of teams that divides 6 hosts" in str(refused)
 
 

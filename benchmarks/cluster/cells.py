@@ -24,12 +24,6 @@ PEERS = (
 )
 _SPARCML = ("recursive_double", "split_allgather", "dsar_split_allgather", "all_gather", "ring")
 SPARCML = ("dense", *(f"sparcml:{name}" for name in _SPARCML), "sparcml:dsar_split_allgather:4")
-# SparDL with each number of teams, those that divide the hosts, beside what costs no thought.
-TEAMS = (
-    *("dense", "random_k", "top_k_packed", "ok_topk_packed:1.5", "spardl_packed"),
-    *(f"spardl_packed:{teams}:bruck" for teams in range(2, 15)),
-    *(f"spardl_packed:{teams}:recursive" for teams in (2, 4, 8)),
-)
 
 
 class Cell(NamedTuple):
@@ -92,6 +86,16 @@ def _number(cell: Cell, settings: Sequence[str]) -> float:
             f"system {cell.system!r}: {text!r} is no number; write sketched_sgd:25 for a "
             "compression, ok_topk:1 for a capacity_factor"
         ) from None
+
+
+def teams(workers: int) -> tuple[str, ...]:
+    """SparDL with each number of teams that divides the workers, beside what needs no teams."""
+    several = [n for n in range(2, workers + 1) if workers % n == 0]
+    return (
+        *("dense", "random_k", "top_k_packed", "ok_topk_packed:1.5", "spardl_packed"),
+        *(f"spardl_packed:{n}:bruck" for n in several),
+        *(f"spardl_packed:{n}:recursive" for n in several if n & (n - 1) == 0),
+    )
 
 
 def is_fixed(system: str) -> bool:

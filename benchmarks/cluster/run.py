@@ -144,7 +144,7 @@ def wanted(
         elif what == "sparcml":
             systems, params, density = cells.SPARCML, [1_000_000], [0.1, 0.01, 0.001]
         elif what == "teams":
-            systems, params, density = cells.TEAMS, [4_000_000], [0.01]
+            systems, params, density = cells.teams(args.hosts), [4_000_000], [0.01]
         grid = cells.grid(
             [kind], args.systems or systems, args.params or params, args.density or density,
             args.hosts,
