@@ -323,6 +323,27 @@ def test_the_command_writes_table_curves_and_figure(tmp_path):
     assert width > 300
 
 
+@pytest.mark.slow
+def test_processes_train_as_the_devices_of_one(tmp_path):
+    command = [sys.executable, FOLDER / "train.py", "--small", "--model", "logistic"]
+    command += ["--exchange", "dense", "all_gather", "--out"]
+    outcome, _ = running.in_processes(
+        [*command, tmp_path / "two"], 2, env=running.ENV | running.QUICK
+    )
+    assert outcome.status == 0, outcome.report
+    one = [*map(str, [*command, tmp_path / "one"]), "--workers", "2"]
+    subprocess.run(one, env=running.ENV | running.QUICK, check=True, stdout=subprocess.DEVNULL)
+    found, expected = (
+        json.loads((tmp_path / name / "results.json").read_text())["runs"]
+        for name in ("two", "one")
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert a["test_accuracy"] == b["test_accuracy"]
+        assert a["received_bytes"] == b["received_bytes"] > 0
+    assert "| ms a step |" in (tmp_path / "two" / "results.md").read_text()
+    assert "ms a step" not in (tmp_path / "one" / "results.md").read_text()
+
+
 @pytest.mark.parametrize("case", some([(4, 3), (2, 5), (3, 1)], [(4, 3)]), ids=str)
 def test_coordinate_descent_is_that_of_one_machine(example, case):
     """By both exchanges, in float64 and with dense arrays; and nothing else travels."""

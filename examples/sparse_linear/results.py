@@ -25,15 +25,16 @@ class Run(NamedTuple):
     accuracy: float  # on the test set, at the end
     payload: int  # bytes that a worker hands to collectives in one step
     received: float  # bytes that arrive at a worker in one step
-    seconds: float  # median time of a step
+    seconds: float  # median time of a step. Devices that share a processor say nothing by it
     weights: np.ndarray  # float32[d], at the end
 
 
 HEAD = ("model", "exchange", "loss", "test", "payload kB", "received kB", "of dense", "max Δw")
+TIMED = (*HEAD, "ms a step")
 
 
-def rows(runs: list[Run]) -> list[tuple[str, ...]]:
-    """The table's rows below `HEAD`. The last two columns compare with the model's dense run."""
+def rows(runs: list[Run], head: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The table's rows below `HEAD` or `TIMED`. "of dense" and "Δw" are against the dense run."""
     dense = {run.model: run for run in runs if run.exchange == "dense"}
     found: list[tuple[str, ...]] = []
     for run in runs:
@@ -50,29 +51,37 @@ def rows(runs: list[Run]) -> list[tuple[str, ...]]:
                 f"{run.received / 1000:,.0f}",
                 share,
                 differs,
-            )
+                f"{1000 * run.seconds:.1f}",
+            )[: len(head)]
         )
     return found
 
 
-def table(runs: list[Run]) -> Table:
+def table(runs: list[Run], head: tuple[str, ...]) -> Table:
     result = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for i, head in enumerate(HEAD):
-        result.add_column(head, justify="left" if i < 2 else "right", no_wrap=i < 2)
-    for row in rows(runs):
+    for i, column in enumerate(head):
+        result.add_column(column, justify="left" if i < 2 else "right", no_wrap=i < 2)
+    for row in rows(runs, head):
         result.add_row(*row)
     return result
 
 
-def markdown(runs: list[Run]) -> str:
-    lines = [HEAD, ("---",) * 2 + ("---:",) * (len(HEAD) - 2), *rows(runs)]
+def markdown(runs: list[Run], head: tuple[str, ...]) -> str:
+    lines = [head, ("---",) * 2 + ("---:",) * (len(head) - 2), *rows(runs, head)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def save(runs: list[Run], title: str, caption: str, settings: dict[str, Any], folder: Path) -> None:
+def save(
+    runs: list[Run],
+    head: tuple[str, ...],
+    title: str,
+    caption: str,
+    settings: dict[str, Any],
+    folder: Path,
+) -> None:
     """Writes results.md, results.json and loss.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.md").write_text(f"{title}\n\n{markdown(runs)}\n\n{caption}\n")
+    (folder / "results.md").write_text(f"{title}\n\n{markdown(runs, head)}\n\n{caption}\n")
     numbers = [
         {
             "model": run.model,

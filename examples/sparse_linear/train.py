@@ -6,6 +6,11 @@ few features, so its gradient is sparse by itself. Workers send less, and leave 
     python examples/sparse_linear/train.py
     python examples/sparse_linear/train.py --model svm --exchange dense auto --workers 3
     python examples/sparse_linear/train.py --libsvm url_combined.bz2
+
+In several processes each device is a worker, and the table has seconds, those of the network
+included:
+
+    python examples/multihost/launch.py -n 4 -- python examples/sparse_linear/train.py
 """
 
 import argparse
@@ -19,17 +24,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import Progress
 
 import jaxsparse
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "multihost")]
 
 import data
 import models
+import processes
 import results
+import shares
 from batches import Batch, Batches
 from digits import number
 from exchange import Exchange, exchanges, fastest
@@ -102,15 +109,18 @@ def train(
     """
     step = jaxsparse.data_parallel(step_of(task, exchange), mesh, donate_argnums=0)
     weights = jaxsparse.shard(jnp.zeros(task.size, jnp.float32), mesh)
-    moved = jaxsparse.traffic.wire_bytes(step, weights, next(iter(task.batches)))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    moved = jaxsparse.traffic.wire_bytes(step, weights, placed(next(iter(task.batches)), split))
     steps = task.batches.steps
     curve: list[tuple[int, float]] = []
     losses: list[float] = []
     seconds: list[float] = []
-    for i, batch in enumerate(task.batches, start=1):
+    for i, rows in enumerate(task.batches, start=1):
+        batch = placed(rows, split)
         began = time.perf_counter()
         weights, loss, overflow = step(weights, batch)
-        losses.append(float(loss.value.mean()))  # waits: queued steps may deadlock
+        # That of this process's workers. It waits: queued steps may deadlock.
+        losses.append(float(np.mean([own.data for own in loss.value.addressable_shards])))
         seconds.append(time.perf_counter() - began)
         if int(overflow):
             raise RuntimeError(f"{name}: {int(overflow)} entries found no room in step {i}")
@@ -133,6 +143,12 @@ def train(
         seconds=float(np.median(seconds)),
         weights=trained,
     )
+
+
+def placed(batch: Batch, split: NamedSharding) -> Batch:
+    """The batch over the devices. All processes have all of it, and keep the rows of their own."""
+    own = lambda x: x[shares.own_rows(len(x), split)]
+    return Batch(*(shares.to_global(own(x), len(x), split) for x in batch))
 
 
 def compare(
@@ -159,7 +175,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             setattr(args, name, sizes[args.small])
     dataset = load(args, parser)
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", args.workers)
+    processes.join(args, parser)
+    if jax.distributed.is_initialized():
+        args.workers = jax.device_count()
+    else:
+        jax.config.update("jax_num_cpu_devices", args.workers)
     mesh = jax.make_mesh((args.workers,), ("data",))
 
     batches = Batches(
@@ -190,16 +210,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if best:
         caption += f" auto takes {best} on {args.bandwidth:g} Gbit/s and {args.latency:g} µs."
-    console = Console()
+    console = Console(quiet=jax.process_index() > 0)
     console.print(title, highlight=False)
     runs: list[results.Run] = []
-    with Progress(console=console) as progress:
+    with jaxsparse.fail_at_once(), Progress(console=console) as progress:
         for task in tasks:
             runs += compare(task, list(dict.fromkeys(args.exchange)), best, mesh, progress)
 
-    console.print(results.table(runs))
+    head = results.TIMED if jax.process_count() > 1 else results.HEAD
+    console.print(results.table(runs, head))
     console.print(caption, highlight=False)
-    results.save(runs, title, caption, vars(args) | {"majority": dataset.majority}, args.out)
+    if jax.process_index() == 0:
+        settings = vars(args) | {"majority": dataset.majority}
+        results.save(runs, head, title, caption, settings, args.out)
     console.print(f"Table, curves and figure are in {args.out}", highlight=False, soft_wrap=True)
 
 
@@ -279,6 +302,7 @@ def flags() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="of table, curves and figure (default: out/sparse_linear)",
     )
+    processes.add_flags(parser)
     return parser
 
 
