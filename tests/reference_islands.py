@@ -98,11 +98,8 @@ class Link:
             raise UnreachableError("down")
         return self.fault
 
-    def _writes(self, name, *args):
-        if self.meanwhile is not None and args[0][:10] == "decisions/":
-            meanwhile, self.meanwhile = self.meanwhile, None
-            meanwhile()
-        operation, fault = functools.partial(getattr(self.store, name), *args), self._fails()
+    def _writes(self, operation):
+        fault = self._fails()
         if fault == "loses":
             return True
         if fault in ("slow", "repeats"):
@@ -115,7 +112,13 @@ class Link:
         return found
 
     def create(self, key, data):
-        is_created = self._writes("create", key, data)
+        if self.meanwhile is not None and key.startswith("decisions/"):
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+        return self._writes(lambda: self._create(key, data))
+
+    def _create(self, key, data):
+        is_created = self.store.create(key, data)
         if is_created and self.shown is not None:
             self.shown.objects.setdefault(key, data)
         return is_created
@@ -129,7 +132,7 @@ class Link:
         return (self.shown or self.store).names(folder)
 
     def delete(self, keys):
-        self._writes("delete", keys)
+        self._writes(lambda: self.store.delete(keys))
 
 
 @functools.cache

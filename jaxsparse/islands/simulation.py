@@ -246,10 +246,14 @@ class _Link:
 
     def create(self, key: str, data: bytes) -> bool:
         self._count("create", key, len(data))
-        is_created = self._write(lambda now: self._store.created(now, key, data), True)
-        if is_created and self._shown is not None:
-            self._shown.create(key, data)
-        return is_created
+
+        def write(now: float) -> bool:
+            is_created = self._store.created(now, key, data)
+            if is_created and self._shown is not None:
+                self._shown.create(key, data)
+            return is_created
+
+        return self._write(write, True)
 
     def get(self, key: str) -> bytes | None:
         found = (self._shown or self._store).get(key)
