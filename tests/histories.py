@@ -2,8 +2,8 @@
 
 Messages come late, in another order, or twice. Islands join, die, come back with a saved state or
 without, sleep, and decide at the same time. Stores fail in the middle, keep what they do not
-confirm, do not keep what they confirm, show old objects, and are out of reach for some. Clocks jump,
-and parameters are not finite. In each history there is one decision a round, all have the
+confirm, do not keep what they confirm, show old objects, and are out of reach for some. Clocks
+jump, and parameters are not finite. In each history there is one decision a round, all have the
 same parameters bit for bit, these follow from the messages that count, what an island has
 delivered and what it owes add up to what it has moved, and a quorum goes on.
 """

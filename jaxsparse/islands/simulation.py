@@ -6,6 +6,7 @@ script of failures gives the same history each time. So do failures that are dra
 """
 
 import collections
+import contextlib
 import functools
 import heapq
 import itertools
@@ -41,6 +42,7 @@ _TAKE_SECONDS = ("delay", "repeat", "jump")
 
 
 T = TypeVar("T")
+Beside = Callable[[Callable[[], None]], None]
 
 
 class Event(NamedTuple):
@@ -293,14 +295,15 @@ class _Island:
     """An island of the simulation, dead or alive.
 
     Args:
-        make: makes its member.
+        make: makes its member. It is given what writes snapshots beside training.
         first: the training state from which it starts.
     """
 
-    def __init__(self, make: Callable[[], Member], first: Any) -> None:
+    def __init__(self, make: Callable[[Beside], Member], first: Any) -> None:
         self._make, self._first = make, first
         self._member: Member | None = None
         self._exchange: Exchange | None = None
+        self._writing: Callable[[], None] | None = None  # of a snapshot that is not there yet
         self._reports: list[Report] = []  # of former lives
         # Steps that no message that counted has, and how many of them the present message has.
         self._owed = self._sent = 0
@@ -321,7 +324,7 @@ class _Island:
         return (*self._reports, *(self._member.reports if self._member else ()))
 
     def start(self) -> None:
-        self._member, self.is_stopped = self._make(), False
+        self._member, self.is_stopped = self._make(self._write), False
 
     def kill(self) -> None:
         if self._member is not None and self._exchange is not None:
@@ -330,7 +333,7 @@ class _Island:
             else:
                 self.left.append((self._member.life, self._exchange.round, self._sent))
         self._reports = list(self.reports)
-        self._member = self.state = self._exchange = None
+        self._member = self.state = self._exchange = self._writing = None
         self._owed = 0
 
     def act(
@@ -338,6 +341,8 @@ class _Island:
     ) -> Literal["step", "wait", "begin"]:
         """Does what is next."""
         assert self._member is not None
+        if self._writing is not None:
+            self._write(self._writing)
         try:
             if self.state is None:
                 self.state = self._member.join(self._first)
@@ -359,6 +364,13 @@ class _Island:
         self.state = self.state._replace(worker=worker, steps=self.state.steps + 1)
         self.steps, self._owed = self.steps + 1, self._owed + 1
         return "step"
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Writes a snapshot. It tries again later, and lets nobody wait for that, as `Writer`."""
+        self._writing = self._writing or write
+        with contextlib.suppress(UnreachableError):
+            self._writing()
+            self._writing = None
 
     def _finish(self, member: Member, state: IslandState, exchange: Exchange) -> None:
         if exchange.counted:
@@ -455,7 +467,7 @@ def simulate(
     lives, ahead = itertools.count(), dict.fromkeys(batches, 0.0)  # by so much, clocks are
     links = {name: _Link(store, name) for name in batches}
 
-    def member(name: str) -> Member:
+    def member(name: str, beside: Beside) -> Member:
         own_clock = lambda: now + ahead[name]
         # As in a real run, lives are in the order of clocks, which may not be that of lives.
         return Member(
@@ -468,6 +480,7 @@ def simulate(
             round_seconds=round_seconds,
             late_decay=late_decay,
             clock=own_clock,
+            beside=beside,
             new_life=lambda: f"{int(1e3 * (own_clock() + _LONG)):016d}-{next(lives)}",
         )
 
