@@ -29,6 +29,7 @@ from jaxsparse.islands.store import UnreachableError
 NAMES = ("amsterdam", "bergen", "cork", "dover")
 GRACE = 5.0
 MOVES = st.lists(st.integers(-8, 8), min_size=reference.SIZE, max_size=reference.SIZE)
+KINDS = ["messages", "decisions", "snapshots"]
 ISLANDS = st.integers(0, len(NAMES) - 1)
 ORDERS = st.permutations(range(len(NAMES)))
 
@@ -265,15 +266,17 @@ class History(RuleBasedStateMachine):
     def weather(self, i, fault, after):
         self.islands[i].link.fault, self.islands[i].link.after = fault, after
 
-    @rule(i=ISLANDS, ago=st.integers(0, 12))
-    def look_at_the_past(self, i, ago):
-        """Its store shows what was there now, or some turns ago, until it mends or fails."""
+    @rule(
+        i=ISLANDS, ago=st.integers(0, 12), old=st.sampled_from([[each] for each in KINDS] + [KINDS])
+    )
+    def look_at_the_past(self, i, ago, old):
+        """Its store shows some objects as they are now, or were some turns ago, until it mends."""
         past = [*self.past, self.store.objects]
-        self.islands[i].link.show(past[max(0, len(past) - 1 - ago)])
+        self.islands[i].link.show(past[max(0, len(past) - 1 - ago)], old)
 
     @rule(i=ISLANDS)
     def look_up(self, i):
-        self.islands[i].link.shown = None
+        self.islands[i].link.mend()
 
     @rule(i=ISLANDS, seconds=st.sampled_from([-300.0, -7.0, 7.0, 60.0]))
     def jump(self, i, seconds):

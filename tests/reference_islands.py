@@ -63,7 +63,7 @@ class Link:
     "repeats": what it writes arrives, and once more by `deliver`. "loses": the store says that it
     has what it writes, and has it not.
 
-    If it is `shown` other objects, it reads these, and what it creates itself.
+    If it is `shown` other objects, it reads these, and what it creates itself, in folders of `old`.
 
     `meanwhile` is called once, right before the next decision is created: another island may decide
     just then.
@@ -78,10 +78,10 @@ class Link:
         return self.fault in (None, "repeats") and self.shown is None
 
     def mend(self):
-        self.fault, self.after, self.shown = None, 0, None
+        self.fault, self.after, self.shown, self.old = None, 0, None, ()
 
-    def show(self, objects):
-        self.shown = Memory()
+    def show(self, objects, old):
+        self.shown, self.old = Memory(), old
         self.shown.objects.update(objects)
 
     def deliver(self, last_first=False):
@@ -125,11 +125,14 @@ class Link:
 
     def get(self, key):
         self._fails()
-        return (self.shown or self.store).get(key)
+        return self._view(key).get(key)
 
     def names(self, folder):
         self._fails()
-        return (self.shown or self.store).names(folder)
+        return self._view(folder).names(folder)
+
+    def _view(self, path):
+        return self.shown if path.split("/")[0] in self.old else self.store
 
     def delete(self, keys):
         self._writes(lambda: self.store.delete(keys))

@@ -141,8 +141,6 @@ class Rounds:
     def advance(self, round: int, waited: float) -> Decision | None:
         """The decision of a round, which this island makes if it is time. Else None.
 
-        It decides only where its own message is there. A store could have lost it.
-
         Args:
             round: the round, in which this island has posted.
             waited: seconds since then, by its own clock.
@@ -158,8 +156,7 @@ class Rounds:
             self._expected = round, frozenset(in_time)
         expected = self._expected[1]
         is_complete = bool(expected) and expected <= {each.message.name for each in found}
-        is_time = is_complete or waited >= self.grace
-        if not (self.is_listed and is_time and len(found) >= self.quorum):
+        if len(found) < self.quorum or not (is_complete or waited >= self.grace):
             return None
         digests = collections.Counter(each.message.digest for each in found)
         decision = Decision(
