@@ -53,7 +53,8 @@ class Store:
     Args:
         url: a folder, as a path or as "file:///...", "memory://" for tests in one process, or a
             bucket and a prefix: "s3://bucket/run-7", "gs://bucket/run-7", "az://container/run-7".
-            Each run has a prefix of its own. Nothing outside of it is read or written.
+            Each run has a prefix of its own. Nothing outside of it is read or written. Mount a
+            folder on NFS with `noac`, so that it shows what others have written.
         options: what `obstore.store.from_url` takes besides, such as `region=`, `config=`,
             `client_options=`, `credential_provider=`. Credentials are found as obstore finds them,
             and never shown.
