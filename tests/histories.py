@@ -267,22 +267,41 @@ class History(RuleBasedStateMachine):
         self.islands[i].link.fault, self.islands[i].link.after = fault, after
 
     @rule(
-        i=ISLANDS, ago=st.integers(0, 12), old=st.sampled_from([[each] for each in KINDS] + [KINDS])
+        i=ISLANDS,
+        ago=st.integers(0, 12),
+        old=st.sampled_from([[each] for each in KINDS] + [KINDS]),
+        order=ORDERS,
+        by=MOVES,
+        rounds=st.sampled_from([0, 1, 3]),
     )
-    def look_at_the_past(self, i, ago, old):
+    def look_at_the_past(self, i, ago, old, order, by, rounds):
         """Its store shows some objects as they are now, or were some turns ago, until it mends."""
         past = [*self.past, self.store.objects]
         self.islands[i].link.show(past[max(0, len(past) - 1 - ago)], old)
+        for _ in range(rounds):
+            self.turn(order, by, 6.0)
 
     @rule(i=ISLANDS)
     def look_up(self, i):
         self.islands[i].link.mend()
 
-    @rule(i=ISLANDS, seconds=st.sampled_from([-300.0, -7.0, 7.0, 60.0]))
-    def jump(self, i, seconds):
-        """A clock."""
-        self.islands[i].ahead += seconds
+    @rule(
+        i=ISLANDS,
+        by=MOVES,
+        seconds=st.sampled_from([-3000.0, -7.0, 7.0, 60.0]),
+        is_left=st.booleans(),
+    )
+    def jump(self, i, by, seconds, is_left):
+        """The clock of an island jumps, as it waits for a decision. All others may be dead then."""
+        island = self.islands[i]
+        self.send(i, by)
+        island.ahead += seconds
         self.jumped += max(0.0, seconds)
+        if is_left and island.member is not None and island.link.works:
+            for j in range(len(NAMES)):
+                if j != i:
+                    self.kill(j)
+            self.go_on([island])
 
     @rule(i=ISLANDS)
     def spoil(self, i):
