@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import http.server
 import json
+import math
 import threading
 import time
 import warnings
@@ -28,6 +29,7 @@ from jaxsparse.islands import (
     random_events,
     rounds as jaxsparse_rounds,
     simulate,
+    simulation,
     threads,
     watch,
 )
@@ -1078,6 +1080,51 @@ def test_in_a_simulation_a_store_in_trouble_loses_nothing(trouble):
     assert "bergen" in rounds[-1].members
     assert told["bergen"].steps - told["bergen"].counted <= 15
     assert told["bergen"].counted % 5 == 0
+
+
+def test_what_events_do_to_writes_and_reads(clock):
+    store = simulation.VirtualStore(0.0, math.inf, clock)
+    link = simulation._Link(store, "oslo")
+    link.happens("repeat", 5.0)
+    assert link.create("a/b", b"1")
+    store.delete(["a/b"])
+    clock.now = 4.0
+    assert store.get("a/b") is None
+    clock.now = 5.0
+    assert store.get("a/b") == b"1"
+    link.happens("mend", 0.0)
+    link.happens("deafen", 0.0)
+    for _ in range(2):
+        with pytest.raises(UnreachableError, match="oslo does not hear"):
+            link.create("a/c", b"2")
+    assert store.get("a/c") == b"2"
+    link.happens("mend", 0.0)
+    link.happens("delay", 5.0)
+    with pytest.raises(UnreachableError, match="oslo does not hear"):
+        link.delete(["a/c"])
+    clock.now = 9.0
+    assert store.get("a/c") == b"2"
+    clock.now = 10.0
+    assert store.get("a/c") is None
+    link.happens("mend", 0.0)
+    link.happens("lose", 0.0)
+    assert link.create("a/d", b"3")
+    assert store.get("a/d") is None
+    link.happens("mend", 0.0)
+    link.happens("stale", 0.0)
+    store.create("a/e", b"4")
+    assert link.create("a/f", b"5")
+    assert not link.create("a/e", b"6")
+    assert (link.names("a"), link.get("a/e"), link.get("a/f")) == (["b", "f"], None, b"5")
+    link.happens("mend", 0.0)
+    assert link.names("a") == ["b", "e", "f"]
+
+
+@pytest.mark.parametrize(("by", "waited"), [(100.0, 15), (0.0, 60), (-100.0, 60)])
+def test_a_clock_that_jumps_ends_a_wait(by, waited):
+    """The first round waits for the whole grace. Its clock's jump back costs an island nothing."""
+    (told,) = simulated([Event(20.0, "cork", "jump", by)], 80.0, ["cork"], grace=60.0).values()
+    assert waited <= told.rounds[0].waited - max(by, 0.0) <= waited + 1
 
 
 def test_failures_at_random_are_those_of_their_seed():
