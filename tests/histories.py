@@ -2,11 +2,13 @@
 
 Messages come late, in another order, or twice. Islands join, die, come back with a saved state or
 without, sleep, and decide at the same time. Stores fail in the middle, keep what they do not
-confirm, and are out of reach for some. In each history there is one decision a round, all have the
+confirm, do not keep what they confirm, show old objects, and are out of reach for some. Clocks
+jump, and parameters are not finite. In each history there is one decision a round, all have the
 same parameters bit for bit, these follow from the messages that count, what an island has
 delivered and what it owes add up to what it has moved, and a quorum goes on.
 """
 
+import collections
 import itertools
 import warnings
 
@@ -27,6 +29,7 @@ from jaxsparse.islands.store import UnreachableError
 NAMES = ("amsterdam", "bergen", "cork", "dover")
 GRACE = 5.0
 MOVES = st.lists(st.integers(-8, 8), min_size=reference.SIZE, max_size=reference.SIZE)
+KINDS = ["messages", "decisions", "snapshots"]
 ISLANDS = st.integers(0, len(NAMES) - 1)
 ORDERS = st.permutations(range(len(NAMES)))
 
@@ -40,12 +43,15 @@ class Island:
         beside: what it has moved since its exchange began.
         weight: of its steps since the last message that counted.
         settled: the first round whose decision is not in `owed` yet.
+        has_counted: whether a message of this life has counted.
         saved: a state, and what it owes, or None.
+        is_spoilt: whether its own parameters are not finite.
+        ahead: what its clock is ahead of time by.
     """
 
     def __init__(self, link):
         self.link, self.member, self.state, self.exchange, self.saved = link, None, None, None, None
-        self.is_busy = False
+        self.is_busy, self.is_spoilt, self.ahead = False, False, 0.0
 
     def die(self):
         self.member = self.state = self.exchange = None
@@ -60,18 +66,20 @@ class History(RuleBasedStateMachine):
         super().__init__()
         self.store, self.time = reference.Memory(), 0.0
         self.islands = [Island(reference.Link(self.store)) for _ in NAMES]
-        self.lives = itertools.count()
+        self.lives, self.jumped = itertools.count(), 0.0  # seconds forward, all clocks together
+        self.past = collections.deque(maxlen=12)  # objects that were there
         self.shared, self.digests = {}, {}  # what all have as a round begins, by round
         self.agreed = []  # parameters that were compared last
         self.ledger = reference.Ledger(self.store, self.exchange, self.weighted, self.quorum, GRACE)
 
-    def member(self, link, name):
-        life = f"{next(self.lives):04d}"
+    def member(self, link, name, island=None):
+        clock = lambda: self.time + (island.ahead if island else 0.0)
+        life = f"{int(clock()) + 10**6}-{next(self.lives):04d}"  # of a clock that may go back
         return reference.member(
             link,
             name,
             life,
-            lambda: self.time,
+            clock,
             programs=reference.arithmetic(self.exchange, weighted=self.weighted),
             quorum=self.quorum,
             grace=GRACE,
@@ -88,7 +96,7 @@ class History(RuleBasedStateMachine):
         island = self.islands[i]
         if island.member is not None:
             return
-        member = self.member(island.link, NAMES[i])
+        member = self.member(island.link, NAMES[i], island)
         saved, owed, weight = (is_saved and island.saved) or (None, 0.0, 0.0)
         try:
             island.state = member.join(reference.start() if saved is None else saved)
@@ -104,7 +112,8 @@ class History(RuleBasedStateMachine):
         island.owed, island.weight = np.zeros(reference.SIZE) + owed, weight
         island.beside, island.weight_beside = np.zeros(reference.SIZE), 0.0
         island.settled = now
-        island.is_restored = saved is not None
+        island.is_restored, island.has_counted = saved is not None, False
+        island.is_spoilt = False
         self.balance(island)
 
     @rule(i=ISLANDS, by=MOVES)
@@ -115,15 +124,18 @@ class History(RuleBasedStateMachine):
         by, weight = np.float32(by) * np.float32(self.unit), float(1 + i) * self.weighted
         island.state = reference.moved(island.state, by)
         island.state = island.state._replace(weight=island.state.weight + weight)
+        if island.is_spoilt:
+            return  # all of this is dropped
         island.owed, island.beside = island.owed - by, island.beside - by
         island.weight, island.weight_beside = island.weight + weight, island.weight_beside + weight
 
     @rule(i=ISLANDS)
     def begin(self, i):
         island = self.islands[i]
-        has_steps = island.weight > 0 or not self.weighted if island.member else False
+        has_steps = island.state.weight > 0 or not self.weighted if island.member else False
         if has_steps and island.exchange is None:
             island.state, island.exchange = island.member.begin(island.state)
+            island.is_spoilt = False
             island.beside, island.weight_beside = np.zeros(reference.SIZE), 0.0
 
     @rule(i=ISLANDS)
@@ -140,7 +152,7 @@ class History(RuleBasedStateMachine):
             island.is_busy = False
         if is_done:
             island.state = island.member.finish(island.state, island.exchange)
-            island.exchange = None
+            island.exchange, island.is_spoilt = None, False
             self.settle(island)
 
     def settle(self, island):
@@ -150,11 +162,12 @@ class History(RuleBasedStateMachine):
         for round in range(island.settled, island.state.round):
             life = self.ledger.members(round).get(name)
             if life == island.life:
+                island.has_counted = True
                 (counted,) = (m for m in self.ledger.decisions[round].members if m.name == name)
                 message, delivered = self.ledger.message(round, counted)
                 island.owed = island.owed - delivered
                 island.weight -= message.weight * self.weighted
-            elif life is not None and island.is_restored and round == island.member.joined_in:
+            elif life is not None and island.is_restored and not island.has_counted:
                 # A former life sent this after the state was saved. What was saved is dropped, and
                 # what was moved in this round, too.
                 island.owed, island.weight = island.beside, island.weight_beside
@@ -174,6 +187,7 @@ class History(RuleBasedStateMachine):
     @rule(order=ORDERS, by=MOVES, seconds=st.sampled_from([0.0, 6.0]))
     def turn(self, order, by, seconds):
         """What goes on as long as nothing happens."""
+        self.past.append(dict(self.store.objects))
         for i in order:
             self.train(i, by[i:] + by[:i])
             self.begin(i)
@@ -215,12 +229,12 @@ class History(RuleBasedStateMachine):
         self.time += 6.0
         self.advance(i)
 
-    @rule(i=ISLANDS, by=MOVES, after=st.integers(0, 12), loses=st.booleans())
-    def stumble(self, i, by, after, loses):
-        """Its store does not answer in the middle of an exchange."""
+    @rule(i=ISLANDS, by=MOVES, after=st.integers(0, 12), fault=st.sampled_from(reference.FAULTS))
+    def stumble(self, i, by, after, fault):
+        """Its store fails in the middle of an exchange."""
         link = self.islands[i].link
         if link.works:
-            link.is_down, link.loses_answers, link.after = not loses, loses, after
+            link.fault, link.after = fault, after
             self.send(i, by)
             self.advance(i)
             link.mend()
@@ -248,16 +262,62 @@ class History(RuleBasedStateMachine):
         for _ in range(asleep):
             self.turn([j for j in order if j != i], by, 6.0)
 
+    @rule(i=ISLANDS, fault=st.sampled_from((None, *reference.FAULTS)), after=st.integers(0, 8))
+    def weather(self, i, fault, after):
+        self.islands[i].link.fault, self.islands[i].link.after = fault, after
+
     @rule(
         i=ISLANDS,
-        down=st.booleans(),
-        loses=st.booleans(),
-        slow=st.booleans(),
-        after=st.integers(0, 8),
+        ago=st.integers(0, 12),
+        old=st.sampled_from([[each] for each in KINDS] + [KINDS]),
+        order=ORDERS,
+        by=MOVES,
+        rounds=st.sampled_from([0, 1, 3]),
     )
-    def weather(self, i, down, loses, slow, after):
-        link = self.islands[i].link
-        link.is_down, link.loses_answers, link.is_slow, link.after = down, loses, slow, after
+    def look_at_the_past(self, i, ago, old, order, by, rounds):
+        """Its store shows some objects as they are now, or were some turns ago, until it mends."""
+        past = [*self.past, self.store.objects]
+        self.islands[i].link.show(past[max(0, len(past) - 1 - ago)], old)
+        for _ in range(rounds):
+            self.turn(order, by, 6.0)
+
+    @rule(i=ISLANDS)
+    def look_up(self, i):
+        self.islands[i].link.mend()
+
+    @rule(
+        i=ISLANDS,
+        by=MOVES,
+        seconds=st.sampled_from([-3000.0, -7.0, 7.0, 60.0]),
+        is_left=st.booleans(),
+    )
+    def jump(self, i, by, seconds, is_left):
+        """The clock of an island jumps, as it waits for a decision. All others may be dead then."""
+        island = self.islands[i]
+        self.send(i, by)
+        island.ahead += seconds
+        self.jumped += max(0.0, seconds)
+        if is_left and island.member is not None and island.link.works:
+            for j in range(len(NAMES)):
+                if j != i:
+                    self.kill(j)
+            self.go_on([island])
+
+    @rule(i=ISLANDS)
+    def spoil(self, i):
+        """Parameters are not finite, and what was moved since the last message is dropped."""
+        island = self.islands[i]
+        if island.member is None or island.is_spoilt:
+            return
+        if island.exchange is None:
+            lost = np.asarray(island.state.params["w"] - island.state.worker[0]["w"]).reshape(-1)
+            weight = island.state.weight
+        else:
+            lost, weight = island.beside, island.weight_beside
+        island.state = reference.moved(island.state, [np.nan] * reference.SIZE)
+        island.is_spoilt = True
+        island.owed, island.beside = island.owed - lost, np.zeros(reference.SIZE)
+        island.weight, island.weight_beside = island.weight - weight, 0.0
 
     @rule(i=ISLANDS, last_first=st.booleans())
     def arrive_late(self, i, last_first):
@@ -317,7 +377,7 @@ class History(RuleBasedStateMachine):
             return
         goal = 2 + max(island.state.round for island in islands)
         # One that is late gives others as much time as its own steps took.
-        for _ in range(12 + int(self.time / 6)):
+        for _ in range(12 + int((self.time + self.jumped) / 6)):
             for i, island in enumerate(self.islands):
                 if island in islands:
                     self.train(i, [i + 1] * reference.SIZE)

@@ -51,11 +51,22 @@ class Memory:
             self.objects.pop(key, None)
 
 
-class Link:
-    """An island's way to a store. It may be down, lose answers, or deliver late what was sent.
+# What an island's way to the store may do to it.
+FAULTS = ("down", "deaf", "slow", "repeats", "loses")
 
-    `after` so many operations have passed. `meanwhile` is called once, right before the next
-    decision is created: another island may decide just then.
+
+class Link:
+    """An island's way to a store.
+
+    Its `fault` comes once `after` so many operations have passed. "down": nothing passes. "deaf":
+    what it writes arrives, and it hears an error. "slow": the same, but it arrives by `deliver`.
+    "repeats": what it writes arrives, and once more by `deliver`. "loses": the store says that it
+    has what it writes, and has it not.
+
+    If it is `shown` other objects, it reads these, and what it creates itself, in folders of `old`.
+
+    `meanwhile` is called once, right before the next decision is created: another island may decide
+    just then.
     """
 
     def __init__(self, store):
@@ -64,47 +75,67 @@ class Link:
 
     @property
     def works(self):
-        return not (self.is_down or self.loses_answers or self.is_slow)
+        return self.fault in (None, "repeats") and self.shown is None
 
     def mend(self):
-        self.is_down = self.loses_answers = self.is_slow = False
-        self.after = 0
+        self.fault, self.after, self.shown, self.old = None, 0, None, ()
+
+    def show(self, objects, old):
+        self.shown, self.old = Memory(), old
+        self.shown.objects.update(objects)
 
     def deliver(self, last_first=False):
         operations, self.on_the_way = self.on_the_way, []
         for operation in reversed(operations) if last_first else operations:
             operation()
 
-    def _passes(self, name, *args):
-        operation = functools.partial(getattr(self.store, name), *args)
-        writes = name in ("create", "delete")
-        if self.meanwhile is not None and writes and args[0][:10] == "decisions/":
-            meanwhile, self.meanwhile = self.meanwhile, None
-            meanwhile()
+    def _fails(self):
+        """The fault of an operation."""
         if self.after > 0:
             self.after -= 1
-            return operation()
-        if self.is_down:
+            return None
+        if self.fault == "down":
             raise UnreachableError("down")
-        if self.is_slow and writes:
+        return self.fault
+
+    def _writes(self, operation):
+        fault = self._fails()
+        if fault == "loses":
+            return True
+        if fault in ("slow", "repeats"):
             self.on_the_way.append(operation)
+        if fault == "slow":
             raise UnreachableError("slow")
         found = operation()
-        if self.loses_answers and writes:
+        if fault == "deaf":
             raise UnreachableError("the answer was lost")
         return found
 
     def create(self, key, data):
-        return self._passes("create", key, data)
+        if self.meanwhile is not None and key.startswith("decisions/"):
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+        return self._writes(lambda: self._create(key, data))
+
+    def _create(self, key, data):
+        is_created = self.store.create(key, data)
+        if is_created and self.shown is not None:
+            self.shown.objects.setdefault(key, data)
+        return is_created
 
     def get(self, key):
-        return self._passes("get", key)
+        self._fails()
+        return self._view(key).get(key)
 
     def names(self, folder):
-        return self._passes("names", folder)
+        self._fails()
+        return self._view(folder).names(folder)
+
+    def _view(self, path):
+        return self.shown if path.split("/")[0] in self.old else self.store
 
     def delete(self, keys):
-        return self._passes("delete", keys)
+        self._writes(lambda: self.store.delete(keys))
 
 
 @functools.cache

@@ -317,6 +317,7 @@ FAULTS = {
 SLOW = (
     own_message_first,
     late_loses_its_residual,
+    counted_in_its_sleep_is_owed_still,
     replay_skips_a_round,
     replay_stops_at_an_error,
     the_store_overwrites,

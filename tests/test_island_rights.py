@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxsparse.islands import Store
+from jaxsparse.islands import Store, UnreachableError
 
 LISTED = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
 DELETED = b"<DeleteResult><Deleted><Key>run/a/b</Key></Deleted></DeleteResult>"
@@ -17,8 +17,8 @@ class Server(http.server.BaseHTTPRequestHandler):
     def asked(self):
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.asked.append((self.command, self.path, self.headers.get("If-None-Match")))
-        answer = {"PUT": b"", "POST": DELETED}.get(self.command, LISTED)
-        self.send_response(200)
+        answer = {"PUT": b"", "POST": DELETED, "HEAD": b""}.get(self.command, LISTED)
+        self.send_response(self.server.says.get(self.command, 200))
         for header in (("ETag", '"0"'), ("Last-Modified", "Wed, 25 Nov 2026 12:00:00 GMT")):
             self.send_header(*header)
         self.send_header("Content-Length", str(len(answer)))
@@ -26,6 +26,9 @@ class Server(http.server.BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def do_GET(self):
+        self.asked()
+
+    def do_HEAD(self):
         self.asked()
 
     def do_PUT(self):
@@ -44,16 +47,32 @@ class Server(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as found:
-        found.asked = []
+        found.asked, found.says = [], {}
         threading.Thread(target=found.serve_forever, daemon=True).start()
         yield found
         found.shutdown()
 
 
-def test_each_operation_is_one_request_of_one_right(server):
+def opened(server):
     keys = {"access_key_id": "any", "secret_access_key": "any", "region": "us-east-1"}
     config = {**keys, "endpoint": f"http://127.0.0.1:{server.server_port}"}
-    store = Store("s3://bucket/run", config=config, client_options={"allow_http": True})
+    return Store("s3://bucket/run", config=config, client_options={"allow_http": True})
+
+
+@pytest.mark.parametrize("status", [409, 412])
+def test_what_is_not_taken_and_not_there_is_tried_again(status, server):
+    """S3 answers 409 if a request came between, and an object need not be there after that."""
+    store = opened(server)
+    server.says = {"PUT": status}
+    assert not store.create("a/b", b"x")
+    server.says = {"PUT": status, "HEAD": 404}
+    with pytest.raises(UnreachableError, match="did not take 'a/b', which is not there"):
+        store.create("a/b", b"x")
+    assert [each[0] for each in server.asked] == ["PUT", "HEAD"] * 2
+
+
+def test_each_operation_is_one_request_of_one_right(server):
+    store = opened(server)
     assert store.create("a/b", b"x" * 10**6)
     assert store.get("a/b") == LISTED
     assert store.names("a") == []

@@ -1,11 +1,12 @@
 """Islands: rounds by an object store, through failures of all kinds. See test_histories.py, too."""
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import http.server
-import itertools
 import json
+import math
 import threading
 import time
 import warnings
@@ -22,7 +23,16 @@ from workers import some
 import jaxsparse
 from jaxsparse import islands
 from jaxsparse.__main__ import main
-from jaxsparse.islands import Event, exchange, rounds as jaxsparse_rounds, simulate, threads, watch
+from jaxsparse.islands import (
+    Event,
+    exchange,
+    random_events,
+    rounds as jaxsparse_rounds,
+    simulate,
+    simulation,
+    threads,
+    watch,
+)
 from jaxsparse.islands.arithmetic import Shared, _digest as digested
 from jaxsparse.islands.store import UnreachableError
 
@@ -197,7 +207,7 @@ def test_what_is_tried_again_fades_once(passes, clock):
     assert exchange.advance()
     broken = jax.tree.map(lambda x: x.at[0, 0].add(2**-20), state.params)
     state, exchange = late.begin(reference.moved(state, [8] * 6)._replace(params=broken))
-    link.is_down, link.after = True, passes
+    link.fault, link.after = "down", passes
     with contextlib.suppress(UnreachableError):
         exchange.advance()
     link.mend()
@@ -594,7 +604,7 @@ def test_messages_that_somebody_deleted_end_in_an_error(clock):
     members, states = joined(store, NAMES[:2], clock, snapshots=100)
     ran(members, states, 2, np.ones((2, 2, 6)), clock)
     store.delete([f"messages/00000000/{name}" for name in store.names("messages/00000000")])
-    with pytest.raises(LookupError, match=r"amsterdam in round 0 is not there|messages of round 0"):
+    with pytest.raises(UnreachableError, match=r"messages of round 0 are gone .* somebody deletes"):
         joined(store, ["new"], clock)
 
 
@@ -698,15 +708,15 @@ def test_a_store_that_does_not_answer():
     for _ in range(2):
         state, _ = train(state, batch)
     assert state.round == 1
-    link.is_down = True
+    link.fault = "down"
     for _ in range(4):  # the second one begins an exchange
         state, _ = train(state, batch)
     assert state.round == 1
     assert "down" in train.status().trouble
-    link.is_down = False
+    link.mend()
     state, _ = train(state, batch)
     assert state.round == 3  # that one, and the next, which is due
-    link.is_down = True
+    link.fault = "down"
     for _ in range(4):
         state, _ = train(state, batch)
     with pytest.raises(ConnectionError, match="down"):
@@ -1026,13 +1036,128 @@ def test_in_a_simulation_others_wait_once_for_one_that_is_gone(what):
     without = [report.round for report in rounds if "bergen" not in report.members]
     assert 8 <= len(without) <= 14  # of five steps each, in 61 seconds
     assert "bergen" in rounds[-1].members
-    digests = [{report.round: report.digest for report in one.rounds} for one in told.values()]
-    for one, other in itertools.combinations(digests, 2):
-        assert all(one[round] == other[round] for round in set(one) & set(other))
+    assert agree(told)
     # What it did in its last round before it died is lost; a cut or a pause loses nothing.
     lost = told["bergen"].steps - told["bergen"].counted
     assert lost <= (20 if gone == "kill" else 15)
     assert told["bergen"].counted % 5 == 0  # whole messages, and nothing of a former life
+
+
+def agree(told):
+    """Whether all had the same after each round that they know of."""
+    digests = collections.defaultdict(set)
+    for one in told.values():
+        for report in one.rounds:
+            digests[report.round].add(report.digest)
+    return all(len(each) == 1 for each in digests.values())
+
+
+# Rounds without an island, of the twelve in 61 seconds in which its store does this.
+TROUBLES = {
+    ("deafen", 0.0): (0, 1),
+    ("delay", 2.0): (0, 2),
+    ("delay", 30.0): (8, 14),
+    ("repeat", 20.0): (0, 0),
+    ("lose", 0.0): (8, 14),
+    ("stale", 0.0): (8, 14),
+    ("jump", 40.0): (0, 1),
+    ("jump", -40.0): (0, 1),
+}
+
+
+@pytest.mark.parametrize(
+    "trouble", some(TROUBLES, [("delay", 2.0), ("repeat", 20.0), ("lose", 0.0), ("stale", 0.0)])
+)
+def test_in_a_simulation_a_store_in_trouble_loses_nothing(trouble):
+    usual = simulated()
+    told = simulated([Event(52.0, "bergen", *trouble), Event(113.0, "bergen", "mend")])
+    assert agree(told)
+    for name in ("amsterdam", "cork"):
+        assert told[name].steps >= usual[name].steps - (45 if trouble[0] == "delay" else 8)
+    rounds = told["amsterdam"].rounds
+    least, most = TROUBLES[trouble]
+    assert least <= sum("bergen" not in report.members for report in rounds) <= most
+    assert "bergen" in rounds[-1].members
+    assert told["bergen"].steps - told["bergen"].counted <= 15
+    assert told["bergen"].counted % 5 == 0
+
+
+def test_what_events_do_to_writes_and_reads(clock):
+    store = simulation.VirtualStore(0.0, math.inf, clock)
+    link = simulation._Link(store, "oslo")
+    link.happens("repeat", 5.0)
+    assert link.create("a/b", b"1")
+    store.delete(["a/b"])
+    clock.now = 4.0
+    assert store.get("a/b") is None
+    clock.now = 5.0
+    assert store.get("a/b") == b"1"
+    link.happens("mend", 0.0)
+    link.happens("deafen", 0.0)
+    for _ in range(2):
+        with pytest.raises(UnreachableError, match="oslo does not hear"):
+            link.create("a/c", b"2")
+    assert store.get("a/c") == b"2"
+    link.happens("mend", 0.0)
+    link.happens("delay", 5.0)
+    with pytest.raises(UnreachableError, match="oslo does not hear"):
+        link.delete(["a/c"])
+    clock.now = 9.0
+    assert store.get("a/c") == b"2"
+    clock.now = 10.0
+    assert store.get("a/c") is None
+    link.happens("mend", 0.0)
+    link.happens("lose", 0.0)
+    assert link.create("a/d", b"3")
+    assert store.get("a/d") is None
+    link.happens("mend", 0.0)
+    link.happens("stale", 0.0)
+    store.create("a/e", b"4")
+    assert link.create("a/f", b"5")
+    assert not link.create("a/e", b"6")
+    assert (link.names("a"), link.get("a/e"), link.get("a/f")) == (["b", "f"], None, b"5")
+    link.happens("mend", 0.0)
+    assert link.names("a") == ["b", "e", "f"]
+
+
+@pytest.mark.parametrize(("by", "waited"), [(100.0, 15), (0.0, 60), (-100.0, 60)])
+def test_a_clock_that_jumps_ends_a_wait(by, waited):
+    """The first round waits for the whole grace. Its clock's jump back costs an island nothing."""
+    (told,) = simulated([Event(20.0, "cork", "jump", by)], 80.0, ["cork"], grace=60.0).values()
+    assert waited <= told.rounds[0].waited - max(by, 0.0) <= waited + 1
+
+
+def test_failures_at_random_are_those_of_their_seed():
+    rates = dict.fromkeys(("kill", "stop", "jump", "cut", "deafen", "delay", "repeat", "lose"), 9)
+    draw = lambda seed: random_events(NAMES[:3], 400.0, rates, away=20.0, by=10.0, seed=seed)
+    assert draw(1) == draw(1) != draw(2)
+    # What comes besides leaves the rest as it was.
+    more = random_events(NAMES, 400.0, {**rates, "stale": 9}, away=20.0, by=10.0, seed=1)
+    assert [e for e in more if e.island != "dover" and e.what not in ("stale", "mend")] == [
+        e for e in draw(1) if e.what != "mend"
+    ]
+    runs = [simulated(more, seconds=400.0, names=NAMES) for _ in range(2)]
+    assert agree(runs[0])
+    assert [(one.steps, one.counted, one.rounds, one.requests) for one in runs[0].values()] == [
+        (one.steps, one.counted, one.rounds, one.requests) for one in runs[1].values()
+    ]
+    assert len({event.what for event in more}) == 12
+    assert sum(event.by < 0 for event in more if event.what == "jump") > 0
+    assert max(len(one.rounds) for one in runs[0].values()) > 20
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"failures": {"mend": 1.0}}, "failures has 'mend': use kill, stop, "),
+        ({"failures": {"cut": -1.0}}, r"failures\['cut'\]=-1.0 must be finite and at least 0"),
+        ({"away": 0.0}, "away=0.0 must be finite"),
+        ({"by": float("inf")}, "by=inf must be finite"),
+    ],
+)
+def test_wrong_failures_are_refused(wrong, text):
+    with pytest.raises(ValueError, match=text):
+        random_events(NAMES, 10.0, **{"failures": {}, **wrong})
 
 
 def test_a_slow_island_counts_now_and_then_and_stops_nobody():
@@ -1066,6 +1191,10 @@ def test_an_overlap_hides_a_slow_link():
 def test_events_of_nobody_are_refused():
     with pytest.raises(ValueError, match="is of no island in batches"):
         simulated([Event(1.0, "oslo", "kill")])
+    with pytest.raises(ValueError, match="by is for delay, repeat, jump, so leave it out"):
+        simulated([Event(1.0, "cork", "kill", 1.0)])
+    with pytest.raises(ValueError, match="by must be finite, and at least 0 unless a clock jumps"):
+        simulated([Event(1.0, "cork", "delay", -1.0)])
 
 
 def test_a_step_may_donate_its_state():
@@ -1204,14 +1333,14 @@ def test_an_island_has_seconds_to_leave():
     link = reference.Link(reference.Memory())
     train = trainer(link, "one", quorum=2)
     state = train.join((jnp.zeros(8),))
-    link.is_down = True  # before its exchange begins in a thread
+    link.fault = "down"  # before its exchange begins in a thread
     state, _ = train(state, jnp.ones(8))
     with pytest.raises(ValueError, match=r"patience=-1.0 must be a number of seconds"):
         train.leave(state, patience=-1.0)
     with pytest.warns(UserWarning, match=r"in vain for \d+ s: what it has sent counts"):
         state = train.leave(state, patience=0.1)
     assert state.worker[0].any()
-    link.is_down = False
+    link.mend()
     state, _ = train(train.join(state), jnp.ones(8))
     with pytest.warns(UserWarning, match="one leaves in round 0"):
         train.leave(state, patience=0.1)
@@ -1220,11 +1349,11 @@ def test_an_island_has_seconds_to_leave():
 
 def test_joining_waits_for_the_store():
     link = reference.Link(reference.Memory())
-    link.is_down = True
-    threading.Timer(0.3, lambda: setattr(link, "is_down", False)).start()
+    link.fault = "down"
+    threading.Timer(0.3, link.mend).start()
     with warnings.catch_warnings(action="ignore"):  # on a slow machine the store is there by then
         assert trainer(link, "one").join((jnp.zeros(8),)).round == 0
-    link.is_down = True
+    link.fault = "down"
     with (
         pytest.warns(UserWarning, match="one can't join yet, and tries for 0.1 s: .*down"),
         pytest.raises(ConnectionError, match="down"),
@@ -1252,20 +1381,123 @@ def test_a_state_that_did_not_join_is_refused():
 
 
 def test_steps_beside_an_exchange_that_are_not_finite_start_anew():
-    train = trainer(reference.Memory(), "one", every=3, overlap=2, grace=0.0)
+    """And what they weigh goes with what they moved."""
+    train = trainer(reference.Memory(), "one", every=3, overlap=2, grace=0.0, weighted=True)
     state = train.join((jnp.zeros(8),))
     for _ in range(3):
-        state, _ = train(state, jnp.ones(8))
-    state, _ = train(state, jnp.full(8, jnp.nan))
+        state, _ = train(state, jnp.ones(8), 5.0)
+    state, _ = train(state, jnp.full(8, jnp.nan), 7.0)
     with pytest.warns(UserWarning, match="one are not finite in round 1"):
-        state, _ = train(state, jnp.ones(8))
-    assert state.steps == 0
+        state, _ = train(state, jnp.ones(8), 7.0)
+    assert (state.steps, state.weight) == (0, 0.0)
     np.testing.assert_array_equal(state.worker[0], state.params)
+
+
+def test_a_saved_state_that_is_not_finite_starts_anew(clock):
+    store, programs = reference.Memory(), reference.arithmetic(weighted=True)
+    settings = {"programs": programs, "weighted": True}
+    (state,) = joined(store, NAMES[:1], clock, **settings)[1]
+    saved = reference.moved(state, [np.nan] * 6)._replace(weight=7.0)
+    again = reference.member(store, NAMES[0], "1", clock, **settings)
+    with pytest.warns(UserWarning, match="amsterdam are not finite in round 0"):
+        state = again.join(saved)
+    assert (state.steps, state.weight) == (0, 0.0)
+    np.testing.assert_array_equal(state.worker[0]["w"], state.params["w"])
+
+
+def test_a_step_that_leaves_parameters_as_they_are_keeps_its_weight():
+    """As one does that leaves out a gradient that is not finite. It is the same in LocalSteps."""
+
+    def step(state, batch):
+        return state, jnp.nan * batch.sum()
+
+    train = islands.Islands(
+        step,
+        jaxsparse.outer.diloco(axis_name=None),
+        reference.Memory(),
+        name="one",
+        every=3,
+        weighted=True,
+    )
+    state, _ = train(train.join((jnp.zeros(3),)), jnp.ones(7), 7.0)
+    assert state.weight == 7
+    local = jaxsparse.LocalSteps(step, jaxsparse.outer.diloco(), 1, every=3, weight=jnp.sum)
+    state, _ = local(local.init((jnp.zeros(3),)), jnp.ones(7))
+    assert jax.tree.leaves(state.weight)[0].tolist() == [[7.0]]
 
 
 def test_a_url_in_the_place_of_a_store_is_refused():
     with pytest.raises(ValueError, match=r"give jaxsparse.islands.Store\('s3://x'\)"):
         trainer("s3://x", "one")
+
+
+def test_a_round_that_is_over_is_not_decided_again():
+    """Although the store shows that there is no decision any more."""
+    store = reference.Memory()
+    one = rounds(store)
+    for round in range(2):
+        one.post(round, np.uint32([0, 5, 6]), weight=1.0, digest="d")
+        assert one.advance(round, 5.0)
+    shown = store.objects.copy()
+    for round in range(2):
+        del store.objects[f"decisions/0000000{round}"]
+    with pytest.raises(UnreachableError, match="does not show the decision of round 0, although"):
+        one.decided(0)
+    store.objects = shown
+    assert one.decided(0).lives == {"adam": "0"}
+
+
+def test_a_message_that_the_store_has_lost_is_sent_again(clock):
+    """Once its island has waited for the grace."""
+    link = reference.Link(reference.Memory())
+    members, states = joined(link, NAMES[:1], clock)
+    exchange = members[0].begin(reference.moved(states[0], np.arange(6)))[1]
+    link.fault = "loses"
+    assert not exchange.advance()
+    link.mend()
+    clock.now = 4.0
+    assert not exchange.advance()
+    assert not link.names("messages/00000000")
+    clock.now = 5.0
+    assert not exchange.advance()
+    assert link.names("messages/00000000") == ["amsterdam.0"]
+    assert exchange.advance()
+    assert exchange.counted
+
+
+def test_a_decision_that_the_store_has_lost_is_made_again(clock):
+    link = reference.Link(reference.Memory())
+    members, states = joined(link, NAMES[:1], clock)
+    exchange = members[0].begin(reference.moved(states[0], np.arange(6)))[1]
+    assert not exchange.advance()
+    link.fault, clock.now = "loses", 5.0
+    assert not exchange.advance()  # it believes what it reads
+    link.mend()
+    assert exchange.advance()
+    assert exchange.counted
+
+
+def test_a_first_snapshot_that_the_store_has_lost_is_missed():
+    link = reference.Link(reference.Memory())
+    link.fault = "loses"
+    one = reference.member(link, NAMES[0], "0", Clock())
+    with pytest.raises(UnreachableError, match="does not show the snapshot of round 0"):
+        one.join(reference.start())
+    link.mend()
+    assert one.join(reference.start()).round == 0
+
+
+def test_a_clock_that_goes_back_costs_no_wait(clock):
+    members, states = joined(reference.Memory(), NAMES[:1], clock)
+    clock.now = 100.0
+    exchange = members[0].begin(reference.moved(states[0], np.arange(6)))[1]
+    assert not exchange.advance()
+    clock.now = 104.0
+    assert not exchange.advance()
+    clock.now = -1000.0
+    assert not exchange.advance()
+    clock.now = -999.0  # the fifth second of five
+    assert exchange.advance()
 
 
 @pytest.mark.parametrize("devices", [(), (0, 1, 2)])

@@ -205,7 +205,7 @@ def test_seconds_and_bytes_by_hand():
     assert first.waited == pytest.approx(first.seconds - 2)
     assert first.goodput == pytest.approx(30 / (30 + first.waited))
     looks = 2 / 3
-    asked = 3 + looks + (looks + 2 / 3) + 1 + 2 + 1 / 3 + 1 / 30 + 2 / 30 + (1 / 3 + 1 / 30)
+    asked = 3 + 1 / 3 + looks + (looks + 2 / 3) + 1 + 2 + 1 / 3 + 1 / 30 + 2 / 30 + (1 / 3 + 1 / 30)
     assert first.asked.requests == pytest.approx(asked)
     assert first.asked.sent == pytest.approx(2e6 + 2e6 / 30, rel=0.01)
     assert first.asked.received == pytest.approx(2 * 2e6, rel=0.01)

@@ -23,6 +23,7 @@ from jaxsparse.islands.arithmetic import Begun, Shared, merged, own_leaves, plac
 from jaxsparse.islands.lead import gathered, led, spread
 from jaxsparse.islands.records import Decision
 from jaxsparse.islands.rounds import GoneError
+from jaxsparse.islands.store import UnreachableError
 
 if TYPE_CHECKING:
     from jaxsparse.islands.member import Member
@@ -118,8 +119,8 @@ class Exchange:
         """Goes on as far as it can without waiting for others. Returns whether it is done.
 
         Raises:
-            UnreachableError: the store did not answer. Call it again.
-            GoneError: a message that counts is not to be had, and no snapshot after it either.
+            UnreachableError: the store did not answer, or shows neither a message that counts nor a
+                snapshot after it. Call it again.
         """
         if self._snapshot is not None:
             self._keep()
@@ -172,22 +173,29 @@ class Exchange:
         if self._posted_at is None:
             if (decision := rounds.decided(self.round)) is not None:
                 return decision, None
-            assert self._words is not None
-            rounds.post(
-                self.round,
-                self._words,
-                weight=self.weight,
-                digest=self._digest_now(),
-                late=self._is_late,
-                loss=self._loss,
-            )
+            self._post()
             self._posted_at = clock()
         waited = clock() - self._posted_at
         # What is late stands at the start of a round: others have their steps before them, and are
         # given the time that its own took.
         own_steps = self._took if self._is_late else 0.0
         decision = rounds.advance(self.round, waited - own_steps)
-        return None if decision is None else (decision, waited)
+        if decision is not None:
+            return decision, waited
+        if waited >= rounds.grace and not rounds.is_listed:
+            self._post()  # the store said that it has it, and does not show it
+        return None
+
+    def _post(self) -> None:
+        assert self._words is not None
+        self._member.rounds.post(
+            self.round,
+            self._words,
+            weight=self.weight,
+            digest=self._digest_now(),
+            late=self._is_late,
+            loss=self._loss,
+        )
 
     def _read_messages(self, decision: Decision) -> None:
         if self._read is None or self._read[0] != decision.round:
@@ -261,13 +269,15 @@ class Exchange:
         self._seen = self._read = None
         if begun is not None:
             self.counted, self._is_settled = counts, True
+            self._member.has_counted |= counts
 
     def _without_sent(self, decision: Decision, shared: Shared) -> Shared:
         """`shared`, without debts of a saved state that a former life has sent since."""
         member = self._member
         if decision.lives.get(member.name, member.life) == member.life:
             return shared
-        if member.joined_in is not None and decision.round > member.joined_in:
+        is_later = member.joined_in is not None and decision.round > member.joined_in
+        if is_later and not self._may_be_former():
             warnings.warn(
                 f"another process posts as {member.name}: give each island a name of its own",
                 stacklevel=2,
@@ -283,6 +293,14 @@ class Exchange:
         )
         self.was_sent = True
         return member.arithmetic.without_debts(shared)
+
+    def _may_be_former(self) -> bool:
+        """Whether another life that counts may be one from before the state was saved.
+
+        Else it is that of another process. A store that shows an old state lets an island join in
+        a round that is over, so its own first message that counts is the sign, and not that round.
+        """
+        return self._member.is_restored and not self._member.has_counted
 
     def _reloaded(self, decision: Decision, after: Shared) -> tuple[Shared, int] | None:
         """A snapshot to go back to, and its round, because this island has drifted from most."""
@@ -306,19 +324,17 @@ class Exchange:
         member = self._member
         found = member.newest(self.shared, after=self.round)
         if found is None:
-            raise GoneError(
+            raise UnreachableError(
                 f"messages of round {self.round} are gone from {member.store}, and there is no "
-                "later snapshot: somebody deletes objects of this run"
+                "later snapshot: it shows an old state, or somebody deletes objects of this run"
             )
         shared, round = found
         counts = begun is not None and decision.lives.get(member.name) == member.life
         if begun is not None:
             keep = member.arithmetic.sent if counts else member.arithmetic.owed
             shared = merged(shared, keep(begun, self.shared))
-        if member.is_restored:
-            # Once it trains, a former life can have sent in the round in which it joined alone.
-            end = round if member.joined_in is None else min(round, member.joined_in + 1)
-            for each in range(self.round, end):
+        if self._may_be_former() and not counts:
+            for each in range(self.round, round):
                 passed = led(member.rounds.decided, each)
                 if passed is not None and not self.was_sent:
                     shared = self._without_sent(passed, shared)

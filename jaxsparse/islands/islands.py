@@ -91,7 +91,7 @@ class Islands:
     island goes on for up to `alone` steps, and then waits.
 
     **Not finite.** An island whose parameters are not finite sends nothing, and starts the round
-    anew from the global parameters.
+    anew from the global parameters. What these steps weigh is dropped with them.
 
     **Bits.** Islands on one kind of device with one version of JAX compute the same bits. Messages
     carry a digest of what they started from. An island that differs from most says so, and reloads.
@@ -289,7 +289,9 @@ class Islands:
         Args:
             state: from `join`, or from the call before.
             batch: the batch of this island's step.
-            weight: what the step counts in the mean, above 0, if `weighted`.
+            weight: what the step counts in the mean, above 0, if `weighted`. It counts also if the
+                step changes nothing, such as one that skips a gradient that is not finite. It is
+                dropped with the step's moves if parameters become not finite.
 
         Returns:
             The next state, and the second result of `step`.

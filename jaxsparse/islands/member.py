@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import secrets
+import threading
 import time
 import warnings
 import zlib
@@ -16,7 +17,7 @@ from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.lead import check_alike, is_first, led, spread
 from jaxsparse.islands.records import BrokenError, from_snapshot, to_snapshot
 from jaxsparse.islands.rounds import Rounds
-from jaxsparse.islands.store import Objects, check_name
+from jaxsparse.islands.store import Objects, UnreachableError, check_name
 
 
 class IslandState(NamedTuple):
@@ -54,7 +55,7 @@ class Member:
         members: see `Islands`.
         round_seconds: see `Islands`.
         late_decay: see `Islands`.
-        clock: seconds, for differences alone.
+        clock: seconds, for differences alone. While it goes back, none pass.
         beside: starts a function that writes a snapshot, beside training. None: it is called, and
             waited for.
         new_life: makes a word for each time that it joins, which no other life of the island has.
@@ -64,6 +65,7 @@ class Member:
         reports: what became of its rounds.
         joined_in: the round in which this life began to train, or None before.
         is_restored: whether it began from a saved state.
+        has_counted: whether a message of this life has counted.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Member:
         beside: Callable[[Callable[[], None]], None] | None = None,
         new_life: Callable[[], str] = lambda: f"{time.time_ns():x}-{secrets.token_hex(4)}",
     ) -> None:
-        self.arithmetic, self.store, self.clock = arithmetic, store, clock
+        self.arithmetic, self.store, self.clock = arithmetic, store, _Forward(clock)
         self.name, self.life, self._new_life = check_name(name), "", new_life
         self.quorum, self.grace, self.every_snapshot = quorum, grace, snapshots
         self.weighted, self._round_seconds, self._beside = weighted, round_seconds, beside
@@ -103,7 +105,7 @@ class Member:
         self._rounds: Rounds | None = None
         self.settings, self.words = "", 0
         self.joined_in: int | None = None
-        self.is_restored = False
+        self.is_restored = self.has_counted = False
         self._began = 0.0  # when the last exchange began, or the first steps
 
     @property
@@ -136,7 +138,7 @@ class Member:
             picked = [picked, state.params]
         check_alike({**settings, **begins}, picked)
         # What was sent before is of a former life.
-        self.life, self.joined_in = led(self._new_life), None
+        self.life, self.joined_in, self.has_counted = led(self._new_life), None, False
         self._rounds = Rounds(
             self.store,
             self.name,
@@ -158,6 +160,11 @@ class Member:
             led(self.rounds.keep, 0, self.snapshot(shared, 0))
             # That of another island, if it was first.
             found = self.newest(shared)
+        if found is None and not led(self.rounds.snapshots):
+            raise UnreachableError(
+                f"{self.store} does not show the snapshot of round 0 that it was given: it shows "
+                "an old state, or does not keep what it says it has"
+            )
         if found is None:
             raise ValueError(
                 f"{self.store} holds no snapshot that this run can read (see the warnings): give a "
@@ -189,11 +196,13 @@ class Member:
             worker = self.arithmetic.put_back(state.worker, shared.params)
             return IslandState(worker, *shared, catching_up.round, 0, 0.0)
         # All that it moved is its own, whatever `mixing` does with moves beside an exchange.
-        worker, _ = self.arithmetic.carry_on(state.worker, begun, shared.params)
+        worker, finite = self.arithmetic.carry_on(state.worker, begun, shared.params)
         # Checkpoints make arrays of numbers.
-        return IslandState(
-            worker, *shared, catching_up.round, int(state.steps), float(state.weight)
-        )
+        steps, weight = int(state.steps), float(state.weight)
+        if not bool(finite):
+            self._tell_not_finite(catching_up.round)
+            steps, weight = 0, 0.0
+        return IslandState(worker, *shared, catching_up.round, steps, weight)
 
     def is_over(self, steps: int, every: int) -> bool:
         """Whether so many local steps end a round."""
@@ -230,12 +239,13 @@ class Member:
         assert exchange.is_done
         shared = exchange.shared
         worker, finite = self.arithmetic.go_on(state.worker, exchange.begun, shared.params)
-        if self.weighted:
-            left = state.weight - exchange.taken + exchange.owed
-            state = state._replace(weight=max(left, 0.0))
+        # What the steps beside the exchange weigh goes with what they moved.
+        beside = state.weight - exchange.taken if self.weighted else 0.0
         if not bool(finite):
             self._tell_not_finite(exchange.round)
-            state = state._replace(steps=0)
+            state, beside = state._replace(steps=0), 0.0
+        if self.weighted:
+            state = state._replace(weight=max(beside, 0.0) + exchange.owed)
         return state._replace(
             worker=worker, params=shared.params, outer=shared.outer, round=exchange.round
         )
@@ -289,6 +299,24 @@ class Member:
         for _ in arrays:  # each is gathered from all processes
             pass
         return b""
+
+
+class _Forward:
+    """A clock that does not go back: while the one that it reads does, it stands still.
+
+    Else an island whose clock went back by an hour would wait an hour for others.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._lock = clock, threading.Lock()  # of training, and of an exchange beside
+        self._last, self._behind = clock(), 0.0
+
+    def __call__(self) -> float:
+        with self._lock:
+            now = self._clock()
+            self._behind += max(0.0, self._last - now)
+            self._last = now
+            return now + self._behind
 
 
 def _listed(settings: str, members: Collection[str]) -> str:

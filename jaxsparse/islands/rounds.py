@@ -5,7 +5,8 @@
     snapshots/RRRRRRRR             parameters and outer state as a round begins, now and then
 
 Two islands that cannot see each other may both propose, but one decision alone can be created. All
-read the one that stands. So members need no clock in common, no leader and no list of members.
+read the one that stands, whoever made it: a request may fail after it was carried out, or arrive
+twice. So members need no clock in common, no leader and no list of members.
 
 Decisions are kept for ever: 200 bytes, and 175 a member, are the log of a round. If old ones were
 deleted, an island that slept for long could decide such a round a second time. Messages and older
@@ -27,7 +28,7 @@ from jaxsparse.islands.records import (
     checksum,
     words_of,
 )
-from jaxsparse.islands.store import NAME, Objects
+from jaxsparse.islands.store import NAME, Objects, UnreachableError
 
 _KEPT = 2  # snapshots
 _ROUND = re.compile("[0-9]{8,15}")
@@ -59,6 +60,9 @@ class Rounds:
         grace: seconds after an island's own message, after which it waits no longer for those that
             were in time in the last round.
         allowed: names of the islands that may take part, or None for all.
+
+    Attributes:
+        is_listed: whether the last list of a round's messages had this island's own.
     """
 
     def __init__(
@@ -79,7 +83,9 @@ class Rounds:
         self._good: dict[str, _Read] = {}  # by key, of the round that is awaited
         self._bad: set[str] = set()
         self._expected: tuple[int, frozenset[str]] = (-1, frozenset())
-        self._last: Decision | None = None  # the last one that was read or made
+        self._last: Decision | None = None  # the last one that was read
+        self.is_listed = False
+        self._newest = -1  # the newest round whose decision was read
 
     def post(
         self,
@@ -102,12 +108,22 @@ class Rounds:
         """The decision of a round, or None as long as there is none.
 
         A decision that can't be read has no members. All islands read the same, and go on.
+
+        Raises:
+            UnreachableError: there is none, although this island has seen one of this round or a
+                later one. In a round that is over it would post, and decide, a second time.
         """
         if self._last is not None and self._last.round == round:
             return self._last  # it never changes
         data = self.store.get(decision_key(round))
+        if data is None and round <= self._newest:
+            raise UnreachableError(
+                f"{self.store} does not show the decision of round {round}, although that of round "
+                f"{self._newest} was there: it shows an old state, or somebody deletes objects"
+            )
         if data is None:
             return None
+        self._newest = max(self._newest, round)
         try:
             decision = Decision.from_bytes(data, round, self.settings)[0]
             for name in decision.lives:
@@ -156,9 +172,8 @@ class Rounds:
             max(waited, 0.0),
             self.words,
         )
-        if self.store.create(decision_key(round), decision.to_bytes()):
-            self._last = decision
-        return self.decided(round)
+        self.store.create(decision_key(round), decision.to_bytes())
+        return self.decided(round)  # what stands there, and nothing if it did not arrive
 
     def read(self, decision: Decision) -> list[np.ndarray]:
         """The words of the messages that count, in their order.
@@ -210,8 +225,9 @@ class Rounds:
 
     def _posted(self, round: int) -> list[_Read]:
         """The good messages of a round, one for each island, by name."""
-        by_name = {}
-        for name, life in posted(self.store, round):  # of two lives, the last in the order of keys
+        by_name, there = {}, posted(self.store, round)
+        self.is_listed = (self.name, self.life) in there
+        for name, life in there:  # of two lives, the last in the order of keys
             key = self._message_key(round, name, life)
             if key not in self._good and key not in self._bad:
                 data = self.store.get(key)

@@ -2,20 +2,23 @@
 
 Parameters, messages and decisions are real, and so is all of the code of a round. Seconds are not:
 steps take as long as they are said to take, and links too. Hours of a run take seconds, and a
-script of failures gives the same history each time.
+script of failures gives the same history each time. So do failures that are drawn from a seed.
 """
 
 import collections
+import contextlib
 import functools
 import heapq
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import optax
 
+from jaxsparse.arrays.settings import static_float
 from jaxsparse.islands.arithmetic import Arithmetic
 from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.member import IslandState, Member
@@ -25,23 +28,106 @@ from jaxsparse.islands.store import UnreachableError
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step
 
-What = Literal["kill", "start", "cut", "mend", "stop", "go"]
+What = Literal[
+    "kill", "start", "stop", "go", "jump",
+    "cut", "deafen", "delay", "repeat", "lose", "stale", "mend",
+]  # fmt: skip
+# What begins, and what ends it. A clock that has jumped stays so.
+_ENDS: dict[What, What | None] = {
+    "kill": "start", "stop": "go", "cut": "mend", "deafen": "mend", "delay": "mend",
+    "repeat": "mend", "lose": "mend", "stale": "mend", "jump": None,
+}  # fmt: skip
+_LONG = 1e9  # seconds: no clock jumps back so far
+_TAKE_SECONDS = ("delay", "repeat", "jump")
+
+
+T = TypeVar("T")
+Beside = Callable[[Callable[[], None]], None]
 
 
 class Event(NamedTuple):
-    """Something that happens to an island.
+    """Something that happens to an island, to its way to the store, or to its clock.
+
+    What an island writes are its messages, decisions and snapshots, and what it deletes. Whatever
+    "cut" to "stale" have begun lasts until "mend", which ends all of it.
 
     Attributes:
         seconds: when.
         island: its name.
-        what: "kill": its process ends. "start": it joins, and begins if it was not there yet.
-            "cut": it does not reach the store. "mend": it does again. "stop": its process is
-            suspended. "go": it goes on.
+        what:
+            "kill": its process ends. "start": it joins, and begins if it was not there yet.
+            "stop": its process is suspended. "go": it goes on.
+            "cut": it does not reach the store. For a network that is split, cut off all islands of
+            one side.
+            "deafen": the store does what it writes, and it hears an error.
+            "delay": the same, but the store does it `by` seconds later.
+            "repeat": what it writes arrives again, `by` seconds later.
+            "lose": the store says that it has what it writes, and has it not.
+            "stale": what it reads is as it was now, and what it has written itself since.
+            "mend": its way to the store is as it was at first. What is on the way still arrives.
+            "jump": its clock goes forward by `by` seconds, or back if that is below 0.
+        by: seconds, see `what`. Others than "delay", "repeat" and "jump" have none.
     """
 
     seconds: float
     island: str
     what: What
+    by: float = 0.0
+
+
+def random_events(
+    islands: Iterable[str],
+    seconds: float,
+    failures: Mapping[What, float],
+    *,
+    away: float = 60.0,
+    by: float = 30.0,
+    seed: int = 0,
+) -> list[Event]:
+    """Draws events for `simulate`: failures at random, and what ends them.
+
+    Each kind of failure comes to each island by itself, in a Poisson process that pauses while the
+    failure lasts. So several of them may meet.
+
+    Args:
+        islands: their names.
+        seconds: of the simulation. Later events are left out.
+        failures: how often in an hour each kind comes to an island, such as `{"kill": 0.5, "jump":
+            0.1}`. Kinds are those of `Event.what` that begin something.
+        away: mean seconds until "start", "go" or "mend" ends one.
+        by: mean of `Event.by`. A clock jumps forward and back equally often.
+        seed: of the draws. An island's events of a kind do not depend on what else is drawn.
+
+    Raises:
+        ValueError: a kind is unknown or ends something, or a number is negative or not finite.
+
+    Example:
+        >>> events = random_events(["oslo"], 1000.0, {"cut": 2.0}, seed=1)
+        >>> [(round(event.seconds), event.what) for event in events]
+        [(224, 'cut'), (278, 'mend'), (743, 'cut'), (853, 'mend')]
+    """
+    for label, value, least in (
+        ("seconds", seconds, 0.0), ("away", away, 1e-9), ("by", by, 1e-9),
+        *((f"failures[{what!r}]", rate, 0.0) for what, rate in failures.items()),
+    ):  # fmt: skip
+        if not least <= static_float(label, value) < math.inf:
+            raise ValueError(f"{label}={value} must be finite and at least {least:g}")
+    if unknown := [what for what in failures if what not in _ENDS]:
+        raise ValueError(f"failures has {unknown[0]!r}: use {', '.join(_ENDS)}")
+    found = []
+    for name in islands:
+        for what, rate in failures.items():
+            draw = random.Random(f"{seed} {name} {what}")
+            now = draw.expovariate(rate / 3600) if rate else math.inf
+            while now < seconds:
+                late = draw.expovariate(1 / by) if what in _TAKE_SECONDS else 0.0
+                late *= draw.choice((1, -1)) if what == "jump" else 1
+                found.append(Event(now, name, what, late))
+                if (end := _ENDS[what]) is not None:
+                    now += draw.expovariate(1 / away)
+                    found.append(Event(now, name, end))
+                now += draw.expovariate(rate / 3600)
+    return sorted(event for event in found if event.seconds < seconds)
 
 
 class Told(NamedTuple):
@@ -80,29 +166,61 @@ class VirtualStore:
         self._latency, self._bandwidth, self._now = latency, bandwidth, now
         # By folder, so that a listing takes no longer in a longer run.
         self._folders: dict[str, dict[str, tuple[float, bytes]]] = {}
-        self.cut: set[str] = set()
+        # Writes on the way: when they arrive, their number, and what they do then.
+        self._coming: list[tuple[float, int, Callable[[float], Any]]] = []
+        self._numbers = itertools.count()
 
     def create(self, key: str, data: bytes) -> bool:
+        return self.created(self.now(), key, data)
+
+    def get(self, key: str) -> bytes | None:
+        now = self.now()
+        objects, name = self._place(key)
+        seen_at, data = objects.get(name, (math.inf, b""))
+        return data if seen_at <= now else None
+
+    def names(self, folder: str) -> list[str]:
+        now, objects = self.now(), self._folders.get(folder, {})
+        return sorted(name for name, (seen_at, _) in objects.items() if seen_at <= now)
+
+    def delete(self, keys: list[str]) -> None:
+        self.deleted(self.now(), keys)
+
+    def created(self, now: float, key: str, data: bytes) -> bool:
+        """`create`, as a request that has arrived at this time."""
         objects, name = self._place(key)
         if name in objects:
             return False
         delay = self._latency + len(data) / self._bandwidth if key.startswith("messages/") else 0.0
-        objects[name] = self._now() + delay, data
+        objects[name] = now + delay, data
         return True
 
-    def get(self, key: str) -> bytes | None:
-        objects, name = self._place(key)
-        seen_at, data = objects.get(name, (math.inf, b""))
-        return data if seen_at <= self._now() else None
-
-    def names(self, folder: str) -> list[str]:
-        now, objects = self._now(), self._folders.get(folder, {})
-        return sorted(name for name, (seen_at, _) in objects.items() if seen_at <= now)
-
-    def delete(self, keys: list[str]) -> None:
+    def deleted(self, now: float, keys: list[str]) -> None:
+        """`delete`, as a request that has arrived at this time."""
+        del now
         for key in keys:
             objects, name = self._place(key)
             objects.pop(name, None)
+
+    def later(self, seconds: float, write: Callable[[float], Any]) -> None:
+        """Has a request arrive so many seconds later. `write` is given the time then."""
+        at = self.now() + seconds
+        heapq.heappush(self._coming, (at, next(self._numbers), write))
+
+    def now(self) -> float:
+        """The time. Requests that should have arrived until then have."""
+        now = self._now()
+        while self._coming and self._coming[0][0] <= now:
+            at, _, write = heapq.heappop(self._coming)
+            write(at)
+        return now
+
+    def as_now(self) -> "VirtualStore":
+        """A store that shows for ever what this one shows now, and what is created in it."""
+        now = self.now()
+        found = VirtualStore(0.0, math.inf, lambda: now)
+        found._folders = {folder: dict(objects) for folder, objects in self._folders.items()}
+        return found
 
     def _place(self, key: str) -> tuple[dict[str, tuple[float, bytes]], str]:
         folder, _, name = key.rpartition("/")
@@ -114,28 +232,59 @@ class _Link:
 
     def __init__(self, store: VirtualStore, name: str) -> None:
         self._store, self._name = store, name
+        self._faults: dict[What, float] = {}  # with their seconds
+        self._shown: VirtualStore | None = None  # if it reads an old state
         self.requests: collections.Counter[tuple[str, str]] = collections.Counter()
         self.bytes: collections.Counter[tuple[str, str]] = collections.Counter()
 
+    def happens(self, what: What, by: float) -> None:
+        """One of the events from "cut" to "mend"."""
+        if what == "mend":
+            self._faults, self._shown = {}, None
+            return
+        self._faults[what] = by
+        if what == "stale":
+            self._shown = self._store.as_now()
+
     def create(self, key: str, data: bytes) -> bool:
         self._count("create", key, len(data))
-        return self._store.create(key, data)
+
+        def write(now: float) -> bool:
+            is_created = self._store.created(now, key, data)
+            if is_created and self._shown is not None:
+                self._shown.create(key, data)
+            return is_created
+
+        return self._write(write, True)
 
     def get(self, key: str) -> bytes | None:
-        found = self._store.get(key)
+        found = (self._shown or self._store).get(key)
         self._count("get", key, len(found or b""))
         return found
 
     def names(self, folder: str) -> list[str]:
         self._count("names", folder)
-        return self._store.names(folder)
+        return (self._shown or self._store).names(folder)
 
     def delete(self, keys: list[str]) -> None:
         self._count("delete", keys[0] if keys else "")  # all of them in one request
-        self._store.delete(keys)
+        self._write(lambda now: self._store.deleted(now, keys), None)
+
+    def _write(self, write: Callable[[float], T], if_lost: T) -> T:
+        """What the store answers to a write, or what it says if it loses that."""
+        faults, store = self._faults, self._store
+        if "lose" in faults:
+            return if_lost
+        for what in ("repeat", "delay"):
+            if what in faults:
+                store.later(faults[what], write)
+        found = if_lost if "delay" in faults else write(store.now())
+        if "delay" in faults or "deafen" in faults:
+            raise UnreachableError(f"{self._name} does not hear what became of its request")
+        return found
 
     def _count(self, operation: str, key: str, bytes: int = 0) -> None:
-        if self._name in self._store.cut:
+        if "cut" in self._faults:
             raise UnreachableError(f"{self._name} is cut off")
         kind = operation, key.partition("/")[0]
         self.requests[kind] += 1
@@ -146,14 +295,15 @@ class _Island:
     """An island of the simulation, dead or alive.
 
     Args:
-        make: makes its member.
+        make: makes its member. It is given what writes snapshots beside training.
         first: the training state from which it starts.
     """
 
-    def __init__(self, make: Callable[[], Member], first: Any) -> None:
+    def __init__(self, make: Callable[[Beside], Member], first: Any) -> None:
         self._make, self._first = make, first
         self._member: Member | None = None
         self._exchange: Exchange | None = None
+        self._writing: Callable[[], None] | None = None  # of a snapshot that is not there yet
         self._reports: list[Report] = []  # of former lives
         # Steps that no message that counted has, and how many of them the present message has.
         self._owed = self._sent = 0
@@ -174,7 +324,7 @@ class _Island:
         return (*self._reports, *(self._member.reports if self._member else ()))
 
     def start(self) -> None:
-        self._member, self.is_stopped = self._make(), False
+        self._member, self.is_stopped = self._make(self._write), False
 
     def kill(self) -> None:
         if self._member is not None and self._exchange is not None:
@@ -183,7 +333,7 @@ class _Island:
             else:
                 self.left.append((self._member.life, self._exchange.round, self._sent))
         self._reports = list(self.reports)
-        self._member = self.state = self._exchange = None
+        self._member = self.state = self._exchange = self._writing = None
         self._owed = 0
 
     def act(
@@ -191,6 +341,8 @@ class _Island:
     ) -> Literal["step", "wait", "begin"]:
         """Does what is next."""
         assert self._member is not None
+        if self._writing is not None:
+            self._write(self._writing)
         try:
             if self.state is None:
                 self.state = self._member.join(self._first)
@@ -212,6 +364,13 @@ class _Island:
         self.state = self.state._replace(worker=worker, steps=self.state.steps + 1)
         self.steps, self._owed = self.steps + 1, self._owed + 1
         return "step"
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Writes a snapshot. It tries again later, and lets nobody wait for that, as `Writer`."""
+        self._writing = self._writing or write
+        with contextlib.suppress(UnreachableError):
+            self._writing()
+            self._writing = None
 
     def _finish(self, member: Member, state: IslandState, exchange: Exchange) -> None:
         if exchange.counted:
@@ -253,8 +412,8 @@ def simulate(
         seconds: when the simulation ends.
         step_seconds: seconds of a step, for all islands or by name.
         every: see `Islands`.
-        events: what happens to islands. They start at 0, unless "start" is what happens to them
-            first. One that is killed keeps nothing.
+        events: what happens to islands, from a script, or from `random_events`. They start at 0,
+            unless "start" is what happens to them first. One that is killed keeps nothing.
         quorum: see `Islands`.
         grace: see `Islands`.
         overlap: see `Islands`.
@@ -272,8 +431,8 @@ def simulate(
         What became of each island, by name.
 
     Raises:
-        ValueError: an event of an island without batches, before time 0, or of an unknown kind; or
-            several processes of `jax.distributed`.
+        ValueError: an event of an island without batches, before time 0, of an unknown kind, or
+            with a `by` that it has no use for; or several processes of `jax.distributed`.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax, jaxsparse
@@ -296,17 +455,21 @@ def simulate(
             raise ValueError(f"{event} is of no island in batches, or before time 0")
         if event.what not in get_args(What):
             raise ValueError(f"{event}: what happens must be one of {', '.join(get_args(What))}")
+        if event.what not in _TAKE_SECONDS and event.by:
+            raise ValueError(f"{event}: by is for {', '.join(_TAKE_SECONDS)}, so leave it out")
+        if not math.isfinite(event.by) or (event.what != "jump" and event.by < 0):
+            raise ValueError(f"{event}: by must be finite, and at least 0 unless a clock jumps")
     if not isinstance(step_seconds, Mapping):
         step_seconds = dict.fromkeys(batches, step_seconds)
     now = 0.0
-    clock = lambda: now
-    store = VirtualStore(latency, bandwidth, clock)
+    store = VirtualStore(latency, bandwidth, lambda: now)
     arithmetic = Arithmetic(outer, params or params_of, mixing)
-    lives = itertools.count()
-
+    lives, ahead = itertools.count(), dict.fromkeys(batches, 0.0)  # by so much, clocks are
     links = {name: _Link(store, name) for name in batches}
 
-    def member(name: str) -> Member:
+    def member(name: str, beside: Beside) -> Member:
+        own_clock = lambda: now + ahead[name]
+        # As in a real run, lives are in the order of clocks, which may not be that of lives.
         return Member(
             arithmetic,
             links[name],
@@ -316,47 +479,50 @@ def simulate(
             snapshots=snapshots,
             round_seconds=round_seconds,
             late_decay=late_decay,
-            clock=clock,
-            new_life=lambda: f"{next(lives):08d}",
+            clock=own_clock,
+            beside=beside,
+            new_life=lambda: f"{int(1e3 * (own_clock() + _LONG)):016d}-{next(lives)}",
         )
 
     islands = {name: _Island(functools.partial(member, name), state) for name in batches}
     turns = dict.fromkeys(batches, 0)  # the number of each one's next action; others are off
     numbers = itertools.count()  # of things at one time, the first that was planned comes first
-    queue: list[tuple[float, int, str, What | int]] = []
+    queue: list[tuple[float, int, str, Event | int]] = []
 
-    def plan(seconds: float, name: str, what: What | None = None) -> None:
+    def plan(seconds: float, name: str, event: Event | None = None) -> None:
         """An event, or the next action of an island in place of the one that was planned."""
-        if what is None:
+        if event is None:
             turns[name] += 1
-        heapq.heappush(queue, (seconds, next(numbers), name, what or turns[name]))
+        heapq.heappush(queue, (seconds, next(numbers), name, event or turns[name]))
 
     first = {event.island: event.what for event in reversed(events)}
     for name in batches:
         if first.get(name) != "start":
-            plan(0.0, name, "start")
+            plan(0.0, name, Event(0.0, name, "start"))
     for event in events:
-        plan(event.seconds, event.island, event.what)
+        plan(event.seconds, event.island, event)
     takes = lambda name: {"step": step_seconds[name], "wait": poll, "begin": 0.0}
     while queue and queue[0][0] <= seconds:
-        now, _, name, what = heapq.heappop(queue)
+        now, _, name, next_ = heapq.heappop(queue)
         one = islands[name]
-        match what:
-            case "start" if not one.is_alive:
-                one.start()
-                plan(now + start_seconds, name)
-            case "kill":
+        match next_:
+            case Event(what="start"):
+                if not one.is_alive:
+                    one.start()
+                    plan(now + start_seconds, name)
+            case Event(what="kill"):
                 one.kill()
-            case "cut":
-                store.cut.add(name)
-            case "mend":
-                store.cut.discard(name)
-            case "stop":
+            case Event(what="stop"):
                 one.is_stopped = True
-            case "go" if one.is_stopped:
-                one.is_stopped = False
-                plan(now, name)
-            case int() if what == turns[name] and one.is_alive and not one.is_stopped:
+            case Event(what="go"):
+                if one.is_stopped:
+                    one.is_stopped = False
+                    plan(now, name)
+            case Event(what="jump"):
+                ahead[name] += next_.by
+            case Event():
+                links[name].happens(next_.what, next_.by)
+            case int() if next_ == turns[name] and one.is_alive and not one.is_stopped:
                 did = one.act(step, batches[name], every, overlap)
                 one.waited += poll if did == "wait" else 0.0
                 plan(now + takes(name)[did], name)

@@ -2,6 +2,10 @@
 
 An object is created once and never changed. Whoever creates it first is right, and all others read
 what stands there. Folders, S3, GCS and Azure do that atomically, and so do servers that speak S3.
+
+What the protocol needs of a store: one `create` of a key succeeds, and who reads after it finds the
+object. It does not need to hear whether its own `create` succeeded: it reads what stands there.
+`docs/islands.md` says what stores promise, and what happens if one does less.
 """
 
 import contextlib
@@ -28,7 +32,10 @@ class Objects(Protocol):
     """
 
     def create(self, key: str, data: bytes) -> bool:
-        """Keeps `data` under a key, unless there is an object already. Returns whether it did."""
+        """Keeps `data` under a key, unless there is an object already. Returns whether it did.
+
+        False says that there is an object. It may be this caller's own, of an earlier attempt.
+        """
 
     def get(self, key: str) -> bytes | None:
         """The object under a key, or None."""
@@ -46,7 +53,8 @@ class Store:
     Args:
         url: a folder, as a path or as "file:///...", "memory://" for tests in one process, or a
             bucket and a prefix: "s3://bucket/run-7", "gs://bucket/run-7", "az://container/run-7".
-            Each run has a prefix of its own. Nothing outside of it is read or written.
+            Each run has a prefix of its own. Nothing outside of it is read or written. Mount a
+            folder on NFS with `noac`, so that it shows what others have written.
         options: what `obstore.store.from_url` takes besides, such as `region=`, `config=`,
             `client_options=`, `credential_provider=`. Credentials are found as obstore finds them,
             and never shown.
@@ -108,9 +116,16 @@ class Store:
 
     def create(self, key: str, data: bytes) -> bool:
         """See `Objects`."""
+        errors = self._obstore.exceptions
         try:
             self._tried(self._obstore.put, key, data, mode="create", use_multipart=False)
-        except self._obstore.exceptions.AlreadyExistsError:
+        except (errors.AlreadyExistsError, errors.PreconditionError):
+            # S3 answers 409 for "try again", too, if a delete or another create came between
+            # (ConditionalRequestConflict). obstore makes one error of 409 and 412.
+            try:
+                self._tried(self._obstore.head, key)
+            except FileNotFoundError:
+                raise UnreachableError(f"{self} did not take {key!r}, which is not there") from None
             return False
         except FileNotFoundError as error:
             raise ValueError(f"{self} is not there: {_first_line(error)}") from None
@@ -141,7 +156,7 @@ class Store:
         errors = self._obstore.exceptions
         try:
             return operation(self._store, *args, **options)
-        except (errors.AlreadyExistsError, FileNotFoundError):
+        except (errors.AlreadyExistsError, errors.PreconditionError, FileNotFoundError):
             raise
         except self._final as error:
             raise PermissionError(f"{self} refuses {args[0]!r}: {_first_line(error)}") from None

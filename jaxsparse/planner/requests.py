@@ -119,12 +119,12 @@ def of_a_round(islands: int, sizes: Objects, *, snapshots: int, looks: float) ->
     listed = looks * (2 * N - 1) / 3 + 2
     lists = min(2, N) / (N * S)
     return (
-        # Before its message, looks in vain, one that finds a decision or is followed by making it,
-        # and one whether the others are ahead.
+        # Before its message, looks in vain, one that finds a decision, and one whether the others
+        # are ahead. One that decides has looked in vain once more.
         Item(
             "get decisions",
-            looks + 3,
-            received=(N - 1) / N * sizes.decision + (looks + 2 + 1 / N) * NOT_THERE,
+            looks + 3 + 1 / N,
+            received=sizes.decision + (looks + 2 + 1 / N) * NOT_THERE,
         ),
         Item("names messages", looks + 2 / N, received=listed * LISTED),
         Item("create messages", 1, sent=sizes.message),
