@@ -199,7 +199,7 @@ def print_variants(name: str, script: str, variants: list[str], steps: int) -> b
             *(f"{x:,.0f} |" for x in moved),
         )
         is_good &= variant in UNLIKE or far <= TOLERANCE
-    for variant in small.keys() & NEVER_STOPPED.keys():
+    for variant in (v for v in variants if v in NEVER_STOPPED and v in small):
         if (other := small.get(like[variant])) is not None:
             far = furthest(small[variant].losses, other.losses)
             last = f"last loss {other.losses[-1]:.6f}, {far:.1e}"
