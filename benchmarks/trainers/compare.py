@@ -90,9 +90,15 @@ def _started(
     Raises:
         RuntimeError: the program failed.
     """
-    flags = f"--xla_dump_to={dumps} --xla_dump_hlo_as_text" if dumps else ""
+    flags = ["--xla_force_host_platform_device_count=8"]
+    # On a busy machine a device may reach a collective later than the 40 s after which XLA ends.
+    flags += ["--xla_cpu_collective_call_terminate_timeout_seconds=600"]
+    flags += [f"--xla_dump_to={dumps} --xla_dump_hlo_as_text"] if dumps else []
     env = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count=8 {flags}",
+        "XLA_FLAGS": " ".join(flags),
+        # Threads of XLA. With one a device, collectives that do not depend on each other can wait
+        # in all of them for partners that then have none.
+        "NPROC": "64",
         "JAX_PLATFORMS": "cpu",
         "STEPS": str(steps),
         "DENSITY": str(density),
