@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from workers import some
 
 import jaxsparse
 from jaxsparse import data_parallel, shard
@@ -132,6 +133,68 @@ def test_the_axis_is_taken_out(case, check):
         found = run(x)
     np.testing.assert_array_equal(found["sum"], x.reshape(workers, -1).sum(1))
     np.testing.assert_array_equal(found["axis"], np.arange(workers))
+
+
+# How a mesh has its axes, the step runs, and shardings are written: bare, of the whole mesh, or of
+# the worker's, on which the workers' axis is manual.
+WAYS = [
+    (AxisType.Auto, "vmap", "bare"),
+    (AxisType.Auto, "vmap", "whole"),
+    (AxisType.Auto, None, "bare"),  # for a shard_map of some axes, vmap does not serve
+    (AxisType.Auto, "shard_map", "bare"),
+    (AxisType.Auto, "shard_map", "whole"),
+    (AxisType.Auto, "shard_map", "own"),
+    (AxisType.Explicit, "shard_map", "bare"),
+    (AxisType.Explicit, "shard_map", "own"),
+]
+DEFAULT_WAYS = [WAYS[1], WAYS[2], WAYS[7]]
+
+
+@pytest.mark.parametrize("way", some(WAYS, DEFAULT_WAYS), ids=lambda way: "-".join(map(str, way)))
+def test_a_model_that_holds_its_mesh_gives_equal_numbers(way):
+    """Models for jax.jit hold a mesh, for constraints, products and a shard_map of their own."""
+    kind, via, written = way
+    names, is_explicit = ("data", "fsdp"), kind == AxisType.Explicit
+    devices = jax.devices()[:4]
+    where = jax.make_mesh((2, 2), names, axis_types=(kind,) * 2, devices=devices)
+    refuses = written == "bare" and via != "vmap"  # see the docstring of data_parallel
+    rows = P("fsdp" if is_explicit or written == "own" or refuses else names)
+    to = jax.reshard if is_explicit else jax.lax.with_sharding_constraint
+
+    def loss_of(params, x):
+        types = jax.sharding.get_abstract_mesh().axis_types
+        own = where if written == "whole" else Mesh(where.devices, names, axis_types=types)
+        sharding = rows if written == "bare" else NamedSharding(own, rows)
+        out = {"out_sharding": sharding} if is_explicit else {}
+        product = lambda x, w: to(jnp.einsum("bi,ij->bj", x, w, **out), sharding)
+        x, _ = jax.lax.scan(lambda x, w: (product(x, w), None), to(x, sharding), params["a"])
+        if (via, written) == ("shard_map", "whole"):  # JAX refuses a shard_map of this mesh
+            x = jnp.tanh(x)
+        else:
+            options = {} if written == "bare" else {"mesh": own}
+            options |= {"axis_names": {"fsdp"}} if via is None else {}
+            x = jax.shard_map(jnp.tanh, in_specs=P("fsdp"), out_specs=P("fsdp"), **options)(x)
+        return jnp.mean(product(x, params["b"]) ** 2)
+
+    def step(params, state, x):
+        loss, grads = jax.value_and_grad(loss_of)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return updates, state, jax.lax.pmean(loss, "data")
+
+    start = {"a": np.stack([START["a"], START["b"]]), "b": START["c"]}
+    specs = {"a": P(None, None, "fsdp"), "b": P(None, "fsdp")}
+    put = lambda x, spec: jax.device_put(x, NamedSharding(where, spec))
+    params = {name: put(x, P() if is_explicit else specs[name]) for name, x in start.items()}
+    tx = jaxsparse.top_k(1.0, is_dense=lambda *_: False)
+    with jax.set_mesh(where):
+        x = put(INPUTS[:8], P(names))
+        state = shard(tx.init(params), where)
+        updates, _, loss = data_parallel(step, where, via=via, batch_argnums=2)(params, state, x)
+    of_one = lambda p: jnp.mean((jnp.tanh(INPUTS[:8] @ p["a"][0] @ p["a"][1]) @ p["b"]) ** 2)
+    expected, gradient = jax.value_and_grad(of_one)(start)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for name in start:
+        np.testing.assert_allclose(updates[name], gradient[name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_program_that_is_called_often_stays_one():

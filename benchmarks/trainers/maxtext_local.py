@@ -29,7 +29,7 @@ SETTINGS = maxtext_tiny.SETTINGS | {
 }
 SETTINGS |= maxtext_tiny.VARIANTS[VARIANT]
 
-SETTINGS["enable_diloco"] = False  # +
+SETTINGS |= {"enable_diloco": False} | maxtext_tiny.APART  # +
 sent = jaxsparse.spardl(DENSITY, axis_name="diloco")  # +
 how = {"axis_name": "diloco", "outer": jaxsparse.outer.diloco(0.3, 0.9, exchange=sent)}  # +
 how["params"] = lambda state: train.nnx.filter_state(state, train.nnx.Param)  # +
@@ -37,7 +37,12 @@ how |= {"every": 5, "outputs": (None, lambda path: "sum" if "weights" in path el
 plain = lambda *a: lambda *b: a[5](a[1], a[0], a[3], a[6], *b)  # +
 train_utils.jit_train_step = lambda *a, mesh: jaxsparse.LocalSteps(plain(*a), mesh=mesh, **how)  # +
 
-if VARIANT == "resumed":
+if VARIANT in ("streaming", "streaming_resumed"):
+    SETTINGS["enable_streaming_diloco"] = False
+    split = lambda path: int("layers" in path)
+    how |= {"every": 4, "streaming": jaxsparse.outer.Streaming(2, 1, mixing=0.5, split=split)}
+
+if VARIANT in ("resumed", "streaming_resumed"):
     SETTINGS["enable_checkpointing"] = False
     how["count"] = lambda state: state.optimizer.step.get_value()
     store = ocp.CheckpointManager(tempfile.mkdtemp())

@@ -1,7 +1,8 @@
 """A tiny model of MaxText's on eight emulated devices, its losses, and variants of its training.
 
 `run` starts MaxText's training loop for the scripts beside this one, which add lines of their own
-first. As a program, `python maxtext_tiny.py SCRIPT VARIANT...` runs a script in each variant.
+first. As a program, `python maxtext_tiny.py SCRIPT VARIANT...` runs a script in each variant, and
+sorts the programs that XLA dumps into folders of variants.
 """
 
 import os
@@ -20,6 +21,7 @@ from maxtext.trainers.pre_train import train
 from maxtext.utils import train_utils
 
 STEPS = int(os.environ.get("STEPS", "10"))
+DUMPS = os.environ.get("DUMPS") and Path(os.environ["DUMPS"])  # where XLA writes its programs
 SETTINGS = {
     "run_name": "tiny",
     "hardware": "cpu",
@@ -49,6 +51,15 @@ SETTINGS = {
 }
 EXPERTS = {"decoder_block": "mixtral", "base_moe_mlp_dim": 128, "num_experts": 4}
 EXPERTS |= {"num_experts_per_tok": 2, "sparse_matmul": False, "megablox": False}
+# Rows are cut over "diloco", too, which nothing else of MaxText names.
+APART = {
+    "ici_diloco_parallelism": 2,
+    "logical_axis_rules": [["rows", ["diloco", "data", "fsdp"]]],
+    "input_data_sharding_logical_axes": ["rows", "activation_norm_length"],
+}
+STREAMING = {"diloco_sync_period": 4, "enable_streaming_diloco": True, "num_diloco_fragments": 2}
+STREAMING |= {"num_communication_overlapping_steps": 1, "communication_overlapping_alpha": 0.5}
+RESUMED = {"enable_checkpointing": True}  # stops after a third of the steps, and goes on
 VARIANTS = {
     "plain": {},
     "accumulation": {"gradient_accumulation_steps": 2},
@@ -56,17 +67,15 @@ VARIANTS = {
     "remat": {"remat_policy": "minimal"},
     "experts": EXPERTS,
     "balance": EXPERTS | {"load_balance_loss_weight": 0.01},
+    "ragged": EXPERTS | {"sparse_matmul": True},
+    "explicit": {"shard_mode": "explicit"},
     "dropout": {"dropout_rate": 0.1},
-    # Two slices of two devices each, which average inside. Rows are cut over both.
-    "slices": {
-        "ici_diloco_parallelism": 2,
-        "ici_tensor_parallelism": 1,
-        "logical_axis_rules": [["rows", ["diloco", "data", "fsdp"]]],
-        "input_data_sharding_logical_axes": ["rows", "activation_norm_length"],
-    },
+    "slices": APART | {"ici_tensor_parallelism": 1},  # of two devices, which average inside
     "tokens": {},  # the first half of the rows has a quarter of the tokens
     "evaluation": {"eval_interval": 1, "eval_steps": 1},  # its losses stand for the losses
-    "resumed": {"enable_checkpointing": True},  # stops after a third of the steps, and goes on
+    "resumed": RESUMED,
+    "streaming": STREAMING,
+    "streaming_resumed": STREAMING | RESUMED,
 }
 # Names of these are replaced by the scripts.
 PATCHED = checkpointing, optimizers, train, train_utils
@@ -94,11 +103,11 @@ def run(settings: dict, variant: str = "plain") -> None:
     config = os.path.join(os.path.dirname(maxtext.__file__), "configs", "base.yml")
     with tempfile.TemporaryDirectory() as folder:
         settings = settings | {"base_output_directory": folder}
-        for steps in (STEPS // 3, STEPS) if variant == "resumed" else (STEPS,):
+        for steps in (STEPS // 3, STEPS) if variant.endswith("resumed") else (STEPS,):
             arguments = (f"{key}={value}" for key, value in settings.items())
             train.main(["", config, *arguments, f"steps={steps}"])
     is_same = lambda a, b: a[1].is_equivalent_to(b[1], a[0])
-    is_pair = lambda x: isinstance(x, tuple)
+    is_pair = lambda x: type(x) is tuple and isinstance(x[0], int)
     assert jax.tree.all(jax.tree.map(is_same, placed[0], placed[-1], is_leaf=is_pair))
     for i, metrics in enumerate(shown, start=1):
         # MaxText's DiLoCo shows the loss of one island as that of all.
@@ -127,6 +136,10 @@ def main() -> None:
             exec(script, {"__name__": variant, "VARIANT": variant})
         except Exception as error:  # the others run, and this one has no losses
             print("failed", variant, f"{type(error).__name__}: {error}", flush=True)
+        if DUMPS:
+            (DUMPS / variant).mkdir()
+            for file in DUMPS.glob("*after_optimizations.txt"):
+                file.rename(DUMPS / variant / file.name)
         for module, names in zip(PATCHED, own):
             for name, value in names.items():
                 if vars(module).get(name) is not value:

@@ -5,6 +5,7 @@ the hosts, and so do the blocks of variants. `compare.py` runs the script with t
 them.
 """
 
+import functools
 import os
 
 import jax
@@ -28,7 +29,28 @@ said = (None, lambda path: "sum" if "weights" in path else "mean")  # +
 run = lambda step, mesh: jaxsparse.data_parallel(step, mesh, outputs=said)  # +
 train.train_step = lambda *a: run(lambda *b: old(*a[:4], *b), a[2].optimizer.step.mesh)(*a[4:])  # +
 
-if VARIANT == "slices":
+if VARIANT in ("ragged", "explicit"):
+    SETTINGS |= maxtext_tiny.APART | {"ici_data_parallelism": 1}
+    step = old
+
+    def inside(x):
+        """A value with a worker's mesh in the place of the whole one."""
+        if isinstance(x, functools.partial):
+            named = {name: inside(value) for name, value in x.keywords.items()}
+            return functools.partial(x.func, *x.args, **named)
+        types = jax.sharding.get_abstract_mesh().axis_types
+        is_mesh = isinstance(x, jax.sharding.Mesh)
+        return jax.sharding.Mesh(x.devices, x.axis_names, axis_types=types) if is_mesh else x
+
+    def old(graph, *a):
+        model = nnx.merge(graph, a[3])
+        for _, node in nnx.iter_graph(model):
+            if isinstance(node, nnx.Module):
+                vars(node).update({name: inside(value) for name, value in vars(node).items()})
+        return step(nnx.graphdef(model), *a)
+
+
+if VARIANT in ("slices", "ragged", "explicit"):
     axis = {"axis_name": "diloco"}
     tx = lambda m, s: (
         jaxsparse.spardl(DENSITY, mesh=m, specs=s, **axis),

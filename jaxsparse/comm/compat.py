@@ -112,6 +112,12 @@ def axes_of(parameters: dict[str, Any]) -> tuple[str, ...]:
     return tuple(named)
 
 
+def manual_axes_of(parameters: dict[str, Any]) -> frozenset[str]:
+    """The axes that a `jax.shard_map` makes manual, from its parameters in a program."""
+    names = ("newly_manual_axes", "manual_axes")  # JAX 0.10.0 has the second
+    return frozenset(next(parameters[name] for name in names if name in parameters))
+
+
 def name_stack(equation: Any) -> str:
     """The scopes of an equation, as compiled programs show them."""
     return str(getattr(equation.source_info, "name_stack", ""))

@@ -68,13 +68,18 @@ def data_parallel(
 
     - via="vmap" maps `step` over the workers with `jax.vmap`. It does not serve convolutions, whose
       weight gradients JAX would gather across workers, nor operations without a rule for vmap, nor
-      Explicit axes. XLA moves an embedding table across workers if its columns are sharded over
-      the axis that shares a worker's batch: shard its rows over this axis, or constrain it to be
-      whole along its columns before the lookup.
-    - via="shard_map" makes `axis_name` alone manual. With two or more other axes, XLA (jaxlib 0.10
-      to 0.12, on CPU) ends the process with "Check failed: partition_group_list" on an embedding
-      lookup `table[tokens]` in a table whose columns are sharded. `jax.nn.one_hot(tokens, n) @
-      table` and `jax.lax.with_sharding_constraint(table, PartitionSpec())` avoid that.
+      a `jax.shard_map` of some axes only (`axis_names`), nor Explicit axes. XLA moves an embedding
+      table across workers if its columns are sharded over the axis that shares a worker's batch:
+      shard its rows over this axis, or constrain it to be whole along its columns before the
+      lookup.
+    - via="shard_map" makes `axis_name` alone manual. Inside, JAX takes no `jax.shard_map` of the
+      whole mesh, and on Explicit axes no sharding of it. Give `PartitionSpec`s without `axis_name`,
+      and `jax.shard_map` no mesh. A model that holds a mesh takes this one inside the step:
+      `Mesh(mesh.devices, mesh.axis_names, axis_types=jax.sharding.get_abstract_mesh().axis_types)`.
+      With two or more other axes, XLA (jaxlib 0.10 to 0.12, on CPU) ends the process with "Check
+      failed: partition_group_list" on an embedding lookup `table[tokens]` in a table whose columns
+      are sharded. `jax.nn.one_hot(tokens, n) @ table` and
+      `jax.lax.with_sharding_constraint(table, PartitionSpec())` avoid that.
 
     The default is "shard_map" where "vmap" does not serve, and "vmap" elsewhere.
 
@@ -174,7 +179,7 @@ def data_parallel(
             program, problem = _traced(body, workers, whole, axis_name, args, is_split, check)
             if isinstance(problem, WorkersError) and check:
                 raise problem
-            serves = program is not None and not _convolves(program)
+            serves = program is not None and _serves_vmap(program, axis_name)
             chosen = chosen or ("vmap" if serves else "shard_map")
         if whole is not None and (program is None or constrains(program, axis_name)):
             rewritten = without_axis(one, axis_name, is_manual=not inner)
@@ -271,9 +276,12 @@ def _explained(axis_name: str) -> Iterator[None]:
             )
         if "context mesh" in str(error).lower() and "Manual" in str(error):
             error.add_note(
-                f"On a mesh with Explicit axes, {axis_name!r} is Manual inside a step of "
-                "jaxsparse.data_parallel, so that JAX refuses shardings of the whole mesh there: "
-                f"make the mesh of Auto axes, or give PartitionSpecs without {axis_name!r}"
+                f"{axis_name!r} is Manual inside this step of jaxsparse.data_parallel. There JAX "
+                "refuses a jax.shard_map of the whole mesh, and on Explicit axes its shardings: "
+                f"give PartitionSpecs without {axis_name!r}, and jax.shard_map no mesh. A model "
+                "that holds a mesh takes Mesh(mesh.devices, mesh.axis_names, axis_types="
+                "jax.sharding.get_abstract_mesh().axis_types) inside the step. Or make the mesh of "
+                "Auto axes, whose constraints may be of the whole mesh"
             )
         raise
 
@@ -389,10 +397,17 @@ def _traced(
     return program, next((p for p in how.problems.values() if p is not None), None)
 
 
-def _convolves(program: Jaxpr) -> bool:
-    return any(
-        equation.primitive.name == "conv_general_dilated"
-        or any(map(_convolves, compat.inner_programs(equation.params)))
+def _serves_vmap(program: Jaxpr, axis_name: str) -> bool:
+    """Whether a program has no operation that `jax.vmap` does not serve (see `data_parallel`)."""
+
+    def serves(equation: Any) -> bool:
+        if equation.primitive.name == "shard_map":
+            return axis_name in compat.manual_axes_of(equation.params)
+        return equation.primitive.name != "conv_general_dilated"
+
+    return all(
+        serves(equation)
+        and all(_serves_vmap(p, axis_name) for p in compat.inner_programs(equation.params))
         for equation in program.eqns
     )
 
