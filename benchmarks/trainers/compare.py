@@ -41,6 +41,7 @@ MESHES = {
     "linen_lm": _GRID,
     "tunix_qwen3": _GRID,
     "equinox_lm": AbstractMesh((8,), ("hosts",)),
+    "kauldron_tiny": AbstractMesh((8,), ("devices",)),
     "keras_fit": AbstractMesh((2, 4), ("hosts", "model")),
     "maxtext_train": AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor")),
     "maxtext_updates": AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor")),
