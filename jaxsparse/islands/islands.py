@@ -18,7 +18,7 @@ from jaxsparse.islands.lead import led
 from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
-from jaxsparse.islands.threads import Running, Writer
+from jaxsparse.islands.threads import Running, Writer, longer
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step, stepped
 
@@ -262,7 +262,7 @@ class Islands:
         if self._running is not None:
             self._running.stop()
             self._running = None
-        began, is_told = time.monotonic(), False
+        began, is_told, wait = time.monotonic(), False, self._poll
         while True:
             try:
                 joined = self._member.join(state, self._settings)
@@ -276,7 +276,8 @@ class Islands:
                     is_told = True
                 if led(lambda: time.monotonic() - began > self._patience):
                     raise
-                time.sleep(self._poll)
+                wait = longer(wait)
+                time.sleep(wait)
             else:
                 self._round = joined.round
                 return joined
