@@ -1419,6 +1419,32 @@ def test_an_island_has_seconds_to_leave():
     assert len(link.names("messages/00000000")) == 1  # which counts once there is another
 
 
+def test_who_joins_again_waits_for_the_thread_that_it_left():
+    """Else that would send the message of one life in the name of the next."""
+    store, may = reference.Memory(), threading.Event()
+    get = store.get
+
+    def get_when_it_may(key):
+        if threading.current_thread().name == "islands":
+            may.wait(60)
+        return get(key)
+
+    store.get = get_when_it_may
+    train = trainer(store, "one", overlap=1, grace=0.0)
+    state = train.join((jnp.zeros(8),))
+    for _ in range(2):  # the second one begins an exchange in a thread
+        state, _ = train(state, jnp.ones(8))
+    former = train.status().life
+    with pytest.warns(UserWarning, match="one leaves in round 0"):
+        left = train.leave(state, patience=0.1)
+    threading.Timer(0.3, may.set).start()
+    with warnings.catch_warnings(action="ignore"):  # what is left was sent, if that came in time
+        train.join(left)
+    may.wait(60)
+    (sent,) = store.names("messages/00000000")
+    assert sent == f"one.{former}"
+
+
 def test_joining_waits_for_the_store():
     link = reference.Link(reference.Memory())
     link.fault = "down"

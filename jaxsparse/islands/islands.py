@@ -228,6 +228,7 @@ class Islands:
             beside=self._writer.start,
         )
         self._running: Running | None = None
+        self._left: Running | None = None  # what `leave` did not wait for
         self._waiting = 0.0
         self._round = 0
         self._loss_of, self._losses = loss, _Losses()
@@ -259,9 +260,10 @@ class Islands:
             ValueError: see `Islands`.
             ConnectionError: the store does not answer for `patience` seconds.
         """
-        if self._running is not None:
-            self._running.stop()
-            self._running = None
+        for former in (self._running, self._left):
+            if former is not None:
+                former.stop()  # else it would go on in the name of the new life
+        self._running = self._left = None
         began, is_told, wait = time.monotonic(), False, self._poll
         while True:
             try:
@@ -361,7 +363,7 @@ class Islands:
             state = self._arrived(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
             self._running.stop(left())
-            self._running = None
+            self._left, self._running = self._running, None
             # Another message of this life in this round would not be sent.
             self._member.joined_in = None
             warnings.warn(

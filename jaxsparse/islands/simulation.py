@@ -87,7 +87,7 @@ def random_events(
     """Draws events for `simulate`: failures at random, and what ends them.
 
     Each kind of failure comes to each island by itself, in a Poisson process that pauses while the
-    failure lasts. So several of them may meet.
+    failure lasts. So several of them may meet. Then the first "mend" ends all that it can end.
 
     Args:
         islands: their names.
