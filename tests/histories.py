@@ -108,7 +108,7 @@ class History(RuleBasedStateMachine):
         if saved is not None and any(
             NAMES[i] in self.ledger.members(round) for round in range(saved.round, now)
         ):
-            owed, weight = 0.0, 0.0  # some of it was sent
+            owed, weight, saved = 0.0, 0.0, None  # some of it was sent
         island.owed, island.weight = np.zeros(reference.SIZE) + owed, weight
         island.beside, island.weight_beside = np.zeros(reference.SIZE), 0.0
         island.settled = now
@@ -171,6 +171,7 @@ class History(RuleBasedStateMachine):
                 # A former life sent this after the state was saved. What was saved is dropped, and
                 # what was moved in this round, too.
                 island.owed, island.weight = island.beside, island.weight_beside
+                island.is_restored = False
         island.settled = island.state.round
         self.balance(island)
 

@@ -251,7 +251,7 @@ def lives_share_a_name(patch, programs):
 
 
 def saved_is_owed_still(patch, programs):
-    patch(exchange.Exchange, "_without_sent", lambda self, decision, shared: shared)
+    patch(exchange.Exchange, "_was_sent_in", lambda self, decision: False)
 
 
 def saved_is_owed_still_after_a_sleep(patch, programs):

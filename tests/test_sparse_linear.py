@@ -340,6 +340,7 @@ def test_processes_train_as_the_devices_of_one(tmp_path):
     for a, b in zip(found, expected, strict=True):
         assert a["test_accuracy"] == b["test_accuracy"]
         assert a["received_bytes"] == b["received_bytes"] > 0
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-4)
     assert "| ms a step |" in (tmp_path / "two" / "results.md").read_text()
     assert "ms a step" not in (tmp_path / "one" / "results.md").read_text()
 

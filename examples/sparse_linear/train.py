@@ -24,6 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import Progress
@@ -119,7 +120,7 @@ def train(
         batch = placed(rows, split)
         began = time.perf_counter()
         weights, loss, overflow = step(weights, batch)
-        # That of this process's workers. It waits: queued steps may deadlock.
+        # Of this process's workers, until the end. It waits: queued steps may deadlock.
         losses.append(float(np.mean([own.data for own in loss.value.addressable_shards])))
         seconds.append(time.perf_counter() - began)
         if int(overflow):
@@ -131,12 +132,14 @@ def train(
     trained = np.asarray(weights)
     test = task.dataset.test
     guesses = models.predicted(test.features @ trained.reshape(-1, task.columns))
-    points, means = zip(*curve)
+    points, own = zip(*curve)
+    # Processes have equally many workers.
+    means = multihost_utils.process_allgather(np.array(own)).reshape(-1, len(own)).mean(0)
     return results.Run(
         model=task.model,
         exchange=name,
         steps=np.array(points),
-        loss=np.array(means),
+        loss=means,
         accuracy=float(np.mean(guesses == test.labels)),
         payload=moved.payload,
         received=moved.received,
@@ -284,7 +287,13 @@ def flags() -> argparse.ArgumentParser:
         metavar="D",
         help="to hash trigrams to (default: 2^18)",
     )
-    add("--workers", type=number(int, 1, 9), default=8, metavar="W", help="1 to 8 (default: 8)")
+    add(
+        "--workers",
+        type=number(int, 1, 9),
+        default=8,
+        metavar="W",
+        help="1 to 8 (default: 8). In several processes, the number of their devices",
+    )
     add(
         "--batch-size",
         type=number(int, 1),

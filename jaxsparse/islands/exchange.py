@@ -23,7 +23,7 @@ from jaxsparse.islands.arithmetic import Begun, Shared, merged, own_leaves, plac
 from jaxsparse.islands.lead import gathered, led, spread
 from jaxsparse.islands.records import Decision
 from jaxsparse.islands.rounds import GoneError
-from jaxsparse.islands.store import UnreachableError
+from jaxsparse.islands.store import UnreachableError, not_shown
 
 if TYPE_CHECKING:
     from jaxsparse.islands.member import Member
@@ -105,6 +105,7 @@ class Exchange:
         self.counted = self.was_sent = self.is_done = False
         self._words: np.ndarray | None = None  # of its message, on the host
         self._posted_at: float | None = None
+        self._post_after = 0.0  # so many seconds, it posts again if the store does not show it
         # What this process has seen of the round, if it asks the store.
         self._seen: tuple[Decision, float | None] | None = None
         self._read: tuple[int, list[np.ndarray]] | None = None  # of a round, messages that count
@@ -119,7 +120,8 @@ class Exchange:
         """Goes on as far as it can without waiting for others. Returns whether it is done.
 
         Raises:
-            UnreachableError: the store did not answer, or shows neither a message that counts nor a
+            UnreachableError: the store did not answer, or does not show what must be there: this
+                island's own message after the grace, its decision, or a message that counts and no
                 snapshot after it. Call it again.
         """
         if self._snapshot is not None:
@@ -174,7 +176,7 @@ class Exchange:
             if (decision := rounds.decided(self.round)) is not None:
                 return decision, None
             self._post()
-            self._posted_at = clock()
+            self._posted_at, self._post_after = clock(), rounds.grace
         waited = clock() - self._posted_at
         # What is late stands at the start of a round: others have their steps before them, and are
         # given the time that its own took.
@@ -182,9 +184,12 @@ class Exchange:
         decision = rounds.advance(self.round, waited - own_steps)
         if decision is not None:
             return decision, waited
-        if waited >= rounds.grace and not rounds.is_listed:
-            self._post()  # the store said that it has it, and does not show it
-        return None
+        if waited < rounds.grace or rounds.is_listed:
+            return None
+        if waited >= self._post_after:
+            self._post_after = 2 * waited + 1.0  # messages are large: a few times, and not always
+            self._post()
+        raise not_shown(self._member.store, f"the message of round {self.round} that it was given")
 
     def _post(self) -> None:
         assert self._words is not None
@@ -227,13 +232,14 @@ class Exchange:
             applied = bool(ok)
         if begun is None or not counts:
             after = merged(after, member.arithmetic.owed(half, before))
-        after = self._without_sent(decision, after)
+        if was_sent := self._was_sent_in(decision):
+            after = member.arithmetic.without_debts(after)
         if decision.members and decision.digest != self._digest_now():
             found = self._reloaded(decision, after)
             if found is not None:
-                self._go_to(*found, counts, begun)
+                self._go_to(*found, counts, begun, was_sent)
                 return
-        self._go_to(_placed(after, before), decision.round + 1, counts, begun)
+        self._go_to(_placed(after, before), decision.round + 1, counts, begun, was_sent)
         report = Report(
             decision.round,
             tuple(decision.lives),
@@ -254,7 +260,9 @@ class Exchange:
         """What of the weight of its steps its next message has."""
         return 0.0 if self.counted or self.was_sent else self.weight
 
-    def _go_to(self, shared: Shared, round: int, counts: bool, begun: Begun | None) -> None:
+    def _go_to(
+        self, shared: Shared, round: int, counts: bool, begun: Begun | None, was_sent: bool
+    ) -> None:
         """Begins a round. Notes what became of its own message, if the last one was its round.
 
         Nothing can fail from here on, so that what is owed fades once for each round. Rounds that
@@ -267,32 +275,35 @@ class Exchange:
             self.weight *= factor
         self.shared, self.round, self._digest = shared, round, None
         self._seen = self._read = None
+        if was_sent:
+            self.was_sent, self._member.is_restored = True, False
         if begun is not None:
             self.counted, self._is_settled = counts, True
             self._member.has_counted |= counts
 
-    def _without_sent(self, decision: Decision, shared: Shared) -> Shared:
-        """`shared`, without debts of a saved state that a former life has sent since."""
+    def _was_sent_in(self, decision: Decision) -> bool:
+        """Whether a former life has sent in this round what the saved state owes."""
         member = self._member
-        if decision.lives.get(member.name, member.life) == member.life:
-            return shared
+        # Rounds are replayed, if the island had drifted, that were over when its state was saved.
+        is_accounted = self.was_sent or decision.round < self._accounted
+        if is_accounted or decision.lives.get(member.name, member.life) == member.life:
+            return False
         is_later = member.joined_in is not None and decision.round > member.joined_in
         if is_later and not self._may_be_former():
             warnings.warn(
                 f"another process posts as {member.name}: give each island a name of its own",
                 stacklevel=2,
             )
-            return shared
+            return False
         if not member.is_restored:
-            return shared
+            return False
         warnings.warn(
             f"a message that {member.name} sent in round {decision.round}, after its state was "
             "saved, counted. So what the saved state owes, and had moved, is dropped: part of it "
             "was sent",
             stacklevel=2,
         )
-        self.was_sent = True
-        return member.arithmetic.without_debts(shared)
+        return True
 
     def _may_be_former(self) -> bool:
         """Whether another life that counts may be one from before the state was saved.
@@ -333,12 +344,14 @@ class Exchange:
         if begun is not None:
             keep = member.arithmetic.sent if counts else member.arithmetic.owed
             shared = merged(shared, keep(begun, self.shared))
+        was_sent = False
         if self._may_be_former() and not counts:
-            for each in range(self.round, round):
-                passed = led(member.rounds.decided, each)
-                if passed is not None and not self.was_sent:
-                    shared = self._without_sent(passed, shared)
-        self._go_to(shared, round, counts, begun)
+            # All are read before anything changes: the store may fail at any of them.
+            passed = [led(member.rounds.decided, each) for each in range(self.round, round)]
+            was_sent = any(self._was_sent_in(each) for each in passed if each is not None)
+        if was_sent:
+            shared = member.arithmetic.without_debts(shared)
+        self._go_to(shared, round, counts, begun, was_sent)
 
     def _take_turn(self, members: tuple[str, ...]) -> None:
         """Prepares a snapshot if it is this island's turn, or if the one before missed its own.

@@ -18,7 +18,7 @@ from jaxsparse.islands.lead import led
 from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.records import WEIGHTS
 from jaxsparse.islands.store import Objects, UnreachableError
-from jaxsparse.islands.threads import Running, Writer
+from jaxsparse.islands.threads import Running, Writer, longer
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step, stepped
 
@@ -228,6 +228,7 @@ class Islands:
             beside=self._writer.start,
         )
         self._running: Running | None = None
+        self._left: Running | None = None  # what `leave` did not wait for
         self._waiting = 0.0
         self._round = 0
         self._loss_of, self._losses = loss, _Losses()
@@ -259,10 +260,11 @@ class Islands:
             ValueError: see `Islands`.
             ConnectionError: the store does not answer for `patience` seconds.
         """
-        if self._running is not None:
-            self._running.stop()
-            self._running = None
-        began, is_told = time.monotonic(), False
+        for former in (self._running, self._left):
+            if former is not None:
+                former.stop()  # else it would go on in the name of the new life
+        self._running = self._left = None
+        began, is_told, wait = time.monotonic(), False, self._poll
         while True:
             try:
                 joined = self._member.join(state, self._settings)
@@ -276,7 +278,8 @@ class Islands:
                     is_told = True
                 if led(lambda: time.monotonic() - began > self._patience):
                     raise
-                time.sleep(self._poll)
+                wait = longer(wait)
+                time.sleep(wait)
             else:
                 self._round = joined.round
                 return joined
@@ -360,7 +363,7 @@ class Islands:
             state = self._arrived(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
             self._running.stop(left())
-            self._running = None
+            self._left, self._running = self._running, None
             # Another message of this life in this round would not be sent.
             self._member.joined_in = None
             warnings.warn(

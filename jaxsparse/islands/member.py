@@ -17,7 +17,7 @@ from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.lead import check_alike, is_first, led, spread
 from jaxsparse.islands.records import BrokenError, from_snapshot, to_snapshot
 from jaxsparse.islands.rounds import Rounds
-from jaxsparse.islands.store import Objects, UnreachableError, check_name
+from jaxsparse.islands.store import Objects, UnreachableError, check_name, not_shown
 
 
 class IslandState(NamedTuple):
@@ -64,7 +64,7 @@ class Member:
         life: the word of this life.
         reports: what became of its rounds.
         joined_in: the round in which this life began to train, or None before.
-        is_restored: whether it began from a saved state.
+        is_restored: whether it began from a saved state, and has not dropped what that owed.
         has_counted: whether a message of this life has counted.
     """
 
@@ -121,9 +121,11 @@ class Member:
             settings: what all processes of this island have in common besides, in JSON's types.
 
         Raises:
-            ValueError: the store holds another run, or none although the state is of a later round;
-                or see `lead.check_alike`.
-            UnreachableError: the store does not answer.
+            ValueError: the store holds another run, or none although the state is of one; or see
+                `lead.check_alike`.
+            UnreachableError: the store does not answer, or does not show what must be there: the
+                snapshot that it was given, one that it lists, or the decision before the state's
+                round.
         """
         own = state.worker if isinstance(state, IslandState) else state
         shared = self.arithmetic.start(own)
@@ -161,10 +163,7 @@ class Member:
             # That of another island, if it was first.
             found = self.newest(shared)
         if found is None and not led(self.rounds.snapshots):
-            raise UnreachableError(
-                f"{self.store} does not show the snapshot of round 0 that it was given: it shows "
-                "an old state, or does not keep what it says it has"
-            )
+            raise not_shown(self.store, "the snapshot of round 0 that it was given")
         if found is None:
             raise ValueError(
                 f"{self.store} holds no snapshot that this run can read (see the warnings): give a "
@@ -179,14 +178,26 @@ class Member:
 
     def _back(self, state: IslandState) -> IslandState:
         """A saved state, after the rounds that have passed since."""
-        if not led(self.rounds.snapshots):
+        round = int(state.round)
+        has_snapshots = bool(led(self.rounds.snapshots))
+        # Decisions stay for ever, so that of the round before the state's tells which run it is.
+        is_its_run = round > 0 and led(self.rounds.decided, round - 1) is not None
+        if not has_snapshots and not is_its_run:
             raise ValueError(
-                f"{self.store} holds no run, but the state is of its round {state.round}: give the "
-                "URL of that run, or join with state.worker to begin another one"
+                f"{self.store} holds no run, but the state is of its round {round}: give the URL "
+                "of that run, or join with state.worker to begin another one"
+            )
+        if not has_snapshots:
+            raise not_shown(self.store, "any snapshot of its run")
+        if round and not is_its_run:
+            raise UnreachableError(
+                f"{self.store} does not show the decision of round {round - 1}, but the state is "
+                f"of round {round}: it shows an old state, or holds another run. Then give the "
+                "URL of the state's run, or join with state.worker"
             )
         shared = Shared(state.params, state.outer)
         own = self.arithmetic.own(state.worker)
-        catching_up = Exchange(self, shared, int(state.round), own, None)
+        catching_up = Exchange(self, shared, round, own, None)
         begun = catching_up.idle()
         while not catching_up.advance():
             pass
@@ -258,15 +269,21 @@ class Member:
         )
 
     def newest(self, shared: Shared, after: int = -1) -> tuple[Shared, int] | None:
-        """The newest snapshot that can be read, of a round past `after`, and this round."""
+        """The newest snapshot that can be read, of a round past `after`, and this round.
+
+        Raises:
+            UnreachableError: the store lists snapshots and shows none that can be read.
+        """
         like, arrays = list(self.arithmetic.like(shared)), list[np.ndarray]()
 
         def read() -> int | None:
+            missing = None
             for round in reversed(self.rounds.snapshots()):
                 if round <= after:
-                    return None
+                    break
                 data = self.rounds.snapshot(round)
                 if data is None:
+                    missing = round
                     continue
                 try:
                     arrays.extend(from_snapshot(data, round, self.settings, like))
@@ -275,6 +292,8 @@ class Member:
                     warnings.warn(text, stacklevel=2)
                     continue
                 return round
+            if missing is not None:
+                raise not_shown(self.store, f"the snapshot of round {missing} that it lists")
             return None
 
         round = led(read)

@@ -28,7 +28,7 @@ from jaxsparse.islands.records import (
     checksum,
     words_of,
 )
-from jaxsparse.islands.store import NAME, Objects, UnreachableError
+from jaxsparse.islands.store import NAME, Objects, not_shown
 
 _KEPT = 2  # snapshots
 _ROUND = re.compile("[0-9]{8,15}")
@@ -117,10 +117,8 @@ class Rounds:
             return self._last  # it never changes
         data = self.store.get(decision_key(round))
         if data is None and round <= self._newest:
-            raise UnreachableError(
-                f"{self.store} does not show the decision of round {round}, although that of round "
-                f"{self._newest} was there: it shows an old state, or somebody deletes objects"
-            )
+            was_there = f"although that of round {self._newest} was there"
+            raise not_shown(self.store, f"the decision of round {round}, {was_there}")
         if data is None:
             return None
         self._newest = max(self._newest, round)
@@ -144,6 +142,9 @@ class Rounds:
         Args:
             round: the round, in which this island has posted.
             waited: seconds since then, by its own clock.
+
+        Raises:
+            UnreachableError: it has made one, and the store shows none.
         """
         decision = self.decided(round)
         if decision is not None:
@@ -173,7 +174,10 @@ class Rounds:
             self.words,
         )
         self.store.create(decision_key(round), decision.to_bytes())
-        return self.decided(round)  # what stands there, and nothing if it did not arrive
+        decision = self.decided(round)  # what stands there, whoever made it
+        if decision is None:
+            raise not_shown(self.store, f"the decision of round {round} that it was given")
+        return decision
 
     def read(self, decision: Decision) -> list[np.ndarray]:
         """The words of the messages that count, in their order.

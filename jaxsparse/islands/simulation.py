@@ -87,7 +87,7 @@ def random_events(
     """Draws events for `simulate`: failures at random, and what ends them.
 
     Each kind of failure comes to each island by itself, in a Poisson process that pauses while the
-    failure lasts. So several of them may meet.
+    failure lasts. So several of them may meet. Then the first "mend" ends all that it can end.
 
     Args:
         islands: their names.
@@ -207,6 +207,11 @@ class VirtualStore:
         at = self.now() + seconds
         heapq.heappush(self._coming, (at, next(self._numbers), write))
 
+    def is_coming(self, key: str) -> bool:
+        """Whether an object has been sent, and is not seen yet."""
+        objects, name = self._place(key)
+        return name in objects and objects[name][0] > self.now()
+
     def now(self) -> float:
         """The time. Requests that should have arrived until then have."""
         now = self._now()
@@ -247,7 +252,9 @@ class _Link:
             self._shown = self._store.as_now()
 
     def create(self, key: str, data: bytes) -> bool:
-        self._count("create", key, len(data))
+        # As long as a message is on its way, an island still sends it, and asks for nothing more.
+        is_new = not self._store.is_coming(key)
+        self._count("create", key, len(data) * is_new, requests=int(is_new))
 
         def write(now: float) -> bool:
             is_created = self._store.created(now, key, data)
@@ -283,11 +290,11 @@ class _Link:
             raise UnreachableError(f"{self._name} does not hear what became of its request")
         return found
 
-    def _count(self, operation: str, key: str, bytes: int = 0) -> None:
+    def _count(self, operation: str, key: str, bytes: int = 0, requests: int = 1) -> None:
         if "cut" in self._faults:
             raise UnreachableError(f"{self._name} is cut off")
         kind = operation, key.partition("/")[0]
-        self.requests[kind] += 1
+        self.requests[kind] += requests
         self.bytes[kind] += bytes
 
 

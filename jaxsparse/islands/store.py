@@ -24,6 +24,13 @@ class UnreachableError(ConnectionError):
     """The store did not answer, or could not keep what it was given. Trying again may help."""
 
 
+def not_shown(store: "Objects", what: str) -> UnreachableError:
+    """The error of a store that was given something, or has shown it, and does not show it now."""
+    return UnreachableError(
+        f"{store} does not show {what}: it shows an old state, or does not keep what it is given"
+    )
+
+
 class Objects(Protocol):
     """What islands need of a store.
 

@@ -24,6 +24,11 @@ def _stop_all() -> None:
         running.stop(5.0)
 
 
+def longer(wait: float) -> float:
+    """Seconds until the store is asked once more, after so many were in vain."""
+    return min(2 * wait + 0.01, 10.0)
+
+
 class Writer:
     """Writes snapshots in a thread, one at a time, so that training does not wait for them.
 
@@ -65,7 +70,7 @@ class Writer:
                     return
             else:
                 return
-            wait = min(2 * wait + 0.01, 10.0)
+            wait = longer(wait)
             time.sleep(wait)
 
 
@@ -168,7 +173,7 @@ class Running:
         self._silent_since = now if self._silent_since is None else self._silent_since
         if now - self._silent_since > self._patience:
             raise error
-        self._wait = min(2 * self._wait + 0.01, 10.0)
+        self._wait = longer(self._wait)
 
 
 def _may_compute_in_a_thread(exchange: Exchange) -> bool:
