@@ -72,8 +72,9 @@ class Islands:
     **Late.** An island that finds its round decided keeps its displacement in its residual, follows
     the decisions that it missed, and sends what it owes in the round that is open then. Nothing is
     lost, only late. (It is lost with the process, unless the state was saved, and a decay of the
-    exchange below 1 applies once a round.) Others do not wait for an island that was late in the
-    last round, so a slow one does not make them slow.
+    exchange below 1 applies once a round.) Others wait for an island that was late in the last
+    round after it was late 1, 4, 16, 64 ... times, counted since it was last in time: it may have
+    been held up once. So a slow one does not make them slow.
 
     **Joining and coming back** are one thing: `join` reads the newest snapshot, and replays the
     decisions since. No other island is asked, or waits.
@@ -123,7 +124,8 @@ class Islands:
             Then let messages weigh by what they hold (`weighted`). None: rounds by steps alone.
         quorum: the least number of islands that decide on a round. With fewer, all wait.
         grace: seconds after its own message, after which an island no longer waits for those that
-            were in time in the last round. An island that dies costs the others this time, once.
+            were in time in the last round, or get another chance. An island that dies costs the
+            others this time, once.
         overlap: number of steps that are made beside an exchange, less than `every`.
         mixing: None: moves made during an exchange are kept. A number in [0, 1) is the weight of
             the island's own parameters against the global ones, as in Streaming DiLoCo.

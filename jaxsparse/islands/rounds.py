@@ -58,7 +58,7 @@ class Rounds:
         words: number of words of a message.
         quorum: the least number of messages that count in a round.
         grace: seconds after an island's own message, after which it waits no longer for those that
-            were in time in the last round.
+            were in time in the last round, or get another chance.
         allowed: names of the islands that may take part, or None for all.
 
     Attributes:
@@ -83,6 +83,8 @@ class Rounds:
         self._good: dict[str, _Read] = {}  # by key, of the round that is awaited
         self._bad: set[str] = set()
         self._expected: tuple[int, frozenset[str]] = (-1, frozenset())
+        # In how many rounds members were late, since they were last in time.
+        self._late: dict[str, int] = {}
         self._last: Decision | None = None  # the last one that was read
         self.is_listed = False
         self._newest = -1  # the newest round whose decision was read
@@ -152,9 +154,11 @@ class Rounds:
         found = self._posted(round)
         if self._expected[0] != round:
             last = self.decided(round - 1) if round else None
-            # One that was late may be slow. Waiting for it would make all others slow, too.
-            in_time = [m.name for m in last.members if not m.late] if last is not None else []
-            self._expected = round, frozenset(in_time)
+            members = () if last is None else last.members
+            # Where nobody was in time, nobody knows who will come.
+            expects = any(not m.late for m in members)
+            names = frozenset(m.name for m in members if self._is_expected(m))
+            self._expected = round, names if expects else frozenset()
         expected = self._expected[1]
         is_complete = bool(expected) and expected <= {each.message.name for each in found}
         if len(found) < self.quorum or not (is_complete or waited >= self.grace):
@@ -178,6 +182,20 @@ class Rounds:
         if decision is None:
             raise not_shown(self.store, f"the decision of round {round} that it was given")
         return decision
+
+    def _is_expected(self, member: Member) -> bool:
+        """Whether to wait for a member of the last round. Call it once for each.
+
+        One that was late may be slow, and waiting for it would make all others slow, too. Or it was
+        held up once. Then it starts its steps with the others now, but who decides knows of that a
+        little sooner, so it would be late by as little in each second round, for ever. So it gets
+        another chance, and after that fewer and fewer, so that a slow one costs nothing in the end.
+        """
+        if not member.late:
+            self._late.pop(member.name, None)
+            return True
+        count = self._late[member.name] = self._late.get(member.name, 0) + 1
+        return count & (count - 1) == 0 and count.bit_length() % 2 == 1  # 1, 4, 16, 64 ...
 
     def read(self, decision: Decision) -> list[np.ndarray]:
         """The words of the messages that count, in their order.
