@@ -79,7 +79,7 @@ def replay_skips_a_round(patch, programs):
 
     def absorb(self, decision, begun, waited):
         if begun is None and decision.round % 3 == 2:
-            self._go_to(self.shared, decision.round + 1, False, None)
+            self._go_to(self.shared, decision.round + 1, False, None, self.was_sent)
         else:
             right(self, decision, begun, waited)
 
@@ -94,7 +94,7 @@ def replay_stops_at_an_error(patch, programs):
         try:
             right(self, decision, begun, waited)
         except UnreachableError:
-            self._go_to(self.shared, decision.round + 1, self.counted, begun)
+            self._go_to(self.shared, decision.round + 1, self.counted, begun, self.was_sent)
             raise
 
     patch(exchange.Exchange, "_absorb", absorb)
