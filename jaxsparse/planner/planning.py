@@ -54,8 +54,9 @@ def plan(
     measured ones. A system without measured times is not predicted and not chosen. Compressed
     leaves travel as one vector, or in buckets of at most 2**30 elements if there are 2**31 or more,
     which int32 can't index. The times are those of usual steps, without Ok-Topk's extra work in one
-    of 32. SparDL has one team: `jaxsparse.planner.autotune` finds a number of teams by timing. The
-    plan does not predict contention, stragglers or accuracy.
+    of 32. SparDL has one team: what more teams send depends on how much their entries
+    overlap, so `jaxsparse.planner.autotune` finds a number of teams by timing. The plan does not
+    predict contention, stragglers or accuracy.
 
     Args:
         params: a tree of arrays or `jax.ShapeDtypeStruct`s like the gradients, or the number of
