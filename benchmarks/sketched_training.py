@@ -120,10 +120,10 @@ def loss_of(params: Params, windows: jax.Array) -> jax.Array:
 def words() -> tuple[jax.Array, np.ndarray]:
     """The words to train on, int32[n], and windows of others to test on."""
     corpus = texts.corpus()
-    train, held_out = (WORD.findall(part.tobytes()) for part in corpus)
-    common = collections.Counter(train).most_common(VOCABULARY - 1)
+    parts = [WORD.findall(part.tobytes()) for part in corpus]
+    common = collections.Counter(parts[0]).most_common(VOCABULARY - 1)
     number = {word: n for n, (word, _) in enumerate(common, start=1)}
-    train, held_out = (np.array([number.get(w, 0) for w in p], np.int32) for p in (train, held_out))
+    train, held_out = (np.array([number.get(w, 0) for w in part], np.int32) for part in parts)
     test = texts.windows(held_out, 1024, LENGTH, np.random.default_rng(0))
     return jnp.asarray(train), test
 
