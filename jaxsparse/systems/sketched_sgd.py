@@ -62,9 +62,11 @@ class SketchedSGD(SeededReducer):
     found if its square is several times ||x||^2 / cols. With the default sizes at a compression of
     10 that is some 5 times the root mean square of x. Gradients with heavy tails have such
     coordinates. The paper's models of 73 and 90 million parameters train with k = d / 900 and 10
-    columns for each of these k. Residuals of small dense models are too flat: candidates are then
-    drawn almost blindly, and `random_k` with as many words trains as well
-    (`benchmarks/sketch_sizing.py`). Compare the two before you choose. With fewer than k columns
+    columns for each of these k. Residuals of small dense models can be too flat: on images of
+    digits candidates are drawn almost blindly, and `random_k` with as many words trains as well
+    (`benchmarks/sketch_sizing.py`). A model of 1 million parameters that reads words trains at 10
+    as by dense gradients, if it has 30 turns of k coordinates for each parameter, and far worse by
+    `random_k` (`benchmarks/sketched_training.py`). Compare the two. With fewer than k columns
     even k equal coordinates that held all of the norm would drown in noise: `init` then warns.
 
     Candidates are nearly those of the largest estimates: about 6 % of them lose their slots to
