@@ -154,11 +154,7 @@ class Rounds:
         found = self._posted(round)
         if self._expected[0] != round:
             last = self.decided(round - 1) if round else None
-            members = () if last is None else last.members
-            # Where nobody was in time, nobody knows who will come.
-            expects = any(not m.late for m in members)
-            names = frozenset(m.name for m in members if self._is_expected(m))
-            self._expected = round, names if expects else frozenset()
+            self._expected = round, frozenset() if last is None else self._awaited(last)
         expected = self._expected[1]
         is_complete = bool(expected) and expected <= {each.message.name for each in found}
         if len(found) < self.quorum or not (is_complete or waited >= self.grace):
@@ -183,19 +179,24 @@ class Rounds:
             raise not_shown(self.store, f"the decision of round {round} that it was given")
         return decision
 
-    def _is_expected(self, member: Member) -> bool:
-        """Whether to wait for a member of the last round. Call it once for each.
+    def _awaited(self, last: Decision) -> frozenset[str]:
+        """The islands to wait for after a decision, once it has counted who was late in it.
 
-        One that was late may be slow, and waiting for it would make all others slow, too. Or it was
-        held up once. Then it starts its steps with the others now, but who decides knows of that a
-        little sooner, so it would be late by as little in each second round, for ever. So it gets
-        another chance, and after that fewer and fewer, so that a slow one costs nothing in the end.
+        Those that were in time, and some of the others. One that was late may be slow, and waiting
+        for it would make all others slow, too. Or it was held up once. Then it starts its steps
+        with the others now, but who decides is a little ahead, so that it would be late by as
+        little in each second round, for ever. So it gets another chance, and after that fewer and
+        fewer: a slow one costs next to nothing in the end. Nobody: if none was in time, no one
+        knows who will come.
         """
-        if not member.late:
-            self._late.pop(member.name, None)
-            return True
-        count = self._late[member.name] = self._late.get(member.name, 0) + 1
-        return count & (count - 1) == 0 and count.bit_length() % 2 == 1  # 1, 4, 16, 64 ...
+        in_time = {member.name for member in last.members if not member.late}
+        late = {member.name for member in last.members} - in_time
+        for name in in_time:
+            self._late.pop(name, None)
+        for name in late:
+            self._late[name] = self._late.get(name, 0) + 1
+        chances = {name for name in late if _is_power_of_four(self._late[name])}
+        return frozenset(in_time | chances if in_time else ())
 
     def read(self, decision: Decision) -> list[np.ndarray]:
         """The words of the messages that count, in their order.
@@ -283,6 +284,10 @@ class Rounds:
     @staticmethod
     def _message_key(round: int, name: str, life: str) -> str:
         return f"{_folder(round)}/{name}.{life}"
+
+
+def _is_power_of_four(n: int) -> bool:
+    return n & (n - 1) == 0 and n.bit_length() % 2 == 1
 
 
 def posted(store: Objects, round: int) -> list[tuple[str, str]]:
