@@ -403,9 +403,11 @@ def test_it_trains_and_draws(tmp_path):
         ("blocks, all", 6528),
         ("union", 2926),
         ("blocks, union", 2816),  # the most blocks of each of 8 workers in as many words
+        ("random, union", 2926),  # as many words as the sketch's
         ("union, exact", 6528),
         ("local", 408),
         ("blocks, local", 384),
+        ("random, local", 408),
         ("local, exact", 6528),
     ]
     assert matplotlib.image.imread(tmp_path / "drawn.png").size
