@@ -5,15 +5,15 @@
     python benchmarks/chaos.py --story kill
     python benchmarks/chaos.py --show
 
-Four islands (examples/islands/island.py), each a process, meet at moto's S3 server by HTTP. Between
-each island and the server stands a proxy with a rate each way (proxy.py). After all have taken part
-in a round, the story begins. Each `--period` seconds it strikes once, for `--away` seconds:
+Four islands (examples/islands/island.py), each a process, meet at moto's S3 server by HTTP, which
+keeps its objects on disk here (s3_server.py). Between each island and the server stands a proxy
+with a rate each way (proxy.py). After all have taken part in a round, the story begins. Each
+`--period` seconds it strikes once, for `--away` seconds:
 
     calm    nothing happens
     kill    an island gets SIGKILL, and is started again
     stop    an island gets SIGSTOP, and SIGCONT
-    store   the proxies are killed, and started again: no island has the store. (The server stays,
-            because it keeps its objects in memory.)
+    store   the server gets SIGKILL, and is started again with the objects that it had
     half    an island gets SIGKILL, and the first halves of messages stand in the open round: one in
             its name, and one in the name of a stranger. It is started again
     disk    an island can't write what is as long as a message (RLIMIT_FSIZE), as on a full disk.
@@ -152,30 +152,30 @@ class Server:
     """moto's S3 server with a bucket, and a proxy for each island."""
 
     def __init__(self, processes: Processes, folder: Path, islands: int, rate: float) -> None:
-        self._processes, self._folder, self._rate = processes, folder, rate
+        self._processes, self._journal = processes, folder / "objects"
         self.port, *self._ports = free_ports(1 + islands)
         self.url, self._end = "s3://runs/chaos", f"http://127.0.0.1:{self.port}"
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        processes.start(["-m", "moto.server", "-p", self.port], **quiet)
-        bucket = urllib.request.Request(f"{self._end}/runs", method="PUT")
-        patient(lambda: urllib.request.urlopen(bucket).close(), OSError, 60.0)
-        self.counts = proxy.opened(folder / "counts", islands)
         self.mend()
+        bucket = urllib.request.Request(f"{self._end}/runs", method="PUT")
+        urllib.request.urlopen(bucket).close()
+        self.counts = proxy.opened(folder / "counts", islands)
+        flags = ("--to", self.port, "--rate", rate, "--counts", folder / "counts")
+        processes.start([Path(proxy.__file__), *flags, "--ports", *self._ports])
+        for port in self._ports:
+            answers(port)
 
     def cut(self) -> None:
-        self._proxy.kill()
-        self._proxy.wait()
+        self._server.kill()
+        self._server.wait()
 
     def mend(self) -> None:
-        self._proxy = self._processes.start(
-            [
-                *(Path(proxy.__file__), "--to", self.port, "--rate", self._rate),
-                *("--counts", self._folder / "counts", "--ports", *self._ports),
-            ]
+        program = Path(__file__).with_name("s3_server.py")
+        self._server = self._processes.start(
+            [program, "--port", self.port, "--journal", self._journal],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
-        for port in self._ports:
-            address = ("127.0.0.1", port)
-            patient(lambda to=address: socket.create_connection(to).close(), OSError, 60.0)  # type: ignore[misc]
+        answers(self.port)
 
     def store(self, island: int | None = None) -> Store:
         """The store, behind the proxy of an island or without one."""
@@ -202,18 +202,17 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def patient(attempt: Callable[[], object], error: type[Exception], seconds: float) -> None:
-    """Tries until it works, or for so many seconds."""
+def answers(port: int, seconds: float = 60.0) -> None:
+    """Waits until something listens at a port, for so many seconds at most."""
     end = time.monotonic() + seconds
     while True:
         try:
-            attempt()
-        except error:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except OSError:
             if time.monotonic() > end:
                 raise
-            time.sleep(0.1)
-        else:
-            return
+        time.sleep(0.1)
 
 
 class Chaos:

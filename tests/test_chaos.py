@@ -233,6 +233,33 @@ def test_steps_that_are_made_again_count_once():
     assert synchronous.told(steps[:2], began=2.5, seconds=10.0)[:2] == ([], 0)
 
 
+def test_a_server_that_is_killed_has_all_that_it_said_it_had(tmp_path):
+    pytest.importorskip("moto.server")
+    processes = chaos.Processes()
+    try:
+        server = chaos.Server(processes, tmp_path, islands=1, rate=1e9)
+        store, linked = server.store(), server.store(0)
+        assert store.create("a/é b%2F", b"first")
+        for i in range(5):
+            linked.create(f"many/{i}", bytes([i]) * 1000)
+        linked.delete(["many/0", "many/1"])
+        for _ in range(2):
+            server.cut()
+            server.mend()
+            assert linked.names("many") == ["2", "3", "4"]
+            assert store.get("many/3") == bytes([3]) * 1000
+            assert not linked.create("a/é b%2F", b"second")
+            assert linked.get("a/é b%2F") == b"first"
+            store.delete(["none"])  # stands in the journal, too
+        with (tmp_path / "objects").open("ab") as journal:
+            journal.write(b"\x80\x04\x95")  # of a request that was not answered
+        server.cut()
+        server.mend()
+        assert linked.names("many") == ["2", "3", "4"]
+    finally:
+        processes.end()
+
+
 @pytest.mark.slow
 def test_a_run_in_which_an_island_is_killed(tmp_path):
     results, log = tmp_path / "results.jsonl", tmp_path / "log"
