@@ -11,15 +11,15 @@ for which share of the steps they exchange after each one first (a warm start). 
     adamw, updates, top 1/8             updates of each worker's own Adam
 
 All recipes take the same steps and batches. Rates are tuned by one rule for every recipe, dense
-included: a factor of two up and down from 0.01, on seed 0 and `--tune-steps`, until the best rate
-has a worse one on either side. With `--rates family` a recipe, dense included, takes the best rate
-of the one that sends four bits instead, for a first look. Runs are lines of `frontier.jsonl`, those
-of a larger model (`--size 1m`) of a file of its own, and none is done twice, so that what was cut
-goes on where it was. Several processes may share the file (`--part`). `frontier_map.py` makes a map
-of them.
+included: a factor of two up and down from 0.01, or from the best rate that the file has, on seed 0
+and `--tune-steps`, until the best rate has a worse one on either side. With `--rates family` a
+recipe takes the best rate of the one that sends four bits instead. Runs are lines of
+`frontier.jsonl`, those of a larger model (`--size 1m`) of a file of its own, and none is done
+twice, so that what was cut goes on where it was. Several processes may share the file (`--part`).
+`frontier_map.py` makes a map of them.
 
     python benchmarks/frontier.py --recipes "adamw, gradients, dense"
-    python benchmarks/frontier.py --recipes first --steps 600 --tune-steps 600 --rates family
+    python benchmarks/frontier.py --recipes first --steps 600 --rates family
     python benchmarks/frontier_map.py --steps 600
 """
 
@@ -50,7 +50,7 @@ models: Any = importlib.import_module("model")
 
 WORKERS = 8
 BATCH, LENGTH, HEADS = 4, 64, 4
-RATE = 0.01  # where the search begins
+RATE = 0.01  # where the search begins if nothing is known
 
 Transformation: TypeAlias = optax.GradientTransformation
 
@@ -248,13 +248,20 @@ class Results:
             if line["recipe"] == str(recipe) and line["steps"][-1] == steps
         }
 
-    def is_tuned(self, recipe: Recipe, rate: float) -> bool:
-        """Whether half and twice the rate were tried, with the recipe or with its family's."""
-        tried = {(line["recipe"], line["rate"]) for line in self.lines()}
-        return any(
-            {(str(one), rate / 2), (str(one), rate * 2)} <= tried
-            for one in (recipe, family(recipe))
-        )
+    def tuned_rate(self, recipe: Recipe, steps: int) -> float | None:
+        """The best rate of runs of so many steps whose half and double were tried and are worse.
+
+        It is the recipe's own, or else its family's. None: neither was tuned.
+        """
+        for one in (recipe, family(recipe)):
+            tried = {
+                r: losses[-1] for (r, seed), losses in self.runs(one, steps).items() if seed == 0
+            }
+            if tried:
+                best = min(tried, key=lambda rate: _finite(tried[rate]))
+                if {best / 2, best * 2} <= set(tried):
+                    return best
+        return None
 
 
 def family(recipe: Recipe) -> Recipe:
@@ -266,14 +273,14 @@ def _finite(loss: float) -> float:
     return math.inf if math.isnan(loss) else loss
 
 
-def tuned(loss: Callable[[float], float]) -> float:
-    """The rate whose loss is below those of its half and of its double."""
-    known = functools.cache(lambda power: _finite(loss(RATE * 2.0**power)))
+def tuned(loss: Callable[[float], float], start: float = RATE) -> float:
+    """The rate whose loss is below those of its half and of its double, from `start` on."""
+    known = functools.cache(lambda power: _finite(loss(start * 2.0**power)))
     best = 0
     while True:
         beside = min((best - 1, best + 1), key=known)
         if known(beside) >= known(best):
-            return RATE * 2.0**best
+            return start * 2.0**best
         best = beside
 
 
@@ -295,7 +302,9 @@ def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
         return known[rate, seed][-1]
 
     tunes = family(recipe) if args.rates == "family" else recipe
-    best = tuned(lambda rate: loss(rate, 0, args.tune_steps, tunes))
+    tried = results.runs(tunes, args.tune_steps)
+    start = min((r for r, seed in tried if seed == 0), key=lambda r: tried[r, 0][-1], default=RATE)
+    best = tuned(lambda rate: loss(rate, 0, args.tune_steps, tunes), start)
     for seed in args.seeds:
         loss(best, seed, args.steps)
 
@@ -311,9 +320,10 @@ def main() -> None:
     add("--part", default="1/1", help="2/3: each third recipe, from the second on")
     add("--steps", type=int, default=2000)
     add("--seeds", type=int, nargs="+", default=[0])
-    add("--tune-steps", type=int, default=300, help="of the runs that try rates")
+    add("--tune-steps", type=int, help="of the runs that try rates (as many as --steps)")
     add("--rates", choices=("own", "family"), default="own", help="family: the rate of four bits")
     args = parser.parse_args()
+    args.tune_steps = args.tune_steps or args.steps
     results = Results(args.size, args.jsonl)
     try:
         named = args.recipes != ["first"]

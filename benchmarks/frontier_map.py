@@ -31,10 +31,11 @@ COUNTED = (2, 4, 8, 20)  # workers
 
 
 class Row(NamedTuple):
-    """A recipe's best rate, its losses by seed, and its bytes a run."""
+    """A recipe's rate, whether that was tuned, losses by seed, and bytes of a run."""
 
     recipe: Recipe
     rate: float
+    is_tuned: bool
     losses: dict[int, float]
     sent: float
     received: list[float]  # for each of COUNTED
@@ -65,18 +66,20 @@ def rows(results: Results, steps: int, size: Size) -> list[Row]:
         runs = results.runs(recipe, steps)
         if not runs:
             continue
-        rates = {rate for rate, _ in runs}
-        mean = {
-            r: float(np.mean([x[-1] for (rate, _), x in runs.items() if rate == r])) for r in rates
-        }
-        # A rate with one seed says less than one with all.
-        seeds = {r: sum(rate == r for rate, _ in runs) for r in rates}
-        best = min(rates, key=lambda r: (-seeds[r], mean[r]))
+        # Where none was tuned, a rate with one seed says less than one with all.
+        ends: dict[float, list[float]] = {}
+        for (rate, _), losses in runs.items():
+            ends.setdefault(rate, []).append(losses[-1])
+        most = min(ends, key=lambda rate: (-len(ends[rate]), np.mean(ends[rate])))
+        tuned = results.tuned_rate(recipe, steps)
+        is_tuned = tuned in ends
+        best = tuned if tuned in ends else most
         turns, (sent, received) = recipe.exchanges(steps), moved(recipe.exchange, size)
         found.append(
             Row(
                 recipe,
                 best,
+                is_tuned,
                 {seed: x[-1] for (rate, seed), x in sorted(runs.items()) if rate == best},
                 turns * sent,
                 [turns * x for x in received],
@@ -216,10 +219,12 @@ def show(found: list[Row]) -> None:
         more, spread = above(row, dense)
         better = [other for other in found if other.loss < row.loss and other.usual <= row.usual]
         by = min(better, key=lambda other: other.loss) if better else None
+        note = "" if row.is_tuned else " (not tuned)"
         fewer = ", ".join(f"{a / b:.0f}x" for a, b in zip(dense.received, row.received))
         print(
             f"| {row.recipe} | {row.loss:.3f} ({len(row.losses)}) | {more:+.3f}{spread} "
-            f"| {row.rate:g} | {dense.sent / row.sent:.0f}x | {fewer} | {by.recipe if by else ''} |"
+            f"| {row.rate:g}{note} | {dense.sent / row.sent:.0f}x | {fewer} "
+            f"| {by.recipe if by else ''} |"
         )
 
 
@@ -237,8 +242,8 @@ def main() -> None:
     found, short = (rows(results, steps, SIZES[args.size]) for steps in (args.steps, args.short))
     show(found)
     if args.export is not None:
-        is_tuned = lambda row: results.is_tuned(row.recipe, row.rate)
-        export(list(filter(is_tuned, found)), list(filter(is_tuned, short)), results, args)
+        tuned, of_short = ([row for row in some if row.is_tuned] for some in (found, short))
+        export(tuned, of_short, results, args)
 
 
 if __name__ == "__main__":

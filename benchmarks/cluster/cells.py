@@ -23,7 +23,11 @@ PEERS = (
     *("top_k", "top_k_packed"),
 )
 _SPARCML = ("recursive_double", "split_allgather", "dsar_split_allgather", "all_gather", "ring")
-SPARCML = ("dense", *(f"sparcml:{name}" for name in _SPARCML), "sparcml:dsar_split_allgather:4")
+# Beside them, all values in 32 and in 4 bits, and as many values drawn at random.
+SPARCML = (
+    *("dense", "qsgd", "random_k", *(f"sparcml:{name}" for name in _SPARCML)),
+    "sparcml:dsar_split_allgather:4",
+)
 
 
 class Cell(NamedTuple):

@@ -76,6 +76,8 @@ EXCHANGES: dict[str, tuple[str, Callable[[], optax.GradientTransformation]]] = {
     "chunks": ("chunked_top_k", lambda: jaxsparse.chunked_top_k(64, 4096)),
     "chunks, decay .95": ("chunked_top_k", lambda: jaxsparse.chunked_top_k(64, 4096, decay=0.95)),
     "sketched 20x": ("sketched_sgd", lambda: jaxsparse.sketched_sgd(20)),
+    "4 of 512": ("sparcml", lambda: jaxsparse.sparcml(k=4, group_size=512)),
+    "random 1 of 64": ("random_k", lambda: jaxsparse.random_k(1 / 64)),
     "4 bits": ("qsgd", lambda: jaxsparse.qsgd(4)),
     "PowerSGD rank 2": ("powersgd", lambda: jaxsparse.powersgd(2)),
     "PowerSGD rank 4": ("powersgd", lambda: jaxsparse.powersgd(4)),
@@ -86,7 +88,8 @@ EXCHANGES: dict[str, tuple[str, Callable[[], optax.GradientTransformation]]] = {
 }
 
 
-def every_method() -> dict[str, Method]:
+def every_method(workers: int = 1) -> dict[str, Method]:
+    """All methods by name, for so many workers."""
     methods = {
         f"{what}, {name}": Method(what, system, tx)
         for what in ("gradients", "updates")
@@ -115,6 +118,8 @@ def every_method() -> dict[str, Method]:
             "spardl", lambda lr: optax.chain(jaxsparse.spardl(0.01), optax.sgd(lr))
         ),
         "BMUF H=10": of_ten("dense", lambda lr: outer.bmuf(0.5, lr)),
+        # The rule of its authors.
+        "BMUF H=10 of 1 - 1/W": of_ten("dense", lambda lr: outer.bmuf(1 - 1 / workers, lr)),
         "SlowMo H=10": of_ten("dense", lambda lr: outer.slowmo(0.5, lr)),
         "Streaming H=10": of_ten(
             "dense", outer.diloco, outer_lr=0.7, streaming=outer.Streaming(3, 1, 0.5)
@@ -313,19 +318,19 @@ def main() -> None:
     parser = flags()
     args = parser.parse_args()
     jax.config.update("jax_platforms", args.platform)
-    methods = every_method()
     if args.width % args.heads:
         parser.error(f"--heads {args.heads} must divide --width {args.width}")
     if (args.link or args.measured) and not args.time_to:
         parser.error("--link and --measured print seconds to losses: give --time-to, too")
     if args.list:
-        print(*methods, sep="\n")
+        print(*every_method(), sep="\n")
         return
     processes.join(args, parser)
     mesh, is_first = None, jax.process_index() == 0
     if jax.process_count() > 1:
         mesh = jax.make_mesh((jax.device_count(),), ("data",))
         args.workers = mesh.size
+    methods = every_method(args.workers)
     console = Console(quiet=not is_first)
     runs = results.load(args.show)
     if args.show and args.methods:
