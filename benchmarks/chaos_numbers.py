@@ -138,6 +138,13 @@ def above(points: Points, calm: Points) -> float | None:
     return loss - float(np.interp(tokens, *np.transpose(calm)))
 
 
+def mean_above(points: Points, calm: Points) -> float | None:
+    """As `above`, but the mean of all losses of the second half that the calm run can show."""
+    found = [above(points[: i + 1], calm) for i in range(len(points) // 2, len(points))]
+    known = [x for x in found if x is not None]
+    return float(np.mean(known)) if known else None
+
+
 HEADS = (
     "story",
     "seed",
@@ -151,6 +158,7 @@ HEADS = (
     "equal",
     "held-out loss",
     "above calm",
+    "second half",
     "M tokens",
     "MB / planned",
     "requests / planned",
@@ -172,7 +180,10 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
         curves: list[Points] = [one["curve"] for one in calm if one["curve"]]
         most: Points = max(curves, key=lambda points: points[-1][0], default=[])
         longest = max(calm, key=lambda one: one["seconds"], default=None)
-        difference = None if line["story"] == "calm" else above(line["curve"], most)
+        is_calm = line["story"] == "calm"
+        differences = [
+            None if is_calm else found(line["curve"], most) for found in (above, mean_above)
+        ]
         rows.append(
             (
                 line["story"] + (", synchronous" if _job(line) == "synchronous" else ""),
@@ -186,7 +197,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
                 "" if longest is None else f"{100 * _rate(line) / _rate(longest):.1f} %",
                 "yes" if not line["unlike"] else f"not in {line['unlike']}",
                 f"{line['curve'][-1][1]:.3f}" if line["curve"] else "",
-                "" if difference is None else f"{difference:+.3f}",
+                *("" if x is None else f"{x:+.3f}" for x in differences),
                 f"{line['tokens'] / 1e6:.3f}",
                 _beside(line, "megabytes", 3),
                 _beside(line, "requests", 1),

@@ -81,6 +81,11 @@ def test_losses_are_compared_at_equal_tokens():
     assert numbers.above(points, calm) == pytest.approx(0.0)
     assert numbers.above([*points, (81.0, 1.0)], calm) is None
     assert numbers.above([], calm) is None
+    # Of the second half, the points that the calm run can show: 0.5 and 1.5 above it.
+    calm = [(0.0, 2.0), (100.0, 2.0)]
+    points = [(10.0, 9.0), (20.0, 9.0), (30.0, 2.5), (90.0, 3.5), (110.0, 7.0)]
+    assert numbers.mean_above(points, calm) == pytest.approx((0.5 + 1.5) / 2)
+    assert numbers.mean_above(points[:1], []) is None
     thin = numbers.thinned([(float(i), 2.0 * i) for i in range(100)], 10)
     assert len(thin) == 10
     assert thin[0] == (4.5, 9.0)
