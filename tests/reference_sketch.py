@@ -1,5 +1,7 @@
 """NumPy twins of the count sketch, with the library's own hashes and with the textbook's tables."""
 
+import math
+
 import numpy as np
 
 TILE = 2**14
@@ -19,14 +21,38 @@ def combine(*words):
     return state
 
 
-def buckets_and_signs(rows, cols, seed, index):
+def tile_and_group(cols, tile=None):
+    """Number of elements of a tile, and of tiles of a group."""
+    if tile is not None:
+        return tile, 1
+    if cols <= TILE:
+        return cols, 1
+    tile = TILE
+    while 4 * tile > cols:
+        tile //= 2
+    return tile, cols // tile
+
+
+def placed(cols, seed, row, index, tile=None):
+    """Column of each index in a row."""
+    size, count = map(np.uint64, tile_and_group(cols, tile))
+    group, within = np.divmod(index // size, count)
+    turn = (combine(seed, row, group) * np.uint64(cols)) >> np.uint64(32)
+    place = within
+    if count > 1:
+        factors = np.array([x for x in range(1, int(count)) if math.gcd(x, int(count)) == 1])
+        factors = factors[:: -(-len(factors) // 64)].astype(np.uint64)
+        word = combine(int(combine(seed, 2**32 - 3)), row, group)
+        place = within * factors[(word * np.uint64(len(factors))) >> np.uint64(32)] % count
+    return (turn + place * size + index % size) % np.uint64(cols)
+
+
+def buckets_and_signs(rows, cols, seed, index, tile=None):
     """Column and sign of each index in each row, (rows, n), from the definition."""
     index = np.asarray(index, np.uint64)
-    tile = np.uint64(min(cols, TILE))
     buckets, signs = [], []
     for row in range(rows):
-        start = (combine(seed, row, index // tile) * np.uint64(cols)) >> np.uint64(32)
-        buckets.append((start + index % tile) % np.uint64(cols))
+        buckets.append(placed(cols, seed, row, index, tile))
         multiple = (index * np.uint64(0x9E3779B9)) & np.uint64(2**32 - 1)
         word = mix(multiple ^ combine(seed, 2**32 - 1, row // 32))
         negative = (word >> np.uint64(31 - row % 32)) & np.uint64(1)

@@ -148,7 +148,8 @@ SPECS = [
 @pytest.mark.parametrize("size", some([1, 16, 1003], (1003,), slow=(16,)))
 def test_encode_to_rounding(spec, size):
     x = cubed(size, dtype=jnp.bfloat16)
-    forms = codec._encode_in_turn, codec._encode_at_once
+    gathered = tiles.gathered if spec.tile_size is None else codec._encode_at_once
+    forms = codec._encode_in_turn, gathered
     one, other = (jax.jit(functools.partial(form, spec=spec))(x, jnp.uint32(7)) for form in forms)
     assert one.shape == other.shape == (spec.rows, spec.cols)
     bound = 1e-6 * float(jnp.sum(jnp.abs(x.astype(jnp.float32))))
@@ -156,6 +157,22 @@ def test_encode_to_rounding(spec, size):
     # Sums of integers are the same in any order.
     x = jnp.round(x.astype(jnp.float32))
     assert_same([functools.partial(form, spec=spec) for form in forms], x, jnp.uint32(7))
+
+
+@pytest.mark.parametrize("cols", [200, 20_001])
+@pytest.mark.parametrize("size", few([3, 50_007], (50_007,)))
+def test_encoding_on_a_gpu_scatters_nothing(cols, size):
+    """So it needs no atomic additions, and takes sums in one order. Tiles may form groups."""
+    spec = sketch.SketchSpec(rows=3, cols=cols, seed=7)
+    x = jnp.round(4 * cubed(size))
+    gathered = jax.jit(functools.partial(tiles.gathered, spec=spec)).lower(x, jnp.uint32(7))
+    compiled = gathered.compile()
+    for text in gathered.as_text(), compiled.as_text():
+        assert "gather" in text
+        assert "scatter" not in text
+        assert "while" not in text
+    # Sums of integers are the same in any order.
+    np.testing.assert_array_equal(compiled(x, jnp.uint32(7)), sketch.encode(x, spec))
 
 
 @pytest.mark.parametrize("spec", few(SPECS, SPECS[:2]), ids=str)

@@ -56,7 +56,7 @@ def largest(x, k):
     return np.argsort(np.argsort(-norms, axis=-1, kind="stable"), axis=-1) < k
 
 
-def described(monkeypatch, x, k, rows, cols, seed, has_room=True):
+def described(x, k, rows, cols, seed, has_room=True):
     """Sum and residuals of Alg. 1 after block top-k.
 
     cols=None: the sum is exact. Selected blocks for which `has_room` is False stay.
@@ -66,8 +66,7 @@ def described(monkeypatch, x, k, rows, cols, seed, has_room=True):
     sent = np.where(spread(selected), x, 0)
     total = sent.sum(0, dtype=np.float64)
     if cols is not None:
-        monkeypatch.setattr(reference, "TILE", BLOCK)
-        places = reference.buckets_and_signs(rows, cols, seed, np.arange(SIZE))
+        places = reference.buckets_and_signs(rows, cols, seed, np.arange(SIZE), BLOCK)
         table = sum(reference.encode(own, cols, places) for own in sent)
         total = np.where(spread(union), reference.decode(table, places), 0)
     return total, x - sent
@@ -86,7 +85,7 @@ def _name(case):
 
 
 @pytest.mark.parametrize("case", some(CASES, USUAL), ids=_name)
-def test_it_is_its_description(case, monkeypatch):
+def test_it_is_its_description(case):
     reducer, workers, way = case
     plan = reducer.plan(SIZE, workers)
     assert (plan.cols is None) == (reducer is EXACT)
@@ -94,7 +93,7 @@ def test_it_is_its_description(case, monkeypatch):
     for step, (x, reduced) in enumerate(by_step(reducer, gradients(workers), way)):
         hash_seed = int(reference.combine(reducer.seed, step))  # fresh at each step
         cols = plan.cols if workers > 1 else None  # one worker sends nothing
-        total, residual = described(monkeypatch, x, 8, reducer.rows, cols, hash_seed)
+        total, residual = described(x, 8, reducer.rows, cols, hash_seed)
         np.testing.assert_array_equal(reduced.mean, np.repeat(reduced.mean[:1], workers, axis=0))
         np.testing.assert_array_equal(np.rint(reduced.mean[0] * workers), total)
         np.testing.assert_array_equal(reduced.residual, residual)
@@ -190,7 +189,7 @@ CROWDED = S2(0.2, block_size=BLOCK, rows=3, sketch_ratio=0.4, union_density=0.25
     "reducer", some([SKETCHED, CROWDED], [CROWDED]), ids=["room", "little room"]
 )
 @pytest.mark.parametrize("workers", some(MESH_SIZES, [3]))
-def test_momentum_is_that_of_blocks_that_wait(workers, reducer, monkeypatch):
+def test_momentum_is_that_of_blocks_that_wait(workers, reducer):
     """It is zeroed where this worker's block left, and stays in all others.
 
     These are blocks that it did not select, even if others sent theirs, and blocks without room.
@@ -223,9 +222,7 @@ def test_momentum_is_that_of_blocks_that_wait(workers, reducer, monkeypatch):
         order = np.roll(np.arange(COUNT), -(step % turns) * plan.capacity)
         room = np.isin(np.arange(COUNT), order[union[order]][: plan.capacity])
         hash_seed = int(reference.combine(bucket.seed, step))
-        total, v = described(
-            monkeypatch, x, plan.selected, reducer.rows, cols, hash_seed, has_room=room
-        )
+        total, v = described(x, plan.selected, reducer.rows, cols, hash_seed, has_room=room)
         u = np.where(x != v, 0, u)
         at = lambda array, step=step: array[:, step].reshape(workers, -1)
         np.testing.assert_array_equal(at(updates)[0], total / workers)

@@ -13,7 +13,7 @@ from workers import few, some
 from jaxsparse import sketch
 from jaxsparse.arrays.hashing import permute
 from jaxsparse.select.fast import Values, streaming_top_k
-from jaxsparse.sketch import SketchSpec
+from jaxsparse.sketch import SketchSpec, tiles
 from jaxsparse.sketch.heavy import mix_in_random
 
 # Sizes and specs. They cover one element, fewer elements than a tile and than cols, whole tiles and
@@ -206,9 +206,14 @@ def estimates_and_norms(x, spec):
     return jax.lax.map(one, SEEDS)
 
 
+@pytest.mark.parametrize("cols", [256, 257])
 @structures
-def test_one_row_is_unbiased_with_variance_below_the_bound(name):
-    spec, x = SketchSpec(1, 256), structured(name)
+def test_one_row_is_unbiased_with_variance_below_the_bound(name, cols, monkeypatch):
+    """Of tiles that are a row each, and with 257 columns of groups of eight tiles."""
+    if cols == 257:  # no other test has this spec, whose programs are kept
+        monkeypatch.setattr(tiles, "_MAX_TILE", 32)
+    spec, x = SketchSpec(1, cols), structured(name)
+    assert spec.group == (8 if cols == 257 else 1)
     estimates, norms = (np.asarray(v, float) for v in estimates_and_norms(jnp.asarray(x), spec))
     errors = estimates - x
     bound = np.sum(x.astype(float) ** 2) / spec.cols
@@ -222,10 +227,10 @@ def test_one_row_is_unbiased_with_variance_below_the_bound(name):
     variance = np.mean(errors**2, axis=1)
     standard_error = variance.std() / np.sqrt(len(SEEDS))
     assert variance.mean() < bound + 4 * standard_error
-    # A coordinate never meets elements of its own tile. It meets all others with probability 1 /
-    # cols.
-    tiles = np.sum(x.astype(float).reshape(-1, spec.tile) ** 2, axis=1)
-    expected = np.mean(tiles.sum() - tiles) / spec.cols
+    # A coordinate never meets elements of its own group of tiles. It meets all others with
+    # probability 1 / cols.
+    groups = np.sum(x.astype(float).reshape(-1, spec.tile * spec.group) ** 2, axis=1)
+    expected = np.mean(groups.sum() - groups) / spec.cols
     assert abs(variance.mean() - expected) < 5 * standard_error + 1e-3 * bound
 
     # A row's squared norm is unbiased: signs differ for elements, not for tiles, so that cross
@@ -250,6 +255,30 @@ def test_median_is_as_accurate_as_the_textbook_sketch(name):
     assert abs(np.median(norms) / np.median(their_norms) - 1) < 0.02
     bias = estimates.mean(axis=0) - x  # the median has none, because noise is symmetric
     assert np.max(np.abs(bias)) < 6 * np.linalg.norm(x) / np.sqrt(spec.cols * len(SEEDS))
+
+
+@pytest.mark.parametrize("cols", [97, 128, 250, 1000])
+def test_elements_of_a_group_never_meet_and_others_do_with_probability_one_in_cols(
+    cols, monkeypatch
+):
+    """The columns of the definition, which `encode` and `decode` have exactly."""
+    monkeypatch.setattr(reference, "TILE", 16)
+    tile, count = reference.tile_and_group(cols)
+    length = tile * count
+    assert cols - tile < length <= cols
+    assert count >= 4
+    index, seeds, rows = np.arange(4 * length), 3000, 3
+    met = np.zeros(len(index))
+    for seed in range(seeds // rows):
+        for row in range(rows):
+            columns = reference.placed(cols, seed, row, index.astype(np.uint64))
+            assert len(np.unique(columns[:length])) == length
+            met += columns == columns[length // 3]
+    assert met[length // 3] == seeds
+    others = met[length:] / seeds
+    assert abs(others.mean() * cols - 1) < 0.25
+    # None is met much more often than others: they are as even as independent draws.
+    assert np.max(np.abs(others - others.mean())) < 6 * np.sqrt(1 / cols / seeds)
 
 
 def test_rows_are_independent():

@@ -32,7 +32,8 @@ def encode_blocks(
 
     A block is a tile of the sketch. Each row adds it to consecutive columns, from a random offset.
     Sketches of different vectors merge by addition, wherever the blocks are. On a GPU sums are
-    taken in any order: see `encode`.
+    taken in any order, by atomic additions: see `encode`. That concerns a worker's own sketch
+    alone. Replicas decode one sum of all sketches, and so stay equal.
 
     Args:
         stream: k blocks in float32, bfloat16 or float16. Sums are float32. Slots of zeros add

@@ -1,11 +1,10 @@
 """Linear maps between a vector and its count sketch: encode, merge, decode, l2 norm.
 
-Encoding adds tiles at random offsets instead of scattering elements, so that memory is read in
-runs. Elements of one tile never collide. Elements of two tiles collide with probability 1 / cols.
-The size of a tile depends on the spec alone, because `decode_at` does not know the vector's size.
-Signs are per element, because signs per tile would bias the l2 norm of constant data. A GPU's
-atomic additions sum in any order, but only a worker's own sketch. Replicas decode one sum of all
-sketches, and so stay equal.
+Encoding adds tiles at random places instead of scattering elements, so that memory is read in
+runs. Elements of one tile never collide. Elements of two tiles collide with probability 1 / cols,
+or never (see `tiles`). The size of a tile depends on the spec alone, because `decode_at` does not
+know the vector's size. Signs are per element, because signs per tile would bias the l2 norm of
+constant data.
 """
 
 import functools
@@ -25,6 +24,7 @@ from jaxsparse.sketch.tiles import (
     add_one,
     empty,
     estimates_at,
+    gathered,
     median,
     tile_estimates,
     wrapped,
@@ -36,7 +36,8 @@ def encode(
 ) -> Float[Array, "rows cols"]:
     """Sketches a vector, linearly: sketches of x and y sum to the sketch of x + y, to rounding.
 
-    On a GPU sums are taken in any order, so the last bits may differ from run to run (unless
+    On a GPU each column is a sum in one order, without atomic additions. With a `tile_size` of
+    one's own sums are taken in any order, so the last bits may differ from run to run (unless
     `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, which takes longer).
 
     Args:
@@ -72,7 +73,7 @@ def _encode(
         x,
         seed,
         default=functools.partial(_encode_in_turn, spec=spec),
-        gpu=functools.partial(_encode_at_once, spec=spec),
+        gpu=functools.partial(gathered if spec.tile_size is None else _encode_at_once, spec=spec),
     )
 
 

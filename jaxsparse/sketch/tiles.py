@@ -1,10 +1,18 @@
-"""Where a count sketch puts each element: tiles, their offsets in the rows, signs.
+"""Where a count sketch puts each element: tiles, their places in the rows, signs.
+
+As many tiles as fit into a row are a group. Each row puts the tiles of a group one after the other
+in a random order, and then turns the row by a random number of columns. So elements of a group
+never collide, and those of two groups collide with probability 1 / cols. (Up to 2**14 columns, and
+with a tile size of one's own, a group is one tile.) A column has at most one element of a group. So
+it is a sum over groups, in a fixed order, where additions to memory would be atomic.
 
 Some functions add tiles of a vector to a sketch, one after the other or all at once. Others
 estimate single elements from a sketch, tile by tile or anywhere.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -22,19 +30,22 @@ __all__ = [
     "add_one",
     "empty",
     "estimates_at",
+    "gathered",
     "median",
     "tile_estimates",
     "wrapped",
 ]
 
 
-# Default number of elements of a tile, if a row has so many columns. Shorter tiles are closer to
+# Largest number of elements of a tile, unless a spec has its own. Shorter tiles are closer to
 # independent columns, and longer ones have less overhead. This one is within a tenth of the fastest
 # and small enough for a second-level cache.
 _MAX_TILE = 2**14
-# Number under which signs are hashed. Offsets are hashed under the number of their row, and no row
-# has this one.
+# Numbers under which signs and orders of tiles are hashed. What groups are turned by is hashed
+# under the number of their row, and no row has these.
 _SIGN = 2**32 - 1
+_ORDER = 2**32 - 3
+_MOST_ORDERS = 64  # of tiles in a group
 
 Seed = Integer[Array, ""] | int | None
 
@@ -49,9 +60,10 @@ class SketchSpec:
         cols: number of columns of a row, c. O(1 / eps) are needed to find coordinates whose squares
             are at least eps ||x||^2.
         seed: seed of the hashes where a function is not given its own, 0 <= seed < 2**32.
-        tile_size: number of consecutive elements that share an offset in each row, at most `cols`.
+        tile_size: number of consecutive elements that stay together in each row, at most `cols`.
             They never collide with each other. `encode_blocks` needs it to be the size of a block.
-            None: min(cols, 2**14), which is fast.
+            None: cols up to 2**14, and a power of two from 2**12 to 2**14 beyond, which is fast,
+            and summed in one order on a GPU: see `encode`.
 
     Raises:
         ValueError: a value is out of range.
@@ -84,7 +96,51 @@ class SketchSpec:
     @property
     def tile(self) -> int:
         """Number of elements of a tile. It can't depend on d, which `decode_at` does not know."""
-        return min(self.cols, _MAX_TILE) if self.tile_size is None else self.tile_size
+        if self.tile_size is not None:
+            return self.tile_size
+        if self.cols <= _MAX_TILE:
+            return self.cols
+        # At least four in a row, so that a group leaves at most a fifth of a row empty.
+        return int(min(_MAX_TILE, 2 ** ((self.cols // 4).bit_length() - 1)))
+
+    @property
+    def group(self) -> int:
+        """Number of tiles of a group."""
+        return 1 if self.tile_size is not None else self.cols // self.tile
+
+
+@functools.cache
+def _orders(group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Factors that put the tiles of a group in an order modulo their number, and their inverses."""
+    factors = [x for x in range(1, group) if math.gcd(x, group) == 1]
+    some = factors[:: -(-len(factors) // _MOST_ORDERS)]
+    return np.array(some, np.uint32), np.array([pow(x, -1, group) for x in some], np.uint32)
+
+
+def _order(
+    factors: np.ndarray,
+    seed: UInt32[Array, ""],
+    row: Integer[Array, "..."] | int,
+    group: Integer[Array, "..."],
+) -> UInt32[Array, "..."]:
+    """One of the factors, for each row and group."""
+    return jnp.asarray(factors)[drawn(len(factors), combine(seed, _ORDER), row, group)]
+
+
+def _columns(
+    spec: SketchSpec,
+    seed: UInt32[Array, ""],
+    row: Integer[Array, "..."] | int,
+    tile: Integer[Array, "..."],
+) -> Int[Array, "..."]:
+    """The columns of tiles' first elements."""
+    if spec.group == 1:
+        return drawn(spec.cols, seed, row, tile)
+    count = np.uint32(spec.group)
+    group, within = as_uint32(tile) // count, as_uint32(tile) % count
+    place = within * _order(_orders(spec.group)[0], seed, row, group) % count
+    column = place.astype(jnp.int32) * spec.tile + drawn(spec.cols, seed, row, group)
+    return jnp.where(column < spec.cols, column, column - spec.cols)
 
 
 def _places(
@@ -107,10 +163,10 @@ def _places(
     """
     size = np.uint32(spec.tile)
     if tile.shape == within.shape:  # XLA's CPU backend would store columns of all rows at once
-        columns = [drawn(spec.cols, seed, row, tile) for row in range(spec.rows)]
+        columns = [_columns(spec, seed, row, tile) for row in range(spec.rows)]
     else:  # columns are few, and one hash for all rows is less to compile
         row = lax.iota(jnp.uint32, spec.rows).reshape(-1, *[1] * tile.ndim)
-        each = drawn(spec.cols, seed, row, tile[None])
+        each = _columns(spec, seed, row, tile[None])
         if tile.ndim:  # otherwise they would be hashed again for each element
             each = lax.optimization_barrier(each)
         columns = list(jnp.unstack(each))
@@ -166,7 +222,7 @@ def add_all(
     spec: SketchSpec,
     seed: UInt32[Array, ""],
 ) -> Float[Array, "rows cols"]:
-    """The sketch of whole tiles, given their numbers, in one scatter.
+    """The sketch of some whole tiles, given their numbers, in one scatter.
 
     To rounding, it is what `add_one` makes of one tile after the other. Sums are taken in any
     order, which may change from run to run. So workers may send such sums to each other, but must
@@ -174,13 +230,12 @@ def add_all(
     """
     size = spec.tile
     row, within = lax.iota(jnp.int32, spec.rows), lax.iota(jnp.uint32, size)[None, None]
-    columns = drawn(spec.cols, seed, row[None], tiles[:, None])
+    columns = _columns(spec, seed, row[None], tiles[:, None])
     rows = jnp.broadcast_to(row[None], columns.shape)
     # Rows are an axis inside that of tiles, so that a tile is read from memory for one row alone.
     row = row[None, :, None]
     index = as_uint32(tiles)[:, None, None] * np.uint32(size) + within
-    words = keyed(index, combine(seed, _SIGN, row // 32)) << (row % 32).astype(jnp.uint32)
-    updates = _flip(values.astype(jnp.float32)[:, None], words)
+    updates = _flip(values.astype(jnp.float32)[:, None], _words(index, row, seed))
     # Without a barrier, the offset of a tile would be hashed again for each element.
     corners = lax.optimization_barrier(jnp.stack([rows, columns], axis=2))
     table = lax.scatter_add(
@@ -193,6 +248,45 @@ def add_all(
         mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
     )
     return wrapped(table, spec)
+
+
+def gathered(
+    x: Float[Array, " d"], seed: UInt32[Array, ""], *, spec: SketchSpec
+) -> Float[Array, "rows cols"]:
+    """The sketch of a vector, each column a sum of one element of each group.
+
+    To rounding, it is what `add_one` makes of one tile after the other. It scatters nothing, so
+    each run sums in the same order. Each row reads the vector once.
+    """
+    size, count = spec.tile, spec.group
+    row = lax.iota(jnp.int32, spec.rows)[:, None]
+    group = lax.iota(jnp.int32, -(-x.size // (size * count)))[None]
+    # Without a barrier, what is drawn for a group would be hashed again for each element.
+    turn, back = lax.optimization_barrier(
+        (
+            drawn(spec.cols, seed, row, group),
+            _order(_orders(count)[1], seed, row, group) if count > 1 else jnp.uint32(1),
+        )
+    )
+    column = lax.iota(jnp.int32, spec.cols)[None, None] - turn[..., None]
+    column = as_uint32(jnp.where(column < 0, column + spec.cols, column))
+    place, within = column // np.uint32(size), column % np.uint32(size)
+    tile = as_uint32(group)[..., None] * np.uint32(count)
+    if count > 1:
+        tile += place * back[..., None] % np.uint32(count)
+    index = tile * np.uint32(size) + within
+    is_held = (place < count) & (index < np.uint32(x.size))
+    index = jnp.where(is_held, index, 0)
+    values = x.at[index.astype(jnp.int32)].get(mode="promise_in_bounds").astype(jnp.float32)
+    values = _flip(values, _words(index, row[..., None], seed))
+    return jnp.sum(jnp.where(is_held, values, 0), axis=1)
+
+
+def _words(
+    index: UInt32[Array, "..."], row: Int[Array, "..."], seed: UInt32[Array, ""]
+) -> UInt32[Array, "..."]:
+    """Words whose highest bit is set where a row flips the sign of an element."""
+    return keyed(index, combine(seed, _SIGN, row // 32)) << (row % 32).astype(jnp.uint32)
 
 
 def tile_estimates(
