@@ -96,9 +96,10 @@ class SketchedSGD(SeededReducer):
         oversampling: number of candidates fetched exactly for each updated coordinate, the paper's
             P (16 to 36 there). Default: rows + 1, or 1 with "heavymix", which has no P. Candidates
             and table then share the words evenly, and cols is at least k.
-        selection: rule for candidates. "top_k" takes the largest estimates (Alg. 3). "heavymix"
-            takes those above 1/sqrt(k) of the norm, and fills up at random (Alg. 1). A compression
-            then gives it as many columns as coordinates, because Lemma 1 needs the order of k.
+        selection: rule for candidates. "top_k" takes nearly the largest estimates (Alg. 3).
+            "heavymix" takes those of them above 1/sqrt(k) of the norm, and fills up at random (Alg.
+            1). A compression then gives it as many columns as coordinates, because Lemma 1 needs
+            the order of k.
         seed: seed of the hash functions, which are fresh at each step.
         table_dtype: dtype of the table on the wire. bfloat16 or float16 halve it (section 6) if the
             backend can sum them. XLA on CPU widens them to float32. Exact values stay float32. On
