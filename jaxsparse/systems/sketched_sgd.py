@@ -25,8 +25,9 @@ from jaxsparse.reducers.base import (
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, Request, Settings, System
 
-# Share of the words that go to candidates of "top_k". The table takes the rest. Shares from 0.25 to
-# 0.75 differ little, as in the paper (|S| / Pk of 0.35 to 1.7 in section 5.3; more did worse).
+# Share of the words that go to candidates of "top_k". The table takes the rest. 0.5 and 0.75 differ
+# little, and 0.25 is worse, as in the paper (|S| / Pk of 0.35 to 1.7 in section 5.3; more did
+# worse).
 _CANDIDATES_SHARE = 0.5
 # Compression up to which one row is at least as good as three. A large coordinate pollutes a column
 # of each row, and with a single row it so makes 2 x compression false candidates. With three rows
