@@ -10,7 +10,8 @@ received words over bandwidth. "published" has the paper's rounds, and the words
 send if each worker's k indices are drawn uniformly, as in its experiments. There messages are as
 long as their contents. "library" has the words that this library's messages have room for, which is
 fixed when a program is compiled. Measured times, if given, are rows {"algorithm", "workers",
-"density", "size", "seconds"} in a JSON list, or in the "results" of an object.
+"density", "size", "seconds"} in a JSON list, or in the "results" of an object. Beside them stands
+what `algorithm="auto"` takes on this link, and its time over that of the fastest exact sum.
 """
 
 import argparse
@@ -20,16 +21,23 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from timing import save, size_of
 
 from jaxsparse.planner import Link
-from jaxsparse.systems import SparCML
+from jaxsparse.planner.algorithms import choose_algorithm
+from jaxsparse.systems import SparCML, choose
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from published_traffic import Traffic, dense_traffic, sparcml_traffic
+from published_traffic import (
+    Traffic,
+    dense_traffic,
+    dsar_split_allgather_traffic,
+    sparcml_traffic,
+)
 
+Bits = Literal[2, 4, 8]  # what `SparCML` takes
 LETTERS = {
     "recursive_double": "R",
     "split_allgather": "S",
@@ -94,6 +102,15 @@ def library(k: int, args: argparse.Namespace, workers: int) -> dict[str, Traffic
     reducer = SparCML(1, round(args.size / k), union_factor=args.union_factor)
     traffic = sparcml_traffic(reducer, args.size, workers)
     return {**traffic, "dense": dense_traffic(args.size, workers)}
+
+
+def in_bits(k: int, size: int, workers: int, bits: Bits) -> Traffic:
+    """Rounds and words of DSAR_Split_allgather whose dense half has so many bits a sum."""
+    reducer = SparCML(1, round(size / k), bits=bits)
+    room = reducer.capacity(size, workers)
+    return dsar_split_allgather_traffic(
+        reducer.entries(size), size, workers, capacity=room, quantizer=reducer.quantizer
+    )
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -296,7 +313,10 @@ def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
     results, agree, pairs = [], 0, 0
     for (density, workers, size), seconds in sorted(groups.items()):
         at = argparse.Namespace(**{**vars(args), "size": size})
-        traffic = library(max(1, round(density * size)), at, workers)
+        k = max(1, round(density * size))
+        traffic = library(k, at, workers)
+        for bits in get_args(Bits):  # of the dense sum, as benchmarks/cluster names them
+            traffic[f"dsar_split_allgather:{bits}"] = in_bits(k, size, workers, bits)
         if unknown := seconds.keys() - traffic.keys():
             raise SystemExit(f"{args.measured}: algorithm {unknown} is none of {list(traffic)}")
         for name, measured in sorted(seconds.items(), key=lambda item: item[1]):
@@ -315,6 +335,11 @@ def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
                     "model": model,
                 }
             )
+        budget = choose("sparcml", density, size=size, workers=workers).budget
+        auto = choose_algorithm(SparCML(budget.k, budget.group_size, link=link), size, workers)
+        if auto in seconds:
+            exact = min(value for name, value in seconds.items() if ":" not in name)
+            print(f'"auto" takes {auto}: {seconds[auto] / exact:.2f} times the fastest exact sum')
         for one, other in itertools.combinations(seconds, 2):
             if slower(link, traffic, one, other) or slower(link, traffic, other, one):
                 pairs += 1

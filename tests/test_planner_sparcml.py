@@ -17,22 +17,21 @@ from jaxsparse.systems import SparCML, choose
 from jaxsparse.systems.sparcml import ALGORITHMS
 from jaxsparse.traffic import traced_bytes
 
-RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "cluster" / "results.json"
-
-
+CLUSTER = pathlib.Path(__file__).parent.parent / "benchmarks" / "cluster"
 OPS = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
 
 
-def measured():
+def measured(name="results.json"):
     """Seconds by (hosts, rate, elements, density) and algorithm, and networks by (hosts, rate).
 
-    The split algorithms are left out: their messages have become shorter since.
+    Algorithms whose messages have become shorter since are left out: in "results.json" those that
+    split. So is the sum in 4 bits, which "auto" never takes.
     """
-    content = json.loads(RESULTS.read_text())
+    content = json.loads((CLUSTER / name).read_text())
     cells = {}
     for row in content["rows"]:
         name, _, algorithm = row["system"].partition(":")
-        if name == "sparcml" and algorithm:
+        if name == "sparcml" and algorithm and ":" not in algorithm:
             assert row["what"] == "exchange"
             cell = row["hosts"], row["rate"], row["params"], row["density"]
             reducer = reducer_of(row["density"], row["params"], row["hosts"], None)
@@ -52,6 +51,10 @@ def reducer_of(density, size, workers, link):
     return SparCML(budget.k, budget.group_size, link=link)
 
 
+# The hosts are eight processes that share the two cores of the profile.
+SHARED = 4
+
+
 def test_the_choice_against_measured_times():
     """Among the algorithms that were measured: 8 emulated hosts at 100 Mbit/s."""
     cells, networks = measured()
@@ -62,8 +65,7 @@ def test_the_choice_against_measured_times():
     idle = dataclasses.replace(
         shipped, points=tuple(point for point in shipped.points if point.system in names)
     )
-    # The hosts are eight processes that share the two cores of the profile.
-    there = idle.scaled(idle.memory_bandwidth / 4)
+    there = idle.scaled(idle.memory_bandwidth / SHARED)
     for (hosts, rate, size, density), seconds in cells.items():
         network, best = networks[hosts, rate], min(seconds.values())
         reducer = reducer_of(density, size, hosts, network.link)
@@ -74,6 +76,22 @@ def test_the_choice_against_measured_times():
     # Chosen by one link and an idle CPU, the algorithm is the fastest, or nearly so.
     assert max(by_link.values()) < 1.12, by_link
     assert set(by_all.values()) == {1.0}
+
+
+def test_the_choice_on_2_4_and_8_hosts():
+    """Among all algorithms, with the network that was measured and the hosts' computing."""
+    cells, networks = measured("sparcml.json")
+    shipped = SystemProfile.shipped()
+    there = shipped.scaled(shipped.memory_bandwidth / SHARED)
+    densities = (0.001, 0.01, 0.1)
+    assert sorted(cells) == [(n, "100mbit", 10**6, p) for n in (2, 4, 8) for p in densities]
+    for (hosts, rate, size, density), seconds in cells.items():
+        assert seconds.keys() == {*ALGORITHMS, "ring"}
+        reducer = reducer_of(density, size, hosts, None)
+        known = {"network": networks[hosts, rate], "profile": there}
+        ratio = seconds[choose_algorithm(reducer, size, hosts, **known)] / min(seconds.values())
+        # At 0.1 % waking up takes longer than the messages, and no model knows when.
+        assert ratio < (2 if density == 0.001 else 1.2), (hosts, density, ratio)
 
 
 def test_recursive_doubling_is_not_taken_where_it_was_slow():

@@ -10,6 +10,7 @@ from jaxsparse.collectives import recursive_double
 from jaxsparse.comm import wire
 from jaxsparse.select.groups import most_entries
 from jaxsparse.systems import SparCML
+from jaxsparse.traffic import traced_bytes
 
 WORKERS = (2, 3, 4, 5, 7, 8, 32)
 
@@ -125,6 +126,26 @@ def test_random_supports_fit(workers, k):
         largest = max(largest, *(drawn[list(part)].sum() for part in ranges(size, workers)))
     assert largest <= room
     assert min(room, workers * reducer.capacity(size, workers)) <= 1.3 * largest + 8
+
+
+@pytest.mark.parametrize("workers", few(WORKERS, (8, 32)))
+def test_the_split_receives_little_more_than_random_supports_need(workers):
+    """With room for twice an even share, and for all sums of it, 8 workers received twice as much.
+
+    The published bound for disjoint supports is 2 k W words (section 5.3.2).
+    """
+    size, k, group_size = 2**20, 4, 512
+    reducer = SparCML(k, group_size, algorithm="split_allgather")
+    count = k * size // group_size
+    union = size * (1 - (1 - k / group_size) ** workers)
+    # The first half has room for the groups that a range has a part of.
+    even = workers * reducer.capacity(size, workers) / count
+    needed = 2 * (workers - 1) / workers * (even * count + union)
+    words = traced_bytes(reducer, size, workers).received / 4
+    assert needed <= words < 1.05 * needed
+    if workers & (workers - 1) == 0:
+        assert even == 1
+        assert words < 2 * count * workers
 
 
 @pytest.mark.parametrize(("rounding", "scale"), [("stochastic", "l2"), ("nearest", "max")])

@@ -144,6 +144,18 @@ def test_the_adaptation_stays_in_its_range_and_never_stops():
         assert float(state.h) == end
 
 
+@pytest.mark.parametrize(("teams", "unused"), [(2, 1 / 6), (7, 3 / 8)])
+def test_one_h_for_all_blocks_leaves_budget_unused(teams, unused):
+    """Teams coincide in half of the blocks, whose sums have h entries, and share none elsewhere."""
+    k, left = 200, []
+    state = Adaptation.start(k, teams)
+    for _ in range(150):
+        sums = np.array([1, teams]) * float(state.h)
+        left.append(1 - np.minimum(sums, k).mean() / k)
+        state = state.adapt(jnp.float32(sums.mean()), k, teams)
+    assert np.mean(left[50:]) == pytest.approx(unused, abs=0.01)
+
+
 @pytest.mark.parametrize(("k", "teams"), [(200, 7), (2000, 2), (1, 8), (3, 2), (50, 50)])
 def test_the_ladder_has_little_more_room_than_h(k, teams):
     rungs = ladder(k, teams)

@@ -105,7 +105,8 @@ class ErrorFeedback(LeafOptions):
     memory at the same time. What runs meanwhile is up to XLA. Its CPU backend waits for each
     collective. Its GPU backend combines small messages of several buckets into one, which waits for
     all, unless `--xla_gpu_all_gather_combine_threshold_bytes=0` (and the same with all_reduce) is
-    among the XLA_FLAGS.
+    among the XLA_FLAGS. As compiled for a TPU (v5e), each bucket waits for all gradients all the
+    same (`benchmarks/results/overlap.md`).
 
     Args:
         reducer: the `Reducer` that exchanges the buckets, or a `Budget` that makes one for each.

@@ -25,8 +25,9 @@ from jaxsparse.reducers.base import (
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, Request, Settings, System
 
-# Share of the words that go to candidates of "top_k". The table takes the rest. Shares from 0.25 to
-# 0.75 differ little, as in the paper (|S| / Pk of 0.35 to 1.7 in section 5.3; more did worse).
+# Share of the words that go to candidates of "top_k". The table takes the rest. 0.5 and 0.75 differ
+# little, and 0.25 is worse, as in the paper (|S| / Pk of 0.35 to 1.7 in section 5.3; more did
+# worse).
 _CANDIDATES_SHARE = 0.5
 # Compression up to which one row is at least as good as three. A large coordinate pollutes a column
 # of each row, and with a single row it so makes 2 x compression false candidates. With three rows
@@ -96,9 +97,10 @@ class SketchedSGD(SeededReducer):
         oversampling: number of candidates fetched exactly for each updated coordinate, the paper's
             P (16 to 36 there). Default: rows + 1, or 1 with "heavymix", which has no P. Candidates
             and table then share the words evenly, and cols is at least k.
-        selection: rule for candidates. "top_k" takes the largest estimates (Alg. 3). "heavymix"
-            takes those above 1/sqrt(k) of the norm, and fills up at random (Alg. 1). A compression
-            then gives it as many columns as coordinates, because Lemma 1 needs the order of k.
+        selection: rule for candidates. "top_k" takes nearly the largest estimates (Alg. 3).
+            "heavymix" takes those of them above 1/sqrt(k) of the norm, and fills up at random (Alg.
+            1). A compression then gives it as many columns as coordinates, because Lemma 1 needs
+            the order of k.
         seed: seed of the hash functions, which are fresh at each step.
         table_dtype: dtype of the table on the wire. bfloat16 or float16 halve it (section 6) if the
             backend can sum them. XLA on CPU widens them to float32. Exact values stay float32. On
