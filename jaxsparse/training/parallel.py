@@ -102,7 +102,8 @@ def data_parallel(
             "tokens": "sum", "norm": "own"})`. "mean" and "sum" go over workers, all alike
             (`jaxsparse.weighted` changes that), and keep shape and dtype; "own" gives an array
             (W, ...) of each worker's. A kind counts for all arrays below it, and dictionaries may
-            leave out entries and name fields of classes. A function of an array's path, as
+            leave out entries and name fields of classes. A part without arrays, such as None or
+            {}, may have a kind, too. A function of an array's path, as
             `jax.tree_util.keystr` writes it, may stand for a kind: `(None, lambda path: "sum" if
             "tokens" in path else "mean")`. What is None or left out must be equal on all workers. A
             sum of what the step has summed already would count it W times.
@@ -224,7 +225,7 @@ class _Worker:
         axis = self._axis_name
         returned = self._step(*args)
         outputs, self._treedef = tree_flatten_with_path(returned)
-        kinds = self._kinds.of([path for path, _ in outputs])
+        kinds = self._kinds.of(returned)
         self._marks = [is_marked(path) or kind == "own" for (path, _), kind in zip(outputs, kinds)]
         own, others, names = list[Any](), list[Any](), list[str]()
         for (path, leaf), kind in zip(outputs, kinds):
