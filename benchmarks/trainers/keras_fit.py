@@ -49,7 +49,8 @@ model = keras.Sequential(
 optimizer = keras.optimizers.AdamW(3e-3, gradient_accumulation_steps=PARTS, **CLIP)
 scaled = functools.partial(keras.optimizers.LossScaleOptimizer, optimizer)
 # Gradients overflow until the scale has fallen.
-if SCALE := {"overflow": 2.0**127, "float16": 2.0**20}.get(VARIANT):
+SCALE = {"overflow": 2.0**127, "float16": 2.0**20}.get(VARIANT)
+if SCALE:
     optimizer = scaled(initial_scale=SCALE)
 model.compile(
     optimizer,
@@ -79,6 +80,9 @@ def show(batch, logs):
     global done
     done += 1
     print("loss", done, float(logs["loss"]), flush=True)
+    if SCALE:
+        model.jax_state_sync()
+        print("scale", float(model.optimizer.dynamic_scale.value))
 
 
 def train(model, begin, end):
