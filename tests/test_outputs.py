@@ -71,12 +71,29 @@ def test_a_function_of_paths_says_kinds():
 
 
 @pytest.mark.parametrize(
+    ("kind", "nothing"),
+    [
+        ("sum", None),
+        (lambda path: "sum", {}),
+        ({"norms": "sum"}, {"norms": [None, {}]}),
+    ],
+)
+def test_a_part_without_arrays_may_have_a_kind(kind, nothing):
+    """Trainers call one step for metrics that are shown, and for none."""
+    run = data_parallel(lambda x: (x.sum(), nothing), 2, batch_argnums=0, outputs=("sum", kind))
+    total, shown = run(jnp.arange(4.0))
+    assert total == 6
+    assert shown == nothing
+
+
+@pytest.mark.parametrize(
     ("outputs", "match"),
     [
         ((None, lambda path: "total"), "outputs[1].loss='total' is unknown: give 'mean'"),
         ((None, {"loss": "average"}), "outputs[1]['loss']='average' is unknown: give 'mean'"),
         ((None, {"los": "mean"}), "outputs[1]['los']='mean' names no output of the step"),
         ({"loss": "mean"}, "outputs['loss']='mean' names no output of the step, which has [0]"),
+        ((None, {"norms": {"c": "own"}}), "outputs[1]['norms']['c']='own' names no output"),
         ((None, {"tokens": "mean"}), "output[1].tokens has dtype int32, which has no mean"),
         (("own", None), "is per-worker state, but outputs says 'own'"),
         ((None, {"loss": "mean"}), "output[1].tokens differs between workers"),

@@ -312,22 +312,6 @@ def test_gradients_are_local_and_a_loss_may_be_averaged_before(where):
         np.testing.assert_array_equal(gradients.value, [1, 2, 4])
 
 
-@pytest.mark.parametrize("axes", [("data", "fsdp"), "data"], ids=str)
-def test_a_bare_constraint_over_the_workers_is_explained(axes):
-    """It is taken out of NamedShardings, and under vmap."""
-    where = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-
-    def step(p, x):
-        x = jax.lax.with_sharding_constraint(x * p, P(axes))
-        return PerWorker.wrap(x.sum())
-
-    run = data_parallel(step, where, via="shard_map")
-    explained = pytest.raises(ValueError, match="with_sharding_constraint")
-    with jax.set_mesh(where), explained as raised:
-        jax.eval_shape(run, jnp.float32(1), jnp.zeros((8, 2)))
-    assert "leave 'data' out of the partitions" in raised.value.__notes__[0]
-
-
 @pytest.mark.parametrize(
     "case",
     some(

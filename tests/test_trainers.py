@@ -60,6 +60,15 @@ def test_a_row_of_a_variant_says_what_differs(compare, monkeypatch, capsys):
     assert "| clip | 0 | fails |" in capsys.readouterr().out
 
 
+def test_a_variant_that_fails_is_left_out(compare, capsys):
+    """A trainer reads its variant from the environment."""
+    losses = "{'plain': 2.0, 'clip': 3.0}[os.environ['VARIANT']]"
+    script = f"import os\nprint('loss', 1, {losses})\n"
+    found = compare.run_variants("keras_fit", script, ["plain", "other", "clip"], 1, 1.0, False)
+    assert found == {"plain": compare.Run([2.0], 0, 0), "clip": compare.Run([3.0], 0, 0)}
+    assert "failed other" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linen_lm", "equinox_lm"])
 def test_a_trainer_needs_few_lines_and_trains_alike(name, compare):

@@ -2,6 +2,7 @@
 
     pip install -r benchmarks/trainers/requirements.txt
     python benchmarks/trainers/compare.py linen_lm equinox_lm tunix_qwen3 keras_fit
+    python benchmarks/trainers/compare.py keras_fit --variants clip overflow
     python benchmarks/trainers/compare.py maxtext_train --variants clip tokens
 
 A trainer is a script. Its lines that end in "# +" are added for jaxsparse. Without them it is the
@@ -11,8 +12,8 @@ four bits. Bytes are those that a device receives in a step, or in the exchange 
 are read from the dump of the largest programs that the process compiles.
 
 A variant is another way to train, and may have a block of its own, which is added, too. Variants
-run beside the original with everything sent, and with 1 %, in three processes. Bytes of a variant
-are those of the original and of 1 %.
+run beside the original with everything sent, and with 1 %. Those of MaxText take three processes,
+and those of other trainers one each. Bytes of a variant are those of the original and of 1 %.
 """
 
 import argparse
@@ -58,7 +59,7 @@ class Run(NamedTuple):
 
 
 # Losses of these differ from the original's: see results/trainers.md.
-UNLIKE = {"maxtext_updates", "dropout"}
+UNLIKE = {"maxtext_updates", "dropout", "float16"}
 # Variants that stop and go on, and the run that never stops, whose losses they must have.
 NEVER_STOPPED = {"resumed": "plain", "streaming_resumed": "streaming"}
 
@@ -84,7 +85,12 @@ def in_four_bits(script: str) -> str:
 
 
 def _started(
-    arguments: list[Path | str], steps: int, density: float, timeout: float, dumps: Path | None
+    arguments: list[Path | str],
+    steps: int,
+    density: float,
+    timeout: float,
+    dumps: Path | None,
+    variant: str = "plain",
 ) -> str:
     """What a program prints, on eight emulated devices. XLA's programs are dumped into a folder.
 
@@ -103,6 +109,7 @@ def _started(
         "JAX_PLATFORMS": "cpu",
         "STEPS": str(steps),
         "DENSITY": str(density),
+        "VARIANT": variant,
         "PYTHONPATH": os.pathsep.join(
             [str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]
         ),
@@ -137,16 +144,24 @@ def _run(name: str, text: str, steps: int, dumps: Path | None) -> Run:
     return Run(losses, across, inside)
 
 
-def run(name: str, script: str, steps: int, density: float = 1.0, timeout: float = 600) -> Run:
+def run(
+    name: str,
+    script: str,
+    steps: int,
+    density: float = 1.0,
+    variant: str = "plain",
+    reads_bytes: bool = True,
+    timeout: float = 600,
+) -> Run:
     """Runs the script of a trainer in a process of its own, on eight emulated devices.
 
     Raises:
         RuntimeError: the script failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path, dumps = Path(folder) / "trainer.py", Path(folder) / "hlo"
+        path, dumps = Path(folder) / "trainer.py", Path(folder) / "hlo" if reads_bytes else None
         path.write_text(script)
-        return _run(name, _started([path], steps, density, timeout, dumps), steps, dumps)
+        return _run(name, _started([path], steps, density, timeout, dumps, variant), steps, dumps)
 
 
 def run_variants(
@@ -158,11 +173,19 @@ def run_variants(
     reads_bytes: bool = True,
     timeout: float = 3600,
 ) -> dict[str, Run]:
-    """Runs a script in variants, all in one process. Those that fail are left out.
+    """Runs a script in variants, those of MaxText in one process. Those that fail are left out.
 
     Raises:
-        RuntimeError: the process failed.
+        RuntimeError: the process of MaxText failed.
     """
+    if not name.startswith("maxtext"):
+        found = {}
+        for variant in variants:
+            try:
+                found[variant] = run(name, script, steps, density, variant, reads_bytes)
+            except RuntimeError as error:
+                print("failed", variant, error, file=sys.stderr)
+        return found
     with tempfile.TemporaryDirectory() as folder:
         path, dumps = Path(folder) / "trainer.py", Path(folder) / "hlo" if reads_bytes else None
         path.write_text(script)
@@ -220,7 +243,7 @@ def main() -> None:
     parser.add_argument("trainers", nargs="+", choices=MESHES)
     parser.add_argument("--steps", type=int, default=10, help="(default: 10)")
     parser.add_argument(
-        "--variants", nargs="+", default=[], help="of maxtext_tiny.py, in a table of their own"
+        "--variants", nargs="+", default=[], help="of the trainer, in a table of their own"
     )
     args = parser.parse_args()
     if args.variants:

@@ -19,6 +19,7 @@ import jaxsparse  # +
 
 STEPS = int(os.environ.get("STEPS", "10"))
 DENSITY = float(os.environ.get("DENSITY", "0.01"))
+CLIPS = [optax.clip_by_global_norm(0.1)] if os.environ.get("VARIANT") == "clip" else []
 VOCAB, WIDTH, LENGTH = 256, 64, 32
 
 
@@ -67,7 +68,7 @@ def batches():
 
 mesh = jax.make_mesh((8,), ("hosts",), axis_types=(jax.sharding.AxisType.Auto,))
 split, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec("hosts"), PartitionSpec()))
-tx = optax.adamw(3e-3)
+tx = optax.chain(*CLIPS, optax.adamw(3e-3))
 tx = optax.chain(jaxsparse.spardl(DENSITY, axis_name="hosts"), tx)  # +
 
 

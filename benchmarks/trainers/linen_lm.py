@@ -22,6 +22,7 @@ import jaxsparse  # +
 
 STEPS = int(os.environ.get("STEPS", "10"))
 DENSITY = float(os.environ.get("DENSITY", "0.01"))
+CLIPS = [optax.clip_by_global_norm(0.1)] if os.environ.get("VARIANT") == "clip" else []
 RULES = [
     ("batch", ("hosts", "fsdp")),
     ("vocab", "fsdp"),
@@ -113,7 +114,7 @@ def main():
     mesh = jax.make_mesh(
         (2, 2, 2), ("hosts", "fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
-    tx = optax.adamw(3e-3)
+    tx = optax.chain(*CLIPS, optax.adamw(3e-3))
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         state, shardings = setup_state(LanguageModel(), tx, mesh, jax.random.key(0))
         data = NamedSharding(mesh, PartitionSpec(("hosts", "fsdp")))

@@ -73,6 +73,13 @@ def running(how: Running) -> Iterator[None]:
         RUNNING.reset(token)
 
 
+def context_of(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which PartitionSpecs are of this mesh, unless there is a mesh in context."""
+    if mesh is None or not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Placement:

@@ -157,8 +157,9 @@ class Worker(NamedTuple):
     def shown(self, out: Any) -> Any:
         """What a step shows, as means and sums over workers, or marked where it is a worker's."""
         treedef: Any
-        leaves, treedef = tree_flatten_with_path((None, PerWorker.unwrap(out)))
-        kinds = self.outputs.of([path for path, _ in leaves])
+        outputs = None, PerWorker.unwrap(out)
+        leaves, treedef = tree_flatten_with_path(outputs)
+        kinds = self.outputs.of(outputs)
 
         def one(path: Any, x: Any, kind: Any) -> Any:
             if kind in (None, "own"):

@@ -29,28 +29,36 @@ class Kinds:
                 _check(keystr(path), kind)
         self._given = {_keys(path): (path, kind) for path, kind in leaves}
 
-    def of(self, paths: list[KeyPath]) -> list[Kind | None]:
-        """The kind of each output at these paths; None where it must be equal on all workers.
+    def of(self, outputs: Any) -> list[Kind | None]:
+        """The kind of each output in a tree; None where it must be equal on all workers.
 
         Raises:
-            ValueError: an entry names no output.
+            ValueError: an entry names no part of the tree.
         """
         found, unused = list[Kind | None](), dict(self._given)
-        for path in paths:
+        # A part without arrays, such as the metrics of a step that shows none, may have a kind.
+        for path, part in tree_flatten_with_path(outputs, is_leaf=_is_empty)[0]:
             keys = _keys(path)
             ends = [keys[:n] for n in range(len(keys) + 1) if keys[:n] in self._given]
-            found.append(_kind(self._given[ends[-1]][1], path) if ends else None)
+            if not _is_empty(part):
+                found.append(_kind(self._given[ends[-1]][1], path) if ends else None)
             for end in ends:
                 unused.pop(end, None)
         if unused:
             path, kind = next(iter(unused.values()))
-            names = ", ".join(map(keystr, paths))
+            names = ", ".join(keystr(path) for path, _ in tree_flatten_with_path(outputs)[0])
             raise ValueError(
                 f"outputs{keystr(path)}={kind!r} names no output of the step, which has "
                 f"{names[:500] or 'none'}: give a tree like that of the outputs, in which those "
                 "that are equal on all workers are left out or None"
             )
         return found
+
+
+def _is_empty(node: Any) -> bool:
+    """Whether a part of a tree has no arrays and no parts, such as None and {}."""
+    structure: Any = jax.tree.structure(node)
+    return structure.num_nodes == 1 and structure.num_leaves == 0
 
 
 def _kind(given: Kind | Callable[[str], Kind | None], path: KeyPath) -> Kind | None:

@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import jax
@@ -19,6 +19,7 @@ from jaxsparse.comm.meshes import (
     RUNNING,
     Running,
     WorkersError,
+    context_of,
     inner_axes,
     names_of,
     restricted,
@@ -62,7 +63,8 @@ def data_parallel(
     Sharding constraints inside `step` may name the axis of the workers, too, as code for `jax.jit`
     does, `with_sharding_constraint(x, PartitionSpec(("hosts", "fsdp")))`: it is taken out of these.
     Where the step runs under `jax.shard_map`, this takes a `NamedSharding` with a mesh of Auto
-    axes. A bare `PartitionSpec` has to leave "hosts" out there.
+    axes. A bare `PartitionSpec` has to leave "hosts" out there. It is of this mesh, and needs no
+    `jax.set_mesh`.
 
     On a mesh without other axes, `step` runs under `jax.shard_map`. With other axes:
 
@@ -102,7 +104,8 @@ def data_parallel(
             "tokens": "sum", "norm": "own"})`. "mean" and "sum" go over workers, all alike
             (`jaxsparse.weighted` changes that), and keep shape and dtype; "own" gives an array
             (W, ...) of each worker's. A kind counts for all arrays below it, and dictionaries may
-            leave out entries and name fields of classes. A function of an array's path, as
+            leave out entries and name fields of classes. A part without arrays, such as None or
+            {}, may have a kind, too. A function of an array's path, as
             `jax.tree_util.keystr` writes it, may stand for a kind: `(None, lambda path: "sum" if
             "tokens" in path else "mean")`. What is None or left out must be equal on all workers. A
             sum of what the step has summed already would count it W times.
@@ -186,7 +189,8 @@ def data_parallel(
             body = _Worker(rewritten, axis_name, output_kinds)
         with _explained(axis_name), running(Running(whole, axis_name)):
             if whole is None or (inner and chosen == "vmap"):
-                outputs = _mapped(body, workers, axis_name, is_split, whole)(*args)
+                with context_of(whole):  # as jax.shard_map has one
+                    outputs = _mapped(body, workers, axis_name, is_split, whole)(*args)
             else:
                 outputs = _manually(body, whole, axis_name, is_split, set(inner))(*args)
         if check and problem is not None:
@@ -224,7 +228,7 @@ class _Worker:
         axis = self._axis_name
         returned = self._step(*args)
         outputs, self._treedef = tree_flatten_with_path(returned)
-        kinds = self._kinds.of([path for path, _ in outputs])
+        kinds = self._kinds.of(returned)
         self._marks = [is_marked(path) or kind == "own" for (path, _), kind in zip(outputs, kinds)]
         own, others, names = list[Any](), list[Any](), list[str]()
         for (path, leaf), kind in zip(outputs, kinds):
@@ -268,22 +272,39 @@ def _explained(axis_name: str) -> Iterator[None]:
             )
         raise
     except ValueError as error:
-        if "with_sharding_constraint" in str(error) and repr(axis_name) in str(error):
+        text = str(error)
+        is_constraint = "with_sharding_constraint" in text and repr(axis_name) in text
+        if is_constraint and "Explicit" in text:
+            error.add_note(
+                "jax.lax.with_sharding_constraint takes Auto axes only, under jax.jit, too. On "
+                f"Explicit axes write jax.reshard(x, PartitionSpec(...)), and leave {axis_name!r} "
+                "out: inside jaxsparse.data_parallel a step is one worker's"
+            )
+        elif is_constraint or ("to reshard" in text and f"name: {axis_name} of type" in text):
             error.add_note(
                 "Inside jaxsparse.data_parallel a step is one worker's, and sees its part of the "
-                f"batch: leave {axis_name!r} out of the partitions of its constraints, or give "
-                "NamedShardings, out of which it is taken"
+                f"batch: leave {axis_name!r} out of its PartitionSpecs. From NamedShardings on a "
+                "mesh of Auto axes it is taken out, and with via='vmap' from PartitionSpecs, too"
             )
-        if "context mesh" in str(error).lower() and "Manual" in str(error):
-            error.add_note(
-                f"{axis_name!r} is Manual inside this step of jaxsparse.data_parallel. There JAX "
-                "refuses a jax.shard_map of the whole mesh, and on Explicit axes its shardings: "
-                f"give PartitionSpecs without {axis_name!r}, and jax.shard_map no mesh. A model "
-                "that holds a mesh takes Mesh(mesh.devices, mesh.axis_names, axis_types="
-                "jax.sharding.get_abstract_mesh().axis_types) inside the step. Or make the mesh of "
-                "Auto axes, whose constraints may be of the whole mesh"
-            )
+        if "context mesh" in text.lower() and "Manual" in text:
+            error.add_note(_manual(axis_name))
         raise
+    except NotImplementedError as error:
+        if "sharded on `Explicit` axes" in str(error):  # a value is on the whole mesh
+            error.add_note(_manual(axis_name))
+        raise
+
+
+def _manual(axis_name: str) -> str:
+    """What shardings of the whole mesh are to be written as under `jax.shard_map`."""
+    return (
+        f"{axis_name!r} is Manual inside this step of jaxsparse.data_parallel. There JAX "
+        "refuses a jax.shard_map of the whole mesh, and on Explicit axes its shardings: "
+        f"give PartitionSpecs without {axis_name!r}, and jax.shard_map no mesh. A model "
+        "that holds a mesh takes Mesh(mesh.devices, mesh.axis_names, axis_types="
+        "jax.sharding.get_abstract_mesh().axis_types) inside the step. Or make the mesh of "
+        "Auto axes, whose constraints may be of the whole mesh"
+    )
 
 
 def _manually(body, mesh, axis_name, is_split, inner):
@@ -381,7 +402,7 @@ def _traced(
         return once(jnp.zeros(1))
 
     how = Running(mesh, axis_name, is_check=True)
-    context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if inner else nullcontext()
+    context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if inner else context_of(mesh)
     try:
         with running(how), context:
             program = jax.make_jaxpr(apart)(*shapes).jaxpr
