@@ -172,6 +172,18 @@ def test_what_fades_weighs_less(late_decay, clock):
     assert members[0].finish(state, exchange).weight == 3.0
 
 
+@pytest.mark.parametrize(("weight", "sent"), [(1e-30, 1e-20), (1e30, 1e20)])
+def test_a_weight_that_has_left_the_range_still_counts(weight, sent, clock):
+    """As after 67 missed rounds with `late_decay=0.5`. A lone island would wait for ever."""
+    settings = {"programs": reference.arithmetic(weighted=True), "weighted": True}
+    (one,), (state,) = joined(reference.Memory(), NAMES[:1], clock, **settings)
+    _, exchange = one.begin(reference.moved(state, [1] * 6)._replace(weight=weight))
+    exchange.advance()
+    clock.now += 10
+    assert exchange.advance()
+    assert [each.weight for each in one.rounds.decided(0).members] == [sent]
+
+
 def test_what_comes_back_after_a_jump_has_faded_in_each_round(clock):
     store = reference.Memory()
     members, states = joined(store, NAMES[:2], clock, late_decay=0.5, snapshots=2)
@@ -333,6 +345,17 @@ def test_an_island_that_is_not_finite_sends_nothing_and_starts_anew(clock):
     assert (state.steps, state.weight) == (0, 0.0)
     assert not store.names("messages/00000000")
     np.testing.assert_array_equal(state.worker[0]["w"], 0)
+
+
+def test_a_move_beyond_float32_is_not_sent(clock):
+    """Both ends are finite, but what lies between is not: nobody would count such a message."""
+    (one,), (state,) = joined(reference.Memory(), NAMES[:1], clock)
+    far = jax.tree.map(lambda x: x + 3e38, state.params)
+    state = reference.moved(state._replace(params=far), [-3e38] * 6)
+    with pytest.warns(UserWarning, match="amsterdam are not finite in round 0, or moved too far"):
+        state, exchange = one.begin(state)
+    assert exchange is None
+    np.testing.assert_array_equal(state.worker[0]["w"], far["w"])
 
 
 def test_a_run_goes_on_after_all_have_died(clock):

@@ -49,7 +49,7 @@ class Begun(NamedTuple):
         moved: its displacement.
         posted: what stays with it, see `feedback.by_message.post`.
         origin: its own parameters when it began, in float32 or wider.
-        finite: whether these were finite.
+        finite: whether these, and what they moved, were finite.
     """
 
     words: UInt32[Array, " words"]
@@ -211,7 +211,9 @@ class Arithmetic:
             self._tx, moved, shared.outer, shared.params, rank=jnp.asarray(rank, jnp.int32)
         )
         origin = jax.tree.map(lambda w: jnp.copy(widened(w)), own)
-        return Begun(words, moved, posted, origin, finite)
+        # All leave out a message that says it is not finite, as after a move beyond float32. An
+        # island that sent it would wait for a decision without end if no other one makes it.
+        return Begun(words, moved, posted, origin, finite & (words[0] == 0))
 
     def _received(
         self, messages: Any, weights: Any, begun: Begun, shared: Shared, counts: bool

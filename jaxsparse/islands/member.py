@@ -263,8 +263,9 @@ class Member:
 
     def _tell_not_finite(self, round: int) -> None:
         warnings.warn(
-            f"parameters of {self.name} are not finite in round {round}: it starts the round anew "
-            "from the global ones, and sends nothing of these steps",
+            f"parameters of {self.name} are not finite in round {round}, or moved too far for "
+            "float32: it starts the round anew from the global ones, and sends nothing of these "
+            "steps",
             stacklevel=4,
         )
 
