@@ -1500,6 +1500,32 @@ def test_joining_waits_for_the_store():
         trainer(link, "one", patience=0.1).join((jnp.zeros(8),))
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_joining_may_take_longer_than_the_store_may_be_silent(is_saved):
+    """And an error on the way does not have read again what is there."""
+    store, read = reference.Memory(), []
+    first = trainer(store, "one", every=1, grace=0.0, snapshots=100)
+    saved = state = first.join((jnp.zeros(8),))
+    for _ in range(6):
+        state, _ = first(state, jnp.ones(8))
+    get = store.get
+
+    def fails_once_a_round(key):
+        if key.startswith("messages/"):
+            time.sleep(0.1)
+            read.append(key)
+            if read.count(key) == 1:
+                raise UnreachableError("down")
+        return get(key)
+
+    store.get = fails_once_a_round
+    again = trainer(store, "two", every=1, patience=0.4)
+    with pytest.warns(UserWarning, match="two can't join yet, and tries for 0.4 s: down"):
+        state = again.join(saved if is_saved else (jnp.zeros(8),))
+    assert state.round == 6
+    assert sorted(collections.Counter(read).values()) == [2] * 6
+
+
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), 1e-60, 1e39])
 def test_a_weight_out_of_range_is_refused(weight):
     train = trainer(reference.Memory(), "one", weighted=True)

@@ -17,8 +17,8 @@ from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.lead import led
 from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.records import WEIGHTS
-from jaxsparse.islands.store import Objects, UnreachableError
-from jaxsparse.islands.threads import Running, Writer, longer
+from jaxsparse.islands.store import Objects
+from jaxsparse.islands.threads import Patient, Running, Writer
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step, stepped
 
@@ -260,31 +260,17 @@ class Islands:
 
         Raises:
             ValueError: see `Islands`.
-            ConnectionError: the store does not answer for `patience` seconds.
+            ConnectionError: the store does not answer for `patience` seconds. What has been read
+                and replayed before is not read again.
         """
         for former in (self._running, self._left):
             if former is not None:
                 former.stop()  # else it would go on in the name of the new life
         self._running = self._left = None
-        began, is_told, wait = time.monotonic(), False, self._poll
-        while True:
-            try:
-                joined = self._member.join(state, self._settings)
-            except UnreachableError as error:
-                if not is_told:
-                    warnings.warn(
-                        f"{self._member.name} can't join yet, and tries for {self._patience:g} s: "
-                        f"{error}",
-                        stacklevel=2,
-                    )
-                    is_told = True
-                if led(lambda: time.monotonic() - began > self._patience):
-                    raise
-                wait = longer(wait)
-                time.sleep(wait)
-            else:
-                self._round = joined.round
-                return joined
+        patient = Patient(self._member.name, self._poll, self._patience)
+        joined = self._member.join(state, self._settings, patient)
+        self._round = joined.round
+        return joined
 
     def __call__(
         self, state: IslandState, batch: Any, weight: float | None = None
