@@ -723,6 +723,20 @@ def test_islands_train_in_threads_of_their_own(overlap, tmp_path):
     assert [report.members for report in status.rounds] == [("one", "two")] * 4
 
 
+def test_reports_of_a_long_run_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(jaxsparse.islands.islands, "_KEPT", 3)
+    train = trainer(reference.Memory(), "one", every=1, grace=0.0)
+    state = train.join((jnp.zeros(8),))
+    for _ in range(8):
+        state, _ = train(state, jnp.ones(8))
+        kept = len(train.status().rounds)
+        assert min(state.round, 3) <= kept < 6
+    status = train.status()
+    assert (status.counted, status.posted, status.round) == (8, 8, 8)
+    assert status.received == status.sent == 8 * status.rounds[-1].sent
+    assert status.rounds[-1].round == 7
+
+
 def test_a_store_that_does_not_answer():
     link = reference.Link(reference.Memory())
     train = trainer(link, "one", alone=3, grace=0.0, patience=0.2)
@@ -916,6 +930,10 @@ def test_losses_of_steps_are_averaged_over_a_round():
         state, _ = train(state, batch)
     first, second, _ = watch.history(store).rounds
     assert (first.losses, second.losses) == ({"adam": 1.5}, {})
+    train._losses.add(jnp.bfloat16(256.0))
+    for _ in range(256):  # each is too little for a sum of so few bits
+        train._losses.add(jnp.bfloat16(1.0))
+    assert train._losses.mean() == 512 / 257
     train._loss_of = lambda out: jnp.zeros(2)
     with pytest.raises(ValueError, match=r"loss picks \(2,\) values"):
         train(state, 1.0)
