@@ -886,6 +886,10 @@ WRONG = {
         {"outer": jaxsparse.spardl(0.5, axis_name=None, is_dense=lambda *_: False)},
         "SparDL exchanges in several rounds",
     ),
+    "a key": (
+        {"outer": optax.chain(jaxsparse.dense(axis_name=None), optax.add_noise(0.1, 0.5, 3))},
+        r"the state of outer holds a random key at \[1\].rng_key",
+    ),
     "no exchange": ({"outer": optax.sgd(1.0)}, "exchanges nothing"),
     "an axis": (
         {"outer": jaxsparse.top_k(0.5, is_dense=lambda *_: False)},

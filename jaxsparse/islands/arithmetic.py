@@ -98,8 +98,8 @@ class Arithmetic:
         """The shared part of the first island, from its training state.
 
         Raises:
-            ValueError: `params` picks something else than floating-point arrays of the state, or
-                the state holds an exchange.
+            ValueError: `params` picks something else than floating-point arrays of the state, the
+                state holds an exchange, or that of `outer` a random key.
         """
         if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
             raise ValueError(
@@ -110,7 +110,15 @@ class Arithmetic:
         check_arrays("leaf", state)
         picked("params", self._pick, state)  # raises
         params = self._widened(self._pick(state))
-        return Shared(params, self._first(params))
+        outer = self._first(params)
+        for path, leaf in tree_flatten_with_path(outer)[0]:
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                raise ValueError(
+                    f"the state of outer holds a random key at {keystr(path)}, as that of "
+                    "optax.add_noise does, and snapshots hold numbers: leave it out, or draw in "
+                    "step, whose state may hold keys"
+                )
+        return Shared(params, outer)
 
     def described(self, shared: Shared, own: Any) -> tuple[int, str]:
         """The number of words of a message, and a digest of what islands must have in common.
