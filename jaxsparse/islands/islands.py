@@ -95,8 +95,9 @@ class Islands:
     **The store does not answer.** The thread tries again, for `patience` seconds. Meanwhile the
     island goes on for up to `alone` steps, and then waits.
 
-    **Not finite.** An island whose parameters are not finite sends nothing, and starts the round
-    anew from the global parameters. What these steps weigh is dropped with them.
+    **Not finite.** An island whose parameters are not finite, or further from the global ones than
+    float32 can tell, sends nothing, and starts the round anew from the global parameters. What
+    these steps weigh is dropped with them.
 
     **Bits.** Islands on one kind of device with one version of JAX compute the same bits. Messages
     carry a digest of what they started from. An island that differs from most says so, and reloads.
@@ -149,8 +150,8 @@ class Islands:
         loss: function that picks the loss, a scalar, from the second result of `step`. The means of
             rounds stand in the run's log, for `python -m jaxsparse islands`. None: no losses there.
         poll: seconds from one look at the store to the next.
-        patience: seconds without an answer from the store, after which training ends with an error.
-            So long `join` tries, and `leave` waits for others.
+        patience: seconds without an answer from the store, after which training, or `join`, ends
+            with an error. So long `leave` waits for others.
         alone: number of steps that an island goes on beyond `overlap` while the store does not
             answer.
 
