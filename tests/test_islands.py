@@ -172,6 +172,18 @@ def test_what_fades_weighs_less(late_decay, clock):
     assert members[0].finish(state, exchange).weight == 3.0
 
 
+@pytest.mark.parametrize(("weight", "sent"), [(1e-30, 1e-20), (1e30, 1e20)])
+def test_a_weight_that_has_left_the_range_still_counts(weight, sent, clock):
+    """As after 67 missed rounds with `late_decay=0.5`. A lone island would wait for ever."""
+    settings = {"programs": reference.arithmetic(weighted=True), "weighted": True}
+    (one,), (state,) = joined(reference.Memory(), NAMES[:1], clock, **settings)
+    _, exchange = one.begin(reference.moved(state, [1] * 6)._replace(weight=weight))
+    exchange.advance()
+    clock.now += 10
+    assert exchange.advance()
+    assert [each.weight for each in one.rounds.decided(0).members] == [sent]
+
+
 def test_what_comes_back_after_a_jump_has_faded_in_each_round(clock):
     store = reference.Memory()
     members, states = joined(store, NAMES[:2], clock, late_decay=0.5, snapshots=2)
@@ -333,6 +345,17 @@ def test_an_island_that_is_not_finite_sends_nothing_and_starts_anew(clock):
     assert (state.steps, state.weight) == (0, 0.0)
     assert not store.names("messages/00000000")
     np.testing.assert_array_equal(state.worker[0]["w"], 0)
+
+
+def test_a_move_beyond_float32_is_not_sent(clock):
+    """Both ends are finite, but what lies between is not: nobody would count such a message."""
+    (one,), (state,) = joined(reference.Memory(), NAMES[:1], clock)
+    far = jax.tree.map(lambda x: x + 3e38, state.params)
+    state = reference.moved(state._replace(params=far), [-3e38] * 6)
+    with pytest.warns(UserWarning, match="amsterdam are not finite in round 0, or moved too far"):
+        state, exchange = one.begin(state)
+    assert exchange is None
+    np.testing.assert_array_equal(state.worker[0]["w"], far["w"])
 
 
 def test_a_run_goes_on_after_all_have_died(clock):
@@ -700,6 +723,20 @@ def test_islands_train_in_threads_of_their_own(overlap, tmp_path):
     assert [report.members for report in status.rounds] == [("one", "two")] * 4
 
 
+def test_reports_of_a_long_run_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(jaxsparse.islands.islands, "_KEPT", 3)
+    train = trainer(reference.Memory(), "one", every=1, grace=0.0)
+    state = train.join((jnp.zeros(8),))
+    for _ in range(8):
+        state, _ = train(state, jnp.ones(8))
+        kept = len(train.status().rounds)
+        assert min(state.round, 3) <= kept < 6
+    status = train.status()
+    assert (status.counted, status.posted, status.round) == (8, 8, 8)
+    assert status.received == status.sent == 8 * status.rounds[-1].sent
+    assert status.rounds[-1].round == 7
+
+
 def test_a_store_that_does_not_answer():
     link = reference.Link(reference.Memory())
     train = trainer(link, "one", alone=3, grace=0.0, patience=0.2)
@@ -849,6 +886,10 @@ WRONG = {
         {"outer": jaxsparse.spardl(0.5, axis_name=None, is_dense=lambda *_: False)},
         "SparDL exchanges in several rounds",
     ),
+    "a key": (
+        {"outer": optax.chain(jaxsparse.dense(axis_name=None), optax.add_noise(0.1, 0.5, 3))},
+        r"the state of outer holds a random key at \[1\].rng_key",
+    ),
     "no exchange": ({"outer": optax.sgd(1.0)}, "exchanges nothing"),
     "an axis": (
         {"outer": jaxsparse.top_k(0.5, is_dense=lambda *_: False)},
@@ -893,6 +934,10 @@ def test_losses_of_steps_are_averaged_over_a_round():
         state, _ = train(state, batch)
     first, second, _ = watch.history(store).rounds
     assert (first.losses, second.losses) == ({"adam": 1.5}, {})
+    train._losses.add(jnp.bfloat16(256.0))
+    for _ in range(256):  # each is too little for a sum of so few bits
+        train._losses.add(jnp.bfloat16(1.0))
+    assert train._losses.mean() == 512 / 257
     train._loss_of = lambda out: jnp.zeros(2)
     with pytest.raises(ValueError, match=r"loss picks \(2,\) values"):
         train(state, 1.0)
@@ -1475,6 +1520,32 @@ def test_joining_waits_for_the_store():
         pytest.raises(ConnectionError, match="down"),
     ):
         trainer(link, "one", patience=0.1).join((jnp.zeros(8),))
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_joining_may_take_longer_than_the_store_may_be_silent(is_saved):
+    """And an error on the way does not have read again what is there."""
+    store, read = reference.Memory(), []
+    first = trainer(store, "one", every=1, grace=0.0, snapshots=100)
+    saved = state = first.join((jnp.zeros(8),))
+    for _ in range(6):
+        state, _ = first(state, jnp.ones(8))
+    get = store.get
+
+    def fails_once_a_round(key):
+        if key.startswith("messages/"):
+            time.sleep(0.1)
+            read.append(key)
+            if read.count(key) == 1:
+                raise UnreachableError("down")
+        return get(key)
+
+    store.get = fails_once_a_round
+    again = trainer(store, "two", every=1, patience=0.4)
+    with pytest.warns(UserWarning, match="two can't join yet, and tries for 0.4 s: down"):
+        state = again.join(saved if is_saved else (jnp.zeros(8),))
+    assert state.round == 6
+    assert sorted(collections.Counter(read).values()) == [2] * 6
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), 1e-60, 1e39])

@@ -49,7 +49,7 @@ class Begun(NamedTuple):
         moved: its displacement.
         posted: what stays with it, see `feedback.by_message.post`.
         origin: its own parameters when it began, in float32 or wider.
-        finite: whether these were finite.
+        finite: whether these, and what they moved, were finite.
     """
 
     words: UInt32[Array, " words"]
@@ -98,8 +98,8 @@ class Arithmetic:
         """The shared part of the first island, from its training state.
 
         Raises:
-            ValueError: `params` picks something else than floating-point arrays of the state, or
-                the state holds an exchange.
+            ValueError: `params` picks something else than floating-point arrays of the state, the
+                state holds an exchange, or that of `outer` a random key.
         """
         if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
             raise ValueError(
@@ -110,7 +110,15 @@ class Arithmetic:
         check_arrays("leaf", state)
         picked("params", self._pick, state)  # raises
         params = self._widened(self._pick(state))
-        return Shared(params, self._first(params))
+        outer = self._first(params)
+        for path, leaf in tree_flatten_with_path(outer)[0]:
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                raise ValueError(
+                    f"the state of outer holds a random key at {keystr(path)}, as that of "
+                    "optax.add_noise does, and snapshots hold numbers: leave it out, or draw in "
+                    "step, whose state may hold keys"
+                )
+        return Shared(params, outer)
 
     def described(self, shared: Shared, own: Any) -> tuple[int, str]:
         """The number of words of a message, and a digest of what islands must have in common.
@@ -211,7 +219,9 @@ class Arithmetic:
             self._tx, moved, shared.outer, shared.params, rank=jnp.asarray(rank, jnp.int32)
         )
         origin = jax.tree.map(lambda w: jnp.copy(widened(w)), own)
-        return Begun(words, moved, posted, origin, finite)
+        # All leave out a message that says it is not finite, as after a move beyond float32. An
+        # island that sent it would wait for a decision without end if no other one makes it.
+        return Begun(words, moved, posted, origin, finite & (words[0] == 0))
 
     def _received(
         self, messages: Any, weights: Any, begun: Begun, shared: Shared, counts: bool

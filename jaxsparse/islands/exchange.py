@@ -21,7 +21,7 @@ import numpy as np
 from jaxsparse.arrays.layout import narrow
 from jaxsparse.islands.arithmetic import Begun, Shared, merged, own_leaves, placed
 from jaxsparse.islands.lead import gathered, led, spread
-from jaxsparse.islands.records import Decision
+from jaxsparse.islands.records import WEIGHTS, Decision
 from jaxsparse.islands.rounds import GoneError
 from jaxsparse.islands.store import UnreachableError, not_shown
 
@@ -196,7 +196,8 @@ class Exchange:
         self._member.rounds.post(
             self.round,
             self._words,
-            weight=self.weight,
+            # One that has faded for long, or adds up too many: others would leave the message out.
+            weight=min(max(self.weight, WEIGHTS[0]), WEIGHTS[1]),
             digest=self._digest_now(),
             late=self._is_late,
             loss=self._loss,

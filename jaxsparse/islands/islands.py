@@ -1,11 +1,12 @@
 """Training on an island: local steps, and beside them a thread that exchanges with others."""
 
 import math
+import operator
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,10 +18,12 @@ from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.lead import led
 from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.records import WEIGHTS
-from jaxsparse.islands.store import Objects, UnreachableError
-from jaxsparse.islands.threads import Running, Writer, longer
+from jaxsparse.islands.store import Objects
+from jaxsparse.islands.threads import Patient, Running, Writer
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step, stepped
+
+_KEPT = 1000  # reports of rounds, and at most twice as many
 
 
 class Status(NamedTuple):
@@ -30,7 +33,7 @@ class Status(NamedTuple):
         name: its name.
         life: a word that its messages and decisions carry beside the name. It changes at `join`.
         round: the round that it is in.
-        rounds: a report of each round, the oldest first.
+        rounds: reports of the last rounds, the oldest first, at least 1,000 if there were so many.
         counted: in how many rounds its message counted, of those that it posted in.
         posted: in how many rounds it posted.
         sent: bytes of its messages.
@@ -83,7 +86,8 @@ class Islands:
     a fresh state it is 0, and a schedule by it begins anew. `round`, which all share, times `every`
     is the number to go by.
 
-    **Told.** `status()` has a report of each round, and the logger "jaxsparse.islands" a line.
+    **Told.** `status()` has reports of the last rounds, and the logger "jaxsparse.islands" a line
+    for each.
 
     **Off the critical path.** A thread posts, waits, reads and adds up. With `overlap`, the island
     makes so many more steps before it needs the result. It keeps what they moved (`mixing=None`).
@@ -91,8 +95,9 @@ class Islands:
     **The store does not answer.** The thread tries again, for `patience` seconds. Meanwhile the
     island goes on for up to `alone` steps, and then waits.
 
-    **Not finite.** An island whose parameters are not finite sends nothing, and starts the round
-    anew from the global parameters. What these steps weigh is dropped with them.
+    **Not finite.** An island whose parameters are not finite, or further from the global ones than
+    float32 can tell, sends nothing, and starts the round anew from the global parameters. What
+    these steps weigh is dropped with them.
 
     **Bits.** Islands on one kind of device with one version of JAX compute the same bits. Messages
     carry a digest of what they started from. An island that differs from most says so, and reloads.
@@ -145,8 +150,8 @@ class Islands:
         loss: function that picks the loss, a scalar, from the second result of `step`. The means of
             rounds stand in the run's log, for `python -m jaxsparse islands`. None: no losses there.
         poll: seconds from one look at the store to the next.
-        patience: seconds without an answer from the store, after which training ends with an error.
-            So long `join` tries, and `leave` waits for others.
+        patience: seconds without an answer from the store, after which training, or `join`, ends
+            with an error. So long `leave` waits for others.
         alone: number of steps that an island goes on beyond `overlap` while the store does not
             answer.
 
@@ -233,6 +238,7 @@ class Islands:
         self._left: Running | None = None  # what `leave` did not wait for
         self._waiting = 0.0
         self._round = 0
+        self._former: tuple[int, ...] = (0, 0, 0, 0)  # numbers of rounds whose reports are gone
         self._loss_of, self._losses = loss, _Losses()
         self._is_checked = False  # whether the step returned what it must
 
@@ -260,31 +266,17 @@ class Islands:
 
         Raises:
             ValueError: see `Islands`.
-            ConnectionError: the store does not answer for `patience` seconds.
+            ConnectionError: the store does not answer for `patience` seconds. What has been read
+                and replayed before is not read again.
         """
         for former in (self._running, self._left):
             if former is not None:
                 former.stop()  # else it would go on in the name of the new life
         self._running = self._left = None
-        began, is_told, wait = time.monotonic(), False, self._poll
-        while True:
-            try:
-                joined = self._member.join(state, self._settings)
-            except UnreachableError as error:
-                if not is_told:
-                    warnings.warn(
-                        f"{self._member.name} can't join yet, and tries for {self._patience:g} s: "
-                        f"{error}",
-                        stacklevel=2,
-                    )
-                    is_told = True
-                if led(lambda: time.monotonic() - began > self._patience):
-                    raise
-                wait = longer(wait)
-                time.sleep(wait)
-            else:
-                self._round = joined.round
-                return joined
+        patient = Patient(self._member.name, self._poll, self._patience)
+        joined = self._member.join(state, self._settings, patient)
+        self._round = joined.round
+        return joined
 
     def __call__(
         self, state: IslandState, batch: Any, weight: float | None = None
@@ -380,18 +372,17 @@ class Islands:
 
     def status(self) -> Status:
         """How this island stands."""
-        reports = tuple(self._member.reports)
-        own = [report for report in reports if report.sent]
-        running = self._running
+        reports, running = tuple(self._member.reports), self._running
+        counted, posted, sent, received = map(operator.add, self._former, _numbers(reports))
         return Status(
             self._member.name,
             self._member.life,
             self._round,
             reports,
-            sum(report.counted for report in own),
-            len(own),
-            sum(report.sent for report in own),
-            sum(report.received for report in reports),
+            counted,
+            posted,
+            sent,
+            received,
             self._waiting,
             None if running is None else running.trouble,
         )
@@ -421,7 +412,15 @@ class Islands:
         state = self._member.finish(state, exchange)
         self._round = state.round
         self._prepare(exchange)
+        self._forget()
         return state
+
+    def _forget(self) -> None:
+        """Drops reports of former rounds, which would fill the memory of a long run."""
+        reports = self._member.reports  # no thread adds any now
+        if len(reports) >= 2 * _KEPT:
+            self._former = tuple(map(operator.add, self._former, _numbers(reports[:-_KEPT])))
+            del reports[:-_KEPT]
 
     def _prepare(self, exchange: Exchange) -> None:
         """Compiles for a member fewer than in the last round, beside training.
@@ -437,6 +436,13 @@ class Islands:
                 args=(fewer, exchange.half, exchange.shared),
                 name="islands-compile",
             ).start()
+
+
+def _numbers(reports: Sequence[Report]) -> tuple[int, ...]:
+    """Of `Status`: counted, posted, sent, received."""
+    own = [report for report in reports if report.sent]
+    counted, sent = sum(report.counted for report in own), sum(report.sent for report in own)
+    return counted, len(own), sent, sum(report.received for report in reports)
 
 
 class _Losses:
@@ -456,7 +462,8 @@ class _Losses:
             raise ValueError(
                 f"loss picks {jnp.shape(loss)} values from what the step returns: pick one scalar"
             )
-        self._sum, self._count = self._sum + loss, self._count + 1
+        # In bfloat16 a sum of some hundred losses would stop growing.
+        self._sum, self._count = self._sum + jnp.asarray(loss, jnp.float32), self._count + 1
 
     def mean(self) -> float | None:
         """The mean since the last call, or None if there is none or it is not finite."""

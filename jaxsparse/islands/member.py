@@ -8,7 +8,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from jaxsparse.islands.lead import check_alike, is_first, led, spread
 from jaxsparse.islands.records import BrokenError, from_snapshot, to_snapshot
 from jaxsparse.islands.rounds import Rounds
 from jaxsparse.islands.store import Objects, UnreachableError, check_name, not_shown
+
+T = TypeVar("T")
 
 
 class IslandState(NamedTuple):
@@ -39,6 +41,17 @@ class IslandState(NamedTuple):
     round: int
     steps: int
     weight: float
+
+
+class Tried(Protocol):
+    """Calls a function that asks the store. See `Member.join`."""
+
+    def __call__(self, function: Callable[[], T], at: Callable[[], Any] = ...) -> T:
+        """What the function returns."""
+
+
+def _once(function: Callable[[], T], at: Callable[[], Any] = lambda: None) -> T:
+    return function()
 
 
 class Member:
@@ -113,12 +126,16 @@ class Member:
         assert self._rounds is not None, "join first"
         return self._rounds
 
-    def join(self, state: Any, settings: Mapping[str, Any] = {}) -> IslandState:
+    def join(
+        self, state: Any, settings: Mapping[str, Any] = {}, tried: Tried = _once
+    ) -> IslandState:
         """The state to go on from: the newest snapshot and decisions since, or the first of all.
 
         Args:
             state: a training state, or an `IslandState` that this island saved.
             settings: what all processes of this island have in common besides, in JSON's types.
+            tried: calls a function that asks the store, and maybe again if it does not answer. It
+                is also given a function that tells how far that one has come.
 
         Raises:
             ValueError: the store holds another run, or none although the state is of one; or see
@@ -151,12 +168,21 @@ class Member:
             grace=self.grace,
             allowed=self._members,
         )
-        joined = self._back(state) if self.is_restored else self._new(own, shared)
+        joined = self._back(state, tried) if self.is_restored else self._new(own, shared, tried)
         self.joined_in, self._began = joined.round, self.clock()
         return joined._replace(worker=self.arithmetic.copied(joined.worker))
 
-    def _new(self, own: Any, shared: Shared) -> IslandState:
+    def _new(self, own: Any, shared: Shared, tried: Tried) -> IslandState:
         """A first state."""
+        found = tried(functools.partial(self._origin, shared))
+        catching_up = Exchange(self, *found, self.arithmetic.own(own), None)
+        tried(catching_up.advance, lambda: catching_up.round)
+        shared, round = catching_up.shared, catching_up.round
+        worker = self.arithmetic.put_back(own, shared.params)
+        return IslandState(worker, *shared, round, 0, 0.0)
+
+    def _origin(self, shared: Shared) -> tuple[Shared, int]:
+        """The newest snapshot and its round. If there is none, this island writes the first."""
         found = self.newest(shared)
         if found is None:
             led(self.rounds.keep, 0, self.snapshot(shared, 0))
@@ -169,16 +195,10 @@ class Member:
                 f"{self.store} holds no snapshot that this run can read (see the warnings): give a "
                 "run a prefix of its own, and the same settings to all of its islands"
             )
-        catching_up = Exchange(self, *found, self.arithmetic.own(own), None)
-        while not catching_up.advance():
-            pass
-        shared, round = catching_up.shared, catching_up.round
-        worker = self.arithmetic.put_back(own, shared.params)
-        return IslandState(worker, *shared, round, 0, 0.0)
+        return found
 
-    def _back(self, state: IslandState) -> IslandState:
-        """A saved state, after the rounds that have passed since."""
-        round = int(state.round)
+    def _check_run(self, round: int) -> None:
+        """Raises unless the store holds the run of a saved state of this round."""
         has_snapshots = bool(led(self.rounds.snapshots))
         # Decisions stay for ever, so that of the round before the state's tells which run it is.
         is_its_run = round > 0 and led(self.rounds.decided, round - 1) is not None
@@ -195,12 +215,16 @@ class Member:
                 f"of round {round}: it shows an old state, or holds another run. Then give the "
                 "URL of the state's run, or join with state.worker"
             )
+
+    def _back(self, state: IslandState, tried: Tried) -> IslandState:
+        """A saved state, after the rounds that have passed since."""
+        round = int(state.round)
+        tried(functools.partial(self._check_run, round))
         shared = Shared(state.params, state.outer)
         own = self.arithmetic.own(state.worker)
         catching_up = Exchange(self, shared, round, own, None)
         begun = catching_up.idle()
-        while not catching_up.advance():
-            pass
+        tried(catching_up.advance, lambda: catching_up.round)
         shared = catching_up.shared
         if catching_up.was_sent:
             # Its former life sent more than this state knows of.
@@ -263,8 +287,9 @@ class Member:
 
     def _tell_not_finite(self, round: int) -> None:
         warnings.warn(
-            f"parameters of {self.name} are not finite in round {round}: it starts the round anew "
-            "from the global ones, and sends nothing of these steps",
+            f"parameters of {self.name} are not finite in round {round}, or moved too far for "
+            "float32: it starts the round anew from the global ones, and sends nothing of these "
+            "steps",
             stacklevel=4,
         )
 

@@ -216,7 +216,9 @@ class Rounds:
                         f"the message of {member.name} in round {decision.round} {what}"
                     )
                 try:
+                    # Kept until all are there, because the store may fail at the next one.
                     good = self._checked(data, decision.round, member.name, member.life)
+                    self._good[key] = good
                 except BrokenError as error:
                     raise GoneError(f"the message {key} can't be read: {error}") from None
             found.append(good.words)

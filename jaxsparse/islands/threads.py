@@ -6,12 +6,15 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 
 from jaxsparse.islands.exchange import Exchange
 from jaxsparse.islands.lead import is_first, led
 from jaxsparse.islands.store import UnreachableError
+
+T = TypeVar("T")
 
 # Exchanges whose threads may be at work as Python ends.
 _RUNNING: "weakref.WeakSet[Running]" = weakref.WeakSet()
@@ -27,6 +30,75 @@ def _stop_all() -> None:
 def longer(wait: float) -> float:
     """Seconds until the store is asked once more, after so many were in vain."""
     return min(2 * wait + 0.01, 10.0)
+
+
+class Silence:
+    """How long a store has not answered, and how long to wait until it is asked once more.
+
+    Args:
+        poll: seconds to wait while it answers.
+        patience: seconds that it may be silent.
+
+    Attributes:
+        wait: seconds until it is asked once more.
+    """
+
+    def __init__(self, poll: float, patience: float) -> None:
+        self._poll, self._patience = poll, patience
+        self.wait = poll
+        self._since: float | None = None
+        self._at: Any = None
+
+    def ends(self) -> None:
+        """Notes that the store has answered."""
+        self.wait, self._since = self._poll, None
+
+    def is_too_long(self, at: Any) -> bool:
+        """Notes an error of the store. Returns whether it has been silent for `patience` seconds.
+
+        `at` is how far the work has come. If that is further than at the error before, the store
+        has answered meanwhile: a long replay may meet an error now and then.
+        """
+        now = time.monotonic()
+        if self._since is None or at != self._at:
+            self._since, self._at, self.wait = now, at, self._poll
+        self.wait = longer(self.wait)
+        return now - self._since > self._patience
+
+
+class Patient:
+    """Calls functions that ask the store, each until the store answers, and tells of it once.
+
+    Args:
+        name: the island that joins.
+        poll: see `Silence`.
+        patience: see `Silence`.
+    """
+
+    def __init__(self, name: str, poll: float, patience: float) -> None:
+        self._name, self._poll, self._patience = name, poll, patience
+        self._is_told = False
+
+    def __call__(self, function: Callable[[], T], at: Callable[[], Any] = lambda: None) -> T:
+        """What the function returns. `at()` is how far it has come, for when it is called again.
+
+        Raises:
+            UnreachableError: the store was silent for `patience` seconds.
+        """
+        silence = Silence(self._poll, self._patience)
+        while True:
+            try:
+                return function()
+            except UnreachableError as error:
+                if not self._is_told:
+                    warnings.warn(
+                        f"{self._name} can't join yet, and tries for {self._patience:g} s: {error}",
+                        stacklevel=5,
+                    )
+                    self._is_told = True
+                if led(silence.is_too_long, at()):
+                    raise
+            time.sleep(silence.wait)
 
 
 class Writer:
@@ -84,9 +156,7 @@ class Running:
     def __init__(self, exchange: Exchange, poll: float, patience: float) -> None:
         self.trouble: str | None = None
         self._exchange = exchange
-        self._poll, self._patience = poll, patience
-        self._wait = poll
-        self._silent_since: float | None = None
+        self._poll, self._silence = poll, Silence(poll, patience)
         self._error: BaseException | None = None
         self._is_stopped = threading.Event()
         self._is_single = _may_compute_in_a_thread(exchange)
@@ -151,7 +221,7 @@ class Running:
         advance = self._exchange.advance if self._is_single else self._exchange.look
         try:
             if self.trouble is not None:
-                self._is_stopped.wait(self._wait)
+                self._is_stopped.wait(self._silence.wait)
             while not self._is_stopped.is_set():
                 try:
                     if advance():
@@ -159,21 +229,19 @@ class Running:
                     self._note(None)
                 except UnreachableError as error:
                     self._note(error)
-                self._is_stopped.wait(self._wait)
+                self._is_stopped.wait(self._silence.wait)
         except BaseException as error:  # for the thread that trains
             self._error = error
 
     def _note(self, error: UnreachableError | None) -> None:
         """Notes whether the store answers. Raises the error if it has not for long."""
         if error is None:
-            self.trouble, self._silent_since, self._wait = None, None, self._poll
+            self.trouble = None
+            self._silence.ends()
             return
-        now = time.monotonic()
         self.trouble = str(error)
-        self._silent_since = now if self._silent_since is None else self._silent_since
-        if now - self._silent_since > self._patience:
+        if self._silence.is_too_long(self._exchange.round):
             raise error
-        self._wait = longer(self._wait)
 
 
 def _may_compute_in_a_thread(exchange: Exchange) -> bool:
