@@ -1240,6 +1240,16 @@ def test_a_slow_island_counts_now_and_then_and_stops_nobody():
     assert all(len(report.members) > 1 for report in fast.rounds)  # it never decides alone
 
 
+def test_a_slow_island_that_is_late_makes_nobody_slow_however_long_the_grace_is():
+    """A chance lasts as long as a round's steps. In 12 s it would come, and make all slow."""
+    times = {"amsterdam": 1.0, "bergen": 1.0, "cork": 3.0}
+    stop = [Event(40.0, "cork", "stop"), Event(70.0, "cork", "go")]
+    told = simulated(stop, step_seconds=times, seconds=400.0, grace=12.0)
+    fast, slow = told["amsterdam"], told["cork"]
+    assert fast.steps >= 70 / 3 + 330 - 0.5 * len(fast.rounds) - 4 * 5  # four chances
+    assert slow.counted >= slow.steps - 15
+
+
 def test_in_rounds_by_time_a_slow_island_is_in_time():
     """It makes fewer steps in a round, of which none waits for it."""
     times = {"amsterdam": 1.0, "bergen": 1.0, "cork": 3.0}

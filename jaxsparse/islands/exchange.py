@@ -181,7 +181,7 @@ class Exchange:
         # What is late stands at the start of a round: others have their steps before them, and are
         # given the time that its own took.
         own_steps = self._took if self._is_late else 0.0
-        decision = rounds.advance(self.round, waited - own_steps)
+        decision = rounds.advance(self.round, waited - own_steps, self._took)
         if decision is not None:
             return decision, waited
         if waited < rounds.grace or rounds.is_listed:

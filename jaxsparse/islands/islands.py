@@ -76,8 +76,9 @@ class Islands:
     the decisions that it missed, and sends what it owes in the round that is open then. Nothing is
     lost, only late. (It is lost with the process, unless the state was saved, and a decay of the
     exchange below 1 applies once a round.) Others wait for an island that was late in the last
-    round after it was late 1, 4, 16, 64 ... times, counted since it was last in time: it may have
-    been held up once. So a slow one does not make them slow.
+    round after it was late 1, 4, 16, 64 ... times, counted since it was last in time, at most as
+    long as their own steps take: it may have been held up once. So a slow one does not make them
+    slow.
 
     **Joining and coming back** are one thing: `join` reads the newest snapshot, and replays the
     decisions since. No other island is asked, or waits.
@@ -129,8 +130,8 @@ class Islands:
             Then let messages weigh by what they hold (`weighted`). None: rounds by steps alone.
         quorum: the least number of islands that decide on a round. With fewer, all wait.
         grace: seconds after its own message, after which an island no longer waits for those that
-            were in time in the last round, or get another chance. An island that dies costs the
-            others this time, once.
+            were in time in the last round. An island that dies costs the others this time, once.
+            One that is slower by less makes all as slow.
         overlap: number of steps that are made beside an exchange, less than `every`.
         mixing: None: moves made during an exchange are kept. A number in [0, 1) is the weight of
             the island's own parameters against the global ones, as in Streaming DiLoCo.

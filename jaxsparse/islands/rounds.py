@@ -15,6 +15,7 @@ snapshots go once two newer snapshots stand.
 
 import collections
 import dataclasses
+import math
 import re
 import warnings
 
@@ -58,7 +59,7 @@ class Rounds:
         words: number of words of a message.
         quorum: the least number of messages that count in a round.
         grace: seconds after an island's own message, after which it waits no longer for those that
-            were in time in the last round, or get another chance.
+            were in time in the last round.
         allowed: names of the islands that may take part, or None for all.
 
     Attributes:
@@ -82,7 +83,8 @@ class Rounds:
         self.quorum, self.grace, self._allowed = quorum, grace, allowed
         self._good: dict[str, _Read] = {}  # by key, of the round that is awaited
         self._bad: set[str] = set()
-        self._expected: tuple[int, frozenset[str]] = (-1, frozenset())
+        # Of a round: who was in time in the last one, and who of the others has another chance.
+        self._expected: tuple[int, set[str], set[str]] = (-1, set(), set())
         # In how many rounds members were late, since they were last in time.
         self._late: dict[str, int] = {}
         self._last: Decision | None = None  # the last one that was read
@@ -138,12 +140,14 @@ class Rounds:
             self._last = Decision(round, self.settings, (), "", "", 0.0, self.words)
         return self._last
 
-    def advance(self, round: int, waited: float) -> Decision | None:
+    def advance(self, round: int, waited: float, took: float = math.inf) -> Decision | None:
         """The decision of a round, which this island makes if it is time. Else None.
 
         Args:
             round: the round, in which this island has posted.
             waited: seconds since then, by its own clock.
+            took: seconds that its steps of a round take. It waits no longer for those that have
+                another chance: they take twice as long, or more.
 
         Raises:
             UnreachableError: it has made one, and the store shows none.
@@ -154,9 +158,11 @@ class Rounds:
         found = self._posted(round)
         if self._expected[0] != round:
             last = self.decided(round - 1) if round else None
-            self._expected = round, frozenset() if last is None else self._awaited(last)
-        expected = self._expected[1]
-        is_complete = bool(expected) and expected <= {each.message.name for each in found}
+            self._expected = round, *((set(), set()) if last is None else self._awaited(last))
+        _, in_time, chances = self._expected
+        here = {each.message.name for each in found}
+        has_waited = chances <= here or waited >= took
+        is_complete = bool(in_time) and in_time <= here and has_waited
         if len(found) < self.quorum or not (is_complete or waited >= self.grace):
             return None
         digests = collections.Counter(each.message.digest for each in found)
@@ -179,8 +185,8 @@ class Rounds:
             raise not_shown(self.store, f"the decision of round {round} that it was given")
         return decision
 
-    def _awaited(self, last: Decision) -> frozenset[str]:
-        """The islands to wait for after a decision, once it has counted who was late in it.
+    def _awaited(self, last: Decision) -> tuple[set[str], set[str]]:
+        """Whom to wait for after a decision, once it has counted who was late in it.
 
         Those that were in time, and some of the others. One that was late may be slow, and waiting
         for it would make all others slow, too. Or it was held up once. Then it starts its steps
@@ -195,8 +201,7 @@ class Rounds:
             self._late.pop(name, None)
         for name in late:
             self._late[name] = self._late.get(name, 0) + 1
-        chances = {name for name in late if _is_power_of_four(self._late[name])}
-        return frozenset(in_time | chances if in_time else ())
+        return in_time, {name for name in late if _is_power_of_four(self._late[name])}
 
     def read(self, decision: Decision) -> list[np.ndarray]:
         """The words of the messages that count, in their order.
