@@ -74,6 +74,7 @@ VARIANTS = {
     "tokens": {},  # the first half of the rows has a quarter of the tokens
     "evaluation": {"eval_interval": 1, "eval_steps": 1},  # its losses stand for the losses
     "resumed": RESUMED,
+    "muon": {"opt_type": "muon"},  # optax.contrib.muon, with MaxText's dimension numbers
     "streaming": STREAMING,
     "streaming_resumed": STREAMING | RESUMED,
 }
