@@ -1569,12 +1569,37 @@ def test_a_weight_out_of_range_is_refused(weight):
 
 
 def test_a_state_that_did_not_join_is_refused():
-    train = trainer(reference.Memory(), "one")
-    with pytest.raises(ValueError, match="give the one that join returned"):
-        train((jnp.zeros(8),), jnp.ones(8))
-    state = trainer(reference.Memory(), "one").join((jnp.zeros(8),))
+    """One that `join` did not return, unless it is the first one, as a trainer makes it."""
+    store = reference.Memory()
+    train = trainer(store, "one")
+    state = trainer(store, "one").join((jnp.zeros(8),))
     with pytest.raises(ValueError, match="one has not joined"):
         train(state, jnp.ones(8))
+    train.join((jnp.zeros(8),))
+    with pytest.raises(ValueError, match="state is a tuple, but one has joined: give the one that"):
+        train((jnp.zeros(8),), jnp.ones(8))
+
+
+def test_islands_stand_where_a_jitted_step_stood():
+    """They take the first state that a trainer makes, and have the step's `lower`."""
+
+    def loop(step, state):
+        step.lower(state, jnp.ones(8)).compile()  # as trainers look at its memory
+        for i in range(4):
+            state, loss = step(state, jnp.full(8, float(i)))
+        step.lower(state, jnp.ones(8))
+        return state, loss
+
+    step = jax.jit(lambda state, batch: ((state[0] - 0.125 * batch,), jnp.sum(batch)))
+    alone, last = loop(step, (jnp.ones(8),))
+    outer = jaxsparse.outer.mean(exchange=jaxsparse.dense(axis_name=None))
+    train = islands.Islands(step, outer, reference.Memory(), name="one", every=2, grace=0.0)
+    state, loss = loop(train, (jnp.ones(8),))
+    np.testing.assert_array_equal(state.params[0], alone[0])
+    assert (state.round, float(loss)) == (2, float(last))
+    uncompiled = islands.Islands(len, outer, reference.Memory(), name="one", every=2)
+    with pytest.raises(ValueError, match="has no lower: compile it"):
+        uncompiled.lower(state, jnp.ones(8))
 
 
 def test_steps_beside_an_exchange_that_are_not_finite_start_anew():

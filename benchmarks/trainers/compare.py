@@ -84,6 +84,24 @@ def in_four_bits(script: str) -> str:
     return script.replace(EXCHANGE, IN_FOUR_BITS)
 
 
+def environment(steps: int, density: float, devices: int = 8) -> dict[str, str]:
+    """Variables of a trainer's process, on emulated devices."""
+    flags = [f"--xla_force_host_platform_device_count={devices}"]
+    # On a busy machine a device may reach a collective later than the 40 s after which XLA ends.
+    flags += ["--xla_cpu_collective_call_terminate_timeout_seconds=600"]
+    paths = [str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "XLA_FLAGS": " ".join(flags),
+        # Threads of XLA. With one a device, collectives that do not depend on each other can wait
+        # in all of them for partners that then have none.
+        "NPROC": "64",
+        "JAX_PLATFORMS": "cpu",
+        "STEPS": str(steps),
+        "DENSITY": str(density),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
 def _started(
     arguments: list[Path | str],
     steps: int,
@@ -97,24 +115,9 @@ def _started(
     Raises:
         RuntimeError: the program failed.
     """
-    flags = ["--xla_force_host_platform_device_count=8"]
-    # On a busy machine a device may reach a collective later than the 40 s after which XLA ends.
-    flags += ["--xla_cpu_collective_call_terminate_timeout_seconds=600"]
-    flags += [f"--xla_dump_to={dumps} --xla_dump_hlo_as_text"] if dumps else []
-    env = os.environ | {
-        "XLA_FLAGS": " ".join(flags),
-        # Threads of XLA. With one a device, collectives that do not depend on each other can wait
-        # in all of them for partners that then have none.
-        "NPROC": "64",
-        "JAX_PLATFORMS": "cpu",
-        "STEPS": str(steps),
-        "DENSITY": str(density),
-        "VARIANT": variant,
-        "PYTHONPATH": os.pathsep.join(
-            [str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]
-        ),
-    }
+    env = environment(steps, density) | {"VARIANT": variant}
     if dumps:  # a program that comes out of JAX's cache would not be dumped
+        env["XLA_FLAGS"] += f" --xla_dump_to={dumps} --xla_dump_hlo_as_text"
         env |= {"JAX_ENABLE_COMPILATION_CACHE": "false", "DUMPS": str(dumps)}
     done = subprocess.run(
         [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=timeout

@@ -19,6 +19,7 @@ from maxtext.input_pipeline.synthetic_data_processing import SyntheticDataIterat
 from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
 from maxtext.utils import train_utils
+from optax.contrib import _muon
 
 STEPS = int(os.environ.get("STEPS", "10"))
 DUMPS = os.environ.get("DUMPS") and Path(os.environ["DUMPS"])  # where XLA writes its programs
@@ -74,12 +75,14 @@ VARIANTS = {
     "tokens": {},  # the first half of the rows has a quarter of the tokens
     "evaluation": {"eval_interval": 1, "eval_steps": 1},  # its losses stand for the losses
     "resumed": RESUMED,
+    "muon": {"opt_type": "muon"},  # optax.contrib.muon, with MaxText's dimension numbers
+    "muon_inside": {"opt_type": "muon"},  # without products of matrices that cross hosts
     "streaming": STREAMING,
     "streaming_resumed": STREAMING | RESUMED,
 }
 # Names of these are replaced by the scripts.
 PATCHED = checkpointing, optimizers, train, train_utils
-PATCHED += MetricLogger, SyntheticDataIterator
+PATCHED += MetricLogger, SyntheticDataIterator, _muon
 
 
 def run(settings: dict, variant: str = "plain") -> None:

@@ -14,6 +14,7 @@ import maxtext_tiny
 from flax import nnx
 from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
+from optax.contrib import _muon
 
 import jaxsparse  # +
 
@@ -57,6 +58,11 @@ if VARIANT in ("slices", "ragged", "explicit"):
         optax.clip_by_global_norm(CLIP),
     )
     run = lambda step, mesh: jaxsparse.data_parallel(step, mesh, outputs=said, **axis)
+
+if VARIANT == "muon_inside":
+    iterate = _muon.orthogonalize_via_newton_schulz
+    whole = lambda x: jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec())
+    _muon.orthogonalize_via_newton_schulz = lambda x, *a, **b: whole(iterate(whole(x), *a, **b))
 
 if VARIANT == "tokens":
     loss_of = train.loss_fn

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -238,7 +239,7 @@ class Islands:
         self._running: Running | None = None
         self._left: Running | None = None  # what `leave` did not wait for
         self._waiting = 0.0
-        self._round = 0
+        self._round, self._has_joined = 0, False
         self._former: tuple[int, ...] = (0, 0, 0, 0)  # numbers of rounds whose reports are gone
         self._loss_of, self._losses = loss, _Losses()
         self._is_checked = False  # whether the step returned what it must
@@ -276,16 +277,18 @@ class Islands:
         self._running = self._left = None
         patient = Patient(self._member.name, self._poll, self._patience)
         joined = self._member.join(state, self._settings, patient)
-        self._round = joined.round
+        self._round, self._has_joined = joined.round, True
         return joined
 
     def __call__(
-        self, state: IslandState, batch: Any, weight: float | None = None
+        self, state: Any, batch: Any, weight: float | None = None
     ) -> tuple[IslandState, Any]:
         """One step, and what is due of an exchange.
 
         Args:
-            state: from `join`, or from the call before.
+            state: from `join`, or from the call before. The first state, as a trainer makes it,
+                goes through `join` first, so that an `Islands` stands where a trainer's jitted
+                step stood.
             batch: the batch of this island's step.
             weight: what the step counts in the mean, above 0, if `weighted`. It counts also if the
                 step changes nothing, such as one that skips a gradient that is not finite. It is
@@ -302,7 +305,12 @@ class Islands:
         if weight is not None and not WEIGHTS[0] <= (weight := float(weight)) <= WEIGHTS[1]:
             raise ValueError(f"weight={weight} must lie in {list(WEIGHTS)}")
         if not isinstance(state, IslandState):
-            raise ValueError(f"state is a {type(state).__name__}: give the one that join returned")
+            if self._has_joined:
+                raise ValueError(
+                    f"state is a {type(state).__name__}, but {self._member.name} has joined: give "
+                    "the one that join or the last call returned"
+                )
+            state = self.join(state)
         if self._member.joined_in is None:
             raise ValueError(
                 f"{self._member.name} has not joined: go on with the state that join returns"
@@ -322,6 +330,20 @@ class Islands:
             if self._overlap == 0:
                 state = self._waited(state)
         return state, out
+
+    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+        """The step, lowered for these arguments or their shapes, as `jax.jit` does it.
+
+        Raises:
+            ValueError: `step` is not compiled by `jax.jit`.
+        """
+        worker = state.worker if isinstance(state, IslandState) else state
+        if not hasattr(self._step, "lower"):
+            raise ValueError(
+                f"step is a {type(self._step).__name__}, which has no lower: compile it by jax.jit"
+            )
+        lowered: jax.stages.Lowered = self._step.lower(worker, batch)
+        return lowered
 
     def _stepped(self, worker: Any, batch: Any) -> tuple[Any, Any]:
         if self._is_checked:
