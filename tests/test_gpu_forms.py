@@ -170,7 +170,6 @@ def test_encoding_on_a_gpu_scatters_nothing(cols, size):
     for text in gathered.as_text(), compiled.as_text():
         assert "gather" in text
         assert "scatter" not in text
-        assert "while" not in text
     # Sums of integers are the same in any order.
     np.testing.assert_array_equal(compiled(x, jnp.uint32(7)), sketch.encode(x, spec))
 
@@ -262,9 +261,10 @@ def test_only_the_seed_may_vary(k):
 
 SPEC = SPECS[0]
 X = 20_003
-# Each function, and the number of its loops. They have few turns: the digits of a k-th largest.
+# Each function, and the number of its loops. They have few turns: the digits of a k-th largest, or
+# eight groups of tiles, in as many parts as fill the device.
 COMPILED = {
-    "encode": (lambda x: sketch.encode(x, SPEC), 0),
+    "encode": (lambda x: sketch.encode(x, SPEC), 1),
     "decode": (lambda x: sketch.decode(x[:1000].reshape(5, 200), SPEC, X), 0),
     "heavy_hitters": (lambda x: sketch.heavy_hitters(x[:1000].reshape(5, 200), SPEC, X, 50), 1),
     "encode_blocks": (

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +47,8 @@ _MAX_TILE = 2**14
 _SIGN = 2**32 - 1
 _ORDER = 2**32 - 3
 _MOST_ORDERS = 64  # of tiles in a group
+# Columns of all rows and parts that a GPU sums side by side, and groups that it adds in one turn.
+_LANES, _AT_ONCE = 2**20, 8
 
 Seed = Integer[Array, ""] | int | None
 
@@ -257,29 +260,43 @@ def gathered(
 
     To rounding, it is what `add_one` makes of one tile after the other. It scatters nothing, so
     each run sums in the same order. Each row reads the vector once.
+
+    A turn of the loop adds some groups to a column at once, so that it reads and writes the table
+    seldom. XLA makes one kernel of that, and stores what it would gather for one large sum. Small
+    tables are summed in parts, so that a turn has enough to do.
     """
     size, count = spec.tile, spec.group
-    row = lax.iota(jnp.int32, spec.rows)[:, None]
-    group = lax.iota(jnp.int32, -(-x.size // (size * count)))[None]
-    # Without a barrier, what is drawn for a group would be hashed again for each element.
-    turn, back = lax.optimization_barrier(
-        (
-            drawn(spec.cols, seed, row, group),
-            _order(_orders(count)[1], seed, row, group) if count > 1 else jnp.uint32(1),
-        )
-    )
-    column = lax.iota(jnp.int32, spec.cols)[None, None] - turn[..., None]
-    column = as_uint32(jnp.where(column < 0, column + spec.cols, column))
-    place, within = column // np.uint32(size), column % np.uint32(size)
-    tile = as_uint32(group)[..., None] * np.uint32(count)
-    if count > 1:
-        tile += place * back[..., None] % np.uint32(count)
-    index = tile * np.uint32(size) + within
-    is_held = (place < count) & (index < np.uint32(x.size))
-    index = jnp.where(is_held, index, 0)
-    values = x.at[index.astype(jnp.int32)].get(mode="promise_in_bounds").astype(jnp.float32)
-    values = _flip(values, _words(index, row[..., None], seed))
-    return jnp.sum(jnp.where(is_held, values, 0), axis=1)
+    groups = -(-x.size // (size * count))
+    parts = min(max(_LANES // (spec.rows * spec.cols), 1), groups)
+    at_once = min(_AT_ONCE, -(-groups // parts))
+    turns = -(-groups // (parts * at_once))
+    row = lax.iota(jnp.int32, spec.rows)[None, :, None]
+    column = lax.iota(jnp.int32, spec.cols)[None, None]
+    group = jnp.arange(turns * at_once * parts, dtype=jnp.int32).reshape(-1, parts, 1, 1)
+    drawn_turn = drawn(spec.cols, seed, row[None], group)
+    order = _order(_orders(count)[1], seed, row[None], group) if count > 1 else None
+
+    def one(i: Any) -> Float[Array, "parts rows cols"]:
+        at = lambda v: lax.dynamic_index_in_dim(v, i, keepdims=False)
+        place = column - at(drawn_turn)
+        place = as_uint32(jnp.where(place < 0, place + spec.cols, place))
+        place, within = place // np.uint32(size), place % np.uint32(size)
+        tile = as_uint32(at(group)) * np.uint32(count)
+        if order is not None:
+            tile += place * at(order) % np.uint32(count)
+        index = tile * np.uint32(size) + within
+        is_held = (place < count) & (index < np.uint32(x.size))
+        index = jnp.where(is_held, index, 0)
+        values = x.at[index.astype(jnp.int32)].get(mode="promise_in_bounds").astype(jnp.float32)
+        return jnp.where(is_held, _flip(values, _words(index, row, seed)), 0)
+
+    def add(turn: Any, table: Float[Array, "parts rows cols"]) -> Float[Array, "parts rows cols"]:
+        for i in range(at_once):
+            table += one(turn * at_once + i)
+        return table
+
+    table = zeros((parts, spec.rows, spec.cols), jnp.float32, (x, seed))
+    return jnp.sum(lax.fori_loop(0, turns, add, table), axis=0)
 
 
 def _words(
