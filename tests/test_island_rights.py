@@ -71,6 +71,22 @@ def test_what_is_not_taken_and_not_there_is_tried_again(status, server):
     assert [each[0] for each in server.asked] == ["PUT", "HEAD"] * 2
 
 
+@pytest.mark.parametrize(
+    ("status", "error", "text"),
+    [
+        (401, PermissionError, "refuses 'snapshots'"),
+        (403, PermissionError, "refuses 'snapshots'"),
+        (404, ValueError, "is not there"),
+        (400, UnreachableError, "does not answer"),  # of a token that has run out, for one
+    ],
+)
+def test_wrong_keys_and_buckets_are_not_tried_again(status, error, text, server):
+    """Joining begins with a list. It would be tried for `patience` seconds."""
+    server.says = {"GET": status}
+    with pytest.raises(error, match=text):
+        opened(server).names("snapshots")
+
+
 def test_each_operation_is_one_request_of_one_right(server):
     store = opened(server)
     assert store.create("a/b", b"x" * 10**6)

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
+_STATUS = re.compile(r"status code: (\d{3})")  # in obstore's errors
+
 # By the scheme of a URL, how names of obstore's environment variables begin.
 _SERVICES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 
@@ -68,8 +70,9 @@ class Store:
 
     Raises:
         ModuleNotFoundError: obstore is not installed.
-        ValueError: the URL or an option is not known to obstore. From `create`: the bucket does not
-            exist.
+        ValueError: the URL or an option is not known to obstore. From `create` and `names`: the
+            bucket does not exist.
+        PermissionError: from all operations, the server refuses these credentials.
 
     >>> store = Store("memory://")
     >>> store.create("a/b", b"first"), store.create("a/b", b"second"), store.get("a/b")
@@ -168,6 +171,12 @@ class Store:
         except self._final as error:
             raise PermissionError(f"{self} refuses {args[0]!r}: {_first_line(error)}") from None
         except (errors.BaseError, OSError) as error:
+            # Of a list, obstore tells in words alone that the server refuses it, or has no bucket.
+            status = _STATUS.search(str(error))
+            if status and status[1] in ("401", "403"):
+                raise PermissionError(f"{self} refuses {args[0]!r}: {_first_line(error)}") from None
+            if status and status[1] == "404":
+                raise ValueError(f"{self} is not there: {_first_line(error)}") from None
             raise UnreachableError(f"{self} does not answer: {_first_line(error)}") from None
 
 
