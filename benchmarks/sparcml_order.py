@@ -336,6 +336,7 @@ def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
                 }
             )
         budget = choose("sparcml", density, size=size, workers=workers).budget
+        assert isinstance(budget, SparCML)
         auto = choose_algorithm(SparCML(budget.k, budget.group_size, link=link), size, workers)
         if auto in seconds:
             exact = min(value for name, value in seconds.items() if ":" not in name)
