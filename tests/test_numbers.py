@@ -271,7 +271,7 @@ def which() -> Iterator[str]:
     below = above(dense.format("adamw"), dense.format("muon"))
     yield (
         f"Ten local steps of Muon by signs end {muon:.3f} nats above dense Muon, which ends "
-        f"{below:.3f} below dense AdamW. So they end {adamw:.3f} above dense AdamW."
+        f"{below:.3f} below dense AdamW. So they end {-adamw:.3f} below dense AdamW."
     )
     losses = Losses.shipped()
     assert losses.shorter is not None
@@ -307,7 +307,7 @@ def which() -> Iterator[str]:
     ]
     assert len(times) > 20
     yield (
-        f"After {losses.shorter.steps} steps instead of {losses.steps:,}, with the same rates, "
+        f"After {losses.shorter.steps} steps instead of {losses.steps:,}, each at its best rate, "
         "recipes that cost a hundredth and more cost "
         f"{min(times):.1f} to {max(times):.1f} times as much (blind draws do not)."
     )
