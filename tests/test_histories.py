@@ -177,7 +177,7 @@ def the_store_overwrites(patch, programs):
 def who_proposes_believes_itself(patch, programs):
     right = rounds.Rounds.advance
 
-    def advance(self, round, waited):
+    def advance(self, round, *waited):
         proposed, create = [], self.store.create
 
         def proposes(key, data):
@@ -185,7 +185,7 @@ def who_proposes_believes_itself(patch, programs):
             return create(key, data)
 
         with mock.patch.object(self, "store", mock.Mock(wraps=self.store, create=proposes)):
-            decision = right(self, round, waited)
+            decision = right(self, round, *waited)
         return proposed[0] if proposed else decision
 
     patch(rounds.Rounds, "advance", advance)

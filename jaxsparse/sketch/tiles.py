@@ -13,7 +13,7 @@ estimate single elements from a sketch, tile by tile or anywhere.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -133,17 +133,21 @@ def _order(
 def _columns(
     spec: SketchSpec,
     seed: UInt32[Array, ""],
-    row: Integer[Array, "..."] | int,
+    rows: Sequence[Integer[Array, "..."] | int],
     tile: Integer[Array, "..."],
-) -> Int[Array, "..."]:
-    """The columns of tiles' first elements."""
+) -> list[Int[Array, "..."]]:
+    """The columns of tiles' first elements, for each of `rows`."""
     if spec.group == 1:
-        return drawn(spec.cols, seed, row, tile)
+        return [drawn(spec.cols, seed, row, tile) for row in rows]
     count = np.uint32(spec.group)
     group, within = as_uint32(tile) // count, as_uint32(tile) % count
-    place = within * _order(_orders(spec.group)[0], seed, row, group) % count
-    column = place.astype(jnp.int32) * spec.tile + drawn(spec.cols, seed, row, group)
-    return jnp.where(column < spec.cols, column, column - spec.cols)
+
+    def of(row: Integer[Array, "..."] | int) -> Int[Array, "..."]:
+        place = within * _order(_orders(spec.group)[0], seed, row, group) % count
+        column = place.astype(jnp.int32) * spec.tile + drawn(spec.cols, seed, row, group)
+        return jnp.where(column < spec.cols, column, column - spec.cols)
+
+    return [of(row) for row in rows]
 
 
 def _places(
@@ -166,10 +170,10 @@ def _places(
     """
     size = np.uint32(spec.tile)
     if tile.shape == within.shape:  # XLA's CPU backend would store columns of all rows at once
-        columns = [_columns(spec, seed, row, tile) for row in range(spec.rows)]
+        columns = _columns(spec, seed, range(spec.rows), tile)
     else:  # columns are few, and one hash for all rows is less to compile
         row = lax.iota(jnp.uint32, spec.rows).reshape(-1, *[1] * tile.ndim)
-        each = _columns(spec, seed, row, tile[None])
+        (each,) = _columns(spec, seed, [row], tile[None])
         if tile.ndim:  # otherwise they would be hashed again for each element
             each = lax.optimization_barrier(each)
         columns = list(jnp.unstack(each))
@@ -233,7 +237,7 @@ def add_all(
     """
     size = spec.tile
     row, within = lax.iota(jnp.int32, spec.rows), lax.iota(jnp.uint32, size)[None, None]
-    columns = _columns(spec, seed, row[None], tiles[:, None])
+    (columns,) = _columns(spec, seed, [row[None]], tiles[:, None])
     rows = jnp.broadcast_to(row[None], columns.shape)
     # Rows are an axis inside that of tiles, so that a tile is read from memory for one row alone.
     row = row[None, :, None]
@@ -279,23 +283,26 @@ def gathered(
     def one(i: Any) -> Float[Array, "parts rows cols"]:
         at = lambda v: lax.dynamic_index_in_dim(v, i, keepdims=False)
         place = column - at(drawn_turn)
-        place = as_uint32(jnp.where(place < 0, place + spec.cols, place))
+        place = jnp.where(place < 0, place + spec.cols, place).astype(jnp.uint32)
         place, within = place // np.uint32(size), place % np.uint32(size)
-        tile = as_uint32(at(group)) * np.uint32(count)
+        tile = at(group).astype(jnp.uint32) * np.uint32(count)
         if order is not None:
             tile += place * at(order) % np.uint32(count)
         index = tile * np.uint32(size) + within
         is_held = (place < count) & (index < np.uint32(x.size))
         index = jnp.where(is_held, index, 0)
         values = x.at[index.astype(jnp.int32)].get(mode="promise_in_bounds").astype(jnp.float32)
-        return jnp.where(is_held, _flip(values, _words(index, row, seed)), 0)
+        is_flipped = _words(index, row, seed) >= np.uint32(2**31)
+        return jnp.where(is_held, jnp.where(is_flipped, -values, values), 0)
 
     def add(turn: Any, table: Float[Array, "parts rows cols"]) -> Float[Array, "parts rows cols"]:
         for i in range(at_once):
             table += one(turn * at_once + i)
         return table
 
-    table = zeros((parts, spec.rows, spec.cols), jnp.float32, (x, seed))
+    # Replicated as the vector and the seed are.
+    table = jnp.zeros_like(x, jnp.float32, (parts, spec.rows, spec.cols))
+    table += jnp.zeros_like(seed, jnp.float32, ())
     return jnp.sum(lax.fori_loop(0, turns, add, table), axis=0)
 
 
