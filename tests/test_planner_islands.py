@@ -283,14 +283,14 @@ def test_the_best_costs_little_and_is_written_as_islands_take_it():
     found = plan_islands(10**6, 3, **usual, optimizer="muon", nats=0.1)
     excess = {one.exchange: one.loss.excess for one in found.rounds if one.loss is not None}
     good = {one.exchange: one.goodput for one in found.rounds if one.exchange in excess}
-    assert found.best.exchange == "top 1/8"
-    assert good["top 1/8"] > good["dense"]
-    assert 1.05 * good["top 1/8"] >= max(good.values())
-    assert "muon, local 10, top 1/8" in str(found)
+    assert found.best.exchange == "int2"
+    assert good["int2"] > good["dense"]
+    assert 1.05 * good["int2"] >= max(good.values())
+    assert "muon, local 10, int2" in str(found)
     none = plan_islands(10**6, 3, **usual, nats=0.0)
     assert none.best is None
     assert "best: none. Nothing with 10 local steps of adamw is known to cost 0 nats" in str(none)
-    for name in ("dense", "int4", "top 1/8"):
+    for name in ("dense", "int4", "int2"):
         lines = Recipe("adamw", "local", 10, name).on_islands({"overlap": 1})
         text = "\n".join(lines).replace("s3://bucket/run-7", "memory://")
         step = lambda state, batch: (state, None)
