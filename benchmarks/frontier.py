@@ -248,18 +248,20 @@ class Results:
             if line["recipe"] == str(recipe) and line["steps"][-1] == steps
         }
 
+    def tried(self, recipe: Recipe, steps: int) -> dict[float, float]:
+        """Losses at the end of runs of seed 0, by rate."""
+        runs = self.runs(recipe, steps).items()
+        return {rate: _finite(losses[-1]) for (rate, seed), losses in runs if seed == 0}
+
     def tuned_rate(self, recipe: Recipe, steps: int) -> float | None:
         """The best rate of runs of so many steps whose half and double were tried and are worse.
 
         It is the recipe's own, or else its family's. None: neither was tuned.
         """
         for one in (recipe, family(recipe)):
-            tried = {
-                r: losses[-1] for (r, seed), losses in self.runs(one, steps).items() if seed == 0
-            }
-            if tried:
-                best = min(tried, key=lambda rate: _finite(tried[rate]))
-                if {best / 2, best * 2} <= set(tried):
+            if tried := self.tried(one, steps):
+                best = min(tried, key=tried.__getitem__)
+                if {best / 2, best * 2} <= tried.keys():
                     return best
         return None
 
@@ -302,8 +304,8 @@ def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
         return known[rate, seed][-1]
 
     tunes = family(recipe) if args.rates == "family" else recipe
-    tried = results.runs(tunes, args.tune_steps)
-    start = min((r for r, seed in tried if seed == 0), key=lambda r: tried[r, 0][-1], default=RATE)
+    tried = results.tried(tunes, args.tune_steps)
+    start = min(tried, key=tried.__getitem__, default=RATE)
     best = tuned(lambda rate: loss(rate, 0, args.tune_steps, tunes), start)
     for seed in args.seeds:
         loss(best, seed, args.steps)

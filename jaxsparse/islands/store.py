@@ -168,14 +168,13 @@ class Store:
             return operation(self._store, *args, **options)
         except (errors.AlreadyExistsError, errors.PreconditionError, FileNotFoundError):
             raise
-        except self._final as error:
-            raise PermissionError(f"{self} refuses {args[0]!r}: {_first_line(error)}") from None
         except (errors.BaseError, OSError) as error:
             # Of a list, obstore tells in words alone that the server refuses it, or has no bucket.
-            status = _STATUS.search(str(error))
-            if status and status[1] in ("401", "403"):
+            found = _STATUS.search(str(error))
+            status = found[1] if found else None
+            if isinstance(error, self._final) or status in ("401", "403"):
                 raise PermissionError(f"{self} refuses {args[0]!r}: {_first_line(error)}") from None
-            if status and status[1] == "404":
+            if status == "404":
                 raise ValueError(f"{self} is not there: {_first_line(error)}") from None
             raise UnreachableError(f"{self} does not answer: {_first_line(error)}") from None
 

@@ -1,10 +1,12 @@
 """Where a count sketch puts each element: tiles, their places in the rows, signs.
 
 As many tiles as fit into a row are a group. Each row puts the tiles of a group one after the other
-in a random order, and then turns the row by a random number of columns. So elements of a group
-never collide, and those of two groups collide with probability 1 / cols. (Up to 2**14 columns, and
-with a tile size of one's own, a group is one tile.) A column has at most one element of a group. So
-it is a sum over groups, in a fixed order, where additions to memory would be atomic.
+in a random order, from a random column on, and past its end goes on at its beginning. So elements
+of a group never collide, and those of two groups collide with probability 1 / cols. Up to 2**14
+columns, and with a tile size of one's own, a group is one tile.
+
+A column has at most one element of a group. So a GPU, whose additions to memory would be atomic,
+sums the elements of all groups in a column, in a fixed order.
 
 Some functions add tiles of a vector to a sketch, one after the other or all at once. Others
 estimate single elements from a sketch, tile by tile or anywhere.
@@ -42,8 +44,8 @@ __all__ = [
 # independent columns, and longer ones have less overhead. This one is within a tenth of the fastest
 # and small enough for a second-level cache.
 _MAX_TILE = 2**14
-# Numbers under which signs and orders of tiles are hashed. What groups are turned by is hashed
-# under the number of their row, and no row has these.
+# Numbers under which signs and orders of tiles are hashed. The first column of a group is hashed
+# under the number of the row, and no row has these.
 _SIGN = 2**32 - 1
 _ORDER = 2**32 - 3
 _MOST_ORDERS = 64  # of tiles in a group
@@ -277,12 +279,12 @@ def gathered(
     row = lax.iota(jnp.int32, spec.rows)[None, :, None]
     column = lax.iota(jnp.int32, spec.cols)[None, None]
     group = jnp.arange(turns * at_once * parts, dtype=jnp.int32).reshape(-1, parts, 1, 1)
-    drawn_turn = drawn(spec.cols, seed, row[None], group)
+    first = drawn(spec.cols, seed, row[None], group)
     order = _order(_orders(count)[1], seed, row[None], group) if count > 1 else None
 
     def one(i: Any) -> Float[Array, "parts rows cols"]:
         at = lambda v: lax.dynamic_index_in_dim(v, i, keepdims=False)
-        place = column - at(drawn_turn)
+        place = column - at(first)
         place = jnp.where(place < 0, place + spec.cols, place).astype(jnp.uint32)
         place, within = place // np.uint32(size), place % np.uint32(size)
         tile = at(group).astype(jnp.uint32) * np.uint32(count)
