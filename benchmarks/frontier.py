@@ -1,8 +1,9 @@
 """The lowest loss for a number of bytes: what is exchanged, how often, and in how many bits.
 
-Eight simulated workers train the byte-level transformer of examples/local_updates on Python's own
-library. A recipe is an optimizer, what workers exchange, each how many steps, in which format, and
-for which share of the steps they exchange after each one first (a warm start). Names say all of it:
+Simulated workers train the byte-level transformer of examples/local_updates on Python's own
+library: eight of them, or four with the largest size. A recipe is an optimizer, what workers
+exchange, each how many steps, in which format, and for which share of the steps they exchange after
+each one first (a warm start). Names say all of it:
 
     muon, local 10, int4                Muon inside; displacements of 10 steps, by quantized("int4")
     adamw, local 10, sign, warm 10 %    the first tenth of the steps exchanges after each step
@@ -14,8 +15,8 @@ All recipes take the same steps and batches. Rates are tuned by one rule for eve
 included: a factor of two up and down from 0.01, or from the best rate that the file has, on seed 0
 and `--tune-steps`, until the best rate has a worse one on either side. With `--rates family` a
 recipe takes the best rate of the one that sends four bits instead. Runs are lines of
-`frontier.jsonl`, those of a larger model (`--size 1m`) of a file of its own, and none is done
-twice, so that what was cut goes on where it was. Several processes may share the file (`--part`).
+`frontier.jsonl`, those of a larger model (`--size`) of a file of its own, and none is done twice,
+so that what was cut goes on where it was. Several processes may share the file (`--part`).
 `frontier_map.py` makes a map of them.
 
     python benchmarks/frontier.py --recipes "adamw, gradients, dense"
@@ -31,7 +32,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -40,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from rates import tuned
 
 import jaxsparse
 from jaxsparse import LocalSteps, per_worker
@@ -48,21 +49,23 @@ from jaxsparse.planner.recipes import EXCHANGES, Recipe
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "local_updates"))
 models: Any = importlib.import_module("model")
 
-WORKERS = 8
-BATCH, LENGTH, HEADS = 4, 64, 4
 RATE = 0.01  # where the search begins if nothing is known
 
 Transformation: TypeAlias = optax.GradientTransformation
 
 
 class Size(NamedTuple):
-    """A transformer of `examples/local_updates`."""
+    """A transformer of `examples/local_updates`, and the batches that train it."""
 
     width: int
     layers: int
+    heads: int = 4
+    length: int = 64  # bytes of a window
+    batch: int = 4  # windows of a worker
+    workers: int = 8
 
     def made(self, seed: int) -> Any:
-        return models.Transformer(self.width, self.layers, HEADS, LENGTH, nnx.Rngs(seed))
+        return models.Transformer(self.width, self.layers, self.heads, self.length, nnx.Rngs(seed))
 
     @property
     def shapes(self) -> Any:
@@ -73,7 +76,7 @@ class Size(NamedTuple):
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.shapes))
 
 
-SIZES = {"136k": Size(64, 2), "1m": Size(128, 5)}
+SIZES = {"136k": Size(64, 2), "1m": Size(128, 5), "10.9m": Size(384, 6, 6, 256, 8, 4)}
 
 
 def first_pass() -> list[Recipe]:
@@ -188,7 +191,7 @@ class Trainer:
             return self._ways.setdefault(
                 0,
                 jaxsparse.data_parallel(
-                    lambda s, x: self._step(s, x)[0], WORKERS, donate_argnums=0
+                    lambda s, x: self._step(s, x)[0], self._size.workers, donate_argnums=0
                 ),
             )
         first = recipe.warm * steps // 100
@@ -197,23 +200,25 @@ class Trainer:
             optimizer = jaxsparse.outer.mean if recipe.what == "local" else jaxsparse.outer.diloco
             outer = optimizer(exchange=self._exchange)
             self._ways[first] = LocalSteps(
-                self._step, outer, WORKERS, every=every, params=lambda state: state.params
+                *(self._step, outer, self._size.workers),
+                every=every,
+                params=lambda state: state.params,
             )
         return self._ways[first]
 
     def run(self, rate: float, seed: int, steps: int) -> Curve:
-        text = models.corpus()
-        test = models.windows(text.held_out, 256, LENGTH, np.random.default_rng(0))
+        text, size = models.corpus(), self._size
+        test = models.windows(text.held_out, 256, size.length, np.random.default_rng(0))
         # Copies in host memory are not donated with the state.
-        params = jax.device_get(nnx.state(self._size.made(seed), nnx.Param))
+        params = jax.device_get(nnx.state(size.made(seed), nnx.Param))
         state: Any = State(
             params, self._tx.init(params), jnp.int32(0), jnp.float32(rate), jnp.float32(steps)
         )
         way, is_local = self._way(steps), self.recipe.is_local
-        state = way.init(state) if is_local else jaxsparse.shard(state, WORKERS)
+        state = way.init(state) if is_local else jaxsparse.shard(state, size.workers)
         rng, points, began = np.random.default_rng(seed), [], time.perf_counter()
         for t in range(steps):
-            batch = models.windows(text.train, WORKERS * BATCH, LENGTH, rng)
+            batch = models.windows(text.train, size.workers * size.batch, size.length, rng)
             state = jax.block_until_ready(
                 way(state, batch, t)[0] if is_local else way(state, batch)
             )
@@ -273,17 +278,6 @@ def family(recipe: Recipe) -> Recipe:
 
 def _finite(loss: float) -> float:
     return math.inf if math.isnan(loss) else loss
-
-
-def tuned(loss: Callable[[float], float], start: float = RATE) -> float:
-    """The rate whose loss is below those of its half and of its double, from `start` on."""
-    known = functools.cache(lambda power: _finite(loss(start * 2.0**power)))
-    best = 0
-    while True:
-        beside = min((best - 1, best + 1), key=known)
-        if known(beside) >= known(best):
-            return start * 2.0**best
-        best = beside
 
 
 def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:

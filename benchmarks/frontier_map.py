@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.optimize
-from frontier import SIZES, WORKERS, Results, Size
+from frontier import SIZES, Results, Size
 
 from jaxsparse.planner.losses import End, Law
 from jaxsparse.planner.recipes import EXCHANGES, Recipe
@@ -39,11 +39,7 @@ class Row(NamedTuple):
     losses: dict[int, float]
     sent: float
     received: list[float]  # for each of COUNTED
-
-    @property
-    def usual(self) -> float:
-        """Received bytes with as many workers as trained."""
-        return self.received[COUNTED.index(WORKERS)]
+    usual: float  # the same for as many workers as trained
 
     @property
     def loss(self) -> float:
@@ -52,10 +48,10 @@ class Row(NamedTuple):
 
 @functools.cache
 def moved(exchange: str, size: Size) -> tuple[float, list[float]]:
-    """Payload of one exchange of 8 workers, and received bytes for each of COUNTED, of a worker."""
+    """Payload of one exchange, and received bytes for each of COUNTED, of a worker."""
     tx = EXCHANGES[exchange].transformation()
     found = {w: traced_bytes(tx, size.shapes, w) for w in COUNTED}
-    return found[WORKERS].payload, [x.received for x in found.values()]
+    return found[size.workers].payload, [x.received for x in found.values()]
 
 
 def rows(results: Results, steps: int, size: Size) -> list[Row]:
@@ -83,6 +79,7 @@ def rows(results: Results, steps: int, size: Size) -> list[Row]:
                 {seed: x[-1] for (rate, seed), x in sorted(runs.items()) if rate == best},
                 turns * sent,
                 [turns * x for x in received],
+                turns * received[COUNTED.index(size.workers)],
             )
         )
     return found
@@ -100,7 +97,7 @@ def error_of(exchange: str) -> float:
     tx = EXCHANGES[exchange].transformation(is_dense=lambda *_: False)
     x = jax.random.normal(jax.random.key(0), (2**16,))
     one = lambda x: tx.update({"w": x}, tx.init({"w": x}))[0]["w"]
-    mean = jax.vmap(one, in_axes=None, axis_name="data", axis_size=WORKERS)(x)[0]
+    mean = jax.vmap(one, in_axes=None, axis_name="data", axis_size=8)(x)[0]
     return round(float(jnp.sum((mean - x) ** 2) / jnp.sum(x**2)), 4)
 
 
@@ -188,9 +185,10 @@ def export(found: list[Row], short: list[Row], results: Results, args: argparse.
     """
     base, seeds = dense_of(found).loss, {len(row.losses) for row in found}
     counted = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seed"
+    size = SIZES[args.size]
     setup = (
         "as benchmarks/frontier.py measured them: a byte-level transformer of "
-        f"{SIZES[args.size].parameters:,} parameters, {WORKERS} workers, {args.steps:,} steps, "
+        f"{size.parameters:,} parameters, {size.workers} workers, {args.steps:,} steps, "
         f"{counted}. Dense AdamW ends at {base:.3f}. Learning rates were tuned for each recipe, or "
         "for the same one in four bits."
     )

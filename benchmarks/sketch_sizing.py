@@ -1,7 +1,7 @@
 """How should Sketched-SGD divide its words between table and candidates?
 
-    python benchmarks/sketch_sizing.py --json out/sketch_sizing.json
-    python benchmarks/sketch_sizing.py --candidates --library --dtypes float32 bfloat16 float16
+    python benchmarks/sketch_sizing.py --json benchmarks/results/sketch_sizing.json
+    python benchmarks/sketch_sizing.py --hidden 128 --candidates --dtypes float32 bfloat16 float16
     python benchmarks/sketch_sizing.py --tails
 
 A budget of B = d / ratio words, less those of the biases, is rows * cols of table and P k of
@@ -14,12 +14,11 @@ One device plays all workers, and exactly so: sketches are linear, and all worke
 coordinates, so the mean of the workers' residuals and momenta obeys the recursion of one worker
 that has the whole batch. Widths of tables and of selections are traced here, so that one program
 trains all settings. It has the library's sketch, but selects candidates exactly: the library loses
-some to slots. Rows "sketched_sgd", of `--library`, are the library itself. Tables narrower than
-float32 are those of `--workers` workers, each rounded by itself.
+some to slots. Rows "sketched_sgd" are the library itself. Tables narrower than float32 are those of
+`--workers` workers, each rounded by itself.
 
-The rule: each setting first trains with 2 seeds at a rate of 0.06. Those whose mean training loss
-is above `--keep` times the best of their size and ratio are dropped, and `--most` are kept. They
-and the controls train with all seeds at all rates. The rate with the least mean loss counts.
+Rates are tuned by the rule of rates.py for each setting and control, from 0.06 on, by the mean
+training loss of all seeds.
 
 `--tails` trains nothing. It prints what share of the squared norm of a vector one exchange
 delivers, and after a slash that of the k largest, for 1, 3 and 5 rows, and for each for candidates'
@@ -31,13 +30,14 @@ import dataclasses
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rates
 import timing
 from jax.flatten_util import ravel_pytree
 
@@ -54,7 +54,7 @@ spardl: Any = importlib.import_module("spardl")
 digits = spardl.digits
 
 MOMENTUM = 0.9
-FIRST_RATE, FIRST_SEEDS = 0.06, (0, 1)
+RATE = 0.06  # the first to try
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ def largest(x: jax.Array, k: jax.Array) -> jax.Array:
 def trainer(
     hidden: int, kind: str, rows: int, dtype: str, args: argparse.Namespace
 ) -> Callable[[Run], tuple[jax.Array, jax.Array]]:
-    """A compiled function of arrays of runs: their training losses and test accuracies."""
+    """A compiled function of a run: its training loss and test accuracy."""
     params = spardl.init(0, hidden)
     _, unravel = ravel_pytree(params)
     # Biases travel dense.
@@ -198,7 +198,7 @@ def trainer(
         (params, *_), _ = jax.lax.scan(step, (start, zeros, zeros), jnp.arange(args.steps))
         return outcome(unravel(params), train_set, test_set)
 
-    return jax.jit(lambda runs: jax.lax.map(one, runs))
+    return jax.jit(one)
 
 
 def cosine(steps: int) -> Callable[[jax.Array], jax.Array]:
@@ -218,40 +218,35 @@ class Trainers:
         self.args = args
         self.made: dict[Any, Any] = {}
 
-    def __call__(
-        self, budget: Budget, setting: Setting, rates: Sequence[float], seeds: Sequence[int]
-    ) -> dict[str, Any]:
+    def __call__(self, budget: Budget, setting: Setting) -> dict[str, Any]:
         """Losses and accuracies by rate and seed, and those at the rate that counts."""
-        each = list(itertools.product(rates, seeds))
-        full = np.full(len(each), 1, np.int32)
-        runs = Run(
-            jnp.asarray([seed for _, seed in each], jnp.int32),
-            jnp.asarray([rate for rate, _ in each], jnp.float32),
-            *(
-                jnp.asarray(full * n)
-                for n in (setting.k, setting.candidates, setting.cols, setting.tile)
-            ),
-        )
         key = budget.hidden, setting.kind, setting.rows, setting.dtype
         if key not in self.made:
             self.made[key] = trainer(*key, self.args)
-        # In pairs, so that one program serves any number of seeds and rates.
-        pairs = [jax.tree.map(lambda x, i=i: x[i : i + 1], runs) for i in range(len(each))]
-        found = [self.made[key](pair) for pair in pairs]
-        losses, right = (np.concatenate(x).reshape(len(rates), -1) for x in zip(*found))
-        return counted(losses, right, rates)
+        each = [jnp.int32(n) for n in (setting.k, setting.candidates, setting.cols, setting.tile)]
+        return tuned(lambda rate, seed: self.made[key](Run(seed, rate, *each)), self.args)
 
 
-def counted(losses: np.ndarray, right: np.ndarray, rates: Sequence[float]) -> dict[str, Any]:
-    means = np.nan_to_num(losses, nan=np.inf).mean(axis=1)
-    best = int(means.argmin())
+def tuned(
+    run: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Losses and accuracies of all seeds at the best rate, and losses at those that were tried."""
+    tried: dict[float, Any] = {}
+
+    def loss(rate: float) -> float:
+        found = [run(jnp.float32(rate), jnp.int32(seed)) for seed in args.seeds]
+        tried[rate] = np.array(found, float).T
+        return float(tried[rate][0].mean())
+
+    best = rates.tuned(loss, RATE)
+    losses, right = tried[best]
     return {
-        "rate": rates[best],
-        "loss": float(means[best]),
-        "right": float(right[best].mean()),
-        "deviation": float(right[best].std()),
-        "losses": dict(zip(map(str, rates), losses.tolist())),
-        "rights": dict(zip(map(str, rates), right.tolist())),
+        "rate": best,
+        "loss": float(losses.mean()),
+        "losses": losses.tolist(),
+        "right": float(right.mean()),
+        "deviation": float(right.std()),
+        "tried": {rate: float(losses.mean()) for rate, (losses, _) in sorted(tried.items())},
     }
 
 
@@ -261,7 +256,7 @@ def by_library(budget: Budget, reducer: Any, args: argparse.Namespace) -> dict[s
     train_set, test_set = jax.tree.map(jnp.asarray, digits.load())
     decay = cosine(args.steps)
 
-    def one(seed: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def one(rate: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
         key = jax.random.key(seed)
 
         def step(state: Any, t: jax.Array) -> tuple[Any, None]:
@@ -279,10 +274,7 @@ def by_library(budget: Budget, reducer: Any, args: argparse.Namespace) -> dict[s
         (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), jnp.arange(args.steps))
         return outcome(params, train_set, test_set)
 
-    run = jax.jit(one)
-    found = [[run(jnp.int32(s), jnp.float32(r)) for s in args.seeds] for r in args.rates]
-    losses, right = np.moveaxis(np.array(found, float), -1, 0)
-    return counted(losses, right, args.rates)
+    return tuned(jax.jit(one), args)
 
 
 TAILS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
@@ -332,48 +324,38 @@ def grid(budget: Budget, args: argparse.Namespace) -> list[Setting]:
     return list(dict.fromkeys(setting for setting in made if setting))
 
 
-def show(budget: Budget, name: str, found: dict[str, Any]) -> dict[str, Any]:
-    print(
-        f"{budget.size + budget.dense_size:>8,} {budget.ratio:>4g}x  {name:<62} "
-        f"{found['loss']:.4f}  {100 * found['right']:.1f} ± {100 * found['deviation']:.1f} %  "
-        f"{found['rate']:g}",
-        flush=True,
-    )
-    return {**budget._asdict(), "words": budget.words, "name": name, **found}
-
-
 def compare(budget: Budget, train: Trainers, args: argparse.Namespace) -> Iterable[dict[str, Any]]:
-    first: dict[Setting, float] = {}
-    for setting in grid(budget, args):
-        first[setting] = train(budget, setting, (FIRST_RATE,), FIRST_SEEDS)["loss"]
-        print(f"  first: {setting}: {first[setting]:.4f}", flush=True)
-    best = min(first.values(), default=0)
-    kept = sorted((s for s in first if first[s] <= args.keep * best), key=lambda s: first[s])
-    kept = kept[: args.most]
+    """Rows: the grid, tables of narrow types, the library, and controls."""
+
+    def row(name: str, found: dict[str, Any]) -> dict[str, Any]:
+        print(
+            f"{budget.size + budget.dense_size:>8,} {budget.ratio:>4g}x  {name:<62} "
+            f"{found['loss']:.4f}  {100 * found['right']:.1f} ± {100 * found['deviation']:.1f} %  "
+            f"{found['rate']:g}",
+            flush=True,
+        )
+        return {**budget._asdict(), "words": budget.words, "name": name, **found}
+
+    def of(setting: Setting) -> dict[str, Any]:
+        return {**row(str(setting), train(budget, setting)), **dataclasses.asdict(setting)}
+
+    rows = [of(setting) for setting in grid(budget, args)]
+    yield from rows
     usual = SketchedSGD(budget.ratio)
-    ks = {usual.sized(budget.size, budget.dense_size)[0], *(s.k for s in kept)}
-    controls = [Setting("dense"), Setting("random-k", budget.words, budget.words)]
-    controls += [Setting("true top-k", k, k) for k in sorted(ks)]
-    for setting in controls + kept:
-        row = show(budget, str(setting), train(budget, setting, args.rates, args.seeds))
-        yield {**row, **dataclasses.asdict(setting), "first": first.get(setting)}
     k, cols = usual.sized(budget.size, budget.dense_size)
-    fetched, rows = usual.fetched * k, usual.used_rows
     for dtype in args.dtypes:
-        setting = Setting("sketch", k, fetched, rows, cols, cols, dtype)
-        yield show(budget, str(setting), train(budget, setting, args.rates, args.seeds))
-    if args.library:
-        sizes: tuple[dict[str, Any], ...] = {}, {"rows": 5, "oversampling": 4}
-        for settings in sizes:
-            given = "".join(f", {name}={value}" for name, value in settings.items())
-            reducer = SketchedSGD(budget.ratio, **settings)
-            name = f"sketched_sgd({budget.ratio:g}{given})"
-            yield show(budget, name, by_library(budget, reducer, args))
-    yield {
-        **budget._asdict(),
-        "name": "first round",
-        "first": {str(setting): loss for setting, loss in first.items()},
-    }
+        yield of(Setting("sketch", k, usual.fetched * k, usual.used_rows, cols, cols, dtype))
+    sizes: tuple[dict[str, Any], ...] = {}, {"rows": 5, "oversampling": 4}
+    for settings in sizes:
+        given = "".join(f", {name}={value}" for name, value in settings.items())
+        reducer = SketchedSGD(budget.ratio, **settings)
+        name = f"sketched_sgd({budget.ratio:g}{given})"
+        yield row(name, by_library(budget, reducer, args))
+    # What sketches without errors would deliver: as many as the default, and as the best ones.
+    ks = {k, *(one["k"] for one in sorted(rows, key=lambda one: one["loss"])[:3])}
+    yield of(Setting("dense"))
+    yield of(Setting("random-k", budget.words, budget.words))
+    yield from (of(Setting("true top-k", k, k)) for k in sorted(ks))
 
 
 def parse_args() -> argparse.Namespace:
@@ -388,11 +370,7 @@ def parse_args() -> argparse.Namespace:
     add("--rows", type=number(int, 1), nargs="*", default=[1, 3, 5])
     add("--tiles", type=number(int, 0), nargs="*", default=[0], help="0: as long as a row")
     add("--dtypes", nargs="*", default=[], help="of tables of the default sizes")
-    add("--library", action="store_true", help="also train by the library itself")
     add("--workers", type=number(int, 1), default=8, help="that narrow their tables (default: 8)")
-    add("--keep", type=number(float, 1), default=1.3, help="see above (default: 1.3)")
-    add("--most", type=number(int, 0), default=6, help="settings to keep at most (default: 6)")
-    add("--rates", type=number(float, 0), nargs="+", default=[0.015, 0.03, 0.06, 0.12, 0.24])
     add("--seeds", type=number(int, 0), nargs="+", default=[0, 1, 2, 3, 4])
     add("--steps", type=number(int, 1), default=300)
     add("--batch-size", type=number(int, 1), default=128, help="of all workers together")
@@ -410,8 +388,9 @@ def main() -> None:
         return
     results = list[dict[str, Any]]()
     for hidden, ratio in itertools.product(args.hidden, args.ratios):
-        results += compare(Budget.of(hidden, ratio), train, args)
-    timing.save({**where, "arguments": vars(args), "results": results}, args.json)
+        for row in compare(Budget.of(hidden, ratio), train, args):
+            results.append(row)
+            timing.save({**where, "arguments": vars(args), "results": results}, args.json)
 
 
 if __name__ == "__main__":

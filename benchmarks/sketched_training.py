@@ -13,8 +13,8 @@ the exchange. Losses are in nats a word, on files that are held out.
 One device plays all workers where that is exact (see sketch_sizing.py): for dense gradients, true
 top-k, random-k and sketches. Local top-k has 8 workers. A row's bytes are the payload.
 
-The rule for rates is one for all rows: seed 0 tries rates of `--first` times powers of 2, at full
-length, until the best has a worse one on either side. The other seeds take the best. Each run is
+Rates are tuned by the rule of rates.py, from `--first` on, on seed 0 and at full length. The other
+seeds take the best. Each run is
 written to the file when it ends, and runs that the file has are not repeated.
 
 With `--workers`, each row trains instead with each number of workers, on the same global batches,
@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import rates
 import timing
 
 import jaxsparse
@@ -245,13 +246,7 @@ def tuned(name: str, row: Row, args: argparse.Namespace, data: Any, file: File) 
         wanted = {"row": name, "workers": row.workers, "rate": rate, "seed": seed, **sizes(args)}
         return file.found(wanted, lambda: run(compiled, rate, seed))
 
-    def cost(rate: float) -> tuple[float, float]:
-        loss = at(rate, args.seeds[0])["held_out"]
-        return (loss, 0.0) if np.isfinite(loss) else (np.inf, rate)  # of two that diverge the lower
-
-    best = args.first
-    while (near := min(best, best / 2, best * 2, key=cost)) != best:
-        best = near
+    best = rates.tuned(lambda rate: at(rate, args.seeds[0])["held_out"], args.first)
     return [at(best, seed) for seed in args.seeds]
 
 

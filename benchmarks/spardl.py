@@ -10,15 +10,17 @@ step. "partial" and "local" cut each block before the first exchange, and "globa
 "global, cut first" stands between them. `codecs` compares exact messages with packed ones.
 `entries` follows B-SAG's h, and the number of entries after its gather, to the number that is
 wanted. `teams` trains with each number of teams that divides the workers, and with as many words
-of coordinates drawn at random as one team sends, at the best of `--lr` and its halves: the control
-that a method must beat. Nothing is downloaded, and one device plays all workers. Means and standard
-deviations are over seeds of initial weights and batches. Words are those of compressed leaves that
-a worker sends in a step, read from a program compiled for as many devices. For B-SAG they are the
-most that it may send, and `teams` also prints those at the last h.
+of coordinates drawn at random as one team sends: the control that a method must beat. Nothing is
+downloaded, and one device plays all workers. Means and standard deviations are over seeds of
+initial weights and batches. Each row's rate is tuned by the rule of rates.py, from `--lr` on, by
+the mean training loss of all seeds. Leaks and h are followed at `--lr`. Words are those of
+compressed leaves that a worker sends in a step, read from a program compiled for as many devices.
+For B-SAG they are the most that it may send, and `teams` also prints those at the last h.
 """
 
 import argparse
 import datetime
+import functools
 import importlib
 import json
 import math
@@ -31,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import rates
 from jax.flatten_util import ravel_pytree
 
 import jaxsparse
@@ -96,8 +99,9 @@ class CutFirst(SparDL):
 
 
 class Outcome(NamedTuple):
-    """Results of training, by seed."""
+    """Results of training at the best rate, by seed."""
 
+    rate: float
     train_loss: list[float]  # over the whole training set
     accuracy: list[float]  # on the test set, in [0, 1]
     h: list[float]  # B-SAG's h after the last step, or 0
@@ -108,26 +112,28 @@ class Outcome(NamedTuple):
 def train(
     method: optax.GradientTransformation, args: argparse.Namespace, workers: int = WORKERS
 ) -> Outcome:
+    """Trains all seeds at each rate that the rule tries."""
     train_set, test_set = digits.load()
     # The rate does not fall to 0, because entries that wait in residuals still have to arrive.
-    schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
+    schedule = optax.cosine_decay_schedule(1.0, args.steps, alpha=0.1)
     tx = optax.chain(method, optax.sgd(schedule))
 
     def step(state: Any, batch: Any) -> tuple[Any, None]:
-        params, opt_state = state
+        params, opt_state, rate = state  # one program for all rates
         grads = jax.grad(loss_of)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), None
+        updates = jax.tree.map(lambda u: rate * u, updates)
+        return (optax.apply_updates(params, updates), opt_state, rate), None
 
-    def create(seed: int) -> Any:
+    def create(seed: int, rate: float) -> Any:
         params = init(seed, args.hidden)
-        return jaxsparse.shard((params, tx.init(params)), workers)
+        return jaxsparse.shard((params, tx.init(params), jnp.float32(rate)), workers)
 
     simulated = jaxsparse.data_parallel(step, workers)
 
     @jax.jit
     def run(state: Any, steps: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        (params, opt_state), _ = jax.lax.scan(simulated, state, steps)
+        (params, opt_state, _), _ = jax.lax.scan(simulated, state, steps)
         right = logits_of(params, test_set.images).argmax(axis=-1) == test_set.labels
         (state,) = getattr(opt_state[0], "reducers", None) or ((),)
         return loss_of(params, train_set), jnp.mean(right), getattr(state, "h", jnp.float32(0))
@@ -138,14 +144,20 @@ def train(
     on_mesh = jaxsparse.data_parallel(step, mesh)
     one = jax.tree.map(lambda x: x[0], batches(args, 0, workers))
     jax.config.update("jax_disable_most_optimizations", True)  # compiles sooner, to the same bytes
-    sent = jaxsparse.traffic.wire_bytes(on_mesh, create(0), one)
+    sent = jaxsparse.traffic.wire_bytes(on_mesh, create(0, args.lr), one)
     jax.config.update("jax_disable_most_optimizations", False)
 
-    results = [run(create(seed), batches(args, seed, workers)) for seed in args.seeds]
-    losses, accuracies, h = (list(map(float, found)) for found in zip(*results))
+    @functools.cache
+    def results(rate: float) -> list[tuple[float, ...]]:
+        """Training loss, accuracy and h, by seed."""
+        found = [run(create(seed, rate), batches(args, seed, workers)) for seed in args.seeds]
+        return [tuple(map(float, one)) for one in found]
+
+    best = rates.tuned(lambda rate: statistics.mean(loss for loss, *_ in results(rate)), args.lr)
+    losses, accuracies, h = map(list, zip(*results(best)))
     layout = jaxsparse.layout.plan(init(0, args.hidden))
     words = int(sent.payload) // 4 - layout.dense_size - 1  # 1: the flag of finite gradients
-    return Outcome(losses, accuracies, h, words, sent.rounds - 1)
+    return Outcome(best, losses, accuracies, h, words, sent.rounds - 1)
 
 
 class Trace(NamedTuple):
@@ -226,13 +238,13 @@ def spread(values: Any, scale: float = 1, places: int = 4) -> str:
 def show(name: str, outcome: Outcome, more: str = "") -> dict[str, Any]:
     print(
         f"{name:<22} {spread(outcome.train_loss):>18} {spread(outcome.accuracy, 100, 2):>16} "
-        f"{outcome.words:>8}{more}",
+        f"{outcome.rate:>7g} {outcome.words:>8}{more}",
         flush=True,
     )
     return {"method": name, **outcome._asdict()}
 
 
-HEADER = f"{'method':<22} {'train loss':>18} {'accuracy, %':>16} {'words':>8}"
+HEADER = f"{'method':<22} {'train loss':>18} {'accuracy, %':>16} {'rate':>7} {'words':>8}"
 
 
 def residuals(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -337,23 +349,11 @@ def compare_teams(args: argparse.Namespace) -> list[dict[str, Any]]:
                 more = f" {most:>6} {outcome.rounds:>6} {floor:>9.2f}"
                 results.append(show(name, outcome, more) | {"workers": workers, "teams": teams})
                 sent = outcome.words if teams == 1 else sent
-        rate, blind = best_blind(sent / size, args, workers)
-        more = f" {'':>6} {blind.rounds:>6} {'':>9} rate {rate:g}"
+        tx = jaxsparse.random_k(sent / size, momentum=args.momentum)
+        blind = train(tx, args, workers)
+        more = f" {'':>6} {blind.rounds:>6}"
         results.append(show(f"W = {workers}, random", blind, more) | {"workers": workers})
     return results
-
-
-def best_blind(density: float, args: argparse.Namespace, workers: int) -> tuple[float, Outcome]:
-    """Coordinates drawn at random, with the best rate: what waits long needs a lower one."""
-    tx = jaxsparse.random_k(density, momentum=args.momentum)
-    best: tuple[float, Outcome] | None = None
-    rate = args.lr
-    while True:
-        outcome = train(tx, argparse.Namespace(**vars(args) | {"lr": rate}), workers)
-        loss = statistics.mean(outcome.train_loss)
-        if best is not None and not loss < statistics.mean(best[1].train_loss):
-            return best
-        best, rate = (rate, outcome), rate / 2
 
 
 def draw(results: list[dict[str, Any]], args: argparse.Namespace) -> None:

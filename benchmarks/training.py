@@ -4,18 +4,23 @@ The language model (embeddings of the last bytes, two layers, Adam) learns Pytho
 manual. Its loss is in nats a byte. The other model (two hidden layers, SGD with momentum) learns
 scikit-learn's digits. Beside its loss stands the share of images that are right. All are measured
 on held-out data. Each row has the mean and the range over seeds, and how many times fewer bytes a
-worker receives than by dense gradients. All rows take the same steps and batches. Each row, dense
-included, tries each of `--rates` on seed 0, and takes the best one for all seeds.
+worker receives than by dense gradients. All rows take the same steps and batches. The rate of each
+row, dense included, is tuned by the rule of rates.py on seed 0 and at full length. The other seeds
+take the best.
 
-    python benchmarks/training.py
-    python benchmarks/training.py --task digits
-    python benchmarks/training.py --steps 100 --seeds 1 --rates 0.003      # a quick look
+A file of `--json` is written after each row, and rows that it has are not trained again.
+
+    python benchmarks/training.py --json benchmarks/results/training_text.json
+    python benchmarks/training.py --task digits --json benchmarks/results/training_digits.json
+    python benchmarks/training.py --steps 100 --seeds 1 --only dense "4 bits, before Adam"
 """
 
 import argparse
+import functools
 import importlib
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any, NamedTuple, TypeAlias
@@ -24,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import rates
 import timing
 
 import jaxsparse
@@ -72,6 +78,11 @@ def text_rows(density: float) -> Rows:
         "SparCML, 8 of 512, 4 bits, behind Adam": behind(lambda: jaxsparse.sparcml(8, bits=4)),
         "SparCML, 16 of 512, behind Adam": behind(lambda: jaxsparse.sparcml(16)),
         "SparCML, 16 of 512, 4 bits, behind Adam": behind(lambda: jaxsparse.sparcml(16, bits=4)),
+        "top-k, 8 of 512, behind Adam": behind(lambda: jaxsparse.top_k(8 / 512)),
+        "top-k, 16 of 512, behind Adam": behind(lambda: jaxsparse.top_k(16 / 512)),
+        # As many bytes as SparDL, which sends an index with each value.
+        "random-k, before Adam": before(lambda: jaxsparse.random_k(2 * density)),
+        "random-k, behind Adam": behind(lambda: jaxsparse.random_k(2 * density)),
         "PowerSGD rank 2, before Adam": before(lambda: jaxsparse.powersgd(2)),
         "PowerSGD rank 2, behind Adam": behind(lambda: jaxsparse.powersgd(2)),
         "PowerSGD rank 4, behind Adam": behind(lambda: jaxsparse.powersgd(4)),
@@ -108,7 +119,8 @@ def digit_rows(density: float) -> Rows:
         "DRAGONN, twice as many pass": own(
             lambda **more: jaxsparse.dragonn(density, passing=2.0, **more)
         ),
-        "random-k": own(lambda **more: jaxsparse.random_k(density, **more)),
+        # As many bytes as SparDL, which sends an index with each value.
+        "random-k": own(lambda **more: jaxsparse.random_k(2 * density, **more)),
         "chunked top-k": own(lambda **more: jaxsparse.chunked_top_k(k, **more)),
         "SparCML, 8 of 512": own(lambda **more: jaxsparse.sparcml(8, **more)),
         "SparCML, 8 of 512, 4 bits": own(lambda **more: jaxsparse.sparcml(8, bits=4, **more)),
@@ -135,7 +147,8 @@ class Task(NamedTuple):
     """A model to train, and its data."""
 
     rows: Callable[[float], Rows]
-    rates: Sequence[float]
+    rate: float  # the first to try
+    steps: int
     init: Callable[[int], Any]  # parameters, from a seed
     loss_of: Callable[[Any, Any], jax.Array]
     draw: Callable[[int, np.random.Generator], Any]  # a number of examples to train on
@@ -168,7 +181,8 @@ def text() -> Task:
     }
     return Task(
         text_rows,
-        (1e-3, 3e-3, 1e-2),
+        0.01,
+        600,
         lambda seed: normal(shapes, seed, 1.0),
         loss_of,
         lambda count, rng: windows(learn, count, rng),
@@ -197,7 +211,8 @@ def digit() -> Task:
     shapes = {"in": (64, HIDDEN), "hidden": (HIDDEN, HIDDEN), "out": (HIDDEN, 10)}
     return Task(
         digit_rows,
-        (0.02, 0.05, 0.1),
+        0.1,
+        300,
         lambda seed: normal(shapes, seed, 2.0),
         loss_of,
         draw,
@@ -256,6 +271,23 @@ def received(task: Task, method: Transformation | Local, workers: int) -> float:
     return jaxsparse.traffic.traced_bytes(tx, task.init(0), workers).received / every
 
 
+def trained(task: Task, make: Callable[[float], Any], args: argparse.Namespace) -> dict[str, Any]:
+    """A row: its rate, what was tried, the losses and right ones of all seeds, and its bytes."""
+    run = functools.cache(lambda rate, seed: train(task, make(rate), seed, args))
+    tried = dict[float, float]()
+
+    def loss(rate: float) -> float:
+        tried[rate], _ = run(rate, 0)
+        return tried[rate]
+
+    rate = rates.tuned(loss, args.first)
+    losses, right = zip(*(run(rate, seed) for seed in range(args.seeds)))
+    received_bytes = received(task, make(rate), args.workers)
+    return {
+        "losses": losses, "right": right, "rate": rate, "tried": tried, "received": received_bytes
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -263,43 +295,44 @@ def main() -> None:
     add = parser.add_argument
     add("--task", choices=TASKS, default="text")
     add("--workers", type=int, default=8)
-    add("--steps", type=int, default=600)
+    add("--steps", type=int, help="default: 600; digits: 300")
     add("--seeds", type=int, default=3)
     add("--density", type=float, default=0.01)
-    add("--rates", type=float, nargs="+", help="default: 0.001 0.003 0.01; digits: 0.02 0.05 0.1")
+    add("--first", type=float, metavar="RATE", help="the first to try (default: 0.01; digits: 0.1)")
     add("--only", nargs="+", metavar="ROW", help="rows by name; default: all")
-    add("--json", metavar="FILE")
+    add("--json", metavar="FILE", help="where rows are, and where new ones go")
     args = parser.parse_args()
     where, task = timing.where(), TASKS[args.task]()
-    rates = args.rates or task.rates
+    args.steps, args.first = args.steps or task.steps, args.first or task.rate
+    settings = {name: x for name, x in vars(args).items() if name not in ("only", "json")}
     found: dict[str, Any] = {}
+    if args.json and Path(args.json).exists():
+        known = json.loads(Path(args.json).read_text())
+        if settings.items() - known.items():
+            parser.error(f"{args.json} has rows of other settings. Name another file.")
+        found = known["rows"]
     made = task.rows(args.density)
-    dense = received(task, made["dense"](rates[0]), args.workers)
+    dense = received(task, made["dense"](args.first), args.workers)
     for name in args.only or made:
-        make = made[name]
-        tried = {rate: train(task, make(rate), 0, args) for rate in rates}
-        rate = min(tried, key=lambda r: tried[r][0])
-        more = (train(task, make(rate), seed, args) for seed in range(1, args.seeds))
-        losses, right = zip(tried[rate], *more)
-        got = received(task, make(rate), args.workers)
-        found[name] = {
-            "losses": losses, "right": right, "rate": rate, "tried": tried, "received": got
-        }  # fmt: skip
-        print(name, rate, losses, right, flush=True)
+        if name in found:
+            continue
+        row = found[name] = trained(task, made[name], args)
+        print(name, row["rate"], *row["losses"], *row["right"], flush=True)
+        timing.save({**where, **settings, "rows": found}, args.json)
     cells = [("exchange", "loss", "range", "right", "rate", "fewer bytes")]
-    cells += [
-        (
-            name,
-            f"{np.mean(row['losses']):.3f}",
-            f"{np.ptp(row['losses']):.3f}",
-            f"{100 * np.mean(row['right']):.1f} %" if task.right else "",
-            f"{row['rate']:g}",
-            f"{dense / row['received']:.1f}x",
+    for name in args.only or made:
+        row = found[name]
+        cells.append(
+            (
+                name,
+                f"{np.mean(row['losses']):.3f}",
+                f"{np.ptp(row['losses']):.3f}",
+                f"{100 * np.mean(row['right']):.1f} %" if task.right else "",
+                f"{row['rate']:g}",
+                f"{dense / row['received']:.1f}x",
+            )
         )
-        for name, row in found.items()
-    ]
     print("\n".join(aligned(cells, right=range(1, 6))))
-    timing.save({**where, **vars(args), "rows": found}, args.json)
 
 
 if __name__ == "__main__":

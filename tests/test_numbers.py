@@ -281,9 +281,10 @@ def which() -> Iterator[str]:
         f"ends {few:.3f} nats higher, and Muon in its place ends {below:.3f} lower."
     )
     seeds = {len(end.losses) for end in losses.ends.values()}
+    size = frontier.SIZES["136k"]
     yield (
-        f"a transformer of {frontier.SIZES['136k'].parameters:,} parameters, with "
-        f"{frontier.WORKERS} workers, in {losses.steps:,} steps, with {min(seeds)} to "
+        f"a transformer of {size.parameters:,} parameters, with "
+        f"{size.workers} workers, in {losses.steps:,} steps, with {min(seeds)} to "
         f"{max(seeds)} seeds"
     )
     rows = ("mean H=10", "SparseLoCo H=10 12.5 %", "gradients, 4 bits")
