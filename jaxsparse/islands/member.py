@@ -88,7 +88,7 @@ class Member:
         name: str,
         *,
         quorum: int,
-        grace: float,
+        grace: float | None,
         snapshots: int,
         weighted: bool = False,
         members: Collection[str] | None = None,
