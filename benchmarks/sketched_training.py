@@ -1,7 +1,7 @@
 r"""Sketched-SGD's headline in small: does a sketch train as well as true top-k, with a tenth sent?
 
     python benchmarks/sketched_training.py --json benchmarks/results/sketched_training.json
-    python benchmarks/sketched_training.py --json FILE --shares --steps 400 --seeds 0
+    python benchmarks/sketched_training.py --json FILE --shares --steps 400
     python benchmarks/sketched_training.py --json FILE --workers 1 4 64 256 --windows 256 \
         --width 32 --steps 50 --first 0.2 --only "sketched 10x" "local top-k 10x"
 

@@ -146,13 +146,19 @@ def test_messages_have_the_size_that_their_words_say():
     assert systems.TopK(0.9).words(1200) == 1200  # as a dense array
 
 
-def test_what_needs_collectives_or_stages_is_refused():
+def branched(around):
+    return lambda **options: around(systems.top_k(0.1, **options))
+
+
+def test_what_needs_collectives_stages_or_branches_is_refused():
     for make, text in (
         (lambda **options: systems.top_k(Stages((0.1, 0.01), (5,)), **options), "TopK changes in"),
         (lambda **options: systems.top_k(0.1, **{**options, "axis_name": "data"}), "axis_name='da"),
         (lambda **options: systems.top_k(0.1, delay=1, **options), "delay=1 exchanges the last"),
         (lambda **options: systems.top_k(0.1, overlap=True, **options), "overlap=True is for"),
         (lambda **options: optax.sgd(0.1), "exchanges nothing"),
+        (branched(lambda tx: optax.apply_if_finite(tx, 3)), "in a function that JAX traces by"),
+        (branched(lambda tx: optax.MultiSteps(tx, 2)), "in a function that JAX traces by"),
     ):
         with pytest.raises(ValueError, match=text):
             words_of(make)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs
@@ -91,12 +92,21 @@ def post(
 
     Raises:
         ValueError: `tx` exchanges nothing, or not in one message: a system of several rounds, a
-            setting that changes in stages, a delay, an overlap, or an axis of workers.
+            setting that changes in stages, a delay, an overlap, or an axis of workers. Or it has
+            its exchange in a branch, as `optax.MultiSteps` and `optax.apply_if_finite` do.
     """
     words: list[Array] = []
     held: list[tuple[Posted, ...]] = []
+    trace = get_opaque_trace_state()
 
     def half(*given: Any) -> Exchanged:
+        if get_opaque_trace_state() != trace:
+            raise ValueError(
+                f"tx={tx} has its exchange in a function that JAX traces by itself, such as a "
+                "branch of jax.lax.cond (optax.MultiSteps, optax.apply_if_finite). Its message "
+                "can't leave that: leave out what stands around the exchange. Values that are not "
+                "finite are left out by the exchange itself"
+            )
         message, posted, unchanged = _posted(rank, *given)
         words.append(message)
         held.append(posted)

@@ -56,8 +56,7 @@ class SketchedSGD(SeededReducer):
     Workers psum a count sketch of momentum-corrected, error-corrected gradients, agree on
     oversampling * k candidates, psum those exactly, and apply the k largest. In a step, each worker
     psums rows * cols + oversampling * k words, the dense leaves and one more word, for any number
-    of workers. The update is a mean in gradient units, where the paper has a sum. On a GPU replicas
-    stay equal, but a repeated run may differ in the last bits: see `sketch.encode`.
+    of workers. The update is a mean in gradient units, where the paper has a sum.
 
     What the sketch recovers: an estimate is off by about ||x|| / sqrt(cols). So a coordinate is
     found if its square is several times ||x||^2 / cols. With the default sizes at a compression of
