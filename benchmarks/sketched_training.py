@@ -11,7 +11,7 @@ them in its first and last matrix, as in models of large vocabularies. SGD has m
 the exchange. Losses are in nats a word, on files that are held out.
 
 One device plays all workers where that is exact (see sketch_sizing.py): for dense gradients, true
-top-k, random-k and sketches. Local top-k has 8 workers. A row's bytes are the payload.
+top-k, random-k and sketches. Others have 8 workers. A row's bytes are the payload.
 
 Rates are tuned by the rule of rates.py, from `--first` on, on seed 0 and at full length. The other
 seeds take the best. Each run is
@@ -76,6 +76,9 @@ def rows(size: int) -> dict[str, Row]:
         found[f"random-k {ratio}x"] = row(jaxsparse.random_k, 1 / ratio)
     # An entry is a value and an index.
     found["local top-k 10x"] = row(jaxsparse.top_k, 1 / 20, workers=8)
+    found["4 bits"] = row(jaxsparse.qsgd, 4, workers=8)
+    for format in ("int2", "sign"):
+        found[format] = row(jaxsparse.quantized, format, workers=8)
     return found
 
 

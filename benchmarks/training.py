@@ -83,6 +83,10 @@ def text_rows(density: float) -> Rows:
         # As many bytes as SparDL, which sends an index with each value.
         "random-k, before Adam": before(lambda: jaxsparse.random_k(2 * density)),
         "random-k, behind Adam": behind(lambda: jaxsparse.random_k(2 * density)),
+        # As many bytes as eight workers receive by top-k.
+        "random-k as top-k, behind Adam": behind(lambda: jaxsparse.random_k(8 * density)),
+        "DGC, behind Adam": behind(lambda: jaxsparse.dgc(density)),
+        "DRAGONN, behind Adam": behind(lambda: jaxsparse.dragonn(density)),
         "PowerSGD rank 2, before Adam": before(lambda: jaxsparse.powersgd(2)),
         "PowerSGD rank 2, behind Adam": behind(lambda: jaxsparse.powersgd(2)),
         "PowerSGD rank 4, behind Adam": behind(lambda: jaxsparse.powersgd(4)),
@@ -121,6 +125,8 @@ def digit_rows(density: float) -> Rows:
         ),
         # As many bytes as SparDL, which sends an index with each value.
         "random-k": own(lambda **more: jaxsparse.random_k(2 * density, **more)),
+        # As many bytes as eight workers receive by top-k.
+        "random-k as top-k": own(lambda **more: jaxsparse.random_k(8 * density, **more)),
         "chunked top-k": own(lambda **more: jaxsparse.chunked_top_k(k, **more)),
         "SparCML, 8 of 512": own(lambda **more: jaxsparse.sparcml(8, **more)),
         "SparCML, 8 of 512, 4 bits": own(lambda **more: jaxsparse.sparcml(8, bits=4, **more)),

@@ -15,6 +15,7 @@ from jaxsparse.arrays.hashing import permute
 from jaxsparse.select.fast import Values, streaming_top_k
 from jaxsparse.sketch import SketchSpec, tiles
 from jaxsparse.sketch.heavy import mix_in_random
+from jaxsparse.systems import SketchedSGD
 
 # Sizes and specs. They cover one element, fewer elements than a tile and than cols, whole tiles and
 # not, cols that are odd, prime or beyond the longest tile, even rows, and more rows than one hash
@@ -393,6 +394,25 @@ def test_heavy_regions_are_not_lost_to_each_other(region):
     assert recalls.min() > 0.7
 
 
+def test_a_run_that_fills_a_tile_is_found_worse_than_in_small_tiles():
+    """Each column of each row has one of its elements, so all others look heavy, too."""
+    size, k = 2**16, 2**11
+    recalls = {}
+    for tile_size in (None, 64):
+        spec = SketchSpec(rows=5, cols=k, tile_size=tile_size)
+        for seed in range(3):
+            rng = np.random.default_rng(seed)
+            x = rng.normal(size=size).astype(np.float32)
+            start = rng.integers(size // k) * k
+            x[start : start + k] += 4 * rng.choice([-1, 1], k)
+            table = sketch.encode(jnp.asarray(x), spec, seed=seed)
+            found, _ = sketch.heavy_hitters(table, spec, size, k, seed=seed)
+            is_heavy = (found >= start) & (found < start + k)
+            recalls.setdefault(tile_size, []).append(float(jnp.mean(is_heavy)))
+    assert np.mean(recalls[None]) == pytest.approx(0.08, abs=0.01)
+    assert np.mean(recalls[64]) == pytest.approx(0.12, abs=0.015)
+
+
 TIES = [
     (size, k, rule) for size, k in [(10_000, 60), (9003, 9003)] for rule in ("top_k", "heavymix")
 ]
@@ -526,6 +546,21 @@ def shares_delivered(x, spec, k, rule):
         return jnp.sum(jnp.square(x[chosen])) / jnp.sum(jnp.square(x))
 
     return jax.lax.map(one, SEEDS)
+
+
+@pytest.mark.parametrize("compression", some([2, 10, 100, 900], [10, 900]))
+def test_noise_seldom_passes_heavymix_at_the_default_sizes(compression):
+    """With as many columns as coordinates, 6 k of 200,000 normal values pass at 10x."""
+    x = jax.random.normal(jax.random.key(0), (200_000,))
+    reducer = SketchedSGD(compression, selection="heavymix")
+    k, cols = reducer.sized(x.size)
+    spec = SketchSpec(reducer.used_rows, cols)
+    passed = jnp.abs(sketch.decode(sketch.encode(x, spec), spec, x.size))
+    passing = int(jnp.sum(passed >= jnp.linalg.norm(x) / k**0.5))
+    assert passing < k
+    few = SketchSpec(reducer.used_rows, k)
+    many = jnp.abs(sketch.decode(sketch.encode(x, few), few, x.size))
+    assert int(jnp.sum(many >= jnp.linalg.norm(x) / k**0.5)) > k
 
 
 @pytest.mark.parametrize("rule", some(["heavymix", "top_k"], ["heavymix"]))

@@ -33,6 +33,9 @@ _CANDIDATES_SHARE = 0.5
 # of each row, and with a single row it so makes 2 x compression false candidates. With three rows
 # few of them stay.
 _ONE_ROW = 10
+# Columns for each coordinate of "heavymix". The noise of an estimate is then a third of the
+# threshold, so that with three rows fewer than k of d normal values pass, up to d = 900 words.
+_HEAVYMIX_COLUMNS = 8
 
 
 def _table_dtype(name: str, value: Any) -> str:
@@ -61,12 +64,13 @@ class SketchedSGD(SeededReducer):
     What the sketch recovers: an estimate is off by about ||x|| / sqrt(cols). So a coordinate is
     found if its square is several times ||x||^2 / cols. With the default sizes at a compression of
     10 that is some 5 times the root mean square of x. Gradients with heavy tails have such
-    coordinates. The paper's models of 73 and 90 million parameters train with k = d / 900 and 10
-    columns for each of these k. Residuals of small dense models can be too flat: on images of
-    digits candidates are drawn almost blindly, and `random_k` with as many words trains as well
-    (`benchmarks/sketch_sizing.py`). A model of 1 million parameters that reads words trains at 10
-    as by dense gradients, if it has 30 turns of k coordinates for each parameter, and far worse by
-    `random_k` (`benchmarks/sketched_training.py`). Compare the two. With fewer than k columns
+    coordinates. The paper's model of 90 million parameters has k = d / 900, and 10 columns for each
+    of these k at its 20x (5 rows, P = 36), 1.8 at its 40x (15 rows, P = 16). Residuals of small
+    dense models can be too flat: on images of digits candidates are drawn almost blindly, and
+    `random_k` with as many words trains as well (`benchmarks/sketch_sizing.py`). A model of 1
+    million parameters that reads words trains at 10 as by dense gradients, if it has 30 turns of k
+    coordinates for each parameter, and far worse by `random_k`
+    (`benchmarks/sketched_training.py`). Compare the two. With fewer than k columns
     even k equal coordinates that held all of the norm would drown in noise: `init` then warns.
 
     Candidates are nearly those of the largest estimates: about 6 % of them lose their slots to
@@ -98,8 +102,9 @@ class SketchedSGD(SeededReducer):
             and table then share the words evenly, and cols is at least k.
         selection: rule for candidates. "top_k" takes nearly the largest estimates (Alg. 3).
             "heavymix" takes those of them above 1/sqrt(k) of the norm, and fills up at random (Alg.
-            1). A compression then gives it as many columns as coordinates, because Lemma 1 needs
-            the order of k.
+            1). A compression then gives it 8 columns for each of k, so that noise alone seldom
+            passes: Lemma 1 needs the order of k, and with k columns 6 times k coordinates of normal
+            data pass at 10x.
         seed: seed of the hash functions, which are fresh at each step.
         table_dtype: dtype of the table on the wire. bfloat16 or float16 halve it (section 6) if the
             backend can sum them. XLA on CPU widens them to float32. Exact values stay float32. On
@@ -187,7 +192,7 @@ class SketchedSGD(SeededReducer):
                 elif self.selection == "top_k":
                     share = words * _CANDIDATES_SHARE
                 else:
-                    share = words / (self.used_rows + 1)  # as many columns as coordinates
+                    share = words / (_HEAVYMIX_COLUMNS * self.used_rows + 1)
                 k = int(share) // self.fetched
             if cols is None:
                 cols = (words - self.fetched * k) // self.used_rows
