@@ -85,7 +85,7 @@ def text_rows(density: float) -> Rows:
         "random-k, behind Adam": behind(lambda: jaxsparse.random_k(2 * density)),
         # As many bytes as eight workers receive by top-k.
         "random-k as top-k, behind Adam": behind(lambda: jaxsparse.random_k(8 * density)),
-        "DGC, behind Adam": behind(lambda: jaxsparse.dgc(density)),
+        "DGC, behind Adam": behind(lambda: jaxsparse.dgc(density, momentum=None)),
         "DRAGONN, behind Adam": behind(lambda: jaxsparse.dragonn(density)),
         "PowerSGD rank 2, before Adam": before(lambda: jaxsparse.powersgd(2)),
         "PowerSGD rank 2, behind Adam": behind(lambda: jaxsparse.powersgd(2)),
@@ -314,7 +314,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     if args.json and Path(args.json).exists():
         known = json.loads(Path(args.json).read_text())
-        if settings.items() - known.items():
+        if any(known.get(name) != x for name, x in settings.items()):
             parser.error(f"{args.json} has rows of other settings. Name another file.")
         found = known["rows"]
     made = task.rows(args.density)

@@ -172,6 +172,8 @@ def test_encoding_on_a_gpu_scatters_nothing(cols, size):
         assert "scatter" not in text
     # Sums of integers are the same in any order.
     np.testing.assert_array_equal(compiled(x, jnp.uint32(7)), sketch.encode(x, spec))
+    encode = jax.jit(functools.partial(sketch.encode, spec=spec)).trace(x)
+    assert "scatter" not in encode.lower(lowering_platforms=("cuda",)).as_text()  # this form
 
 
 @pytest.mark.parametrize("spec", few(SPECS, SPECS[:2]), ids=str)

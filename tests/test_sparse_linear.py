@@ -147,7 +147,6 @@ def test_room_is_what_the_fullest_step_needs(example, field):
         example.train.train(task, exchange, mesh(3), name="split_allgather")
 
 
-@pytest.mark.slow
 def test_auto_counts_computing(example, monkeypatch):
     """On a network that takes no time, the fewest computations are the fastest."""
     times = lambda runs, repeats: {name: [float(name != "ring")] for name in runs}

@@ -105,7 +105,6 @@ class Exchange:
         self.counted = self.was_sent = self.is_done = False
         self._words: np.ndarray | None = None  # of its message, on the host
         self._posted_at: float | None = None
-        self._message_took = took  # with the upload
         self._post_after = 0.0  # so many seconds, it posts again if the store does not show it
         # What this process has seen of the round, if it asks the store.
         self._seen: tuple[Decision, float | None] | None = None
@@ -176,19 +175,16 @@ class Exchange:
         if self._posted_at is None:
             if (decision := rounds.decided(self.round)) is not None:
                 return decision, None
-            began = clock()
             self._post()
-            self._posted_at = clock()
-            self._message_took = self._took + self._posted_at - began
-            self._post_after = rounds.waits(self._message_took)
+            self._posted_at, self._post_after = clock(), rounds.grace
         waited = clock() - self._posted_at
         # What is late stands at the start of a round: others have their steps before them, and are
         # given the time that its own took.
         own_steps = self._took if self._is_late else 0.0
-        decision = rounds.advance(self.round, waited - own_steps, self._message_took)
+        decision = rounds.advance(self.round, waited - own_steps, self._took)
         if decision is not None:
             return decision, waited
-        if waited < rounds.waits(self._message_took) or rounds.is_listed:
+        if waited < rounds.grace or rounds.is_listed:
             return None
         if waited >= self._post_after:
             self._post_after = 2 * waited + 1.0  # messages are large: a few times, and not always

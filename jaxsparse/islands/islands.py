@@ -132,8 +132,7 @@ class Islands:
         quorum: the least number of islands that decide on a round. With fewer, all wait.
         grace: seconds after its own message, after which an island no longer waits for those that
             were in time in the last round. An island that dies costs the others this time, once.
-            One that is slower by less makes all as slow. None: as long as its own steps took and
-            the upload, at least a second, so that one that is twice as slow stops nobody.
+            One that is slower by less makes all as slow.
         overlap: number of steps that are made beside an exchange, less than `every`.
         mixing: None: moves made during an exchange are kept. A number in [0, 1) is the weight of
             the island's own parameters against the global ones, as in Streaming DiLoCo.
@@ -173,7 +172,7 @@ class Islands:
         name: str,
         every: int,
         quorum: int = 1,
-        grace: float | None = None,
+        grace: float = 60.0,
         overlap: int = 0,
         mixing: float | None = None,
         snapshots: int = 10,
@@ -201,9 +200,7 @@ class Islands:
                 f"overlap={overlap} must be less than every={every}: an exchange must arrive "
                 "before the next one begins"
             )
-        if grace is not None and not static_float("grace", grace) >= 0:
-            raise ValueError(f"grace={grace} must be a number of seconds, at least 0, or None")
-        for label, seconds in (("poll", poll), ("patience", patience)):
+        for label, seconds in (("grace", grace), ("poll", poll), ("patience", patience)):
             if not static_float(label, seconds) >= 0:
                 raise ValueError(f"{label}={seconds} must be a number of seconds, at least 0")
         if round_seconds is not None and not static_float("round_seconds", round_seconds) > 0:

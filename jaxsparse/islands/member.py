@@ -88,7 +88,7 @@ class Member:
         name: str,
         *,
         quorum: int,
-        grace: float | None,
+        grace: float,
         snapshots: int,
         weighted: bool = False,
         members: Collection[str] | None = None,

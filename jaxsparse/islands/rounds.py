@@ -32,7 +32,6 @@ from jaxsparse.islands.records import (
 from jaxsparse.islands.store import NAME, Objects, not_shown
 
 _KEPT = 2  # snapshots
-_LEAST_GRACE = 1.0  # seconds: rounds may be shorter than an island is held up for now and then
 _ROUND = re.compile("[0-9]{8,15}")
 
 
@@ -60,7 +59,7 @@ class Rounds:
         words: number of words of a message.
         quorum: the least number of messages that count in a round.
         grace: seconds after an island's own message, after which it waits no longer for those that
-            were in time in the last round. None: as long as its own message took, see `waits`.
+            were in time in the last round.
         allowed: names of the islands that may take part, or None for all.
 
     Attributes:
@@ -76,12 +75,12 @@ class Rounds:
         settings: str,
         words: int,
         quorum: int,
-        grace: float | None,
+        grace: float,
         allowed: frozenset[str] | None = None,
     ) -> None:
         self.store, self.name, self.life = store, name, life
         self.settings, self.words = settings, words
-        self.quorum, self._grace, self._allowed = quorum, grace, allowed
+        self.quorum, self.grace, self._allowed = quorum, grace, allowed
         self._good: dict[str, _Read] = {}  # by key, of the round that is awaited
         self._bad: set[str] = set()
         # Of a round: who was in time in the last one, and who of the others has another chance.
@@ -141,18 +140,14 @@ class Rounds:
             self._last = Decision(round, self.settings, (), "", "", 0.0, self.words)
         return self._last
 
-    def waits(self, took: float) -> float:
-        """Seconds that an island waits for others, if its own message took so many."""
-        return max(_LEAST_GRACE, took) if self._grace is None else self._grace
-
     def advance(self, round: int, waited: float, took: float = math.inf) -> Decision | None:
         """The decision of a round, which this island makes if it is time. Else None.
 
         Args:
             round: the round, in which this island has posted.
             waited: seconds since then, by its own clock.
-            took: seconds that its message took, from its first step on. It waits no longer for
-                those that have another chance: they take twice as long, or more.
+            took: seconds that its steps of a round take. It waits no longer for those that have
+                another chance: they take twice as long, or more.
 
         Raises:
             UnreachableError: it has made one, and the store shows none.
@@ -168,7 +163,7 @@ class Rounds:
         here = {each.message.name for each in found}
         has_waited = chances <= here or waited >= took
         is_complete = bool(in_time) and in_time <= here and has_waited
-        if len(found) < self.quorum or not (is_complete or waited >= self.waits(took)):
+        if len(found) < self.quorum or not (is_complete or waited >= self.grace):
             return None
         digests = collections.Counter(each.message.digest for each in found)
         decision = Decision(

@@ -396,7 +396,7 @@ def simulate(
     every: int,
     events: Iterable[Event] = (),
     quorum: int = 1,
-    grace: float | None = None,
+    grace: float = 60.0,
     overlap: int = 0,
     mixing: float | None = None,
     snapshots: int = 10,

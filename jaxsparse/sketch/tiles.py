@@ -67,6 +67,8 @@ class SketchSpec:
         seed: seed of the hashes where a function is not given its own, 0 <= seed < 2**32.
         tile_size: number of consecutive elements that stay together in each row, at most `cols`.
             They never collide with each other. `encode_blocks` needs it to be the size of a block.
+            If one run of heavy elements fills the columns, every other element collides with it in
+            all rows, so with few columns runs are found more often with small tiles.
             None: cols up to 2**14, and a power of two from 2**12 to 2**14 beyond, which is fast,
             and summed in one order on a GPU: see `encode`.
 
