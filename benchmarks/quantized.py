@@ -6,8 +6,9 @@
     python benchmarks/quantized.py --seeds 0 1 2 --momentum 0
 
 14 simulated workers train a small MLP on scikit-learn's digits, as in benchmarks/spardl.py. Means
-and standard deviations are over seeds of initial weights and batches. Words are those of compressed
-leaves that a worker receives in a step, read from a program compiled for 14 devices.
+and standard deviations are over seeds of initial weights and batches. Each row's rate is tuned by
+the rule of rates.py, from `--lr` on, by the mean training loss of all seeds. Words are those of
+compressed leaves that a worker receives in a step, read from a program compiled for 14 devices.
 """
 
 import argparse
@@ -110,7 +111,12 @@ def parse_args() -> argparse.Namespace:
     add("--seeds", type=number(int, 0), nargs="+", default=[0, 1, 2], metavar="SEED")
     add("--hidden", type=number(int, 32), default=128, help="width of the two hidden layers")
     add("--steps", type=number(int, 1), default=400)
-    add("--lr", type=number(float, 0), default=0.1, help="falls to a tenth along a cosine")
+    add(
+        "--lr",
+        type=number(float, 0),
+        default=0.1,
+        help="the first rate to try; it falls to a tenth",
+    )
     add("--momentum", type=number(float, 0, 1), default=0.9, help="of every method; 0 for none")
     add("--batch-size", type=number(int, 1), default=140, help="of all workers together")
     add("--json", type=Path, metavar="FILE", help="also write all results here")
@@ -122,8 +128,8 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", WORKERS)
     print(
-        f"jax {jax.__version__}, {WORKERS} simulated workers, {args.steps} steps, lr {args.lr}, "
-        f"momentum {args.momentum}, seeds {args.seeds}; words received"
+        f"jax {jax.__version__}, {WORKERS} simulated workers, {args.steps} steps, rates from "
+        f"{args.lr} on, momentum {args.momentum}, seeds {args.seeds}; words received"
     )
     print(spardl.HEADER)
     results = []

@@ -403,7 +403,12 @@ def parse_args() -> argparse.Namespace:
     add("--seeds", type=number(int, 0), nargs="+", default=[0, 1, 2, 3, 4], metavar="SEED")
     add("--density", type=share, default=0.01, help="share delivered")
     add("--steps", type=number(int, 1), default=400)
-    add("--lr", type=number(float, 0), default=0.1, help="falls to a tenth along a cosine")
+    add(
+        "--lr",
+        type=number(float, 0),
+        default=0.1,
+        help="the first rate to try; it falls to a tenth",
+    )
     add("--momentum", type=number(float, 0, 1), default=0.9, help="of every method")
     add("--batch-size", type=number(int, 1), default=140, help="of all workers together")
 

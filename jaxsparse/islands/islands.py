@@ -219,6 +219,9 @@ class Islands:
             "late_decay": late_decay, "weighted": weighted, "poll": poll, "patience": patience,
             "alone": alone,
         }  # fmt: skip
+        # Why `grace` is a number, and not as long as the island's own steps take: what an island
+        # waits would go into the next round's time, a round that `leave` cuts short would make it
+        # tiny, and the fastest island would decide alone.
         self._step, self._every, self._overlap, self._alone = step, every, overlap, alone
         self._poll, self._patience = poll, patience
         self._writer = Writer(name, poll, patience)
