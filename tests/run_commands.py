@@ -1,7 +1,8 @@
 """Parses command lines by the parsers of the scripts that they name, and runs none of them.
 
 Reads a JSON list of command lines from stdin, each a list with the script's path first. Writes a
-JSON list of what each parser said, "" where it took the command.
+JSON list of what each parser said: "" where it took the command, and null where its script needs a
+package that is not installed.
 """
 
 import argparse
@@ -45,7 +46,12 @@ def main():
     for command in json.load(sys.stdin):
         script, said = command[0], io.StringIO()
         if script not in mains:
-            mains[script] = main_of(script)
+            mains[script] = None
+            with contextlib.suppress(ModuleNotFoundError):
+                mains[script] = main_of(script)
+        if mains[script] is None:
+            answers.append(None)
+            continue
         sys.argv = command
         with (
             contextlib.redirect_stdout(io.StringIO()),  # --help
