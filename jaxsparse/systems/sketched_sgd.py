@@ -33,8 +33,8 @@ _CANDIDATES_SHARE = 0.5
 # of each row, and with a single row it so makes 2 x compression false candidates. With three rows
 # few of them stay.
 _ONE_ROW = 10
-# Columns for each coordinate of "heavymix". The noise of an estimate is then a third of the
-# threshold, so that with three rows fewer than k of d normal values pass, up to d = 900 words.
+# Columns for each coordinate of "heavymix". The noise of a row's estimate is then a third of the
+# threshold. With three rows fewer than k of d normal values pass, up to a compression of 900.
 _HEAVYMIX_COLUMNS = 8
 
 
@@ -67,11 +67,11 @@ class SketchedSGD(SeededReducer):
     coordinates. The paper's model of 90 million parameters has k = d / 900, and 10 columns for each
     of these k at its 20x (5 rows, P = 36), 1.8 at its 40x (15 rows, P = 16). Residuals of small
     dense models can be too flat: on images of digits candidates are drawn almost blindly, and
-    `random_k` with as many words trains as well (`benchmarks/sketch_sizing.py`). A model of 1
-    million parameters that reads words trains at 10 as by dense gradients, if it has 30 turns of k
-    coordinates for each parameter, and far worse by `random_k`
-    (`benchmarks/sketched_training.py`). Compare the two. With fewer than k columns
-    even k equal coordinates that held all of the norm would drown in noise: `init` then warns.
+    `random_k` with as many words trains nearly as well (`benchmarks/sketch_sizing.py`). A model of
+    1 million parameters that reads words trains at 10 as by dense gradients, if it has 30 turns of
+    k coordinates for each parameter, and far worse by `random_k`
+    (`benchmarks/sketched_training.py`). Compare the two. With fewer than k columns even k equal
+    coordinates that held all of the norm would drown in noise: `init` then warns.
 
     Candidates are nearly those of the largest estimates: about 6 % of them lose their slots to
     larger ones, and the next largest take their places (`sketch.heavy_hitters`).
