@@ -12,9 +12,9 @@ each one first (a warm start). Names say all of it:
     adamw, updates, top 1/8             updates of each worker's own Adam
 
 All recipes take the same steps and batches. Rates are tuned by one rule for every recipe, dense
-included: a factor of two up and down from 0.01, or from the best rate that the file has, on seed 0
-and `--tune-steps`, until the best rate has a worse one on either side. With `--rates family` a
-recipe takes the best rate of the one that sends four bits instead. Runs are lines of
+included: a factor of two up and down from `--rate`, or from the best rate that the file has, on
+seed 0 and `--tune-steps`, until the best rate has a worse one on either side. With `--rates family`
+a recipe takes the best rate of the one that sends four bits instead. Runs are lines of
 `frontier.jsonl`, those of a larger model (`--size`) of a file of its own, and none is done twice,
 so that what was cut goes on where it was. Several processes may share the file (`--part`).
 `frontier_map.py` makes a map of them.
@@ -32,6 +32,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,8 +49,6 @@ from jaxsparse.planner.recipes import EXCHANGES, Recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "local_updates"))
 models: Any = importlib.import_module("model")
-
-RATE = 0.01  # where the search begins if nothing is known
 
 Transformation: TypeAlias = optax.GradientTransformation
 
@@ -82,7 +81,10 @@ SIZES = {"136k": Size(64, 2), "1m": Size(128, 5), "10.9m": Size(384, 6, 6, 256, 
 def first_pass() -> list[Recipe]:
     """All that is tried, to drop what is dominated."""
     recipes = [Recipe("adamw", "gradients", 1, e) for e in ("dense", "int4", "ternary", "sign")]
-    recipes += [Recipe("adamw", "updates", 1, e) for e in ("int4", "sign", "top 1/8")]
+    recipes += [
+        Recipe("adamw", "updates", 1, e)
+        for e in ("int4", "sign", "top 1/8", "random 1/8", "random 1/8 in 4 bits")
+    ]
     for optimizer in ("adamw", "muon"):
         recipes += [
             Recipe(optimizer, "local", every, exchange, warm)
@@ -94,7 +96,7 @@ def first_pass() -> list[Recipe]:
         recipes += [
             Recipe(optimizer, "local", every, exchange)
             for every in (10, 30)
-            for exchange in ("top 1/32", "top 1/64", "SparDL 1 %", "random 1/8", "random 1/32")
+            for exchange in ("top 1/32", "top 1/64", "SparDL 1 %", "random 1/8")
         ]
     recipes.insert(1, Recipe("muon", "gradients", 1, "dense"))
     return recipes
@@ -154,7 +156,7 @@ class Curve(NamedTuple):
 
     steps: list[int]
     held_out: list[float]
-    seconds: float
+    seconds: float  # of all steps, compiling included, without evaluations
 
 
 class Trainer:
@@ -206,7 +208,24 @@ class Trainer:
             )
         return self._ways[first]
 
-    def run(self, rate: float, seed: int, steps: int) -> Curve:
+    def run(
+        self,
+        rate: float,
+        seed: int,
+        steps: int,
+        eval_every: int | None = None,
+        stops: Callable[[int, float], bool] = lambda done, held_out: False,
+    ) -> Curve:
+        """Trains from the start.
+
+        Args:
+            rate: the peak of the schedule.
+            seed: of the parameters and the batches.
+            steps: the schedule's length.
+            eval_every: steps between evaluations (default: a tenth of all). Local steps should
+                divide it: between exchanges, parameters are a worker's own.
+            stops: told the steps done and the held-out loss, it says whether that is enough.
+        """
         text, size = models.corpus(), self._size
         test = models.windows(text.held_out, 256, size.length, np.random.default_rng(0))
         # Copies in host memory are not donated with the state.
@@ -216,18 +235,22 @@ class Trainer:
         )
         way, is_local = self._way(steps), self.recipe.is_local
         state = way.init(state) if is_local else jaxsparse.shard(state, size.workers)
-        rng, points, began = np.random.default_rng(seed), [], time.perf_counter()
+        rng, points, seconds = np.random.default_rng(seed), [], 0.0
         for t in range(steps):
             batch = models.windows(text.train, size.workers * size.batch, size.length, rng)
+            began = time.perf_counter()
             state = jax.block_until_ready(
                 way(state, batch, t)[0] if is_local else way(state, batch)
             )
             if t + 1 == steps and is_local:
                 state = way.finish(state, steps)
-            if (t + 1) % max(1, steps // 10) == 0:
+            seconds += time.perf_counter() - began
+            if (t + 1) % (eval_every or max(1, steps // 10)) == 0:
                 points.append((t + 1, round(float(self._evaluate(state.params, test)), 5)))
+                if stops(*points[-1]):
+                    break
         done, losses = map(list, zip(*points))
-        return Curve(done, losses, round(time.perf_counter() - began, 1))
+        return Curve(done, losses, round(seconds, 1))
 
 
 class Results:
@@ -299,7 +322,7 @@ def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
 
     tunes = family(recipe) if args.rates == "family" else recipe
     tried = results.tried(tunes, args.tune_steps)
-    start = min(tried, key=tried.__getitem__, default=RATE)
+    start = min(tried, key=tried.__getitem__, default=args.rate)
     best = tuned(lambda rate: loss(rate, 0, args.tune_steps, tunes), start)
     for seed in args.seeds:
         loss(best, seed, args.steps)
@@ -317,6 +340,7 @@ def main() -> None:
     add("--steps", type=int, default=2000)
     add("--seeds", type=int, nargs="+", default=[0])
     add("--tune-steps", type=int, help="of the runs that try rates (as many as --steps)")
+    add("--rate", type=float, default=0.01, help="where a search for a rate begins")
     add("--rates", choices=("own", "family"), default="own", help="family: the rate of four bits")
     args = parser.parse_args()
     args.tune_steps = args.tune_steps or args.steps

@@ -127,6 +127,7 @@ class Method(NamedTuple):
     ratio: float | None
     words: int  # of the psum
     reducer: Reducer | None  # None: dense
+    decay: float = 1.0  # of the residual
 
 
 def exact_blocks(sizing: str, ratio: float | None, k: int, size: int, args: Any) -> Method:
@@ -156,7 +157,9 @@ def methods(size: int, args: argparse.Namespace) -> list[Method]:
             if args.blocks and cols is not None:
                 k = max(1, words // (args.workers * args.block_size))
                 rows.append(exact_blocks(sizing, ratio, k, size, args))
-                rows.append(Method(f"random, {sizing}", ratio, words, RandomK(words / size)))
+                # What is not drawn is dropped: fed back, it would be stale, and end far higher.
+                blind = RandomK(words / size)
+                rows.append(Method(f"random, {sizing}", ratio, words, blind, decay=0.0))
     return rows
 
 
@@ -171,7 +174,9 @@ def sweep(args: argparse.Namespace) -> list[dict[str, Any]]:
         if method.reducer is None:
             tx = jaxsparse.dense(momentum=args.momentum)
         else:
-            tx = jaxsparse.error_feedback(method.reducer, momentum=args.momentum)
+            tx = jaxsparse.error_feedback(
+                method.reducer, momentum=args.momentum, decay=method.decay
+            )
         rate, outcome = train(tx, args)
         accuracy = statistics.mean(outcome.accuracy)
         dense = statistics.mean(results[0]["accuracy"]) if results else accuracy

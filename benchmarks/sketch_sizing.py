@@ -47,7 +47,7 @@ from jaxsparse.arrays.hashing import combine, keyed
 from jaxsparse.arrays.layout import narrow
 from jaxsparse.arrays.platforms import kth_largest, magnitude_bits
 from jaxsparse.sketch.tiles import median
-from jaxsparse.systems import SketchedSGD
+from jaxsparse.systems import RandomK, SketchedSGD
 
 sys.path.insert(0, str(Path(__file__).parent))
 spardl: Any = importlib.import_module("spardl")
@@ -250,9 +250,11 @@ def tuned(
     }
 
 
-def by_library(budget: Budget, reducer: Any, args: argparse.Namespace) -> dict[str, Any]:
+def by_library(
+    budget: Budget, reducer: Any, args: argparse.Namespace, decay_of_residual: float = 1.0
+) -> dict[str, Any]:
     """Training by the library's reducer."""
-    tx = error_feedback(reducer, axis_name=None, momentum=MOMENTUM)
+    tx = error_feedback(reducer, axis_name=None, momentum=MOMENTUM, decay=decay_of_residual)
     train_set, test_set = jax.tree.map(jnp.asarray, digits.load())
     decay = cosine(args.steps)
 
@@ -348,9 +350,15 @@ def compare(budget: Budget, train: Trainers, args: argparse.Namespace) -> Iterab
     sizes: tuple[dict[str, Any], ...] = {}, {"rows": 5, "oversampling": 4}
     for settings in sizes:
         given = "".join(f", {name}={value}" for name, value in settings.items())
-        reducer = SketchedSGD(budget.ratio, **settings)
         name = f"sketched_sgd({budget.ratio:g}{given})"
-        yield row(name, by_library(budget, reducer, args))
+        yield row(name, by_library(budget, SketchedSGD(budget.ratio, **settings), args))
+    # What waits long is stale, so that forgetting some of it or all may train better.
+    others: tuple[tuple[str, Any], ...] = (
+        (f"sketched_sgd({budget.ratio:g})", usual),
+        ("random-k by the library", RandomK(budget.words / budget.size)),
+    )
+    for kept, (name, reducer) in itertools.product((0.0, 0.5, 0.9), others):
+        yield row(f"{name}, decay {kept:g}", by_library(budget, reducer, args, kept))
     # What sketches without errors would deliver: as many as the default, and as the best ones.
     ks = {k, *(one["k"] for one in sorted(rows, key=lambda one: one["loss"])[:3])}
     yield of(Setting("dense"))

@@ -59,11 +59,12 @@ class Row(NamedTuple):
 
     tx: Callable[[str | None], optax.GradientTransformation]
     workers: int = 1
+    is_whole: bool = True  # whether what is not sent stays in the residual
 
 
 def row(make: Callable[..., Any], *given: Any, workers: int = 1, **settings: Any) -> Row:
     tx = lambda axis: make(*given, axis_name=axis, momentum=MOMENTUM, **settings)
-    return Row(tx, workers)
+    return Row(tx, workers, "decay" not in settings)
 
 
 def rows(size: int) -> dict[str, Row]:
@@ -74,6 +75,12 @@ def rows(size: int) -> dict[str, Row]:
         found[f"true top-k, k of {ratio}x"] = row(jaxsparse.true_top_k, k)
         found[f"sketched {ratio}x"] = row(jaxsparse.sketched_sgd, ratio)
         found[f"random-k {ratio}x"] = row(jaxsparse.random_k, 1 / ratio)
+        # What waits long is stale, so that forgetting it may train better.
+        found[f"random-k {ratio}x, decay 0"] = row(jaxsparse.random_k, 1 / ratio, decay=0.0)
+        for kept in (0.0, 0.5):
+            found[f"sketched {ratio}x, decay {kept:g}"] = row(
+                jaxsparse.sketched_sgd, ratio, decay=kept
+            )
     # An entry is a value and an index.
     found["local top-k 10x"] = row(jaxsparse.top_k, 1 / 20, workers=8)
     found["4 bits"] = row(jaxsparse.qsgd, 4, workers=8)
@@ -189,7 +196,7 @@ def trainer(row: Row, args: argparse.Namespace, data: Any) -> Callable[[Any, Any
             step, (params, opt_state), jnp.arange(args.steps)
         )
         found = Found(losses, updated, loss_of(params, test))
-        if axis is not None:
+        if axis is not None or not row.is_whole:
             return found
         _, updates, opt_state = exchanged(params, opt_state, draw(args.steps))
         return Found(*found[:3], *of_largest(updates, opt_state.residual))

@@ -349,7 +349,8 @@ def compare_teams(args: argparse.Namespace) -> list[dict[str, Any]]:
                 more = f" {most:>6} {outcome.rounds:>6} {floor:>9.2f}"
                 results.append(show(name, outcome, more) | {"workers": workers, "teams": teams})
                 sent = outcome.words if teams == 1 else sent
-        tx = jaxsparse.random_k(sent / size, momentum=args.momentum)
+        # What is not drawn is dropped: fed back, it would be stale, and end far higher.
+        tx = jaxsparse.random_k(sent / size, momentum=args.momentum, decay=0.0)
         blind = train(tx, args, workers)
         more = f" {'':>6} {blind.rounds:>6}"
         results.append(show(f"W = {workers}, random", blind, more) | {"workers": workers})

@@ -33,7 +33,16 @@ import rates
 import timing
 
 import jaxsparse
-from jaxsparse import LocalSteps, codecs, data_parallel, outer, per_worker, shard
+from jaxsparse import (
+    LocalSteps,
+    codecs,
+    data_parallel,
+    outer,
+    per_worker,
+    quantize,
+    shard,
+    systems,
+)
 from jaxsparse.arrays.printing import aligned
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -58,6 +67,7 @@ def text_rows(density: float) -> Rows:
     """Transformations by name, each a function of the learning rate."""
     adam, rate = optax.scale_by_adam, optax.scale_by_learning_rate
     sparse, k = jaxsparse.spardl, round(4096 * density)
+    in_4_bits = systems.Quantized(quantize.QSGD(4))  # rounded up or down, so right on average
     before = lambda tx: lambda lr: optax.chain(tx(), adam(), rate(lr))
     behind = lambda tx: lambda lr: optax.chain(per_worker(adam()), tx(), rate(lr))
     return {
@@ -85,6 +95,19 @@ def text_rows(density: float) -> Rows:
         "random-k, behind Adam": behind(lambda: jaxsparse.random_k(2 * density)),
         # As many bytes as eight workers receive by top-k.
         "random-k as top-k, behind Adam": behind(lambda: jaxsparse.random_k(8 * density)),
+        # What waits for its draw is stale when it comes, so that dropping it is the better control.
+        "random-k, not fed back, before Adam": before(
+            lambda: jaxsparse.random_k(2 * density, decay=0.0)
+        ),
+        "random-k, not fed back, behind Adam": behind(
+            lambda: jaxsparse.random_k(2 * density, decay=0.0)
+        ),
+        "random-k as top-k, not fed back, behind Adam": behind(
+            lambda: jaxsparse.random_k(8 * density, decay=0.0)
+        ),
+        "random-k as top-k, 4 bits, not fed back, behind Adam": behind(
+            lambda: jaxsparse.random_k(8 * density, reducer=in_4_bits, decay=0.0)
+        ),
         "DGC, behind Adam": behind(lambda: jaxsparse.dgc(density, momentum=None)),
         "DRAGONN, behind Adam": behind(lambda: jaxsparse.dragonn(density)),
         "PowerSGD rank 2, before Adam": before(lambda: jaxsparse.powersgd(2)),
@@ -127,6 +150,13 @@ def digit_rows(density: float) -> Rows:
         "random-k": own(lambda **more: jaxsparse.random_k(2 * density, **more)),
         # As many bytes as eight workers receive by top-k.
         "random-k as top-k": own(lambda **more: jaxsparse.random_k(8 * density, **more)),
+        # What waits for its draw is stale when it comes, so that dropping it is the better control.
+        "random-k, not fed back": own(
+            lambda **more: jaxsparse.random_k(2 * density, decay=0.0, **more)
+        ),
+        "random-k as top-k, not fed back": own(
+            lambda **more: jaxsparse.random_k(8 * density, decay=0.0, **more)
+        ),
         "chunked top-k": own(lambda **more: jaxsparse.chunked_top_k(k, **more)),
         "SparCML, 8 of 512": own(lambda **more: jaxsparse.sparcml(8, **more)),
         "SparCML, 8 of 512, 4 bits": own(lambda **more: jaxsparse.sparcml(8, bits=4, **more)),

@@ -116,7 +116,9 @@ def test_teams_divide_the_hosts(bench):
     assert "'4' is no number of teams that divides 6 hosts" in str(refused)
 
 
-@pytest.mark.parametrize("name", ["no_such", "spardl:4", "spardl:3:bruck", "sketched_sgd:much"])
+@pytest.mark.parametrize(
+    "name", ["no_such", "spardl:4", "spardl:3:bruck", "sketched_sgd:much", "quantized:int3"]
+)
 def test_unknown_systems_are_an_error(bench, name, capsys):
     with pytest.raises(SystemExit):
         bench.run.wanted(bench.run.flags().parse_args(["--systems", name]), bench.run.flags())

@@ -6,6 +6,7 @@ them. Each is found in its page, and cut out. What is left then has no number bu
 tests/test_planner_recipes.py.
 """
 
+import argparse
 import functools
 import importlib
 import importlib.util
@@ -29,6 +30,7 @@ RESULTS = ROOT / "benchmarks/results"
 LOSSES = ROOT / "jaxsparse/planner/losses.json"
 sys.path.append(str(ROOT / "benchmarks"))
 frontier = importlib.import_module("frontier")
+time_to_loss = importlib.import_module("time_to_loss")
 sys.path.remove(str(ROOT / "benchmarks"))
 
 # What a page says with numbers that are no results, and the words around them.
@@ -57,6 +59,7 @@ SETTINGS = {
     ),
     "docs/which.md": (
         "in 16 bits now",
+        "came to 1.4 nats on it",
         "1B parameters, 8 workers)",
         "Take 0.02 where",
         "as two steps: 8 steps dense, 12 with delay=1, where",
@@ -134,6 +137,17 @@ def seconds_to(goal: float, method: str, rate: str) -> float:
     return float(np.mean([c.seconds[np.flatnonzero(c.held_out <= goal)[0]] for c in curves]))
 
 
+@functools.cache
+def by_muon() -> tuple[Any, dict[str, float]]:
+    """Ten steps of Muon by signs on the GPT: its run, and seconds to 1.4 nats by a link's rate."""
+    found = time_to_loss.reached(argparse.Namespace(size="10.9m", until=1.4, steps=1500))
+    name = "muon, local 10, sign"
+    path = LOCAL / "exchanges_10.9m.json"
+    timed = time_to_loss.results.over_measured(*found, path, 0.17)
+    ends = lambda runs: np.mean([curve.seconds[-1] for curve in runs[name].curves.values()])
+    return found[0][name], {rate: float(ends(runs)) for rate, runs in timed.items()}
+
+
 def end(method: str) -> tuple[float, float]:
     """The loss at which a run ends, and the hours on links of 10 Mbit/s."""
     run = gpt()["10mbit"][method]
@@ -201,6 +215,8 @@ def readme() -> Iterator[str]:
     yield f"That model reaches 1.4 nats in {seconds(sparse) / 60:.1f} minutes"
     yield f"in {seconds(mean) / 60:.0f} minutes by a dense exchange of the same steps"
     yield f"in {seconds(dense) / 3600:.1f} hours by dense gradients"
+    minutes = by_muon()[1]["10mbit"] / 60
+    yield f"Ten local steps of Muon, exchanged as signs, reach it in {minutes:.1f} minutes"
     model = frontier.SIZES["136k"]
     dense_bytes, sign_bytes = (
         traced_bytes(EXCHANGES[x].transformation(), model.shapes, 8).received
@@ -328,6 +344,12 @@ def which() -> Iterator[str]:
         "`chunked_top_k(41)`, behind Adam": ("chunked top-k, behind Adam", "chunked top-k"),
         "`spardl(0.01)`, behind Adam": ("SparDL, behind Adam", "SparDL"),
         "`spardl(0.01)`, two-bit values, behind Adam": ("SparDL, behind Adam, 2-bit values", None),
+        "`random_k(0.08, reducer=systems.Quantized(), decay=0)`, behind Adam": (
+            *("random-k as top-k, 4 bits, not fed back, behind Adam", None),
+        ),
+        "`random_k(0.02, decay=0)`, behind Adam": (
+            *("random-k, not fed back, behind Adam", "random-k, not fed back"),
+        ),
         "`demo(41)`, signed": ("DeMo", "DeMo"),
         "`powersgd(4)`, behind Adam": ("PowerSGD rank 4, behind Adam", "PowerSGD rank 4"),
         "`powersgd(2)`, behind Adam": ("PowerSGD rank 2, behind Adam", "PowerSGD rank 2"),
@@ -367,6 +389,13 @@ def local() -> Iterator[str]:
             f"| {name} | {found.loss:.3f} ± {found.spread:.3f} | {found.sent:,.0f}x | "
             f"{'| '.join(cells)}|"
         )
+    run, seconds = by_muon()
+    gpt_dense = traced_bytes(EXCHANGES["dense"].transformation(), frontier.SIZES["10.9m"].shapes, 4)
+    cells = [f"{seconds[rate]:,.0f} s " for rate in ("10mbit", "100mbit", "1gbit")]
+    yield (
+        '| each 10 steps of Muon, `quantized("sign")` | | '
+        f"{gpt_dense.payload / run.payload:,.0f}x | {'| '.join(cells)}|"
+    )
     yield f"(dense gradients: {Local('results', 'dense').loss:.3f})"
     for name, method in {
         "plain mean": "mean H={}",

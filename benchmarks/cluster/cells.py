@@ -5,8 +5,9 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxsparse.quantize import Format
 from jaxsparse.reducers.base import Budget
-from jaxsparse.systems import WITH_VARIANTS, choose
+from jaxsparse.systems import WITH_VARIANTS, Quantized, choose
 from jaxsparse.systems.ok_topk import OkTopk
 from jaxsparse.systems.sketched_sgd import SketchedSGD
 from jaxsparse.systems.sparcml import SparCML
@@ -57,6 +58,11 @@ def budget(cell: Cell, workers: int) -> Budget:
             return usual
         if isinstance(usual, OkTopk):
             return dataclasses.replace(usual, capacity_factor=_number(cell, settings))
+        if isinstance(usual, Quantized) and name == "quantized":
+            try:
+                return dataclasses.replace(usual, quantizer=Format(settings[0]))  # type: ignore[arg-type]
+            except ValueError as error:
+                raise ValueError(f"system {cell.system!r}: {error}") from None
         # The names of ways are checked by the reducers.
         if isinstance(usual, SparCML):
             way, bits = [*settings, ""][:2]
@@ -76,8 +82,8 @@ def budget(cell: Cell, workers: int) -> Budget:
             return dataclasses.replace(usual, teams=int(teams), gather=way)  # type: ignore[arg-type]
     raise ValueError(
         f"system {cell.system!r} is unknown: only sketched_sgd:COMPRESSION, "
-        "ok_topk:CAPACITY_FACTOR, sparcml:ALGORITHM[:BITS] and spardl:TEAMS:GATHER have settings "
-        "in their names"
+        "ok_topk:CAPACITY_FACTOR, quantized:FORMAT, sparcml:ALGORITHM[:BITS] and "
+        "spardl:TEAMS:GATHER have settings in their names"
     )
 
 

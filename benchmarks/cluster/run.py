@@ -95,8 +95,8 @@ def flags() -> argparse.ArgumentParser:
     add("--params", type=count, nargs="+", metavar="N", help="elements (default: 1M 16M; step: 1M)")
     add("--density", type=share, nargs="+", metavar="D", help="default: 0.01 0.001; step: 0.01")
     add("--systems", nargs="+", metavar="SYSTEM", help="names of systems.WITH_VARIANTS, or "
-        "sketched_sgd:COMPRESSION, ok_topk:CAPACITY_FACTOR, sparcml:ALGORITHM[:BITS], "
-        "spardl:TEAMS:GATHER (default: all)")  # fmt: skip
+        "sketched_sgd:COMPRESSION, ok_topk:CAPACITY_FACTOR, quantized:FORMAT, "
+        "sparcml:ALGORITHM[:BITS], spardl:TEAMS:GATHER (default: all)")  # fmt: skip
     add("--methods", nargs="+", default=["dense", "spardl", "sketched_sgd"], metavar="METHOD",
         help="of end_to_end (default: dense spardl sketched_sgd)")  # fmt: skip
     add("--local-steps", type=positive, default=1, metavar="H",

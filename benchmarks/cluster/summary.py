@@ -90,8 +90,9 @@ def cells(rows: Iterable[Row]) -> dict[Key, dict[str, Row]]:
 
 def ignores_density(row: Row) -> bool:
     """Whether the row's system is measured once for all densities."""
-    return row["system"] in ("dense", "qsgd", "sign_sgd") or row["system"].startswith(
-        "sketched_sgd:"
+    name, _, setting = row["system"].partition(":")
+    return name in ("dense", "qsgd", "quantized", "sign_sgd") or (
+        name == "sketched_sgd" and bool(setting)
     )
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxsparse.arrays.printing import with_options
-from jaxsparse.systems import SYSTEMS, Choice
+from jaxsparse.systems import SYSTEMS, Choice, Quantized
 
 
 class Exchange(NamedTuple):
@@ -63,8 +63,15 @@ EXCHANGES: dict[str, Exchange] = {
         for name in ("int8", "int4", "int2", "ternary", "sign")
     },
     **{f"top 1/{n}": _chunks(n) for n in (8, 32, 64)},
-    # The dumbest thing at equal bytes: coordinates drawn at random, in 32 bits.
-    **{f"random 1/{n}": Exchange("random_k", {"density": 1 / n}, 1 / n) for n in (8, 20, 32)},
+    # The dumbest thing at equal bytes: coordinates drawn at random. The rest is dropped: fed back,
+    # it would be stale.
+    **{
+        f"random 1/{n}": Exchange("random_k", {"density": 1 / n}, 1 / n, {"decay": 0.0})
+        for n in (8, 20, 32)
+    },
+    "random 1/8 in 4 bits": Exchange(
+        "random_k", {"density": 1 / 8, "reducer": Quantized()}, 1 / 8, {"decay": 0.0}
+    ),
     "SparDL 1 %": Exchange("spardl", {"density": 0.01}, 0.01),
     "sketched 20x": Exchange("sketched_sgd", {"compression": 20.0}, 0.05),
     "QSGD 4 bits": Exchange("qsgd", {"bits": 4}),

@@ -66,10 +66,11 @@ class SketchedSGD(SeededReducer):
     10 that is some 5 times the root mean square of x. Gradients with heavy tails have such
     coordinates. The paper's model of 90 million parameters has k = d / 900, and 10 columns for each
     of these k at its 20x (5 rows, P = 36), 1.8 at its 40x (15 rows, P = 16). Residuals of small
-    dense models can be too flat: on images of digits candidates are drawn almost blindly, and
-    `random_k` with as many words trains nearly as well (`benchmarks/sketch_sizing.py`). A model of
+    dense models can be too flat: on images of digits candidates are drawn almost blindly, what
+    waits for its turn is stale, and `random_k` with as many words and `decay=0` trains better
+    (`benchmarks/sketch_sizing.py`; with `decay=0.5` the sketch trains nearly as well). A model of
     1 million parameters that reads words trains at 10 as by dense gradients, if it has 30 turns of
-    k coordinates for each parameter, and far worse by `random_k`
+    k coordinates for each parameter, and a little worse by that `random_k`; at 20 as by that
     (`benchmarks/sketched_training.py`). Compare the two. With fewer than k columns even k equal
     coordinates that held all of the norm would drown in noise: `init` then warns.
 

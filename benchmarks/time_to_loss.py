@@ -1,0 +1,162 @@
+"""Seconds until a held-out loss is reached over slow links, by recipes of `frontier.py`.
+
+Runs are planned for `--steps`, and end once the loss is reached, or once they are longer than one
+of another rate that has reached it. A recipe's rate is tuned by the rule of all benchmarks, for the
+fewest steps, on the first seed. Runs are lines of `time_to_loss.jsonl`, and none is done twice.
+Several can share the file, if each has recipes of its own.
+
+The table takes exchanges as `cluster/run.py` measured them among emulated hosts, and does not
+overlap them. A step's computing counts `--step-seconds`, and one of Muon as many times that as it
+took beside AdamW here (`--muon`): its products of matrices take as long on any number of windows.
+
+    python benchmarks/time_to_loss.py --recipes "muon, local 10, sign"
+    python benchmarks/time_to_loss.py --show
+
+A loss of 1.4 took two hours on two cores for a rate. Steps of both optimizers are timed so:
+
+    python benchmarks/time_to_loss.py --time 10
+"""
+
+import argparse
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from frontier import SIZES, Trainer
+from rates import tuned
+from rich.console import Console
+
+from jaxsparse.planner.recipes import EXCHANGES, Recipe
+from jaxsparse.traffic import traced_bytes
+
+FOLDER = Path(__file__).parent
+EXAMPLE = FOLDER.parent / "examples" / "local_updates"
+sys.path.insert(0, str(EXAMPLE))
+results: Any = importlib.import_module("results")
+
+FILE = FOLDER / "time_to_loss.jsonl"
+
+
+def lines() -> list[dict[str, Any]]:
+    return list(map(json.loads, FILE.read_text().splitlines())) if FILE.exists() else []
+
+
+def setting(args: argparse.Namespace) -> dict[str, Any]:
+    return {"size": args.size, "until": args.until, "planned": args.steps}
+
+
+def train(recipe: Recipe, args: argparse.Namespace) -> None:
+    """Finds the rate that reaches the loss in the fewest steps, then runs all seeds."""
+    trainer = Trainer(recipe, SIZES[args.size])
+
+    def run(rate: float, seed: int, limit: float) -> float:
+        """Steps to the loss. Infinite: not reached, or not in so many steps."""
+        key = {"recipe": str(recipe), **setting(args), "rate": rate, "seed": seed}
+        for line in lines():
+            if key.items() <= line.items():
+                return line["steps"][-1] if line["held_out"][-1] <= args.until else math.inf
+
+        def stops(done: int, held_out: float) -> bool:
+            print(f"{recipe}: rate {rate:g}, seed {seed}: {held_out:.4f} after {done}", flush=True)
+            return held_out <= args.until or done >= limit or math.isnan(held_out)
+
+        curve = trainer.run(rate, seed, args.steps, args.eval_every, stops)
+        with FILE.open("a") as file:
+            file.write(json.dumps({**key, **curve._asdict()}) + "\n")
+        return curve.steps[-1] if curve.held_out[-1] <= args.until else math.inf
+
+    first, *others = args.seeds
+    fewest = math.inf
+
+    def steps_to(rate: float) -> float:
+        nonlocal fewest
+        found = run(rate, first, fewest)
+        fewest = min(fewest, found)
+        return found
+
+    steps_to(args.rate)  # before those beside it, because it limits them
+    best = tuned(steps_to, args.rate)
+    for seed in others:
+        run(best, seed, math.inf)
+
+
+def reached(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, tuple[str, int]]]:
+    """For each recipe its runs at the rate of the fewest steps, and what exchanges, how often."""
+    curves: dict[str, dict[float, dict[int, Any]]] = {}
+    for line in lines():
+        if setting(args).items() <= line.items() and line["held_out"][-1] <= args.until:
+            steps, losses = np.array(line["steps"]), np.array(line["held_out"])
+            by_rate = curves.setdefault(line["recipe"], {})
+            by_seed = by_rate.setdefault(line["rate"], {})
+            by_seed[line["seed"]] = results.Curve(steps, np.zeros(len(steps)), losses)
+    runs, exchanges, size = {}, {}, SIZES[args.size]
+    for name, by_rate in curves.items():
+        recipe = Recipe.parsed(name)
+        exchange = EXCHANGES[recipe.exchange]
+        # All rates have the first seed, and the best one may have others.
+        rate = min(by_rate, key=lambda rate: next(iter(by_rate[rate].values())).steps[-1])
+        moved = traced_bytes(exchange.transformation(), size.shapes, size.workers)
+        sent, received = (x / recipe.every for x in (moved.payload, moved.received))
+        runs[name] = results.Run(by_rate[rate], f"{rate:g}", {}, sent, received)
+        format_ = exchange.settings.get("format")
+        system = exchange.system if format_ is None else f"{exchange.system}:{format_}"
+        exchanges[name] = system, recipe.every
+    return runs, exchanges
+
+
+def show(args: argparse.Namespace) -> None:
+    """Prints steps and seconds of all recipes that reached the loss."""
+    console = Console()
+    runs, exchanges = reached(args)
+    console.print(results.table(runs, SIZES[args.size].workers))
+    for optimizer, times in (("adamw", 1.0), ("muon", args.muon)):
+        some = {name: run for name, run in runs.items() if name.startswith(optimizer)}
+        seconds = times * args.step_seconds
+        measured = results.over_measured(some, exchanges, args.measured, seconds)
+        for rate, timed in measured.items():
+            if timed:
+                console.print(f"\nExchanges as measured at {rate}, {seconds:g} s a step:")
+                console.print(results.times(timed, [args.until]))
+
+
+def time_steps(args: argparse.Namespace) -> None:
+    """Prints seconds of a local step of AdamW and of Muon, exchanges included."""
+    for optimizer in ("adamw", "muon"):
+        trainer = Trainer(Recipe(optimizer, "local", 10, "sign"), SIZES[args.size])
+        for _ in range(2):  # the first one compiles
+            curve = trainer.run(0.001, 0, args.steps, args.time, lambda *_: True)
+        print(f"{optimizer}: {curve.seconds / args.time:.2f} s a step", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="10.9m", help="number of parameters")
+    add("--recipes", nargs="+", default=[], help="names, as in frontier.py")
+    add("--steps", type=int, default=1500, help="that runs are planned for")
+    add("--until", type=float, default=1.4, help="the loss, in nats a byte")
+    add("--rate", type=float, default=0.002, help="where the search begins")
+    add("--seeds", type=int, nargs="+", default=[0])
+    add("--eval-every", type=int, default=20, help="steps")
+    add("--show", action="store_true", help="print the table of runs that reached the loss")
+    add("--measured", type=Path, default=EXAMPLE / "exchanges_10.9m.json")
+    add("--step-seconds", type=float, default=0.1, help="of AdamW")
+    add("--muon", type=float, default=1.7, help="a step of Muon over one of AdamW")
+    add("--time", type=int, metavar="STEPS", help="print seconds of as many steps of both")
+    args = parser.parse_args()
+    if args.time:
+        time_steps(args)
+    for name in args.recipes:
+        train(Recipe.parsed(name), args)
+    if args.show:
+        show(args)
+
+
+if __name__ == "__main__":
+    main()
