@@ -67,7 +67,7 @@ EXCHANGES: dict[str, Exchange] = {
     # it would be stale.
     **{
         f"random 1/{n}": Exchange("random_k", {"density": 1 / n}, 1 / n, {"decay": 0.0})
-        for n in (8, 20, 32)
+        for n in (8, 20)
     },
     "random 1/8 in 4 bits": Exchange(
         "random_k", {"density": 1 / 8, "reducer": Quantized()}, 1 / 8, {"decay": 0.0}
