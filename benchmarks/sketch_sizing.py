@@ -14,7 +14,8 @@ One device plays all workers, and exactly so: sketches are linear, and all worke
 coordinates, so the mean of the workers' residuals and momenta obeys the recursion of one worker
 that has the whole batch. Widths of tables and of selections are traced here, so that one program
 trains all settings. It has the library's sketch, but selects candidates exactly: the library loses
-some to slots. Rows "sketched_sgd" are the library itself. Tables narrower than float32 are those of
+some to slots. Rows "sketched_sgd" and "by the library" are the library itself; "decay D" keeps D of
+the residual in each step. Tables narrower than float32 are those of
 `--workers` workers, each rounded by itself.
 
 Rates are tuned by the rule of rates.py for each setting and control, from 0.06 on, by the mean

@@ -13,9 +13,9 @@ the exchange. Losses are in nats a word, on files that are held out.
 One device plays all workers where that is exact (see sketch_sizing.py): for dense gradients, true
 top-k, random-k and sketches. Others have 8 workers. A row's bytes are the payload.
 
-Rates are tuned by the rule of rates.py, from `--first` on, on seed 0 and at full length. The other
-seeds take the best. Each run is
-written to the file when it ends, and runs that the file has are not repeated.
+Rows "decay D" keep D of the residual in each step, and others keep all. Rates are tuned by the
+rule of rates.py, from `--first` on, on seed 0 and at full length. The other seeds take the best.
+Each run is written to the file when it ends, and runs that the file has are not repeated.
 
 With `--workers`, each row trains instead with each number of workers, on the same global batches,
 at a rate of `--first`. The table has the largest difference of a step's loss from that of the

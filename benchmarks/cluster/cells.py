@@ -60,7 +60,7 @@ def budget(cell: Cell, workers: int) -> Budget:
             return dataclasses.replace(usual, capacity_factor=_number(cell, settings))
         if isinstance(usual, Quantized) and name == "quantized":
             try:
-                return dataclasses.replace(usual, quantizer=Format(settings[0]))  # type: ignore[arg-type]
+                return dataclasses.replace(usual, quantizer=Format(":".join(settings)))  # type: ignore[arg-type]
             except ValueError as error:
                 raise ValueError(f"system {cell.system!r}: {error}") from None
         # The names of ways are checked by the reducers.

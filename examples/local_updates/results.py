@@ -35,8 +35,13 @@ class Run(NamedTuple):
     received: float  # bytes that a worker receives, mean over steps
 
     @property
+    def ends(self) -> np.ndarray:
+        """The last losses in nats a byte, float[seeds]."""
+        return np.array([curve.held_out[-1] for curve in self.curves.values()])
+
+    @property
     def held_out(self) -> np.ndarray:
-        """The losses in nats a byte, float[seeds, points]."""
+        """The losses in nats a byte of curves with equal steps, float[seeds, points]."""
         return np.array([curve.held_out for curve in self.curves.values()])
 
     @property
@@ -86,14 +91,13 @@ def over_measured(
 
 
 def _timed(run: Run, step_seconds: float) -> Run:
-    seconds = run.steps * step_seconds
     return run._replace(
-        curves={seed: c._replace(seconds=seconds) for seed, c in run.curves.items()}
+        curves={s: c._replace(seconds=c.steps * step_seconds) for s, c in run.curves.items()}
     )
 
 
 def table(runs: dict[str, Run], workers: int) -> Table:
-    steps = max(run.steps[-1] for run in runs.values())
+    steps = max(curve.steps[-1] for run in runs.values() for curve in run.curves.values())
     result = Table(
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -108,7 +112,7 @@ def table(runs: dict[str, Run], workers: int) -> Table:
         result.add_column(head, justify="right", no_wrap=True)
     dense = runs.get("dense")
     for name, run in runs.items():
-        losses = run.held_out[:, -1]
+        losses = run.ends
         spread = f" ±{losses.std(ddof=1):.3f}" if len(losses) > 1 else ""
         result.add_row(
             name,
@@ -143,11 +147,12 @@ def times(runs: dict[str, Run], goals: list[float]) -> Table:
             if all(map(len, points)):
                 first = [p[0] for p in points]
                 seconds = np.mean([c.seconds[i] for c, i in zip(curves, first, strict=True)])
-                cells.append(f"{seconds:.0f} ({np.mean(run.steps[first]):.0f})")
+                steps = np.mean([c.steps[i] for c, i in zip(curves, first, strict=True)])
+                cells.append(f"{seconds:.0f} ({steps:.0f})")
             else:
                 cells.append("-")
         end = np.mean([curve.seconds[-1] for curve in run.curves.values()])
-        result.add_row(name, *cells, f"{end:.0f} ({run.held_out[:, -1].mean():.2f} nats)")
+        result.add_row(name, *cells, f"{end:.0f} ({run.ends.mean():.2f} nats)")
     return result
 
 

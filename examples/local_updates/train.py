@@ -77,7 +77,7 @@ EXCHANGES: dict[str, tuple[str, Callable[[], optax.GradientTransformation]]] = {
     "chunks, decay .95": ("chunked_top_k", lambda: jaxsparse.chunked_top_k(64, 4096, decay=0.95)),
     "sketched 20x": ("sketched_sgd", lambda: jaxsparse.sketched_sgd(20)),
     "4 of 512": ("sparcml", lambda: jaxsparse.sparcml(k=4, group_size=512)),
-    "random 1 of 64": ("random_k", lambda: jaxsparse.random_k(1 / 64)),
+    "random 1 of 64, fed back": ("random_k", lambda: jaxsparse.random_k(1 / 64)),
     "4 bits": ("qsgd", lambda: jaxsparse.qsgd(4)),
     "PowerSGD rank 2": ("powersgd", lambda: jaxsparse.powersgd(2)),
     "PowerSGD rank 4": ("powersgd", lambda: jaxsparse.powersgd(4)),

@@ -70,9 +70,10 @@ class SketchedSGD(SeededReducer):
     waits for its turn is stale, and `random_k` with as many words and `decay=0` trains better
     (`benchmarks/sketch_sizing.py`; with `decay=0.5` the sketch trains nearly as well). A model of
     1 million parameters that reads words trains at 10 as by dense gradients, if it has 30 turns of
-    k coordinates for each parameter, and a little worse by that `random_k`; at 20 as by that
-    (`benchmarks/sketched_training.py`). Compare the two. With fewer than k columns even k equal
-    coordinates that held all of the norm would drown in noise: `init` then warns.
+    k coordinates for each parameter. `random_k` with as many words and `decay=0` ends a little
+    worse at 10, and level at 20 (`benchmarks/sketched_training.py`). Compare the two. With
+    fewer than k columns even k equal coordinates that held all of the norm would drown in noise:
+    `init` then warns.
 
     Candidates are nearly those of the largest estimates: about 6 % of them lose their slots to
     larger ones, and the next largest take their places (`sketch.heavy_hitters`).
