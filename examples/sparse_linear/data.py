@@ -100,11 +100,16 @@ def split_files(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def chunks(file: Path) -> list[str]:
-    """The file's text in chunks of a few lines, with uniform white space and no blank lines."""
+    """The file's text in chunks of a few lines, with uniform white space and no blank lines.
+
+    A last chunk that is too short for a trigram, such as a bracket, has no features, and is left
+    out.
+    """
     lines = [" ".join(line.split()) for line in file.read_text("utf-8").splitlines()]
     lines = [line for line in lines if line]
     starts = range(0, len(lines), CHUNK_LINES)
-    return ["\n".join(lines[start : start + CHUNK_LINES]) for start in starts]
+    found = ["\n".join(lines[start : start + CHUNK_LINES]) for start in starts]
+    return [chunk for chunk in found if len(chunk) > 2]
 
 
 def hashed_trigrams(text: str, features: int) -> Counter[int]:
