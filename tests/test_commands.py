@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 
+import pytest
 import running
 
 FOLDERS = "benchmarks", "examples"
@@ -70,6 +71,7 @@ def answers(every):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_commands_are_valid():
     wrong = ["benchmarks/training.py", "--no-such-flag"], ["benchmarks/training.py", "--steps", "x"]
     every = [(None, command) for command in wrong]

@@ -104,6 +104,7 @@ def check_equal(tmp_path, rounds, plan="train", **settings):
     return lines
 
 
+@pytest.mark.slow
 def test_an_island_of_two_processes(tmp_path):
     """It trains beside another one, and then all of its processes raise the same errors."""
     lines = check_equal(tmp_path, 3, "wrong", overlap=1)

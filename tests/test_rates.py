@@ -32,6 +32,7 @@ def test_a_row_that_always_diverges_ends():
         rates.tuned(lambda rate: math.inf, 0.1)
 
 
+@pytest.mark.slow
 def test_rows_that_a_file_has_are_not_trained_again():
     file = running.ROOT / "benchmarks" / "results" / "training_digits.json"
     before = file.read_text()
