@@ -132,11 +132,12 @@ def show(args: argparse.Namespace) -> None:
     if not runs:
         console.print(f"no run reached {args.until:g}")
         return
-    dense = traced_bytes(EXCHANGES["dense"].transformation(), SIZES[args.size].shapes, 4)
+    size = SIZES[args.size]
+    dense = traced_bytes(EXCHANGES["dense"].transformation(), size.shapes, size.workers)
     for name, run in runs.items():
         fewer = dense.payload / run.payload, dense.received / run.received
         console.print("{}: {:.0f} times fewer bytes sent, {:.0f} received".format(name, *fewer))
-    console.print(results.table(runs, SIZES[args.size].workers))
+    console.print(results.table(runs, size.workers))
     for optimizer, times in (("adamw", 1.0), ("muon", args.muon)):
         some = {name: run for name, run in runs.items() if name.startswith(optimizer)}
         seconds = times * args.step_seconds

@@ -116,6 +116,13 @@ def test_teams_divide_the_hosts(bench):
     assert "'4' is no number of teams that divides 6 hosts" in str(refused)
 
 
+def test_a_format_stands_in_the_name(bench):
+    found = bench.cells.budget(bench.cells.Cell("exchange", "quantized:sign", 1000, 0.01), 4)
+    assert found.quantizer.name == "sign"
+    assert found.rounding == "nearest"
+    assert bench.cells.is_fixed("quantized:sign")
+
+
 @pytest.mark.parametrize(
     "name", ["no_such", "spardl:4", "spardl:3:bruck", "sketched_sgd:much", "quantized:int3"]
 )

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cells import is_fixed
 from namespaces import Rate
 from records import Records
 
@@ -80,20 +81,12 @@ def cells(rows: Iterable[Row]) -> dict[Key, dict[str, Row]]:
         common: dict[str, Row] = {}
         for density in several:
             common |= {
-                name: row for name, row in found[*where, density].items() if ignores_density(row)
+                name: row for name, row in found[*where, density].items() if is_fixed(row["system"])
             }
         for density in several:
             found[*where, density] = common | found[*where, density]
     return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1], _speed(item[0][2]),
                                                         item[0][3:])))  # fmt: skip
-
-
-def ignores_density(row: Row) -> bool:
-    """Whether the row's system is measured once for all densities."""
-    name, _, setting = row["system"].partition(":")
-    return name in ("dense", "qsgd", "quantized", "sign_sgd") or (
-        name == "sketched_sgd" and bool(setting)
-    )
 
 
 def _speed(rate: str) -> float:

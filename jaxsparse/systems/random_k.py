@@ -46,8 +46,8 @@ class RandomK(SeededReducer):
     1 % of the coordinates of a small model, where one run in five failed). A small language model,
     with each worker's own Adam before the exchange, ends at 1.79 nats with 2 % of the coordinates,
     and at 2.57 if the rest is fed back. (Dense gradients end at 1.62.) The errors of `reducer` are
-    dropped with the rest: round with `systems.Quantized()`, which is right on average. The default
-    is the paper's.
+    dropped with the rest: round with `systems.Quantized()`, which is right on average. The residual
+    still takes its memory. The default is the paper's.
 
     CocktailSGD (Wang et al., ICML 2023) is a composition: top-k within random coordinates, in 4
     bits, one step late. If each worker sends a tenth of a fifth of the coordinates, in 4 bits and
