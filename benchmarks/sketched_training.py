@@ -77,10 +77,8 @@ def rows(size: int) -> dict[str, Row]:
         found[f"random-k {ratio}x"] = row(jaxsparse.random_k, 1 / ratio)
         # What waits long is stale, so that forgetting it may train better.
         found[f"random-k {ratio}x, decay 0"] = row(jaxsparse.random_k, 1 / ratio, decay=0.0)
-        for kept in (0.0, 0.5):
-            found[f"sketched {ratio}x, decay {kept:g}"] = row(
-                jaxsparse.sketched_sgd, ratio, decay=kept
-            )
+    for ratio, kept in ((10, 0.0), (10, 0.5), (20, 0.5)):
+        found[f"sketched {ratio}x, decay {kept:g}"] = row(jaxsparse.sketched_sgd, ratio, decay=kept)
     # An entry is a value and an index.
     found["local top-k 10x"] = row(jaxsparse.top_k, 1 / 20, workers=8)
     found["4 bits"] = row(jaxsparse.qsgd, 4, workers=8)

@@ -39,7 +39,6 @@ from jaxsparse import (
     data_parallel,
     outer,
     per_worker,
-    quantize,
     shard,
     systems,
 )
@@ -67,7 +66,7 @@ def text_rows(density: float) -> Rows:
     """Transformations by name, each a function of the learning rate."""
     adam, rate = optax.scale_by_adam, optax.scale_by_learning_rate
     sparse, k = jaxsparse.spardl, round(4096 * density)
-    in_4_bits = systems.Quantized(quantize.QSGD(4))  # rounded up or down, so right on average
+    in_4_bits = systems.Quantized()  # which rounds up or down, and is right on average
     before = lambda tx: lambda lr: optax.chain(tx(), adam(), rate(lr))
     behind = lambda tx: lambda lr: optax.chain(per_worker(adam()), tx(), rate(lr))
     return {

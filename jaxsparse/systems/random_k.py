@@ -41,13 +41,14 @@ class RandomK(SeededReducer):
 
     What waits comes late, as a sum of old gradients, which wants a rate far below dense's. With
     `decay=0` what is not drawn is dropped, as in coordinate descent. Each step then moves the drawn
-    coordinates by what is new, at a rate of its own: 4 to 64 times dense's in what we tried. Tune
-    it. This trained better in nearly all that we tried (`benchmarks/training.py`; not with under
-    1 % of the coordinates of a small model, where one run in five failed). A small language model,
-    with each worker's own Adam before the exchange, ends at 1.79 nats with 2 % of the coordinates,
-    and at 2.57 if the rest is fed back. (Dense gradients end at 1.62.) The errors of `reducer` are
-    dropped with the rest: round with `systems.Quantized()`, which is right on average. The residual
-    still takes its memory. The default is the paper's.
+    coordinates by what is new. Tune its rate: it was mostly 4 to 64 times dense's. This trained
+    better in nearly all that we tried (`benchmarks/training.py`), but not with under 1 % of the
+    coordinates of a small model, where one run in five failed. A small language model, with each
+    worker's own Adam before the exchange, ends at 1.79 nats with 2 % of the coordinates, and at
+    2.57 if the rest is fed back. (Dense gradients end at 1.62.)
+
+    `decay=0` also drops the errors of `reducer`, so round with `systems.Quantized()`, which is
+    right on average. The residual still takes its memory. The default is the paper's.
 
     CocktailSGD (Wang et al., ICML 2023) is a composition: top-k within random coordinates, in 4
     bits, one step late. If each worker sends a tenth of a fifth of the coordinates, in 4 bits and
