@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_the_first_rate_to_reach_the_loss_counts_with_all_its_seeds(file):
         line(0.01, 0, [2.0, 1.8, 1.6, 1.5]),
         line(0.02, 0, [2.0, 1.6, 1.4]),
         line(0.02, 1, [2.0, 1.9, 1.8, 1.7, 1.6]),  # it falls short
-        line(0.04, 0, [2.0, 1.9, 1.9]),
+        line(0.04, 0, [2.0, math.nan]),  # it diverged
         {**line(0.08, 0, [1.0]), "planned": 50},  # another plan
     )
     runs, exchanges = time_to_loss.reached(ARGS)
