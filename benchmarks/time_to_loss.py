@@ -6,8 +6,8 @@ fewest steps, on the first seed. Runs are lines of `time_to_loss.jsonl`, and non
 Several can share the file, if each has recipes of its own.
 
 The table takes exchanges as `cluster/run.py` measured them among emulated hosts, and does not
-overlap them. A step's computing counts `--step-seconds`, and one of Muon as many times that as it
-took beside AdamW here (`--muon`): its products of matrices take as long on any number of windows.
+overlap them. A step's computing counts `--step-seconds`, and one of Muon `--muon` times as long,
+a little more than it took beside AdamW's (`--time`).
 
     python benchmarks/time_to_loss.py --recipes "muon, local 10, sign"
     python benchmarks/time_to_loss.py --show
@@ -172,7 +172,7 @@ def main() -> None:
     add("--show", action="store_true", help="print the table of runs that reached the loss")
     add("--measured", type=Path, default=EXAMPLE / "exchanges_10.9m.json")
     add("--step-seconds", type=float, default=0.1, help="of AdamW")
-    add("--muon", type=float, default=1.7, help="a step of Muon over one of AdamW")
+    add("--muon", type=float, default=1.7, help="a step of Muon over one of AdamW (default: 1.7)")
     add("--time", type=int, metavar="STEPS", help="print seconds of as many steps of both")
     args = parser.parse_args()
     if args.time:
