@@ -47,11 +47,9 @@ def is_bias(path, shape):
 
 
 @functools.cache
-def stepper(reducer, where, via=None, momentum=None, delay=None):
+def stepper(reducer, where, via=None, **settings):
     """A step that returns a worker's updates and its state, the first state, and the parameters."""
-    tx = jaxsparse.error_feedback(
-        reducer, axis_name="hosts", is_dense=is_bias, momentum=momentum, delay=delay
-    )
+    tx = jaxsparse.error_feedback(reducer, axis_name="hosts", is_dense=is_bias, **settings)
 
     def step(grads, state):
         return tx.update(jax.tree.map(lambda g: g[0], grads), state)

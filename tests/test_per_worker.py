@@ -78,26 +78,32 @@ def test_an_exchange_must_stand_behind_it():
         run(tx, mesh(W), gradients())
 
 
+@pytest.mark.parametrize("decay", [0.5, 0.0])
 @pytest.mark.parametrize("delay", some([0, 1], [0]))
-def test_residuals_decay(delay):
-    """v <- decay v + g; what is sent leaves it."""
-    tx = jaxsparse.top_k(0.25, decay=0.5, delay=delay, is_dense=lambda *_: False)
+def test_residuals_decay(delay, decay):
+    """v <- decay v + g; what is sent leaves it. What no step would read is not kept."""
+    tx = jaxsparse.top_k(0.25, decay=decay, delay=delay, is_dense=lambda *_: False)
     grads = gradients()
     updates, state = run(tx, mesh(W), grads)
     residual = np.zeros((W, SIZE))
     for g, update in zip(grads, updates):
-        held = residual if delay else 0.5 * residual + g
+        held = residual if delay else decay * residual + g
         sent = np.zeros_like(held)
         for w in range(W):
             largest = np.argsort(-np.abs(held[w]), kind="stable")[: SIZE // 4]
             sent[w, largest] = held[w, largest]
         np.testing.assert_allclose(update, sent.mean(0), rtol=1e-5, atol=1e-6)
-        residual = 0.5 * (held - sent) + g if delay else held - sent
-    np.testing.assert_allclose(state.residual["parameters"].value, residual, rtol=1e-5, atol=1e-6)
-    for wrong in (-0.1, 1.5):
-        with pytest.raises(ValueError, match=rf"decay={wrong} must lie in \[0, 1\]"):
-            jaxsparse.top_k(0.1, decay=wrong)
-    assert isinstance(state.residual["parameters"], PerWorker)
+        residual = decay * (held - sent) + g if delay else held - sent
+    assert list(state.residual) == (["parameters"] if decay or delay else [])
+    for kept in state.residual.values():
+        assert isinstance(kept, PerWorker)
+        np.testing.assert_allclose(kept.value, residual, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.5])
+def test_a_decay_is_a_share(wrong):
+    with pytest.raises(ValueError, match=rf"decay={wrong} must lie in \[0, 1\]"):
+        jaxsparse.top_k(0.1, decay=wrong)
 
 
 def test_another_axis_is_named():

@@ -60,6 +60,11 @@ class Plan(NamedTuple):
     sizes: tuple[int, ...]  # number of elements of each bucket
     dense_elements: int  # number of uncompressed elements of all of a worker's devices
 
+    @property
+    def compressed(self) -> set[int]:
+        """The numbers of the leaves in buckets."""
+        return {leaf for pieces in self.layout.buckets for leaf, _, _ in pieces}
+
 
 class Settings(NamedTuple):
     """Settings of an exchange that do not depend on the tree."""

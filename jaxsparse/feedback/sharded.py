@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ def shards(
             f"inner axes {placement.inner} divide, and leaves that can't be cut over all of them "
             "go uncompressed"
         )
-    specs = exchanged_specs(tree, placement, [b is not None for b in own])
+    specs = exchanged_specs(tree, placement, {i for i, b in enumerate(own) if b is not None})
     each = [
         jax.ShapeDtypeStruct(placement.local(shape, spec), jnp.result_type(leaf))
         for leaf, shape, spec in zip(leaves, shapes, specs)
@@ -57,15 +57,13 @@ def shards(
     return treedef.unflatten(each), own, dense_elements
 
 
-def exchanged_specs(
-    tree: Any, placement: Placement, is_compressed: Sequence[bool]
-) -> list[PartitionSpec]:
-    """The partition in which each leaf is exchanged."""
+def exchanged_specs(tree: Any, placement: Placement, compressed: Set[int]) -> list[PartitionSpec]:
+    """The partition in which each leaf is exchanged, given the numbers of compressed ones."""
     found = []
-    for i, (leaf, compressed) in enumerate(zip(jax.tree.leaves(tree), is_compressed)):
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
         cut = placement.exchanged(i, jnp.shape(leaf))
         is_large = math.prod(jnp.shape(leaf)) >= _FEWEST * placement.devices
-        found.append(cut if compressed or is_large else placement.own[i])
+        found.append(cut if i in compressed or is_large else placement.own[i])
     return found
 
 
@@ -73,6 +71,7 @@ def spread(
     state: ErrorFeedbackState,
     params: Any,
     placement: Placement | None,
+    compressed: Set[int],
     mesh: AnyMesh | None,
     axis_name: str | None,
 ) -> ErrorFeedbackState:
@@ -85,6 +84,7 @@ def spread(
         state: the initial state of one device's shards: zeros, and reducers' states.
         params: the parameters.
         placement: their partitions over the inner axes. None: there are no such axes.
+        compressed: the numbers of the leaves in buckets.
         mesh: their mesh. None: the state is returned as it is.
         axis_name: the axis of the workers to spread the state over. None: it stays one worker's.
     """
@@ -95,7 +95,6 @@ def spread(
     if placement is not None:
         names = layouts.short_names(params)
         shapes = dict(zip(names, map(jnp.shape, jax.tree.leaves(params))))
-        compressed = [name in state.residual for name in names]
         specs = dict(zip(names, exchanged_specs(params, placement, compressed)))
     is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
     in_variables = axis_name is not None and marks.has_variables(params)
@@ -132,6 +131,7 @@ def on_devices(
     mesh: AnyMesh,
     axis_name: str,
     placement: Placement,
+    compressed: Set[int],
     is_manual: bool,
 ) -> tuple[Any, ErrorFeedbackState]:
     """Runs `update` on each device of a mesh with inner axes.
@@ -144,9 +144,10 @@ def on_devices(
         mesh: the mesh.
         axis_name: the axis of the workers.
         placement: partitions of the leaves over the inner axes.
+        compressed: the numbers of the leaves in buckets.
         is_manual: whether the workers' axis is one of `jax.shard_map`, and not of `jax.vmap`.
     """
-    on_each = functools.partial(_on_devices, update, mesh, axis_name, placement)
+    on_each = functools.partial(_on_devices, update, mesh, axis_name, placement, compressed)
     if is_manual:
         return on_each(False, updates, state, momentum)
 
@@ -170,6 +171,7 @@ def _on_devices(
     mesh: AnyMesh,
     axis_name: str,
     placement: Placement,
+    compressed: Set[int],
     is_stacked: bool,
     updates: Any,
     state: ErrorFeedbackState,
@@ -186,7 +188,7 @@ def _on_devices(
     rows = (axis_name,) if is_stacked else ()
     names = layouts.short_names(updates)
     whole = [x[0] for x in leaves] if is_stacked else leaves
-    specs = exchanged_specs(whole, placement, [name in state.residual for name in names])
+    specs = exchanged_specs(whole, placement, compressed)
     of_name = dict(zip(names, specs))
 
     def spec(kind: Kind) -> PartitionSpec:

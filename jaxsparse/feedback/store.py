@@ -51,7 +51,8 @@ class ErrorFeedbackState(NamedTuple):
     leaves, or further.
     """
 
-    # Residuals of compressed leaves: float32 or bfloat16 [1, *shape], as a worker sees them.
+    # Residuals of compressed leaves: float32 or bfloat16 [1, *shape], as a worker sees them. {} if
+    # none is kept.
     residual: dict[str, PerWorker]
     # Momenta, or {} without momentum. Compressed leaves have one like `residual`, or the mean's,
     # replicated [*shape]. Uncompressed leaves have the mean's, float32, replicated [*shape].
@@ -82,6 +83,7 @@ class Store(NamedTuple):
     axes: Axes
     has_momentum: bool
     is_delayed: bool
+    keeps_residual: bool  # False with decay=0: nothing that a step leaves is read by the next one
     dtype: Any  # of residuals and momenta
 
     @property
@@ -110,8 +112,7 @@ class Store(NamedTuple):
 
     def _described(self, plan: Plan) -> dict[str, dict[str, "_Leaf"]]:
         """The accumulators by field and name."""
-        layout, of_mean = plan.layout, _of_mean(plan)
-        packed = {leaf for pieces in layout.buckets for leaf, _, _ in pieces}
+        layout, packed, of_mean = plan.layout, plan.compressed, _of_mean(plan)
         loose = {leaf for leaf, _, _ in layout.dense}
         one = lambda leaf, dtype: _Leaf((1, *layout.shapes[leaf]), dtype, True)
         mean = lambda leaf, dtype: _Leaf(layout.shapes[leaf], dtype, False)
@@ -120,7 +121,7 @@ class Store(NamedTuple):
             momentum = {i: (mean if i in of_mean else one)(i, self.dtype) for i in packed}
             momentum |= {i: mean(i, jnp.float32) for i in loose}
         fields = {
-            "residual": {i: one(i, self.dtype) for i in packed},
+            "residual": {i: one(i, self.dtype) for i in packed if self.keeps_residual},
             "momentum": momentum,
             "pending": {i: one(i, jnp.float32) for i in loose if self.is_delayed},
         }
@@ -149,6 +150,8 @@ class Store(NamedTuple):
 
         residuals, momenta = leaves(state.residual), leaves(state.momentum)
         pending = leaves(state.pending)
+        if not self.keeps_residual:
+            residuals = {i: jnp.zeros(layout.shapes[i]) for i in plan.compressed}
         own = layout.buckets_of(residuals)
         kept: Any = layout.buckets_of(momenta) if self.has_momentum else [None] * len(own)
         return Carried(
@@ -171,7 +174,7 @@ class Store(NamedTuple):
         residuals, kept = [b.residual for b in buckets], [b.momentum or () for b in buckets]
         momentum: dict[int, Array] = {}
         pending: dict[int, Array] = {}
-        residual = layout.leaves_in(residuals)
+        residual = layout.leaves_in(residuals) if self.keeps_residual else {}
         if carried.dense_momentum is not None:
             momentum = layout.leaves_in(kept) | layout.leaves_in_dense(carried.dense_momentum)
         if carried.pending is not None:

@@ -233,12 +233,14 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         return _plan(own, budgets, bucket_size, placement.devices, dense_elements)
 
     def store_of(inner: tuple[str, ...]) -> Store:
-        return Store(Axes(axis_name, inner), momentum is not None, delayed, dtype)
+        keeps_residual = delayed or decay != 0  # a delayed exchange is of the residual
+        return Store(Axes(axis_name, inner), momentum is not None, delayed, keeps_residual, dtype)
 
     def init(params: Any) -> ErrorFeedbackState:
         placement, found = place(params, axis_name, mesh, options.specs)
-        state = store_of(()).init(plan_of(params, placement))
-        return spread(state, params, placement, found, None if mesh is None else axis_name)
+        plan = plan_of(params, placement)
+        own, state = None if mesh is None else axis_name, store_of(()).init(plan)
+        return spread(state, params, placement, plan.compressed, found, own)
 
     def update(
         updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
@@ -268,7 +270,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
             return delivered, store.save(done, state, plan)
 
         Axes(axis_name).check(updates)  # behind `plan_of`: its errors about the tree come first
-        return _run(on_device, updates, state, momentum, axis_name, mesh)
+        return _run(on_device, updates, state, momentum, plan.compressed, axis_name, mesh)
 
     return optax.GradientTransformationExtraArgs(init, unwrapped(update))
 
@@ -357,6 +359,7 @@ def _run(
     updates: Any,
     state: ErrorFeedbackState,
     momentum: Any,
+    compressed: set[int],
     axis_name: str | None,
     mesh: Mesh | None,
 ) -> tuple[Any, ErrorFeedbackState]:
@@ -384,4 +387,6 @@ def _run(
         )
     if placement is None or found is None or axis_name is None:
         return update(updates, state, momentum, ())
-    return on_devices(update, updates, state, momentum, found, axis_name, placement, is_manual)
+    return on_devices(
+        *(update, updates, state, momentum, found, axis_name, placement, compressed, is_manual)
+    )

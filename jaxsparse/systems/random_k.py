@@ -48,7 +48,7 @@ class RandomK(SeededReducer):
     2.57 if the rest is fed back. (Dense gradients end at 1.62.)
 
     `decay=0` also drops the errors of `reducer`, so round with `systems.Quantized()`, which is
-    right on average. The residual still takes its memory. The default is the paper's.
+    right on average. The default is the paper's.
 
     CocktailSGD (Wang et al., ICML 2023) is a composition: top-k within random coordinates, in 4
     bits, one step late. If each worker sends a tenth of a fifth of the coordinates, in 4 bits and
