@@ -135,7 +135,8 @@ def test_embedding_gradient_has_the_rows_of_the_inputs_and_no_others(model):
 
 @pytest.mark.slow
 def test_small_run_reports_perplexity_bytes_and_overflow(tmp_path):
-    printed = run("--small", "--methods", "omni", "s2", "--seeds", 0, 1, cwd=tmp_path)
+    flags = ["--methods", "omni", "s2", "--seeds", 0, 1, "--factors", 1e-6, 1, "nan"]
+    printed = run("--small", *flags, cwd=tmp_path)
     out = tmp_path / "out/language_model"
     result = json.loads((out / "results.json").read_text())
     settings, (dense, omni, s2) = result["settings"], result["methods"].values()
@@ -148,6 +149,7 @@ def test_small_run_reports_perplexity_bytes_and_overflow(tmp_path):
         assert method["overflow"] == 0
     assert dense["overflow"] == 0
     for method in (dense, omni, s2):
+        assert method["factor"] == 1  # a run that diverges is not the best one
         perplexities = np.array(method["curves"]["perplexity"])
         assert perplexities.shape == (2, len(method["curves"]["steps"]))
         assert np.all(perplexities[:, -1] < words)

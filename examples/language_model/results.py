@@ -24,6 +24,7 @@ class Run(NamedTuple):
     embedding: float  # the part of `received` that is for the embedding's gradient
     overflow: int  # elements that found no room in messages, over all steps and seeds
     seconds: float  # median time of a step
+    factor: float  # of the learning rates
 
 
 def table(runs: dict[str, Run], caption: str) -> Table:
@@ -36,12 +37,13 @@ def table(runs: dict[str, Run], caption: str) -> Table:
         caption_justify="left",
     )
     result.add_column("method", no_wrap=True)
-    for head in ("perplexity", "received B", "embedding B", "overflow", "s/step"):
+    for head in ("perplexity", "rates", "received B", "embedding B", "overflow", "s/step"):
         result.add_column(head, justify="right")
     for name, run in runs.items():
         result.add_row(
             name,
             _mean_and_spread(run.perplexity[:, -1]),
+            f"{run.factor:g}x",
             f"{run.received:,.0f}",
             f"{run.embedding:,.0f}",
             f"{run.overflow:,}",
@@ -78,6 +80,7 @@ def save_json(runs: dict[str, Run], settings: dict[str, Any], path: Path) -> Non
             "embedding_bytes": run.embedding,
             "overflow": run.overflow,
             "seconds_per_step": run.seconds,
+            "factor": run.factor,
             "curves": {"steps": run.steps.tolist(), "perplexity": run.perplexity.tolist()},
         }
         for name, run in runs.items()

@@ -4,7 +4,7 @@ The text is Python's own documentation, so nothing is downloaded. Eight emulated
 workers:
 
     python examples/language_model/train.py
-    python examples/language_model/train.py --methods dense s2 --seeds 0 1 2
+    python examples/language_model/train.py --methods dense s2 --seeds 0 1 2 --factors 0.5 1 2
     python examples/language_model/train.py --corpus wiki.train.tokens --valid wiki.valid.tokens
 """
 
@@ -70,6 +70,8 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     A sketch spreads its noise evenly over the rows of a batch. In the rows of rare words the noise
     is most of the gradient. Adam would divide it by its own size there, and so make it as large as
     the signal in other rows.
+
+    The last part of its state has the factor of all learning rates.
     """
 
     def schedule(peak: float) -> optax.Schedule:
@@ -80,13 +82,13 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     def label(path: Any, leaf: Any) -> str:
         return EMBEDDING if EMBEDDING in jax.tree_util.keystr(path) else "other"
 
-    return optax.multi_transform(
-        {
-            EMBEDDING: optax.sgd(schedule(args.embedding_lr), momentum=0.9),
-            "other": optax.adam(schedule(args.lr)),
-        },
+    adam = optax.adam(schedule(args.lr))
+    sgd = optax.sgd(schedule(args.embedding_lr), momentum=0.9)
+    optimizer = optax.multi_transform(
+        {EMBEDDING: adam if args.embedding_optimizer == "adam" else sgd, "other": adam},
         lambda params: jax.tree_util.tree_map_with_path(label, params),
     )
+    return optax.chain(optimizer, optax.inject_hyperparams(optax.scale)(1.0))
 
 
 def train(
@@ -96,17 +98,22 @@ def train(
     args: argparse.Namespace,
     advance: Callable[[], object],
 ) -> results.Run:
-    """Trains once for each seed, and calls `advance` after every step."""
+    """Trains with each factor of the rates on the first seed, and with the best one on the others.
+
+    It calls `advance` after every step.
+    """
     tx = optax.chain(jaxsparse.partition(policy), make_optimizer(args))
 
-    def create(seed: int) -> tuple[Any, Any]:
+    def create(seed: int, factor: float) -> tuple[Any, Any]:
         lm = model.LanguageModel(
             len(texts.words), args.width, args.hidden, args.output, nnx.Rngs(seed)
         )
-        graphdef, state = nnx.split((lm, nnx.Optimizer(lm, tx, wrt=nnx.Param)))
+        optimizer = nnx.Optimizer(lm, tx, wrt=nnx.Param)
+        optimizer.opt_state[1][1].hyperparams["step_size"][...] = factor
+        graphdef, state = nnx.split((lm, optimizer))
         return graphdef, jaxsparse.shard(state, mesh)
 
-    graphdef, state = create(seed=0)
+    graphdef, state = create(0, 1.0)
 
     def step(state: Any, windows: jax.Array) -> tuple[Any, jax.Array]:
         """The step of one worker, given its share of the batch."""
@@ -127,21 +134,27 @@ def train(
     batches = functools.partial(corpus.batches, texts.train, args.windows, args.length, args.steps)
     sent = jaxsparse.traffic.wire_bytes(parallel, state, next(batches(seed=0)))
 
-    curves: list[list[tuple[int, float]]] = []
     seconds: list[float] = []
-    total_overflow = 0
-    for seed in args.seeds:
-        _, state = create(seed)
-        curves.append([])
+
+    def run(seed: int, factor: float) -> tuple[list[tuple[int, float]], int]:
+        """Steps with their perplexities, and the overflow."""
+        _, state = create(seed, factor)
+        curve, total_overflow = [], 0
         for i, batch in enumerate(batches(seed=seed), start=1):
             began = time.perf_counter()
             state, overflow = parallel(state, batch)
             total_overflow += int(overflow)  # waits: emulated devices may deadlock on queued steps
             seconds.append(time.perf_counter() - began)
             if i % args.eval_every == 0 or i == args.steps:
-                curves[-1].append((i, float(perplexity(state))))
+                curve.append((i, float(perplexity(state))))
             advance()
+        return curve, total_overflow
 
+    seed, *others = args.seeds
+    tried = {factor: run(seed, factor) for factor in args.factors}
+    ends = {factor: np.nan_to_num(curve[-1][1], nan=np.inf) for factor, (curve, _) in tried.items()}
+    best = min(ends, key=ends.__getitem__)
+    curves, overflows = zip(tried[best], *(run(seed, best) for seed in others))
     steps, perplexities = np.moveaxis(np.array(curves), -1, 0)
     embedding = embedding_bytes(policy, (len(texts.words), args.width), mesh)
     return results.Run(
@@ -149,8 +162,9 @@ def train(
         perplexities,
         sent.received,
         embedding,
-        total_overflow,
+        sum(overflows),
         float(np.median(seconds)),
+        best,
     )
 
 
@@ -226,7 +240,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = {}
     with Progress(console=console) as progress:
         for name in chosen:
-            task = progress.add_task(name, total=args.steps * len(args.seeds))
+            trainings = len(args.factors) + len(args.seeds) - 1
+            task = progress.add_task(name, total=args.steps * trainings)
             advance = functools.partial(progress.advance, task)
             runs[name] = train(methods[name], texts, mesh, args, advance)
 
@@ -244,6 +259,8 @@ def caption(args: argparse.Namespace) -> str:
         f"{args.workers} emulated devices share {os.cpu_count()} cores: s/step says nothing about "
         "a network.",
     ]
+    if len(args.factors) > 1:
+        lines.append(f"Rates: the best of {args.factors} times those given, on the first seed.")
     if len(args.seeds) > 1:
         lines.append(f"±: standard deviation over {len(args.seeds)} seeds.")
     return "\n".join(lines)
@@ -332,6 +349,20 @@ def flags() -> argparse.ArgumentParser:
         type=float,
         default=4.0,
         help="highest learning rate of the embedding's SGD (default: 4)",
+    )
+    add(
+        "--embedding-optimizer",
+        choices=("sgd", "adam"),
+        default="sgd",
+        help="of the embedding: SGD with momentum, or Adam as for all other leaves (default: sgd)",
+    )
+    add(
+        "--factors",
+        nargs="+",
+        type=float,
+        default=[1.0],
+        metavar="F",
+        help="of all learning rates: each method takes the best one on the first seed (default: 1)",
     )
     add("--seeds", nargs="+", type=int, default=[0], metavar="SEED", help="(default: 0)")
 
