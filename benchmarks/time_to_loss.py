@@ -12,7 +12,7 @@ a little more than it took beside AdamW's (`--time`).
     python benchmarks/time_to_loss.py --recipes "muon, local 10, sign"
     python benchmarks/time_to_loss.py --show
 
-A loss of 1.4 took 20 to 65 minutes on two cores for a rate. Steps of both optimizers are timed so:
+A loss of 1.4 took 35 to 65 minutes on two cores for a rate. Steps of both optimizers are timed so:
 
     python benchmarks/time_to_loss.py --time 10
 """

@@ -127,11 +127,12 @@ def by_hand(tmp_path):
 def test_a_killed_process_ends_the_others_at_once(tmp_path, by_hand, victim):
     processes = by_hand(3)
     processes[victim].kill()
-    # Who loses a connection says so and leaves. JAX aborts whom process 0 has left meanwhile.
+    # Who loses a connection says so and leaves. JAX aborts others whom process 0 has left.
     words = {1: "Another process was probably lost", -signal.SIGABRT: "another task died"}
     for i in {0, 1, 2} - {victim}:
-        status = processes[i].wait(timeout=15)
-        assert words[status] in (tmp_path / str(i)).read_text()
+        status, said = processes[i].wait(timeout=15), (tmp_path / str(i)).read_text()
+        assert status == 1 or (i > 0 and status in words), said
+        assert words[status] in said
 
 
 @pytest.mark.slow

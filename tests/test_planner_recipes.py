@@ -106,7 +106,8 @@ def test_hours_add_up():
     assert found.over_mean(local) == mean.hours / local.hours
     assert found.over_mean(alone) is None
     assert (alone.memory, mean.memory, local.memory) == (0, 8e6, 8e6)
-    assert Recipe("adamw", "gradients", 1, "random 1/8").memory(1000) == 4000  # a residual
+    memory = lambda exchange: Recipe("adamw", "gradients", 1, exchange).memory(1000)
+    assert (memory("int4"), memory("random 1/8")) == (4000, 0)  # a residual, and none
     assert [f.hours for f in found.forecasts] == sorted(f.hours for f in found.forecasts)
 
 

@@ -65,13 +65,13 @@ def most_distinct(text: np.ndarray, args: argparse.Namespace) -> int:
 
 
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
-    """Adam, but for the embedding SGD with momentum of the mean gradient.
+    """Adam, but by default SGD with momentum of the mean gradient for the embedding.
 
     A sketch spreads its noise evenly over the rows of a batch. In the rows of rare words the noise
     is most of the gradient. Adam would divide it by its own size there, and so make it as large as
     the signal in other rows.
 
-    The last part of its state has the factor of all learning rates.
+    The step size of the second part multiplies all updates, so it is the factor of all rates.
     """
 
     def schedule(peak: float) -> optax.Schedule:
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             advance = functools.partial(progress.advance, task)
             runs[name] = train(methods[name], texts, mesh, args, advance)
 
-    console.print(results.table(runs, caption(args)))
+    console.print(results.table(runs, caption(args, runs)))
     args.out.mkdir(parents=True, exist_ok=True)
     results.save_figure(runs, title, args.out / "perplexity.png")
     results.save_json(runs, vars(args), args.out / "results.json")
@@ -253,14 +253,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     console.print(results.summary(runs), highlight=False, soft_wrap=True)
 
 
-def caption(args: argparse.Namespace) -> str:
+def caption(args: argparse.Namespace, runs: dict[str, results.Run]) -> str:
     lines = [
         "Bytes that a worker receives in one step, as compiled; overflow in elements.",
         f"{args.workers} emulated devices share {os.cpu_count()} cores: s/step says nothing about "
         "a network.",
     ]
     if len(args.factors) > 1:
-        lines.append(f"Rates: the best of {args.factors} times those given, on the first seed.")
+        tried = ", ".join(f"{factor:g}" for factor in args.factors)
+        lines.append(f"Rates: the best of {tried} times those given, on the first seed.")
+        ends = min(args.factors), max(args.factors)
+        if edge := [name for name, run in runs.items() if run.factor in ends]:
+            lines.append(f"At the edge of what was tried, so try more: {', '.join(edge)}.")
     if len(args.seeds) > 1:
         lines.append(f"±: standard deviation over {len(args.seeds)} seeds.")
     return "\n".join(lines)
@@ -348,7 +352,7 @@ def flags() -> argparse.ArgumentParser:
         "--embedding-lr",
         type=float,
         default=4.0,
-        help="highest learning rate of the embedding's SGD (default: 4)",
+        help="highest learning rate of the embedding's SGD (default: 4); Adam takes --lr",
     )
     add(
         "--embedding-optimizer",

@@ -148,7 +148,8 @@ def receive(
         counts: whether this worker's own message is among them. If it came too late, its residual
             keeps what it sent of compressed leaves, for the next step. Uncompressed leaves have no
             residual, so their part is lost: compress all leaves (`is_dense=lambda *_: False`)
-            where that matters. A gradient that is not finite is left out.
+            where that matters. With `decay=0` all of it is lost. A gradient that is not finite is
+            left out.
         weights: float32[workers], above 0: the mean is sum(weights * vectors) / sum(weights). None:
             all count alike. Residuals stay as they are: each worker's own, without its weight.
 

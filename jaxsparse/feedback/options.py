@@ -36,8 +36,8 @@ class Options(abc.ABC):
     Args:
         axis_name: the mesh axis of the workers. None: a single worker.
         decay: factor of the residual in each step, in [0, 1]. None: 1, so that nothing is ever
-            dropped. 0: what is not sent is dropped, and the state has no residual (but with a
-            delay).
+            dropped. 0: what is not sent is dropped. Without a delay the state then has no
+            residual.
         accumulator_dtype: dtype of the residual and momentum of compressed leaves between steps.
             None: float32. "bfloat16" halves their memory and rounds them at random.
         bucket_size: largest number of elements of a bucket. None: one bucket. Several buckets are

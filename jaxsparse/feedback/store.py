@@ -151,7 +151,7 @@ class Store(NamedTuple):
         residuals, momenta = leaves(state.residual), leaves(state.momentum)
         pending = leaves(state.pending)
         if not self.keeps_residual:
-            residuals = {i: jnp.zeros(layout.shapes[i]) for i in plan.compressed}
+            residuals = {i: jnp.zeros(layout.shapes[i], jnp.float32) for i in plan.compressed}
         own = layout.buckets_of(residuals)
         kept: Any = layout.buckets_of(momenta) if self.has_momentum else [None] * len(own)
         return Carried(

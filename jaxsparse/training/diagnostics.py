@@ -19,7 +19,8 @@ from jaxsparse.feedback.exchange import saturating_sum
 class Diagnostics(NamedTuple):
     """Scalars, equal on all workers, for all transformations in the state together."""
 
-    residual_norm: Float[Array, ""]  # root mean square over workers of their residuals' l2 norms
+    # Root mean square over workers of their residuals' l2 norms. 0 with decay=0, which keeps none.
+    residual_norm: Float[Array, ""]
     update_norm: Float[Array, ""] | None  # l2 norm of the updates; None without updates
     delivered: Int[Array, ""]  # int32: number of coordinates that the last update carried. Skipped
     # steps don't count, here and in `overflow`.
