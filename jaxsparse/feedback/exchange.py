@@ -59,11 +59,7 @@ class Plan(NamedTuple):
     states: tuple[Any, ...]  # shapes and dtypes of each reducer's own state
     sizes: tuple[int, ...]  # number of elements of each bucket
     dense_elements: int  # number of uncompressed elements of all of a worker's devices
-
-    @property
-    def compressed(self) -> set[int]:
-        """The numbers of the leaves in buckets."""
-        return {leaf for pieces in self.layout.buckets for leaf, _, _ in pieces}
+    compressed: frozenset[int]  # the numbers of the leaves in buckets
 
 
 class Settings(NamedTuple):

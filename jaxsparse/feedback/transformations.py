@@ -1,6 +1,7 @@
 """Error feedback around one reducer or several, as Optax transformations."""
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -351,6 +352,7 @@ def _plan(
         states=tuple(map(Reducer.abstract_state, reducers, sizes)),
         sizes=sizes,
         dense_elements=all_dense if dense_elements is None else dense_elements,
+        compressed=frozenset(map(operator.attrgetter("leaf"), itertools.chain(*layout.buckets))),
     )
 
 
@@ -359,7 +361,7 @@ def _run(
     updates: Any,
     state: ErrorFeedbackState,
     momentum: Any,
-    compressed: set[int],
+    compressed: frozenset[int],
     axis_name: str | None,
     mesh: Mesh | None,
 ) -> tuple[Any, ErrorFeedbackState]:
