@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import http.server
 import json
@@ -33,7 +34,7 @@ from jaxsparse.islands import (
     threads,
     watch,
 )
-from jaxsparse.islands.arithmetic import Shared, _digest as digested
+from jaxsparse.islands.arithmetic import Arithmetic, Shared, _digest as digested
 from jaxsparse.islands.store import UnreachableError
 
 NAMES = ("amsterdam", "bergen", "cork", "dover")
@@ -148,6 +149,35 @@ def test_what_comes_late_fades_as_asked_for(late_decay, clock):
     state = members[0].finish(state, exchange)
     delivered = reference.decoder()(exchange.half.words) if late_decay else 0
     np.testing.assert_array_equal(delivered + reference.residual(state), -8 * late_decay)
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        jaxsparse.dense,
+        functools.partial(jaxsparse.top_k, 0.4, decay=0.0, is_dense=lambda *_: False),
+    ],
+    ids=["dense", "top_k"],
+)
+def test_an_island_that_keeps_nothing_sends_nothing_late(exchange, clock):
+    """Its next message would be zeros that count."""
+    outer = optax.chain(exchange(axis_name=None), optax.sgd(1.0))
+    programs = Arithmetic(outer, lambda state: state[0], weighted=True)
+    settings = {"programs": programs, "weighted": True}
+    members, states = joined(reference.Memory(), NAMES[:2], clock, **settings)
+    states = [one._replace(weight=10.0) for one in states]
+    _, exchange = members[1].begin(reference.moved(states[1], [1] * 6))
+    exchange.advance()
+    clock.now += 10
+    assert exchange.advance()  # decides alone
+    state, exchange = members[0].begin(reference.moved(states[0], [8] * 6))
+    exchange.advance()
+    clock.now += 20
+    assert exchange.advance()
+    assert (exchange.counted, exchange.round) == (False, 1)
+    state = members[0].finish(state, exchange)
+    assert state.weight == 0
+    assert members[0].rounds.decided(1) is None
 
 
 @pytest.mark.parametrize("late_decay", [1.0, 0.5, 0.0])

@@ -70,10 +70,11 @@ def pairs(usual, slow=LAWFUL):
     return some(every, [(name, MESHES[0]) for name in usual], slow)
 
 
-@pytest.mark.parametrize("via", some(["shard_map", "vmap"], ["vmap"]))
-def test_what_is_dropped_takes_no_memory(via):
+@pytest.mark.parametrize("via", some(["shard_map", "vmap"], ["vmap"], slow=["vmap"]))
+@pytest.mark.parametrize("name", some(LAWFUL, ["top_k"], slow=LAWFUL))
+def test_what_is_dropped_takes_no_memory(name, via):
     """A step with decay=0 is one whose residual has been set to zero before it."""
-    where, reducer = mesh(), CASES["top_k"].reducer
+    where, reducer = mesh(), CASES[name].reducer
     run, state, _ = stepper(reducer, where, via, decay=0.0, momentum=0.5)
     expected, other, _ = stepper(reducer, where, via, momentum=0.5)
     assert not state.residual

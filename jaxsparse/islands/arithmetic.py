@@ -339,17 +339,26 @@ def merged(shared: Shared, own: list[Any]) -> Shared:
     return shared._replace(outer=map_marked(pick, shared.outer))
 
 
+def _is_feedback(node: Any) -> bool:
+    return isinstance(node, ErrorFeedbackState)
+
+
+def has_residual(shared: Shared) -> bool:
+    """Whether an island keeps what was not sent. `dense` and `decay=0` leave nothing of it."""
+    nodes = jax.tree.leaves(shared.outer, is_leaf=_is_feedback)
+    return any(_is_feedback(node) and node.residual for node in nodes)
+
+
 def _faded(shared: Shared, factor: Any) -> Shared:
     """With residuals multiplied by a factor."""
-    is_feedback = lambda node: isinstance(node, ErrorFeedbackState)
     fade = lambda x: x * jnp.asarray(factor, x.dtype)
 
     def one(node: Any) -> Any:
-        if not is_feedback(node):
+        if not _is_feedback(node):
             return node
         return node._replace(residual=jax.tree.map(fade, node.residual))
 
-    return shared._replace(outer=jax.tree.map(one, shared.outer, is_leaf=is_feedback))
+    return shared._replace(outer=jax.tree.map(one, shared.outer, is_leaf=_is_feedback))
 
 
 def _digest(shared: Shared) -> UInt32[Array, " 2"]:

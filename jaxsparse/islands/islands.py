@@ -141,8 +141,9 @@ class Islands:
         late_decay: factor in [0, 1] by which all that this island owes shrinks in each round in
             which its message does not count. 1: nothing is lost, only late. Below 1, what was
             delivered and what it owes add up to less than what it moved, and with 0 a late
-            displacement is dropped whole, and not sent: it was made from old parameters. If
-            `weighted`, its weight shrinks alike. (The norm of what comes late is cut by an exchange
+            displacement is dropped whole, and not sent: it was made from old parameters. It is 0
+            where `outer` keeps no residual, as `dense` and `decay=0` don't. If `weighted`, its
+            weight shrinks alike. (The norm of what comes late is cut by an exchange
             with `clip="median"`.)
         weighted: whether messages count by weights, which each call of a step gives, such as its
             number of tokens. Otherwise all count alike. All islands must agree.

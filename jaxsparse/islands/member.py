@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from jaxsparse.islands.arithmetic import Arithmetic, Shared
+from jaxsparse.islands.arithmetic import Arithmetic, Shared, has_residual
 from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.lead import check_alike, is_first, led, spread
 from jaxsparse.islands.records import BrokenError, from_snapshot, to_snapshot
@@ -146,6 +146,8 @@ class Member:
         """
         own = state.worker if isinstance(state, IslandState) else state
         shared = self.arithmetic.start(own)
+        if not has_residual(shared):
+            self.late_decay = 0.0  # else a late island's next message would be zeros that count
         self.is_restored = isinstance(state, IslandState)
         picked = self.arithmetic.own(own)
         self.words, digest = self.arithmetic.described(shared, picked)
