@@ -17,11 +17,13 @@ seed 0 and `--tune-steps`, until the best rate has a worse one on either side. W
 a recipe takes the best rate of the one that sends four bits instead. Runs are lines of
 `frontier.jsonl`, those of a larger model (`--size`) of a file of its own, and none is done twice,
 so that what was cut goes on where it was. Several processes may share the file (`--part`).
-`frontier_map.py` makes a map of them.
+`frontier_map.py` makes a map of them. With `--outer`, a rate and a momentum, recipes with DiLoCo's
+momentum have these in place of its defaults, and are lines of `frontier_outer.jsonl`.
 
     python benchmarks/frontier.py --recipes "adamw, gradients, dense"
     python benchmarks/frontier.py --recipes first --steps 600 --rates family
     python benchmarks/frontier_map.py --steps 600
+    python benchmarks/frontier.py --recipes "muon, diloco 30, int4" --outer 0.7 0.6
 """
 
 import argparse
@@ -32,7 +34,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -160,10 +162,13 @@ class Curve(NamedTuple):
 
 
 class Trainer:
-    """Trains one recipe with any rate, seed and number of steps."""
+    """Trains one recipe with any rate, seed and number of steps.
 
-    def __init__(self, recipe: Recipe, size: Size):
-        self.recipe, self._size = recipe, size
+    `outer` has the rate and the momentum of DiLoCo. Without, they are the defaults.
+    """
+
+    def __init__(self, recipe: Recipe, size: Size, outer: Sequence[float] = ()):
+        self.recipe, self._size, self._outer = recipe, size, outer
         graphdef, _ = nnx.split(size.made(0), nnx.Param)
         loss_of = lambda p, x: models.loss_of(nnx.merge(graphdef, p), x)
         exchange = EXCHANGES[recipe.exchange].transformation()
@@ -199,8 +204,10 @@ class Trainer:
         first = recipe.warm * steps // 100
         if first not in self._ways:
             every: Any = jaxsparse.Stages((1, recipe.every), (first,)) if first else recipe.every
-            optimizer = jaxsparse.outer.mean if recipe.what == "local" else jaxsparse.outer.diloco
-            outer = optimizer(exchange=self._exchange)
+            if recipe.what == "local":
+                outer = jaxsparse.outer.mean(exchange=self._exchange)
+            else:
+                outer = jaxsparse.outer.diloco(*self._outer, exchange=self._exchange)
             self._ways[first] = LocalSteps(
                 *(self._step, outer, self._size.workers),
                 every=every,
@@ -254,19 +261,27 @@ class Trainer:
 
 
 class Results:
-    """Runs by recipe. Each is a line of JSON that is appended."""
+    """Runs by recipe. Each is a line of JSON that is appended.
 
-    def __init__(self, size: str, path: Path | None = None):
-        name = "frontier.jsonl" if size == "136k" else f"frontier_{size}.jsonl"
-        self._path = path or Path(__file__).with_name(name)
+    `outer` is as for `Trainer`. Lines with another one are left out.
+    """
 
-    def lines(self) -> list[dict[str, Any]]:
+    def __init__(self, size: str, path: Path | None = None, outer: Sequence[float] = ()):
+        parts = ["frontier", *([size] if size != "136k" else []), *(["outer"] if outer else [])]
+        self._path = path or Path(__file__).with_name("_".join(parts) + ".jsonl")
+        self._settings = {"outer": list(outer)} if outer else {}
+
+    def all_lines(self) -> list[dict[str, Any]]:
         text = self._path.read_text() if self._path.exists() else ""
         return list(map(json.loads, text.splitlines()))
 
+    def lines(self) -> list[dict[str, Any]]:
+        outer = self._settings.get("outer")
+        return [line for line in self.all_lines() if line.get("outer") == outer]
+
     def add(self, recipe: Recipe, **found: Any) -> None:
         with self._path.open("a") as file:
-            file.write(json.dumps({"recipe": str(recipe), **found}) + "\n")
+            file.write(json.dumps({"recipe": str(recipe), **self._settings, **found}) + "\n")
 
     def runs(self, recipe: Recipe, steps: int) -> dict[tuple[float, int], list[float]]:
         """Held-out losses by rate and seed."""
@@ -310,7 +325,7 @@ def _finite(loss: float) -> float:
 
 def train(recipe: Recipe, results: Results, args: argparse.Namespace) -> None:
     """Tunes the rate, and trains all seeds with it, but for runs that the file has."""
-    trainers = functools.cache(functools.partial(Trainer, size=SIZES[args.size]))
+    trainers = functools.cache(functools.partial(Trainer, size=SIZES[args.size], outer=args.outer))
 
     def loss(rate: float, seed: int, steps: int, of: Recipe = recipe) -> float:
         known = results.runs(of, steps)
@@ -347,14 +362,24 @@ def main() -> None:
     add("--tune-steps", type=int, help="of the runs that try rates (as many as --steps)")
     add("--rate", type=float, default=0.01, help="where a search for a rate begins")
     add("--rates", choices=("own", "family"), default="own", help="family: the rate of four bits")
+    add(
+        "--outer",
+        type=float,
+        nargs=2,
+        default=(),
+        metavar=("RATE", "MOMENTUM"),
+        help="of the momentum outside (default: those of outer.diloco)",
+    )
     args = parser.parse_args()
     args.tune_steps = args.tune_steps or args.steps
-    results = Results(args.size, args.jsonl)
+    results = Results(args.size, args.jsonl, args.outer)
     try:
         named = args.recipes != ["first"]
         recipes = list(map(Recipe.parsed, args.recipes)) if named else first_pass()
     except ValueError as error:
         parser.error(str(error))
+    if args.outer and any(recipe.what != "diloco" for recipe in recipes):
+        parser.error("--outer is for recipes with DiLoCo's momentum: name them in --recipes")
     part, parts = map(int, args.part.split("/"))
     for recipe in recipes[part - 1 :: parts]:
         train(recipe, results, args)

@@ -7,6 +7,7 @@ writes what the planner prints (jaxsparse/planner/losses.json).
     python benchmarks/frontier_map.py
     python benchmarks/frontier_map.py --steps 600
     python benchmarks/frontier_map.py --export jaxsparse/planner/losses.json
+    python benchmarks/frontier_map.py --outer
 """
 
 import argparse
@@ -226,6 +227,20 @@ def show(found: list[Row]) -> None:
         )
 
 
+def show_outer(args: argparse.Namespace) -> None:
+    """Recipes with another rate and momentum outside than DiLoCo's, by their losses on seed 0."""
+    lines = Results(args.size, outer=(0.0, 0.0)).all_lines()
+    done = [line for line in lines if line["steps"][-1] == args.steps]
+    keys = {(line["recipe"], tuple(line["outer"])) for line in done}
+    print("| recipe | outer rate, momentum | loss at the best inner rate | others |")
+    print("|---|---|---|---|")
+    for name, outer in sorted(keys):
+        tried = Results(args.size, outer=outer).tried(Recipe.parsed(name), args.steps)
+        (best, loss), *others = sorted(tried.items(), key=lambda item: item[1])
+        rest = ", ".join(f"{x:.3f} at {rate:g}" for rate, x in others)
+        print(f"| {name} | {outer[0]:g}, {outer[1]:g} | {loss:.3f} at {best:g} | {rest} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -235,7 +250,11 @@ def main() -> None:
     add("--steps", type=int, default=2000)
     add("--export", type=Path, help="write losses for the planner's recipes here")
     add("--short", type=int, default=600, help="steps of the shorter runs to export, too")
+    add("--outer", action="store_true", help="show runs with other momentum outside, and end")
     args = parser.parse_args()
+    if args.outer:
+        show_outer(args)
+        return
     results = Results(args.size)
     found, short = (rows(results, steps, SIZES[args.size]) for steps in (args.steps, args.short))
     show(found)
