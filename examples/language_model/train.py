@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import corpus
 import jax
@@ -31,14 +31,24 @@ from rich.progress import Progress
 import jaxsparse
 from jaxsparse.reducers.base import Reducer
 
-METHODS = ("dense", "gather", "omni", "s2", "s2 + spardl")
-# Reducers of the model's leaves, by a part of their names. All other leaves go dense.
-Policy = dict[str, Reducer]
+METHODS = ("dense", "gather", "omni", "s2", "s2 + spardl", "s2 + random")
 EMBEDDING = "embedding"
 MATRICES = "(gates|recurrent|output).*kernel"
 
 
-def policies(args: argparse.Namespace, union: int) -> dict[str, Policy]:
+class Method(NamedTuple):
+    """What is exchanged by which reducer.
+
+    Attributes:
+        policy: reducers of the model's leaves, by a part of their names. Others go dense.
+        decay: factor of what waits in residuals, in each step.
+    """
+
+    policy: dict[str, Reducer]
+    decay: float = 1.0
+
+
+def named_methods(args: argparse.Namespace, union: int) -> dict[str, Method]:
     """The methods by name. All workers together may touch `union` words in a step."""
     words = args.vocabulary
     own = min(words, args.windows // args.workers * args.length)
@@ -49,12 +59,16 @@ def policies(args: argparse.Namespace, union: int) -> dict[str, Policy]:
         "union_density": union / words,
     }
     s2 = jaxsparse.systems.S2(sketch_ratio=args.sketch_ratio, **rows)
+    spardl = jaxsparse.systems.SparDL(args.density)
+    # The control: as many words, which need no indices, drawn at random. It feeds nothing back.
+    random = jaxsparse.systems.RandomK(2 * args.density)
     return {
-        "dense": {},
-        "gather": {EMBEDDING: gather},
-        "omni": {EMBEDDING: jaxsparse.systems.OmniReduce(**rows)},
-        "s2": {EMBEDDING: s2},
-        "s2 + spardl": {EMBEDDING: s2, MATRICES: jaxsparse.systems.SparDL(args.density)},
+        "dense": Method({}),
+        "gather": Method({EMBEDDING: gather}),
+        "omni": Method({EMBEDDING: jaxsparse.systems.OmniReduce(**rows)}),
+        "s2": Method({EMBEDDING: s2}),
+        "s2 + spardl": Method({EMBEDDING: s2, MATRICES: spardl}),
+        "s2 + random": Method({EMBEDDING: s2, MATRICES: random}, decay=0.0),
     }
 
 
@@ -92,7 +106,7 @@ def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
 
 
 def train(
-    policy: Policy,
+    method: Method,
     texts: corpus.Corpus,
     mesh: Mesh,
     args: argparse.Namespace,
@@ -102,7 +116,7 @@ def train(
 
     It calls `advance` after every step.
     """
-    tx = optax.chain(jaxsparse.partition(policy), make_optimizer(args))
+    tx = optax.chain(jaxsparse.partition(method.policy, decay=method.decay), make_optimizer(args))
 
     def create(seed: int, factor: float) -> tuple[Any, Any]:
         lm = model.LanguageModel(
@@ -156,7 +170,7 @@ def train(
     best = min(ends, key=ends.__getitem__)
     curves, overflows = zip(tried[best], *(run(seed, best) for seed in others))
     steps, perplexities = np.moveaxis(np.array(curves), -1, 0)
-    embedding = embedding_bytes(policy, (len(texts.words), args.width), mesh)
+    embedding = embedding_bytes(method.policy, (len(texts.words), args.width), mesh)
     return results.Run(
         steps[0].astype(int),
         perplexities,
@@ -168,7 +182,7 @@ def train(
     )
 
 
-def embedding_bytes(policy: Policy, shape: tuple[int, int], mesh: Mesh) -> float:
+def embedding_bytes(policy: dict[str, Reducer], shape: tuple[int, int], mesh: Mesh) -> float:
     """Bytes that a worker receives for the gradient of the embedding alone, from compiled HLO."""
     tx = jaxsparse.partition({rule: policy[rule] for rule in policy if rule == EMBEDDING})
     params = {EMBEDDING: jnp.zeros(shape)}
@@ -219,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     distinct = most_distinct(texts.train, args)
     union = args.union or min(len(texts.words), distinct + distinct // 8)
     try:
-        methods = policies(args, union)
+        methods = named_methods(args, union)
     except ValueError as error:
         parser.error(f"--sketch-ratio, --union, --density: {error}")
 
@@ -316,7 +330,8 @@ def flags() -> argparse.ArgumentParser:
         "--density",
         type=float,
         default=0.02,
-        help="of spardl: share of the other matrices' elements (default: 0.02)",
+        help="of spardl: share of the other matrices' elements (default: 0.02); random has twice "
+        "as many, without indices",
     )
 
     add = parser.add_argument_group("text and model").add_argument

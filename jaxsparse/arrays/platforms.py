@@ -39,6 +39,7 @@ __all__ = [
     "only_shapes",
     "over_tiles",
     "shaped_as",
+    "stored",
     "to_bits",
     "zeros",
 ]
@@ -144,6 +145,27 @@ def laid_around(start: Int[Array, "*tiles 1"], tile: int) -> Int[Array, "*tiles 
     shape = (1,) * (start.ndim - 1) + (tile,)
     within = lax.broadcasted_iota(jnp.int32, shape, start.ndim - 1) - start
     return jnp.where(within < 0, within + tile, within)
+
+
+@shaped_as(lambda x: x)
+def stored(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+    """`x`, which each element that reads it does not compute anew.
+
+    XLA's CPU backend fuses short arrays into long ones that repeat them, and takes out barriers
+    before it does. It stores what a loop reads.
+    """
+    return by_platform(x, default=_copied, gpu=lambda x: x)
+
+
+def _copied(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+    half = -(-x.size // 2)
+
+    def step(i: Array, kept: Array) -> Array:
+        start = jnp.minimum(i * half, x.size - half)
+        part = lax.dynamic_slice_in_dim(x, start, half)
+        return lax.dynamic_update_slice_in_dim(kept, part, start, axis=0)
+
+    return lax.fori_loop(jnp.int32(0), jnp.int32(2), step, jnp.zeros_like(x))
 
 
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: tuple[Array, ...]) -> Array:

@@ -96,22 +96,25 @@ def quantized_all_reduce(
         own_key = jax.random.fold_in(key, wire.axis_index(axis_name))
         drawn = jax.random.split(own_key, teams + 1 + (n if levels else 0))
         across_keys, last_key, inside_keys = drawn[:teams], drawn[teams], drawn[teams + 1 :]
-    if levels is None:
-        parts, lost_inside = rows[0], jnp.zeros_like(rows)
-    else:
+    parts, lost_inside = rows[0], jnp.zeros_like(rows)
+    if levels is not None:
         starts = teams * m * jnp.arange(n, dtype=jnp.int32)
         counts = jnp.clip(size - starts, 0, teams * m)  # elements before the padding
-        parts, lost_inside = _scattered(rows, counts, levels.inside, team, inside_keys)
+        parts, messages = _scattered(rows, counts, levels.inside, team, inside_keys)
+        lost_inside = _lost(rows, messages, levels.inside)
+    parts = parts.reshape(teams, m)
     starts = m * (teams * team.rank + jnp.arange(teams, dtype=jnp.int32))
     counts = jnp.clip(size - starts, 0, m)
-    total, lost = _scattered(parts.reshape(teams, m), counts, quantizer, across, across_keys)
+    total, messages = _scattered(parts, counts, quantizer, across, across_keys)
     message = _pack(total, last_key, counts[across.rank], quantizer)
-    decode = lambda one: _unpack(one, quantizer, m)
-    sums = jax.vmap(decode)(_gathered(message, team, across)).reshape(-1)[:size]
+    sums = jax.vmap(lambda one: _unpack(one, quantizer, m))(_gathered(message, team, across))
+    sums = sums.reshape(-1)[:size]
     if key is not None:
         return AllReduced(sums, jnp.zeros_like(x), none)
+    # The own part is not rounded, but the sum in its place is.
     own = (jnp.arange(teams, dtype=jnp.int32) == across.rank)[:, None]
-    lost = jnp.where(own, (total - decode(message))[None], lost).reshape(-1)
+    parts, messages = jnp.where(own, total, parts), jnp.where(own, message, messages)
+    lost = _lost(parts, messages, quantizer).reshape(-1)
     own = (jnp.arange(n, dtype=jnp.int32) == team.rank)[:, None]
     return AllReduced(sums, jnp.where(own, lost, lost_inside).reshape(-1)[:size], none)
 
@@ -122,11 +125,11 @@ def _scattered(
     quantizer: Quantizer,
     group: wire.Group,
     keys: Key[Array, " n"] | None,
-) -> tuple[Float[Array, " m"], Float[Array, "n m"]]:
-    """The sum of the group's rows for this member, and the rounding errors of `rows`.
+) -> tuple[Float[Array, " m"], UInt32[Array, "n words"]]:
+    """The sum of the group's rows for this member, and the messages that it made of `rows`.
 
-    Rows, and so the sum, are zero behind their first `counts` elements. The own row is not rounded.
-    The error given for it is not zero, and means nothing.
+    Rows, and so the sum, are zero behind their first `counts` elements. The own row is not rounded,
+    and its message is not used.
     """
     m = rows.shape[1]
     messages = jax.vmap(lambda row, key, count: _pack(row, key, count, quantizer))(
@@ -142,8 +145,12 @@ def _scattered(
     arrived = group.all_to_all(messages)
     total = jax.lax.scan(add, jnp.zeros_like(rows[0]), (arrived, rows, own))[0]
     # Zeros may have been rounded to other numbers. Masked here, a whole vector is not stored anew.
-    total = jnp.where(jnp.arange(m, dtype=jnp.int32) < counts[group.rank], total, 0)
-    return total, rows - jax.vmap(lambda message: _unpack(message, quantizer, m))(messages)
+    return jnp.where(jnp.arange(m, dtype=jnp.int32) < counts[group.rank], total, 0), messages
+
+
+def _lost(rows: Array, messages: Array, quantizer: Quantizer) -> Array:
+    """The errors of rows that were rounded to messages."""
+    return rows - jax.vmap(lambda one: _unpack(one, quantizer, rows.shape[1]))(messages)
 
 
 def _gathered(message: Array, team: wire.Group, across: wire.Group) -> Array:

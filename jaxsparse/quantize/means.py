@@ -87,16 +87,19 @@ def decoded(
 ) -> Float[Array, " d"]:
     """The values of codes. None in a group with infinite levels is finite."""
     groups = in_groups(codes, group_size)
-    # Products and no selections, because XLA's CPU backend vectorises these alone.
+    # No selections, because XLA's CPU backend does not vectorise them here.
     low, high = levels[0][:, None], levels[-1][:, None]
     if name == "ternary":
         values = (groups.astype(jnp.float32) - 1) * low
-    elif name == "sign":
-        values = (1 - 2 * groups.astype(jnp.float32)) * low
+        return values.reshape(-1)[: codes.size]
+    # The others are a level's bits, and the sign's.
+    groups = groups.astype(jnp.uint32)
+    if name == "sign":
+        negative, bits = groups, to_bits(low)
     else:
-        upper = (groups & jnp.uint8(1)).astype(jnp.float32)
-        sign = 1 - 2 * (groups >> jnp.uint8(1)).astype(jnp.float32)
-        values = sign * (high * upper + low * (1 - upper))
+        negative, upper = groups >> jnp.uint32(1), jnp.uint32(0) - (groups & jnp.uint32(1))
+        bits = to_bits(low) ^ ((to_bits(low) ^ to_bits(high)) & upper)
+    values = lax.bitcast_convert_type(bits ^ negative << jnp.uint32(31), jnp.float32)
     return values.reshape(-1)[: codes.size]
 
 
@@ -110,18 +113,18 @@ def _fit(
     exponent = jnp.clip(to_bits(largest) >> jnp.uint32(23), jnp.uint32(2), jnp.uint32(254))
     y = jnp.abs(groups) * _power(jnp.uint32(255) - exponent)[:, None]
     negative = groups < 0
-    sums = _sums(_units(y))
     count = inside.astype(jnp.float32)
     if name == "sign":
+        (sums,) = _sums(_units(y))
         codes, means = negative.astype(jnp.uint8), [_total(sums) / count]
     else:
-        squares = 4 * _total(_sums(_units(y * y * 0.25)))
-        w = squares / jnp.maximum(_total(sums), 1 / _UNITS)
+        sums, squares = _sums(_units(y), _units(y * y * 0.25))
+        w = 4 * _total(squares) / jnp.maximum(_total(sums), 1 / _UNITS)
         # As integers, which have the same order. XLA's CPU backend would store the floats of all
         # thresholds, one for each value.
         upper = to_bits(y) > to_bits(_THRESHOLDS[name] * w)[:, None]
         one = jnp.uint32(1 << _COUNT_SHIFT)
-        both = _sums(jnp.where(upper, _units(y) + one, jnp.uint32(0)))
+        (both,) = _sums(jnp.where(upper, _units(y) + one, jnp.uint32(0)))
         upper_sums = both & (one - jnp.uint32(1))
         upper_count = jnp.sum(both >> jnp.uint32(_COUNT_SHIFT), axis=1, dtype=jnp.uint32)
         upper_count = upper_count.astype(jnp.float32)
@@ -144,12 +147,15 @@ def _units(y: Float[Array, "n values"]) -> UInt32[Array, "n values"]:
     return to_bits(y * _UNITS + _MAGIC) - to_bits(jnp.float32(_MAGIC))
 
 
-def _sums(units: UInt32[Array, "n values"]) -> UInt32[Array, "n sixteenths"]:
-    """Sums of at most 16 integers of each row."""
-    units = jnp.pad(units, ((0, 0), (0, -units.shape[1] % _SUMMANDS)))
-    lanes = units.reshape(len(units), _SUMMANDS, units.shape[1] // _SUMMANDS)
-    # The barrier keeps this sum apart from the next one, which is then much shorter.
-    return lax.optimization_barrier(jnp.sum(lanes, axis=1, dtype=jnp.uint32))
+def _sums(*units: UInt32[Array, "n values"]) -> tuple[UInt32[Array, "n sixteenths"], ...]:
+    """Sums of at most 16 integers of each row, for each array. One pass reads all arrays."""
+    n, width = units[0].shape
+    padded = (jnp.pad(x, ((0, 0), (0, -width % _SUMMANDS))) for x in units)
+    lanes = tuple(x.reshape(n, _SUMMANDS, x.shape[1] // _SUMMANDS) for x in padded)
+    add = lambda a, b: tuple(map(jnp.add, a, b))
+    sums = lax.reduce(lanes, (jnp.uint32(0),) * len(lanes), add, (1,))
+    # The barrier keeps these sums apart from the next ones, which are then much shorter.
+    return tuple(map(lax.optimization_barrier, sums))
 
 
 def _total(sums: UInt32[Array, "n sixteenths"]) -> Float[Array, " n"]:

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Int, UInt8, UInt32
 
 from jaxsparse.arrays.bits import field_words, pack_fields
-from jaxsparse.arrays.platforms import shaped_as
+from jaxsparse.arrays.platforms import shaped_as, stored
 from jaxsparse.arrays.settings import check_size, static_int
 
 __all__ = ["check_bits", "digit_words", "pack", "pack_digits", "unpack", "unpack_digits"]
@@ -122,7 +122,7 @@ def pack_digits(digits: UInt8[Array, " d"], base: int) -> UInt32[Array, " words"
     start = jnp.zeros_like(digits, jnp.uint32, (words,))
     number = lax.fori_loop(jnp.int32(0), jnp.int32(whole), step, start)
     if rest:
-        number = join(number, jnp.pad(digits[whole * words :], (0, words - rest)))
+        number = join(number, jnp.pad(stored(digits[whole * words :]), (0, words - rest)))
     number *= jnp.uint32(base ** (count - whole - (rest > 0)))  # further digits are 0
     return _fraction_of_trits(number) if base == 3 else number
 
@@ -138,9 +138,16 @@ def unpack_digits(words: UInt32[Array, " words"], base: int, size: int) -> UInt8
     # The multiples of 2**32 / base, rounded up, that a fraction may reach.
     starts = [jnp.uint32(-(-(digit * 2**32) // base)) for digit in range(1, base)]
     first = lambda fraction: sum((fraction >= start).astype(jnp.uint8) for start in starts)
-    # A loop, for the same reason.
-    planes = lax.map(lambda power: first(words * power), powers)
-    return planes.reshape(-1)[:size]
+
+    # A loop, for the same reason. It carries all planes, where `lax.map` would have the axis of the
+    # planes before that of a vmap, and so transpose what is decoded.
+    def step(j: Array, digits: Array) -> Array:
+        plane = first(words * powers[j])
+        return lax.dynamic_update_slice_in_dim(digits, plane, j * words.size, axis=0)
+
+    count = _DIGITS[base]
+    digits = jnp.zeros_like(words, jnp.uint8, (count * words.size,))
+    return lax.fori_loop(jnp.int32(0), jnp.int32(count), step, digits)[:size]
 
 
 def _fraction_of_trits(number: UInt32[Array, " words"]) -> UInt32[Array, " words"]:
@@ -152,8 +159,10 @@ def _fraction_of_trits(number: UInt32[Array, " words"]) -> UInt32[Array, " words
     more = 2**32 / 3**20 - 1
     whole = int(more * 2**16)
     high, low = number >> jnp.uint32(16), number & jnp.uint32(2**16 - 1)
-    rest = high.astype(jnp.float32) * (more * 2**16 - whole) + low.astype(jnp.float32) * more
-    return number + high * jnp.uint32(whole) + (rest + 1.116).astype(jnp.uint32)
+    # Of signed integers, because CPUs convert these in lanes.
+    as_float = lambda part: part.astype(jnp.int32).astype(jnp.float32)
+    rest = as_float(high) * (more * 2**16 - whole) + as_float(low) * more
+    return number + high * jnp.uint32(whole) + (rest + 1.116).astype(jnp.int32).astype(jnp.uint32)
 
 
 def _shifts(bits: int) -> UInt32[Array, "1 fields"]:

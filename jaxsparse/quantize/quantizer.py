@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from jaxsparse.arrays.bits import field_words, pack_fields, unpack_fields
+from jaxsparse.arrays.platforms import stored
 from jaxsparse.arrays.settings import check_size, static_int
 
 __all__ = [
@@ -222,7 +223,7 @@ def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -
     words = message.size - field_words(count, spec.scale_bits)
     scales = unpack_fields(message[words:], spec.scale_bits, count)
     scales <<= jnp.uint32(SCALE_SHIFTS[spec.scale_bits])
-    return Quantized(message[:words], lax.bitcast_convert_type(scales, jnp.float32))
+    return Quantized(message[:words], stored(lax.bitcast_convert_type(scales, jnp.float32)))
 
 
 def _scale_count(spec: Quantizer, size: int) -> int:
