@@ -17,13 +17,13 @@ seed 0 and `--tune-steps`, until the best rate has a worse one on either side. W
 a recipe takes the best rate of the one that sends four bits instead. Runs are lines of
 `frontier.jsonl`, those of a larger model (`--size`) of a file of its own, and none is done twice,
 so that what was cut goes on where it was. Several processes may share the file (`--part`).
-`frontier_map.py` makes a map of them. With `--outer`, a rate and a momentum, recipes with DiLoCo's
-momentum have these in place of its defaults, and are lines of `frontier_outer.jsonl`.
+`frontier_map.py` makes a map of them. With `--outer`, recipes with DiLoCo's momentum have this rate
+and momentum in place of 0.7 and 0.6, and are lines of `frontier_outer.jsonl`.
 
     python benchmarks/frontier.py --recipes "adamw, gradients, dense"
     python benchmarks/frontier.py --recipes first --steps 600 --rates family
     python benchmarks/frontier_map.py --steps 600
-    python benchmarks/frontier.py --recipes "muon, diloco 30, int4" --outer 0.7 0.6
+    python benchmarks/frontier.py --recipes "muon, diloco 30, int4" --outer 0.7 0.9
 """
 
 import argparse
@@ -34,7 +34,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,7 +47,7 @@ from rates import tuned
 
 import jaxsparse
 from jaxsparse import LocalSteps, per_worker
-from jaxsparse.planner.recipes import EXCHANGES, Recipe
+from jaxsparse.planner.recipes import EXCHANGES, NESTEROV, Recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "local_updates"))
 models: Any = importlib.import_module("model")
@@ -164,10 +164,10 @@ class Curve(NamedTuple):
 class Trainer:
     """Trains one recipe with any rate, seed and number of steps.
 
-    `outer` has the rate and the momentum of DiLoCo. Without, they are the defaults.
+    `outer` has the rate and the momentum of DiLoCo.
     """
 
-    def __init__(self, recipe: Recipe, size: Size, outer: Sequence[float] = ()):
+    def __init__(self, recipe: Recipe, size: Size, outer: tuple[float, float] = NESTEROV):
         self.recipe, self._size, self._outer = recipe, size, outer
         graphdef, _ = nnx.split(size.made(0), nnx.Param)
         loss_of = lambda p, x: models.loss_of(nnx.merge(graphdef, p), x)
@@ -266,21 +266,20 @@ class Results:
     `outer` is as for `Trainer`. Lines with another one are left out.
     """
 
-    def __init__(self, size: str, path: Path | None = None, outer: Sequence[float] = ()):
-        parts = ["frontier", *([size] if size != "136k" else []), *(["outer"] if outer else [])]
-        self._path = path or Path(__file__).with_name("_".join(parts) + ".jsonl")
-        self._settings = {"outer": list(outer)} if outer else {}
-
-    def all_lines(self) -> list[dict[str, Any]]:
-        text = self._path.read_text() if self._path.exists() else ""
-        return list(map(json.loads, text.splitlines()))
+    def __init__(self, size: str, path: Path | None = None, outer: tuple[float, float] = NESTEROV):
+        self._settings = {} if outer == NESTEROV else {"outer": list(outer)}
+        name = "frontier" + (f"_{size}" if size != "136k" else "")
+        name += "_outer" if self._settings else ""
+        self.path = path or Path(__file__).with_name(f"{name}.jsonl")
 
     def lines(self) -> list[dict[str, Any]]:
+        text = self.path.read_text() if self.path.exists() else ""
         outer = self._settings.get("outer")
-        return [line for line in self.all_lines() if line.get("outer") == outer]
+        lines = map(json.loads, text.splitlines())
+        return [line for line in lines if line.get("outer") == outer]
 
     def add(self, recipe: Recipe, **found: Any) -> None:
-        with self._path.open("a") as file:
+        with self.path.open("a") as file:
             file.write(json.dumps({"recipe": str(recipe), **self._settings, **found}) + "\n")
 
     def runs(self, recipe: Recipe, steps: int) -> dict[tuple[float, int], list[float]]:
@@ -366,11 +365,12 @@ def main() -> None:
         "--outer",
         type=float,
         nargs=2,
-        default=(),
+        default=NESTEROV,
         metavar=("RATE", "MOMENTUM"),
-        help="of the momentum outside (default: those of outer.diloco)",
+        help="of the optimizer outside, in recipes with DiLoCo's (default: %(default)s)",
     )
     args = parser.parse_args()
+    args.outer = tuple(args.outer)
     args.tune_steps = args.tune_steps or args.steps
     results = Results(args.size, args.jsonl, args.outer)
     try:
@@ -378,7 +378,7 @@ def main() -> None:
         recipes = list(map(Recipe.parsed, args.recipes)) if named else first_pass()
     except ValueError as error:
         parser.error(str(error))
-    if args.outer and any(recipe.what != "diloco" for recipe in recipes):
+    if args.outer != NESTEROV and any(recipe.what != "diloco" for recipe in recipes):
         parser.error("--outer is for recipes with DiLoCo's momentum: name them in --recipes")
     part, parts = map(int, args.part.split("/"))
     for recipe in recipes[part - 1 :: parts]:

@@ -25,7 +25,7 @@ import scipy.optimize
 from frontier import SIZES, Results, Size
 
 from jaxsparse.planner.losses import End, Law
-from jaxsparse.planner.recipes import EXCHANGES, Recipe
+from jaxsparse.planner.recipes import EXCHANGES, NESTEROV, Recipe
 from jaxsparse.traffic import traced_bytes
 
 COUNTED = (2, 4, 8, 20)  # workers
@@ -227,18 +227,19 @@ def show(found: list[Row]) -> None:
         )
 
 
-def show_outer(args: argparse.Namespace) -> None:
-    """Recipes with another rate and momentum outside than DiLoCo's, by their losses on seed 0."""
-    lines = Results(args.size, outer=(0.0, 0.0)).all_lines()
-    done = [line for line in lines if line["steps"][-1] == args.steps]
-    keys = {(line["recipe"], tuple(line["outer"])) for line in done}
-    print("| recipe | outer rate, momentum | loss at the best inner rate | others |")
-    print("|---|---|---|---|")
-    for name, outer in sorted(keys):
-        tried = Results(args.size, outer=outer).tried(Recipe.parsed(name), args.steps)
-        (best, loss), *others = sorted(tried.items(), key=lambda item: item[1])
-        rest = ", ".join(f"{x:.3f} at {rate:g}" for rate, x in others)
-        print(f"| {name} | {outer[0]:g}, {outer[1]:g} | {loss:.3f} at {best:g} | {rest} |")
+def show_outer(size: str, steps: int) -> None:
+    """What the rate and the momentum outside make of recipes, by their losses on seed 0."""
+    text = Results(size, outer=(0.0, 0.0)).path.read_text()  # of all others
+    keys = {(line["recipe"], *line["outer"]) for line in map(json.loads, text.splitlines())}
+    recipes = {recipe for recipe, *_ in keys}
+    keys |= {(recipe, *NESTEROV) for recipe in recipes}
+    print("| recipe | outer rate | momentum | the best loss | at rate | others |")
+    print("|---|---|---|---|---|---|")
+    for recipe, *outer in sorted(keys):
+        tried = Results(size, outer=tuple(outer)).tried(Recipe.parsed(recipe), steps)
+        (best, loss), *more = sorted(tried.items(), key=lambda item: item[1])
+        others = ", ".join(f"{x:.3f} at {rate:g}" for rate, x in sorted(more))
+        print(f"| {recipe} | {outer[0]:g} | {outer[1]:g} | {loss:.3f} | {best:g} | {others} |")
 
 
 def main() -> None:
@@ -250,10 +251,10 @@ def main() -> None:
     add("--steps", type=int, default=2000)
     add("--export", type=Path, help="write losses for the planner's recipes here")
     add("--short", type=int, default=600, help="steps of the shorter runs to export, too")
-    add("--outer", action="store_true", help="show runs with other momentum outside, and end")
+    add("--outer", action="store_true", help="show what rate and momentum outside make, and end")
     args = parser.parse_args()
     if args.outer:
-        show_outer(args)
+        show_outer(args.size, args.steps)
         return
     results = Results(args.size)
     found, short = (rows(results, steps, SIZES[args.size]) for steps in (args.steps, args.short))

@@ -172,7 +172,8 @@ def test_every_method_trains_on_a_file_of_tokens_with_three_workers(tmp_path):
     flags = ["--corpus", "train", "--valid", "valid", "--workers", 3, "--steps", 10, "--union", 8]
     run("--small", *flags, cwd=tmp_path)
     result = json.loads((tmp_path / "out/language_model/results.json").read_text())["methods"]
-    assert list(result) == ["dense", "gather", "omni", "s2", "s2 + spardl"]
+    names = ["dense", "gather", "omni", "s2", "s2 + spardl", "s2 + random"]
+    assert list(result) == names
     assert result["gather"]["perplexity"] == pytest.approx(result["dense"]["perplexity"], rel=1e-3)
     assert result["gather"]["overflow"] == 0
     assert result["omni"]["overflow"] > 0  # --union leaves room for too few

@@ -229,7 +229,7 @@ def test_momentum_outside_has_its_own_memory_and_the_same_plain_mean():
     local, diloco = (Recipe.parsed(f"muon, {what} 30, int2") for what in ("local", "diloco"))
     assert diloco.memory(1000) - local.memory(1000) == 4000
     assert str(diloco.plain_mean) == str(local.plain_mean) == "muon, local 30, dense"
-    assert diloco.written(100)[-3].startswith("outer = jaxsparse.outer.diloco(exchange=")
+    assert diloco.written(100)[-3].startswith("outer = jaxsparse.outer.diloco(0.7, 0.6, exchange=")
     assert Recipe.parsed("muon, gradients, int4").plain_mean is None
 
 

@@ -362,12 +362,12 @@ def flags() -> argparse.ArgumentParser:
         help="in a batch of all workers together, rounded up to what they can share (default: 32)",
     )
     add("--length", type=positive, default=32, help="words in a window (default: 32)")
-    add("--lr", type=float, default=0.01, help="highest learning rate of Adam (default: 0.01)")
+    add("--lr", type=float, default=0.04, help="highest learning rate of Adam (default: 0.04)")
     add(
         "--embedding-lr",
         type=float,
-        default=4.0,
-        help="highest learning rate of the embedding's SGD (default: 4); Adam takes --lr",
+        default=16.0,
+        help="highest learning rate of the embedding's SGD (default: 16); Adam takes --lr",
     )
     add(
         "--embedding-optimizer",

@@ -97,6 +97,10 @@ _PARALLEL = (
 )
 _DIRECTION = {"adamw": "optax.scale_by_adam(b2=0.95)"}
 _LOCAL = ("local", "diloco")
+# Rate and momentum of DiLoCo's outer optimizer. Published are 0.7 and 0.9, for some hundred steps
+# from one exchange to the next. In runs of 20 to 200 exchanges 0.6 ended lower
+# (`benchmarks/frontier_map.py --outer`).
+NESTEROV = (0.7, 0.6)
 _WHAT = ("gradients", "updates", *_LOCAL)
 
 
@@ -107,7 +111,7 @@ class Recipe:
     Attributes:
         optimizer: "adamw" or "muon".
         what: "gradients", "updates" (of each worker's own Adam), "local" (the mean of
-            displacements) or "diloco" (the same with Nesterov momentum, as `outer.diloco` has it).
+            displacements) or "diloco" (the same with Nesterov momentum, by `NESTEROV`).
         every: steps from one exchange to the next, 1 unless local.
         exchange: a key of `EXCHANGES`.
         warm: percent of the steps that exchange after each one, first. 0 unless local.
@@ -246,13 +250,14 @@ class Recipe:
 
     def _outer(self, exchange: str, options: Sequence[str]) -> str:
         """The outer optimizer as Python, with the exchange as Python."""
-        name, k = "mean" if self.what == "local" else self.what, EXCHANGES[self.exchange].settings
+        k, rate, momentum = EXCHANGES[self.exchange].settings, *NESTEROV
+        start = "mean()" if self.what == "local" else f"diloco({rate}, {momentum})"
         if self.exchange == "dense":
             kept = [option for option in options if option.startswith("axis_name")]
-            return with_options(f"jaxsparse.outer.{name}()", kept)
-        if (name, EXCHANGES[self.exchange].system) == ("mean", "chunked_top_k"):
+            return with_options(f"jaxsparse.outer.{start}", kept)
+        if (self.what, EXCHANGES[self.exchange].system) == ("local", "chunked_top_k"):
             return with_options(f"jaxsparse.outer.sparse_loco(k={k['k']})", options)
-        return f"jaxsparse.outer.{name}(exchange={exchange})"
+        return with_options(f"jaxsparse.outer.{start}", [f"exchange={exchange}"])
 
 
 def island_options(exchange: str) -> dict[str, tuple[str, Any]]:
