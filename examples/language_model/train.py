@@ -61,7 +61,7 @@ def named_methods(args: argparse.Namespace, union: int) -> dict[str, Method]:
     s2 = jaxsparse.systems.S2(sketch_ratio=args.sketch_ratio, **rows)
     spardl = jaxsparse.systems.SparDL(args.density)
     # The control: as many words, which need no indices, drawn at random. It feeds nothing back.
-    random = jaxsparse.systems.RandomK(2 * args.density)
+    random = jaxsparse.systems.RandomK(min(1.0, 2 * args.density))
     return {
         "dense": Method({}),
         "gather": Method({EMBEDDING: gather}),
