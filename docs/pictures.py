@@ -322,7 +322,7 @@ def loss_bytes() -> None:
         }
         best(ax, places)
     ax.set(xlabel="MB received in 2,000 steps", ylabel="held-out loss, nats a byte")
-    ax.set(xlim=(0.6, 1.5e4), ylim=(1.38, 1.95))
+    ax.set(xlim=(0.6, 1.5e4), ylim=(1.36, 1.95))
     finish(figure, ax, [1, 10, 100, 1000], "loss_bytes")
 
 
