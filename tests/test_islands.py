@@ -131,19 +131,25 @@ def test_a_weight_is_a_share_of_the_mean(clock):
     assert [one.weight for one in states] == [0, 0]
 
 
+def missed(members, states, clock):
+    """The first member's state and exchange, after the second has decided round 0 alone."""
+    _, exchange = members[1].begin(reference.moved(states[1], [1] * 6))
+    exchange.advance()
+    clock.now += 10
+    assert exchange.advance()
+    state, exchange = members[0].begin(reference.moved(states[0], [8] * 6))
+    exchange.advance()
+    clock.now += 20
+    assert exchange.advance()
+    return state, exchange
+
+
 @pytest.mark.parametrize("late_decay", [1.0, 0.5, 0.0])
 def test_what_comes_late_fades_as_asked_for(late_decay, clock):
     """What was delivered and what is owed add up to the share that is left of all it moved."""
     store = reference.Memory()
     members, states = joined(store, NAMES[:2], clock, late_decay=late_decay)
-    _, exchange = members[1].begin(reference.moved(states[1], [1] * 6))
-    exchange.advance()
-    clock.now += 10
-    assert exchange.advance()  # decides alone
-    state, exchange = members[0].begin(reference.moved(states[0], [8] * 6))
-    exchange.advance()
-    clock.now += 20
-    assert exchange.advance()
+    state, exchange = missed(members, states, clock)
     # Late, in the round that was open. What is nothing is not sent, and has no vote.
     assert (exchange.counted, exchange.round) == ((True, 2) if late_decay else (False, 1))
     state = members[0].finish(state, exchange)
@@ -166,14 +172,7 @@ def test_an_island_that_keeps_nothing_sends_nothing_late(exchange, clock):
     settings = {"programs": programs, "weighted": True}
     members, states = joined(reference.Memory(), NAMES[:2], clock, **settings)
     states = [one._replace(weight=10.0) for one in states]
-    _, exchange = members[1].begin(reference.moved(states[1], [1] * 6))
-    exchange.advance()
-    clock.now += 10
-    assert exchange.advance()  # decides alone
-    state, exchange = members[0].begin(reference.moved(states[0], [8] * 6))
-    exchange.advance()
-    clock.now += 20
-    assert exchange.advance()
+    state, exchange = missed(members, states, clock)
     assert (exchange.counted, exchange.round) == (False, 1)
     state = members[0].finish(state, exchange)
     assert state.weight == 0

@@ -149,21 +149,21 @@ def laid_around(start: Int[Array, "*tiles 1"], tile: int) -> Int[Array, "*tiles 
 
 @shaped_as(lambda x: x)
 def stored(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-    """`x`, which each element that reads it does not compute anew.
+    """`x` in memory, so that a long array that repeats it does not compute it for each element.
 
-    XLA's CPU backend fuses short arrays into long ones that repeat them, and takes out barriers
-    before it does. It stores what a loop reads.
+    XLA's CPU backend fuses a short array into such a long one, and takes barriers out before. It
+    stores what a loop reads.
     """
     return by_platform(x, default=_copied, gpu=lambda x: x)
 
 
 def _copied(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-    half = -(-x.size // 2)
+    half = -(-x.size // 2)  # XLA takes a loop of one turn apart
 
+    # If the second half is too long, reading and writing begin earlier alike.
     def step(i: Array, kept: Array) -> Array:
-        start = jnp.minimum(i * half, x.size - half)
-        part = lax.dynamic_slice_in_dim(x, start, half)
-        return lax.dynamic_update_slice_in_dim(kept, part, start, axis=0)
+        part = lax.dynamic_slice_in_dim(x, i * half, half)
+        return lax.dynamic_update_slice_in_dim(kept, part, i * half, axis=0)
 
     return lax.fori_loop(jnp.int32(0), jnp.int32(2), step, jnp.zeros_like(x))
 

@@ -90,16 +90,16 @@ def decoded(
     # No selections, because XLA's CPU backend does not vectorise them here.
     low, high = levels[0][:, None], levels[-1][:, None]
     if name == "ternary":
+        # A product: zero times an infinite level is NaN, so no value of such a group is finite.
         values = (groups.astype(jnp.float32) - 1) * low
-        return values.reshape(-1)[: codes.size]
-    # The others are a level's bits, and the sign's.
-    groups = groups.astype(jnp.uint32)
-    if name == "sign":
-        negative, bits = groups, to_bits(low)
     else:
-        negative, upper = groups >> jnp.uint32(1), jnp.uint32(0) - (groups & jnp.uint32(1))
-        bits = to_bits(low) ^ ((to_bits(low) ^ to_bits(high)) & upper)
-    values = lax.bitcast_convert_type(bits ^ negative << jnp.uint32(31), jnp.float32)
+        # A level's bits, with a sign.
+        negative, bits = groups.astype(jnp.uint32), to_bits(low)
+        if name == "int2":
+            upper = jnp.uint32(0) - (negative & jnp.uint32(1))  # all bits, or none
+            bits ^= (bits ^ to_bits(high)) & upper
+            negative >>= jnp.uint32(1)
+        values = lax.bitcast_convert_type(bits ^ negative << jnp.uint32(31), jnp.float32)
     return values.reshape(-1)[: codes.size]
 
 
