@@ -9,6 +9,7 @@ import importlib
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from reference_formats import range_size
 
 from jaxsparse import codecs
 from jaxsparse.arrays import bits, blocks
@@ -116,8 +117,12 @@ def ok_topk_traffic(k, size, workers, codec=codecs.COO, capacity_factor=2.0):
 
 
 def quantized_all_reduce_traffic(size, workers, quantizer):
-    """W - 1 + ceil(log2 W) rounds, 2 (W - 1) words(ceil(d / W)): 2 (W - 1) / W of a vector's."""
-    words = 0 if workers == 1 else 2 * (workers - 1) * quantizer.words(-(-size // workers))
+    """W - 1 + ceil(log2 W) rounds, 2 (W - 1) words(m) with ranges of m = ceil(d / W) values.
+
+    That is 2 (W - 1) / W of a vector's words. Whole groups in a range may be a 64th more.
+    """
+    m = range_size(size, workers, quantizer.group_size)
+    words = 0 if workers == 1 else 2 * (workers - 1) * quantizer.words(m)
     return Traffic(workers - 1 + (workers - 1).bit_length(), words)
 
 

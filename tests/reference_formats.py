@@ -108,20 +108,28 @@ def rotation(size, signs):
     return (1 - 2 * parity.astype(np.float64)) * signs / np.sqrt(size)
 
 
-def all_reduced(x, rule):
+def range_size(size, workers, group_size):
+    """ceil(d / W) values, or whole groups of them if these are at most a 64th more."""
+    least = -(-size // workers)
+    whole = group_size * -(-least // group_size)
+    return whole if whole <= least * 65 / 64 else least
+
+
+def all_reduced(x, rule, group_size=1):
     """Total and residuals of workers' vectors x[w, d], if the owners of ranges sum them.
 
     Args:
         x: the workers' vectors, float64[W, d].
         rule: function from a vector to what a receiver decodes. Each part is rounded once on its
             way to its owner, unless it is the owner's, and each sum once on its way to all.
+        group_size: of the rule. Only large ranges, of 64 values and more, depend on it.
 
     Returns:
         The total as all decode it, float64[d], and the residuals, float64[W, d]: senders keep x -
         deq(q(x)), and an owner keeps S - deq(q(S)) of its range.
     """
     workers, size = x.shape
-    m = -(-size // workers)
+    m = range_size(size, workers, group_size)
     total, residuals = np.zeros(size), np.zeros(x.shape)
     for owner in range(workers):
         span = slice(owner * m, (owner + 1) * m)

@@ -212,10 +212,10 @@ def test_digits_fill_words(base, size):
     assert 0 <= words - -(-size // count) <= (15 if words >= 1024 else 0)
     drawn = np.random.default_rng(size).integers(base, size=size)
     for digits in (drawn, np.zeros(size), np.full(size, base - 1)):
-        packed = pack_digits(jnp.asarray(digits, jnp.uint8), base)
+        packed = pack_digits(jnp.asarray(digits, jnp.uint8), base, size)
         assert packed.shape == (words,)
         np.testing.assert_array_equal(unpack_digits(packed, base, size), digits)
-    packed = np.asarray(pack_digits(jnp.asarray(drawn, jnp.uint8), base)).tolist()
+    packed = np.asarray(pack_digits(jnp.asarray(drawn, jnp.uint8), base, size)).tolist()
     planes = np.pad(drawn, (0, count * words - size)).reshape(count, -1)
     for word, digits in list(zip(packed, planes.T.tolist(), strict=True))[:50]:
         number = sum(digit * base ** (count - 1 - j) for j, digit in enumerate(digits))
@@ -408,6 +408,21 @@ def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(na
     np.testing.assert_allclose(result.total[0], total, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(result.residual, residuals, rtol=1e-4, atol=1e-5)
     assert np.abs(residuals).max() > 0
+
+
+@pytest.mark.parametrize("name", few(NAMES, ("int8", "int2", "ternary")))
+def test_large_ranges_have_whole_groups(name):
+    """1523 values of 3 workers: 508 a range, so 512 of which the last has 499. Bytes count them."""
+    spec, workers, size = Format(name, 8), 3, 1523
+    x = normal((workers, size))
+    run = on_workers(lambda x: quantized_all_reduce(x, spec, axis_name="data"), workers)
+    compiled = run.lower(stacked(workers, size)).compile()
+    result = jax.tree.map(np.asarray, compiled(x))
+    rule = lambda v: rounded(v, name, 8, "bfloat16")[0]
+    total, residuals = all_reduced(x.astype(np.float64), rule, 8)
+    np.testing.assert_allclose(result.total[0], total, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result.residual, residuals, rtol=1e-4, atol=1e-5)
+    assert traffic.wire_bytes(compiled).received == 4 * 4 * spec.words(512)
 
 
 IN_TEAMS = [

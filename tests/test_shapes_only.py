@@ -39,7 +39,7 @@ FORMS = {
     "pack_fields": lambda x: bits.pack_fields(platforms.to_bits(x).reshape(2, -1), 12),
     "unpack_fields": lambda x: bits.unpack_fields(platforms.to_bits(x[:12])[None], 12, 32),
     "digits": lambda x: _digits(x),
-    "means": lambda x: means.encoded(x, "int2", 64, None),
+    "means": lambda x: means.encoded(x.reshape(-1, 32), "int2", jnp.int32(D)),
     "mix": lambda x: hashing.drawn(7, platforms.to_bits(x)),
     "packed": lambda x: _sent(PACKED, x),
     "few bits": lambda x: _sent(FEW_BITS, x),
@@ -48,7 +48,7 @@ FORMS = {
 
 
 def _digits(x):
-    words = packing.pack_digits((x > 0).astype(jnp.uint8), 3)
+    words = packing.pack_digits((x > 0).astype(jnp.uint8), 3, D)
     return words, packing.unpack_digits(words, 3, D)
 
 

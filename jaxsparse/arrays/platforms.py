@@ -149,23 +149,21 @@ def laid_around(start: Int[Array, "*tiles 1"], tile: int) -> Int[Array, "*tiles 
 
 @shaped_as(lambda x: x)
 def stored(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-    """`x` in memory, so that a long array that repeats it does not compute it for each element.
+    """`x` in memory, so that what reads it does not compute it anew for each of its elements.
 
-    XLA's CPU backend fuses a short array into such a long one, and takes barriers out before. It
-    stores what a loop reads.
+    XLA's CPU backend fuses a short array into a long one that repeats it, and a padded one into all
+    that reads it, and takes barriers out before. It stores what a loop carries.
     """
-    return by_platform(x, default=_copied, gpu=lambda x: x)
+    return by_platform(x, default=_written, gpu=lambda x: x)
 
 
-def _copied(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-    half = -(-x.size // 2)  # XLA takes a loop of one turn apart
+def _written(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+    # Writes two elements over themselves. XLA takes a loop of one turn apart.
+    def write(i: Array, kept: Array) -> Array:
+        one = lax.dynamic_slice_in_dim(kept, i, 1)
+        return lax.dynamic_update_slice_in_dim(kept, one, i, axis=0)
 
-    # If the second half is too long, reading and writing begin earlier alike.
-    def step(i: Array, kept: Array) -> Array:
-        part = lax.dynamic_slice_in_dim(x, i * half, half)
-        return lax.dynamic_update_slice_in_dim(kept, part, i * half, axis=0)
-
-    return lax.fori_loop(jnp.int32(0), jnp.int32(2), step, jnp.zeros_like(x))
+    return lax.fori_loop(jnp.int32(0), jnp.int32(2), write, x)
 
 
 def zeros(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, like: tuple[Array, ...]) -> Array:

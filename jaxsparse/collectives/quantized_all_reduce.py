@@ -21,6 +21,7 @@ from jaxsparse.quantize import (
     quantize,
     to_message,
 )
+from jaxsparse.quantize.quantizer import cut, padded, sent_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +47,10 @@ def quantized_all_reduce(
 ) -> AllReduced:
     """Sums quantised vectors. Worker w owns the range of elements w m to (w + 1) m - 1.
 
-    m is ceil(d / W). Each worker quantises its part of each range and sends it to the owner (an
-    all-to-all). The owner adds its own part, unquantised, to the parts that arrive, quantises the
-    sum and sends it to all (an all-gather). A single worker sends nothing and rounds nothing.
+    m is ceil(d / W), or up to a 64th more (`quantizer.sent_size`). Each worker quantises its part
+    of each range and sends it to the owner (an all-to-all). The owner adds its own part,
+    unquantised, to the parts that arrive, quantises the sum and sends it to all (an all-gather). A
+    single worker sends nothing and rounds nothing.
 
     Quantising twice is dist-EF-blockSGD's two-way compression (Zheng et al., NeurIPS 2019, Alg. 2),
     with a parameter server for each range.
@@ -89,8 +91,8 @@ def quantized_all_reduce(
     team, across = wire.Group.teams(axis_name, workers if levels is None else levels.teams)
     if workers == 1:
         return AllReduced(wire.replicated(x, axis_name), jnp.zeros_like(x), none)
-    n, teams, m = team.size, across.size, -(-size // workers)
-    rows = jnp.pad(x, (0, workers * m - size)).reshape(n, teams * m)
+    n, teams, m = team.size, across.size, sent_size(-(-size // workers), quantizer)
+    rows = padded(x, workers * m).reshape(n, teams * m)
     inside_keys = across_keys = last_key = None
     if key is not None:
         own_key = jax.random.fold_in(key, wire.axis_index(axis_name))
@@ -108,7 +110,7 @@ def quantized_all_reduce(
     total, messages = _scattered(parts, counts, quantizer, across, across_keys)
     message = _pack(total, last_key, counts[across.rank], quantizer)
     sums = jax.vmap(lambda one: _unpack(one, quantizer, m))(_gathered(message, team, across))
-    sums = sums.reshape(-1)[:size]
+    sums = cut(sums.reshape(-1), size)
     if key is not None:
         return AllReduced(sums, jnp.zeros_like(x), none)
     # The own part is not rounded, but the sum in its place is.
@@ -116,7 +118,8 @@ def quantized_all_reduce(
     parts, messages = jnp.where(own, total, parts), jnp.where(own, message, messages)
     lost = _lost(parts, messages, quantizer).reshape(-1)
     own = (jnp.arange(n, dtype=jnp.int32) == team.rank)[:, None]
-    return AllReduced(sums, jnp.where(own, lost, lost_inside).reshape(-1)[:size], none)
+    lost = jnp.where(own, lost, lost_inside).reshape(-1)
+    return AllReduced(sums, cut(lost, size), none)
 
 
 def _scattered(

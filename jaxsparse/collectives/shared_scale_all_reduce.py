@@ -16,6 +16,7 @@ from jaxsparse.arrays.settings import check_size
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.comm import wire
 from jaxsparse.quantize import Format
+from jaxsparse.quantize.quantizer import cut, padded, sent_size
 
 
 def shared_scale_all_reduce(
@@ -62,6 +63,7 @@ def shared_scale_all_reduce(
             f"{wider}shared_scale=False, or at most {2 ** (bits - 1) - 1} workers"
         )
     quantizer = dataclasses.replace(quantizer, scale="float32")
+    size, x = x.size, padded(x, sent_size(x.size, quantizer))
     # The bits of scales, as integers, have the same order, and infinity is the largest.
     own = lax.bitcast_convert_type(quantizer.scales_of(x, levels), jnp.uint32)
     scales = lax.bitcast_convert_type(wire.pmax(own, axis_name), jnp.float32)
@@ -71,7 +73,7 @@ def shared_scale_all_reduce(
     sums = unpack_fields(summed, bits, x.size).astype(jnp.int32) - workers * levels
     total = quantizer.scaled(sums.astype(jnp.float32), scales)
     sent = quantizer.scaled(integers.astype(jnp.float32), scales)
-    return AllReduced(total, x - sent, none)
+    return AllReduced(cut(total, size), cut(x - sent, size), none)
 
 
 def check_format(quantizer: object) -> None:

@@ -28,7 +28,9 @@ from jaxsparse.quantize.quantizer import (
     SCALE_SHIFTS,
     Quantized,
     check_group_size,
+    cut,
     in_groups,
+    repeated,
 )
 
 FormatName = Literal[
@@ -192,23 +194,23 @@ class Format:
         return self._as_scales(top / largest, up=True, highest=LARGEST / largest)
 
     def quantize(
-        self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""] | None
+        self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""], size: int
     ) -> Quantized:
         """See `Quantizer`."""
         del key
         if self.name in means.BASES:
-            codes, levels = means.encoded(x, self.name, self.group_size, count)
+            codes, levels = means.encoded(in_groups(x, self.group_size), self.name, count)
             scales = self._as_scales(levels.reshape(-1), up=False, highest=LARGEST)
-            return Quantized(pack_digits(codes, means.BASES[self.name]), scales)
-        scales = self.scales_of(x)  # padding with zeros changes no maximum
+            return Quantized(pack_digits(codes, means.BASES[self.name], size), scales)
+        bits, scales = int(self.bits), self.scales_of(x)  # padding with zeros changes no maximum
         if self.is_integer:
-            return Quantized(pack(self.integers(x, scales), int(self.bits)), scales)
-        if self.name == "e3m0":
-            fields = _powers(self._relative(x, scales))
+            packed = pack(self.integers(x, scales), bits)
+        elif self.name == "e3m0":
+            packed = pack_fields(_powers(self._relative(x, scales)), bits)
         else:
             values = x if not self.scale_bits else self._relative(x, scales)
-            fields = float_bits(within(values, self._dtype), self._dtype)
-        return Quantized(pack_fields(fields, int(self.bits)), scales)
+            packed = pack_fields(float_bits(within(values, self._dtype), self._dtype), bits)
+        return Quantized(cut(packed, field_words(size, bits)), scales)
 
     def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
         """See `Quantizer`."""
@@ -238,8 +240,7 @@ class Format:
         self, values: Float[Array, " d"], scales: Float[Array, " groups"]
     ) -> Float[Array, " d"]:
         """Values times the scales of their groups."""
-        groups = in_groups(values, self.group_size) * scales[:, None]
-        return groups.reshape(-1)[: values.size]
+        return values * repeated(scales, self.group_size, values.size)
 
     def _as_scales(self, x: Float[Array, " n"], *, up: bool, highest: float) -> Array:
         """Numbers of few bits, rounded up or to nearest, at most `highest`. 0 below SMALLEST."""

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int, UInt8, UInt32
 
 from jaxsparse.arrays.magnitude import largest_magnitude
 from jaxsparse.arrays.platforms import shaped_as, to_bits
-from jaxsparse.quantize.quantizer import in_groups
+from jaxsparse.quantize.quantizer import repeated
 
 __all__ = ["BASES", "LEVELS", "decoded", "encoded"]
 
@@ -46,24 +46,21 @@ _UNITS = 2.0**20
 _MAGIC = 2.0**23
 
 
-def _shapes(x: Array, name: str, group_size: int, count: Array | None) -> tuple[Array, Array]:
-    groups = -(-x.size // group_size)
-    levels = jnp.zeros_like(x, jnp.float32, (LEVELS[name], groups))
-    return jnp.zeros_like(x, jnp.uint8), levels
+def _shapes(groups: Array, name: str, count: Array) -> tuple[Array, Array]:
+    levels = jnp.zeros_like(groups, jnp.float32, (LEVELS[name], len(groups)))
+    return jnp.zeros_like(groups, jnp.uint8), levels
 
 
 @shaped_as(_shapes)
 def encoded(
-    x: Float[Array, " d"], name: str, group_size: int, count: Int[Array, ""] | None
-) -> tuple[UInt8[Array, " d"], Float[Array, "levels groups"]]:
+    groups: Float[Array, "groups values"], name: str, count: Int[Array, ""]
+) -> tuple[UInt8[Array, "groups values"], Float[Array, "levels groups"]]:
     """A code for each value, and the levels of each group.
 
     Args:
-        x: float32 vector.
+        groups: float32, the values of a group in each row.
         name: the format.
-        group_size: number of consecutive values that share levels.
         count: number of elements before the padding with zeros, which does not count in a mean.
-            None: all.
 
     Returns:
         Codes: "sign" 1 for negative values and 0 for others, "ternary" 0 to 2 for -1 to 1, "int2"
@@ -71,12 +68,9 @@ def encoded(
         first, not above the group's largest magnitude. They are infinite if one of its values is
         not finite.
     """
-    groups = in_groups(x, group_size)
     number, width = groups.shape
-    start = width * lax.iota(jnp.int32, number)
-    inside = jnp.clip((jnp.int32(x.size) if count is None else count) - start, 1, width)
-    codes, levels = _fit(groups, inside, name)
-    return codes.reshape(-1)[: x.size], levels
+    inside = jnp.clip(count - width * lax.iota(jnp.int32, number), 1, width)
+    return _fit(groups, inside, name)
 
 
 def decoded(
@@ -86,21 +80,18 @@ def decoded(
     group_size: int,
 ) -> Float[Array, " d"]:
     """The values of codes. None in a group with infinite levels is finite."""
-    groups = in_groups(codes, group_size)
     # No selections, because XLA's CPU backend does not vectorise them here.
-    low, high = levels[0][:, None], levels[-1][:, None]
+    low, high = (repeated(level, group_size, codes.size) for level in (levels[0], levels[-1]))
     if name == "ternary":
         # A product: zero times an infinite level is NaN, so no value of such a group is finite.
-        values = (groups.astype(jnp.float32) - 1) * low
-    else:
-        # A level's bits, with a sign.
-        negative, bits = groups.astype(jnp.uint32), to_bits(low)
-        if name == "int2":
-            upper = jnp.uint32(0) - (negative & jnp.uint32(1))  # all bits, or none
-            bits ^= (bits ^ to_bits(high)) & upper
-            negative >>= jnp.uint32(1)
-        values = lax.bitcast_convert_type(bits ^ negative << jnp.uint32(31), jnp.float32)
-    return values.reshape(-1)[: codes.size]
+        return (codes.astype(jnp.float32) - 1) * low
+    # A level's bits, with a sign.
+    negative, bits = codes.astype(jnp.uint32), to_bits(low)
+    if name == "int2":
+        upper = jnp.uint32(0) - (negative & jnp.uint32(1))  # all bits, or none
+        bits ^= (bits ^ to_bits(high)) & upper
+        negative >>= jnp.uint32(1)
+    return lax.bitcast_convert_type(bits ^ negative << jnp.uint32(31), jnp.float32)
 
 
 def _fit(

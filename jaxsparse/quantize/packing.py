@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Int, UInt8, UInt32
 
 from jaxsparse.arrays.bits import field_words, pack_fields
-from jaxsparse.arrays.platforms import shaped_as, stored
+from jaxsparse.arrays.platforms import shaped_as
 from jaxsparse.arrays.settings import check_size, static_int
 
 __all__ = ["check_bits", "digit_words", "pack", "pack_digits", "unpack", "unpack_digits"]
@@ -91,9 +91,9 @@ def digit_words(size: int, base: int) -> int:
 
 
 @shaped_as(
-    lambda digits, base: jnp.zeros_like(digits, jnp.uint32, (digit_words(digits.size, base),))
+    lambda digits, base, size: jnp.zeros_like(digits, jnp.uint32, (digit_words(size, base),))
 )
-def pack_digits(digits: UInt8[Array, " d"], base: int) -> UInt32[Array, " words"]:
+def pack_digits(digits: UInt8[Array, "..."], base: int, size: int) -> UInt32[Array, " words"]:
     """Packs digits, as many in a word as fit. Digit j of word w is element j * words + w.
 
     Neighbours are in neighbouring words, as in `arrays.bits.pack_bits`, which vectorises. A word is
@@ -101,28 +101,30 @@ def pack_digits(digits: UInt8[Array, " d"], base: int) -> UInt32[Array, " words"
     fraction of the others. So no digit takes a division.
 
     Args:
-        digits: uint8[d], each below `base`.
+        digits: uint8 of any shape, each below `base`. Pass the shape in which they are computed: in
+            another one, XLA looks for the place of each by a division.
         base: 2, 3 or 4.
+        size: number of digits to pack, d. The others are left out.
 
     Returns:
         uint32[digit_words(d, base)]. The last digits of the last words are padded with zeros.
 
-    >>> [hex(word) for word in pack_digits(jnp.uint8([1, 2]), 3).tolist()]
+    >>> [hex(word) for word in pack_digits(jnp.uint8([1, 2]), 3, 2).tolist()]
     ['0x8e38e38f']
     """
-    count, words = _DIGITS[base], digit_words(digits.size, base)
+    count, words = _DIGITS[base], digit_words(size, base)
     join = lambda number, plane: number * jnp.uint32(base) + plane.astype(jnp.uint32)
 
     # XLA's CPU backend stores what a loop reads. Without one it would compute each digit where it
     # is packed, from its position, which takes three times as long.
     def step(j: Array, number: Array) -> Array:
-        return join(number, lax.dynamic_slice_in_dim(digits, j * words, words))
+        return join(number, lax.dynamic_slice_in_dim(digits.reshape(-1), j * words, words))
 
-    whole, rest = divmod(digits.size, words)
+    whole, rest = divmod(size, words)
     start = jnp.zeros_like(digits, jnp.uint32, (words,))
     number = lax.fori_loop(jnp.int32(0), jnp.int32(whole), step, start)
     if rest:
-        number = join(number, jnp.pad(stored(digits[whole * words :]), (0, words - rest)))
+        number = join(number, jnp.pad(digits.reshape(-1)[whole * words : size], (0, words - rest)))
     number *= jnp.uint32(base ** (count - whole - (rest > 0)))  # further digits are 0
     return _fraction_of_trits(number) if base == 3 else number
 
@@ -131,7 +133,7 @@ def pack_digits(digits: UInt8[Array, " d"], base: int) -> UInt32[Array, " words"
 def unpack_digits(words: UInt32[Array, " words"], base: int, size: int) -> UInt8[Array, " size"]:
     """The digits that `pack_digits` packed: uint8[size].
 
-    >>> unpack_digits(pack_digits(jnp.uint8([1, 2, 0]), 3), 3, 3).tolist()
+    >>> unpack_digits(pack_digits(jnp.uint8([1, 2, 0]), 3, 3), 3, 3).tolist()
     [1, 2, 0]
     """
     powers = jnp.asarray([base**j % 2**32 for j in range(_DIGITS[base])], jnp.uint32)

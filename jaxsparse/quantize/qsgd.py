@@ -18,7 +18,13 @@ from jaxsparse.arrays.bits import field_words
 from jaxsparse.arrays.hashing import keyed
 from jaxsparse.arrays.magnitude import LARGEST, SMALLEST, largest_magnitude, norms, shares_of
 from jaxsparse.quantize.packing import check_bits, pack, unpack
-from jaxsparse.quantize.quantizer import Quantized, check_group_size, in_groups
+from jaxsparse.quantize.quantizer import (
+    Quantized,
+    check_group_size,
+    cut,
+    in_groups,
+    repeated,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +145,7 @@ class QSGD:
         )
 
     def quantize(
-        self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""] | None
+        self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""], size: int
     ) -> Quantized:
         """See `Quantizer`. To nearest, ties go to even, and |v - Q(v)| <= |v| for every value."""
         del count  # padding with zeros changes neither maximum nor norm
@@ -155,8 +161,7 @@ class QSGD:
             # smaller scale has less error.
             scales = jnp.minimum(norms(groups), LARGEST)
         scales = jnp.where(empty, 1, scales)
-        position = jnp.abs(shares_of(groups, scales)) * self.levels
-        position = position.reshape(-1)[: x.size]
+        position = (jnp.abs(shares_of(groups, scales)) * self.levels).reshape(-1)
         if key is None:
             level = jnp.round(position)
         else:
@@ -166,13 +171,11 @@ class QSGD:
             up = (random >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 < position - level
             level += up.astype(jnp.float32)
         level = jnp.minimum(level, self.levels).astype(jnp.int32)
-        return Quantized(
-            pack(jnp.where(x < 0, -level, level), self.bits), jnp.where(empty, 0, scales)
-        )
+        packed = pack(jnp.where(x < 0, -level, level), self.bits)
+        return Quantized(cut(packed, field_words(size, self.bits)), jnp.where(empty, 0, scales))
 
     def dequantize(self, quantized: Quantized, size: int) -> Float[Array, " size"]:
         """See `Quantizer`: scale * level / s."""
         levels = unpack(quantized.words, self.bits, size).astype(jnp.float32)
         # Shares are at most 1, so the product does not overflow.
-        shares = in_groups(levels / self.levels, self.group_size)
-        return (shares * quantized.scales[:, None]).reshape(-1)[:size]
+        return levels / self.levels * repeated(quantized.scales, self.group_size, size)

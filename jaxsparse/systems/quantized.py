@@ -25,6 +25,7 @@ from jaxsparse.quantize import (
     rotated,
     rotated_back,
 )
+from jaxsparse.quantize.quantizer import cut, padded, sent_size
 from jaxsparse.quantize.rotation import check_rotation
 from jaxsparse.reducers.base import (
     Conservation,
@@ -168,17 +169,21 @@ class GatheredQuantized(OneMessage, Quantized):
         if self._draws:
             key = jax.random.fold_in(jax.random.key(self.seed), state)
             key, state = jax.random.fold_in(key, rank), state + jnp.uint32(1)
-        message = quantize.to_message(quantize.quantize(x, self.quantizer, key), self.quantizer)
-        lost = jnp.zeros_like(x) if self._draws else x - self._decoded(message, x.size)
+        values = padded(x, sent_size(x.size, self.quantizer))
+        found = quantize.quantize(values, self.quantizer, key, jnp.int32(x.size))
+        message = quantize.to_message(found, self.quantizer)
+        lost = jnp.zeros_like(x) if self._draws else x - cut(self._decoded(message, x.size), x.size)
         return message, Owed(jnp.nan_to_num(lost), None, state)
 
     def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
         """See `OneMessage`."""
         add = lambda total, message: (total + self._decoded(message, size), None)
         first = self._decoded(messages[0], size)
-        return summed(jax.lax.scan(add, first, messages[1:])[0], len(messages))
+        return summed(jax.lax.scan(add, first, messages[1:])[0][:size], len(messages))
 
-    def _decoded(self, message: UInt32[Array, " words"], size: int) -> Float[Array, " d"]:
+    def _decoded(self, message: UInt32[Array, " words"], size: int) -> Float[Array, " sent"]:
+        """What a message says. Behind the first `size` values, numbers mean nothing."""
+        size = sent_size(size, self.quantizer)
         found = quantize.from_message(message, self.quantizer, size)
         return quantize.dequantize(found, self.quantizer, size)
 
@@ -197,8 +202,9 @@ class _Quantized(SystemOptions):
     in 16 bits anywhere. (A psum of bfloat16 is widened to 32 bits by XLA on CPUs, and summed in 16
     on others.) A worker receives 2 (W - 1)/W d (bits / 32 + scale bits / (32 group_size)) words a
     step: 0.13 times a dense all-reduce's with "int4" and these defaults, 0.05 times with "ternary"
-    and 0.03 times with "sign". ("int2" has two scales a group.) `is_dense` leaves, vectors by
-    default, travel uncompressed.
+    and 0.03 times with "sign". ("int2" has two scales a group.) The last group of an owner is
+    filled with zeros if that adds at most a 64th. `is_dense` leaves, vectors by default, travel
+    uncompressed.
 
     With `teams`, the number of hosts, there are two levels. The workers of a host first sum among
     themselves in `inside`, and then across hosts in `format`. They are all workers of one axis,
