@@ -142,7 +142,7 @@ def all_reduced(x, rule, group_size=1):
     return total, residuals
 
 
-def all_reduced_in_teams(x, teams, inside, rule):
+def all_reduced_in_teams(x, teams, inside, rule, group_size=1):
     """As `all_reduced`, but summed inside teams of consecutive workers first.
 
     Member i of a team sums part i of the vector over its team. The parts of the other members are
@@ -152,7 +152,7 @@ def all_reduced_in_teams(x, teams, inside, rule):
     sum.
     """
     workers, size = x.shape
-    n, m = workers // teams, -(-size // workers)
+    n, m = workers // teams, range_size(size, workers, group_size)
     total, residuals = np.zeros(size), np.zeros(x.shape)
     for i in range(n):
         part = slice(i * teams * m, (i + 1) * teams * m)
@@ -164,7 +164,7 @@ def all_reduced_in_teams(x, teams, inside, rule):
             sent = x[w, part] if w in members else inside(x[w, part])
             residuals[w, part] = x[w, part] - sent
             sums[w // n, : len(sent)] += sent
-        summed, left = all_reduced(sums, rule)
+        summed, left = all_reduced(sums, rule, group_size)
         total[part] = summed[: total[part].size]
         residuals[members, part] = left[:, : total[part].size]
     return total, residuals

@@ -12,6 +12,7 @@ from reference_formats import (
     MEANS,
     all_reduced,
     all_reduced_in_teams,
+    range_size,
     rotation,
     rounded,
     scale_above,
@@ -36,7 +37,7 @@ from jaxsparse.quantize import (
 )
 from jaxsparse.quantize.packing import digit_words, pack_digits, unpack_digits
 from jaxsparse.systems import SYSTEMS, dense, quantized
-from jaxsparse.systems.quantized import Quantized
+from jaxsparse.systems.quantized import GatheredQuantized, Quantized
 
 formatted = SYSTEMS["quantized"].reducer  # takes the settings of `quantized`
 NAMES, SCALES = get_args(FormatName), get_args(Scale)
@@ -410,7 +411,7 @@ def test_all_reduce_rounds_each_value_and_each_sum_once_and_keeps_both_errors(na
     assert np.abs(residuals).max() > 0
 
 
-@pytest.mark.parametrize("name", few(NAMES, ("int8", "int2", "ternary")))
+@pytest.mark.parametrize("name", few(NAMES, ("int8", "int2", "ternary", "sign")))
 def test_large_ranges_have_whole_groups(name):
     """1523 values of 3 workers: 508 a range, so 512 of which the last has 499. Bytes count them."""
     spec, workers, size = Format(name, 8), 3, 1523
@@ -420,9 +421,31 @@ def test_large_ranges_have_whole_groups(name):
     result = jax.tree.map(np.asarray, compiled(x))
     rule = lambda v: rounded(v, name, 8, "bfloat16")[0]
     total, residuals = all_reduced(x.astype(np.float64), rule, 8)
+    np.testing.assert_array_equal(result.total, np.broadcast_to(result.total[:1], x.shape))
     np.testing.assert_allclose(result.total[0], total, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(result.residual, residuals, rtol=1e-4, atol=1e-5)
     assert traffic.wire_bytes(compiled).received == 4 * 4 * spec.words(512)
+
+
+@pytest.mark.parametrize("name", few(MEANS, ("sign", "ternary")))
+def test_large_messages_have_whole_groups(name):
+    """71 values are sent as 72. The last group has the mean of its seven."""
+    spec = Format(name, 8)
+    reducer = GatheredQuantized(spec, "nearest")
+    assert reducer.words(71) == spec.words(72)
+    x = normal((3, 71))
+    found = on_workers(lambda x: reducer(x, (), axis_name="data").whole(x), 3, "vmap")(x)
+    each = np.stack([rounded(row, name, 8, "bfloat16")[0] for row in x.astype(np.float64)])
+    np.testing.assert_allclose(found.mean[0], each.mean(axis=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.residual, x - each, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [Format("int4"), Format("sign"), QSGD(4)], ids=str)
+def test_the_largest_vectors_are_not_filled(spec):
+    most = 2**31 - 1
+    x = jax.ShapeDtypeStruct((most,), jnp.float32)
+    assert jax.eval_shape(lambda x: to_message(quantize(x, spec, None), spec), x).size
+    assert GatheredQuantized(spec, "nearest").words(most - 100) == spec.words(most - 100)
 
 
 IN_TEAMS = [
@@ -440,7 +463,7 @@ IN_TEAMS = [
 
 
 @pytest.mark.parametrize("where", some(IN_TEAMS, [(8, 4, "shard_map")], [(6, 3, "vmap")]), ids=str)
-@pytest.mark.parametrize("size", few([1, 7, 61, 150], [61]))
+@pytest.mark.parametrize("size", few([1, 7, 61, 150, 1523], [61, 1523]))
 def test_teams_sum_among_themselves_first(where, size):
     """Owners keep both roundings of a team's sums. Senders keep the rounding of their parts."""
     workers, teams, way = where
@@ -450,7 +473,7 @@ def test_teams_sum_among_themselves_first(where, size):
     result = jax.tree.map(np.asarray, on_workers(lambda x: reduce(x, spec), workers, way)(x))
     four = lambda v: rounded(v, "int4", 8, "bfloat16")[0]
     eight = lambda v: rounded(v, "int8", 16, "bfloat16")[0]
-    total, residuals = all_reduced_in_teams(x.astype(np.float64), teams, eight, four)
+    total, residuals = all_reduced_in_teams(x.astype(np.float64), teams, eight, four, 8)
     if workers == 1:
         total, residuals = x[0], np.zeros_like(x)
     np.testing.assert_array_equal(result.total, np.broadcast_to(result.total[:1], x.shape))
@@ -481,7 +504,7 @@ def test_teams_receive_few_bytes_from_others(workers):
     """2 (T - 1) m values in 4 bits come from other teams. With one level it is n times as many."""
     size, teams = 1001, 2
     spec, inside = Format("int4", 64), Format("int8", 64)
-    n, m = workers // teams, -(-size // workers)
+    n, m = workers // teams, range_size(size, workers, 64)
     reduce = functools.partial(quantized_all_reduce, axis_name="data", levels=Teams(teams, inside))
     compiled = on_workers(lambda x: reduce(x, spec), workers).lower(
         jax.ShapeDtypeStruct((workers, size), jnp.float32)
@@ -646,7 +669,7 @@ SHARED = [("int8", w, way) for w in (1, 2, 3, 5, 8) for way in WAYS] + [("int4",
 def test_shared_scales_sum_integers(case):
     name, workers, way = case
     spec = Format(name, 16)
-    x = normal((workers, 61))
+    x = normal((workers, 575))  # filled to 576
     result = jax.tree.map(np.asarray, shared(spec, workers, way)(x))
     np.testing.assert_array_equal(result.total, np.broadcast_to(result.total[:1], x.shape))
     if workers == 1:

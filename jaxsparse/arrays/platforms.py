@@ -11,8 +11,9 @@ tiles. Hash extraction is one scatter-max. A k-th largest is found by digits of 
 
 `tests/test_gpu_forms.py` compares the two forms on CPU. `pytest --gpu-forms` runs any test with the
 forms for GPUs, and `benchmarks/gpu_compiled.py` counts the kernels and bytes of what XLA compiles.
-Norms of blocks, top-k of groups and quantising have one form, because they are reductions along
-rows and elementwise work. Loops with a turn for each worker or pass have one form, too.
+Norms of blocks, top-k of groups and quantising have one form, but for what is stored on the way,
+because they are reductions along rows and elementwise work. Loops with a turn for each worker or
+pass have one form, too.
 """
 
 import contextlib
@@ -208,7 +209,7 @@ def folded(
     x: Shaped[Array, " d"],
 ) -> UInt32[Array, ""]:
     """reduce(value(x)), but ten times faster on CPU. 0 is the neutral element of the reduction."""
-    if _tile(x.size) < _ROWS * _ROWS:
+    if not _tile(x.size):
         return reduce(value(x))
     return by_platform(
         x,

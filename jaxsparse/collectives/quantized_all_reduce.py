@@ -50,7 +50,7 @@ def quantized_all_reduce(
     m is ceil(d / W), or up to a 64th more (`quantizer.sent_size`). Each worker quantises its part
     of each range and sends it to the owner (an all-to-all). The owner adds its own part,
     unquantised, to the parts that arrive, quantises the sum and sends it to all (an all-gather). A
-    single worker sends nothing and rounds nothing.
+    single worker sends nothing and rounds nothing. Last workers may own fewer elements, or none.
 
     Quantising twice is dist-EF-blockSGD's two-way compression (Zheng et al., NeurIPS 2019, Alg. 2),
     with a parameter server for each range.
@@ -99,7 +99,7 @@ def quantized_all_reduce(
         drawn = jax.random.split(own_key, teams + 1 + (n if levels else 0))
         across_keys, last_key, inside_keys = drawn[:teams], drawn[teams], drawn[teams + 1 :]
     parts, lost_inside = rows[0], jnp.zeros_like(rows)
-    if levels is not None:
+    if levels is not None and n > 1:
         starts = teams * m * jnp.arange(n, dtype=jnp.int32)
         counts = jnp.clip(size - starts, 0, teams * m)  # elements before the padding
         parts, messages = _scattered(rows, counts, levels.inside, team, inside_keys)

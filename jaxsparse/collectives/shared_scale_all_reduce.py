@@ -29,7 +29,8 @@ def shared_scale_all_reduce(
     for 8 and 1 for 64 to 127. With "int4", it is 3 for 2 workers and 1 for 4 to 7. (Sums in
     `quantized_all_reduce` round twice, but have all levels.)
 
-    A worker receives 2 (W - 1)/W d (b / 32 + 1 / group_size) words. Scales travel as float32,
+    A worker receives 2 (W - 1)/W d (b / 32 + 1 / group_size) words, or up to a 64th more
+    (`quantizer.sent_size`). Scales travel as float32,
     because not all backends take a maximum of shorter numbers.
 
     All workers' values in a group are rounded as one group of W * group_size values would be. So

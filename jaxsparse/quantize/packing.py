@@ -42,7 +42,6 @@ def pack(levels: Int[Array, " d"], bits: int) -> UInt32[Array, " words"]:
             f"levels have shape {levels.shape} and dtype {levels.dtype}: pack takes a vector of "
             "int32; pass levels.ravel().astype(jnp.int32)"
         )
-    check_size("levels.size", levels.size)
     return pack_fields(levels.astype(jnp.uint32) & jnp.uint32(2**bits - 1), bits)
 
 

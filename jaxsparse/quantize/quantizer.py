@@ -70,8 +70,8 @@ class Quantizer(Protocol):
     ) -> Quantized:
         """See the function `quantize`. `x` is float32 and checked.
 
-        It has zeros behind its first `size` elements, which fill its last group. Only `size`
-        elements are packed.
+        If it is longer than a group, it has whole groups, with zeros behind its first `size`
+        elements. Only `size` elements are packed.
         """
         ...
 
@@ -250,15 +250,15 @@ def check_group_size(group_size: int) -> None:
 def sent_size(size: int, spec: Quantizer) -> int:
     """How many values to send for `size` values: whole groups, if they are at most a 64th more.
 
-    Otherwise it is `size`. XLA's CPU backend takes up to four times as long if the last group is
-    not whole, because it does not vectorise what fills or cuts it.
+    Otherwise it is `size`. XLA's CPU backend does not vectorise what fills or cuts the last group
+    of a vector. (Values of "bfloat16" need no scales, and are sent in groups all the same.)
 
     >>> from jaxsparse.quantize import Format
     >>> sent_size(25_000, Format("int8")), sent_size(250, Format("int8"))
     (25088, 250)
     """
     padding = -size % spec.group_size
-    return size + padding if 64 * padding <= size else size
+    return size + padding if 64 * padding <= size <= 2**31 - 1 - padding else size
 
 
 def padded(x: Float[Array, " d"], size: int) -> Float[Array, " size"]:

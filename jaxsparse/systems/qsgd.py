@@ -16,8 +16,9 @@ class _QSGD(SystemOptions):
 
     A worker receives 2 (W - 1)/W (bits / 32 + 1 / group_size) d words a step: with 4 bits, an
     eighth of a dense all-reduce's. Values are quantised on the way to the owner of their range, and
-    sums on the way back. (The paper has an all-gather, (W - 1) times the packed vector.)
-    `quantized` has other formats, shorter scales and error feedback by default.
+    sums on the way back. The last group of a range is filled if that adds at most a 64th. (The
+    paper has an all-gather, (W - 1) times the packed vector.) `quantized` has other formats,
+    shorter scales and error feedback by default.
 
     `momentum` acts before the exchange (momentum correction), without masking, because everything
     is sent at each step.

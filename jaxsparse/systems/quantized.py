@@ -179,7 +179,7 @@ class GatheredQuantized(OneMessage, Quantized):
         """See `OneMessage`."""
         add = lambda total, message: (total + self._decoded(message, size), None)
         first = self._decoded(messages[0], size)
-        return summed(jax.lax.scan(add, first, messages[1:])[0][:size], len(messages))
+        return summed(cut(jax.lax.scan(add, first, messages[1:])[0], size), len(messages))
 
     def _decoded(self, message: UInt32[Array, " words"], size: int) -> Float[Array, " sent"]:
         """What a message says. Behind the first `size` values, numbers mean nothing."""
@@ -202,9 +202,9 @@ class _Quantized(SystemOptions):
     in 16 bits anywhere. (A psum of bfloat16 is widened to 32 bits by XLA on CPUs, and summed in 16
     on others.) A worker receives 2 (W - 1)/W d (bits / 32 + scale bits / (32 group_size)) words a
     step: 0.13 times a dense all-reduce's with "int4" and these defaults, 0.05 times with "ternary"
-    and 0.03 times with "sign". ("int2" has two scales a group.) The last group of an owner is
-    filled with zeros if that adds at most a 64th. `is_dense` leaves, vectors by default, travel
-    uncompressed.
+    and 0.03 times with "sign". ("int2" has two scales a group.) The last group of a range, or of a
+    message, is filled with zeros if that adds at most a 64th. `is_dense` leaves, vectors by
+    default, travel uncompressed.
 
     With `teams`, the number of hosts, there are two levels. The workers of a host first sum among
     themselves in `inside`, and then across hosts in `format`. They are all workers of one axis,
