@@ -161,6 +161,17 @@ def mapped(recipe: str) -> float:
     return float(np.mean([*load(LOSSES)["ends"][recipe][1].values()]))
 
 
+SIGNS, ADAMW, MUON = "muon, local 10, sign", "adamw, gradients, dense", "muon, gradients, dense"
+
+
+def ended(size: str, recipe: str, steps: int) -> float:
+    """The loss on seed 0 at which a recipe ends with its tuned rate."""
+    runs, one = frontier.Results(size), Recipe.parsed(recipe)
+    rate = runs.tuned_rate(one, steps)
+    assert rate is not None
+    return runs.runs(one, steps)[rate, 0][-1]
+
+
 def above(recipe: str, other: str) -> float:
     """Nats between two recipes of the map, on the seeds that both have."""
     ends = load(LOSSES)["ends"]
@@ -304,6 +315,19 @@ def which() -> Iterator[str]:
         f"a transformer of {size.parameters:,} parameters, with "
         f"{size.workers} workers, in {losses.steps:,} steps, with {min(seeds)} to "
         f"{max(seeds)} seeds"
+    )
+    size, steps = frontier.SIZES["1m"], losses.shorter.steps
+    larger, smaller = (
+        {x: ended(name, x, steps) for x in (SIGNS, ADAMW, MUON)} for name in ("1m", "136k")
+    )
+    yield f"A model of {size.parameters:,} parameters orders recipes nearly alike"
+    yield f"in {steps} steps and with one seed"
+    yield (
+        "ten local steps of Muon by signs end "
+        f"{larger[ADAMW] - larger[SIGNS]:.3f} nats below its dense AdamW and "
+        f"{larger[SIGNS] - larger[MUON]:.3f} above its dense Muon. In as many steps the small "
+        f"model's end {smaller[SIGNS] - smaller[ADAMW]:.3f} above and "
+        f"{smaller[SIGNS] - smaller[MUON]:.3f} above."
     )
     rows = ("mean H=10", "SparseLoCo H=10 12.5 %", "gradients, 4 bits")
     mean, sparse, bits = (Local("results_10.9m", x).above for x in rows)
