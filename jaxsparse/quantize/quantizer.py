@@ -207,7 +207,7 @@ def to_message(quantized: Quantized, spec: Quantizer) -> UInt32[Array, " words"]
         return quantized.words
     scales = lax.bitcast_convert_type(quantized.scales, jnp.uint32)
     scales = pack_fields(scales >> jnp.uint32(SCALE_SHIFTS[spec.scale_bits]), spec.scale_bits)
-    return jnp.concatenate([stored(quantized.words), scales])
+    return jnp.concatenate([_kept(quantized.words), scales])
 
 
 def from_message(message: UInt32[Array, " words"], spec: Quantizer, size: int) -> Quantized:
@@ -247,6 +247,10 @@ def check_group_size(group_size: int) -> None:
         raise ValueError(f"group_size={group_size} must be at least 1")
 
 
+# From so many elements on, storing a vector is worth the time to compile it.
+_LONG = 2**14
+
+
 def sent_size(size: int, spec: Quantizer) -> int:
     """How many values to send for `size` values: whole groups, if they are at most a 64th more.
 
@@ -262,13 +266,18 @@ def sent_size(size: int, spec: Quantizer) -> int:
 
 
 def padded(x: Float[Array, " d"], size: int) -> Float[Array, " size"]:
-    """The vector with zeros behind it. If there are any, it is stored: what reads it vectorises."""
-    return x if x.size == size else stored(jnp.pad(x, (0, size - x.size)))
+    """The vector with zeros behind it. With any, a long one is stored: what reads it vectorises."""
+    return x if x.size == size else _kept(jnp.pad(x, (0, size - x.size)))
 
 
 def cut(x: Shaped[Array, " n"], size: int) -> Shaped[Array, " size"]:
-    """The first elements. If there are others, all are stored: what makes them vectorises."""
-    return x if x.size == size else stored(x)[:size]
+    """The first elements. A long vector is stored before, so that what makes it vectorises."""
+    return x if x.size == size else _kept(x)[:size]
+
+
+def _kept(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+    """`x`, stored if it is long."""
+    return stored(x) if x.size >= _LONG else x
 
 
 def in_groups(x: Float[Array, " d"], group_size: int) -> Float[Array, "groups values"]:
