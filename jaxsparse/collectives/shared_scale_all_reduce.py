@@ -30,8 +30,8 @@ def shared_scale_all_reduce(
     `quantized_all_reduce` round twice, but have all levels.)
 
     A worker receives 2 (W - 1)/W d (b / 32 + 1 / group_size) words, or up to a 64th more
-    (`quantizer.sent_size`). Scales travel as float32,
-    because not all backends take a maximum of shorter numbers.
+    (`quantizer.sent_size`). Scales travel as float32, because not all backends take a maximum of
+    shorter numbers.
 
     All workers' values in a group are rounded as one group of W * group_size values would be. So
     the error is a contraction of them all, and their residuals stay bounded.

@@ -266,17 +266,20 @@ def sent_size(size: int, spec: Quantizer) -> int:
 
 
 def padded(x: Float[Array, " d"], size: int) -> Float[Array, " size"]:
-    """The vector with zeros behind it. With any, a long one is stored: what reads it vectorises."""
+    """The vector with zeros behind it, up to `size`. See `_kept`."""
     return x if x.size == size else _kept(jnp.pad(x, (0, size - x.size)))
 
 
 def cut(x: Shaped[Array, " n"], size: int) -> Shaped[Array, " size"]:
-    """The first elements. A long vector is stored before, so that what makes it vectorises."""
+    """The first `size` elements. See `_kept`."""
     return x if x.size == size else _kept(x)[:size]
 
 
 def _kept(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-    """`x`, stored if it is long."""
+    """A vector whose end was filled, or is to be cut. It is stored if it is long.
+
+    Stored, it is no part of the loops that read or make it, and XLA's CPU backend vectorises these.
+    """
     return stored(x) if x.size >= _LONG else x
 
 
@@ -287,6 +290,6 @@ def in_groups(x: Float[Array, " d"], group_size: int) -> Float[Array, "groups va
 
 
 def repeated(scales: Float[Array, " groups"], group_size: int, size: int) -> Float[Array, " size"]:
-    """The scale of each value."""
+    """The scale of each value, from those of the groups."""
     width = min(group_size, size)
     return jnp.broadcast_to(scales[:, None], (scales.size, width)).reshape(-1)[:size]
