@@ -26,15 +26,16 @@ from jaxsparse.outer import LocalSteps
 from jaxsparse.processes.failing import fail_at_once
 from jaxsparse.systems import *
 from jaxsparse.traffic import wire_bytes
+from jaxsparse.training.check import check
 from jaxsparse.training.diagnostics import diagnose
+from jaxsparse.training.gradients import grad, value_and_grad
 from jaxsparse.training.parallel import data_parallel
 from jaxsparse.training.per_worker import per_worker
 from jaxsparse.training.replicas import check_replicas
 from jaxsparse.training.resharding import reshard
 from jaxsparse.training.sharding import local, shard
 from jaxsparse.training.stateful import StatefulExchange
-from jaxsparse.training.unreduced import own_gradients
-from jaxsparse.training.weighted import weighted
+from jaxsparse.training.weighted import mean_of, weighted
 
 # The names that a training program uses. Building blocks are in the modules imported above.
 __all__ = [
@@ -42,18 +43,21 @@ __all__ = [
     "PerWorker",
     "Stages",
     "StatefulExchange",
+    "check",
     "check_replicas",
     "data_parallel",
     "diagnose",
     "error_feedback",
     "fail_at_once",
+    "grad",
     "local",
-    "own_gradients",
+    "mean_of",
     "partition",
     "per_worker",
     "reshard",
     "shard",
     "specs",
+    "value_and_grad",
     "warm_up",
     "weighted",
     "wire_bytes",

@@ -731,12 +731,6 @@ class TestDoors:
         batch = draw(16, 16)
         tx = jaxsparse.top_k(1.0, axis_name="hosts", is_dense=lambda *_: False)
         state = shard(tx.init(params), where, "hosts")
-        exchange = data_parallel(
-            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
-            where,
-            axis_name="hosts",
-            batch_argnums=0,
-        )
 
         def loss(params, batch):
             """A loss that gathers each weight over the axes of the batch, as FSDP does."""
@@ -753,17 +747,14 @@ class TestDoors:
                 name: jax.reshard(w, P(*specs[name], reduced={"hosts"}))
                 for name, w in params.items()
             }
-            grads = jaxsparse.own_gradients(jax.grad(loss)(typed, batch), "hosts")
-            return exchange(grads, state)
+            return tx.update(jax.grad(loss)(typed, batch), state, params)
 
         with jax.set_mesh(where):
             placed = put(batch, P(tuple(a for a in ("hosts", "fsdp") if a in where.axis_names)))
             compiled = jax.jit(step).lower(params, state, placed).compile()
             updates, state = compiled(params, state, placed)
-            with pytest.raises(
-                ValueError, match=r"gradient\['both'\] has the type .* unreduced over"
-            ):
-                jaxsparse.own_gradients(params, "hosts")
+            with pytest.raises(ValueError, match=r"gradient\['both'\].* averaged already"):
+                tx.update(params, state, params)
         expected = np.broadcast_to(batch.sum(0)[:, None] / (16 * 8), (16, 8))
         for update in updates.values():
             np.testing.assert_array_equal(update, expected)

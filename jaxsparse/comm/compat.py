@@ -142,6 +142,11 @@ def origin(program: Jaxpr, value: Any, skipped: str) -> str:
     return ""
 
 
+def place_of(equation: Any) -> str:
+    """Where an equation was traced, as "file:line (function)"."""
+    return summarize(equation.source_info)
+
+
 def files_of(equation: Any) -> Iterator[str]:
     """The files of Python's frames in which an equation was traced, as far as JAX kept them."""
     traceback = getattr(equation.source_info, "traceback", None)

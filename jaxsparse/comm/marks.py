@@ -88,10 +88,11 @@ class PerWorker:
                 )
             return node.value[0]
 
-        return jax.tree.map(one, tree, is_leaf=_is_per_worker)
+        return jax.tree.map(one, tree, is_leaf=is_per_worker)
 
 
-def _is_per_worker(node: Any) -> bool:
+def is_per_worker(node: Any) -> bool:
+    """Whether a node is marked, for `jax.tree.map(..., is_leaf=)`."""
     return isinstance(node, PerWorker)
 
 

@@ -17,17 +17,21 @@ import dataclasses
 import math
 import sys
 from collections.abc import Container, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from jaxsparse.comm import wire
+
 AnyMesh = Mesh | AbstractMesh
 
 # The exchange's operations have this scope in compiled programs.
 SCOPE = "jaxsparse_exchange"
+# Those of `per_worker` have this one.
+OWN_SCOPE = "jaxsparse_per_worker"
 
 
 class WorkersError(ValueError):
@@ -45,6 +49,8 @@ class Running:
         problems: findings of the check: an error or None for each exchange.
         differing: findings of the check: what is wrong with outputs that differ between workers, by
             their numbers among those that must be equal.
+        workers: the number of simulated workers that `jaxsparse.check` traces for. None: a real
+            step is traced.
         clips_own: findings of the check: why clips in front of an exchange are meant to be each
             worker's own. Empty: they may be a mistake.
     """
@@ -54,6 +60,7 @@ class Running:
     is_check: bool = False
     problems: dict[object, ValueError | None] = dataclasses.field(default_factory=dict)
     differing: dict[int, str] = dataclasses.field(default_factory=dict)
+    workers: int | None = None
     clips_own: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -159,13 +166,26 @@ def inner_axes(mesh: AnyMesh, axis_name: str | None) -> tuple[tuple[str, int], .
     )
 
 
+def check_inner(mesh: AnyMesh | None, axis_name: str | None, placement: Placement | None) -> None:
+    """Raises ValueError unless a state with this placement was made for this mesh's inner axes."""
+    inner = () if mesh is None or axis_name is None else inner_axes(mesh, axis_name)
+    made_for = placement.inner if placement else ()
+    if inner != made_for:
+        raise ValueError(
+            f"the state was made for the inner axes {made_for}, but the mesh here has {inner} "
+            f"beside {axis_name!r}: make it with tx.init(params) from parameters on this mesh (or "
+            "give mesh= and specs= to the transformation), or carry it over with "
+            "jaxsparse.reshard(state, mesh, like=tx.init(params))"
+        )
+
+
 def find_mesh(tree: Any, axis_name: str | None, given: Mesh | None) -> AnyMesh | None:
     """The mesh that leaves are on: the given one, or theirs, the running step's, the context's."""
     if given is not None:
         return given
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, jax.core.Tracer):  # types name the mesh of Auto axes, too
             sharding = getattr(jax.typeof(leaf), "sharding", None)
         if isinstance(sharding, NamedSharding) and axis_name in sharding.mesh.axis_names:
             return sharding.mesh
@@ -173,6 +193,46 @@ def find_mesh(tree: Any, axis_name: str | None, given: Mesh | None) -> AnyMesh |
         return how.mesh
     context = jax.sharding.get_abstract_mesh()
     return context if axis_name in context.axis_names else None
+
+
+def find_workers(
+    tree: Any, axis_name: Any, mesh: Mesh | None, workers: Any
+) -> tuple[int, AnyMesh | None]:
+    """The number of workers, and their mesh; None if they are simulated.
+
+    Args:
+        tree: arrays that may show the mesh.
+        axis_name: the axis of the workers.
+        mesh: the mesh, if it is given.
+        workers: the number of workers to simulate, if it is given.
+
+    Raises:
+        ValueError: no mesh is known, or it is not one with this axis, or there is one besides
+            `workers`.
+    """
+    if (how := RUNNING.get()) is not None and how.workers is not None:
+        return how.workers, None
+    if workers is not None:
+        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+            raise ValueError(
+                f"workers={workers!r} must be a number of workers to simulate, an int of at least "
+                "1 (list it in static_args under optax.inject_hyperparams), or None on a mesh"
+            )
+        if mesh is not None:
+            raise ValueError(
+                f"workers={workers} simulates workers on one device, and mesh={mesh} has them: "
+                "give one of both"
+            )
+        return workers, None
+    found = find_mesh(tree, axis_name, mesh)
+    if found is None:
+        raise ValueError(
+            f"no mesh with an axis {axis_name!r} is known here: put the batch or the parameters on "
+            "one (jax.device_put), call jax.set_mesh(mesh), or give mesh=. If the axis has another "
+            "name, give axis_name=. To simulate workers on one device, give workers="
+        )
+    _check_axis(found, axis_name)
+    return found.shape[axis_name], found
 
 
 def place(
@@ -203,6 +263,40 @@ def place(
         for (path, leaf), spec in zip(leaves, given)
     )
     return Placement(inner, own), found
+
+
+class Rows(NamedTuple):
+    """Where the arrays that differ between workers have their rows.
+
+    Attributes:
+        workers: number of rows: of workers, or 1 if the state is one worker's.
+        mesh: the mesh. None: one device.
+        axis_name: the axis over which rows are split. None: they are not.
+        placement: the partitions of leaves over inner axes. None: there are none.
+    """
+
+    workers: int
+    mesh: AnyMesh | None
+    axis_name: str | None
+    placement: Placement | None
+
+
+def place_rows(
+    params: Any, axis_name: str | None, mesh: Mesh | None, workers: int | None, specs: Any
+) -> Rows:
+    """Where a state for these parameters has its rows. See `Options` for the arguments.
+
+    One worker's code, in which the axis is bound, gets one worker's state. So does code in which no
+    mesh is known, for `jaxsparse.shard` to spread.
+    """
+    is_one, how = wire.is_bound(axis_name), RUNNING.get()
+    is_simulated = workers is not None or (how is not None and how.workers is not None)
+    if is_simulated and axis_name is not None and not is_one:
+        return Rows(find_workers((), axis_name, mesh, workers)[0], None, None, None)
+    placement, found = place(params, axis_name, mesh, specs)
+    if is_one or found is None or axis_name is None:
+        return Rows(1, found, None, placement)
+    return Rows(found.shape[axis_name], found, axis_name, placement)
 
 
 def _check_axis(mesh: AnyMesh, axis_name: str) -> None:

@@ -71,6 +71,21 @@ def axis_size(axis_name: str | None) -> int:
         ) from None
 
 
+def is_bound(axis_name: str | None) -> bool:
+    """Whether this is one worker's code: its axis is bound, or there is none.
+
+    Raises:
+        ValueError: `axis_name` is not one string, or this is the code of another axis' devices.
+    """
+    try:
+        axis_size(axis_name)
+    except ValueError:
+        if not isinstance(axis_name, str) or jax.sharding.get_abstract_mesh().manual_axes:
+            raise
+        return False
+    return True
+
+
 def axis_index(axis_name: str | None) -> Int[Array, ""]:
     """This worker's rank along `axis_name`, int32."""
     if axis_name is None:

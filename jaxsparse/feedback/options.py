@@ -43,9 +43,8 @@ class Options(abc.ABC):
         bucket_size: largest number of elements of a bucket. None: one bucket. Several buckets are
             exchanged one after the other, which takes less memory. They share the budget in
             proportion to their sizes.
-        mesh: mesh of the parameters, for where they do not show it, as under `jax.jit`. `init` then
-            returns a state that is already spread over the workers. None: the mesh that parameters
-            show, or that of `jaxsparse.data_parallel`.
+        mesh: mesh of the workers, where neither arrays and their types nor `jax.set_mesh` tell it.
+        workers: number of workers to simulate on one device, without a mesh.
         specs: partitions of the parameters over the other axes of the mesh, for where parameters do
             not show them: a tree of `PartitionSpec`, `NamedSharding`, or of arrays or shapes that
             have a sharding, or a prefix of it; an abstract `flax.nnx` model; or a training state
@@ -57,6 +56,7 @@ class Options(abc.ABC):
     accumulator_dtype: DTypeLike | None = None
     bucket_size: int | None = None
     mesh: Mesh | None = None
+    workers: int | None = None
     specs: Any = None
 
     @abc.abstractmethod

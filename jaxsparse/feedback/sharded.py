@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from jaxsparse.arrays import layout as layouts
@@ -68,12 +68,7 @@ def exchanged_specs(tree: Any, placement: Placement, compressed: Set[int]) -> li
 
 
 def spread(
-    state: ErrorFeedbackState,
-    params: Any,
-    placement: Placement | None,
-    compressed: Set[int],
-    mesh: AnyMesh | None,
-    axis_name: str | None,
+    state: ErrorFeedbackState, params: Any, at: meshes.Rows, compressed: Set[int]
 ) -> ErrorFeedbackState:
     """The initial state of all devices, from that of one.
 
@@ -83,14 +78,15 @@ def spread(
     Args:
         state: the initial state of one device's shards: zeros, and reducers' states.
         params: the parameters.
-        placement: their partitions over the inner axes. None: there are no such axes.
+        at: where it has rows.
         compressed: the numbers of the leaves in buckets.
-        mesh: their mesh. None: the state is returned as it is.
-        axis_name: the axis of the workers to spread the state over. None: it stays one worker's.
     """
-    if mesh is None or (placement is None and axis_name is None):
+    workers, mesh, axis_name, placement = at
+    if mesh is None:
+        rows = lambda x: jnp.broadcast_to(x, (workers, *x.shape[1:]))
+        return marks.map_marked(lambda x, is_own: rows(x) if is_own else x, state)
+    if placement is None and axis_name is None:
         return state
-    workers = 1 if axis_name is None else mesh.shape[axis_name]
     shapes, specs = {}, {}
     if placement is not None:
         names = layouts.short_names(params)
@@ -166,6 +162,22 @@ def on_devices(
     return exchanged(updates, state, momentum, jax.lax.axis_index(axis_name))
 
 
+def on_rows(
+    update: Update,
+    mesh: AnyMesh,
+    axis_name: str,
+    placement: Placement,
+    compressed: Set[int],
+    updates: Any,
+    state: ErrorFeedbackState,
+    momentum: Any,
+) -> tuple[Any, ErrorFeedbackState]:
+    """Runs `update` on each device. Gradients and per-worker arrays have a row for each worker."""
+    return _on_devices(
+        *(update, mesh, axis_name, placement, compressed, True, updates, state, momentum)
+    )
+
+
 def _on_devices(
     update: Update,
     mesh: AnyMesh,
@@ -187,22 +199,22 @@ def _on_devices(
     leaves, treedef = jax.tree.flatten(updates)
     rows = (axis_name,) if is_stacked else ()
     names = layouts.short_names(updates)
-    whole = [x[0] for x in leaves] if is_stacked else leaves
-    specs = exchanged_specs(whole, placement, compressed)
+    shapes = [jax.ShapeDtypeStruct(x.shape[is_stacked:], x.dtype) for x in leaves]
+    specs = exchanged_specs(shapes, placement, compressed)
     of_name = dict(zip(names, specs))
 
     def spec(kind: Kind) -> PartitionSpec:
         own = (*rows, None) if kind.is_own else ()
         if kind.leaf is not None:
             return PartitionSpec(*own, *of_name[kind.leaf])
-        return PartitionSpec(*own, inner) if kind.is_reducers else PartitionSpec()
+        return PartitionSpec(*own, *((inner,) if kind.is_reducers and inner else ()))
 
     def narrow(x: Any, kind: Kind) -> Any:
         x = x[0] if kind.is_own and is_stacked else x
-        return x if not kind.is_reducers else x[:, 0] if kind.is_own else x[0]
+        return x if not kind.is_reducers or not inner else x[:, 0] if kind.is_own else x[0]
 
     def widen(x: Any, kind: Kind) -> Any:
-        x = x if not kind.is_reducers else x[:, None] if kind.is_own else x[None]
+        x = x if not kind.is_reducers or not inner else x[:, None] if kind.is_own else x[None]
         return x[None] if kind.is_own and is_stacked else x
 
     described = kinds(state)
@@ -211,6 +223,10 @@ def _on_devices(
             meshes.constrain(x, NamedSharding(mesh, spec)) if own != spec else x
             for x, own, spec in zip(leaves, placement.own, specs)
         ]
+    elif AxisType.Explicit in mesh.axis_types:
+        put = lambda x, spec: meshes.constrain(x, NamedSharding(mesh, spec))
+        leaves = [put(x, PartitionSpec(*rows, *spec)) for x, spec in zip(leaves, specs)]
+        state = jax.tree.map(lambda x, kind: put(x, spec(kind)), state, described)
 
     def body(leaves: list[Any], state: ErrorFeedbackState, momentum: Any) -> Any:
         own = treedef.unflatten([x[0] for x in leaves] if is_stacked else leaves)

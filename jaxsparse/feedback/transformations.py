@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.arrays.layout import IsDense, small_or_vector
-from jaxsparse.comm import meshes
+from jaxsparse.comm import meshes, wire
 from jaxsparse.comm.marks import unwrapped
-from jaxsparse.comm.meshes import AnyMesh, Placement, place
+from jaxsparse.comm.meshes import AnyMesh, Placement, place_rows
+from jaxsparse.comm.unreduced import split_unreduced
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.by_message import EXCHANGE
 from jaxsparse.feedback.exchange import Plan, Settings, keep_rounding
@@ -33,6 +34,7 @@ from jaxsparse.feedback.options import (
     transformation,
 )
 from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
+from jaxsparse.feedback.rows import check_rows, one_workers, over_rows
 from jaxsparse.feedback.sharded import Update, checked, on_devices, shards, spread
 from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator
 from jaxsparse.reducers.base import Budget, Leaf, Reducer
@@ -219,7 +221,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
     overlapping = overlaps(options.overlap, options.delay)
     of_skipped = skipped_update(options.when_skipped, options.delay)
     dtype = accumulator(options.accumulator_dtype)
-    bucket_size, mesh = options.bucket_size, options.mesh
+    bucket_size, mesh, workers = options.bucket_size, options.mesh, options.workers
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(
             f"mesh={mesh!r} must be a jax.sharding.Mesh or None (optax.inject_hyperparams calls "
@@ -238,22 +240,25 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         return Store(Axes(axis_name, inner), momentum is not None, delayed, keeps_residual, dtype)
 
     def init(params: Any) -> ErrorFeedbackState:
-        placement, found = place(params, axis_name, mesh, options.specs)
-        plan = plan_of(params, placement)
-        own, state = None if mesh is None else axis_name, store_of(()).init(plan)
-        return spread(state, params, placement, plan.compressed, found, own)
+        rows = place_rows(params, axis_name, mesh, workers, options.specs)
+        plan = plan_of(params, rows.placement)
+        return spread(store_of(()).init(plan), params, rows, plan.compressed)
 
     def update(
         updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
     ) -> tuple[Any, ErrorFeedbackState]:
-        del params, extra_args
+        del extra_args
         if not isinstance(state, ErrorFeedbackState):
             raise ValueError(
                 f"the state was made for another transformation: it is a {type(state).__name__}, "
                 "and no ErrorFeedbackState. Pass the state that init(params) of this "
                 "transformation made"
             )
-        plan = plan_of(updates, state.placement or None)
+        is_one = wire.is_bound(axis_name)
+        if axis_name is not None and not is_one:
+            updates = split_unreduced(updates, axis_name)
+        one = updates if is_one else one_workers(updates, state, params, axis_name)
+        plan = plan_of(one, state.placement or None)
 
         def on_device(
             updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
@@ -270,6 +275,12 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
                 delivered = jax.tree.map(lambda x: jnp.where(done.ok, x, of_skipped), delivered)
             return delivered, store.save(done, state, plan)
 
+        if not is_one:
+            count, found = meshes.find_workers((updates, state), axis_name, mesh, workers)
+            check_rows(updates, state, count, axis_name)
+            return over_rows(
+                *(on_device, updates, state, momentum, found, axis_name, plan.compressed)
+            )
         Axes(axis_name).check(updates)  # behind `plan_of`: its errors about the tree come first
         return _run(on_device, updates, state, momentum, plan.compressed, axis_name, mesh)
 
@@ -378,15 +389,8 @@ def _run(
         found: AnyMesh | None = context if is_manual else how.mesh if how else None
     else:
         found = mesh
-    inner = () if found is None or axis_name is None else meshes.inner_axes(found, axis_name)
     placement = state.placement or None
-    if inner != (placement.inner if placement else ()):
-        raise ValueError(
-            f"the state was made for the inner axes {placement.inner if placement else ()}, but "
-            f"the mesh here has {inner} beside {axis_name!r}: make it with tx.init(params) from "
-            "parameters on this mesh (or give mesh= and specs= to the transformation), or carry it "
-            "over with jaxsparse.reshard(state, mesh, like=tx.init(params))"
-        )
+    meshes.check_inner(found, axis_name, placement)
     if placement is None or found is None or axis_name is None:
         return update(updates, state, momentum, ())
     return on_devices(

@@ -1,12 +1,13 @@
 """EF21-SGDM: workers exchange the differences between their momenta and shared estimates."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 from jaxsparse import codecs
@@ -131,7 +132,9 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
     feedback = dataclasses.replace(part(settings, ErrorFeedback), momentum=None).transformation()
 
     def init(params: Any) -> EF21State:
-        return _start(params, feedback.init(params), axis_name, mesh, settings.specs)
+        rows = meshes.place_rows(params, axis_name, mesh, settings.workers, settings.specs)
+        start = _start(params, feedback.init(params), rows)
+        return start._replace(momentum=wire.varying(start.momentum, axis_name))
 
     def update(
         updates: Any, state: EF21State, params: Any = None, **extra_args: Any
@@ -141,8 +144,13 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
                 f"the state was made for another transformation: it is a {type(state).__name__}, "
                 "and no EF21State. Pass the state that init(params) of ef21_sgdm made"
             )
-        wire.Axes(axis_name).check(updates)
-        before = PerWorker.unwrap(state.momentum)
+        is_one = wire.is_bound(axis_name)
+        if is_one:
+            wire.Axes(axis_name).check(updates)
+            before = PerWorker.unwrap(state.momentum)
+        else:  # both have a row for each worker
+            is_leaf = marks.is_per_worker
+            before = jax.tree.map(lambda node: node.value, state.momentum, is_leaf=is_leaf)
         _check_tree(before, updates)
         eta = 1 - jnp.asarray(0.0 if momentum is None else momentum, jnp.float32)
         eta = jnp.where(state.steps == 0, 1, eta)
@@ -152,7 +160,8 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
         how = meshes.RUNNING.get()
         if how is not None and how.is_check and how.axis_name == axis_name:
             changes = updates  # the check asks whether these are the workers' own
-        means, inner = feedback.update(changes, state.feedback, params, **extra_args)
+        # The estimates have the parameters' shapes.
+        means, inner = feedback.update(changes, state.feedback, state.estimate, **extra_args)
         ok = inner.skipped == state.feedback.skipped
         select = lambda new, old: jnp.where(ok, new, old)
         # An overflow would stay for ever.
@@ -163,7 +172,8 @@ def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
             lambda g, like: narrow(jnp.where(ok, g, of_skipped), like.dtype), estimate, updates
         )
         steps = state.steps + jnp.where(ok, jnp.uint32(1), jnp.uint32(0))
-        kept = PerWorker.wrap(wire.varying(kept, axis_name))
+        own = PerWorker.wrap if is_one else functools.partial(jax.tree.map, PerWorker)
+        kept = own(wire.varying(kept, axis_name))
         return delivered, EF21State(inner, kept, estimate, steps)
 
     return optax.GradientTransformationExtraArgs(init, marks.unwrapped(update))
@@ -182,42 +192,36 @@ def _check_tree(momentum: Any, updates: Any) -> None:
         )
 
 
-def _start(
-    params: Any, feedback: ErrorFeedbackState, axis_name: str | None, mesh: Mesh | None, specs: Any
-) -> EF21State:
-    """The state before the first step, placed as parameters are, or spread over `mesh`.
+def _start(params: Any, feedback: ErrorFeedbackState, rows: meshes.Rows) -> EF21State:
+    """The state before the first step, placed as parameters are, with these rows.
 
     Momenta of compressed leaves are placed as their residuals, because an exchange may cut leaves
     further.
     """
     treedef: Any
     leaves, treedef = jax.tree.leaves(params), jax.tree.structure(marks.without_variables(params))
-    placement = None if mesh is None else meshes.place(params, axis_name, mesh, specs)[0]
+    count, mesh, axis_name, placement = rows
     own = [PartitionSpec()] * len(leaves) if placement is None else placement.own
-    rows, axes = (1,), (axis_name,)
-    if mesh is not None and axis_name is not None:
-        rows = (mesh.shape[axis_name],)
-
-    in_variables = mesh is not None and marks.has_variables(params)
+    in_variables = axis_name is not None and marks.has_variables(params)
 
     def zeros(leaf: Any, spec: PartitionSpec, is_own: bool) -> Any:
-        if mesh is None:
+        if mesh is None or axis_name is None:
             x = jnp.zeros_like(leaf, jnp.float32)
-            return x[None] if is_own else x
-        x = jnp.zeros((*rows, *jnp.shape(leaf)) if is_own else jnp.shape(leaf))
-        spec = PartitionSpec(*axes[:is_own], *spec)
+            return jnp.broadcast_to(x, (count, *x.shape)) if is_own else x
+        x = jnp.zeros((count, *jnp.shape(leaf)) if is_own else jnp.shape(leaf))
+        spec = PartitionSpec(*(axis_name,) * is_own, *spec)
         x = meshes.constrain(x, NamedSharding(mesh, spec))
         return marks.in_variable(x, spec) if in_variables else x
 
     momenta = [
         jax.tree.map(jnp.array, feedback.residual[name].value)
         if name in feedback.residual
-        else wire.varying(zeros(leaf, spec, True), axis_name)
+        else zeros(leaf, spec, True)
         for name, leaf, spec in zip(short_names(params), leaves, own)
     ]
     estimates = [zeros(leaf, spec, False) for leaf, spec in zip(leaves, own)]
     steps = jnp.uint32(0)
-    if mesh is not None:
+    if mesh is not None and axis_name is not None:
         steps = meshes.constrain(steps, NamedSharding(mesh, PartitionSpec()))
     marked = treedef.unflatten(map(PerWorker, momenta))
     return EF21State(feedback, marked, treedef.unflatten(estimates), steps)

@@ -43,11 +43,16 @@ def without_axis(step: Callable[..., Any], axis_name: str, is_manual: bool) -> C
 
     def run(*args: Any) -> Any:
         program, shapes = jax.make_jaxpr(step, return_shape=True)(*args)
-        program = _Rewriting(axis_name, is_manual).closed(program)
+        program = rewritten(program, axis_name, is_manual)
         outputs = jaxpr_as_fun(program)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return run
+
+
+def rewritten(program: ClosedJaxpr, axis_name: str, is_manual: bool) -> ClosedJaxpr:
+    """The program of one worker without the axis in its constraints, see `without_axis`."""
+    return _Rewriting(axis_name, is_manual).closed(program)
 
 
 class _Rewriting:

@@ -32,10 +32,7 @@ class Diagnostics(NamedTuple):
 def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data") -> Diagnostics:
     """Reports how much was delivered and how much was held back.
 
-    Call it where the axis of the workers is bound: in the step, or by itself now and then,
-
-        diagnose = jaxsparse.data_parallel(jaxsparse.diagnose, mesh, batch_argnums=())
-        print(diagnose(opt_state))
+    Call it in the step, or by itself now and then: `jax.jit(jaxsparse.diagnose)(opt_state)`.
 
     It reads residuals and updates twice and sends a few numbers. It costs nothing if it is not
     called. Bytes are not among the results: `jaxsparse.wire_bytes` reads those of a step from the
@@ -48,8 +45,7 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
         axis_name: the axis of workers. None: a single worker.
 
     Raises:
-        ValueError: `state` contains no state of a jaxsparse transformation, or the axis is not
-            bound.
+        ValueError: `state` contains no state of a jaxsparse transformation.
     """
     found = states_in(state)
     if not found:
@@ -59,9 +55,12 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
             "first and pass optimizer.opt_state)"
         )
     leaves = jax.tree.leaves(updates)
-    residual_norm, update_norm = _norms(
-        [jax.tree.leaves([one.residual for one in found]), leaves], axis_name
-    )
+    residuals = jax.tree.leaves([one.residual for one in found])
+    if wire.is_bound(axis_name):
+        residual_norm, update_norm = _norms([residuals, leaves], axis_name)
+    else:  # residuals have a row for each worker
+        workers = jnp.float32(residuals[0].shape[0] if residuals else 1)
+        residual_norm, update_norm = _norm(residuals) / jnp.sqrt(workers), _norm(leaves)
     counts = [saturating_sum(jnp.stack(parts)) for parts in zip(*(one.info for one in found))]
     delivered, overflow = counts
     elements = sum(x.size for x in leaves)

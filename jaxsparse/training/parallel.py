@@ -129,8 +129,7 @@ def data_parallel(
     Inside an outer `jax.jit` only types can tell, so there is a warning if `axis_name` is Explicit.
     If it is Auto, look at `opt_state` outside of that program: `x.sharding` of residuals.
 
-    Code on Explicit axes that computes gradients outside of `step` passes them through
-    `jaxsparse.own_gradients` first. If arguments are Flax nnx modules, lift `step` as for
+    If arguments are Flax nnx modules, lift `step` as for
     `jax.jit`: `merge_inputs` inside and `split_inputs` outside (`flax.nnx.transforms.general`).
 
     On emulated CPU devices, wait for each step (`jax.block_until_ready`, or read the loss). Queued

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool
 from jaxsparse.arrays.magnitude import all_finite
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker, is_marked
+from jaxsparse.feedback.rows import check_rows
 
 
 def per_worker(
@@ -25,6 +26,7 @@ def per_worker(
     *,
     axis_name: str | None = "data",
     mesh: Mesh | None = None,
+    workers: int | None = None,
     specs: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Runs `tx` on each worker's own gradients, before they are exchanged.
@@ -50,15 +52,15 @@ def per_worker(
     Args:
         tx: the transformation. All leaves of its state, if it has any, must be arrays.
         axis_name: the axis of the workers. None: a single worker.
-        mesh: the mesh, as for the exchange behind. With it, `init` returns a state that is already
-            spread over the workers. Without it, `jaxsparse.shard` spreads the state.
-        specs: partitions of the parameters, as for the exchange behind. Used with `mesh` alone.
-            Arrays of the state that end with the name of a parameter, and have its shape, are cut
-            as it is. All others are whole on each device of a worker.
+        mesh: the mesh, as for the exchange behind.
+        workers: number of workers to simulate, as for the exchange behind.
+        specs: partitions of the parameters, as for the exchange behind. Arrays of the state that
+            end with the name of a parameter, and have its shape, are cut as it is. All others are
+            whole on each device of a worker.
 
     Returns:
-        A transformation, whose `update` must run where `axis_name` is bound
-        (`jaxsparse.data_parallel`). Its updates differ between workers, so a transformation of this
+        A transformation of gradients with a row for each worker (`jaxsparse.value_and_grad`), or
+        of one worker's where `axis_name` is bound. So are its updates, so an exchange of this
         library must stand behind it in the chain.
 
     Raises:
@@ -93,9 +95,10 @@ def per_worker(
                 "per_worker, and chain it behind, as in optax.chain(per_worker("
                 "optax.scale_by_adam()), jaxsparse.spardl(0.01))"
             )
-        if mesh is None or axis_name is None:
-            return PerWorker.wrap(start)
-        placement, _ = meshes.place(params, axis_name, mesh, specs)
+        count, found, axis, placement = meshes.place_rows(params, axis_name, mesh, workers, specs)
+        if found is None or axis is None:
+            rows = lambda x: PerWorker(jnp.broadcast_to(x, (count, *jnp.shape(x))))
+            return jax.tree.map(rows, start)
         leaves = [] if placement is None else tree_leaves_with_path(bare)
         own = {
             (path, jnp.shape(x)): spec
@@ -107,18 +110,32 @@ def per_worker(
             # such as counters and factors of moments, are whole.
             ends = ((path[i:], jnp.shape(x)) for i in range(len(path) + 1))
             spec = next((own[end] for end in ends if end in own), PartitionSpec())
-            spec = PartitionSpec(axis_name, *spec)
-            rows = jnp.broadcast_to(x, (mesh.shape[axis_name], *jnp.shape(x)))
-            rows = meshes.constrain(rows, NamedSharding(mesh, spec))
+            spec = PartitionSpec(axis, *spec)
+            rows = jnp.broadcast_to(x, (count, *jnp.shape(x)))
+            rows = meshes.constrain(rows, NamedSharding(found, spec))
             return PerWorker(marks.in_variable(rows, spec) if in_variables else rows)
 
         return tree_map_with_path(spread, start)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        wire.axis_size(axis_name)  # raises if it is not bound
         if (how := meshes.RUNNING.get()) is not None:
             how.clips_own.add("per_worker")
-        before = PerWorker.unwrap(state)
+        if wire.is_bound(axis_name):
+            delivered, after = one(updates, PerWorker.unwrap(state), params, extra_args)
+            return delivered, PerWorker.wrap(wire.varying(after, axis_name))
+        count, _ = meshes.find_workers((updates, state), axis_name, mesh, workers)
+        check_rows(updates, state, count, axis_name, params)
+        rows = jax.tree.map(lambda node: node.value, state, is_leaf=marks.is_per_worker)
+        with jax.named_scope(meshes.OWN_SCOPE):
+            delivered, after = jax.vmap(
+                lambda updates, state: one(updates, state, params, extra_args),
+                axis_name=axis_name,
+                axis_size=count,
+            )(updates, rows)
+        return delivered, jax.tree.map(PerWorker, after)
+
+    def one(updates: Any, before: Any, params: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
+        """The updates of one worker, and its state."""
         try:
             delivered, after = tx.update(updates, before, params, **extra_args)
         except Exception as error:
@@ -131,7 +148,7 @@ def per_worker(
         broken = jnp.where(all_finite(jax.tree.leaves(updates)), jnp.float32(0), jnp.float32(1))
         ok = wire.pmax(wire.varying(broken, axis_name), axis_name) == 0
         kept = jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, before)
-        return _nan_unless(ok, delivered), PerWorker.wrap(wire.varying(kept, axis_name))
+        return _nan_unless(ok, delivered), kept
 
     return optax.GradientTransformationExtraArgs(init, marks.unwrapped(update))
 

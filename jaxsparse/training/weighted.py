@@ -68,6 +68,43 @@ def weighted(tree: T, weight: Any, *, axis_name: str | None = "data") -> T:
     return jax.tree.map(scaled, tree)
 
 
+def mean_of(total: Any, count: Any, *, axis_name: str | None = "data") -> jax.Array:
+    """A worker's share of a mean over all workers' items, such as a loss over tokens.
+
+        def loss_of(params, batch):
+            each = cross_entropy(params, batch) * batch["mask"]
+            return jaxsparse.mean_of(each.sum(), batch["mask"].sum())
+
+    An exchange takes the mean over workers, and each counts alike. `each.sum() / mask.sum()` is a
+    mean over a worker's own tokens, so workers with few tokens count too much. This is
+    `total / pmean(count)`: the mean of it over workers is the mean over all tokens. It takes a
+    message of four bytes.
+
+    Args:
+        total: the sum over this worker's items, a floating-point scalar.
+        count: their number, a real scalar, at least 0. `jax.grad` takes it for a constant.
+        axis_name: the axis of the workers, bound here. None: a single worker.
+
+    Returns:
+        A scalar of the dtype of `total`. It is 0 if no worker has items.
+
+    Raises:
+        ValueError: the axis is not bound, or `count` is no such scalar.
+
+    Example:
+        >>> totals, counts = jnp.float32([30, 40]), jnp.int32([30, 10])
+        >>> jax.vmap(mean_of, axis_name="data")(totals, counts).mean().tolist()  # 70 / 40
+        1.75
+    """
+    workers = wire.axis_size(axis_name)  # raises if it is not bound
+    check_weight(count)
+    own = jax.lax.stop_gradient(jnp.asarray(count).astype(jnp.result_type(float)))
+    mean = wire.psum(wire.varying(own, axis_name), axis_name) / workers
+    has_items = mean > 0
+    share = total / jnp.where(has_items, mean, 1).astype(total.dtype)
+    return jnp.where(has_items, share, 0)
+
+
 def check_weight(weight: Any) -> None:
     """Raises ValueError unless the weight is a real scalar."""
     shape, dtype = jnp.shape(weight), jnp.result_type(weight)

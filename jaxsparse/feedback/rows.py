@@ -1,0 +1,148 @@
+"""The exchange of gradients with a row for each worker, as `jaxsparse.value_and_grad` makes them.
+
+A trainer calls `tx.update` in its own `jax.jit`, where no axis is bound. The exchange enters the
+mesh by itself, and what it returns are ordinary arrays.
+"""
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
+
+from jaxsparse.arrays.layout import short_names
+from jaxsparse.comm import meshes
+from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
+from jaxsparse.comm.meshes import AnyMesh, Placement
+from jaxsparse.feedback.sharded import Update, on_rows
+from jaxsparse.feedback.store import ErrorFeedbackState
+
+
+def one_workers(updates: Any, state: ErrorFeedbackState, params: Any, axis_name: str | None) -> Any:
+    """Shapes and dtypes of one worker's gradients, those of the parameters.
+
+    Raises:
+        ValueError: gradients have no row for each worker, or another transformation has replaced
+            some, or neither `params` nor the state tells the parameters' shapes.
+    """
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)
+    leaves, treedef = tree_flatten_with_path(updates, is_leaf=is_masked)
+    for path, x in leaves:
+        if is_masked(x):
+            raise ValueError(
+                f"gradient{keystr(path)} is an optax.MaskedNode: a wrapper, such as optax.masked "
+                "or optax.multi_transform, hides it from the exchange, and would return its rows. "
+                "Give leaves exchanges of their own by jaxsparse.partition, freeze leaves behind "
+                "the exchange, or do not differentiate with respect to them"
+            )
+    shapes: list[Any]
+    shapes = _shapes_in(updates, state) if params is None else _shapes_of(params, len(leaves))
+    for (path, _), shape in zip(leaves, shapes):
+        if shape is None:
+            raise ValueError(
+                f"axis_name={axis_name!r} is not bound here, so gradients have a row for each "
+                f"worker, but the shape of the parameter of gradient{keystr(path)} is not known: "
+                "give tx.update(grads, state, params)"
+            )
+    _check_shapes(updates, shapes, axis_name)
+    one = [jax.ShapeDtypeStruct(s, jnp.result_type(x)) for s, (_, x) in zip(shapes, leaves)]
+    return jax.tree.unflatten(treedef, one)
+
+
+def _shapes_of(params: Any, count: int) -> list[Any]:
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(params)]
+    if len(shapes) != count:
+        raise ValueError(
+            f"params has {len(shapes)} leaves, and there are {count} gradients: give tx.update the "
+            "parameters that were differentiated"
+        )
+    return shapes
+
+
+def _check_shapes(updates: Any, shapes: Sequence[tuple[int, ...]], axis_name: str | None) -> None:
+    """Raises ValueError unless gradients are rows of these shapes."""
+    for (path, x), shape in zip(tree_leaves_with_path(updates), shapes):
+        name = f"gradient{keystr(path)}"
+        if jnp.shape(x) == shape:
+            raise ValueError(
+                f"axis_name={axis_name!r} is not bound here, and {name} of shape {shape} has no "
+                "row for each worker: it has been averaged already, uncompressed. Take "
+                "jaxsparse.value_and_grad in the place of jax.value_and_grad, and leave out a "
+                "wrapper that averages, such as optax.MultiSteps. (One worker's own gradients are "
+                "exchanged where the axis is bound; axis_name=None is for a single worker)"
+            )
+        if jnp.shape(x)[1:] != shape:
+            raise ValueError(
+                f"{name} has shape {jnp.shape(x)}, and its parameter {shape}: give each worker's "
+                "gradient a row, as jaxsparse.value_and_grad does"
+            )
+
+
+def _shapes_in(updates: Any, state: ErrorFeedbackState) -> list[Any]:
+    """The parameters' shapes, as far as accumulators of the state have them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for field in (state.residual, state.momentum, state.pending):
+        for name, node in field.items():
+            found[name] = node.value.shape[1:] if isinstance(node, PerWorker) else node.shape
+    return [found.get(name) for name in short_names(updates)]
+
+
+def check_rows(
+    updates: Any, state: Any, workers: int, axis_name: str | None, params: Any = None
+) -> None:
+    """Raises ValueError unless gradients and state have a row for each worker."""
+    if params is not None:
+        _check_shapes(updates, _shapes_of(params, len(jax.tree.leaves(updates))), axis_name)
+    for path, x in tree_leaves_with_path(updates):
+        if jnp.shape(x)[:1] != (workers,):
+            raise ValueError(
+                f"gradient{keystr(path)} has shape {jnp.shape(x)}, but there are {workers} workers "
+                f"along {axis_name!r}: give jaxsparse.value_and_grad the same mesh or workers="
+            )
+    for path, x in tree_leaves_with_path(state):
+        if is_marked(path) and jnp.shape(x)[:1] != (workers,):
+            raise ValueError(
+                f"the state{keystr(path)} has shape {jnp.shape(x)}, without a row for each of the "
+                f"{workers} workers: make it by tx.init(params) from parameters on the mesh, or "
+                "give the transformation mesh= or workers=. A state of another number of workers "
+                "is carried over by jaxsparse.reshard"
+            )
+
+
+def over_rows(
+    update: Update,
+    updates: Any,
+    state: ErrorFeedbackState,
+    momentum: Any,
+    mesh: AnyMesh | None,
+    axis_name: Any,
+    compressed: Set[int],
+) -> tuple[Any, ErrorFeedbackState]:
+    """Runs `update` for all workers: on the mesh, or simulated.
+
+    Raises:
+        ValueError: the state was not made for the inner axes of this mesh.
+    """
+    # One worker's own arrays have a first axis of 1.
+    widened = map_marked(lambda x, is_own: x[:, None] if is_own else x, state)
+    placement = state.placement or None
+    if mesh is None:
+        with jax.named_scope(meshes.SCOPE):
+            axes = map_marked(lambda _, is_own: 0 if is_own else None, state)
+            means, after = jax.vmap(
+                lambda updates, state: update(updates, state, momentum, ()),
+                in_axes=(0, axes),
+                out_axes=(None, axes),
+                axis_name=axis_name,
+            )(updates, widened)
+    else:
+        meshes.check_inner(mesh, axis_name, placement)
+        if placement is None:
+            placement = Placement((), (PartitionSpec(),) * len(jax.tree.leaves(updates)))
+        means, after = on_rows(
+            *(update, mesh, axis_name, placement, compressed, updates, widened, momentum)
+        )
+    return means, map_marked(lambda x, is_own: x[:, 0] if is_own else x, after)

@@ -1,0 +1,118 @@
+"""A check that rows of gradients end in an exchange, and nowhere else."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import Jaxpr, Literal
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from jaxsparse.comm import compat, meshes
+
+# So many workers are traced. Few sizes of arrays are equal to it by chance.
+_WORKERS = 3
+# Operations that are not elementwise. Code that does not know rows would count their axis.
+_MIXES = ("reduce_", "arg", "cum", "dot_general", "conv_", "sort", "top_k", "transpose", "scan")
+
+
+def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "data") -> None:
+    """Checks that an Optax chain takes gradients with a row for each worker, and returns means.
+
+    `jaxsparse.value_and_grad` gives each worker's gradients a row. `jaxsparse.per_worker` keeps the
+    rows apart, and an exchange makes means of them. A transformation of Optax in front of the
+    exchange, or a wrapper around it, does not know rows. It may sum over them, as
+    `optax.clip_by_global_norm` does, or keep them in its state, as `optax.trace` does.
+
+    It traces `tx.init` and `tx.update` once, for a few workers, and computes nothing.
+
+    Args:
+        tx: the whole chain.
+        params: parameters, or their shapes and dtypes.
+        axis_name: the axis of the workers.
+
+    Raises:
+        ValueError: names each update that still has rows, each array of the state whose shape
+            changes, each operation in front of the exchange that is not elementwise, and branches
+            around it.
+
+    Example:
+        >>> import jaxsparse
+        >>> tx = optax.chain(optax.clip_by_global_norm(1.0), jaxsparse.dense(), optax.adam(1e-3))
+        >>> check(tx, {"w": jnp.zeros((2, 5))})
+        Traceback (most recent call last):
+        ...
+        ValueError: the chain mixes the rows of workers. In front of the exchange ...
+    """
+    struct = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+    own = jax.tree.map(struct, params)
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((_WORKERS, *x.shape), x.dtype), own)
+    how = meshes.Running(None, axis_name, workers=_WORKERS)
+    update = optax.with_extra_args_support(tx).update
+    with meshes.running(how), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        state = jax.eval_shape(tx.init, own)
+        try:
+            program, (updates, after) = jax.make_jaxpr(update, return_shape=True)(rows, state, own)
+        except TypeError as error:
+            if "branch" not in str(error) and "cond" not in str(error):
+                raise
+            raise ValueError(
+                "a wrapper around the exchange branches between it and the gradients as they are, "
+                "which have a row for each worker: put optax.apply_if_finite, "
+                "optax.conditionally_transform and the like behind the exchange, which skips steps "
+                "that are not finite by itself, and accumulate gradients by a scan over "
+                f"microbatches in place of optax.MultiSteps ({str(error).splitlines()[0]})"
+            ) from error
+    problems = [*_mixed(program.jaxpr, len(jax.tree.leaves(rows)))]
+    shapes = lambda tree: {keystr(path): x.shape for path, x in tree_leaves_with_path(tree)}
+    wanted = shapes(own)
+    for name, shape in shapes(updates).items():
+        if shape != wanted.get(name):
+            problems.append(
+                f"The update{name} has shape {shape}, and its parameter {wanted.get(name)}: no "
+                "exchange takes it"
+            )
+    before = shapes(state)
+    for name, shape in shapes(after).items():
+        if shape != before.get(name):
+            problems.append(
+                f"The state{name} has shape {before.get(name)} at first and {shape} after a step: "
+                "put its transformation behind the exchange, or in jaxsparse.per_worker"
+            )
+    if problems:
+        raise ValueError("the chain mixes the rows of workers. " + ". ".join(problems))
+
+
+def _mixed(program: Jaxpr, gradients: int) -> Iterator[str]:
+    """The places in front of the exchange that are not elementwise, in words."""
+    has_rows = [True] * gradients + [False] * (len(program.invars) - gradients)
+    places = list[str]()
+    _follow(program, has_rows, places)
+    for place in dict.fromkeys(places):
+        yield (
+            f"In front of the exchange {place} combines elements of arrays with a row for each "
+            "worker, as if they were one gradient: put the transformation behind the exchange, or, "
+            "to have it on each worker's own gradients, in jaxsparse.per_worker"
+        )
+
+
+def _follow(program: Jaxpr, given: Sequence[bool], places: list[str]) -> list[bool]:
+    """Whether each result of a program has rows, given which of its inputs have."""
+    rows = dict(zip(program.invars, given))
+    has_rows = lambda v: not isinstance(v, Literal) and rows.get(v, False)
+    for equation in program.eqns:
+        inputs = [has_rows(v) for v in equation.invars]
+        scopes = compat.name_stack(equation)
+        if not any(inputs) or meshes.SCOPE in scopes:
+            continue
+        found = [getattr(v.aval, "shape", ())[:1] == (_WORKERS,) for v in equation.outvars]
+        if meshes.OWN_SCOPE not in scopes:
+            inner = [*compat.inner_programs(equation.params)]
+            if len(inner) == 1 and len(inner[0].invars) == len(inputs):
+                found = _follow(inner[0], inputs, places)
+            elif equation.primitive.name.startswith(_MIXES):
+                places.append(compat.place_of(equation))
+                found = [False] * len(found)
+        rows.update(zip(equation.outvars, found))
+    return [has_rows(v) for v in program.outvars]

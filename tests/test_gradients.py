@@ -1,0 +1,354 @@
+"""The front door: each worker's own loss, in a step that is the trainer's own `jax.jit`."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxsparse
+from jaxsparse.systems import TopK
+
+CLIPPED = lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+@functools.cache
+def mesh_of(shape, kind=AxisType.Auto):
+    names = ("data", "fsdp")[: len(shape)]
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=devices)
+
+
+def problem(mesh=None, rows=24):
+    """Parameters and a batch, on the mesh as a trainer places them."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "w": jax.random.normal(keys[0], (12, 88)) * 0.3,
+        "v": jax.random.normal(keys[1], (88, 4)) * 0.3,
+        "b": jnp.zeros(4),
+    }
+    batch = jax.random.normal(keys[2], (rows, 12)), jax.random.normal(keys[3], (rows, 4))
+    if mesh is None:
+        return params, batch
+    has_inner = "fsdp" in mesh.axis_names
+    specs = (
+        {"w": P("fsdp"), "v": P(None, "fsdp"), "b": P()}
+        if has_inner
+        else dict.fromkeys(params, P())
+    )
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    of_batch = P(("data", "fsdp") if has_inner else "data")
+    return {k: put(x, specs[k]) for k, x in params.items()}, tuple(put(x, of_batch) for x in batch)
+
+
+def loss_of(params, batch):
+    x, y = batch
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] + params["b"][None] - y) ** 2)
+
+
+@jax.numpy_dtype_promotion("standard")  # Optax' Adam needs it
+def trained(value_and_grad, tx, params, batch, steps=4):
+    """Losses of some steps, written as for `jax.jit`, and the parameters and state behind them."""
+
+    @jax.jit
+    @chex.assert_max_traces(2)  # once more as arrays that init made get a placement
+    def step(params, state, batch):
+        loss, grads = value_and_grad(loss_of)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss.mean()
+
+    state, losses = tx.init(params), []
+    for _ in range(steps):
+        params, state, loss = jax.block_until_ready(step(params, state, batch))
+        losses.append(float(loss))
+    return np.array(losses), params, state
+
+
+@functools.cache
+def plain():
+    params, batch = problem()
+    return trained(jax.value_and_grad, CLIPPED(), params, batch)
+
+
+SENT = {"dense": lambda **o: jaxsparse.dense(**o), "all": lambda **o: jaxsparse.top_k(1.0, **o)}
+SHAPES = [(8,), (3,), (1,), (4, 2), (2, 4)]
+
+
+@pytest.mark.parametrize("sent", SENT)
+@pytest.mark.parametrize("shape", [8, *SHAPES], ids=str)
+def test_everything_sent_is_the_trainers_own_step(shape, sent):
+    losses, params, _ = plain()
+    workers = shape if isinstance(shape, int) else None
+    mesh = None if workers else mesh_of(shape)
+    start, batch = problem(mesh)
+    tx = optax.chain(SENT[sent](workers=workers), CLIPPED())
+    own = functools.partial(jaxsparse.value_and_grad, workers=workers)
+    found, after, _ = trained(own, tx, start, batch)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(after), jax.device_get(params), atol=2e-5)
+    if mesh is not None:
+        for name, x in after.items():  # as the trainer placed them
+            assert x.sharding.is_equivalent_to(start[name].sharding, x.ndim), name
+
+
+def test_the_state_has_rows_and_means_are_exchanged():
+    """Rows of the state are split, and what a worker receives is read from the compiled program."""
+    mesh = mesh_of((8,))
+    params, batch = problem(mesh)
+    tx = jaxsparse.top_k(0.1)
+
+    @jax.jit
+    def step(params, state, batch):
+        _, grads = jaxsparse.value_and_grad(loss_of)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return updates, state, grads
+
+    state = tx.init(params)
+    updates, after, grads = step(params, state, batch)
+    for x in (*jax.tree.leaves(after.residual), *jax.tree.leaves(grads)):
+        assert x.shape[0] == 8 and x.sharding.shard_shape(x.shape)[0] == 1
+    left = {"w": after.residual["w"].value.sum(0)} | {"v": grads["v"] * 0, "b": grads["b"] * 0}
+    for name in ("w",):  # the law: everything is delivered or kept
+        np.testing.assert_allclose(
+            8 * updates[name] + left[name], grads[name].sum(0), rtol=1e-5, atol=1e-6
+        )
+    found = jaxsparse.wire_bytes(step, params, state, batch, mesh=mesh)
+
+    def one(carried, batch):  # the other door's step is one worker's
+        params, state = carried
+        return tx.update(jax.grad(loss_of)(params, batch), state, params)
+
+    other = jaxsparse.data_parallel(one, mesh, check=False)
+    wanted = jaxsparse.wire_bytes(other, (params, state), batch, mesh=mesh)
+    assert found.received == wanted.received > 0 and found.payload == wanted.payload
+
+
+def test_the_number_of_a_worker_and_rows_of_all_that_returns():
+    def loss(params, batch, scale):
+        rank = jax.lax.axis_index("data")
+        aux = {"rank": rank, "seen": batch[0].shape[0], "scale": scale}
+        return loss_of(params, batch) * scale, aux
+
+    for workers, shape in ((4, None), (None, (4,)), (None, (4, 2))):
+        params, batch = problem(shape and mesh_of(shape))
+        both = jaxsparse.value_and_grad(loss, has_aux=True, workers=workers)
+        (values, aux), grads = both(params, batch, 2.0)
+        assert aux["rank"].tolist() == [0, 1, 2, 3] and aux["seen"].tolist() == [6] * 4
+        whole, (_, own) = jax.value_and_grad(loss_of)(*problem()), problem()
+        np.testing.assert_allclose(values.mean(), 2 * whole[0], rtol=1e-5)
+        part = jax.grad(loss_of)(problem()[0], tuple(x[6:12] for x in own))
+        np.testing.assert_allclose(grads["w"][1], 2 * part["w"], rtol=2e-4, atol=1e-6)
+        only, rest = jaxsparse.grad(loss, has_aux=True, workers=workers)(params, batch, 2.0)
+        chex.assert_trees_all_close(only, grads)
+        assert rest["scale"].tolist() == [2.0] * 4
+
+
+def test_microbatches_by_a_scan_are_the_whole_batch():
+    mesh = mesh_of((4,))
+    params, batch = problem(mesh)
+    whole = jaxsparse.grad(loss_of)(params, batch)
+
+    @jax.jit
+    def accumulated(params, batch):
+        # Each microbatch has some rows of each worker's.
+        parts = jax.tree.map(lambda x: x.reshape(4, 3, 2, -1).swapaxes(0, 1), batch)
+        parts = jax.tree.map(lambda x: x.reshape(3, 8, -1), parts)
+        add = lambda total, part: (
+            jax.tree.map(jnp.add, total, jaxsparse.grad(loss_of)(params, part)),
+            None,
+        )
+        start = jax.tree.map(lambda x: jnp.zeros((4, *x.shape)), params)
+        total, _ = jax.lax.scan(add, start, parts)
+        return jax.tree.map(lambda x: x / 3, total)
+
+    chex.assert_trees_all_close(accumulated(params, batch), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mean_over_tokens_is_that_of_the_whole_batch():
+    mask = (np.arange(24) % 7 < np.arange(24) // 6).astype(np.float32)
+
+    def whole(params, batch):
+        x, _, mask = batch
+        each = jnp.sum(jnp.square(x @ params["w"]), axis=1) * mask
+        return each.sum() / mask.sum()
+
+    def own(params, batch):
+        x, _, mask = batch
+        each = jnp.sum(jnp.square(x @ params["w"]), axis=1) * mask
+        return jaxsparse.mean_of(each.sum(), mask.sum())
+
+    params, batch = problem()
+    wanted, gradient = jax.value_and_grad(whole)(params, (*batch, mask))
+    found, grads = jaxsparse.value_and_grad(own, workers=4)(params, (*batch, mask))
+    np.testing.assert_allclose(found.mean(), wanted, rtol=1e-6)
+    np.testing.assert_allclose(grads["w"].mean(0), gradient["w"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=str)
+def test_models_keep_their_constraints_and_convolutions(shape):
+    """Code for `jax.jit` names the axis of the workers; XLA takes convolutions under shard_map."""
+    mesh = mesh_of(shape)
+    params, batch = problem(mesh)
+    axes = mesh.axis_names if len(shape) > 1 else "data"
+
+    def loss(params, batch, constrain=True):
+        x, y = batch
+        hidden = jnp.tanh(x @ params["w"])
+        if constrain:
+            hidden = jax.lax.with_sharding_constraint(hidden, NamedSharding(mesh, P(axes)))
+        kernel = params["v"][:3, :1, None]
+        moved = jax.lax.conv_general_dilated(
+            hidden[:, :, None], kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
+        )
+        return jnp.mean((moved[..., 0] @ params["v"] - y) ** 2)
+
+    grads = jax.jit(jaxsparse.grad(loss))(params, batch)
+    wanted = jax.grad(functools.partial(loss, constrain=False))(*problem())
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda x: x.mean(0), jax.device_get(grads)), wanted, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_what_plain_jit_survives():
+    """Modes of JAX, on a mesh: without jit, exported, donated, under a guard, as shapes alone."""
+    mesh = mesh_of((4,))
+    params, batch = problem(mesh)
+    tx = optax.chain(jaxsparse.top_k(0.1), optax.sgd(0.1))
+
+    def step(params, state, batch):
+        loss, grads = jaxsparse.value_and_grad(loss_of)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss.mean()
+
+    state = jax.jit(tx.init)(params)
+    chex.assert_trees_all_equal_shapes(state, tx.init(params))
+    wanted = jax.jit(step)(params, state, batch)
+    with jax.disable_jit():
+        chex.assert_trees_all_close(step(params, state, batch), wanted, rtol=1e-4, atol=1e-6)
+    shapes = jax.eval_shape(step, params, state, batch)
+    chex.assert_trees_all_equal_shapes(shapes, wanted)
+    with jax.transfer_guard("disallow"):
+        donated = jax.jit(step, donate_argnums=(0, 1))
+        lowered = donated.lower(params, state, batch).compile()
+    assert lowered.memory_analysis().alias_size_in_bytes > 0.9 * 4 * (2 * 12 * 88 + 88 * 4)
+
+
+MISTAKES = {
+    "no mesh": (lambda p, b: jaxsparse.grad(loss_of)(p, b), "no mesh with an axis 'data'"),
+    "workers": (lambda p, b: jaxsparse.grad(loss_of, workers=0)(p, b), "workers=0 must be"),
+    "both": (
+        lambda p, b: jaxsparse.grad(loss_of, workers=2, mesh=mesh_of((2,)))(p, b),
+        "give one of both",
+    ),
+    "share": (lambda p, b: jaxsparse.grad(loss_of, workers=5)(p, b), "5 workers cannot share"),
+    "split twice": (
+        lambda p, b: jaxsparse.grad(loss_of, batch_argnums=0, workers=2)(p, b),
+        "differentiated .argnums=0. and split",
+    ),
+    "missing": (lambda p, b: jaxsparse.grad(loss_of, workers=2)(p), "batch_argnums=1 names"),
+    "unsplit": (
+        lambda p, b: jaxsparse.grad(lambda p, x, y: loss_of(p, (x, y)), workers=2)(p, *b),
+        r"give batch_argnums=\(1, 2\)",
+    ),
+    "one worker's code": (
+        lambda p, b: jax.vmap(lambda _: jaxsparse.grad(loss_of)(p, b), axis_name="data")(
+            jnp.zeros(2)
+        ),
+        "is bound here",
+    ),
+    "averaged": (
+        lambda p, b: jaxsparse.top_k(0.1, workers=2).update(
+            jax.grad(loss_of)(p, b), jaxsparse.top_k(0.1, workers=2).init(p), p
+        ),
+        "has been averaged already",
+    ),
+    "no workers": (
+        lambda p, b: jaxsparse.top_k(0.1).update(
+            jaxsparse.grad(loss_of, workers=2)(p, b), jaxsparse.top_k(0.1).init(p), p
+        ),
+        "To simulate workers on one device, give workers=",
+    ),
+    "other workers": (
+        lambda p, b: jaxsparse.top_k(0.1, workers=3).update(
+            jaxsparse.grad(loss_of, workers=2)(p, b), jaxsparse.top_k(0.1, workers=3).init(p), p
+        ),
+        "but there are 3 workers",
+    ),
+    "unspread": (
+        lambda p, b: jaxsparse.top_k(0.1, workers=2).update(
+            jaxsparse.grad(loss_of, workers=2)(p, b), jaxsparse.top_k(0.1).init(p), p
+        ),
+        "without a row for each of the 2 workers",
+    ),
+    "no params": (
+        lambda p, b: jaxsparse.dense(workers=2).update(
+            jaxsparse.grad(loss_of, workers=2)(p, b), jaxsparse.dense(workers=2).init(p)
+        ),
+        r"give tx.update\(grads, state, params\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(name):
+    run, text = MISTAKES[name]
+    with pytest.raises(ValueError, match=text):
+        run(*problem())
+
+
+D = jaxsparse.top_k(0.1)
+LABELS = {"w": "sent", "v": "still", "b": "still"}
+# Wrappers of Optax and transformations in front: None if the chain is what it reads like.
+CHAINS = {
+    "behind": (optax.chain(D, optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), None),
+    "finite behind": (optax.chain(D, optax.apply_if_finite(optax.adam(1e-3), 3)), None),
+    "ema behind": (optax.chain(D, optax.adam(1e-3), optax.ema(0.9)), None),
+    "frozen behind": (
+        optax.chain(D, optax.masked(optax.set_to_zero(), {"w": False, "v": True, "b": True})),
+        None,
+    ),
+    "injected": (optax.inject_hyperparams(lambda lr: optax.chain(D, optax.sgd(lr)))(0.1), None),
+    "value in front": (optax.chain(optax.clip(1.0), D), None),
+    "own": (
+        optax.chain(
+            jaxsparse.per_worker(
+                optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
+            ),
+            D,
+        ),
+        None,
+    ),
+    "no exchange": (optax.adam(1e-3), "update.'b'. has shape .3, 4."),
+    "norm in front": (optax.chain(optax.clip_by_global_norm(1.0), D), "combines elements"),
+    "block in front": (optax.chain(optax.clip_by_block_rms(1.0), D), "combines elements"),
+    "centre in front": (optax.chain(optax.centralize(), D), "combines elements"),
+    "trace in front": (optax.chain(optax.trace(0.9), D), "state.0..trace.'b'. has shape"),
+    "adam in front": (optax.chain(optax.scale_by_adam(), D), "state.0..mu.'b'. has shape"),
+    "multi_transform": (
+        optax.multi_transform({"sent": D, "still": optax.set_to_zero()}, LABELS),
+        "optax.MaskedNode",
+    ),
+    "masked": (optax.masked(D, {"w": True, "v": False, "b": False}), "optax.MaskedNode"),
+    "finite around": (optax.apply_if_finite(optax.chain(D, optax.sgd(1.0)), 3), "branches"),
+    "conditional": (
+        optax.conditionally_transform(optax.chain(D, optax.sgd(1.0)), lambda s: s % 2 == 0),
+        "branches",
+    ),
+    "MultiSteps": (optax.MultiSteps(optax.chain(D, optax.sgd(1.0)), 2), "optax.MultiSteps"),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@jax.numpy_dtype_promotion("standard")
+@jax.numpy_rank_promotion("allow")
+def test_rows_end_in_the_exchange(name):
+    tx, text = CHAINS[name]
+    if text is None:
+        jaxsparse.check(tx, problem()[0])
+    else:
+        with pytest.raises(ValueError, match=text):
+            jaxsparse.check(tx, problem()[0])
