@@ -347,7 +347,7 @@ USES = {
     unknown_way: r"via='pmap' is unknown: use 'vmap', 'shard_map' or None",
     other_axis: r"axis_name='batch' is not bound .*in scope: \['data'\]\).*axis_name='data' if",
     several_axes: r"axis_name=\('data', 'model'\) is not supported: give one axis name",
-    outside_the_parallel_step: r"axis_name='data' is not bound here.*tx.update.grads, state, params",
+    outside_the_parallel_step: r"axis_name='data' is not bound here.*tx.update.grads, state",
     unspread_state: r"argument 0.*per-worker state for 1 workers, but there are 3.*shard\(state",
     whole_state_in_one_worker: r"shape \(3, 40, 30\) holds 3 workers' values.*jaxsparse.specs",
     state_for_other_workers: r"per-worker state for 2 workers, but there are 3",

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxsparse
-from jaxsparse.systems import TopK
 
 CLIPPED = lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
@@ -110,7 +109,8 @@ def test_the_state_has_rows_and_means_are_exchanged():
     state = tx.init(params)
     updates, after, grads = step(params, state, batch)
     for x in (*jax.tree.leaves(after.residual), *jax.tree.leaves(grads)):
-        assert x.shape[0] == 8 and x.sharding.shard_shape(x.shape)[0] == 1
+        assert x.shape[0] == 8
+        assert x.sharding.shard_shape(x.shape)[0] == 1
     left = {"w": after.residual["w"].value.sum(0)} | {"v": grads["v"] * 0, "b": grads["b"] * 0}
     for name in ("w",):  # the law: everything is delivered or kept
         np.testing.assert_allclose(
@@ -124,7 +124,8 @@ def test_the_state_has_rows_and_means_are_exchanged():
 
     other = jaxsparse.data_parallel(one, mesh, check=False)
     wanted = jaxsparse.wire_bytes(other, (params, state), batch, mesh=mesh)
-    assert found.received == wanted.received > 0 and found.payload == wanted.payload
+    assert found.received == wanted.received > 0
+    assert found.payload == wanted.payload
 
 
 def test_the_number_of_a_worker_and_rows_of_all_that_returns():
@@ -137,7 +138,8 @@ def test_the_number_of_a_worker_and_rows_of_all_that_returns():
         params, batch = problem(shape and mesh_of(shape))
         both = jaxsparse.value_and_grad(loss, has_aux=True, workers=workers)
         (values, aux), grads = both(params, batch, 2.0)
-        assert aux["rank"].tolist() == [0, 1, 2, 3] and aux["seen"].tolist() == [6] * 4
+        assert aux["rank"].tolist() == [0, 1, 2, 3]
+        assert aux["seen"].tolist() == [6] * 4
         whole, (_, own) = jax.value_and_grad(loss_of)(*problem()), problem()
         np.testing.assert_allclose(values.mean(), 2 * whole[0], rtol=1e-5)
         part = jax.grad(loss_of)(problem()[0], tuple(x[6:12] for x in own))
