@@ -1,19 +1,26 @@
-"""A state that was made for another system, or for other settings, is refused by name."""
+"""What a state was made for travels with it as names, and other states are refused by name."""
 
 import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from flax import serialization
+from jax.sharding import PartitionSpec
+from running import patient_loops
 from workers import some
 
 import jaxsparse
 from jaxsparse import systems
+from jaxsparse.comm.meshes import Placement
 from jaxsparse.feedback import ErrorFeedbackState
 from jaxsparse.systems import SYSTEMS, Request
 
 PARAMS = {"w": jnp.ones((40, 30)), "b": jnp.ones((30,))}
+SPECS = {"w": PartitionSpec("fsdp"), "b": PartitionSpec()}
 # These are one reducer each, so that a residual means the same to both.
 SAME = [{"top_k", "ms_topk"}, {"quantized", "sign_sgd"}]
 
@@ -38,7 +45,7 @@ def origins(state):
     """The system of the only bucket, in an error's words. None: it is no state of feedback."""
     if not isinstance(state, ErrorFeedbackState):
         return None
-    return ", ".join(state.origin.systems) or "no buckets"
+    return ", ".join(state.systems) or "no buckets"
 
 
 @pytest.mark.parametrize("turned", some([False, True], [False]))
@@ -110,3 +117,82 @@ def test_the_state_of_other_settings_is_refused(name):
 def test_a_state_serves_another_density():
     here, there = (jaxsparse.spardl(density, axis_name=None) for density in (0.1, 0.2))
     assert refusal(here, there.init(PARAMS)) is None
+
+
+def walked(tree, path=()):
+    """The leaves of a walker that knows mappings, lists and tuples, as many trainers have one."""
+    if hasattr(tree, "items"):
+        parts = tree.items()
+    elif isinstance(tree, list | tuple):
+        parts = enumerate(tree)
+    else:
+        return [] if tree is None else [tree]
+    return [leaf for key, part in parts for leaf in walked(part, (*path, key))]
+
+
+EVERYTHING = {"momentum": 0.9, "accumulator_dtype": "bfloat16", "mesh": "here", "specs": SPECS}
+WALKED = {
+    "plain": lambda mesh: jaxsparse.spardl(0.1),
+    "everything": lambda mesh: jaxsparse.spardl(
+        jaxsparse.warm_up(0.1, steps=4), bucket_size=700, **EVERYTHING | {"mesh": mesh}
+    ),
+    "delay": lambda mesh: jaxsparse.top_k(0.1, delay=1, mesh=mesh, specs=SPECS),
+    "EF21": lambda mesh: jaxsparse.ef21_sgdm(systems.TopK(0.1), mesh=mesh, specs=SPECS),
+    "factors": lambda mesh: jaxsparse.powersgd(1, mesh=mesh, specs=SPECS),
+    "each worker's own": lambda mesh: optax.chain(
+        jaxsparse.per_worker(optax.scale_by_adam(), mesh=mesh, specs=SPECS), jaxsparse.dense()
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def two_axes():
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=kinds)
+
+
+@pytest.mark.parametrize("name", WALKED)
+def test_any_walker_sees_arrays_alone(name, two_axes):
+    state = WALKED[name](two_axes).init(PARAMS)
+    leaves = jax.tree.leaves(state)
+    assert len(leaves) > 2
+    assert all(isinstance(x, jax.Array) for x in leaves)
+    assert sorted(map(id, walked(state))) == sorted(map(id, leaves))
+    saved = serialization.to_state_dict(state)
+    assert sorted(map(id, walked(saved))) == sorted(map(id, leaves))
+    back = serialization.from_bytes(
+        jax.tree.map(jnp.zeros_like, state), serialization.to_bytes(state)
+    )
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+
+
+def test_partitions_travel_as_names(two_axes):
+    state = jaxsparse.spardl(0.1, mesh=two_axes, specs=SPECS).init(PARAMS)
+    placement = Placement.of(state.placement)
+    assert placement == Placement((("fsdp", 2),), (PartitionSpec(), PartitionSpec("fsdp")))
+    other = {axis: ("a, b", 'c"]', axis) for axis in ("x", "y.z/[0]")}
+    odd = Placement(
+        tuple((name, 2) for name in ("y.z/[0]", "x", "a, b", 'c"]')),
+        (*(PartitionSpec(None, names) for names in other.values()), PartitionSpec("x", None)),
+    )
+    assert Placement.of(jax.tree.map(lambda x: x, odd.named)) == odd
+    assert Placement.of(()) is None
+
+
+def test_checkpoints_know_the_system_and_the_delay(tmp_path):
+    """Into the state of another one, neither Orbax nor Flax restores."""
+    make = lambda system, **settings: system(0.1, axis_name=None, **settings).init(PARAMS)
+    state = make(jaxsparse.top_k)
+    others = {"0_SparDL": make(jaxsparse.spardl), "pending": make(jaxsparse.top_k, delay=1)}
+    with ocp.CheckpointManager(tmp_path) as saved:
+        saved.save(1, args=ocp.args.StandardSave(state))
+        restored = saved.restore(1, args=ocp.args.StandardRestore(state))
+        by_name = saved.restore(1, args=ocp.args.StandardRestore())
+        for key, target in others.items():
+            with patient_loops(), pytest.raises(ValueError, match=key):
+                saved.restore(1, args=ocp.args.StandardRestore(target))
+    assert (restored.systems, restored.is_delayed) == (("TopK",), False)
+    assert list(by_name["reducers"]) == ["0_TopK"]
+    with pytest.raises(ValueError, match="0_SparDL"):
+        serialization.from_bytes(others["0_SparDL"], serialization.to_bytes(state))

@@ -235,7 +235,7 @@ def test_a_dense_start_zeros_then_a_nan_then_an_overflow(iteration):
     for _ in range(3):
         updates, state = run(state, zeros)
     assert not any(np.any(x) for x in jax.tree.leaves(updates))
-    assert not all(np.any(x) for x in state.reducers[0].reducer.factors)
+    assert not all(np.any(x) for x in state.reducers["0_Dense-PowerSGD"].reducer.factors)
     updates, state = run(state, draws(1))
     check_finite((updates, state))
     for name, rank in (("kernel", 2), ("small", 5)):

@@ -9,32 +9,29 @@ that they spread or restore (`nnx.get_named_sharding`). Flax is not imported her
 has not imported it has no Variables.
 """
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
-from jax.tree_util import GetAttrKey, KeyPath
+from jax.tree_util import KeyPath
 
 from jaxsparse.arrays.layout import check_arrays
 from jaxsparse.comm.meshes import names_of
 
 T = TypeVar("T")
 
-# Marked arrays appear under this key in key paths. Frameworks that flatten a tree and drop its node
-# types (nnx.split, Orbax) still keep the path.
-_KEY = "jaxsparse_per_worker"
 
-
-@jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(eq=False, slots=True)
-class PerWorker:
+class PerWorker(NamedTuple):
     """Marks an array that differs from worker to worker.
+
+    It is a named tuple, because all that walk trees know these. Frameworks that flatten a tree and
+    drop its node types (`nnx.split`, Orbax, `flax.serialization`) still keep the field's name in
+    key paths.
 
     Attributes:
         value: the array with a leading worker axis. One worker sees (1, ...); outside the parallel
@@ -46,17 +43,11 @@ class PerWorker:
         (1, 3)
     """
 
-    value: Any
+    jaxsparse_per_worker: Any
 
-    def tree_flatten_with_keys(self):
-        return ((GetAttrKey(_KEY), self.value),), None
-
-    def tree_flatten(self):
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(children[0])
+    @property
+    def value(self) -> Any:
+        return self.jaxsparse_per_worker
 
     @classmethod
     def wrap(cls, tree: Any) -> Any:
@@ -98,7 +89,7 @@ def is_per_worker(node: Any) -> bool:
 
 def is_marked(path: KeyPath) -> bool:
     """Whether the leaf at `path` is per-worker."""
-    return _KEY in (str(getattr(k, "name", getattr(k, "key", ""))) for k in path)
+    return PerWorker._fields[0] in (str(getattr(k, "name", getattr(k, "key", ""))) for k in path)
 
 
 def check_wrapped(name: str, value: Any) -> None:

@@ -14,6 +14,7 @@ shared one vector of cut and uncut leaves would choose different entries of the 
 import contextlib
 import contextvars
 import dataclasses
+import json
 import math
 import sys
 from collections.abc import Container, Iterator, Sequence
@@ -87,10 +88,9 @@ def context_of(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The partitions of leaves on a mesh with inner axes. A state carries it; it holds no arrays.
+    """The partitions of leaves on a mesh with inner axes. A state carries it as `named`.
 
     Attributes:
         inner: name and size of each inner axis that is larger than 1.
@@ -99,6 +99,28 @@ class Placement:
 
     inner: tuple[tuple[str, int], ...]
     own: tuple[PartitionSpec, ...]
+
+    @property
+    def named(self) -> dict[str, dict[str, dict[str, tuple[()]]]]:
+        """The same as a tree without leaves, whose keys say it, because all walkers keep these.
+
+        >>> Placement((("fsdp", 4),), (PartitionSpec(None, "fsdp"),)).named
+        {'[["fsdp", 4]]': {'0': {'[[], ["fsdp"]]': ()}}}
+        """
+        parts = [json.dumps(list(map(names_of, spec))) for spec in self.own]
+        return {json.dumps(self.inner): {str(i): {part: ()} for i, part in enumerate(parts)}}
+
+    @classmethod
+    def of(cls, named: Any) -> "Placement | None":
+        """What `named` made. None: of a state without inner axes."""
+        if not named:
+            return None
+        ((inner, own),) = named.items()
+        specs = [json.loads(part) for i in range(len(own)) for part in own[str(i)]]
+        return cls(
+            tuple((axis, size) for axis, size in json.loads(inner)),
+            tuple(PartitionSpec(*(_one_or_all(tuple(part)) for part in spec)) for spec in specs),
+        )
 
     @property
     def axes(self) -> tuple[str, ...]:

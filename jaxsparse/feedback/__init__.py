@@ -2,7 +2,6 @@
 
 from jaxsparse.feedback.store import (
     ErrorFeedbackState as ErrorFeedbackState,
-    Origin as Origin,
     states_in as states_in,
 )
 from jaxsparse.feedback.transformations import (

@@ -128,7 +128,7 @@ def over_rows(
     """
     # One worker's own arrays have a first axis of 1.
     widened = map_marked(lambda x, is_own: x[:, None] if is_own else x, state)
-    placement = state.placement or None
+    placement = Placement.of(state.placement)
     if mesh is None:
         with jax.named_scope(meshes.SCOPE):
             axes = map_marked(lambda _, is_own: 0 if is_own else None, state)

@@ -116,7 +116,9 @@ def spread(
             x = jnp.zeros((*row_sizes, *shape), x.dtype)
         return meshes.constrain(x, sharding), sharding
 
-    return jax.tree.map(one, state, kinds(state))._replace(placement=placement or ())
+    return jax.tree.map(one, state, kinds(state))._replace(
+        placement=placement.named if placement else ()
+    )
 
 
 def on_devices(

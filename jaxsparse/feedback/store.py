@@ -15,7 +15,6 @@ from jaxtyping import Array, BFloat16, DTypeLike, Float, Int, UInt32
 from jaxsparse.arrays import hashing, layout as layouts
 from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker
-from jaxsparse.comm.meshes import Placement
 from jaxsparse.comm.wire import Axes
 from jaxsparse.feedback.exchange import Bucket, Carried, Exchanged, Plan
 from jaxsparse.reducers.base import Info
@@ -25,30 +24,16 @@ _DROPPED = 0x0000FFFF  # the bits of a float32 that a bfloat16 does not have
 _LARGEST = 0x7F7F0000  # the bits of the largest finite bfloat16
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    """The systems that a state was made for. A state carries it; it holds no arrays.
-
-    It is no named tuple, whose fields Orbax would save as leaves of the state.
-
-    Many systems have states of equal structure, but a residual of one is no residual of another:
-    its parts wait for another exchange, at another scale or in another basis.
-
-    Attributes:
-        systems: the name of each bucket's system.
-        is_delayed: whether exchanges have a delay.
-    """
-
-    systems: tuple[str, ...] = ()
-    is_delayed: bool = False
-
-
 class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`. Accumulators have their leaf's shape, and a name made of its path.
 
     So a state fits parameters on any mesh: accumulators are sharded over inner axes like their
     leaves, or further.
+
+    Many systems have states of equal structure, but a residual of one is no residual of another:
+    its parts wait for another exchange, at another scale or in another basis. So a state says what
+    it was made for. It says so by names of keys, which all that walk trees keep, and not by objects
+    that some take for arrays.
     """
 
     # Residuals of compressed leaves: float32 or bfloat16 [1, *shape], as a worker sees them. {} if
@@ -57,18 +42,28 @@ class ErrorFeedbackState(NamedTuple):
     # Momenta, or {} without momentum. Compressed leaves have one like `residual`, or the mean's,
     # replicated [*shape]. Uncompressed leaves have the mean's, float32, replicated [*shape].
     momentum: dict[str, Any]
-    # The state of each bucket's reducer. On a mesh with inner axes, arrays have one row for each
-    # device of a worker: [n, ...].
-    reducers: tuple[Any, ...]
+    # The state of each bucket's reducer, by the bucket's number and system, as in "0_SparDL". On a
+    # mesh with inner axes, arrays have one row for each device of a worker: [n, ...].
+    reducers: dict[str, Any]
     skipped: Int[Array, ""]  # int32: number of steps skipped because a gradient was not finite
     # The counts of the last step that was not skipped, or with a delay of the last step. They are
     # summed over buckets and inner axes.
     info: Info
-    # The last gradients of uncompressed leaves: float32 [1, *shape]. {} without delay.
-    pending: dict[str, PerWorker]
+    # The last gradients of uncompressed leaves: float32 [1, *shape]. () without delay.
+    pending: dict[str, PerWorker] | tuple[()]
     roundings: Any = ()  # uint32: number of roundings of residuals to bfloat16; () for float32
-    placement: Placement | tuple[()] = ()  # where leaves are; () without inner axes
-    origin: Origin = Origin()
+    placement: Any = ()  # where leaves are: `Placement.named`; () without inner axes
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        """The name of each bucket's system."""
+        named = [name.split("_", 1) for name in self.reducers]
+        return tuple(system for _, system in sorted(named, key=lambda one: int(one[0])))
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether exchanges have a delay."""
+        return isinstance(self.pending, dict)
 
 
 def states_in(tree: Any) -> list[ErrorFeedbackState]:
@@ -101,12 +96,13 @@ class Store(NamedTuple):
             }
         return self._marked(
             ErrorFeedbackState(
-                **accumulators,
-                reducers=tuple(r.init(size) for r, size in zip(plan.reducers, plan.sizes)),
+                residual=accumulators["residual"],
+                momentum=accumulators["momentum"],
+                reducers=_by_bucket(plan, [r.init(n) for r, n in zip(plan.reducers, plan.sizes)]),
                 skipped=jnp.int32(0),
                 info=Info(jnp.int32(0), jnp.int32(0)),
+                pending=accumulators["pending"] if self.is_delayed else (),
                 roundings=jnp.uint32(0) if self.is_narrow else (),
-                origin=Origin(plan.systems, self.is_delayed),
             )
         )
 
@@ -149,13 +145,13 @@ class Store(NamedTuple):
             }
 
         residuals, momenta = leaves(state.residual), leaves(state.momentum)
-        pending = leaves(state.pending)
+        pending = leaves(state.pending or {})
         if not self.keeps_residual:
             residuals = {i: jnp.zeros(layout.shapes[i], jnp.float32) for i in plan.compressed}
         own = layout.buckets_of(residuals)
         kept: Any = layout.buckets_of(momenta) if self.has_momentum else [None] * len(own)
         return Carried(
-            list(map(Bucket, own, kept, state.reducers)),
+            list(map(Bucket, own, kept, (state.reducers[name] for name in _names(plan)))),
             layout.dense_of(momenta) if self.has_momentum else None,
             layout.dense_of(pending) if self.is_delayed else None,
         )
@@ -190,13 +186,14 @@ class Store(NamedTuple):
             }
         return self._marked(
             ErrorFeedbackState(
-                **accumulators,
-                reducers=tuple(b.reducer for b in buckets),
+                residual=accumulators["residual"],
+                momentum=accumulators["momentum"],
+                reducers=_by_bucket(plan, [b.reducer for b in buckets]),
                 skipped=before.skipped + jnp.where(done.ok, jnp.int32(0), jnp.int32(1)),
                 info=info,
+                pending=accumulators["pending"] if self.is_delayed else (),
                 roundings=rounds,
                 placement=before.placement,
-                origin=before.origin,
             )
         )
 
@@ -231,6 +228,15 @@ class _Leaf(NamedTuple):
     is_own: bool  # whether it is a worker's own, and marked so
 
 
+def _names(plan: Plan) -> list[str]:
+    """The name of each bucket in a state."""
+    return [f"{i}_{system}" for i, system in enumerate(plan.systems)]
+
+
+def _by_bucket(plan: Plan, each: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(_names(plan), each))
+
+
 def _of_mean(plan: Plan) -> set[int]:
     """The compressed leaves whose momentum is that of the mean."""
     each = zip(plan.layout.buckets, plan.needs_zeros)
@@ -259,8 +265,8 @@ class Kind:
 def kinds(state: ErrorFeedbackState) -> ErrorFeedbackState:
     """The state with the `Kind` of each array in the array's place."""
 
-    def accumulators(field: Mapping[str, Any]) -> dict[str, Any]:
-        return {
+    def accumulators(field: Any) -> Any:
+        return field and {
             name: PerWorker(Kind(True, name)) if _is_marked(node) else Kind(False, name)
             for name, node in field.items()
         }
@@ -323,20 +329,20 @@ def key_of(round_: UInt32[Array, ""], number: int, axes: Sequence[str]) -> UInt3
 def _check_origin(state: ErrorFeedbackState, plan: Plan, is_delayed: bool) -> None:
     """Raises ValueError if the state was made for other reducers, or with another delay."""
     fix = "pass the state that init(params) made for the same transformation and settings"
-    if state.origin.systems != plan.systems:
-        there, here = (", ".join(s) or "no buckets" for s in (state.origin.systems, plan.systems))
+    if state.systems != plan.systems:
+        there, here = (", ".join(s) or "no buckets" for s in (state.systems, plan.systems))
         raise ValueError(
             f"the state was made for other settings: its buckets are exchanged by {there}, and "
             f"those of this transformation by {here}: {fix}"
         )
-    if state.origin.is_delayed != is_delayed:
+    if state.is_delayed != is_delayed:
         raise ValueError(
             "the state was made for other settings: with "
-            f"delay={int(state.origin.is_delayed)}, but this transformation has "
+            f"delay={int(state.is_delayed)}, but this transformation has "
             f"delay={int(is_delayed)}: {fix}"
         )
-    for i, (own, needed) in enumerate(zip(state.reducers, plan.states)):
-        there, wanted = _kinds(own), _kinds(needed)
+    for i, (name, needed) in enumerate(zip(_names(plan), plan.states)):
+        there, wanted = _kinds(state.reducers[name]), _kinds(needed)
         if there != wanted:
             raise ValueError(
                 f"the state was made for other settings: {plan.systems[i]}'s own state of bucket "
@@ -353,7 +359,7 @@ def _kinds(state: Any) -> str:
 def _check(state: ErrorFeedbackState, described: Mapping[str, Mapping[str, _Leaf]]) -> None:
     """Raises ValueError if the state was made for other gradients or settings."""
     for field, leaves in described.items():
-        stored = getattr(state, field)
+        stored = getattr(state, field) or {}
         for name in sorted({*stored, *leaves}):
             there = _seen(stored.get(name))
             wanted = "nothing" if name not in leaves else _text(*leaves[name])

@@ -258,7 +258,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         if axis_name is not None and not is_one:
             updates = split_unreduced(updates, axis_name)
         one = updates if is_one else one_workers(updates, state, params, axis_name)
-        plan = plan_of(one, state.placement or None)
+        plan = plan_of(one, Placement.of(state.placement))
 
         def on_device(
             updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
@@ -389,7 +389,7 @@ def _run(
         found: AnyMesh | None = context if is_manual else how.mesh if how else None
     else:
         found = mesh
-    placement = state.placement or None
+    placement = Placement.of(state.placement)
     meshes.check_inner(found, axis_name, placement)
     if placement is None or found is None or axis_name is None:
         return update(updates, state, momentum, ())

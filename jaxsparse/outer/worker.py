@@ -84,7 +84,7 @@ class Worker(NamedTuple):
         outer = tuple(self.outer.init(self._part(params, p)) for p in parts)
         # Workers go on from the global parameters. With a delay these would lack the moves just
         # exchanged, so that workers would lose them for H steps, and the last ones for ever.
-        if any(one.origin.is_delayed for one in states_in(outer)):
+        if any(one.is_delayed for one in states_in(outer)):
             raise ValueError(
                 "outer holds an exchange with delay=1, but workers would go on without the "
                 "displacements that it holds back: leave delay out. To overlap exchanges with "

@@ -51,7 +51,7 @@ class Staged(Reducer):
     @property
     def system(self) -> str:
         """The names of all stages' systems."""
-        return " and ".join(dict.fromkeys(reducer.system for reducer in self.stages.values))
+        return "-".join(dict.fromkeys(reducer.system for reducer in self.stages.values))
 
     @property
     def conservation(self) -> Conservation:
