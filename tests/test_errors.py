@@ -182,7 +182,7 @@ SETTINGS = {
         lambda: sketched().init({"w": jnp.ones((5, 5)), "b": jnp.ones(9000)}),
         r"no leaf would be compressed: all 2 .*is_dense=lambda path, shape: False",
     ),
-    "empty tree": (lambda: sketched().init({}), r"0 leaves and no elements"),
+    "empty leaves": (lambda: sketched().init({"w": jnp.ones((0, 5))}), r"1 leaves and no elements"),
     "integer leaf": (
         lambda: sketched().init({"w": jnp.ones((40, 30)), "n": jnp.arange(3)}),
         r"leaf\['n'\] has dtype int32",

@@ -196,3 +196,44 @@ def test_checkpoints_know_the_system_and_the_delay(tmp_path):
     assert list(by_name["reducers"]) == ["0_TopK"]
     with pytest.raises(ValueError, match="0_SparDL"):
         serialization.from_bytes(others["0_SparDL"], serialization.to_bytes(state))
+
+
+ONE_WORKER = {
+    **{name: transformation(name) for name in SYSTEMS},
+    "partition": jaxsparse.partition({"w": systems.TopK(0.1)}, axis_name=None),
+    "delay": jaxsparse.top_k(0.1, momentum=0.9, delay=1, axis_name=None),
+    "chain": optax.chain(
+        jaxsparse.per_worker(optax.trace(0.5), axis_name=None),
+        jaxsparse.spardl(0.1, axis_name=None),
+        optax.trace(0.9),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ONE_WORKER)
+def test_what_is_like_parameters_is_mapped_and_nothing_else(name):
+    """Moments behind the exchange are like parameters; what is a worker's own is not."""
+    tx, seen = ONE_WORKER[name], []
+    state = tx.init(PARAMS)
+    mapped = optax.tree.map_params(
+        tx, lambda x, spec: seen.append((x.shape, spec)) or x, state, SPECS
+    )
+    jax.tree.map(np.testing.assert_array_equal, mapped, state)
+    is_like = name in ("ef21_sgdm", "chain")
+    assert seen == ([(x.shape, SPECS[key]) for key, x in sorted(PARAMS.items())] if is_like else [])
+    specs = optax.tree.map_params(
+        tx, lambda _, spec: spec, state, SPECS, transform_non_params=lambda _: PartitionSpec()
+    )
+    jax.tree.map(lambda spec, _: spec, specs, state)  # raises unless they are a prefix of the state
+
+
+@pytest.mark.parametrize("leafless", [{}, {"w": optax.MaskedNode(), "b": None}], ids=str)
+def test_a_tree_without_leaves_is_taken(leafless):
+    """As optax.multi_transform gives it to the transformation of a group of no leaf."""
+    for name, tx in ONE_WORKER.items():
+        state = tx.init(leafless)
+        updates, after = tx.update(leafless, state, leafless)
+        assert updates == leafless, name
+        assert jax.tree.structure(after) == jax.tree.structure(state), name
+    with pytest.raises(ValueError, match="buckets are exchanged by no buckets, and"):
+        ONE_WORKER["spardl"].update(PARAMS, ONE_WORKER["spardl"].init(leafless))

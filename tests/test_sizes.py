@@ -158,10 +158,9 @@ def test_parameters_in_16_bits(name, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tree", [{}, {"kernel": jnp.zeros((0, 5))}], ids=["no leaf", "no element"])
-def test_a_tree_without_elements_is_refused(name, tree):
-    with pytest.raises(ValueError, match=r"gradient tree has [01] leaves and no elements"):
-        transformation(name, 1000).init(tree)
+def test_a_tree_of_empty_arrays_is_refused(name):
+    with pytest.raises(ValueError, match="gradient tree has 1 leaves and no elements"):
+        transformation(name, 1000).init({"kernel": jnp.zeros((0, 5))})
 
 
 @pytest.mark.parametrize("name", NAMES)

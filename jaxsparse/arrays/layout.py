@@ -317,8 +317,8 @@ def plan_groups(
             raise ValueError(
                 f"bucket_size={bucket_size} must be at least 1, or None for one bucket"
             )
-    named = named_leaves(tree)
     leaves, treedef = jax.tree.flatten(tree)
+    named = named_leaves(tree) if leaves else []  # Optax takes groups without a leaf
     dense: list[_Piece] = []
     members: dict[Hashable, list[_Piece]] = {}
     for i, ((_, shape), group) in enumerate(zip(named, groups, strict=True)):

@@ -87,6 +87,26 @@ def is_per_worker(node: Any) -> bool:
     return isinstance(node, PerWorker)
 
 
+def _stand_in() -> type:
+    """The type of what `optax.tree.map_params` gives to `init` in the place of parameters."""
+    given: list[type] = []
+
+    def init(params: Any) -> tuple[()]:
+        given.append(type(params))
+        return ()
+
+    optax.tree_utils.tree_map_params(init, lambda x: x, ())
+    return given[0]
+
+
+_STAND_IN = _stand_in()
+
+
+def is_stand_in(tree: Any) -> bool:
+    """Whether `optax.tree.map_params` asks where a state has arrays like parameters."""
+    return isinstance(tree, _STAND_IN)
+
+
 def is_marked(path: KeyPath) -> bool:
     """Whether the leaf at `path` is per-worker."""
     return PerWorker._fields[0] in (str(getattr(k, "name", getattr(k, "key", ""))) for k in path)

@@ -72,6 +72,23 @@ def states_in(tree: Any) -> list[ErrorFeedbackState]:
     return [node for node in jax.tree.leaves(tree, is_leaf=is_state) if is_state(node)]
 
 
+_OF_LEAVES = ("residual", "momentum", "reducers", "pending", "placement")
+
+
+def has_nothing(updates: Any, state: ErrorFeedbackState) -> bool:
+    """Whether there is nothing to exchange: the tree has no leaves, as in a group of none."""
+    return not jax.tree.leaves((updates, *(getattr(state, field) for field in _OF_LEAVES)))
+
+
+def without_params(state: ErrorFeedbackState) -> ErrorFeedbackState:
+    """The state as `optax.tree.map_params` needs it, which maps what is like parameters.
+
+    Nothing here is: residuals have an axis of workers, and names in the place of a tree. So one
+    leaf stands for each field.
+    """
+    return state._replace(**dict.fromkeys(_OF_LEAVES, jnp.int32(0)))
+
+
 class Store(NamedTuple):
     """Packs one worker's vectors into a state, and unpacks them."""
 

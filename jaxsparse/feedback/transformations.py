@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.arrays.layout import IsDense, small_or_vector
 from jaxsparse.comm import meshes, wire
-from jaxsparse.comm.marks import unwrapped
+from jaxsparse.comm.marks import is_stand_in, unwrapped
 from jaxsparse.comm.meshes import AnyMesh, Placement, place_rows
 from jaxsparse.comm.unreduced import split_unreduced
 from jaxsparse.comm.wire import Axes
@@ -36,7 +36,13 @@ from jaxsparse.feedback.options import (
 from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
 from jaxsparse.feedback.rows import check_rows, one_workers, over_rows
 from jaxsparse.feedback.sharded import Update, checked, on_devices, shards, spread
-from jaxsparse.feedback.store import ErrorFeedbackState, Store, accumulator
+from jaxsparse.feedback.store import (
+    ErrorFeedbackState,
+    Store,
+    accumulator,
+    has_nothing,
+    without_params,
+)
 from jaxsparse.reducers.base import Budget, Leaf, Reducer
 from jaxsparse.reducers.stages import budget_of, in_stages
 
@@ -229,7 +235,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         )
 
     def plan_of(tree: Any, placement: Placement | None) -> Plan:
-        budgets = rules(tree)
+        budgets = rules(tree) if jax.tree.leaves(tree) else []
         if placement is None:
             return _plan(tree, budgets, bucket_size)
         own, budgets, dense_elements = shards(tree, budgets, placement)
@@ -242,7 +248,8 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
     def init(params: Any) -> ErrorFeedbackState:
         rows = place_rows(params, axis_name, mesh, workers, options.specs)
         plan = plan_of(params, rows.placement)
-        return spread(store_of(()).init(plan), params, rows, plan.compressed)
+        state = spread(store_of(()).init(plan), params, rows, plan.compressed)
+        return without_params(state) if is_stand_in(params) else state
 
     def update(
         updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
@@ -254,6 +261,8 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
                 "and no ErrorFeedbackState. Pass the state that init(params) of this "
                 "transformation made"
             )
+        if has_nothing(updates, state):
+            return updates, state
         is_one = wire.is_bound(axis_name)
         if axis_name is not None and not is_one:
             updates = split_unreduced(updates, axis_name)

@@ -224,6 +224,8 @@ def _start(params: Any, feedback: ErrorFeedbackState, rows: meshes.Rows) -> EF21
     if mesh is not None and axis_name is not None:
         steps = meshes.constrain(steps, NamedSharding(mesh, PartitionSpec()))
     marked = treedef.unflatten(map(PerWorker, momenta))
+    if marks.is_stand_in(params):  # momenta have an axis of workers, which parameters lack
+        marked = jnp.int32(0)
     return EF21State(feedback, marked, treedef.unflatten(estimates), steps)
 
 

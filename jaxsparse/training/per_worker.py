@@ -95,6 +95,9 @@ def per_worker(
                 "per_worker, and chain it behind, as in optax.chain(per_worker("
                 "optax.scale_by_adam()), jaxsparse.spardl(0.01))"
             )
+        if marks.is_stand_in(params):  # what is a worker's own has an axis that parameters lack
+            own_leaf = lambda node: jnp.int32(0) if marks.is_stand_in(node) else node
+            return jax.tree.map(own_leaf, PerWorker.wrap(start), is_leaf=marks.is_stand_in)
         count, found, axis, placement = meshes.place_rows(params, axis_name, mesh, workers, specs)
         if found is None or axis is None:
             rows = lambda x: PerWorker(jnp.broadcast_to(x, (count, *jnp.shape(x))))
