@@ -331,7 +331,7 @@ def deliver(
         overflow: number of entries without room in messages.
     """
     # Rounding, or partial sums that this worker dropped, can overflow, and would stay so for ever.
-    own = Owed(jnp.nan_to_num(residual), sent, state)
+    own = Owed(jnp.nan_to_num(jnp.asarray(residual, x.dtype)), sent, state)
     return settled(x, own, summed(total, workers, delivered=delivered, overflow=overflow))
 
 

@@ -208,7 +208,7 @@ def _start(params: Any, feedback: ErrorFeedbackState, rows: meshes.Rows) -> EF21
         if mesh is None or axis_name is None:
             x = jnp.zeros_like(leaf, jnp.float32)
             return jnp.broadcast_to(x, (count, *x.shape)) if is_own else x
-        x = jnp.zeros((count, *jnp.shape(leaf)) if is_own else jnp.shape(leaf))
+        x = jnp.zeros((count, *jnp.shape(leaf)) if is_own else jnp.shape(leaf), jnp.float32)
         spec = PartitionSpec(*(axis_name,) * is_own, *spec)
         x = meshes.constrain(x, NamedSharding(mesh, spec))
         return marks.in_variable(x, spec) if in_variables else x

@@ -147,7 +147,8 @@ class PowerSGD(MatrixReducer, SeededReducer):
     def init(self, size: int) -> PowerState:
         """Zeros, which the first exchange replaces by random directions."""
         left, right = (sum(map(math.prod, self._shapes(size, side))) for side in (0, 1))
-        return PowerState(jnp.uint32(0), (jnp.zeros(left), jnp.zeros(right)) if left else ())
+        zeros = jnp.zeros(left, jnp.float32), jnp.zeros(right, jnp.float32)
+        return PowerState(jnp.uint32(0), zeros if left else ())
 
     def __call__(
         self, x: Float[Array, " d"], state: PowerState, *, axis_name: str | None
