@@ -84,7 +84,7 @@ def _check_shapes(updates: Any, shapes: Sequence[tuple[int, ...]], axis_name: st
 def _shapes_in(updates: Any, state: ErrorFeedbackState) -> list[Any]:
     """The parameters' shapes, as far as accumulators of the state have them."""
     found: dict[str, tuple[int, ...]] = {}
-    for field in (state.residual, state.momentum, state.pending):
+    for field in (state.residual, state.momentum, state.pending or {}):
         for name, node in field.items():
             found[name] = node.value.shape[1:] if isinstance(node, PerWorker) else node.shape
     return [found.get(name) for name in short_names(updates)]
