@@ -85,7 +85,7 @@ def main() -> None:
 
 def report(train: jaxsparse.LocalSteps, state: Any, batch: Any, mesh: Any, args: Any) -> None:
     """What to watch: bytes between sites, and bytes that a device holds."""
-    inside = jaxsparse.wire_bytes(train.inner, state.worker, batch, mesh=mesh)
+    inside = jaxsparse.wire_bytes(train, state, batch, mesh=mesh)
     between = sum(
         jaxsparse.wire_bytes(exchange, state, mesh=mesh).across("hosts").received
         for exchange in train.outer

@@ -614,8 +614,8 @@ def test_a_run_that_has_ended_stays_as_it_is(name):
         first = jax.device_get(state)
         assert np.all(own_of(first) == flat(first.params))
         state = train.finish(state, steps)
-        train.init((START, jnp.int32(0)))  # as in a new process, with a restored state
-        state = train.finish(state, steps)
+        restored = jax.tree.map(jnp.array, first)  # whose number of steps is to be read
+        state = train.finish(restored, steps)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), first)
         state, _ = train(state, at(moves(1, 2), 0), steps)  # a run may go on from it
         assert not np.allclose(own_of(state), flat(first.params), atol=0.1)
@@ -633,8 +633,9 @@ def test_only_the_number_of_steps_done_ends_a_run():
         with pytest.raises(ValueError, match=f"steps={steps}, but 8 steps are done: pass steps=8"):
             train.finish(state, steps)
     jax.tree.map(np.testing.assert_array_equal, train.finish(state, 8), before)
-    with pytest.raises(ValueError, match="steps=-1, but 0 steps are done"):
-        LocalSteps(step, outer.diloco(), 2).finish(state, -1)
+    for steps in (-1, 0, 7):  # a restored state knows its number, too
+        with pytest.raises(ValueError, match=f"steps={steps}, but 8 steps are done"):
+            LocalSteps(step, outer.diloco(), 2, every=4).finish(state, steps)
     for number in (jnp.int32(8), 8.0, True):
         with pytest.raises(ValueError, match=r"steps=.* must be a Python int.*: pass int\(steps\)"):
             train.finish(state, number)
@@ -647,20 +648,29 @@ def test_steps_are_counted_without_a_number():
     expected, _, _ = run(make(), tree)
     train = make()
     state = train.init((START, jnp.int32(0)))
-    text = train.lower(state, at(tree, 0)).as_text()
-    assert text == train.inner.lower(state.worker, at(tree, 0)).as_text()
     for t in range(3):
         state, _ = train(state, at(tree, t))
     with pytest.raises(ValueError, match="t=1, but 3 steps are done"):
         train(state, at(tree, 3), 1)
-    other = make()  # a run goes on
-    with pytest.raises(ValueError, match=r"t=None, but this LocalSteps did not make the state"):
-        other(state, at(tree, 3))
-    with pytest.raises(ValueError, match="steps=None, but"):
-        other.finish(state)
-    state, _ = other(state, at(tree, 3), 3)
-    state, _ = other(state, at(tree, 4))
-    np.testing.assert_array_equal(flat(other.finish(state).params), expected[-1])
+    saved, ends = jax.device_get(state), []
+    for other in (make(), train):  # a run goes on; one that has gone on goes back to that state
+        state = jax.tree.map(jnp.array, saved)
+        state, _ = other(state, at(tree, 3))
+        state, _ = other(state, at(tree, 4))
+        ends.append(flat(other.finish(state).params))
+    np.testing.assert_array_equal(ends, [expected[-1]] * 2)
+    # A third step was done since the last exchange, and `finish` exchanges it.
+    finished = make().finish(jax.tree.map(jnp.array, saved))
+    assert int(finished.steps) == 3
+    assert np.all(own_of(finished) == flat(finished.params))
+    assert not np.allclose(flat(finished.params), flat(saved.params), atol=0.1)
+
+
+def test_a_state_is_not_counted_inside_a_program():
+    train = LocalSteps(walk, outer.diloco(), 2, every=2)
+    state = train.init((START, jnp.int32(0)))
+    with pytest.raises(ValueError, match=r"t=None must be .*keep the call outside of jax\.jit"):
+        jax.jit(lambda state, batch: train(state, batch)[1])(state, at(moves(1, 2), 0))
 
 
 def counting(state, batch, key, scale):
@@ -688,7 +698,6 @@ def test_where_a_jitted_step_stood(way):
         every=every,
         params=lambda s: s["w"],
         outputs=(None, {"mean": "mean", "rows": "sum", "all": "own"}),
-        count=lambda s: s["step"],
     )
     batches = np.random.default_rng(0).normal(size=(5, 8, 3)).astype(np.float32)
     train = make()
@@ -697,16 +706,9 @@ def test_where_a_jitted_step_stood(way):
         start = jax.device_put(start, jax.sharding.NamedSharding(where, jax.P()))
     state = start if way == "mesh" else train.init(start)  # as a trainer hands it over
     key = jax.random.key(1)
-    if way == "simulated":  # a run that goes on from its fourth step exchanges after it
-        later = train.init({**start, "step": jnp.int32(3)})
-        later, _ = train(later, batches[0], None, key, jnp.float32(0.5))
-        rows = np.asarray(later.worker["w"].value)
-        np.testing.assert_array_equal(rows[0], rows[1])
     for t, batch in enumerate(batches):
         if t == 3:  # another process goes on
             state, train = jax.tree.map(jnp.array, state), make()
-            if way == "simulated":
-                train.init(start)  # shapes to restore it into
         rest = (jax.random.fold_in(key, t), jnp.float32(0.5))
         lowered = train.lower(state, batch, None, *rest)
         assert lowered.out_info[0]["w"].value.shape == (workers, 3)
@@ -859,7 +861,7 @@ def test_what_inner_and_outer_steps_send():
     step = lambda s, b: ((s[0] - b.mean(),), b.mean())
     train = LocalSteps(step, outer.sparse_loco(k=k), mesh(w), every=5)
     state, batch = train.init((jnp.zeros((size // 64, 64)),)), jnp.ones((w, 2))
-    assert jaxsparse.wire_bytes(train.inner, state.worker, batch).received == 0
+    assert jaxsparse.wire_bytes(train, state, batch).received == 0
     sent = jaxsparse.wire_bytes(train.outer[0], state)
     entries = size * k // 4096
     message = 4 * (entries * 10 // 32 + entries // 256)
@@ -1207,7 +1209,7 @@ def test_a_worker_is_a_site_with_axes_of_its_own(via, name):
     np.testing.assert_allclose(losses, trained(2, params, rows)[2], rtol=1e-4)
     assert state.params["up"].sharding.spec == P("fsdp", "tp")
     assert train.finish(state, 6) is state  # nothing is left to exchange
-    moved = jaxsparse.wire_bytes(train.inner, state.worker, x, mesh=where)
+    moved = jaxsparse.wire_bytes(train, state, x, mesh=where)
     assert moved.across("hosts").received == 0
     assert moved.within("hosts").received > 0
     # A device exchanges its quarter in an all-reduce between two hosts, and a few flags.

@@ -44,7 +44,6 @@ if VARIANT in ("streaming", "streaming_resumed"):
 
 if VARIANT in ("resumed", "streaming_resumed"):
     SETTINGS["enable_checkpointing"] = False
-    how["count"] = lambda state: state.optimizer.step.get_value()
     store = ocp.CheckpointManager(tempfile.mkdtemp())
 
     class Resuming(jaxsparse.LocalSteps):

@@ -238,11 +238,11 @@ def exchanging_displacements(
     outer = optax.chain(method, optax.sgd(args.outer_lr))
     steps = jaxsparse.LocalSteps(step, outer, mesh, every=args.local_steps)
     state = steps.init(TrainState(params, tx.init(params), jnp.float32(0)))
-    steps.inner.lower(state.worker, batch).compile()  # JAX keeps the program for the first step
+    steps.lower(state, batch).compile()  # JAX keeps the program for the first step
     return Training(
         state,
         lambda state, batch, done: steps(state, batch, done)[0],
-        lambda state: steps.finish(state, args.steps),
+        steps.finish,
         jaxsparse.wire_bytes(steps.outer[0], state),
         lambda state: state.worker,
         lambda state, worker: state._replace(worker=worker),

@@ -19,13 +19,11 @@ a longer `overlap` only delays the use of its result.
 import contextlib
 import functools
 import numbers
-import operator
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -80,9 +78,9 @@ class LocalSteps:
     **Randomness.** All workers start with the same state, keys included. Fold the worker's number
     in where a key is used: `jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
 
-    **Going on.** A saved state and the number of steps done are all that training needs. To go on
-    with another number of workers, save right after an outer step: `jaxsparse.reshard` averages
-    the progress of workers since then, and would spread numbers that are not finite.
+    **Going on.** A saved state is all that training needs: it knows how many steps it has done. To
+    go on with another number of workers, save right after an outer step: `jaxsparse.reshard`
+    averages the progress of workers since then, and would spread numbers that are not finite.
 
     **The end.** Steps after the last outer step are not in `state.params`. `finish` exchanges
     them, too.
@@ -92,9 +90,9 @@ class LocalSteps:
     below half a unit in the last place, with and without exchanges. Keep float32 in the state, and
     cast in the loss.
 
-    **Programs.** `inner` is a compiled function of `state.worker` and a batch. With a `weight`, or
-    if `step` takes more arguments, `state.weight` follows, and then these. `outer`, `streamed` and
-    `mixed` are lists of one compiled function for each fragment p (0 without streaming). `outer[p]`
+    **Programs.** `inner` is a compiled function of `state.worker`, a batch, `state.steps`,
+    `state.weight`, and what else `step` takes. `outer`, `streamed` and `mixed` are lists of one
+    compiled function for each fragment p (0 without streaming). `outer[p]`
     takes a state and exchanges the fragment. `streamed[p]` takes a state, a batch and what else
     `step` takes, and makes a step beside the exchange. `mixed[p]` takes a state, and lets workers
     go on from an exchange that has arrived.
@@ -129,17 +127,13 @@ class LocalSteps:
             "tokens": "sum"})`, where None stands for the state. Means and sums over workers are
             made behind each step by a program of its own, which sends them. What is left out stays
             each worker's own, an array (W, ...).
-        count: function that picks the number of steps done from a worker's state, an integer that
-            each step raises by 1, such as `lambda state: state.step`. The first call with a
-            restored state then needs no `t`, also if `init` has made a state to restore it into.
-            None: that call must say it, and `init` begins at 0.
         via: see `jaxsparse.data_parallel`.
 
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
             than floating-point arrays of the state, a fragment has no leaf, the state holds an
             exchange or something that is no array, or the exchange of `outer` has a delay. From a
-            call: see `jaxsparse.data_parallel`; `t` is not the next number; `step`
+            call: see `jaxsparse.data_parallel`; `t` is not the number of steps done; `step`
             returns a state of another structure, shape or dtype; `outer` exchanges nothing; or
             `step` communicates over `axis_name`. The last one is a warning on a mesh with other
             axes, where XLA itself may communicate.
@@ -171,7 +165,6 @@ class LocalSteps:
         weight: Select | None = None,
         streaming: Streaming | None = None,
         outputs: Any = None,
-        count: Select | None = None,
         via: Way | None = None,
     ) -> None:
         count_workers(mesh, axis_name)  # raises where they are wrong
@@ -193,10 +186,9 @@ class LocalSteps:
             Kinds(outputs),
         )
         self._worker, self._mesh, self._axis_name = worker, mesh, axis_name
-        self._count = count
         self._is_checked = False
-        self._next: int | None = None  # the t of the next call, once it is known
-        self._is_new = False  # whether no call came since `init`, so that t may be any number
+        # The number of steps that the last state had done. Reading it from its array would wait.
+        self._last: tuple[Any, int] = (None, 0)
 
         run = functools.partial(
             data_parallel, mesh=mesh, axis_name=axis_name, donate_argnums=0, via=via
@@ -217,10 +209,7 @@ class LocalSteps:
 
     def init(self, state: Any) -> LocalState:
         """All workers' state from one worker's, spread over the mesh as by `jaxsparse.shard`."""
-        started = shard(self._worker.start(held(state)), self._mesh, self._axis_name)
-        # A restored state may follow, of more steps, which `count` reads in the first call.
-        self._next, self._is_new = (0 if self._count is None else None), True
-        return started
+        return shard(self._worker.start(held(state)), self._mesh, self._axis_name)
 
     def __call__(
         self, state: Any, batch: Any, t: int | None = None, *rest: Any
@@ -231,9 +220,8 @@ class LocalSteps:
             state: state of all workers, from `init` or the call before. It is donated. One worker's
                 state, as a trainer makes it, goes through `init` first.
             batch: batch of all workers together. All arrays are split along their first axis.
-            t: number of steps of the whole run before this one, a Python int. The first call of an
-                object may give any number, to go on with a restored state. None: one more than in
-                the call before, and 0 after `init`.
+            t: number of steps that the state has done, a Python int, which is then compared with
+                the state's own. None: it is not.
             rest: further arguments of `step`, which each worker gets whole.
 
         Returns:
@@ -242,21 +230,21 @@ class LocalSteps:
         """
         if not isinstance(state, LocalState):
             state = self.init(state)
-        t = self._counted("t", t, state)
+        t = self._done("t", t, state)
         if not self._is_checked:
             self._check(state, batch, rest)
         overlap = self.streaming.overlap
         fragment = self.due(t) if overlap else None
         with _explained():
             if fragment is None:
-                worker, out, weight = self.inner(*self._arguments(state, batch, rest))
-                state = state._replace(worker=worker, weight=weight)
+                worker, out, steps, weight = self.inner(*self._arguments(state, batch, rest))
+                state = state._replace(worker=worker, steps=steps, weight=weight)
             else:
                 state, out = self.streamed[fragment](state, batch, *rest)
             if (fragment := self.due(t + 1 - overlap)) is not None:
                 program = self.mixed if overlap else self.outer
                 state = program[fragment](state)
-        self._next, self._is_new = t + 1, False
+        self._last = state.steps, t + 1
         return state, _unmarked(self._shown(out))
 
     def lower(self, state: Any, batch: Any, t: int | None = None, *rest: Any) -> jax.stages.Lowered:
@@ -274,22 +262,19 @@ class LocalSteps:
         nothing. If a worker is broken, a second one exchanges the moves of the others. In the end
         all workers have the global parameters.
 
-        A run may go on after it, with t = `steps`, also from a saved state. It is then another run
-        than without it: outer momentum and schedules have felt outer steps between the regular
-        ones.
+        A run may go on after it, also from a saved state. It is then another run than without it:
+        outer momentum and schedules have felt outer steps between the regular ones.
 
         Args:
             state: state of all workers. It is donated if anything is left to exchange.
-            steps: number of steps of the whole run so far, a Python int: t + 1 after the call for
-                step t. The first call of an object may give any number, to finish a restored state.
-                None: as many as there were calls since `init`, or since the first t.
+            steps: number of steps that the state has done, a Python int, which is then compared
+                with the state's own. None: it is not.
 
         Raises:
             ValueError: `steps` is not this number, or the state has other fragments.
         """
-        steps = self._counted("steps", steps, state)
+        steps = self._done("steps", steps, state)
         self._check_fragments(state)
-        self._next, self._is_new = steps, False
         overlap = self.streaming.overlap
         for begun in range(steps - overlap + 1, steps):
             if (p := self.due(begun)) is not None:
@@ -304,7 +289,9 @@ class LocalSteps:
                     with _explained():
                         state = exchange(state)
                 is_due = False
-        return self._settled(state) if self.streaming.mixing else state
+        state = self._settled(state) if self.streaming.mixing else state
+        self._last = state.steps, steps
+        return state
 
     def due(self, steps: int) -> int | None:
         """The fragment that is exchanged after `steps` steps (0 without streaming), or None."""
@@ -318,60 +305,35 @@ class LocalSteps:
         place, count = (steps - began) % every, self.streaming.fragments
         return next((p for p in range(count) if p * every // count == place), None)
 
-    def _counted(self, name: str, steps: Any, state: LocalState) -> int:
-        """The number of steps done, given as `name`, or that of the state.
+    def _done(self, name: str, given: Any, state: LocalState) -> int:
+        """The number of steps that a state has done.
 
         Raises:
-            ValueError: it is no int, or another number, or None and unknown.
+            ValueError: it is given as `name`, and is no int or another number.
         """
-        if steps is None and self._next is not None:
-            return self._next
-        if steps is None and self._count is None:
+        last, steps = self._last
+        if isinstance(state.steps, jax.core.Tracer) or not (
+            given is None or (isinstance(given, numbers.Integral) and not isinstance(given, bool))
+        ):
             raise ValueError(
-                f"{name}=None, but this LocalSteps did not make the state, and does not know how "
-                f"many steps it has done: give {name} in the first call, or LocalSteps a count="
-            )
-        if steps is None:
-            steps = self._count_of(state)
-        if isinstance(steps, bool) or not isinstance(steps, numbers.Integral):
-            raise ValueError(
-                f"{name}={steps!r} must be a Python int, because it says which program runs next: "
+                f"{name}={given!r} must be a Python int, because it says which program runs next: "
                 f"pass int({name}), and keep the call outside of jax.jit. (Further arguments of "
                 "the step stand behind it, as in train(state, batch, None, key).)"
             )
-        known = None if self._is_new else self._next
-        if steps < 0 or (known is not None and steps != known):
-            done = known or 0
+        if state.steps is not last:
+            # NumPy reads it, because a context mesh may have other devices.
+            own = state.steps
+            steps = int(np.asarray(own.addressable_data(0) if isinstance(own, jax.Array) else own))
+        if given is not None and given != steps:
             raise ValueError(
-                f"{name}={steps}, but {done} steps are done: pass {name}={done}, the number of "
-                "steps of the whole run, over all epochs. With a restored state, go on with a new "
-                "LocalSteps"
+                f"{name}={given}, but {steps} steps are done: pass {name}={steps}, the number of "
+                "steps of the whole run, over all epochs, or leave it out"
             )
-        return operator.index(steps)
-
-    def _count_of(self, state: LocalState) -> int:
-        """The number of steps that `count` picks from a state.
-
-        Raises:
-            ValueError: it is no integer of each worker.
-        """
-        assert self._count is not None
-        found = self._count(_unmarked(state.worker))
-        workers = count_workers(self._mesh, self._axis_name)
-        shape, dtype = jnp.shape(found), jnp.result_type(found)
-        if shape != (workers,) or not jnp.issubdtype(dtype, jnp.integer):
-            raise ValueError(
-                f"count picks {dtype}{list(shape)} of {workers} workers, but a number of steps is "
-                "one integer of each: pick it, as count=lambda state: state.step"
-            )
-        here = found.addressable_data(0) if isinstance(found, jax.Array) else found
-        return int(np.asarray(here)[0])  # by NumPy: a context mesh has other devices
+        return steps
 
     def _arguments(self, state: LocalState, batch: Any, rest: Any) -> tuple[Any, ...]:
         """The arguments of `inner`."""
-        is_weighed = self._worker.weight is not None
-        behind = (state.weight, *rest) if is_weighed or rest else ()
-        return state.worker, batch, *behind
+        return state.worker, batch, state.steps, state.weight, *rest
 
     def _check_fragments(self, state: LocalState) -> None:
         """Raises ValueError if the state has other fragments, or weights where none are wanted."""

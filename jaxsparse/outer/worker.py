@@ -37,6 +37,7 @@ class LocalState(NamedTuple):
             if a worker's parameters or averaged statistics were not finite; 2 if a sum, the new
             global parameters or the new outer state were not.
         skipped: int32, number of exchanges that did not count.
+        steps: int32, number of steps done.
         weight: float32[fragments] of each worker, marked `PerWorker`: what its steps since a
             fragment's last exchange weigh. () if all workers count alike.
     """
@@ -46,6 +47,7 @@ class LocalState(NamedTuple):
     outer: tuple[Any, ...]
     outcome: Int[Array, " fragments"]
     skipped: Int[Array, ""]
+    steps: Int[Array, ""]
     weight: Any = ()
 
 
@@ -96,13 +98,17 @@ class Worker(NamedTuple):
             outer=outer,
             outcome=jnp.zeros((len(parts),), jnp.int32),
             skipped=jnp.int32(0),
+            steps=jnp.int32(0),
             weight=() if self.weight is None else PerWorker.wrap(jnp.zeros((len(parts),))),
         )
 
-    def step(self, worker: Any, batch: Any, weight: Any = (), *rest: Any) -> tuple[Any, Any, Any]:
-        """A step alone: the worker after it, what it shows, and its weight. All are marked."""
+    def step(
+        self, worker: Any, batch: Any, steps: Array, weight: Any, *rest: Any
+    ) -> tuple[Any, Any, Array, Any]:
+        """A step alone: the worker after it, what it shows, steps done, and its weight."""
         after, out = stepped(self.train, PerWorker.unwrap(worker), batch, *rest)
-        return PerWorker.wrap(after), PerWorker.wrap(out), self._weighed(weight, batch)
+        weight = self._weighed(weight, batch)
+        return PerWorker.wrap(after), PerWorker.wrap(out), steps + 1, weight
 
     def exchange(self, state: LocalState, fragment: int) -> LocalState:
         """Exchanges a fragment, and lets workers go on from the result."""
@@ -126,8 +132,12 @@ class Worker(NamedTuple):
         if fragment == 0:
             after = self._averaged(after, self._broken(after))
         state = self._exchanged(state, worker, broken, fragment)
-        weight = self._weighed(state.weight, batch)
-        return state._replace(worker=PerWorker.wrap(after), weight=weight), PerWorker.wrap(out)
+        state = state._replace(
+            worker=PerWorker.wrap(after),
+            steps=state.steps + 1,
+            weight=self._weighed(state.weight, batch),
+        )
+        return state, PerWorker.wrap(out)
 
     def mix(self, state: LocalState, fragment: int) -> LocalState:
         """Lets workers go on from an exchange that has arrived."""
