@@ -41,7 +41,7 @@ def training(mesh, system, rate=0.1, scales=(1.0, 0.5), **settings):
     return data_parallel(step, mesh, **settings), (params, tx.init(params))
 
 
-def local(mesh, rate):
+def local(mesh, rate, every=2):
     tx = optax.sgd(rate)
 
     def step(state, batch):
@@ -50,7 +50,7 @@ def local(mesh, rate):
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), value
 
-    run = LocalSteps(step, outer.diloco(), mesh, every=2, params=lambda state: state[0])
+    run = LocalSteps(step, outer.diloco(), mesh, every=every, params=lambda state: state[0])
     params = {"w": jnp.ones(SIZE)}
     state = run.init((params, tx.init(params)))
     return lambda batch: lambda: run(state, batch, 0)
@@ -87,6 +87,7 @@ def cases(mesh, is_odd):
     yield "system", start(spardl if is_odd else top_k())
     yield "constant", start(top_k(), scales=(1.0, 0.25) if is_odd else (1.0, 0.5))
     yield "local", local(mesh, 0.2 if is_odd else 0.1)(batch)
+    yield "every", local(mesh, 0.1, every=3 if is_odd else 4)(batch)
     scaled = data_parallel(lambda s, x: s["rate"] * jax.lax.pmean(x.mean(), "data"), mesh)
     rate = replicated(mesh, {"rate": np.float32(0.2 if is_odd else 0.1)})
     yield "value", lambda: scaled(rate, batch)

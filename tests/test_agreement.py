@@ -15,6 +15,8 @@ from workers import mesh
 import jaxsparse
 from jaxsparse import data_parallel, shard
 from jaxsparse.comm import compat
+from jaxsparse.outer import local_steps
+from jaxsparse.processes.agreement import agree
 from jaxsparse.processes.digest import Digested
 from jaxsparse.processes.group import Group, group_of
 
@@ -221,6 +223,47 @@ def test_only_who_is_late_counts_as_late(members, monkeypatch):
     assert groups[0].get("topic", [2, 0], seconds=0.05) == ["of 2", "of 0"]
 
 
+def test_what_comes_next_is_compared_with_the_first_process(members, monkeypatch):
+    groups, _ = members
+
+    def say(process, said):
+        monkeypatch.setattr(jax, "process_index", lambda: process)
+        agree(groups[process], said)
+
+    for process in (0, 1, 2):
+        say(process, "exchanges after 4 steps")
+    say(0, "exchanges after 8 steps")
+    say(2, "exchanges after 8 steps")
+    with pytest.raises(RuntimeError, match=r"process 1 finishes after 7 steps, but process 0 ex"):
+        say(1, "finishes after 7 steps")
+
+
+STREAMING = jaxsparse.outer.Streaming(2, overlap=1)
+
+
+@pytest.mark.parametrize(("streaming", "turns"), [(None, [3, 6]), (STREAMING, [1, 3, 4, 6])])
+def test_local_steps_say_when_they_exchange(monkeypatch, streaming, turns):
+    said = []
+    for name in ("compare_texts", "agree"):
+        monkeypatch.setattr(local_steps, name, lambda *args: said.append(args[-1]))
+    monkeypatch.setattr(local_steps, "group_of", lambda mesh: Group((0, 1)))
+    params = {"a0": jnp.zeros(2), "a1": jnp.zeros(2)}
+    step = lambda s, b: ((jax.tree.map(lambda x: x + b.sum(), s[0]),), None)
+    make = lambda: jaxsparse.LocalSteps(
+        step, jaxsparse.outer.mean(), mesh(2), every=3, streaming=streaming
+    )
+    train = make()
+    state = train.init((params,))
+    for _ in range(7):
+        state, _ = jax.block_until_ready(train(state, jnp.ones(2)))
+    state = train.finish(state)
+    pace = ("every=3", f"fragments={1 + bool(streaming)}, overlap={int(bool(streaming))}")
+    expected = [(*pace, "goes on after 0 steps"), *(f"exchanges after {t} steps" for t in turns)]
+    assert said == [*expected, "finishes after 7 steps"]
+    make().finish(state)  # restored in a new process
+    assert said[-1] == (*pace, "finishes after 7 steps")
+
+
 def test_one_process_has_no_group():
     assert group_of(mesh(2)) is None
 
@@ -238,6 +281,7 @@ def test_unlike_processes_end_with_the_reason():
         "system": ("", ""),
         "constant": ("a constant float32[2] [1.0, 0.25]", "a constant float32[2] [1.0, 0.5]"),
         "local": ("mul(float32[] [-0.2", "mul(float32[] [-0.1"),
+        "every": ("every=3", "every=4"),
         "value": ("argument 0['rate'] = [0.2", "argument 0['rate'] = [0.1"),
     }
     for rank in range(3):

@@ -35,6 +35,8 @@ from jaxsparse.comm.meshes import WorkersError, inner_axes
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.worker import LocalState, Select, Step, Worker
+from jaxsparse.processes.agreement import agree, compare_texts
+from jaxsparse.processes.group import group_of
 from jaxsparse.training.outputs import Kinds
 from jaxsparse.training.parallel import Way, data_parallel
 from jaxsparse.training.sharding import count_workers, shard
@@ -129,6 +131,9 @@ class LocalSteps:
             each worker's own, an array (W, ...).
         via: see `jaxsparse.data_parallel`.
 
+    **Several processes** compare `every`, fragments and the number of steps done at the first call,
+    and the number again before each exchange.
+
     Raises:
         ValueError: settings out of range. From `init`: `params` or `average` pick something else
             than floating-point arrays of the state, a fragment has no leaf, the state holds an
@@ -186,7 +191,8 @@ class LocalSteps:
             Kinds(outputs),
         )
         self._worker, self._mesh, self._axis_name = worker, mesh, axis_name
-        self._is_checked = False
+        self._is_checked = self._has_met = False
+        self._group = group_of(mesh) if isinstance(mesh, Mesh) else None
         # The number of steps that the last state had done. Reading it from its array would wait.
         self._last: tuple[Any, int] = (None, 0)
 
@@ -231,6 +237,8 @@ class LocalSteps:
         if not isinstance(state, LocalState):
             state = self.init(state)
         t = self._done("t", t, state)
+        if not self._has_met:
+            self._meet("goes on", t)
         if not self._is_checked:
             self._check(state, batch, rest)
         overlap = self.streaming.overlap
@@ -240,8 +248,11 @@ class LocalSteps:
                 worker, out, steps, weight = self.inner(*self._arguments(state, batch, rest))
                 state = state._replace(worker=worker, steps=steps, weight=weight)
             else:
+                self._meet("exchanges", t)
                 state, out = self.streamed[fragment](state, batch, *rest)
             if (fragment := self.due(t + 1 - overlap)) is not None:
+                if not overlap:
+                    self._meet("exchanges", t + 1)
                 program = self.mixed if overlap else self.outer
                 state = program[fragment](state)
         self._last = state.steps, t + 1
@@ -275,6 +286,7 @@ class LocalSteps:
         """
         steps = self._done("steps", steps, state)
         self._check_fragments(state)
+        self._meet("finishes", steps)
         overlap = self.streaming.overlap
         for begun in range(steps - overlap + 1, steps):
             if (p := self.due(begun)) is not None:
@@ -312,9 +324,8 @@ class LocalSteps:
             ValueError: it is given as `name`, and is no int or another number.
         """
         last, steps = self._last
-        if isinstance(state.steps, jax.core.Tracer) or not (
-            given is None or (isinstance(given, numbers.Integral) and not isinstance(given, bool))
-        ):
+        is_number = isinstance(given, numbers.Integral | None) and type(given) is not bool
+        if isinstance(state.steps, jax.core.Tracer) or not is_number:
             raise ValueError(
                 f"{name}={given!r} must be a Python int, because it says which program runs next: "
                 f"pass int({name}), and keep the call outside of jax.jit. (Further arguments of "
@@ -330,6 +341,23 @@ class LocalSteps:
                 "steps of the whole run, over all epochs, or leave it out"
             )
         return steps
+
+    def _meet(self, what: str, steps: int) -> None:
+        """Compares with other processes when they exchange. Exchanges are paired by their order.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        if self._group is None:
+            return
+        said, stream = f"{what} after {steps} steps", self.streaming
+        if self._has_met:
+            agree(self._group, said)
+            return
+        every = self.every if self.every.boundaries else self.every.values[0]
+        pace = f"fragments={stream.fragments}, overlap={stream.overlap}"
+        compare_texts(self._group, "LocalSteps", (f"every={every}", pace, said))
+        self._has_met = True
 
     def _arguments(self, state: LocalState, batch: Any, rest: Any) -> tuple[Any, ...]:
         """The arguments of `inner`."""

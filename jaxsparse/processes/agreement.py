@@ -7,13 +7,13 @@ a limited time, and names who does not come.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxsparse.processes.digest import Digested
+from jaxsparse.processes.digest import Digested, Parts
 from jaxsparse.processes.group import Group
 
 # Seconds for which the first process, which keeps the notes, stays until the others have read them.
@@ -36,7 +36,42 @@ def compare(group: Group, step: Any, mesh: Mesh, batches: Sequence[int], args: A
     """
     program = step.trace(*args).jaxpr  # JAX keeps it: the call does not trace again
     own = Digested(program, mesh, args, {i % len(args) for i in batches})
-    topic, name = group.topic(), getattr(step, "__name__", "a step")
+    _compare(group, getattr(step, "__name__", "a step"), own)
+
+
+def compare_texts(group: Group, name: str, texts: Iterable[str]) -> None:
+    """Compares texts, such as settings, as `compare` does a step.
+
+    Args:
+        group: the processes, as in `compare`.
+        name: name of the call that they are for, for errors.
+        texts: what is to be equal in all processes. The message has the first that differs.
+
+    Raises:
+        RuntimeError: as from `compare`.
+    """
+    _compare(group, name, Parts(texts))
+
+
+def agree(group: Group, said: str) -> None:
+    """Compares what this process does next with what the first one does, which does not wait.
+
+    That takes less than `compare_texts`: one message, however many processes there are.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    first, me = group.members[0], jax.process_index()
+    heard = group.announce(said if me == first else None)
+    if heard != said:
+        raise RuntimeError(
+            f"process {me} {said}, but process {first} {heard}: all processes must take equally "
+            "many steps. Give all of them as many batches, and the same checkpoint"
+        )
+
+
+def _compare(group: Group, name: str, own: Parts) -> None:
+    topic = group.topic()
     group.put(f"{topic} digest", own.digest)
     is_first = jax.process_index() == group.members[0]
     problem = (_of_all if is_first else _as_told)(group, topic, name, own)
@@ -44,7 +79,7 @@ def compare(group: Group, step: Any, mesh: Mesh, batches: Sequence[int], args: A
         raise RuntimeError(problem)
 
 
-def _of_all(group: Group, topic: str, name: str, own: Digested) -> str:
+def _of_all(group: Group, topic: str, name: str, own: Parts) -> str:
     """Compares all notes, and tells the others what is wrong, or nothing."""
     others = group.members[1:]
     notes = group.get(f"{topic} digest", others)
@@ -60,14 +95,15 @@ def _of_all(group: Group, topic: str, name: str, own: Digested) -> str:
     return problem
 
 
-def _as_told(group: Group, topic: str, name: str, own: Digested) -> str:
+def _as_told(group: Group, topic: str, name: str, own: Parts) -> str:
     """What is wrong according to the first process, or nothing."""
     first = group.members[:1]
     theirs = group.get(f"{topic} digest", first)[0]
     if theirs is not None and theirs != own.digest:
         lines = group.get(f"{topic} lines", first)[0] or ""
         group.put(
-            f"{topic} difference", _difference(group, lines.split("\n"), [name, *own.lines()])
+            f"{topic} difference",
+            _difference(group, lines.split("\n"), [name, *own.lines()]) + own.advice,
         )
     # The first process waits as long as this one, but perhaps from a later time.
     for _ in range(0 if theirs is None else 2):
@@ -103,6 +139,5 @@ def _difference(group: Group, theirs: list[str], mine: list[str]) -> str:
         f"process {me} calls {mine[0]!r} and process {first} calls {theirs[0]!r}, which differ. "
         f"Process {me} has: {only(mine, theirs)}. Process {first} has: {only(theirs, mine)}. Start "
         "all processes with the same code, settings and seeds, and from the same checkpoint. "
-        "Values that are to differ belong in a batch or in a PerWorker array. (data_parallel(..., "
-        "compare=False) runs them as they are.)"
+        "Values that are to differ belong in a batch or in a PerWorker array."
     )

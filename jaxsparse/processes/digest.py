@@ -14,7 +14,7 @@ in their order. So equations may stand in another order, and what a program prin
 import enum
 import hashlib
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,36 @@ _OF_INPUTS = ("in_shardings", "in_layouts", "in_specs", "donated_invars")
 _PROGRAMS = (Jaxpr, ClosedJaxpr)
 
 
-class Digested:
+class Parts:
+    """What processes compare, in parts, each with a digest.
+
+    Args:
+        texts: the parts.
+
+    Attributes:
+        digest: equal in all processes whose parts are equal.
+        advice: what an error adds.
+    """
+
+    advice = ""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._parts: dict[str, str | JaxprEqn] = {}  # by digest, in their order
+        self.digest = _digest(*map(self._part, texts))
+
+    def lines(self) -> Iterator[str]:
+        """Digest and description of each part."""
+        for digest, part in self._parts.items():
+            text = part if isinstance(part, str) else _written(part)
+            yield f"{digest} {' '.join(text.split())[:_WIDTH]}"
+
+    def _part(self, text: str) -> str:
+        digest = _digest(text)
+        self._parts.setdefault(digest, text)
+        return digest
+
+
+class Digested(Parts):
     """A call of a step.
 
     Args:
@@ -45,15 +74,13 @@ class Digested:
         mesh: the mesh on which it runs. None, if it may run on any.
         args: its positional arguments, whose values count.
         batches: the numbers of those that are split.
-
-    Attributes:
-        digest: equal in all processes that are about to run the same.
     """
+
+    advice = " (data_parallel(..., compare=False) runs them as they are.)"
 
     def __init__(
         self, program: ClosedJaxpr, mesh: Mesh | None, args: Any, batches: Container[int]
     ) -> None:
-        self._parts: dict[str, str | JaxprEqn] = {}  # by digest, in the order of the program
         self._known: dict[Any, tuple[list[str], str]] = {}  # by id of a program, and its inputs
         self._program = program  # keeps its ids from being used again
         types, values = [], []
@@ -70,22 +97,8 @@ class Digested:
         if mesh is not None:
             devices = [device.id for device in mesh.devices.flat]
             heads.insert(1, f"a mesh {dict(mesh.shape)} of devices {devices}")
-        self.digest = _digest(
-            *map(self._part, heads),
-            self._plain(program),
-            *map(self._part, values),
-        )
-
-    def lines(self) -> Iterator[str]:
-        """Digest and description of each part."""
-        for digest, part in self._parts.items():
-            text = part if isinstance(part, str) else _written(part)
-            yield f"{digest} {' '.join(text.split())[:_WIDTH]}"
-
-    def _part(self, text: str) -> str:
-        digest = _digest(text)
-        self._parts.setdefault(digest, text)
-        return digest
+        super().__init__(heads)
+        self.digest = _digest(self.digest, self._plain(program), *map(self._part, values))
 
     def _constant(self, v: Any, x: Any) -> str:
         return self._part(f"a constant {_type(v.aval)} {_value(x)}")
