@@ -176,3 +176,17 @@ def test_who_decides_by_a_loss_needs_its_mean(where):
         losses.append(float(state[1]["last"]))
         assert np.array_equal(before, state[0]["w"]) == (scale == 10)
     assert losses[1] > losses[0] > losses[2]
+
+
+def test_an_exchange_in_front_of_lookahead_is_told_its_place():
+    """`init` sees both parameters of lookahead, and gradients are those of the fast ones."""
+    send, params = jaxsparse.quantized("int4", is_dense=lambda *_: False), START
+    both = optax.LookaheadParams.init_synced(params)
+    update = lambda tx: lambda s, x: tx.update(jax.grad(loss_of)(params, x), s, both)
+    run = lambda tx: data_parallel(update(tx), 2)(shard(tx.init(both), 2), INPUTS)
+    behind = optax.chain(send, optax.lookahead(optax.sgd(0.5), 5, 0.5))
+    with pytest.raises(ValueError, match=r"'fast\.w' .* as in optax\.lookahead\(optax\.chain\("):
+        run(behind)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, _ = run(optax.lookahead(optax.chain(send, optax.sgd(0.5)), 5, 0.5))
+    assert np.any(updates.fast["w"] != 0)

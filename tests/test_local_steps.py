@@ -814,6 +814,45 @@ def test_streaming_averages_statistics_of_workers_that_are_not_broken():
         assert np.all(seen > 0)
 
 
+@pytest.mark.parametrize("streaming", [None, outer.Streaming(2, overlap=1)], ids=str)
+def test_what_gradients_overwrite_is_combined_by_its_maximum(streaming):
+    """As the histories of largest magnitudes of fp8, which live among a TrainState's params."""
+    scales = "_overwrite_with_gradient"
+
+    def step(state, batch):
+        params = state[0]
+        history = jnp.roll(params[scales]["history"], 1).at[0].set(jnp.max(batch))
+        moved = jax.tree.map(lambda w: w - batch.mean(), params["params"])
+        return ({"params": moved, scales: {"history": history}},), ()
+
+    start = {"params": {"a0": jnp.ones(3), "a1": jnp.ones(3)}, scales: {"history": jnp.zeros(4)}}
+    batches = np.random.default_rng(0).uniform(1, 9, size=(6, 3, 2)).astype(np.float32)
+    batches[5, 1] = np.nan
+    train = LocalSteps(step, outer.mean(), 3, every=2, streaming=streaming)
+    state = train.init((start,))
+    for t, batch in enumerate(batches):
+        own = np.asarray(state.worker[0][scales]["history"].value)
+        state, _ = train(state, batch.reshape(-1), t)
+        after = np.asarray(state.worker[0][scales]["history"].value)
+        moved = np.concatenate([batch.max(1)[:, None], own[:, :3]], axis=1)
+        if t in (1, 3) and streaming is None:
+            np.testing.assert_array_equal(state.params[scales]["history"], moved.max(0))
+            np.testing.assert_array_equal(after, [moved.max(0)] * 3)
+        elif t in (2, 4) and streaming is not None:  # beside the step, and then from its result
+            np.testing.assert_array_equal(state.params[scales]["history"], own.max(0))
+            np.testing.assert_array_equal(after, np.maximum(moved, own.max(0)))
+        elif t < 5:
+            np.testing.assert_array_equal(after, moved)
+    assert np.isfinite(state.params[scales]["history"]).all()
+    state = train.finish(state)
+    history = np.asarray(state.params[scales]["history"])
+    healthy = batches[5, [0, 2]].max()
+    assert history[0] >= healthy
+    np.testing.assert_array_equal(state.worker[0][scales]["history"].value, [history] * 3)
+    again = train.finish(jax.tree.map(jnp.array, state))
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
 def test_parameters_of_few_bits_lose_nothing_globally():
     """theta_g is float32. What is rounded off a worker's copy of it is not taken for a move."""
     fine = np.float32([1.001, -2.003])  # bfloat16 has 1.0 and -2.0

@@ -11,20 +11,22 @@ from workers import mesh, some
 
 from jaxsparse import PerWorker, data_parallel
 
-MEAN_AND_SUM = (None, {"loss": "mean", "tokens": "sum", "norms": "own"})
+MEAN_AND_SUM = (None, {"loss": "mean", "tokens": "sum", "norms": "own", "high": "max"})
 
 
 class Metrics(NamedTuple):
     loss: jax.Array
     tokens: jax.Array
     norms: dict
+    high: dict
     step: jax.Array
 
 
 def step(state, x):
     kept = PerWorker(state.value + x.sum())
     norms = {"a": jnp.abs(x).max(), "b": jnp.stack([x.min(), x.max()])}
-    return kept, Metrics(x.mean(), (x > 2).sum(), norms, jnp.int32(7))
+    high = {"float": x.max(), "int": (x > 0).sum()}
+    return kept, Metrics(x.mean(), (x > 2).sum(), norms, high, jnp.int32(7))
 
 
 def grid(workers):
@@ -50,6 +52,8 @@ def test_each_output_is_what_it_is_said_to_be(place):
     assert found.tokens.dtype == jnp.int32
     np.testing.assert_array_equal(found.norms["a"], np.abs(x).max(1))
     np.testing.assert_array_equal(found.norms["b"], np.stack([x.min(1), x.max(1)], 1))
+    np.testing.assert_array_equal(found.high["float"], x.max())
+    assert int(found.high["int"]) == (x > 0).sum(1).max()
     assert int(found.step) == 7
 
 
@@ -62,7 +66,7 @@ def test_one_kind_for_all_and_means_in_few_bits():
 
 
 def test_a_function_of_paths_says_kinds():
-    kinds = {"loss": "mean", "tokens": "sum", "norms": "own"}
+    kinds = dict(MEAN_AND_SUM[1])
     by_path = lambda path: next((k for name, k in kinds.items() if f".{name}" in path), None)
     state, x = PerWorker(jnp.zeros((2, 1))), jnp.arange(4.0)
     found = data_parallel(step, 2, outputs=(None, by_path))(state, x)

@@ -384,10 +384,16 @@ def _check(state: ErrorFeedbackState, described: Mapping[str, Mapping[str, _Leaf
                 node = stored.get(name)
                 if isinstance(node, PerWorker) and jnp.shape(node.value)[:1] != (1,):
                     PerWorker.unwrap(node)  # tells what is wrong
+                fix = "pass the state that init(params) made for the same tree and settings"
+                if name not in leaves and any(name.endswith(f".{own}") for own in leaves):
+                    fix = (
+                        "init saw parameters of which these gradients are a part. Put the exchange "
+                        "where init sees that part alone, as in "
+                        "optax.lookahead(optax.chain(exchange, optimizer), ...)"
+                    )
                 raise ValueError(
                     f"the state's {field} of {name!r} is {there}, but these gradients and settings "
-                    f"need {wanted}: pass the state that init(params) made for the same tree and "
-                    "settings"
+                    f"need {wanted}: {fix}"
                 )
 
 

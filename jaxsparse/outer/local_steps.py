@@ -92,6 +92,10 @@ class LocalSteps:
     below half a unit in the last place, with and without exchanges. Keep float32 in the state, and
     cast in the loss.
 
+    **Scales of fp8.** Parameters in Flax's collection `_overwrite_with_gradient`, the histories of
+    largest magnitudes and what is scaled by them, have no displacements. An outer step (of fragment
+    0, with streaming) gives all workers the maximum over workers, uncompressed.
+
     **Programs.** `inner` is a compiled function of `state.worker`, a batch, `state.steps`,
     `state.weight`, and what else `step` takes. `outer`, `streamed` and `mixed` are lists of one
     compiled function for each fragment p (0 without streaming). `outer[p]`

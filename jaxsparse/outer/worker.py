@@ -22,6 +22,10 @@ from jaxsparse.outer.fragments import Streaming
 from jaxsparse.training.outputs import Kinds, over_workers
 from jaxsparse.training.weighted import check_weight, weighted
 
+# Flax's collection of scales and histories of fp8, whose gradients are their next values. The mean
+# of workers' largest magnitudes would be too small for one of them.
+_MAXIMA = "_overwrite_with_gradient"
+
 Select = Callable[[Any], Any]
 Step = Callable[..., tuple[Any, Any]]
 
@@ -80,7 +84,7 @@ class Worker(NamedTuple):
         places, names = picked("params", self.params, state)
         if set(places) & set(picked("average", self.average, state)[0]):
             raise ValueError("average picks parameters, which outer exchanges: pick statistics")
-        self.streaming.of(names)  # raises where a fragment is empty
+        self.streaming.of([name for name in names if _MAXIMA not in name])  # raises if one is empty
         params = jax.tree.map(widened, self.params(state))
         parts = range(self.streaming.fragments)
         outer = tuple(self.outer.init(self._part(params, p)) for p in parts)
@@ -161,6 +165,7 @@ class Worker(NamedTuple):
         own = jax.tree.leaves(self.params(PerWorker.unwrap(state.worker)))
         away = [jnp.any(narrow(g, w.dtype) != w) for g, w in zip(whole, own)]
         parts = [self._fragment(state.params, p) for p in range(self.streaming.fragments)]
+        parts[0] += self._maxima(state.params)
         found = jnp.stack([jnp.any(jnp.stack([away[i] for i in part])) for part in parts])
         return wire.pmax(found.astype(jnp.float32), self.axis_name) > 0
 
@@ -203,12 +208,15 @@ class Worker(NamedTuple):
         outer[fragment] = kept(after, before)
         outcome = jnp.where(any_broken, jnp.int32(1), jnp.where(overflows, jnp.int32(2), 0))
         places = self._fragment(state.params, fragment)
+        merged = replaced(state.params, places, jax.tree.leaves(kept(updated, params)))
+        if fragment == 0:
+            merged = self._with_maxima(merged, worker, ok)
         if self.weight is not None:
             # Workers keep what they still have to send, and others go back with all their moves.
             rest = jnp.where(outcome == 1, weight, weight.at[fragment].set(0))
             weight = jnp.where(broken, jnp.zeros_like(weight), rest)
         return state._replace(
-            params=replaced(state.params, places, jax.tree.leaves(kept(updated, params))),
+            params=merged,
             outer=tuple(outer),
             outcome=state.outcome.at[fragment].set(outcome),
             skipped=state.skipped + jnp.where(ok, 0, 1),
@@ -236,8 +244,12 @@ class Worker(NamedTuple):
             back = jnp.where(outcome == 2, narrow(g, w.dtype), w)
             return jnp.where(outcome == 0, narrow(wide, w.dtype), back)
 
-        values = [mixed(leaves[places[i]], whole[i]) for i in own]
-        return replaced(worker, [places[i] for i in own], values)
+        values = {places[i]: mixed(leaves[places[i]], whole[i]) for i in own}
+        for i in self._maxima(state.params) if fragment == 0 else ():
+            w, g = leaves[places[i]], narrow(whole[i], leaves[places[i]].dtype)
+            # A worker may have seen more beside the exchange.
+            values[places[i]] = jnp.where(outcome == 1, w, jnp.where(outcome, g, jnp.maximum(w, g)))
+        return replaced(worker, [*values], [*values.values()])
 
     def _broken(self, worker: Any) -> Bool[Array, ""]:
         """Whether this worker's parameters or averaged statistics are not finite."""
@@ -263,10 +275,24 @@ class Worker(NamedTuple):
 
         return replaced(worker, places, [mean(leaves[i]) for i in places])
 
+    def _maxima(self, params: Any) -> list[int]:
+        """The places of the maxima among the parameters."""
+        paths = [path for path, _ in tree_flatten_with_path(params)[0]]
+        return [i for i, path in enumerate(paths) if _MAXIMA in keystr(path)]
+
+    def _with_maxima(self, params: Any, worker: Any, ok: Bool[Array, ""]) -> Any:
+        """The global parameters with the maxima of all workers, if an exchange counts."""
+        whole, own = jax.tree.leaves(params), jax.tree.leaves(self.params(worker))
+        places = self._maxima(params)
+        highest = lambda i: wire.pmax(widened(own[i]), self.axis_name)
+        return replaced(params, places, [jnp.where(ok, highest(i), whole[i]) for i in places])
+
     def _fragment(self, params: Any, fragment: int) -> list[int]:
         """The places of a fragment's leaves among those of the parameters."""
         paths = [keystr(path) for path, _ in tree_flatten_with_path(params)[0]]
-        return [i for i, own in enumerate(self.streaming.of(paths)) if own == fragment]
+        places = [i for i, path in enumerate(paths) if _MAXIMA not in path]
+        found = self.streaming.of([paths[i] for i in places])
+        return [i for i, own in zip(places, found) if own == fragment]
 
     def _part(self, params: Any, fragment: int) -> Any:
         """The parameters with this fragment's leaves alone; None stands for the others."""

@@ -1,4 +1,4 @@
-"""What a step's outputs are: means over workers, sums over them, or each worker's own."""
+"""What a step's outputs are: means, sums or maxima over workers, or each worker's own."""
 
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -9,7 +9,7 @@ from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
 
 from jaxsparse.comm import wire
 
-Kind = Literal["mean", "sum", "own"]
+Kind = Literal["mean", "sum", "max", "own"]
 
 
 class Kinds:
@@ -75,8 +75,8 @@ def _check(path: str, kind: Any) -> None:
     """Raises ValueError if this is no kind."""
     if kind not in get_args(Kind):
         raise ValueError(
-            f"outputs{path}={kind!r} is unknown: give 'mean', 'sum' or 'own' for an output, and "
-            "leave out those that are equal on all workers"
+            f"outputs{path}={kind!r} is unknown: give 'mean', 'sum', 'max' or 'own' for an output, "
+            "and leave out those that are equal on all workers"
         )
 
 
@@ -87,7 +87,7 @@ def _keys(path: KeyPath) -> tuple[str, ...]:
 
 
 def over_workers(name: str, x: Any, kind: Kind, axis_name: str) -> jax.Array:
-    """The mean or the sum of an output over workers.
+    """The mean, the sum or the maximum of an output over workers.
 
     Raises:
         ValueError: its dtype has none.
@@ -100,6 +100,8 @@ def over_workers(name: str, x: Any, kind: Kind, axis_name: str) -> jax.Array:
         )
     if kind == "sum":
         return wire.psum(x, axis_name)
+    if kind == "max":
+        return wire.pmax(x, axis_name)
     # A sum of float16 could overflow where its mean does not.
     wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     return (wire.psum(wide, axis_name) / wire.axis_size(axis_name)).astype(x.dtype)

@@ -101,7 +101,7 @@ def data_parallel(
         donate_argnums: numbers of donated arguments, as for `jax.jit`. Donate the training state.
         outputs: what outputs are that differ between workers, for a step that does not average its
             metrics itself: a tree in the outputs' structure, such as `(None, {"loss": "mean",
-            "tokens": "sum", "norm": "own"})`. "mean" and "sum" go over workers, all alike
+            "tokens": "sum", "norm": "own"})`. "mean", "sum" and "max" go over workers, all alike
             (`jaxsparse.weighted` changes that), and keep shape and dtype; "own" gives an array
             (W, ...) of each worker's. A kind counts for all arrays below it, and dictionaries may
             leave out entries and name fields of classes. A part without arrays, such as None or
@@ -505,7 +505,8 @@ def _remedy(name: str, axis_name: str, is_kept: bool) -> str:
         )
     return (
         f"average it with jax.lax.pmean(x, {axis_name!r}), say by data_parallel(outputs=) whether "
-        "it is a mean, a sum or a worker's own, or mark it with jaxsparse.PerWorker.wrap(x). "
+        "it is a mean, a sum, a maximum or a worker's own, or mark it with "
+        "jaxsparse.PerWorker.wrap(x). "
         f"Statistics of BatchNorm need its axis_name={axis_name!r}. State of a transformation in "
         "front of the exchange is each worker's own: put it behind the exchange or in "
         "jaxsparse.per_worker. One that is given a loss, as in tx.update(..., loss=loss), needs "
