@@ -482,14 +482,78 @@ def test_fragments_take_turns_as_in_maxtext():
     train = LocalSteps(walk, outer.diloco(), 2, every=36, streaming=outer.Streaming(4))
     turns = {n: p for n in range(80) if (p := train.due(n)) is not None}
     assert turns == {9: 1, 18: 2, 27: 3, 36: 0, 45: 1, 54: 2, 63: 3, 72: 0}
+
+    def dealt(streaming, paths):
+        found = streaming.of(dict.fromkeys(paths, ()))
+        return [next(p for p, own in enumerate(found) if path in own) for path in paths]
+
     paths = ["['layer_10']", "['layer_2']", "['layer_3']", "['head']"]
-    assert outer.Streaming(3).of(paths) == [1, 1, 2, 0]  # layers are in numerical order
-    assert outer.Streaming(2, split=lambda path: int("head" in path)).of(paths) == [0, 0, 0, 1]
-    assert outer.Streaming(2).of(["[0]", "[1]", "[2]"]) == [0, 1, 0]  # all have a layer
+    assert dealt(outer.Streaming(3), paths) == [1, 1, 2, 0]  # layers are in numerical order
+    assert dealt(outer.Streaming(2, split=lambda path: int("head" in path)), paths) == [0, 0, 0, 1]
+    assert dealt(outer.Streaming(2), ["[0]", "[1]", "[2]"]) == [0, 1, 0]  # all have a layer
     paths = ["[0]['layer_10']", "[0]['layer_11']", "[0]['head']"]  # all share the tuple's index
-    assert outer.Streaming(3).of(paths) == [1, 2, 0]
+    assert dealt(outer.Streaming(3), paths) == [1, 2, 0]
     paths = ["['layer_1']", "['layer_12']", "['layer_13']"]  # their digits begin alike
-    assert outer.Streaming(2).of(paths) == [0, 1, 0]
+    assert dealt(outer.Streaming(2), paths) == [0, 1, 0]
+
+
+def test_rows_of_stacks_are_dealt_out_as_layers_are():
+    shapes = {"['head']": (4,), "['scan']['k']": (5, 2), "['scan']['b']": (5,), "['last_7']": ()}
+    found = outer.Streaming(3, stacked="scan").of(shapes)
+    strided = {"['scan']['k']": slice(0, 5, 2), "['scan']['b']": slice(0, 5, 2)}
+    assert found[0] == {"['head']": None}
+    assert found[1] == strided  # rows 0, 2, 4
+    assert found[2] == {path: slice(1, 4, 2) for path in strided} | {"['last_7']": None}
+    found = outer.Streaming(3, split="sequential", stacked="scan").of(shapes)
+    assert found[1] == {path: slice(0, 3, 1) for path in strided}
+    assert found[2] == {path: slice(3, 5, 1) for path in strided} | {"['last_7']": None}
+    chosen = lambda path: int(path in ("['scan']['k'][0]", "['scan']['k'][1]", "['scan']['k'][4]"))
+    found = outer.Streaming(2, split=chosen, stacked="scan").of(shapes)
+    np.testing.assert_array_equal(found[1].pop("['scan']['k']"), [0, 1, 4])
+    assert not found[1]
+    assert found[0]["['scan']['k']"] == slice(2, 4, 1)
+    for pattern, match in (("sc.?$", "matches no leaf"), ("last", r"leaf\['last_7'\], a scalar")):
+        with pytest.raises(ValueError, match=match):
+            outer.Streaming(2, stacked=pattern).of(shapes)
+    with pytest.raises(ValueError, match=r"no leaf is left for fragment 1.*stacked="):
+        outer.Streaming(2).of({"['scan']": (5, 2)})
+
+
+@pytest.mark.parametrize("way", some(["simulated", "mesh"], ["simulated"]))
+def test_layers_that_are_stacked_stream_as_in_numpy(way):
+    """Also on a mesh whose inner axis cuts them: each device exchanges its part of rows."""
+    where, overlap, mixing = 2, 0, 0.0
+    start = {"head": np.ones((6, 4), np.float32), "layers": np.ones((5, 4, 6), np.float32)}
+    draw = lambda x: np.random.default_rng(x.ndim).normal(size=(7, 2, *x.shape)).astype(np.float32)
+    tree = jax.tree.map(draw, start)
+    if way == "mesh":
+        auto = (jax.sharding.AxisType.Auto,) * 2
+        where = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=auto, devices=jax.devices()[:4])
+        overlap, mixing, cut = 1, 0.25, {"head": P(), "layers": P(None, None, "fsdp")}
+        start = {n: jax.device_put(x, NamedSharding(where, cut[n])) for n, x in start.items()}
+    streaming = outer.Streaming(3, overlap, mixing, stacked="layers")
+    train = LocalSteps(walk, outer.diloco(), where, every=4, streaming=streaming)
+    found, own, state = run(train, tree, (start, jnp.int32(0)))
+    rows = np.arange(24, 144).reshape(5, 24)
+    expected, expected_own = reference.train(
+        flat(start),
+        as_vectors(tree),
+        reference.nesterov(0.7, 0.9),
+        4,
+        fragments=[np.arange(24), rows[::2].ravel(), rows[1::2].ravel()],
+        overlap=overlap,
+        mixing=mixing,
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(own, expected_own, rtol=1e-4, atol=1e-4)
+    momenta = [x for x in jax.tree.leaves(state.outer[1]) if x.ndim == 3]
+    assert [x.shape for x in momenta] == [(3, 4, 6)]
+    if way == "mesh":
+        assert momenta[0].sharding.spec == P(None, None, "fsdp")
+        moved = jaxsparse.wire_bytes(train.outer[1], state, mesh=where)
+        of_a_device = 4 * 3 * 4 * 6 // 2
+        assert of_a_device <= moved.across("data").payload <= of_a_device + 16
+        assert moved.within("data").received <= 64
 
 
 def test_stages_exchange_at_their_bounds():
@@ -814,7 +878,7 @@ def test_streaming_averages_statistics_of_workers_that_are_not_broken():
         assert np.all(seen > 0)
 
 
-@pytest.mark.parametrize("streaming", [None, outer.Streaming(2, overlap=1)], ids=str)
+@pytest.mark.parametrize("streaming", some([None, outer.Streaming(2, overlap=1)], [None]), ids=str)
 def test_what_gradients_overwrite_is_combined_by_its_maximum(streaming):
     """As the histories of largest magnitudes of fp8, which live among a TrainState's params."""
     scales = "_overwrite_with_gradient"

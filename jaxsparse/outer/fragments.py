@@ -3,12 +3,17 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
 
 from jaxsparse.arrays.settings import static_float, static_int
 
 _NUMBER = re.compile(r"\d+")
+
+# Which rows of a leaf belong to a fragment. None: all.
+Rows: TypeAlias = slice | np.ndarray | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +39,10 @@ class Streaming:
             other fragments share the layers. If all leaves have a number, all fragments do. Or a
             function of the key path, as `jax.tree_util.keystr` prints it, that returns the
             fragment, from 0 to `fragments` - 1.
-
-    A leaf that holds all layers, stacked, is not cut: it belongs to one fragment.
+        stacked: a regular expression. A leaf whose key path contains a match holds layers along its
+            first axis, such as those of a scanned model, and is cut there: its rows are dealt out
+            as leaves of single layers are. A function as `split` sees each row's path, which is the
+            leaf's with "[0]", "[1]", ... behind. None: leaves are not cut.
 
     The paper sends displacements in 4 bits, as powers of two, without error feedback:
     `diloco(exchange=jaxsparse.quantized("e3m0", decay=0))`. Any other exchange serves as well.
@@ -45,6 +52,7 @@ class Streaming:
     overlap: int = 1
     mixing: float | None = None
     split: Literal["strided", "sequential"] | Callable[[str], int] = "strided"
+    stacked: str | None = None
 
     def __post_init__(self):
         for name in ("fragments", "overlap"):
@@ -67,22 +75,53 @@ class Streaming:
                 "a leaf's key path"
             )
 
-    def of(self, paths: Sequence[str]) -> list[int]:
-        """The fragment of each leaf.
+    def of(self, leaves: Mapping[str, tuple[int, ...]]) -> list[dict[str, Rows]]:
+        """The leaves of each fragment, and the rows that it has of them.
+
+        Args:
+            leaves: the shape of each leaf, by its key path.
 
         Raises:
-            ValueError: a fragment is left without a leaf, or the function returns none.
+            ValueError: a fragment is left without a leaf, the function returns none, or `stacked`
+                matches no leaf, or one without rows.
         """
-        found = self._chosen(paths) if callable(self.split) else self._of_layers(paths)
+        stacks = self._stacks(leaves)
+        rows_of = lambda path: range(stacks[path]) if path in stacks else (None,)
+        units = [(path, row) for path in leaves for row in rows_of(path)]
+        found = self._chosen(units) if callable(self.split) else self._of_layers(units)
         if empty := sorted(set(range(self.fragments)) - set(found)):
             raise ValueError(
                 f"fragments={self.fragments}, but no leaf is left for fragment {empty[0]}: use "
-                f"fewer, or give split= a function of a leaf's key path. The paths are {paths}"
+                "fewer, or give split= a function of a leaf's key path, or stacked= a pattern of "
+                f"leaves that hold layers along their first axis. The paths are {[*leaves]}"
             )
-        return found
+        of_rows: dict[str, list[int]] = {path: [] for path in leaves}
+        for (path, _), fragment in zip(units, found):
+            of_rows[path].append(fragment)
+        result: list[dict[str, Rows]] = [{} for _ in range(self.fragments)]
+        for path, own in of_rows.items():
+            for fragment in {*own}:
+                rows = np.flatnonzero(np.equal(own, fragment))
+                result[fragment][path] = _as_slice(rows) if len(rows) < len(own) else None
+        return result
 
-    def _chosen(self, paths: Sequence[str]) -> list[int]:
+    def _stacks(self, leaves: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """The number of rows of each stacked leaf."""
+        if self.stacked is None:
+            return {}
+        found = {path: shape for path, shape in leaves.items() if re.search(self.stacked, path)}
+        if wrong := next((path for path, shape in found.items() if not shape), None):
+            raise ValueError(
+                f"stacked={self.stacked!r} matches leaf{wrong}, a scalar, which has no axis of "
+                "layers: give a pattern of stacked leaves alone"
+            )
+        if not found:
+            raise ValueError(f"stacked={self.stacked!r} matches no leaf: the paths are {[*leaves]}")
+        return {path: shape[0] for path, shape in found.items()}
+
+    def _chosen(self, units: Sequence[tuple[str, int | None]]) -> list[int]:
         choose: Any = self.split
+        paths = [path if row is None else f"{path}[{row}]" for path, row in units]
         found = [choose(path) for path in paths]
         for path, fragment in zip(paths, found):
             if isinstance(fragment, bool) or fragment not in range(self.fragments):
@@ -92,18 +131,23 @@ class Streaming:
                 )
         return [int(fragment) for fragment in found]
 
-    def _of_layers(self, paths: Sequence[str]) -> list[int]:
+    def _of_layers(self, units: Sequence[tuple[str, int | None]]) -> list[int]:
+        paths = [path for path, _ in units]
         pairs = zip(min(paths), max(paths))
         common = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         start = len(common.rstrip("0123456789"))
+        # A row's layer is the row, within the number of its path if that has one.
         numbers = [_NUMBER.search(path, start) for path in paths]
-        layers = [None if number is None else int(number[0]) for number in numbers]
-        first = 1 if None in layers and self.fragments > 1 else 0
-        places = {n: i for i, n in enumerate(sorted({n for n in layers if n is not None}))}
+        layers = [
+            tuple(n for n in (number and int(number[0]), row) if n is not None)
+            for number, (_, row) in zip(numbers, units)
+        ]
+        first = 1 if () in layers and self.fragments > 1 else 0
+        places = {layer: i for i, layer in enumerate(sorted({*layers} - {()}))}
         others = self.fragments - first
 
-        def fragment(layer: int | None) -> int:
-            if layer is None:
+        def fragment(layer: tuple[int, ...]) -> int:
+            if not layer:
                 return 0
             place = places[layer]
             if self.split == "sequential":
@@ -111,3 +155,11 @@ class Streaming:
             return first + place % others
 
         return [fragment(layer) for layer in layers]
+
+
+def _as_slice(rows: np.ndarray) -> slice | np.ndarray:
+    """Rows as a slice, if they are evenly spaced."""
+    steps = np.unique(np.diff(rows))
+    if len(steps) > 1:
+        return rows
+    return slice(int(rows[0]), int(rows[-1]) + 1, int(steps[0]) if len(steps) else 1)

@@ -3,7 +3,7 @@
 All of it runs on one worker, inside `jaxsparse.data_parallel`. `local_steps` decides when.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jaxsparse.comm import wire
 from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback import states_in
-from jaxsparse.outer.fragments import Streaming
+from jaxsparse.outer.fragments import Rows, Streaming
 from jaxsparse.training.outputs import Kinds, over_workers
 from jaxsparse.training.weighted import check_weight, weighted
 
@@ -81,10 +81,9 @@ class Worker(NamedTuple):
                 "transformation does: a step exchanges nothing here, so leave the exchange to outer"
             )
         check_arrays("leaf", state)
-        places, names = picked("params", self.params, state)
+        places = picked("params", self.params, state)[0]
         if set(places) & set(picked("average", self.average, state)[0]):
             raise ValueError("average picks parameters, which outer exchanges: pick statistics")
-        self.streaming.of([name for name in names if _MAXIMA not in name])  # raises if one is empty
         params = jax.tree.map(widened, self.params(state))
         parts = range(self.streaming.fragments)
         outer = tuple(self.outer.init(self._part(params, p)) for p in parts)
@@ -163,10 +162,11 @@ class Worker(NamedTuple):
         """Whether any worker is elsewhere than at the global parameters, for each fragment."""
         whole = jax.tree.leaves(state.params)
         own = jax.tree.leaves(self.params(PerWorker.unwrap(state.worker)))
-        away = [jnp.any(narrow(g, w.dtype) != w) for g, w in zip(whole, own)]
+        away = [narrow(g, w.dtype) != w for g, w in zip(whole, own)]
         parts = [self._fragment(state.params, p) for p in range(self.streaming.fragments)]
-        parts[0] += self._maxima(state.params)
-        found = jnp.stack([jnp.any(jnp.stack([away[i] for i in part])) for part in parts])
+        parts[0] |= dict.fromkeys(self._maxima(state.params))
+        moved = lambda part: [jnp.any(taken(away[i], rows)) for i, rows in part.items()]
+        found = jnp.stack([jnp.any(jnp.stack(moved(part))) for part in parts])
         return wire.pmax(found.astype(jnp.float32), self.axis_name) > 0
 
     def shown(self, out: Any) -> Any:
@@ -207,8 +207,8 @@ class Worker(NamedTuple):
         outer = list(state.outer)
         outer[fragment] = kept(after, before)
         outcome = jnp.where(any_broken, jnp.int32(1), jnp.where(overflows, jnp.int32(2), 0))
-        places = self._fragment(state.params, fragment)
-        merged = replaced(state.params, places, jax.tree.leaves(kept(updated, params)))
+        part = self._fragment(state.params, fragment)
+        merged = with_rows(state.params, part, jax.tree.leaves(kept(updated, params)))
         if fragment == 0:
             merged = self._with_maxima(merged, worker, ok)
         if self.weight is not None:
@@ -244,12 +244,14 @@ class Worker(NamedTuple):
             back = jnp.where(outcome == 2, narrow(g, w.dtype), w)
             return jnp.where(outcome == 0, narrow(wide, w.dtype), back)
 
-        values = {places[i]: mixed(leaves[places[i]], whole[i]) for i in own}
-        for i in self._maxima(state.params) if fragment == 0 else ():
+        values = [mixed(taken(leaves[places[i]], r), taken(whole[i], r)) for i, r in own.items()]
+        worker = with_rows(worker, {places[i]: rows for i, rows in own.items()}, values)
+        maxima, values = self._maxima(state.params) if fragment == 0 else [], []
+        for i in maxima:
             w, g = leaves[places[i]], narrow(whole[i], leaves[places[i]].dtype)
             # A worker may have seen more beside the exchange.
-            values[places[i]] = jnp.where(outcome == 1, w, jnp.where(outcome, g, jnp.maximum(w, g)))
-        return replaced(worker, [*values], [*values.values()])
+            values.append(jnp.where(outcome == 1, w, jnp.where(outcome, g, jnp.maximum(w, g))))
+        return replaced(worker, [places[i] for i in maxima], values)
 
     def _broken(self, worker: Any) -> Bool[Array, ""]:
         """Whether this worker's parameters or averaged statistics are not finite."""
@@ -287,18 +289,18 @@ class Worker(NamedTuple):
         highest = lambda i: wire.pmax(widened(own[i]), self.axis_name)
         return replaced(params, places, [jnp.where(ok, highest(i), whole[i]) for i in places])
 
-    def _fragment(self, params: Any, fragment: int) -> list[int]:
-        """The places of a fragment's leaves among those of the parameters."""
-        paths = [keystr(path) for path, _ in tree_flatten_with_path(params)[0]]
-        places = [i for i, path in enumerate(paths) if _MAXIMA not in path]
-        found = self.streaming.of([paths[i] for i in places])
-        return [i for i, own in zip(places, found) if own == fragment]
+    def _fragment(self, params: Any, fragment: int) -> dict[int, Rows]:
+        """The places of a fragment's leaves among those of the parameters, and its rows of each."""
+        leaves = {keystr(path): jnp.shape(x) for path, x in tree_flatten_with_path(params)[0]}
+        own = self.streaming.of({p: shape for p, shape in leaves.items() if _MAXIMA not in p})
+        return {i: own[fragment][p] for i, p in enumerate(leaves) if p in own[fragment]}
 
     def _part(self, params: Any, fragment: int) -> Any:
-        """The parameters with this fragment's leaves alone; None stands for the others."""
+        """The parameters with this fragment's rows alone; None stands for leaves of others."""
         leaves, treedef = _flat(params)
         own = self._fragment(params, fragment)
-        return treedef.unflatten([x if i in own else None for i, x in enumerate(leaves)])
+        part = [taken(x, own[i]) if i in own else None for i, x in enumerate(leaves)]
+        return treedef.unflatten(part)
 
 
 def stepped(step: Step, worker: Any, *args: Any) -> tuple[Any, Any]:
@@ -370,11 +372,21 @@ def widened(x: Any) -> Array:
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
+def taken(x: Array, rows: Rows) -> Array:
+    """Some rows of a leaf."""
+    return x if rows is None else x[rows]
+
+
 def replaced(tree: Any, places: list[int], values: list[Array]) -> Any:
     """The tree with other leaves at some places."""
+    return with_rows(tree, dict.fromkeys(places), values)
+
+
+def with_rows(tree: Any, places: Mapping[int, Rows], values: list[Array]) -> Any:
+    """The tree with other rows of leaves at some places."""
     leaves, treedef = _flat(tree)
-    for i, value in zip(places, values):
-        leaves[i] = value
+    for (i, rows), value in zip(places.items(), values):
+        leaves[i] = value if rows is None else leaves[i].at[rows].set(value)
     return treedef.unflatten(leaves)
 
 
