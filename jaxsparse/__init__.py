@@ -27,6 +27,7 @@ from jaxsparse.processes.failing import fail_at_once
 from jaxsparse.systems import *
 from jaxsparse.traffic import wire_bytes
 from jaxsparse.training.check import check
+from jaxsparse.training.checksums import verified, with_checksums
 from jaxsparse.training.diagnostics import diagnose
 from jaxsparse.training.gradients import grad, value_and_grad
 from jaxsparse.training.parallel import data_parallel
@@ -58,8 +59,10 @@ __all__ = [
     "shard",
     "specs",
     "value_and_grad",
+    "verified",
     "warm_up",
     "weighted",
     "wire_bytes",
+    "with_checksums",
 ]
 __all__ += systems.__all__

@@ -11,8 +11,6 @@ import sys
 import time
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from running import ENV, MULTIHOST
@@ -156,7 +154,7 @@ def test_if_none_is_good_nothing_changes(example, folder, capsys):
         said = capsys.readouterr().err
         assert f"--resume: no checkpoint in {folder} is good:\n  2: " in said
         assert "\n  1: " in said
-        assert "arrays are not as saved, such as [" in said
+        assert "of 3 arrays is not as saved, such as leaf[" in said
         assert sorted(os.listdir(folder)) == ["1", "2"]
 
 
@@ -170,27 +168,6 @@ def test_another_program_is_told_and_nothing_changes(example, folder, capsys):
         resume(example, saved)
     assert "--lr 0.2: the run in " in capsys.readouterr().err
     assert sorted(os.listdir(folder)) == ["1", "2"]
-
-
-DTYPES = ("bool", "int8", "uint16", "int32", "int64", "float8_e4m3fn", "bfloat16", "float32")
-
-
-def test_digests_see_every_element_and_no_worker_count(example):
-    rng = np.random.default_rng(0)
-    with jax.enable_x64(True):
-        tree = {name: jnp.asarray(rng.integers(0, 2, (4, 5, 7)), name) for name in DTYPES}
-        host = jax.tree.map(np.asarray, tree)
-        expected = example.checkpoints._digests(tree)
-        assert example.checkpoints._digests(host) == expected
-        split = shard({name: PerWorker(x) for name, x in host.items()}, mesh(4))
-        assert list(example.checkpoints._digests(split).values()) == list(expected.values())
-        for name, x in host.items():
-            one, two = x.copy(), x.copy()
-            one[2, 3, 2] = not one[2, 3, 2]
-            two[[0, 3]] = two[[3, 0]]  # rows change places
-            for other in (one, two):
-                changed = example.checkpoints._digests(host | {name: other})
-                assert {key for key in changed if changed[key] != expected[key]} == {f"['{name}']"}
 
 
 HOLD = """

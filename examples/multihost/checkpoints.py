@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import secrets
 import sys
 import zlib
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import processes
@@ -23,7 +21,6 @@ from loops import patient_loops
 from orbax.checkpoint import checkpoint_managers as policies
 
 import jaxsparse
-from jaxsparse.arrays.hashing import mix
 
 T = TypeVar("T")
 
@@ -177,7 +174,7 @@ class Checkpoints:
         def as_saved(x: jax.Array) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
-        like = jax.tree.map(as_saved, fresh)
+        like = jax.tree.map(as_saved, jaxsparse.with_checksums(fresh))
         jax.tree.map(lambda x: x.delete(), fresh)
         damaged: dict[int, DamagedError] = {}
         while step is not None:
@@ -210,7 +207,7 @@ class Checkpoints:
             )
         return state, progress
 
-    def _restore(self, step: int, like: T, mesh: Mesh) -> tuple[T, Progress]:
+    def _restore(self, step: int, like: Any, mesh: Mesh) -> tuple[Any, Progress]:
         """State and progress that were saved at `step`. All processes agree on the outcome.
 
         If the number of workers is still the same, each worker reads its own residuals. Otherwise
@@ -227,7 +224,7 @@ class Checkpoints:
         # handlers read.
         folder = self._manager.directory / str(step)
         saved = _read(lambda: _checked(ocp.JsonCheckpointHandler().restore(folder / "progress")))
-        self._compare(saved["settings"], saved["arrays"], _described(like))
+        self._compare(saved["settings"], saved["arrays"], _described(like.state))
         progress = Progress(**saved["progress"])
         has_moved = progress.workers != mesh.size
 
@@ -239,12 +236,8 @@ class Checkpoints:
 
         arguments = ocp.args.StandardRestore(jax.tree.map(target, like, jaxsparse.specs(like)))
         handler = ocp.StandardCheckpointHandler()
-        state = _read(lambda: handler.restore(folder / "state", args=arguments))
-        digests = _digests(state)
-        wrong = [name for name, digest in saved["digests"].items() if digests[name] != digest]
-        error = f"{len(wrong)} arrays are not as saved, such as {wrong[0]}" if wrong else ""
-        if error := processes.first_error(error):
-            raise DamagedError(error)
+        restored = _read(lambda: handler.restore(folder / "state", args=arguments))
+        state = _read(lambda: jaxsparse.verified(restored))
         return (jaxsparse.reshard(state, mesh) if has_moved else state), progress
 
     def _compare(
@@ -276,13 +269,12 @@ class Checkpoints:
             "settings": self._settings,
             "progress": progress._asdict(),
             "arrays": _described(state),
-            "digests": _digests(state),
         }
         # Arrays are copied before this returns, so donation may overwrite them. Files come later.
         self._manager.save(
             progress.step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
+                state=ocp.args.StandardSave(jaxsparse.with_checksums(state)),
                 progress=ocp.args.JsonSave({**saved, "crc32": _crc32(saved)}),
             ),
             force=True,
@@ -330,11 +322,6 @@ def _crc32(saved: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(saved, sort_keys=True).encode())
 
 
-def _by_name(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-
-
 def _described(tree: Any) -> dict[str, str]:
     """Dtype and shape of each array. A per-worker array has those of a worker's row."""
 
@@ -342,52 +329,6 @@ def _described(tree: Any) -> dict[str, str]:
         shape = x.shape if spec == PartitionSpec() else x.shape[1:]
         return f"{x.dtype}{list(shape)}"
 
-    return _by_name(jax.tree.map(describe, tree, jaxsparse.specs(tree)))
-
-
-def _digests(tree: Any) -> dict[str, int]:
-    """A digest of 32 bits of each array, which Orbax's files lack.
-
-    It is a sum over the elements, so it does not depend on how an array is spread over devices and
-    processes. One changed element always changes it; more change it but for one case in 2^32. All
-    processes have to call this.
-
-    Args:
-        tree: JAX arrays, and NumPy arrays of which each process has all rows.
-    """
-    leaves = _by_name(tree)
-    spread = {name: x for name, x in leaves.items() if isinstance(x, jax.Array)}
-    digests = {name: int(digest) for name, digest in _digest_each(spread).items()}
-    for name in leaves.keys() - spread.keys():
-        rows = leaves[name]  # row by row, because a device might not have memory for all
-        firsts = (np.uint32(i * row.size % 2**32) for i, row in enumerate(rows))
-        digests[name] = sum(map(int, map(_digest_row, rows, firsts))) % 2**32
-    return digests
-
-
-def _digest(x: jax.Array, first: jax.Array) -> jax.Array:
-    """The sum, modulo 2^32, of hashes of each element's bits and of its index, which is uint32.
-
-    Args:
-        x: any array, or the row of one whose element of index `first` comes first here.
-        first: uint32 scalar.
-    """
-    if x.dtype == bool:
-        x = x.astype(jnp.uint8)
-    width = min(32, 8 * x.dtype.itemsize)
-    bits = jax.lax.bitcast_convert_type(x, f"uint{width}").astype(jnp.uint32)
-    if x.dtype.itemsize == 8:  # two words, in an axis of their own
-        bits = bits[..., 0] ^ mix(bits[..., 1])
-    index = first
-    for axis in range(x.ndim):
-        stride = np.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
-        index = index + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
-    return mix(bits ^ mix(index)).sum(dtype=jnp.uint32)
-
-
-_digest_row = jax.jit(_digest)
-
-
-@jax.jit
-def _digest_each(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: _digest(x, jnp.uint32(0)) for name, x in arrays.items()}
+    found = jax.tree.map(describe, tree, jaxsparse.specs(tree))
+    leaves = jax.tree_util.tree_leaves_with_path(found)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
