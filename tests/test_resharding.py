@@ -93,6 +93,41 @@ def test_on_a_mesh_it_is_placed_as_shard_does():
     )
 
 
+def test_on_a_mesh_with_other_axes_arrays_stay_cut_or_are_refused():
+    """As with FSDP: a residual that each device held whole would take all of a worker's bytes."""
+    before, after = mesh_of((4, 2), ("data", "fsdp")), mesh_of((2, 2), ("data", "fsdp"))
+    tx = jaxsparse.top_k(0.1, axis_name="data", is_dense=lambda *_: False)
+
+    def start(where):
+        cut = jax.NamedSharding(where, jax.P("fsdp"))
+        return shard(tx.init({"w": jax.device_put(jnp.zeros((8, 4)), cut)}), where)
+
+    state = start(before)
+    (x,) = state.residual.values()
+    moved = jax.device_put(jnp.arange(4.0 * 32).reshape(4, 8, 4), x.value.sharding)
+    state = state._replace(residual={name: PerWorker(moved) for name in state.residual})
+    expected = np.asarray(moved).reshape(2, 2, 8, 4).mean(1)
+    whole = jax.device_get(state)
+    found = [
+        reshard(state.residual, after),  # as it was cut
+        reshard(whole, after, like=start(after)).residual,
+    ]
+    for residual in found:
+        (x,) = residual.values()
+        np.testing.assert_array_equal(x.value, expected)
+        assert x.value.sharding.spec[:2] == ("data", "fsdp")
+        assert x.value.addressable_shards[0].data.shape == (1, 4, 4)
+    for tree, match in (
+        (whole, r"residual\['w'\].* is in host memory, which does not say how .*give like="),
+        (PerWorker(jnp.zeros((4, 3))), r"lies on SingleDevice.*give like="),
+        ({"params": np.zeros(3)}, r"leaf\['params'\] is in host memory.*give like="),
+        (state.residual, r"is cut by .*give like="),
+    ):
+        where = mesh_of((2, 4), ("data", "fsdp")) if tree is state.residual else after
+        with pytest.raises(ValueError, match=match):
+            reshard(tree, where)
+
+
 def by_name(node):
     """Nested dicts with sorted keys, as Orbax restores a tree without a target."""
     if isinstance(node, PerWorker):

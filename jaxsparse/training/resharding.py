@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
 from jaxsparse.comm.marks import check_wrapped, is_marked
+from jaxsparse.comm.meshes import inner_axes, names_of
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.training.sharding import count_workers, partition, shard
 
@@ -49,8 +50,9 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
         like: the same tree as it starts on this mesh, made from parameters on it: `tx.init(params)`
             for an optimizer's state. The result is placed as this tree is, and has its structure.
             Leaves are matched by name, so `tree` may have dicts in the place of tuples, as a
-            checkpoint that Orbax restores without a target. Needed if axes other than `axis_name`
-            change, or to place arrays over them.
+            checkpoint that Orbax restores without a target. None: arrays keep their partition over
+            the other axes. So on a mesh with such axes it is needed if these change, or for arrays
+            that have no partition, because they are in host memory or on one device.
 
     Returns:
         The same tree for W' workers, placed as by `jaxsparse.shard`. Each of several processes
@@ -59,7 +61,7 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
     Raises:
         ValueError: arrays hold different numbers of workers; or they have no mean, because they are
             keys, integers or flags that differ between workers; or an array is spread over other
-            processes, too; or `like` is another tree; or see `jaxsparse.shard`.
+            processes, too; or `like` is another tree, or is needed; or see `jaxsparse.shard`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -80,30 +82,37 @@ def reshard(tree: T, mesh: Mesh | int, axis_name: str = "data", *, like: T | Non
         if is_marked(path):
             _check(f"leaf{keystr(path)}", leaf, workers)
     _check_equal_counts({f"leaf{keystr(p)}": x.shape[0] for p, x in leaves if is_marked(p)})
+    is_cut = isinstance(mesh, Mesh) and bool(inner_axes(mesh, axis_name))
 
     def carry(path: KeyPath, x: Any, target: Any) -> jax.Array:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = carry(path, jax.random.key_data(x), jax.random.key_data(target))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         name = f"leaf{keystr(path)}"
-        inner = x.shape[1:]
         if x.shape[1:] != target.shape[1:]:
-            x, inner = _of_devices(path, x, target), target.shape[1:]
+            x = _of_devices(path, x, target)
         rows = functools.partial(_average, np.asarray(x), workers)
         if not isinstance(mesh, Mesh):
             return jnp.asarray(rows(range(workers)))
-        parts = partition(name, target, mesh, axis_name, True)[1:] if like is not None else ()
+        if like is not None:
+            parts = partition(name, target, mesh, axis_name, True)[1:]
+        else:
+            parts = _kept(name, x, mesh, True)[1:] if is_cut else ()
 
         def of_device(index: Any) -> np.ndarray:
             return rows(range(*index[0].indices(workers)))[:, *index[1:]]
 
         sharding = NamedSharding(mesh, PartitionSpec(axis_name, *parts))
-        return jax.make_array_from_callback((workers, *inner), sharding, of_device)
+        return jax.make_array_from_callback((workers, *x.shape[1:]), sharding, of_device)
 
     def others(path: KeyPath, x: Any, target: Any) -> Any:
-        if is_marked(path) or like is None:
-            return None if is_marked(path) else x
         name = f"leaf{keystr(path)}"
+        if is_marked(path):
+            return None
+        if like is None:
+            if is_cut and not isinstance(x, jax.Array):
+                _kept(name, x, mesh, False)
+            return x
         if jnp.shape(x) != jnp.shape(target):
             x = _of_devices(path, x, target)
         if not isinstance(mesh, Mesh) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
@@ -217,6 +226,29 @@ def _check(name: str, x: Any, workers: int) -> None:
             f"{name} is {x.dtype} and differs between workers, so there is no mean to carry over: "
             "take it out of the tree and make it anew for the new workers"
         )
+
+
+def _kept(name: str, x: Any, mesh: Any, is_own: bool) -> PartitionSpec:
+    """The partition of an array, to be kept on a mesh with other axes than that of the workers.
+
+    Raises:
+        ValueError: it has none, or one of other axes.
+    """
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        names = {n for part in sharding.spec[1:] for n in names_of(part)}
+        if all(mesh.shape.get(n) == sharding.mesh.shape[n] for n in names):
+            return sharding.spec
+        problem = f"is cut by {sharding.spec} on {dict(sharding.mesh.shape)}"
+    elif jnp.ndim(x) == is_own:
+        return PartitionSpec()
+    else:
+        problem = "is in host memory" if sharding is None else f"lies on {sharding}"
+    raise ValueError(
+        f"{name} {problem}, which does not say how to cut it on this mesh, {dict(mesh.shape)}, and "
+        "each device would hold all of a worker's: give like=, the same tree as it starts on this "
+        "mesh, made from parameters on it, such as tx.init(params)"
+    )
 
 
 def _check_equal_counts(counts: dict[str, int]) -> None:
