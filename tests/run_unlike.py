@@ -1,8 +1,11 @@
 """Run in three processes by test_agreement: what each says when process 1 is unlike the others.
 
-A case in which processes differ raises the same error in all, so the next one can follow.
+A case in which processes differ raises the same error in all, so the next one can follow. With an
+argument, processes begin to train from the seed of their environment, and end.
 """
 
+import os
+import sys
 import time
 
 import jax
@@ -96,8 +99,17 @@ def cases(mesh, is_odd):
     yield "late", lambda: time.sleep(1.5 * LATE * is_odd) or scaled({"rate": np.ones(2)}, batch)
 
 
+def begin():
+    with jaxsparse.fail_at_once(limit=60):
+        mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        params = jax.random.normal(jax.random.key(int(os.environ["SEED"])), (SIZE,))
+        shard({"w": params}, mesh)
+
+
 def main():
     jax.distributed.initialize()
+    if len(sys.argv) > 1:
+        return begin()
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     is_odd = jax.process_index() == 1
     for name, call in cases(mesh, is_odd):

@@ -16,9 +16,11 @@ import jaxsparse
 from jaxsparse import data_parallel, shard
 from jaxsparse.comm import compat
 from jaxsparse.outer import local_steps
+from jaxsparse.processes import failing
 from jaxsparse.processes.agreement import agree
 from jaxsparse.processes.digest import Digested
 from jaxsparse.processes.group import Group, group_of
+from jaxsparse.training import sharding
 
 SCRIPT = Path(__file__).with_name("run_unlike.py")
 
@@ -266,6 +268,58 @@ def test_local_steps_say_when_they_exchange(monkeypatch, streaming, turns):
 
 def test_one_process_has_no_group():
     assert group_of(mesh(2)) is None
+
+
+def test_what_a_run_is_started_with_is_compared(monkeypatch):
+    found = []
+    monkeypatch.setattr(failing, "whole_group", lambda: Group((0, 1)))
+    monkeypatch.setattr(failing, "compare_texts", lambda *args: found.append([*args[-1]]))
+
+    def begin():
+        with jaxsparse.fail_at_once():
+            return set(found[-1])
+
+    monkeypatch.setenv("XLA_FLAGS", "--xla_b=1 --xla_dump_to=/here")
+    usual = begin()
+    assert {"8 devices of this process", "jax_enable_x64=False", "XLA_FLAGS --xla_b=1"} < usual
+    assert not any("dump" in text for text in usual)
+    with jax.enable_x64(True):
+        assert begin() - usual == {"jax_enable_x64=True"}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_b=2")
+    assert begin() - usual == {"XLA_FLAGS --xla_b=2"}
+
+
+def test_values_that_differ_are_named_before_they_are_spread(monkeypatch):
+    found = []
+    monkeypatch.setattr(sharding, "group_of", lambda mesh: Group((0, 1)))
+    monkeypatch.setattr(sharding, "compare_texts", lambda *args: found.append({*args[-1]}))
+    for seed, size in ((0, 8), (1, 8), (0, 9)):
+        params = {"w": jax.random.normal(jax.random.key(seed), (size,)), "b": np.zeros(2), "n": 3}
+        shard(params, mesh(2))
+    usual, seeded, longer = found
+    assert {text.partition(" = ")[0] for text in usual} == {"leaf['w']", "leaf['b']", "leaf['n']"}
+    for other in (seeded, longer):
+        assert {text.partition(" = ")[0] for text in other - usual} == {"leaf['w']"}
+    assert "float32[9]" in next(iter(longer - usual))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setting", "theirs", "ours"),
+    [
+        ("SEED=1", "leaf['w'] = float32[40]", "leaf['w'] = float32[40]"),
+        ("JAX_ENABLE_X64=1", "jax_enable_x64=True", "jax_enable_x64=False"),
+        ("JAX_NUM_CPU_DEVICES=2", "2 devices of this process", "1 devices of this process"),
+    ],
+)
+def test_a_process_that_is_started_unlike_others_is_told(setting, theirs, ours):
+    command, env = [sys.executable, SCRIPT, "begin"], ENV | {"JAX_PLATFORMS": "cpu", "SEED": "0"}
+    unlike = lambda rank: ("env", setting) if rank == 1 else ("env",)
+    outcome, lines = in_processes(command, 2, timeout=60, env=env, wrap=unlike)
+    assert outcome.status
+    text = "\n".join(line for each in lines for line in each)
+    assert f"Process 1 has: {theirs}" in text
+    assert f"Process 0 has: {ours}" in text
 
 
 @pytest.mark.slow

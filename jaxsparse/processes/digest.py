@@ -28,6 +28,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from jaxsparse.comm import compat
 from jaxsparse.comm.marks import is_marked
 
+VERSIONS = f"jax {jax.__version__} and jaxlib {jaxlib.__version__}"
 # About so many entries of a larger array count. Texts show so many values and characters.
 _SAMPLE, _VALUES, _WIDTH = 2**16, 4, 300
 # Parameters of equations that don't change what a program computes.
@@ -92,8 +93,7 @@ class Digested(Parts):
                 is_whole = not isinstance(leaf, jax.Array) or leaf.is_fully_replicated
                 if is_whole and i not in batches and not is_marked(path):
                     values.append(f"{name} = {_value(leaf)}")
-        versions = f"jax {jax.__version__} and jaxlib {jaxlib.__version__}"
-        heads = [versions, *types]
+        heads = [VERSIONS, *types]
         if mesh is not None:
             devices = [device.id for device in mesh.devices.flat]
             heads.insert(1, f"a mesh {dict(mesh.shape)} of devices {devices}")
@@ -207,6 +207,11 @@ def _value(x: Any) -> str:
     sample = np.ascontiguousarray(flat[:: max(1, flat.size // _SAMPLE)])
     digest = hashlib.blake2b(sample.tobytes(), digest_size=8).hexdigest()
     return f"{flat[:_VALUES].tolist()}, ... (digest {digest})"
+
+
+def array_text(name: str, x: Any) -> str:
+    """A part of a comparison: an array that this process holds whole, or a number."""
+    return f"{name} = {_type(jax.typeof(x))} {_value(x)}"
 
 
 def _literal(v: Literal) -> str:

@@ -9,7 +9,20 @@ import sys
 import traceback
 from collections.abc import Iterator
 
-from jaxsparse.processes.group import watched
+import jax
+
+from jaxsparse.processes.agreement import compare_texts
+from jaxsparse.processes.digest import VERSIONS
+from jaxsparse.processes.group import watched, whole_group
+
+# Settings of JAX that change what a program computes, or its shapes.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+)
 
 # Gloo, NCCL and JAX's coordination service report a lost process in these words. Errors of a user's
 # own connections and settings have other words.
@@ -34,6 +47,9 @@ def fail_at_once(limit: float | None = 600.0) -> Iterator[None]:
     others would wait for it for ever. Instead, they end after `limit` seconds without progress, and
     say how far each process came.
 
+    At its beginning, processes compare their versions and settings of JAX, their XLA_FLAGS, and how
+    many devices each has. If they differ, all raise the same error.
+
     Args:
         limit: seconds. It must exceed the longest time that one process works alone between steps,
             such as on an evaluation or a checkpoint. None: no limit.
@@ -45,6 +61,8 @@ def fail_at_once(limit: float | None = 600.0) -> Iterator[None]:
         raise ValueError(f"limit={limit} must be a positive, finite number of seconds, or None")
     try:
         with watched(limit):
+            if (group := whole_group()) is not None:
+                compare_texts(group, "fail_at_once", _surroundings())
             yield
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
@@ -56,6 +74,17 @@ def fail_at_once(limit: float | None = 600.0) -> Iterator[None]:
                 sys.stdout.flush()
             finally:
                 os._exit(_status(error))
+
+
+def _surroundings() -> list[str]:
+    """What is to be equal in all processes, before they make anything."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return [
+        VERSIONS,
+        f"{jax.local_device_count()} devices of this process",
+        *(f"{name}={getattr(jax.config, name, None)}" for name in _SETTINGS),
+        *(f"XLA_FLAGS {flag}" for flag in sorted(flags) if "dump" not in flag),
+    ]
 
 
 def _report(error: BaseException) -> None:

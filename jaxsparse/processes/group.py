@@ -151,6 +151,8 @@ def group_of(mesh: Mesh) -> Group | None:
 
 def whole_group() -> Group | None:
     """All processes of the run. None if it is a single one, or if they can't leave notes."""
+    if compat.shared_store() is None:
+        return None  # counting processes would start JAX, which may be too early
     return _group(tuple(range(jax.process_count())))
 
 

@@ -16,6 +16,9 @@ from jaxsparse.comm import wire
 from jaxsparse.comm.marks import check_wrapped, is_marked, map_marked
 from jaxsparse.comm.meshes import RUNNING, inner_axes, names_of
 from jaxsparse.comm.static_leaves import held, released
+from jaxsparse.processes.agreement import compare_texts
+from jaxsparse.processes.digest import array_text
+from jaxsparse.processes.group import group_of
 
 T = TypeVar("T")
 
@@ -73,6 +76,7 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
         ValueError: the mesh has no such axis or no worker, a leaf is no array, or is partitioned
             over `axis_name` or over another mesh, or is traced on a mesh with other axes, or the
             tree is already spread over another number of workers.
+        RuntimeError: several processes start from different values, as by another seed.
     """
     workers = count_workers(mesh, axis_name)
     tree = held(tree)
@@ -88,6 +92,10 @@ def shard(tree: T, mesh: Mesh | int, axis_name: str = "data") -> T:
             "not known: call shard outside of jax.jit, or give the transformation mesh= and "
             "specs=, with which init returns a state that is already spread"
         )
+    if isinstance(mesh, Mesh) and not traced and (group := group_of(mesh)) is not None:
+        leaves = tree_leaves_with_path(tree)
+        alone = [(path, x) for path, x in leaves if getattr(x, "is_fully_addressable", True)]
+        compare_texts(group, "shard", (array_text(f"leaf{keystr(path)}", x) for path, x in alone))
 
     def spread(x: Any, marked: bool) -> Any:
         x = _copy(x)
