@@ -29,7 +29,7 @@ def load() -> tuple[Digits, Digits]:
 
 
 def batches(data: Digits, size: int, steps: int, seed: int) -> Iterator[Digits]:
-    """Random batches for all workers together. `jaxsparse.data_parallel` deals out each batch."""
+    """Random batches for all workers together."""
     rng = np.random.default_rng(seed)
     for _ in range(steps):
         chosen = rng.integers(len(data.labels), size=size)
@@ -65,8 +65,13 @@ def add_worker_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class Workers(NamedTuple):
-    run: Mesh | int  # for jaxsparse.shard and jaxsparse.data_parallel; int: simulated workers
-    mesh: Mesh  # as many devices, for programs that are compiled to count their bytes
+    simulated: int | None  # for `workers=` of jaxsparse; None: they are on the mesh
+    mesh: Mesh  # as many devices; those of simulated workers only count bytes
+
+    @property
+    def where(self) -> Mesh | int:
+        """For `jaxsparse.shard` and `jaxsparse.LocalSteps`."""
+        return self.simulated or self.mesh
 
 
 def find_workers(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Workers:
@@ -93,7 +98,7 @@ def find_workers(args: argparse.Namespace, parser: argparse.ArgumentParser) -> W
             "--platform cpu to emulate devices"
         )
     mesh = jax.make_mesh((wanted,), ("data",), devices=devices[:wanted])
-    return Workers(mesh, mesh)
+    return Workers(None, mesh)
 
 
 def number(kind: type, low: float, below: float = math.inf) -> Callable[[str], Any]:

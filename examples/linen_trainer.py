@@ -43,38 +43,43 @@ class MLP(nn.Module):
         return nn.Dense(10)(images)
 
 
-def step(
-    state: TrainState, batch: digits.Digits, key: jax.Array, *, accumulate: int, report: bool
-) -> tuple[TrainState, jax.Array, Diagnostics | None]:
-    """The step of one worker, given its share of the batch and its own residual."""
-    params = state.params
-    # All workers get the same key. Without the worker's number all would drop the same units.
-    key = jax.random.fold_in(jax.random.fold_in(key, state.step), jax.lax.axis_index("data"))
+def make_step(workers: digits.Workers, *, report: bool) -> Callable[..., Any]:
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(
+        state: TrainState, micros: digits.Digits, key: jax.Array
+    ) -> tuple[TrainState, jax.Array, Diagnostics | None]:
+        """The trainer's step, given micro-batches of all workers, [micro-batch, image, ...]."""
 
-    def loss_of(params: Any, micro: digits.Digits, key: jax.Array) -> jax.Array:
-        logits = state.apply_fn({"params": params}, micro.images, train=True, rngs={"dropout": key})
-        return optax.softmax_cross_entropy_with_integer_labels(logits, micro.labels).mean()
+        def loss_of(params: Any, micro: digits.Digits, key: jax.Array) -> jax.Array:
+            """The loss of one worker. Without its number all would drop the same units."""
+            rngs = {"dropout": jax.random.fold_in(key, jax.lax.axis_index("data"))}
+            logits = state.apply_fn({"params": params}, micro.images, train=True, rngs=rngs)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, micro.labels).mean()
 
-    def add_gradient(total: Any, micro_and_key: Any) -> tuple[Any, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_of)(params, *micro_and_key)
-        return jax.tree.map(jnp.add, total, grads), loss
+        own = jaxsparse.value_and_grad(loss_of, workers=workers.simulated)
 
-    # Accumulate here, not by optax.MultiSteps: one exchange then serves all micro-batches.
-    micros = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
-    keys = jax.random.split(key, accumulate)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    total, losses = jax.lax.scan(add_gradient, zeros, (micros, keys))
+        def add_gradients(total: Any, micro_and_key: Any) -> tuple[Any, jax.Array]:
+            losses, grads = own(state.params, *micro_and_key)
+            return jax.tree.map(jnp.add, total, grads), losses
 
-    # The same as state.apply_gradients, written out so that the updates can be reported.
-    grads = jax.tree.map(lambda g: g / accumulate, total)
-    updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
-    state = state.replace(
-        step=state.step + 1,
-        params=optax.apply_updates(state.params, updates),
-        opt_state=opt_state,
-    )
-    diagnostics = jaxsparse.diagnose(opt_state, updates) if report else None
-    return state, jax.lax.pmean(losses.mean(), "data"), diagnostics
+        # Accumulate here, not by optax.MultiSteps: one exchange then serves all micro-batches.
+        count = len(micros.labels)
+        keys = jax.random.split(jax.random.fold_in(key, state.step), count)
+        zeros = jax.tree.map(lambda x: jnp.zeros((workers.mesh.size, *x.shape)), state.params)
+        total, losses = jax.lax.scan(add_gradients, zeros, (micros, keys))
+
+        # The same as state.apply_gradients, written out so that the updates can be reported.
+        grads = jax.tree.map(lambda g: g / count, total)
+        updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
+        state = state.replace(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+        )
+        diagnostics = jaxsparse.diagnose(opt_state, updates) if report else None
+        return state, losses.mean(), diagnostics
+
+    return step
 
 
 def main() -> None:
@@ -84,31 +89,32 @@ def main() -> None:
     batch_size = digits.shared_batch(args.batch_size, workers.mesh.size * args.accumulate)
     train_set, test_set = digits.load()
 
-    method = {
-        "dense": jaxsparse.dense(momentum=0.9),
-        "true_top_k": jaxsparse.true_top_k(args.k, momentum=0.9),
-        "sketched_sgd": jaxsparse.sketched_sgd(args.compression, momentum=0.9),
+    method: Any = {
+        "dense": jaxsparse.dense,
+        "true_top_k": functools.partial(jaxsparse.true_top_k, args.k),
+        "sketched_sgd": functools.partial(jaxsparse.sketched_sgd, args.compression),
     }[args.method]
+    tx = optax.chain(method(momentum=0.9, workers=workers.simulated), optax.sgd(args.lr))
     model = MLP(args.hidden)
     init_key, dropout_key = jax.random.split(jax.random.key(args.seed))
     params = model.init(init_key, train_set.images[:1])["params"]
     try:
-        state = TrainState.create(
-            apply_fn=model.apply, params=params, tx=optax.chain(method, optax.sgd(args.lr))
-        )
+        state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     except ValueError as error:
         parser.error(f"{'--k' if args.method == 'true_top_k' else '--compression'}: {error}")
-    state = jaxsparse.shard(state, workers.run)
+    state = jaxsparse.shard(state, workers.where)  # places all of it; each worker has a residual
 
-    batches = functools.partial(digits.batches, train_set, batch_size, args.steps, args.seed)
-    one_step = functools.partial(step, accumulate=args.accumulate, report=args.csv is not None)
-    parallel = jaxsparse.data_parallel(one_step, workers.run, donate_argnums=0)
-    moved = jaxsparse.traffic.wire_bytes(parallel, state, next(batches()), dropout_key)
+    def batches() -> Iterator[digits.Digits]:
+        for batch in digits.batches(train_set, batch_size, args.steps, args.seed):
+            yield jax.tree.map(lambda x: x.reshape(args.accumulate, -1, *x.shape[1:]), batch)
+
+    step = make_step(workers, report=args.csv is not None)
+    moved = jaxsparse.wire_bytes(step, state, next(batches()), dropout_key)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[shown]}"))
     with Progress(TextColumn(args.method), *columns) as progress, log(args.csv) as write:
         task = progress.add_task("", total=args.steps, shown="")
         for i, batch in enumerate(batches(), start=1):
-            state, loss, diagnostics = parallel(state, batch, dropout_key)
+            state, loss, diagnostics = step(state, batch, dropout_key)
             row = {"step": i, "loss": float(loss)}  # waits: queued steps may deadlock here
             if diagnostics is not None:
                 row |= {name: x.item() for name, x in diagnostics._asdict().items()}

@@ -25,7 +25,6 @@ import optax
 import report
 from digits import number
 from flax import nnx
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress
 
@@ -49,74 +48,53 @@ class Local(NamedTuple):
     every: int
 
 
-def methods_to_compare(args: argparse.Namespace) -> dict[str, optax.GradientTransformation | Local]:
+# A method that exchanges gradients is a function of `workers=`, which makes its transformation.
+Method = Local | Callable[..., optax.GradientTransformation]
+
+
+def methods_to_compare(args: argparse.Namespace) -> dict[str, Method]:
     """The methods by name. They share the model, the data and all other settings."""
-    methods: dict[str, optax.GradientTransformation | Local] = {
-        "dense": jaxsparse.dense(momentum=args.momentum)
-    }
+    make = functools.partial
+    methods: dict[str, Method] = {"dense": make(jaxsparse.dense, momentum=args.momentum)}
     if "local" in args.methods:
         methods["local steps"] = Local(jaxsparse.outer.sparse_loco(k=64), args.local_steps)
     if "spardl" in args.methods:
-        method = jaxsparse.spardl(args.density, momentum=args.momentum)
+        method = make(jaxsparse.spardl, args.density, momentum=args.momentum)
         methods[f"SparDL {100 * args.density:g} %"] = method
     if "sketched_sgd" in args.methods:
         for ratio in args.compression:
-            methods[f"sketched {ratio:g}x"] = jaxsparse.sketched_sgd(ratio, momentum=args.momentum)
+            method = make(jaxsparse.sketched_sgd, ratio, momentum=args.momentum)
+            methods[f"sketched {ratio:g}x"] = method
     if "true_top_k" in args.methods:
-        methods["true top-k"] = jaxsparse.true_top_k(args.k, momentum=args.momentum)
+        methods["true top-k"] = make(jaxsparse.true_top_k, args.k, momentum=args.momentum)
     return methods
 
 
 def train(
-    method: optax.GradientTransformation | Local,
+    method: Method,
     workers: digits.Workers,
     args: argparse.Namespace,
     advance: Callable[[], object],
 ) -> report.Run:
     """Trains once for each seed, and calls `advance` after every step."""
     train_set, test_set = digits.load()
-    # The rate does not fall to 0, because entries that wait in residuals still have to arrive.
-    schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
-    if isinstance(method, Local):
-        tx = optax.sgd(schedule, momentum=args.momentum)
-    else:
-        tx = optax.chain(method, optax.sgd(schedule))  # the method has the momentum
-
-    def create(seed: int) -> tuple[Any, Any]:
-        model = MLP(args.hidden, nnx.Rngs(seed))
-        return nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
-
-    graphdef, first = create(seed=0)
-    model_graphdef = nnx.graphdef(MLP(args.hidden, nnx.Rngs(0)))
-
-    def step(state: Any, batch: digits.Digits) -> tuple[Any, jax.Array]:
-        """The step of one worker, given its share of the batch and its own residual."""
-        model, optimizer = nnx.merge(graphdef, state)
-
-        def loss_of(model: Any) -> jax.Array:
-            logits = model(batch.images)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
-
-        loss, grads = nnx.value_and_grad(loss_of)(model)
-        optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), loss
+    model_graph = nnx.graphdef(MLP(args.hidden, nnx.Rngs(0)))
 
     @jax.jit
     def test_accuracy(params: Any) -> jax.Array:
-        model = nnx.merge(model_graphdef, params)
+        model = nnx.merge(model_graph, params)
         return jnp.mean(model(test_set.images).argmax(axis=-1) == test_set.labels)
 
     batches = functools.partial(digits.batches, train_set, args.batch_size, args.steps)
-    way = with_local_steps if isinstance(method, Local) else with_gradients
-    trainer = way(step, method, workers.run)
+    trainer = trainer_of(method, workers, args)
     # Simulated workers send nothing. Their bytes are those that a mesh would send.
-    on_mesh = way(step, method, workers.mesh) if args.simulate else trainer
-    payload = on_mesh.payload(on_mesh.start(first), next(batches(seed=0)))
+    on_mesh = trainer_of(method, workers._replace(simulated=None), args)
+    payload = on_mesh.payload(on_mesh.start(0), next(batches(seed=0)))
 
     curves: list[list[tuple[int, float, float]]] = []
     seconds: list[float] = []
     for seed in args.seeds:
-        state = trainer.start(create(seed)[1])
+        state = trainer.start(seed)
         curves.append([])
         losses: list[float] = []
         for i, batch in enumerate(batches(seed=seed), start=1):
@@ -126,7 +104,7 @@ def train(
             seconds.append(time.perf_counter() - began)
             if i % args.eval_every == 0 or i == args.steps:
                 curves[-1].append(
-                    (i, float(np.mean(losses)), float(test_accuracy(trainer.params(state)[0])))
+                    (i, float(np.mean(losses)), float(test_accuracy(trainer.params(state))))
                 )
                 losses = []
             advance()
@@ -136,50 +114,89 @@ def train(
 
 
 class Trainer(NamedTuple):
-    """A way to run the step of one worker on all workers."""
+    """A way to train on all workers."""
 
-    start: Callable[[Any], Any]  # from the state of one worker to that of all
-    step: Callable[[Any, digits.Digits, int], tuple[Any, jax.Array]]
-    params: Callable[[Any], Any]  # from a state to a tuple that begins with the model's
+    start: Callable[[int], Any]  # the first state, given a seed
+    step: Callable[[Any, digits.Digits, int], tuple[Any, jax.Array]]  # losses of all workers
+    params: Callable[[Any], Any]  # the model's, of a state
     payload: Callable[[Any, digits.Digits], float]  # bytes handed to collectives, mean over steps
 
 
-def with_gradients(step: Any, _: Any, where: Mesh | int) -> Trainer:
-    """Workers exchange gradients in each step, inside the optimizer's transformation."""
+def trainer_of(method: Method, workers: digits.Workers, args: argparse.Namespace) -> Trainer:
+    # The rate does not fall to 0, because entries that wait in residuals still have to arrive.
+    schedule = optax.cosine_decay_schedule(args.lr, args.steps, alpha=0.1)
+    if isinstance(method, Local):
+        return with_local_steps(method, schedule, workers, args)
+    return with_gradients(method, schedule, workers, args)
 
-    def marked(state: Any, batch: digits.Digits) -> tuple[Any, Any]:
-        state, loss = step(state, batch)
-        # The loss is averaged outside, so that the step communicates nothing but the exchange.
-        return state, jaxsparse.PerWorker.wrap(loss)
 
-    run = jaxsparse.data_parallel(marked, where, donate_argnums=0)
+def create(tx: optax.GradientTransformation, hidden: int, seed: int) -> tuple[MLP, nnx.Optimizer]:
+    model = MLP(hidden, nnx.Rngs(seed))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    def one(state: Any, batch: digits.Digits, _: int) -> tuple[Any, jax.Array]:
-        state, loss = run(state, batch)
-        return state, loss.value
+
+def loss_of(model: MLP, batch: Any) -> jax.Array:
+    logits = model(batch.images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
+
+
+def with_gradients(
+    method: Callable[..., Any], schedule: Any, workers: digits.Workers, args: argparse.Namespace
+) -> Trainer:
+    """Workers exchange gradients in each step. What a trainer changes for that is numbered."""
+    tx = optax.chain(
+        method(workers=workers.simulated),  # 1: the exchange, which has the momentum
+        optax.sgd(schedule),
+    )
+    graph = nnx.graphdef(create(tx, args.hidden, seed=0))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: Any, batch: digits.Digits) -> tuple[Any, jax.Array]:
+        model, optimizer = nnx.merge(graph, state)
+        of_model, params = nnx.split(model)
+        own = jaxsparse.value_and_grad(  # 2: in the place of nnx.value_and_grad
+            lambda params, batch: loss_of(nnx.merge(of_model, params), batch),
+            workers=workers.simulated,
+        )
+        loss, grads = own(params, batch)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), loss
 
     return Trainer(
-        lambda state: jaxsparse.shard(state, where),
-        one,
-        lambda state: state,
-        lambda state, batch: jaxsparse.wire_bytes(run, state, batch).payload,
+        # 3: places the whole state. Each worker has a residual.
+        lambda seed: jaxsparse.shard(nnx.state(create(tx, args.hidden, seed)), workers.where),
+        lambda state, batch, _: step(state, batch),
+        lambda state: state[0],
+        lambda state, batch: jaxsparse.wire_bytes(step, state, batch).payload,
     )
 
 
-def with_local_steps(step: Any, method: Any, where: Mesh | int) -> Trainer:
+def with_local_steps(
+    method: Local, schedule: Any, workers: digits.Workers, args: argparse.Namespace
+) -> Trainer:
     """Workers train alone. Every `method.every` steps they exchange how far their models moved."""
-    train = jaxsparse.LocalSteps(
+    tx = optax.sgd(schedule, momentum=args.momentum)
+    graph = nnx.graphdef(create(tx, args.hidden, seed=0))
+
+    def step(state: Any, batch: digits.Digits) -> tuple[Any, jax.Array]:
+        """The step of one worker, given its share of the batch."""
+        model, optimizer = nnx.merge(graph, state)
+        loss, grads = nnx.value_and_grad(loss_of)(model, batch)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), loss
+
+    local = jaxsparse.LocalSteps(
         step,
         method.outer,
-        where,
+        workers.where,
         every=method.every,
         params=lambda state: nnx.filter_state(state, nnx.Param),
     )
     return Trainer(
-        train.init,
-        train,
-        lambda state: state.params,
-        lambda state, _: jaxsparse.wire_bytes(train.outer[0], state).payload / method.every,
+        lambda seed: local.init(nnx.state(create(tx, args.hidden, seed))),
+        local,
+        lambda state: state.params[0],
+        lambda state, _: jaxsparse.wire_bytes(local.outer[0], state).payload / method.every,
     )
 
 
@@ -196,7 +213,7 @@ def main() -> None:
     methods = methods_to_compare(args)
     for name, method in methods.items():
         try:
-            tx = method.outer if isinstance(method, Local) else method
+            tx = method.outer if isinstance(method, Local) else method(workers=count)
             jax.eval_shape(tx.init, params)
         except ValueError as error:
             parser.error(f"{'--k' if name == 'true top-k' else '--compression'}: {error}")
