@@ -17,7 +17,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -81,11 +81,12 @@ def running(how: Running) -> Iterator[None]:
         RUNNING.reset(token)
 
 
-def context_of(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+def context_of(mesh: AnyMesh | None) -> contextlib.AbstractContextManager[Any]:
     """A context in which PartitionSpecs are of this mesh, unless there is a mesh in context."""
     if mesh is None or not jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    return jax.sharding.use_abstract_mesh(abstract)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -441,6 +442,30 @@ def _of_type(leaf: Any, mesh: AnyMesh, inner: dict[str, int]) -> PartitionSpec |
     if sharding is None or any(kinds[a] != AxisType.Explicit for a in inner):
         return None
     return sharding.spec
+
+
+def typed(x: Any) -> NamedSharding | None:
+    """The sharding in an array's type. None: no axis of its mesh is Explicit."""
+    is_traced = isinstance(x, jax.core.Tracer)
+    sharding = getattr(jax.typeof(x) if is_traced else x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return sharding
+
+
+def untyped(f: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """`f(tree, *others)`, whose result is like `tree`, on arrays without a sharding in their types.
+
+    Explicit axes refuse to flatten leaves that they cut. The result has the types of `tree`.
+    """
+    found = next(filter(None, map(typed, jax.tree.leaves(tree))), None)
+    if found is None:
+        return f(tree, *others)
+    specs = jax.tree.map(lambda x: own.spec if (own := typed(x)) else PartitionSpec(), tree)
+    mesh = found.mesh
+    explicit = tuple(a for a, k in zip(mesh.axis_names, mesh.axis_types) if k == AxisType.Explicit)
+    with context_of(mesh):
+        return jax.sharding.auto_axes(f, axes=explicit, out_sharding=specs)(tree, *others)
 
 
 def constrain(x: Any, sharding: NamedSharding) -> Any:

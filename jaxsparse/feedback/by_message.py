@@ -68,6 +68,11 @@ EXCHANGE: contextvars.ContextVar[Callable[..., Exchanged]] = contextvars.Context
 )
 
 
+def exchanged(*given: Any) -> Exchanged:
+    """What exchanges here. Pickled functions hold this one, because a `ContextVar` is no pickle."""
+    return EXCHANGE.get()(*given)
+
+
 def post(
     tx: optax.GradientTransformation,
     updates: Any,

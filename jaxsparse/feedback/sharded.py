@@ -67,6 +67,19 @@ def exchanged_specs(tree: Any, placement: Placement, compressed: Set[int]) -> li
     return found
 
 
+def typed_as(params: Any, state: ErrorFeedbackState) -> ErrorFeedbackState:
+    """The state with its accumulators cut as the leaves are whose types say so: Explicit axes."""
+    own = dict(zip(layouts.short_names(params), map(meshes.typed, jax.tree.leaves(params))))
+
+    def one(x: Any, kind: Kind) -> Any:
+        if kind.leaf is None or (sharding := own[kind.leaf]) is None:
+            return x
+        spec = PartitionSpec(*([None] if kind.is_own else []), *sharding.spec)
+        return meshes.constrain(x, NamedSharding(sharding.mesh, spec))
+
+    return jax.tree.map(one, state, kinds(state))
+
+
 def spread(
     state: ErrorFeedbackState, params: Any, at: meshes.Rows, compressed: Set[int]
 ) -> ErrorFeedbackState:

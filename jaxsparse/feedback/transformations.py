@@ -18,7 +18,7 @@ from jaxsparse.comm.marks import is_stand_in, unwrapped
 from jaxsparse.comm.meshes import AnyMesh, Placement, place_rows
 from jaxsparse.comm.unreduced import split_unreduced
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.by_message import EXCHANGE
+from jaxsparse.feedback.by_message import exchanged
 from jaxsparse.feedback.exchange import Plan, Settings, keep_rounding
 from jaxsparse.feedback.options import (
     LeafOptions,
@@ -35,7 +35,7 @@ from jaxsparse.feedback.options import (
 )
 from jaxsparse.feedback.policy import Policy, Rule, Rules, by_policy
 from jaxsparse.feedback.rows import check_rows, one_workers, over_rows
-from jaxsparse.feedback.sharded import Update, checked, on_devices, shards, spread
+from jaxsparse.feedback.sharded import Update, checked, on_devices, shards, spread, typed_as
 from jaxsparse.feedback.store import (
     ErrorFeedbackState,
     Store,
@@ -248,7 +248,10 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
     def init(params: Any) -> ErrorFeedbackState:
         rows = place_rows(params, axis_name, mesh, workers, options.specs)
         plan = plan_of(params, rows.placement)
-        state = spread(store_of(()).init(plan), params, rows, plan.compressed)
+        state = store_of(()).init(plan)
+        if axis_name is None:
+            state = typed_as(params, state)
+        state = spread(state, params, rows, plan.compressed)
         return without_params(state) if is_stand_in(params) else state
 
     def update(
@@ -276,7 +279,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
             settings = Settings(store.axes, momentum, delayed, decay, nesterov, overlapping)
             carried = store.load(state, plan)
             buckets, dense = plan.layout.flatten(updates)
-            done = EXCHANGE.get()(buckets, dense, carried, plan, settings)
+            done = exchanged(buckets, dense, carried, plan, settings)
             delivered = plan.layout.unflatten(done.means, done.dense_mean)
             if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
                 done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)
@@ -287,11 +290,15 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         if not is_one:
             count, found = meshes.find_workers((updates, state), axis_name, mesh, workers)
             check_rows(updates, state, count, axis_name)
-            return over_rows(
-                *(on_device, updates, state, momentum, found, axis_name, plan.compressed)
-            )
-        Axes(axis_name).check(updates)  # behind `plan_of`: its errors about the tree come first
-        return _run(on_device, updates, state, momentum, plan.compressed, axis_name, mesh)
+        else:
+            Axes(axis_name).check(updates)  # behind `plan_of`: errors about the tree come first
+        # Under `jax.disable_jit()` the loops of an exchange would run step by step in Python.
+        with jax.disable_jit(False):
+            if not is_one:
+                return over_rows(
+                    *(on_device, updates, state, momentum, found, axis_name, plan.compressed)
+                )
+            return _run(on_device, updates, state, momentum, plan.compressed, axis_name, mesh)
 
     return optax.GradientTransformationExtraArgs(init, unwrapped(update))
 
@@ -400,7 +407,10 @@ def _run(
         found = mesh
     placement = Placement.of(state.placement)
     meshes.check_inner(found, axis_name, placement)
-    if placement is None or found is None or axis_name is None:
+    if axis_name is None:
+        alone = lambda given, momentum: update(given[0], given[1], momentum, ())
+        return meshes.untyped(alone, (updates, state), momentum)
+    if placement is None or found is None:
         return update(updates, state, momentum, ())
     return on_devices(
         *(update, updates, state, momentum, found, axis_name, placement, compressed, is_manual)
