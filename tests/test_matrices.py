@@ -22,7 +22,7 @@ SHAPES = {
     "dense": (6, 5),
     "layers": (4, 3, 8),
 }
-MATRICES = {"conv": (1, 36, 5), "dense": (1, 6, 5), "layers": (4, 3, 8)}
+MATRICES = {"conv": (1, 9, 20), "dense": (1, 6, 5), "layers": (4, 3, 8)}
 WORKERS = 3
 
 
@@ -91,7 +91,7 @@ def test_a_bucket_is_filled_with_whole_leaves():
 
 
 def test_a_matrix_without_a_stack_has_one_first_row():
-    tx = error_feedback(FirstRows(), is_dense=lambda path, shape: "layers" not in path)
+    tx = error_feedback(FirstRows(stacked=None), is_dense=lambda path, _: "layers" not in path)
     (updates,), _ = delivered(tx)
     expected = np.zeros((12, 8), np.float32)
     expected[0] = gradients()["layers"].mean(0)[0, 0]
@@ -99,7 +99,7 @@ def test_a_matrix_without_a_stack_has_one_first_row():
 
 
 def test_beside_others_in_a_partition_and_in_stages():
-    stages = Stages((FirstRows(), FirstRows(stacked="layers")), (1,))
+    stages = Stages((FirstRows(stacked=None), FirstRows()), (1,))
     tx = partition({"conv": TopK(1.0), "layers": stages})
     (first, second), _ = delivered(tx, steps=2)
     np.testing.assert_array_equal(first["conv"], gradients()["conv"].mean(0))
@@ -126,11 +126,27 @@ def test_how_leaves_are_seen():
         ("['w']", (3, 4), (1, 3, 4)),
         ("['w']", (2, 3, 4), (1, 6, 4)),
         ("['layers']['w']", (2, 3, 4), (2, 3, 4)),
-        ("['blocks']['b']", (2, 3), (2, 1, 3)),
+        ("['blocks']['b']", (2, 3), (1, 2, 3)),
+        ("['conv']", (3, 3, 16, 32), (1, 144, 32)),
+        ("['heads']", (48, 6, 8), (1, 48, 48)),
+        ("['layers']['heads']", (5, 6, 8, 48), (5, 48, 48)),
         ("['b']", (3,), (1, 1, 3)),
         ("['s']", (), (1, 1, 1)),
     ):
         assert reducer.matrix(Leaf(path, shape)) == Matrix(*matrix)
+    stacks = {
+        "['layers']['w']": True,
+        ".params['ScanBlock_0']['Dense_0']['kernel']": True,
+        "['Transformer']['stacked']": True,
+        ".blocks.attention.kernel.value": True,
+        "['layers'][0]['w']": False,
+        "['layers']['0']['w']": False,
+        "['layers_0']['w']": False,
+        ".blocks[11].w": False,
+        "['discarded']": False,
+    }
+    for path, is_stack in stacks.items():  # by the names that say so
+        assert FirstRows().matrix(Leaf(path, (5, 3, 4)))[0] == (5 if is_stack else 1), path
     neighbours = [Leaf("['layers']['a']", (2, 3, 4)), *[Leaf("", (3, 4))] * 3, Leaf("", (4, 3))]
     assert reducer.with_leaves(tuple(neighbours)).matrices == ((5, 3, 4), (1, 4, 3))
     # Without leaves, as when a planner times it.

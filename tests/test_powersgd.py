@@ -321,3 +321,16 @@ def test_errors_name_the_setting():
     ):
         with pytest.raises(ValueError, match=message):
             powersgd(**settings, axis_name=None).init({"w": jnp.zeros((64, 64))})
+
+
+@pytest.mark.parametrize("shape", [(20, 20), (20, 4, 5)], ids=["layers", "layers of heads"])
+def test_stacked_layers_are_delivered_as_leaf_by_leaf(shape):
+    """Each layer's gradient has rank 1, so that one exchange delivers all of it."""
+    rng = np.random.default_rng(3)
+    outer = [np.outer(*rng.normal(size=(2, 20))).reshape(shape) for _ in range(4)]
+    grads = {"layers": {"kernel": jnp.asarray(np.stack(outer), jnp.float32)}}
+    for stacked, is_seen in (({}, True), ({"stacked": "kernel"}, True), ({"stacked": None}, False)):
+        tx = powersgd(1, iteration="full", min_compression_rate=0.0, axis_name=None, **stacked)
+        updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
+        error = np.abs(updates["layers"]["kernel"] - grads["layers"]["kernel"]).max()
+        assert (error < 1e-4) == is_seen, (stacked, error)

@@ -13,6 +13,10 @@ from jaxtyping import Array, Float
 
 from jaxsparse.reducers.base import Leaf, Reducer
 
+# Names that frameworks and trainers give to layers which a scan has stacked: "layers", "blocks",
+# linen's "ScanBlock_0". A name with a number behind it is one layer of a list.
+SCANNED = r"(?i)\b(scan\w*|stack\w*|layers|blocks)\b(?!\W*\d)"
+
 
 class Matrix(NamedTuple):
     """One leaf's elements as equal matrices, one after the other, each row-major."""
@@ -32,14 +36,15 @@ class MatrixReducer(Reducer):
     """A reducer that sees its vector as the matrices of the leaves, as low-rank methods do.
 
     Attributes:
-        stacked: a regular expression. A leaf whose key path contains a match is a stack of matrices
-            along its first axis, one for each layer of a scanned model. None: there are no stacks.
+        stacked: a regular expression. A leaf of three or more dimensions whose key path contains a
+            match is a stack of matrices along its first axis, one for each layer of a scanned
+            model. None: there are no stacks.
         matrices: the matrices of each leaf of the bucket, in order. Error feedback sets them,
             because it knows the layout. None: the largest square matrix that the vector has
             elements for, and one row of the elements that are left.
     """
 
-    stacked: str | None = dataclasses.field(default=None, kw_only=True)
+    stacked: str | None = dataclasses.field(default=SCANNED, kw_only=True)
     matrices: tuple[Matrix, ...] | None = dataclasses.field(
         default=None, kw_only=True, metadata={"is_setting": False}
     )
@@ -63,15 +68,19 @@ class MatrixReducer(Reducer):
         return dataclasses.replace(self, matrices=tuple(matrices))
 
     def matrix(self, leaf: Leaf) -> Matrix:
-        """A leaf (..., in, out) as rows of `out` elements, which is the layout of Flax kernels.
+        """A leaf's first axes as rows and its last ones as columns, cut where their sum is least.
 
-        A convolution's (3, 3, 16, 32) is one matrix of 144 rows. A stack of (12, 64, 256) is twelve
-        matrices of 64 rows.
+        So factors are smallest. A convolution's (3, 3, 16, 32) is one matrix of 144 rows, and a
+        kernel (64, 4, 16) of four heads one of 64. A stack of (12, 64, 256) is twelve matrices of
+        64 rows.
         """
-        is_stack = self.stacked is not None and re.search(self.stacked, leaf.path) is not None
-        stack, shape = (leaf.shape[0], leaf.shape[1:]) if is_stack else (1, leaf.shape)
-        columns = shape[-1] if shape else 1
-        return Matrix(stack, math.prod(shape[:-1]), columns)
+        shape = leaf.shape
+        is_named = self.stacked is not None and re.search(self.stacked, leaf.path) is not None
+        is_stack = is_named and len(shape) > 2
+        stack, shape = (shape[0], shape[1:]) if is_stack else (1, shape)
+        cuts = [*range(len(shape) - 1, 0, -1)] or [0]  # vectors are one row
+        sides = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in cuts]
+        return Matrix(stack, *min(sides, key=sum))
 
     def matrices_of(self, size: int) -> tuple[Matrix, ...]:
         """The matrices of a vector of `size` elements."""

@@ -59,8 +59,9 @@ class DeMo(OneMessage, MatrixReducer):
     u is the update. So M is the residual of error feedback, and it fades. It holds all that was not
     sent, and the rounding of values on the wire.
 
-    A leaf (..., m) is a matrix of m columns. It is cut into the fewest tiles of at most `chunk`
-    rows and columns, of nearly equal sides, and a tile that sticks out is filled with zeros. Tiles
+    A leaf is a matrix, or a stack of matrices, as in `powersgd`. A matrix is cut into the fewest
+    tiles of at most `chunk` rows and columns, of nearly equal sides, and a tile that sticks out is
+    filled with zeros. Tiles
     follow the leaf's shape, as in the paper, because neighbours in both directions are alike. Flat
     pieces of the vector would mix rows. (The published code takes the largest divisor of a side up
     to `chunk`, which is the same for the sides of usual models, and 1 for a larger prime.) Vectors

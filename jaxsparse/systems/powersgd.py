@@ -60,10 +60,11 @@ class _Half(NamedTuple):
 class PowerSGD(MatrixReducer, SeededReducer):
     """PowerSGD (Vogels et al., NeurIPS 2019): sums of factors of low rank, by all-reduce.
 
-    A leaf (..., m) is a matrix of m columns. For each matrix A of residual plus gradient, workers
-    share r orthonormal vectors, project A on them, and all-reduce the projections. One step of a
-    power iteration, warm-started from the last step's factors, is enough. The residual keeps the
-    rest. Vectors travel dense, and so does each matrix that factors would not make
+    The first axes of a leaf are a matrix's rows and the last ones its columns, cut where a row and
+    a column together are shortest. For each matrix A of residual plus gradient, workers share r
+    orthonormal vectors, project A on them, and all-reduce the projections. One step of a power
+    iteration, warm-started from the last step's factors, is enough. The residual keeps the rest.
+    Vectors travel dense, and so does each matrix that factors would not make
     `min_compression_rate` times smaller. All factors and such matrices travel in one message.
 
     The two forms differ in bytes and latency:
@@ -95,7 +96,9 @@ class PowerSGD(MatrixReducer, SeededReducer):
         min_compression_rate: least ratio of a matrix's elements to its factors'. A matrix is
             compressed if r (n + m) times this is below n m.
         stacked: a regular expression. A leaf (L, ..., n, m) whose key path contains a match is a
-            stack of L matrices, such as the layers of a scanned model. None: there are no stacks.
+            stack of L matrices, one for each layer of a scanned model. By default "layers",
+            "blocks" and names that begin with "scan" or "stack" match, where no number follows.
+            None: there are no stacks.
         seed: seed of the first vectors, and of those that replace zeros.
 
     Raises:
