@@ -1,4 +1,4 @@
-"""Chains that train otherwise than they read: clips of each worker's gradient, momentum twice."""
+"""What goes where in a chain: what trains as the trainer's own does, and warnings of the rest."""
 
 import contextlib
 
@@ -7,17 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from workers import mesh, some
 
 import jaxsparse
 from jaxsparse import data_parallel, shard
-from jaxsparse.training.chains import warn_of_two_momenta
 
 NORM, RATE = 0.5, 0.1
 START = {"w": np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)}
 INPUTS = np.random.default_rng(1).normal(size=(24, 6)).astype(np.float32)
 CLIP = optax.clip_by_global_norm(NORM)
+pytestmark = pytest.mark.usefixtures("as_jax_promotes")
+
+
+@pytest.fixture(scope="module")
+def as_jax_promotes():
+    """Optax' Adam, schedules and MultiSteps mix dtypes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def loss_of(params, x):
@@ -99,40 +107,143 @@ def test_a_clip_of_each_workers_gradient_is_warned_of(case):
         (WARNED | FINE)[case]()
 
 
-TWICE = {
-    "sgd": lambda: trained(
-        optax.chain(jaxsparse.dense(momentum=0.9), optax.sgd(RATE, momentum=0.9)), 2
+def run_nnx(tx):
+    """A step of an nnx trainer, whose state has lost the classes of Optax' states."""
+    model = nnx.Linear(6, 4, use_bias=False, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+
+    def step(state, x):
+        model, optimizer = nnx.merge(graphdef, state)
+        optimizer.update(model, nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model))
+        return nnx.state((model, optimizer))
+
+    data_parallel(step, 2)(shard(state, 2), INPUTS)
+
+
+def run_two(first, second):
+    """A step of two chains, as of a GAN."""
+    txs = [first, second]
+
+    def step(state, x):
+        new = []
+        for tx, (params, opt_state) in zip(txs, state):
+            updates, opt_state = tx.update(jax.grad(loss_of)(params, x), opt_state, params)
+            new.append((optax.apply_updates(params, updates), opt_state))
+        return new
+
+    data_parallel(step, 2)(shard([(START, tx.init(START)) for tx in txs], 2), INPUTS)
+
+
+def run_jitted(tx):
+    """A step that accumulates in a loop, and updates in a function of its own."""
+    update = jax.jit(tx.update)
+
+    def step(state, x):
+        params, opt_state = state
+        add = lambda total, part: (total + jax.grad(loss_of)(params, part)["w"] / 2, None)
+        total, _ = jax.lax.scan(add, jnp.zeros((6, 4)), x.reshape(2, -1, 6))
+        updates, opt_state = update({"w": total}, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    data_parallel(step, 2)(shard((START, tx.init(START)), 2), INPUTS)
+
+
+MOMENTUM, DECAY = jaxsparse.dense(momentum=0.9), optax.add_decayed_weights(0.1)
+TRACE, SGD = optax.sgd(RATE, momentum=0.9), optax.sgd(RATE)
+TWICE, WEAK = "momentum acts twice: in the exchange", "weight decay behind an exchange with"
+LONG = "a clip behind the exchange clips its momentum"
+# What is written behind an exchange with momentum, and the warning of it, if there is one.
+BEHIND = {
+    "sgd": (lambda: trained(optax.chain(MOMENTUM, TRACE), 2), TWICE),
+    "nnx": (lambda: run_nnx(optax.chain(MOMENTUM, TRACE)), TWICE),
+    "a chain in a chain": (
+        lambda: run_jitted(optax.chain(MOMENTUM, optax.chain(optax.scale(2.0), TRACE))),
+        TWICE,
     ),
-}
-ONCE = {
-    "in the exchange": lambda: trained(
-        optax.chain(jaxsparse.dense(momentum=0.9), optax.sgd(RATE)), 2
+    "adam": (lambda: trained(optax.chain(MOMENTUM, optax.adam(RATE)), 2), TWICE),
+    "a clip": (lambda: trained(optax.chain(MOMENTUM, CLIP, SGD), 2), LONG),
+    "a clip by value": (lambda: run_nnx(optax.chain(MOMENTUM, optax.clip(0.1), SGD)), LONG),
+    "decay": (lambda: trained(optax.chain(MOMENTUM, DECAY, SGD), 2), WEAK),
+    "momentum in the exchange": (lambda: trained(optax.chain(MOMENTUM, SGD), 2), None),
+    "behind": (lambda: trained(optax.chain(jaxsparse.dense(), CLIP, DECAY, TRACE), 2), None),
+    "each worker's own": (
+        lambda: trained(optax.chain(jaxsparse.per_worker(optax.trace(0.9)), MOMENTUM), 2),
+        None,
     ),
-    "behind": lambda: trained(optax.chain(jaxsparse.dense(), optax.sgd(RATE, momentum=0.9)), 2),
-    "each worker's own": lambda: trained(
-        optax.chain(jaxsparse.per_worker(optax.trace(0.9)), jaxsparse.dense(momentum=0.9)), 2
-    ),
-    # Two optimizers in one state, as of a GAN, or of groups of leaves.
-    "two chains": lambda: warn_of_two_momenta(
-        (
-            START,
-            *(
-                optax.chain(
-                    jaxsparse.dense(momentum=first, is_dense=lambda *_: False),
-                    optax.sgd(RATE, second),
-                ).init(START)
-                for first, second in ((0.9, None), (None, 0.9))
-            ),
-        )
+    "two chains": (
+        lambda: run_two(
+            optax.chain(MOMENTUM, SGD), optax.chain(jaxsparse.dense(), CLIP, DECAY, TRACE)
+        ),
+        None,
     ),
 }
 
 
-@pytest.mark.parametrize("case", [*TWICE, *ONCE])
-def test_momentum_in_two_places_is_warned_of(case):
-    warned = pytest.warns(UserWarning, match="momentum acts twice: in the exchange")
-    with warned if case in TWICE else contextlib.nullcontext():
-        (TWICE | ONCE)[case]()
+@pytest.mark.parametrize("case", BEHIND)
+def test_what_a_momentum_in_the_exchange_changes_is_warned_of(case):
+    run, message = BEHIND[case]
+    with pytest.warns(UserWarning, match=message) if message else contextlib.nullcontext():
+        run()
+
+
+# What is the same for all rows: a clip, a weight decay and a schedule that act, and accumulation.
+SCHEDULE = optax.linear_schedule(0.05, 0.01, 4)
+BEHIND_ALL = {
+    "sgd": optax.chain(CLIP, DECAY, optax.sgd(SCHEDULE, momentum=0.9)),
+    "nesterov": optax.chain(CLIP, DECAY, optax.sgd(SCHEDULE, momentum=0.9, nesterov=True)),
+    "adamw": optax.chain(CLIP, optax.adamw(SCHEDULE, weight_decay=0.1)),
+    "muon": optax.chain(CLIP, optax.contrib.muon(SCHEDULE, weight_decay=0.1)),
+}
+WHOLE = {
+    "dense": jaxsparse.dense(),
+    "top_k": jaxsparse.top_k(1.0, is_dense=lambda *_: False),
+}
+# A trainer's optimizer, and the chain that trains as it does if everything is sent.
+ROWS = {
+    f"{name}, {sent}": (tx, optax.chain(exchange, tx))
+    for name, tx in BEHIND_ALL.items()
+    for sent, exchange in WHOLE.items()
+}
+# Without a clip, momentum may also be each worker's own, with the decay in front of it.
+for nesterov in (False, True):
+    plain = optax.chain(DECAY, optax.sgd(SCHEDULE, momentum=0.9, nesterov=nesterov))
+    ours = jaxsparse.dense(momentum=0.9, nesterov=nesterov)
+    ROWS[f"in the exchange, {nesterov}"] = plain, optax.chain(DECAY, ours, optax.sgd(SCHEDULE))
+    if not nesterov:
+        own = optax.chain(jaxsparse.per_worker(optax.trace(0.9)), WHOLE["top_k"])
+        ROWS["per_worker"] = plain, optax.chain(DECAY, own, optax.sgd(SCHEDULE))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_with_everything_sent_each_row_of_the_page_is_the_trainers_own(row):
+    """The rows of docs/chain.md. The trainer accumulates by MultiSteps, and we in the step."""
+    theirs, ours = ROWS[row]
+    theirs = optax.MultiSteps(theirs, 2)
+    params, state = START, theirs.init(START)
+    update = jax.jit(
+        lambda x, state, params: theirs.update(jax.grad(loss_of)(params, x), state, params)
+    )
+    for part in 4 * [INPUTS[:12], INPUTS[12:]]:
+        updates, state = update(part, state, params)
+        params = optax.apply_updates(params, updates)
+
+    def step(state, x):
+        params, opt_state = state
+        grads = [jax.grad(loss_of)(params, part)["w"] for part in jnp.split(x, 2)]
+        updates, opt_state = ours.update({"w": sum(grads) / 2}, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    run, state = data_parallel(step, 3), shard((START, ours.init(START)), 3)
+    for _ in range(4):
+        state = run(state, INPUTS)
+    np.testing.assert_allclose(state[0]["w"], params["w"], rtol=0, atol=1e-6)
+    assert np.abs(START["w"] - params["w"]).max() > 0.01
+
+
+def test_a_sparse_system_that_sends_everything_has_no_momentum():
+    masking = jaxsparse.top_k(1.0, momentum=0.9, is_dense=lambda *_: False)
+    moved = trained(optax.chain(masking, SGD), 2)
+    np.testing.assert_allclose(moved, dense(SGD), rtol=1e-6, atol=1e-7)
 
 
 def skipping_spikes(tx):

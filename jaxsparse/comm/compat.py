@@ -147,8 +147,12 @@ def place_of(equation: Any) -> str:
     return summarize(equation.source_info)
 
 
-def files_of(equation: Any) -> Iterator[str]:
-    """The files of Python's frames in which an equation was traced, as far as JAX kept them."""
+def optax_frames(equation: Any) -> tuple[set[str], set[str]]:
+    """The files and functions of Optax in which an equation was traced, as far as JAX kept them."""
     traceback = getattr(equation.source_info, "traceback", None)
+    files, functions = set[str](), set[str]()
     for frame in getattr(traceback, "frames", ()):
-        yield frame.file_name.replace("\\", "/")
+        if "/optax/" in (file := frame.file_name.replace("\\", "/")):
+            files.add(file)
+            functions.add(frame.function_name.partition(".")[0])
+    return files, functions

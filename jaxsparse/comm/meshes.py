@@ -33,6 +33,9 @@ AnyMesh = Mesh | AbstractMesh
 SCOPE = "jaxsparse_exchange"
 # Those of `per_worker` have this one.
 OWN_SCOPE = "jaxsparse_per_worker"
+# Scopes in the program of a check: SCOPE goes on so if the exchange has momentum, and
+# `jaxsparse.weighted` has one.
+MOMENTUM, WEIGHTED = "with_momentum", "jaxsparse_weighted"
 
 
 class WorkersError(ValueError):

@@ -313,9 +313,10 @@ def checked(
     updates: Any, state: ErrorFeedbackState, how: meshes.Running
 ) -> tuple[Any, ErrorFeedbackState]:
     """Stands in for an exchange when a step is traced for its types alone."""
-    site = object()
+    site, scope = object(), meshes.SCOPE
     if state.momentum:  # DGC's clip of what momentum accumulates
         how.clips_own.add("momentum")
+        scope = f"{meshes.SCOPE}_{meshes.MOMENTUM}"
 
     @custom_vmap
     def exchanged(updates: Any, state: Any, rank: Any) -> Any:
@@ -326,7 +327,7 @@ def checked(
         of_updates, of_state, _ = batched
         # In a loop vmap asks several times. Its last call knows what really differs.
         how.problems[site] = _own(workers, updates, of_updates)
-        with jax.named_scope(meshes.SCOPE):
+        with jax.named_scope(scope):
             means = jax.tree.map(
                 lambda x, is_row: jnp.zeros_like(x[0] if is_row else x), updates, of_updates
             )

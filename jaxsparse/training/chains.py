@@ -1,77 +1,162 @@
-"""Warnings of chains that train otherwise than they read: clips in front, momentum twice."""
+"""Warnings of steps that train otherwise than they read.
 
+They read the program that `jaxsparse.data_parallel` traces for its check. There it doesn't matter
+in which containers a trainer keeps its states.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import optax
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Literal
 
 from jaxsparse.comm import compat
-from jaxsparse.comm.meshes import SCOPE
-from jaxsparse.feedback import ErrorFeedbackState
+from jaxsparse.comm.marks import is_marked
+from jaxsparse.comm.meshes import MOMENTUM, SCOPE
 
 # Optax's clips, by norm or by value, are in this file, and have one of these operations. To look at
 # all others' frames would take long.
-_FILE, _HAVE = "/optax/transforms/_clipping.py", {"select_n", "clamp", "max", "min", "jit", "pjit"}
+_CLIPS, _HAVE = "/optax/transforms/_clipping.py", {"select_n", "clamp", "max", "min", "jit", "pjit"}
+# Optax's functions that keep a momentum: of SGD, and the moments of Adam, Muon and Lion.
+_MOMENTA, _DECAY = {"trace", "tree_update_moment"}, "add_decayed_weights"
+
+# What a value is made of, as bits: batches, other arguments, updates of an exchange with momentum.
+# The bits above these are one for each array that exchanges deliver.
+_BATCH, _OTHERS, _MOMENTUM, _DELIVERED = 1, 2, 4, 3
 
 
-def warn_of_clips(program: Jaxpr) -> None:
-    """Warns of clips of Optax in front of an exchange, in a program traced for the check."""
-    if _clips_first(program):
-        warnings.warn(
+def warn_of_chains(program: Jaxpr, args: Any, is_split: Any, clips_own: bool) -> None:
+    """Warns of clips, momenta and weight decays in the wrong place.
+
+    Args:
+        program: the step of all workers, by vmap, without its exchanges.
+        args: its arguments.
+        is_split: whether an array of them has a row for each worker, in their structure.
+        clips_own: whether clips in front of an exchange are meant to be each worker's own.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+    rows = zip(paths, jax.tree.leaves(is_split))
+    found = _Found()
+    found.flow(program, [_BATCH if row and not is_marked(path) else _OTHERS for path, row in rows])
+    if found.clips_first and not clips_own:
+        _warn(
             "the step clips gradients in front of the exchange: each worker's own, whose norm is "
             "larger than that of their mean. A dense trainer clips the mean: switch this clip off, "
-            "and chain it behind the exchange, as in optax.chain(jaxsparse.spardl(0.01), "
+            "and chain it behind the exchange, as in optax.chain(jaxsparse.qsgd(4), "
             "optax.clip_by_global_norm(1.0), optax.adamw(lr)). To clip each worker's on purpose, "
-            'filter this warning: warnings.filterwarnings("ignore", "the step clips")',
-            stacklevel=5,
+            'filter this warning: warnings.filterwarnings("ignore", "the step clips")'
         )
-
-
-def warn_of_two_momenta(args: Any) -> None:
-    """Warns of an Optax chain with momentum in its exchange, and in a trace behind it.
-
-    It sees the states of `optax.chain(exchange, ...)` with `optax.sgd(momentum=)` or `optax.trace`.
-    It does not see chains within chains, states that Flax nnx has split, and moments of Adam.
-    """
-    is_chain = lambda node: type(node) is tuple and any(map(_has_momentum, node))
-    found = jax.tree.leaves(args, is_leaf=is_chain)
-    if any(map(_has_trace_behind, filter(is_chain, found))):
-        warnings.warn(
+    if found.momentum_twice:
+        _warn(
             "momentum acts twice: in the exchange (momentum=) and behind it, as in "
-            "optax.sgd(momentum=). Two of 0.9 make updates 100 times as long as a gradient: leave "
-            "one out (None, since 0.0 keeps a state, too). To have both on purpose, filter this "
-            'warning: warnings.filterwarnings("ignore", "momentum acts twice")',
-            stacklevel=4,
+            "optax.sgd(momentum=) or Adam. Two of 0.9 make updates of SGD 100 times as long as a "
+            "gradient: leave one out (None, since 0.0 keeps a state, too). To have both on "
+            'purpose, filter this warning: warnings.filterwarnings("ignore", "momentum acts twice")'
+        )
+    if found.clips_momentum:
+        _warn(
+            "a clip behind the exchange clips its momentum (momentum=), which is up to ten times "
+            "as long as a gradient with 0.9. A dense trainer clips gradients, and then adds them "
+            "up: leave momentum out of the exchange, as in optax.chain(jaxsparse.spardl(0.01), "
+            "optax.clip_by_global_norm(1.0), optax.sgd(lr, momentum=0.9)). To clip it on purpose, "
+            'filter this warning: warnings.filterwarnings("ignore", "a clip behind")'
+        )
+    if found.decays_without_momentum:
+        _warn(
+            "weight decay behind an exchange with momentum (momentum=) gets none, so with 0.9 it "
+            "is ten times as weak as in optax.chain(optax.add_decayed_weights(wd), "
+            "optax.sgd(lr, momentum=0.9)): leave momentum out of the exchange, and chain these two "
+            "behind it. For a decay that never had momentum, as SGDW's, filter this warning: "
+            'warnings.filterwarnings("ignore", "weight decay behind")'
         )
 
 
-def _has_momentum(node: Any) -> bool:
-    return isinstance(node, ErrorFeedbackState) and bool(node.momentum)
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=5)
 
 
-def _has_trace_behind(chain: tuple[Any, ...]) -> bool:
-    """Whether a trace comes behind an exchange with momentum. In front it is a worker's own."""
-    behind = chain[[*map(_has_momentum, chain)].index(True) + 1 :]
-    is_trace = lambda node: isinstance(node, optax.TraceState)
-    return any(map(is_trace, jax.tree.leaves(behind, is_leaf=is_trace)))
+@dataclasses.dataclass
+class _Found:
+    """What was found so far, on the way through a program from its beginning."""
+
+    clips_first: bool = False  # a clip before the first exchange
+    momentum_twice: bool = False
+    clips_momentum: bool = False
+    decays_without_momentum: bool = False
+    # Size of each array that exchanges deliver, and the equation that makes it.
+    delivered: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
+    _clipped: bool = False
+
+    def flow(self, program: Jaxpr, given: Sequence[int]) -> list[int]:
+        """What the outputs of a program are made of, given the same of its inputs."""
+        bits = dict(zip(program.invars, given))
+        of = lambda x: 0 if isinstance(x, Literal) else bits.get(x, 0)
+        for equation in program.eqns:
+            inputs = [of(x) for x in equation.invars]
+            stack = compat.name_stack(equation)
+            if SCOPE in stack:
+                outputs = self._exchanged(equation, inputs, MOMENTUM in stack)
+            else:
+                self._look_at(equation, inputs)
+                outputs = self._through(equation, inputs)
+            bits.update(zip(equation.outvars, outputs))
+        return [of(x) for x in program.outvars]
+
+    def _exchanged(self, equation: Any, inputs: Sequence[int], has_momentum: bool) -> list[int]:
+        """What an equation of an exchange makes: of nothing, an array that it delivers."""
+        self.clips_first |= self._clipped and not self.delivered
+        made = _joined(inputs) >> _DELIVERED << _DELIVERED
+        if all(isinstance(x, Literal) for x in equation.invars):
+            if not any(e is equation for _, e in self.delivered):  # in a loop it comes again
+                self.delivered.append((math.prod(equation.outvars[0].aval.shape), equation))
+            at = [e is equation for _, e in self.delivered].index(True)
+            made |= 1 << _DELIVERED + at | (_MOMENTUM if has_momentum else 0)
+        return [made] * len(equation.outvars)
+
+    def _look_at(self, equation: Any, inputs: Sequence[int]) -> None:
+        name = equation.primitive.name
+        # Parameters that an update was added to are no update any more.
+        has_momentum = any(x & _MOMENTUM and not x & _OTHERS for x in inputs)
+        may_clip = name in _HAVE and (has_momentum or not (self._clipped or self.delivered))
+        if has_momentum or may_clip:
+            files, functions = compat.optax_frames(equation)
+            is_clip = may_clip and any(file.endswith(_CLIPS) for file in files)
+            self._clipped |= is_clip
+            self.clips_momentum |= is_clip and has_momentum
+            self.momentum_twice |= has_momentum and not functions.isdisjoint(_MOMENTA)
+            self.decays_without_momentum |= has_momentum and _DECAY in functions
+
+    def _through(self, equation: Any, inputs: Sequence[int]) -> list[int]:
+        """What the outputs of any other equation are made of."""
+        every, programs = _joined(inputs), list(compat.inner_programs(equation.params))
+        outputs = [0 if programs else every] * len(equation.outvars)
+        for inner in programs:
+            n = len(inner.invars)
+            made = self.flow(inner, inputs[len(inputs) - n :] if n <= len(inputs) else [every] * n)
+            if equation.primitive.name == "scan":  # what it carries goes through it again
+                first, carried = equation.params["num_consts"], equation.params["num_carry"]
+                again = [*inputs]
+                for _ in range(carried):  # enough, and most often one
+                    before = [*again]
+                    for i in range(carried):
+                        again[first + i] |= made[i]
+                    if again == before:
+                        break
+                    made = self.flow(inner, again)
+            if equation.primitive.name == "while" or len(made) != len(outputs):
+                made = [every | _joined(made)] * len(outputs)
+            outputs = [a | b for a, b in zip(outputs, made)]
+        # A value without axes has no row for each worker: it is a mean or a sum over them.
+        return [
+            x if x & _BATCH == 0 or v.aval.shape else x & ~_BATCH | _OTHERS
+            for x, v in zip(outputs, equation.outvars)
+        ]
 
 
-def _clips_first(program: Jaxpr) -> bool:
-    """Whether a clip comes before the first exchange. False without an exchange."""
-    clipped = False
-    for equation in _all(program):
-        if SCOPE in compat.name_stack(equation):
-            return clipped
-        may_be = equation.primitive.name in _HAVE and not clipped
-        clipped |= may_be and any(file.endswith(_FILE) for file in compat.files_of(equation))
-    return False
-
-
-def _all(program: Jaxpr) -> Iterator[Any]:
-    for equation in program.eqns:
-        yield equation
-        for inner in compat.inner_programs(equation.params):
-            yield from _all(inner)
+def _joined(bits: Sequence[int]) -> int:
+    return functools.reduce(operator.or_, bits, 0)

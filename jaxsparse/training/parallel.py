@@ -29,7 +29,7 @@ from jaxsparse.comm.static_leaves import has_static, held, released
 from jaxsparse.processes.agreement import compare as compare_calls
 from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of
-from jaxsparse.training.chains import warn_of_clips, warn_of_two_momenta
+from jaxsparse.training.chains import warn_of_chains
 from jaxsparse.training.constraints import constrains, without_axis
 from jaxsparse.training.outputs import Kinds, over_workers
 from jaxsparse.training.sharding import count_workers, warn_of_copies
@@ -112,8 +112,10 @@ def data_parallel(
         check: whether to trace `step` once more, without its exchange, to see that outputs are
             equal on all workers and that gradients have not been averaged. It also warns of
             arguments behind the first batch that have as many rows as a batch, but are not in
-            `batch_argnums`, of Optax's clips in front of an exchange without momentum and without
-            `per_worker`, and of momentum both in an exchange and behind it.
+            `batch_argnums`, and of what trains otherwise than it reads: Optax's clips in front of
+            an exchange without momentum and without `per_worker`; clips, weight decay and momentum
+            behind one with momentum; means over each worker's own number of tokens; and updates
+            that are exchanged and dropped.
         via: how to run on a mesh with other axes. None: see above.
         compare: whether several processes compare the step before its first call: versions, mesh,
             shapes, program, constants, and the values of arguments that are equal on all workers.
@@ -166,7 +168,6 @@ def data_parallel(
         _check_arguments(args, batches, workers)
         if check and workers > 1:
             _warn_of_whole_batches(args, batches)
-            warn_of_two_momenta(args)
         if is_typed:
             warn_of_copies(axis_name, args)
         is_split = [
@@ -412,8 +413,8 @@ def _traced(
         i, text = next(iter(how.differing.items()))
         place = compat.origin(program, outputs[i], skipped=__file__)
         return None, WorkersError(text + (f". It is made at {place}" if place else ""))
-    if check and workers > 1 and not how.clips_own:
-        warn_of_clips(program)
+    if check and workers > 1:
+        warn_of_chains(program, args, tuple(is_split), bool(how.clips_own))
     return program, next((p for p in how.problems.values() if p is not None), None)
 
 
