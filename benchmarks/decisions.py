@@ -37,7 +37,7 @@ def cell(plan: RecipePlan) -> str:
         return "dense"
     name = str(plan.best.recipe).split(", ", 1)[1]
     loss = plan.best.loss
-    by_law = "" if loss is None or loss.source.startswith("measured") else " *"
+    by_law = "" if loss is None or loss.is_measured else " *"
     return f"{name}{by_law}: {plan.speedup(plan.best):.3g}x"
 
 

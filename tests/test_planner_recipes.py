@@ -124,9 +124,10 @@ def test_the_best_is_the_fastest_within_its_cost():
     assert best(nats=0.22) == "adamw, gradients, dense"
     assert best(nats=0.23) == "adamw, local 10, int4, warm 10 %"
     assert best(nats=0.3) == "adamw, local 10, int4"
-    assert best(nats=0.5) == "adamw, local 10, sign"  # by the law, 0.3 and its error
-    # That of 40 steps takes less than 5 % less time, and ends far higher.
-    assert best(nats=0.7) == "adamw, local 10, sign"
+    # That by signs is faster. It was not trained, and by the law it costs 0.3, with its error.
+    assert planned()["adamw, local 10, sign"].hours < planned()["adamw, local 10, int4"].hours
+    assert best(nats=0.5) == "adamw, local 10, int4"
+    assert best(nats=0.7) == "adamw, local 40, int4"
     assert planned()["adamw, local 40, int4"].hours == planned().forecasts[0].hours
     # On a faster link the fastest saves less than 5 % of the hours of the one that ends lowest.
     link = Link(1e-3, 1.25e7)

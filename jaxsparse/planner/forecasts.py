@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.arrays.settings import static_count, static_float
-from jaxsparse.planner.losses import ABOUT_AS_FAST, Loss, Losses
+from jaxsparse.planner.losses import ABOUT_AS_FAST, Loss, Losses, trained_first
 from jaxsparse.planner.network import Link, Network
 from jaxsparse.planner.planning import MUCH_FASTER, Predictor
 from jaxsparse.planner.profiles import SystemProfile
@@ -35,7 +35,8 @@ class RecipePlan:
         baseline: dense gradients, as the trainer exchanges them.
         best: of the recipes that cost at most `nats`, with their spread over seeds, and save a
             tenth of the baseline's hours: the one that ends lowest among those that take at most
-            5 % more hours than the fastest. The baseline if there is none.
+            5 % more hours than the fastest. Recipes that were trained come before those that only
+            the law predicts. The baseline if there is none.
         left_out: recipes without a forecast, and the reasons.
         elements: number of parameters.
         workers: number of workers.
@@ -225,7 +226,7 @@ def plan_recipes(
     Example:
         >>> slow = plan_recipes(10**7, 8, network=Link(50e-6, 1.25e6), step_seconds=0.1, steps=2000)
         >>> slow.best.recipe.exchange, slow.speedup(slow.best) > 5
-        ('ternary', True)
+        ('int4', True)
         >>> fast = plan_recipes(10**7, 8, network=Link(1e-6, 1e12), step_seconds=0.1, steps=2000)
         >>> str(fast.best.recipe)
         'adamw, gradients, dense'
@@ -289,6 +290,7 @@ def plan_recipes(
     forecasts.sort(key=lambda f: (f.hours, _excess(f)))
     fast = [f for f in forecasts if f.hours <= MUCH_FASTER * baseline.hours]
     cheap = [f for f in fast if losses.most(f.loss) <= nats]
+    cheap = trained_first(cheap)
     fast = [f for f in cheap if f.hours <= ABOUT_AS_FAST * cheap[0].hours]
     best = min(fast, key=_excess, default=baseline)
     return RecipePlan(

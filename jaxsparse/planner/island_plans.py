@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxsparse.arrays.printing import aligned
 from jaxsparse.planner import requests
-from jaxsparse.planner.losses import ABOUT_AS_FAST, Loss, Losses
+from jaxsparse.planner.losses import ABOUT_AS_FAST, Loss, Losses, trained_first
 from jaxsparse.planner.recipes import Recipe
 
 
@@ -95,10 +95,11 @@ class IslandsPlan:
     def best(self) -> IslandRound | None:
         """Of those measured to cost at most `nats`, with their ±, the one that wastes least time.
 
-        Of those that take at most 5 % more, the one that ends lowest. None if there is none.
+        Of those that take at most 5 % more, the one that ends lowest. Recipes that were trained
+        come before those that only the law predicts. None if there is none.
         """
         most = Losses.shipped().most
-        cheap = [one for one in self.rounds if most(one.loss) <= self.nats]
+        cheap = trained_first([one for one in self.rounds if most(one.loss) <= self.nats])
         best = max((one.goodput for one in cheap), default=0.0)
         fast = [one for one in cheap if best <= ABOUT_AS_FAST * one.goodput]
         return min(fast, key=excess, default=None)

@@ -87,8 +87,18 @@ class Loss(NamedTuple):
     source: str  # "measured", or by what
     rate: float | None = None  # learning rate with which it was measured
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether it was trained, and no formula says so."""
+        return self.source.startswith("measured")
+
     def __str__(self) -> str:
         return f"{self.excess:+.3f}" + ("" if self.spread is None else f" ± {self.spread:.3f}")
+
+
+def trained_first(found: Sequence[Any]) -> Sequence[Any]:
+    """Those whose `loss` was measured, or all for want of these."""
+    return [one for one in found if one.loss is not None and one.loss.is_measured] or found
 
 
 @dataclasses.dataclass(frozen=True)
