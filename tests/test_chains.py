@@ -117,7 +117,7 @@ def run_nnx(tx):
         optimizer.update(model, nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model))
         return nnx.state((model, optimizer))
 
-    data_parallel(step, 2)(shard(state, 2), INPUTS)
+    jax.eval_shape(data_parallel(step, 2), shard(state, 2), INPUTS)
 
 
 def run_two(first, second):
@@ -131,7 +131,8 @@ def run_two(first, second):
             new.append((optax.apply_updates(params, updates), opt_state))
         return new
 
-    data_parallel(step, 2)(shard([(START, tx.init(START)) for tx in txs], 2), INPUTS)
+    state = shard([(START, tx.init(START)) for tx in txs], 2)
+    jax.eval_shape(data_parallel(step, 2), state, INPUTS)
 
 
 def run_jitted(tx):
@@ -145,7 +146,7 @@ def run_jitted(tx):
         updates, opt_state = update({"w": total}, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    data_parallel(step, 2)(shard((START, tx.init(START)), 2), INPUTS)
+    jax.eval_shape(data_parallel(step, 2), shard((START, tx.init(START)), 2), INPUTS)
 
 
 MOMENTUM, DECAY = jaxsparse.dense(momentum=0.9), optax.add_decayed_weights(0.1)
@@ -244,6 +245,99 @@ def test_a_sparse_system_that_sends_everything_has_no_momentum():
     masking = jaxsparse.top_k(1.0, momentum=0.9, is_dense=lambda *_: False)
     moved = trained(optax.chain(masking, SGD), 2)
     np.testing.assert_allclose(moved, dense(SGD), rtol=1e-6, atol=1e-7)
+
+
+TWO = {"live": START["w"], "frozen": START["w"]}
+FREEZE = {"live": "train", "frozen": "freeze"}
+
+
+def with_frozen(tx, shows=False):
+    """Traces a step of two equal leaves, of which one moves. The report of one with `shows`."""
+
+    def step(state, x):
+        params, opt_state = state
+        loss = lambda p: loss_of({"w": p["live"]}, x) + 1e4 * loss_of({"w": p["frozen"]}, x)
+        updates, opt_state = tx.update(jax.grad(loss)(params), opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, jaxsparse.diagnose(opt_state, updates) if shows else None
+
+    run, state = data_parallel(step, 2), shard((TWO, tx.init(TWO)), 2)
+    return run(state, INPUTS)[2] if shows else jax.eval_shape(run, state, INPUTS)
+
+
+def parts(train, freeze):
+    return optax.multi_transform({"train": train, "freeze": freeze}, FREEZE)
+
+
+def test_frozen_leaves_behind_an_exchange_are_warned_of_and_counted():
+    exchange, zero = jaxsparse.top_k(0.25, is_dense=lambda *_: False), optax.set_to_zero()
+    with pytest.warns(UserWarning, match=r"drops 1 of 2 arrays .*\(24 of 48 elements\)"):
+        with_frozen(optax.chain(exchange, parts(SGD, zero)))
+    with_frozen(parts(optax.chain(exchange, SGD), zero))
+    with_frozen(optax.chain(parts(optax.identity(), zero), exchange, SGD))
+    # The norm of a clip reads all leaves, so that the step does not show what is dropped.
+    report = with_frozen(optax.chain(exchange, CLIP, parts(SGD, zero)), shows=True)
+    assert float(report.dropped_share) == 1
+    report = with_frozen(optax.chain(exchange, optax.adam(RATE)), shows=True)
+    assert float(report.dropped_share) == 0
+
+
+def tokens_of(loss, take=jax.value_and_grad):
+    """A step with the mean over tokens that `loss` makes of each token's loss and of the mask."""
+    mask = np.tril(np.ones((24, 6), np.float32))
+    exchange = jaxsparse.dense(is_dense=lambda *_: False)
+
+    def step(state, x, mask):
+        params, state = state
+        each = lambda p: jnp.square(x @ p["w"] @ jnp.ones((4, 6)))
+        found = take(lambda p: loss(each(p), mask))(params)
+        grads = found[1] if take is jax.value_and_grad else found
+        return exchange.update(grads, state)
+
+    run = data_parallel(step, 2, batch_argnums=(1, 2))
+    jax.eval_shape(run, shard((START, exchange.init(START)), 2), INPUTS, mask)
+
+
+def accumulated(each, mask):
+    def add(sums, part):
+        return (sums[0] + jnp.sum(part[0] * part[1]), sums[1] + jnp.sum(part[1])), None
+
+    (total, count), _ = jax.lax.scan(add, (0.0, 0.0), (each, mask))
+    return total / count
+
+
+OWN_COUNTS = {
+    "sums": lambda each, mask: jnp.sum(each * mask) / jnp.sum(mask),
+    "at least one": lambda each, mask: jnp.sum(each * mask) / jnp.maximum(jnp.sum(mask), 1),
+    "the inverse": lambda each, mask: jnp.sum(each * mask) * (1 / jnp.sum(mask)),
+    "where": lambda each, mask: jnp.mean(each, where=mask > 0),
+    "integers": lambda each, mask: jnp.sum(each * mask) / jnp.sum(mask > 0),
+    "a loop": accumulated,
+    "jitted": lambda each, mask: jax.jit(lambda x: jnp.sum(x * mask) / jnp.sum(mask))(each),
+    "average": lambda each, mask: jnp.average(each, weights=mask),
+}
+FINE_COUNTS = {
+    "weighted": lambda each, mask: jaxsparse.weighted(
+        jnp.sum(each * mask) / jnp.sum(mask), jnp.sum(mask)
+    ),
+    "of all": lambda each, mask: jnp.sum(each * mask) / jax.lax.pmean(jnp.sum(mask), "data"),
+    "of each row": lambda each, mask: jnp.mean(jnp.sum(each * mask, 1) / jnp.sum(mask, 1)),
+    "of the shape": lambda each, mask: jnp.sum(each * mask) / mask.size,
+    "an input": lambda each, mask: jnp.mean(each * (jnp.sum(mask) / jnp.max(mask))),
+    "of the gradient": lambda each, mask: jnp.sum(each) / jnp.sum(jax.lax.stop_gradient(each)),
+}
+
+
+@pytest.mark.parametrize("case", [*OWN_COUNTS, *FINE_COUNTS])
+def test_a_mean_over_each_workers_own_tokens_is_warned_of(case):
+    warned = pytest.warns(UserWarning, match="the step divides by a number that it counts")
+    with warned if case in OWN_COUNTS else contextlib.nullcontext():
+        tokens_of((OWN_COUNTS | FINE_COUNTS)[case])
+
+
+def test_a_mean_over_own_tokens_is_seen_without_the_loss():
+    with pytest.warns(UserWarning, match="the step divides by a number that it counts"):
+        tokens_of(OWN_COUNTS["sums"], jax.grad)
 
 
 def skipping_spikes(tx):

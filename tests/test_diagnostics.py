@@ -62,6 +62,7 @@ def test_norms_and_counts(mesh):
         assert int(report.delivered) == nonzero
         np.testing.assert_allclose(report.delivered_share, nonzero / 2007, rtol=1e-6)
         assert (int(report.overflow), int(report.skipped)) == (0, 0)
+        assert float(report.dropped_share) == 0
 
 
 def test_by_itself_it_finds_states_in_a_trainer_and_adds_them_up():
@@ -72,7 +73,7 @@ def test_by_itself_it_finds_states_in_a_trainer_and_adds_them_up():
     run = data_parallel(diagnose, 3, batch_argnums=())
     report = run(shard(state, 3))
     assert [float(report.residual_norm), int(report.delivered), int(report.skipped)] == [0, 0, 0]
-    assert report.update_norm is report.delivered_share is None
+    assert report.update_norm is report.delivered_share is report.dropped_share is None
     with pytest.raises(ValueError, match="state, of type dict, holds no state of a jaxsparse"):
         run({"w": jnp.zeros(3)})
 

@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from jaxsparse.comm import compat
 from jaxsparse.comm.marks import is_marked
-from jaxsparse.comm.meshes import MOMENTUM, SCOPE
+from jaxsparse.comm.meshes import MOMENTUM, SCOPE, WEIGHTED
 
 # Optax's clips, by norm or by value, are in this file, and have one of these operations. To look at
 # all others' frames would take long.
@@ -31,7 +31,7 @@ _BATCH, _OTHERS, _MOMENTUM, _DELIVERED = 1, 2, 4, 3
 
 
 def warn_of_chains(program: Jaxpr, args: Any, is_split: Any, clips_own: bool) -> None:
-    """Warns of clips, momenta and weight decays in the wrong place.
+    """Warns of clips, momenta, weight decays, token counts and frozen leaves in the wrong place.
 
     Args:
         program: the step of all workers, by vmap, without its exchanges.
@@ -42,7 +42,9 @@ def warn_of_chains(program: Jaxpr, args: Any, is_split: Any, clips_own: bool) ->
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(args)]
     rows = zip(paths, jax.tree.leaves(is_split))
     found = _Found()
-    found.flow(program, [_BATCH if row and not is_marked(path) else _OTHERS for path, row in rows])
+    returned = found.flow(
+        program, [_BATCH if row and not is_marked(path) else _OTHERS for path, row in rows]
+    )
     if found.clips_first and not clips_own:
         _warn(
             "the step clips gradients in front of the exchange: each worker's own, whose norm is "
@@ -74,6 +76,26 @@ def warn_of_chains(program: Jaxpr, args: Any, is_split: Any, clips_own: bool) ->
             "behind it. For a decay that never had momentum, as SGDW's, filter this warning: "
             'warnings.filterwarnings("ignore", "weight decay behind")'
         )
+    if found.own_counts and found.delivered and not found.is_weighted:
+        _warn(
+            "the step divides by a number that it counts in a worker's own part of the batch, such "
+            "as its tokens or the sum of a mask. An exchange takes the mean over workers, and each "
+            "counts alike, so unless all have the same number, this is not the mean over all "
+            "tokens: return jaxsparse.weighted(loss, tokens) from the loss. If all have the same, "
+            'filter this warning: warnings.filterwarnings("ignore", "the step divides")'
+        )
+    read = _joined(returned)
+    whole = [size for size, _ in found.delivered]
+    lost = [size for i, size in enumerate(whole) if not read >> _DELIVERED + i & 1]
+    if lost and len(lost) < len(whole):
+        _warn(
+            f"the step drops {len(lost)} of {len(whole)} arrays that its exchanges "
+            f"deliver ({sum(lost):,} of {sum(whole):,} elements), as optax.set_to_zero does with "
+            "frozen parameters. Each exchange sends them, and a budget goes to them first if their "
+            "gradients are large: keep them out of it, as in optax.multi_transform({'train': "
+            "optax.chain(jaxsparse.spardl(0.01), optimizer), 'freeze': optax.set_to_zero()}, "
+            "labels), or take gradients of the others alone"
+        )
 
 
 def _warn(text: str) -> None:
@@ -88,6 +110,8 @@ class _Found:
     momentum_twice: bool = False
     clips_momentum: bool = False
     decays_without_momentum: bool = False
+    own_counts: bool = False  # something is divided by what a worker counts in its batch
+    is_weighted: bool = False
     # Size of each array that exchanges deliver, and the equation that makes it.
     delivered: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
     _clipped: bool = False
@@ -99,6 +123,7 @@ class _Found:
         for equation in program.eqns:
             inputs = [of(x) for x in equation.invars]
             stack = compat.name_stack(equation)
+            self.is_weighted |= WEIGHTED in stack
             if SCOPE in stack:
                 outputs = self._exchanged(equation, inputs, MOMENTUM in stack)
             else:
@@ -130,6 +155,10 @@ class _Found:
             self.clips_momentum |= is_clip and has_momentum
             self.momentum_twice |= has_momentum and not functions.isdisjoint(_MOMENTA)
             self.decays_without_momentum |= has_momentum and _DECAY in functions
+        if name == "div" and len(equation.outvars[0].aval.shape) == 1:  # a number of each worker
+            # What has only the batch in it may be an input that is normalised.
+            divided, divisor = inputs
+            self.own_counts |= divisor == _BATCH != divided
 
     def _through(self, equation: Any, inputs: Sequence[int]) -> list[int]:
         """What the outputs of any other equation are made of."""

@@ -25,6 +25,9 @@ class Diagnostics(NamedTuple):
     delivered: Int[Array, ""]  # int32: number of coordinates that the last update carried. Skipped
     # steps don't count, here and in `overflow`.
     delivered_share: Float[Array, ""] | None  # share of all coordinates; None without updates
+    # Share of them that are 0 in the updates, lost to what stands behind the exchange, as frozen
+    # leaves are; None without updates.
+    dropped_share: Float[Array, ""] | None
     overflow: Int[Array, ""]  # int32: number of entries without room in the last step's messages
     skipped: Int[Array, ""]  # int32: number of steps skipped because something was not finite
 
@@ -41,7 +44,8 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
     Args:
         state: an Optax state, or any tree that contains one, such as a `TrainState`.
         updates: this step's updates, of the whole chain or of the transformation alone. They give
-            `update_norm` and `delivered_share`.
+            `update_norm`, `delivered_share` and `dropped_share`. If that is large in a step with a
+            learning rate above 0, keep the leaves that do not move out of the exchange.
         axis_name: the axis of workers. None: a single worker.
 
     Raises:
@@ -70,9 +74,19 @@ def diagnose(state: Any, updates: Any = None, *, axis_name: str | None = "data")
         update_norm=None if updates is None else update_norm,
         delivered=delivered,
         delivered_share=None if updates is None else share,
+        dropped_share=None if updates is None else _dropped(leaves, delivered),
         overflow=overflow,
         skipped=sum((one.skipped for one in found), jnp.int32(0)),
     )
+
+
+def _dropped(updates: list[Any], delivered: Int[Array, ""]) -> Float[Array, ""]:
+    """The share of delivered coordinates that are too many for those of the updates that move."""
+    moved = saturating_sum(
+        jnp.stack([jnp.int32(0), *(jnp.count_nonzero(x).astype(jnp.int32) for x in updates)])
+    )
+    lost = jnp.maximum(delivered - moved, 0).astype(jnp.float32)
+    return lost / jnp.maximum(delivered, 1).astype(jnp.float32)
 
 
 def _norms(groups: list[list[Any]], axis_name: str | None) -> Float[Array, " groups"]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsparse.comm import wire
+from jaxsparse.comm.meshes import WEIGHTED
 
 T = TypeVar("T")
 
@@ -65,7 +66,8 @@ def weighted(tree: T, weight: Any, *, axis_name: str | None = "data") -> T:
         wide = x.astype(share.dtype) if x.dtype.itemsize < share.dtype.itemsize else x
         return jnp.where(share == 0, 0, wide * share.astype(wide.dtype)).astype(x.dtype)
 
-    return jax.tree.map(scaled, tree)
+    with jax.named_scope(WEIGHTED):
+        return jax.tree.map(scaled, tree)
 
 
 def mean_of(total: Any, count: Any, *, axis_name: str | None = "data") -> jax.Array:
