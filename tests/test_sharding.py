@@ -221,6 +221,19 @@ def test_a_part_of_the_batch_that_is_not_named_is_warned_of():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_moments_that_lie_in_parts_on_the_workers_axis_are_warned_of(kind):
+    where = mesh(2, kind)
+    moments = jax.device_put(jnp.ones(4), NamedSharding(where, P("data")))
+    step = lambda state, x: {"mu": state["mu"] + jax.lax.pmean(jnp.sum(x), "data")}
+    run = data_parallel(step, where)
+    with pytest.warns(UserWarning, match=r"argument 0\['mu'\] is split over 'data', the axis of"):
+        after = run({"mu": moments}, jnp.ones(6))
+    assert after["mu"].sharding.is_fully_replicated  # it says so
+    rows = jax.device_put(jnp.ones(6), NamedSharding(where, P("data")))
+    run(after, rows)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_state_that_each_device_holds_whole_is_warned_of(kind):
     where, warning = (
         mesh(2, kind),

@@ -32,7 +32,7 @@ from jaxsparse.processes.group import group_of
 from jaxsparse.training.chains import warn_of_chains
 from jaxsparse.training.constraints import constrains, without_axis
 from jaxsparse.training.outputs import Kinds, over_workers
-from jaxsparse.training.sharding import count_workers, warn_of_copies
+from jaxsparse.training.sharding import count_workers, warn_of_copies, warn_of_placed
 from jaxsparse.training.strays import warn_of_strays
 
 Way = Literal["vmap", "shard_map"]
@@ -127,7 +127,8 @@ def data_parallel(
     A call with other shapes is a first call of another program. Inside an outer `jax.jit` nothing
     is compared or read, because the step can't see that program.
 
-    The first call also warns of per-worker state of which each device holds all workers' rows.
+    The first call also warns of arrays besides batches that are split over `axis_name`, which come
+    back whole, and of per-worker state of which each device holds all workers' rows.
     Inside an outer `jax.jit` only types can tell, so there is a warning if `axis_name` is Explicit.
     If it is Auto, look at `opt_state` outside of that program: `x.sharding` of residuals.
 
@@ -203,6 +204,8 @@ def data_parallel(
 
     run = jax.jit(functools.wraps(step)(parallel), donate_argnums=donate_argnums)
     before: list[Callable[[Any], None]] = []
+    if whole is not None:
+        before.append(functools.partial(warn_of_placed, axis_name, given))
     if whole is not None and not is_typed:
         before.append(functools.partial(warn_of_copies, axis_name))
     group = None if whole is None else group_of(whole)

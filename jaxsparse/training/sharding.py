@@ -4,6 +4,7 @@ import functools
 import numbers
 import operator
 import warnings
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -191,6 +192,37 @@ def warn_of_copies(axis_name: str, args: Any) -> None:
             "sends all of it to all devices each time",
             stacklevel=4,
         )
+
+
+def warn_of_placed(axis_name: str, batch_argnums: Sequence[int], args: Any) -> None:
+    """Warns of arrays that lie in parts on the workers' axis, but are no batch and no worker's own.
+
+    The step takes them for equal on all workers, so it gathers them, and returns them whole.
+    """
+    batches = {i % len(args) for i in batch_argnums}
+    found = [
+        (i, path)
+        for i, arg in enumerate(args)
+        for path, x in tree_leaves_with_path(arg)
+        if i not in batches and not is_marked(path) and _is_placed(x, axis_name)
+    ]
+    if found:
+        number, path = found[0]
+        warnings.warn(
+            f"argument {number}{keystr(path)} is split over {axis_name!r}, the axis of the workers "
+            f"(so are {len(found)} arrays of the arguments), but each worker's step sees all of "
+            "it: all devices gather it each time, and it comes back whole on each, as moments of "
+            "ZeRO-1 do. Split it over another axis of the mesh, inside a worker, or replicate it; "
+            "name it in batch_argnums if it is a batch",
+            stacklevel=4,
+        )
+
+
+def _is_placed(x: Any, axis_name: str) -> bool:
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return False
+    return any(axis_name in names_of(part) for part in sharding.spec)
 
 
 def _is_copied(x: Any, axis_name: str) -> bool:
