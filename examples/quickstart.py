@@ -89,7 +89,7 @@ def train(
     trainer = trainer_of(method, workers, args)
     # Simulated workers send nothing. Their bytes are those that a mesh would send.
     on_mesh = trainer_of(method, workers._replace(simulated=None), args)
-    payload = on_mesh.payload(on_mesh.start(0), next(batches(seed=0)))
+    received = on_mesh.received(on_mesh.start(0), next(batches(seed=0)))
 
     curves: list[list[tuple[int, float, float]]] = []
     seconds: list[float] = []
@@ -110,7 +110,7 @@ def train(
             advance()
 
     steps, train_loss, test = np.moveaxis(np.array(curves), -1, 0)
-    return report.Run(steps[0].astype(int), train_loss, test, payload, float(np.median(seconds)))
+    return report.Run(steps[0].astype(int), train_loss, test, received, float(np.median(seconds)))
 
 
 class Trainer(NamedTuple):
@@ -119,7 +119,7 @@ class Trainer(NamedTuple):
     start: Callable[[int], Any]  # the first state, given a seed
     step: Callable[[Any, digits.Digits, int], tuple[Any, jax.Array]]  # losses of all workers
     params: Callable[[Any], Any]  # the model's, of a state
-    payload: Callable[[Any, digits.Digits], float]  # bytes handed to collectives, mean over steps
+    received: Callable[[Any, digits.Digits], float]  # bytes a device and step, mean over steps
 
 
 def trainer_of(method: Method, workers: digits.Workers, args: argparse.Namespace) -> Trainer:
@@ -167,7 +167,7 @@ def with_gradients(
         lambda seed: jaxsparse.shard(nnx.state(create(tx, args.hidden, seed)), workers.where),
         lambda state, batch, _: step(state, batch),
         lambda state: state[0],
-        lambda state, batch: jaxsparse.wire_bytes(step, state, batch).payload,
+        lambda state, batch: jaxsparse.wire_bytes(step, state, batch).received,
     )
 
 
@@ -196,7 +196,7 @@ def with_local_steps(
         lambda seed: local.init(nnx.state(create(tx, args.hidden, seed))),
         local,
         lambda state: state.params[0],
-        lambda state, _: jaxsparse.wire_bytes(local.outer[0], state).payload / method.every,
+        lambda state, _: jaxsparse.wire_bytes(local.outer[0], state).received / method.every,
     )
 
 

@@ -21,12 +21,12 @@ class Run(NamedTuple):
     steps: np.ndarray  # int[points]: steps at which the curves were measured
     train_loss: np.ndarray  # float[seeds, points]: mean over the steps since the last point
     test_accuracy: np.ndarray  # float[seeds, points]
-    payload: float  # bytes that a worker hands to collectives, mean over steps
+    received: float  # bytes that a device receives in a step, mean over steps
     seconds: float  # median time of a step
 
 
 def compression(runs: dict[str, Run], name: str) -> float:
-    return runs["dense"].payload / runs[name].payload
+    return runs["dense"].received / runs[name].received
 
 
 def table(runs: dict[str, Run], caption: str) -> Table:
@@ -39,14 +39,14 @@ def table(runs: dict[str, Run], caption: str) -> Table:
         caption_justify="left",
     )
     result.add_column("method", no_wrap=True)
-    for head in ("train loss", "test accuracy", "payload B", "compression", "s/step"):
+    for head in ("train loss", "test accuracy", "received B", "compression", "s/step"):
         result.add_column(head, justify="right")
     for name, run in runs.items():
         result.add_row(
             name,
             _mean_and_spread(run.train_loss[:, -1], ".4f"),
             _mean_and_spread(100 * run.test_accuracy[:, -1], ".2f") + " %",
-            f"{run.payload:,.0f}",
+            f"{run.received:,.0f}",
             f"{compression(runs, name):.2f}x",
             f"{run.seconds:.3f}",
         )
@@ -80,7 +80,7 @@ def save_json(runs: dict[str, Run], settings: dict[str, Any], path: Path) -> Non
         name: {
             "train_loss": run.train_loss[:, -1].tolist(),
             "test_accuracy": run.test_accuracy[:, -1].tolist(),
-            "payload_bytes": run.payload,
+            "received_bytes": run.received,
             "compression": compression(runs, name),
             "seconds_per_step": run.seconds,
             "curves": {
@@ -102,7 +102,7 @@ def save_figure(runs: dict[str, Run], title: str, path: Path) -> None:
     figure.suptitle(title)
     (accuracy_by_step, accuracy_by_bytes), (loss_by_step, loss_by_bytes) = axes
     for name, run in runs.items():
-        for axis, x in ((0, run.steps), (1, run.steps * run.payload)):
+        for axis, x in ((0, run.steps), (1, run.steps * run.received)):
             for axes_row, y in ((0, run.test_accuracy), (1, run.train_loss)):
                 ax = axes[axes_row, axis]
                 (line,) = ax.plot(x, y.mean(axis=0), label=name)
@@ -111,7 +111,7 @@ def save_figure(runs: dict[str, Run], title: str, path: Path) -> None:
     accuracy_by_step.yaxis.set_major_formatter(PercentFormatter(1))
     accuracy_by_bytes.legend(loc="lower right")
     loss_by_step.set(xlabel="steps", ylabel="train loss", yscale="log")
-    loss_by_bytes.set(xlabel="payload of each worker so far", xscale="log")
+    loss_by_bytes.set(xlabel="bytes that each device has received so far", xscale="log")
     loss_by_bytes.xaxis.set_major_formatter(EngFormatter("B"))
     for ax in axes.flat:
         ax.grid(alpha=0.3)

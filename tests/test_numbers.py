@@ -284,7 +284,7 @@ def readme() -> Iterator[str]:
     for name, run in zip(names, runs, strict=True):
         yield (
             f"| {name} | {run['train_loss'][0]:.4f} | {100 * run['test_accuracy'][0]:.1f} % | "
-            f"{run['payload_bytes']:,.0f} | {run['compression']:.0f}x |"
+            f"{run['received_bytes']:,.0f} | {run['compression']:.0f}x |"
         )
     low, high = selecting()
     yield (

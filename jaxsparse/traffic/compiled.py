@@ -30,8 +30,8 @@ def wire_bytes(
     """Counts the bytes that a compiled program moves between workers.
 
     It reports two numbers and never mixes them. *Payload* is the size of the operands that one
-    worker hands to a collective. *Received* is the number of bytes that arrive at one worker if the
-    collective runs the bandwidth-optimal way, for n operand bytes in a group of W workers:
+    device hands to a collective. *Received* is the number of bytes that arrive at one device if the
+    collective runs the bandwidth-optimal way, for n operand bytes in a group of W devices:
 
     ==================== =================================================================
     all-reduce           2 (W-1)/W n, as a ring
@@ -43,8 +43,8 @@ def wire_bytes(
     collective-broadcast n
     ==================== =================================================================
 
-    Both are the maximum over workers, for each collective by itself. If two partial permutations
-    use different workers, the totals bound the busiest worker from above. A group of one worker
+    Both are the maximum over devices, for each collective by itself. If two partial permutations
+    use different devices, the totals bound the busiest device from above. A group of one device
     costs 0. A `while` loop multiplies by its trip count. An asynchronous start and its done count
     once. The dearest branch of a conditional counts; `WireBytes.conditionals` has all branches.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from jaxsparse.arrays.printing import aligned
 
-# Bytes that one of W workers receives per byte of operand.
+# Bytes that one of W devices receives per byte of operand.
 RECEIVED: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda W: 2 * (W - 1) / W,  # as a ring: reduce-scatter, then all-gather
     "reduce-scatter": lambda W: (W - 1) / W,
@@ -31,10 +31,10 @@ class Collective:
       results: its results, printed the same way.
       group_size: number of workers in its largest group. For a permutation, number of workers that
         send or receive.
-      payload_bytes: bytes of the operands that one worker hands over in one execution. The maximum
-        over workers; 0 in a group of one.
-      received_bytes: bytes that arrive at one worker in one execution, by the formulas of
-        `wire_bytes`. The maximum over workers.
+      payload_bytes: bytes of the operands that one device hands over in one execution. The maximum
+        over devices; 0 in a group of one.
+      received_bytes: bytes that arrive at one device in one execution, by the formulas of
+        `wire_bytes`. The maximum over devices.
       count: executions in one run of the program, from the trip counts of the loops around it.
       op_name: JAX's name stack, for example `jit(step)/shard_map/psum`. It may be empty. XLA may
         give a collective that moves an argument that argument's name, for example `w['kernel']`.
@@ -97,7 +97,7 @@ class Conditional:
 
 @dataclasses.dataclass(frozen=True)
 class WireBytes:
-    """The bytes that one run of a program moves, for one worker.
+    """The bytes that one run of a program moves, for one device.
 
     If the program branches, `collectives` and the totals contain the dearest branch of every
     conditional (an upper bound that one branch reaches). `conditionals` contains all branches.
@@ -137,12 +137,12 @@ class WireBytes:
 
     @property
     def payload(self) -> int:
-        """Operand bytes that one worker hands to collectives in one run."""
+        """Operand bytes that one device hands to collectives in one run."""
         return sum(c.count * c.payload_bytes for c in self.collectives)
 
     @property
     def received(self) -> float:
-        """Bytes that one worker receives in one run.
+        """Bytes that one device receives in one run.
 
         It may not be a whole number, because the formulas divide evenly among W workers.
         """
