@@ -4,8 +4,8 @@ Eight emulated devices act as two hosts of four. Weights and Adam's moments are 
 four devices of a host, so that each device holds a quarter of them (FSDP, ZeRO stage 3). The step
 is written as for any trainer under `jax.jit`: JAX gathers a weight where a layer needs it, and sums
 the gradients over the fast axis, "local". Three lines add jaxsparse, which exchanges each device's
-shard by SparDL over the slow axis, "hosts". The data are scikit-learn's 8x8 digits, so nothing is
-downloaded:
+shard in four bits over the slow axis, "hosts". The data are scikit-learn's 8x8 digits, so nothing
+is downloaded:
 
     python examples/fsdp.py
     python examples/fsdp.py --method dense
@@ -96,7 +96,7 @@ def main() -> None:
     # elements by default, fewer than 1024, so it travels with the biases.
     exchange = {
         "dense": jaxsparse.dense(axis_name="hosts", delay=args.delay),
-        "spardl": jaxsparse.spardl(args.density, axis_name="hosts", delay=args.delay),
+        "int4": jaxsparse.quantized("int4", axis_name="hosts", delay=args.delay),
     }[args.method]
 
     # These three lines are all that jaxsparse adds to the trainer.
@@ -129,8 +129,7 @@ def flags() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--method", choices=["dense", "spardl"], default="spardl", help="(default: spardl)")
-    add("--density", type=number(float, 0), default=0.05, help="of spardl (default: 0.05)")
+    add("--method", choices=["dense", "int4"], default="int4", help="(default: int4)")
     add("--delay", type=int, choices=[0, 1], default=0, help="steps (default: 0)")
     add("--batch-size", type=number(int, 1), default=256, help="of all devices (default: 256)")
     add("--steps", type=number(int, 1), default=200, help="(default: 200)")

@@ -107,7 +107,7 @@ def main() -> None:
     size = digits.shared_batch(args.batch_size, workers.mesh.size)
     train_set, test_set = digits.load()
 
-    method = jaxsparse.spardl(args.density)
+    method = jaxsparse.quantized("int4")
     optimizer = optax.adam(args.lr)
     params = init_params(args.hidden, args.seed)
     state = State(
@@ -145,7 +145,6 @@ def flags() -> argparse.ArgumentParser:
     )
     digits.add_worker_flags(parser)
     add = parser.add_argument
-    add("--density", type=number(float, 0), default=0.05, help="of SparDL (default: 0.05)")
     add("--scale", type=number(float, 1), default=2.0**24, help="first loss scale (default: 2^24)")
     add(
         "--raise-every",

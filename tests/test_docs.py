@@ -72,3 +72,21 @@ def test_the_table_of_the_readme_names_systems():
     named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
     assert len(named) == len(set(named)) >= 20
     assert set(named) <= {*SYSTEMS}
+
+
+SPARSE = re.compile(
+    r"\.(?:spardl|\w*top_k|gtopk|sparcml|dgc|dragonn|sketched_sgd|random_k)\([^()]*\),\s*"
+    r"(?:optax\.(?:clip\w*|add\w*)\([^()]*\),\s*)*optax\.(?:adam|contrib\.muon|lion)"
+)
+
+
+def test_nothing_puts_sparse_gradients_in_front_of_adam():
+    """README says what that costs. Pages, examples and errors write few bits there."""
+    code = {
+        path: path.read_text()
+        for part in ("examples", "jaxsparse")
+        for path in ROOT.glob(f"{part}/**/*.py")
+    }
+    found = {str(path): SPARSE.findall(text) for path, text in (TEXTS | code).items()}
+    assert {path: each for path, each in found.items() if each} == {}
+    assert SPARSE.search("optax.chain(jaxsparse.spardl(0.1), optax.clip(1.0), optax.adamw(lr))")

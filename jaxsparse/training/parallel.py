@@ -503,7 +503,7 @@ def _remedy(name: str, axis_name: str, is_kept: bool) -> str:
         return (
             "a transformation in front of the exchange, such as optax.scale_by_adam, keeps there "
             "what it makes of one worker's gradients. Chain it behind the exchange, as in "
-            "optax.chain(jaxsparse.spardl(0.01), optax.adam(lr)), or have its updates exchanged: "
+            "optax.chain(jaxsparse.qsgd(4), optax.adam(lr)), or have its updates exchanged: "
             "optax.chain(jaxsparse.per_worker(optax.scale_by_adam()), jaxsparse.spardl(0.01), "
             "...). Averaging its state or its gradients would send as much as dense training does"
         )
