@@ -354,3 +354,46 @@ def test_rows_end_in_the_exchange(name):
     else:
         with pytest.raises(ValueError, match=text):
             jaxsparse.check(tx, problem()[0])
+
+
+def test_what_gradients_overwrite_is_not_exchanged():
+    params, _ = problem()
+    tx = jaxsparse.dense(workers=2)
+    tree = {"params": params, "_overwrite_with_gradient": {"scale": jnp.ones(1)}}
+    rows = jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+    with pytest.raises(ValueError, match=r"scale'. is no gradient but .*maximum of its rows"):
+        tx.update(rows, tx.init(tree), tree)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_moments_stay_where_the_trainer_split_them():
+    """ZeRO-1: Adam's moments lie over the workers. What follows from them is gathered."""
+    mesh = mesh_of((4,))
+    params, batch = problem(mesh)
+    tx = optax.chain(jaxsparse.dense(), optax.scale_by_adam(), optax.scale(-1e-2))
+    split = lambda x: jax.device_put(
+        x, NamedSharding(mesh, P("data" if x.shape[0] % 4 == 0 else None))
+    )
+    state = tx.init(params)
+    moments = state[1]._replace(
+        mu=jax.tree.map(split, state[1].mu), nu=jax.tree.map(split, state[1].nu)
+    )
+
+    @jax.jit
+    def step(params, state, batch):
+        _, grads = jaxsparse.value_and_grad(loss_of)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    held = lambda x: x.addressable_shards[0].data.nbytes
+    before = state[0], moments, state[2]
+    after, behind = step(params, before, batch)
+    for name in params:
+        for moment in ("mu", "nu"):
+            assert held(getattr(behind[1], moment)[name]) == held(getattr(moments, moment)[name])
+    plain, _ = step(params, state, batch)
+    chex.assert_trees_all_close(jax.device_get(after), jax.device_get(plain), atol=1e-6)
+    moved = {
+        c.opcode for c in jaxsparse.wire_bytes(step, params, before, batch, mesh=mesh).collectives
+    }
+    assert "all-gather" in moved

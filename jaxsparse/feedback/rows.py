@@ -20,6 +20,8 @@ from jaxsparse.comm.meshes import AnyMesh, Placement
 from jaxsparse.feedback.sharded import Update, on_rows
 from jaxsparse.feedback.store import ErrorFeedbackState
 
+_OVERWRITTEN = "_overwrite_with_gradient"  # Flax' collection of scales and histories of maxima
+
 
 def one_workers(updates: Any, state: ErrorFeedbackState, params: Any, axis_name: str | None) -> Any:
     """Shapes and dtypes of one worker's gradients, those of the parameters.
@@ -37,6 +39,12 @@ def one_workers(updates: Any, state: ErrorFeedbackState, params: Any, axis_name:
                 "or optax.multi_transform, hides it from the exchange, and would return its rows. "
                 "Give leaves exchanges of their own by jaxsparse.partition, freeze leaves behind "
                 "the exchange, or do not differentiate with respect to them"
+            )
+        if _OVERWRITTEN in keystr(path):
+            raise ValueError(
+                f"gradient{keystr(path)} is no gradient but the parameter's new value, as Flax' "
+                "fp8 has it: leave it out of the exchange, and take the maximum of its rows, "
+                "jax.tree.map(lambda x: x.max(0), grads['_overwrite_with_gradient'])"
             )
     shapes: list[Any]
     shapes = _shapes_in(updates, state) if params is None else _shapes_of(params, len(leaves))

@@ -290,7 +290,7 @@ def plan_recipes(
     forecasts.sort(key=lambda f: (f.hours, _excess(f)))
     fast = [f for f in forecasts if f.hours <= MUCH_FASTER * baseline.hours]
     cheap = [f for f in fast if losses.most(f.loss) <= nats]
-    cheap = trained_first(cheap)
+    cheap = list(trained_first(cheap))
     fast = [f for f in cheap if f.hours <= ABOUT_AS_FAST * cheap[0].hours]
     best = min(fast, key=_excess, default=baseline)
     return RecipePlan(
