@@ -309,10 +309,6 @@ CHAINS = {
     "behind": (optax.chain(D, optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), None),
     "finite behind": (optax.chain(D, optax.apply_if_finite(optax.adam(1e-3), 3)), None),
     "ema behind": (optax.chain(D, optax.adam(1e-3), optax.ema(0.9)), None),
-    "frozen behind": (
-        optax.chain(D, optax.masked(optax.set_to_zero(), {"w": False, "v": True, "b": True})),
-        None,
-    ),
     "injected": (optax.inject_hyperparams(lambda lr: optax.chain(D, optax.sgd(lr)))(0.1), None),
     "value in front": (optax.chain(optax.clip(1.0), D), None),
     "own": (
@@ -397,3 +393,20 @@ def test_moments_stay_where_the_trainer_split_them():
         c.opcode for c in jaxsparse.wire_bytes(step, params, before, batch, mesh=mesh).collectives
     }
     assert "all-gather" in moved
+
+
+@pytest.mark.parametrize(
+    ("behind", "text"),
+    [
+        (optax.sgd(0.1, momentum=0.9), "momentum acts twice"),
+        (optax.clip_by_global_norm(1.0), "clips its momentum"),
+        (optax.add_decayed_weights(0.1), "weight decay behind"),
+        (optax.masked(optax.set_to_zero(), {"w": False, "v": True, "b": False}), "the step drops"),
+    ],
+    ids=["momentum", "clip", "decay", "frozen"],
+)
+@jax.numpy_dtype_promotion("standard")
+def test_the_check_warns_of_what_trains_otherwise_than_it_reads(behind, text):
+    tx = optax.chain(jaxsparse.top_k(0.1, momentum=0.9), behind)
+    with pytest.warns(UserWarning, match=text):
+        jaxsparse.check(tx, problem()[0])

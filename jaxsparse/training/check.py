@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, Literal
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxsparse.comm import compat, meshes
+from jaxsparse.training.chains import warn_of_chains
 
 # So many workers are traced. Few sizes of arrays are equal to it by chance.
 _WORKERS = 3
@@ -25,7 +26,9 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
     exchange, or a wrapper around it, does not know rows. It may sum over them, as
     `optax.clip_by_global_norm` does, or keep them in its state, as `optax.trace` does.
 
-    It traces `tx.init` and `tx.update` once, for a few workers, and computes nothing.
+    It traces `tx.init` and `tx.update` once, for a few workers, and computes nothing. It also warns
+    of what trains otherwise than it reads: clips, weight decay and momentum behind an exchange with
+    momentum, and updates that are exchanged and dropped.
 
     Args:
         tx: the whole chain.
@@ -64,6 +67,8 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
                 "that are not finite by itself, and accumulate gradients by a scan over "
                 f"microbatches in place of optax.MultiSteps ({str(error).splitlines()[0]})"
             ) from error
+    is_split = jax.tree.map(lambda _: True, rows), *(jax.tree.map(lambda _: False, (state, own)))
+    warn_of_chains(program.jaxpr, (rows, state, own), is_split, clips_own=True)
     problems = [*_mixed(program.jaxpr, len(jax.tree.leaves(rows)))]
     shapes = lambda tree: {keystr(path): x.shape for path, x in tree_leaves_with_path(tree)}
     wanted = shapes(own)
