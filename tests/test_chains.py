@@ -149,6 +149,18 @@ def run_jitted(tx):
     jax.eval_shape(data_parallel(step, 2), shard((START, tx.init(START)), 2), INPUTS)
 
 
+def run_averaged(tx):
+    """A step with a moving average of parameters."""
+
+    def step(state, x):
+        params, opt_state, average = state
+        updates, opt_state = tx.update(jax.grad(loss_of)(params, x), opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, optax.tree.update_moment(params, average, 0.9, 1)
+
+    jax.eval_shape(data_parallel(step, 2), shard((START, tx.init(START), START), 2), INPUTS)
+
+
 MOMENTUM, DECAY = jaxsparse.dense(momentum=0.9), optax.add_decayed_weights(0.1)
 TRACE, SGD = optax.sgd(RATE, momentum=0.9), optax.sgd(RATE)
 TWICE, WEAK = "momentum acts twice: in the exchange", "weight decay behind an exchange with"
@@ -171,6 +183,7 @@ BEHIND = {
         lambda: trained(optax.chain(jaxsparse.per_worker(optax.trace(0.9)), MOMENTUM), 2),
         None,
     ),
+    "an average of parameters": (lambda: run_averaged(optax.chain(MOMENTUM, SGD)), None),
     "two chains": (
         lambda: run_two(
             optax.chain(MOMENTUM, SGD), optax.chain(jaxsparse.dense(), CLIP, DECAY, TRACE)
