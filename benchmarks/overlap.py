@@ -11,7 +11,7 @@ scheduler makes of the step there:
     python benchmarks/overlap.py --topology v5e:2x4 --method dense --async-all-reduce
 
 For each collective of the step it prints how many computations of the backward pass the collective
-depends on: by default, with overlap=True, and with delay=1. If the backend's collectives are
+depends on: by default, and with delay=1. If the backend's collectives are
 asynchronous, it also counts the computations that the schedule puts between start and end. A
 synchronous collective has nothing in between. Independent computations may run beside it only if
 the backend runs several at the same time.
@@ -66,7 +66,6 @@ METHODS: dict[str, Callable[..., optax.GradientTransformation]] = {
 
 MODES: dict[str, dict[str, Any]] = {
     "in order": {},
-    "overlap": {"overlap": True},
     "delay": {"delay": 1},
 }
 

@@ -53,7 +53,6 @@ class Program:
     delay: int = 0
     inner: tuple[int, ...] = ()  # sizes of the mesh's inner axes; (): workers are simulated
     cuts: tuple[PartitionSpec, ...] = ()  # each leaf's partition over the inner axes
-    overlap: bool = False
 
     def make(self):
         settings = dict(self.settings)
@@ -62,7 +61,7 @@ class Program:
         if self.inner:
             settings |= {"mesh": self.mesh, "specs": self.nested(self.cuts)}
         make = getattr(jaxsparse, self.name)
-        options = {"momentum": self.momentum, "delay": self.delay, "overlap": self.overlap}
+        options = {"momentum": self.momentum, "delay": self.delay}
         return make(**settings, **options)
 
     @property
@@ -216,8 +215,7 @@ def draw_program(
         settings["decay"] = 1.0  # after a delayed exchange residuals fade, but not their rounding
     if SYSTEMS[name].law == "differences":
         program = dataclasses.replace(program, delay=0)
-    overlap = not program.delay and bool(rng.random() < 0.25)
-    return dataclasses.replace(program, settings=settings, overlap=overlap)
+    return dataclasses.replace(program, settings=settings)
 
 
 def _pick(rng, *choices):

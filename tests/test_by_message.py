@@ -155,7 +155,6 @@ def test_what_needs_collectives_stages_or_branches_is_refused():
         (lambda **options: systems.top_k(Stages((0.1, 0.01), (5,)), **options), "TopK changes in"),
         (lambda **options: systems.top_k(0.1, **{**options, "axis_name": "data"}), "axis_name='da"),
         (lambda **options: systems.top_k(0.1, delay=1, **options), "delay=1 exchanges the last"),
-        (lambda **options: systems.top_k(0.1, overlap=True, **options), "overlap=True is for"),
         (lambda **options: optax.sgd(0.1), "exchanges nothing"),
         (branched(lambda tx: optax.apply_if_finite(tx, 3)), "in a function that JAX traces by"),
         (branched(lambda tx: optax.MultiSteps(tx, 2)), "in a function that JAX traces by"),

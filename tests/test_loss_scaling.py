@@ -78,7 +78,6 @@ def test_a_trainers_own_scale_sees_overflows_by_request():
 
 SKIPPING = {
     "top_k": lambda **o: jaxsparse.top_k(0.1, momentum=0.9, **o),
-    "overlap": lambda **o: jaxsparse.top_k(0.1, overlap=True, bucket_size=40, **o),
     "dense": lambda **o: jaxsparse.dense(**o),
     "ef21_sgdm": lambda **o: jaxsparse.ef21_sgdm(systems.TopK(0.1), **o),
     "partition": lambda **o: jaxsparse.partition({"a": systems.SparDL(0.5)}, **o),

@@ -97,7 +97,7 @@ def post(
 
     Raises:
         ValueError: `tx` exchanges nothing, or not in one message: a system of several rounds, a
-            setting that changes in stages, a delay, an overlap, or an axis of workers. Or it has
+            setting that changes in stages, a delay, or an axis of workers. Or it has
             its exchange in a branch, as `optax.MultiSteps` and `optax.apply_if_finite` do.
     """
     words: list[Array] = []
@@ -276,11 +276,6 @@ def _check(settings: Settings) -> None:
         raise ValueError(
             "delay=1 exchanges the last step's residual, beside this step's gradients. Messages "
             "can be received as late as you like: leave delay out"
-        )
-    if settings.overlaps:
-        raise ValueError(
-            "overlap=True is for buckets that travel by themselves, but post makes one message of "
-            "all: leave overlap out"
         )
 
 

@@ -70,7 +70,6 @@ class Settings(NamedTuple):
     is_delayed: bool = False
     decay: float = 1.0  # factor of residuals in each step
     nesterov: bool = False
-    overlaps: bool = False  # whether a bucket's exchange waits for its own gradients alone
 
 
 def exchange(
@@ -81,8 +80,7 @@ def exchange(
     Before the buckets, workers exchange the dense leaves and, in the same message, a flag that
     gradients are finite. So a skipped step needs no message of its own, and exchanges the old
     residual in vain. A decision after the buckets would need a copy of the exchanged vectors, one
-    to two d floats. With a delay, only the flag waits for the gradients. With an overlap, nothing
-    but the flag and the dense leaves waits for all of them, and the decision comes last.
+    to two d floats. With a delay, only the flag waits for the gradients.
     """
     axes = settings.axes
     pending = None
@@ -96,12 +94,6 @@ def exchange(
         means, after, infos = _send(None, buckets, jnp.bool_(True), plan, settings)
         after, ok, dense_ok = _add_later(gradients, dense, dense_mean, after, plan, settings)
         pending = select(ok, dense, jnp.zeros_like(dense))
-    elif settings.overlaps:
-        means, after, infos = _send(gradients, buckets, None, plan, settings)
-        ok, dense_mean = agreed(gradients, dense, axes)
-        means = select(ok, means, jax.tree.map(jnp.zeros_like, means))
-        after = select(ok, after, buckets)
-        dense_ok = ok
     else:
         # The sums are finite where gradients are. But if the flag reads them, too, XLA keeps less:
         # with momentum and 16 leaves, by a quarter of a vector.
@@ -130,50 +122,42 @@ def _shaped(pieces: P, reducer: Reducer) -> P:
 def _send(
     gradients: Sequence[Pieces] | None,
     before: Sequence[Bucket],
-    ok: Bool[Array, ""] | None,
+    ok: Bool[Array, ""],
     plan: Plan,
     settings: Settings,
 ) -> tuple[list[Pieces], list[Bucket], list[Info]]:
     """Exchanges each bucket's residual, plus its gradient unless `gradients` is None.
-
-    With `ok=None` a bucket leaves out its own gradient if that is not finite, and the caller has to
-    undo the step.
 
     Returns:
         The means of the buckets. Their new state, or the old one if not `ok`. The counts of each
         exchange.
     """
     axes = settings.axes
-    in_order = not settings.overlaps
     means: list[Pieces] = []
     after: list[Bucket] = []
     infos: list[Info] = []
     for i, (b, reducer, zeros) in enumerate(zip(before, plan.reducers, plan.needs_zeros)):
         x, kept = b.residual, b.momentum
         if gradients is None:
-            if means and in_order:
+            if means:
                 x, means[-1] = _after(x, means[-1], axes)
         else:
             gradient = gradients[i]
-            is_finite = _all_finite_in(gradient) if ok is None else ok
-            if means and in_order:
+            if means:
                 gradient, means[-1] = _after(gradient, means[-1], axes)
             u = corrected(gradient, kept, settings, zeros)
             if kept is not None and not zeros:
                 # The exchanged vector is computed from it. Otherwise XLA computes the momentum
                 # after the exchange, and keeps two vectors until then.
-                kept = u = select(is_finite, u, kept)
+                kept = u = select(ok, u, kept)
             added = summand(gradient, u, kept, settings, zeros)
-            x = select(is_finite, fed_back(x, added, settings), x)
+            x = select(ok, fed_back(x, added, settings), x)
         vector = jnp.concatenate([piece.reshape(-1) for piece in x])
         reduced = reducer(vector, b.reducer, axis_name=axes.axis_name)
-        # Workers find out about their own gradients alone, and means must be equal on all: so all
-        # count here, and the caller undoes them.
-        valid = jnp.bool_(True) if ok is None else ok
-        mean, residual, own = settle(x, vector, None if zeros else kept, reduced, valid)
-        mean, kept = with_mean_momentum(mean, kept, valid, settings) if zeros else (mean, own)
+        mean, residual, own = settle(x, vector, None if zeros else kept, reduced, ok)
+        mean, kept = with_mean_momentum(mean, kept, ok, settings) if zeros else (mean, own)
         means.append(mean)
-        after.append(Bucket(residual, kept, select(valid, reduced.state, b.reducer)))
+        after.append(Bucket(residual, kept, select(ok, reduced.state, b.reducer)))
         infos.append(reduced.info)
     return means, after, infos
 

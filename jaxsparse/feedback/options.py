@@ -71,9 +71,6 @@ class StepOptions(Options):
     Args:
         delay: 0 or None: exchange this step's gradients. 1: exchange the residual of earlier
             gradients, so that the exchange can overlap the backward pass.
-        overlap: True: the exchange of a bucket waits for that bucket's gradients alone, so that it
-            can overlap the rest of the backward pass. Give a `bucket_size`, and see
-            `error_feedback`. None or False: it waits for all gradients and for earlier buckets.
         momentum: factor of momentum correction, in [0, 1): a float or a (traced) scalar array.
             Momentum is masked where the reducer says so. The optimizer behind needs no momentum of
             its own. None: no momentum and no buffer for it. With Adam, leave it None, and chain
@@ -87,7 +84,6 @@ class StepOptions(Options):
     """
 
     delay: Literal[0, 1] | None = None
-    overlap: bool | None = None
     momentum: float | Array | None = None
     nesterov: bool | None = None
     when_skipped: Literal["zero", "nan"] | None = None
@@ -232,16 +228,6 @@ def is_nesterov(nesterov: Any, momentum: Any) -> bool:
     if _static_bool("nesterov", nesterov) and momentum is None:
         raise ValueError("nesterov=True needs a momentum: give momentum=0.9, for example")
     return bool(nesterov)
-
-
-def overlaps(overlap: Any, delay: Any) -> bool:
-    """Whether buckets wait for their own gradients alone. Raises ValueError unless it is a bool."""
-    if _static_bool("overlap", overlap) and is_delayed(delay):
-        raise ValueError(
-            "delay=1 exchanges what no gradient of the step is part of, so that overlap=True would "
-            "change nothing: give one of them"
-        )
-    return bool(overlap)
 
 
 def skipped_update(when_skipped: Any, delay: Any) -> float:

@@ -28,7 +28,6 @@ from jaxsparse.feedback.options import (
     decay_factor,
     is_delayed,
     is_nesterov,
-    overlaps,
     part,
     skipped_update,
     transformation,
@@ -104,18 +103,6 @@ class ErrorFeedback(LeafOptions):
     and the first one is zero. Uncompressed leaves wait in `pending`. Only a flag waits for this
     step's gradients: it says whether they are finite. If they are not, all workers leave them out
     and `skipped` rises. The exchange of earlier gradients still counts, so apply the update.
-
-    **Overlap.** SparCML's non-blocking calls (sections 7 and 8.3) exchange a layer's gradients in
-    the same step, while the backward pass goes on to earlier layers: no update is late. By default
-    that can't be here, because all buckets wait for a flag that all gradients are finite, and each
-    for the one before. With overlap=True and several buckets (`bucket_size`), a bucket's exchange
-    depends on that bucket's gradients alone. Updates are the same, bit by bit. The flag undoes a
-    skipped step afterwards, so the old residual and momentum stay until then, and all buckets need
-    memory at the same time. What runs meanwhile is up to XLA. Its CPU backend waits for each
-    collective. Its GPU backend combines small messages of several buckets into one, which waits for
-    all, unless `--xla_gpu_all_gather_combine_threshold_bytes=0` (and the same with all_reduce) is
-    among the XLA_FLAGS. As compiled for a TPU (v5e), each bucket waits for all gradients all the
-    same (`benchmarks/results/overlap.md`).
 
     Args:
         reducer: the `Reducer` that exchanges the buckets, or a `Budget` that makes one for each.
@@ -224,7 +211,6 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
     check_momentum(momentum)
     nesterov = is_nesterov(options.nesterov, momentum)
     delayed, decay = is_delayed(options.delay), decay_factor(options.decay)
-    overlapping = overlaps(options.overlap, options.delay)
     of_skipped = skipped_update(options.when_skipped, options.delay)
     dtype = accumulator(options.accumulator_dtype)
     bucket_size, mesh, workers = options.bucket_size, options.mesh, options.workers
@@ -276,7 +262,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
             updates: Any, state: ErrorFeedbackState, momentum: Any, inner: tuple[str, ...]
         ) -> tuple[Any, ErrorFeedbackState]:
             store = store_of(inner)
-            settings = Settings(store.axes, momentum, delayed, decay, nesterov, overlapping)
+            settings = Settings(store.axes, momentum, delayed, decay, nesterov)
             carried = store.load(state, plan)
             buckets, dense = plan.layout.flatten(updates)
             done = exchanged(buckets, dense, carried, plan, settings)
