@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
-from jaxsparse import PerWorker, Stages, codecs, data_parallel, quantize, shard, systems
+from jaxsparse import PerWorker, Stages, codecs, quantize, systems
 from jaxsparse.comm import wire
 from jaxsparse.comm.meshes import Placement
 from jaxsparse.select import selection
@@ -60,6 +60,8 @@ class Program:
             settings["is_dense"] = self._is_dense
         if self.inner:
             settings |= {"mesh": self.mesh, "specs": self.nested(self.cuts)}
+        else:
+            settings["workers"] = self.workers
         make = getattr(jaxsparse, self.name)
         options = {"momentum": self.momentum, "delay": self.delay}
         return make(**settings, **options)
@@ -616,13 +618,7 @@ def compiled(program: Program):
     """A function from gradients to an `Outcome`. Raises ValueError if the program is refused."""
     tx = program.make()
     params = program.nested([jnp.zeros(leaf.shape, leaf.dtype) for leaf in program.leaves])
-    where = program.mesh or program.workers
-    start = shard(tx.init(params), where)
-
-    def step(state, gradients):
-        return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
-
-    parallel = data_parallel(step, where)
+    start = tx.init(params)
 
     def put(part, cut):
         """Places a leaf's gradients on the mesh. Their first axis is that of the steps."""
@@ -636,7 +632,7 @@ def compiled(program: Program):
         # carried on, to the bit. If a step also put out its new state, XLA might compute that
         # twice, and round it in two ways.
         def one(before, gradients):
-            updates, after = parallel(before, gradients)
+            updates, after = tx.update(gradients, before, params)
             return after, (updates, before)
 
         last, (updates, states) = jax.lax.scan(one, state, gradients)

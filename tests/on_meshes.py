@@ -48,12 +48,22 @@ def is_bias(path, shape):
 
 @functools.cache
 def stepper(reducer, where, via=None, **settings):
-    """A step that returns a worker's updates and its state, the first state, and the parameters."""
+    """An exchange of gradients with rows, the first state, and the parameters.
+
+    Given `via`, it is a step of one worker, by the other door.
+    """
     tx = jaxsparse.error_feedback(reducer, axis_name="hosts", is_dense=is_bias, **settings)
+
+    params = put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+    if via is None:
+        return (
+            jax.jit(lambda grads, state: tx.update(grads, state, params)),
+            tx.init(params),
+            params,
+        )
 
     def step(grads, state):
         return tx.update(jax.tree.map(lambda g: g[0], grads), state)
 
     run = data_parallel(step, where, axis_name="hosts", batch_argnums=0, via=via)
-    params = put(where, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
     return run, shard(tx.init(params), where, "hosts"), params

@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import PerWorker, data_parallel, reshard, shard
+from jaxsparse import reshard, shard
 
 SCRIPT = running.ROOT / "tests" / "run_resume.py"
 ENV = (
@@ -206,28 +206,33 @@ COUNTS = (8, 6, 8, 1, 16)  # numbers of workers, one after another
 STEPS = 20  # number of steps with each number of workers
 BATCH = 48
 RATE = 0.1
-METHODS = {
-    "plain": jaxsparse.top_k(0.02),
-    "momentum": jaxsparse.top_k(0.02, momentum=0.9),
-}
+METHODS = {"plain": None, "momentum": 0.9}
+
+
+def exchange_of(method, workers):
+    return jaxsparse.top_k(0.02, momentum=METHODS[method], workers=workers)
 
 
 @functools.cache
 def program(method, workers):
+    tx = exchange_of(method, workers)
+
+    def loss_of(params, images, labels):
+        hidden = jax.nn.relu(images @ params["in"] + params["in_bias"][None])
+        logits = hidden @ params["out"] + params["out_bias"][None]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    own = jaxsparse.value_and_grad(loss_of, batch_argnums=(1, 2), workers=workers)
+
+    @jax.jit
     def step(state, images, labels):
         params, method_state = state
-
-        def loss_of(params):
-            hidden = jax.nn.relu(images @ params["in"] + params["in_bias"][None])
-            logits = hidden @ params["out"] + params["out_bias"][None]
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-        loss, grads = jax.value_and_grad(loss_of)(jaxsparse.local(params))
-        updates, method_state = METHODS[method].update(grads, method_state)
+        loss, grads = own(params, images, labels)
+        updates, method_state = tx.update(grads, method_state, params)
         params = jax.tree.map(lambda p, u: p - RATE * u, params, updates)
-        return (params, method_state), PerWorker.wrap((loss, grads)), updates
+        return (params, method_state), (loss, grads), updates
 
-    return data_parallel(step, workers, batch_argnums=(1, 2))
+    return step
 
 
 def train(method, seed, counts, folder):
@@ -248,7 +253,7 @@ def train(method, seed, counts, folder):
         "out_bias": np.zeros(10),
     }
     params = jax.tree.map(np.float32, params)
-    state = shard((params, METHODS[method].init(params)), counts[0])
+    state = params, exchange_of(method, counts[0]).init(params)
     losses, sums = [], []
     owed = delivered = 0.0
     for i, workers in enumerate(counts):
@@ -257,11 +262,8 @@ def train(method, seed, counts, folder):
         for _ in range(STEPS):
             rows = rng.integers(len(labels), size=BATCH)
             state, local, updates = program(method, workers)(state, images[rows], labels[rows])
-            loss, grads = jax.tree.map(
-                lambda x: np.asarray(x.value).mean(axis=0, dtype=np.float64),
-                local,
-                is_leaf=lambda x: isinstance(x, PerWorker),
-            )
+            mean = lambda x: np.asarray(x).mean(axis=0, dtype=np.float64)
+            loss, grads = jax.tree.map(mean, local)
             losses.append(float(loss))
             owed = owed + grads["in"].ravel()
             delivered = delivered + np.asarray(updates["in"], np.float64).ravel()
