@@ -201,7 +201,7 @@ def _on_workers(
             for x, yes in zip(map(jax.typeof, leaves), is_split)
         ]
         program = jax.make_jaxpr(one, axis_env=[(axis_name, workers)])(*shapes)
-        if via is None and not _serves_vmap(program.jaxpr, axis_name):
+        if via is None and not serves_vmap(program.jaxpr, axis_name):
             return _manually(one, mesh, axis_name, is_split, inner)(*leaves)
         as_fun = jaxpr_as_fun(rewritten(program, axis_name, is_manual=False))
         return _mapped(as_fun, workers, mesh, axis_name, is_split)(*leaves)
@@ -281,7 +281,7 @@ def _manually(
     return lambda *leaves: mapped(*map(typed, leaves, is_split))
 
 
-def _serves_vmap(program: Jaxpr, axis_name: str) -> bool:
+def serves_vmap(program: Jaxpr, axis_name: str) -> bool:
     """Whether a program has no operation that `jax.vmap` does not serve (see `value_and_grad`)."""
 
     def serves(equation: Any) -> bool:
@@ -291,7 +291,7 @@ def _serves_vmap(program: Jaxpr, axis_name: str) -> bool:
 
     return all(
         serves(equation)
-        and all(_serves_vmap(p, axis_name) for p in compat.inner_programs(equation.params))
+        and all(serves_vmap(p, axis_name) for p in compat.inner_programs(equation.params))
         for equation in program.eqns
     )
 

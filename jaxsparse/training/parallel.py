@@ -4,7 +4,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,10 @@ from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of
 from jaxsparse.training.chains import warn_of_chains
 from jaxsparse.training.constraints import constrains, without_axis
+from jaxsparse.training.gradients import Way, serves_vmap
 from jaxsparse.training.outputs import Kinds, over_workers
 from jaxsparse.training.sharding import count_workers, warn_of_copies, warn_of_placed
 from jaxsparse.training.strays import warn_of_strays
-
-Way = Literal["vmap", "shard_map"]
 
 _CHECK = "jaxsparse_check"
 
@@ -183,7 +182,7 @@ def data_parallel(
             program, problem = _traced(body, workers, whole, axis_name, args, is_split, check)
             if isinstance(problem, WorkersError) and check:
                 raise problem
-            serves = program is not None and _serves_vmap(program, axis_name)
+            serves = program is not None and serves_vmap(program, axis_name)
             chosen = chosen or ("vmap" if serves else "shard_map")
         if whole is not None and (program is None or constrains(program, axis_name)):
             rewritten = without_axis(one, axis_name, is_manual=not inner)
@@ -419,21 +418,6 @@ def _traced(
     if check and workers > 1:
         warn_of_chains(program, args, tuple(is_split), bool(how.clips_own))
     return program, next((p for p in how.problems.values() if p is not None), None)
-
-
-def _serves_vmap(program: Jaxpr, axis_name: str) -> bool:
-    """Whether a program has no operation that `jax.vmap` does not serve (see `data_parallel`)."""
-
-    def serves(equation: Any) -> bool:
-        if equation.primitive.name == "shard_map":
-            return axis_name in compat.manual_axes_of(equation.params)
-        return equation.primitive.name != "conv_general_dilated"
-
-    return all(
-        serves(equation)
-        and all(_serves_vmap(p, axis_name) for p in compat.inner_programs(equation.params))
-        for equation in program.eqns
-    )
 
 
 def _equal_on_all(
