@@ -1,15 +1,16 @@
 """Histories of islands, drawn at random, and what must hold in each of them.
 
 Messages come late, in another order, or twice. Islands join, die, come back with a saved state or
-without, sleep, and decide at the same time. Stores fail in the middle, keep what they do not
-confirm, do not keep what they confirm, show old objects, and are out of reach for some. Clocks
-jump, and parameters are not finite. In each history there is one decision a round, all have the
-same parameters bit for bit, these follow from the messages that count, what an island has
-delivered and what it owes add up to what it has moved, and a quorum goes on.
+without, sleep, are replaced while they sleep, and decide at the same time. Stores fail in the
+middle, keep what they do not confirm, do not keep what they confirm, show old objects, list late,
+damage what is read, are not mounted, and are out of reach for some. Clocks jump, and parameters are
+not finite. In each history there is one decision a round, all have the same parameters bit for bit,
+these follow from the messages that count, what an island has delivered and what it owes add up to
+what it has moved, no earlier life counts after a later one, who waits has a reason, and a quorum
+goes on.
 """
 
 import collections
-import itertools
 import warnings
 
 import numpy as np
@@ -29,7 +30,7 @@ from jaxsparse.islands.store import UnreachableError
 NAMES = ("amsterdam", "bergen", "cork", "dover")
 GRACE = 5.0
 MOVES = st.lists(st.integers(-8, 8), min_size=reference.SIZE, max_size=reference.SIZE)
-KINDS = ["messages", "decisions", "snapshots"]
+KINDS = ["messages", "decisions", "snapshots", "lives"]
 ISLANDS = st.integers(0, len(NAMES) - 1)
 ORDERS = st.permutations(range(len(NAMES)))
 
@@ -49,8 +50,9 @@ class Island:
         ahead: what its clock is ahead of time by.
     """
 
-    def __init__(self, link):
-        self.link, self.member, self.state, self.exchange, self.saved = link, None, None, None, None
+    def __init__(self, name, link):
+        self.name, self.link, self.saved = name, link, None
+        self.die()
         self.is_busy, self.is_spoilt, self.ahead = False, False, 0.0
 
     def die(self):
@@ -65,21 +67,19 @@ class History(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.store, self.time = reference.Memory(), 0.0
-        self.islands = [Island(reference.Link(self.store)) for _ in NAMES]
-        self.lives, self.jumped = itertools.count(), 0.0  # seconds forward, all clocks together
+        self.islands = [Island(name, reference.Link(self.store)) for name in NAMES]
+        self.replaced = []  # islands that sleep, while another process goes on in their name
+        self.jumped = 0.0  # seconds forward, all clocks together
         self.past = collections.deque(maxlen=12)  # objects that were there
         self.shared, self.digests = {}, {}  # what all have as a round begins, by round
         self.agreed = []  # parameters that were compared last
         self.ledger = reference.Ledger(self.store, self.exchange, self.weighted, self.quorum, GRACE)
 
     def member(self, link, name, island=None):
-        clock = lambda: self.time + (island.ahead if island else 0.0)
-        life = f"{int(clock()) + 10**6}-{next(self.lives):04d}"  # of a clock that may go back
         return reference.member(
             link,
             name,
-            life,
-            clock,
+            lambda: self.time + (island.ahead if island else 0.0),
             programs=reference.arithmetic(self.exchange, weighted=self.weighted),
             quorum=self.quorum,
             grace=GRACE,
@@ -94,7 +94,8 @@ class History(RuleBasedStateMachine):
     @rule(i=ISLANDS, is_saved=st.booleans())
     def join(self, i, is_saved):
         island = self.islands[i]
-        if island.member is not None:
+        # Nobody can tell an empty folder from a new run.
+        if island.member is not None or island.link.fault == "unmounted":
             return
         member = self.member(island.link, NAMES[i], island)
         saved, owed, weight = (is_saved and island.saved) or (None, 0.0, 0.0)
@@ -118,7 +119,10 @@ class History(RuleBasedStateMachine):
 
     @rule(i=ISLANDS, by=MOVES)
     def train(self, i, by):
-        island = self.islands[i]
+        self.trains(self.islands[i], by)
+
+    def trains(self, island, by):
+        i = NAMES.index(island.name)
         if island.member is None:
             return
         by, weight = np.float32(by) * np.float32(self.unit), float(1 + i) * self.weighted
@@ -131,7 +135,9 @@ class History(RuleBasedStateMachine):
 
     @rule(i=ISLANDS)
     def begin(self, i):
-        island = self.islands[i]
+        self.begins_exchange(self.islands[i])
+
+    def begins_exchange(self, island):
         has_steps = island.state.weight > 0 or not self.weighted if island.member else False
         if has_steps and island.exchange is None:
             island.state, island.exchange = island.member.begin(island.state)
@@ -140,7 +146,9 @@ class History(RuleBasedStateMachine):
 
     @rule(i=ISLANDS)
     def advance(self, i):
-        island = self.islands[i]
+        self.advances(self.islands[i])
+
+    def advances(self, island):
         if island.exchange is None or island.is_busy:
             return
         island.is_busy = True
@@ -154,6 +162,11 @@ class History(RuleBasedStateMachine):
             island.state = island.member.finish(island.state, island.exchange)
             island.exchange, island.is_spoilt = None, False
             self.settle(island)
+        else:
+            exchange = island.exchange
+            waited = island.member.clock() - exchange._posted_at
+            waited -= exchange._took if exchange._is_late else 0.0
+            assert waited < GRACE or exchange.lacks, f"{island.name} waits without a reason"
 
     def settle(self, island):
         """Accounts for the rounds that have passed for an island, as the store tells them."""
@@ -252,6 +265,33 @@ class History(RuleBasedStateMachine):
         self.islands[i].die()
         self.islands[i].link.mend()
 
+    @rule(i=ISLANDS, by=MOVES, posts=st.booleans(), is_saved=st.booleans())
+    def replace(self, i, by, posts, is_saved):
+        """It falls asleep, before or after it has sent a message, and another process goes on."""
+        before = self.islands[i]
+        if before.member is None or before.is_busy or len(self.replaced) >= 3:
+            return
+        self.save(i)
+        if posts:
+            self.send(i, by)
+        self.replaced.append(before)
+        self.islands[i] = Island(before.name, reference.Link(self.store))
+        self.islands[i].saved = before.saved
+        self.join(i, is_saved)
+
+    @rule(which=st.integers(0, 2), by=MOVES)
+    def wake(self, which, by):
+        """One that was replaced goes on, until it sees that."""
+        if which >= len(self.replaced):
+            return
+        island = self.replaced[which]
+        try:
+            self.trains(island, by)
+            self.begins_exchange(island)
+            self.advances(island)
+        except RuntimeError:  # a later life counts
+            self.replaced.remove(island)
+
     @rule(i=ISLANDS, by=MOVES, is_saved=st.booleans(), order=ORDERS, asleep=st.sampled_from([0, 8]))
     def restart(self, i, by, is_saved, order, asleep):
         """It dies after it has sent a message, is back before the decision, and may sleep then."""
@@ -281,6 +321,15 @@ class History(RuleBasedStateMachine):
         self.islands[i].link.show(past[max(0, len(past) - 1 - ago)], old)
         for _ in range(rounds):
             self.turn(order, by, 6.0)
+
+    @rule(i=ISLANDS, order=ORDERS, by=MOVES, rounds=st.sampled_from([1, 3]))
+    def unmount(self, i, order, by, rounds):
+        """Its store is an empty folder for a while."""
+        if self.islands[i].link.works:
+            self.islands[i].link.fault = "unmounted"
+            for _ in range(rounds):
+                self.turn(order, by, 6.0)
+            self.islands[i].link.mend()
 
     @rule(i=ISLANDS)
     def look_up(self, i):
@@ -329,9 +378,16 @@ class History(RuleBasedStateMachine):
         """Somebody writes what can't be read."""
         round = len(self.ledger.decisions)
         if what == "message":
-            self.store.create(f"messages/{round:08d}/{name}.zzzz", b"half")
-        elif name == "eve" and self.store.create(f"decisions/{round:08d}", b"half"):
-            self.ledger.broken.add(f"decisions/{round:08d}")
+            self.store.create(f"messages/{round:08d}/{name}.zzzz", reference.BROKEN)
+        elif name == "eve":
+            self.store.objects.setdefault(f"decisions/{round:08d}", reference.BROKEN)
+
+    @rule()
+    def clean(self):
+        """Somebody deletes decisions that can't be read."""
+        for key, data in list(self.store.objects.items()):
+            if key.startswith("decisions/") and data == reference.BROKEN:
+                del self.store.objects[key]
 
     @rule(seconds=st.sampled_from([1.0, 6.0]))
     def wait(self, seconds):
@@ -341,7 +397,7 @@ class History(RuleBasedStateMachine):
     def all_agree(self):
         self.ledger.update()
         self.ledger.check_snapshots(self.shared)
-        for island in self.islands:
+        for island in [*self.islands, *self.replaced]:
             if island.state is not None:
                 self.agrees(island.state)
 
@@ -352,6 +408,8 @@ class History(RuleBasedStateMachine):
         self.agreed = [state.params, *self.agreed[:7]]
         leaves = tree_flatten_with_path((state.params, state.outer))[0]
         found = [np.asarray(x) for path, x in leaves if "per_worker" not in str(path)]
+        text = f"parameters of round {state.round}, before which one is not decided"
+        assert state.round < len(self.ledger.params), text
         if state.round not in self.shared:
             params = np.asarray(state.params["w"]).reshape(-1)
             expected = self.ledger.params[state.round]
@@ -363,17 +421,24 @@ class History(RuleBasedStateMachine):
     def teardown(self):
         """Those who can go on do, and all do once the store is back. Whoever joins has the same."""
         self.go_on([island for island in self.islands if island.member and island.link.works])
-        for island in self.islands:
+        for island in [*self.islands, *self.replaced]:
             island.link.mend()
             island.link.deliver()
             island.link.meanwhile = None
         alive = [island for island in self.islands if island.member is not None]
         self.go_on(alive)
+        if self.replaced:
+            for _ in range(4):
+                for which in reversed(range(len(self.replaced))):
+                    self.wake(which, [1] * reference.SIZE)
+                self.time += 6.0
+            self.go_on(alive)
         self.all_agree()
         self.agrees(self.member(self.store, "observer").join(reference.start()))
 
     def go_on(self, islands):
         """Two rounds of some islands, if they are a quorum."""
+        self.clean()
         if len(islands) < max(self.quorum, 1):
             return
         goal = 2 + max(island.state.round for island in islands)

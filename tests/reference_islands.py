@@ -26,6 +26,9 @@ OUTER = {
 }
 
 
+BROKEN = b"half"  # what somebody else writes
+
+
 class Memory:
     """Objects in a dict. `history` has each object that was ever created."""
 
@@ -52,7 +55,13 @@ class Memory:
 
 
 # What an island's way to the store may do to it.
-FAULTS = ("down", "deaf", "slow", "repeats", "loses")
+FAULTS = ("down", "deaf", "slow", "repeats", "loses", "late", "damages", "unmounted")
+DAMAGES = (
+    lambda data: b"",
+    lambda data: data[: len(data) // 2],
+    lambda data: b"<html>login</html>",
+    lambda data: data[:-2] + bytes([data[-2] ^ 1]) + data[-1:],
+)
 
 
 class Link:
@@ -61,7 +70,9 @@ class Link:
     Its `fault` comes once `after` so many operations have passed. "down": nothing passes. "deaf":
     what it writes arrives, and it hears an error. "slow": the same, but it arrives by `deliver`.
     "repeats": what it writes arrives, and once more by `deliver`. "loses": the store says that it
-    has what it writes, and has it not.
+    has what it writes, and has it not. "late": lists stay as they are. "damages": every other
+    object that it reads comes cut or changed. "unmounted": it reads and writes in a folder of its
+    own machine, which keeps what was written in it the last time.
 
     If it is `shown` other objects, it reads these, and what it creates itself, in folders of `old`.
 
@@ -71,6 +82,7 @@ class Link:
 
     def __init__(self, store):
         self.store, self.on_the_way, self.meanwhile = store, [], None
+        self.mount, self.reads = Memory(), 0
         self.mend()
 
     @property
@@ -79,6 +91,7 @@ class Link:
 
     def mend(self):
         self.fault, self.after, self.shown, self.old = None, 0, None, ()
+        self.listed = None
 
     def show(self, objects, old):
         self.shown, self.old = Memory(), old
@@ -87,7 +100,7 @@ class Link:
     def deliver(self, last_first=False):
         operations, self.on_the_way = self.on_the_way, []
         for operation in reversed(operations) if last_first else operations:
-            operation()
+            operation(self.store)
 
     def _fails(self):
         """The fault of an operation."""
@@ -106,7 +119,7 @@ class Link:
             self.on_the_way.append(operation)
         if fault == "slow":
             raise UnreachableError("slow")
-        found = operation()
+        found = operation(self.mount if fault == "unmounted" else self.store)
         if fault == "deaf":
             raise UnreachableError("the answer was lost")
         return found
@@ -115,27 +128,38 @@ class Link:
         if self.meanwhile is not None and key.startswith("decisions/"):
             meanwhile, self.meanwhile = self.meanwhile, None
             meanwhile()
-        return self._writes(lambda: self._create(key, data))
+        return self._writes(lambda store: self._create(store, key, data))
 
-    def _create(self, key, data):
-        is_created = self.store.create(key, data)
-        if is_created and self.shown is not None:
+    def _create(self, store, key, data):
+        is_created = store.create(key, data)
+        if is_created and self.shown is not None and store is self.store:
             self.shown.objects.setdefault(key, data)
         return is_created
 
     def get(self, key):
-        self._fails()
-        return self._view(key).get(key)
+        fault = self._fails()
+        data = self._view(key, fault).get(key)
+        if data is None or fault != "damages":
+            return data
+        self.reads += 1
+        return data if self.reads % 2 else DAMAGES[self.reads // 2 % len(DAMAGES)](data)
 
     def names(self, folder):
-        self._fails()
-        return self._view(folder).names(folder)
+        fault = self._fails()
+        found = self._view(folder, fault).names(folder)
+        if fault == "late":
+            if self.listed is None:
+                self.listed = set(self.store.objects)
+            found = [name for name in found if f"{folder}/{name}" in self.listed]
+        return found
 
-    def _view(self, path):
+    def _view(self, path, fault):
+        if fault == "unmounted":
+            return self.mount
         return self.shown if path.split("/")[0] in self.old else self.store
 
     def delete(self, keys):
-        self._writes(lambda: self.store.delete(keys))
+        self._writes(lambda store: store.delete(keys))
 
 
 @functools.cache
@@ -145,9 +169,8 @@ def arithmetic(exchange="top_k", mixing=None, weighted=False):
     return Arithmetic(outer, lambda state: state[0], mixing, weighted)
 
 
-def member(store, name, life, clock, *, programs=None, **settings):
+def member(store, name, clock, *, programs=None, **settings):
     usual = {"quorum": 1, "grace": 5.0, "snapshots": 3, "clock": clock}
-    usual["new_life"] = lambda: life
     return Member(programs or arithmetic(), store, name, **{**usual, **settings})
 
 
@@ -180,7 +203,7 @@ class Ledger:
     """What all objects that were ever created say, without the library's rounds.
 
     Attributes:
-        decisions: the decision of each round. One that can't be read has no members.
+        decisions: the decision of each round.
         params, momentum: what follows from the decisions, as each round begins.
     """
 
@@ -188,17 +211,18 @@ class Ledger:
         self.store, self.exchange, self.weighted = store, exchange, weighted
         self.quorum, self.grace = quorum, grace
         self.decisions, self.params, self.momentum = [], [np.zeros(SIZE)], [np.zeros(SIZE)]
-        self.delivered, self.broken = {}, set()
+        self.delivered, self._lives = {}, {}
         self._stand, self._snapshots = {}, {}
 
     def update(self):
         """Reads what is new, and checks it."""
         there = {k: data for k, data in self.store.objects.items() if k.startswith("decisions/")}
+        there = {key: data for key, data in there.items() if data != BROKEN}
         for key, data in self._stand.items():
             assert there.get(key) == data, f"{key} is gone, or there is a second one"
         self._stand = there
         while (key := f"decisions/{len(self.decisions):08d}") in there:
-            self._add(key, there[key])
+            self._add(there[key])
 
     def members(self, round):
         """The lives whose messages count in a round, by name."""
@@ -216,22 +240,15 @@ class Ledger:
             self.delivered[key] = header, decoder(self.exchange)(words)
         return self.delivered[key]
 
-    def _add(self, key, data):
+    def _add(self, data):
         round = len(self.decisions)
-        if key in self.broken:
-            decision = Decision(round, "", (), "", "", 0.0, 0)
-        else:
-            decision, _ = Decision.from_bytes(data, round)  # raises BrokenError
-            self._check(decision)
+        decision, _ = Decision.from_bytes(data, round)  # raises BrokenError
+        self._check(decision)
         self.decisions.append(decision)
-        momentum = self.momentum[-1]
-        if decision.members:
-            found = [self.message(round, member)[1] for member in decision.members]
-            weights = [member.weight if self.weighted else 1.0 for member in decision.members]
-            momentum = 0.5 * momentum + np.average(found, 0, weights)
-            self.params.append(self.params[-1] - momentum)
-        else:
-            self.params.append(self.params[-1])
+        found = [self.message(round, member)[1] for member in decision.members]
+        weights = [member.weight if self.weighted else 1.0 for member in decision.members]
+        momentum = 0.5 * self.momentum[-1] + np.average(found, 0, weights)
+        self.params.append(self.params[-1] - momentum)
         self.momentum.append(momentum)
 
     def _check(self, decision):
@@ -240,6 +257,9 @@ class Ledger:
         for member in decision.members:
             header, _ = self.message(decision.round, member)
             assert (header.weight, header.late) == (member.weight, member.late)
+            last = self._lives.setdefault(member.name, member.life)
+            assert last <= member.life, f"an earlier life of {member.name} counts after a later one"
+            self._lives[member.name] = member.life
         last = self.decisions[-1].members if self.decisions else ()
         expected = {member.name for member in last if not member.late}
         assert (expected and expected <= there) or decision.waited >= self.grace, (

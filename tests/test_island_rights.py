@@ -18,6 +18,16 @@ class Server(http.server.BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.asked.append((self.command, self.path, self.headers.get("If-None-Match")))
         answer = {"PUT": b"", "POST": DELETED, "HEAD": b""}.get(self.command, LISTED)
+        if self.server.breaks_off:
+            self.server.breaks_off, self.server.says = False, {"GET": 404}
+            self.send_response(200)
+            self.send_header("ETag", '"0"')
+            self.send_header("Last-Modified", "Wed, 25 Nov 2026 12:00:00 GMT")
+            self.send_header("Content-Length", str(2 * len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+            self.close_connection = True
+            return
         self.send_response(self.server.says.get(self.command, 200))
         for header in (("ETag", '"0"'), ("Last-Modified", "Wed, 25 Nov 2026 12:00:00 GMT")):
             self.send_header(*header)
@@ -47,7 +57,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as found:
-        found.asked, found.says = [], {}
+        found.asked, found.says, found.breaks_off = [], {}, False
         threading.Thread(target=found.serve_forever, daemon=True).start()
         yield found
         found.shutdown()
@@ -85,6 +95,39 @@ def test_wrong_keys_and_buckets_are_not_tried_again(status, error, text, server)
     server.says = {"GET": status}
     with pytest.raises(error, match=text):
         opened(server).names("snapshots")
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 409])
+def test_what_has_worked_is_tried_again(status, server):
+    """A clock that has jumped, or a token that is renewed, ends no training."""
+    store = opened(server)
+    asks = {
+        "create": lambda: store.create("a/b", b"x"),
+        "get": lambda: store.get("a/b"),
+        "names": lambda: store.names("a"),
+        "delete": lambda: store.delete(["a/b", "a/c"]),
+    }
+    for ask in asks.values():
+        ask()
+    server.says = dict.fromkeys(["GET", "PUT", "POST"], status)
+    answers = {("create", 409): False, ("get", 404): None, ("delete", 404): None}
+    for what, ask in asks.items():
+        if (what, status) in answers:
+            assert ask() is answers[what, status]
+        else:
+            with pytest.raises(UnreachableError, match=r"does not answer|is not there"):
+                ask()
+    server.says = {}
+    assert store.get("a/b") == LISTED
+
+
+def test_an_object_that_is_deleted_as_it_is_read_is_not_there(server):
+    """The first answer breaks off. The server says 404 to obstore's second try."""
+    store = opened(server)
+    assert store.get("a/b") == LISTED
+    server.breaks_off = True
+    assert store.get("a/b") is None
+    assert [each[0] for each in server.asked] == ["GET"] * 3
 
 
 def test_each_operation_is_one_request_of_one_right(server):

@@ -100,7 +100,7 @@ class Exchange:
         self._member, self._took, self._loss = member, took, loss
         # What its message weighs, which fades with what is owed; and what its steps weighed.
         self.weight = self.taken = weight
-        self._dtypes = jax.tree.map(lambda w: w.dtype, own)
+        self._dtypes = jax.tree.map(jnp.result_type, own)
         self.shared, self.round, self.begun, self.half = shared, round, begun, begun
         self.counted = self.was_sent = self.is_done = False
         self._words: np.ndarray | None = None  # of its message, on the host
@@ -121,8 +121,9 @@ class Exchange:
 
         Raises:
             UnreachableError: the store did not answer, or does not show what must be there: this
-                island's own message after the grace, its decision, or a message that counts and no
-                snapshot after it. Call it again.
+                island's own message after the grace, its decision, the one before that, or a
+                message that counts and no snapshot after it. Call it again.
+            RuntimeError: a later life of this island takes part, so that this one is at an end.
         """
         if self._snapshot is not None:
             self._keep()
@@ -215,6 +216,7 @@ class Exchange:
     def _absorb(self, decision: Decision, begun: Begun | None, waited: float | None) -> None:
         """Goes over to the next round. If the store fails on the way, nothing has changed."""
         member, before = self._member, self.shared
+        self._check_life(decision)
         try:
             led(self._read_messages, decision)
         except GoneError:
@@ -224,18 +226,15 @@ class Exchange:
         messages = list(spread(self._read[1] if self._read else (), like))
         half = self.idle() if begun is None else begun
         counts = decision.lives.get(member.name) == member.life
-        after, applied = before, False
-        if messages:
-            weights = None
-            if member.weighted:
-                weights = np.array([each.weight for each in decision.members], np.float32)
-            after, ok = member.arithmetic.shared(np.stack(messages), weights, half, before)
-            applied = bool(ok)
+        weights = None
+        if member.weighted:
+            weights = np.array([each.weight for each in decision.members], np.float32)
+        after, applied = member.arithmetic.shared(np.stack(messages), weights, half, before)
         if begun is None or not counts:
             after = merged(after, member.arithmetic.owed(half, before))
         if was_sent := self._was_sent_in(decision):
             after = member.arithmetic.without_debts(after)
-        if decision.members and decision.digest != self._digest_now():
+        if decision.digest != self._digest_now():
             found = self._reloaded(decision, after)
             if found is not None:
                 self._go_to(*found, counts, begun, was_sent)
@@ -248,13 +247,18 @@ class Exchange:
             waited,
             sum(4 * len(each) for each in messages),
             0 if waited is None else 4 * member.words,
-            applied,
+            bool(applied),
             self._digest_now(),
         )
         member.reports.append(report)
         _LOG.info("%s: %s", member.name, report)
         if begun is not None:
             self._take_turn(tuple(decision.lives))
+
+    @property
+    def lacks(self) -> str | None:
+        """Whom it waits for after the grace, in words."""
+        return self._member.rounds.lacks
 
     @property
     def owed(self) -> float:
@@ -282,21 +286,24 @@ class Exchange:
             self.counted, self._is_settled = counts, True
             self._member.has_counted |= counts
 
+    def _check_life(self, decision: Decision) -> None:
+        """Raises RuntimeError if a later life counts: what this one owes may be that one's, too."""
+        member = self._member
+        if decision.lives.get(member.name, "") > member.life:
+            raise RuntimeError(
+                f"a process that joined as {member.name} after this one counts in round "
+                f"{decision.round}. So this one stops, and sends nothing more: it was paused and "
+                "replaced, or two processes have one name. Give each island a name of its own, or "
+                "join again, which ends the other one"
+            )
+
     def _was_sent_in(self, decision: Decision) -> bool:
         """Whether a former life has sent in this round what the saved state owes."""
         member = self._member
         # Rounds are replayed, if the island had drifted, that were over when its state was saved.
         is_accounted = self.was_sent or decision.round < self._accounted
-        if is_accounted or decision.lives.get(member.name, member.life) == member.life:
-            return False
-        is_later = member.joined_in is not None and decision.round > member.joined_in
-        if is_later and not self._may_be_former():
-            warnings.warn(
-                f"another process posts as {member.name}: give each island a name of its own",
-                stacklevel=2,
-            )
-            return False
-        if not member.is_restored:
+        is_former = decision.lives.get(member.name, member.life) < member.life
+        if is_accounted or not is_former or not self._may_be_former():
             return False
         warnings.warn(
             f"a message that {member.name} sent in round {decision.round}, after its state was "
@@ -307,10 +314,9 @@ class Exchange:
         return True
 
     def _may_be_former(self) -> bool:
-        """Whether another life that counts may be one from before the state was saved.
+        """Whether an earlier life that counts may have sent what the saved state owes.
 
-        Else it is that of another process. A store that shows an old state lets an island join in
-        a round that is over, so its own first message that counts is the sign, and not that round.
+        It ends as it sees that this one counts, so it can't count after that.
         """
         return self._member.is_restored and not self._member.has_counted
 
@@ -342,15 +348,18 @@ class Exchange:
             )
         shared, round = found
         counts = begun is not None and decision.lives.get(member.name) == member.life
+        # All are read before anything changes: the store may fail at any of them.
+        passed = []
+        for each in range(self.round, round):
+            between = led(member.rounds.decided, each)
+            if between is None:
+                raise not_shown(member.store, f"the decision of round {each}")
+            self._check_life(between)
+            passed.append(between)
         if begun is not None:
             keep = member.arithmetic.sent if counts else member.arithmetic.owed
             shared = merged(shared, keep(begun, self.shared))
-        was_sent = False
-        if self._may_be_former() and not counts:
-            # All are read before anything changes: the store may fail at any of them.
-            passed = [led(member.rounds.decided, each) for each in range(self.round, round)]
-            was_sent = any(self._was_sent_in(each) for each in passed if each is not None)
-        if was_sent:
+        if was_sent := not counts and any(map(self._was_sent_in, passed)):
             shared = member.arithmetic.without_debts(shared)
         self._go_to(shared, round, counts, begun, was_sent)
 

@@ -19,7 +19,7 @@ from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.lead import led
 from jaxsparse.islands.member import IslandState, Member
 from jaxsparse.islands.records import WEIGHTS
-from jaxsparse.islands.store import Objects
+from jaxsparse.islands.store import Objects, UnreachableError
 from jaxsparse.islands.threads import Patient, Running, Writer
 from jaxsparse.outer.local_steps import params_of
 from jaxsparse.outer.worker import Select, Step, stepped
@@ -40,8 +40,9 @@ class Status(NamedTuple):
         sent: bytes of its messages.
         received: bytes of the messages that it read.
         waiting: the seconds that training has waited for exchanges.
-        trouble: what the store said last, if an exchange is running and it does not answer. Of
-            several processes, the first one knows.
+        trouble: why an exchange that is running does not go on: what the store said last, if it
+            does not answer or shows what can't be read, or that fewer than `quorum` islands are
+            there. Of several processes, the first one knows.
     """
 
     name: str
@@ -153,8 +154,9 @@ class Islands:
         loss: function that picks the loss, a scalar, from the second result of `step`. The means of
             rounds stand in the run's log, for `python -m jaxsparse islands`. None: no losses there.
         poll: seconds from one look at the store to the next.
-        patience: seconds without an answer from the store, after which training, or `join`, ends
-            with an error. So long `leave` waits for others.
+        patience: seconds without an answer from the store, or without one that can be read, after
+            which training, or `join`, ends with an error. So long `leave` waits for others. (How
+            long training waits for a quorum has no end.)
         alone: number of steps that an island goes on beyond `overlap` while the store does not
             answer.
 
@@ -262,7 +264,7 @@ class Islands:
             ValueError: see `Islands`.
         """
         worker, shared = structs((state, self._member.arithmetic.start(state)))
-        return IslandState(worker, shared.params, shared.outer, 0, 0, 0.0)
+        return IslandState(worker, shared.params, shared.outer, 0, 0, 0.0, self._member.rank)
 
     def join(self, state: Any) -> IslandState:
         """The state to go on from: of the run in the store, or the first state of a new run.
@@ -276,8 +278,12 @@ class Islands:
                 and replayed before is not read again.
         """
         for former in (self._running, self._left):
-            if former is not None:
-                former.stop()  # else it would go on in the name of the new life
+            # Else it would go on in the name of the new life.
+            if former is not None and not former.stop(max(1.0, self._patience)):
+                raise UnreachableError(
+                    f"{self._member.store} has not answered a request of the last life of "
+                    f"{self._member.name} for {self._patience:g} s, and it can't join before that"
+                )
         self._running = self._left = None
         patient = Patient(self._member.name, self._poll, self._patience)
         joined = self._member.join(state, self._settings, patient)
@@ -315,10 +321,7 @@ class Islands:
                     "the one that join or the last call returned"
                 )
             state = self.join(state)
-        if self._member.joined_in is None:
-            raise ValueError(
-                f"{self._member.name} has not joined: go on with the state that join returns"
-            )
+        self._check(state)
         worker, out = self._stepped(state.worker, batch)
         if self._loss_of is not None:
             self._losses.add(self._loss_of(out))
@@ -349,6 +352,17 @@ class Islands:
         lowered: jax.stages.Lowered = self._step.lower(worker, batch)
         return lowered
 
+    def _check(self, state: IslandState) -> None:
+        """Raises ValueError unless it is the state that this life goes on from."""
+        name = self._member.name
+        if not self._member.has_joined:
+            raise ValueError(f"{name} has not joined: go on with the state that join returns")
+        if state.round != self._round:
+            raise ValueError(
+                f"the state is of round {state.round}, and {name} is in round {self._round}: give "
+                "the one that the last call returned. If an interrupt has lost that, join with this"
+            )
+
     def _stepped(self, worker: Any, batch: Any) -> tuple[Any, Any]:
         if self._is_checked:
             return self._step(worker, batch)
@@ -370,6 +384,7 @@ class Islands:
         """
         if patience is not None and not static_float("patience", patience) >= 0:
             raise ValueError(f"patience={patience} must be a number of seconds, at least 0")
+        self._check(state)
         began = time.monotonic()
 
         def left() -> float:
@@ -380,13 +395,13 @@ class Islands:
         state = self._arrived(state, left())
         if state.steps and self._running is None:
             state = self._arrived(self._begun(state), left())
-        if patience is None and self._running is not None and led(self._running.is_troubled):
+        if patience is None and self._running is not None and led(self._running.is_silent):
             state = self._arrived(state)  # it has an end of its own, of `patience` seconds
         if self._running is not None:
             self._running.stop(left())
             self._left, self._running = self._running, None
             # Another message of this life in this round would not be sent.
-            self._member.joined_in = None
+            self._member.has_joined = False
             warnings.warn(
                 f"{self._member.name} leaves in round {state.round}, whose decision it has waited "
                 f"for in vain for {time.monotonic() - began:.0f} s: what it has sent counts if "
@@ -418,6 +433,7 @@ class Islands:
         state, exchange = self._member.begin(state, self._losses.mean())
         if exchange is not None:
             self._running = Running(exchange, self._poll, self._patience)
+            self._running.start()
         return state
 
     def _waited(self, state: IslandState) -> IslandState:
@@ -435,9 +451,9 @@ class Islands:
         self._waiting += time.monotonic() - began
         if exchange is None:
             return state
-        self._running = None
+        # An interrupt on the way leaves all as it was, or a state that is refused.
         state = self._member.finish(state, exchange)
-        self._round = state.round
+        self._round, self._running = state.round, None
         self._prepare(exchange)
         self._forget()
         return state

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import secrets
 import threading
 import time
 import warnings
@@ -15,7 +14,7 @@ import numpy as np
 from jaxsparse.islands.arithmetic import Arithmetic, Shared, has_residual
 from jaxsparse.islands.exchange import Exchange, Report
 from jaxsparse.islands.lead import check_alike, is_first, led, spread
-from jaxsparse.islands.records import BrokenError, from_snapshot, to_snapshot
+from jaxsparse.islands.records import BrokenError, ForeignError, from_snapshot, to_snapshot
 from jaxsparse.islands.rounds import Rounds
 from jaxsparse.islands.store import Objects, UnreachableError, check_name, not_shown
 
@@ -33,6 +32,8 @@ class IslandState(NamedTuple):
         round: the number of the round, int.
         steps: steps since the round began, int.
         weight: what the steps since its last message that counted weigh, float.
+        island: a number made of the island's name, int. What a state owes counts once, so no other
+            island may go on from it.
     """
 
     worker: Any
@@ -41,6 +42,7 @@ class IslandState(NamedTuple):
     round: int
     steps: int
     weight: float
+    island: int
 
 
 class Tried(Protocol):
@@ -71,12 +73,11 @@ class Member:
         clock: seconds, for differences alone. While it goes back, none pass.
         beside: starts a function that writes a snapshot, beside training. None: it is called, and
             waited for.
-        new_life: makes a word for each time that it joins, which no other life of the island has.
 
     Attributes:
-        life: the word of this life.
+        rank: a number made of its name.
         reports: what became of its rounds.
-        joined_in: the round in which this life began to train, or None before.
+        has_joined: whether this life has begun to train, and has not left.
         is_restored: whether it began from a saved state, and has not dropped what that owed.
         has_counted: whether a message of this life has counted.
     """
@@ -96,10 +97,9 @@ class Member:
         late_decay: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         beside: Callable[[Callable[[], None]], None] | None = None,
-        new_life: Callable[[], str] = lambda: f"{time.time_ns():x}-{secrets.token_hex(4)}",
     ) -> None:
         self.arithmetic, self.store, self.clock = arithmetic, store, _Forward(clock)
-        self.name, self.life, self._new_life = check_name(name), "", new_life
+        self.name = check_name(name)
         self.quorum, self.grace, self.every_snapshot = quorum, grace, snapshots
         self.weighted, self._round_seconds, self._beside = weighted, round_seconds, beside
         self.late_decay = late_decay
@@ -117,14 +117,18 @@ class Member:
         self.reports: list[Report] = []
         self._rounds: Rounds | None = None
         self.settings, self.words = "", 0
-        self.joined_in: int | None = None
-        self.is_restored = self.has_counted = False
+        self.has_joined = self.is_restored = self.has_counted = False
         self._began = 0.0  # when the last exchange began, or the first steps
 
     @property
     def rounds(self) -> Rounds:
         assert self._rounds is not None, "join first"
         return self._rounds
+
+    @property
+    def life(self) -> str:
+        """The word of this life, or "" before it joins."""
+        return "" if self._rounds is None else self._rounds.life
 
     def join(
         self, state: Any, settings: Mapping[str, Any] = {}, tried: Tried = _once
@@ -138,13 +142,19 @@ class Member:
                 is also given a function that tells how far that one has come.
 
         Raises:
-            ValueError: the store holds another run, or none although the state is of one; or see
-                `lead.check_alike`.
+            ValueError: the state is another island's; the store holds another run, or none
+                although the state is of one; or see `lead.check_alike`.
             UnreachableError: the store does not answer, or does not show what must be there: the
                 snapshot that it was given, one that it lists, or the decision before the state's
                 round.
+            RuntimeError: see `Exchange.advance`.
         """
         own = state.worker if isinstance(state, IslandState) else state
+        if isinstance(state, IslandState) and int(state.island) != self.rank:
+            raise ValueError(
+                f"the state is another island's than {self.name!r}. What it owes counts once, and "
+                "under its own name: give it to that island, or join with state.worker"
+            )
         shared = self.arithmetic.start(own)
         if not has_residual(shared):
             self.late_decay = 0.0  # else a late island's next message would be zeros that count
@@ -159,11 +169,10 @@ class Member:
             picked = [picked, state.params]
         check_alike({**settings, **begins}, picked)
         # What was sent before is of a former life.
-        self.life, self.joined_in, self.has_counted = led(self._new_life), None, False
+        self.has_joined = self.has_counted = False
         self._rounds = Rounds(
             self.store,
             self.name,
-            self.life,
             settings=self.settings,
             words=self.words,
             quorum=self.quorum,
@@ -171,37 +180,47 @@ class Member:
             allowed=self._members,
         )
         joined = self._back(state, tried) if self.is_restored else self._new(own, shared, tried)
-        self.joined_in, self._began = joined.round, self.clock()
+        self.has_joined, self._began = True, self.clock()
         return joined._replace(worker=self.arithmetic.copied(joined.worker))
 
     def _new(self, own: Any, shared: Shared, tried: Tried) -> IslandState:
         """A first state."""
         found = tried(functools.partial(self._origin, shared))
+        self._begin_life(tried)
         catching_up = Exchange(self, *found, self.arithmetic.own(own), None)
         tried(catching_up.advance, lambda: catching_up.round)
         shared, round = catching_up.shared, catching_up.round
         worker = self.arithmetic.put_back(own, shared.params)
-        return IslandState(worker, *shared, round, 0, 0.0)
+        return IslandState(worker, *shared, round, 0, 0.0, self.rank)
+
+    def _begin_life(self, tried: Tried) -> None:
+        """Takes a number in the store, and tells all processes of this island."""
+
+        def begin() -> str:
+            self.rounds.begin_life()
+            return self.rounds.life
+
+        self.rounds.life = tried(functools.partial(led, begin))
 
     def _origin(self, shared: Shared) -> tuple[Shared, int]:
         """The newest snapshot and its round. If there is none, this island writes the first."""
         found = self.newest(shared)
+        if found is None and led(self.rounds.decided, 0) is not None:
+            # The run has begun, and a second snapshot of its start would stand there for nothing.
+            raise not_shown(self.store, "any snapshot of its run")
         if found is None:
             led(self.rounds.keep, 0, self.snapshot(shared, 0))
             # That of another island, if it was first.
             found = self.newest(shared)
-        if found is None and not led(self.rounds.snapshots):
-            raise not_shown(self.store, "the snapshot of round 0 that it was given")
         if found is None:
-            raise ValueError(
-                f"{self.store} holds no snapshot that this run can read (see the warnings): give a "
-                "run a prefix of its own, and the same settings to all of its islands"
-            )
+            raise not_shown(self.store, "the snapshot of round 0 that it was given")
         return found
 
     def _check_run(self, round: int) -> None:
         """Raises unless the store holds the run of a saved state of this round."""
-        has_snapshots = bool(led(self.rounds.snapshots))
+        # A list may come late. Of a run that has decided nothing yet, the first snapshot tells.
+        first = lambda: round == 0 and self.rounds.snapshot(0) is not None
+        has_snapshots = led(lambda: bool(self.rounds.snapshots()) or first())
         # Decisions stay for ever, so that of the round before the state's tells which run it is.
         is_its_run = round > 0 and led(self.rounds.decided, round - 1) is not None
         if not has_snapshots and not is_its_run:
@@ -222,6 +241,7 @@ class Member:
         """A saved state, after the rounds that have passed since."""
         round = int(state.round)
         tried(functools.partial(self._check_run, round))
+        self._begin_life(tried)
         shared = Shared(state.params, state.outer)
         own = self.arithmetic.own(state.worker)
         catching_up = Exchange(self, shared, round, own, None)
@@ -231,7 +251,7 @@ class Member:
         if catching_up.was_sent:
             # Its former life sent more than this state knows of.
             worker = self.arithmetic.put_back(state.worker, shared.params)
-            return IslandState(worker, *shared, catching_up.round, 0, 0.0)
+            return IslandState(worker, *shared, catching_up.round, 0, 0.0, self.rank)
         # All that it moved is its own, whatever `mixing` does with moves beside an exchange.
         worker, finite = self.arithmetic.carry_on(state.worker, begun, shared.params)
         # Checkpoints make arrays of numbers.
@@ -239,7 +259,7 @@ class Member:
         if not bool(finite):
             self._tell_not_finite(catching_up.round)
             steps, weight = 0, 0.0
-        return IslandState(worker, *shared, catching_up.round, steps, weight)
+        return IslandState(worker, *shared, catching_up.round, steps, weight, self.rank)
 
     def is_over(self, steps: int, every: int) -> bool:
         """Whether so many local steps end a round."""
@@ -272,8 +292,8 @@ class Member:
 
     def finish(self, state: IslandState, exchange: Exchange) -> IslandState:
         """The state after an exchange, with the moves that the island made meanwhile."""
-        assert exchange.begun is not None
-        assert exchange.is_done
+        if exchange.begun is None or not exchange.is_done:
+            raise RuntimeError(f"the exchange of round {exchange.round} is not at its end")
         shared = exchange.shared
         worker, finite = self.arithmetic.go_on(state.worker, exchange.begun, shared.params)
         # What the steps beside the exchange weigh goes with what they moved.
@@ -298,29 +318,40 @@ class Member:
     def newest(self, shared: Shared, after: int = -1) -> tuple[Shared, int] | None:
         """The newest snapshot that can be read, of a round past `after`, and this round.
 
+        None: the store lists none.
+
         Raises:
-            UnreachableError: the store lists snapshots and shows none that can be read.
+            UnreachableError: it lists some, and shows none that can be read.
+            ValueError: it lists some, and all are another run's.
         """
         like, arrays = list(self.arithmetic.like(shared)), list[np.ndarray]()
 
         def read() -> int | None:
-            missing = None
+            trouble = foreign = None
             for round in reversed(self.rounds.snapshots()):
                 if round <= after:
                     break
                 data = self.rounds.snapshot(round)
                 if data is None:
-                    missing = round
+                    trouble = not_shown(self.store, f"the snapshot of round {round} that it lists")
                     continue
                 try:
                     arrays.extend(from_snapshot(data, round, self.settings, like))
+                    return round
                 except BrokenError as error:
                     text = f"the snapshot of round {round} is left out: {error}"
                     warnings.warn(text, stacklevel=2)
-                    continue
-                return round
-            if missing is not None:
-                raise not_shown(self.store, f"the snapshot of round {missing} that it lists")
+                    if isinstance(error, ForeignError):
+                        foreign = error
+                    else:
+                        trouble = UnreachableError(f"{self.store} shows no whole snapshot: {text}")
+            if trouble is not None:
+                raise trouble
+            if foreign is not None:
+                raise ValueError(
+                    f"{self.store} holds no snapshot of this run: {foreign}. Give a run a prefix "
+                    "of its own, and the same settings to all of its islands"
+                )
             return None
 
         round = led(read)

@@ -1,4 +1,4 @@
-"""The three kinds of objects in a store, as bytes and back. Nothing that is read is believed.
+"""Messages, decisions and snapshots, as bytes and back. Nothing that is read is believed.
 
     b"jaxisland1" | uint32 length of the header | header, JSON | body | SHA-256 of all before
 
@@ -32,6 +32,10 @@ R = TypeVar("R", bound="Record")
 
 class BrokenError(ValueError):
     """An object that cannot be what its key says. The message says why."""
+
+
+class ForeignError(BrokenError):
+    """An object that was read whole, and is another run's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Record:
             raise BrokenError(f"its header is no JSON: {error}") from None
         record = made(cls, fields, "its header", {"kind": cls.kind})
         if settings is not None and record.settings != settings:
-            raise BrokenError(
+            raise ForeignError(
                 f"its settings are {record.settings}, and this run's are {settings}: another "
                 "model, outer optimizer, exchange or list of members, or another version of JAX or "
                 "jaxsparse"
@@ -103,7 +107,7 @@ class Message(Record):
 
     Attributes:
         name: the island.
-        life: a random number of the island's process. One that came back has another.
+        life: the word of the island's process. One that came back has another, and a greater one.
         weight: its weight in the mean, above 0.
         digest: digest of the global parameters that it started the round from.
         late: whether it has only what the island owes from a round that was over before.
@@ -142,7 +146,7 @@ class Decision(Record):
     """Whose messages count in a round, in the order in which they are added up.
 
     Attributes:
-        members: one or more, each of another name. None, after an object that could not be read.
+        members: one or more, each of another name.
         digest: the digest of the global parameters that most of them started from.
         by: the island that decided.
         waited: seconds from this island's own message to its decision.
@@ -218,7 +222,7 @@ def from_snapshot(
     snapshot, body = Snapshot.from_bytes(data, round, settings)
     wanted = tuple(Leaf(path, tuple(shape), jnp.dtype(dtype).name) for path, shape, dtype in like)
     if snapshot.leaves != wanted:
-        raise BrokenError("its arrays are not those of this run")
+        raise ForeignError("its arrays are not those of this run")
     sizes = [math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in wanted]
     if sum(sizes) != len(body):
         raise BrokenError(f"its arrays take {sum(sizes)} bytes, and it has {len(body)}")

@@ -3,10 +3,16 @@
     messages/RRRRRRRR/NAME.LIFE    what an island sends in a round
     decisions/RRRRRRRR             whose messages count, in order: created once, by whoever is first
     snapshots/RRRRRRRR             parameters and outer state as a round begins, now and then
+    lives/NAME.NNNNNNNN            whose the n-th life of an island is: created once, as it joins
 
 Two islands that cannot see each other may both propose, but one decision alone can be created. All
 read the one that stands, whoever made it: a request may fail after it was carried out, or arrive
 twice. So members need no clock in common, no leader and no list of members.
+
+A read may be damaged, though the object is whole. So what can't be read is read again, and nobody
+acts on it: a decision is known whole, or it is not known. A store may be another one for a while,
+such as the empty folder where a share was mounted. So an island believes a decision of its own only
+if the store still has the decision before.
 
 Decisions are kept for ever: 200 bytes, and 175 a member, are the log of a round. If old ones were
 deleted, an island that slept for long could decide such a round a second time. Messages and older
@@ -17,6 +23,7 @@ import collections
 import dataclasses
 import math
 import re
+import secrets
 import warnings
 
 import numpy as np
@@ -29,7 +36,7 @@ from jaxsparse.islands.records import (
     checksum,
     words_of,
 )
-from jaxsparse.islands.store import NAME, Objects, not_shown
+from jaxsparse.islands.store import NAME, Objects, UnreachableError, not_shown
 
 _KEPT = 2  # snapshots
 _ROUND = re.compile("[0-9]{8,15}")
@@ -54,7 +61,6 @@ class Rounds:
     Args:
         store: the store.
         name: this island.
-        life: a random number of this process.
         settings: digest that all members share, see `records.Record`.
         words: number of words of a message.
         quorum: the least number of messages that count in a round.
@@ -63,14 +69,15 @@ class Rounds:
         allowed: names of the islands that may take part, or None for all.
 
     Attributes:
+        life: the word of this island's life, see `begin_life`. Later lives have greater words.
         is_listed: whether the last list of a round's messages had this island's own.
+        lacks: whom a quorum still needs after the grace, in words, or None.
     """
 
     def __init__(
         self,
         store: Objects,
         name: str,
-        life: str,
         *,
         settings: str,
         words: int,
@@ -78,18 +85,36 @@ class Rounds:
         grace: float,
         allowed: frozenset[str] | None = None,
     ) -> None:
-        self.store, self.name, self.life = store, name, life
+        self.store, self.name, self.life = store, name, ""
         self.settings, self.words = settings, words
         self.quorum, self.grace, self._allowed = quorum, grace, allowed
         self._good: dict[str, _Read] = {}  # by key, of the round that is awaited
-        self._bad: set[str] = set()
+        # How often one was looked at that is not good, and why it is not.
+        self._bad: dict[str, tuple[int, str]] = {}
         # Of a round: who was in time in the last one, and who of the others has another chance.
         self._expected: tuple[int, set[str], set[str]] = (-1, set(), set())
         # In how many rounds members were late, since they were last in time.
         self._late: dict[str, int] = {}
-        self._last: Decision | None = None  # the last one that was read
+        self._decisions: dict[int, Decision] = {}  # the last ones that were read, by round
         self.is_listed = False
-        self._newest = -1  # the newest round whose decision was read
+        self.lacks: str | None = None
+
+    def begin_life(self) -> None:
+        """Takes the next number among this island's lives, so that later lives are known as such.
+
+        Clocks don't tell: that of a machine that took over may be behind.
+
+        Raises:
+            UnreachableError: the store does not show what it was given. Try again.
+        """
+        word = secrets.token_hex(4)
+        listed = (pair for pair in _pairs(self.store, "lives") if pair[0] == self.name)
+        number = max((int(n) + 1 for _, n in listed if _ROUND.fullmatch(n)), default=0)
+        key = f"lives/{self.name}.{number:08d}"
+        self.store.create(key, word.encode())
+        if self.store.get(key) != word.encode():  # another one was faster, or the list is old
+            raise not_shown(self.store, f"the object {key} that it was given")
+        self.life = f"{number:08d}-{word}"
 
     def post(
         self,
@@ -104,41 +129,66 @@ class Rounds:
         """Sends this island's message. A second time it changes nothing."""
         message = Message(round, self.settings, self.name, self.life, weight, digest, late, loss)
         data = message.to_bytes(np.ascontiguousarray(words, "<u4").tobytes())
-        if self.store.create(self._message_key(round, self.name, self.life), data):
+        key = self._message_key(round, self.name, self.life)
+        if self.store.create(key, data):
             # What others read is what the store has taken, so it need not be read again.
-            self._take(data, round, self.name, self.life)
+            self._good[key] = self._checked(data, round, self.name, self.life)
 
     def decided(self, round: int) -> Decision | None:
         """The decision of a round, or None as long as there is none.
 
-        A decision that can't be read has no members. All islands read the same, and go on.
-
         Raises:
-            UnreachableError: there is none, although this island has seen one of this round or a
-                later one. In a round that is over it would post, and decide, a second time.
+            UnreachableError: it can't be read. Or there is none, although this island has seen one
+                of this round or a later one. In a round that is over it would post, and decide, a
+                second time.
         """
-        if self._last is not None and self._last.round == round:
-            return self._last  # it never changes
-        data = self.store.get(decision_key(round))
-        if data is None and round <= self._newest:
-            was_there = f"although that of round {self._newest} was there"
+        if (known := self._decisions.get(round)) is not None:
+            return known  # it never changes
+        decision = self._decision(round)
+        newest = max(self._decisions, default=-1)
+        if decision is None and round <= newest:
+            was_there = f"although that of round {newest} was there"
             raise not_shown(self.store, f"the decision of round {round}, {was_there}")
+        if decision is not None:
+            self._decisions = {r: d for r, d in self._decisions.items() if r >= round - 1}
+            self._decisions[round] = decision
+        return decision
+
+    def _decision(self, round: int) -> Decision | None:
+        """What the store shows now."""
+        data = self.store.get(decision_key(round))
         if data is None:
             return None
-        self._newest = max(self._newest, round)
         try:
             decision = Decision.from_bytes(data, round, self.settings)[0]
             for name in decision.lives:
                 self._check_name(name)
-            self._last = decision
         except BrokenError as error:
-            warnings.warn(
-                f"the decision of round {round} can't be read: {error}. So nobody's message counts "
-                "in this round, and all keep theirs",
-                stacklevel=2,
+            raise UnreachableError(
+                f"{self.store} shows a decision of round {round} that can't be read: {error}. "
+                f"Islands read it again. If {decision_key(round)} is broken in the store, delete "
+                "it: none has gone by it, and they decide anew"
+            ) from None
+        return decision
+
+    def _see_before(self, round: int) -> None:
+        """Sees that the store is the run's, and has what a decision of this round follows.
+
+        Raises:
+            UnreachableError: it is not, or has not. Then what was read of this round is forgotten.
+        """
+        known = self._decisions.pop(round, None)
+        before = self._decision(round - 1) if round else None
+        if not round and not self.snapshots():
+            raise not_shown(self.store, "any snapshot of its run")
+        if round and (before is None or self._decisions.get(round - 1, before) != before):
+            raise not_shown(
+                self.store,
+                f"the decision of round {round - 1} that {self.name} went by, so that it decides "
+                "nothing there (is the folder mounted?)",
             )
-            self._last = Decision(round, self.settings, (), "", "", 0.0, self.words)
-        return self._last
+        if known is not None:
+            self._decisions[round] = known
 
     def advance(self, round: int, waited: float, took: float = math.inf) -> Decision | None:
         """The decision of a round, which this island makes if it is time. Else None.
@@ -150,11 +200,16 @@ class Rounds:
                 another chance: they take twice as long, or more.
 
         Raises:
-            UnreachableError: it has made one, and the store shows none.
+            UnreachableError: it has made one, and the store shows none, or not the one before. Or a
+                quorum needs messages that can't be read.
         """
-        decision = self.decided(round)
-        if decision is not None:
-            return decision
+        decision = self.decided(round) or self._decide(round, waited, took)
+        if decision is not None and decision.by == self.name:
+            self._see_before(round)
+        return decision
+
+    def _decide(self, round: int, waited: float, took: float) -> Decision | None:
+        """Makes a decision if it is time. Returns the one that stands."""
         found = self._posted(round)
         if self._expected[0] != round:
             last = self.decided(round - 1) if round else None
@@ -163,8 +218,13 @@ class Rounds:
         here = {each.message.name for each in found}
         has_waited = chances <= here or waited >= took
         is_complete = bool(in_time) and in_time <= here and has_waited
+        if len(found) < self.quorum and waited >= self.grace:
+            self._tell_lack(round, here)
         if len(found) < self.quorum or not (is_complete or waited >= self.grace):
             return None
+        self._see_before(round)
+        for key, (_, why) in self._bad.items():
+            warnings.warn(f"the message {key} is left out: {why}", stacklevel=5)
         digests = collections.Counter(each.message.digest for each in found)
         decision = Decision(
             round,
@@ -180,10 +240,28 @@ class Rounds:
             self.words,
         )
         self.store.create(decision_key(round), decision.to_bytes())
-        decision = self.decided(round)  # what stands there, whoever made it
-        if decision is None:
+        stands = self.decided(round)  # whoever made it
+        if stands is None:
             raise not_shown(self.store, f"the decision of round {round} that it was given")
-        return decision
+        return stands
+
+    def _tell_lack(self, round: int, here: set[str]) -> None:
+        """Says what a quorum lacks after the grace.
+
+        Raises:
+            UnreachableError: it lacks what is there, but can't be read.
+        """
+        names = {key.rpartition("/")[2].split(".")[0] for key in self._bad}
+        if self.is_listed and len(here | names) >= self.quorum:
+            keys = ", ".join(f"{key} ({why})" for key, (_, why) in self._bad.items())
+            raise UnreachableError(
+                f"{self.store} shows messages that can't be read, and quorum={self.quorum} needs "
+                f"them: {keys}. If they are broken in the store, delete them"
+            )
+        self.lacks = (
+            f"round {round} has messages of {len(here)} islands ({', '.join(sorted(here))}), and "
+            f"waits for others: quorum={self.quorum}"
+        )
 
     def _awaited(self, last: Decision) -> tuple[set[str], set[str]]:
         """Whom to wait for after a decision, once it has counted who was late in it.
@@ -229,6 +307,7 @@ class Rounds:
             found.append(good.words)
         self._good.clear()
         self._bad.clear()
+        self.lacks = None
         return found
 
     def snapshots(self) -> list[int]:
@@ -245,37 +324,51 @@ class Rounds:
         # A later round is none of this run, or this island is behind: neither makes these old.
         rounds = [each for each in self.snapshots() if each <= round]
         old, kept = rounds[:-_KEPT], rounds[-_KEPT:]
-        if old:
-            for each in range(old[0], kept[0]):
-                self.store.delete(
-                    [_folder(each) + "/" + key for key in self.store.names(_folder(each))]
-                )
-            # Last, so that what an interruption left is found the next time.
-            self.store.delete([_snapshot_key(each) for each in old])
+        if not old:
+            return
+        # Folders go from the oldest to the newest, and snapshots last. So what an interruption left
+        # is found the next time, in the rounds right before the snapshots that are kept. A snapshot
+        # that came back from long ago has nobody list all rounds since.
+        folders = []
+        for each in range(kept[0] - 1, old[0] - 1, -1):
+            keys = [_folder(each) + "/" + key for key in self.store.names(_folder(each))]
+            if not keys:
+                break
+            folders.append(keys)
+        for keys in reversed(folders):
+            self.store.delete(keys)
+        self.store.delete([_snapshot_key(each) for each in old])
 
     def _posted(self, round: int) -> list[_Read]:
         """The good messages of a round, one for each island, by name."""
         by_name, there = {}, posted(self.store, round)
         self.is_listed = (self.name, self.life) in there
-        for name, life in there:  # of two lives, the last in the order of keys
+        for name, life in there:  # of two lives, the later one
             key = self._message_key(round, name, life)
-            if key not in self._good and key not in self._bad:
-                data = self.store.get(key)
-                if data is None:
-                    continue
-                self._take(data, round, name, life)
+            if key not in self._good:
+                self._look_at(key, round, name, life)
             if key in self._good:
                 by_name[name] = self._good[key]
         return [by_name[name] for name in sorted(by_name)]
 
-    def _take(self, data: bytes, round: int, name: str, life: str) -> None:
-        """Keeps a message if it is good, and tells if it is not."""
-        key = self._message_key(round, name, life)
+    def _look_at(self, key: str, round: int, name: str, life: str) -> None:
+        """Reads a message, and keeps it if it is good.
+
+        One that is not is read again at looks 2, 4, 8 and so on: messages are large.
+        """
+        looks, why = self._bad.get(key, (0, ""))
+        if looks & (looks + 1):
+            self._bad[key] = looks + 1, why
+            return
+        data = self.store.get(key)
+        if data is None:
+            self._bad[key] = 0, "it is listed, and not there"
+            return
         try:
             self._good[key] = self._checked(data, round, name, life)
+            self._bad.pop(key, None)
         except BrokenError as error:
-            self._bad.add(key)
-            warnings.warn(f"the message {key} is left out: {error}", stacklevel=5)
+            self._bad[key] = looks + 1, str(error)
 
     def _check_name(self, name: str) -> None:
         if self._allowed is not None and name not in self._allowed:
@@ -299,7 +392,12 @@ def _is_power_of_four(n: int) -> bool:
 
 def posted(store: Objects, round: int) -> list[tuple[str, str]]:
     """Names and lives of the messages of a round, sorted. Other objects are not ours."""
-    pairs = [key.split(".") for key in store.names(_folder(round))]
+    return _pairs(store, _folder(round))
+
+
+def _pairs(store: Objects, folder: str) -> list[tuple[str, str]]:
+    """The two parts of names in a folder, sorted."""
+    pairs = [key.split(".") for key in sorted(store.names(folder))]
     return [
         (pair[0], pair[1])
         for pair in pairs

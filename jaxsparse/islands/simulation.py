@@ -37,7 +37,6 @@ _ENDS: dict[What, What | None] = {
     "kill": "start", "stop": "go", "cut": "mend", "deafen": "mend", "delay": "mend",
     "repeat": "mend", "lose": "mend", "stale": "mend", "jump": None,
 }  # fmt: skip
-_LONG = 1e9  # seconds: no clock jumps back so far
 _TAKE_SECONDS = ("delay", "repeat", "jump")
 
 
@@ -471,12 +470,10 @@ def simulate(
     now = 0.0
     store = VirtualStore(latency, bandwidth, lambda: now)
     arithmetic = Arithmetic(outer, params or params_of, mixing)
-    lives, ahead = itertools.count(), dict.fromkeys(batches, 0.0)  # by so much, clocks are
+    ahead = dict.fromkeys(batches, 0.0)  # by so much, clocks are
     links = {name: _Link(store, name) for name in batches}
 
     def member(name: str, beside: Beside) -> Member:
-        own_clock = lambda: now + ahead[name]
-        # As in a real run, lives are in the order of clocks, which may not be that of lives.
         return Member(
             arithmetic,
             links[name],
@@ -486,9 +483,8 @@ def simulate(
             snapshots=snapshots,
             round_seconds=round_seconds,
             late_decay=late_decay,
-            clock=own_clock,
+            clock=lambda: now + ahead[name],
             beside=beside,
-            new_life=lambda: f"{int(1e3 * (own_clock() + _LONG)):016d}-{next(lives)}",
         )
 
     islands = {name: _Island(functools.partial(member, name), state) for name in batches}

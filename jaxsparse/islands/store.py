@@ -72,7 +72,9 @@ class Store:
         ModuleNotFoundError: obstore is not installed.
         ValueError: the URL or an option is not known to obstore. From `create` and `names`: the
             bucket does not exist.
-        PermissionError: from all operations, the server refuses these credentials.
+        PermissionError: from all operations, the server refuses these credentials. Once an
+            operation has succeeded, such an answer is taken for one that will pass, as after a jump
+            of the clock, or while a token is renewed: it is an `UnreachableError`.
 
     >>> store = Store("memory://")
     >>> store.create("a/b", b"first"), store.create("a/b", b"second"), store.get("a/b")
@@ -112,71 +114,91 @@ class Store:
         except (obstore.exceptions.BaseError, ValueError, TypeError, OSError) as error:
             raise ValueError(f"url={self.url!r} is no store: {_first_line(error)}") from error
         self._obstore = obstore
+        errors = obstore.exceptions
+        self._conflicts = errors.AlreadyExistsError, errors.PreconditionError
+        self._refusals = errors.PermissionDeniedError, errors.UnauthenticatedError
         # What no second attempt mends.
         self._final = (
-            obstore.exceptions.PermissionDeniedError,
-            obstore.exceptions.UnauthenticatedError,
-            obstore.exceptions.NotSupportedError,
-            obstore.exceptions.InvalidPathError,
-            obstore.exceptions.UnknownConfigurationKeyError,
+            errors.NotSupportedError,
+            errors.InvalidPathError,
+            errors.UnknownConfigurationKeyError,
         )
+        self._worked = set[str]()  # operations that have succeeded
 
     def __repr__(self) -> str:
         return f"Store({self.url!r})"
 
     def create(self, key: str, data: bytes) -> bool:
         """See `Objects`."""
-        errors = self._obstore.exceptions
         try:
-            self._tried(self._obstore.put, key, data, mode="create", use_multipart=False)
-        except (errors.AlreadyExistsError, errors.PreconditionError):
+            self._tried("create", self._obstore.put, key, data, mode="create", use_multipart=False)
+        except FileNotFoundError as error:
+            raise self._gone("create", error) from None
+        except self._conflicts:
             # S3 answers 409 for "try again", too, if a delete or another create came between
             # (ConditionalRequestConflict). obstore makes one error of 409 and 412.
             try:
-                self._tried(self._obstore.head, key)
+                self._tried("head", self._obstore.head, key)
             except FileNotFoundError:
                 raise UnreachableError(f"{self} did not take {key!r}, which is not there") from None
             return False
-        except FileNotFoundError as error:
-            raise ValueError(f"{self} is not there: {_first_line(error)}") from None
         return True
 
     def get(self, key: str) -> bytes | None:
         """See `Objects`."""
+        read = lambda store, key: bytes(self._obstore.get(store, key).bytes())
         try:
-            return self._tried(lambda store, key: bytes(self._obstore.get(store, key).bytes()), key)
+            return self._tried("get", read, key)
         except FileNotFoundError:
             return None
 
     def names(self, folder: str) -> list[str]:
         """See `Objects`."""
         listed = lambda store, folder: self._obstore.list_with_delimiter(store, folder)["objects"]
-        return sorted(found["path"].rsplit("/", 1)[-1] for found in self._tried(listed, folder))
+        try:
+            found = self._tried("names", listed, folder)
+        except FileNotFoundError as error:
+            raise self._gone("names", error) from None
+        return sorted(each["path"].rsplit("/", 1)[-1] for each in found)
 
     def delete(self, keys: list[str]) -> None:
         """See `Objects`."""
         try:
-            self._tried(self._obstore.delete, keys)  # S3 takes 1,000 in a request
+            self._tried("delete", self._obstore.delete, keys)  # S3 takes 1,000 in a request
         except FileNotFoundError:  # a folder's, which may have left the others
             for key in keys:
                 with contextlib.suppress(FileNotFoundError):
-                    self._tried(self._obstore.delete, key)
+                    self._tried("delete", self._obstore.delete, key)
 
-    def _tried(self, operation: Any, *args: Any, **options: Any) -> Any:
-        errors = self._obstore.exceptions
+    def _tried(self, verb: str, operation: Any, *args: Any, **options: Any) -> Any:
+        """What an operation returns.
+
+        Raises:
+            FileNotFoundError: the server says 404, maybe at a second try of obstore's own.
+        """
         try:
-            return operation(self._store, *args, **options)
-        except (errors.AlreadyExistsError, errors.PreconditionError, FileNotFoundError):
+            found = operation(self._store, *args, **options)
+        except FileNotFoundError:
             raise
-        except (errors.BaseError, OSError) as error:
-            # Of a list, obstore tells in words alone that the server refuses it, or has no bucket.
-            found = _STATUS.search(str(error))
-            status = found[1] if found else None
-            if isinstance(error, self._final) or status in ("401", "403"):
-                raise PermissionError(f"{self} refuses {args[0]!r}: {_first_line(error)}") from None
+        except (self._obstore.exceptions.BaseError, OSError) as error:
+            if verb == "create" and isinstance(error, self._conflicts):
+                raise
+            # Of a list, and of a second try, obstore tells the server's answer in words alone.
+            match = _STATUS.search(str(error))
+            status = match[1] if match else None
             if status == "404":
-                raise ValueError(f"{self} is not there: {_first_line(error)}") from None
+                raise FileNotFoundError(_first_line(error)) from None
+            is_refused = isinstance(error, self._refusals) or status in ("401", "403")
+            if isinstance(error, self._final) or (is_refused and verb not in self._worked):
+                raise PermissionError(f"{self} refuses {args[0]!r}: {_first_line(error)}") from None
             raise UnreachableError(f"{self} does not answer: {_first_line(error)}") from None
+        self._worked.add(verb)
+        return found
+
+    def _gone(self, verb: str, error: FileNotFoundError) -> Exception:
+        """The error of a bucket that is not there, or was there and is not shown now."""
+        kind = UnreachableError if verb in self._worked else ValueError
+        return kind(f"{self} is not there: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -110,24 +110,31 @@ class Writer:
 
     def __init__(self, name: str, poll: float, patience: float) -> None:
         self._name, self._poll, self._patience = name, poll, patience
-        self._thread: threading.Thread | None = None
+        # Threads are waited for by events. CPython takes a thread for ended if an interrupt comes
+        # while it is joined.
+        self._is_idle = threading.Event()
+        self._is_idle.set()
 
     def start(self, write: Callable[[], None]) -> None:
         """Begins to write, unless the last one is still on its way: snapshots are large."""
-        if self._thread is not None and self._thread.is_alive():
+        if not self._is_idle.is_set():
             return
-        self._thread = threading.Thread(
+        self._is_idle.clear()
+        threading.Thread(
             target=self._run, args=(write,), name="islands-snapshot", daemon=True
-        )
-        self._thread.start()
+        ).start()
 
     def wait(self, seconds: float) -> None:
         """Waits until it has written, at most so long."""
-        end = time.monotonic() + seconds
-        while self._thread is not None and self._thread.is_alive() and time.monotonic() < end:
-            self._thread.join(min(1.0, max(0.0, end - time.monotonic())))  # so signals are heard
+        _wait(self._is_idle, seconds)
 
     def _run(self, write: Callable[[], None]) -> None:
+        try:
+            self._write(write)
+        finally:
+            self._is_idle.set()
+
+    def _write(self, write: Callable[[], None]) -> None:
         began, wait = time.monotonic(), self._poll
         while True:
             try:
@@ -146,6 +153,15 @@ class Writer:
             time.sleep(wait)
 
 
+def _wait(event: threading.Event, seconds: float) -> bool:
+    """Waits for an event, at most so long, and hears signals. Returns whether it is there."""
+    end = time.monotonic() + seconds
+    while not event.wait(min(1.0, max(0.0, end - time.monotonic()))):
+        if time.monotonic() >= end:
+            return False
+    return True
+
+
 class Running:
     """An exchange in a thread.
 
@@ -154,58 +170,63 @@ class Running:
     """
 
     def __init__(self, exchange: Exchange, poll: float, patience: float) -> None:
-        self.trouble: str | None = None
+        self._said: str | None = None  # the store's last error, if it did not answer since
         self._exchange = exchange
         self._poll, self._silence = poll, Silence(poll, patience)
         self._error: BaseException | None = None
-        self._is_stopped = threading.Event()
+        self._is_stopped, self._has_ended = threading.Event(), threading.Event()
+        self._has_ended.set()  # no thread is at work
         self._is_single = _may_compute_in_a_thread(exchange)
         if not self._is_single:
             exchange.prepare()
-        self._start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Starts the thread."""
         _RUNNING.add(self)
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
         if is_first():
+            self._has_ended.clear()
             self._thread.start()
 
-    def is_troubled(self) -> bool:
+    @property
+    def trouble(self) -> str | None:
+        """Why it does not go on, or None."""
+        return self._said or self._exchange.lacks
+
+    def is_silent(self) -> bool:
         """Whether the store does not answer."""
-        return self.trouble is not None
+        return self._said is not None
 
     def is_stuck(self) -> bool:
         """Waits until it is done or the store does not answer. Returns whether that is so."""
-        while self._thread.is_alive() and self.trouble is None:
-            self._thread.join(self._poll)
-        return self._thread.is_alive()
+        while not self._has_ended.wait(self._poll) and not self.is_silent():
+            pass
+        return not self._has_ended.is_set()
 
-    def stop(self, seconds: float | None = None) -> None:
-        """Ends the thread, after its present look at the store. Waits at most so long for that."""
+    def stop(self, seconds: float) -> bool:
+        """Ends the thread, after its present look at the store. Waits at most so long for that.
+
+        Returns whether it has ended.
+        """
         self._is_stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(seconds)
+        return _wait(self._has_ended, seconds)
 
     def result(self, seconds: float) -> Exchange | None:
         """The exchange, at its end. None: it has none in these seconds. Raises what ended it."""
         end = time.monotonic() + seconds
-        while led(self._has_ended, end):
-            if self._is_single or self._is_done():
+        while led(self._comes_to_its_end, end):
+            if self._exchange.is_done or (not self._is_single and self._is_done()):
                 return self._exchange
-            self._start()
+            self.start()
         return None
 
-    def _has_ended(self, end: float) -> bool:
+    def _comes_to_its_end(self, end: float) -> bool:
         """Waits for the thread until then."""
-        while self._thread.is_alive() and time.monotonic() < end:
-            self._thread.join(
-                min(1.0, max(0.0, end - time.monotonic()))
-            )  # so that signals are heard
-        if self._thread.is_alive():
+        if not _wait(self._has_ended, end - time.monotonic()):
             return False
         if self._error is not None:
             raise self._error
-        return True
+        return not self._is_stopped.is_set() or self._exchange.is_done
 
     def _is_done(self) -> bool:
         """What all processes do once the first one has seen what it needs."""
@@ -220,7 +241,7 @@ class Running:
     def _run(self) -> None:
         advance = self._exchange.advance if self._is_single else self._exchange.look
         try:
-            if self.trouble is not None:
+            if self.is_silent():
                 self._is_stopped.wait(self._silence.wait)
             while not self._is_stopped.is_set():
                 try:
@@ -232,14 +253,16 @@ class Running:
                 self._is_stopped.wait(self._silence.wait)
         except BaseException as error:  # for the thread that trains
             self._error = error
+        finally:
+            self._has_ended.set()
 
     def _note(self, error: UnreachableError | None) -> None:
         """Notes whether the store answers. Raises the error if it has not for long."""
         if error is None:
-            self.trouble = None
+            self._said = None
             self._silence.ends()
             return
-        self.trouble = str(error)
+        self._said = str(error)
         if self._silence.is_too_long(self._exchange.round):
             raise error
 

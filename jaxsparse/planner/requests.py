@@ -25,8 +25,8 @@ class Item(NamedTuple):
     """A kind of request.
 
     Attributes:
-        kind: the operation, and "messages", "decisions" or "snapshots", such as "get decisions".
-            "names" lists. "delete" stands alone.
+        kind: the operation, and "messages", "decisions", "snapshots" or "lives", such as "get
+            decisions". "names" lists. "delete" stands alone.
         requests: how many, in the mean.
         sent: bytes of objects to the store, all of these requests together.
         received: bytes of objects from it.
@@ -91,7 +91,7 @@ def objects(words: int, islands: int, params: Any, outer: Any) -> Objects:
         params: shapes and dtypes of the global parameters.
         outer: those of the outer state. What is an island's own is in no snapshot.
     """
-    name, digest, life = "amsterdam", "0" * 16, "0" * 25
+    name, digest, life = "amsterdam", "0" * 16, "0" * 17
     message = Message(1000, digest, name, life, 1.0, digest, False, 1 / 3)
     member = Member(name, life, 1.0, False, 1 / 3, "0" * 64)
     decision = Decision(1000, digest, (member,) * islands, digest, name, 1 / 3, words)
@@ -120,11 +120,12 @@ def of_a_round(islands: int, sizes: Objects, *, snapshots: int, looks: float) ->
     lists = min(2, N) / (N * S)
     return (
         # Before its message, looks in vain, one that finds a decision, and one whether the others
-        # are ahead. One that decides has looked in vain once more.
+        # are ahead. One that decides has looked in vain once more, and sees twice that the store
+        # has the decision before.
         Item(
             "get decisions",
-            looks + 3 + 1 / N,
-            received=sizes.decision + (looks + 2 + 1 / N) * NOT_THERE,
+            looks + 3 + 3 / N,
+            received=(1 + 2 / N) * sizes.decision + (looks + 2 + 1 / N) * NOT_THERE,
         ),
         Item("names messages", looks + 2 / N, received=listed * LISTED),
         Item("create messages", 1, sent=sizes.message),
@@ -149,6 +150,10 @@ def to_join(islands: int, sizes: Objects, rounds: float) -> tuple[Item, ...]:
     return (
         Item("names snapshots", 1, received=2 * LISTED),
         Item("get snapshots", 1, received=sizes.snapshot),
+        # Which of its lives this is, without former ones. Its number is a word of 8 bytes.
+        Item("names lives", 1, received=islands * LISTED),
+        Item("create lives", 1, sent=8),
+        Item("get lives", 1, received=8),
         Item("get decisions", rounds + 1, received=rounds * sizes.decision + NOT_THERE),
         Item("get messages", islands * rounds, received=islands * rounds * sizes.message),
     )
@@ -160,5 +165,7 @@ def at_start(islands: int, sizes: Objects) -> tuple[Item, ...]:
     return (
         *to_join(islands, sizes, 0),
         Item("create snapshots", share, sent=share * sizes.snapshot),
-        Item("names snapshots", 2 * share),
+        # Its second look, and those of who decides on the first round.
+        Item("names snapshots", 4 * share),
+        Item("get decisions", share, received=share * NOT_THERE),
     )
