@@ -22,7 +22,7 @@ AT_ONCE = 100  # histories of a test
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_any_history(machine):
-    histories.run(machine, 70, seed=0)
+    histories.run(machine, 30, seed=0)
 
 
 @pytest.mark.slow
