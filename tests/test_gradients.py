@@ -1,6 +1,7 @@
 """The front door: each worker's own loss, in a step that is the trainer's own `jax.jit`."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from workers import some
 
 import jaxsparse
 
@@ -69,21 +71,23 @@ def trained(value_and_grad, tx, params, batch, steps=4):
 
 @functools.cache
 def plain():
-    params, batch = problem()
+    params, batch = problem(rows=120)
     return trained(jax.value_and_grad, CLIPPED(), params, batch)
 
 
 SENT = {"dense": lambda **o: jaxsparse.dense(**o), "all": lambda **o: jaxsparse.top_k(1.0, **o)}
-SHAPES = [(8,), (3,), (1,), (4, 2), (2, 4)]
+# Numbers of workers are simulated; tuples are meshes.
+PLACES = [8, (1,), (2,), (3,), (5,), (8,), (4, 2), (2, 4)]
+USUAL = [(8, "all"), ((3,), "dense"), ((4, 2), "all")]
 
 
-@pytest.mark.parametrize("sent", SENT)
-@pytest.mark.parametrize("shape", [8, *SHAPES], ids=str)
-def test_everything_sent_is_the_trainers_own_step(shape, sent):
+@pytest.mark.parametrize("case", some(itertools.product(PLACES, SENT), USUAL), ids=str)
+def test_everything_sent_is_the_trainers_own_step(case):
+    shape, sent = case
     losses, params, _ = plain()
     workers = shape if isinstance(shape, int) else None
     mesh = None if workers else mesh_of(shape)
-    start, batch = problem(mesh)
+    start, batch = problem(mesh, rows=120)
     tx = optax.chain(SENT[sent](workers=workers), CLIPPED())
     own = functools.partial(jaxsparse.value_and_grad, workers=workers)
     found, after, _ = trained(own, tx, start, batch)
@@ -215,6 +219,7 @@ def test_models_keep_their_constraints_and_convolutions(shape):
     )
 
 
+@pytest.mark.slow
 def test_what_plain_jit_survives():
     """Modes of JAX, on a mesh: without jit, exported, donated, under a guard, as shapes alone."""
     mesh = mesh_of((4,))
@@ -233,6 +238,8 @@ def test_what_plain_jit_survives():
         chex.assert_trees_all_close(step(params, state, batch), wanted, rtol=1e-4, atol=1e-6)
     shapes = jax.eval_shape(step, params, state, batch)
     chex.assert_trees_all_equal_shapes(shapes, wanted)
+    exported = jax.export.export(jax.jit(step))(params, state, batch)
+    chex.assert_trees_all_close(exported.call(params, state, batch), wanted, rtol=1e-6)
     with jax.transfer_guard("disallow"):
         donated = jax.jit(step, donate_argnums=(0, 1))
         lowered = donated.lower(params, state, batch).compile()
