@@ -2,7 +2,7 @@
 
 Eight emulated devices act as two hosts of four. Weights and Adam's moments are sharded over the
 four devices of a host, so that each device holds a quarter of them (FSDP, ZeRO stage 3). The step
-is written as for any trainer under `jax.jit`: JAX gathers a weight where a layer needs it, and sums
+is any trainer's, under its own `jax.jit`: JAX gathers a weight where a layer needs it, and sums
 the gradients over the fast axis, "local". Three lines add jaxsparse, which exchanges each device's
 shard in four bits over the slow axis, "hosts". The data are scikit-learn's 8x8 digits, so nothing
 is downloaded:
@@ -12,6 +12,7 @@ is downloaded:
 """
 
 import argparse
+import functools
 import itertools
 from typing import Any
 
@@ -62,17 +63,6 @@ def loss_of(params: Params, batch: digits.Digits) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels).mean()
 
 
-def make_step(tx: optax.GradientTransformation):
-    def step(state: Any, batch: digits.Digits) -> tuple[Any, jax.Array]:
-        """The step of one host, given its share of the batch."""
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(loss_of)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), jax.lax.pmean(loss, "hosts")
-
-    return step
-
-
 def bytes_held(tree: Any) -> int:
     """Bytes of `tree` on one device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
@@ -99,17 +89,23 @@ def main() -> None:
         "int4": jaxsparse.quantized("int4", axis_name="hosts", delay=args.delay),
     }[args.method]
 
-    # These three lines are all that jaxsparse adds to the trainer.
-    tx = optax.chain(exchange, optax.adam(args.lr))
-    state = jaxsparse.shard((params, tx.init(params)), mesh, axis_name="hosts")
-    step = jaxsparse.data_parallel(make_step(tx), mesh, axis_name="hosts", donate_argnums=0)
+    tx = optax.chain(exchange, optax.adam(args.lr))  # 1: the exchange
+    # 2: places the whole state. Each host has a residual, sharded as the parameters are.
+    params, opt_state = jaxsparse.shard((params, tx.init(params)), mesh, axis_name="hosts")
 
-    moved = jaxsparse.wire_bytes(step, state, batches[0], mesh=mesh)
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Params, opt_state: Any, batch: digits.Digits) -> tuple[Params, Any, jax.Array]:
+        own = jaxsparse.value_and_grad(loss_of, axis_name="hosts")  # 3: not jax's
+        losses, grads = own(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, losses.mean()
+
+    moved = jaxsparse.wire_bytes(step, params, opt_state, batches[0], mesh=mesh)
     for batch in track(batches, args.method):
-        state, loss = step(state, batch)
+        params, opt_state, loss = step(params, opt_state, batch)
         loss = float(loss)  # waits: emulated devices may deadlock on queued steps
 
-    params, (feedback, *adam) = state
+    feedback, *adam = opt_state
     logits = logits_of(jax.device_get(params), test_set.images)
     accuracy = jnp.mean(logits.argmax(axis=1) == test_set.labels)
     print(f"{args.method}: train loss {loss:.4f}, test accuracy {100 * accuracy:.1f} %")
