@@ -15,6 +15,7 @@ The model reads the bytes of Python's own reference manual, so nothing is downlo
 """
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from rich.table import Table
 import jaxsparse
 
 MESH = {"hosts": 2, "fsdp": 2, "tp": 2}  # the slow axis first
+BATCH = ("hosts", "fsdp")  # axes that divide the windows of a batch
 METHODS = ("GSPMD", "dense", "int4")
 BYTES = 256  # the vocabulary
 HEADS = 4
@@ -74,13 +76,10 @@ class Transformer(nnx.Module):
         width: number of features of the residual stream.
         layers: number of blocks.
         length: largest number of bytes in a window.
-        batch_axes: mesh axes over which the windows of a batch are divided.
         rngs: random streams for the initial parameters.
     """
 
-    def __init__(
-        self, width: int, layers: int, length: int, batch_axes: tuple[str, ...], rngs: nnx.Rngs
-    ):
+    def __init__(self, width: int, layers: int, length: int, rngs: nnx.Rngs):
         # The lookup below splits windows over "fsdp". If the table's columns were split over it,
         # too, XLA would gather the table, even across hosts.
         table = sharded("fsdp", "tp")
@@ -89,12 +88,12 @@ class Transformer(nnx.Module):
         self.blocks = nnx.List([Block(width, rngs) for _ in range(layers)])
         self.norm = nnx.RMSNorm(width, rngs=rngs)
         self.output = nnx.Linear(width, BYTES, kernel_init=sharded("fsdp", "tp"), rngs=rngs)
-        self.placed = PartitionSpec(batch_axes)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Scores of the next byte: int[n, length] to float[n, length, 256]."""
         x = self.embedding[tokens] + self.positions[: tokens.shape[1]]
-        x = jax.lax.with_sharding_constraint(x, self.placed)
+        # jaxsparse takes "hosts" out, where this is the model of one host.
+        x = jax.lax.with_sharding_constraint(x, PartitionSpec(BATCH))
         for block in self.blocks:
             x = block(x)
         return self.output(self.norm(x))
@@ -117,30 +116,27 @@ def train(method: str, args: argparse.Namespace, mesh: Mesh, progress: Progress)
     """Trains a model on `mesh`, which must also be the mesh of the context."""
     is_ours = method != "GSPMD"
     tx = optax.adam(optax.warmup_cosine_decay_schedule(0, args.lr, args.steps // 10, args.steps))
+    value_and_grad: Any = jax.value_and_grad
+    if is_ours:  # two of jaxsparse's three lines
+        tx = optax.chain(exchange_of(method), tx)
+        value_and_grad = functools.partial(jaxsparse.value_and_grad, axis_name="hosts")
+
+    model = Transformer(args.width, args.layers, args.length, nnx.Rngs(args.seed))
+    graph, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
     if is_ours:
-        tx = optax.chain(exchange_of(method), tx)  # the first of jaxsparse's three lines
+        state = jaxsparse.shard(state, mesh, axis_name="hosts")  # the third
 
-    # Under jaxsparse a step is that of one host. Its constraints name only axes inside a host.
-    batch_axes = ("fsdp",) if is_ours else ("hosts", "fsdp")
-    model = Transformer(args.width, args.layers, args.length, batch_axes, nnx.Rngs(args.seed))
-    graphdef, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
-
-    def step(state: Any, windows: jax.Array) -> tuple[Any, jax.Array]:
-        model, optimizer = nnx.merge(graphdef, state)
-        loss, grads = nnx.value_and_grad(loss_of)(model, windows)
+    @functools.partial(jax.jit, donate_argnums=0)
+    def run(state: Any, windows: jax.Array) -> tuple[Any, jax.Array]:
+        model, optimizer = nnx.merge(graph, state)
+        of_model, params = nnx.split(model)
+        loss_of_params = lambda params, windows: loss_of(nnx.merge(of_model, params), windows)
+        loss, grads = value_and_grad(loss_of_params)(params, windows)
         optimizer.update(model, grads)
-        if is_ours:
-            loss = jax.lax.pmean(loss, "hosts")  # only to be reported
-        return nnx.state((model, optimizer)), loss
-
-    if is_ours:
-        state = jaxsparse.shard(state, mesh, axis_name="hosts")  # the second and the third
-        run = jaxsparse.data_parallel(step, mesh, axis_name="hosts", donate_argnums=0)
-    else:
-        run = jax.jit(step, donate_argnums=0)
+        return nnx.state((model, optimizer)), loss.mean()
 
     losses, seconds, moved = [], [], None
-    placed = NamedSharding(mesh, PartitionSpec(("hosts", "fsdp")))
+    placed = NamedSharding(mesh, PartitionSpec(BATCH))
     for windows in progress.track(batches(args), total=args.steps, description=method):
         batch = jax.device_put(windows, placed)
         moved = moved or jaxsparse.wire_bytes(run, state, batch, mesh=mesh)
