@@ -7,6 +7,7 @@ docs/hosts.md has the commands for Slurm, Open MPI, Kubernetes and bare machines
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -195,17 +196,16 @@ def exchanging_gradients(
     """Workers exchange gradients in each step."""
     tx = optax.chain(method, optax.sgd(schedule))
 
+    @functools.partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, batch: digits.Digits) -> TrainState:
-        """The step of one worker, given its share of the batch and its own residual."""
-        # local() keeps the gradients this worker's own until the method exchanges them.
-        loss, grads = jax.value_and_grad(loss_of)(jaxsparse.local(state.params), batch)
+        losses, grads = jaxsparse.value_and_grad(loss_of)(state.params, batch)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        # The loss is averaged only for reports, so a step communicates nothing but the exchange.
-        total = jaxsparse.PerWorker(state.loss.value + loss)
+        # Losses are averaged only for reports, so a step communicates nothing but the exchange.
+        total = jaxsparse.PerWorker(state.loss.value + losses)
         return TrainState(optax.apply_updates(state.params, updates), opt_state, total)
 
     state = jaxsparse.shard(TrainState(params, tx.init(params), no_loss()), mesh)
-    run = jaxsparse.data_parallel(step, mesh, donate_argnums=0).lower(state, batch).compile()
+    run = step.lower(state, batch).compile()
     return Training(
         state,
         lambda state, batch, _: run(state, batch),
