@@ -72,7 +72,11 @@ class Task(NamedTuple):
 
 
 def step_of(task: Task, exchange: Exchange) -> Callable[..., tuple[jax.Array, ...]]:
-    """The step of one worker, given all weights and its own rows."""
+    """The step of one worker, given all weights and its own rows.
+
+    The whole step is one worker's, because each differentiates weights of its own, those that its
+    rows touch. `jaxsparse.value_and_grad` would make gradients of all weights.
+    """
     columns = task.columns
 
     def loss_of(weights: jax.Array, batch: Batch) -> jax.Array:
