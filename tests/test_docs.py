@@ -13,7 +13,7 @@ from jaxsparse.systems import SYSTEMS
 ROOT = Path(__file__).parents[1]
 FOLDERS = (".", "docs", "docs/notebooks", "benchmarks", "benchmarks/*", "examples/*")
 TEXTS = {path: path.read_text() for folder in FOLDERS for path in ROOT.glob(f"{folder}/*.md")}
-PAGES = [
+PAGES = [ROOT / "README.md"] + [
     path for path in sorted(TEXTS) if path.parent == ROOT / "docs" and "```python" in TEXTS[path]
 ]
 # A block, and the comment before it if it raises or warns: "% raises: words of the message".
