@@ -68,7 +68,6 @@ METHODS: dict[str, Any] = {
     "2 bits, feedback": Quantized(QSGD(2), "nearest"),
     "2 bits, nearest, none": WithoutFeedback(Quantized(QSGD(2), "nearest")),
     "int8, feedback": QUANTIZED.reducer("int8"),
-    "int8, shared scale": QUANTIZED.reducer("int8", shared_scale=True),
     "int4, feedback": QUANTIZED.reducer("int4"),
     "int4, none": WithoutFeedback(QUANTIZED.reducer("int4")),
     "int4, rotated, feedback": QUANTIZED.reducer("int4", rotate=True),

@@ -358,14 +358,12 @@ def _qsgd(rng, size, workers):
 
 def _quantized(rng, size, workers):
     name = str(_pick(rng, *get_args(quantize.FormatName)))
-    can_share = name == "int8" or (name == "int4" and workers <= 7)
     gather = not rng.integers(4)
     return {
         "format": name,
         "group_size": int(_pick(rng, 2, 32, 256, 1024)),
         "scale": _pick(rng, *get_args(quantize.Scale)),
         "rotate": bool(not gather and rng.integers(2)),
-        "shared_scale": bool(not gather and can_share and rng.integers(2)),
         "gather": gather,
     }
 

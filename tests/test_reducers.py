@@ -155,7 +155,7 @@ def test_a_rotation_leaves_the_largest_number_finite():
     rng, largest = np.random.default_rng(0), np.finfo(np.float32).max
     shape = (4, SIZE)
     x = largest * rng.choice([-1, 1], shape) * (rng.random(shape) < 0.04)
-    reducer = Quantized(Format("int4"), "nearest", rotate=True, shared_scale=True)
+    reducer = Quantized(Format("int4"), "nearest", rotate=True)
     outcome = exchange(reducer, x, "vmap")
     assert np.all(np.isfinite(outcome.residual))
     assert np.max(outcome.residual) == largest

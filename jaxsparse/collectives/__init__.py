@@ -17,9 +17,6 @@ from jaxsparse.collectives.quantized_all_reduce import (
     quantized_all_reduce as quantized_all_reduce,
 )
 from jaxsparse.collectives.recursive_double import recursive_double as recursive_double
-from jaxsparse.collectives.shared_scale_all_reduce import (
-    shared_scale_all_reduce as shared_scale_all_reduce,
-)
 from jaxsparse.collectives.spardl import spar_reduce_scatter as spar_reduce_scatter
 from jaxsparse.collectives.sparse_ring import sparse_ring as sparse_ring
 from jaxsparse.collectives.split_allgather import split_allgather as split_allgather

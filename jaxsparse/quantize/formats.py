@@ -148,11 +148,6 @@ class Format:
         """Number of scales that a group has."""
         return means.LEVELS.get(self.name, 1)
 
-    @property
-    def is_integer(self) -> bool:
-        """Whether codes are multiples of a scale, which can be summed as they are."""
-        return self.name in ("int8", "int4")
-
     def words(self, size: int) -> int:
         """Words of 32 bits on the wire for `size` values.
 
@@ -174,25 +169,6 @@ class Format:
         """Empty, because no setting is refused."""
         return ""
 
-    def scales_of(
-        self, x: Float[Array, " d"], largest: int | None = None
-    ) -> Float[Array, " groups"]:
-        """The scales of a vector's groups, as they travel. Infinite if a value is not finite.
-
-        A group has scale 0 if its values are so small that the scale would be no normal number.
-        Not for formats whose scales are means.
-
-        Args:
-            x: vector of d elements, float32.
-            largest: the number that the largest magnitude becomes. None: the format's largest.
-        """
-        largest = _VALUES[self.name].largest if largest is None else largest
-        if largest is None:
-            return jnp.ones(-(-x.size // self.group_size), jnp.float32)
-        top = largest_magnitude(in_groups(x, self.group_size), axis=1)
-        # At the end of float32's range, scales are rounded down: no decoded value is infinite.
-        return self._as_scales(top / largest, up=True, highest=LARGEST / largest)
-
     def quantize(
         self, x: Float[Array, " d"], key: Key[Array, ""] | None, count: Int[Array, ""], size: int
     ) -> Quantized:
@@ -202,9 +178,13 @@ class Format:
             codes, levels = means.encoded(in_groups(x, self.group_size), self.name, count)
             scales = self._as_scales(levels.reshape(-1), up=False, highest=LARGEST)
             return Quantized(pack_digits(codes, means.BASES[self.name], size), scales)
-        bits, scales = int(self.bits), self.scales_of(x)  # padding with zeros changes no maximum
-        if self.is_integer:
-            packed = pack(self.integers(x, scales), bits)
+        bits, scales = int(self.bits), self._scales_of(x)  # padding with zeros changes no maximum
+        if self._is_integer:
+            limit = _VALUES[self.name].largest
+            assert limit is not None
+            # Clipped as integers, because what a NaN becomes depends on the backend.
+            integers = jnp.round(self._relative(x, scales)).astype(jnp.int32)
+            packed = pack(jnp.clip(integers, -limit, limit), bits)
         elif self.name == "e3m0":
             packed = pack_fields(_powers(self._relative(x, scales)), bits)
         else:
@@ -219,26 +199,28 @@ class Format:
             codes = unpack_digits(words, means.BASES[self.name], size)
             levels = quantized.scales.reshape(self.scales_per_group, -1)
             return means.decoded(codes, levels, self.name, self.group_size)
-        if self.is_integer:
+        if self._is_integer:
             values = unpack(words, bits, size).astype(jnp.float32)
         else:
             fields = unpack_fields(words, bits, size)
             is_powers = self.name == "e3m0"
             values = _from_powers(fields) if is_powers else from_float_bits(fields, self._dtype)
-        return self.scaled(values, quantized.scales) if self.scale_bits else values
+        return self._scaled(values, quantized.scales) if self.scale_bits else values
 
-    def integers(
-        self, x: Float[Array, " d"], scales: Float[Array, " groups"], largest: int | None = None
-    ) -> Int[Array, " d"]:
-        """Values as multiples of their scales: int32, -largest .. largest (None: the format's)."""
-        limit = _VALUES[self.name].largest if largest is None else largest
-        assert limit is not None
-        # Clipped as integers, because what a NaN becomes depends on the backend.
-        return jnp.clip(jnp.round(self._relative(x, scales)).astype(jnp.int32), -limit, limit)
+    def _scales_of(self, x: Float[Array, " d"]) -> Float[Array, " groups"]:
+        """The scales of a vector's groups, as they travel. Infinite if a value is not finite.
 
-    def scaled(
-        self, values: Float[Array, " d"], scales: Float[Array, " groups"]
-    ) -> Float[Array, " d"]:
+        A group has scale 0 if its values are so small that the scale would be no normal number.
+        Not for formats whose scales are means.
+        """
+        largest = _VALUES[self.name].largest
+        if largest is None:
+            return jnp.ones(-(-x.size // self.group_size), jnp.float32)
+        top = largest_magnitude(in_groups(x, self.group_size), axis=1)
+        # At the end of float32's range, scales are rounded down: no decoded value is infinite.
+        return self._as_scales(top / largest, up=True, highest=LARGEST / largest)
+
+    def _scaled(self, values: Float[Array, " d"], scales: Float[Array, " groups"]) -> Array:
         """Values times the scales of their groups."""
         return values * repeated(scales, self.group_size, values.size)
 
@@ -254,6 +236,10 @@ class Format:
         return lax.bitcast_convert_type(jnp.where(x < SMALLEST, jnp.uint32(0), bits), jnp.float32)
 
     @property
+    def _is_integer(self) -> bool:
+        return self.name in ("int8", "int4")
+
+    @property
     def _dtype(self) -> DTypeLike:
         dtype = _VALUES[self.name].dtype
         assert dtype is not None
@@ -262,7 +248,7 @@ class Format:
     def _relative(self, x: Float[Array, " d"], scales: Float[Array, " groups"]) -> Array:
         """Values over the scales of their groups. 0 or NaN where a scale is 0 or not finite."""
         usual = (scales > 0) & jnp.isfinite(scales)
-        return self.scaled(x, jnp.where(usual, 1 / jnp.where(usual, scales, 1), 0))
+        return self._scaled(x, jnp.where(usual, 1 / jnp.where(usual, scales, 1), 0))
 
 
 def _powers(x: Float[Array, " d"]) -> UInt32[Array, " d"]:

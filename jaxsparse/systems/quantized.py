@@ -11,7 +11,6 @@ from jaxsparse import quantize
 from jaxsparse.arrays.settings import static_bool, static_int
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.quantized_all_reduce import Teams, quantized_all_reduce
-from jaxsparse.collectives.shared_scale_all_reduce import check_format, shared_scale_all_reduce
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
@@ -53,21 +52,18 @@ class Quantized(SeededReducer):
             values, and of the sums that it owns.
         rotate: whether groups are rotated at random before the exchange, and their sums back: see
             `quantize.rotated`.
-        shared_scale: whether workers agree on scales, and sum integers: see
-            `collectives.shared_scale_all_reduce`.
         levels: teams of workers that sum first, with a quantizer of their own: see
             `collectives.quantized_all_reduce`. None: sums at one level.
 
     Raises:
         ValueError: a quantizer has no stochastic rounding, the residual could grow without bound,
-            groups can't be rotated, a scale can't be shared, or settings contradict each other.
+            or groups can't be rotated.
     """
 
     quantizer: Quantizer = QSGD()  # noqa: RUF009 - frozen
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     _: dataclasses.KW_ONLY
     rotate: bool = False
-    shared_scale: bool = False
     levels: Teams | None = None
 
     def check(self) -> None:
@@ -90,13 +86,6 @@ class Quantized(SeededReducer):
                 )
         if self.rotate:
             check_rotation(self.quantizer.group_size)
-        if self.shared_scale:
-            check_format(self.quantizer)
-        if self.shared_scale and self.levels is not None:
-            raise ValueError(
-                f"shared_scale=True with teams={self.levels.teams}: integers under a shared scale "
-                "are summed by the network's own all-reduce, which has no teams; leave out one"
-            )
 
     @property
     def conservation(self) -> Conservation:
@@ -134,9 +123,6 @@ class Quantized(SeededReducer):
         return deliver(x, result.total, result.residual, None, state, workers)
 
     def _summed(self, x: Array, key: Array | None, axis_name: str | None) -> AllReduced:
-        if self.shared_scale:
-            assert isinstance(self.quantizer, Format)
-            return shared_scale_all_reduce(x, self.quantizer, axis_name=axis_name)
         key = key if self.rounding == "stochastic" else None
         return quantized_all_reduce(
             x, self.quantizer, axis_name=axis_name, key=key, levels=self.levels
@@ -148,13 +134,13 @@ class GatheredQuantized(OneMessage, Quantized):
     """Sends everything at each step to all, quantised once. All add up the decoded vectors.
 
     That is one message, as in QSGD (Alistarh et al., 2017) and EF-signSGD. A single worker rounds,
-    too: it sends what others would read. Its attributes are those of `Quantized` without rotation,
-    shared scales and levels.
+    too: it sends what others would read. Its attributes are those of `Quantized` without rotation
+    and levels.
     """
 
     def check(self) -> None:
         super().check()
-        for name, usual in (("rotate", False), ("shared_scale", False), ("levels", None)):
+        for name, usual in (("rotate", False), ("levels", None)):
             if (value := getattr(self, name)) != usual:
                 raise ValueError(
                     f"gather=True sends one message to all, and {name}={value} is for sums on "
@@ -229,9 +215,6 @@ class _Quantized(SystemOptions):
             error of powers of two ("e3m0") larger. It divides that of "sign", "ternary" and "int2"
             by 1.4 to 2.3 where values have heavy tails. It costs three products with a matrix of
             group_size columns, a power of two.
-        shared_scale: whether workers agree on scales first, by a pmax, so that integers can be
-            summed as they are, in one psum of words of 32 bits. Only "int8" and "int4" can. More
-            workers leave fewer levels to each: see `collectives.shared_scale_all_reduce`.
         teams: number of teams of consecutive workers, such as hosts. None: sums at one level.
         inside: the format inside teams, on the way to the sums. (Sums come back in `format`.) Only
             used with `teams`.
@@ -242,8 +225,7 @@ class _Quantized(SystemOptions):
         seed: seed of the random signs.
 
     Raises:
-        ValueError: settings out of range. From `update`: too many workers for a shared scale, or
-            workers that the teams do not divide.
+        ValueError: settings out of range. From `update`: workers that the teams do not divide.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -259,7 +241,6 @@ class _Quantized(SystemOptions):
     group_size: int = 256
     scale: Scale = "bfloat16"
     rotate: bool = False
-    shared_scale: bool = False
     teams: int | None = None
     inside: FormatName = "int8"
     gather: bool = False
@@ -277,7 +258,6 @@ class _Quantized(SystemOptions):
             outside,
             "nearest",
             rotate=self.rotate,
-            shared_scale=self.shared_scale,
             levels=levels,
             seed=self.seed,
         )
@@ -286,7 +266,6 @@ class _Quantized(SystemOptions):
 quantized = transformation(_Quantized, "quantized")
 
 _ROTATED = {"format": "int4", "group_size": 64, "rotate": True}
-_SHARED = {"format": "int8", "group_size": 64, "shared_scale": True}
 _GATHERED = {"format": "int8", "group_size": 64, "gather": True}
 _TERNARY = {"format": "ternary", "group_size": 64}
 
@@ -297,7 +276,6 @@ QUANTIZED = System(
     cases={
         "": Case({"format": "int8", "group_size": 64}, {"format": "int8", "group_size": 64}),
         "rotated": Case(_ROTATED, _ROTATED),
-        "shared": Case(_SHARED, _SHARED),
         "gathered": Case(_GATHERED, _GATHERED),
         "ternary": Case(_TERNARY, _TERNARY),
     },
