@@ -36,35 +36,27 @@ from jaxsparse.quantize import (
     Quantizer,
     dequantize,
     quantize,
-    rotated,
 )
 from jaxsparse.reducers.base import Reducer
 from jaxsparse.systems import Dense
 
-# Name: quantiser, and whether groups are rotated.
-FORMATS: dict[str, tuple[Quantizer, bool]] = {
-    "bfloat16": (Format("bfloat16"), False),
-    "float16": (Format("float16"), False),
-    "float8_e4m3fn": (Format("float8_e4m3fn"), False),
-    "float8_e5m2": (Format("float8_e5m2"), False),
-    "int8": (Format("int8"), False),
-    "int8, e8m0": (Format("int8", scale="e8m0"), False),
-    "int8, rotated": (Format("int8"), True),
-    "int4": (Format("int4"), False),
-    "int4, e8m0": (Format("int4", scale="e8m0"), False),
-    "int4, groups of 32": (Format("int4", 32), False),
-    "int4, rotated": (Format("int4"), True),
-    "e3m0": (Format("e3m0"), False),
-    "e3m0, rotated": (Format("e3m0"), True),
-    "QSGD(4), to nearest": (QSGD(4, 256), False),
-    "int2": (Format("int2"), False),
-    "int2, rotated": (Format("int2"), True),
-    "ternary": (Format("ternary"), False),
-    "ternary, e8m0": (Format("ternary", scale="e8m0"), False),
-    "ternary, rotated": (Format("ternary"), True),
-    "sign": (Format("sign"), False),
-    "sign, e8m0": (Format("sign", scale="e8m0"), False),
-    "sign, rotated": (Format("sign"), True),
+FORMATS: dict[str, Quantizer] = {
+    "bfloat16": Format("bfloat16"),
+    "float16": Format("float16"),
+    "float8_e4m3fn": Format("float8_e4m3fn"),
+    "float8_e5m2": Format("float8_e5m2"),
+    "int8": Format("int8"),
+    "int8, e8m0": Format("int8", scale="e8m0"),
+    "int4": Format("int4"),
+    "int4, e8m0": Format("int4", scale="e8m0"),
+    "int4, groups of 32": Format("int4", 32),
+    "e3m0": Format("e3m0"),
+    "QSGD(4), to nearest": QSGD(4, 256),
+    "int2": Format("int2"),
+    "ternary": Format("ternary"),
+    "ternary, e8m0": Format("ternary", scale="e8m0"),
+    "sign": Format("sign"),
+    "sign, e8m0": Format("sign", scale="e8m0"),
 }
 DATA = {
     "normal": lambda rng, shape: rng.standard_normal(shape),
@@ -76,18 +68,16 @@ LEVELS_DATA: dict[str, Any] = {
     "Laplace": lambda rng, shape: rng.laplace(size=shape),
     "t3": lambda rng, shape: rng.standard_t(3, shape),
 }
-KEY = 0
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "rotate"))
-def encode(x: jax.Array, spec: Quantizer, rotate: bool) -> Quantized:
-    y = rotated(x, spec.group_size, jax.random.key(KEY)) if rotate else x
-    return quantize(y, spec, None)
+@functools.partial(jax.jit, static_argnames="spec")
+def encode(x: jax.Array, spec: Quantizer) -> Quantized:
+    return quantize(x, spec, None)
 
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnums=0)
 def add_decoded(total: jax.Array, values: Quantized, spec: Quantizer) -> jax.Array:
-    """Adds decoded values to a sum. Sums stay rotated, so decoding rotates nothing back."""
+    """Adds decoded values to a sum."""
     return total + dequantize(values, spec, total.size)
 
 
@@ -100,11 +90,10 @@ def exchange(residual: jax.Array, x: jax.Array, state: Any, reducer: Reducer) ->
     return reduced.residual, reduced.mean, reduced.state
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "rotate"))
-def error(x: jax.Array, spec: Quantizer, rotate: bool) -> jax.Array:
-    y = rotated(x, spec.group_size, jax.random.key(KEY)) if rotate else x
-    found = dequantize(quantize(y, spec, None), spec, y.size)
-    return jnp.linalg.norm(found - y) / jnp.linalg.norm(x)
+@functools.partial(jax.jit, static_argnames="spec")
+def error(x: jax.Array, spec: Quantizer) -> jax.Array:
+    found = dequantize(quantize(x, spec, None), spec, x.size)
+    return jnp.linalg.norm(found - x) / jnp.linalg.norm(x)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -155,9 +144,7 @@ def formats(args: argparse.Namespace) -> list[dict[str, Any]]:
         return buffers["x * 2"]
 
     def decode(name: str, values: Quantized) -> jax.Array:
-        spec, rotate = FORMATS[name]
-        assert not rotate or x.size % spec.group_size == 0
-        buffers[name] = add_decoded(buffers[name], values, spec)
+        buffers[name] = add_decoded(buffers[name], values, FORMATS[name])
         return buffers[name]
 
     def exchanged(name: str, reducer: Reducer) -> Any:
@@ -168,10 +155,10 @@ def formats(args: argparse.Namespace) -> list[dict[str, Any]]:
     dense = Dense()
     carried = {"dense": (jnp.zeros_like(x), x * 1, dense.init(x.size))}
     runs["dense exchange"] = functools.partial(exchanged, "dense", dense)
-    for name, (spec, rotate) in chosen.items():
-        runs[f"{name} encode"] = functools.partial(encode, x, spec, rotate)
-        runs[f"{name} decode"] = functools.partial(decode, name, encode(x, spec, rotate))
-        reducer = systems.Quantized(spec, "nearest", rotate=rotate)
+    for name, spec in chosen.items():
+        runs[f"{name} encode"] = functools.partial(encode, x, spec)
+        runs[f"{name} decode"] = functools.partial(decode, name, encode(x, spec))
+        reducer = systems.Quantized(spec, "nearest")
         carried[name] = (jnp.zeros_like(x), x * 1, reducer.init(x.size))
         runs[f"{name} exchange"] = functools.partial(exchanged, name, reducer)
     seconds = timing.interleaved(runs, args.repeats)
@@ -180,12 +167,12 @@ def formats(args: argparse.Namespace) -> list[dict[str, Any]]:
         {
             "format": name,
             "bits": 32 * spec.words(args.size) / args.size,
-            **{f"error_{of}": float(error(x, spec, rotate)) for of, x in data.items()},
+            **{f"error_{of}": float(error(x, spec)) for of, x in data.items()},
             "encode": middle[f"{name} encode"] / middle["x * 2"],
             "decode": middle[f"{name} decode"] / middle["x * 2"],
             "exchange": middle[f"{name} exchange"] / middle["x * 2"],
         }
-        for name, (spec, rotate) in chosen.items()
+        for name, spec in chosen.items()
     ] + [{"format": "dense", "exchange": middle["dense exchange"] / middle["x * 2"]}]
 
 
@@ -207,7 +194,7 @@ def least_errors(args: argparse.Namespace) -> list[dict[str, Any]]:
             energy = np.sum(magnitudes**2)
             least = np.sqrt(1 - np.sum(explained.max(axis=1)) / energy)
             spec = Format(name, scale="float32")
-            found = float(error(jnp.asarray(x.reshape(-1), jnp.float32), spec, False))
+            found = float(error(jnp.asarray(x.reshape(-1), jnp.float32), spec))
             results.append({"format": name, "data": of, "error": found, "least": float(least)})
     return results
 

@@ -17,7 +17,6 @@ from jaxsparse.arrays.stream import SparseStream, to_dense
 _BLOCK = 256
 _FORMS_SIZE = 22  # 2^22: with 2^27, loops over tiles would take most of a GPU's time
 _QSGD = quantize.QSGD(4)
-_INT4 = quantize.Format("int4")
 _CHUNK_K, _CHUNK_SIZE = 64, 4096
 _CHUNKS = codecs.EliasFano()
 
@@ -157,15 +156,6 @@ KERNELS = {
     "pack": Kernel(
         lambda i: 4 * i.size + i.size * _QSGD.bits / 8,
         lambda i: (lambda levels: quantize.pack(levels, _QSGD.bits), (i.levels,)),
-    ),
-    "int4, rotated": Kernel(
-        lambda i: 4 * i.size + i.size / 2,
-        lambda i: (
-            lambda x, key: quantize.quantize(
-                quantize.rotated(x, _INT4.group_size, key), _INT4, None
-            ),
-            (i.x, i.key),
-        ),
     ),
     "group_top_k": Kernel(
         lambda i: 4 * i.size + 8 * _entries(i), lambda i: (_of_chunks, (i.x,)), 10

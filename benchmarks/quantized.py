@@ -70,8 +70,6 @@ METHODS: dict[str, Any] = {
     "int8, feedback": QUANTIZED.reducer("int8"),
     "int4, feedback": QUANTIZED.reducer("int4"),
     "int4, none": WithoutFeedback(QUANTIZED.reducer("int4")),
-    "int4, rotated, feedback": QUANTIZED.reducer("int4", rotate=True),
-    "int4, rotated, none": WithoutFeedback(QUANTIZED.reducer("int4", rotate=True)),
     "e3m0, feedback": QUANTIZED.reducer("e3m0"),
     "e3m0, none": WithoutFeedback(QUANTIZED.reducer("e3m0")),
     "bfloat16": QUANTIZED.reducer("bfloat16"),

@@ -137,8 +137,6 @@ class Program:
         """How many times larger an element of a projection may be than the projected elements."""
         if self.name == "demo":  # which projects tiles
             return float(self.settings["chunk"])
-        if self.settings.get("rotate"):
-            return math.sqrt(self.settings["group_size"])
         if self.name != "powersgd":
             return 1.0
         sides = [n for leaf in self.leaves if leaf.shape for n in _sides(leaf.shape)]
@@ -358,13 +356,11 @@ def _qsgd(rng, size, workers):
 
 def _quantized(rng, size, workers):
     name = str(_pick(rng, *get_args(quantize.FormatName)))
-    gather = not rng.integers(4)
     return {
         "format": name,
         "group_size": int(_pick(rng, 2, 32, 256, 1024)),
         "scale": _pick(rng, *get_args(quantize.Scale)),
-        "rotate": bool(not gather and rng.integers(2)),
-        "gather": gather,
+        "gather": bool(not rng.integers(4)),
     }
 
 
@@ -700,8 +696,8 @@ def check(program: Program, data: Data, outcome) -> None:
 
     Where elements share a scale, A is twice the sum of the workers' largest elements. Where
     elements are projected together (`Program.spread`), the bound is also multiplied by the square
-    root of their number: a projection keeps the length of a row, column, tile or group, but may put
-    it all into one element.
+    root of their number: a projection keeps the length of a row, column or tile, but may put it
+    all into one element.
 
     v + u and u are clipped to float32, and where sums over workers overflow, some systems clip. No
     state ever holds an inf or NaN. A step with finite gradients is skipped only if those of an
@@ -781,7 +777,6 @@ def _check_step(program, gradients, update, before, after):
     is_published = program.settings.get("quantizer") == "published"
     # Sketches, signs, products and transforms. Add each new system that uses one of these.
     mixes = program.name in ("s2_reducer", "sign_sgd", "powersgd", "demo")
-    mixes |= bool(program.settings.get("rotate"))
     mixes |= program.settings.get("format") in ("sign", "int2")  # zero counts as positive
     if not mixes and not is_published:
         something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))

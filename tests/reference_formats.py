@@ -101,13 +101,6 @@ def rounded(x, name, group_size, scale="float32"):
     return found, unclear
 
 
-def rotation(size, signs):
-    """H D / sqrt(n). An entry of H is negative if row and column share an odd number of bits."""
-    rows, columns = np.ogrid[:size, :size]
-    parity = np.vectorize(lambda n: n.bit_count() % 2)((rows & columns).astype(object))
-    return (1 - 2 * parity.astype(np.float64)) * signs / np.sqrt(size)
-
-
 def range_size(size, workers, group_size):
     """ceil(d / W) values, or whole groups of them if these are at most a 64th more."""
     least = -(-size // workers)

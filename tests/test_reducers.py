@@ -10,12 +10,10 @@ from jaxsparse import codecs
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.spardl import largest_sums
-from jaxsparse.quantize import Format
 from jaxsparse.reducers.base import deliver_streams
 from jaxsparse.systems import (
     GTopK,
     OkTopk,
-    Quantized,
     SketchedSGD,
     SparDL,
     TrueTopK,
@@ -148,17 +146,6 @@ def test_sums_that_overflow_on_the_way_leave_finite_residuals(name):
     error = np.abs(np.float64(x).sum(0) - workers * mean[0] - residual.sum(0))
     assert np.count_nonzero(error > 1e-5 * largest) <= 2
     assert np.all(error <= workers * largest)
-
-
-def test_a_rotation_leaves_the_largest_number_finite():
-    """Some of these numbers, rotated there and back, round up."""
-    rng, largest = np.random.default_rng(0), np.finfo(np.float32).max
-    shape = (4, SIZE)
-    x = largest * rng.choice([-1, 1], shape) * (rng.random(shape) < 0.04)
-    reducer = Quantized(Format("int4"), "nearest", rotate=True)
-    outcome = exchange(reducer, x, "vmap")
-    assert np.all(np.isfinite(outcome.residual))
-    assert np.max(outcome.residual) == largest
 
 
 def test_a_clipped_sum_is_shared_by_its_holders():

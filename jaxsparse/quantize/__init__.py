@@ -3,7 +3,6 @@
 A quantiser is a frozen dataclass of settings: `Format` (integers, floats, powers of two, and means
 of magnitudes in 1 to 2 bits) or `QSGD` (its paper's roundings and scales). `quantize` and
 `dequantize` take both.
-`rotated` spreads large values over their group first, and `rotated_back` is its inverse.
 `check_feedback` refuses settings whose error must not be fed back. `entry_values` packs the values
 of sparse entries, whose indices travel beside them.
 """
@@ -29,7 +28,6 @@ from jaxsparse.quantize.quantizer import (
     quantize as quantize,
     to_message as to_message,
 )
-from jaxsparse.quantize.rotation import rotated as rotated, rotated_back as rotated_back
 
 __all__ = [
     "QSGD",
@@ -46,8 +44,6 @@ __all__ = [
     "from_message",
     "pack",
     "quantize",
-    "rotated",
-    "rotated_back",
     "to_message",
     "unpack",
 ]

@@ -9,23 +9,12 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import quantize
 from jaxsparse.arrays.settings import static_bool, static_int
-from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.quantized_all_reduce import Teams, quantized_all_reduce
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.quantize import (
-    QSGD,
-    Format,
-    FormatName,
-    Quantizer,
-    Scale,
-    check_feedback,
-    rotated,
-    rotated_back,
-)
+from jaxsparse.quantize import QSGD, Format, FormatName, Quantizer, Scale, check_feedback
 from jaxsparse.quantize.quantizer import cut, padded, sent_size
-from jaxsparse.quantize.rotation import check_rotation
 from jaxsparse.reducers.base import (
     Conservation,
     Owed,
@@ -50,20 +39,17 @@ class Quantized(SeededReducer):
         rounding: "stochastic" is unbiased and drops its error, as in QSGD (Alistarh et al., 2017).
             "nearest" is deterministic and keeps its errors in the residual: those of this worker's
             values, and of the sums that it owns.
-        rotate: whether groups are rotated at random before the exchange, and their sums back: see
-            `quantize.rotated`.
         levels: teams of workers that sum first, with a quantizer of their own: see
             `collectives.quantized_all_reduce`. None: sums at one level.
 
     Raises:
-        ValueError: a quantizer has no stochastic rounding, the residual could grow without bound,
-            or groups can't be rotated.
+        ValueError: a quantizer has no stochastic rounding, or the residual could grow without
+            bound.
     """
 
     quantizer: Quantizer = QSGD()  # noqa: RUF009 - frozen
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     _: dataclasses.KW_ONLY
-    rotate: bool = False
     levels: Teams | None = None
 
     def check(self) -> None:
@@ -84,8 +70,6 @@ class Quantized(SeededReducer):
                 raise ValueError(
                     f"rounding='stochastic', but {one} is deterministic: use 'nearest'"
                 )
-        if self.rotate:
-            check_rotation(self.quantizer.group_size)
 
     @property
     def conservation(self) -> Conservation:
@@ -97,36 +81,21 @@ class Quantized(SeededReducer):
         """There is no budget."""
         return False
 
-    @property
-    def _draws(self) -> bool:
-        return self.rotate or self.rounding == "stochastic"
-
     def init(self, size: int) -> Any:
-        """The number of exchanges so far, for random signs and rounding, or no state."""
-        return jnp.uint32(0) if self._draws else ()
+        """The number of exchanges so far, for stochastic rounding, or no state."""
+        return jnp.uint32(0) if self.rounding == "stochastic" else ()
 
     def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
         """See `Reducer`. A group with a sum that overflows counts as not sent."""
         key = None
-        if self._draws:
+        if self.rounding == "stochastic":
             key = jax.random.fold_in(jax.random.key(self.seed), state)
             state = state + jnp.uint32(1)
-        workers = wire.axis_size(axis_name)
-        if self.rotate and workers > 1:
-            assert key is not None
-            n, (signs, key) = self.quantizer.group_size, jax.random.split(key)
-            result = self._summed(rotated(x, n, signs), key, axis_name)
-            back = lambda y: rotated_back(y, n, signs, x.size)
-            result = result._replace(total=back(result.total), residual=back(result.residual))
-        else:
-            result = self._summed(x, key, axis_name)
-        return deliver(x, result.total, result.residual, None, state, workers)
-
-    def _summed(self, x: Array, key: Array | None, axis_name: str | None) -> AllReduced:
-        key = key if self.rounding == "stochastic" else None
-        return quantized_all_reduce(
+        result = quantized_all_reduce(
             x, self.quantizer, axis_name=axis_name, key=key, levels=self.levels
         )
+        workers = wire.axis_size(axis_name)
+        return deliver(x, result.total, result.residual, None, state, workers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,31 +103,29 @@ class GatheredQuantized(OneMessage, Quantized):
     """Sends everything at each step to all, quantised once. All add up the decoded vectors.
 
     That is one message, as in QSGD (Alistarh et al., 2017) and EF-signSGD. A single worker rounds,
-    too: it sends what others would read. Its attributes are those of `Quantized` without rotation
-    and levels.
+    too: it sends what others would read. Its attributes are those of `Quantized` without levels.
     """
 
     def check(self) -> None:
         super().check()
-        for name, usual in (("rotate", False), ("levels", None)):
-            if (value := getattr(self, name)) != usual:
-                raise ValueError(
-                    f"gather=True sends one message to all, and {name}={value} is for sums on "
-                    "the way: leave out one"
-                )
+        if self.levels is not None:
+            raise ValueError(
+                f"gather=True sends one message to all, and levels={self.levels} is for sums on "
+                "the way: leave out one"
+            )
 
     def message(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
     ) -> tuple[UInt32[Array, " words"], Owed]:
         """See `OneMessage`."""
-        key = None
-        if self._draws:
+        key, is_random = None, self.rounding == "stochastic"
+        if is_random:
             key = jax.random.fold_in(jax.random.key(self.seed), state)
             key, state = jax.random.fold_in(key, rank), state + jnp.uint32(1)
         values = padded(x, sent_size(x.size, self.quantizer))
         found = quantize.quantize(values, self.quantizer, key, jnp.int32(x.size))
         message = quantize.to_message(found, self.quantizer)
-        lost = jnp.zeros_like(x) if self._draws else x - cut(self._decoded(message, x.size), x.size)
+        lost = jnp.zeros_like(x) if is_random else x - cut(self._decoded(message, x.size), x.size)
         return message, Owed(jnp.nan_to_num(lost), None, state)
 
     def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
@@ -209,12 +176,6 @@ class _Quantized(SystemOptions):
             "float8_e4m3fn", "float8_e5m2", "bfloat16" or "float16". See `quantize.Format`.
         group_size: number of consecutive values that share a scale, as a rule 32 to 1024.
         scale: format of the scales: "bfloat16", "e8m0" (powers of two, 8 bits) or "float32".
-        rotate: whether each group is rotated by random signs, fresh at each step, and a Hadamard
-            matrix, and sums back at the end. This halves the error of integers where values have
-            unlike sizes, and leaves the error of normally distributed values as it is. It makes the
-            error of powers of two ("e3m0") larger. It divides that of "sign", "ternary" and "int2"
-            by 1.4 to 2.3 where values have heavy tails. It costs three products with a matrix of
-            group_size columns, a power of two.
         teams: number of teams of consecutive workers, such as hosts. None: sums at one level.
         inside: the format inside teams, on the way to the sums. (Sums come back in `format`.) Only
             used with `teams`.
@@ -222,7 +183,6 @@ class _Quantized(SystemOptions):
             receives W - 1 messages of d values. For two workers these are the same bytes and half
             of the roundings. A single worker rounds, too. It is for few workers, and for messages
             without collectives (`jaxsparse.feedback.by_message`).
-        seed: seed of the random signs.
 
     Raises:
         ValueError: settings out of range. From `update`: workers that the teams do not divide.
@@ -240,11 +200,9 @@ class _Quantized(SystemOptions):
     _: dataclasses.KW_ONLY
     group_size: int = 256
     scale: Scale = "bfloat16"
-    rotate: bool = False
     teams: int | None = None
     inside: FormatName = "int8"
     gather: bool = False
-    seed: int = 0
 
     def made(self) -> Quantized:
         outside, inside = (
@@ -254,18 +212,11 @@ class _Quantized(SystemOptions):
         if self.teams is not None:
             levels = Teams(static_int("teams", self.teams), inside)
         kind = GatheredQuantized if static_bool("gather", self.gather) else Quantized
-        return kind(
-            outside,
-            "nearest",
-            rotate=self.rotate,
-            levels=levels,
-            seed=self.seed,
-        )
+        return kind(outside, "nearest", levels=levels)
 
 
 quantized = transformation(_Quantized, "quantized")
 
-_ROTATED = {"format": "int4", "group_size": 64, "rotate": True}
 _GATHERED = {"format": "int8", "group_size": 64, "gather": True}
 _TERNARY = {"format": "ternary", "group_size": 64}
 
@@ -275,7 +226,6 @@ QUANTIZED = System(
     received="d (W-1)/W (bits/4 + 4/group_size)",
     cases={
         "": Case({"format": "int8", "group_size": 64}, {"format": "int8", "group_size": 64}),
-        "rotated": Case(_ROTATED, _ROTATED),
         "gathered": Case(_GATHERED, _GATHERED),
         "ternary": Case(_TERNARY, _TERNARY),
     },
