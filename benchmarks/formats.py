@@ -12,8 +12,6 @@ formats whose scales are means, in groups of 256 with scales in float32, and the
 any levels of such a format have, found by trying all thresholds. The third table sums vectors of W
 workers in NumPy, and has the error as a share of the sum's norm. In a ring each hop rounds a
 partial sum, as INTELLECT-1's does. In an all-to-all each part is rounded once, and each sum once.
-In pairs, workers sum by twos in int8 first, and pairs sum in the format named
-(`quantized(..., teams=W // 2)`).
 """
 
 import argparse
@@ -26,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import timing
 
-from jaxsparse import collectives, systems
+from jaxsparse import systems
 from jaxsparse.comm import wire
 from jaxsparse.quantize import (
     QSGD,
@@ -124,13 +122,6 @@ def all_to_all(x: np.ndarray, spec: Quantizer) -> np.ndarray:
     return rule(parts.sum(axis=0)).reshape(-1)
 
 
-def pairs(x: np.ndarray, spec: Quantizer) -> np.ndarray:
-    """The library's own sum in teams of two."""
-    levels = collectives.Teams(len(x) // 2, Format("int8"))
-    one = lambda x: collectives.quantized_all_reduce(x, spec, axis_name="workers", levels=levels)
-    return np.asarray(jax.vmap(one, axis_name="workers")(jnp.float32(x)).total[0], np.float64)
-
-
 def formats(args: argparse.Namespace) -> list[dict[str, Any]]:
     chosen = {name: FORMATS[name] for name in args.formats}
     rng = np.random.default_rng(0)
@@ -206,7 +197,7 @@ def sums(args: argparse.Namespace) -> list[dict[str, Any]]:
         exact = x.sum(axis=0)
         found: dict[str, Any] = {"workers": workers}
         for spec in (Format("int8"), Format("int4")):
-            for way in (ring, all_to_all, pairs):
+            for way in (ring, all_to_all):
                 off = np.linalg.norm(way(x, spec) - exact) / np.linalg.norm(exact)
                 found[f"{spec.name} {way.__name__}"] = off
         results.append(found)

@@ -133,31 +133,3 @@ def all_reduced(x, rule, group_size=1):
         total[span] = rule(parts.sum(axis=0))
         residuals[owner, span] = parts.sum(axis=0) - total[span]
     return total, residuals
-
-
-def all_reduced_in_teams(x, teams, inside, rule, group_size=1):
-    """As `all_reduced`, but summed inside teams of consecutive workers first.
-
-    Member i of a team sums part i of the vector over its team. The parts of the other members are
-    rounded by `inside`. Then the members i of all teams sum part i with `rule`, as `all_reduced`
-    does. What they all decode is the total. A member's residual has the rounding of what it sent
-    inside its team. In its own part it has the residual that `all_reduced` gives for the team's
-    sum.
-    """
-    workers, size = x.shape
-    n, m = workers // teams, range_size(size, workers, group_size)
-    total, residuals = np.zeros(size), np.zeros(x.shape)
-    for i in range(n):
-        part = slice(i * teams * m, (i + 1) * teams * m)
-        if not total[part].size:
-            continue
-        members = [team * n + i for team in range(teams)]  # members of equal rank, one of each team
-        sums = np.zeros((teams, teams * m))
-        for w in range(workers):
-            sent = x[w, part] if w in members else inside(x[w, part])
-            residuals[w, part] = x[w, part] - sent
-            sums[w // n, : len(sent)] += sent
-        summed, left = all_reduced(sums, rule, group_size)
-        total[part] = summed[: total[part].size]
-        residuals[members, part] = left[:, : total[part].size]
-    return total, residuals

@@ -31,7 +31,6 @@ import jaxsparse
 from jaxsparse import PerWorker, data_parallel, local, shard
 from jaxsparse.arrays.settings import static_float, static_int
 from jaxsparse.quantize import QSGD
-from jaxsparse.systems import Quantized
 
 SETTINGS = {
     "k too small": (lambda: sketched(k=0).init(PARAMS), r"k=0 must lie between 1 and .* 1200"),
@@ -59,8 +58,6 @@ SETTINGS = {
     ),
     "teams": (lambda: jaxsparse.spardl(0.1, teams=1.0), r"teams=1.0 must be an int"),
     "no bool": (lambda: jaxsparse.quantized(gather=1), "gather=1 must be True or False"),
-    "inside without teams": (lambda: jaxsparse.quantized(inside="foo"), "foo"),
-    "levels": (lambda: Quantized(levels=3), "levels=3 must be collectives.Teams"),
     "compression": (lambda: jaxsparse.sketched_sgd("10"), "compression='10' must be a number"),
     "compression as an array": (
         lambda: jaxsparse.sketched_sgd(jnp.float32(10)),

@@ -17,7 +17,7 @@ from reference_formats import all_reduced
 from workers import feedback_loop, few, on_workers, some
 
 from jaxsparse import traffic
-from jaxsparse.collectives.quantized_all_reduce import Teams, quantized_all_reduce
+from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
 from jaxsparse.feedback import error_feedback
 from jaxsparse.quantize import QSGD, Format, Quantizer, dequantize, quantize, to_message
 from jaxsparse.systems import qsgd, sign_sgd
@@ -376,12 +376,6 @@ ERRORS = {
         lambda: quantized_all_reduce(jnp.ones(3), QSGD(4, 1024, "l2"), axis_name=None),
         "fed back it grows",
     ),
-    "all-reduce inside teams": (
-        lambda: quantized_all_reduce(
-            jnp.ones(3), QSGD(2), axis_name=None, levels=Teams(1, QSGD(4, 1024, "l2"))
-        ),
-        "fed back it grows",
-    ),
 }
 
 
@@ -391,7 +385,6 @@ def test_errors_name_the_argument_its_value_and_the_fix(wrong, text):
         wrong()
 
 
-def test_two_bits_that_round_to_nearest_may_be_fed_back_inside_teams():
+def test_two_bits_that_round_to_nearest_may_be_fed_back():
     """At random they may not: `check_feedback` is asked about the rounding that is used."""
-    levels = Teams(1, QSGD(2))
-    assert quantized_all_reduce(jnp.ones(3), QSGD(2), axis_name=None, levels=levels).total.all()
+    assert quantized_all_reduce(jnp.ones(3), QSGD(2), axis_name=None).total.all()

@@ -12,10 +12,7 @@ from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather as d
 from jaxsparse.collectives.gtopk import gtopk as gtopk
 from jaxsparse.collectives.messages import AllReduced as AllReduced
 from jaxsparse.collectives.ok_topk import ok_topk as ok_topk
-from jaxsparse.collectives.quantized_all_reduce import (
-    Teams as Teams,
-    quantized_all_reduce as quantized_all_reduce,
-)
+from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce as quantized_all_reduce
 from jaxsparse.collectives.recursive_double import recursive_double as recursive_double
 from jaxsparse.collectives.spardl import spar_reduce_scatter as spar_reduce_scatter
 from jaxsparse.collectives.sparse_ring import sparse_ring as sparse_ring

@@ -324,16 +324,6 @@ class Group:
         """Swaps `x` with the member rank XOR `distance`. Size and distance are powers of two."""
         return self._move(x, lambda place: place ^ distance)
 
-    def all_to_all(self, x: Array) -> Array:
-        """Sends row j of `x` to member j. Row i of the result is from member i. Shape (n, ...)."""
-        n = self.size
-        if n == axis_size(self.axis_name):
-            return all_to_all(x, self.axis_name)
-        arrived = [x[self.rank]]  # from members rank, rank - 1, ...
-        for distance in range(1, n):
-            arrived.append(self.shift(x[(self.rank + distance) % n], distance))
-        return jnp.stack(arrived)[(self.rank - jnp.arange(n)) % n]
-
     def _move(self, x: Array, target: Callable[[int], int]) -> Array:
         pairs = []
         for worker in range(axis_size(self.axis_name)):

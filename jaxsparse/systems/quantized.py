@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import quantize
-from jaxsparse.arrays.settings import static_bool, static_int
-from jaxsparse.collectives.quantized_all_reduce import Teams, quantized_all_reduce
+from jaxsparse.arrays.settings import static_bool
+from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
@@ -39,37 +39,28 @@ class Quantized(SeededReducer):
         rounding: "stochastic" is unbiased and drops its error, as in QSGD (Alistarh et al., 2017).
             "nearest" is deterministic and keeps its errors in the residual: those of this worker's
             values, and of the sums that it owns.
-        levels: teams of workers that sum first, with a quantizer of their own: see
-            `collectives.quantized_all_reduce`. None: sums at one level.
 
     Raises:
-        ValueError: a quantizer has no stochastic rounding, or the residual could grow without
+        ValueError: the quantizer has no stochastic rounding, or the residual could grow without
             bound.
     """
 
     quantizer: Quantizer = QSGD()  # noqa: RUF009 - frozen
     rounding: Literal["stochastic", "nearest"] = "stochastic"
-    _: dataclasses.KW_ONLY
-    levels: Teams | None = None
 
     def check(self) -> None:
         super().check()
-        if self.levels is not None and not isinstance(self.levels, Teams):
-            raise ValueError(f"levels={self.levels!r} must be collectives.Teams(...) or None")
-        inside = () if self.levels is None else (self.levels.inside,)
-        for name, one in zip(("quantizer", "inside"), (self.quantizer, *inside)):
-            if not isinstance(one, Quantizer):
-                raise ValueError(
-                    f"{name}={one!r} is no quantizer: use quantize.Format('int8') or "
-                    "quantize.QSGD(bits=4)"
-                )
-        for one in (self.quantizer, *inside):
-            if self.rounding == "nearest":
-                check_feedback(one, stochastic=False)
-            elif not one.takes_key:
-                raise ValueError(
-                    f"rounding='stochastic', but {one} is deterministic: use 'nearest'"
-                )
+        if not isinstance(self.quantizer, Quantizer):
+            raise ValueError(
+                f"quantizer={self.quantizer!r} is no quantizer: use quantize.Format('int8') or "
+                "quantize.QSGD(bits=4)"
+            )
+        if self.rounding == "nearest":
+            check_feedback(self.quantizer, stochastic=False)
+        elif not self.quantizer.takes_key:
+            raise ValueError(
+                f"rounding='stochastic', but {self.quantizer} is deterministic: use 'nearest'"
+            )
 
     @property
     def conservation(self) -> Conservation:
@@ -91,9 +82,7 @@ class Quantized(SeededReducer):
         if self.rounding == "stochastic":
             key = jax.random.fold_in(jax.random.key(self.seed), state)
             state = state + jnp.uint32(1)
-        result = quantized_all_reduce(
-            x, self.quantizer, axis_name=axis_name, key=key, levels=self.levels
-        )
+        result = quantized_all_reduce(x, self.quantizer, axis_name=axis_name, key=key)
         workers = wire.axis_size(axis_name)
         return deliver(x, result.total, result.residual, None, state, workers)
 
@@ -103,16 +92,8 @@ class GatheredQuantized(OneMessage, Quantized):
     """Sends everything at each step to all, quantised once. All add up the decoded vectors.
 
     That is one message, as in QSGD (Alistarh et al., 2017) and EF-signSGD. A single worker rounds,
-    too: it sends what others would read. Its attributes are those of `Quantized` without levels.
+    too: it sends what others would read. Its attributes are those of `Quantized`.
     """
-
-    def check(self) -> None:
-        super().check()
-        if self.levels is not None:
-            raise ValueError(
-                f"gather=True sends one message to all, and levels={self.levels} is for sums on "
-                "the way: leave out one"
-            )
 
     def message(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
@@ -159,13 +140,8 @@ class _Quantized(SystemOptions):
     message, is filled with zeros if that adds at most a 64th. `is_dense` leaves, vectors by
     default, travel uncompressed.
 
-    With `teams`, the number of hosts, there are two levels. The workers of a host first sum among
-    themselves in `inside`, and then across hosts in `format`. They are all workers of one axis,
-    W = hosts x devices, and those of a host are consecutive, as in
-    `jax.make_mesh((W,), ("workers",))`. A worker then receives 2 (teams - 1)/W d values from other
-    hosts, instead of 2 (teams - 1)/teams d at one level. If the devices of a host are *inner* axes
-    of the mesh instead, JAX sums over these exactly, without compression, and only the sums are
-    quantised.
+    If the devices of a host are *inner* axes of the mesh, JAX sums over these exactly, without
+    compression, and only the sums are quantised.
 
     `momentum` acts before the exchange (momentum correction), without masking, because everything
     is sent at each step.
@@ -176,16 +152,13 @@ class _Quantized(SystemOptions):
             "float8_e4m3fn", "float8_e5m2", "bfloat16" or "float16". See `quantize.Format`.
         group_size: number of consecutive values that share a scale, as a rule 32 to 1024.
         scale: format of the scales: "bfloat16", "e8m0" (powers of two, 8 bits) or "float32".
-        teams: number of teams of consecutive workers, such as hosts. None: sums at one level.
-        inside: the format inside teams, on the way to the sums. (Sums come back in `format`.) Only
-            used with `teams`.
         gather: whether each worker sends its whole vector to all, quantised once, so that it
             receives W - 1 messages of d values. For two workers these are the same bytes and half
             of the roundings. A single worker rounds, too. It is for few workers, and for messages
             without collectives (`jaxsparse.feedback.by_message`).
 
     Raises:
-        ValueError: settings out of range. From `update`: workers that the teams do not divide.
+        ValueError: settings out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -200,19 +173,11 @@ class _Quantized(SystemOptions):
     _: dataclasses.KW_ONLY
     group_size: int = 256
     scale: Scale = "bfloat16"
-    teams: int | None = None
-    inside: FormatName = "int8"
     gather: bool = False
 
     def made(self) -> Quantized:
-        outside, inside = (
-            Format(name, self.group_size, self.scale) for name in (self.format, self.inside)
-        )
-        levels = None
-        if self.teams is not None:
-            levels = Teams(static_int("teams", self.teams), inside)
         kind = GatheredQuantized if static_bool("gather", self.gather) else Quantized
-        return kind(outside, "nearest", levels=levels)
+        return kind(Format(self.format, self.group_size, self.scale), "nearest")
 
 
 quantized = transformation(_Quantized, "quantized")
