@@ -129,11 +129,12 @@ def train(
 
     graphdef, state = create(0, 1.0)
 
+    @functools.partial(jax.jit, donate_argnums=0)
     def step(state: Any, windows: jax.Array) -> tuple[Any, jax.Array]:
-        """The step of one worker, given its share of the batch."""
         lm, optimizer = nnx.merge(graphdef, state)
-        grads = nnx.grad(model.loss)(lm, windows)
-        optimizer.update(lm, grads)
+        of_lm, params = nnx.split(lm)
+        loss_of = lambda params, windows: model.loss(nnx.merge(of_lm, params), windows)
+        optimizer.update(lm, jaxsparse.grad(loss_of)(params, windows))
         return nnx.state((lm, optimizer)), optimizer.opt_state[0].info.overflow[...]
 
     valid = corpus.consecutive(texts.valid, args.length)
@@ -144,9 +145,8 @@ def train(
         lm, _ = nnx.merge(graphdef, state)
         return jnp.exp(model.loss(lm, jnp.asarray(valid)))
 
-    parallel = jaxsparse.data_parallel(step, mesh, donate_argnums=0)
     batches = functools.partial(corpus.batches, texts.train, args.windows, args.length, args.steps)
-    sent = jaxsparse.traffic.wire_bytes(parallel, state, next(batches(seed=0)))
+    sent = jaxsparse.traffic.wire_bytes(step, state, next(batches(seed=0)))
 
     seconds: list[float] = []
 
@@ -156,7 +156,7 @@ def train(
         curve, total_overflow = [], 0
         for i, batch in enumerate(batches(seed=seed), start=1):
             began = time.perf_counter()
-            state, overflow = parallel(state, batch)
+            state, overflow = step(state, batch)
             total_overflow += int(overflow)  # waits: emulated devices may deadlock on queued steps
             seconds.append(time.perf_counter() - began)
             if i % args.eval_every == 0 or i == args.steps:
@@ -185,15 +185,9 @@ def train(
 def embedding_bytes(policy: dict[str, Reducer], shape: tuple[int, int], mesh: Mesh) -> float:
     """Bytes that a worker receives for the gradient of the embedding alone, from compiled HLO."""
     tx = jaxsparse.partition({rule: policy[rule] for rule in policy if rule == EMBEDDING})
-    params = {EMBEDDING: jnp.zeros(shape)}
-
-    def exchange(state: Any, gradient: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(jaxsparse.local(gradient), state)
-        return state, updates
-
-    parallel = jaxsparse.data_parallel(exchange, mesh, batch_argnums=())
-    state = jaxsparse.shard(tx.init(params), mesh)
-    return jaxsparse.traffic.wire_bytes(parallel, state, params).received
+    params = jaxsparse.shard({EMBEDDING: jnp.zeros(shape)}, mesh)
+    rows = jax.tree.map(lambda x: jnp.zeros((mesh.size, *x.shape)), params)
+    return jaxsparse.traffic.wire_bytes(jax.jit(tx.update), rows, tx.init(params), params).received
 
 
 def load(args: argparse.Namespace) -> corpus.Corpus:
