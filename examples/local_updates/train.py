@@ -56,7 +56,8 @@ class Method:
     Attributes:
         exchange: what they exchange: "gradients", "updates" or "displacements".
         system: name of the system that exchanges it.
-        tx: makes the exchange. For displacements, it makes the outer optimizer from its rate.
+        tx: makes the exchange, given `workers=`. For displacements, it makes the outer optimizer
+            from its rate.
         every: number of local steps between exchanges of displacements, H.
         outer_lr: outer learning rate for displacements if no flag gives one. It is the paper's.
         streaming: see `jaxsparse.LocalSteps`.
@@ -70,20 +71,21 @@ class Method:
     streaming: outer.Streaming | None = None
 
 
-EXCHANGES: dict[str, tuple[str, Callable[[], optax.GradientTransformation]]] = {
+_of = functools.partial
+EXCHANGES: dict[str, tuple[str, Callable[..., optax.GradientTransformation]]] = {
     "dense": ("dense", jaxsparse.dense),
-    "SparDL 1 %": ("spardl", lambda: jaxsparse.spardl(0.01)),
-    "chunks": ("chunked_top_k", lambda: jaxsparse.chunked_top_k(64, 4096)),
-    "chunks, decay .95": ("chunked_top_k", lambda: jaxsparse.chunked_top_k(64, 4096, decay=0.95)),
-    "sketched 20x": ("sketched_sgd", lambda: jaxsparse.sketched_sgd(20)),
-    "4 of 512": ("sparcml", lambda: jaxsparse.sparcml(k=4, group_size=512)),
-    "random 1 of 64, fed back": ("random_k", lambda: jaxsparse.random_k(1 / 64)),
-    "4 bits": ("qsgd", lambda: jaxsparse.qsgd(4)),
-    "PowerSGD rank 2": ("powersgd", lambda: jaxsparse.powersgd(2)),
-    "PowerSGD rank 4": ("powersgd", lambda: jaxsparse.powersgd(4)),
+    "SparDL 1 %": ("spardl", _of(jaxsparse.spardl, 0.01)),
+    "chunks": ("chunked_top_k", _of(jaxsparse.chunked_top_k, 64, 4096)),
+    "chunks, decay .95": ("chunked_top_k", _of(jaxsparse.chunked_top_k, 64, 4096, decay=0.95)),
+    "sketched 20x": ("sketched_sgd", _of(jaxsparse.sketched_sgd, 20)),
+    "4 of 512": ("sparcml", _of(jaxsparse.sparcml, k=4, group_size=512)),
+    "random 1 of 64, fed back": ("random_k", _of(jaxsparse.random_k, 1 / 64)),
+    "4 bits": ("qsgd", _of(jaxsparse.qsgd, 4)),
+    "PowerSGD rank 2": ("powersgd", _of(jaxsparse.powersgd, 2)),
+    "PowerSGD rank 4": ("powersgd", _of(jaxsparse.powersgd, 4)),
     "EF21-SGDM by SparDL 1 %": (
         "ef21_sgdm",
-        lambda: jaxsparse.ef21_sgdm(jaxsparse.systems.SparDL(0.01)),
+        _of(jaxsparse.ef21_sgdm, jaxsparse.systems.SparDL(0.01)),
     ),
 }
 
@@ -245,10 +247,12 @@ class Training:
         loss_of = lambda p, x: models.loss_of(nnx.merge(graphdef, p), x)
         self._evaluate = jax.jit(loss_of)
 
-        def stepper(tx: optax.GradientTransformation) -> Callable[..., Any]:
+        def stepper(
+            tx: optax.GradientTransformation, value_and_grad: Any = jax.value_and_grad
+        ) -> Callable[..., Any]:
             def step(state: Any, windows: jax.Array) -> tuple[Any, jax.Array]:
                 params, opt_state = state
-                loss, grads = jax.value_and_grad(loss_of)(params, windows)
+                loss, grads = value_and_grad(loss_of)(params, windows)
                 updates, opt_state = tx.update(grads, opt_state, params)
                 return (optax.apply_updates(params, updates), opt_state), loss
 
@@ -269,18 +273,19 @@ class Training:
             self._run = lambda state, batch, t: local(state, batch, t)[0]
             self.finish = lambda done: self._wait(local.finish(self.state, done))
         else:
-            exchange = method.tx()
+            simulated = args.workers if mesh is None else None
+            exchange = method.tx(workers=simulated)
             if method.exchange == "gradients":
                 tx = optax.chain(exchange, inner)
             else:
                 tx = optax.chain(
-                    per_worker(optax.scale_by_adam(b2=args.b2)),
+                    per_worker(optax.scale_by_adam(b2=args.b2), workers=simulated),
                     exchange,
                     optax.add_decayed_weights(0.1),
                     optax.scale_by_learning_rate(lr),
                 )
-            one = stepper(tx)
-            run = jaxsparse.data_parallel(lambda s, x: one(s, x)[0], workers, donate_argnums=0)
+            one = stepper(tx, functools.partial(jaxsparse.value_and_grad, workers=simulated))
+            run = jax.jit(lambda s, x: one(s, x)[0], donate_argnums=0)
             self._start = lambda params: jaxsparse.shard((params, tx.init(params)), workers)
             self._run = lambda state, batch, _: run(state, batch)
             self.finish = lambda done: None
