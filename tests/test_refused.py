@@ -89,6 +89,20 @@ def batch_by_name():
     data_parallel(lambda state, batch: state, 2, batch_argnums=1)(ONE, batch=jnp.ones(4))
 
 
+ROWS = jnp.arange(6.0)
+
+
+def of_rows(params, rows, *others):
+    return sum(jnp.sum(x) for x in jax.tree.leaves(params)) * rows.mean()
+
+
+def two_workers(workers=2, state=None, params=PARAMS):
+    """Gradients of two workers, in an exchange of so many."""
+    tx = sketched(workers=workers)
+    grads = jaxsparse.grad(of_rows, workers=2)(PARAMS, ROWS)
+    tx.update(grads, tx.init(PARAMS) if state is None else state, params)
+
+
 def exchange_in_per_worker():
     chain = optax.chain(jaxsparse.spardl(0.1), optax.scale(1.0))
     jaxsparse.per_worker(chain).init(PARAMS)
@@ -96,7 +110,27 @@ def exchange_in_per_worker():
 
 REFUSED = {
     "is equal on all workers": misuse.summed_gradient,
-    "is not bound here": misuse.outside_the_parallel_step,
+    "has been averaged already": lambda: sketched().update(PARAMS, sketched().init(PARAMS), PARAMS),
+    "no mesh with an axis": lambda: jaxsparse.grad(of_rows)(PARAMS, ROWS),
+    "without a row for each of the": lambda: two_workers(state=sketched().init(PARAMS)),
+    "give jaxsparse.value_and_grad the same mesh": lambda: two_workers(3),
+    "is an optax.MaskedNode": lambda: jaxsparse.check(
+        optax.masked(sketched(), {"w": True, "b": False}), PARAMS
+    ),
+    "the chain mixes the rows of workers": lambda: jaxsparse.check(
+        optax.chain(optax.clip_by_global_norm(1.0), sketched()), PARAMS
+    ),
+    "branches between it and the gradients": lambda: jaxsparse.check(
+        optax.apply_if_finite(sketched(), 3), PARAMS
+    ),
+    "give tx.update(grads, state, params)": lambda: two_workers(params=None),
+    "have as many rows as the batch": lambda: jaxsparse.grad(of_rows, workers=2)(
+        PARAMS, ROWS, ROWS
+    ),
+    "and split over the workers": lambda: jaxsparse.grad(of_rows, 1, workers=2)(PARAMS, ROWS),
+    "so this is one worker's code already": lambda: jax.vmap(
+        lambda x: jaxsparse.grad(of_rows)(PARAMS, x), axis_name="data"
+    )(ROWS),
     "spread it once before the first step": misuse.unspread_state,
     "carry the state over to another number of workers": misuse.spread_twice,
     "but these gradients and settings need": misuse.state_of_another_tree,
@@ -109,6 +143,9 @@ REFUSED = {
     )(ONE, jnp.ones(4)),
     "no exchange of jaxsparse ran": lambda: update(optax.sgd(0.1)),
     "has an exchange of jaxsparse, or another per_worker": exchange_in_per_worker,
+    "differentiate its state, as in": lambda: jaxsparse.grad(of_rows, workers=2)(
+        nnx.Linear(4, 4, rngs=nnx.Rngs(0)), ROWS
+    ),
     "whose changes inside the step would be lost": modules_as_arguments,
     "takes positional arguments only": batch_by_name,
     "which is no array": lambda: shard({"name": "adam"}, 2),
