@@ -403,7 +403,6 @@ def _chunked_top_k(rng, size, workers):
         "k": _count(rng, min(chunk_size, 40)),
         "chunk_size": chunk_size,
         "value_bits": int(_pick(rng, 2, 2, 4, 8, 16, 32)),
-        "quantizer": _pick(rng, "sign_magnitude", "sign_magnitude", "published"),
         "aggregate": _pick(rng, "mean", "mean", "mean_of_senders"),
         "clip": _pick(rng, None, None, "median"),
     }
@@ -774,11 +773,10 @@ def _check_step(program, gradients, update, before, after):
         bound = 4 * (ROUNDING * of_mean + FLUSHED)
         _check_delivered(program, packed, now.momentum, bound, update)
     _check_sums(program, x, added, entering + of_mean, mean, now.residual)
-    is_published = program.settings.get("quantizer") == "published"
     # Sketches, signs, products and transforms. Add each new system that uses one of these.
     mixes = program.name in ("s2_reducer", "sign_sgd", "powersgd", "demo")
     mixes |= program.settings.get("format") in ("sign", "int2")  # zero counts as positive
-    if not mixes and not is_published:
+    if not mixes:
         something = np.abs(mean) > 4 * (ROUNDING * of_mean + FLUSHED * (of_mean > 0))
         assert not np.any(something & np.all(x == 0, axis=0)), "what no worker has was delivered"
     _check_counts(program, x, added, update[packed], now.residual, after.info)

@@ -67,20 +67,6 @@ def sign_magnitude(values, bits=2):
     return decoded
 
 
-def published(values, bits=2):
-    """hivemind's uniform quantisation with 2**bits bins of 6 / 2**bits standard deviations."""
-    v, bins = values.astype(np.float64), 2**bits
-    shift = v.mean()
-    c = v - shift
-    std = np.linalg.norm(c) / np.sqrt(len(v) - 1) if len(v) > 1 else np.nan
-    scale = 6 * std / bins
-    if scale == 0 or not np.isfinite(scale):
-        scale = 1.0
-    codes = np.clip(np.rint(c / scale) + bins // 2, 0, bins - 1).astype(int)
-    lookup = np.array([c[codes == b].mean() if (codes == b).any() else 0.0 for b in range(bins)])
-    return lookup[codes] + shift
-
-
 def exchange(x, k, chunk, quantize, order=None, aggregate="mean", clip=None, zeros=False):
     """The mean and the residuals of one exchange.
 

@@ -81,8 +81,6 @@ def test_no_axis_is_one_worker(name):
     equal = np.testing.assert_array_equal
     if isinstance(reducer, MatrixReducer):  # products of factors round
         equal = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-5)
-    elif getattr(reducer, "quantizer", None) == "published":  # levels are means of values
-        equal = functools.partial(np.testing.assert_allclose, rtol=1e-6)
     equal(mean + residual, g)
 
 

@@ -231,7 +231,7 @@ def test_a_step_of_adam_is_an_adam_of_each_worker_before_the_exchange():
 
 SPARSE = [
     {},
-    {"aggregate": "mean_of_senders", "clip": "median", "quantizer": "published"},
+    {"aggregate": "mean_of_senders", "clip": "median"},
     {"value_bits": 32, "decay": 0.0},
 ]
 
@@ -247,11 +247,8 @@ def test_sparse_loco_is_that_of_numpy(workers, settings):
     tree = moves(6, workers, seed=2)
     found, _, state = run(LocalSteps(walk, tx, workers, every=2), tree)
     residual = np.zeros((workers, SIZE))
-    quantize = {
-        "published": chunks.published,
-        "exact": lambda v: v.astype(np.float64),
-        "two": chunks.sign_magnitude,
-    }["exact" if settings.get("value_bits") == 32 else settings.get("quantizer", "two")]
+    is_exact = settings.get("value_bits") == 32
+    quantize = (lambda v: v.astype(np.float64)) if is_exact else chunks.sign_magnitude
 
     def exchange(_, displacements):
         nonlocal residual

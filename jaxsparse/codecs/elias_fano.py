@@ -46,11 +46,9 @@ class EliasFano:
 
     Attributes:
         value_bits: bits of a value: 2, 4, 8, 16 or 32.
-        quantizer: quantiser of values in 2, 4 and 8 bits: "sign_magnitude", or "published", which
-            is SparseLoCo's.
 
     Raises:
-        ValueError: a setting is none of these.
+        ValueError: it is none of these.
 
     Example:
         >>> EliasFano().words(512, 4096) * 32 / 512  # 5 bits of index, 2 of value, 1/8 of levels
@@ -58,11 +56,10 @@ class EliasFano:
     """
 
     value_bits: Literal[2, 4, 8, 16, 32] = 2
-    quantizer: quantize.ValueQuantizer = "sign_magnitude"
 
     def __post_init__(self):
         object.__setattr__(self, "value_bits", static_int("value_bits", self.value_bits))
-        _ = self._values  # raises if a setting is wrong
+        _ = self._values  # raises if they are wrong
 
     @property
     def is_exact(self) -> bool:
@@ -76,7 +73,7 @@ class EliasFano:
 
     @property
     def _values(self) -> quantize.EntryValues:
-        return quantize.entry_values(self.value_bits, self.quantizer)
+        return quantize.entry_values(self.value_bits)
 
     def check(self, dtype: DTypeLike) -> None:
         """Raises ValueError unless the dtype is float32."""

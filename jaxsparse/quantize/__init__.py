@@ -9,7 +9,6 @@ of sparse entries, whose indices travel beside them.
 
 from jaxsparse.quantize.entries import (
     EntryValues as EntryValues,
-    ValueQuantizer as ValueQuantizer,
     entry_values as entry_values,
 )
 from jaxsparse.quantize.formats import (
@@ -37,7 +36,6 @@ __all__ = [
     "Quantized",
     "Quantizer",
     "Scale",
-    "ValueQuantizer",
     "check_feedback",
     "dequantize",
     "entry_values",

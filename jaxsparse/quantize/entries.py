@@ -23,16 +23,13 @@ from jaxsparse.arrays.magnitude import (
     SMALLEST,
     largest_magnitude,
     rounded,
-    scaled,
     shares_of,
     within,
 )
 from jaxsparse.arrays.settings import static_int
 from jaxsparse.quantize.quantizer import in_groups
 
-__all__ = ["EntryValues", "Floats", "Published", "SignMagnitude", "ValueQuantizer", "entry_values"]
-
-ValueQuantizer = Literal["sign_magnitude", "published"]
+__all__ = ["EntryValues", "Floats", "SignMagnitude", "entry_values"]
 
 # Number of consecutive entries that share two levels, as many as 4 chunks with 64 entries have. See
 # `SignMagnitude`.
@@ -180,78 +177,17 @@ class SignMagnitude:
         return values.reshape(-1)[:size]
 
 
-@dataclasses.dataclass(frozen=True)
-class Published:
-    """The quantiser of SparseLoCo's published code, for parity. All values share the levels.
-
-    Values are centred at their mean and put into n = 2**bits bins. A bin is 6/n of the values'
-    standard deviation wide, and decodes to the mean of its values. With 2 bits and the largest
-    entries of a vector, two bins stay empty, so one bit is sent as two.
-
-    The mean and the n bins' means travel as float32. (hivemind's Uniform8BitQuantization with n
-    bins; SparseLoCo, Sarfi et al., 2025.)
-
-    Attributes:
-        bits: bits of a value, 2, 4 or 8.
-    """
-
-    bits: Literal[2, 4, 8]
-
-    is_exact: ClassVar[bool] = False
-
-    def words(self, size: int) -> int:
-        """The packed values, their mean, and a word for each bin."""
-        return field_words(size, self.bits) + 1 + 2**self.bits
-
-    def encode(
-        self, values: Float[Array, " n"], count: Int[Array, ""] | int
-    ) -> UInt32[Array, " words"]:
-        """See `EntryValues`."""
-        bins = 2**self.bits
-        (share,), (largest,) = scaled(values[None])  # so that no square overflows
-        is_value = lax.iota(jnp.int32, values.size) < count
-        shift = _mean(share[None], is_value[None])[0]
-        centred = jnp.where(is_value, share - shift, 0)
-        others = jnp.maximum(jnp.sum(is_value, dtype=jnp.int32) - 1, 1).astype(jnp.float32)
-        deviation = jnp.sqrt(jnp.sum(jnp.square(centred)) / others)
-        width = 6 * deviation / bins
-        width = jnp.where((width > 0) & jnp.isfinite(width), width, 1 / largest)
-        code = jnp.clip(jnp.round(centred / width) + bins // 2, 0, bins - 1)
-        is_of = is_value[None] & (code[None] == jnp.arange(bins, dtype=jnp.float32)[:, None])
-        means = _mean(jnp.broadcast_to(centred, is_of.shape), is_of)
-        table = jnp.concatenate([shift[None], means]) * largest
-        return jnp.concatenate(
-            [
-                pack_fields(code.astype(jnp.uint32), self.bits),
-                lax.bitcast_convert_type(table, jnp.uint32),
-            ]
-        )
-
-    def decode(self, words: UInt32[Array, " words"], size: int) -> Float[Array, " n"]:
-        """See `EntryValues`."""
-        packed = field_words(size, self.bits)
-        table = lax.bitcast_convert_type(words[packed:], jnp.float32)
-        codes = unpack_fields(words[:packed], self.bits, size).astype(jnp.int32)
-        return table[1:].at[codes].get(mode="promise_in_bounds") + table[0]
-
-
-def entry_values(bits: int, quantizer: ValueQuantizer) -> EntryValues:
-    """The way to send the values of sparse entries. 16 and 32 bits are floats for both quantisers.
-
-    Args:
-        bits: number of bits of a value: 2, 4, 8, 16 or 32.
-        quantizer: "sign_magnitude" (signs and levels of magnitudes), or "published" (SparseLoCo's).
+def entry_values(bits: int) -> EntryValues:
+    """The way to send the values of sparse entries in 2, 4, 8, 16 or 32 bits each.
 
     Raises:
-        ValueError: bits is not 2, 4, 8, 16 or 32, or the quantiser is unknown.
+        ValueError: bits is none of these.
     """
-    if quantizer not in ("sign_magnitude", "published"):
-        raise ValueError(f"quantizer={quantizer!r} is unknown: use 'sign_magnitude' or 'published'")
     match static_int("value_bits", bits):
         case 16 | 32 as floats:
             return Floats(floats)
         case 2 | 4 | 8 as few:
-            return SignMagnitude(few) if quantizer == "sign_magnitude" else Published(few)
+            return SignMagnitude(few)
     raise ValueError(f"value_bits={bits} is not supported: use 2, 4, 8, 16 or 32")
 
 

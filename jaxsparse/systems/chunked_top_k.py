@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse import codecs, quantize, select
+from jaxsparse import codecs, select
 from jaxsparse.arrays.magnitude import norms
 from jaxsparse.arrays.platforms import count_where
 from jaxsparse.arrays.settings import Stages, at_least, check_k, check_size, current
@@ -38,8 +38,6 @@ class ChunkedTopK(OneMessage):
             Ties go to the lower index. A shorter last chunk sends k entries, too, or all.
         chunk_size: number of consecutive elements in a chunk.
         value_bits: number of bits of a value: 2, 4, 8, 16 (bfloat16) or 32 (exact).
-        quantizer: quantiser of values in 2, 4 or 8 bits. "published" is the published code's, for
-            parity. "sign_magnitude" has a fifth to a half of its error.
         aggregate: "mean" divides sums by the number of workers, as in the paper.
             "mean_of_senders" divides each by the number of workers that sent the coordinate, as in
             the published code. Updates are then up to W times as large, and sums are not conserved.
@@ -64,7 +62,6 @@ class ChunkedTopK(OneMessage):
     chunk_size: Annotated[int, at_least(1)] = 4096
     _: dataclasses.KW_ONLY
     value_bits: Literal[2, 4, 8, 16, 32] = 2
-    quantizer: quantize.ValueQuantizer = "sign_magnitude"
     aggregate: Literal["mean", "mean_of_senders"] = "mean"
     clip: Literal["median"] | None = None
 
@@ -75,7 +72,7 @@ class ChunkedTopK(OneMessage):
     @property
     def codec(self) -> codecs.EliasFano:
         """The wire format."""
-        return codecs.EliasFano(self.value_bits, self.quantizer)
+        return codecs.EliasFano(self.value_bits)
 
     @property
     def conservation(self) -> Conservation:
@@ -167,7 +164,6 @@ CHUNKED_TOP_K = System(
             {
                 "k": 2,
                 "chunk_size": 64,
-                "quantizer": "published",
                 "aggregate": "mean_of_senders",
                 "clip": "median",
             },
