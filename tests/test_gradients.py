@@ -1,5 +1,6 @@
 """The front door: each worker's own loss, in a step that is the trainer's own `jax.jit`."""
 
+import contextlib
 import functools
 import itertools
 
@@ -219,6 +220,42 @@ def test_models_keep_their_constraints_and_convolutions(shape):
     )
 
 
+@pytest.mark.parametrize("shape", [(4,), (4, 2)], ids=str)
+def test_constraints_of_the_mesh_in_context(shape):
+    """Flax makes these of logical names, and whenever it finds a mesh in context."""
+    mesh = mesh_of(shape)
+    params, batch = problem(mesh)
+
+    def loss(params, batch):
+        is_seen = not jax.sharding.get_abstract_mesh().empty
+        hidden = jnp.tanh(batch[0] @ params["w"])
+        if is_seen:
+            hidden = jax.lax.with_sharding_constraint(hidden, P(mesh.axis_names))
+        return jnp.mean((hidden @ params["v"] - batch[1]) ** 2)
+
+    wanted = jax.grad(loss)(*problem())
+    for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        with context:
+            grads = jax.jit(jaxsparse.grad(loss))(params, batch)
+        mean = jax.tree.map(lambda x: x.mean(0), jax.device_get(grads))
+        chex.assert_trees_all_close(mean, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_own_moments_on_explicit_axes():
+    """`jax.make_mesh` makes such axes by default."""
+    where = mesh_of((4,)), mesh_of((4,), AxisType.Explicit)
+    tx = optax.chain(jaxsparse.per_worker(optax.trace(0.9)), jaxsparse.top_k(0.1))
+    found = []
+    for mesh in where:
+        params, batch = problem(mesh)
+
+        def step(state, params, batch):
+            return tx.update(jaxsparse.grad(loss_of)(params, batch), state, params)[0]
+
+        found.append(jax.device_get(jax.jit(step)(tx.init(params), params, batch)))
+    chex.assert_trees_all_close(*found, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_what_plain_jit_survives():
     """Modes of JAX, on a mesh: without jit, exported, donated, under a guard, as shapes alone."""
@@ -386,7 +423,8 @@ def test_moments_stay_where_the_trainer_split_them():
     def step(params, state, batch):
         _, grads = jaxsparse.value_and_grad(loss_of)(params, batch)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        params = optax.apply_updates(params, updates)
+        return jax.lax.with_sharding_constraint(params, NamedSharding(mesh, P())), state
 
     held = lambda x: x.addressable_shards[0].data.nbytes
     before = state[0], moments, state[2]
@@ -397,7 +435,7 @@ def test_moments_stay_where_the_trainer_split_them():
     plain, _ = step(params, state, batch)
     chex.assert_trees_all_close(jax.device_get(after), jax.device_get(plain), atol=1e-6)
     moved = {
-        c.opcode for c in jaxsparse.wire_bytes(step, params, before, batch, mesh=mesh).collectives
+        c.op for c in jaxsparse.wire_bytes(step, params, before, batch, mesh=mesh).collectives
     }
     assert "all-gather" in moved
 

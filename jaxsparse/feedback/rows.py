@@ -78,8 +78,9 @@ def _check_shapes(updates: Any, shapes: Sequence[tuple[int, ...]], axis_name: st
             raise ValueError(
                 f"axis_name={axis_name!r} is not bound here, and {name} of shape {shape} has no "
                 "row for each worker: it has been averaged already, uncompressed. Take "
-                "jaxsparse.value_and_grad in the place of jax.value_and_grad, and leave out a "
-                "wrapper that averages, such as optax.MultiSteps. (One worker's own gradients are "
+                "jaxsparse.value_and_grad in the place of jax.value_and_grad. A wrapper that keeps "
+                "gradients, such as optax.MultiSteps, stands behind: grads, kept = "
+                "exchange.update(grads, kept, params) first. (One worker's own gradients are "
                 "exchanged where the axis is bound; axis_name=None is for a single worker)"
             )
         if jnp.shape(x)[1:] != shape:

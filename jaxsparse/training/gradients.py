@@ -21,7 +21,7 @@ from jaxsparse.comm import compat, wire
 from jaxsparse.comm.marks import is_marked, module_in
 from jaxsparse.comm.meshes import AnyMesh, find_workers, inner_axes, names_of, restricted
 from jaxsparse.comm.static_leaves import held, released
-from jaxsparse.training.constraints import rewritten
+from jaxsparse.training.constraints import constrains, rewritten
 
 Way = Literal["vmap", "shard_map"]
 
@@ -52,7 +52,8 @@ def value_and_grad(
     gradients as they are, and makes means of them. Take means of all else: `loss.mean()`.
 
     Other axes of the mesh are left to JAX, as under `jax.jit`: FSDP and tensor parallelism inside
-    `fun` need no change. Sharding constraints in `fun` may name `axis_name`; it is taken out.
+    `fun` need no change. Sharding constraints in `fun` may name `axis_name`; it is taken out. (With
+    a convolution beside it, only a `NamedSharding` may, and not a `PartitionSpec` or logical axes.)
 
     On a mesh without other axes `fun` runs under `jax.shard_map`. With other axes there are two
     ways. `via="vmap"` maps over the rows. It does not serve convolutions, whose weight gradients
@@ -188,7 +189,7 @@ def _on_workers(
     if mesh is None:
         return _mapped(one, workers, None, axis_name, is_split)
     inner = {name for name, _ in inner_axes(mesh, axis_name)}
-    if via == "shard_map" or not inner or AxisType.Explicit in mesh.axis_types:
+    if AxisType.Explicit in mesh.axis_types:  # types inside are those of the manual mesh
         return _manually(one, mesh, axis_name, is_split, inner)
 
     def run(*leaves: Any) -> list[Any]:
@@ -200,13 +201,27 @@ def _on_workers(
             )
             for x, yes in zip(map(jax.typeof, leaves), is_split)
         ]
+        # Traced outside, where constraints may name all axes.
         program = jax.make_jaxpr(one, axis_env=[(axis_name, workers)])(*shapes)
-        if via is None and not serves_vmap(program.jaxpr, axis_name):
-            return _manually(one, mesh, axis_name, is_split, inner)(*leaves)
-        as_fun = jaxpr_as_fun(rewritten(program, axis_name, is_manual=False))
-        return _mapped(as_fun, workers, mesh, axis_name, is_split)(*leaves)
+        as_fun = jaxpr_as_fun(rewritten(program, axis_name, is_manual=not inner))
+        constrained = constrains(program.jaxpr, axis_name)
+        serves = via == "vmap" or (via is None and serves_vmap(program.jaxpr, axis_name))
+        if serves and (inner or constrained):
+            return _mapped(as_fun, workers, mesh, axis_name, is_split)(*leaves)
+        # What knows a mesh, or takes the one in context, has to be traced where its axis is manual.
+        in_context = not jax.sharding.get_abstract_mesh().empty
+        is_there = constrained or in_context or (inner and _has_shard_map(program.jaxpr))
+        return _manually(one if is_there else as_fun, mesh, axis_name, is_split, inner)(*leaves)
 
     return run
+
+
+def _has_shard_map(program: Jaxpr) -> bool:
+    return any(
+        equation.primitive.name == "shard_map"
+        or any(map(_has_shard_map, compat.inner_programs(equation.params)))
+        for equation in program.eqns
+    )
 
 
 def _mapped(
@@ -308,7 +323,8 @@ def _numbers_of_batches(
         if any(not -len(args) <= i < len(args) for i in as_tuple(numbers)):
             raise ValueError(
                 f"{name}={numbers} names an argument that is missing: the call has {len(args)} "
-                "positional arguments (give batch_argnums=() if no argument is split)"
+                "positional arguments. A loss that closes over its batch has to take it as an "
+                "argument, or each worker computes all of it"
             )
     split, whole = (
         {i % len(args) for i in as_tuple(numbers)}

@@ -123,22 +123,28 @@ def per_worker(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         if (how := meshes.RUNNING.get()) is not None:
             how.clips_own.add("per_worker")
+        with jax.named_scope(meshes.OWN_SCOPE):
+            finite = all_finite(jax.tree.leaves(updates))
         if wire.is_bound(axis_name):
-            delivered, after = one(updates, PerWorker.unwrap(state), params, extra_args)
+            broken = jnp.where(finite, jnp.float32(0), jnp.float32(1))
+            ok = wire.pmax(wire.varying(broken, axis_name), axis_name) == 0
+            delivered, after = one(updates, PerWorker.unwrap(state), params, extra_args, ok)
             return delivered, PerWorker.wrap(wire.varying(after, axis_name))
         count, _ = meshes.find_workers((updates, state), axis_name, mesh, workers)
         check_rows(updates, state, count, axis_name, params)
         rows = jax.tree.map(lambda node: node.value, state, is_leaf=marks.is_per_worker)
         with jax.named_scope(meshes.OWN_SCOPE):
             delivered, after = jax.vmap(
-                lambda updates, state: one(updates, state, params, extra_args),
+                lambda updates, state: one(updates, state, params, extra_args, finite),
                 axis_name=axis_name,
                 axis_size=count,
             )(updates, rows)
         return delivered, jax.tree.map(PerWorker, after)
 
-    def one(updates: Any, before: Any, params: Any, extra_args: dict[str, Any]) -> tuple[Any, Any]:
-        """The updates of one worker, and its state."""
+    def one(
+        updates: Any, before: Any, params: Any, extra_args: dict[str, Any], ok: Bool[Array, ""]
+    ) -> tuple[Any, Any]:
+        """The updates of one worker, and its state, if all workers' gradients are finite."""
         try:
             delivered, after = tx.update(updates, before, params, **extra_args)
         except Exception as error:
@@ -148,8 +154,6 @@ def per_worker(
             )
             raise
         _check_same(name, before, after)
-        broken = jnp.where(all_finite(jax.tree.leaves(updates)), jnp.float32(0), jnp.float32(1))
-        ok = wire.pmax(wire.varying(broken, axis_name), axis_name) == 0
         kept = jax.tree.map(lambda new, old: jnp.where(ok, new, old), after, before)
         return _nan_unless(ok, delivered), kept
 
