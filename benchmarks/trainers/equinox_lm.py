@@ -77,6 +77,9 @@ def train_step(model, opt_state, tokens):
     model, opt_state = eqx.filter_shard((model, opt_state), whole)
     tokens = eqx.filter_shard(tokens, split)
     loss, grads = eqx.filter_value_and_grad(loss_of)(model, tokens)
+    own = jaxsparse.value_and_grad(loss_of, axis_name="hosts")  # +
+    loss, grads = own(model, tokens)  # +
+    loss = loss.mean()  # +
     updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_array))
     model = eqx.apply_updates(model, updates)
     return *eqx.filter_shard((model, opt_state), whole), loss
@@ -86,9 +89,8 @@ model = LanguageModel(jax.random.key(0))
 opt_state = tx.init(eqx.filter(model, eqx.is_array))
 model, opt_state = eqx.filter_shard((model, opt_state), whole)
 model, opt_state = jaxsparse.shard((model, opt_state), mesh, "hosts")  # +
-settings = {"axis_name": "hosts", "batch_argnums": 2, "donate_argnums": (0, 1)}  # +
-settings["outputs"] = (None, None, "mean")  # +
-train_step = jaxsparse.data_parallel(train_step, mesh, **settings)  # +
+specs = jaxsparse.specs((model, opt_state), axis_name="hosts")  # +
+whole = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)  # +
 for i, tokens in enumerate(batches(), start=1):
     tokens = eqx.filter_shard(tokens, split)
     model, opt_state, loss = train_step(model, opt_state, tokens)

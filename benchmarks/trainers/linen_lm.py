@@ -31,7 +31,6 @@ RULES = [
     ("heads", "tp"),
     ("width", "tp"),
 ]
-RULES[0] = ("batch", "fsdp")  # +
 VOCAB, WIDTH, HEADS, LAYERS, LENGTH = 256, 64, 4, 2, 64
 
 
@@ -90,15 +89,16 @@ def setup_state(model, tx, mesh, key):
 
 
 def train_step(state, tokens):
-    weights = jnp.ones_like(tokens[:, 1:], jnp.float32)
-
-    def loss_of(params):
+    def loss_of(params, tokens):
+        weights = jnp.ones_like(tokens[:, 1:], jnp.float32)
         logits = state.apply_fn({"params": params}, tokens[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return jnp.sum(losses * weights) / jnp.sum(weights)
 
-    loss, grads = jax.value_and_grad(loss_of)(state.params)
-    loss = jax.lax.pmean(loss, "hosts")  # +
+    loss, grads = jax.value_and_grad(loss_of)(state.params, tokens)
+    own = jaxsparse.value_and_grad(loss_of, axis_name="hosts")  # +
+    loss, grads = own(state.params, tokens)  # +
+    loss = loss.mean()  # +
     return state.apply_gradients(grads=grads), loss
 
 
@@ -127,7 +127,7 @@ def main():
         tx = optax.chain(jaxsparse.spardl(DENSITY, axis_name="hosts"), tx)  # +
         state = state.replace(tx=tx, opt_state=tx.init(state.params))  # +
         state = jaxsparse.shard(state, mesh, "hosts")  # +
-        step = jaxsparse.data_parallel(train_step, mesh, axis_name="hosts", donate_argnums=0)  # +
+        step = jax.jit(train_step, donate_argnums=0)  # +
         for i, tokens in enumerate(batches(), start=1):
             state, loss = step(state, jax.device_put(tokens, data))
             print("loss", i, float(loss), flush=True)
