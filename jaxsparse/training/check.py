@@ -42,7 +42,7 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
 
     Example:
         >>> import jaxsparse
-        >>> tx = optax.chain(optax.clip_by_global_norm(1.0), jaxsparse.dense(), optax.adam(1e-3))
+        >>> tx = optax.chain(optax.clip_by_global_norm(1.0), jaxsparse.dense(), optax.sgd(0.1))
         >>> check(tx, {"w": jnp.zeros((2, 5))})
         Traceback (most recent call last):
         ...
