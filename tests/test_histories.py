@@ -330,7 +330,7 @@ FAULTS = {
     keeps_one_snapshot: (History, "was deleted too early"),
     deletes_messages_before_the_last_snapshot: (History, "was deleted too early"),
     deletes_decisions: (History, "is gone"),
-    the_store_overwrites: (History, "a second one"),
+    the_store_overwrites: (History, "a second one|does not go on"),
     who_proposes_believes_itself: (History, UNLIKE),
     first_message_counts_twice: (History, UNLIKE),
     two_lives_count: (History, "one of them twice|does not go on"),
