@@ -48,8 +48,8 @@ def value_and_grad(
     `fun` is one worker's function. It sees its part of the batch, and all other arguments whole.
     Inside, `jax.lax.axis_index(axis_name)` is the worker's number, for keys of its own. Everything
     that comes back has a row for each worker, split over `axis_name`: the value (W,), auxiliary
-    output and gradients (W, ...). A chain with an exchange of this library takes the gradients as they
-    are, and makes means of them. Take means of all else: `loss.mean()`.
+    output and gradients (W, ...). A chain with an exchange of this library takes the gradients as
+    they are, and makes means of them. Take means of all else: `loss.mean()`.
 
     Other axes of the mesh are left to JAX, as under `jax.jit`: FSDP and tensor parallelism inside
     `fun` need no change. Sharding constraints in `fun` may name `axis_name`; it is taken out. (With
