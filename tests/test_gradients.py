@@ -434,9 +434,7 @@ def test_moments_stay_where_the_trainer_split_them():
             assert held(getattr(behind[1], moment)[name]) == held(getattr(moments, moment)[name])
     plain, _ = step(params, state, batch)
     chex.assert_trees_all_close(jax.device_get(after), jax.device_get(plain), atol=1e-6)
-    moved = {
-        c.op for c in jaxsparse.wire_bytes(step, params, before, batch, mesh=mesh).collectives
-    }
+    moved = {c.op for c in jaxsparse.wire_bytes(step, params, before, batch, mesh=mesh).collectives}
     assert "all-gather" in moved
 
 
