@@ -1,9 +1,11 @@
 """Sketched and sparse gradient exchange for data-parallel training in JAX.
 
-Chain one of the transformations before an Optax optimizer and run the training step through
-`data_parallel`:
+Chain one of the transformations before an Optax optimizer, and take this `value_and_grad` in the
+place of JAX's. The step stays your own `jax.jit`:
 
     tx = optax.chain(jaxsparse.sketched_sgd(compression=10, momentum=0.9), optax.sgd(0.1))
+    loss, grads = jaxsparse.value_and_grad(loss_of)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
 """
 
 from jaxsparse import (
