@@ -93,7 +93,7 @@ def test_equal_to_the_reference(name, workers, way):
 @pytest.mark.parametrize("workers", some((1, 2, 3, 5, 8), ()))
 @pytest.mark.parametrize("dtype", ["bfloat16", *some(["float32"], [])])
 def test_training_is_that_of_the_reference(dtype, workers):
-    """A stack of layers is one matrix. The rounding to bfloat16 is fed back."""
+    """A stack of layers is as many matrices. The rounding to bfloat16 is fed back."""
     shape, steps = (3, 10, 11), 4
     rng = np.random.default_rng(workers)
     g = [jnp.asarray(rng.normal(size=(workers, *shape)), dtype) for _ in range(steps)]
@@ -101,20 +101,26 @@ def test_training_is_that_of_the_reference(dtype, workers):
     grads = [{"layers": x, "bias": jnp.ones((workers, 3))} for x in g]
     tx = demo(3, 6, decay=0.9, is_dense=lambda path, _: "bias" in path)
     history, (_, state) = train(tx, params, workers, grads)
-    momenta = np.zeros((workers, 30, 11))
+    momenta = np.zeros((workers, *shape))
+
+    def exchanged(summands):
+        both = [exchange(summands[:, layer], 3, 6) for layer in range(3)]
+        return np.stack([u for u, _ in both]), np.stack([left for _, left in both], 1)
+
     for x, updates in zip(g, history):
-        x = np.asarray(x, np.float64).reshape(momenta.shape)
-        update, momenta = exchange(0.9 * momenta + x, 3, 6)
+        x = np.asarray(x, np.float64)
+        update, momenta = exchanged(0.9 * momenta + x)
         low = np.asarray(update.astype(jnp.dtype(dtype)), np.float64)
-        got = np.asarray(updates["layers"], np.float64).reshape(30, 11)
+        got = np.asarray(updates["layers"], np.float64)
         np.testing.assert_allclose(got, low, rtol=2**-7 if dtype == "bfloat16" else 1e-4, atol=1e-5)
         momenta += update - got
         np.testing.assert_array_equal(updates["bias"], 1)
-    close(np.asarray(state.residual["layers"].value).reshape(momenta.shape), momenta, atol=1e-4)
+    close(np.asarray(state.residual["layers"].value), momenta, atol=1e-4)
     if dtype == "float32":
-        steps = [np.asarray(x, np.float64).reshape(momenta.shape) for x in g]
-        *_, (update, momenta) = reference(steps, 0.9, 3, 6)
-        close(np.asarray(history[-1]["layers"]).reshape(30, 11), update)
+        for layer in range(3):
+            steps = [np.asarray(x[:, layer], np.float64) for x in g]
+            *_, (update, _) = reference(steps, 0.9, 3, 6)
+            close(np.asarray(history[-1]["layers"][layer]), update)
 
 
 def test_tiles():
@@ -150,9 +156,9 @@ def test_words_of_a_step():
     """9 bits an index and 16 a value, in one all-gather; small tiles have shorter indices."""
     shapes = {"kernel": (256, 192), "conv": (3, 3, 16, 8), "bias": (201,)}
     moved = traffic.wire_bytes(compiled_step(demo(), mesh(5), shapes))
-    # 12 tiles of (64, 64): 32 of 4096. (144, 8) is three tiles of (48, 8), and 32 of 384 are one in
-    # 12: three low bits, and a bitmap of 96 entries and 1152 / 8 high bits.
-    words = 12 * 32 * (9 + 16) // 32 + (96 * 3 + 96 + 144 + 16) // 32 + 96 * 16 // 32
+    # 12 tiles of (64, 64): 32 of 4096. A convolution is (9, 128), two tiles of (9, 64), and 32 of
+    # 576 are one in 18: four low bits, and a bitmap of 64 entries and 1152 / 16 high bits.
+    words = 12 * 32 * (9 + 16) // 32 + (64 * 4 + 64 + 72 + 24) // 32 + 64 * 16 // 32
     sent = {c.op: c.received_bytes for c in moved.collectives}
     assert set(sent) == {"all-gather", "all-reduce"}
     assert sent["all-gather"] == 4 * 4 * words
