@@ -84,8 +84,8 @@ def exchange(residual: jax.Array, x: jax.Array, state: Any, reducer: Reducer) ->
     """The computations of one worker. The mean becomes the next gradient."""
     with wire.dry_run(8):
         x = residual + x
-        reduced = reducer(x, state, axis_name="data").whole(x)
-    return reduced.residual, reduced.mean, reduced.state
+        reduced = reducer(x, state, axis_name="data")
+    return reduced.kept.whole(x).residual, reduced.mean, reduced.kept.state
 
 
 @functools.partial(jax.jit, static_argnames="spec")

@@ -54,8 +54,8 @@ def exchanges(size: int, workers: int) -> dict[str, Callable[[jax.Array], Any]]:
         reducer = systems.choose(name, _DENSITY, size=size, workers=workers).reducer(size)
 
         def exchange(x, reducer=reducer):
-            reduced = reducer(x, reducer.init(size), axis_name="data").whole(x)
-            return {"mean": reduced.mean, "residual": reduced.residual}
+            reduced = reducer(x, reducer.init(size), axis_name="data")
+            return {"mean": reduced.mean, "residual": reduced.kept.whole(x).residual}
 
         programs[name] = jax.vmap(exchange, axis_name="data")
     return programs

@@ -26,7 +26,7 @@ import optax
 import jaxsparse
 from jaxsparse import error_feedback
 from jaxsparse.quantize import QSGD, Format
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer
+from jaxsparse.reducers.base import Conservation, Kept, Reducer, Sums, settle
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.quantized import QUANTIZED, Quantized
 from jaxsparse.systems.random_k import RandomK
@@ -53,9 +53,9 @@ class WithoutFeedback(Reducer):
     def init(self, size: int) -> Any:
         return self.reducer.init(size)
 
-    def __call__(self, x: jax.Array, state: Any, *, axis_name: str | None) -> Reduced:
-        reduced = self.reducer(x, state, axis_name=axis_name).whole(x)
-        return reduced._replace(residual=jnp.zeros_like(x))
+    def reduce(self, x: jax.Array, state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
+        sums, kept = settle(x, *self.reducer.reduce(x, state, axis_name))
+        return sums, Kept(jnp.zeros_like(x), None, kept.state)
 
 
 METHODS: dict[str, Any] = {

@@ -43,7 +43,7 @@ from jaxsparse.arrays.stream import to_dense
 from jaxsparse.collectives import spardl as collectives
 from jaxsparse.collectives.spardl import spar_reduce_scatter
 from jaxsparse.comm.wire import Group
-from jaxsparse.reducers.base import Reduced
+from jaxsparse.reducers.base import Kept, Sums, settle
 from jaxsparse.select.selection import SELECTORS
 from jaxsparse.systems import SparDL
 
@@ -88,14 +88,14 @@ def batches(args: argparse.Namespace, seed: int, workers: int = WORKERS) -> Any:
 class CutFirst(SparDL):
     """SparDL with global residuals that cuts blocks first, as its other rules for residuals do."""
 
-    def __call__(self, x: jax.Array, state: Any, *, axis_name: str | None) -> Reduced:
+    def reduce(self, x: jax.Array, state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         team, _ = Group.teams(axis_name, self.teams)
         n, size = team.size, -(-x.size // team.size)
         k, pick = entries(self.density, x.size, parts=n), SELECTORS[self.selection]
         rows = jnp.pad(x, (0, n * size - x.size)).reshape(n, size)
         cut = jax.lax.map(lambda row: to_dense(pick(row, k), size), rows).reshape(-1)[: x.size]
-        reduced = super().__call__(cut, state, axis_name=axis_name).whole(cut)
-        return reduced._replace(residual=reduced.residual + (x - cut))
+        sums, kept = settle(cut, *super().reduce(cut, state, axis_name))
+        return sums, kept._replace(residual=kept.residual + (x - cut))
 
 
 class Outcome(NamedTuple):
@@ -175,9 +175,9 @@ def follow(reducer: SparDL, args: argparse.Namespace, seeds: list[int]) -> list[
 
     def exchange(params: Any, residual: Any, state: Any, batch: Any) -> tuple[Any, ...]:
         x = residual + jax.grad(lambda p: loss_of(unravel(p), batch))(params)
-        reduced = reducer(x, state, axis_name="data").whole(x)
+        reduced = reducer(x, state, axis_name="data")
         count = gathered(reducer, x, state) if state != () else jnp.float32(0)
-        return x, reduced.residual, count, reduced.mean, reduced.state
+        return x, reduced.kept.whole(x).residual, count, reduced.mean, reduced.kept.state
 
     on_workers = jax.vmap(
         exchange,

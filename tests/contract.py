@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from workers import on_workers, some
+from workers import finished, on_workers, some
 
 from jaxsparse import PerWorker
 from jaxsparse.comm import wire
@@ -68,12 +68,11 @@ def runner(reducer, workers, way, size=SIZE):
     def step(carried, gradient):
         state, residual = carried
         x = residual + gradient
-        given = reducer(x, state, axis_name="data")
-        reduced = given.whole(x)
+        reduced = finished(reducer, x, state)
         if way == "shard_map":
             for leaf in jax.tree.leaves((reduced.mean, reduced.info)):
                 assert not wire.is_varying(leaf, "data"), "must be typed replicated"
-        return (reduced.state, reduced.residual), (x, reduced._replace(indices=given.indices))
+        return (reduced.state, reduced.residual), (x, reduced)
 
     def run(gradients):  # (steps, d)
         per_worker = lambda leaf: isinstance(leaf, PerWorker)

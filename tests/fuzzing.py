@@ -403,8 +403,6 @@ def _chunked_top_k(rng, size, workers):
         "k": _count(rng, min(chunk_size, 40)),
         "chunk_size": chunk_size,
         "value_bits": int(_pick(rng, 2, 2, 4, 8, 16, 32)),
-        "aggregate": _pick(rng, "mean", "mean", "mean_of_senders"),
-        "clip": _pick(rng, None, None, "median"),
     }
 
 
@@ -414,7 +412,6 @@ def _demo(rng, size, workers):
         "k": _count(rng, min(chunk**2, 20)),
         "chunk": chunk,
         "value_bits": int(_pick(rng, 2, 8, 16, 16, 32)),
-        "aggregate": _pick(rng, "mean", "mean", "mean_of_senders"),
         "decay": float(_pick(rng, 1.0, 0.999, 0.5)),
     }
 

@@ -67,7 +67,7 @@ def sign_magnitude(values, bits=2):
     return decoded
 
 
-def exchange(x, k, chunk, quantize, order=None, aggregate="mean", clip=None, zeros=False):
+def exchange(x, k, chunk, quantize, order=None, zeros=False):
     """The mean and the residuals of one exchange.
 
     Args:
@@ -76,12 +76,10 @@ def exchange(x, k, chunk, quantize, order=None, aggregate="mean", clip=None, zer
         chunk: number of elements of a chunk.
         quantize: function from a worker's selected values to what receivers decode.
         order: w's selected indices in the order of its message, order[w]. None: increasing.
-        aggregate: "mean" or "mean_of_senders".
-        clip: "median" or None.
         zeros: whether zeros are entries.
     """
     workers = len(x)
-    sent, has = np.zeros(x.shape), np.zeros(x.shape, bool)
+    sent = np.zeros(x.shape)
     for w in range(workers):
         chosen = top_k(x[w], k, chunk)
         if order is not None:
@@ -90,11 +88,5 @@ def exchange(x, k, chunk, quantize, order=None, aggregate="mean", clip=None, zer
         if not zeros:
             chosen = chosen[x[w, chosen] != 0]
         if len(chosen):
-            sent[w, chosen], has[w, chosen] = quantize(x[w, chosen]), True
-    received = sent
-    if clip == "median":
-        norms = np.linalg.norm(sent, axis=1)
-        median = np.sort(norms)[(workers - 1) // 2]
-        received = sent * np.minimum(1, median / (norms + 1e-8))[:, None]
-    senders = workers if aggregate == "mean" else np.maximum(has.sum(0), 1)
-    return received.sum(0) / senders, x - sent
+            sent[w, chosen] = quantize(x[w, chosen])
+    return sent.sum(0) / workers, x - sent

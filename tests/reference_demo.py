@@ -30,12 +30,12 @@ def tiles(shape, chunk):
             yield np.s_[i * sides[0] : (i + 1) * sides[0], j * sides[1] : (j + 1) * sides[1]], sides
 
 
-def exchange(m, k, chunk, round_=half, aggregate="mean"):
+def exchange(m, k, chunk, round_=half):
     """The update and all residuals of an exchange of momenta (W, rows, columns)."""
     workers = len(m)
     u, left = np.zeros(m.shape[1:]), m.copy()
     for part, sides in tiles(m.shape[1:], chunk):
-        total, senders = np.zeros(sides), np.zeros(sides)
+        total = np.zeros(sides)
         rows, columns = m[0][part].shape
         for w in range(workers):
             tile = np.zeros(sides)
@@ -45,10 +45,8 @@ def exchange(m, k, chunk, round_=half, aggregate="mean"):
             sent = np.zeros(q.size)
             sent[kept] = round_(q.ravel()[kept])
             total += sent.reshape(sides)
-            senders.ravel()[kept] += 1
             left[w][part] -= cosine(sent.reshape(sides), inverse=True)[:rows, :columns]
-        count = workers if aggregate == "mean" else np.maximum(senders, 1)
-        u[part] = cosine(total / count, inverse=True)[:rows, :columns]
+        u[part] = cosine(total / workers, inverse=True)[:rows, :columns]
     return u, left
 
 

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from workers import on_workers
+from workers import finished, on_workers
 
 from jaxsparse import PerWorker
 from jaxsparse.comm import wire
@@ -36,7 +36,7 @@ def exchange(reducer, workers, way):
     def step(carried, gradient):
         state, residual = carried
         x = residual + gradient
-        reduced = reducer(x, state, axis_name="data").whole(x)
+        reduced = finished(reducer, x, state)
         return (reduced.state, reduced.residual), (x, reduced)
 
     def run(gradients):

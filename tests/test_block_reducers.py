@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from published_traffic import block_gather_traffic, dense_traffic, omni_reduce_traffic
 from recorders import record
-from workers import MESH_SIZES, few, on_workers, some
+from workers import MESH_SIZES, few, finished, on_workers, some
 
 from jaxsparse import traffic
 from jaxsparse.comm import wire
@@ -84,7 +84,7 @@ def exchange(name, workers, way):
     def step(carried, gradient):
         state, residual = carried
         x = residual + gradient
-        reduced = reducer(x, state, axis_name="data").whole(x)
+        reduced = finished(reducer, x, state)
         if way == "shard_map":
             for leaf in jax.tree.leaves((reduced.mean, reduced.state, reduced.info)):
                 assert not wire.is_varying(leaf, "data"), "must be typed replicated"
@@ -285,7 +285,7 @@ def test_messages_of_sparse_exchanges():
 def test_tiny_vectors(reducer, size):
     workers = 3
     x = np.arange(1.0, 1 + workers * size, dtype=np.float32).reshape(workers, size) * workers
-    run = on_workers(lambda x: reducer(x, reducer.init(size), axis_name="data"), workers, "vmap")
+    run = on_workers(lambda x: finished(reducer, x, reducer.init(size)), workers, "vmap")
     reduced = jax.tree.map(np.asarray, run(jnp.asarray(x)))
     np.testing.assert_array_equal(total(reduced) + reduced.residual.sum(0), x.sum(0))
     if size == 5:
@@ -300,7 +300,7 @@ def test_tiny_vectors(reducer, size):
 def test_sums_that_overflow_are_not_sent(reducer):
     x = np.zeros((2, 20), np.float32)
     x[:, 4:6] = [[3e38, 1], [2e38, 2]]
-    run = on_workers(lambda x: reducer(x, reducer.init(20), axis_name="data"), 2, "vmap")
+    run = on_workers(lambda x: finished(reducer, x, reducer.init(20)), 2, "vmap")
     reduced = jax.tree.map(np.asarray, run(jnp.asarray(x)))
     assert np.flatnonzero(reduced.mean[0]).tolist() == [5]
     np.testing.assert_array_equal(reduced.mean[:, 5], [1.5, 1.5])
@@ -395,7 +395,7 @@ def test_rows_that_were_touched_once_are_not_sent_for_ever(name, dtype):
 def test_sums_that_overflow_are_kept_where_all_is_sent_densely(reducer):
     x = np.ones((2, 64), np.float32)
     x[:, 5] = 3e38
-    reduced = on_workers(lambda x: reducer(x, reducer.init(64), axis_name="data"), 2, "vmap")(x)
+    reduced = on_workers(lambda x: finished(reducer, x, reducer.init(64)), 2, "vmap")(x)
     assert reduced.mean[:, 5].tolist() == [0, 0]
     assert reduced.residual[:, 5].tolist() == [x[0, 5], x[0, 5]]
     assert reduced.mean[0, 6] == 1

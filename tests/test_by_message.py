@@ -13,7 +13,7 @@ from workers import few, some
 import jaxsparse
 from jaxsparse import PerWorker, Stages, codecs, quantize, systems
 from jaxsparse.feedback.by_message import message_words, post, receive
-from jaxsparse.reducers.one_message import OneMessage
+from jaxsparse.reducers.base import Gathered
 from jaxsparse.systems import SYSTEMS
 
 STEPS, BROKEN, HUGE = 4, 1, 3  # steps; that of a NaN; that of a sum that overflows
@@ -29,7 +29,6 @@ def mixed(**options):
         "dragonn": systems.Dragonn(0.03),
         "eighths": systems.GatheredQuantized(quantize.QSGD(4, 64), seed=1),
         "exact": systems.TopK(0.4, codec=codecs.Packed()),
-        "senders": systems.ChunkedTopK(2, 64, aggregate="mean_of_senders", clip="median"),
         "ternary": systems.GatheredQuantized(quantize.Format("ternary", 64), "nearest"),
         "top": systems.TopK(0.03),
     }
@@ -40,7 +39,7 @@ def mixed(**options):
 
 
 MIXED = dict.fromkeys(
-    ("chunked", "demo", "dense", "dragonn", "eighths", "exact", "senders", "ternary", "top"),
+    ("chunked", "demo", "dense", "dragonn", "eighths", "exact", "ternary", "top"),
     jnp.zeros((24, 25)),
 )
 MIXED["bias"] = jnp.zeros(25)
@@ -48,7 +47,7 @@ USUAL = {"kernel": jnp.zeros((40, 30)), "bias": jnp.zeros(30, jnp.bfloat16)}
 
 
 def is_one_message(kind):
-    return isinstance(kind, type) and issubclass(kind, OneMessage) and kind is not OneMessage
+    return isinstance(kind, type) and issubclass(kind, Gathered) and kind is not Gathered
 
 
 def cases(name, gathered=True):
@@ -263,13 +262,11 @@ def test_a_weight_of_two_is_a_message_twice(name):
         np.testing.assert_array_equal(a, b)
 
 
-def test_weights_are_for_means():
-    tx = systems.chunked_top_k(2, 64, aggregate="mean_of_senders", axis_name=None)
+def test_there_is_a_weight_for_each_message():
+    tx = systems.chunked_top_k(2, 64, axis_name=None)
     own = jax.tree.map(lambda x: x[0], drawn(USUAL, 2)[0])
     state = tx.init(own)
     words, posted = post(tx, own, state)
     given = (words[None], posted, own, state)
-    with pytest.raises(ValueError, match="delivers something else than a mean"):
-        receive(tx, *given, weights=jnp.ones(1))
     with pytest.raises(ValueError, match=r"weights have shape \(2,\), but there are 1 messages"):
         receive(tx, *given, weights=jnp.ones(2))

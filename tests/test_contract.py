@@ -22,7 +22,7 @@ from contract import (
     runner,
 )
 from recorders import record
-from workers import MESH_SIZES, few, mesh, some
+from workers import MESH_SIZES, few, finished, mesh, some
 
 from jaxsparse import PerWorker, data_parallel, error_feedback, local, shard
 from jaxsparse.reducers.matrices import MatrixReducer
@@ -74,7 +74,7 @@ def test_no_axis_is_one_worker(name):
     g = gradients(1, steps=1)[0, 0]
     reducer = CASES[name].reducer
     with record() as messages:
-        exchange = jax.jit(lambda x, state: reducer(x, state, axis_name=None).whole(x))
+        exchange = jax.jit(lambda x, state: finished(reducer, x, state, None))
         reduced = exchange(g, reducer.init(SIZE))
     assert messages == []
     mean, residual = np.asarray(reduced.mean), np.asarray(reduced.residual)
@@ -185,7 +185,7 @@ def test_init_marks_what_differs_between_workers(name):
 @pytest.mark.parametrize("name", CASES)
 def test_an_empty_vector_has_an_empty_mean_or_is_refused(name):
     reducer = CASES[name].reducer
-    call = lambda x: reducer(x, reducer.init(0), axis_name="data").whole(x).mean
+    call = lambda x: finished(reducer, x, reducer.init(0)).mean
     try:
         mean = jax.eval_shape(jax.vmap(call, axis_name="data"), jnp.zeros((2, 0)))
     except ValueError as error:

@@ -13,7 +13,7 @@ from jaxsparse import codecs, error_feedback
 from jaxsparse.arrays import hashing
 from jaxsparse.arrays.settings import Stages, entries
 from jaxsparse.collectives.messages import AllReduced
-from jaxsparse.reducers.base import deliver_streams
+from jaxsparse.reducers.base import keep_streams
 from jaxsparse.select.slots import hash_extract, hash_slots
 from jaxsparse.systems import dragonn
 from jaxsparse.systems.dragonn import Dragonn, extractor
@@ -107,7 +107,7 @@ def test_worked_example():
         stream = hash_extract(x, jnp.float32(4), 3, seed=seed)
         summed = jnp.zeros_like(x).at[stream.indices].add(stream.values, mode="drop")
         result = AllReduced(summed, jnp.zeros_like(x), jnp.int32(0))
-        return stream, deliver_streams(x, stream, result, (), 1).whole(x).residual
+        return stream, keep_streams(x, stream, result, ())[1].whole(x).residual
 
     seeds = jnp.arange(40, dtype=jnp.uint32)
     slots = np.asarray(jax.jit(jax.vmap(lambda s: hash_slots(jnp.arange(4), 3, s)))(seeds))

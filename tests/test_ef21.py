@@ -314,7 +314,7 @@ def test_misuse_names_the_argument():
     for settings, message in (
         ({"reducer": jaxsparse.top_k(0.1)}, "reducer=.* must be a reducer, such as jaxsparse.syst"),
         ({"reducer": systems.Quantized()}, "does not conserve sums, so that .*rounding to nearest"),
-        ({"reducer": systems.DeMo(aggregate="mean_of_senders")}, "does not conserve sums"),
+        ({"reducer": systems.GTopK(0.1, residuals="published")}, "does not conserve sums"),
         ({"decay": 0.9}, "decay=0.9 is not for ef21_sgdm"),
         ({"delay": 1}, "delay=1 is not for ef21_sgdm"),
         ({"accumulator_dtype": "bfloat16"}, "accumulator_dtype='bfloat16' is not for ef21_sgdm"),

@@ -15,7 +15,7 @@ from reference_formats import (
     scale_above,
     values_of,
 )
-from workers import WAYS, feedback_loop, few, on_workers, some
+from workers import WAYS, feedback_loop, few, finished, on_workers, some
 
 from jaxsparse import traffic
 from jaxsparse.collectives import quantized_all_reduce
@@ -389,7 +389,7 @@ def test_large_messages_have_whole_groups(name):
     reducer = GatheredQuantized(spec, "nearest")
     assert reducer.words(71) == spec.words(72)
     x = normal((3, 71))
-    found = on_workers(lambda x: reducer(x, (), axis_name="data").whole(x), 3, "vmap")(x)
+    found = on_workers(lambda x: finished(reducer, x, ()), 3, "vmap")(x)
     each = np.stack([rounded(row, name, 8, "bfloat16")[0] for row in x.astype(np.float64)])
     np.testing.assert_allclose(found.mean[0], each.mean(axis=0), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found.residual, x - each, rtol=1e-4, atol=1e-5)

@@ -231,7 +231,7 @@ def test_a_step_of_adam_is_an_adam_of_each_worker_before_the_exchange():
 
 SPARSE = [
     {},
-    {"aggregate": "mean_of_senders", "clip": "median"},
+    {"value_bits": 8},
     {"value_bits": 32, "decay": 0.0},
 ]
 
@@ -239,7 +239,7 @@ SPARSE = [
 @pytest.mark.parametrize("settings", some(SPARSE, SPARSE[:1]), ids=str)
 @pytest.mark.parametrize("workers", some([1, 2, 3, 5, 8], [3]))
 def test_sparse_loco_is_that_of_numpy(workers, settings):
-    """e <- beta e + D; s = Q(top-k of chunks); e <- e - s; theta <- theta - alpha aggregate(s)."""
+    """e <- beta e + D; s = Q(top-k of chunks); e <- e - s; theta <- theta - alpha mean(s)."""
     k, chunk, decay = 2, 16, settings.get("decay", 0.95)
     tx = outer.sparse_loco(
         learning_rate=0.5, k=k, chunk_size=chunk, is_dense=lambda *_: False, **settings
@@ -247,20 +247,15 @@ def test_sparse_loco_is_that_of_numpy(workers, settings):
     tree = moves(6, workers, seed=2)
     found, _, state = run(LocalSteps(walk, tx, workers, every=2), tree)
     residual = np.zeros((workers, SIZE))
-    is_exact = settings.get("value_bits") == 32
-    quantize = (lambda v: v.astype(np.float64)) if is_exact else chunks.sign_magnitude
+    bits = settings.get("value_bits", 2)
+    quantize = functools.partial(chunks.sign_magnitude, bits=bits)
+    if bits == 32:
+        quantize = lambda v: v.astype(np.float64)
 
     def exchange(_, displacements):
         nonlocal residual
         x = (decay * residual + displacements).astype(np.float32)
-        mean, residual = chunks.exchange(
-            x,
-            k,
-            chunk,
-            quantize,
-            aggregate=settings.get("aggregate", "mean"),
-            clip=settings.get("clip"),
-        )
+        mean, residual = chunks.exchange(x, k, chunk, quantize)
         return mean
 
     twin = lambda _, theta, mean: theta - 0.5 * mean

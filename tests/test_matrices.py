@@ -12,7 +12,7 @@ from workers import some
 from jaxsparse import data_parallel, error_feedback, partition, shard
 from jaxsparse.arrays.settings import Stages
 from jaxsparse.comm import wire
-from jaxsparse.reducers.base import Leaf, Reducer, deliver
+from jaxsparse.reducers.base import Kept, Leaf, Reducer, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.systems import TopK
 
@@ -30,10 +30,9 @@ WORKERS = 3
 class FirstRows(MatrixReducer):
     """Delivers the first row of each matrix of a stack, and keeps the others."""
 
-    def __call__(self, x, state, *, axis_name):
+    def reduce(self, x, state, axis_name):
         sent = self.joined([m.at[:, 1:].set(0) for m in self.cut(x)])
-        total = wire.psum(sent, axis_name)
-        return deliver(x, total, x - sent, None, state, wire.axis_size(axis_name))
+        return Sums(wire.psum(sent, axis_name)), Kept(x - sent, None, state)
 
 
 def gradients():

@@ -10,7 +10,7 @@ import pytest
 from contract import by_step
 from reference_low_rank import powersgd as reference
 from steps import compiled_step
-from workers import MESH_SIZES, mesh, on_workers, some
+from workers import MESH_SIZES, finished, mesh, on_workers, some
 
 from jaxsparse import Stages, data_parallel, powersgd, reshard, shard, traffic
 from jaxsparse.comm import wire
@@ -26,7 +26,7 @@ def runner(reducer, workers, way):
     def step(carried, gradient):
         state, residual = carried
         x = residual + gradient
-        reduced = reducer(x, state, axis_name="data")
+        reduced = finished(reducer, x, state)
         return (reduced.state, reduced.residual), (x, reduced)
 
     def run(gradients, *factors):

@@ -309,7 +309,7 @@ def test_signs_need_feedback():
         gradient = jnp.stack([along + across, along - across], axis=1).reshape(-1)
         rate = 0.1 / jnp.sqrt(i + 1)
         reduced = reducer(residual + rate * gradient, (), axis_name="data")
-        kept = jnp.where(has_feedback, reduced.residual, 0)
+        kept = jnp.where(has_feedback, reduced.kept.residual, 0)
         return (x - reduced.mean, kept), None
 
     def run(start, has_feedback):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from recorders import record
-from workers import feedback_loop, few, mesh, on_workers
+from workers import feedback_loop, few, finished, mesh, on_workers
 
 from jaxsparse import codecs, data_parallel, shard, traffic
 from jaxsparse.arrays.settings import Stages
@@ -91,7 +91,7 @@ def test_one_worker_sends_nothing():
     x = jnp.arange(1.0, 21.0)
     reducer = RandomK(0.25)
     with record() as messages:
-        alone = jax.jit(lambda x: reducer(x, reducer.init(20), axis_name=None).whole(x))
+        alone = jax.jit(lambda x: finished(reducer, x, reducer.init(20), None))
         reduced = alone(x)
     assert messages == []
     np.testing.assert_array_equal(reduced.mean + reduced.residual, x)

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import few, on_workers, some
+from workers import few, finished, on_workers, some
 
 from jaxsparse import codecs
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.messages import AllReduced
 from jaxsparse.collectives.spardl import largest_sums
-from jaxsparse.reducers.base import deliver_streams
+from jaxsparse.reducers.base import deliver, keep_streams
 from jaxsparse.systems import (
     GTopK,
     OkTopk,
@@ -24,7 +24,7 @@ SIZE = 2003
 
 def exchange(reducer, vectors, way="shard_map"):
     """One exchange among as many workers as there are vectors; each worker's outcome."""
-    one = lambda x: reducer(x, reducer.init(SIZE), axis_name="data").whole(x)
+    one = lambda x: finished(reducer, x, reducer.init(SIZE))
     return on_workers(one, len(vectors), way)(jnp.asarray(vectors, jnp.float32))
 
 
@@ -100,16 +100,16 @@ def test_what_an_all_reduce_leaves_is_owed_by_hand():
     stream = SparseStream(jnp.int32([0, 5, 6]), jnp.float32([1, 6, 0]))  # the last slot is empty
     total = jnp.float32([4, 0, jnp.inf, 6, 0, jnp.inf])
     left = AllReduced(total, jnp.float32([0.25, 0, 7, 0.5, 3e38, 0]), jnp.int32(1))
-    reduced = deliver_streams(x, stream, left, (), 2)
+    reduced = deliver(x, *keep_streams(x, stream, left, ()), 2)
     largest = np.finfo(np.float32).max
-    np.testing.assert_array_equal(reduced.residual, np.float32([0.25, 2, 3, 4.5, largest, 6]))
+    np.testing.assert_array_equal(reduced.kept.residual, np.float32([0.25, 2, 3, 4.5, largest, 6]))
     np.testing.assert_array_equal(reduced.mean, [2, 0, 0, 3, 0, 0])
-    assert reduced.sent.tolist() == [True, False, False, False, False, False]
+    assert reduced.kept.sent.tolist() == [True, False, False, False, False, False]
     assert (reduced.info.delivered, reduced.info.overflow) == (2, 1)
     own = AllReduced(total, jnp.float32([0.25, 0, 0]), jnp.int32(1), stream.indices)
     for result in (own, own.whole()):
-        reduced = deliver_streams(x, stream, result, (), 2).whole(x)
-        np.testing.assert_array_equal(reduced.residual, np.float32([0.25, 2, 3, 4, 3e38, 6]))
+        kept = deliver(x, *keep_streams(x, stream, result, ()), 2).kept.whole(x)
+        np.testing.assert_array_equal(kept.residual, np.float32([0.25, 2, 3, 4, 3e38, 6]))
 
 
 # Reducers and numbers of workers of which partial sums overflow and find no room, or are rounded
@@ -134,7 +134,7 @@ def test_sums_that_overflow_on_the_way_leave_finite_residuals(name):
 
     def run(vectors):
         def step(state, x):
-            reduced = reducer(x, state, axis_name="data").whole(x)
+            reduced = finished(reducer, x, state)
             return reduced.state, (reduced.mean, reduced.residual)
 
         return jax.lax.scan(step, reducer.init(shape[-1]), vectors)[1]

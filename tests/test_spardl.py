@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reference_collectives as reference
 from supports import SUPPORTS, vectors
-from workers import few, on_workers, some
+from workers import few, finished, on_workers, some
 
 from jaxsparse import codecs
 from jaxsparse.collectives.spardl import Adaptation, ladder
@@ -19,7 +19,7 @@ from jaxsparse.traffic import traced_bytes
 
 @functools.cache
 def exchange(reducer, workers, size, way):
-    return on_workers(lambda x: reducer(x, reducer.init(size), axis_name="data"), workers, way)
+    return on_workers(lambda x: finished(reducer, x, reducer.init(size)), workers, way)
 
 
 def run(reducer, x, way="vmap"):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import running
-from workers import some
+from workers import finished, some
 
 from jaxsparse.collectives.spardl import Adaptation
 from jaxsparse.systems.spardl import SparDL
@@ -32,7 +32,7 @@ def feedback_loop(reducer, unit):
     exactly.
     """
     exchange = jax.vmap(
-        lambda x, state: reducer(x, state, axis_name="data"),
+        lambda x, state: finished(reducer, x, state),
         in_axes=(0, None),
         axis_name="data",
         axis_size=WORKERS,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from workers import few, on_workers, some
+from workers import few, finished, on_workers, some
 
 from jaxsparse import codecs
 from jaxsparse.select.selection import Bisection, Sampled
@@ -294,7 +294,7 @@ def test_nothing_is_lost_with_empty_slots(name, way):
     reducer = REDUCERS[name]
 
     def step(x):
-        reduced = reducer(x, reducer.init(size), axis_name="data").whole(x)
+        reduced = finished(reducer, x, reducer.init(size))
         return reduced.mean, reduced.residual, reduced.sent
 
     exchange = on_workers(step, workers, way)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference_collectives as reference
 from supports import SUPPORTS, run, shares_by_quarter, total, vectors
-from workers import few, on_workers, some
+from workers import few, finished, on_workers, some
 
 from jaxsparse import Stages, codecs
 from jaxsparse.collectives.ok_topk import about_top_k
@@ -134,7 +134,7 @@ def test_ok_topk_draws_regions_of_other_workers_anew():
     reducer = OkTopk(0.02, capacity_factor=4.0)
 
     def step(x, state):
-        return reducer(x, state, axis_name="data").whole(x)
+        return finished(reducer, x, state)
 
     def spread(state, workers):
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), state)

@@ -1,6 +1,7 @@
 """Runs one function on W workers in each of the ways that the library supports."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,24 @@ def mesh(workers: int, axis_type: AxisType = AxisType.Auto) -> Mesh:
     )
 
 
+class Finished(NamedTuple):
+    """An exchange with residual and mask as whole vectors, and where they were given."""
+
+    mean: Any
+    residual: Any
+    sent: Any
+    state: Any
+    info: Any
+    indices: Any
+
+
+def finished(reducer, x, state, axis_name="data"):
+    reduced = reducer(x, state, axis_name=axis_name)
+    kept = reduced.kept.whole(x)
+    whole = reduced.mean, kept.residual, kept.sent, kept.state, reduced.info
+    return Finished(*whole, reduced.kept.indices)
+
+
 def on_workers(f, workers: int, way: str = "shard_map"):
     """Jits f(*args) over the leading axis of all arguments; stacks each worker's outputs."""
     if way == "vmap":
@@ -64,7 +83,7 @@ def feedback_loop(reducer, workers, way="vmap"):
     def step(carried, gradient):
         state, residual = carried
         x = residual + gradient
-        reduced = reducer(x, state, axis_name="data").whole(x)
+        reduced = finished(reducer, x, state)
         return (reduced.state, reduced.residual), (x, reduced)
 
     def run(gradients):

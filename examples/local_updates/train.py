@@ -108,10 +108,6 @@ def every_method(workers: int = 1) -> dict[str, Method]:
             methods[name] = Method("displacements", "chunked_top_k", tx, h)
     of_ten = functools.partial(Method, "displacements", every=10)
     return methods | {
-        "SparseLoCo H=10 of senders": of_ten(
-            "chunked_top_k",
-            lambda lr: outer.sparse_loco(k=64, learning_rate=lr, aggregate="mean_of_senders"),
-        ),
         "SparDL 1 % H=10": of_ten(
             "spardl", lambda lr: optax.chain(jaxsparse.spardl(0.01), optax.sgd(lr))
         ),

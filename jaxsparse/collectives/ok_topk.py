@@ -47,11 +47,11 @@ class Agreed(NamedTuple):
 class OkTopk(NamedTuple):
     """The result of `ok_topk`."""
 
-    mean: Float[Array, " d"]  # the sums that were delivered, over W; equal on all workers
+    total: Float[Array, " d"]  # the sums that were delivered; equal on all workers
     own: SparseStream  # the residual at the entries that had room; elsewhere the residual is x
-    sent: Bool[Array, " n"]  # which of these entries `mean` contains
+    sent: Bool[Array, " n"]  # which of these entries `total` contains
     lost: tuple[SparseStream, ...]  # this worker's rounding of sums, to add to the residual
-    delivered: Int[Array, ""]  # int32: number of elements of `mean` other than 0
+    delivered: Int[Array, ""]  # int32: number of elements of `total` other than 0
     overflow: Int[Array, ""]  # int32: number of entries and sums without room, over all workers
     agreed: Agreed
 
@@ -155,12 +155,11 @@ def ok_topk(
     gathered, (crowded_out, left_out) = how.gathered(
         held, jnp.stack([to_owners.crowded_out, evened.left_out])
     )
-    means = gathered.values / regions.workers
     elements = regions.elements(place, gathered.indices)
-    mean = to_dense(SparseStream(elements, means), x.size)
+    total = to_dense(SparseStream(elements, gathered.values), x.size)
 
     # The residual differs from x only at entries, so it needs no pass over the whole vector.
-    arrives = lambda indices: mean.at[indices].get(mode="fill", fill_value=0) != 0
+    arrives = lambda indices: total.at[indices].get(mode="fill", fill_value=0) != 0
 
     def where_it_arrives(positions: Array, lost: Array) -> SparseStream:
         index = regions.elements(place, positions)
@@ -178,11 +177,11 @@ def ok_topk(
     is_stale = (evened.passing > how.limit) | (2 * evened.passing < k)
     workers = zeros((), jnp.int32, (agreed.workers,)) + regions.workers
     return OkTopk(
-        mean,
+        total,
         SparseStream(entries.indices, left),
         sent,
         lost,
-        delivered=jnp.sum((means != 0) & (elements < x.size), dtype=jnp.int32),
+        delivered=jnp.sum((gathered.values != 0) & (elements < x.size), dtype=jnp.int32),
         overflow=crowded_out + left_out,
         agreed=Agreed(place, workers, threshold, crowded_out > 0, is_stale),
     )

@@ -16,10 +16,7 @@ a worker keeps still fits what it sent, because `post` returns the vector behind
 With `accumulator_dtype="bfloat16"` all workers round by the same draws.
 """
 
-import contextlib
-import contextvars
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +36,6 @@ from jaxsparse.feedback.exchange import (
     Settings,
     agreed,
     corrected,
-    exchange,
     fed_back,
     select,
     settle,
@@ -47,8 +43,7 @@ from jaxsparse.feedback.exchange import (
     total,
     with_mean_momentum,
 )
-from jaxsparse.reducers.base import Info, Owed, Total, settled, summed
-from jaxsparse.reducers.one_message import OneMessage
+from jaxsparse.reducers.base import Gathered, Info, Kept, Sums, deliver
 from jaxsparse.reducers.stages import Staged
 
 _AXIS = "messages"  # the axis over which received messages are added up
@@ -59,18 +54,7 @@ class Posted(NamedTuple):
 
     vector: Pieces  # what it exchanges: its residual plus what this step adds
     momentum: Pieces | None
-    owed: Owed  # what it keeps if its message counts
-
-
-# What exchanges the buckets and dense leaves of an `update`: `exchange.exchange`, or a half of it.
-EXCHANGE: contextvars.ContextVar[Callable[..., Exchanged]] = contextvars.ContextVar(
-    "jaxsparse_exchange", default=exchange
-)
-
-
-def exchanged(*given: Any) -> Exchanged:
-    """What exchanges here. Pickled functions hold this one, because a `ContextVar` is no pickle."""
-    return EXCHANGE.get()(*given)
+    kept: Kept  # what it keeps if its message counts
 
 
 def post(
@@ -117,8 +101,7 @@ def post(
         held.append(posted)
         return unchanged
 
-    with _exchanging_by(half):
-        tx.update(updates, state, params)
+    _update(tx, updates, state, params, half)
     if not words:
         raise ValueError(
             f"tx={tx} exchanges nothing: give it an exchange of this library, such as "
@@ -160,8 +143,7 @@ def receive(
 
     Raises:
         ValueError: messages of another size or dtype, `counts=False` for a system whose means
-            must be those of all workers (`jaxsparse.ef21_sgdm`), or weights for one that delivers
-            something else than a mean (`aggregate="mean_of_senders"`, `clip="median"`).
+            must be those of all workers (`jaxsparse.ef21_sgdm`).
     """
     if not counts:
         needs_all = lambda node: getattr(node, "needs_all_messages", False)
@@ -188,8 +170,7 @@ def receive(
         done, rest = _received(rest, weights, next(exchanges), counts, *given)
         return done
 
-    with _exchanging_by(half):
-        received = tx.update(updates, state, params)
+    received = _update(tx, updates, state, params, half)
     if rest.shape[1]:
         raise _misfit(messages)
     return received
@@ -207,34 +188,26 @@ def message_words(
     return jax.eval_shape(make, updates, state, params).size
 
 
-@contextlib.contextmanager
-def _exchanging_by(half: Callable[..., Exchanged]) -> Iterator[None]:
-    token = EXCHANGE.set(half)
-    try:
-        yield
-    finally:
-        EXCHANGE.reset(token)
+def _update(tx: Any, updates: Any, state: Any, params: Any, half: Callable[..., Exchanged]) -> Any:
+    """`tx.update`, whose exchange is `half`."""
+    if isinstance(tx, optax.GradientTransformation):  # and no optax.MultiSteps
+        tx = optax.with_extra_args_support(tx)
+    return tx.update(updates, state, params, exchange_by=half)
 
 
 def _weighted(
-    reducer: OneMessage,
+    reducer: Gathered,
     shares: Float[Array, " workers"],
     messages: UInt32[Array, "workers words"],
     size: int,
-) -> Total:
+) -> Sums:
     """What messages deliver whose weights add up to 1: each is decoded alone."""
-    if reducer.conservation == "leaks":
-        raise ValueError(
-            f"weights, but {reducer} delivers something else than a mean: leave out weights"
-        )
 
     def add(sums: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
         share, message = one
-        total = reducer.total(message[None], size)
-        return sums + share * (total.mean if total.sums is None else total.sums), None
+        return sums + share * reducer.decode(message[None], size).total, None
 
-    sums, _ = jax.lax.scan(add, jnp.zeros(size, jnp.float32), (shares, messages))
-    return summed(sums, 1)
+    return Sums(jax.lax.scan(add, jnp.zeros(size, jnp.float32), (shares, messages))[0])
 
 
 def _cut(messages: Array, words: int) -> tuple[Array, Array]:
@@ -251,9 +224,9 @@ def _misfit(messages: Array) -> ValueError:
     )
 
 
-def _checked(reducer: Any) -> OneMessage:
+def _checked(reducer: Any) -> Gathered:
     """The reducer. Raises ValueError unless it is of one message."""
-    if isinstance(reducer, OneMessage):
+    if isinstance(reducer, Gathered):
         return reducer
     reason = "exchanges in several rounds, or sums on the way"
     if isinstance(reducer, Staged):
@@ -302,9 +275,9 @@ def _posted(
         x = select(ok, x, b.residual)
         kept = kept if zeros or kept is None else select(ok, u, kept)
         vector = jnp.concatenate([piece.reshape(-1) for piece in x])
-        message, owed = _checked(reducer).message(vector, b.reducer, jnp.asarray(rank, jnp.int32))
+        message, own = _checked(reducer).encode(vector, b.reducer, jnp.asarray(rank, jnp.int32))
         words.append(message)
-        held.append(Posted(x, kept, owed))
+        held.append(Posted(x, kept, own))
     info = Info(jnp.int32(0), jnp.int32(0))
     unchanged = Exchanged([own.vector for own in held], dense, before, info, jnp.bool_(True))
     return jnp.concatenate(words), tuple(held), unchanged
@@ -340,17 +313,19 @@ def _received(
         reducer = _checked(reducer)
         part, rest = _cut(rest, reducer.words(size))
         vector = jnp.concatenate([piece.reshape(-1) for piece in own.vector])
-        found = reducer.total if shares is None else functools.partial(_weighted, reducer, shares)
-        reduced = settled(vector, own.owed, found(part, size))
+        if shares is None:
+            reduced = deliver(vector, reducer.decode(part, size), own.kept, len(messages))
+        else:
+            reduced = deliver(vector, _weighted(reducer, shares, part, size), own.kept, 1)
         if not counts:
-            reduced = reduced._replace(residual=vector, sent=None, indices=None)
+            reduced = reduced._replace(kept=Kept(vector, None, reduced.kept.state))
         mean, residual, kept = settle(
             own.vector, vector, None if zeros else own.momentum, reduced, ok
         )
         if zeros:
             mean, kept = with_mean_momentum(mean, b.momentum, ok, settings)
         means.append(mean)
-        now = Bucket(residual, kept, reduced.state)
+        now = Bucket(residual, kept, reduced.kept.state)
         after.append(select(ok, now, b))
         infos.append(reduced.info)
     dense_mean, dense_momentum = with_mean_momentum(dense_mean, before.dense_momentum, ok, settings)

@@ -157,7 +157,7 @@ def _send(
         mean, residual, own = settle(x, vector, None if zeros else kept, reduced, ok)
         mean, kept = with_mean_momentum(mean, kept, ok, settings) if zeros else (mean, own)
         means.append(mean)
-        after.append(Bucket(residual, kept, select(ok, reduced.state, b.reducer)))
+        after.append(Bucket(residual, kept, select(ok, reduced.kept.state, b.reducer)))
         infos.append(reduced.info)
     return means, after, infos
 
@@ -176,7 +176,7 @@ def settle(
     But each piece looks at all entries, so with 32 leaves it would take 2.8 times as long instead
     of 1.6 (`benchmarks/whole_step.py --leaves`).
     """
-    residual, sent, indices = reduced.residual, reduced.sent, reduced.indices
+    residual, sent, _, indices = reduced.kept
     own = vector if indices is None else vector.at[indices].get(mode="fill", fill_value=0)
     mean = select(ok, reduced.mean, jnp.zeros_like(reduced.mean))
     residual = select(ok, residual, own)
@@ -187,8 +187,7 @@ def settle(
             momentum = _with(momentum, jnp.where(sent, indices, vector.size), jnp.float32(0))
         return cut(mean, shapes), _with(x, indices, residual), momentum
     if indices is not None:
-        reduced = reduced._replace(residual=residual, sent=sent).whole(vector)
-        residual, sent = reduced.residual, reduced.sent
+        residual, sent, *_ = reduced.kept._replace(residual=residual, sent=sent).whole(vector)
     mean, residual, sent = cut((mean, residual, sent), shapes)
     if momentum is not None and sent is not None:
         momentum = jax.tree.map(_masked, momentum, sent)

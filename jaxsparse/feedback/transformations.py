@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,7 @@ from jaxsparse.comm.marks import is_stand_in, unwrapped
 from jaxsparse.comm.meshes import AnyMesh, Placement, place_rows
 from jaxsparse.comm.unreduced import split_unreduced
 from jaxsparse.comm.wire import Axes
-from jaxsparse.feedback.by_message import exchanged
-from jaxsparse.feedback.exchange import Plan, Settings, keep_rounding
+from jaxsparse.feedback.exchange import Exchanged, Plan, Settings, exchange, keep_rounding
 from jaxsparse.feedback.options import (
     LeafOptions,
     Options,
@@ -241,7 +240,12 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
         return without_params(state) if is_stand_in(params) else state
 
     def update(
-        updates: Any, state: ErrorFeedbackState, params: Any = None, **extra_args: Any
+        updates: Any,
+        state: ErrorFeedbackState,
+        params: Any = None,
+        *,
+        exchange_by: Callable[..., Exchanged] = exchange,  # or a half of it, see `by_message`
+        **extra_args: Any,
     ) -> tuple[Any, ErrorFeedbackState]:
         del extra_args
         if not isinstance(state, ErrorFeedbackState):
@@ -265,7 +269,7 @@ def _feedback(rules: Rules, options: StepOptions) -> optax.GradientTransformatio
             settings = Settings(store.axes, momentum, delayed, decay, nesterov)
             carried = store.load(state, plan)
             buckets, dense = plan.layout.flatten(updates)
-            done = exchanged(buckets, dense, carried, plan, settings)
+            done = exchange_by(buckets, dense, carried, plan, settings)
             delivered = plan.layout.unflatten(done.means, done.dense_mean)
             if set(plan.layout.dtypes) != {jnp.dtype(jnp.float32)}:
                 done = keep_rounding(done, plan.layout.flatten(delivered)[0], plan)

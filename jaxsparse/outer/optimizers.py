@@ -134,10 +134,9 @@ class _SparseLoCo(RuleOption, ChunkedTopK):
 
     The residual e = decay * e + D - sent is a worker's own outer momentum, and there is no other.
     The published code (templar) differs from the paper: it divides a sum by the number of workers
-    that sent the coordinate (`aggregate="mean_of_senders"`), clips messages to the median norm
-    (`clip="median"`), and rounds values to levels of a whole vector, of which its largest entries
-    use only two of four in two bits (here 256 entries share them). Its 72B run lowered the outer
-    rate from 1 to 0.4 by hand: give a schedule.
+    that sent the coordinate, clips messages to the median norm, and rounds values to levels of a
+    whole vector, of which its largest entries use only two of four in two bits (here 256 entries
+    share them). Its 72B run lowered the outer rate from 1 to 0.4 by hand: give a schedule.
 
     Choose k by how long an entry may wait: n = chunk_size / k exchanges on average. What has waited
     for n exchanges arrives at decay**n, so (1 - decay**n) / (n * (1 - decay)) of a steady move

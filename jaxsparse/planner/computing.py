@@ -67,8 +67,9 @@ def time_exchange(
         del mean  # its memory holds the next one
         state, residual = carried
         x = gradient + scale * residual if has_residual else gradient
-        reduced = reducer(x, state, axis_name="data").whole(x)
-        return (reduced.state, reduced.residual if has_residual else residual), reduced.mean
+        reduced = reducer(x, state, axis_name="data")
+        kept = reduced.kept.whole(x)
+        return (kept.state, kept.residual if has_residual else residual), reduced.mean
 
     gradient = jax.jit(lambda key: jax.random.normal(key, (size,)) ** 3)(jax.random.key(size))
     carried = (reducer.init(size), jnp.zeros((size if has_residual else 0,), jnp.float32))

@@ -1,11 +1,12 @@
 """The contract between a reducer and everything around it.
 
-A reducer estimates the mean of all workers' vectors with few bytes, and returns a residual: all
-that it did not deliver. The contract is `sum_w x_w == W * mean + sum_w residual_w`: nothing is
-lost, only late.
+A reducer adds up all workers' vectors with few bytes, `(sums, kept) = reduce(x, ...)`, and each
+worker keeps a residual: all that was not delivered. The contract is
+`sum_w x_w == sums.total + sum_w kept_w.residual`: nothing is lost, only late. `deliver` finishes an
+exchange: it divides by W, and gives sums that overflow back to their summands.
 
 It is one function, and not a pair of compress and decompress, because residuals may arise inside a
-collective, and masks may be global.
+collective, and masks may be global. A `Gathered` reducer is such a pair.
 """
 
 import abc
@@ -15,19 +16,20 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxsparse.arrays.platforms import count_where
 from jaxsparse.arrays.settings import Seed, Stages, check_fields
 from jaxsparse.arrays.stream import SparseStream, filled, to_dense
 from jaxsparse.collectives.messages import AllReduced
+from jaxsparse.comm import wire
 
 _MOST = 2**31 - 1  # the largest int32
 
-# How well sum_w x_w == W * mean + sum_w residual_w holds. "exact": for all values whose sums and
-# means are exact in float32. "to rounding": up to the rounding of each value. "to group rounding":
-# up to the rounding of the largest value of a group, which shares a scale or a transform. "in
-# expectation": on average over random draws. "leaks": not at all.
+# How well the contract holds. "exact": for all values whose sums and means are exact in float32.
+# "to rounding": up to the rounding of each value. "to group rounding": up to the rounding of the
+# largest value of a group, which shares a scale or a transform. "in expectation": on average over
+# random draws. "leaks": not at all.
 Conservation = Literal["exact", "to rounding", "to group rounding", "in expectation", "leaks"]
 
 
@@ -47,25 +49,41 @@ def info(delivered: Any, overflow: Any = 0) -> Info:
     return Info(jnp.asarray(delivered, jnp.int32), jnp.asarray(overflow, jnp.int32))
 
 
-class Reduced(NamedTuple):
-    """The result of one exchange of vectors of d elements among W workers.
+class Sums(NamedTuple):
+    """What an exchange delivers; equal on all workers."""
+
+    total: Float[Array, " d"]  # float32. A sum that is not finite counts as not sent
+    # Number of coordinates that the mean carries. None: count those that are not 0, in a pass.
+    delivered: Int[Array, ""] | int | None = None
+    overflow: Int[Array, ""] | int = 0  # see `Info`
+    is_settled: bool = False  # whether `total` is finite, and summands that overflow are kept
+
+    def info(self, workers: int) -> Info:
+        """The counts."""
+        delivered = self.delivered
+        if delivered is None:
+            of_finite = lambda total: jnp.where(jnp.isfinite(total), total, 0)
+            delivered = count_where(self.total, lambda total: of_finite(total) / workers != 0)
+        return info(delivered, self.overflow)
+
+
+class Kept(NamedTuple):
+    """What stays with a worker that has sent its share of a vector of d elements, x.
 
     A reducer that sends few entries, n of them, may give residual and mask at these alone. Then
     neither takes a vector of d elements.
     """
 
-    mean: Float[Array, " d"]  # float32 estimate of (1/W) sum_w x_w, bitwise equal on all workers
-    residual: Float[Array, " n"]  # float32: this worker's share of all that was not delivered
+    residual: Float[Array, " n"]  # float32: its share of all that was not delivered
     sent: Bool[Array, " n"] | None  # where to mask momentum; None: nowhere
     state: Any  # the reducer's own state
-    info: Info
     # int32: where `residual` and `sent` are given. Each is in [0, d] and different from all others;
     # only d, an empty slot, may repeat. Elsewhere the residual is x, and nothing was sent. None:
     # `residual` and `sent` have d elements.
     indices: Int[Array, " n"] | None = None
 
-    def whole(self, x: Float[Array, " d"]) -> "Reduced":
-        """The same result with residual and mask as vectors of d elements.
+    def whole(self, x: Float[Array, " d"]) -> "Kept":
+        """The same with residual and mask as vectors of d elements.
 
         Args:
             x: the vector that was exchanged. It is the residual at all other elements.
@@ -76,7 +94,15 @@ class Reduced(NamedTuple):
         sent = self.sent
         if sent is not None:
             sent = filled(x.size, False, self.indices).at[self.indices].set(sent, mode="drop")
-        return self._replace(residual=residual, sent=sent, indices=None)
+        return Kept(residual, sent, self.state)
+
+
+class Reduced(NamedTuple):
+    """A finished exchange."""
+
+    mean: Float[Array, " d"]  # float32 estimate of (1/W) sum_w x_w, bitwise equal on all workers
+    kept: Kept  # all of it finite
+    info: Info
 
 
 class Leaf(NamedTuple):
@@ -207,17 +233,18 @@ class Reducer(Budget):
         return jax.eval_shape(functools.partial(self.init, size))
 
     @abc.abstractmethod
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+    def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         """Exchanges one vector with the other workers.
 
         Args:
             x: float32, this worker's whole vector.
             state: the reducer's state, from `init` or from the last exchange.
             axis_name: the axis of the workers. None: a single worker, which sends nothing.
-
-        Returns:
-            The mean, this worker's residual, and the new state.
         """
+
+    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+        """The finished exchange of one vector, see `reduce`."""
+        return deliver(x, *self.reduce(x, state, axis_name), wire.axis_size(axis_name))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,103 +274,133 @@ def bucket_seeds(seed: int, count: int) -> tuple[int, ...]:
     return tuple((seed + bucket * 0x9E3779B9) % 2**32 for bucket in range(count))
 
 
-# The functions below decide which worker keeps the parts that an exchange did not deliver.
+@dataclasses.dataclass(frozen=True)
+class Gathered(Reducer):
+    """A reducer whose exchange is one message from each worker, which all workers read.
 
-
-def finite_sums(total: Array) -> tuple[Array, Bool[Array, "..."]]:
-    """The sums with zeros where they overflow, and a mask of the finite ones.
-
-    A sum that overflows counts as not sent: each worker keeps its summand. Otherwise an inf in the
-    mean would be applied, and an inf in a residual would stay for ever.
+    Its messages need no collective: whoever has read some workers' messages, in one order, knows
+    their sums, bit for bit. (`feedback/by_message.py` hands those of a whole tree around.)
     """
-    finite = jnp.isfinite(total)
-    return jnp.where(finite, total, 0), finite
+
+    @abc.abstractmethod
+    def encode(
+        self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
+    ) -> tuple[UInt32[Array, " words"], Kept]:
+        """A worker's message, and what stays with it if its message counts.
+
+        Args:
+            x: float32, this worker's whole vector.
+            state: the reducer's state, from `init` or from the last message.
+            rank: int32, a number of this worker's own, for draws that differ between workers.
+
+        Returns:
+            The message, whose length depends only on that of `x`, and what the worker keeps.
+        """
+
+    @abc.abstractmethod
+    def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
+        """What messages deliver, added up in their order.
+
+        Args:
+            messages: the messages of all workers that count.
+            size: number of elements of the vectors, d.
+        """
+
+    def words(self, size: int) -> int:
+        """The number of words of a message for vectors of `size` elements."""
+        x = jax.ShapeDtypeStruct((size,), jnp.float32)
+        make = lambda x: self.encode(x, self.init(size), jnp.int32(0))[0]
+        return jax.eval_shape(make, x).size
+
+    def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
+        """See `Reducer`."""
+        message, kept = self.encode(x, state, wire.axis_index(axis_name))
+        return self.decode(wire.all_gather(message, axis_name), x.size), kept
 
 
-class Total(NamedTuple):
-    """What an exchange delivers; equal on all workers."""
+def settle(x: Float[Array, " d"], sums: Sums, kept: Kept) -> tuple[Sums, Kept]:
+    """Gives sums that overflow back to their summands: they count as not sent.
 
-    mean: Float[Array, " d"]  # float32
-    sums: Float[Array, " d"] | None  # not finite where a sum overflows; None: none can overflow
-    info: Info
-
-
-class Owed(NamedTuple):
-    """What stays with a worker that has sent its share, if no sum overflows; see `Reduced`."""
-
-    residual: Float[Array, " n"]  # finite
-    sent: Bool[Array, " n"] | None
-    state: Any
-    indices: Int[Array, " n"] | None = None
-
-
-def summed(
-    sums: Float[Array, " d"], workers: int, *, delivered: Any = None, overflow: Any = 0
-) -> Total:
-    """The mean that sums deliver.
-
-    Args:
-        sums: float32, equal on all workers. A sum that overflows counts as not sent.
-        workers: number of workers, W.
-        delivered: number of coordinates that the mean carries. None: count those that are not 0.
-        overflow: number of entries without room in messages.
+    Otherwise an inf in the mean would be applied, and an inf in a residual would stay for ever.
     """
-    if delivered is None:
-        delivered = count_where(sums, lambda sums: finite_sums(sums)[0] / workers != 0)
-    return Total(finite_sums(sums)[0] / workers, sums, info(delivered, overflow))
+    if sums.is_settled:
+        return sums, kept
+    at = lambda dense: dense
+    if kept.indices is not None:  # entries are few, and dense vectors would cost passes
+        at = lambda dense: dense.at[kept.indices].get(mode="fill", fill_value=0)
+    finite = jnp.isfinite(at(sums.total))
+    # Rounding, or partial sums that this worker dropped, can overflow, too.
+    residual = jnp.where(finite, jnp.nan_to_num(kept.residual), at(x))
+    sent = None if kept.sent is None else kept.sent & finite
+    total = jnp.where(jnp.isfinite(sums.total), sums.total, 0)
+    kept = kept._replace(residual=residual, sent=sent)
+    return sums._replace(total=total, is_settled=True), kept
 
 
-def settled(x: Float[Array, " d"], own: Owed, total: Total) -> Reduced:
-    """The result of an exchange: what arrived, and what a worker keeps of its vector `x`."""
-    residual, sent = own.residual, own.sent
-    if total.sums is not None:
-        at = lambda dense: dense
-        if own.indices is not None:  # entries are few, and dense vectors would cost passes
-            at = lambda dense: dense.at[own.indices].get(mode="fill", fill_value=0)
-        finite = jnp.isfinite(at(total.sums))
-        residual = jnp.where(finite, residual, at(x))
-        sent = None if sent is None else sent & finite
-    return Reduced(total.mean, residual, sent, own.state, total.info, own.indices)
-
-
-def deliver(
-    x: Float[Array, " d"],
-    total: Float[Array, " d"],
-    residual: Float[Array, " d"] | float,
-    sent: Bool[Array, " d"] | None,
-    state: Any,
-    workers: int,
-    *,
-    delivered: Any = None,
-    overflow: Any = 0,
-) -> Reduced:
-    """The result of an exchange with the sum `total`. A sum that overflows counts as not sent.
+def deliver(x: Float[Array, " d"], sums: Sums, kept: Kept, workers: int) -> Reduced:
+    """The finished exchange of a worker's vector `x`.
 
     Args:
         x: float32, this worker's whole vector.
-        total: float32, the delivered sum, equal on all workers.
-        residual: float32, this worker's share of the part that `total` lacks.
-        sent: mask of the coordinates whose momentum becomes 0, unless their sum overflows. None: no
-            coordinates.
-        state: the reducer's new state.
+        sums: what all workers get.
+        kept: what this worker keeps if no sum overflows.
         workers: number of workers, W.
-        delivered: number of coordinates that the mean carries. None: count those that are not 0.
-        overflow: number of entries without room in messages.
     """
-    # Rounding, or partial sums that this worker dropped, can overflow, and would stay so for ever.
-    own = Owed(jnp.nan_to_num(jnp.asarray(residual, x.dtype)), sent, state)
-    return settled(x, own, summed(total, workers, delivered=delivered, overflow=overflow))
+    counts = sums.info(workers)
+    sums, kept = settle(x, sums, kept)
+    return Reduced(sums.total / workers, kept, counts)
 
 
-def deliver_merged(
+# The functions below decide what a worker keeps.
+
+
+def keep_entries(
+    x: Float[Array, " d"], stream: SparseStream, lost: Float[Array, " n"], state: Any
+) -> Kept:
+    """What a worker keeps that sends the entries `stream` of `x`.
+
+    Args:
+        x: float32, this worker's whole vector.
+        stream: the entries that it put forward, with distinct indices. Where their values differ
+            from those of `x`, the residual keeps the difference.
+        lost: float32, the part of each entry that messages lack.
+        state: the reducer's new state.
+    """
+    values = x.at[stream.indices].get(mode="fill", fill_value=0)
+    # Shares of others' entries can overflow float32, and an inf would stay for ever.
+    residual = jnp.nan_to_num(values - stream.values + lost)
+    return Kept(residual, (residual != values) & (stream.values != 0), state, stream.indices)
+
+
+def keep_streams(
+    x: Float[Array, " d"], stream: SparseStream, result: AllReduced, state: Any
+) -> tuple[Sums, Kept]:
+    """The exchange of a sparse all-reduce of entries of `x`.
+
+    A worker keeps the entries that it did not select, and its share of the all-reduce's residual.
+
+    Args:
+        x: float32, this worker's whole vector.
+        stream: see `keep_entries`.
+        result: the result of the all-reduce. If its residual is given at few entries, they are
+            those of `stream`, in its order.
+        state: the reducer's new state.
+    """
+    sums = Sums(result.total, overflow=result.overflow)
+    if result.indices is not None:
+        return sums, keep_entries(x, stream, result.residual, state)
+    lost = result.residual.at[stream.indices].get(mode="fill", fill_value=0)
+    return sums, keep_entries(x, stream, lost, state).whole(x + result.residual)
+
+
+def keep_merged(
     x: Float[Array, " d"],
     total: Float[Array, " d"],
     discarded: Float[Array, " d"],
     selected: Bool[Array, " d"],
     state: Any,
-    workers: int,
-) -> Reduced:
-    """The result of an exchange that drops entries on the way.
+) -> tuple[Sums, Kept]:
+    """The exchange with the sum `total` that drops entries on the way.
 
     Where a sum arrived, a worker's residual is `discarded`: the entries that it dropped itself.
     Where none did, each worker keeps its own entry, which covers any drops (SparDL, Alg. 1). A sum
@@ -356,75 +413,27 @@ def deliver_merged(
         discarded: float32, the entries that this worker dropped; unused where `total` is 0.
         selected: mask of the entries that this worker put forward.
         state: the reducer's new state.
-        workers: number of workers, W.
     """
-    arrived = finite_sums(total)[0] != 0
+    has_arrived = lambda total: jnp.isfinite(total) & (total != 0)
+    arrived = has_arrived(total)
     residual = jnp.where(arrived, discarded, x)
-    delivered = count_where(total, lambda total: finite_sums(total)[0] != 0)
-    return deliver(x, total, residual, arrived & selected, state, workers, delivered=delivered)
+    return Sums(total, count_where(total, has_arrived)), Kept(residual, arrived & selected, state)
 
 
-def deliver_streams(
-    x: Float[Array, " d"],
-    stream: SparseStream,
-    result: AllReduced,
-    state: Any,
-    workers: int,
-) -> Reduced:
-    """The result of a sparse all-reduce of entries of `x`.
+def keep_rest(x: Float[Array, " d"], sums: SparseStream, state: Any) -> tuple[Sums, Kept]:
+    """The exchange that delivers exact sums at distinct coordinates, and nothing else.
 
-    A worker's residual has the entries that it did not select, and its share of the all-reduce's
-    residual.
-
-    Args:
-        x: float32, this worker's whole vector.
-        stream: the entries that it put forward, with distinct indices. Where their values differ
-            from those of `x`, the residual keeps the difference.
-        result: the result of the all-reduce. If its residual is given at few entries, they are
-            those of `stream`, in its order.
-        state: the reducer's new state.
-        workers: number of workers, W.
+    A coordinate counts as not sent if its sum is zero, as in Sketched-SGD's Alg. 3. The workers'
+    values cancel there, so residuals that keep them conserve their sum. A coordinate also counts as
+    not sent if its sum overflows.
     """
-    is_few = result.indices is not None
-    lost = result.residual
-    if not is_few:
-        lost = lost.at[stream.indices].get(mode="fill", fill_value=0)
-    total = summed(result.total, workers, overflow=result.overflow)
-    reduced = settled(x, owed(x, stream, lost, state), total)
-    if is_few:
-        return reduced
-    elsewhere = jnp.where(jnp.isfinite(result.total), jnp.nan_to_num(x + result.residual), x)
-    return reduced.whole(elsewhere)
-
-
-def owed(x: Float[Array, " d"], stream: SparseStream, lost: Float[Array, " n"], state: Any) -> Owed:
-    """What stays with a worker that sends the entries `stream` of `x`.
-
-    Args:
-        x: float32, this worker's whole vector.
-        stream: see `deliver_streams`.
-        lost: float32, the part of each entry that messages lack.
-        state: the reducer's new state.
-    """
-    values = x.at[stream.indices].get(mode="fill", fill_value=0)
-    # Shares of others' entries can overflow float32, and an inf would stay for ever.
-    kept = jnp.nan_to_num(values - stream.values + lost)
-    return Owed(kept, (kept != values) & (stream.values != 0), state, stream.indices)
-
-
-def deliver_means(x: Float[Array, " d"], kept: SparseStream, state: Any) -> Reduced:
-    """Delivers exact means, `kept`, at distinct coordinates.
-
-    A coordinate counts as not sent if its exact mean is zero, as in Sketched-SGD's Alg. 3. The
-    workers' values cancel there, so residuals that keep them conserve their sum. A coordinate also
-    counts as not sent if its sum overflows.
-    """
-    kept = kept._replace(values=finite_sums(kept.values)[0])
-    sent = kept.values != 0
-    own = x.at[kept.indices].get(mode="fill", fill_value=0)
+    values = jnp.where(jnp.isfinite(sums.values), sums.values, 0)
+    sent = values != 0
+    own = x.at[sums.indices].get(mode="fill", fill_value=0)
     residual = jnp.where(sent, jnp.zeros_like(own), own)
-    counts = info(jnp.count_nonzero(kept.values))
-    return Reduced(to_dense(kept, x.size), residual, sent, state, counts, kept.indices)
+    total = to_dense(SparseStream(sums.indices, values), x.size)
+    counted = Sums(total, jnp.count_nonzero(values), is_settled=True)
+    return counted, Kept(residual, sent, state, sums.indices)
 
 
 def marked(stream: SparseStream, size: int) -> Bool[Array, " d"]:

@@ -10,7 +10,7 @@ from jaxsparse import codecs
 from jaxsparse.arrays.settings import Density
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.messages import MessageFormat
-from jaxsparse.reducers.base import Conservation, Owed, Reducer, Total, owed, summed
+from jaxsparse.reducers.base import Conservation, Kept, Reducer, Sums, keep_entries
 from jaxsparse.select.selection import Selection, check_selection
 
 
@@ -45,10 +45,10 @@ def conservation_of(codec: codecs.Codec) -> Conservation:
     return "to rounding" if codec.is_local else "to group rounding"
 
 
-def entries_message(
+def encode_entries(
     x: Float[Array, " d"], stream: SparseStream, codec: codecs.Codec, state: Any
-) -> tuple[UInt32[Array, " words"], Owed]:
-    """The message of the entries `stream` of `x`, and what stays; see `OneMessage.message`.
+) -> tuple[UInt32[Array, " words"], Kept]:
+    """The message of the entries `stream` of `x`, and what stays; see `Gathered.encode`.
 
     Args:
         x: float32, this worker's whole vector.
@@ -57,14 +57,14 @@ def entries_message(
         state: the reducer's new state.
     """
     message, lost = _format(stream.capacity, x.size, codec).pack_entries(stream)
-    return message, owed(x, stream, lost, state)
+    return message, keep_entries(x, stream, lost, state)
 
 
-def entries_total(
+def decode_entries(
     messages: UInt32[Array, "workers words"], capacity: int, size: int, codec: codecs.Codec
-) -> Total:
-    """The mean of the vectors of such messages, of `capacity` entries each."""
-    return summed(_format(capacity, size, codec).merge_all(messages), len(messages))
+) -> Sums:
+    """The sums of the vectors of such messages, of `capacity` entries each."""
+    return Sums(_format(capacity, size, codec).merge_all(messages))
 
 
 def _format(capacity: int, size: int, codec: codecs.Codec) -> MessageFormat:

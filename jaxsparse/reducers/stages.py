@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxsparse.arrays.settings import Stages
 from jaxsparse.comm import wire
-from jaxsparse.reducers.base import Budget, Conservation, Leaf, Reduced, Reducer
+from jaxsparse.reducers.base import Budget, Conservation, Info, Kept, Leaf, Reducer, Sums, settle
 
 T = TypeVar("T")
 
@@ -105,31 +105,31 @@ class Staged(Reducer):
             )
         return StagedState(jnp.uint32(0), states[0])
 
-    def __call__(
-        self, x: Float[Array, " d"], state: StagedState, *, axis_name: str | None
-    ) -> Reduced:
+    def reduce(
+        self, x: Float[Array, " d"], state: StagedState, axis_name: str | None
+    ) -> tuple[Sums, Kept]:
         """See `Reducer`."""
         masks: list[bool] = []  # whether each stage masks momentum; complete once all are traced
 
-        def run(reducer: Reducer, x: Array, inner: Any) -> Reduced:
-            reduced = reducer(x, inner, axis_name=axis_name).whole(x)
-            masks.append(reduced.sent is not None)
-            sent = jnp.zeros_like(x, jnp.bool_) if reduced.sent is None else reduced.sent
-            counts = wire.varying_as(reduced.info, x, axis_name)  # a constant is typed as equal
-            return reduced._replace(
-                info=counts,
-                residual=wire.varying(reduced.residual, axis_name),
-                sent=wire.varying(sent, axis_name),
-            )
+        def run(reducer: Reducer, x: Array, inner: Any) -> tuple[Array, Info, Kept]:
+            sums, kept = reducer.reduce(x, inner, axis_name)
+            counts = sums.info(wire.axis_size(axis_name))
+            sums, kept = settle(x, sums, kept.whole(x))
+            masks.append(kept.sent is not None)
+            sent = jnp.zeros_like(x, jnp.bool_) if kept.sent is None else kept.sent
+            counts = wire.varying_as(counts, x, axis_name)  # a constant is typed as equal
+            residual, sent = (wire.varying(each, axis_name) for each in (kept.residual, sent))
+            return sums.total, counts, Kept(residual, sent, kept.state)
 
         begun = [state.step >= jnp.uint32(step) for step in self.stages.boundaries]
         stage = sum((b.astype(jnp.int32) for b in begun), jnp.int32(0))
         branches = [functools.partial(run, reducer) for reducer in self.stages.values]
-        reduced = jax.lax.switch(stage, branches, x, state.reducer)
-        return reduced._replace(
-            sent=reduced.sent if any(masks) else None,
-            state=StagedState(state.step + jnp.uint32(1), reduced.state),
+        total, counts, kept = jax.lax.switch(stage, branches, x, state.reducer)
+        kept = kept._replace(
+            sent=kept.sent if any(masks) else None,
+            state=StagedState(state.step + jnp.uint32(1), kept.state),
         )
+        return Sums(total, counts.delivered, counts.overflow, is_settled=True), kept
 
 
 def in_stages(settings: T, make: Callable[[T], Budget]) -> Budget:

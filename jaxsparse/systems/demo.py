@@ -17,14 +17,12 @@ from jaxsparse.arrays.settings import Stages, check_k, current
 from jaxsparse.arrays.stream import SparseStream, add_to, to_dense
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Conservation, Owed, Total, info
+from jaxsparse.reducers.base import Conservation, Gathered, Kept, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
-from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.select.groups import count_entries
 from jaxsparse.systems.row import Case, Request, Settings, System
 
 ValueBits = Literal[2, 4, 8, 16, 32]
-Aggregate = Literal["mean", "mean_of_senders"]
 
 _LARGEST_CHUNK = 256  # indices in its tiles have 16 bits
 _MOST_WORKERS = 2**20  # whose sums may not overflow
@@ -46,7 +44,7 @@ class _Tiling(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DeMo(OneMessage, MatrixReducer):
+class DeMo(Gathered, MatrixReducer):
     """DeMo (Peng, Quesnelle and Kingma, 2024): decoupled momentum, in cosine coefficients.
 
     Each worker keeps a momentum of its own, M. In a step, with the paper's beta = `decay`:
@@ -88,10 +86,6 @@ class DeMo(OneMessage, MatrixReducer):
         chunk: the largest side of a tile, at most 256. An index takes some 9 bits.
         value_bits: number of bits of a value: 16 (bfloat16), 32 (exact), or 2, 4 or 8, as in
             `chunked_top_k`.
-        aggregate: "mean" divides sums by the number of workers, and nothing is lost.
-            "mean_of_senders" divides each by the number of workers that sent the coefficient, as in
-            the published code. It weighs coefficients differently, which can change signs. Updates
-            are up to W times as large, and sums are not conserved.
 
     Raises:
         ValueError: settings out of range.
@@ -108,7 +102,6 @@ class DeMo(OneMessage, MatrixReducer):
     chunk: int = 64
     _: dataclasses.KW_ONLY
     value_bits: ValueBits = 16
-    aggregate: Aggregate = "mean"
 
     def check(self) -> None:
         chunk = self.chunk
@@ -122,8 +115,8 @@ class DeMo(OneMessage, MatrixReducer):
 
     @property
     def conservation(self) -> Conservation:
-        """Sums are conserved only by the mean over all workers, and transforms round."""
-        return "to group rounding" if self.aggregate == "mean" else "leaks"
+        """Transforms round."""
+        return "to group rounding"
 
     @property
     def dense_at_full_budget(self) -> bool:
@@ -144,10 +137,10 @@ class DeMo(OneMessage, MatrixReducer):
         down, across = (-(-n // self.chunk) for n in matrix[1:])
         return _Tiling(-(-matrix.rows // down), -(-matrix.columns // across), down, across)
 
-    def message(
+    def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
-    ) -> tuple[UInt32[Array, " words"], Owed]:
-        """See `OneMessage`. Tiles with elements too large for the transform stay."""
+    ) -> tuple[UInt32[Array, " words"], Kept]:
+        """See `Gathered`. Tiles with elements too large for the transform stay."""
         if not x.size:  # no size is too large, because an index counts within a tile
             raise ValueError(
                 "x.size=0 must lie between 1 and any size: skip a vector that is empty"
@@ -160,25 +153,21 @@ class DeMo(OneMessage, MatrixReducer):
             messages.append(self.codec.encode(stream, q.size))
             sent = stream._replace(values=self.codec.rounded(stream, q.size))
             own.append(_inverse(to_dense(sent, q.size).reshape(q.shape)))
-        return jnp.concatenate(messages), Owed(x - self._whole(own, x.size), None, state)
+        return jnp.concatenate(messages), Kept(x - self._whole(own, x.size), None, state)
 
-    def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
-        """See `OneMessage`. No sum overflows, because no tile has too large elements."""
+    def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
+        """See `Gathered`. No sum overflows, because no tile has too large elements."""
         parts = jax.eval_shape(self._parts, jax.ShapeDtypeStruct((size,), jnp.float32))
-        mean, start = [], 0
+        sums, start = [], 0
         for count, height, width in (part.shape for part in parts):
             d = count * width * height
             n = count_entries(d, min(current(self.k), width * height), width * height)
             end = start + self.codec.words(n, d)
             read = lambda m, n=n, d=d: self.codec.decode(m, n, d, jnp.float32)
-            sums = _added(messages[:, start:end], read, d)
-            weight: Any = len(messages)
-            if self.aggregate == "mean_of_senders":
-                ones = lambda m, read=read: _counted(read(m))
-                weight = jnp.maximum(_added(messages[:, start:end], ones, d), 1)
-            mean.append(_inverse((sums / weight).reshape(count, width, height)))
+            added = _added(messages[:, start:end], read, d)
+            sums.append(_inverse(added.reshape(count, width, height)))
             start = end
-        return Total(self._whole(mean, size), None, info(size))
+        return Sums(self._whole(sums, size), size)
 
     def _parts(self, x: Float[Array, " d"]) -> list[Float[Array, "tiles height width"]]:
         """The tiles of all matrices, in parts of at most _MOST elements and of equal sides."""
@@ -222,10 +211,6 @@ def _added(
     """The sum of the streams that `read` makes of the messages, one after the other."""
     add = lambda total, message: (add_to(total, read(message)), None)
     return jax.lax.scan(add, to_dense(read(messages[0]), size), messages[1:])[0]
-
-
-def _counted(stream: SparseStream) -> SparseStream:
-    return stream._replace(values=jnp.ones_like(stream.values))
 
 
 def _small_enough(tiles: Float[Array, "tiles h w"]) -> Float[Array, "tiles h w"]:
@@ -293,10 +278,6 @@ DEMO = System(
     received="3.07 k (W-1)",
     cases={
         "": Case({"k": 2, "chunk": 8}, {"k": 64, "chunk": 8, "value_bits": 32}),
-        "published": Case(
-            {"k": 2, "chunk": 8, "aggregate": "mean_of_senders"},
-            {"k": 64, "chunk": 8, "value_bits": 32, "aggregate": "mean_of_senders"},
-        ),
     },
     settings=_settings,
     caveat="delivers the mean's momentum, for a signed step: not comparable by density",

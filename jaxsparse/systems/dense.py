@@ -12,13 +12,12 @@ from jaxsparse.arrays import layout as layouts
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Owed, Reduced, Total, deliver, summed
-from jaxsparse.reducers.one_message import OneMessage
+from jaxsparse.reducers.base import Gathered, Kept, Sums
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense(OneMessage):
+class Dense(Gathered):
     """The exact mean gradient by all-reduce. Changing one word switches to this baseline.
 
     All leaves travel in one message. If `is_dense` or `bucket_size` is given, the leaves that
@@ -40,22 +39,19 @@ class Dense(OneMessage):
         [1.5, 1.5]
     """
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
-        """See `Reducer`."""
-        total = wire.psum(x, axis_name)
-        workers = wire.axis_size(axis_name)
-        return deliver(x, total, 0.0, None, state, workers, delivered=x.size)
+    def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
+        """See `Reducer`. An all-reduce takes fewer bytes than messages."""
+        return Sums(wire.psum(x, axis_name), x.size), Kept(jnp.zeros_like(x), None, state)
 
-    def message(
+    def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
-    ) -> tuple[UInt32[Array, " d"], Owed]:
-        """See `OneMessage`: the vector."""
-        return codecs.bits(x), Owed(jnp.zeros_like(x), None, state)
+    ) -> tuple[UInt32[Array, " d"], Kept]:
+        """See `Gathered`: the vector."""
+        return codecs.bits(x), Kept(jnp.zeros_like(x), None, state)
 
-    def total(self, messages: UInt32[Array, "workers d"], size: int) -> Total:
-        """See `OneMessage`."""
-        sums = jnp.sum(codecs.from_bits(messages, jnp.float32), axis=0)
-        return summed(sums, len(messages), delivered=size)
+    def decode(self, messages: UInt32[Array, "workers d"], size: int) -> Sums:
+        """See `Gathered`."""
+        return Sums(jnp.sum(codecs.from_bits(messages, jnp.float32), axis=0), size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,8 @@ from jaxsparse.arrays.settings import Density, entries
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Conservation, Owed, SeededReducer, Total
-from jaxsparse.reducers.entries import conservation_of, entries_message, entries_total
-from jaxsparse.reducers.one_message import OneMessage
+from jaxsparse.reducers.base import Conservation, Gathered, Kept, SeededReducer, Sums
+from jaxsparse.reducers.entries import conservation_of, decode_entries, encode_entries
 from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.slots import hash_extract
 from jaxsparse.select.thresholds import check_samples, sampled_threshold
@@ -51,7 +50,7 @@ def extractor(name: Extract, samples: int | None = None, passing: float = 1.0) -
 
 
 @dataclasses.dataclass(frozen=True)
-class Dragonn(OneMessage, SeededReducer):
+class Dragonn(Gathered, SeededReducer):
     """DRAGONN (Wang et al., ICML 2022): large entries, in slots that are hashed.
 
     Each worker estimates from a sample the magnitude that n = passing m elements reach, with
@@ -155,17 +154,17 @@ class Dragonn(OneMessage, SeededReducer):
         """The seed of one worker's slots at one exchange."""
         return hashing.combine(self.seed, step, rank)
 
-    def message(
+    def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
-    ) -> tuple[UInt32[Array, " words"], Owed]:
-        """See `OneMessage`."""
+    ) -> tuple[UInt32[Array, " words"], Kept]:
+        """See `Gathered`."""
         slots, seed = entries(self.density, x.size), self.hash_seed(state, rank)
         stream = extractor(self.extract, self.samples, self.passing)(x, slots, seed)
-        return entries_message(x, stream, self.codec, state + jnp.uint32(1))
+        return encode_entries(x, stream, self.codec, state + jnp.uint32(1))
 
-    def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
-        """See `OneMessage`."""
-        return entries_total(messages, entries(self.density, size), size, self.codec)
+    def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
+        """See `Gathered`."""
+        return decode_entries(messages, entries(self.density, size), size, self.codec)
 
 
 @dataclasses.dataclass(frozen=True)

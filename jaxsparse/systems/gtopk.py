@@ -8,10 +8,9 @@ from jaxtyping import Array, Float
 
 from jaxsparse.arrays.settings import entries
 from jaxsparse.collectives.gtopk import gtopk as gtopk_all_reduce
-from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Conservation, Reduced, deliver_merged, marked
+from jaxsparse.reducers.base import Conservation, Kept, Sums, keep_merged, marked
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.selection import SELECTORS
 from jaxsparse.systems.row import Case, System
@@ -51,15 +50,14 @@ class GTopK(EntryReducer):
         """Yes, unless the codec rounds."""
         return self.codec.is_exact
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+    def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         """See `Reducer`."""
         stream = SELECTORS[self.selection](x, entries(self.density, x.size))
         result = gtopk_all_reduce(stream, x.size, axis_name=axis_name, codec=self.codec)
         unselected = x.at[stream.indices].set(0, mode="drop")
         discarded = result.residual if self.residuals == "global" else jnp.zeros_like(x)
         selected = marked(stream, x.size)
-        workers = wire.axis_size(axis_name)
-        return deliver_merged(x, result.total, unselected + discarded, selected, state, workers)
+        return keep_merged(x, result.total, unselected + discarded, selected, state)
 
 
 @dataclasses.dataclass(frozen=True)

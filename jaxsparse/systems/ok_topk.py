@@ -14,7 +14,7 @@ from jaxsparse.arrays.stream import add_to
 from jaxsparse.collectives.ok_topk import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Reduced, info
+from jaxsparse.reducers.base import Kept, Sums
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.selection import SELECTORS
 from jaxsparse.systems.row import Case, System
@@ -85,9 +85,9 @@ class OkTopk(EntryReducer):
         """A step counter, and regions yet to be drawn."""
         return OkTopkState(jnp.uint32(0), Agreed.start(size))
 
-    def __call__(
-        self, x: Float[Array, " d"], state: OkTopkState, *, axis_name: str | None
-    ) -> Reduced:
+    def reduce(
+        self, x: Float[Array, " d"], state: OkTopkState, axis_name: str | None
+    ) -> tuple[Sums, Kept]:
         """See `Reducer`."""
         check_size("x.size", x.size)
         result = ok_topk_all_reduce(
@@ -102,14 +102,11 @@ class OkTopk(EntryReducer):
             top_k=about_top_k if self.selection == "fast" else SELECTORS[self.selection],
         )
         new_state = OkTopkState(state.step + jnp.uint32(1), result.agreed)
-        counts = info(result.delivered, result.overflow)
-        own = result.own
-        reduced = Reduced(result.mean, own.values, result.sent, new_state, counts, own.indices)
+        sums = Sums(result.total, result.delivered, result.overflow)
+        kept = Kept(result.own.values, result.sent, new_state, result.own.indices)
         if result.lost:  # at any indices, own entries' among them
-            reduced = reduced.whole(x)
-        residual = functools.reduce(add_to, result.lost, reduced.residual)
-        # The rounding of others' sums can overflow float32, and an inf would stay for ever.
-        return reduced._replace(residual=jnp.nan_to_num(residual))
+            kept = kept.whole(x)
+        return sums, kept._replace(residual=functools.reduce(add_to, result.lost, kept.residual))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jaxsparse.arrays.blocks import BlockStream
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Reduced, finite_sums, info
+from jaxsparse.reducers.base import Kept, Sums
 from jaxsparse.reducers.blocks import (
     BlockReducer,
     Room,
@@ -79,15 +79,15 @@ class OmniReduce(BlockReducer):
     def check(self) -> None:
         check_bounded(self.density, "union_density", self.union_density)
 
-    def __call__(
-        self, x: Float[Array, " d"], state: UInt32[Array, ""], *, axis_name: str | None
-    ) -> Reduced:
+    def reduce(
+        self, x: Float[Array, " d"], state: UInt32[Array, ""], axis_name: str | None
+    ) -> tuple[Sums, Kept]:
         """See `Reducer`."""
         workers = wire.axis_size(axis_name)
         capacity = self._capacity(x.size, workers)
         next_state = state + jnp.uint32(1)
         if self._is_dense(capacity, x.size):
-            return Dense()(x, next_state, axis_name=axis_name)
+            return Dense().reduce(x, next_state, axis_name)
 
         selected = select_blocks(x, self.block_size, self.density)
         kept = agree(selected, capacity, self.block_size, state, axis_name)
@@ -95,11 +95,11 @@ class OmniReduce(BlockReducer):
         total = wire.psum(own.values, axis_name)
 
         residual = block_residual(x, own, total)
-        total, _ = finite_sums(total)
-        mean = blocks.to_dense(BlockStream(kept.indices, total / workers), x.size)
+        total = jnp.where(jnp.isfinite(total), total, 0)
+        sums = blocks.to_dense(BlockStream(kept.indices, total), x.size)
         sent = None if self.density is None else residual != x
-        counts = info(jnp.count_nonzero(total), kept.overflow)
-        return Reduced(mean, residual, sent, next_state, counts)
+        delivered = Sums(sums, jnp.count_nonzero(total), kept.overflow, is_settled=True)
+        return delivered, Kept(residual, sent, next_state)
 
     def _capacity(self, size: int, workers: int) -> int:
         return union_capacity(size, self.block_size, self.density, self.union_density, workers)

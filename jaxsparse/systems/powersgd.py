@@ -20,7 +20,7 @@ from jaxsparse.arrays.settings import Stages, at_least, current, static_float
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Conservation, Reduced, Reducer, SeededReducer, finite_sums, info
+from jaxsparse.reducers.base import Conservation, Kept, Reducer, SeededReducer, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, Request, Settings, System
@@ -153,12 +153,12 @@ class PowerSGD(MatrixReducer, SeededReducer):
         zeros = jnp.zeros(left, jnp.float32), jnp.zeros(right, jnp.float32)
         return PowerState(jnp.uint32(0), zeros if left else ())
 
-    def __call__(
-        self, x: Float[Array, " d"], state: PowerState, *, axis_name: str | None
-    ) -> Reduced:
+    def reduce(
+        self, x: Float[Array, " d"], state: PowerState, axis_name: str | None
+    ) -> tuple[Sums, Kept]:
         """See `Reducer`. A matrix counts as not sent if the sum of its factors overflows."""
         if not state.factors:
-            return Dense()(x, state, axis_name=axis_name)
+            return Dense().reduce(x, state, axis_name)
         state = state._replace(factors=wire.varying_as(state.factors, x, axis_name))
         if self.iteration == "full":
             half = self._full(x, state, axis_name)
@@ -168,14 +168,13 @@ class PowerSGD(MatrixReducer, SeededReducer):
             is_even = state.step % jnp.uint32(2) == 0
             half = jax.lax.cond(is_even, *halves, x, state)
         matrices, others = self._divided(x)
-        means = list(map(_product, *half.mean))
+        workers = wire.axis_size(axis_name)
+        sums = [workers * mean for mean in map(_product, *half.mean)] + half.whole
         residuals = list(map(_rest, matrices, map(_product, *half.own), half.is_sent))
-        for part, (total, is_finite) in zip(others, map(finite_sums, half.whole)):
-            means.append(total / wire.axis_size(axis_name))
-            residuals.append(jnp.where(is_finite, 0, part))
+        residuals += map(jnp.zeros_like, others)
         left, right = map(join, half.mean)
         state = PowerState(state.step + jnp.uint32(1), (left, right))
-        return Reduced(self._united(means), self._united(residuals), None, state, info(x.size))
+        return Sums(self._united(sums), x.size), Kept(self._united(residuals), None, state)
 
     def _full(self, x: Array, state: PowerState, axis_name: str | None) -> "_Half":
         """Both halves of an iteration: left factors from right ones, then right from left ones.

@@ -10,21 +10,11 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxsparse import quantize
 from jaxsparse.arrays.settings import static_bool
 from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
-from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.quantize import QSGD, Format, FormatName, Quantizer, Scale, check_feedback
 from jaxsparse.quantize.quantizer import cut, padded, sent_size
-from jaxsparse.reducers.base import (
-    Conservation,
-    Owed,
-    Reduced,
-    SeededReducer,
-    Total,
-    deliver,
-    summed,
-)
-from jaxsparse.reducers.one_message import OneMessage
+from jaxsparse.reducers.base import Conservation, Gathered, Kept, SeededReducer, Sums
 from jaxsparse.systems.row import Case, System
 
 
@@ -76,29 +66,28 @@ class Quantized(SeededReducer):
         """The number of exchanges so far, for stochastic rounding, or no state."""
         return jnp.uint32(0) if self.rounding == "stochastic" else ()
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+    def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         """See `Reducer`. A group with a sum that overflows counts as not sent."""
         key = None
         if self.rounding == "stochastic":
             key = jax.random.fold_in(jax.random.key(self.seed), state)
             state = state + jnp.uint32(1)
         result = quantized_all_reduce(x, self.quantizer, axis_name=axis_name, key=key)
-        workers = wire.axis_size(axis_name)
-        return deliver(x, result.total, result.residual, None, state, workers)
+        return Sums(result.total), Kept(result.residual, None, state)
 
 
 @dataclasses.dataclass(frozen=True)
-class GatheredQuantized(OneMessage, Quantized):
+class GatheredQuantized(Gathered, Quantized):
     """Sends everything at each step to all, quantised once. All add up the decoded vectors.
 
     That is one message, as in QSGD (Alistarh et al., 2017) and EF-signSGD. A single worker rounds,
     too: it sends what others would read. Its attributes are those of `Quantized`.
     """
 
-    def message(
+    def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
-    ) -> tuple[UInt32[Array, " words"], Owed]:
-        """See `OneMessage`."""
+    ) -> tuple[UInt32[Array, " words"], Kept]:
+        """See `Gathered`."""
         key, is_random = None, self.rounding == "stochastic"
         if is_random:
             key = jax.random.fold_in(jax.random.key(self.seed), state)
@@ -107,13 +96,13 @@ class GatheredQuantized(OneMessage, Quantized):
         found = quantize.quantize(values, self.quantizer, key, jnp.int32(x.size))
         message = quantize.to_message(found, self.quantizer)
         lost = jnp.zeros_like(x) if is_random else x - cut(self._decoded(message, x.size), x.size)
-        return message, Owed(jnp.nan_to_num(lost), None, state)
+        return message, Kept(lost, None, state)
 
-    def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
-        """See `OneMessage`."""
+    def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
+        """See `Gathered`."""
         add = lambda total, message: (total + self._decoded(message, size), None)
         first = self._decoded(messages[0], size)
-        return summed(cut(jax.lax.scan(add, first, messages[1:])[0], size), len(messages))
+        return Sums(cut(jax.lax.scan(add, first, messages[1:])[0], size))
 
     def _decoded(self, message: UInt32[Array, " words"], size: int) -> Float[Array, " sent"]:
         """What a message says. Behind the first `size` values, numbers mean nothing."""

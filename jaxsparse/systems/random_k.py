@@ -14,11 +14,12 @@ from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import (
     Conservation,
-    Reduced,
+    Kept,
     Reducer,
     SeededReducer,
+    Sums,
     bucket_seeds,
-    info,
+    settle,
 )
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, System
@@ -127,7 +128,7 @@ class RandomK(SeededReducer):
         """The number of exchanges so far, and the state of `reducer`."""
         return RandomKState(jnp.uint32(0), self.inner.init(entries(self.density, size)))
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+    def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         """See `Reducer`. A sum that overflows counts as not sent."""
         check_vector("x", x)
         check_size("x.size", x.size)
@@ -135,18 +136,15 @@ class RandomK(SeededReducer):
         k = entries(self.density, x.size)
         chosen = hashing.permute(jnp.arange(k, dtype=jnp.int32), x.size, key)
         drawn = x.at[chosen].get(unique_indices=True)
-        part = self.inner(drawn, state.inner, axis_name=axis_name).whole(drawn)
+        sums, kept = settle(drawn, *self.inner.reduce(drawn, state.inner, axis_name))
+        kept = kept.whole(drawn)
         # A reducer that sends everything masks nothing, but here only drawn coordinates are sent.
-        sent = (part.residual != drawn) | (drawn == 0) if part.sent is None else part.sent
-        dense = filled(x.size, jnp.float32(0), chosen)
-        return Reduced(
-            dense.at[chosen].set(part.mean, unique_indices=True),
-            part.residual,
-            sent,
-            RandomKState(state.draws + jnp.uint32(1), part.state),
-            info(jnp.count_nonzero(part.mean), part.info.overflow),
-            chosen,
-        )
+        sent = (kept.residual != drawn) | (drawn == 0) if kept.sent is None else kept.sent
+        total = filled(x.size, jnp.float32(0), chosen)
+        total = total.at[chosen].set(sums.total, unique_indices=True)
+        delivered = Sums(total, jnp.count_nonzero(sums.total), sums.overflow, is_settled=True)
+        draws = RandomKState(state.draws + jnp.uint32(1), kept.state)
+        return delivered, Kept(kept.residual, sent, draws, chosen)
 
 
 @dataclasses.dataclass(frozen=True)

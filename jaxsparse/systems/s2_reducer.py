@@ -13,7 +13,7 @@ from jaxsparse.arrays.settings import Density, static_float
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, info
+from jaxsparse.reducers.base import Conservation, Kept, SeededReducer, Sums
 from jaxsparse.reducers.blocks import (
     BlockReducer,
     Room,
@@ -167,17 +167,17 @@ class S2(BlockReducer, SeededReducer):
             return min(size, plan.capacity * self.block_size)
         return min(size, self.rows * plan.cols)
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+    def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         """See `Reducer`."""
         workers = wire.axis_size(axis_name)
         if self.words(x.size, workers) == x.size:
-            return Dense()(x, state + jnp.uint32(1), axis_name=axis_name)
+            return Dense().reduce(x, state + jnp.uint32(1), axis_name)
         plan = self.plan(x.size, workers)
         if plan.cols is None or workers == 1:
             exact = OmniReduce(
                 self.density, block_size=self.block_size, union_density=self.union_density
             )
-            return exact(x, state, axis_name=axis_name)
+            return exact.reduce(x, state, axis_name)
 
         selected = select_blocks(x, self.block_size, self.density)
         kept = agree(selected, plan.capacity, self.block_size, state, axis_name)
@@ -195,15 +195,15 @@ class S2(BlockReducer, SeededReducer):
         arrived = (
             _marked(total.indices, selected.size).at[own.indices].get(mode="fill", fill_value=False)
         )
-        delivered = jnp.where(arrived, own.indices, selected.size)
-        rows = blocks.rows(x, self.block_size).at[delivered].set(0, mode="drop")
-        mean = blocks.to_dense(total, x.size) / workers
-        counts = info(jnp.count_nonzero(mean), kept.overflow)
+        left = jnp.where(arrived, own.indices, selected.size)
+        rows = blocks.rows(x, self.block_size).at[left].set(0, mode="drop")
+        sums = blocks.to_dense(total, x.size)
         residual = rows.reshape(-1)[: x.size]
         # Momentum is masked where a block left this worker's residual, however noisy its estimate.
         all_leave = self.density is None or plan.selected == plan.capacity == selected.size
         sent = None if all_leave else residual != x
-        return Reduced(mean, residual, sent, state + jnp.uint32(1), counts)
+        delivered = Sums(sums, jnp.count_nonzero(sums), kept.overflow, is_settled=True)
+        return delivered, Kept(residual, sent, state + jnp.uint32(1))
 
 
 def _marked(indices: Int[Array, " capacity"], count: int) -> Bool[Array, " {count}"]:

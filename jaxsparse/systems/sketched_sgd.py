@@ -16,11 +16,12 @@ from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import (
-    Reduced,
+    Kept,
     Reducer,
     SeededReducer,
+    Sums,
     bucket_seeds,
-    deliver_means,
+    keep_rest,
 )
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.row import Case, Request, Settings, System
@@ -249,10 +250,10 @@ class SketchedSGD(SeededReducer):
             )
         return jnp.uint32(0)
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+    def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         """See `Reducer`."""
         if self.words(x.size) == x.size:
-            return Dense()(x, state, axis_name=axis_name)
+            return Dense().reduce(x, state, axis_name)
         k, cols = self.sized(x.size)
         spec = sketch.SketchSpec(self.used_rows, cols, self.seed)
         key = jax.random.fold_in(jax.random.key(self.seed), state)
@@ -269,11 +270,9 @@ class SketchedSGD(SeededReducer):
             key=key,
             seed=hash_seed,
         )
-        exact = wire.psum(x[candidates], axis_name) / wire.axis_size(axis_name)
-        kept = select.threshold_top_k(exact, k)
-        indices = candidates.at[kept.indices].get(mode="fill", fill_value=x.size)
-        kept = SparseStream(indices, kept.values)
-        return deliver_means(x, kept, state + jnp.uint32(1))
+        largest = select.threshold_top_k(wire.psum(x[candidates], axis_name), k)
+        indices = candidates.at[largest.indices].get(mode="fill", fill_value=x.size)
+        return keep_rest(x, SparseStream(indices, largest.values), state + jnp.uint32(1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jaxsparse.collectives.split_allgather import split_allgather
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver_streams
+from jaxsparse.reducers.base import Conservation, Kept, SeededReducer, Sums, keep_streams
 from jaxsparse.reducers.entries import conservation_of
 from jaxsparse.select.groups import count_entries, most_entries
 from jaxsparse.systems.row import Case, Request, Settings, System, one_in
@@ -137,7 +137,7 @@ class SparCML(SeededReducer):
         """The number of exchanges so far, for the keys of stochastic rounding, or no state."""
         return jnp.uint32(0) if self._is_random else ()
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+    def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         """See `Reducer`."""
         check_size("x.size", x.size)
         stream = select.group_top_k(x, current(self.k), self.group_size)
@@ -147,7 +147,7 @@ class SparCML(SeededReducer):
             state = state + jnp.uint32(1)
         workers = wire.axis_size(axis_name)
         result = self.all_reduce(self._algorithm(x.size, workers), stream, x.size, axis_name, key)
-        return deliver_streams(x, stream, result, state, workers)
+        return keep_streams(x, stream, result, state)
 
     @property
     def _is_random(self) -> bool:

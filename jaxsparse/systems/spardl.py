@@ -16,7 +16,7 @@ from jaxsparse.comm import wire
 from jaxsparse.comm.wire import Group, bruck_all_gather
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Conservation, Reduced, deliver_merged
+from jaxsparse.reducers.base import Conservation, Kept, Sums, keep_merged
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.selection import SELECTORS
 from jaxsparse.systems.row import Case, System
@@ -96,7 +96,7 @@ class SparDL(EntryReducer):
         # Zeros, because the start depends on the number of workers, unknown here: see `_started`.
         return collectives.Adaptation(jnp.float32(0), jnp.float32(0), jnp.bool_(False))
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+    def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         """See `Reducer`."""
         team, across = Group.teams(axis_name, self.teams)
         n, rank = team.size, team.rank
@@ -141,8 +141,8 @@ class SparDL(EntryReducer):
         total = wire.replicated(total.reshape(-1)[: x.size], axis_name)
         kept = discarded if self.residuals == "global" else withheld
         kept, selected = (blocks.reshape(-1)[: x.size] for blocks in (kept, selected))
-        reduced = deliver_merged(x, total, kept, selected, state, n * self.teams)
-        return reduced._replace(residual=kept) if self.residuals == "local" else reduced
+        sums, mine = keep_merged(x, total, kept, selected, state)
+        return sums, mine._replace(residual=kept) if self.residuals == "local" else mine
 
 
 def _started(state: collectives.Adaptation, k: int, teams: int) -> collectives.Adaptation:

@@ -13,7 +13,7 @@ from jaxsparse.collectives.messages import split_counts, with_count
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Reduced, finite_sums, info
+from jaxsparse.reducers.base import Kept, Sums
 from jaxsparse.reducers.blocks import (
     BlockReducer,
     Room,
@@ -72,14 +72,14 @@ class SparseAllGather(BlockReducer):
     def check(self) -> None:
         check_bounded(self.density, "capacity_density", self.capacity_density)
 
-    def __call__(
-        self, x: Float[Array, " d"], state: UInt32[Array, ""], *, axis_name: str | None
-    ) -> Reduced:
+    def reduce(
+        self, x: Float[Array, " d"], state: UInt32[Array, ""], axis_name: str | None
+    ) -> tuple[Sums, Kept]:
         """See `Reducer`."""
         workers = wire.axis_size(axis_name)
         next_state = state + jnp.uint32(1)
         if self._is_dense(x.size, workers):
-            return Dense()(x, next_state, axis_name=axis_name)
+            return Dense().reduce(x, next_state, axis_name)
 
         capacity = self._capacity(x.size)
         selected = select_blocks(x, self.block_size, self.density)
@@ -95,10 +95,10 @@ class SparseAllGather(BlockReducer):
         residual = block_residual(
             x, own, blocks.from_dense(total, own.indices, self.block_size).values
         )
-        total, _ = finite_sums(total)
+        total = jnp.where(jnp.isfinite(total), total, 0)
         sent = None if self.density is None else residual != x
-        counts = info(jnp.count_nonzero(total), overflow)
-        return Reduced(total / workers, residual, sent, next_state, counts)
+        sums = Sums(total, jnp.count_nonzero(total), overflow, is_settled=True)
+        return sums, Kept(residual, sent, next_state)
 
     def _sum(self, messages: UInt32[Array, "n words"], size: int) -> Float[Array, " d"]:
         """Sums the messages' blocks, one message after the other.

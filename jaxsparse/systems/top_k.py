@@ -9,15 +9,14 @@ from jaxsparse import codecs
 from jaxsparse.arrays.settings import entries
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Owed, Total
-from jaxsparse.reducers.entries import EntryReducer, entries_message, entries_total
-from jaxsparse.reducers.one_message import OneMessage
+from jaxsparse.reducers.base import Gathered, Kept, Sums
+from jaxsparse.reducers.entries import EntryReducer, decode_entries, encode_entries
 from jaxsparse.select.selection import SELECTORS
 from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
-class TopK(OneMessage, EntryReducer):
+class TopK(Gathered, EntryReducer):
     """Top-k SGD (TopkA): each worker's k largest entries, gathered and summed by all.
 
     In a step, a worker sends k = density d entries and receives (W - 1) k, which are 2 (W - 1) k
@@ -49,16 +48,16 @@ class TopK(OneMessage, EntryReducer):
 
     changes_few = True
 
-    def message(
+    def encode(
         self, x: Float[Array, " d"], state: Any, rank: Int[Array, ""]
-    ) -> tuple[UInt32[Array, " words"], Owed]:
-        """See `OneMessage`."""
+    ) -> tuple[UInt32[Array, " words"], Kept]:
+        """See `Gathered`."""
         stream = SELECTORS[self.selection](x, entries(self.density, x.size))
-        return entries_message(x, stream, self.codec, state)
+        return encode_entries(x, stream, self.codec, state)
 
-    def total(self, messages: UInt32[Array, "workers words"], size: int) -> Total:
-        """See `OneMessage`."""
-        return entries_total(messages, entries(self.density, size), size, self.codec)
+    def decode(self, messages: UInt32[Array, "workers words"], size: int) -> Sums:
+        """See `Gathered`."""
+        return decode_entries(messages, entries(self.density, size), size, self.codec)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jaxsparse.arrays.settings import Count, entries
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.reducers.base import Reduced, Reducer, deliver_means
+from jaxsparse.reducers.base import Kept, Reducer, Sums, keep_rest
 from jaxsparse.systems.row import Case, System
 
 
@@ -46,10 +46,9 @@ class TrueTopK(Reducer):
         select.check_k(self.k, size)
         return ()
 
-    def __call__(self, x: Float[Array, " d"], state: Any, *, axis_name: str | None) -> Reduced:
+    def reduce(self, x: Float[Array, " d"], state: Any, axis_name: str | None) -> tuple[Sums, Kept]:
         """See `Reducer`."""
-        mean = wire.psum(x, axis_name) / wire.axis_size(axis_name)
-        return deliver_means(x, select.threshold_top_k(mean, self.k), state)
+        return keep_rest(x, select.threshold_top_k(wire.psum(x, axis_name), self.k), state)
 
 
 @dataclasses.dataclass(frozen=True)
