@@ -35,11 +35,10 @@ from jaxsparse.feedback.exchange import (
     Plan,
     Settings,
     agreed,
-    corrected,
-    fed_back,
+    begin,
+    finish,
+    joined,
     select,
-    settle,
-    summand,
     total,
     with_mean_momentum,
 )
@@ -268,14 +267,10 @@ def _posted(
     for gradient, b, reducer, zeros in zip(
         gradients, before.buckets, plan.reducers, plan.needs_zeros
     ):
-        kept = b.momentum
-        u = corrected(gradient, kept, settings, zeros)
         # A gradient that is not finite must not stay with a worker whose message comes too late.
-        x = fed_back(b.residual, summand(gradient, u, kept, settings, zeros), settings)
-        x = select(ok, x, b.residual)
-        kept = kept if zeros or kept is None else select(ok, u, kept)
-        vector = jnp.concatenate([piece.reshape(-1) for piece in x])
-        message, own = _checked(reducer).encode(vector, b.reducer, jnp.asarray(rank, jnp.int32))
+        x, kept = begin(gradient, b, ok, settings, zeros)
+        rank = jnp.asarray(rank, jnp.int32)
+        message, own = _checked(reducer).encode(joined(x), b.reducer, rank)
         words.append(message)
         held.append(Posted(x, kept, own))
     info = Info(jnp.int32(0), jnp.int32(0))
@@ -312,20 +307,16 @@ def _received(
     ):
         reducer = _checked(reducer)
         part, rest = _cut(rest, reducer.words(size))
-        vector = jnp.concatenate([piece.reshape(-1) for piece in own.vector])
+        vector = joined(own.vector)
         if shares is None:
             reduced = deliver(vector, reducer.decode(part, size), own.kept, len(messages))
         else:
             reduced = deliver(vector, _weighted(reducer, shares, part, size), own.kept, 1)
         if not counts:
             reduced = reduced._replace(kept=Kept(vector, None, reduced.kept.state))
-        mean, residual, kept = settle(
-            own.vector, vector, None if zeros else own.momentum, reduced, ok
-        )
-        if zeros:
-            mean, kept = with_mean_momentum(mean, b.momentum, ok, settings)
+        begun = b._replace(momentum=own.momentum)
+        mean, now = finish(own.vector, vector, begun, reduced, ok, settings, zeros)
         means.append(mean)
-        now = Bucket(residual, kept, reduced.kept.state)
         after.append(select(ok, now, b))
         infos.append(reduced.info)
     dense_mean, dense_momentum = with_mean_momentum(dense_mean, before.dense_momentum, ok, settings)

@@ -145,24 +145,70 @@ def _send(
             gradient = gradients[i]
             if means:
                 gradient, means[-1] = _after(gradient, means[-1], axes)
-            u = corrected(gradient, kept, settings, zeros)
-            if kept is not None and not zeros:
-                # The exchanged vector is computed from it. Otherwise XLA computes the momentum
-                # after the exchange, and keeps two vectors until then.
-                kept = u = select(ok, u, kept)
-            added = summand(gradient, u, kept, settings, zeros)
-            x = select(ok, fed_back(x, added, settings), x)
-        vector = jnp.concatenate([piece.reshape(-1) for piece in x])
+            x, kept = begin(gradient, b, ok, settings, zeros)
+        vector = joined(x)
         reduced = reducer(vector, b.reducer, axis_name=axes.axis_name)
-        mean, residual, own = settle(x, vector, None if zeros else kept, reduced, ok)
-        mean, kept = with_mean_momentum(mean, kept, ok, settings) if zeros else (mean, own)
+        mean, own = finish(x, vector, b._replace(momentum=kept), reduced, ok, settings, zeros)
         means.append(mean)
-        after.append(Bucket(residual, kept, select(ok, reduced.kept.state, b.reducer)))
+        after.append(own)
         infos.append(reduced.info)
     return means, after, infos
 
 
-def settle(
+def begin(
+    gradient: Pieces, before: Bucket, ok: Bool[Array, ""], settings: Settings, zeros: bool
+) -> tuple[Pieces, Pieces | None]:
+    """What a worker has to send of a bucket, and its momentum. If not `ok`, those before.
+
+    Args:
+        gradient: this step's gradient.
+        before: this worker's state.
+        ok: whether gradients are finite.
+        settings: see there.
+        zeros: whether the reducer needs zeros, so that `momentum` is that of the mean, and stays.
+    """
+    kept = before.momentum
+    u = corrected(gradient, kept, settings, zeros)
+    if kept is not None and not zeros:
+        # The exchanged vector is computed from it. Otherwise XLA computes the momentum after the
+        # exchange, and keeps two vectors until then.
+        kept = u = select(ok, u, kept)
+    added = summand(gradient, u, kept, settings, zeros)
+    return select(ok, fed_back(before.residual, added, settings), before.residual), kept
+
+
+def joined(pieces: Pieces) -> Float[Array, " d"]:
+    """The pieces of a bucket as one vector."""
+    return jnp.concatenate([piece.reshape(-1) for piece in pieces])
+
+
+def finish(
+    x: Pieces,
+    vector: Array,
+    before: Bucket,
+    reduced: Reduced,
+    ok: Bool[Array, ""],
+    settings: Settings,
+    zeros: bool,
+) -> tuple[Pieces, Bucket]:
+    """The mean of an exchange of `x`, and the worker's state after it.
+
+    Args:
+        x: what was exchanged.
+        vector: the same as one vector.
+        before: the worker's state, with the momentum of `begin`. Its residual does not matter.
+        reduced: the result of the reducer.
+        ok: whether the step counts on all workers.
+        settings: see there.
+        zeros: see `begin`.
+    """
+    mean, residual, own = _kept(x, vector, None if zeros else before.momentum, reduced, ok)
+    if zeros:
+        mean, own = with_mean_momentum(mean, before.momentum, ok, settings)
+    return mean, Bucket(residual, own, select(ok, reduced.kept.state, before.reducer))
+
+
+def _kept(
     x: Pieces, vector: Array, momentum: Pieces | None, reduced: Reduced, ok: Bool[Array, ""]
 ) -> tuple[Pieces, Pieces, Pieces | None]:
     """The mean of an exchange, the residual that it leaves, and the momentum, masked where sent.
