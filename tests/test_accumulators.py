@@ -13,6 +13,7 @@ import jaxsparse
 from jaxsparse import data_parallel, shard
 from jaxsparse.arrays import hashing
 from jaxsparse.feedback import store as accumulators
+from jaxsparse.reducers.base import Kept
 
 W = 3
 PARAMS = {"w": jnp.zeros((50, 40)), "b": jnp.zeros(7)}
@@ -79,9 +80,9 @@ class Hoard(jaxsparse.systems.TopK):
     def __init__(self):
         super().__init__(density=0.01)
 
-    def __call__(self, x, state, *, axis_name):
-        reduced = super().__call__(x, state, axis_name=axis_name)
-        return reduced._replace(mean=jnp.zeros_like(x), residual=x, sent=None, indices=None)
+    def reduce(self, x, state, axis_name):
+        sums, kept = super().reduce(x, state, axis_name)
+        return sums._replace(total=jnp.zeros_like(x)), Kept(x, None, kept.state)
 
 
 def test_a_skipped_step_leaves_every_bit():

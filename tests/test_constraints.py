@@ -1,7 +1,6 @@
 """Steps with sharding constraints that name the workers' axis, as code for jax.jit has them."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -200,37 +199,6 @@ def test_a_model_that_holds_its_mesh_gives_equal_numbers(way):
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     for name in start:
         np.testing.assert_allclose(updates[name], gradient[name], rtol=1e-5, atol=1e-6)
-
-
-CONSTRAIN, RESHARD = jax.lax.with_sharding_constraint, jax.reshard
-OUT, TO_RESHARD = "leave 'data' out of its PartitionSpecs", "On Explicit axes write jax.reshard"
-REFUSED = [  # kinds of axes, what is called, with which partition, bare or of a mesh; the remedy
-    ("A", CONSTRAIN, P("data"), "bare", OUT),
-    ("AA", CONSTRAIN, P("data"), "bare", OUT),
-    ("AA", CONSTRAIN, P(("data", "fsdp")), "bare", OUT),
-    ("EE", RESHARD, P(("data", "fsdp")), "bare", OUT),
-    ("EE", CONSTRAIN, P("fsdp"), "bare", TO_RESHARD),
-    ("AE", CONSTRAIN, P("fsdp"), "whole", TO_RESHARD),
-    ("E", CONSTRAIN, P("data"), "whole", TO_RESHARD),
-    ("EE", RESHARD, P("fsdp"), "whole", "'data' is Manual inside this step"),
-    ("EA", CONSTRAIN, P("fsdp"), "whole", "'data' is Manual inside this step"),
-]
-
-
-@pytest.mark.parametrize(
-    "case", some(REFUSED, REFUSED[2::3]), ids=lambda case: f"{case[0]}-{case[3]}"
-)
-def test_what_jax_refuses_under_shard_map_says_what_to_write(case):
-    kinds, operation, spec, written, remedy = case
-    types = tuple({"A": AxisType.Auto, "E": AxisType.Explicit}[kind] for kind in kinds)
-    sizes, names = (2,) * len(kinds), ("data", "fsdp")[: len(kinds)]
-    where = jax.make_mesh(sizes, names, axis_types=types, devices=jax.devices()[: 2 ** len(kinds)])
-    sharding = spec if written == "bare" else NamedSharding(where, spec)
-    step = lambda x: operation(x @ jnp.ones((2, 2)), sharding).sum()
-    via = "shard_map" if len(kinds) == 2 else None
-    run = data_parallel(step, where, via=via, batch_argnums=0, outputs="mean", check=False)
-    with pytest.raises((ValueError, NotImplementedError), match=re.escape(remedy)):
-        run(np.ones((4, 2), np.float32))
 
 
 def test_a_program_that_is_called_often_stays_one():

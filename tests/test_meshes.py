@@ -131,9 +131,9 @@ class Remembering(Dense):
     def init(self, size):
         return PerWorker(jnp.zeros(1))
 
-    def __call__(self, x, state, *, axis_name):
-        reduced = super().__call__(x, (), axis_name=axis_name)
-        return reduced._replace(state=PerWorker(state.value + x[0]))
+    def reduce(self, x, state, axis_name):
+        sums, kept = super().reduce(x, (), axis_name)
+        return sums, kept._replace(state=PerWorker(state.value + x[0]))
 
 
 def test_a_reducers_state_may_differ_between_workers():
@@ -477,24 +477,6 @@ def test_explicit_axes_are_checked(kinds):
         run = data_parallel(step, where, axis_name="hosts", batch_argnums=2)
         with pytest.raises(ValueError, match=complaint):
             run(params, state, x)
-
-
-def test_a_sharding_of_a_whole_explicit_mesh_is_explained():
-    where = mesh(kind=AxisType.Explicit)
-    rows, w = NamedSharding(where, P(("hosts", "fsdp"))), jnp.ones((16, 8))
-    x = jax.device_put(jnp.ones((8, 16)), rows)
-
-    def step_of(out):
-        def step(w, x):
-            return jax.lax.pmean(jnp.einsum("be,ef->bf", x, w, out_sharding=out).mean(), "hosts")
-
-        return data_parallel(step, where, axis_name="hosts", check=False)
-
-    with jax.set_mesh(where):
-        with pytest.raises(ValueError, match=r"(?i)context mesh") as raised:
-            step_of(rows)(w, x)
-        assert "make the mesh of Auto axes" in raised.value.__notes__[0]
-        assert step_of(P("fsdp"))(w, x) == 16
 
 
 def test_an_exchange_of_what_no_worker_has_alone_runs_and_keeps_its_momentum():

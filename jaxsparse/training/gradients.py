@@ -24,6 +24,7 @@ from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.training.constraints import constrains, rewritten
 
 Way = Literal["vmap", "shard_map"]
+OwnAndEqual = tuple[list[Any], list[Any]]  # a worker's own arrays, and those equal on all workers
 
 
 def value_and_grad(
@@ -114,14 +115,14 @@ def value_and_grad(
         is_split = [path[0].idx == 0 and path[1].idx in split for path, _ in flat]
         outputs: Any = None
 
-        def one(*leaves: Any) -> list[Any]:
+        def one(*leaves: Any) -> OwnAndEqual:
             nonlocal outputs
             args, kwargs = released(treedef.unflatten(leaves))
             found, outputs = jax.tree.flatten(differentiate(*args, **kwargs))
-            return [jnp.asarray(x) for x in found]
+            return [jnp.asarray(x) for x in found], []
 
         each = _on_workers(one, count, found, axis_name, is_split, via)
-        made = each(*(x for _, x in flat))
+        made, _ = each(*(x for _, x in flat))
         return outputs.unflatten(made)
 
     return rows
@@ -178,21 +179,21 @@ def _differentiated(
 
 
 def _on_workers(
-    one: Callable[..., list[Any]],
+    one: Callable[..., OwnAndEqual],
     workers: int,
     mesh: AnyMesh | None,
     axis_name: str,
     is_split: list[bool],
     via: Way | None,
-) -> Callable[..., list[Any]]:
+) -> Callable[..., OwnAndEqual]:
     """`one` on all workers. Its results have a row for each worker."""
     if mesh is None:
-        return _mapped(one, workers, None, axis_name, is_split)
+        return run_mapped(one, workers, None, axis_name, is_split)
     inner = {name for name, _ in inner_axes(mesh, axis_name)}
     if AxisType.Explicit in mesh.axis_types:  # types inside are those of the manual mesh
         return _manually(one, mesh, axis_name, is_split, inner)
 
-    def run(*leaves: Any) -> list[Any]:
+    def run(*leaves: Any) -> OwnAndEqual:
         shapes = [
             jax.ShapeDtypeStruct(
                 (x.shape[0] // workers, *x.shape[1:]) if yes else x.shape,
@@ -203,11 +204,15 @@ def _on_workers(
         ]
         # Traced outside, where constraints may name all axes.
         program = jax.make_jaxpr(one, axis_env=[(axis_name, workers)])(*shapes)
-        as_fun = jaxpr_as_fun(rewritten(program, axis_name, is_manual=not inner))
+        flat = jaxpr_as_fun(rewritten(program, axis_name, is_manual=not inner))
+
+        def as_fun(*leaves: Any) -> OwnAndEqual:
+            return flat(*leaves), []
+
         constrained = constrains(program.jaxpr, axis_name)
         serves = via == "vmap" or (via is None and serves_vmap(program.jaxpr, axis_name))
         if serves and (inner or constrained):
-            return _mapped(as_fun, workers, mesh, axis_name, is_split)(*leaves)
+            return run_mapped(as_fun, workers, mesh, axis_name, is_split)(*leaves)
         # What knows a mesh, or takes the one in context, has to be traced where its axis is manual.
         in_context = not jax.sharding.get_abstract_mesh().empty
         is_there = constrained or in_context or (inner and _has_shard_map(program.jaxpr))
@@ -224,14 +229,41 @@ def _has_shard_map(program: Jaxpr) -> bool:
     )
 
 
-def _mapped(
-    one: Callable[..., list[Any]],
+def _manually(
+    one: Callable[..., OwnAndEqual],
+    mesh: AnyMesh,
+    axis_name: str,
+    is_split: list[bool],
+    inner: set[str],
+) -> Callable[..., OwnAndEqual]:
+    """`one` by `run_manually`, with constraints for a mesh whose axis is manual."""
+
+    def body(*leaves: Any) -> OwnAndEqual:
+        program = rewritten(jax.make_jaxpr(one)(*leaves), axis_name, is_manual=not inner)
+        return jaxpr_as_fun(program)(*leaves), []
+
+    return run_manually(body, mesh, axis_name, is_split, inner)
+
+
+def run_mapped(
+    one: Callable[..., OwnAndEqual],
     workers: int,
     mesh: AnyMesh | None,
     axis_name: str,
     is_split: list[bool],
-) -> Callable[..., list[Any]]:
-    """`one` mapped over the workers by vmap."""
+) -> Callable[..., OwnAndEqual]:
+    """`one` mapped over the workers by vmap.
+
+    Args:
+        one: function of arrays, which gives the worker's own arrays and those equal on all workers.
+        workers: number of workers, W.
+        mesh: the mesh. None: workers are simulated.
+        axis_name: the axis of the workers.
+        is_split: whether each array is split along its first axis, or whole on each worker.
+
+    Returns:
+        A function of the arrays of all workers. Of own ones it gives rows, (W, ...).
+    """
 
     def rows(x: Any) -> Any:
         """An array whose first axis is that of the workers. XLA may copy it over them if told less.
@@ -244,36 +276,38 @@ def _mapped(
         sharding = NamedSharding(mesh, PartitionSpec(axis_name, *free))
         return jax.lax.with_sharding_constraint(x, sharding)
 
-    def run(*leaves: Any) -> list[Any]:
-        own = [
+    def run(*leaves: Any) -> OwnAndEqual:
+        given = [
             rows(x.reshape(workers, x.shape[0] // workers, *x.shape[1:])) if yes else x
             for x, yes in zip(map(jnp.asarray, leaves), is_split)
         ]
         mapped = jax.vmap(
             one,
             in_axes=[0 if yes else None for yes in is_split],
+            out_axes=(0, None),
             axis_name=axis_name,
             axis_size=workers,
             spmd_axis_name=None if mesh is None else axis_name,
         )
-        return [rows(x) for x in mapped(*own)]
+        own, equal = mapped(*given)
+        return [rows(x) for x in own], equal
 
     return run
 
 
-def _manually(
-    one: Callable[..., list[Any]],
+def run_manually(
+    one: Callable[..., OwnAndEqual],
     mesh: AnyMesh,
     axis_name: str,
     is_split: list[bool],
     inner: set[str],
-) -> Callable[..., list[Any]]:
-    """`one` with the axis of the workers manual, and all axes of size 1, too."""
+) -> Callable[..., OwnAndEqual]:
+    """`one` with the axis of the workers manual, and all axes but `inner`. See `run_mapped`."""
     split, kinds = PartitionSpec(axis_name), dict(zip(mesh.axis_names, mesh.axis_types))
 
-    def body(*leaves: Any) -> list[Any]:
-        program = rewritten(jax.make_jaxpr(one)(*leaves), axis_name, is_manual=not inner)
-        return [jnp.asarray(x)[None] for x in jaxpr_as_fun(program)(*leaves)]
+    def body(*leaves: Any) -> OwnAndEqual:
+        own, equal = one(*leaves)
+        return [jnp.asarray(x)[None] for x in own], equal
 
     def typed(x: Any, yes: bool) -> Any:
         """Explicit axes refuse arguments whose types have another sharding."""
@@ -287,7 +321,7 @@ def _manually(
         body,
         mesh=mesh,
         in_specs=tuple(split if yes else PartitionSpec() for yes in is_split),
-        out_specs=split,
+        out_specs=(split, PartitionSpec()),
         axis_names=set(mesh.axis_names) - inner,
         check_vma=False,
     )

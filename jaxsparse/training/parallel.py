@@ -2,8 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ from jaxsparse.comm.meshes import (
     WorkersError,
     context_of,
     inner_axes,
-    names_of,
     restricted,
     running,
 )
@@ -31,7 +29,7 @@ from jaxsparse.processes.calls import Step
 from jaxsparse.processes.group import group_of
 from jaxsparse.training.chains import warn_of_chains
 from jaxsparse.training.constraints import constrains, without_axis
-from jaxsparse.training.gradients import Way, serves_vmap
+from jaxsparse.training.gradients import Way, run_manually, run_mapped, serves_vmap
 from jaxsparse.training.outputs import Kinds, over_workers
 from jaxsparse.training.sharding import count_workers, warn_of_copies, warn_of_placed
 from jaxsparse.training.strays import warn_of_strays
@@ -170,29 +168,30 @@ def data_parallel(
             _warn_of_whole_batches(args, batches)
         if is_typed:
             warn_of_copies(axis_name, args)
-        is_split = [
-            jax.tree_util.tree_map_with_path(lambda p, _, i=i: i in batches or is_marked(p), arg)
-            for i, arg in enumerate(args)
-        ]
-        body = _Worker(one, axis_name, output_kinds)
+        treedef: Any
+        flat, treedef = tree_flatten_with_path(args)
+        leaves = [x for _, x in flat]
+        is_split = [path[0].idx in batches or is_marked(path) for path, _ in flat]
+        body = _Worker(one, treedef, axis_name, output_kinds)
         program, problem, chosen = None, None, via
         if inner and whole is not None and AxisType.Explicit in whole.axis_types:
             chosen = chosen or "shard_map"
         if check or inner:
-            program, problem = _traced(body, workers, whole, axis_name, args, is_split, check)
+            shares = (args, treedef.unflatten(is_split))
+            program, problem = _traced(body, workers, whole, axis_name, *shares, check)
             if isinstance(problem, WorkersError) and check:
                 raise problem
             serves = program is not None and serves_vmap(program, axis_name)
             chosen = chosen or ("vmap" if serves else "shard_map")
         if whole is not None and (program is None or constrains(program, axis_name)):
             rewritten = without_axis(one, axis_name, is_manual=not inner)
-            body = _Worker(rewritten, axis_name, output_kinds)
-        with _explained(axis_name), running(Running(whole, axis_name)):
+            body = _Worker(rewritten, treedef, axis_name, output_kinds)
+        with running(Running(whole, axis_name)):
             if whole is None or (inner and chosen == "vmap"):
                 with context_of(whole):  # as jax.shard_map has one
-                    outputs = _mapped(body, workers, axis_name, is_split, whole)(*args)
+                    outputs = run_mapped(body, workers, whole, axis_name, is_split)(*leaves)
             else:
-                outputs = _manually(body, whole, axis_name, is_split, set(inner))(*args)
+                outputs = run_manually(body, whole, axis_name, is_split, set(inner))(*leaves)
         if check and problem is not None:
             warnings.warn(
                 f"data_parallel could not check that the step's outputs are equal on all workers: "
@@ -221,14 +220,17 @@ class _Worker:
     Only tracing tells what a step returns, so a call remembers the outputs' tree for `joined`.
     """
 
-    def __init__(self, step: Callable[..., Any], axis_name: str, kinds: Kinds) -> None:
-        self._step, self._axis_name, self._kinds = step, axis_name, kinds
+    def __init__(
+        self, step: Callable[..., Any], arguments: Any, axis_name: str, kinds: Kinds
+    ) -> None:
+        self._step, self._arguments = step, arguments
+        self._axis_name, self._kinds = axis_name, kinds
         self._marks: list[bool] = []
         self._treedef: Any = None
 
-    def __call__(self, *args: Any) -> tuple[list[Any], list[Any]]:
+    def __call__(self, *leaves: Any) -> tuple[list[Any], list[Any]]:
         axis = self._axis_name
-        returned = self._step(*args)
+        returned = self._step(*self._arguments.unflatten(leaves))
         outputs, self._treedef = tree_flatten_with_path(returned)
         kinds = self._kinds.of(returned)
         self._marks = [is_marked(path) or kind == "own" for (path, _), kind in zip(outputs, kinds)]
@@ -237,13 +239,13 @@ class _Worker:
             name = f"the step's output{keystr(path)}"
             if is_marked(path):
                 check_wrapped(name, leaf)
-                own.append(leaf)
+                own.append(leaf[0])
                 if kind is not None:
                     raise ValueError(
                         f"{name} is per-worker state, but outputs says {kind!r}: leave it out"
                     )
             elif kind == "own":
-                own.append(jnp.asarray(leaf)[None])
+                own.append(jnp.asarray(leaf))
             else:
                 others.append(leaf if kind is None else over_workers(name, leaf, kind, axis))
                 names.append(name)
@@ -260,128 +262,22 @@ class _Worker:
         return self._treedef.unflatten([next(lists[mark]) for mark in self._marks])
 
 
-@contextmanager
-def _explained(axis_name: str) -> Iterator[None]:
-    """Adds notes to JAX's errors about axes, whose words alone tell them from others."""
-    try:
-        yield
-    except NameError as error:
-        if "unbound axis name" in str(error):
-            error.add_note(
-                f"Inside jaxsparse.data_parallel the axis of the workers is {axis_name!r}, and no "
-                "other axis has a name for collectives: JAX sums over these by itself. Name "
-                f"{axis_name!r}, or give data_parallel the axis_name of your step"
-            )
-        raise
-    except ValueError as error:
-        text = str(error)
-        is_constraint = "with_sharding_constraint" in text and repr(axis_name) in text
-        if is_constraint and "Explicit" in text:
-            error.add_note(
-                "jax.lax.with_sharding_constraint takes Auto axes only, under jax.jit, too. On "
-                f"Explicit axes write jax.reshard(x, PartitionSpec(...)), and leave {axis_name!r} "
-                "out: inside jaxsparse.data_parallel a step is one worker's"
-            )
-        elif is_constraint or ("to reshard" in text and f"name: {axis_name} of type" in text):
-            error.add_note(
-                "Inside jaxsparse.data_parallel a step is one worker's, and sees its part of the "
-                f"batch: leave {axis_name!r} out of its PartitionSpecs. From NamedShardings on a "
-                "mesh of Auto axes it is taken out, and with via='vmap' from PartitionSpecs, too"
-            )
-        if "context mesh" in text.lower() and "Manual" in text:
-            error.add_note(_manual(axis_name))
-        raise
-    except NotImplementedError as error:
-        if "sharded on `Explicit` axes" in str(error):  # a value is on the whole mesh
-            error.add_note(_manual(axis_name))
-        raise
-
-
-def _manual(axis_name: str) -> str:
-    """What shardings of the whole mesh are to be written as under `jax.shard_map`."""
-    return (
-        f"{axis_name!r} is Manual inside this step of jaxsparse.data_parallel. There JAX "
-        "refuses a jax.shard_map of the whole mesh, and on Explicit axes its shardings: "
-        f"give PartitionSpecs without {axis_name!r}, and jax.shard_map no mesh. A model "
-        "that holds a mesh takes Mesh(mesh.devices, mesh.axis_names, axis_types="
-        "jax.sharding.get_abstract_mesh().axis_types) inside the step. Or make the mesh of "
-        "Auto axes, whose constraints may be of the whole mesh"
-    )
-
-
-def _manually(body, mesh, axis_name, is_split, inner):
-    """`body` with the axis of the workers manual, and all axes of size 1, too."""
-    split, whole = PartitionSpec(axis_name), PartitionSpec()
-    in_specs = tuple(jax.tree.map(lambda yes: split if yes else whole, is_split))
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=(split, whole),
-        axis_names=set(mesh.axis_names) - inner,
-        check_vma=False,
-    )
-    if AxisType.Explicit not in mesh.axis_types:
-        return mapped
-
-    def typed(x: Any, yes: bool) -> Any:
-        """Explicit axes refuse arguments whose types have another sharding."""
-        wanted = restricted(jax.typeof(x).sharding.spec, inner)
-        if yes and dict(zip(mesh.axis_names, mesh.axis_types))[axis_name] == AxisType.Explicit:
-            wanted = PartitionSpec((axis_name, *names_of(wanted[0])), *wanted[1:])
-        return jax.reshard(x, NamedSharding(mesh, wanted))
-
-    return lambda *args: mapped(*jax.tree.map(typed, args, tuple(is_split)))
-
-
-def _over_workers(body, workers, axis_name, is_split, spmd_axis_name=None):
-    """`body` mapped by vmap over the rows of the split arrays."""
-    return jax.vmap(
-        body,
-        in_axes=tuple(jax.tree.map(lambda yes: 0 if yes else None, is_split)),
-        axis_name=axis_name,
-        axis_size=workers,
-        spmd_axis_name=spmd_axis_name,
-        out_axes=(0, None),
-    )
-
-
-def _mapped(body, workers, axis_name, is_split, mesh):
-    """`body` mapped by vmap, with the shapes that a manual mesh would give it."""
-    name = None if mesh is None else axis_name
-    mapped = _over_workers(body, workers, axis_name, is_split, name)
-
-    def split(x: jax.Array) -> jax.Array:
-        """An array whose first axis is that of the workers. XLA may copy it over them if told less.
-
-        Along its other axes it may be sharded in any way.
-        """
-        if mesh is None:
-            return x
-        free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-        sharding = NamedSharding(mesh, PartitionSpec(axis_name, *free))
-        return jax.lax.with_sharding_constraint(x, sharding)
-
-    def rows(x: Any, yes: bool) -> Any:
-        if not yes:
-            return x
-        return split(x.reshape(workers, x.shape[0] // workers, *x.shape[1:]))
-
-    def run(*args):
-        own, others = mapped(*jax.tree.map(rows, args, tuple(is_split)))
-        return [split(x.reshape(workers * x.shape[1], *x.shape[2:])) for x in own], others
-
-    return run
-
-
 def _traced(
-    body, workers, mesh, axis_name, args, is_split, check
+    body: "_Worker",
+    workers: int,
+    mesh: Mesh | None,
+    axis_name: str,
+    args: tuple[Any, ...],
+    is_split: tuple[Any, ...],
+    check: bool,
 ) -> tuple[Jaxpr | None, Exception | None]:
     """The program of `body` over simulated workers, without exchanges, and its problem, or None.
 
     The program is None if the step raises an error, or uses an operation without a rule for vmap.
     """
-    mapped = _over_workers(body, workers, axis_name, is_split)
+    flags = jax.tree.leaves(is_split)
+    axes = [0 if yes else None for yes in flags]
+    mapped = jax.vmap(body, axes, (0, None), axis_name=axis_name, axis_size=workers)
     kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types))
     inner = [a for a, k in kinds.items() if k == AxisType.Explicit and a != axis_name]
 
@@ -391,11 +287,11 @@ def _traced(
         if yes:
             shape = (workers, shape[0] // workers, *shape[1:])
             spec = PartitionSpec(None, *spec)
-        if inner:  # the step reads them in types
+        if inner and mesh is not None:  # the step reads them in types
             sharding = NamedSharding(mesh.abstract_mesh, spec)
         return jax.ShapeDtypeStruct(shape, jnp.result_type(x), sharding=sharding)
 
-    shapes = jax.tree.map(described, args, tuple(is_split))
+    shapes = list(map(described, jax.tree.leaves(args), flags))
 
     # JAX keeps the traces of functions that are jitted, or looped over, inside the step. The check
     # has an axis of its own, so that a later trace, with exchanges, does not take these.
@@ -404,7 +300,9 @@ def _traced(
         return once(jnp.zeros(1))
 
     how = Running(mesh, axis_name, is_check=True)
-    context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if inner else context_of(mesh)
+    context = context_of(mesh)
+    if inner and mesh is not None:
+        context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
     try:
         with running(how), context:
             program = jax.make_jaxpr(apart)(*shapes).jaxpr
@@ -416,7 +314,7 @@ def _traced(
         place = compat.origin(program, outputs[i], skipped=__file__)
         return None, WorkersError(text + (f". It is made at {place}" if place else ""))
     if check and workers > 1:
-        warn_of_chains(program, args, tuple(is_split), bool(how.clips_own))
+        warn_of_chains(program, args, is_split, bool(how.clips_own))
     return program, next((p for p in how.problems.values() if p is not None), None)
 
 
