@@ -381,6 +381,12 @@ CHAINS = {
         "branches",
     ),
     "MultiSteps": (optax.MultiSteps(optax.chain(D, optax.sgd(1.0)), 2), "optax.MultiSteps"),
+    "mechanize": (optax.contrib.mechanize(optax.chain(D, optax.sgd(1.0))), "mechanize"),
+    "lookahead": (optax.lookahead(optax.chain(D, optax.sgd(1.0)), 5, 0.5), None),
+    "in front of lookahead": (
+        optax.chain(D, optax.lookahead(optax.sgd(1.0), 5, 0.5)),
+        "optax.lookahead.optax.chain.exchange",
+    ),
 }
 
 
@@ -388,12 +394,14 @@ CHAINS = {
 @jax.numpy_dtype_promotion("standard")
 @jax.numpy_rank_promotion("allow")
 def test_rows_end_in_the_exchange(name):
-    tx, text = CHAINS[name]
+    (tx, text), params = CHAINS[name], problem()[0]
+    if "lookahead" in name:
+        params = optax.LookaheadParams.init_synced(params)
     if text is None:
-        jaxsparse.check(tx, problem()[0])
+        jaxsparse.check(tx, params)
     else:
         with pytest.raises(ValueError, match=text):
-            jaxsparse.check(tx, problem()[0])
+            jaxsparse.check(tx, params)
 
 
 def test_what_gradients_overwrite_is_not_exchanged():

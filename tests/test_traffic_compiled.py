@@ -6,9 +6,11 @@ Local operands are small on purpose: f32[16] is 64 bytes, so an all-reduce over 
 
 import re
 
+import equinox
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -334,6 +336,8 @@ def test_function_lowered_compiled_and_text_agree():
         wire_bytes(program.as_text()),
     }
     assert [moved.received for moved in results] == [112]
+    for wrapped in (nnx.jit(jitted), equinox.filter_jit(jitted)):  # whose names differ
+        assert wire_bytes(wrapped, x).received == 112
 
 
 def test_wrong_programs_are_refused():

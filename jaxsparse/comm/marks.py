@@ -73,9 +73,9 @@ class PerWorker(NamedTuple):
             if node.value.shape[0] != 1:
                 raise ValueError(
                     f"a PerWorker array of shape {node.value.shape} holds {node.value.shape[0]} "
-                    "workers' values, but one worker's has shape (1, ...). Run the step through "
-                    "jaxsparse.data_parallel, or give jax.shard_map the in_specs "
-                    "jaxsparse.specs(state)"
+                    "workers' values, but one worker's has shape (1, ...). Outside of one worker's "
+                    "code take .value, which has a row for each; in a jax.shard_map give the "
+                    "in_specs jaxsparse.specs(state)"
                 )
             return node.value[0]
 

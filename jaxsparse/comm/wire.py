@@ -66,7 +66,7 @@ def axis_size(axis_name: str | None) -> int:
         other = f", or axis_name={bound[0]!r} if that is the workers' axis" if bound else ""
         raise ValueError(
             f"axis_name={axis_name!r} is not bound here (mesh axes in scope: {bound}). Call this "
-            "inside jaxsparse.data_parallel, jax.shard_map or jax.vmap over that axis, or pass "
+            "inside jax.shard_map or jax.vmap over that axis, or pass "
             f"axis_name=None for a single worker{other}"
         ) from None
 

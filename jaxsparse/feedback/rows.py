@@ -65,7 +65,8 @@ def _shapes_of(params: Any, count: int) -> list[Any]:
     if len(shapes) != count:
         raise ValueError(
             f"params has {len(shapes)} leaves, and there are {count} gradients: give tx.update the "
-            "parameters that were differentiated"
+            "parameters that were differentiated, and put the exchange where it sees these alone, "
+            "as in optax.lookahead(optax.chain(exchange, optimizer), ...)"
         )
     return shapes
 

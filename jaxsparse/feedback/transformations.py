@@ -108,8 +108,8 @@ class ErrorFeedback(LeafOptions):
 
     Returns:
         A transformation. `init` needs no axis and returns one worker's state, for `jaxsparse.shard`
-        to spread, or with `mesh` a state that is spread already. `update` must run where
-        `axis_name` is bound (`jaxsparse.data_parallel`).
+        to spread, or with `mesh` a state that is spread already. `update` takes gradients with a
+        row for each worker (`jaxsparse.value_and_grad`), or where `axis_name` is bound a worker's.
 
     Raises:
         ValueError: settings out of range. From `init`: no leaf is compressed under the default

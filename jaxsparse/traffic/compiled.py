@@ -61,8 +61,8 @@ def wire_bytes(
     several axes counts.
 
     Args:
-      program: a `jax.stages.Compiled`, a `jax.stages.Lowered`, a jitted function, or the text of
-        the compiled HLO.
+      program: a `jax.stages.Compiled`, a `jax.stages.Lowered`, a function that `jax.jit`,
+        `nnx.jit` or `equinox.filter_jit` made, or the text of the compiled HLO.
       *args: arguments (or `jax.ShapeDtypeStruct` with shardings) for lowering, if `program` is a
         function.
       mesh: the mesh that the program runs on. The order of its devices must be that of the program
@@ -173,6 +173,7 @@ def _read(
         return program, None
     if is_function:
         program = program.lower(*args, **kwargs)
+    program = getattr(program, "lowered", program)  # of nnx.jit and equinox.filter_jit
     if isinstance(program, jax.stages.Lowered):
         program = program.compile()
     if not isinstance(program, jax.stages.Compiled):

@@ -50,22 +50,23 @@ def check(tx: optax.GradientTransformation, params: Any, *, axis_name: str = "da
     """
     struct = lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
     own = jax.tree.map(struct, params)
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((_WORKERS, *x.shape), x.dtype), own)
+    # Gradients are those of the parameters that `optax.lookahead` moves at each step.
+    moved = own.fast if isinstance(own, optax.LookaheadParams) else own
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((_WORKERS, *x.shape), x.dtype), moved)
     how = meshes.Running(None, axis_name, workers=_WORKERS)
     update = optax.with_extra_args_support(tx).update
     with meshes.running(how), jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         state = jax.eval_shape(tx.init, own)
         try:
             program, (updates, after) = jax.make_jaxpr(update, return_shape=True)(rows, state, own)
-        except TypeError as error:
-            if "branch" not in str(error) and "cond" not in str(error):
-                raise
+        except (TypeError, AttributeError) as error:
             raise ValueError(
-                "a wrapper around the exchange branches between it and the gradients as they are, "
-                "which have a row for each worker: put optax.apply_if_finite, "
-                "optax.conditionally_transform and the like behind the exchange, which skips steps "
-                "that are not finite by itself, and accumulate gradients by a scan over "
-                f"microbatches in place of optax.MultiSteps ({str(error).splitlines()[0]})"
+                f"the chain does not take gradients with a row for each worker "
+                f"({str(error).splitlines()[0]}). If a wrapper around the exchange combines them, "
+                "as optax.contrib.mechanize does, or branches, as optax.apply_if_finite and "
+                "optax.conditionally_transform do, put it behind the exchange, which skips steps "
+                "that are not finite by itself. Accumulate gradients by a scan over microbatches "
+                "in place of optax.MultiSteps"
             ) from error
     is_split = jax.tree.map(lambda _: True, rows), *(jax.tree.map(lambda _: False, (state, own)))
     warn_of_chains(program.jaxpr, (rows, state, own), is_split, clips_own=True)
