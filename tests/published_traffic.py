@@ -15,7 +15,7 @@ from jaxsparse import codecs
 from jaxsparse.arrays import bits, blocks
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.collectives.ok_topk import Regions
-from jaxsparse.collectives.split import split_format
+from jaxsparse.collectives.sparcml import split_format
 
 # Imported as modules: the package has functions of the same names.
 ok_topk, recursive_double, sparse_ring, split_allgather, union = (

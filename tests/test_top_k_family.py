@@ -9,8 +9,7 @@ from supports import SUPPORTS, run, shares_by_quarter, total, vectors
 from workers import few, finished, on_workers, some
 
 from jaxsparse import Stages, codecs
-from jaxsparse.collectives.ok_topk import about_top_k
-from jaxsparse.collectives.regions import Regions
+from jaxsparse.collectives.ok_topk import Regions, about_top_k
 from jaxsparse.reducers.stages import Staged
 from jaxsparse.systems import GTopK, OkTopk
 

@@ -1,4 +1,4 @@
-"""Sums of vectors over workers, one algorithm a file.
+"""Sums of vectors over workers, one system a file.
 
 Every worker of an axis calls them, inside `jax.shard_map` or `jax.vmap(axis_name=...)`, for any
 number of workers. The sparse all-reduces take a `SparseStream` and return an `AllReduced`. Partial
@@ -7,15 +7,17 @@ vector), and `select.compact` takes entries out again, in a pass or two. A merge
 would need sorts, which cost more on a CPU from a density of 0.3 % on.
 """
 
-from jaxsparse.collectives.all_gather_sum import all_gather_sum as all_gather_sum
-from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather as dsar_split_allgather
 from jaxsparse.collectives.gtopk import gtopk as gtopk
 from jaxsparse.collectives.messages import AllReduced as AllReduced
 from jaxsparse.collectives.ok_topk import ok_topk as ok_topk
 from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce as quantized_all_reduce
-from jaxsparse.collectives.recursive_double import recursive_double as recursive_double
+from jaxsparse.collectives.sparcml import (
+    all_gather_sum as all_gather_sum,
+    dsar_split_allgather as dsar_split_allgather,
+    recursive_double as recursive_double,
+    sparse_ring as sparse_ring,
+    split_allgather as split_allgather,
+)
 from jaxsparse.collectives.spardl import spar_reduce_scatter as spar_reduce_scatter
-from jaxsparse.collectives.sparse_ring import sparse_ring as sparse_ring
-from jaxsparse.collectives.split_allgather import split_allgather as split_allgather
 from jaxsparse.collectives.union import union as union
 from jaxsparse.comm.wire import Group as Group, bruck_all_gather as bruck_all_gather

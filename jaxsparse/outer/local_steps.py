@@ -37,8 +37,7 @@ from jaxsparse.outer.fragments import Streaming
 from jaxsparse.outer.worker import LocalState, Select, Step, Worker
 from jaxsparse.processes.agreement import agree, compare_texts
 from jaxsparse.processes.group import group_of
-from jaxsparse.training.outputs import Kinds
-from jaxsparse.training.parallel import Way, data_parallel
+from jaxsparse.training.parallel import Kinds, Way, data_parallel
 from jaxsparse.training.sharding import count_workers, shard
 
 

@@ -19,7 +19,7 @@ from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
 from jaxsparse.comm.static_leaves import held, released
 from jaxsparse.feedback import states_in
 from jaxsparse.outer.fragments import Rows, Streaming
-from jaxsparse.training.outputs import Kinds, over_workers
+from jaxsparse.training.parallel import Kinds, over_workers
 from jaxsparse.training.weighted import check_weight, weighted
 
 # Flax's collection of scales and histories of fp8, whose gradients are their next values. The mean

@@ -12,12 +12,14 @@ from jaxtyping import Array, Float
 from jaxsparse import codecs, quantize, select
 from jaxsparse.arrays.settings import Stages, check_size, current, static_float
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.collectives.all_gather_sum import all_gather_sum
-from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather
 from jaxsparse.collectives.messages import AllReduced
-from jaxsparse.collectives.recursive_double import recursive_double
-from jaxsparse.collectives.sparse_ring import sparse_ring
-from jaxsparse.collectives.split_allgather import split_allgather
+from jaxsparse.collectives.sparcml import (
+    all_gather_sum,
+    dsar_split_allgather,
+    recursive_double,
+    sparse_ring,
+    split_allgather,
+)
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions

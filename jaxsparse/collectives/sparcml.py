@@ -1,0 +1,479 @@
+"""SparCML's sparse all-reduces, and two that it compares with (Renggli et al., SC 2019).
+
+Sections 5.3.1 (recursive doubling), 5.3.2 and 5.3.3 (split and all-gather, sparse and dense, with
+the quantised second half of section 6). A gather of all messages (TopkA) and the ring of section
+8.1, figure 3, are the baselines.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, DTypeLike, Int, Key
+
+from jaxsparse import codecs, quantize
+from jaxsparse.arrays.settings import static_count
+from jaxsparse.arrays.stream import (
+    Operation,
+    SparseStream,
+    merge_duplicates,
+    neutral,
+    takes_duplicates,
+    to_dense,
+)
+from jaxsparse.codecs.codec import left_of
+from jaxsparse.collectives.messages import (
+    AllReduced,
+    MessageFormat,
+    split_counts,
+    with_count,
+)
+from jaxsparse.comm import wire
+from jaxsparse.comm.wire import Group
+
+
+def room_in(name: str, capacity: int | None, most: int, op: Operation) -> int:
+    """The room in a message, in entries: `capacity`, but no more than `most`. None: `most`.
+
+    Raises:
+        ValueError: `capacity` is no int, is below 1, or bounds messages that do not carry sums.
+    """
+    if capacity is None:
+        return most
+    if op != "sum":
+        raise ValueError(
+            f"{name}={capacity}, but op={op!r} has no residual for entries that find no room: "
+            "leave it None"
+        )
+    return min(static_count(name, capacity), most)
+
+
+def split_format(
+    k: int,
+    size: int,
+    workers: int,
+    op: Operation,
+    dtype: DTypeLike,
+    codec: codecs.Codec,
+    capacity: int | None,
+) -> MessageFormat:
+    """The messages of the split phase."""
+    room = room_in("capacity", capacity, k, op)
+    return MessageFormat(-(-size // workers), room, op, dtype, codec)
+
+
+def split(
+    stream: SparseStream,
+    size: int,
+    *,
+    axis_name: str | None,
+    op: Operation,
+    codec: codecs.Codec,
+    capacity: int | None,
+) -> AllReduced:
+    """Sends each entry to the owner of its range, which combines the arriving entries.
+
+    Worker w owns elements w m to (w + 1) m - 1 with m = ceil(d / W). Last workers may own fewer.
+    (The paper gives the last worker the remainder of d / W, which would make all messages longer.)
+
+    It is one all-to-all. A worker receives (W - 1) messages with room for k entries, or for
+    `capacity`. Neutral values (zeros, for sums) are no entries, and take no room.
+
+    Returns:
+        The total of this worker's own range, of m elements. The residual of W m elements: entries
+        that this worker could not send, and their rounding. The number of its entries without
+        room.
+    """
+    workers = wire.axis_size(axis_name)
+    k, dtype = stream.capacity, stream.values.dtype
+    message_format = split_format(k, size, workers, op, dtype, codec, capacity)
+    m = message_format.size
+    zeros = jnp.zeros_like(stream.values, shape=(workers * m,))
+    if message_format.is_dense:
+        rows = to_dense(stream, workers * m, op).reshape(workers, m)
+        messages = wire.all_to_all(jax.vmap(message_format.pack)(rows), axis_name)
+        residual, overflow = zeros, jnp.int32(0)
+    else:
+        if not takes_duplicates(op):
+            stream = merge_duplicates(stream, size, op)
+        is_entry = (stream.indices < size) & (stream.values != neutral(op, dtype))
+        owner = jnp.where(is_entry, stream.indices // m, workers)
+        local = stream._replace(indices=stream.indices % m)
+        bins, fits = into_bins(local, owner, workers, message_format.capacity, empty=m)
+        codecs.check_local(codec, "this all-reduce")
+        residual = zeros
+        if not message_format.is_exact or capacity is not None:
+            lost = left_of(stream.values, codec.rounded(stream, size))
+            lost = jnp.where(fits, lost, stream.values)
+            residual = zeros.at[stream.indices].add(lost, mode="drop")
+        overflow = jnp.sum(is_entry & ~fits, dtype=jnp.int32)
+        encode = lambda bin: codec.encode(bin, m)
+        messages = wire.all_to_all(jax.vmap(encode)(bins), axis_name)
+    return AllReduced(message_format.merge_all(messages), residual, overflow)
+
+
+def into_bins(
+    stream: SparseStream, owner: Int[Array, " k"], bins: int, capacity: int, empty: int
+) -> tuple[SparseStream, Bool[Array, " k"]]:
+    """Sorts entries by owner.
+
+    Args:
+        stream: k entries.
+        owner: the owner of each entry, or `bins` for entries without one.
+        bins: number of owners.
+        capacity: room in an owner's bin, in entries. The first ones in the stream's order get it.
+        empty: index of an empty slot of a bin.
+
+    Returns:
+        Streams of shape (bins, capacity), and a mask of the entries that they contain.
+    """
+    order = jnp.argsort(owner, stable=True)
+    sorted_owner = owner[order]
+    starts = jnp.searchsorted(sorted_owner, jnp.arange(bins + 1, dtype=owner.dtype))
+    rank = jnp.arange(owner.size, dtype=jnp.int32) - starts[sorted_owner].astype(jnp.int32)
+    position = jnp.zeros_like(owner, jnp.int32).at[order].set(rank, unique_indices=True)
+    fits = (position < capacity) & (owner < bins)
+    slot = jnp.where(fits, owner * capacity + position, bins * capacity)
+    slots = (bins * capacity,)
+    indices = jnp.full_like(stream.indices, empty, shape=slots)
+    values = jnp.zeros_like(stream.values, shape=slots)
+    indices = indices.at[slot].set(stream.indices, mode="drop")
+    values = values.at[slot].set(stream.values, mode="drop")
+    shape = (bins, capacity)
+    return SparseStream(indices.reshape(shape), values.reshape(shape)), fits
+
+
+def own_range(x: Array, axis_name: str | None, part: Array) -> Array:
+    """Adds `part` to this worker's range of m elements of `x`, which has W * m."""
+    rows = x.reshape(wire.axis_size(axis_name), part.size)
+    return rows.at[wire.axis_index(axis_name)].add(part).reshape(-1)
+
+
+def split_allgather(
+    stream: SparseStream,
+    size: int,
+    *,
+    axis_name: str | None,
+    op: Operation = "sum",
+    codec: codecs.Codec = codecs.COO,
+    capacity: int | None = None,
+    union_capacity: int | None = None,
+) -> AllReduced:
+    """Sends entries to the owners of their ranges, which send the sums to all.
+
+    Unless a capacity bounds them, messages have room for all possible entries. They are dense
+    arrays from SparCML's delta on. The paper's words (section 5.3.2) are between 2 (W - 1)/W 2k, if
+    all supports are equal, and W 2k, if they are disjoint. Without capacities this function takes
+    more than the latter, because all k entries of a worker may have one owner.
+
+    Args:
+        stream: k entries; an index may repeat.
+        size: number of elements of the vector, d.
+        axis_name: the axis of the workers.
+        op: operation that combines entries, by name or as a `stream.Combination`. Only for sums
+            may the codec round or the capacity be bounded.
+        codec: wire format of sparse messages.
+        capacity: room for a worker's entries in one owner's range. An even share is k / W. None:
+            room for all k. Entries without room, the stream's last ones for an owner, stay in the
+            residual and are counted. Zeros take no room.
+        union_capacity: room for the sums of one owner. k / W suffices if all workers have the same
+            indices and these are spread evenly. None: room for all possible sums. Sums without
+            room, the smallest ones, stay in the owner's residual and are counted.
+
+    Raises:
+        ValueError: the op is unknown, or does not go with this dtype, codec or capacity.
+    """
+    workers = wire.axis_size(axis_name)
+    total, residual, overflow, _ = split(
+        stream, size, axis_name=axis_name, op=op, codec=codec, capacity=capacity
+    )
+    message_format, is_cut = _gather_format(
+        stream.capacity, size, workers, op, total.dtype, codec, capacity, union_capacity
+    )
+    if is_cut or not message_format.is_exact:
+        total, lost, cut = message_format.fit(total, is_cut)
+        residual, overflow = own_range(residual, axis_name, lost), overflow + cut
+    is_bounded = capacity is not None or is_cut
+    message = with_count(message_format.pack(total), overflow if is_bounded else None)
+    messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
+    return AllReduced(message_format.ranges(messages)[:size], residual[:size], overflow)
+
+
+def _gather_format(
+    k: int,
+    size: int,
+    workers: int,
+    op: Operation,
+    dtype: DTypeLike,
+    codec: codecs.Codec,
+    capacity: int | None,
+    union_capacity: int | None,
+) -> tuple[MessageFormat, bool]:
+    """The messages of the second half, and whether an owner may have more sums than fit."""
+    m = -(-size // workers)
+    arriving = min(m, workers * room_in("capacity", capacity, k, op))
+    room = room_in("union_capacity", union_capacity, arriving, op)
+    message_format = MessageFormat(m, room, op, dtype, codec)
+    return message_format, room < arriving and not message_format.is_dense
+
+
+def dsar_split_allgather(
+    stream: SparseStream,
+    size: int,
+    *,
+    axis_name: str | None,
+    op: Operation = "sum",
+    codec: codecs.Codec = codecs.COO,
+    capacity: int | None = None,
+    quantizer: quantize.QSGD | None = None,
+    key: Key[Array, ""] | None = None,
+) -> AllReduced:
+    """As `split_allgather`, but owners send their ranges as dense arrays.
+
+    Use it if the supports fill in so much that the sum is dense. The second half receives
+    (W - 1)/W d words, or fewer if it is quantised.
+
+    Args:
+        stream: k entries; an index may repeat.
+        size: number of elements of the vector, d.
+        axis_name: the axis of the workers.
+        op: operation that combines entries, by name or as a `stream.Combination`. Only sums can
+            be quantised.
+        codec: wire format of the first half.
+        capacity: as in `split_allgather`, for the first half.
+        quantizer: quantiser of the second half. None: float32.
+        key: key of stochastic rounding, the same on all workers and fresh at each step. The total
+            is then unbiased, and the residual does *not* keep the error, as in the paper. None
+            rounds to nearest, and the residual keeps the error. Quantisers are refused if the
+            residual could grow without bound.
+
+    Raises:
+        ValueError: the op is unknown, or does not go with this dtype, codec, capacity or quantiser.
+    """
+    if quantizer is not None and op != "sum":
+        raise ValueError(f"quantizer={quantizer}, but only sums can be quantised, not op={op!r}")
+    if quantizer is not None and key is None:
+        quantize.check_feedback(quantizer, stochastic=False)
+    total, residual, overflow, _ = split(
+        stream, size, axis_name=axis_name, op=op, codec=codec, capacity=capacity
+    )
+    m = total.size
+    if quantizer is None:
+        message = codecs.bits(total)
+    else:
+        if key is not None:
+            key = jax.random.fold_in(key, wire.axis_index(axis_name))
+        quantized = quantize.quantize(total, quantizer, key)
+        if key is None:
+            arriving = quantize.dequantize(quantized, quantizer, m)
+            residual = own_range(residual, axis_name, total - arriving)
+        message = quantize.to_message(quantized, quantizer)
+    is_bounded = capacity is not None
+    message = with_count(message, overflow if is_bounded else None)
+    messages, overflow = split_counts(wire.all_gather(message, axis_name), is_bounded)
+
+    def unpack(words: Array) -> Array:
+        if quantizer is None:
+            return codecs.from_bits(words, total.dtype)
+        return quantize.dequantize(quantize.from_message(words, quantizer, m), quantizer, m)
+
+    ranges = jax.vmap(unpack)(messages)
+    return AllReduced(ranges.reshape(-1)[:size], residual[:size], overflow)
+
+
+def recursive_double(
+    stream: SparseStream,
+    size: int,
+    *,
+    axis_name: str | None,
+    op: Operation = "sum",
+    codec: codecs.Codec = codecs.COO,
+) -> AllReduced:
+    """Workers at distance 1, 2, 4, ... swap their partial sums. It has the least latency.
+
+    Messages have room for all possible entries, 2^t k at stage t. They are dense arrays from
+    SparCML's delta on. If W is not a power of two, let P be the largest one below W. The last W - P
+    workers first send their entries to the first ones, and receive the result at the end.
+
+    It takes log2 W rounds, and 2 more if W is no power of two. The paper's words (section 5.3.1)
+    are between log2(W) 2k, if all supports are equal, and (W - 1) 2k, if they are disjoint. With
+    static shapes it is always the latter.
+
+    Args:
+        stream: k entries; an index may repeat.
+        size: number of elements of the vector, d.
+        axis_name: the axis of the workers.
+        op: operation that combines entries, by name or as a `stream.Combination`. Only for sums
+            may the codec round.
+        codec: wire format of sparse messages.
+
+    Returns:
+        The total and the residual. Workers that hold the same partial sum share the codec's
+        rounding of it.
+
+    Raises:
+        ValueError: the op is unknown, or does not go with this dtype or codec.
+    """
+    workers = wire.axis_size(axis_name)
+    power, k = _power(workers), stream.capacity
+    extra, rank = workers - power, wire.axis_index(axis_name)
+    MessageFormat(size, k, op, stream.values.dtype, codec)  # raises for a single worker, too
+    formats = [
+        MessageFormat(size, capacity, op, stream.values.dtype, codec)
+        for capacity in _capacities(k, size, workers)
+    ]
+    x = to_dense(stream, size, op)
+    residual = jnp.zeros_like(x)
+
+    def prepare(holds: Array, holders: int) -> tuple[MessageFormat, Array, Array]:
+        """The next format, x as its holders send it, and the new residual."""
+        message_format = formats.pop(0)
+        if message_format.is_exact:
+            return message_format, x, residual
+        sent = jnp.where(holds, message_format.rounded(x), x)
+        return message_format, sent, residual + (x - sent) / holders
+
+    if extra:
+        message_format, x, residual = prepare(rank >= power, 1)
+        pairs = [(power + i, i) for i in range(extra)]
+        message = wire.permute(message_format.pack(x), axis_name, pairs)
+        x = jnp.where(rank < extra, message_format.merge(x, message), x)
+    distance = 1
+    while distance < power:
+        message_format, x, residual = prepare(rank < power, distance)
+        pairs = [(i, i ^ distance) for i in range(power)]
+        x = message_format.merge(x, wire.permute(message_format.pack(x), axis_name, pairs))
+        distance *= 2
+    if extra:
+        message_format, x, residual = prepare(rank < power, power)
+        pairs = [(i, power + i) for i in range(extra)]
+        message = wire.permute(message_format.pack(x), axis_name, pairs)
+        x = jnp.where(rank >= power, message_format.vector(message), x)
+    # CPUs take subnormal numbers for zeros, which sparse messages leave out. So where one worker
+    # adds up -0 and -0, another may have 0 and -0: they would differ by the sign.
+    x = jnp.where(x == 0, jnp.zeros_like(x), x)
+    return AllReduced(wire.replicated(x, axis_name), residual, jnp.int32(0))
+
+
+def _power(workers: int) -> int:
+    return 1 << (workers.bit_length() - 1)
+
+
+def _capacities(k: int, size: int, workers: int) -> list[int]:
+    """The most entries of each exchange."""
+    power = _power(workers)
+    stages = range(power.bit_length() - 1)
+    if workers == power:
+        sources = [2**t for t in stages]
+    else:
+        sources = [1, *(min(2 ** (t + 1), workers) for t in stages), workers]
+    return [min(size, k * count) for count in sources]
+
+
+def all_gather_sum(
+    stream: SparseStream,
+    size: int,
+    *,
+    axis_name: str | None,
+    op: Operation = "sum",
+    codec: codecs.Codec = codecs.COO,
+    distinct: bool = False,
+) -> AllReduced:
+    """Every worker receives every worker's entries and combines them, in order of rank.
+
+    It is one all-gather, of (W - 1) 2k words in COO. It is the simplest all-reduce, and the most
+    expensive one for many workers.
+
+    Args:
+        stream: k entries.
+        size: number of elements of the vector, d.
+        axis_name: the axis of the workers.
+        op: operation that combines entries, by name or as a `stream.Combination`. Only for sums
+            may the codec round.
+        codec: wire format of sparse messages.
+        distinct: whether no index repeats in a stream, as after a top-k. This saves a sort.
+
+    Returns:
+        The combined entries. The residual is the rounding error of each of this worker's entries,
+        in the stream's order if `distinct`, or else in increasing order of indices. The overflow
+        is 0.
+
+    Raises:
+        ValueError: the op is unknown, or does not go with this dtype or codec.
+    """
+    message_format = MessageFormat(size, stream.capacity, op, stream.values.dtype, codec)
+    if not distinct:  # a GPU scatters equal indices in any order, and replicas would drift
+        stream = merge_duplicates(stream, size, op)
+    message, lost = message_format.pack_entries(stream)
+    messages = wire.all_gather(message, axis_name)
+    return AllReduced(message_format.merge_all(messages), lost, jnp.int32(0), stream.indices)
+
+
+def sparse_ring(
+    stream: SparseStream,
+    size: int,
+    *,
+    axis_name: str | None,
+    op: Operation = "sum",
+    codec: codecs.Codec = codecs.COO,
+    capacity: int | None = None,
+) -> AllReduced:
+    """Sends partial sums of W ranges round a ring, and then the sums round it once more.
+
+    It takes 2 (W - 1) rounds.
+
+    Args:
+        stream: k entries; an index may repeat.
+        size: number of elements of the vector, d.
+        axis_name: the axis of the workers.
+        op: operation that combines entries, by name or as a `stream.Combination`. Only for sums
+            may the codec round or the capacity be bounded.
+        codec: wire format of sparse messages.
+        capacity: room in messages, in entries. None: room for all. If a partial sum has more
+            entries, the smallest stay in the sender's residual and are counted.
+
+    Raises:
+        ValueError: the op is unknown, or does not go with this dtype, codec or capacity.
+    """
+    ring = Group.whole(axis_name)
+    n, rank, dtype = ring.size, ring.rank, stream.values.dtype
+    formats = _formats(stream.capacity, size, n, op, dtype, codec, capacity)
+    m = formats[-1].size
+    rows = to_dense(stream, n * m, op).reshape(n, m)
+    residual, overflow = jnp.zeros_like(rows), jnp.int32(0)
+    is_bounded = capacity is not None
+
+    for step in range(n - 1):
+        message_format, row = formats[step], (rank - step) % n
+        sent, lost, cut = message_format.fit(rows[row], is_bounded)
+        residual, overflow = residual.at[row].add(lost), overflow + cut
+        message = ring.shift(message_format.pack(sent), 1)
+        arrived = (rank - step - 1) % n
+        rows = rows.at[arrived].set(message_format.merge(rows[arrived], message))
+    own = (rank + 1) % n
+    message_format = formats[-1]
+    sent, lost, cut = message_format.fit(rows[own], is_bounded)
+    residual, overflow = residual.at[own].add(lost), overflow + cut
+
+    messages = [with_count(message_format.pack(sent), overflow if is_bounded else None)]
+    for _ in range(n - 1):
+        messages.append(ring.shift(messages[-1], 1))
+    # Message i started at rank - i, whose range is number rank - i + 1.
+    stacked = jnp.stack(messages)[(rank + 1 - jnp.arange(n)) % n]
+    stacked, overflow = split_counts(stacked, is_bounded)
+    total = wire.replicated(message_format.ranges(stacked)[:size], axis_name)
+    overflow = wire.replicated(overflow, axis_name)
+    return AllReduced(total, residual.reshape(-1)[:size], overflow)
+
+
+def _formats(
+    k: int,
+    size: int,
+    workers: int,
+    op: Operation,
+    dtype: DTypeLike,
+    codec: codecs.Codec,
+    capacity: int | None,
+) -> list[MessageFormat]:
+    """The formats of the first lap's steps, and of the second lap."""
+    m = -(-size // workers)
+    rooms = [room_in("capacity", capacity, min(m, (step + 1) * k), op) for step in range(workers)]
+    return [MessageFormat(m, room, op, dtype, codec) for room in rooms]
