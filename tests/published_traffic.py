@@ -13,14 +13,13 @@ from reference_formats import range_size
 
 from jaxsparse import codecs
 from jaxsparse.arrays import bits, blocks
+from jaxsparse.collectives import sparcml
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.collectives.ok_topk import Regions
-from jaxsparse.collectives.sparcml import split_format
 
 # Imported as modules: the package has functions of the same names.
-ok_topk, recursive_double, sparse_ring, split_allgather, union = (
-    importlib.import_module(f"jaxsparse.collectives.{name}")
-    for name in ("ok_topk", "recursive_double", "sparse_ring", "split_allgather", "union")
+ok_topk, union = (
+    importlib.import_module(f"jaxsparse.collectives.{name}") for name in ("ok_topk", "union")
 )
 
 
@@ -49,7 +48,7 @@ def recursive_double_traffic(k, size, workers, codec=codecs.COO):
     The published range (section 5.3.1) goes from log2(W) 2k words, if all supports are equal, to (W
     - 1) 2k, if they are disjoint. Static shapes pay for the latter.
     """
-    capacities = recursive_double._capacities(k, size, workers)
+    capacities = sparcml._capacities(k, size, workers)
     words = [MessageFormat(size, c, "sum", jnp.float32, codec).words for c in capacities]
     return Traffic(len(capacities), sum(words))
 
@@ -61,8 +60,8 @@ def split_allgather_traffic(k, size, workers, codec=codecs.COO, capacity=None, u
     to W 2k, if they are disjoint. Static shapes without capacities pay more than the latter, since
     all k entries of a worker may be for one owner.
     """
-    first = split_format(k, size, workers, "sum", jnp.float32, codec, capacity)
-    second, is_cut = split_allgather._gather_format(
+    first = sparcml.split_format(k, size, workers, "sum", jnp.float32, codec, capacity)
+    second, is_cut = sparcml._gather_format(
         k, size, workers, "sum", jnp.float32, codec, capacity, union_capacity
     )
     is_bounded = capacity is not None or is_cut
@@ -75,7 +74,7 @@ def dsar_split_allgather_traffic(k, size, workers, codec=codecs.COO, capacity=No
 
     The published range (section 5.3.3) counts 0 to 2k words for the first half.
     """
-    first = split_format(k, size, workers, "sum", jnp.float32, codec, capacity)
+    first = sparcml.split_format(k, size, workers, "sum", jnp.float32, codec, capacity)
     second = first.size if quantizer is None else quantizer.words(first.size)
     words = (workers - 1) * (first.words + second + (capacity is not None))
     return Traffic(workers - 1 + (workers - 1).bit_length(), words)
@@ -89,7 +88,7 @@ def all_gather_sum_traffic(k, size, workers, codec=codecs.COO):
 
 def sparse_ring_traffic(k, size, workers, codec=codecs.COO, capacity=None):
     """2 (W - 1) rounds. Words are those of full messages."""
-    formats = sparse_ring._formats(k, size, workers, "sum", jnp.float32, codec, capacity)
+    formats = sparcml._formats(k, size, workers, "sum", jnp.float32, codec, capacity)
     last = formats[-1].words + (capacity is not None)
     words = sum(message_format.words for message_format in formats[:-1]) + (workers - 1) * last
     return Traffic(2 * (workers - 1), words)
