@@ -384,7 +384,7 @@ def test_who_decides_by_a_loss_needs_its_mean(where):
 
     make = lambda mean: data_parallel(lambda s, x: step(s, x, mean), where)
     state = shard((START, tx.init(START)), where)
-    with pytest.raises(ValueError, match=r"differs between workers.* given a loss.* its mean"):
+    with pytest.raises(ValueError, match="differs between workers"):
         make(lambda loss: loss)(state, INPUTS)
     run = make(lambda loss: jax.lax.pmean(loss, "data"))
     losses = []

@@ -108,7 +108,7 @@ def test_what_outputs_are_not_is_refused(outputs, match):
         data_parallel(step, 2, outputs=outputs)(PerWorker(jnp.zeros((2, 1))), jnp.arange(4.0))
 
 
-def test_where_an_output_that_differs_is_made():
+def test_an_output_of_a_flat_list_is_named_by_its_number():
     """Flat lists of a trainer's variables have no names that say what they are."""
     from flax import linen as nn
 
@@ -120,11 +120,5 @@ def test_where_an_output_that_differs_is_made():
         return [[0.0], jax.tree.leaves(norm.apply(variables, x, mutable=["batch_stats"])[1])]
 
     for where in (2, mesh(2)):
-        with pytest.raises(ValueError, match=r"output\[1\]\[0\] differs .*normalization\.py:\d+"):
+        with pytest.raises(ValueError, match=r"output\[1\]\[0\] differs between workers"):
             data_parallel(listed, where, batch_argnums=0)(x)
-    here = r"made at .*test_outputs\.py:\d+(:\d+)? \(.*<lambda>\)"
-    with pytest.raises(ValueError, match=here):
-        data_parallel(lambda x: jnp.sin(x.sum()), 2, batch_argnums=0)(x)
-    with pytest.raises(ValueError, match="differs between workers") as caught:
-        data_parallel(lambda x: x, 2, batch_argnums=0)(x)
-    assert "made at" not in str(caught.value)  # an argument is made nowhere

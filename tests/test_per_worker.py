@@ -114,13 +114,6 @@ def test_another_axis_is_named():
         step(jnp.ones((2, SIZE)), state)
 
 
-def test_an_axis_left_over_from_pmap_is_explained():
-    step = data_parallel(lambda s, x: s + jax.lax.pmean(x.sum(), "batch"), 2)
-    with pytest.raises(NameError) as error:
-        step(jnp.float32(0), jnp.ones(2))
-    assert "the axis of the workers is 'data'" in error.value.__notes__[0]
-
-
 LISTED = transformations()
 OLD_NAMES = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Specifying a key")
 FEW = ["muon", "frozen"]

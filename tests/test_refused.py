@@ -120,7 +120,7 @@ REFUSED = {
     "the chain mixes the rows of workers": lambda: jaxsparse.check(
         optax.chain(optax.clip_by_global_norm(1.0), sketched()), PARAMS
     ),
-    "branches between it and the gradients": lambda: jaxsparse.check(
+    "does not take gradients with a row": lambda: jaxsparse.check(
         optax.apply_if_finite(sketched(), 3), PARAMS
     ),
     "give tx.update(grads, state, params)": lambda: two_workers(params=None),

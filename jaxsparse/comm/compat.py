@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.extend.source_info_util import summarize
 from jax.interpreters import batching, mlir
 
@@ -126,20 +126,6 @@ def name_stack(equation: Any) -> str:
 def unconstrained(equation: Any) -> Any:
     """A sharding constraint's equation, as one that leaves its operand as it is."""
     return equation.replace(primitive=jax.lax.copy_p, params={})
-
-
-def origin(program: Jaxpr, value: Any, skipped: str) -> str:
-    """Where a value of a program was made, as "file:line (function)", or "" if it is an input.
-
-    Operations of files that have `skipped` in their names count for what they are given first.
-    """
-    made = {v: equation for equation in program.eqns for v in equation.outvars}
-    while not isinstance(value, Literal) and value in made:
-        place = summarize(made[value].source_info)
-        if skipped not in place:
-            return place
-        value = next(iter(made[value].invars), None)
-    return ""
 
 
 def place_of(equation: Any) -> str:

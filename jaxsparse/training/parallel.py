@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr, tree_flatten_with_path
 
 from jaxsparse import traffic
-from jaxsparse.comm import compat, wire
+from jaxsparse.comm import wire
 from jaxsparse.comm.marks import check_wrapped, is_marked, module_in
 from jaxsparse.comm.meshes import (
     RUNNING,
@@ -376,12 +376,7 @@ class _Worker:
             else:
                 others.append(leaf if kind is None else over_workers(name, leaf, kind, axis))
                 names.append(name)
-        return own, _equal_on_all(others, names, _kept_by_optax(returned), axis)
-
-    @property
-    def equal(self) -> int:
-        """The number of outputs that must be equal on all workers."""
-        return self._marks.count(False)
+        return own, _equal_on_all(others, names, axis)
 
     def joined(self, own: list[Any], others: list[Any]) -> Any:
         """What the step returned when it was called last, made of these arrays."""
@@ -436,18 +431,13 @@ def _traced(
     except Exception as error:  # the step has an error, which it will show; or vmap lacks a rule
         return None, error
     if how.differing:
-        outputs = program.outvars[len(program.outvars) - body.equal :]
-        i, text = next(iter(how.differing.items()))
-        place = compat.origin(program, outputs[i], skipped=__file__)
-        return None, WorkersError(text + (f". It is made at {place}" if place else ""))
+        return None, WorkersError(next(iter(how.differing.values())))
     if check and workers > 1:
         warn_of_chains(program, args, is_split, bool(how.clips_own))
     return program, next((p for p in how.problems.values() if p is not None), None)
 
 
-def _equal_on_all(
-    outputs: list[Any], names: list[str], kept: tuple[str, ...], axis_name: str
-) -> list[Any]:
+def _equal_on_all(outputs: list[Any], names: list[str], axis_name: str) -> list[Any]:
     """`outputs`, after a check under vmap that it holds one of each for all workers.
 
     Raises:
@@ -475,56 +465,22 @@ def _equal_on_all(
                     "data_parallel(outputs=)"
                 )
             elif differs:
-                is_kept = any(f"output{path}" in name for path in kept)
-                found[i] = f"{name} differs between workers: {_remedy(name, axis_name, is_kept)}"
+                found[i] = (
+                    f"{name} differs between workers: average a metric with jax.lax.pmean(x, "
+                    f"{axis_name!r}), or say by data_parallel(outputs=) what it is; mark what is a "
+                    "worker's own with jaxsparse.PerWorker.wrap(x); chain what works on means, "
+                    "such as optax.scale_by_adam, behind the exchange, or in jaxsparse.per_worker "
+                    "in front of it; accumulate inside the step, without optax.MultiSteps"
+                )
         if found and check is None:
             raise WorkersError(next(iter(found.values())))
-        if check is not None:  # the finished program shows where they are made
+        if check is not None:
             check.differing.update(found)
         return [x[0] if b else x for x, b in zip(outputs, batched[0])], [False] * len(outputs)
 
     # The worker's number differs along the workers' axis, so JAX applies the rule there. It leaves
     # no call to which an outer vmap, whose rows may differ, would apply it again.
     return checked(outputs, jax.lax.axis_index(axis_name))
-
-
-def _kept_by_optax(outputs: Any) -> tuple[str, ...]:
-    """The paths of Optax' states in a step's outputs, as `keystr` writes them."""
-    is_state = lambda node: type(node).__module__.startswith("optax.") and hasattr(node, "_fields")
-    found = tree_flatten_with_path(outputs, is_leaf=is_state)[0]
-    return tuple(keystr(path) for path, node in found if is_state(node))
-
-
-def _remedy(name: str, axis_name: str, is_kept: bool) -> str:
-    """What to do about an output that differs between workers.
-
-    Args:
-        name: the output.
-        axis_name: the axis of the workers.
-        is_kept: whether it belongs to the state of a transformation of Optax.
-    """
-    if is_kept and ".acc_grads" in name:
-        return (
-            "a transformation around the exchange, such as optax.MultiSteps, accumulates each "
-            "worker's own gradients there: accumulate them inside the step, over parts of its batch"
-        )
-    if is_kept:
-        return (
-            "a transformation in front of the exchange, such as optax.scale_by_adam, keeps there "
-            "what it makes of one worker's gradients. Chain it behind the exchange, as in "
-            "optax.chain(jaxsparse.qsgd(4), optax.adam(lr)), or have its updates exchanged: "
-            "optax.chain(jaxsparse.per_worker(optax.scale_by_adam()), jaxsparse.spardl(0.01), "
-            "...). Averaging its state or its gradients would send as much as dense training does"
-        )
-    return (
-        f"average it with jax.lax.pmean(x, {axis_name!r}), say by data_parallel(outputs=) whether "
-        "it is a mean, a sum, a maximum or a worker's own, or mark it with "
-        "jaxsparse.PerWorker.wrap(x). "
-        f"Statistics of BatchNorm need its axis_name={axis_name!r}. State of a transformation in "
-        "front of the exchange is each worker's own: put it behind the exchange or in "
-        "jaxsparse.per_worker. One that is given a loss, as in tx.update(..., loss=loss), needs "
-        "its mean"
-    )
 
 
 def _batches_of(given: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]) -> set[int]:
