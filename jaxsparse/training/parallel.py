@@ -176,88 +176,50 @@ def data_parallel(
     via: Way | None = None,
     compare: bool = True,
 ) -> jax.stages.Wrapped:
-    """Compiles `step` to run on all workers at once, each with its share of the batch.
+    """Compiles a whole training step as one worker's function, run on all workers at once.
 
-    Gradients that `step` computes are each worker's own. A loss may be averaged over workers before
-    or after differentiation.
+    It is for a trainer whose step can't be edited. Elsewhere take `jaxsparse.value_and_grad`: there
+    the loss alone is one worker's, and metrics, clips and moments are what they were.
 
-    All other axes of the mesh are left to JAX. Inside `step`, parameters that are sharded over them
-    (FSDP, tensor parallelism) are whole arrays, as under `jax.jit`, and JAX adds the communication
-    that they need. Only the exchange of a jaxsparse transformation sees devices' shards.
-    Sharding constraints inside `step` may name the axis of the workers, too, as code for `jax.jit`
-    does, `with_sharding_constraint(x, PartitionSpec(("hosts", "fsdp")))`: it is taken out of these.
-    Where the step runs under `jax.shard_map`, this takes a `NamedSharding` with a mesh of Auto
-    axes. A bare `PartitionSpec` has to leave "hosts" out there. It is of this mesh, and needs no
-    `jax.set_mesh`.
-
-    On a mesh without other axes, `step` runs under `jax.shard_map`. With other axes:
-
-    - via="vmap" maps `step` over the workers with `jax.vmap`. It does not serve convolutions, whose
-      weight gradients JAX would gather across workers, nor operations without a rule for vmap, nor
-      a `jax.shard_map` of some axes only (`axis_names`), nor Explicit axes. XLA moves an embedding
-      table across workers if its columns are sharded over the axis that shares a worker's batch:
-      shard its rows over this axis, or constrain it to be whole along its columns before the
-      lookup.
-    - via="shard_map" makes `axis_name` alone manual. Inside, JAX takes no `jax.shard_map` of the
-      whole mesh, and on Explicit axes no sharding of it. Give `PartitionSpec`s without `axis_name`,
-      and `jax.shard_map` no mesh. A model that holds a mesh takes this one inside the step:
-      `Mesh(mesh.devices, mesh.axis_names, axis_types=jax.sharding.get_abstract_mesh().axis_types)`.
-      With two or more other axes, XLA (jaxlib 0.10 to 0.12, on CPU) ends the process with "Check
-      failed: partition_group_list" on an embedding lookup `table[tokens]` in a table whose columns
-      are sharded. `jax.nn.one_hot(tokens, n) @ table` and
-      `jax.lax.with_sharding_constraint(table, PartitionSpec())` avoid that.
-
-    The default is "shard_map" where "vmap" does not serve, and "vmap" elsewhere.
+    Gradients that `step` computes are each worker's own. Other axes of the mesh, constraints that
+    name `axis_name`, and `via` are as in `value_and_grad`. Under "shard_map", JAX takes no
+    `jax.shard_map` of the whole mesh inside, and on Explicit axes no sharding of it: give
+    `PartitionSpec`s without `axis_name`, and a model that holds a mesh
+    `Mesh(mesh.devices, mesh.axis_names, axis_types=jax.sharding.get_abstract_mesh().axis_types)`.
 
     Args:
         step: function of positional arguments, written for one worker. It sees `PerWorker`
-            arrays as (1, ...), batches as (batch / W, ...), and all other arrays whole. Equinox
-            modules are taken and returned as they are, as by `equinox.filter_jit`. An output
+            arrays as (1, ...), batches as (batch / W, ...), and all other arrays whole. An output
             must be equal on all workers (average metrics with `jax.lax.pmean(x, axis_name)`),
-            marked `PerWorker`, or among `outputs`.
+            marked `PerWorker`, or among `outputs`. Flax nnx modules are lifted as for `jax.jit`:
+            `merge_inputs` inside and `split_inputs` outside (`flax.nnx.transforms.general`).
         mesh: a mesh of Auto or Explicit axes, or a number of workers to simulate on one device
             with `jax.vmap`, which gives the same numbers, but for rounding.
         axis_name: the mesh axis of the workers, bound inside `step`.
         batch_argnums: numbers of the arguments whose arrays are split along their first axis.
-            Negative numbers count from the last argument. Over other axes, arrays stay as they are:
-            place batches with `PartitionSpec((axis_name, "fsdp"))` if "fsdp" is to share a worker's
-            part.
+            Negative numbers count from the last argument.
         donate_argnums: numbers of donated arguments, as for `jax.jit`. Donate the training state.
-        outputs: what outputs are that differ between workers, for a step that does not average its
-            metrics itself: a tree in the outputs' structure, such as `(None, {"loss": "mean",
-            "tokens": "sum", "norm": "own"})`. "mean", "sum" and "max" go over workers, all alike
-            (`jaxsparse.weighted` changes that), and keep shape and dtype; "own" gives an array
-            (W, ...) of each worker's. A kind counts for all arrays below it, and dictionaries may
-            leave out entries and name fields of classes. A part without arrays, such as None or
-            {}, may have a kind, too. A function of an array's path, as
-            `jax.tree_util.keystr` writes it, may stand for a kind: `(None, lambda path: "sum" if
-            "tokens" in path else "mean")`. What is None or left out must be equal on all workers. A
-            sum of what the step has summed already would count it W times.
+        outputs: what outputs are that differ between workers: a tree in the outputs' structure,
+            such as `(None, {"loss": "mean", "tokens": "sum", "norm": "own"})`. "mean", "sum" and
+            "max" go over workers, all alike (`jaxsparse.weighted` changes that), and keep shape and
+            dtype; "own" gives an array (W, ...) of each worker's. A kind counts for all arrays
+            below it, and dictionaries may leave out entries and name fields of classes. A function
+            of an array's path, as `jax.tree_util.keystr` writes it, may stand for a kind. What is
+            None or left out must be equal on all workers. A sum of what the step has summed already
+            would count it W times.
         check: whether to trace `step` once more, without its exchange, to see that outputs are
-            equal on all workers and that gradients have not been averaged. It also warns of
-            arguments behind the first batch that have as many rows as a batch, but are not in
-            `batch_argnums`, and of what trains otherwise than it reads: Optax's clips in front of
-            an exchange without momentum and without `per_worker`; clips, weight decay and momentum
-            behind one with momentum; means over each worker's own number of tokens; and updates
-            that are exchanged and dropped.
-        via: how to run on a mesh with other axes. None: see above.
+            equal on all workers and that gradients have not been averaged, and to warn of what
+            trains otherwise than it reads, as `jaxsparse.check` does.
+        via: how to run on a mesh with other axes.
         compare: whether several processes compare the step before its first call: versions, mesh,
             shapes, program, constants, and the values of arguments that are equal on all workers.
             Of large arrays they compare a sample. All processes must call the same steps in the
             same order. They wait for each other for the limit of `jaxsparse.fail_at_once`.
 
-    On a mesh with other axes, the first call reads the compiled step, and warns of collectives
-    other than the exchange's that cross `axis_name`, if a device receives 1 KiB or more by them.
-    A call with other shapes is a first call of another program. Inside an outer `jax.jit` nothing
-    is compared or read, because the step can't see that program.
-
-    The first call also warns of arrays besides batches that are split over `axis_name`, which come
-    back whole, and of per-worker state of which each device holds all workers' rows.
-    Inside an outer `jax.jit` only types can tell, so there is a warning if `axis_name` is Explicit.
-    If it is Auto, look at `opt_state` outside of that program: `x.sharding` of residuals.
-
-    If arguments are Flax nnx modules, lift `step` as for
-    `jax.jit`: `merge_inputs` inside and `split_inputs` outside (`flax.nnx.transforms.general`).
+    The first call with given shapes warns of collectives other than the exchange's that cross
+    `axis_name` (on a mesh with other axes, from 1 KiB a device on), of arrays besides batches that
+    are split over `axis_name`, which come back whole, and of per-worker state of which each device
+    holds all rows. Inside an outer `jax.jit` nothing is compared or read.
 
     On emulated CPU devices, wait for each step (`jax.block_until_ready`, or read the loss). Queued
     steps can starve a collective of threads until it times out.
