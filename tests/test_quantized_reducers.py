@@ -161,7 +161,7 @@ def test_one_worker_sends_and_rounds_nothing():
         for reducer in (Quantized(QSGD(2)), Quantized(SIGN, "nearest")):
             reduced = reducer(jnp.asarray(x), reducer.init(40), axis_name=None)
             np.testing.assert_array_equal(reduced.mean, x)
-            assert not reduced.residual.any()
+            assert not reduced.kept.residual.any()
             assert reduced.info.delivered == 40
     assert messages == []
 
