@@ -22,6 +22,7 @@ from jaxsparse import (
 )
 from jaxsparse.arrays import blocks as blocks, layout as layout, stream as stream
 from jaxsparse.arrays.settings import Stages, warm_up
+from jaxsparse.comm.links import Link
 from jaxsparse.comm.marks import PerWorker, specs
 from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.outer import LocalSteps
@@ -42,6 +43,7 @@ from jaxsparse.training.weighted import mean_of, weighted
 
 # The names that a training program uses. Building blocks are in the modules imported above.
 __all__ = [
+    "Link",
     "LocalSteps",
     "PerWorker",
     "Stages",

@@ -1,6 +1,5 @@
 """Measures networks and devices, predicts exchanges, and chooses a system for a model."""
 
-from jaxsparse.planner.algorithms import choose_algorithm as choose_algorithm
 from jaxsparse.planner.computing import (
     profile_systems as profile_systems,
     profile_tensors as profile_tensors,

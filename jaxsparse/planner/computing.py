@@ -17,7 +17,6 @@ from jaxsparse.arrays.settings import check_density, entries, static_count, stat
 from jaxsparse.arrays.stream import SparseStream, to_dense
 from jaxsparse.collectives.messages import MessageFormat
 from jaxsparse.comm import wire
-from jaxsparse.planner.algorithms import choose_algorithm
 from jaxsparse.planner.profiles import Floor, SystemPoint, SystemProfile
 from jaxsparse.planner.tensors import TensorPoint, TensorProfile
 from jaxsparse.planner.timing import here, interleaved
@@ -99,7 +98,7 @@ def measured_as(system: str, reducer: Reducer, size: int, workers: int) -> str:
     It is the system's own name. SparCML has a name for each algorithm, because their times differ.
     """
     if isinstance(reducer, SparCML):
-        return f"{system}:{choose_algorithm(reducer, size, workers)}"
+        return f"{system}:{reducer.algorithm_for(size, workers)}"
     return system
 
 

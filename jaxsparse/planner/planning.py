@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.arrays.printing import with_options
 from jaxsparse.arrays.settings import check_density, static_count, static_float
-from jaxsparse.planner.algorithms import choose_algorithm
 from jaxsparse.planner.computing import check_shapes, measured_as
 from jaxsparse.planner.network import Link, Network
 from jaxsparse.planner.plans import Plan, Prediction
@@ -333,9 +332,8 @@ class Predictor(NamedTuple):
         if not isinstance(choice.budget, SparCML):
             return choice
         _, part, _ = self._buckets(choice.budget)
-        algorithm = choose_algorithm(
-            choice.budget, part, self.workers, network=self.network, profile=self.profile
-        )
+        on_link = dataclasses.replace(choice.budget, link=self.network.link)
+        algorithm = on_link.algorithm_for(part, self.workers)
         return choice._replace(settings={**choice.settings, "algorithm": algorithm})
 
     def _buckets(self, budget: Budget) -> tuple[Reducer, int, int]:

@@ -14,11 +14,12 @@ from jaxsparse.arrays.settings import Stages, check_size, current, static_float
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather
-from jaxsparse.collectives.messages import AllReduced
-from jaxsparse.collectives.recursive_double import recursive_double
+from jaxsparse.collectives.messages import AllReduced, MessageFormat
+from jaxsparse.collectives.recursive_double import doubled_sources, recursive_double
 from jaxsparse.collectives.sparse_ring import sparse_ring
 from jaxsparse.collectives.split_allgather import split_allgather
 from jaxsparse.comm import wire
+from jaxsparse.comm.links import Link, rounds
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver_streams
@@ -34,14 +35,10 @@ Algorithm = Literal[
     "all_gather",
     "ring",
 ]
-# "auto" chooses from these, the simplest first. A ring receives no less than "split_allgather", and
-# waits for as many messages.
-ALGORITHMS: tuple[Algorithm, ...] = (
-    "all_gather",
-    "recursive_double",
-    "split_allgather",
-    "dsar_split_allgather",
-)
+# "auto" chooses from these, the simplest first. The others receive no less than "split_allgather",
+# whose sums are dense where that is shorter, and wait for as many messages.
+ALGORITHMS: tuple[Algorithm, ...] = ("all_gather", "recursive_double", "split_allgather")
+_LINK = Link()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +55,8 @@ class SparCML(SeededReducer):
         k: number of entries of each group that a worker sends, or a warm-up (`jaxsparse.Stages`).
         group_size: number of consecutive elements in a group.
         algorithm: the all-reduce: "recursive_double", "split_allgather" (both SSAR),
-            "dsar_split_allgather", "all_gather" or "ring". "auto" takes the one that the planner
-            predicts to be the fastest on `link` (see `jaxsparse.planner.choose_algorithm`), or
-            "dsar_split_allgather" where `bits` require it.
+            "dsar_split_allgather", "all_gather" or "ring". "auto" takes the fastest one on `link`
+            (see `algorithm_for`), or "dsar_split_allgather" where `bits` require it.
         bits: number of bits of a sum in the dense second half of "dsar_split_allgather", quantised
             by QSGD: 2, 4 or 8. None: nothing is quantised.
         bits_group_size: number of consecutive sums that share a scale under `bits`: the paper's
@@ -73,7 +69,7 @@ class SparCML(SeededReducer):
             if workers select elements at random: it is the expected number of different elements
             (appendix B), and four standard deviations more. Sums without room, the smallest, stay
             in the owner's residual and are counted. None: room for all.
-        link: the network for the choice of "auto". None: `jaxsparse.planner.Link()`.
+        link: latency and bandwidth for the choice of "auto". The default is 10 Gbit/s and 50 us.
         codec: wire format of sparse messages. `codecs.EliasFano()` sends some 11 bits an entry,
             with algorithm="all_gather"; `EliasFano(value_bits=16)` or 32 goes with all.
         seed: seed of stochastic rounding.
@@ -93,10 +89,15 @@ class SparCML(SeededReducer):
     scale: Literal["max", "l2"] = "max"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     union_factor: float | None = 1.0
-    link: Any = None
+    link: Link = _LINK
     codec: codecs.Codec = codecs.COO
 
     def check(self) -> None:
+        if not isinstance(self.link, Link):
+            raise ValueError(
+                f"link={self.link!r} must be a jaxsparse.Link(latency=..., bandwidth=...), in "
+                "seconds and bytes a second"
+            )
         if not 1 <= current(self.k) <= self.group_size:
             raise ValueError(f"k={self.k} must lie between 1 and group_size={self.group_size}")
         codecs.check_codec(self.codec)
@@ -146,7 +147,9 @@ class SparCML(SeededReducer):
             key = jax.random.fold_in(jax.random.key(self.seed), state)
             state = state + jnp.uint32(1)
         workers = wire.axis_size(axis_name)
-        result = self.all_reduce(self._algorithm(x.size, workers), stream, x.size, axis_name, key)
+        result = self.all_reduce(
+            self.algorithm_for(x.size, workers), stream, x.size, axis_name, key
+        )
         return deliver_streams(x, stream, result, state, workers)
 
     @property
@@ -160,11 +163,45 @@ class SparCML(SeededReducer):
             return None
         return quantize.QSGD(self.bits, self.bits_group_size, self.scale)
 
-    def _algorithm(self, size: int, workers: int) -> Algorithm:
-        # Imported late, because the planner imports all systems, and only its users need it.
-        from jaxsparse.planner.algorithms import choose_algorithm
+    def algorithm_for(self, size: int, workers: int) -> Algorithm:
+        """The all-reduce of vectors of `size` elements: the one set, or the fastest on the link.
 
-        return choose_algorithm(self, size, workers)
+        By the paper's model, rounds * alpha + words * beta (section 5.3). A later algorithm of
+        `ALGORITHMS` computes more, so it must take a tenth less time than the ones before it.
+        """
+        if self.algorithm != "auto":
+            return self.algorithm
+        if self.bits is not None:
+            return "dsar_split_allgather"
+        if workers == 1:  # which sends nothing
+            return "all_gather"
+        traffic = self.traffic(size, workers)
+        seconds = {name: self.link.seconds(*traffic[name]) for name in ALGORITHMS}
+        best = ALGORITHMS[0]
+        for name in ALGORITHMS[1:]:
+            if seconds[name] < 0.9 * seconds[best]:
+                best = name
+        return best
+
+    def traffic(self, size: int, workers: int) -> dict[Algorithm, tuple[int, int]]:
+        """Messages one after the other and received bytes of a worker, by algorithm.
+
+        Shapes are static, so messages have room for disjoint supports, and in the split ones for
+        the fullest range. They are dense where that is shorter.
+        """
+        W, m, k = workers, -(-size // workers), self.entries(size)
+        words = lambda entries, of: MessageFormat(of, entries, "sum", jnp.float32, self.codec).words
+        doubled = [min(size, count * k) for count in doubled_sources(W)]
+        room = min(m, self.capacity(size, W))
+        union = self.union_capacity(size, W)
+        sums = min(m, W * room) if union is None else min(m, W * room, union)
+        first = words(room, m) + 1  # a count of what found no room
+        gather = rounds("all-gather", W)
+        return {
+            "all_gather": (gather, 4 * (W - 1) * words(k, size)),
+            "recursive_double": (len(doubled), 4 * sum(words(n, size) for n in doubled)),
+            "split_allgather": (2 * gather, 4 * (W - 1) * (first + words(sums, m))),
+        }
 
     def entries(self, size: int) -> int:
         """The number of entries in a worker's stream."""
