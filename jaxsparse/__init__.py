@@ -26,6 +26,7 @@ from jaxsparse.comm.links import Link
 from jaxsparse.comm.marks import PerWorker, specs
 from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.outer import LocalSteps
+from jaxsparse.planner.planning import plan
 from jaxsparse.processes.failing import fail_at_once
 from jaxsparse.systems import *
 from jaxsparse.traffic import wire_bytes
@@ -59,6 +60,7 @@ __all__ = [
     "mean_of",
     "partition",
     "per_worker",
+    "plan",
     "reshard",
     "shard",
     "specs",

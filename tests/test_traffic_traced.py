@@ -14,7 +14,8 @@ from workers import mesh, some
 import jaxsparse
 from jaxsparse import data_parallel, shard, specs
 from jaxsparse.comm import wire
-from jaxsparse.planner.network import Link, Network, rounds
+from jaxsparse.comm.links import Link, rounds
+from jaxsparse.planner import Moved
 from jaxsparse.systems import WITH_VARIANTS, SparCML, TopK, choose
 from jaxsparse.traffic import traced_bytes, wire_bytes
 
@@ -213,8 +214,8 @@ def test_bad_settings(exchange, shapes, workers, error, match):
 
 
 def test_seconds_on_a_network():
-    moved = traced_bytes(TopK(0.1), 100, 4)
-    network = Network(Link(1.0, 1e3), all_gather=Link(2.0, 1e2))
-    assert network.seconds(moved) == pytest.approx(3 * 2.0 + moved.received / 1e2)
+    link, moved = Link(1.0, 1e3), traced_bytes(TopK(0.1), 100, 4)
+    assert Moved.counted(moved) == (3, moved.received)
     both = moved_by(lambda x: psum(x).sum() + psum(x[:1]).sum())
-    assert network.seconds(both) == pytest.approx(2 * rounds("all-reduce", 4) + both.received / 1e3)
+    seconds = link.seconds(*Moved.counted(both))
+    assert seconds == pytest.approx(2 * rounds("all-reduce", 4) + both.received / 1e3)

@@ -28,42 +28,6 @@ def count(text: str) -> int:
     return round(elements)
 
 
-def whole(text: str) -> int:
-    """A whole number of at least 1: 8 or 1_000.
-
-    Raises:
-        ValueError: the text is none of these.
-
-    >>> whole("8"), whole("1_000")
-    (8, 1000)
-    """
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"{text!r} is no whole number of at least 1: write 8")
-    return number
-
-
-def share(text: str) -> float:
-    """A share of the elements, in (0, 1]: 0.01 or 1e-3.
-
-    Raises:
-        ValueError: the text is none of these.
-
-    >>> share("0.01"), share("1e-3")
-    (0.01, 0.001)
-    """
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number <= 1:
-        raise ValueError(f"{text!r} is no share in (0, 1]: write 0.01 for 1 % of the elements")
-    return number
-
-
 def bytes_per_second(text: str) -> float:
     """A bandwidth: 10Gbit, 100mbit/s, 25Gbps (bits) or 1.25GB/s (bytes), with powers of 1000.
 
