@@ -15,7 +15,7 @@ import pytest
 from workers import mesh
 
 import jaxsparse
-from jaxsparse import Link, codecs
+from jaxsparse import Link
 from jaxsparse.arrays.layout import small_or_vector
 from jaxsparse.planner import (
     fit_link,
@@ -211,13 +211,6 @@ def test_a_selection_is_the_is_dense_of_an_exchange():
         found.is_dense("['b']", (3,))
     with pytest.raises(ValueError, match=r"leaf\['a'\] of shape \(3,\) was not selected among"):
         found.is_dense("['a']", (3,))
-
-
-def test_shorter_messages_save_more():
-    given = {"workers": 8, "link": Link(), "density": 0.001, "seconds": SECONDS}
-    whole, packed = (select_tensors(TREE, codec=x, **given) for x in (codecs.COO, codecs.Packed()))
-    name = "['kernels'][3]"
-    assert packed.saving[name] > whole.saving[name]
 
 
 def test_the_codec_is_timed():

@@ -17,8 +17,6 @@ from jaxtyping import Array
 from jaxsparse.arrays.settings import static_count, static_float
 from jaxsparse.comm import wire
 from jaxsparse.comm.links import Link, rounds
-from jaxsparse.comm.marks import PerWorker
-from jaxsparse.training.parallel import data_parallel
 from jaxsparse.training.sharding import count_workers, shard
 
 T = TypeVar("T")
@@ -29,8 +27,7 @@ _NO_LATENCY, _NO_LIMIT = 1e-9, 1e15
 _SETTLING = 20
 
 
-def elapsed(run: Callable[[], Any]) -> float:
-    """Seconds until the result of `run` is computed."""
+def _elapsed(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - start
@@ -39,19 +36,14 @@ def elapsed(run: Callable[[], Any]) -> float:
 def interleaved(
     runs: Mapping[Any, Callable[[], Any]], repeats: int, warm_up: int = 1
 ) -> dict[Any, list[float]]:
-    """Seconds of each repeat of each run.
+    """Seconds of each repeat of each run, without those to warm up.
 
     The runs take turns, so that a slow spell of the machine hits all alike.
-
-    Args:
-        runs: functions to time, by name.
-        repeats: number of timed repeats of each run.
-        warm_up: number of repeats before these, in which programs may be compiled.
     """
     seconds: dict[Any, list[float]] = {name: [] for name in runs}
     for i in range(warm_up + repeats):
         for name, run in runs.items():
-            spent = elapsed(run)
+            spent = _elapsed(run)
             if i >= warm_up:
                 seconds[name].append(spent)
     return seconds
@@ -169,7 +161,7 @@ def _placed(
 def _slowest(program: Callable[[], Any], barrier: Callable[[], Any]) -> float:
     """Seconds of the slowest process; equal on all processes."""
     jax.block_until_ready(barrier())
-    spent = elapsed(program)
+    spent = _elapsed(program)
     if jax.process_count() == 1:
         return spent
     return float(np.max(multihost_utils.process_allgather(np.float32(spent))))
@@ -239,10 +231,9 @@ def _exchange(
     axis_name: str,
 ) -> Callable[[], Any]:
     """A function that exchanges these gradients once more."""
-    update = lambda state, gradients: tx.update(PerWorker.unwrap(gradients), state)
-    step = data_parallel(update, mesh, axis_name=axis_name, batch_argnums=())
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
     state = shard(tx.init(zeros), mesh, axis_name)
+    step = jax.jit(lambda state, gradients: tx.update(gradients, state))
 
     def run() -> Any:
         nonlocal state
@@ -253,17 +244,15 @@ def _exchange(
 
 
 def _drawn(params: Any, mesh: Mesh, axis_name: str) -> Any:
-    """Normal gradients of all workers, marked `PerWorker`, each made on its worker's devices."""
-    treedef: Any = jax.tree.structure(params)
-    leaves, workers = jax.tree.leaves(params), count_workers(mesh, axis_name)
+    """Normal gradients with a row for each worker, made on its devices."""
+    leaves, treedef = jax.tree.flatten(params)
+    workers = count_workers(mesh, axis_name)
 
     def draw() -> list[jax.Array]:
         keys = jax.random.split(jax.random.key(0), 2 * len(leaves))
-        normal = lambda key, leaf, *rows: jax.random.normal(key, (*rows, *leaf.shape), leaf.dtype)
-        return [
-            normal(common, leaf)[None] + normal(own, leaf, workers)
-            for common, own, leaf in zip(keys[::2], keys[1::2], leaves)
-        ]
+        normal = lambda key, leaf, rows: jax.random.normal(key, (rows, *leaf.shape), leaf.dtype)
+        pairs = zip(keys[::2], keys[1::2], leaves)
+        return [normal(common, x, 1) + normal(own, x, workers) for common, own, x in pairs]
 
     rows = jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec(axis_name)))()
-    return treedef.unflatten(map(PerWorker, rows))
+    return jax.tree.unflatten(treedef, rows)

@@ -21,12 +21,7 @@ from jaxsparse.systems.dragonn import extractor
 
 
 def time_codec(
-    sizes: Sequence[int],
-    workers: int,
-    density: float,
-    *,
-    codec: codecs.Codec = codecs.COO,
-    repeats: int = 10,
+    sizes: Sequence[int], workers: int, density: float, *, repeats: int = 10
 ) -> dict[int, float]:
     """T_comp of eq. (1) on this process's first device, by number of elements.
 
@@ -37,7 +32,7 @@ def time_codec(
     extract, found = extractor("hash"), {}
     for size in sizes:
         k = entries(density, static_count("sizes", size))
-        message = MessageFormat(size, k, "sum", jnp.float32, codec)
+        message = MessageFormat(size, k, "sum", jnp.float32, codecs.COO)
 
         @jax.jit
         def encode(x: jax.Array, k: int = k, message: MessageFormat = message) -> Any:
@@ -87,7 +82,6 @@ def select_tensors(
     link: Link,
     density: float,
     seconds: Mapping[int, float],
-    codec: codecs.Codec = codecs.COO,
     is_dense: layout.IsDense = layout.small_or_vector,
 ) -> TensorSelection:
     """Decides which leaves are worth compressing, from a model of times.
@@ -97,7 +91,7 @@ def select_tensors(
         T_full = 2 (W - 1) (alpha + 4 d / (W B))    ring all-reduce
         T_spr = (W - 1) (alpha + gamma 4 d / B)     ring all-gather of compressed messages
 
-    gamma is the bytes of a message over those of the tensor (2 * density in COO). The exchange then
+    gamma is the bytes of a message over those of the tensor, 2 * density. The exchange then
     saves (W - 1) (alpha + (2 / W - gamma) 4 d / B). (The paper prints 1 / W for 2 / W.) The saving
     is largest for about sqrt(2 / gamma) workers. The model looks at each tensor by itself. Here all
     dense leaves travel in one message, so small ones cost next to nothing: this is why `is_dense`
@@ -110,7 +104,6 @@ def select_tensors(
         density: entries of a message as a share of the elements, in (0, 1].
         seconds: T_comp by number of elements, as from `time_codec`, with straight lines between.
             Beyond the largest, times grow in proportion.
-        codec: wire format of sparse messages.
         is_dense: the leaves that travel dense in any case.
 
     Example:
@@ -138,7 +131,7 @@ def select_tensors(
     for path, shape in shapes.items():
         saving[path] = -math.inf
         if (d := math.prod(shape)) and not is_dense(path, shape):
-            message = MessageFormat(d, entries(density, d), "sum", jnp.float32, codec)
+            message = MessageFormat(d, entries(density, d), "sum", jnp.float32, codecs.COO)
             full = link.seconds(2 * others, 2 * others / workers * 4 * d)
             sparse = link.seconds(others, others * 4 * message.words)
             beyond = max(1.0, d / sizes[-1])
