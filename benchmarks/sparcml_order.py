@@ -27,9 +27,9 @@ from timing import save, size_of
 
 from jaxsparse import Link
 from jaxsparse.systems import SparCML
-from jaxsparse.systems.row import one_in
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from at_density import one_in
 from published_traffic import (
     Traffic,
     dense_traffic,

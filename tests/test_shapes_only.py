@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from at_density import reducer_at
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from workers import mesh
 
@@ -11,7 +12,6 @@ from jaxsparse.arrays import bits, hashing, platforms, stream
 from jaxsparse.arrays.platforms import only_shapes
 from jaxsparse.quantize import means, packing
 from jaxsparse.select import compaction
-from jaxsparse.systems import choose
 from jaxsparse.traffic import traced
 
 D, K = 20_000, 50
@@ -93,7 +93,7 @@ def equations(program):
 def test_traced_programs_are_short(name, most):
     """`python -m jaxsparse plan` traces all systems, at about 0.1 ms an equation."""
     size = 10**6
-    reducer = choose(name, 0.01, size=size, workers=8).reducer(size)
+    reducer = reducer_at(name, 0.01, size)
     run = lambda x, state: reducer(x, state, axis_name="data")
     shapes = jax.ShapeDtypeStruct((size,), jnp.float32)
     program = traced._traced(run, lambda x: reducer.init(size), shapes, {"data": 8})

@@ -7,6 +7,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from at_density import one_in
 from workers import few, on_workers, some
 
 from jaxsparse import codecs
@@ -16,7 +17,6 @@ from jaxsparse.comm import wire
 from jaxsparse.comm.links import Link, rounds
 from jaxsparse.select.groups import most_entries
 from jaxsparse.systems import SparCML
-from jaxsparse.systems.row import one_in
 from jaxsparse.traffic import traced_bytes
 
 WORKERS = (2, 3, 4, 5, 7, 8, 32)

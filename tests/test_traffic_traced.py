@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from at_density import NAMES, reducer_at
 from jax import lax
 from jax.sharding import PartitionSpec
 from published_traffic import sparse_ring_traffic
@@ -16,7 +17,7 @@ from jaxsparse import data_parallel, shard, specs
 from jaxsparse.comm import wire
 from jaxsparse.comm.links import Link, rounds
 from jaxsparse.planner import Moved
-from jaxsparse.systems import WITH_VARIANTS, SparCML, TopK, choose
+from jaxsparse.systems import SparCML, TopK
 from jaxsparse.traffic import traced_bytes, wire_bytes
 
 SIZE = 3001
@@ -57,11 +58,10 @@ def summary(moved):
 USUAL = {"gtopk", "omni_reduce", "ok_topk"}  # all kinds of collectives, and branches
 
 
-@pytest.mark.parametrize("name", some(WITH_VARIANTS, USUAL))
+@pytest.mark.parametrize("name", some(NAMES, USUAL))
 @pytest.mark.parametrize("workers", some([3, 8], [3]))
 def test_equals_what_is_compiled(name, workers):
-    asked = {"size": SIZE, "workers": workers, "block_size": 16}
-    reducer = choose(name, 0.02, **asked).reducer(SIZE)
+    reducer = reducer_at(name, 0.02, SIZE, block_size=16)
     run, init = lambda x, state: reducer(x, state, axis_name="data"), lambda x: reducer.init(SIZE)
     shape = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
     moved = compiled(run, init, shape, workers)

@@ -18,7 +18,7 @@ from jaxsparse.reducers.base import Conservation, Owed, Total, finite_sums, info
 from jaxsparse.reducers.entries import conservation_of, entries_message, entries_total
 from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.select.groups import count_entries
-from jaxsparse.systems.row import Case, Request, Settings, System, one_in
+from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,11 +148,6 @@ class _ChunkedTopK(SystemOptions, ChunkedTopK):
 chunked_top_k = transformation(_ChunkedTopK, "chunked_top_k")
 
 
-def _settings(request: Request) -> Settings:
-    k, chunk_size = one_in(request.density, 4096)
-    return {"k": k} if chunk_size == 4096 else {"k": k, "chunk_size": chunk_size}
-
-
 CHUNKED_TOP_K = System(
     chunked_top_k,
     summary="[SparseLoCo](https://arxiv.org/abs/2508.15706)'s exchange: k of every 4096 elements, "
@@ -170,5 +165,4 @@ CHUNKED_TOP_K = System(
             {"k": 64, "chunk_size": 64, "value_bits": 32, "aggregate": "mean_of_senders"},
         ),
     },
-    settings=_settings,
 )

@@ -21,7 +21,7 @@ from jaxsparse.reducers.base import Conservation, Owed, Total, info
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.reducers.one_message import OneMessage
 from jaxsparse.select.groups import count_entries
-from jaxsparse.systems.row import Case, Request, Settings, System
+from jaxsparse.systems.row import Case, System
 
 ValueBits = Literal[2, 4, 8, 16, 32]
 Aggregate = Literal["mean", "mean_of_senders"]
@@ -279,13 +279,6 @@ class _DeMo(SystemOptions, DeMo):
 demo = transformation(_DeMo, "demo")
 
 
-def _settings(request: Request) -> Settings:
-    """The k of tiles of 64 x 64, or 1 of larger tiles."""
-    if request.density * 64**2 >= 1:
-        return {"k": round(request.density * 64**2)}
-    return {"k": 1, "chunk": min(_LARGEST_CHUNK, round(request.density**-0.5))}
-
-
 DEMO = System(
     demo,
     summary="[DeMo](https://arxiv.org/abs/2411.19870): momenta of the workers' own, whose largest "
@@ -298,6 +291,4 @@ DEMO = System(
             {"k": 64, "chunk": 8, "value_bits": 32, "aggregate": "mean_of_senders"},
         ),
     },
-    settings=_settings,
-    caveat="delivers the mean's momentum, for a signed step: not comparable by density",
 )

@@ -25,7 +25,7 @@ from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Reduced, SeededReducer, deliver_streams
 from jaxsparse.reducers.entries import conservation_of
 from jaxsparse.select.groups import count_entries, most_entries
-from jaxsparse.systems.row import Case, Request, Settings, System, one_in
+from jaxsparse.systems.row import Case, System
 
 Algorithm = Literal[
     "auto",
@@ -268,14 +268,6 @@ class _SparCML(SystemOptions, SparCML):
 sparcml = transformation(_SparCML, "sparcml")
 
 
-def _settings(request: Request) -> Settings:
-    k, group_size = one_in(request.density, 512)
-    settings: dict[str, Any] = {"k": k}
-    if group_size != 512:
-        settings["group_size"] = group_size
-    return settings
-
-
 SPARCML = System(
     sparcml,
     summary="[SparCML](https://arxiv.org/abs/1802.08021): k of every 512 elements, exactly summed "
@@ -297,5 +289,4 @@ SPARCML = System(
             {"k": 64, "group_size": 64, "bits": 4, "rounding": "nearest"},
         ),
     },
-    settings=_settings,
 )
