@@ -14,7 +14,6 @@ import optax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
-from jaxsparse.arrays import platforms
 from jaxsparse.arrays.settings import static_int
 from jaxsparse.comm import compat, wire
 from jaxsparse.comm.marks import map_marked
@@ -162,8 +161,7 @@ def _traced(
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names)
     )
-    with platforms.only_shapes():
-        return jax.make_jaxpr(mapped)(jax.eval_shape(lambda tree: tree, shapes)).jaxpr
+    return jax.make_jaxpr(mapped)(jax.eval_shape(lambda tree: tree, shapes)).jaxpr
 
 
 def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]) -> WireBytes:
