@@ -98,7 +98,7 @@ def traced_bytes(
             f"exchange={exchange!r} must be a reducer, a gradient transformation or a function: "
             "pass jaxsparse.top_k(0.01), or a whole step, compiled, to jaxsparse.traffic.wire_bytes"
         )
-    # The caller may be in a trace or in a dry run, and a new thread knows nothing of either.
+    # The caller may be in a trace, of which a new thread knows nothing.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         trace = lambda extents: thread.submit(_traced, run, init, shapes, extents).result()
         if max(extents.values()) > _MOST_LISTED:
