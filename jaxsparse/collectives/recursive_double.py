@@ -89,13 +89,10 @@ def _power(workers: int) -> int:
 
 def _capacities(k: int, size: int, workers: int) -> list[int]:
     """The most entries of each exchange."""
-    return [min(size, k * count) for count in doubled_sources(workers)]
-
-
-def doubled_sources(workers: int) -> list[int]:
-    """The number of workers whose entries each exchange carries."""
     power = _power(workers)
     stages = range(power.bit_length() - 1)
     if workers == power:
-        return [2**t for t in stages]
-    return [1, *(min(2 ** (t + 1), workers) for t in stages), workers]
+        sources = [2**t for t in stages]
+    else:
+        sources = [1, *(min(2 ** (t + 1), workers) for t in stages), workers]
+    return [min(size, k * count) for count in sources]

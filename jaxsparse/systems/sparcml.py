@@ -15,7 +15,7 @@ from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives.all_gather_sum import all_gather_sum
 from jaxsparse.collectives.dsar_split_allgather import dsar_split_allgather
 from jaxsparse.collectives.messages import AllReduced, MessageFormat
-from jaxsparse.collectives.recursive_double import doubled_sources, recursive_double
+from jaxsparse.collectives.recursive_double import recursive_double
 from jaxsparse.collectives.sparse_ring import sparse_ring
 from jaxsparse.collectives.split_allgather import split_allgather
 from jaxsparse.comm import wire
@@ -191,7 +191,11 @@ class SparCML(SeededReducer):
         """
         W, m, k = workers, -(-size // workers), self.entries(size)
         words = lambda entries, of: MessageFormat(of, entries, "sum", jnp.float32, self.codec).words
-        doubled = [min(size, count * k) for count in doubled_sources(W)]
+        stages = range(W.bit_length() - 1)
+        held = [2**t for t in stages]  # workers whose entries a message carries
+        if 2 ** len(stages) != W:  # the extra workers send first, and get the result last
+            held = [1, *(min(2 ** (t + 1), W) for t in stages), W]
+        doubled = [min(size, count * k) for count in held]
         room = min(m, self.capacity(size, W))
         union = self.union_capacity(size, W)
         sums = min(m, W * room) if union is None else min(m, W * room, union)
