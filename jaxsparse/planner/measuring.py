@@ -59,9 +59,9 @@ def measure_network(
 ) -> Link:
     """Times sums, all-gathers, all-to-alls and permutations, and fits a latency and a bandwidth.
 
-    Times are medians, from a barrier to the end of the last process, and include the start of the
-    program. Those of a busy machine are worth little. With several processes, all must call it
-    alike, and all return the same. Between devices of one process it times copies in memory.
+    Times go from a barrier to the end of the last process. Those of a busy machine are worth
+    little, and those between devices of one process are of copies in memory. With several
+    processes, all must call it alike, and all return the same.
 
     Args:
         mesh: the mesh of the workers, with at least two along `axis_name`.
@@ -185,10 +185,9 @@ def autotune(
 ) -> Autotuned:
     """Times the exchange of gradients with each candidate, and returns the fastest.
 
-    SparDL (section III-D) chooses its number of teams this way, from an epoch with each. Only the
-    exchange differs between them, so only exchanges are timed. Each worker has gradients drawn at
-    random, half of whose energy is common to all. They stay the same, and states go on. The first
-    20 exchanges are not timed, so that messages that adapt (`spardl`, "bruck") have adapted.
+    SparDL (section III-D) chooses its number of teams from an epoch with each. Only the exchange
+    differs, so only exchanges are timed, of gradients drawn at random, half of whose energy is
+    common to all workers. The first 20 are not timed: messages adapt (`spardl`, "bruck").
 
         teams = [t for t in range(1, workers + 1) if workers % t == 0]
         make = lambda teams: jaxsparse.spardl(0.01, teams=teams, gather="bruck")

@@ -51,26 +51,16 @@ def time_codec(
 
 
 class TensorSelection(NamedTuple):
-    """The result of `select_tensors`.
-
-    Attributes:
-        saving: seconds that compressing saves, by a leaf's key path. Negative: it is slower.
-        shapes: the shape of each of these leaves.
-    """
+    """The result of `select_tensors`: seconds that compressing saves, by a leaf's key path."""
 
     saving: Mapping[str, float]
-    shapes: Mapping[str, tuple[int, ...]]
 
     def is_dense(self, path: str, shape: tuple[int, ...]) -> bool:
-        """Whether the leaf travels uncompressed. Pass this method as `is_dense`.
-
-        Raises:
-            ValueError: the tree has no such leaf.
-        """
-        if self.shapes.get(path) != tuple(shape):
+        """Whether the leaf travels uncompressed. Pass this method as `is_dense`."""
+        if path not in self.saving:
             raise ValueError(
-                f"leaf{path} of shape {tuple(shape)} was not selected among: call select_tensors "
-                "with the tree that is trained"
+                f"leaf{path} of shape {shape} was not selected among: call select_tensors with the "
+                "tree that is trained"
             )
         return not self.saving[path] > 0
 
@@ -127,8 +117,8 @@ def select_tensors(
         )
     sizes = sorted(seconds)
     times = [seconds[size] for size in sizes]
-    saving, shapes = {}, dict(layout.named_leaves(params))
-    for path, shape in shapes.items():
+    saving = {}
+    for path, shape in layout.named_leaves(params):
         saving[path] = -math.inf
         if (d := math.prod(shape)) and not is_dense(path, shape):
             message = MessageFormat(d, entries(density, d), "sum", jnp.float32, codecs.COO)
@@ -136,4 +126,4 @@ def select_tensors(
             sparse = link.seconds(others, others * 4 * message.words)
             beyond = max(1.0, d / sizes[-1])
             saving[path] = full - sparse - beyond * float(np.interp(d, sizes, times))
-    return TensorSelection(saving, shapes)
+    return TensorSelection(saving)
