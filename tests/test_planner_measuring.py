@@ -39,6 +39,22 @@ def times(link, workers, spread=0.0):
     return found
 
 
+def test_rounds_are_those_of_rings():
+    assert [rounds(op, 8) for op in OPS] == [14, 7, 7, 1]
+    assert [rounds(op, 1) for op in OPS] == [0, 0, 0, 1]
+    assert [rounds("collective-broadcast", W) for W in (2, 5, 8)] == [1, 3, 3]
+    with pytest.raises(ValueError, match="op='psum' is no collective of which rounds are known"):
+        rounds("psum", 2)
+
+
+@pytest.mark.parametrize("field", ["latency", "bandwidth"])
+@pytest.mark.parametrize("value", [0, -1, math.inf])
+def test_a_link_has_two_positive_numbers(field, value):
+    with pytest.raises(ValueError, match=f"{field}=.* must be positive and finite"):
+        Link(**{field: value})
+    assert Link(0.5, 4.0).seconds(3, 8) == 3.5
+
+
 @pytest.mark.parametrize("link", [Link(5e-5, 1.25e9), Link(1e-3, 1.25e7), Link(1e-6, 1e10)])
 def test_the_fit_recovers_what_made_the_times(link):
     for workers in (2, 3, 8):
