@@ -15,7 +15,7 @@ assert importlib.metadata.version("jaxsparse") == version
 package = pathlib.Path(jaxsparse.__file__).parent
 assert package.parent.name == "site-packages", package
 assert (package / "py.typed").exists()
-assert jaxsparse.planner.SystemProfile.shipped()
+assert jaxsparse.plan(10**7, 8, jaxsparse.Link(1e-3, 1e7), step_seconds=1.0).best
 
 params = {"w": jnp.ones((64, 64))}
 tx = optax.chain(jaxsparse.spardl(0.1, momentum=0.9), optax.sgd(0.1))

@@ -31,7 +31,7 @@ import jaxsparse
 
 PACKAGE = Path(jaxsparse.__file__).parent
 WORKERS = 4
-WRAPPER = re.compile(r"shaped_as\.<locals>|unwrapped\.<locals>")
+WRAPPER = re.compile(r"unwrapped\.<locals>")
 USUAL = {"momentum": 0.9, "density": 0.01}  # for every system that has such a setting
 SETTINGS = {
     "sketched_sgd": {"k": 8, "cols": 64, "rows": 3},

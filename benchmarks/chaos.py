@@ -51,19 +51,13 @@ import jax
 import numpy as np
 import proxy
 import synchronous
-from flax import nnx
 
 from jaxsparse.islands import Store
 from jaxsparse.islands.records import Decision
 from jaxsparse.islands.rounds import decision_key, posted, rounds_in
-from jaxsparse.planner import plan_islands
-from jaxsparse.planner.network import Link
-from jaxsparse.planner.requests import Item, added
 from jaxsparse.planner.units import bytes_per_second
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "islands"
-sys.path.append(str(EXAMPLE.with_name("local_updates")))
-model: Any = importlib.import_module("model")
 # By a name of its own, because other folders have a run.py, too.
 _spec: Any = importlib.util.spec_from_file_location("islands_run", EXAMPLE / "run.py")
 run: Any = importlib.util.module_from_spec(_spec)
@@ -237,7 +231,6 @@ class Chaos:
         self.struck: list[numbers.Struck] = []
         self.ended: list[str] = []
         self.began = 0.0  # of the story
-        self.latency = Link().latency  # of a small request, as the story ends
 
     def start(self, name: str, pause: float) -> None:
         args, server = self._args, self.server
@@ -327,15 +320,6 @@ class Chaos:
             if deed.what:
                 print(f"{deed.time:.0f} s: {deed.what} {deed.name}", flush=True)
                 self.do(deed, args.away)
-        seconds = time.monotonic() - began
-        if self.server is not None:
-            self.latency = float(np.median([self._asked() for _ in range(9)]))
-        return seconds
-
-    def _asked(self) -> float:
-        """The seconds of a request, without a proxy."""
-        began = time.monotonic()
-        self.store.get("none")
         return time.monotonic() - began
 
     def deeds(self) -> list[Deed]:
@@ -460,7 +444,6 @@ def told(args: argparse.Namespace, chaos: Chaos, seconds: float) -> dict[str, An
         "megabytes": None if counts is None else round(float(counts[:, :2].sum()) / sent / 1e6, 4),
         "requests": None if counts is None else round(float(counts[:, 2].sum()) / sent, 2),
         "items": None if counts is None else by_kind(counts / sent),
-        "planned": planned(args, chaos, usual, sent),
         "ended": chaos.ended,
         "curve": [(round(x), round(y, 4)) for x, y in numbers.thinned(points)],
     }
@@ -513,41 +496,6 @@ def synchronously(args: argparse.Namespace) -> dict[str, Any]:
         "ended": [],
         "curve": [],
     }
-
-
-def planned(args: argparse.Namespace, chaos: Chaos, usual: float, sent: int) -> dict[str, Any]:
-    """Megabytes and requests of an island in a round by the plan, with those of joining."""
-    shapes = nnx.eval_shape(lambda: model.Transformer(args.width, 2, 4, LENGTH, nnx.Rngs(0)))
-    waits = [e["waited"] for e in chaos.events if e["sent"] > 0]
-    plan = plan_islands(
-        sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param))),
-        args.islands,
-        link=Link(chaos.latency, args.rate),
-        step_seconds=usual + args.pause,
-        every=args.every,
-        overlap=args.overlap,
-        grace=args.grace,
-        poll=args.poll,
-        decided_after=sum(waits) / len(waits),
-    )
-    one = next(one for one in plan.rounds if one.exchange == "top 1/8")
-    again = len(numbers.by_life(chaos.steps)) - args.islands
-    all_of = [
-        of_round + (args.islands * first + again * join) / sent
-        for of_round, first, join in zip(one.asked, one.start, one.join)
-    ]
-    requests, *both_ways = all_of
-    return {
-        "megabytes": round(sum(both_ways) / 1e6, 4),
-        "requests": round(requests, 2),
-        "items": {item.kind: [round(x, 3) for x in with_headers(item)] for item in one.items},
-    }
-
-
-def with_headers(item: Item) -> list[float]:
-    """As `by_kind`."""
-    asked = added([item])
-    return [asked.sent, asked.received, asked.requests]
 
 
 def by_kind(counts: np.ndarray) -> dict[str, list[float]]:

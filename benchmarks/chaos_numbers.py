@@ -160,8 +160,8 @@ HEADS = (
     "above calm",
     "second half",
     "M tokens",
-    "MB / planned",
-    "requests / planned",
+    "MB",
+    "requests",
     "ended",
 )
 
@@ -199,8 +199,8 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
                 f"{line['curve'][-1][1]:.3f}" if line["curve"] else "",
                 *("" if x is None else f"{x:+.3f}" for x in differences),
                 f"{line['tokens'] / 1e6:.3f}",
-                _beside(line, "megabytes", 3),
-                _beside(line, "requests", 1),
+                "" if line["megabytes"] is None else f"{line['megabytes']:.3f}",
+                "" if line["requests"] is None else f"{line['requests']:.1f}",
                 ", ".join(line["ended"]) or "well",
             )
         )
@@ -208,18 +208,10 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def items(line: Mapping[str, Any]) -> str:
-    """Requests and bytes of an island in a round by kind, measured and planned, as Markdown."""
-    heads = ("request", "requests", "planned", "bytes sent", "planned", "bytes read", "planned")
-    rows = [heads, ("---",) * len(heads)]
-    planned = line["planned"]["items"]
-    for kind in dict.fromkeys([*planned, *line["items"]]):
-        both = [each.get(kind) for each in (line["items"], planned)]
-        cells = [
-            "" if one is None else f"{one[place]:,.{digits}f}"
-            for place, digits in ((2, 2), (0, 0), (1, 0))
-            for one in both
-        ]
-        rows.append((kind, *cells))
+    """Requests and bytes of an island in a round by kind, as Markdown."""
+    rows = [("request", "requests", "bytes sent", "bytes read"), ("---",) * 4]
+    for kind, (sent, received, requests) in line["items"].items():
+        rows.append((kind, f"{requests:,.2f}", f"{sent:,.0f}", f"{received:,.0f}"))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -230,9 +222,3 @@ def _job(line: Mapping[str, Any]) -> str:
 def _rate(line: Mapping[str, Any]) -> float:
     """Steps that count a second, of all islands together."""
     return float(line["counted"] / line["seconds"])
-
-
-def _beside(line: Mapping[str, Any], what: str, digits: int) -> str:
-    if line[what] is None:
-        return ""
-    return f"{line[what]:.{digits}f} / {line['planned'][what]:.{digits}f}"

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import timing
+from alone import dry_run
 
 from jaxsparse import systems
-from jaxsparse.comm import wire
 from jaxsparse.quantize import (
     QSGD,
     Format,
@@ -82,7 +82,7 @@ def add_decoded(total: jax.Array, values: Quantized, spec: Quantizer) -> jax.Arr
 @functools.partial(jax.jit, static_argnames="reducer", donate_argnums=(0, 1))
 def exchange(residual: jax.Array, x: jax.Array, state: Any, reducer: Reducer) -> Any:
     """The computations of one worker. The mean becomes the next gradient."""
-    with wire.dry_run(8):
+    with dry_run(8):
         x = residual + x
         reduced = reducer(x, state, axis_name="data")
     return reduced.kept.whole(x).residual, reduced.mean, reduced.kept.state

@@ -44,10 +44,10 @@ import numpy as np
 import optax
 from flax import nnx
 from rates import tuned
+from recipes import EXCHANGES, NESTEROV, Recipe
 
 import jaxsparse
 from jaxsparse import LocalSteps, per_worker
-from jaxsparse.planner.recipes import EXCHANGES, NESTEROV, Recipe
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "local_updates"))
 models: Any = importlib.import_module("model")

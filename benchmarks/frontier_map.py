@@ -2,11 +2,11 @@
 
 Bytes are those of each exchange's collectives, traced for 2, 4, 8 and 20 workers. A law of what
 formats cost is fitted on the runs, and tested by fits of one half on the other. `--export FILE`
-writes what the planner prints (jaxsparse/planner/losses.json).
+writes how they ended: the costs of `jaxsparse.planner.RECIPES` are from there.
 
     python benchmarks/frontier_map.py
     python benchmarks/frontier_map.py --steps 600
-    python benchmarks/frontier_map.py --export jaxsparse/planner/losses.json
+    python benchmarks/frontier_map.py --export benchmarks/results/recipes.json
     python benchmarks/frontier_map.py --outer
 """
 
@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +24,49 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.optimize
 from frontier import SIZES, Results, Size
+from recipes import EXCHANGES, NESTEROV, End, Recipe
 
-from jaxsparse.planner.losses import End, Law
-from jaxsparse.planner.recipes import EXCHANGES, NESTEROV, Recipe
 from jaxsparse.traffic import traced_bytes
 
 COUNTED = (2, 4, 8, 20)  # workers
+
+
+class Law(NamedTuple):
+    """What a format for all values costs over the dense mean of as many local steps, in nats.
+
+        scale * (error / (1 - error)) ** power * (100 / exchanges) ** decay * (10 / H) ** noise
+
+    The error is the share of the squared norm of normal numbers that does not arrive in one
+    exchange, so that `error / (1 - error)` exchanges pass, on average, before a number does. The
+    last factor is for noise, of which displacements of few steps have more.
+    """
+
+    scale: float
+    power: float
+    decay: float
+    noise: float
+    spread: float  # nats: root mean square error of fits of one half of the runs, on the other
+    errors: Mapping[str, float]  # by exchange: those that it was fitted on
+    exchanges: tuple[float, float]  # the fewest and the most in a run of these
+    every: tuple[int, int]  # the fewest and the most local steps
+
+    def nats(self, exchange: str, exchanges: float, every: int) -> float | None:
+        """Nats above the dense mean, or None where no runs were.
+
+        Args:
+            exchange: a key of `EXCHANGES`.
+            exchanges: number of exchanges in the run.
+            every: local steps between two of them, H.
+        """
+        is_near = self.exchanges[0] <= exchanges <= self.exchanges[1]
+        if exchange not in self.errors or not is_near:
+            return None
+        if not self.every[0] <= every <= self.every[1]:
+            return None
+        error = self.errors[exchange]
+        lag = (error / (1 - error)) ** self.power
+        few = (100 / exchanges) ** self.decay * (10 / every) ** self.noise
+        return float(self.scale * lag * few)
 
 
 class Row(NamedTuple):
@@ -180,7 +218,7 @@ def dense_of(found: list[Row]) -> Row:
 
 
 def export(found: list[Row], short: list[Row], results: Results, args: argparse.Namespace) -> None:
-    """Writes what the planner prints beside its hours, of recipes whose rates were tuned.
+    """Writes how recipes ended whose rates were tuned.
 
     Of shorter runs, it takes recipes that `found` has, too.
     """
@@ -249,7 +287,7 @@ def main() -> None:
     add = parser.add_argument
     add("--size", choices=SIZES, default="136k", help="number of parameters")
     add("--steps", type=int, default=2000)
-    add("--export", type=Path, help="write losses for the planner's recipes here")
+    add("--export", type=Path, help="write how recipes ended here")
     add("--short", type=int, default=600, help="steps of the shorter runs to export, too")
     add("--outer", action="store_true", help="show what rate and momentum outside make, and end")
     args = parser.parse_args()

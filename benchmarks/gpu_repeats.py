@@ -3,7 +3,10 @@
 The data are not integers. Sums of integers are exact in any order, and would hide a change of it.
 """
 
+import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,8 +14,11 @@ import jax.numpy as jnp
 from gpu_kernels import Inputs
 from gpu_stage import Program, Stage
 
-from jaxsparse import quantize, select, sketch, systems
+from jaxsparse import quantize, select, sketch
 from jaxsparse.arrays.stream import SparseStream, to_dense
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+at_density: Any = importlib.import_module("at_density")
 
 _DENSITY = 0.01
 # Programs that may differ from run to run, because one scatter adds entries of one index in any
@@ -50,8 +56,8 @@ def _kernels(size: int) -> dict[str, Program]:
 def exchanges(size: int, workers: int) -> dict[str, Callable[[jax.Array], Any]]:
     """Exchanges of vectors [workers, size] by system. One device simulates the workers."""
     programs: dict[str, Callable[[jax.Array], Any]] = {}
-    for name in systems.WITH_VARIANTS:
-        reducer = systems.choose(name, _DENSITY, size=size, workers=workers).reducer(size)
+    for name in at_density.NAMES:
+        reducer = at_density.reducer_at(name, _DENSITY, size)
 
         def exchange(x, reducer=reducer):
             reduced = reducer(x, reducer.init(size), axis_name="data")

@@ -36,14 +36,13 @@ from typing import Any, NamedTuple
 from chaos import Processes, Server
 
 from jaxsparse.islands.store import Objects, Store
-from jaxsparse.planner.requests import added, objects, to_join
 from jaxsparse.planner.units import bytes_per_second, count
 
 LENGTH = 64  # tokens of a window
 
 
 class Asked(NamedTuple):
-    """A request: its kind as in `jaxsparse.planner.requests`, and when it began and ended."""
+    """A request: its operation and object ("get decisions"), and when it began and ended."""
 
     kind: str
     began: float
@@ -234,13 +233,10 @@ def parts(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def join(args: argparse.Namespace) -> None:
     """Makes a run, and prints what a process took to join it."""
-    import jax
     import jax.numpy as jnp
 
-    from jaxsparse.feedback.by_message import message_words
     from jaxsparse.islands.arithmetic import Arithmetic
     from jaxsparse.islands.member import Member
-    from jaxsparse.planner import Link
 
     start, outer = parts(args)
     arithmetic = Arithmetic(outer, lambda state: state[0])
@@ -268,10 +264,6 @@ def join(args: argparse.Namespace) -> None:
             check=True,
         )
         told = json.loads(child.stdout)
-    words = message_words(outer, start[0], jax.eval_shape(outer.init, start[0]))
-    sizes = objects(words, args.islands, start[0], jax.eval_shape(outer.init, start[0]))
-    plan = added(to_join(args.islands, sizes, args.past))
-    link = Link(args.latency, args.rate)
     print(
         f"{args.params:,} parameters, {args.rate * 8 / 1e6:g} Mbit/s, a snapshot and {args.past} "
         f"rounds of {args.islands} islands since, load {os.getloadavg()[0]:.1f} on "
@@ -282,11 +274,7 @@ def join(args: argparse.Namespace) -> None:
     print(
         f"{sum(told['seconds'].values()):8.2f} s  from the start of the process to its first step"
     )
-    print(
-        f"asked: {told['requests']} requests, {told['bytes'] / 1e6:.2f} MB; planned: "
-        f"{plan.requests:.0f}, {plan.bytes / 1e6:.2f} MB, "
-        f"{link.seconds(plan.requests, plan.received):.2f} s of the link"
-    )
+    print(f"asked: {told['requests']} requests, {told['bytes'] / 1e6:.2f} MB")
 
 
 def joins(args: argparse.Namespace) -> None:

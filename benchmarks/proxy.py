@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 TO_SERVER, FROM_SERVER, REQUESTS = range(3)
-# As those of `jaxsparse.planner.requests`. What is deleted stands in the body of a POST.
+# An operation, and what it is for. What is deleted stands in the body of a POST.
 _FOLDERS = ("messages", "decisions", "snapshots")
 KINDS = (
     *(f"{operation} {folder}" for operation in ("create", "get", "names") for folder in _FOLDERS),

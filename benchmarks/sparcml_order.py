@@ -25,11 +25,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from timing import save, size_of
 
-from jaxsparse.planner import Link
-from jaxsparse.planner.algorithms import choose_algorithm
-from jaxsparse.systems import SparCML, choose
+from jaxsparse import Link
+from jaxsparse.systems import SparCML
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from at_density import one_in
 from published_traffic import (
     Traffic,
     dense_traffic,
@@ -335,9 +335,7 @@ def compare(link: Link, args: argparse.Namespace) -> list[dict[str, Any]]:
                     "model": model,
                 }
             )
-        budget = choose("sparcml", density, size=size, workers=workers).budget
-        assert isinstance(budget, SparCML)
-        auto = choose_algorithm(SparCML(budget.k, budget.group_size, link=link), size, workers)
+        auto = SparCML(*one_in(density, 512), link=link).algorithm_for(size, workers)
         if auto in seconds:
             exact = min(value for name, value in seconds.items() if ":" not in name)
             print(f'"auto" takes {auto}: {seconds[auto] / exact:.2f} times the fastest exact sum')

@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 from frontier import SIZES, Trainer
 from rates import tuned
+from recipes import EXCHANGES, Recipe
 from rich.console import Console
 
-from jaxsparse.planner.recipes import EXCHANGES, Recipe
 from jaxsparse.traffic import traced_bytes
 
 FOLDER = Path(__file__).parent

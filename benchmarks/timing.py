@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxsparse.planner.timing import interleaved as interleaved
+from jaxsparse.planner.measuring import interleaved as interleaved
 
 
 def size_of(text: str) -> int:

@@ -8,10 +8,13 @@ their medians. Programs are compiled as users do, and as the tests do
 """
 
 import argparse
+import importlib
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +24,9 @@ import timing
 
 import jaxsparse
 from jaxsparse import data_parallel, shard
-from jaxsparse.systems import WITH_VARIANTS, choose
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+at_density: Any = importlib.import_module("at_density")
 
 # Settings that are no variant in the table of systems.
 OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
@@ -35,15 +40,14 @@ OTHERS: dict[str, Callable[[], optax.GradientTransformationExtraArgs]] = {
     "diloco": jaxsparse.outer.diloco,
     "sparse_loco": jaxsparse.outer.sparse_loco,
 }
-NAMES = [*WITH_VARIANTS, *OTHERS]
+NAMES = [*at_density.NAMES, *OTHERS]
 
 
 def transformation(name: str, size: int, workers: int) -> optax.GradientTransformationExtraArgs:
     """A system's transformation, for a density of about 1 %, which may be one of blocks."""
     if name in OTHERS:
         return OTHERS[name]()
-    choice = choose(name, 0.01, size=size, workers=workers)
-    return choice.system.transformation(**choice.settings)
+    return at_density.transformation_at(name, 0.01, size)
 
 
 class Step:

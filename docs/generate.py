@@ -4,10 +4,12 @@
 """
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from sphinx.errors import ExtensionError
 import jaxsparse
 from jaxsparse import traffic
 from jaxsparse.feedback.options import OPTIONS
-from jaxsparse.systems import SYSTEMS, System, choose
-from jaxsparse.systems.row import written
+from jaxsparse.systems import SYSTEMS, System
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from at_density import settings_at
 
 # Modules of the reference, with what they have. The modules that `jaxsparse`
 # imports as modules must be here. The others have names that a reader of these meets.
@@ -225,7 +229,7 @@ entry; `codec=jaxsparse.codecs.Packed()` sends 4, and keeps the rounding in the 
 
 This page is generated from the table in `jaxsparse/systems`. *Measured* bytes are those that one
 worker receives in a step, from the traced program: one matrix of 1024 x 1024 parameters, 8 workers,
-a density of 1 % (or the nearest that the system has; `choose` says which).
+a density of 1 %, or the nearest that the system has.
 
 {table}
 
@@ -262,8 +266,34 @@ LAWS = {
 }
 
 
+def written(value: Any) -> str:
+    """A setting as a Python expression. A dataclass shows the fields that are not defaults.
+
+    >>> written(12.0), written(jaxsparse.codecs.Packed())
+    ('12', 'jaxsparse.codecs.Packed()')
+    """
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    given = {
+        field.name: getattr(value, field.name)
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != field.default
+    }
+    package, name = type(value).__module__.split(".")[1], type(value).__name__
+    return called(f"jaxsparse.{package}.{name}", **given)
+
+
+def called(function: str, *args: Any, **settings: Any) -> str:
+    """A call as Python."""
+    parts = [*map(written, args), *(f"{name}={written(x)}" for name, x in settings.items())]
+    return f"{function}({', '.join(parts)})"
+
+
 def section(system: System) -> str:
-    """The paper, the law, bytes, defaults and caveats of a system."""
+    """The paper, the law, bytes and defaults of a system."""
     doc = inspect.cleandoc(system.transformation.__doc__ or "")
     first, *rest = doc.split("\n\n")
     text = [p for p in rest if not p.startswith(("Args:", "Raises:", "Returns:", "Example:"))]
@@ -273,9 +303,10 @@ def section(system: System) -> str:
         f"`{p.name}`" if p.default is p.empty else f"`{p.name}={written(p.default)}`" for p in own
     )
     reducer = system.reducer(**system.cases[""].small).split((600,))[0]
-    choice = choose(system.name, DENSITY, size=PARAMS, workers=WORKERS)
+    given = settings_at(system.name, DENSITY, PARAMS)
+    shown = called(f"jaxsparse.{system.name}", **given)
     gradient = {"kernel": jax.ShapeDtypeStruct((2**10, PARAMS // 2**10), jnp.float32)}
-    moved = traffic.traced_bytes(eval(choice.transformation), gradient, WORKERS)
+    moved = traffic.traced_bytes(system.transformation(**given), gradient, WORKERS)
     law = LAWS[reducer.conservation]
     if system.law == "differences":
         law = "the update is the mean of the workers' momenta, less that of their residuals"
@@ -287,11 +318,9 @@ def section(system: System) -> str:
         f"- **Settings**: {settings or 'none of its own'}",
         f"- **Law**: {law}",
         f"- **Bytes**: {system.received}",
-        f"- **Measured**: `{choice.transformation}` receives {moved.received:,.0f} bytes in "
+        f"- **Measured**: `{shown}` receives {moved.received:,.0f} bytes in "
         f"{moved.rounds} collectives",
     ]
-    if system.caveat:
-        lines.append(f"- **Caveat**: it {system.caveat}")
     head, bullets = lines[: 3 + len(text)], lines[3 + len(text) :]
     bullets.append(f"- **Arguments and errors**: {{py:func}}`jaxsparse.{system.name}`")
     return "\n\n".join(head) + "\n\n" + "\n".join(bullets) + "\n"

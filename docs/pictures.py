@@ -30,9 +30,9 @@ sys.path[:0] = [str(MEASURED), str(BENCHMARKS)]
 import results
 from frontier import SIZES, Results
 from frontier_map import rows, undominated
+from recipes import load_ends
 
-from jaxsparse.planner import Link, Recipe, plan_recipes
-from jaxsparse.planner.losses import Losses
+from jaxsparse.planner import Link, plan
 
 FOLDER = HERE / "pictures"
 INK = "#7a7a7a"  # as far from white as from the site's dark ground
@@ -296,15 +296,15 @@ MARKERS = {"dense": "o", "int4": "s", "int2": "D", "ternary": "P", "sign": "v"} 
 OPTIMIZERS = {"muon": (BLUE, "-", "Muon"), "adamw": (ORANGE, "--", "AdamW")}
 
 
-def best(ax: Axes, places: dict[Recipe, tuple[float, float]]) -> None:
+def best(ax: Axes, optimizer: str, places: list[tuple[str, float, float]]) -> None:
     """Each recipe of an optimizer as a mark of its format, and a line through the undominated.
 
     The optimizer's name stands at its right end, which is dense.
     """
-    colour, style, name = OPTIMIZERS[next(iter(places)).optimizer]
-    for recipe, place in places.items():
-        ax.plot(*place, MARKERS.get(recipe.exchange, "^"), color=colour, ms=5, alpha=0.8)
-    found = list(places.values())
+    colour, style, name = OPTIMIZERS[optimizer]
+    for exchange, *place in places:
+        ax.plot(*place, MARKERS.get(exchange, "^"), color=colour, ms=5, alpha=0.8)
+    found = [(x, y) for _, x, y in places]
     line = [found[i] for i in undominated(found)]
     ax.plot(*zip(*line, strict=True), style, color=colour, lw=1.8)
     ax.text(1.3 * line[-1][0], line[-1][1], name, color=colour, fontsize=11, va="center")
@@ -315,12 +315,12 @@ def loss_bytes() -> None:
     size = SIZES["136k"]
     figure, ax = plt.subplots(figsize=(5, 4.5))
     for optimizer in OPTIMIZERS:
-        places = {
-            row.recipe: (row.usual / 1e6, row.loss)
+        places = [
+            (row.recipe.exchange, row.usual / 1e6, row.loss)
             for row in rows(Results("136k"), 2000, size)
             if row.recipe.optimizer == optimizer and "random" not in row.recipe.exchange
-        }
-        best(ax, places)
+        ]
+        best(ax, optimizer, places)
     ax.set(xlabel="MB received in 2,000 steps", ylabel="held-out loss, nats a byte")
     ax.set(xlim=(0.6, 1.5e4), ylim=(1.36, 1.95))
     finish(figure, ax, [1, 10, 100, 1000], "loss_bytes")
@@ -328,7 +328,7 @@ def loss_bytes() -> None:
 
 def recipe_hours() -> None:
     """What the planner says of recipes over four links: hours of a run, and nats."""
-    losses = Losses.shipped()
+    ends = load_ends().ends
     links = {
         "8 workers, 10 Mbit/s": (8, 1.25e6),
         "8 workers, 100 Mbit/s": (8, 1.25e7),
@@ -338,17 +338,13 @@ def recipe_hours() -> None:
     figure, panels = plt.subplots(4, 1, figsize=(5, 9.5), sharex=True)
     for ax, (title, (workers, bandwidth)) in zip(panels, links.items(), strict=True):
         for optimizer in OPTIMIZERS:
-            plan = plan_recipes(
-                *(10**9, workers),
-                network=Link(1e-3, bandwidth),
-                step_seconds=1.0,
-                steps=100_000,
-                optimizer=optimizer,
-                profile="h100",
-            )
-            base = fmean(losses.dense(optimizer).losses.values())
-            places = {f.recipe: (f.hours, base + f.loss.excess) for f in plan.forecasts if f.loss}
-            best(ax, places)
+            found = plan(10**9, workers, Link(1e-3, bandwidth), 1.0, optimizer=optimizer)
+            base = fmean(ends[f"{optimizer}, gradients, dense"].losses.values())
+            places = [
+                (f.recipe.exchange, f.hours, base + f.cost.nats)
+                for f in (found.dense, *found.forecasts)
+            ]
+            best(ax, optimizer, places)
         ax.set(ylabel=title, xlim=(25, 1.2e6), ylim=(1.36, 1.95), xscale="log")
         ax.spines[["top", "right"]].set_visible(False)
     panels[-1].set(xlabel="hours of 100,000 steps of 1 s, 1B parameters")

@@ -22,9 +22,11 @@ from jaxsparse import (
 )
 from jaxsparse.arrays import blocks as blocks, layout as layout, stream as stream
 from jaxsparse.arrays.settings import Stages, warm_up
+from jaxsparse.comm.links import Link
 from jaxsparse.comm.marks import PerWorker, specs
 from jaxsparse.feedback import error_feedback, partition
 from jaxsparse.outer import LocalSteps
+from jaxsparse.planner.planning import plan
 from jaxsparse.processes.failing import fail_at_once
 from jaxsparse.systems import *
 from jaxsparse.traffic import wire_bytes
@@ -42,6 +44,7 @@ from jaxsparse.training.weighted import mean_of, weighted
 
 # The names that a training program uses. Building blocks are in the modules imported above.
 __all__ = [
+    "Link",
     "LocalSteps",
     "PerWorker",
     "Stages",
@@ -57,6 +60,7 @@ __all__ = [
     "mean_of",
     "partition",
     "per_worker",
+    "plan",
     "reshard",
     "shard",
     "specs",

@@ -14,6 +14,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from at_density import settings_at
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -22,7 +23,7 @@ from jaxsparse import PerWorker, Stages, codecs, quantize, systems
 from jaxsparse.comm import wire
 from jaxsparse.comm.meshes import Placement
 from jaxsparse.select import selection
-from jaxsparse.systems import SYSTEMS, Request
+from jaxsparse.systems import SYSTEMS
 
 STEPS = 3
 # Errors of one float32 operation: the relative error, and the loss of numbers below the normal
@@ -391,10 +392,10 @@ def _top_k(rng, size, workers):
 
 
 def draw_settings(name, rng, size, workers):
-    """Random settings for `size` compressed elements, from SETTINGS or from the system's row."""
+    """Random settings for `size` compressed elements, from SETTINGS or for a density."""
     if name in SETTINGS:
         return SETTINGS[name](rng, size, workers)
-    return dict(SYSTEMS[name].settings(Request(_density(rng, size), size, workers)))
+    return settings_at(name, _density(rng, size), size)
 
 
 def _chunked_top_k(rng, size, workers):

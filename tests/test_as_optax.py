@@ -6,20 +6,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from at_density import settings_at
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from workers import some
 
 import jaxsparse
 from jaxsparse import systems
-from jaxsparse.systems import SYSTEMS, Request
+from jaxsparse.systems import SYSTEMS
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": jnp.float32(RNG.normal(size=(40, 32))), "b": jnp.float32(RNG.normal(size=32))}
 
 
 def of_system(name):
-    settings = SYSTEMS[name].settings(Request(0.1, 1280, 1))
-    return getattr(jaxsparse, name)(**settings, axis_name=None)
+    return getattr(jaxsparse, name)(**settings_at(name, 0.1, 1280), axis_name=None)
 
 
 MADE = {

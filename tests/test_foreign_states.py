@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from at_density import settings_at
 from flax import serialization
 from jax.sharding import PartitionSpec
 from running import patient_loops
@@ -17,7 +18,7 @@ import jaxsparse
 from jaxsparse import systems
 from jaxsparse.comm.meshes import Placement
 from jaxsparse.feedback import ErrorFeedbackState
-from jaxsparse.systems import SYSTEMS, Request
+from jaxsparse.systems import SYSTEMS
 
 PARAMS = {"w": jnp.ones((40, 30)), "b": jnp.ones((30,))}
 SPECS = {"w": PartitionSpec("fsdp"), "b": PartitionSpec()}
@@ -26,7 +27,7 @@ SAME = [{"top_k", "ms_topk"}, {"quantized", "sign_sgd"}]
 
 
 def transformation(name):
-    settings = dict(SYSTEMS[name].settings(Request(0.05, 1200, 1)))
+    settings = settings_at(name, 0.05, 1200)
     if name != "dense":
         settings["is_dense"] = lambda path, shape: len(shape) < 2
     return getattr(jaxsparse, name)(**settings, axis_name=None)

@@ -2,8 +2,7 @@
 
 `readme`, `which` and `local` write sentences and rows from files of results, as the pages have
 them. Each is found in its page, and cut out. What is left then has no number but those of
-`SETTINGS`. The first table of docs/which.md has the planner's answers: see
-tests/test_planner_recipes.py.
+`SETTINGS`. The first table of docs/which.md has the planner's answers: see tests/test_planner.py.
 """
 
 import argparse
@@ -20,17 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxsparse.planner.losses import Losses
-from jaxsparse.planner.recipes import EXCHANGES, Recipe
 from jaxsparse.traffic import traced_bytes
 
 ROOT = Path(__file__).parents[1]
 LOCAL = ROOT / "examples/local_updates"
 RESULTS = ROOT / "benchmarks/results"
-LOSSES = ROOT / "jaxsparse/planner/losses.json"
 sys.path.append(str(ROOT / "benchmarks"))
 frontier = importlib.import_module("frontier")
 time_to_loss = importlib.import_module("time_to_loss")
+recipes = importlib.import_module("recipes")
 sys.path.remove(str(ROOT / "benchmarks"))
 
 # What a page says with numbers that are no results, and the words around them.
@@ -64,7 +61,7 @@ SETTINGS = {
         "Take 0.02 where",
         "as two steps: 8 steps dense, 12 with delay=1, where",
         "next step, 16 with 4 local steps at a time, and 24 with streaming",
-        "times of an H100",
+        "from an H100's memory",
         "(bf16)",
         '"int2"',
         "EF21",
@@ -158,7 +155,7 @@ def end(method: str) -> tuple[float, float]:
 
 def mapped(recipe: str) -> float:
     """The loss at which a recipe of the map ends."""
-    return float(np.mean([*load(LOSSES)["ends"][recipe][1].values()]))
+    return float(np.mean([*load(recipes.RESULTS)["ends"][recipe][1].values()]))
 
 
 SIGNS, ADAMW, MUON = "muon, local 10, sign", "adamw, gradients, dense", "muon, gradients, dense"
@@ -166,7 +163,7 @@ SIGNS, ADAMW, MUON = "muon, local 10, sign", "adamw, gradients, dense", "muon, g
 
 def ended(size: str, recipe: str, steps: int) -> float:
     """The loss on seed 0 at which a recipe ends with its tuned rate."""
-    runs, one = frontier.Results(size), Recipe.parsed(recipe)
+    runs, one = frontier.Results(size), recipes.Recipe.parsed(recipe)
     rate = runs.tuned_rate(one, steps)
     assert rate is not None
     return runs.runs(one, steps)[rate, 0][-1]
@@ -174,7 +171,7 @@ def ended(size: str, recipe: str, steps: int) -> float:
 
 def above(recipe: str, other: str) -> float:
     """Nats between two recipes of the map, on the seeds that both have."""
-    ends = load(LOSSES)["ends"]
+    ends = load(recipes.RESULTS)["ends"]
     (_, one), (_, two) = ends[recipe], ends[other]
     return float(np.mean([one[seed] - two[seed] for seed in one.keys() & two.keys()]))
 
@@ -232,7 +229,7 @@ def readme() -> Iterator[str]:
     yield f"Ten local steps of Muon, exchanged as signs, reach it in {minutes:.1f} minutes"
     model = frontier.SIZES["136k"]
     dense_bytes, sign_bytes = (
-        traced_bytes(EXCHANGES[x].transformation(), model.shapes, 8).received
+        traced_bytes(recipes.EXCHANGES[x].transformation(), model.shapes, 8).received
         for x in ("dense", "sign")
     )
     yield (
@@ -247,7 +244,7 @@ def readme() -> Iterator[str]:
         f"{above(signs, muon):.3f}. Dense AdamW ends at {mapped(adamw):.3f}: Muon gains "
         f"{above(adamw, muon):.3f} by itself"
     )
-    turns = Recipe.parsed(warm).exchanges(2000) / 2000
+    turns = recipes.Recipe.parsed(warm).exchanges(2000) / 2000
     yield (
         "If the first tenth of the run exchanges after each step, it receives "
         f"{dense_bytes / sign_bytes / turns:.0f} times fewer, and ends at {mapped(warm):.3f}: "
@@ -302,11 +299,10 @@ def which() -> Iterator[str]:
         f"Ten local steps of Muon by signs end {muon:.3f} nats above dense Muon, which ends "
         f"{below:.3f} below dense AdamW. So they end {-adamw:.3f} below dense AdamW."
     )
-    losses = Losses.shipped()
-    assert losses.shorter is not None
-    few = losses.shorter.dense("adamw").above(losses.dense("adamw"))[0]
+    losses, shorter = recipes.load_ends(), recipes.load_ends(shorter=True)
+    few = shorter.ends[ADAMW].above(losses.ends[ADAMW])[0]
     yield (
-        f"dense AdamW that trains for {losses.shorter.steps} steps in place of {losses.steps:,} "
+        f"dense AdamW that trains for {shorter.steps} steps in place of {losses.steps:,} "
         f"ends {few:.3f} nats higher, and Muon in its place ends {below:.3f} lower."
     )
     seeds = {len(end.losses) for end in losses.ends.values()}
@@ -316,7 +312,7 @@ def which() -> Iterator[str]:
         f"{size.workers} workers, in {losses.steps:,} steps, with {min(seeds)} to "
         f"{max(seeds)} seeds"
     )
-    size, steps = frontier.SIZES["1m"], losses.shorter.steps
+    size, steps = frontier.SIZES["1m"], shorter.steps
     larger, smaller = (
         {x: ended(name, x, steps) for x in (SIGNS, ADAMW, MUON)} for name in ("1m", "136k")
     )
@@ -341,16 +337,14 @@ def which() -> Iterator[str]:
         f"four bits of gradients {bits:.2f}, by `qsgd(4)`"
     )
     both = [
-        (losses.of(recipe), losses.shorter.of(recipe))
-        for recipe in losses.recipes
-        if str(recipe) in losses.shorter.ends and not recipe.exchange.startswith("random")
+        (losses.above_dense(name)[0], shorter.above_dense(name)[0])
+        for name in losses.ends
+        if name in shorter.ends and "random" not in name
     ]
-    times = [
-        b.excess / a.excess for a, b in both if a is not None and b is not None and a.excess > 0.01
-    ]
+    times = [b / a for a, b in both if a > 0.01]
     assert len(times) > 20
     yield (
-        f"After {losses.shorter.steps} steps instead of {losses.steps:,}, each at its best rate, "
+        f"After {shorter.steps} steps instead of {losses.steps:,}, each at its best rate, "
         "recipes that cost a hundredth and more cost "
         f"{min(times):.1f} to {max(times):.1f} times as much (blind draws do not)."
     )
@@ -416,7 +410,9 @@ def local() -> Iterator[str]:
             f"{'| '.join(cells)}|"
         )
     run, seconds = by_muon()
-    gpt_dense = traced_bytes(EXCHANGES["dense"].transformation(), frontier.SIZES["10.9m"].shapes, 4)
+    gpt_dense = traced_bytes(
+        recipes.EXCHANGES["dense"].transformation(), frontier.SIZES["10.9m"].shapes, 4
+    )
     cells = [f"{seconds[rate]:,.0f} s " for rate in ("10mbit", "100mbit", "1gbit")]
     yield (
         '| each 10 steps of Muon, `quantized("sign")` | | '

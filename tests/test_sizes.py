@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from at_density import settings_at
 from fuzzing import SUPPORTS, Data, Leaf, Program, check, compiled
 from workers import few, some
 
 import jaxsparse
 from jaxsparse import data_parallel, shard
 from jaxsparse.arrays import layout
-from jaxsparse.systems import SYSTEMS, Request
+from jaxsparse.systems import SYSTEMS
 
 MOST = 2**31 - 1
 # Settings of systems for which a row's settings for a density are not those of one entry or block,
@@ -57,7 +58,7 @@ def budget(name, share, size):
     """Settings that deliver a share of the elements, and at least one."""
     if name in BUDGETS:
         return BUDGETS[name](share, size)
-    return dict(SYSTEMS[name].settings(Request(share, size, workers=3, block_size=1)))
+    return settings_at(name, share, size, block_size=1)
 
 
 def transformation(name, size, axis_name="data", bucket_size=None):

@@ -1,13 +1,20 @@
-"""SparCML's room in messages, from the geometry of its groups and of random supports."""
+"""SparCML's room in messages, from the geometry of its groups, and the choice of "auto"."""
+
+import dataclasses
+import json
+import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from at_density import one_in
 from workers import few, finished, on_workers, some
 
+from jaxsparse import codecs
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.collectives import recursive_double
 from jaxsparse.comm import wire
+from jaxsparse.comm.links import Link, rounds
 from jaxsparse.select.groups import most_entries
 from jaxsparse.systems import SparCML
 from jaxsparse.traffic import traced_bytes
@@ -176,3 +183,93 @@ def test_sums_that_vanish_have_one_sign_on_all_workers(monkeypatch):
     total = on_workers(lambda own: recursive_double(own, 24, axis_name="data").total, 3)
     rows = np.asarray(total(stream)).view(np.uint32)
     np.testing.assert_array_equal(rows, rows[:1].repeat(3, 0))
+
+
+EVERY = ("all_gather", "recursive_double", "split_allgather")
+
+
+@pytest.mark.parametrize("workers", few((2, 3, 5, 8, 17, 32), (3, 8)))
+@pytest.mark.parametrize("factor", [None, 1.0])
+@pytest.mark.parametrize("codec", [codecs.COO, codecs.Packed()], ids=["coo", "packed"])
+def test_closed_forms_have_the_rounds_and_bytes_of_the_program(workers, factor, codec):
+    for k, size in ((1, 512 * 40 + 7), (128, 512 * 40 + 7), (4, 1000)):
+        reducer = SparCML(k, union_factor=factor, codec=codec)
+        for name, (messages, received) in reducer.traffic(size, workers).items():
+            single = dataclasses.replace(reducer, algorithm=name)
+            moved = traced_bytes(single, size, workers)
+            waits = sum(c.count * rounds(c.op, c.group_size) for c in moved.collectives)
+            assert (messages, received) == (waits, moved.received), (name, k, size)
+
+
+def test_auto_takes_the_least_time_and_the_simplest_within_a_tenth():
+    """Times are those of alpha-beta formulas, written down once more."""
+    rng, seen = np.random.default_rng(0), set()
+    for _ in range(2000):
+        W, size = int(rng.integers(2, 300)), int(2 ** rng.uniform(10, 27))
+        alpha, beta = 10 ** rng.uniform(-6, -1), 10 ** rng.uniform(-10, -5)  # of 4 bytes
+        k = int(rng.choice([1, 4, 32, 128]))
+        reducer = SparCML(k, link=Link(alpha, 4 / beta))
+        m, n = -(-size // W), reducer.entries(size)
+        room = min(2 * reducer.capacity(size, W), m)
+        sums = min(2 * reducer.union_capacity(size, W), 2 * W * reducer.capacity(size, W), m)
+        log = W.bit_length() - 1
+        if 2**log == W:
+            carried = [2**t for t in range(log)]
+        else:
+            carried = [1, *(min(2 ** (t + 1), W) for t in range(log)), W]
+        words = [min(2 * min(c * n, size), size) for c in carried]
+        times = {
+            "all_gather": (W - 1) * (alpha + beta * min(2 * n, size)),
+            "recursive_double": len(carried) * alpha + beta * sum(words),
+            "split_allgather": (W - 1) * (2 * alpha + beta * (room + sums + 1)),
+        }
+        chosen = reducer.algorithm_for(size, W)
+        seen.add(chosen)
+        assert 0.9 * times[chosen] <= min(times.values()) * (1 + 1e-9)
+        simpler = [times[name] for name in EVERY[: EVERY.index(chosen)]]
+        assert all(times[chosen] < 0.9 * time * (1 + 1e-9) for time in simpler)
+    assert seen == set(EVERY)
+
+
+def test_settings_that_leave_no_choice():
+    far = Link(latency=1e-2, bandwidth=1e10)
+    assert SparCML(link=far, bits=4).algorithm_for(2**16, 8) == "dsar_split_allgather"
+    assert SparCML(link=far, algorithm="ring").algorithm_for(2**16, 8) == "ring"
+    assert SparCML(link=far).algorithm_for(2**16, 1) == "all_gather"
+    # Latency decides: the fewest messages.
+    assert SparCML(link=far).algorithm_for(2**16, 8) == "recursive_double"
+    # Bandwidth decides, and random supports overlap: ranges are best.
+    slow = Link(latency=1e-6, bandwidth=1e6)
+    assert SparCML(link=slow).algorithm_for(2**24, 64) == "split_allgather"
+    assert SparCML(link=slow, union_factor=None).algorithm_for(2**24, 64) == "all_gather"
+    with pytest.raises(ValueError, match=r"link='fast' must be a jaxsparse\.Link"):
+        SparCML(link="fast")
+
+
+def test_auto_was_the_fastest_or_nearly_so_on_hosts():
+    """Of exact sums on 2, 4 and 8 emulated hosts, by a link as those had."""
+    path = pathlib.Path(__file__).parents[1] / "benchmarks/cluster/sparcml.json"
+    found = {}
+    for row in json.loads(path.read_text())["rows"]:
+        name, _, algorithm = row["system"].partition(":")
+        if name == "sparcml" and algorithm and ":" not in algorithm:
+            cell = row["hosts"], row["params"], row["density"]
+            found.setdefault(cell, {})[algorithm] = row["seconds"]
+    assert len(found) == 9
+    for (hosts, size, density), seconds in found.items():
+        reducer = SparCML(*one_in(density, 512), link=Link(4e-4, 11.95e6))
+        ratio = seconds[reducer.algorithm_for(size, hosts)] / min(seconds.values())
+        assert ratio < (1.25 if density == 0.001 else 1.01), (hosts, density)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "dsar_split_allgather"])
+@pytest.mark.parametrize("factor", [None, 1.0])
+@pytest.mark.parametrize("k", [1, 4, 128])
+def test_the_others_never_receive_less(algorithm, factor, k):
+    """They do not wait for fewer messages either, so they need not be among the choices."""
+    size, workers = 512 * 40 + 7, 8
+    reducer = SparCML(k, algorithm=algorithm, union_factor=factor)
+    messages, received = reducer.traffic(size, workers)["split_allgather"]
+    moved = traced_bytes(reducer, size, workers)
+    assert moved.received >= received - 4 * (workers - 1)  # a count beside the entries
+    assert sum(c.count * rounds(c.op, c.group_size) for c in moved.collectives) >= messages

@@ -172,8 +172,8 @@ def test_autotune_times_states_that_go_on_and_gradients_that_differ():
     seen = set()
 
     def update(gradients, count, params=None):
-        mean = jax.lax.pmean(gradients["w"], "data")
-        apart = jax.lax.pmean(jnp.mean(jnp.square(gradients["w"] - mean)), "data")
+        mean = gradients["w"].mean(axis=0)  # a row for each worker
+        apart = jnp.mean(jnp.square(gradients["w"] - mean[None]))
         jax.debug.callback(lambda count, apart: seen.add((int(count), float(apart))), count, apart)
         return {"w": mean}, count + 1
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from at_density import reducer_at
 from jax.sharding import PartitionSpec as P
 from workers import mesh, some
 
@@ -17,7 +18,7 @@ from jaxsparse import traffic
 from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import OPTIONS, Options, RuleOption, StepOptions
 from jaxsparse.feedback.transformations import SystemOptions
-from jaxsparse.systems import SYSTEMS, choose
+from jaxsparse.systems import SYSTEMS
 from jaxsparse.systems.row import System
 
 ROWS = [
@@ -136,15 +137,13 @@ def test_the_reducer_exchanges_what_the_transformation_does(system, case):
 @systems
 @pytest.mark.parametrize("density", some([0.01, 0.1], [0.1]))
 def test_a_density_has_settings(system, density):
-    """From them `choose` makes a reducer that a planner can trace, and says how to write it."""
-    choice = jaxsparse.systems.choose(system.name, density, size=2000, workers=4)
-    reducer = choice.reducer(2000)
+    """From them comes a reducer that can be traced."""
+    reducer = reducer_at(system.name, density, 2000)
     mean = jax.eval_shape(
         lambda x: reducer(x, reducer.init(2000), axis_name=None).mean,
         jax.ShapeDtypeStruct((2000,), jnp.float32),
     )
     assert mean.shape == (2000,)
-    assert eval(choice.transformation, {"jaxsparse": jaxsparse})
 
 
 # Systems whose formulas have words, or depend on more than settings.
@@ -171,7 +170,7 @@ def formula(text, names):
 @systems
 def test_bytes_are_those_of_the_formula_that_users_read(system):
     size, workers, name = 2**20, 8, system.name
-    reducer = choose(name, 0.01, size=size, workers=workers).reducer(size)
+    reducer = reducer_at(name, 0.01, size)
     names = {"d": size, "W": workers, "k": round(0.01 * size)}
     quantizer = getattr(reducer, "quantizer", None)
     for field in ("bits", "group_size", "block_size"):

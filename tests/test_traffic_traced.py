@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from at_density import NAMES, reducer_at
 from jax import lax
 from jax.sharding import PartitionSpec
 from published_traffic import sparse_ring_traffic
@@ -14,8 +15,9 @@ from workers import mesh, some
 import jaxsparse
 from jaxsparse import data_parallel, shard, specs
 from jaxsparse.comm import wire
-from jaxsparse.planner.network import Link, Network, rounds
-from jaxsparse.systems import WITH_VARIANTS, SparCML, TopK, choose
+from jaxsparse.comm.links import Link, rounds
+from jaxsparse.planner import Moved
+from jaxsparse.systems import SparCML, TopK
 from jaxsparse.traffic import traced_bytes, wire_bytes
 
 SIZE = 3001
@@ -56,11 +58,10 @@ def summary(moved):
 USUAL = {"gtopk", "omni_reduce", "ok_topk"}  # all kinds of collectives, and branches
 
 
-@pytest.mark.parametrize("name", some(WITH_VARIANTS, USUAL))
+@pytest.mark.parametrize("name", some(NAMES, USUAL))
 @pytest.mark.parametrize("workers", some([3, 8], [3]))
 def test_equals_what_is_compiled(name, workers):
-    asked = {"size": SIZE, "workers": workers, "block_size": 16}
-    reducer = choose(name, 0.02, **asked).reducer(SIZE)
+    reducer = reducer_at(name, 0.02, SIZE, block_size=16)
     run, init = lambda x, state: reducer(x, state, axis_name="data"), lambda x: reducer.init(SIZE)
     shape = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
     moved = compiled(run, init, shape, workers)
@@ -83,7 +84,7 @@ def test_an_update_equals_what_is_compiled(name):
 
 
 def test_it_can_be_asked_within_an_exchange():
-    """It can be asked by code that shard_map or vmap traces, or that runs dry."""
+    """It can be asked by code that shard_map or vmap traces."""
     found = []
 
     def ask(x):
@@ -94,9 +95,7 @@ def test_it_can_be_asked_within_an_exchange():
         jnp.ones((3, 4))
     )
     jax.jit(jax.vmap(ask, axis_name="data")).lower(jnp.ones((3, 4)))
-    with wire.dry_run(5):
-        jax.jit(ask).lower(jnp.ones(4))
-    assert found == [traced_bytes(TopK(0.01), 1000, 16)] * 3
+    assert found == [traced_bytes(TopK(0.01), 1000, 16)] * 2
     assert found[0].payload == 80
 
 
@@ -213,8 +212,8 @@ def test_bad_settings(exchange, shapes, workers, error, match):
 
 
 def test_seconds_on_a_network():
-    moved = traced_bytes(TopK(0.1), 100, 4)
-    network = Network(Link(1.0, 1e3), all_gather=Link(2.0, 1e2))
-    assert network.seconds(moved) == pytest.approx(3 * 2.0 + moved.received / 1e2)
+    link, moved = Link(1.0, 1e3), traced_bytes(TopK(0.1), 100, 4)
+    assert Moved.counted(moved) == (3, moved.received)
     both = moved_by(lambda x: psum(x).sum() + psum(x[:1]).sum())
-    assert network.seconds(both) == pytest.approx(2 * rounds("all-reduce", 4) + both.received / 1e3)
+    seconds = link.seconds(*Moved.counted(both))
+    assert seconds == pytest.approx(2 * rounds("all-reduce", 4) + both.received / 1e3)

@@ -1,21 +1,27 @@
 """Cells of the tables, each of which is one measurement, and the reducers that they measure."""
 
 import dataclasses
+import importlib
 import itertools
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from jaxsparse.quantize import Format
 from jaxsparse.reducers.base import Budget
-from jaxsparse.systems import WITH_VARIANTS, Quantized, choose
+from jaxsparse.systems import Quantized
 from jaxsparse.systems.ok_topk import OkTopk
 from jaxsparse.systems.sketched_sgd import SketchedSGD
 from jaxsparse.systems.sparcml import SparCML
 from jaxsparse.systems.spardl import SparDL
 
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+at_density: Any = importlib.import_module("at_density")
+
 # Systems that make sense on dense gradients. sketched_sgd:40 is sketched_sgd at compression 40.
 EVERY = (
-    *(name for name in WITH_VARIANTS if name != "true_top_k"),
+    *(name for name in at_density.NAMES if name != "true_top_k"),
     "sketched_sgd:40",
 )
 # Systems of the research code in summary.PEERS, also with 4 bytes an entry.
@@ -35,7 +41,7 @@ class Cell(NamedTuple):
     """One measurement."""
 
     what: str  # "exchange" of one vector, or "step" of a training run
-    system: str  # a key of `systems.WITH_VARIANTS`, or one with settings after colons
+    system: str  # one of `at_density.NAMES`, or one with settings after colons
     params: int  # elements, or parameters of the model
     density: float
 
@@ -44,7 +50,7 @@ def budget(cell: Cell, workers: int) -> Budget:
     """The reducer of a cell, or the budget that makes the reducers of a whole tree.
 
     Programs are compiled before any rate is known, so `sparcml` without a setting runs the
-    algorithm that suits a `planner.Link()`, whatever the rate. Systems of `SPARCML` name one each.
+    algorithm that suits a `jaxsparse.Link()`. Systems of `SPARCML` name one each.
 
     Raises:
         ValueError: the system is unknown, or can't be used like this.
@@ -52,8 +58,8 @@ def budget(cell: Cell, workers: int) -> Budget:
     name, *settings = cell.system.split(":")
     if name == "sketched_sgd" and settings:
         return SketchedSGD(_number(cell, settings))
-    if name in WITH_VARIANTS:
-        usual = choose(name, cell.density, size=cell.params, workers=workers).budget
+    if name in at_density.NAMES:
+        usual = at_density.budget_at(name, cell.density, cell.params)
         if not settings:
             return usual
         if isinstance(usual, OkTopk):
@@ -111,7 +117,7 @@ def teams(workers: int) -> tuple[str, ...]:
 def is_fixed(system: str) -> bool:
     """Whether the system sends the same at all densities."""
     name, _, setting = system.partition(":")
-    return not WITH_VARIANTS[name].follows_density or (name == "sketched_sgd" and bool(setting))
+    return name in at_density.FIXED or (name == "sketched_sgd" and bool(setting))
 
 
 def grid(

@@ -7,7 +7,9 @@ and loaded by the others, from files that later runs find again.
 import contextlib
 import functools
 import hashlib
+import importlib
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +26,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxsparse
 from jaxsparse import traffic
-from jaxsparse.comm import wire
+
+sys.path.append(str(Path(__file__).parents[1]))
+dry_run: Any = importlib.import_module("alone").dry_run
 
 _BATCH, _INPUTS, _CLASSES = 8, 64, 10  # batch of a worker; inputs and classes of the trained model
 _MESH_AXIS = "data"
@@ -172,7 +176,7 @@ def _step(cell: Cell, mesh: Mesh, alone: bool) -> Program:
 
 
 def _sending(alone: bool, workers: int) -> contextlib.AbstractContextManager[None]:
-    return wire.dry_run(workers) if alone else contextlib.nullcontext()
+    return dry_run(workers) if alone else contextlib.nullcontext()
 
 
 def _of_all(

@@ -94,7 +94,7 @@ def flags() -> argparse.ArgumentParser:
         "end_to_end: trains a million parameters on digits (default: exchange)")  # fmt: skip
     add("--params", type=count, nargs="+", metavar="N", help="elements (default: 1M 16M; step: 1M)")
     add("--density", type=share, nargs="+", metavar="D", help="default: 0.01 0.001; step: 0.01")
-    add("--systems", nargs="+", metavar="SYSTEM", help="names of systems.WITH_VARIANTS, or "
+    add("--systems", nargs="+", metavar="SYSTEM", help="names of tests/at_density.py, or "
         "sketched_sgd:COMPRESSION, ok_topk:CAPACITY_FACTOR, quantized:FORMAT, "
         "sparcml:ALGORITHM[:BITS], spardl:TEAMS:GATHER (default: all)")  # fmt: skip
     add("--methods", nargs="+", default=["dense", "spardl", "sketched_sgd"], metavar="METHOD",

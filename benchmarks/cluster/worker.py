@@ -1,11 +1,11 @@
 """One rank of the cluster: measures all cells together with the others. `run.py` starts it."""
 
+import dataclasses
 import datetime
 import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class Bench:
         moved = (counters() - before - (repeats + 1) * self._barrier_bytes) / repeats
         return self.everyone(seconds).max(axis=0), self.everyone(moved)
 
-    def measure(self, cell: Cell, store: Store, network: planner.Network) -> dict[str, Any]:
+    def measure(self, cell: Cell, store: Store, link: planner.Link) -> dict[str, Any]:
         """Measures a cell. Returns its row."""
         others = Others(self.plan.root)
         made = program(cell, self.mesh, alone=False)
@@ -113,7 +113,7 @@ class Bench:
         alone = store.load(cell, True, self.mesh), program(cell, self.mesh, alone=True)
         computing, _ = self.time(*alone)
         middle = statistics.median(seconds.tolist())
-        usual = usual_seconds(loaded.moved, network)
+        usual = usual_seconds(loaded.moved, link)
         computed = statistics.median(computing.tolist())
         predicted = usual + computed
         sent, received = moved.max(axis=0)
@@ -129,11 +129,7 @@ class Bench:
             "predicted_seconds": predicted,
             "measured_over_predicted": middle / predicted,
             "collectives": loaded.moved.rounds,
-            "messages": sum(
-                c.count * planner.rounds(c.op, c.group_size)
-                for c in loaded.moved.collectives
-                if c.group_size > 1
-            ),
+            "messages": planner.Moved.counted(loaded.moved).messages,
             "received_bytes": loaded.moved.received,
             "interface_sent_bytes": float(sent),
             "interface_received_bytes": float(received),
@@ -170,13 +166,6 @@ def compile_all(cells: list[Cell], store: Store, mesh: Mesh) -> None:
     multihost_utils.sync_global_devices("compiled")
 
 
-def describe(network: planner.Network) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "network.json"
-        network.save(path)
-        return json.loads(path.read_text())
-
-
 def main() -> None:
     plan = Plan(**json.loads(Path(sys.argv[1]).read_text()))
     cells = [Cell(*each) for each in plan.cells]
@@ -186,14 +175,14 @@ def main() -> None:
     compile_all(cells, store, bench.mesh)
     # The largest sizes are such that the rate counts, and not the first burst.
     measured = planner.measure_network(bench.mesh, words=_WORDS, seconds=15.0)
-    network = fitted(measured, Rate(plan.rate))
+    link = fitted(measured, Rate(plan.rate))
     records = Records(Path(plan.results))
     if bench.is_first:
         size = {"hosts": bench.mesh.size, "rate": plan.rate}
-        records.add_network(size | describe(network))
-        print(f"permutation: {network.link}, sum: {network.of('all-reduce')}", flush=True)
+        records.add_network(size | dataclasses.asdict(link))
+        print(link, flush=True)
     for i, cell in enumerate(cells):
-        row = bench.measure(cell, store, network)
+        row = bench.measure(cell, store, link)
         if bench.is_first:
             records.add(row)
             print(

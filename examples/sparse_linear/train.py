@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     tasks = [Task(model, dataset, batches, args.lr) for model in dict.fromkeys(args.model)]
     entries, size = tasks[0].entries, tasks[0].size
-    link = jaxsparse.planner.Link(args.latency * 1e-6, args.bandwidth * 1e9 / 8)
+    link = jaxsparse.Link(args.latency * 1e-6, args.bandwidth * 1e9 / 8)
     best = ""
     if "auto" in args.exchange:
         best = fastest(batches.room, entries, size, args.workers, link)

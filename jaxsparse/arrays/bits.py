@@ -7,8 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, UInt32
 
-from jaxsparse.arrays.platforms import shaped_as
-
 __all__ = [
     "field_words",
     "float_bits",
@@ -77,12 +75,6 @@ def field_words(size: int, bits: int) -> int:
     return words(size * bits)
 
 
-def _packed(fields: Array, bits: int) -> Array:
-    words = field_words(fields.shape[-1], bits)
-    return jnp.zeros_like(fields, shape=(*fields.shape[:-1], words))
-
-
-@shaped_as(_packed)
 def pack_fields(fields: UInt32[Array, "*batch n"], bits: int) -> UInt32[Array, "*batch words"]:
     """Packs integers of a few bits end to end. The first takes the lowest bits of a word.
 
@@ -121,7 +113,6 @@ def pack_fields(fields: UInt32[Array, "*batch n"], bits: int) -> UInt32[Array, "
     return packed.reshape(*batch, -1)[..., : field_words(size, bits)]
 
 
-@shaped_as(lambda packed, bits, n: jnp.zeros_like(packed, shape=(*packed.shape[:-1], n)))
 def unpack_fields(
     packed: UInt32[Array, "*batch words"], bits: int, size: int
 ) -> UInt32[Array, "*batch n"]:

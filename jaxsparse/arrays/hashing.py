@@ -10,8 +10,6 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int, Integer, Key, UInt32
 
-from jaxsparse.arrays.platforms import shaped_as
-
 __all__ = ["as_uint32", "bounded", "combine", "keyed", "mix", "permute"]
 
 # 2**32 over the golden ratio: odd, and its multiples spread evenly over 32 bits.
@@ -20,7 +18,6 @@ _GOLDEN = 0x9E3779B9
 _ROUNDS = 6
 
 
-@shaped_as(lambda x: x)
 def mix(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     """Mixes the 32 bits of each element by a bijection: each input bit affects all output bits.
 
@@ -81,7 +78,6 @@ def keyed(
     return mix((index * np.uint32(_GOLDEN)) ^ key)
 
 
-@shaped_as(lambda h, n: h)
 def bounded(h: UInt32[Array, "*shape"], n: int) -> UInt32[Array, "*shape"]:
     """Maps a hash to 0 .. n - 1 as floor(h n / 2**32), with a bias below n / 2**32.
 

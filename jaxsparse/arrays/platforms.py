@@ -16,11 +16,9 @@ because they are reductions along rows and elementwise work. Loops with a turn f
 pass have one form, too.
 """
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +35,7 @@ __all__ = [
     "kth_largest",
     "laid_around",
     "magnitude_bits",
-    "only_shapes",
     "over_tiles",
-    "shaped_as",
     "stored",
     "to_bits",
     "zeros",
@@ -47,8 +43,6 @@ __all__ = [
 
 # A name in this module, so that tests and benchmarks can replace it to choose the form.
 platform_dependent = lax.platform_dependent
-
-_is_only_shapes: contextvars.ContextVar[bool] = contextvars.ContextVar("only_shapes", default=False)
 
 # Number of elements that are reduced at once, and number of rows that they are laid in. Larger and
 # smaller tiles are slower (measured at d = 2^24 on CPU). Rows fill registers: rows of other lengths
@@ -86,47 +80,9 @@ def by_platform(
         default: form for CPUs and everything else.
         gpu: form for GPUs.
     """
-    if _is_only_shapes.get():
-        return default(*operands)
     return platform_dependent(*operands, default=default, cuda=gpu, rocm=gpu)
 
 
-@contextlib.contextmanager
-def only_shapes() -> Iterator[None]:
-    """Inside it, programs are traced to count what they send, and must not run.
-
-    `by_platform` traces the form for CPUs alone, and a function with a form of `shaped_as` traces
-    this. JAX keeps traces of jitted functions by their mesh, so this mesh must be one that no other
-    program has.
-    """
-    token = _is_only_shapes.set(True)
-    try:
-        yield
-    finally:
-        _is_only_shapes.reset(token)
-
-
-def shaped_as(
-    form: Callable[..., Any],
-) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """A decorator of functions that send nothing. `only_shapes()` programs trace `form` instead.
-
-    What a program sends depends on the shapes of its arrays, not on their values. A form has the
-    function's arguments and returns results of the same types, replication types among them, in
-    fewer operations. Tracing all systems then takes a third of the time.
-    """
-
-    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        @functools.wraps(function)
-        def chosen(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-            return (form if _is_only_shapes.get() else function)(*args, **kwargs)
-
-        return chosen
-
-    return decorate
-
-
-@shaped_as(lambda size, tile, step, carry: carry)
 def over_tiles(
     size: int, tile: int, step: Callable[[Int[Array, ""], Carry, int], Carry], carry: Carry
 ) -> Carry:
@@ -150,7 +106,6 @@ def laid_around(start: Int[Array, "*tiles 1"], tile: int) -> Int[Array, "*tiles 
     return jnp.where(within < 0, within + tile, within)
 
 
-@shaped_as(lambda x: x)
 def stored(x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
     """`x` in memory, so that what reads it does not compute it anew for each of its elements.
 
@@ -242,7 +197,6 @@ def _tile(size: int) -> int:
     return size // -(-size // _TILE) // whole * whole
 
 
-@shaped_as(lambda x, k, *, bits, key=None: jnp.zeros_like(x, jnp.uint32, shape=()))
 def kth_largest(
     x: Shaped[Array, " n"], k: _Number, *, bits: int, key: Key = None
 ) -> UInt32[Array, ""]:

@@ -1,4 +1,4 @@
-"""Tables, times and calls as text."""
+"""Tables as text."""
 
 from collections.abc import Container, Sequence
 
@@ -21,18 +21,3 @@ def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def milliseconds(seconds: float, digits: int = 2) -> str:
-    """A time in milliseconds, without the unit."""
-    return f"{1e3 * seconds:,.{digits}f}"
-
-
-def with_options(call: str, options: Sequence[str]) -> str:
-    """A call as Python, with more arguments.
-
-    >>> with_options("jaxsparse.dense()", ["delay=1"]), with_options("f(2)", ["delay=1"])
-    ('jaxsparse.dense(delay=1)', 'f(2, delay=1)')
-    """
-    name, _, given = call[:-1].partition("(")
-    return f"{name}({', '.join([given, *options] if given else options)})"

@@ -11,7 +11,7 @@ set, which few programs do. So the collectives refuse float64 with an error.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +59,6 @@ class SparseStream(NamedTuple):
     def capacity(self) -> int:
         """Number of slots, k."""
         return self.indices.shape[0]
-
-
-def shaped_stream(x: Num[Array, " d"], k: int, *_: Any) -> SparseStream:
-    """A stream of k slots with the types of a selection of `x`; see `platforms.shaped_as`."""
-    return SparseStream(jnp.zeros_like(x, jnp.int32, shape=(k,)), jnp.zeros_like(x, shape=(k,)))
 
 
 def from_dense(x: Num[Array, " d"], indices: Int[Array, " k"]) -> SparseStream:

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Num, UInt32
 
-from jaxsparse.arrays.platforms import zeros
-from jaxsparse.arrays.stream import SparseStream, shaped_stream
+from jaxsparse.arrays.stream import SparseStream
 
 
 @runtime_checkable
@@ -46,20 +45,6 @@ class Codec(Protocol):
     def is_local(self) -> bool:
         """Whether `rounded` depends on nothing but an entry's own value."""
         ...
-
-
-def shaped_message(codec: Codec, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
-    """A message with the types of `encode`; see `platforms.shaped_as`."""
-    words = codec.words(stream.capacity, size)
-    return zeros((words,), jnp.uint32, (stream.indices, stream.values))
-
-
-def shaped_entries(
-    codec: Codec, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
-) -> SparseStream:
-    """A stream with the types of `decode`; see `platforms.shaped_as`."""
-    del codec, size
-    return shaped_stream(jnp.zeros_like(message, dtype), capacity)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,10 +17,9 @@ from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
 from jaxsparse import quantize
 from jaxsparse.arrays.bits import field_words, pack_fields, unpack_fields, words
-from jaxsparse.arrays.platforms import shaped_as, zeros
+from jaxsparse.arrays.platforms import zeros
 from jaxsparse.arrays.settings import static_int
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.codecs.codec import shaped_entries, shaped_message
 from jaxsparse.codecs.ranges import sorter
 from jaxsparse.select.compaction import running_sum
 
@@ -89,7 +88,6 @@ class EliasFano:
         indices = words(layout.bitmap) + field_words(capacity, layout.low)
         return indices + self._values.words(capacity)
 
-    @shaped_as(shaped_message)
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
         """The message."""
         self.check(stream.values.dtype)
@@ -107,7 +105,6 @@ class EliasFano:
             [bitmap, pack_fields(low, layout.low), self._values.encode(values, count)]
         )
 
-    @shaped_as(shaped_entries)
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
@@ -124,7 +121,6 @@ class EliasFano:
         values = self._values.decode(message[values_at:], capacity).astype(dtype)
         return SparseStream(indices, jnp.where(is_entry, values, jnp.zeros_like(values)))
 
-    @shaped_as(lambda codec, stream, size: stream.values)
     def rounded(self, stream: SparseStream, size: int) -> Num[Array, " capacity"]:
         """See `Codec`. It decodes what it encodes, so that sender and receivers agree."""
         if self.is_exact:

@@ -7,9 +7,7 @@ from jaxtyping import Array, DTypeLike, Int, Num, UInt32
 
 from jaxsparse.arrays.bits import float_bits, from_float_bits
 from jaxsparse.arrays.magnitude import rounded
-from jaxsparse.arrays.platforms import shaped_as
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.codecs.codec import shaped_entries, shaped_message
 from jaxsparse.codecs.ranges import sorter
 
 # Entries in a range of this many elements have equal upper bits of their indices.
@@ -51,7 +49,6 @@ class Packed:
         """One word a slot, and one a range if there are several ranges."""
         return capacity + _header(size)
 
-    @shaped_as(shaped_message)
     def encode(self, stream: SparseStream, size: int) -> UInt32[Array, " words"]:
         """The message. An empty slot is the word 0, a value of +0 that changes no sum."""
         self.check(stream.values.dtype)
@@ -65,7 +62,6 @@ class Packed:
         words = (low << jnp.uint32(16)) | float_bits(rounded(values, self.dtype), self.dtype)
         return jnp.concatenate([ends, jnp.where(indices < size, words, jnp.uint32(0))])
 
-    @shaped_as(shaped_entries)
     def decode(
         self, message: UInt32[Array, " words"], capacity: int, size: int, dtype: DTypeLike
     ) -> SparseStream:
@@ -81,7 +77,6 @@ class Packed:
         indices = jnp.where(words == 0, size, indices)  # an empty slot, even one behind all ranges
         return SparseStream(indices, from_float_bits(words, self.dtype).astype(dtype))
 
-    @shaped_as(lambda codec, stream, size: stream.values)
     def rounded(self, stream: SparseStream, size: int) -> Num[Array, " capacity"]:
         """See `Codec`. Values that are not finite stay: clipped, they would look like sums."""
         del size

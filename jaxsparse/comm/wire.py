@@ -6,10 +6,8 @@ algorithm is written once. `axis_name=None` means a single worker: each function
 result for one worker and sends nothing.
 """
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -19,29 +17,6 @@ from jaxtyping import Array, Bool, Int
 from jaxsparse.comm import compat
 
 T = TypeVar("T")
-
-
-_alone: contextvars.ContextVar[int | None] = contextvars.ContextVar("jaxsparse_alone", default=None)
-
-
-@contextlib.contextmanager
-def dry_run(workers: int | None) -> Iterator[None]:
-    """Inside it, traced programs compute as the first of `workers` workers, and send nothing.
-
-    This worker's own messages replace those that would arrive, as if all workers held the same
-    data. So one device can time the computations of an exchange for any number of workers. The axis
-    need not be bound. `workers=None` inside a dry run sends again.
-    """
-    token = _alone.set(workers)
-    try:
-        yield
-    finally:
-        _alone.reset(token)
-
-
-def _stand_in(x: Array) -> Array:
-    # Without the barrier XLA would optimise across the exchange, and remove work on either side.
-    return jax.lax.optimization_barrier(x)
 
 
 def axis_size(axis_name: str | None) -> int:
@@ -57,8 +32,6 @@ def axis_size(axis_name: str | None) -> int:
             f"axis_name={axis_name!r} is not supported: give one axis name as a string, that of "
             "the workers. Other axes of the mesh need no naming"
         )
-    if (workers := _alone.get()) is not None:
-        return workers
     try:
         return jax.lax.axis_size(axis_name)
     except NameError:
@@ -90,11 +63,11 @@ def axis_index(axis_name: str | None) -> Int[Array, ""]:
     """This worker's rank along `axis_name`, int32."""
     if axis_name is None:
         return jnp.int32(0)
-    return _stand_in(jnp.int32(0)) if _alone.get() else jax.lax.axis_index(axis_name)
+    return jax.lax.axis_index(axis_name)
 
 
 def _in_shard_map(axis_name: str) -> bool:
-    return _alone.get() is None and axis_name in jax.sharding.get_abstract_mesh().manual_axes
+    return axis_name in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def tracks_replication(axis_name: str | None) -> bool:
@@ -134,7 +107,7 @@ def replicated(x: Array, axis_name: str | None) -> Array:
 
     It moves no data, and nothing checks the claim. A value that differs makes replicas drift apart.
     """
-    if axis_name is None or _alone.get():
+    if axis_name is None:
         return x
     if not _in_shard_map(axis_name):
         # Under vmap a replicated value is an unbatched one, and only a collective makes those.
@@ -152,9 +125,6 @@ def psum(x: Array, axis_name: str | tuple[str, ...] | None) -> Array:
     """
     if axis_name is None or axis_name == ():
         return x
-    if workers := _alone.get():
-        axes = 1 if isinstance(axis_name, str) else len(axis_name)
-        return _stand_in(x) * jnp.asarray(workers**axes, x.dtype)
     return jax.lax.psum(x, axis_name)
 
 
@@ -162,8 +132,6 @@ def pmax(x: Array, axis_name: str | None) -> Array:
     """Maximum over workers, replicated."""
     if axis_name is None:
         return x
-    if _alone.get():
-        return _stand_in(x)
     return jax.lax.pmax(x, axis_name)
 
 
@@ -224,8 +192,6 @@ def all_gather(x: Array, axis_name: str | None) -> Array:
     """Every worker's `x`, stacked in order of rank: shape (W, *x.shape), replicated."""
     if axis_name is None:
         return x[None]
-    if workers := _alone.get():
-        return _stand_in(jnp.broadcast_to(x, (workers, *x.shape)))
     gathered = _from_bits(jax.lax.all_gather(_as_bits(x), axis_name), x.dtype)
     if tracks_replication(axis_name):
         return compat.claim_replicated(gathered, axis_name)
@@ -239,8 +205,6 @@ def permute(x: Array, axis_name: str | None, pairs: Sequence[tuple[int, int]]) -
         return x if 0 in destinations else jnp.zeros_like(x)
     if not pairs:
         return jnp.zeros_like(x)
-    if _alone.get():
-        return _stand_in(x) if 0 in destinations else jnp.zeros_like(x)
     bits = _as_bits(x)
     if _in_shard_map(axis_name):
         return _from_bits(jax.lax.ppermute(bits, axis_name, list(pairs)), x.dtype)
@@ -258,8 +222,6 @@ def all_to_all(x: Array, axis_name: str | None) -> Array:
     """Sends row j of `x` to worker j. Row i of the result is from worker i. Shape (W, ...)."""
     if axis_name is None:
         return x
-    if _alone.get():
-        return _stand_in(jnp.broadcast_to(x[:1], x.shape))
     if not _in_shard_map(axis_name):
         # JAX fails on an array that vmap holds once for all workers, as in a scan's first round.
         x = jnp.where(axis_index(axis_name) >= 0, x, jnp.zeros_like(x))
@@ -271,8 +233,6 @@ def reduce_scatter(x: Array, axis_name: str | None) -> Array:
     """Worker j receives the sum over workers of row j of `x`: shape x.shape[1:]."""
     if axis_name is None:
         return x[0]
-    if workers := _alone.get():
-        return _stand_in(x[0]) * jnp.asarray(workers, x.dtype)
     return jax.lax.psum_scatter(x, axis_name, scatter_dimension=0, tiled=False)
 
 

@@ -1,45 +1,23 @@
-"""Measures networks and devices, predicts exchanges, and chooses a system for a model."""
+"""Says what compression gains and costs: leave your trainer as it is, or take this recipe."""
 
-from jaxsparse.planner.algorithms import choose_algorithm as choose_algorithm
-from jaxsparse.planner.computing import (
-    profile_systems as profile_systems,
-    profile_tensors as profile_tensors,
-    time_exchange as time_exchange,
+from jaxsparse.comm.links import Link as Link, rounds as rounds
+from jaxsparse.planner.measuring import (
+    Autotuned as Autotuned,
+    autotune as autotune,
+    fit_link as fit_link,
+    interleaved as interleaved,
+    measure_network as measure_network,
 )
-from jaxsparse.planner.forecasts import (
+from jaxsparse.planner.planning import (
     Forecast as Forecast,
-    RecipePlan as RecipePlan,
-    plan_recipes as plan_recipes,
-)
-from jaxsparse.planner.islands import (
-    IslandRound as IslandRound,
-    IslandsPlan as IslandsPlan,
-    plan_islands as plan_islands,
-)
-from jaxsparse.planner.links import fit_link as fit_link, measure_network as measure_network
-from jaxsparse.planner.losses import Loss as Loss
-from jaxsparse.planner.network import (
-    Link as Link,
-    Network as Network,
-    Timing as Timing,
-    rounds as rounds,
-)
-from jaxsparse.planner.planning import plan as plan
-from jaxsparse.planner.plans import (
+    Moved as Moved,
     Plan as Plan,
-    Prediction as Prediction,
+    exchange_seconds as exchange_seconds,
+    plan as plan,
 )
-from jaxsparse.planner.profiles import (
-    Floor as Floor,
-    SystemPoint as SystemPoint,
-    SystemProfile as SystemProfile,
-)
-from jaxsparse.planner.recipes import Recipe as Recipe
+from jaxsparse.planner.recipes import RECIPES as RECIPES, Cost as Cost, Recipe as Recipe
 from jaxsparse.planner.tensors import (
-    TensorPoint as TensorPoint,
-    TensorProfile as TensorProfile,
     TensorSelection as TensorSelection,
-    TensorTimes as TensorTimes,
     select_tensors as select_tensors,
+    time_codec as time_codec,
 )
-from jaxsparse.planner.trials import Autotuned as Autotuned, autotune as autotune

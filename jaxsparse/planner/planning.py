@@ -1,364 +1,315 @@
-"""Predicts which system is fastest for a model on a network, or whether dense is.
+"""One recipe for a run, or none: what a trainer gains, what that costs, and how to write it.
 
-The network's seconds come from a model, the device's from a profile.
+Seconds are those of the alpha-beta model, and of passes over a device's memory. Bytes are read from
+traced programs. Costs were measured (`planner.recipes`).
 """
 
 import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxsparse.arrays import layout as layouts
-from jaxsparse.arrays.printing import with_options
-from jaxsparse.arrays.settings import check_density, static_count, static_float
-from jaxsparse.planner.algorithms import choose_algorithm
-from jaxsparse.planner.computing import check_shapes, measured_as
-from jaxsparse.planner.network import Link, Network
-from jaxsparse.planner.plans import Plan, Prediction
-from jaxsparse.planner.profiles import SystemProfile
-from jaxsparse.reducers.base import Budget, Reducer, SeededReducer
-from jaxsparse.systems import WITH_VARIANTS, Choice, Dense, SparCML, choose
+from jaxsparse.arrays import layout
+from jaxsparse.arrays.settings import static_count, static_float
+from jaxsparse.comm.links import Link, rounds
+from jaxsparse.planner.recipes import (
+    DENSE,
+    EXCHANGES,
+    MEASURED,
+    RECIPES,
+    Cost,
+    Recipe,
+    island_options,
+)
 from jaxsparse.traffic import WireBytes, traced_bytes
-from jaxsparse.traffic.report import merged, scaled
 
-# Indices are int32, so longer vectors travel in buckets, of which a program can have only so many.
+# What an NVIDIA H100 reads and writes in a donated x * 2, in bytes a second.
+MEMORY_BANDWIDTH = 2.856e12
+# What takes more than this share of the hours is not worth the change. Among recipes that take this
+# many times the hours of the fastest, the cost decides.
+_MUCH_FASTER, _ABOUT_AS_FAST = 0.9, 1.05
+# Indices are int32, so longer vectors travel in buckets.
 _LONGEST, _BUCKET, _MOST = 2**31 - 1, 2**30, 2**44
+# An island's requests besides messages, one after the other: two looks for a decision with a list
+# between them, one more look or the decision, and a look whether the others are ahead. It looks
+# each `poll` seconds.
+_REQUESTS, _POLL = 5, 0.2
 
-# What takes more than this share of dense's time is not worth the change.
-MUCH_FASTER = 0.9
+
+class Moved(NamedTuple):
+    """What an exchange moves."""
+
+    messages: int  # that a worker waits for, one after the other
+    received: float  # bytes that it receives
+
+    @classmethod
+    def counted(cls, moved: WireBytes) -> "Moved":
+        """What a program's collectives move, one after the other."""
+        waits = sum(c.count * rounds(c.op, c.group_size) for c in moved.collectives)
+        return cls(waits, moved.received)
+
+
+def exchange_seconds(
+    moved: Moved, link: Link, *, passed: float = 0.0, memory_bandwidth: float = MEMORY_BANDWIDTH
+) -> float:
+    """Seconds of an exchange, for any number of local steps before it.
+
+    Args:
+        moved: messages and bytes.
+        link: the link of a worker.
+        passed: bytes that the device reads and writes.
+        memory_bandwidth: bytes that it reads and writes in a second.
+
+    >>> exchange_seconds(Moved(2, 16), Link(0.25, 8.0), passed=4.0, memory_bandwidth=8.0)
+    3.0
+    """
+    return link.seconds(*moved) + passed / memory_bandwidth
+
+
+@functools.lru_cache(maxsize=256)
+def moved_by(
+    exchange: str, size: int, dense_size: int, workers: int, *, islands: bool = False
+) -> Moved:
+    """What one exchange moves.
+
+    An island sends a message, which the store must have before others read it, and reads those of
+    the others, one after the other.
+
+    Args:
+        exchange: a key of `EXCHANGES`.
+        size: number of elements that may be compressed.
+        dense_size: number of elements of vectors and small leaves, which travel dense.
+        workers: number of workers, or of islands.
+        islands: whether messages go through a store.
+    """
+    count = 1 if size <= _LONGEST else -(-size // _BUCKET)
+    shapes = {"w": (1, -(-size // count)), "b": (-(-dense_size // count),)}
+    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    if not islands:
+        moved = traced_bytes(EXCHANGES[exchange].transformation(), tree, workers)
+        waits, received = Moved.counted(moved)
+        return Moved(count * waits, count * received)
+    # Of two, one receives a message of the other.
+    options = {name: value for name, (_, value) in island_options(exchange).items()}
+    tx = EXCHANGES[exchange].transformation(**{**options, "axis_name": "data"})
+    message = count * traced_bytes(tx, tree, 2).received
+    return Moved(workers + _REQUESTS, workers * message)
+
+
+class Forecast(NamedTuple):
+    """A run by one recipe. Bytes and seconds of a step are means."""
+
+    recipe: Recipe
+    received: float  # bytes that a device receives in a step
+    exchange: float  # seconds of an exchange
+    step: float  # seconds of a step
+    hours: float  # of the whole run
+    cost: Cost
+    overlap: int = 0  # steps of an island beside an exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The answer of `plan`. It prints as text.
+
+    Attributes:
+        best: the recipe to take. None: leave your trainer as it is, or, of islands, no recipe costs
+            so little.
+        program: `best` as Python.
+        dense: dense gradients.
+        forecasts: of all recipes of the optimizer, the fastest first.
+        given: what was asked, in words.
+        answer: what to do, in words.
+    """
+
+    best: Forecast | None
+    program: str
+    dense: Forecast
+    forecasts: tuple[Forecast, ...]
+    given: str
+    answer: str
+
+    @property
+    def speedup(self) -> float:
+        """Hours of dense gradients over those of `best`."""
+        return 1.0 if self.best is None else self.dense.hours / self.best.hours
+
+    def __str__(self) -> str:
+        lines = [self.given, f"dense gradients: {_told(self.dense)}"]
+        if self.best is None:
+            return "\n".join([*lines, self.answer])
+        lines += [f"{self.best.recipe}: {_told(self.best)}", self.answer, "", self.program, ""]
+        return "\n".join([*lines, f"The cost was measured on {MEASURED}."])
 
 
 def plan(
     params: Any,
     workers: int,
+    link: Link,
+    step_seconds: float,
     *,
-    network: Network | Link,
-    density: float = 0.01,
-    profile: SystemProfile | str | None = None,
-    memory_bandwidth: float | None = None,
-    step_seconds: float = 0.0,
-    local_steps: int = 1,
-    is_dense: layouts.IsDense | None = None,
-    systems: Sequence[str] | None = None,
-    on_system: Callable[[str], object] = lambda name: None,
+    islands: bool = False,
+    steps: int = 100_000,
+    optimizer: str = "adamw",
+    nats: float = 0.1,
+    dtype: str = "float32",
+    memory_bandwidth: float = MEMORY_BANDWIDTH,
 ) -> Plan:
-    """Predicts the time of a step's exchange with dense all-reduce and with every system.
+    """Answers "leave your trainer as it is", or one recipe, with its hours, bytes and cost.
 
-    The alpha-beta model gives network times. It gets the collectives from the traced program, which
-    includes dense leaves and the flag of finite gradients. Computing times are interpolated between
-    measured ones. A system without measured times is not predicted and not chosen. Compressed
-    leaves travel as one vector, or in buckets of at most 2**30 elements if there are 2**31 or more,
-    which int32 can't index. The times are those of usual steps, without Ok-Topk's extra work in one
-    of 32. SparDL has one team: what more teams send depends on how much their entries
-    overlap, so `jaxsparse.planner.autotune` finds a number of teams by timing. The plan does not
-    predict contention, stragglers or accuracy.
+    Of recipes that take a tenth less time than dense gradients and cost at most `nats`, it takes
+    the fastest, or one that takes up to 5 % longer and costs less. A step takes `step_seconds` and
+    its share of an exchange: rounds times latency, plus received bytes over bandwidth, plus passes
+    over memory. Nothing overlaps but an island's exchange, beside which it goes on.
+
+    An island's exchange goes through a store. With N islands, messages of m bytes, latency L and
+    bandwidth B it takes N (L + m / B) + 5 L, and islands look at the store every 0.2 s. Failures,
+    joining and snapshots are not in it.
+
+    Costs were measured on a small model, in a short run. They tell recipes apart, and are no
+    prediction for yours.
 
     Args:
-        params: a tree of arrays or `jax.ShapeDtypeStruct`s like the gradients, or the number of
-            elements of one matrix.
-        workers: number of workers, W.
-        network: a measured `Network` (`jaxsparse.planner.measure_network`, `Network.load`), or a
-            `Link` with latency in seconds and bandwidth in bytes a second.
-        density: share of the compressed elements that a step delivers, in (0, 1]. See
-            `jaxsparse.systems.choose` for each system's settings.
-        profile: computing times of the device, or the name of a profile that the library contains
-            (`SystemProfile.shipped`): "h100" or "cpu". None: "cpu".
-        memory_bandwidth: memory bandwidth of the device in bytes a second. The profile is scaled to
-            it, as if all times were passes over memory. This is a rough extrapolation from a CPU's
-            times to a GPU's.
-        step_seconds: time of forward and backward pass, which no system changes.
-        local_steps: number of steps from one exchange to the next, H. More than 1 plans for
-            `jaxsparse.LocalSteps`, which exchanges displacements. Speedups are then still over a
-            dense exchange of gradients in each step.
-        is_dense: function of a leaf's key path and shape: whether the leaf travels dense in any
-            case. By default vectors, scalars and leaves below 1024 elements do.
-        systems: systems to predict and to choose from, keys of `jaxsparse.systems.WITH_VARIANTS`.
-            Dense is always included. None: all, but a system with a caveat is not chosen.
-        on_system: called with the name of each system before it is predicted, for progress.
-
-    Returns:
-        The predictions and the fastest system, or dense if that saves less than a tenth of the
-        time. They print as a table.
+        params: a tree of arrays or of `jax.ShapeDtypeStruct`s, or their number of elements. Vectors
+            and leaves below 1,024 elements travel dense.
+        workers: number of workers, W: of what exchanges as one, such as a host with its GPUs.
+        link: latency and bandwidth of a worker (`jaxsparse.planner.measure_network`). Of an island,
+            those to the store.
+        step_seconds: seconds of a step without its exchange, by this optimizer.
+        islands: whether workers are islands (`jaxsparse.islands`), which meet in a store.
+        steps: steps of the run.
+        optimizer: "adamw" or "muon".
+        nats: what the recipe may cost at most, with its standard deviation over seeds, above dense
+            gradients by the same optimizer.
+        dtype: "float32" or "bfloat16", in which the trainer exchanges gradients now.
+        memory_bandwidth: bytes that a device reads and writes in a second. An H100's by default.
 
     Raises:
-        ValueError: settings out of range, an unknown system, or see `jaxsparse.layout.plan`.
+        ValueError: an argument is out of range.
 
     Example:
-        >>> from jaxsparse.planner import Link
-        >>> slow = plan(10**7, 8, network=Link(50e-6, 12.5e6), systems=["spardl"])
-        >>> slow.best, slow.transformation
-        ('spardl', 'jaxsparse.spardl(0.01)')
-        >>> fast = plan(10**7, 8, network=Link(1e-6, 1e12), systems=["spardl"])
-        >>> fast.best
-        'dense'
+        >>> slow = plan(10**7, 8, Link(50e-6, 1.25e6), step_seconds=0.1)
+        >>> str(slow.best.recipe), slow.speedup > 5
+        ('local 3, int4', True)
+        >>> fast = plan(10**7, 8, Link(1e-6, 1e12), step_seconds=0.1)
+        >>> fast.answer
+        'Leave your trainer as it is.'
     """
-    names = _names(systems)
-    step_seconds = static_float("step_seconds", step_seconds)
-    if not 0 <= step_seconds < math.inf:
-        raise ValueError(f"step_seconds={step_seconds} must be finite and at least 0")
-    local_steps = static_count("local_steps", local_steps)
-    predictor = Predictor.of(
-        params,
-        workers,
-        network=network,
-        density=density,
-        profile=profile,
-        memory_bandwidth=memory_bandwidth,
-        is_dense=is_dense,
+    workers, steps = static_count("workers", workers), static_count("steps", steps)
+    if workers < 2:
+        raise ValueError("workers=1 exchanges nothing: leave your trainer as it is")
+    if not isinstance(link, Link):
+        raise ValueError(
+            f"link={link!r} must be a jaxsparse.Link(latency=..., bandwidth=...), in seconds and "
+            "bytes a second"
+        )
+    for name, value in (("step_seconds", step_seconds), ("memory_bandwidth", memory_bandwidth)):
+        if not 0 < static_float(name, value) < math.inf:
+            raise ValueError(f"{name}={value} must be above 0 and finite")
+    if not static_float("nats", nats) >= 0:
+        raise ValueError(f"nats={nats} must be at least 0")
+    for name, asked, known in (
+        ("optimizer", optimizer, ("adamw", "muon")),
+        ("dtype", dtype, ("float32", "bfloat16")),
+    ):
+        if asked not in known:
+            raise ValueError(f"{name}={asked!r} is unknown: use one of {', '.join(known)}")
+    size, dense_size = _elements(params)
+
+    def forecast(recipe: Recipe, islands: bool, share: float = 1.0) -> Forecast:
+        moved = moved_by(recipe.exchange, size, dense_size, workers, islands=islands)
+        moved = moved._replace(received=share * moved.received)
+        passed = 8 * EXCHANGES[recipe.exchange].passes * (size + dense_size)
+        seconds = exchange_seconds(moved, link, passed=passed, memory_bandwidth=memory_bandwidth)
+        others, overlap = (workers - 1) / workers, 0
+        if islands:  # its own message is sent, and all but one look in vain
+            moved = moved._replace(received=others * moved.received)
+            seconds += others * _POLL
+            overlap = min(recipe.every - 1, math.ceil(seconds / step_seconds))
+        turns = recipe.exchanges(steps) / steps
+        step = step_seconds + turns * max(0.0, seconds - overlap * step_seconds)
+        cost, hours = recipe.costs[optimizer], steps * step / 3600
+        return Forecast(recipe, turns * moved.received, seconds, step, hours, cost, overlap)
+
+    dense = forecast(DENSE, False, 0.5 if dtype == "bfloat16" else 1.0)
+    found = sorted(
+        (
+            forecast(recipe, islands)
+            for recipe in RECIPES
+            if optimizer in recipe.costs
+            and (recipe.is_for_islands or not islands)
+            and (size or recipe.exchange == "dense")  # or all leaves travel dense
+        ),
+        key=lambda f: (f.hours, f.cost.nats),
     )
-    dense = predictor.dense()
-    found, left_out = [dense], []
-    for name in names:
-        on_system(name)
-        try:
-            found.append(
-                predictor.one(name, "" if systems is not None else WITH_VARIANTS[name].caveat)
+    most = math.inf if islands else _MUCH_FASTER * dense.hours
+    cheap = [f for f in found if f.cost.most <= nats and f.hours <= most]
+    near = [f for f in cheap if f.hours <= _ABOUT_AS_FAST * cheap[0].hours]
+    best = min(near, key=lambda f: f.cost.nats, default=None)
+    program, answer = "", "Leave your trainer as it is."
+    if best is not None:
+        speedup = f"{dense.hours / best.hours:.3g} times as fast"
+        answer = f"{speedup}, and it costs {best.cost} above dense {optimizer}"
+        if islands:
+            program = best.recipe.on_islands(
+                optimizer, _settings(best, link, workers, step_seconds)
             )
-        except ValueError as error:
-            left_out.append((name, str(error)))
-    # Sorting is stable, so only faster systems come before dense.
-    found.sort(key=lambda prediction: prediction.exchange)
-    best = next(prediction for prediction in found if not prediction.caveat)
-    step = lambda prediction: step_seconds + prediction.exchange / local_steps
-    if step(best) > MUCH_FASTER * step(dense):
-        best = dense
-    return Plan(
-        predictions=tuple(found),
-        best=best.system,
-        left_out=tuple(left_out),
-        elements=predictor.size + predictor.dense_size,
-        dense_elements=predictor.dense_size,
-        workers=predictor.workers,
-        density=density,
-        step_seconds=step_seconds,
-        local_steps=local_steps,
-        conditions=predictor.conditions,
+        else:
+            options = [f"bucket_size={_BUCKET}"] if size > _LONGEST else []
+            program = best.recipe.written(optimizer, steps, *options)
+    elif islands:
+        least = min(f.cost.most for f in found)
+        answer = (
+            f"No recipe of {optimizer} for islands costs {nats:g} nats or less with its spread. "
+            f"The least is {least:.3f}."
+        )
+    given = (
+        f"{size + dense_size:,} parameters, {workers} {'islands' if islands else 'workers'}, "
+        f"{8e-9 * link.bandwidth:g} Gbit/s, {1e3 * link.latency:g} ms, {steps:,} steps of "
+        f"{step_seconds:g} s by {optimizer}"
     )
+    return Plan(best, program, dense, tuple(found), given, answer)
 
 
-def _names(systems: Sequence[str] | None) -> list[str]:
-    """The names without dense, which is always predicted."""
-    names = list(WITH_VARIANTS) if systems is None else list(dict.fromkeys(systems))
-    for name in names:
-        if name not in WITH_VARIANTS:
-            raise ValueError(
-                f"systems has {name!r}, which is unknown: use {', '.join(WITH_VARIANTS)}"
-            )
-    return [name for name in names if name != "dense"]
+def _settings(best: Forecast, link: Link, islands: int, step_seconds: float) -> dict[str, Any]:
+    """What islands need besides the recipe."""
+    every = best.recipe.every
+    message = best.received * every / (islands - 1)
+    return {
+        "overlap": best.overlap,
+        # To send a message, and what islands of one speed differ by.
+        "grace": float(math.ceil(link.seconds(1, message) + every * step_seconds / 10 + 1)),
+        # Of two, one goes on alone. Of more, one waits for another.
+        "quorum": 2 if islands > 2 else 1,
+    }
 
 
-def _elements(params: Any, is_dense: layouts.IsDense | None) -> tuple[int, int]:
-    """The number of elements that may be compressed, and of those that travel dense.
-
-    Raises:
-        ValueError: params are neither a number of elements nor a tree of arrays.
-    """
-    if isinstance(params, numbers.Number):  # the elements of one matrix
-        params = {"params": jax.ShapeDtypeStruct((1, static_count("params", params)), jnp.float32)}
+def _elements(params: Any) -> tuple[int, int]:
+    """The number of elements that may be compressed, and of those that travel dense."""
     if isinstance(params, str):
         raise ValueError(
             f"params={params!r} must be a number of elements, or a tree of arrays or "
             "jax.ShapeDtypeStructs"
         )
-    rule = layouts.small_or_vector if is_dense is None else is_dense
-    totals = [0, 0]
-    for path, shape in layouts.named_leaves(params):
-        if size := math.prod(shape):
-            totals[bool(rule(path, shape))] += size
+    if isinstance(params, numbers.Number):  # the elements of one matrix
+        totals = [static_count("params", params), 0]
+    else:
+        totals = [0, 0]
+        for path, shape in layout.named_leaves(params):
+            totals[layout.small_or_vector(path, shape)] += math.prod(shape)
+    if not 0 < sum(totals) <= _MOST:
+        raise ValueError(f"params have {sum(totals):,} elements: plan 1 to {_MOST:,}")
     return totals[0], totals[1]
 
 
-def _network(given: Any) -> Network:
-    if isinstance(given, Link):
-        return Network(given)
-    if not isinstance(given, Network):
-        raise ValueError(
-            f"network={given!r} must be a Network (jaxsparse.planner.measure_network, "
-            "Network.load) or a Link(latency=..., bandwidth=...) in seconds and bytes a second"
-        )
-    return given
-
-
-def _profile(given: SystemProfile | str | None, memory_bandwidth: float | None) -> SystemProfile:
-    named = "cpu" if given is None else given
-    profile = SystemProfile.shipped(named) if isinstance(named, str) else named
-    if not isinstance(profile, SystemProfile):
-        raise ValueError(
-            f"profile={given!r} must be a SystemProfile, 'cpu' or 'h100': measure one by "
-            "jaxsparse.planner.profile_systems(), or SystemProfile.load a saved one"
-        )
-    return profile if memory_bandwidth is None else profile.scaled(memory_bandwidth)
-
-
-def _described(network: Network) -> str:
-    link = network.link
-    text = f"network: latency {1e6 * link.latency:g} us, {8e-9 * link.bandwidth:g} Gbit/s"
-    return text if network.device == "unknown" else f"{text}; measured: {network.device}"
-
-
-@functools.lru_cache(maxsize=1024)
-def _moved(reducer: Reducer, size: int, workers: int) -> WireBytes:
-    """The bytes that a reducer moves, cached because tracing one takes up to 0.1 s."""
-    return traced_bytes(reducer, size, workers)
-
-
-@functools.lru_cache(maxsize=1024)
-def _buckets(
-    budget: Budget, size: int, dense_size: int, limit: int | None
-) -> tuple[Reducer, int, int]:
-    """The reducer of a bucket, its number of elements, and the number of buckets.
-
-    Their sizes differ by less than twice the budget's alignment, and totals are divided as evenly.
-    So all count as the first, which is the largest: to trace two sizes would take twice as long.
-    """
-    sizes = layouts.plan(
-        jax.ShapeDtypeStruct((size,), jnp.float32),
-        is_dense=lambda path, shape: False,
-        bucket_size=limit,
-        alignment=budget.alignment,
-    ).bucket_sizes
-    return _unseeded(budget.split(sizes, dense_size)[0]), sizes[0], len(sizes)
-
-
-class Predictor(NamedTuple):
-    """Predictions of the exchange of one tree."""
-
-    network: Network
-    workers: int
-    profile: SystemProfile
-    density: float
-    size: int  # number of elements that may be compressed
-    dense_size: int  # number of elements that travel dense
-    bucket_size: int | None
-    options: Sequence[str]  # Python code of options that all transformations take
-    conditions: tuple[str, ...]  # the assumptions, a line each
-
-    @classmethod
-    def of(
-        cls,
-        params: Any,
-        workers: int,
-        *,
-        network: Network | Link,
-        density: float = 0.01,
-        profile: SystemProfile | str | None = None,
-        memory_bandwidth: float | None = None,
-        is_dense: layouts.IsDense | None = None,
-    ) -> "Predictor":
-        """The arguments and errors are those of `plan`."""
-        workers = static_count("workers", workers)
-        check_density(density)
-        size, dense_size = _elements(params, is_dense)
-        if size > _MOST:
-            raise ValueError(
-                f"params have {size:,} elements to compress, which take {-(-size // _BUCKET):,} "
-                f"buckets: plan at most {_MOST:,} elements"
-            )
-        options = [] if is_dense is None else ["is_dense=is_dense"]
-        if size > _LONGEST:
-            options.append(f"bucket_size={_BUCKET}")
-        known = _network(network)
-        computing = _profile(profile, memory_bandwidth)
-        conditions = [_described(known), f"computing: {computing}"]
-        if profile is None:
-            hint = "measured on the library's machine: measure yours by python -m jaxsparse profile"
-            bandwidth = ", take profile 'h100', or give its memory bandwidth"
-            others = "" if memory_bandwidth else bandwidth
-            conditions.append(f"  {hint}{others}")
-        found = cls(
-            network=known,
-            workers=workers,
-            profile=computing,
-            density=density,
-            size=size,
-            dense_size=dense_size,
-            bucket_size=_BUCKET if size > _LONGEST else None,
-            options=options,
-            conditions=tuple(conditions),
-        )
-        if math.isinf(found.dense().exchange):
-            raise ValueError(f"network={network} takes for ever: give less latency, more bandwidth")
-        return found
-
-    def dense(self) -> Prediction:
-        """The prediction for all leaves in one dense message."""
-        size = self.size + self.dense_size
-        moved = self._dense_message(size)
-        return self._prediction("dense", moved, self._dense_computing(size), "jaxsparse.dense()")
-
-    def one(self, name: str, caveat: str) -> Prediction:
-        """The prediction for one system, for all leaves that may be compressed.
-
-        Raises:
-            ValueError: there is none, or the system can't meet the density or was not measured.
-        """
-        if not self.size:
-            raise ValueError("no leaf may be compressed: see is_dense")
-        return self.exchange(self._choice(name), name, self.density, caveat)
-
-    def exchange(self, choice: Choice, name: str, density: float, caveat: str = "") -> Prediction:
-        """The prediction for a system with these settings.
-
-        Args:
-            choice: the system and its settings.
-            name: the system's name in profiles.
-            density: share of the elements that it delivers.
-            caveat: see `Prediction`.
-
-        Raises:
-            ValueError: the system can't be predicted or was not measured.
-        """
-        check_shapes(choice.budget)
-        reducer, part, count = self._buckets(choice.budget)
-        measured = measured_as(name, reducer, part, self.workers)
-        if measured not in self.profile.systems:
-            raise ValueError("no measured profile")
-        computing = self.profile.seconds(measured, self.size, self.workers, density)
-        computing += self._dense_computing(self.dense_size)
-        written = with_options(choice.transformation, self.options)
-        compressed = scaled(_moved(reducer, part, self.workers), count)
-        moved = merged([self._dense_message(self.dense_size), compressed])
-        return self._prediction(name, moved, computing, written, caveat)
-
-    def _choice(self, name: str) -> Choice:
-        """The system's settings for the density, with SparCML's algorithm for this network."""
-        choice = choose(
-            name, self.density, size=self.size, workers=self.workers, dense_size=self.dense_size
-        )
-        if not isinstance(choice.budget, SparCML):
-            return choice
-        _, part, _ = self._buckets(choice.budget)
-        algorithm = choose_algorithm(
-            choice.budget, part, self.workers, network=self.network, profile=self.profile
-        )
-        return choice._replace(settings={**choice.settings, "algorithm": algorithm})
-
-    def _buckets(self, budget: Budget) -> tuple[Reducer, int, int]:
-        limit = None if isinstance(budget, Dense) else self.bucket_size
-        return _buckets(budget, self.size, self.dense_size, limit)
-
-    def _dense_message(self, size: int) -> WireBytes:
-        """The bytes of dense elements and of the flag of finite gradients, in one message.
-
-        It is never cut into buckets, because it needs no indices.
-        """
-        return _moved(Dense(), size + 1, self.workers)
-
-    def _dense_computing(self, size: int) -> float:
-        return self.profile.seconds("dense", size, self.workers, 1.0) if size > 1 else 0.0
-
-    def _prediction(
-        self, name: str, moved: WireBytes, computing: float, written: str, caveat: str = ""
-    ) -> Prediction:
-        usual = moved.usual
-        seconds = self.network.seconds(usual)
-        return Prediction(name, usual.rounds, usual.received, seconds, computing, written, caveat)
-
-
-def _unseeded(reducer: Reducer) -> Reducer:
-    return dataclasses.replace(reducer, seed=0) if isinstance(reducer, SeededReducer) else reducer
+def _told(forecast: Forecast) -> str:
+    power = min(3, max(0, int(math.log10(max(forecast.received, 1)) // 3)))
+    received = f"{forecast.received / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
+    return (
+        f"a device receives {received} and takes {forecast.step:.3g} s in a step, "
+        f"{forecast.hours:,.1f} hours in all"
+    )

@@ -27,7 +27,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8, UInt32
 
 from jaxsparse.arrays.magnitude import largest_magnitude
-from jaxsparse.arrays.platforms import shaped_as, to_bits
+from jaxsparse.arrays.platforms import to_bits
 from jaxsparse.quantize.quantizer import repeated
 
 __all__ = ["BASES", "LEVELS", "decoded", "encoded"]
@@ -46,12 +46,6 @@ _UNITS = 2.0**20
 _MAGIC = 2.0**23
 
 
-def _shapes(groups: Array, name: str, count: Array) -> tuple[Array, Array]:
-    levels = jnp.zeros_like(groups, jnp.float32, (LEVELS[name], len(groups)))
-    return jnp.zeros_like(groups, jnp.uint8), levels
-
-
-@shaped_as(_shapes)
 def encoded(
     groups: Float[Array, "groups values"], name: str, count: Int[Array, ""]
 ) -> tuple[UInt8[Array, "groups values"], Float[Array, "levels groups"]]:

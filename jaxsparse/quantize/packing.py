@@ -8,7 +8,6 @@ from jax import lax
 from jaxtyping import Array, Int, UInt8, UInt32
 
 from jaxsparse.arrays.bits import field_words, pack_fields
-from jaxsparse.arrays.platforms import shaped_as
 from jaxsparse.arrays.settings import check_size, static_int
 
 __all__ = ["check_bits", "digit_words", "pack", "pack_digits", "unpack", "unpack_digits"]
@@ -89,9 +88,6 @@ def digit_words(size: int, base: int) -> int:
     return words if words < _MANY else -(-words // _LANES) * _LANES
 
 
-@shaped_as(
-    lambda digits, base, size: jnp.zeros_like(digits, jnp.uint32, (digit_words(size, base),))
-)
 def pack_digits(digits: UInt8[Array, "..."], base: int, size: int) -> UInt32[Array, " words"]:
     """Packs digits, as many in a word as fit. Digit j of word w is element j * words + w.
 
@@ -128,7 +124,6 @@ def pack_digits(digits: UInt8[Array, "..."], base: int, size: int) -> UInt32[Arr
     return _fraction_of_trits(number) if base == 3 else number
 
 
-@shaped_as(lambda words, base, size: jnp.zeros_like(words, jnp.uint8, (size,)))
 def unpack_digits(words: UInt32[Array, " words"], base: int, size: int) -> UInt8[Array, " size"]:
     """The digits that `pack_digits` packed: uint8[size].
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int, Shaped, UInt32
 
-from jaxsparse.arrays.platforms import Key, by_platform, shaped_as
+from jaxsparse.arrays.platforms import Key, by_platform
 from jaxsparse.arrays.settings import check_vector, static_int
 
 __all__ = ["compact", "compact_ranked", "first_of_ranges", "running_sum"]
@@ -64,7 +64,6 @@ def _compact(mask: Bool[Array, " n"], capacity: int) -> Int[Array, " capacity"]:
     return compact_ranked(mask, lambda mask, rank: mask, 1, capacity)
 
 
-@shaped_as(lambda x, mask, ranks, capacity, **_: jnp.zeros_like(x, jnp.int32, shape=(capacity,)))
 def compact_ranked(
     x: Shaped[Array, " n"],
     mask: Callable[[Array, Int[Array, ""] | int], Bool[Array, " n"]],

@@ -20,7 +20,6 @@ from jaxsparse.arrays.platforms import (
     kth_largest,
     laid_around,
     over_tiles,
-    shaped_as,
     zeros,
 )
 from jaxsparse.arrays.settings import check_k, check_seed, check_vector
@@ -117,7 +116,6 @@ class Values(NamedTuple):
         return cls(of_tile, anywhere)
 
 
-@shaped_as(lambda values, size, tile, k, *, seed, like: zeros((k,), jnp.int32, (*like, seed)))
 def streaming_top_k(
     values: Values,
     size: int,

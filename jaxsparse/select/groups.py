@@ -9,9 +9,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Int32
 
-from jaxsparse.arrays.platforms import by_digits, shaped_as
+from jaxsparse.arrays.platforms import by_digits
 from jaxsparse.arrays.settings import check_k, check_vector, static_int
-from jaxsparse.arrays.stream import SparseStream, shaped_stream
+from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.select.compaction import compact, compact_rows
 
 __all__ = ["group_top_k"]
@@ -91,7 +91,6 @@ def most_entries(size: int, k: int, group_size: int, parts: int) -> int:
     return int(np.max(np.minimum(k, first) + k * whole + np.minimum(k, last)))
 
 
-@shaped_as(lambda x, k, group_size: shaped_stream(x, count_entries(x.size, k, group_size)))
 @functools.partial(jax.jit, static_argnames=("k", "group_size"))
 def _group_top_k(x: Float[Array, " d"], k: int, group_size: int) -> SparseStream:
     rest = x.size % group_size

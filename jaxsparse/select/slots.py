@@ -19,9 +19,9 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Integer, UInt32
 
 from jaxsparse.arrays.hashing import as_uint32, bounded, combine, keyed
-from jaxsparse.arrays.platforms import by_platform, shaped_as, zeros
+from jaxsparse.arrays.platforms import by_platform, zeros
 from jaxsparse.arrays.settings import check_seed, check_slots, check_vector, static_int
-from jaxsparse.arrays.stream import SparseStream, from_dense, shaped_stream
+from jaxsparse.arrays.stream import SparseStream, from_dense
 from jaxsparse.select.compaction import compact
 
 __all__ = ["Extraction", "counted_hash_extract", "hash_extract", "hash_slots"]
@@ -149,11 +149,6 @@ def hash_slots(
     return bounded(keyed(as_uint32(indices), combine(check_seed(seed))), slots).astype(jnp.int32)
 
 
-def _shaped(x: Array, threshold: Array, slots: int, seed: Array, *, room: int) -> Extraction:
-    return Extraction(shaped_stream(x, slots), jnp.zeros_like(x, jnp.int32, shape=()))
-
-
-@shaped_as(_shaped)
 @functools.partial(jax.jit, static_argnames=("slots", "room"))
 def _hash_extract(
     x: Float[Array, " d"],

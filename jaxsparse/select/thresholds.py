@@ -16,7 +16,6 @@ from jaxsparse.arrays.platforms import (
     folded,
     kth_largest,
     magnitude_bits,
-    shaped_as,
     to_bits,
     zeros,
 )
@@ -99,7 +98,6 @@ def check_samples(samples: int) -> int:
     return samples
 
 
-@shaped_as(lambda x, *_: jnp.zeros_like(x, jnp.float32, shape=()))
 @functools.partial(jax.jit, static_argnames=("k", "samples"))
 def _sampled_threshold(
     x: Float[Array, " d"], k: int, samples: int, seed: UInt32[Array, ""]

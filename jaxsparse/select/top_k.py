@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer, UInt32
 
-from jaxsparse.arrays.platforms import magnitude_bits, shaped_as, to_bits, zeros
+from jaxsparse.arrays.platforms import magnitude_bits, to_bits, zeros
 from jaxsparse.arrays.settings import check_k, check_seed, check_vector
-from jaxsparse.arrays.stream import SparseStream, from_dense, shaped_stream
+from jaxsparse.arrays.stream import SparseStream, from_dense
 from jaxsparse.select.compaction import first_of_ranges
 from jaxsparse.select.thresholds import (
     DEFAULT_PASSES,
@@ -142,7 +142,6 @@ def threshold_top_k(
     return _threshold_top_k(x, k, sampled_threshold(x, aim, seed=seed))
 
 
-@shaped_as(shaped_stream)
 @functools.partial(jax.jit, static_argnames="k")
 def _threshold_top_k(x: Float[Array, " d"], k: int, threshold: Float[Array, ""]) -> SparseStream:
     def candidates(threshold: Array, is_exact: Array) -> tuple[Array, Array]:
@@ -195,7 +194,6 @@ def sampled_else_exact(
     return jax.lax.while_loop(is_open, search, start).indices
 
 
-@shaped_as(shaped_stream)
 @functools.partial(jax.jit, static_argnames="k")
 def _largest_reaching(x: Float[Array, " d"], k: int, threshold: Float[Array, ""]) -> SparseStream:
     return _largest_of(from_dense(x, _reaching(x, k, to_bits(threshold))), k)
@@ -251,7 +249,6 @@ def bisection_top_k(x: Float[Array, " d"], k: int, *, passes: int = DEFAULT_PASS
     return _bisection_top_k(x, k, check_passes(passes))
 
 
-@shaped_as(shaped_stream)
 @functools.partial(jax.jit, static_argnames=("k", "passes"))
 def _bisection_top_k(x: Float[Array, " d"], k: int, passes: int) -> SparseStream:
     low, high = bisection(x, k, passes)

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jaxtyping import Float, Integer, UInt32
 
 from jaxsparse.arrays.magnitude import scaled
-from jaxsparse.arrays.platforms import by_platform, over_tiles, shaped_as, zeros
+from jaxsparse.arrays.platforms import by_platform, over_tiles, zeros
 from jaxsparse.arrays.settings import check_seed, check_size
 from jaxsparse.sketch.tiles import (
     Seed,
@@ -210,7 +210,6 @@ def decode_at(
     return _decode_at(table, spec, indices, check_seed(spec.seed if seed is None else seed))
 
 
-@shaped_as(lambda table, spec, indices, seed: zeros(indices.shape, jnp.float32, (table, indices)))
 @functools.partial(jax.jit, static_argnames="spec")
 def _decode_at(
     table: Float[Array, "rows cols"],

@@ -1,10 +1,9 @@
 """The table of systems. Each has one file with its reducer, its transformation and its row.
 
-The planner, the benchmarks, the contract test and the docs all read `SYSTEMS`. A new system is one
+The benchmarks, the contract test and the docs all read `SYSTEMS`. A new system is one
 file, and here its import, its row and its name.
 """
 
-from jaxsparse.arrays.settings import check_density, static_int
 from jaxsparse.systems.chunked_top_k import (
     CHUNKED_TOP_K,
     ChunkedTopK as ChunkedTopK,
@@ -28,12 +27,7 @@ from jaxsparse.systems.quantized import (
     quantized,
 )
 from jaxsparse.systems.random_k import RANDOM_K, RandomK as RandomK, random_k
-from jaxsparse.systems.row import (
-    Case as Case,
-    Choice as Choice,
-    Request as Request,
-    System as System,
-)
+from jaxsparse.systems.row import Case as Case, System as System
 from jaxsparse.systems.s2_reducer import S2 as S2, S2_REDUCER, s2_reducer
 from jaxsparse.systems.sign_sgd import SIGN_SGD, sign_sgd
 from jaxsparse.systems.sketched_sgd import (
@@ -80,11 +74,6 @@ SYSTEMS: dict[str, System] = {
     )
 }
 
-# The systems, each followed by its variants, such as "spardl_packed". The planner ranks these.
-WITH_VARIANTS: dict[str, System] = {
-    name: row for system in SYSTEMS.values() for name, row in system.with_variants()
-}
-
 # The transformations, which `jaxsparse` exports, too.
 __all__ = [
     "chunked_top_k",
@@ -110,63 +99,3 @@ __all__ = [
     "top_k",
     "true_top_k",
 ]
-
-
-def choose(
-    name: str,
-    density: float,
-    *,
-    size: int,
-    workers: int,
-    touched: float | None = None,
-    block_size: int = 256,
-    dense_size: int = 0,
-) -> Choice:
-    """Chooses settings that deliver about `density * size` elements of the mean in a step.
-
-    Other settings are the defaults. `sketched_sgd` delivers that many coordinates and psums four
-    times as many words, or eight times below a density of 1/40. `sparcml` takes k of each group of
-    512, or one of larger groups. `dense`, `qsgd` (4 bits), `quantized` (8 bits) and `sign_sgd`
-    deliver everything at any density. A name that ends in "_packed" has 4-byte entries.
-
-    Args:
-        name: a key of `WITH_VARIANTS`.
-        density: share of the elements that a step delivers, in (0, 1].
-        size: number of elements of the vector.
-        workers: number of workers.
-        touched: share of the blocks that are not zero on one worker, in (0, 1], for gradients that
-            are zero in most blocks. Systems of blocks then send these blocks. Systems whose
-            workers share the room make room for `workers` times as many. None: gradients are
-            dense, and systems of blocks select.
-        block_size: number of elements in a block, such as the width of an embedding.
-        dense_size: number of elements of leaves that travel dense beside the vector. The
-            compression of `sketched_sgd` counts them.
-
-    Returns:
-        The system and its settings, which can write themselves as Python.
-
-    Raises:
-        ValueError: no such system, settings out of range, or the system can't meet them.
-
-    Example:
-        >>> choose("sketched_sgd", 0.01, size=10**6, workers=8).transformation
-        'jaxsparse.sketched_sgd(12.5, rows=3)'
-        >>> choose("sparcml", 0.01, size=10**6, workers=8).transformation
-        'jaxsparse.sparcml(5)'
-    """
-    if name not in WITH_VARIANTS:
-        raise ValueError(f"system {name!r} is unknown: use one of {', '.join(WITH_VARIANTS)}")
-    check_density(density)
-    size, workers = static_int("size", size), static_int("workers", workers)
-    dense_size = static_int("dense_size", dense_size)
-    for setting, value, least in (
-        ("size", size, 1),
-        ("workers", workers, 1),
-        ("dense_size", dense_size, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{setting}={value} must be at least {least}")
-    request = Request(density, size, workers, touched, block_size, dense_size)
-    choice = Choice(WITH_VARIANTS[name], WITH_VARIANTS[name].settings(request))
-    _ = choice.budget  # raises where the settings are out of range
-    return choice

@@ -12,7 +12,7 @@ from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, Sums
 from jaxsparse.reducers.entries import conservation_of, decode_entries, encode_entries
 from jaxsparse.select.groups import count_entries
-from jaxsparse.systems.row import Case, Request, Settings, System, one_in
+from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +92,6 @@ class _ChunkedTopK(SystemOptions, ChunkedTopK):
 chunked_top_k = transformation(_ChunkedTopK, "chunked_top_k")
 
 
-def _settings(request: Request) -> Settings:
-    k, chunk_size = one_in(request.density, 4096)
-    return {"k": k} if chunk_size == 4096 else {"k": k, "chunk_size": chunk_size}
-
-
 CHUNKED_TOP_K = System(
     chunked_top_k,
     summary="[SparseLoCo](https://arxiv.org/abs/2508.15706)'s exchange: k of every 4096 elements, "
@@ -105,5 +100,4 @@ CHUNKED_TOP_K = System(
     cases={
         "": Case({"k": 2, "chunk_size": 64}, {"k": 64, "chunk_size": 64, "value_bits": 32}),
     },
-    settings=_settings,
 )

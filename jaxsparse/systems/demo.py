@@ -20,7 +20,7 @@ from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.select.groups import count_entries
-from jaxsparse.systems.row import Case, Request, Settings, System
+from jaxsparse.systems.row import Case, System
 
 ValueBits = Literal[2, 4, 8, 16, 32]
 
@@ -264,13 +264,6 @@ class _DeMo(SystemOptions, DeMo):
 demo = transformation(_DeMo, "demo")
 
 
-def _settings(request: Request) -> Settings:
-    """The k of tiles of 64 x 64, or 1 of larger tiles."""
-    if request.density * 64**2 >= 1:
-        return {"k": round(request.density * 64**2)}
-    return {"k": 1, "chunk": min(_LARGEST_CHUNK, round(request.density**-0.5))}
-
-
 DEMO = System(
     demo,
     summary="[DeMo](https://arxiv.org/abs/2411.19870): momenta of the workers' own, whose largest "
@@ -279,6 +272,4 @@ DEMO = System(
     cases={
         "": Case({"k": 2, "chunk": 8}, {"k": 64, "chunk": 8, "value_bits": 32}),
     },
-    settings=_settings,
-    caveat="delivers the mean's momentum, for a signed step: not comparable by density",
 )

@@ -71,6 +71,4 @@ DENSE = System(
     summary="exact mean by all-reduce",
     received="8 d (W-1)/W",
     cases={"": Case({}, {})},
-    settings=lambda request: {},
-    follows_density=False,
 )

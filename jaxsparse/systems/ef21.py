@@ -19,7 +19,7 @@ from jaxsparse.feedback import ErrorFeedbackState
 from jaxsparse.feedback.options import check_momentum, part, skipped_update, transformation
 from jaxsparse.feedback.transformations import ErrorFeedback
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.systems.row import Case, Request, Settings, System
+from jaxsparse.systems.row import Case, System
 from jaxsparse.systems.top_k import TopK
 
 
@@ -229,10 +229,6 @@ def _start(params: Any, feedback: ErrorFeedbackState, rows: meshes.Rows) -> EF21
     return EF21State(feedback, marked, treedef.unflatten(estimates), steps)
 
 
-def _settings(request: Request) -> Settings:
-    return {"reducer": TopK(request.density)}
-
-
 EF21_SGDM = System(
     ef21_sgdm,
     summary="[EF21-SGDM](https://arxiv.org/abs/2305.15155): differences of momenta and their "
@@ -245,7 +241,5 @@ EF21_SGDM = System(
             {"reducer": TopK(1.0, codec=codecs.Packed())},
         ),
     },
-    settings=_settings,
     law="differences",
-    caveat="its momenta and estimates take passes and memory that the prediction does not count",
 )

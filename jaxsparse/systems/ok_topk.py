@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jaxsparse import codecs
 from jaxsparse.arrays.settings import Count, check_size, entries, static_float
 from jaxsparse.arrays.stream import add_to
 from jaxsparse.collectives.ok_topk import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
@@ -123,5 +122,4 @@ OK_TOPK = System(
     "regions",
     received="24 C (W-1), C = 2 k/W",
     cases={"": Case({"density": 0.03}, {"density": 1.0})},
-    variants={"packed": {"codec": codecs.Packed()}},
 )

@@ -22,7 +22,7 @@ from jaxsparse.reducers.blocks import (
     union_capacity,
 )
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.row import Case, System, block_settings
+from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,4 @@ OMNI_REDUCE = System(
             {"block_size": 8, "union_density": 0.1}, {"block_size": 8, "union_density": 1.0}
         ),
     },
-    settings=lambda request: block_settings(request, "union_density"),
-    is_of_blocks=True,
-    caveat="selects whole blocks, which of dense gradients keep less than as many elements",
 )

@@ -23,7 +23,7 @@ from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Kept, Reducer, SeededReducer, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.row import Case, Request, Settings, System
+from jaxsparse.systems.row import Case, System
 
 Iteration = Literal["alternating", "full"]
 # A factor of a pair: 0 is left and has a matrix's rows, 1 is right and has its columns. (P and Q in
@@ -328,11 +328,6 @@ class _PowerSGD(SystemOptions, PowerSGD):
 powersgd = transformation(_PowerSGD, "powersgd")
 
 
-def _settings(request: Request) -> Settings:
-    """The rank that sends this share of a square matrix."""
-    return {"rank": max(1, round(request.density * math.sqrt(request.size)))}
-
-
 POWERSGD = System(
     powersgd,
     summary="[PowerSGD](https://arxiv.org/abs/1905.13727): factors of low rank of each matrix",
@@ -341,6 +336,4 @@ POWERSGD = System(
         "": Case({"rank": 1}, {"rank": 601}),
         "full": Case({"rank": 1, "iteration": "full"}, {"rank": 601, "iteration": "full"}),
     },
-    settings=_settings,
-    caveat="what it delivers depends on how low the rank of gradients is",
 )

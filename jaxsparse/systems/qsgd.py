@@ -71,6 +71,4 @@ QSGD = System(
             {"bits": 8, "group_size": 64, "rounding": "nearest"},
         ),
     },
-    settings=lambda request: {"bits": 4},
-    follows_density=False,
 )

@@ -183,6 +183,4 @@ QUANTIZED = System(
         "gathered": Case(_GATHERED, _GATHERED),
         "ternary": Case(_TERNARY, _TERNARY),
     },
-    settings=lambda request: {},
-    follows_density=False,
 )

@@ -165,5 +165,4 @@ RANDOM_K = System(
             {"density": 0.3, "reducer": TopK(0.1)}, {"density": 1.0, "reducer": TopK(1.0)}
         ),
     },
-    caveat="selects blindly: give decay=0 and a rate of its own",
 )

@@ -28,7 +28,7 @@ from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
 from jaxsparse.sketch.tiles import SketchSpec
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.omni_reduce import OmniReduce
-from jaxsparse.systems.row import Case, System, block_settings
+from jaxsparse.systems.row import Case, System
 
 
 class Plan(NamedTuple):
@@ -235,6 +235,4 @@ S2_REDUCER = System(
             {"density": None, "block_size": 8, "union_density": 1.0, "sketch_ratio": 1.0},
         )
     },
-    settings=lambda request: block_settings(request, "union_density"),
-    caveat="delivers noisy estimates, and selects whole blocks",
 )

@@ -46,6 +46,4 @@ SIGN_SGD = System(
     summary="[EF-signSGD](https://arxiv.org/abs/1901.09847): one bit a value",
     received="d (W-1)/W (1/4 + 8/group_size)",
     cases={"": Case({"group_size": 64}, {"group_size": 64})},
-    settings=lambda request: {},
-    follows_density=False,
 )

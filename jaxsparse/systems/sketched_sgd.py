@@ -24,7 +24,7 @@ from jaxsparse.reducers.base import (
     keep_rest,
 )
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.row import Case, Request, Settings, System
+from jaxsparse.systems.row import Case, System
 
 # Share of the words that go to candidates of "top_k". The table takes the rest. 0.5 and 0.75 differ
 # little, and 0.25 is worse, as in the paper (|S| / Pk of 0.35 to 1.7 in section 5.3; more did
@@ -283,23 +283,6 @@ class _SketchedSGD(SystemOptions, SketchedSGD):
 sketched_sgd = transformation(_SketchedSGD, "sketched_sgd")
 
 
-def _settings(request: Request) -> Settings:
-    # Candidates take half of the words, P for each delivered coordinate. One row where that makes
-    # no more compression than one row is good for, and otherwise three.
-    rows = 1 if 4 * request.density * _ONE_ROW >= 1 else 3
-    words = 2 * (rows + 1) * request.density * request.size
-    if words >= request.size:
-        raise ValueError(
-            f"density={request.density:g} with {rows + 1} candidates for each coordinate, and as "
-            "many words of sketch, takes no fewer words than the vector: ask for less than "
-            f"{1 / (2 * (rows + 1))}"
-        )
-    # Dense leaves count in both. The digits are rounded so that users can copy them.
-    dense_size = request.dense_size
-    compression = float(f"{(request.size + dense_size) / (words + dense_size):.8g}")
-    return {"compression": compression, "rows": rows}
-
-
 SKETCHED_SGD = System(
     sketched_sgd,
     summary="[Sketched-SGD](https://arxiv.org/abs/1903.04488): count sketch, then the exact values "
@@ -313,5 +296,4 @@ SKETCHED_SGD = System(
             {"k": 601, "cols": 601, "selection": "heavymix"},
         ),
     },
-    settings=_settings,
 )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxsparse import codecs, quantize, select
 from jaxsparse.arrays.settings import Stages, check_size, current, static_float
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.collectives.messages import AllReduced
+from jaxsparse.collectives.messages import AllReduced, MessageFormat
 from jaxsparse.collectives.sparcml import (
     all_gather_sum,
     dsar_split_allgather,
@@ -21,12 +21,13 @@ from jaxsparse.collectives.sparcml import (
     split_allgather,
 )
 from jaxsparse.comm import wire
+from jaxsparse.comm.links import Link, rounds
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Kept, SeededReducer, Sums, keep_streams
 from jaxsparse.reducers.entries import conservation_of
 from jaxsparse.select.groups import count_entries, most_entries
-from jaxsparse.systems.row import Case, Request, Settings, System, one_in
+from jaxsparse.systems.row import Case, System
 
 Algorithm = Literal[
     "auto",
@@ -36,14 +37,10 @@ Algorithm = Literal[
     "all_gather",
     "ring",
 ]
-# "auto" chooses from these, the simplest first. A ring receives no less than "split_allgather", and
-# waits for as many messages.
-ALGORITHMS: tuple[Algorithm, ...] = (
-    "all_gather",
-    "recursive_double",
-    "split_allgather",
-    "dsar_split_allgather",
-)
+# "auto" chooses from these, the simplest first. The others receive no less than "split_allgather",
+# whose sums are dense where that is shorter, and wait for as many messages.
+ALGORITHMS: tuple[Algorithm, ...] = ("all_gather", "recursive_double", "split_allgather")
+_LINK = Link()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +57,8 @@ class SparCML(SeededReducer):
         k: number of entries of each group that a worker sends, or a warm-up (`jaxsparse.Stages`).
         group_size: number of consecutive elements in a group.
         algorithm: the all-reduce: "recursive_double", "split_allgather" (both SSAR),
-            "dsar_split_allgather", "all_gather" or "ring". "auto" takes the one that the planner
-            predicts to be the fastest on `link` (see `jaxsparse.planner.choose_algorithm`), or
-            "dsar_split_allgather" where `bits` require it.
+            "dsar_split_allgather", "all_gather" or "ring". "auto" takes the fastest one on `link`
+            (see `algorithm_for`), or "dsar_split_allgather" where `bits` require it.
         bits: number of bits of a sum in the dense second half of "dsar_split_allgather", quantised
             by QSGD: 2, 4 or 8. None: nothing is quantised.
         bits_group_size: number of consecutive sums that share a scale under `bits`: the paper's
@@ -75,7 +71,7 @@ class SparCML(SeededReducer):
             if workers select elements at random: it is the expected number of different elements
             (appendix B), and four standard deviations more. Sums without room, the smallest, stay
             in the owner's residual and are counted. None: room for all.
-        link: the network for the choice of "auto". None: `jaxsparse.planner.Link()`.
+        link: latency and bandwidth for the choice of "auto". The default is 10 Gbit/s and 50 us.
         codec: wire format of sparse messages. `codecs.EliasFano()` sends some 11 bits an entry,
             with algorithm="all_gather"; `EliasFano(value_bits=16)` or 32 goes with all.
         seed: seed of stochastic rounding.
@@ -95,10 +91,15 @@ class SparCML(SeededReducer):
     scale: Literal["max", "l2"] = "max"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     union_factor: float | None = 1.0
-    link: Any = None
+    link: Link = _LINK
     codec: codecs.Codec = codecs.COO
 
     def check(self) -> None:
+        if not isinstance(self.link, Link):
+            raise ValueError(
+                f"link={self.link!r} must be a jaxsparse.Link(latency=..., bandwidth=...), in "
+                "seconds and bytes a second"
+            )
         if not 1 <= current(self.k) <= self.group_size:
             raise ValueError(f"k={self.k} must lie between 1 and group_size={self.group_size}")
         codecs.check_codec(self.codec)
@@ -148,7 +149,8 @@ class SparCML(SeededReducer):
             key = jax.random.fold_in(jax.random.key(self.seed), state)
             state = state + jnp.uint32(1)
         workers = wire.axis_size(axis_name)
-        result = self.all_reduce(self._algorithm(x.size, workers), stream, x.size, axis_name, key)
+        algorithm = self.algorithm_for(x.size, workers)
+        result = self.all_reduce(algorithm, stream, x.size, axis_name, key)
         return keep_streams(x, stream, result, state)
 
     @property
@@ -162,11 +164,49 @@ class SparCML(SeededReducer):
             return None
         return quantize.QSGD(self.bits, self.bits_group_size, self.scale)
 
-    def _algorithm(self, size: int, workers: int) -> Algorithm:
-        # Imported late, because the planner imports all systems, and only its users need it.
-        from jaxsparse.planner.algorithms import choose_algorithm
+    def algorithm_for(self, size: int, workers: int) -> Algorithm:
+        """The all-reduce of vectors of `size` elements: the one set, or the fastest on the link.
 
-        return choose_algorithm(self, size, workers)
+        By the paper's model, rounds * alpha + words * beta (section 5.3). A later algorithm of
+        `ALGORITHMS` computes more, so it must take a tenth less time than the ones before it.
+        """
+        if self.algorithm != "auto":
+            return self.algorithm
+        if self.bits is not None:
+            return "dsar_split_allgather"
+        if workers == 1:  # which sends nothing
+            return "all_gather"
+        traffic = self.traffic(size, workers)
+        seconds = {name: self.link.seconds(*traffic[name]) for name in ALGORITHMS}
+        best = ALGORITHMS[0]
+        for name in ALGORITHMS[1:]:
+            if seconds[name] < 0.9 * seconds[best]:
+                best = name
+        return best
+
+    def traffic(self, size: int, workers: int) -> dict[Algorithm, tuple[int, int]]:
+        """Messages one after the other and received bytes of a worker, by algorithm.
+
+        Shapes are static, so messages have room for disjoint supports, and in the split ones for
+        the fullest range. They are dense where that is shorter.
+        """
+        W, m, k = workers, -(-size // workers), self.entries(size)
+        words = lambda entries, of: MessageFormat(of, entries, "sum", jnp.float32, self.codec).words
+        stages = range(W.bit_length() - 1)
+        held = [2**t for t in stages]  # workers whose entries a message carries
+        if 2 ** len(stages) != W:  # the extra workers send first, and get the result last
+            held = [1, *(min(2 ** (t + 1), W) for t in stages), W]
+        doubled = [min(size, count * k) for count in held]
+        room = min(m, self.capacity(size, W))
+        union = self.union_capacity(size, W)
+        sums = min(m, W * room) if union is None else min(m, W * room, union)
+        first = words(room, m) + 1  # a count of what found no room
+        gather = rounds("all-gather", W)
+        return {
+            "all_gather": (gather, 4 * (W - 1) * words(k, size)),
+            "recursive_double": (len(doubled), 4 * sum(words(n, size) for n in doubled)),
+            "split_allgather": (2 * gather, 4 * (W - 1) * (first + words(sums, m))),
+        }
 
     def entries(self, size: int) -> int:
         """The number of entries in a worker's stream."""
@@ -233,14 +273,6 @@ class _SparCML(SystemOptions, SparCML):
 sparcml = transformation(_SparCML, "sparcml")
 
 
-def _settings(request: Request) -> Settings:
-    k, group_size = one_in(request.density, 512)
-    settings: dict[str, Any] = {"k": k}
-    if group_size != 512:
-        settings["group_size"] = group_size
-    return settings
-
-
 SPARCML = System(
     sparcml,
     summary="[SparCML](https://arxiv.org/abs/1802.08021): k of every 512 elements, exactly summed "
@@ -262,5 +294,4 @@ SPARCML = System(
             {"k": 64, "group_size": 64, "bits": 4, "rounding": "nearest"},
         ),
     },
-    settings=_settings,
 )

@@ -174,5 +174,4 @@ SPARDL = System(
             {"density": 0.03, "codec": codecs.Packed()}, {"density": 1.0, "codec": codecs.Packed()}
         ),
     },
-    variants={"packed": {"codec": codecs.Packed()}},
 )

@@ -24,7 +24,7 @@ from jaxsparse.reducers.blocks import (
     take,
 )
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.row import Case, System, block_settings
+from jaxsparse.systems.row import Case, System
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,4 @@ SPARSE_ALL_GATHER = System(
             {"density": 1.0, "block_size": 8},
         )
     },
-    settings=lambda request: block_settings(request, "capacity_density"),
-    is_of_blocks=True,
-    caveat="selects whole blocks, which of dense gradients keep less than as many elements",
 )

@@ -78,5 +78,4 @@ TOP_K = System(
             {"density": 0.03, "codec": codecs.Packed()}, {"density": 1.0, "codec": codecs.Packed()}
         ),
     },
-    variants={"packed": {"codec": codecs.Packed()}},
 )

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxsparse import select
 from jaxsparse.arrays.layout import split_evenly
-from jaxsparse.arrays.settings import Count, entries
+from jaxsparse.arrays.settings import Count
 from jaxsparse.comm import wire
 from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
@@ -64,6 +64,4 @@ TRUE_TOP_K = System(
     summary="top k of the exact mean, error feedback: the ceiling for sketches",
     received="8 d (W-1)/W",
     cases={"": Case({"k": 19}, {"k": 601})},
-    settings=lambda request: {"k": entries(request.density, request.size)},
-    caveat="saves no bytes: a reference for accuracy",
 )

@@ -14,7 +14,6 @@ import optax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
-from jaxsparse.arrays import platforms
 from jaxsparse.arrays.settings import static_int
 from jaxsparse.comm import compat, wire
 from jaxsparse.comm.marks import map_marked
@@ -99,7 +98,7 @@ def traced_bytes(
             f"exchange={exchange!r} must be a reducer, a gradient transformation or a function: "
             "pass jaxsparse.top_k(0.01), or a whole step, compiled, to jaxsparse.traffic.wire_bytes"
         )
-    # The caller may be in a trace or in a dry run, and a new thread knows nothing of either.
+    # The caller may be in a trace, of which a new thread knows nothing.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         trace = lambda extents: thread.submit(_traced, run, init, shapes, extents).result()
         if max(extents.values()) > _MOST_LISTED:
@@ -162,8 +161,7 @@ def _traced(
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(mesh.axis_names)
     )
-    with platforms.only_shapes():
-        return jax.make_jaxpr(mapped)(jax.eval_shape(lambda tree: tree, shapes)).jaxpr
+    return jax.make_jaxpr(mapped)(jax.eval_shape(lambda tree: tree, shapes)).jaxpr
 
 
 def _traffic(program: Jaxpr, extents: dict[str, int], memo: dict[int, WireBytes]) -> WireBytes:

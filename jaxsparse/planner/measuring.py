@@ -1,0 +1,257 @@
+"""Measures a network's latency and bandwidth, and the number of teams that is fastest."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jaxsparse.arrays.settings import static_count, static_float
+from jaxsparse.comm import wire
+from jaxsparse.comm.links import Link, rounds
+from jaxsparse.training.sharding import count_workers, shard
+
+T = TypeVar("T")
+
+# Terms that the times do not determine.
+_NO_LATENCY, _NO_LIMIT = 1e-9, 1e15
+# Number of exchanges before the timed ones. B-SAG's h crosses its whole range in 12.
+_SETTLING = 20
+
+
+def _elapsed(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+def interleaved(
+    runs: Mapping[Any, Callable[[], Any]], repeats: int, warm_up: int = 1
+) -> dict[Any, list[float]]:
+    """Seconds of each repeat of each run, without those to warm up.
+
+    The runs take turns, so that a slow spell of the machine hits all alike.
+    """
+    seconds: dict[Any, list[float]] = {name: [] for name in runs}
+    for i in range(warm_up + repeats):
+        for name, run in runs.items():
+            spent = _elapsed(run)
+            if i >= warm_up:
+                seconds[name].append(spent)
+    return seconds
+
+
+def measure_network(
+    mesh: Mesh,
+    axis_name: str = "data",
+    *,
+    words: Sequence[int] = (1, 2**10, 2**14, 2**18),
+    repeats: int = 9,
+    seconds: float = 10.0,
+) -> Link:
+    """Times sums, all-gathers, all-to-alls and permutations, and fits a latency and a bandwidth.
+
+    Times go from a barrier to the end of the last process. Those of a busy machine are worth
+    little, and those between devices of one process are of copies in memory. With several
+    processes, all must call it alike, and all return the same.
+
+    Args:
+        mesh: the mesh of the workers, with at least two along `axis_name`.
+        axis_name: the mesh axis of the workers.
+        words: sizes to exchange, in words of 4 bytes: two or more.
+        repeats: largest number of repetitions of each program. The first one is always timed.
+        seconds: time limit for the others. Compiling takes some more seconds.
+
+    Raises:
+        ValueError: the mesh has no such axis or fewer than two workers along it, or a setting is
+            out of range.
+    """
+    workers = count_workers(mesh, axis_name)
+    if workers < 2:
+        raise ValueError(f"mesh={mesh} has one worker, which exchanges nothing: give two or more")
+    repeats, limit = static_count("repeats", repeats), static_float("seconds", seconds)
+    sizes = sorted({static_count("words", each) for each in words})
+    if len(sizes) < 2:
+        raise ValueError(f"words={words!r} must be two or more sizes")
+    left, timings = limit, []
+    collectives = _collectives(workers, axis_name)
+    barrier = _placed(collectives["all-reduce"][0], workers, mesh, axis_name)
+    programs = len(sizes) * len(collectives)
+    for size in sizes:  # small sizes leave their share of the time to large ones
+        for op, (exchange, share) in collectives.items():
+            n = -(-size // workers) * workers
+            program = _placed(exchange, n, mesh, axis_name)
+            jax.block_until_ready(program())  # compiles, and opens connections
+            spent = [_slowest(program, barrier)]
+            # All processes see the same times, so they decide alike.
+            more = min(repeats, int(left / programs / spent[0])) - 1
+            spent += [_slowest(program, barrier) for _ in range(more)]
+            left, programs = max(0.0, left - sum(spent)), programs - 1
+            timings.append((rounds(op, workers), share * 4 * n, statistics.median(spent)))
+    return fit_link(timings)
+
+
+def fit_link(timings: Sequence[tuple[float, float, float]]) -> Link:
+    """Fits a link, by least squares of relative errors.
+
+    Args:
+        timings: of each exchange the messages one after the other, the bytes received, and seconds.
+
+    Returns:
+        A link without a negative term. If latency alone explains the times best, the bandwidth is
+        1e15 bytes a second. If bytes alone do, the latency is a nanosecond.
+
+    >>> link = Link(latency=1e-4, bandwidth=1e8)
+    >>> fitted = fit_link([(2, n, link.seconds(2, n)) for n in (8, 8000, 8e6)])
+    >>> round(fitted.latency, 7), round(fitted.bandwidth)
+    (0.0001, 100000000)
+    """
+    if not timings or min(map(min, timings)) < 0 or not min(s for *_, s in timings) > 0:
+        raise ValueError(f"timings={timings} must have positive seconds, and no negative number")
+    terms = np.array([[waits, received] for waits, received, _ in timings], float)
+    rows = terms / np.array([[seconds] for *_, seconds in timings])  # each should add up to 1
+    found = []
+    for kept in ([0, 1], [0], [1]):
+        some = np.linalg.lstsq(rows[:, kept], np.ones(len(rows)), rcond=None)[0]
+        both = np.zeros(2)
+        both[kept] = some
+        if (both >= 0).all():
+            found.append((float(np.sum((rows @ both - 1) ** 2)), *map(float, both)))
+    _, latency, beta = min(found)
+    return Link(max(latency, _NO_LATENCY), 1 / max(beta, 1 / _NO_LIMIT))
+
+
+def _collectives(workers: int, axis_name: str) -> dict[str, tuple[Callable[[Array], Array], float]]:
+    """By XLA's opcode: an exchange, and its received bytes over those of its operand."""
+    share, on = (workers - 1) / workers, functools.partial
+    ring = [(i, (i + 1) % workers) for i in range(workers)]
+    return {
+        "all-reduce": (on(wire.psum, axis_name=axis_name), 2 * share),
+        "all-gather": (on(wire.all_gather, axis_name=axis_name), workers - 1),
+        "all-to-all": (
+            lambda x: wire.all_to_all(x.reshape(workers, -1), axis_name=axis_name),
+            share,
+        ),
+        "collective-permute": (lambda x: wire.permute(x, axis_name, ring), 1),
+    }
+
+
+def _placed(
+    exchange: Callable[[Array], Array], words: int, mesh: Mesh, axis_name: str
+) -> Callable[[], Any]:
+    """The compiled exchange, with its operand placed on the mesh."""
+    spec = PartitionSpec(axis_name)
+    shape = (mesh.shape[axis_name], words)
+    where = NamedSharding(mesh, spec)
+    operand = jax.jit(lambda: jnp.ones(shape, jnp.float32), out_shardings=where)()
+    mapped = jax.shard_map(
+        lambda x: exchange(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    return functools.partial(jax.jit(mapped), operand)
+
+
+def _slowest(program: Callable[[], Any], barrier: Callable[[], Any]) -> float:
+    """Seconds of the slowest process; equal on all processes."""
+    jax.block_until_ready(barrier())
+    spent = _elapsed(program)
+    if jax.process_count() == 1:
+        return spent
+    return float(np.max(multihost_utils.process_allgather(np.float32(spent))))
+
+
+class Autotuned(NamedTuple):
+    """The result of `autotune`."""
+
+    best: Any
+    seconds: dict[Any, float]  # median time of one exchange with each candidate
+
+
+def autotune(
+    make: Callable[[T], optax.GradientTransformationExtraArgs],
+    candidates: Sequence[T],
+    params: Any,
+    mesh: Mesh,
+    *,
+    axis_name: str = "data",
+    repeats: int = 10,
+) -> Autotuned:
+    """Times the exchange of gradients with each candidate, and returns the fastest.
+
+    SparDL (section III-D) chooses its number of teams from an epoch with each. Only the exchange
+    differs, so only exchanges are timed, of gradients drawn at random, half of whose energy is
+    common to all workers. The first 20 are not timed: messages adapt (`spardl`, "bruck").
+
+        teams = [t for t in range(1, workers + 1) if workers % t == 0]
+        make = lambda teams: jaxsparse.spardl(0.01, teams=teams, gather="bruck")
+        best, seconds = jaxsparse.planner.autotune(make, teams, params, mesh)
+
+    With several processes, all must call it, and all return the first one's choice.
+
+    Args:
+        make: function from a candidate to the transformation with this setting.
+        candidates: settings to try, distinct and hashable.
+        params: tree of arrays or of `jax.ShapeDtypeStruct`s like the gradients.
+        mesh: the mesh of the workers.
+        axis_name: the mesh axis of the workers.
+        repeats: number of timed exchanges with each candidate.
+
+    Raises:
+        ValueError: there is no candidate, or `repeats` is below 1.
+    """
+    if not candidates:
+        raise ValueError(f"candidates={candidates} is empty: give at least one setting to try")
+    repeats = static_count("repeats", repeats)
+    gradients = _drawn(params, mesh, axis_name)
+    runs = {
+        candidate: _exchange(make(candidate), params, gradients, mesh, axis_name)
+        for candidate in candidates
+    }
+    times = interleaved(runs, repeats, warm_up=_SETTLING)
+    medians = np.array([statistics.median(times[candidate]) for candidate in candidates])
+    if jax.process_count() > 1:
+        medians = multihost_utils.broadcast_one_to_all(medians)
+    seconds = dict(zip(candidates, map(float, medians)))
+    return Autotuned(min(candidates, key=seconds.__getitem__), seconds)
+
+
+def _exchange(
+    tx: optax.GradientTransformationExtraArgs,
+    params: Any,
+    gradients: Any,
+    mesh: Mesh,
+    axis_name: str,
+) -> Callable[[], Any]:
+    """A function that exchanges these gradients once more."""
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
+    state = shard(tx.init(zeros), mesh, axis_name)
+    step = jax.jit(lambda state, gradients: tx.update(gradients, state))
+
+    def run() -> Any:
+        nonlocal state
+        means, state = step(state, gradients)
+        return means, state
+
+    return run
+
+
+def _drawn(params: Any, mesh: Mesh, axis_name: str) -> Any:
+    """Normal gradients with a row for each worker, made on its devices."""
+    leaves, treedef = jax.tree.flatten(params)
+    workers = count_workers(mesh, axis_name)
+
+    def draw() -> list[jax.Array]:
+        keys = jax.random.split(jax.random.key(0), 2 * len(leaves))
+        normal = lambda key, leaf, rows: jax.random.normal(key, (rows, *leaf.shape), leaf.dtype)
+        pairs = zip(keys[::2], keys[1::2], leaves)
+        return [normal(common, x, 1) + normal(own, x, workers) for common, own, x in pairs]
+
+    rows = jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec(axis_name)))()
+    return jax.tree.unflatten(treedef, rows)
