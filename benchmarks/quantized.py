@@ -27,8 +27,8 @@ import jaxsparse
 from jaxsparse import error_feedback
 from jaxsparse.quantize import QSGD, Format
 from jaxsparse.reducers.base import Conservation, Kept, Reducer, Sums, settle
+from jaxsparse.systems import SYSTEMS, Quantized
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.quantized import QUANTIZED, Quantized
 from jaxsparse.systems.random_k import RandomK
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -67,12 +67,12 @@ METHODS: dict[str, Any] = {
     "4 bits, feedback": Quantized(QSGD(4), "nearest"),
     "2 bits, feedback": Quantized(QSGD(2), "nearest"),
     "2 bits, nearest, none": WithoutFeedback(Quantized(QSGD(2), "nearest")),
-    "int8, feedback": QUANTIZED.reducer("int8"),
-    "int4, feedback": QUANTIZED.reducer("int4"),
-    "int4, none": WithoutFeedback(QUANTIZED.reducer("int4")),
-    "e3m0, feedback": QUANTIZED.reducer("e3m0"),
-    "e3m0, none": WithoutFeedback(QUANTIZED.reducer("e3m0")),
-    "bfloat16": QUANTIZED.reducer("bfloat16"),
+    "int8, feedback": SYSTEMS["quantized"].reducer("int8"),
+    "int4, feedback": SYSTEMS["quantized"].reducer("int4"),
+    "int4, none": WithoutFeedback(SYSTEMS["quantized"].reducer("int4")),
+    "e3m0, feedback": SYSTEMS["quantized"].reducer("e3m0"),
+    "e3m0, none": WithoutFeedback(SYSTEMS["quantized"].reducer("e3m0")),
+    "bfloat16": SYSTEMS["quantized"].reducer("bfloat16"),
     "sign, feedback": Quantized(Format("sign", 1024, "float32"), "nearest"),
     "sign, none": WithoutFeedback(Quantized(Format("sign", 1024, "float32"), "nearest")),
     "random-k, 10 %": RandomK(0.1),

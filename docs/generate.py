@@ -24,6 +24,7 @@ from jaxsparse.systems import SYSTEMS, System
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from at_density import settings_at
+from cases import CASES
 
 # Modules of the reference, with what they have. The modules that `jaxsparse`
 # imports as modules must be here. The others have names that a reader of these meets.
@@ -302,7 +303,7 @@ def section(system: System) -> str:
     settings = ", ".join(
         f"`{p.name}`" if p.default is p.empty else f"`{p.name}={written(p.default)}`" for p in own
     )
-    reducer = system.reducer(**system.cases[""].small).split((600,))[0]
+    reducer = system.reducer(**CASES[system.name][""].small).split((600,))[0]
     given = settings_at(system.name, DENSITY, PARAMS)
     shown = called(f"jaxsparse.{system.name}", **given)
     gradient = {"kernel": jax.ShapeDtypeStruct((2**10, PARAMS // 2**10), jnp.float32)}

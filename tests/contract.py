@@ -3,6 +3,7 @@
 import functools
 from typing import NamedTuple
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +34,7 @@ CASES = {
         name, _bare(system, case.small), _bare(system, case.full)
     )
     for name, system in SYSTEMS.items()
-    for variant, case in system.cases.items()
+    for variant, case in cases.CASES[name].items()
     if system.law == "sums"
 }
 VARIANTS = {name for name, case in CASES.items() if name != case.system}

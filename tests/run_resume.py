@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +40,7 @@ PARAMS = {
 
 def by_row(name):
     system = SYSTEMS[name]
-    return system.transformation(**system.cases[""].small, momentum=0.9)
+    return system.transformation(**cases.CASES[name][""].small, momentum=0.9)
 
 
 # Every system with its row's settings, and cases that change between the steps 10 and 20, too.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import CASES
 from steps import AS_USERS
 from workers import few, some
 
@@ -53,7 +54,7 @@ def is_one_message(kind):
 def cases(name, gathered=True):
     """The transformations of a row of the table that are of one message, or those that are not."""
     row = SYSTEMS[name]
-    for case in row.cases.values():
+    for case in CASES[name].values():
         if gathered == (name in GATHERED or "gather" in case.small):
             yield functools.partial(row.transformation, **case.small)
 

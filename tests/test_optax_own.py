@@ -10,6 +10,7 @@ import jax
 import optax
 import optax.contrib
 import pytest
+from cases import CASES
 from optax._src import alias
 
 import jaxsparse
@@ -33,7 +34,7 @@ REFUSED = re.compile(r"has dtype complex\d+: only floating-point gradients can b
 
 def made(name):
     """The system with a budget for everything, of the few elements that these tests have."""
-    settings = dict(SYSTEMS[name].cases[""].full)
+    settings = dict(CASES[name][""].full)
     if name in ("sketched_sgd", "true_top_k"):
         settings["k"] = 2
     if name != "dense":

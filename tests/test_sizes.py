@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from at_density import settings_at
+from cases import CASES
 from fuzzing import SUPPORTS, Data, Leaf, Program, check, compiled
 from workers import few, some
 
@@ -104,7 +105,7 @@ def test_more_elements_than_an_int32_counts(name, workers, shapes):
     tx = transformation(name, size, axis_name, bucket_size=MOST)
     updates, state = traced(tx, shapes, workers)
     assert {key: x.shape for key, x in updates.items()} == shapes
-    has_whole_leaves = SYSTEMS[name].reducer(**SYSTEMS[name].cases[""].small).whole_leaves
+    has_whole_leaves = SYSTEMS[name].reducer(**CASES[name][""].small).whole_leaves
     assert len(optax.tree.get(state, "reducers")) == (
         1 if has_whole_leaves and len(shapes) == 2 else 2
     )

@@ -5,6 +5,7 @@ import inspect
 import re
 from pathlib import Path
 
+import cases
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,7 +20,6 @@ from jaxsparse.feedback import error_feedback
 from jaxsparse.feedback.options import OPTIONS, Options, RuleOption, StepOptions
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.systems import SYSTEMS
-from jaxsparse.systems.row import System
 
 ROWS = [
     pytest.param(
@@ -29,18 +29,18 @@ ROWS = [
         marks=[pytest.mark.slow] if variant else [],
     )
     for name, system in SYSTEMS.items()
-    for variant, case in system.cases.items()
+    for variant, case in cases.CASES[name].items()
 ]
 GRADIENTS = {"kernel": jnp.ones((40, 32)), "bias": jnp.ones(7)}
 systems = pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
 
 
-def test_each_file_of_systems_has_its_rows_in_the_table():
-    """A row that is only in its file would not be tested."""
-    files = Path(jaxsparse.systems.__file__).parent.glob("[!_]*.py")
-    modules = [importlib.import_module(f"jaxsparse.systems.{path.stem}") for path in files]
-    rows = {x.name for m in modules for x in vars(m).values() if isinstance(x, System)}
-    assert rows - {*SYSTEMS} == set(), "add the row to SYSTEMS"
+def test_each_file_of_systems_has_a_row_and_cases():
+    """A file that the package does not import would not be tested."""
+    files = {path.stem for path in Path(jaxsparse.systems.__file__).parent.glob("[!_]*.py")}
+    modules = {importlib.import_module(f"jaxsparse.systems.{file}") for file in files - {"table"}}
+    made = {x for m in modules for x in vars(m).values() if hasattr(x, "settings")}
+    assert {x.__name__ for x in made} == {*SYSTEMS} == {*cases.CASES}
 
 
 @systems
@@ -72,7 +72,7 @@ def test_a_transformation_is_not_described_as_its_options_are(system):
 @systems
 def test_an_option_that_there_is_not_is_refused(system):
     with pytest.raises(TypeError, match=rf"{system.name}\(\) has no option 'axis'.*axis_name"):
-        system.transformation(**system.cases[""].small, axis=None)
+        system.transformation(**cases.CASES[system.name][""].small, axis=None)
 
 
 @pytest.mark.parametrize(("system", "case"), ROWS)
@@ -93,8 +93,8 @@ def test_inject_hyperparams_sees_options_by_name(system, case):
 @pytest.mark.parametrize("name", some(SYSTEMS, ["spardl", "sketched_sgd", "demo"]))
 def test_updates_are_typed_as_equal_in_a_shard_map_of_ones_own(name):
     """So JAX, which checks types there (check_vma), allows adding them to replicated parameters."""
-    system = SYSTEMS[name]
-    tx = optax.chain(system.transformation(**system.cases[""].small), optax.sgd(0.1))
+    small = cases.CASES[name][""].small
+    tx = optax.chain(SYSTEMS[name].transformation(**small), optax.sgd(0.1))
     state = jax.eval_shape(lambda: jaxsparse.shard(tx.init(GRADIENTS), 4))
     specs = jaxsparse.specs(state)
 

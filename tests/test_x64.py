@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import CASES
 from workers import some
 
 import jaxsparse
@@ -101,7 +102,7 @@ def test_accumulators_keep_their_dtype_beside_wide_gradients(name):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), WIDE)
         assert params["b"].dtype == jnp.float64
-        for case in SYSTEMS[name].cases.values():
+        for case in CASES[name].values():
             for settings in case:
                 if name != "dense":
                     settings = {"is_dense": lambda path, shape: len(shape) < 2, **settings}

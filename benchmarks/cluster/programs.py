@@ -79,8 +79,9 @@ def _exchange(cell: Cell, mesh: Mesh, alone: bool) -> Program:
         *state, gradient = rest
         with _sending(alone, workers):
             x = gradient[0] + kept * residual[0]
-            reduced = reducer(x, treedef.unflatten(state), axis_name=_MESH_AXIS).whole(x)
-        return reduced.mean, reduced.residual[None], *jax.tree.leaves(reduced.state)
+            reduced = reducer(x, treedef.unflatten(state), axis_name=_MESH_AXIS)
+            own = reduced.kept.whole(x)
+        return reduced.mean, own.residual[None], *jax.tree.leaves(own.state)
 
     carried_specs = [whole, split, *state_specs]
     mapped = jax.shard_map(

@@ -7,12 +7,11 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxsparse import codecs, select
 from jaxsparse.arrays.settings import Stages, at_least, check_k, check_size, current
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, Sums
 from jaxsparse.reducers.entries import conservation_of, decode_entries, encode_entries
 from jaxsparse.select.groups import count_entries
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,15 +88,10 @@ class _ChunkedTopK(SystemOptions, ChunkedTopK):
     pass
 
 
-chunked_top_k = transformation(_ChunkedTopK, "chunked_top_k")
-
-
-CHUNKED_TOP_K = System(
-    chunked_top_k,
+chunked_top_k = system(
+    _ChunkedTopK,
+    "chunked_top_k",
     summary="[SparseLoCo](https://arxiv.org/abs/2508.15706)'s exchange: k of every 4096 elements, "
     "7 to 10 bits an entry",
     received="1.34 k (W-1)",
-    cases={
-        "": Case({"k": 2, "chunk_size": 64}, {"k": 64, "chunk_size": 64, "value_bits": 32}),
-    },
 )

@@ -15,12 +15,11 @@ from jaxsparse import codecs, select
 from jaxsparse.arrays.magnitude import LARGEST, largest_magnitude
 from jaxsparse.arrays.settings import Stages, check_k, current
 from jaxsparse.arrays.stream import SparseStream, add_to, to_dense
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.select.groups import count_entries
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 ValueBits = Literal[2, 4, 8, 16, 32]
 
@@ -261,15 +260,10 @@ class _DeMo(SystemOptions, DeMo):
     decay: float | None = dataclasses.field(default=0.999, kw_only=True)
 
 
-demo = transformation(_DeMo, "demo")
-
-
-DEMO = System(
-    demo,
+demo = system(
+    _DeMo,
+    "demo",
     summary="[DeMo](https://arxiv.org/abs/2411.19870): momenta of the workers' own, whose largest "
     "cosine coefficients are sent, 25 bits each",
     received="3.07 k (W-1)",
-    cases={
-        "": Case({"k": 2, "chunk": 8}, {"k": 64, "chunk": 8, "value_bits": 32}),
-    },
 )

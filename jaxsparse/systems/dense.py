@@ -10,10 +10,9 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxsparse import codecs
 from jaxsparse.arrays import layout as layouts
 from jaxsparse.comm import wire
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Gathered, Kept, Sums
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +62,4 @@ class _Dense(SystemOptions, Dense):
         return SystemOptions.transformation(settings)
 
 
-dense = transformation(_Dense, "dense")
-
-
-DENSE = System(
-    dense,
-    summary="exact mean by all-reduce",
-    received="8 d (W-1)/W",
-    cases={"": Case({}, {})},
-)
+dense = system(_Dense, "dense", summary="exact mean by all-reduce", received="8 d (W-1)/W")

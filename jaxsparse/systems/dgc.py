@@ -5,10 +5,9 @@ import dataclasses
 from jaxtyping import Array
 
 from jaxsparse.arrays.settings import Density
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.select.selection import Selection
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 from jaxsparse.systems.top_k import TopK
 
 
@@ -54,13 +53,10 @@ class _DGC(SystemOptions, TopK):
     momentum: float | Array | None = dataclasses.field(default=0.9, kw_only=True)
 
 
-dgc = transformation(_DGC, "dgc")
-
-
-DGC = System(
-    dgc,
+dgc = system(
+    _DGC,
+    "dgc",
     summary="[DGC](https://arxiv.org/abs/1712.01887): TopkA by a sampled threshold, momentum "
     "corrected",
     received="8 k (W-1)",
-    cases={"": Case({"density": 0.03}, {"density": 1.0})},
 )

@@ -12,14 +12,13 @@ from jaxsparse import codecs
 from jaxsparse.arrays import hashing
 from jaxsparse.arrays.settings import Density, entries
 from jaxsparse.arrays.stream import SparseStream
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, SeededReducer, Sums
 from jaxsparse.reducers.entries import conservation_of, decode_entries, encode_entries
 from jaxsparse.select.maxima import slot_max
 from jaxsparse.select.slots import hash_extract
 from jaxsparse.select.thresholds import check_samples, sampled_threshold
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 Extract = Literal["hash", "slot_max"]
 # A function of a vector, the number of slots and a seed that fills the slots.
@@ -172,17 +171,9 @@ class _Dragonn(SystemOptions, Dragonn):
     pass
 
 
-dragonn = transformation(_Dragonn, "dragonn")
-
-
-DRAGONN = System(
-    dragonn,
+dragonn = system(
+    _Dragonn,
+    "dragonn",
     summary="DRAGONN (ICML 2022): entries hashed into k slots",
     received="8 k (W-1)",
-    cases={
-        "": Case({"density": 0.03}, {"density": 1.0}),
-        "slot_max": Case(
-            {"density": 0.03, "extract": "slot_max"}, {"density": 1.0, "extract": "slot_max"}
-        ),
-    },
 )

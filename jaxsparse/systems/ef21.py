@@ -10,17 +10,15 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
-from jaxsparse import codecs
 from jaxsparse.arrays.layout import narrow, short_names
 from jaxsparse.arrays.magnitude import clipped
 from jaxsparse.comm import marks, meshes, wire
 from jaxsparse.comm.marks import PerWorker
 from jaxsparse.feedback import ErrorFeedbackState
-from jaxsparse.feedback.options import check_momentum, part, skipped_update, transformation
+from jaxsparse.feedback.options import check_momentum, part, skipped_update
 from jaxsparse.feedback.transformations import ErrorFeedback
 from jaxsparse.reducers.base import Reducer
-from jaxsparse.systems.row import Case, System
-from jaxsparse.systems.top_k import TopK
+from jaxsparse.systems.table import system
 
 
 class EF21State(NamedTuple):
@@ -101,7 +99,14 @@ class _EF21(ErrorFeedback):
         return _transformation(self)
 
 
-ef21_sgdm = transformation(_EF21, "ef21_sgdm")
+ef21_sgdm = system(
+    _EF21,
+    "ef21_sgdm",
+    summary="[EF21-SGDM](https://arxiv.org/abs/2305.15155): differences of momenta and their "
+    "estimates, by any other reducer",
+    received="the reducer's",
+    law="differences",
+)
 
 
 def _transformation(settings: _EF21) -> optax.GradientTransformationExtraArgs:
@@ -227,19 +232,3 @@ def _start(params: Any, feedback: ErrorFeedbackState, rows: meshes.Rows) -> EF21
     if marks.is_stand_in(params):  # momenta have an axis of workers, which parameters lack
         marked = jnp.int32(0)
     return EF21State(feedback, marked, treedef.unflatten(estimates), steps)
-
-
-EF21_SGDM = System(
-    ef21_sgdm,
-    summary="[EF21-SGDM](https://arxiv.org/abs/2305.15155): differences of momenta and their "
-    "estimates, by any other reducer",
-    received="the reducer's",
-    cases={
-        "": Case({"reducer": TopK(0.03)}, {"reducer": TopK(1.0)}),
-        "packed": Case(
-            {"reducer": TopK(0.03, codec=codecs.Packed())},
-            {"reducer": TopK(1.0, codec=codecs.Packed())},
-        ),
-    },
-    law="differences",
-)

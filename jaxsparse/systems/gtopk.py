@@ -8,12 +8,11 @@ from jaxtyping import Array, Float
 
 from jaxsparse.arrays.settings import entries
 from jaxsparse.collectives.gtopk import gtopk as gtopk_all_reduce
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Kept, Sums, keep_merged, marked
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.selection import SELECTORS
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +64,10 @@ class _GTopK(SystemOptions, GTopK):
     pass
 
 
-gtopk = transformation(_GTopK, "gtopk")
-
-
-GTOPK = System(
-    gtopk,
+gtopk = system(
+    _GTopK,
+    "gtopk",
     summary="[gTop-k](https://arxiv.org/abs/1901.04359): k entries left of each sum of two "
     "workers'",
     received="8 k log2 W; 8 k (floor(log2 W) + 2) if W is no power of two",
-    cases={"": Case({"density": 0.03}, {"density": 1.0})},
 )

@@ -4,11 +4,10 @@ import dataclasses
 
 from jaxsparse import codecs
 from jaxsparse.arrays.settings import Density
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.select.selection import Bisection
 from jaxsparse.select.thresholds import DEFAULT_PASSES
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 from jaxsparse.systems.top_k import TopK
 
 
@@ -48,12 +47,6 @@ class _MSTopK(SystemOptions):
         return TopK(self.density, codec=self.codec, selection=Bisection(self.passes))
 
 
-ms_topk = transformation(_MSTopK, "ms_topk")
-
-
-MS_TOPK = System(
-    ms_topk,
-    summary="MSTopk (MLSys 2021): TopkA by bisection",
-    received="8 k (W-1)",
-    cases={"": Case({"density": 0.03}, {"density": 1.0})},
+ms_topk = system(
+    _MSTopK, "ms_topk", summary="MSTopk (MLSys 2021): TopkA by bisection", received="8 k (W-1)"
 )

@@ -11,12 +11,11 @@ from jaxtyping import Array, Float, UInt32
 from jaxsparse.arrays.settings import Count, check_size, entries, static_float
 from jaxsparse.arrays.stream import add_to
 from jaxsparse.collectives.ok_topk import Agreed, about_top_k, ok_topk as ok_topk_all_reduce
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Kept, Sums
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.selection import SELECTORS
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 class OkTopkState(NamedTuple):
@@ -113,13 +112,10 @@ class _OkTopk(SystemOptions, OkTopk):
     pass
 
 
-ok_topk = transformation(_OkTopk, "ok_topk")
-
-
-OK_TOPK = System(
-    ok_topk,
+ok_topk = system(
+    _OkTopk,
+    "ok_topk",
     summary="[Ok-Topk](https://arxiv.org/abs/2201.07598): thresholds that are reused, balanced "
     "regions",
     received="24 C (W-1), C = 2 k/W",
-    cases={"": Case({"density": 0.03}, {"density": 1.0})},
 )

@@ -8,7 +8,6 @@ from jaxtyping import Array, Float, UInt32
 from jaxsparse.arrays import blocks
 from jaxsparse.arrays.blocks import BlockStream
 from jaxsparse.comm import wire
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Kept, Sums
 from jaxsparse.reducers.blocks import (
@@ -22,7 +21,7 @@ from jaxsparse.reducers.blocks import (
     union_capacity,
 )
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,18 +112,10 @@ class _OmniReduce(SystemOptions, OmniReduce):
     pass
 
 
-omni_reduce = transformation(_OmniReduce, "omni_reduce")
-
-
-OMNI_REDUCE = System(
-    omni_reduce,
+omni_reduce = system(
+    _OmniReduce,
+    "omni_reduce",
     summary="[OmniReduce](https://dl.acm.org/doi/10.1145/3452296.3472904): a psum of the union's "
     "blocks",
     received="8 (elements there is room for) (W-1)/W, and d/(4 block_size)",
-    cases={
-        "": Case({"density": 0.1, "block_size": 8}, {"density": 1.0, "block_size": 8}),
-        "little_room": Case(
-            {"block_size": 8, "union_density": 0.1}, {"block_size": 8, "union_density": 1.0}
-        ),
-    },
 )

@@ -18,12 +18,11 @@ from jaxsparse.arrays.layout import cut, join
 from jaxsparse.arrays.magnitude import LARGEST, clipped, scaled
 from jaxsparse.arrays.settings import Stages, at_least, current, static_float
 from jaxsparse.comm import wire
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Kept, Reducer, SeededReducer, Sums
 from jaxsparse.reducers.matrices import Matrix, MatrixReducer
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 Iteration = Literal["alternating", "full"]
 # A factor of a pair: 0 is left and has a matrix's rows, 1 is right and has its columns. (P and Q in
@@ -325,15 +324,9 @@ class _PowerSGD(SystemOptions, PowerSGD):
     pass
 
 
-powersgd = transformation(_PowerSGD, "powersgd")
-
-
-POWERSGD = System(
-    powersgd,
+powersgd = system(
+    _PowerSGD,
+    "powersgd",
     summary="[PowerSGD](https://arxiv.org/abs/1905.13727): factors of low rank of each matrix",
     received="4 r (n+m) (W-1)/W for each n x m matrix",
-    cases={
-        "": Case({"rank": 1}, {"rank": 601}),
-        "full": Case({"rank": 1, "iteration": "full"}, {"rank": 601, "iteration": "full"}),
-    },
 )

@@ -4,10 +4,9 @@ import dataclasses
 from typing import Literal
 
 from jaxsparse import quantize
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.systems.quantized import Quantized
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +56,9 @@ class _QSGD(SystemOptions):
         return Quantized(quantizer, self.rounding, seed=self.seed)
 
 
-qsgd = transformation(_QSGD, "qsgd")
-
-
-QSGD = System(
-    qsgd,
+qsgd = system(
+    _QSGD,
+    "qsgd",
     summary="[QSGD](https://arxiv.org/abs/1610.02132): all values in 2, 4 or 8 bits",
     received="d (W-1)/W (bits/4 + 8/group_size)",
-    cases={
-        "": Case({}, {}),
-        "nearest": Case(
-            {"bits": 4, "group_size": 64, "rounding": "nearest"},
-            {"bits": 8, "group_size": 64, "rounding": "nearest"},
-        ),
-    },
 )

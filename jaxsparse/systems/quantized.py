@@ -10,12 +10,11 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxsparse import quantize
 from jaxsparse.arrays.settings import static_bool
 from jaxsparse.collectives.quantized_all_reduce import quantized_all_reduce
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.quantize import QSGD, Format, FormatName, Quantizer, Scale, check_feedback
 from jaxsparse.quantize.quantizer import cut, padded, sent_size
 from jaxsparse.reducers.base import Conservation, Gathered, Kept, SeededReducer, Sums
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,18 +168,9 @@ class _Quantized(SystemOptions):
         return kind(Format(self.format, self.group_size, self.scale), "nearest")
 
 
-quantized = transformation(_Quantized, "quantized")
-
-_GATHERED = {"format": "int8", "group_size": 64, "gather": True}
-_TERNARY = {"format": "ternary", "group_size": 64}
-
-QUANTIZED = System(
-    quantized,
+quantized = system(
+    _Quantized,
+    "quantized",
     summary="all values in a format of 1 to 16 bits, fed back",
     received="d (W-1)/W (bits/4 + 4/group_size)",
-    cases={
-        "": Case({"format": "int8", "group_size": 64}, {"format": "int8", "group_size": 64}),
-        "gathered": Case(_GATHERED, _GATHERED),
-        "ternary": Case(_TERNARY, _TERNARY),
-    },
 )

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, UInt32
 from jaxsparse.arrays import hashing
 from jaxsparse.arrays.settings import Density, check_size, check_vector, entries
 from jaxsparse.arrays.stream import filled
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import (
     Conservation,
@@ -22,8 +21,7 @@ from jaxsparse.reducers.base import (
     settle,
 )
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.row import Case, System
-from jaxsparse.systems.top_k import TopK
+from jaxsparse.systems.table import system
 
 
 class RandomKState(NamedTuple):
@@ -152,17 +150,9 @@ class _RandomK(SystemOptions, RandomK):
     pass
 
 
-random_k = transformation(_RandomK, "random_k")
-
-
-RANDOM_K = System(
-    random_k,
+random_k = system(
+    _RandomK,
+    "random_k",
     summary="the same random coordinates on all workers, no indices",
     received="8 k (W-1)/W",
-    cases={
-        "": Case({"density": 0.03}, {"density": 1.0}),
-        "top_k": Case(
-            {"density": 0.3, "reducer": TopK(0.1)}, {"density": 1.0, "reducer": TopK(1.0)}
-        ),
-    },
 )

@@ -11,7 +11,6 @@ from jaxsparse.arrays import blocks
 from jaxsparse.arrays.hashing import combine
 from jaxsparse.arrays.settings import Density, static_float
 from jaxsparse.comm import wire
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Kept, SeededReducer, Sums
 from jaxsparse.reducers.blocks import (
@@ -28,7 +27,7 @@ from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
 from jaxsparse.sketch.tiles import SketchSpec
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.omni_reduce import OmniReduce
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 class Plan(NamedTuple):
@@ -216,23 +215,9 @@ class _S2(SystemOptions, S2):
     pass
 
 
-s2_reducer = transformation(_S2, "s2_reducer")
-
-
-S2_REDUCER = System(
-    s2_reducer,
+s2_reducer = system(
+    _S2,
+    "s2_reducer",
     summary="S2 Reducer (2021): a sketch of the blocks that are not zero; unbiased, noisy",
     received="8 rows cols (W-1)/W, and d/(4 block_size)",
-    cases={
-        "": Case(
-            {
-                "density": 0.1,
-                "block_size": 8,
-                "rows": 3,
-                "union_density": 0.15,
-                "sketch_ratio": 0.4,
-            },
-            {"density": None, "block_size": 8, "union_density": 1.0, "sketch_ratio": 1.0},
-        )
-    },
 )

@@ -2,11 +2,10 @@
 
 import dataclasses
 
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.quantize import Format
 from jaxsparse.systems.quantized import Quantized
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +37,9 @@ class _SignSGD(SystemOptions):
         return Quantized(Format("sign", self.group_size, "float32"), "nearest")
 
 
-sign_sgd = transformation(_SignSGD, "sign_sgd")
-
-
-SIGN_SGD = System(
-    sign_sgd,
+sign_sgd = system(
+    _SignSGD,
+    "sign_sgd",
     summary="[EF-signSGD](https://arxiv.org/abs/1901.09847): one bit a value",
     received="d (W-1)/W (1/4 + 8/group_size)",
-    cases={"": Case({"group_size": 64}, {"group_size": 64})},
 )

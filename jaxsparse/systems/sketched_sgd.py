@@ -13,7 +13,6 @@ from jaxsparse.arrays.layout import narrow, split_evenly
 from jaxsparse.arrays.settings import static_float
 from jaxsparse.arrays.stream import SparseStream
 from jaxsparse.comm import wire
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import (
     Kept,
@@ -24,7 +23,7 @@ from jaxsparse.reducers.base import (
     keep_rest,
 )
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 # Share of the words that go to candidates of "top_k". The table takes the rest. 0.5 and 0.75 differ
 # little, and 0.25 is worse, as in the paper (|S| / Pk of 0.35 to 1.7 in section 5.3; more did
@@ -280,20 +279,10 @@ class _SketchedSGD(SystemOptions, SketchedSGD):
     pass
 
 
-sketched_sgd = transformation(_SketchedSGD, "sketched_sgd")
-
-
-SKETCHED_SGD = System(
-    sketched_sgd,
+sketched_sgd = system(
+    _SketchedSGD,
+    "sketched_sgd",
     summary="[Sketched-SGD](https://arxiv.org/abs/1903.04488): count sketch, then the exact values "
     "of its candidates",
     received="8 (rows cols + P k) (W-1)/W",
-    cases={
-        "": Case({"k": 11, "cols": 53}, {"k": 601, "cols": 601}),
-        "even_rows": Case({"k": 11, "cols": 53, "rows": 4, "seed": 3}, {"k": 601, "cols": 601}),
-        "heavymix": Case(
-            {"k": 31, "cols": 53, "selection": "heavymix"},
-            {"k": 601, "cols": 601, "selection": "heavymix"},
-        ),
-    },
 )

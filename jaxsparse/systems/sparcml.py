@@ -22,12 +22,11 @@ from jaxsparse.collectives.sparcml import (
 )
 from jaxsparse.comm import wire
 from jaxsparse.comm.links import Link, rounds
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Kept, SeededReducer, Sums, keep_streams
 from jaxsparse.reducers.entries import conservation_of
 from jaxsparse.select.groups import count_entries, most_entries
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 Algorithm = Literal[
     "auto",
@@ -270,28 +269,10 @@ class _SparCML(SystemOptions, SparCML):
     pass
 
 
-sparcml = transformation(_SparCML, "sparcml")
-
-
-SPARCML = System(
-    sparcml,
+sparcml = system(
+    _SparCML,
+    "sparcml",
     summary="[SparCML](https://arxiv.org/abs/1802.08021): k of every 512 elements, exactly summed "
     "by the all-reduce that suits the network",
     received="by algorithm",
-    cases={
-        "": Case({"k": 2, "group_size": 64}, {"k": 64, "group_size": 64}),
-        "split": Case(
-            {
-                "k": 2,
-                "group_size": 64,
-                "algorithm": "split_allgather",
-                "union_factor": 0.5,
-            },
-            {"k": 64, "group_size": 64, "algorithm": "split_allgather"},
-        ),
-        "nearest": Case(
-            {"k": 2, "group_size": 64, "bits": 4, "rounding": "nearest"},
-            {"k": 64, "group_size": 64, "bits": 4, "rounding": "nearest"},
-        ),
-    },
 )

@@ -8,18 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxsparse import codecs
 from jaxsparse.arrays.settings import Count, check_vector, entries
 from jaxsparse.arrays.stream import to_dense
 from jaxsparse.collectives import spardl as collectives
 from jaxsparse.comm import wire
 from jaxsparse.comm.wire import Group, bruck_all_gather
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Conservation, Kept, Sums, keep_merged
 from jaxsparse.reducers.entries import EntryReducer
 from jaxsparse.select.selection import SELECTORS
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,18 +158,10 @@ class _SparDL(SystemOptions, SparDL):
     pass
 
 
-spardl = transformation(_SparDL, "spardl")
-
-
-SPARDL = System(
-    spardl,
+spardl = system(
+    _SparDL,
+    "spardl",
     summary="[SparDL](https://arxiv.org/abs/2304.00737): reduce-scatter and all-gather that never "
     "exceed k entries",
     received="16 k (W-1)/W",
-    cases={
-        "": Case({"density": 0.03}, {"density": 1.0}),
-        "packed": Case(
-            {"density": 0.03, "codec": codecs.Packed()}, {"density": 1.0, "codec": codecs.Packed()}
-        ),
-    },
 )

@@ -11,7 +11,6 @@ from jaxsparse.arrays import blocks
 from jaxsparse.arrays.settings import entries
 from jaxsparse.collectives.messages import split_counts, with_count
 from jaxsparse.comm import wire
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Kept, Sums
 from jaxsparse.reducers.blocks import (
@@ -24,7 +23,7 @@ from jaxsparse.reducers.blocks import (
     take,
 )
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,17 +145,9 @@ class _SparseAllGather(SystemOptions, SparseAllGather):
     pass
 
 
-sparse_all_gather = transformation(_SparseAllGather, "sparse_all_gather")
-
-
-SPARSE_ALL_GATHER = System(
-    sparse_all_gather,
+sparse_all_gather = system(
+    _SparseAllGather,
+    "sparse_all_gather",
     summary="blocks, gathered, as Parallax and Horovod do with sparse gradients",
     received="4 k (W-1) (1 + 1/block_size)",
-    cases={
-        "": Case(
-            {"density": 0.1, "block_size": 8, "capacity_density": 0.05},
-            {"density": 1.0, "block_size": 8},
-        )
-    },
 )

@@ -5,14 +5,12 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse import codecs
 from jaxsparse.arrays.settings import entries
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Gathered, Kept, Sums
 from jaxsparse.reducers.entries import EntryReducer, decode_entries, encode_entries
 from jaxsparse.select.selection import SELECTORS
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +63,4 @@ class _TopK(SystemOptions, TopK):
     pass
 
 
-top_k = transformation(_TopK, "top_k")
-
-
-TOP_K = System(
-    top_k,
-    summary="local top-k, all-gathered (TopkA)",
-    received="8 k (W-1)",
-    cases={
-        "": Case({"density": 0.03}, {"density": 1.0}),
-        "packed": Case(
-            {"density": 0.03, "codec": codecs.Packed()}, {"density": 1.0, "codec": codecs.Packed()}
-        ),
-    },
-)
+top_k = system(_TopK, "top_k", summary="local top-k, all-gathered (TopkA)", received="8 k (W-1)")

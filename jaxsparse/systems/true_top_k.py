@@ -9,10 +9,9 @@ from jaxsparse import select
 from jaxsparse.arrays.layout import split_evenly
 from jaxsparse.arrays.settings import Count
 from jaxsparse.comm import wire
-from jaxsparse.feedback.options import transformation
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Kept, Reducer, Sums, keep_rest
-from jaxsparse.systems.row import Case, System
+from jaxsparse.systems.table import system
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +55,9 @@ class _TrueTopK(SystemOptions, TrueTopK):
     pass
 
 
-true_top_k = transformation(_TrueTopK, "true_top_k")
-
-
-TRUE_TOP_K = System(
-    true_top_k,
+true_top_k = system(
+    _TrueTopK,
+    "true_top_k",
     summary="top k of the exact mean, error feedback: the ceiling for sketches",
     received="8 d (W-1)/W",
-    cases={"": Case({"k": 19}, {"k": 601})},
 )
