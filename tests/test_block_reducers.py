@@ -14,9 +14,8 @@ from jaxsparse import traffic
 from jaxsparse.comm import wire
 from jaxsparse.reducers.blocks import contribution, select_blocks, take, union_capacity
 from jaxsparse.systems import omni_reduce, s2_reducer, sparse_all_gather
-from jaxsparse.systems.omni_reduce import OmniReduce
+from jaxsparse.systems.block_sparse import OmniReduce, SparseAllGather
 from jaxsparse.systems.s2_reducer import S2
-from jaxsparse.systems.sparse_all_gather import SparseAllGather
 
 SIZE, BLOCK = 403, 8  # 51 blocks, the last one of 3 elements
 BLOCKS = 51

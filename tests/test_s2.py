@@ -17,7 +17,7 @@ from workers import MESH_SIZES, WAYS, feedback_loop, few, on_workers, some
 
 from jaxsparse import error_feedback, traffic
 from jaxsparse.systems import s2_reducer
-from jaxsparse.systems.omni_reduce import OmniReduce
+from jaxsparse.systems.block_sparse import OmniReduce
 from jaxsparse.systems.s2_reducer import S2
 
 SIZE, BLOCK = 601, 8  # 76 blocks, the last of one element

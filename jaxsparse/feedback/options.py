@@ -72,8 +72,9 @@ class StepOptions(Options):
         delay: 0 or None: exchange this step's gradients. 1: exchange the residual of earlier
             gradients, so that the exchange can overlap the backward pass.
         momentum: factor of momentum correction, in [0, 1): a float or a (traced) scalar array.
-            Momentum is masked where the reducer says so. The optimizer behind needs no momentum of
-            its own. None: no momentum and no buffer for it. With Adam, leave it None, and chain
+            It acts before the exchange, and is masked where this worker sent, unless the system
+            says where. The optimizer behind needs no momentum of its own. None: no momentum and no
+            buffer for it. With Adam, leave it None, and chain
             `jaxsparse.per_worker(optax.scale_by_adam())` before the exchange: Adam behind it has
             moments of what arrives, and trains worse.
         nesterov: True: Nesterov's momentum. With u = momentum u + g, a step adds g + momentum u

@@ -3,41 +3,40 @@
 Benchmarks, tests and docs read this table. A new system is one file, and here its import and name.
 """
 
+from jaxsparse.systems.block_sparse import (
+    OmniReduce as OmniReduce,
+    SparseAllGather as SparseAllGather,
+    omni_reduce,
+    sparse_all_gather,
+)
 from jaxsparse.systems.chunked_top_k import (
     ChunkedTopK as ChunkedTopK,
     chunked_top_k,
 )
 from jaxsparse.systems.demo import DeMo as DeMo, demo
 from jaxsparse.systems.dense import Dense as Dense, dense
-from jaxsparse.systems.dgc import dgc
 from jaxsparse.systems.dragonn import Dragonn as Dragonn, dragonn
 from jaxsparse.systems.ef21 import EF21State as EF21State, ef21_sgdm
 from jaxsparse.systems.gtopk import GTopK as GTopK, gtopk
-from jaxsparse.systems.ms_topk import ms_topk
 from jaxsparse.systems.ok_topk import OkTopk as OkTopk, ok_topk
-from jaxsparse.systems.omni_reduce import OmniReduce as OmniReduce, omni_reduce
 from jaxsparse.systems.powersgd import PowerSGD as PowerSGD, powersgd
-from jaxsparse.systems.qsgd import qsgd
 from jaxsparse.systems.quantized import (
     GatheredQuantized as GatheredQuantized,
     Quantized as Quantized,
+    qsgd,
     quantized,
+    sign_sgd,
 )
 from jaxsparse.systems.random_k import RandomK as RandomK, random_k
 from jaxsparse.systems.s2_reducer import S2 as S2, s2_reducer
-from jaxsparse.systems.sign_sgd import sign_sgd
 from jaxsparse.systems.sketched_sgd import (
     SketchedSGD as SketchedSGD,
     sketched_sgd,
 )
 from jaxsparse.systems.sparcml import SparCML as SparCML, sparcml
 from jaxsparse.systems.spardl import SparDL as SparDL, spardl
-from jaxsparse.systems.sparse_all_gather import (
-    SparseAllGather as SparseAllGather,
-    sparse_all_gather,
-)
 from jaxsparse.systems.table import SYSTEMS as SYSTEMS, System as System
-from jaxsparse.systems.top_k import TopK as TopK, top_k
+from jaxsparse.systems.top_k import TopK as TopK, dgc, ms_topk, top_k
 from jaxsparse.systems.true_top_k import TrueTopK as TrueTopK, true_top_k
 
 # The transformations, which `jaxsparse` exports, too.

@@ -24,8 +24,6 @@ class ChunkedTopK(Gathered):
     keeps all that the receivers do not decode: unsent entries and the rounding. Zeros are no
     entries.
 
-    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
-
     Args:
         k: number of entries of each chunk that a worker sends, or a warm-up (`jaxsparse.Stages`).
             Ties go to the lower index. A shorter last chunk sends k entries, too, or all.

@@ -69,9 +69,6 @@ class Dragonn(Gathered, SeededReducer):
     `is_dense=jaxsparse.planner.select_tensors(...).is_dense` it compresses only the tensors that
     save more time on the network than selection and decoding cost.
 
-    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent,
-    as in Deep Gradient Compression.
-
     DRAGONN (Wang et al., ICML 2022), section 3.2, Alg. 1. The paper compresses each tensor by
     itself. Here a bucket, by default all compressed leaves together, has one threshold and one set
     of slots; `jaxsparse.partition` gives leaves reducers of their own. Sparse decoding (section

@@ -22,7 +22,7 @@ class GTopK(EntryReducer):
     A step has log2 W exchanges of k = density d entries each, 2 k words in COO. If W is no power of
     two, it has floor(log2 W) + 2 exchanges. (The paper has a tree and a broadcast, twice as many.)
 
-    `momentum` acts before the exchange (momentum correction), and is masked where a worker's own
+    Momentum is masked where a worker's own
     entry was delivered.
 
     Args:

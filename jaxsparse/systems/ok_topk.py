@@ -40,7 +40,7 @@ class OkTopk(EntryReducer):
     is sent, too. New thresholds take four rounds of 256 counts, new regions an all-reduce of 1024.
     Entries without room stay in residuals, and the state's `info.overflow` counts them.
 
-    `momentum` acts before the exchange (momentum correction), and is masked where a worker's own
+    Momentum is masked where a worker's own
     entry was delivered.
 
     Args:

@@ -82,7 +82,7 @@ class PowerSGD(MatrixReducer, SeededReducer):
     send more, because factors of the uncut side are not divided. A shard that is too small by
     `min_compression_rate` travels whole.
 
-    `momentum` acts before the exchange (momentum correction), without masking. The paper's momentum
+    No momentum is masked. The paper's momentum
     is that of the mean instead: chain `optax.trace(0.9)`, or an optimizer with momentum, behind it.
 
     A matrix whose factors would save too little is psummed whole, in the factors' message.

@@ -56,7 +56,7 @@ class RandomK(SeededReducer):
         top = systems.TopK(0.1, codec=codecs.EliasFano(value_bits=4))
         random_k(0.2, reducer=top, delay=1)
 
-    `momentum` acts before the exchange (momentum correction), and is masked at the drawn
+    Momentum is masked at the drawn
     coordinates, or where `reducer` masks it.
 
     By default it psums them, without indices. Any other reducer of flat vectors can exchange them

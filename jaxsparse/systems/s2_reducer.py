@@ -25,8 +25,8 @@ from jaxsparse.reducers.blocks import (
 from jaxsparse.select.compaction import compact
 from jaxsparse.sketch.blocks import decode_blocks, encode_blocks
 from jaxsparse.sketch.tiles import SketchSpec
+from jaxsparse.systems.block_sparse import OmniReduce
 from jaxsparse.systems.dense import Dense
-from jaxsparse.systems.omni_reduce import OmniReduce
 from jaxsparse.systems.table import system
 
 
@@ -61,7 +61,7 @@ class S2(BlockReducer, SeededReducer):
     On a GPU replicas stay equal, but a repeated run may differ in the last bits: see
     `sketch.encode`.
 
-    With a `density`, `momentum` acts before the exchange (momentum correction), and is masked where
+    With a `density`, Momentum is masked where
     this worker sent, though the sketch delivers estimates: what it sent does not wait. Blocks
     without room wait, and keep their momentum. (With a density of 1 no block waits, and nothing is
     masked.) Without a density, it is the momentum of the mean, because gradients with momentum

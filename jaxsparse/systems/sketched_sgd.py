@@ -87,7 +87,7 @@ class SketchedSGD(SeededReducer):
     of W workers clips a table narrower than float32 to the largest power of two that the sum can
     hold W times.
 
-    `momentum` acts before the exchange (momentum correction), and is masked at the coordinates that
+    Momentum is masked at the coordinates that
     the update changes (momentum factor masking).
 
     Args:

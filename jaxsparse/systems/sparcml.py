@@ -50,8 +50,6 @@ class SparCML(SeededReducer):
     lr * gradient and applies sums. For a constant lr, that is
     `optax.chain(optax.scale(lr * workers), sparcml(...), optax.scale(-1))`.)
 
-    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
-
     Args:
         k: number of entries of each group that a worker sends, or a warm-up (`jaxsparse.Stages`).
         group_size: number of consecutive elements in a group.

@@ -31,7 +31,7 @@ class SparDL(EntryReducer):
     teams put forward different entries, and T times that, where they put forward the same ("bruck",
     whose messages adapt to within a tenth).
 
-    `momentum` acts before the exchange (momentum correction), and is masked where a worker put
+    Momentum is masked where a worker put
     forward an entry that was delivered.
 
     With n = W / teams blocks of m = ceil(d / n) elements, at most L = ceil(density d / n) entries

@@ -1,15 +1,17 @@
-"""Top-k SGD with a sparse all-gather: TopkA."""
+"""Top-k SGD with a sparse all-gather: TopkA, and by a threshold DGC and MSTopk."""
 
 import dataclasses
 from typing import Any
 
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxsparse.arrays.settings import entries
+from jaxsparse import codecs
+from jaxsparse.arrays.settings import Density, entries
 from jaxsparse.feedback.transformations import SystemOptions
 from jaxsparse.reducers.base import Gathered, Kept, Sums
 from jaxsparse.reducers.entries import EntryReducer, decode_entries, encode_entries
-from jaxsparse.select.selection import SELECTORS
+from jaxsparse.select.selection import SELECTORS, Bisection, Selection
+from jaxsparse.select.thresholds import DEFAULT_PASSES
 from jaxsparse.systems.table import system
 
 
@@ -20,8 +22,6 @@ class TopK(Gathered, EntryReducer):
     In a step, a worker sends k = density d entries and receives (W - 1) k, which are 2 (W - 1) k
     words in COO and grow with the number of workers. This is the baseline of gTop-k, Ok-Topk and
     SparDL.
-
-    `momentum` acts before the exchange (momentum correction), and is masked where this worker sent.
 
     Args:
         density: k as a share of each bucket's elements, in (0, 1], or a warm-up
@@ -64,3 +64,93 @@ class _TopK(SystemOptions, TopK):
 
 
 top_k = system(_TopK, "top_k", summary="local top-k, all-gathered (TopkA)", received="8 k (W-1)")
+
+
+@dataclasses.dataclass(frozen=True)
+class _DGC(SystemOptions, TopK):
+    """Deep Gradient Compression (Lin et al., ICLR 2018): a thousandth of the gradient is enough.
+
+    Each worker estimates a threshold from a sample and sends the entries that reach it, k =
+    density d at most. All workers gather and sum them: 2 (W - 1) k words a step in COO.
+
+    `momentum` acts before the exchange (momentum correction, section 3.2), and is masked where this
+    worker sent (3.3), with `nesterov=True`, too. Chain an optimizer without momentum behind it,
+    such as `optax.sgd(lr)`. To clip each of W workers' gradients before they are accumulated (3.2),
+    at W**-0.5 times the threshold of their mean, chain Optax's clipping in front of it:
+
+        tx = optax.chain(optax.clip_by_global_norm(threshold / W**0.5), jaxsparse.dgc(0.001), ...)
+
+    `density=jaxsparse.warm_up(0.001, steps=...)` lowers the density from 25 % (3.3). The paper does
+    so over the first four of about 80 epochs.
+
+    Args:
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
+        codec: wire format. `codecs.COO` is exact; `codecs.Packed()` halves the bytes and keeps the
+            rounding in the residual.
+        selection: the way in which a worker finds its entries. "sampled" is the paper's, and
+            `Sampled(samples=...)` sets the size of the sample. "fast", "exact" and "bisection" are
+            those of `top_k`.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> tx = dgc(0.001, axis_name=None)
+        >>> grads = {"kernel": jnp.ones((64, 64)).at[3].set(5.0), "bias": jnp.ones(64)}
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> jnp.count_nonzero(updates["kernel"], axis=1)[:5].tolist()
+        [0, 0, 0, 5, 0]
+    """
+
+    density: Density = 0.001
+    selection: Selection = dataclasses.field(default="sampled", kw_only=True)
+    momentum: float | Array | None = dataclasses.field(default=0.9, kw_only=True)
+
+
+dgc = system(
+    _DGC,
+    "dgc",
+    summary="[DGC](https://arxiv.org/abs/1712.01887): TopkA by a sampled threshold, momentum "
+    "corrected",
+    received="8 k (W-1)",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MSTopK(SystemOptions):
+    """MSTopk (Shi et al., MLSys 2021): `top_k` with a threshold found by bisection.
+
+    A fixed number of passes brackets a threshold. All workers gather k = density d entries of each
+    worker that lie above it, or nearly so. A worker receives 2 (W - 1) k words a step in COO, as
+    with `top_k`. (The paper gathers within hosts first and then between them. Here axes within a
+    host are JAX's own, which sums exactly over them: see `jaxsparse.data_parallel`.)
+
+    Args:
+        density: k as a share of each bucket's elements, in (0, 1], or a warm-up.
+        passes: number of trial thresholds; see `jaxsparse.select.bisection_threshold`.
+        codec: wire format of the messages.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> tx = ms_topk(0.001, axis_name=None)
+        >>> grads = {"kernel": jnp.arange(2048.0).reshape(64, 32), "bias": jnp.ones(32)}
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> updates["kernel"][-1, -3:].tolist()
+        [2045.0, 2046.0, 2047.0]
+    """
+
+    density: Density
+    passes: int = dataclasses.field(default=DEFAULT_PASSES, kw_only=True)
+    codec: codecs.Codec = dataclasses.field(default=codecs.COO, kw_only=True)
+
+    def made(self) -> TopK:
+        return TopK(self.density, codec=self.codec, selection=Bisection(self.passes))
+
+
+ms_topk = system(
+    _MSTopK, "ms_topk", summary="MSTopk (MLSys 2021): TopkA by bisection", received="8 k (W-1)"
+)

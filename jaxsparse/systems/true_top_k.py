@@ -21,7 +21,7 @@ class TrueTopK(Reducer):
     This is the ceiling for `sketched_sgd` at the same k (its section 4, remark 2). It shows how
     training goes if the heavy coordinates are found for certain.
 
-    `momentum` acts before the exchange (momentum correction), and is masked at the coordinates that
+    Momentum is masked at the coordinates that
     the update changes (momentum factor masking).
 
     It sums the whole vector, and delivers k coordinates of the sum.

@@ -1,4 +1,4 @@
-"""Sparse all-gather of blocks, as Parallax (Kim et al., EuroSys 2019) does for sparse leaves."""
+"""Systems that send the blocks that are not zero: OmniReduce, and an all-gather of them."""
 
 import dataclasses
 
@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxsparse import codecs
 from jaxsparse.arrays import blocks
+from jaxsparse.arrays.blocks import BlockStream
 from jaxsparse.arrays.settings import entries
 from jaxsparse.collectives.messages import split_counts, with_count
 from jaxsparse.comm import wire
@@ -16,14 +17,114 @@ from jaxsparse.reducers.base import Kept, Sums
 from jaxsparse.reducers.blocks import (
     BlockReducer,
     Room,
+    agree,
     block_residual,
     check_bounded,
+    contribution,
     select_blocks,
     selected_count,
     take,
+    union_capacity,
 )
 from jaxsparse.systems.dense import Dense
 from jaxsparse.systems.table import system
+
+
+@dataclasses.dataclass(frozen=True)
+class OmniReduce(BlockReducer):
+    """OmniReduce (Fei et al., SIGCOMM 2021): only blocks that are non-zero on some worker are sent.
+
+    If gradients are sparse already, as those of embeddings are, set `block_size` to the embedding's
+    width, so that a block is a row, and `union_density` to the share of rows that a step touches on
+    all workers together. The mean is then exact, and nothing is selected. For dense gradients,
+    `density` selects each worker's largest blocks, with error feedback. Leaves are laid end to end:
+    compress embeddings of one width only, or rows shift across blocks.
+
+    A step finds a union of bit masks, with 2 (W - 1)/W words for every 32 blocks, and psums the
+    union's slots: a payload of 4 union_density d bytes, or 4 min(1, W density) d if that is less.
+    The slots are static, and empty ones are sent, too. Blocks without a slot wait in the residual,
+    for ceil(1 / union_density) steps at most, and the state's `info.overflow` counts their
+    elements. If the slots would hold all d elements, the vector is summed densely. `omni_reduce` is
+    better than `sparse_all_gather` if supports overlap or there are many workers.
+
+    With a `density`, Momentum is masked where
+    this worker sent. Without one, it is the momentum of the mean, because gradients with momentum
+    would be zero nowhere.
+
+    The paper's aggregators stream the blocks that any worker has, and skip the others. This reducer
+    first finds the union, as bits, and then sends it in a static number of slots. Blocks without a
+    slot stay in their workers' residuals, take turns, and are counted. If the slots would hold the
+    whole vector, it is summed densely instead, and nothing stays in the residual.
+
+    With a `density`, momentum is masked where this worker sent, as for top-k. Without one, the
+    momentum is that of the mean.
+
+    Args:
+        density: share of its blocks that each worker selects, in (0, 1], or a warm-up. The selected
+            blocks have the largest l2 norms. None: all blocks that are not zero.
+        block_size: number of elements in a block.
+        union_density: share of the blocks that there is room for, in (0, 1]. None: room for all
+            that `density` can select. Without a `density` it is required.
+
+    Raises:
+        ValueError: settings out of range, or neither `density` nor `union_density` is given.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> tx = omni_reduce(block_size=32, union_density=0.1, axis_name=None)
+        >>> grads = {"embedding": jnp.zeros((64, 32)).at[jnp.array([3, 50])].set(1.0)}
+        >>> updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+        >>> bool((updates["embedding"] == grads["embedding"]).all()), int(state.info.delivered)
+        (True, 64)
+    """
+
+    _: dataclasses.KW_ONLY
+    union_density: Room | None = None
+
+    def check(self) -> None:
+        check_bounded(self.density, "union_density", self.union_density)
+
+    def reduce(
+        self, x: Float[Array, " d"], state: UInt32[Array, ""], axis_name: str | None
+    ) -> tuple[Sums, Kept]:
+        """See `Reducer`."""
+        workers = wire.axis_size(axis_name)
+        capacity = self._capacity(x.size, workers)
+        next_state = state + jnp.uint32(1)
+        if self._is_dense(capacity, x.size):
+            return Dense().reduce(x, next_state, axis_name)
+
+        selected = select_blocks(x, self.block_size, self.density)
+        kept = agree(selected, capacity, self.block_size, state, axis_name)
+        own = contribution(x, selected, kept.indices, self.block_size)
+        total = wire.psum(own.values, axis_name)
+
+        residual = block_residual(x, own, total)
+        total = jnp.where(jnp.isfinite(total), total, 0)
+        sums = blocks.to_dense(BlockStream(kept.indices, total), x.size)
+        sent = None if self.density is None else residual != x
+        delivered = Sums(sums, jnp.count_nonzero(total), kept.overflow, is_settled=True)
+        return delivered, Kept(residual, sent, next_state)
+
+    def _capacity(self, size: int, workers: int) -> int:
+        return union_capacity(size, self.block_size, self.density, self.union_density, workers)
+
+    def _is_dense(self, capacity: int, size: int) -> bool:
+        return capacity * self.block_size >= size
+
+
+@dataclasses.dataclass(frozen=True)
+class _OmniReduce(SystemOptions, OmniReduce):
+    pass
+
+
+omni_reduce = system(
+    _OmniReduce,
+    "omni_reduce",
+    summary="[OmniReduce](https://dl.acm.org/doi/10.1145/3452296.3472904): a psum of the union's "
+    "blocks",
+    received="8 (elements there is room for) (W-1)/W, and d/(4 block_size)",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +145,7 @@ class SparseAllGather(BlockReducer):
     `info.overflow` counts their elements. If all messages together would be no fewer words than a
     dense all-reduce, the vector is summed densely instead.
 
-    With a `density`, `momentum` acts before the exchange (momentum correction), and is masked where
+    With a `density`, Momentum is masked where
     this worker sent. Without one, it is the momentum of the mean, because gradients with momentum
     would be zero nowhere.
 
