@@ -17,7 +17,7 @@ from jaxsparse.arrays.layout import short_names
 from jaxsparse.comm import meshes
 from jaxsparse.comm.marks import PerWorker, is_marked, map_marked
 from jaxsparse.comm.meshes import AnyMesh, Placement
-from jaxsparse.feedback.sharded import Update, on_rows
+from jaxsparse.feedback.sharded import Update, on_each
 from jaxsparse.feedback.store import ErrorFeedbackState
 
 _OVERWRITTEN = "_overwrite_with_gradient"  # Flax' collection of scales and histories of maxima
@@ -156,7 +156,7 @@ def over_rows(
         meshes.check_inner(mesh, axis_name, placement)
         if placement is None:
             placement = Placement((), (PartitionSpec(),) * len(jax.tree.leaves(updates)))
-        means, after = on_rows(
-            *(update, mesh, axis_name, placement, compressed, updates, widened, momentum)
+        means, after = on_each(
+            *(update, mesh, axis_name, placement, compressed, True, updates, widened, momentum)
         )
     return means, map_marked(lambda x, is_own: x[:, 0] if is_own else x, after)

@@ -158,9 +158,9 @@ def on_devices(
         compressed: the numbers of the leaves in buckets.
         is_manual: whether the workers' axis is one of `jax.shard_map`, and not of `jax.vmap`.
     """
-    on_each = functools.partial(_on_devices, update, mesh, axis_name, placement, compressed)
+    run = functools.partial(on_each, update, mesh, axis_name, placement, compressed)
     if is_manual:
-        return on_each(False, updates, state, momentum)
+        return run(False, updates, state, momentum)
 
     @custom_vmap
     def exchanged(updates: Any, state: Any, momentum: Any, rank: Any) -> Any:
@@ -169,7 +169,7 @@ def on_devices(
     @exchanged.def_vmap
     def rule(workers: int, batched: Any, updates: Any, state: Any, momentum: Any, _: Any) -> Any:
         updates, state, momentum = _rows(workers, batched[:3], updates, state, momentum)
-        delivered, state = on_each(True, updates, state, momentum)
+        delivered, state = run(True, updates, state, momentum)
         batched = jax.tree.map(lambda kind: kind.is_own, kinds(state))
         return (delivered, state), (jax.tree.map(lambda _: False, delivered), batched)
 
@@ -177,23 +177,7 @@ def on_devices(
     return exchanged(updates, state, momentum, jax.lax.axis_index(axis_name))
 
 
-def on_rows(
-    update: Update,
-    mesh: AnyMesh,
-    axis_name: str,
-    placement: Placement,
-    compressed: Set[int],
-    updates: Any,
-    state: ErrorFeedbackState,
-    momentum: Any,
-) -> tuple[Any, ErrorFeedbackState]:
-    """Runs `update` on each device. Gradients and per-worker arrays have a row for each worker."""
-    return _on_devices(
-        *(update, mesh, axis_name, placement, compressed, True, updates, state, momentum)
-    )
-
-
-def _on_devices(
+def on_each(
     update: Update,
     mesh: AnyMesh,
     axis_name: str,
