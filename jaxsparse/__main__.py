@@ -162,14 +162,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TIME",
         help="look again after this time, until interrupted: 5s",
     )
-    add("--html", type=Path, metavar="FILE", help="also write the run as a page with figures")
     return parser
 
 
 def _islands(args: argparse.Namespace) -> None:
     if "://" not in args.url and not Path(args.url).is_dir():  # a store would make it
         raise ValueError(f"{args.url!r} is no folder: give that of a run, or a URL")
-    watch.show(Store(args.url), args.rounds, args.every, write=args.html)
+    watch.show(Store(args.url), args.rounds, args.every)
 
 
 def _add_systems(add: Callable[..., Any]) -> None:

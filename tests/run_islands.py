@@ -126,8 +126,6 @@ def use_wrongly(link, train, state):
     rank, mesh = jax.process_index(), Mesh(np.array(jax.devices()), "x")
     given = batches(mesh, 0)
     join = lambda state, **settings: island(link, **{"name": "pair", **settings}).join(state)
-    with told("simulate"):
-        jaxsparse.islands.simulate(step, None, state, {}, seconds=1, step_seconds=1, every=1)
     with told("settings"):
         join(state, every=3 + rank)
     with told("state"):

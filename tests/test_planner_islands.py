@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import simulation
+from simulation import Event, simulate
 from workers import some
 
 import jaxsparse
 from jaxsparse.__main__ import main
-from jaxsparse.islands import Event, simulate, simulation
 from jaxsparse.planner import Link, Recipe, plan_islands, requests
 from jaxsparse.planner.islands import exchange
 from jaxsparse.planner.losses import Losses

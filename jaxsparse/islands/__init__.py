@@ -3,10 +3,4 @@
 from jaxsparse.islands.exchange import Report as Report
 from jaxsparse.islands.islands import Islands as Islands, Status as Status
 from jaxsparse.islands.member import IslandState as IslandState
-from jaxsparse.islands.simulation import (
-    Event as Event,
-    Told as Told,
-    random_events as random_events,
-    simulate as simulate,
-)
 from jaxsparse.islands.store import Store as Store, UnreachableError as UnreachableError

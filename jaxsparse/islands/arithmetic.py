@@ -65,7 +65,6 @@ class Arithmetic:
     Args:
         outer: see `Islands`.
         params: see `Islands`.
-        mixing: see `Islands`.
         weighted: see `Islands`.
     """
 
@@ -73,7 +72,6 @@ class Arithmetic:
         self,
         outer: optax.GradientTransformation,
         params: Select,
-        mixing: float | None = None,
         weighted: bool = False,
     ) -> None:
         self._weighted = weighted
@@ -89,9 +87,7 @@ class Arithmetic:
         self.shared = jax.jit(self._shared)
         self.owed = jax.jit(functools.partial(self._own, counts=False))
         self.sent = jax.jit(functools.partial(self._own, counts=True))
-        self.go_on = jax.jit(functools.partial(self._go_on, mixing=mixing))
-        self.carry_on = jax.jit(functools.partial(self._go_on, mixing=None))
-        self.faded = jax.jit(_faded)
+        self.go_on = jax.jit(self._go_on)
         self.digest = jax.jit(_digest)
 
     def start(self, state: Any) -> Shared:
@@ -259,25 +255,18 @@ class Arithmetic:
         after = self._received(begun.words[None], None, begun, before, counts=counts)
         return own_leaves(after.outer)
 
-    def _go_on(
-        self, worker: Any, begun: Begun, params: Any, mixing: float | None
-    ) -> tuple[Any, Bool[Array, ""]]:
+    def _go_on(self, worker: Any, begun: Begun, params: Any) -> tuple[Any, Bool[Array, ""]]:
         """A training state that goes on from new global parameters, and whether it was finite.
 
-        Moves that the island made since it began are kept, or mixed as in Streaming DiLoCo. If they
-        are not finite, it starts anew.
+        Moves that the island made since it began are kept. If they are not finite, it starts anew.
         """
         places = picked("params", self._pick, worker)[0]
         leaves = jax.tree.leaves(worker)
 
         def moved_on(i: int, g: Array, origin: Array) -> Array:
             own = widened(leaves[i])
-            if mixing is None:
-                # Where it has not moved, it gets exactly the global parameters.
-                wide = jnp.where(own == origin, g, g + (own - origin))
-            else:
-                wide = own + (1 - mixing) * (g - own) if mixing else g
-            return narrow(wide, leaves[i].dtype)
+            # Where it has not moved, it gets exactly the global parameters.
+            return narrow(jnp.where(own == origin, g, g + (own - origin)), leaves[i].dtype)
 
         globals_, origins = jax.tree.leaves(params), jax.tree.leaves(begun.origin)
         values = [moved_on(i, g, origin) for i, g, origin in zip(places, globals_, origins)]
@@ -347,18 +336,6 @@ def has_residual(shared: Shared) -> bool:
     """Whether an island keeps what was not sent. `dense` and `decay=0` leave nothing of it."""
     nodes = jax.tree.leaves(shared.outer, is_leaf=_is_feedback)
     return any(_is_feedback(node) and node.residual for node in nodes)
-
-
-def _faded(shared: Shared, factor: Any) -> Shared:
-    """With residuals multiplied by a factor."""
-    fade = lambda x: x * jnp.asarray(factor, x.dtype)
-
-    def one(node: Any) -> Any:
-        if not _is_feedback(node):
-            return node
-        return node._replace(residual=jax.tree.map(fade, node.residual))
-
-    return shared._replace(outer=jax.tree.map(one, shared.outer, is_leaf=_is_feedback))
 
 
 def _digest(shared: Shared) -> UInt32[Array, " 2"]:

@@ -98,8 +98,7 @@ class Exchange:
         loss: float | None = None,
     ) -> None:
         self._member, self._took, self._loss = member, took, loss
-        # What its message weighs, which fades with what is owed; and what its steps weighed.
-        self.weight = self.taken = weight
+        self.weight = weight
         self._dtypes = jax.tree.map(jnp.result_type, own)
         self.shared, self.round, self.begun, self.half = shared, round, begun, begun
         self.counted = self.was_sent = self.is_done = False
@@ -113,7 +112,7 @@ class Exchange:
         self._is_late = begun is None  # whether there will be no other message
         self._snapshot: tuple[int, bytes] | None = None  # one that the store did not take yet
         self._digest: str | None = None
-        self._accounted = round  # the first round for which what is owed has not faded yet
+        self._first = round  # rounds before it are replayed if the island has drifted
         self._drifted_in = -1  # the last round in which it found that it had drifted
 
     def advance(self) -> bool:
@@ -136,8 +135,7 @@ class Exchange:
                 self._absorb(seen[0], self.half, seen[1])
             while (decision := led(self._member.rounds.decided, self.round)) is not None:
                 self._absorb(decision, None, None)
-            has_nothing = self.was_sent or self._member.late_decay == 0
-            if self.counted or self._is_late or has_nothing:
+            if self.counted or self._is_late or self.was_sent or not self._member.keeps:
                 self.is_done = True
             else:
                 self.half, self._words, self._posted_at = self.idle(), None, None
@@ -197,7 +195,7 @@ class Exchange:
         self._member.rounds.post(
             self.round,
             self._words,
-            # One that has faded for long, or adds up too many: others would leave the message out.
+            # Of too many steps, or too few after rounding: others would leave the message out.
             weight=min(max(self.weight, WEIGHTS[0]), WEIGHTS[1]),
             digest=self._digest_now(),
             late=self._is_late,
@@ -263,21 +261,13 @@ class Exchange:
     @property
     def owed(self) -> float:
         """What of the weight of its steps its next message has."""
-        return 0.0 if self.counted or self.was_sent else self.weight
+        has_nothing = self.counted or self.was_sent or not self._member.keeps
+        return 0.0 if has_nothing else self.weight
 
     def _go_to(
         self, shared: Shared, round: int, counts: bool, begun: Begun | None, was_sent: bool
     ) -> None:
-        """Begins a round. Notes what became of its own message, if the last one was its round.
-
-        Nothing can fail from here on, so that what is owed fades once for each round. Rounds that
-        are replayed, because the island had drifted, have been accounted for.
-        """
-        missed = max(0, round - max(self.round, self._accounted) - counts)
-        self._accounted = max(self._accounted, round)
-        if (factor := self._member.late_decay**missed) != 1:
-            shared = self._member.arithmetic.faded(shared, factor)
-            self.weight *= factor
+        """Begins a round. Notes what became of its own message, if the last one was its round."""
         self.shared, self.round, self._digest = shared, round, None
         self._seen = self._read = None
         if was_sent:
@@ -301,7 +291,7 @@ class Exchange:
         """Whether a former life has sent in this round what the saved state owes."""
         member = self._member
         # Rounds are replayed, if the island had drifted, that were over when its state was saved.
-        is_accounted = self.was_sent or decision.round < self._accounted
+        is_accounted = self.was_sent or decision.round < self._first
         is_former = decision.lives.get(member.name, member.life) < member.life
         if is_accounted or not is_former or not self._may_be_former():
             return False

@@ -76,11 +76,11 @@ class Islands:
 
     **Late.** An island that finds its round decided keeps its displacement in its residual, follows
     the decisions that it missed, and sends what it owes in the round that is open then. Nothing is
-    lost, only late. (It is lost with the process, unless the state was saved, and a decay of the
-    exchange below 1 applies once a round.) Others wait for an island that was late in the last
-    round after it was late 1, 4, 16, 64 ... times, counted since it was last in time, at most as
-    long as their own steps take: it may have been held up once. So a slow one does not make them
-    slow.
+    lost, only late. (It is lost with the process, unless the state was saved, and where `outer`
+    keeps no residual, as `dense` doesn't. A decay of the exchange applies once a round.) Others
+    wait for an island that was late in the last round after it was late 1, 4, 16, 64 ... times,
+    counted since it was last in time, at most as long as their own steps take: it may have been
+    held up once. So a slow one does not make them slow.
 
     **Joining and coming back** are one thing: `join` reads the newest snapshot, and replays the
     decisions since. No other island is asked, or waits.
@@ -93,7 +93,7 @@ class Islands:
     for each.
 
     **Off the critical path.** A thread posts, waits, reads and adds up. With `overlap`, the island
-    makes so many more steps before it needs the result. It keeps what they moved (`mixing=None`).
+    makes so many more steps before it needs the result. It keeps what they moved.
 
     **The store does not answer.** The thread tries again, for `patience` seconds. Meanwhile the
     island goes on for up to `alone` steps, and then waits.
@@ -127,25 +127,13 @@ class Islands:
         store: where islands meet.
         name: this island's name: letters, digits, "-" and "_".
         every: local steps in a round, H. Islands may differ in it.
-        round_seconds: seconds after which the next step ends a round, too, even if it has fewer
-            than `every`: rounds by time, in which a slow island makes fewer steps and is in time.
-            Then let messages weigh by what they hold (`weighted`). None: rounds by steps alone.
         quorum: the least number of islands that decide on a round. With fewer, all wait.
         grace: seconds after its own message, after which an island no longer waits for those that
             were in time in the last round. An island that dies costs the others this time, once.
             One that is slower by less makes all as slow.
         overlap: number of steps that are made beside an exchange, less than `every`.
-        mixing: None: moves made during an exchange are kept. A number in [0, 1) is the weight of
-            the island's own parameters against the global ones, as in Streaming DiLoCo.
         snapshots: rounds from one snapshot to the next. The island whose turn it is writes it, in a
             thread, from a copy on the host.
-        late_decay: factor in [0, 1] by which all that this island owes shrinks in each round in
-            which its message does not count. 1: nothing is lost, only late. Below 1, what was
-            delivered and what it owes add up to less than what it moved, and with 0 a late
-            displacement is dropped whole, and not sent: it was made from old parameters. It is 0
-            where `outer` keeps no residual, as `dense` and `decay=0` don't. If `weighted`, its
-            weight shrinks alike. (The norm of what comes late is cut by an exchange
-            with `clip="median"`.)
         weighted: whether messages count by weights, which each call of a step gives, such as its
             number of tokens. Otherwise all count alike. All islands must agree.
         members: names of the islands that may take part, the same on all of them. Messages of
@@ -177,10 +165,7 @@ class Islands:
         quorum: int = 1,
         grace: float = 60.0,
         overlap: int = 0,
-        mixing: float | None = None,
         snapshots: int = 10,
-        round_seconds: float | None = None,
-        late_decay: float = 1.0,
         weighted: bool = False,
         members: Collection[str] | None = None,
         params: Select | None = None,
@@ -206,20 +191,11 @@ class Islands:
         for label, seconds in (("grace", grace), ("poll", poll), ("patience", patience)):
             if not static_float(label, seconds) >= 0:
                 raise ValueError(f"{label}={seconds} must be a number of seconds, at least 0")
-        if round_seconds is not None and not static_float("round_seconds", round_seconds) > 0:
-            raise ValueError(
-                f"round_seconds={round_seconds} must be above 0, or None for rounds by steps"
-            )
-        if not 0 <= static_float("late_decay", late_decay) <= 1:
-            raise ValueError(f"late_decay={late_decay} must lie in [0, 1]")
-        if mixing is not None and not 0 <= static_float("mixing", mixing) < 1:
-            raise ValueError(f"mixing={mixing} must lie in [0, 1), or be None")
         if isinstance(store, (str, os.PathLike)):
             raise ValueError(f"store={store!r} is a text: give jaxsparse.islands.Store({store!r})")
         self._settings = {
             "name": name, "every": every, "quorum": quorum, "grace": grace, "overlap": overlap,
-            "mixing": mixing, "snapshots": snapshots, "round_seconds": round_seconds,
-            "late_decay": late_decay, "weighted": weighted, "poll": poll, "patience": patience,
+            "snapshots": snapshots, "weighted": weighted, "poll": poll, "patience": patience,
             "alone": alone,
         }  # fmt: skip
         # Why `grace` is a number, and not as long as the island's own steps take: what an island
@@ -230,7 +206,7 @@ class Islands:
         self._writer = Writer(name, poll, patience)
         self._prepared = {0}  # numbers of members for which programs are compiled
         self._member = Member(
-            Arithmetic(outer, params or params_of, mixing, weighted),
+            Arithmetic(outer, params or params_of, weighted),
             store,
             name,
             quorum=quorum,
@@ -238,8 +214,6 @@ class Islands:
             snapshots=snapshots,
             weighted=weighted,
             members=members,
-            round_seconds=round_seconds,
-            late_decay=late_decay,
             beside=self._writer.start,
         )
         self._running: Running | None = None
@@ -332,7 +306,7 @@ class Islands:
         )
         if state.steps >= self._overlap:
             state = self._waited(state)
-        if self._running is None and self._member.is_over(state.steps, self._every):
+        if self._running is None and state.steps >= self._every:
             state = self._begun(state)
             if self._overlap == 0:
                 state = self._waited(state)

@@ -68,8 +68,6 @@ class Member:
         snapshots: see `Islands`.
         weighted: see `Islands`.
         members: see `Islands`.
-        round_seconds: see `Islands`.
-        late_decay: see `Islands`.
         clock: seconds, for differences alone. While it goes back, none pass.
         beside: starts a function that writes a snapshot, beside training. None: it is called, and
             waited for.
@@ -80,6 +78,7 @@ class Member:
         has_joined: whether this life has begun to train, and has not left.
         is_restored: whether it began from a saved state, and has not dropped what that owed.
         has_counted: whether a message of this life has counted.
+        keeps: whether it keeps what has not been sent. If not, its late messages would be zeros.
     """
 
     def __init__(
@@ -93,16 +92,13 @@ class Member:
         snapshots: int,
         weighted: bool = False,
         members: Collection[str] | None = None,
-        round_seconds: float | None = None,
-        late_decay: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
         beside: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self.arithmetic, self.store, self.clock = arithmetic, store, _Forward(clock)
         self.name = check_name(name)
         self.quorum, self.grace, self.every_snapshot = quorum, grace, snapshots
-        self.weighted, self._round_seconds, self._beside = weighted, round_seconds, beside
-        self.late_decay = late_decay
+        self.weighted, self._beside = weighted, beside
         if isinstance(members, str):
             raise ValueError(f"members={members!r} is a text: give a list of names")
         self._members = None if members is None else frozenset(map(check_name, members))
@@ -118,6 +114,7 @@ class Member:
         self._rounds: Rounds | None = None
         self.settings, self.words = "", 0
         self.has_joined = self.is_restored = self.has_counted = False
+        self.keeps = True
         self._began = 0.0  # when the last exchange began, or the first steps
 
     @property
@@ -156,8 +153,7 @@ class Member:
                 "under its own name: give it to that island, or join with state.worker"
             )
         shared = self.arithmetic.start(own)
-        if not has_residual(shared):
-            self.late_decay = 0.0  # else a late island's next message would be zeros that count
+        self.keeps = has_residual(shared)
         self.is_restored = isinstance(state, IslandState)
         picked = self.arithmetic.own(own)
         self.words, digest = self.arithmetic.described(shared, picked)
@@ -252,20 +248,13 @@ class Member:
             # Its former life sent more than this state knows of.
             worker = self.arithmetic.put_back(state.worker, shared.params)
             return IslandState(worker, *shared, catching_up.round, 0, 0.0, self.rank)
-        # All that it moved is its own, whatever `mixing` does with moves beside an exchange.
-        worker, finite = self.arithmetic.carry_on(state.worker, begun, shared.params)
+        worker, finite = self.arithmetic.go_on(state.worker, begun, shared.params)
         # Checkpoints make arrays of numbers.
         steps, weight = int(state.steps), float(state.weight)
         if not bool(finite):
             self._tell_not_finite(catching_up.round)
             steps, weight = 0, 0.0
         return IslandState(worker, *shared, catching_up.round, steps, weight, self.rank)
-
-    def is_over(self, steps: int, every: int) -> bool:
-        """Whether so many local steps end a round."""
-        limit = self._round_seconds
-        is_late = limit is not None and led(lambda: self.clock() - self._began >= limit)
-        return steps >= every or (steps > 0 and is_late)
 
     def begin(
         self, state: IslandState, loss: float | None = None
@@ -297,7 +286,7 @@ class Member:
         shared = exchange.shared
         worker, finite = self.arithmetic.go_on(state.worker, exchange.begun, shared.params)
         # What the steps beside the exchange weigh goes with what they moved.
-        beside = state.weight - exchange.taken if self.weighted else 0.0
+        beside = state.weight - exchange.weight if self.weighted else 0.0
         if not bool(finite):
             self._tell_not_finite(exchange.round)
             state, beside = state._replace(steps=0), 0.0

@@ -1,11 +1,8 @@
 """A run as its store shows it: `python -m jaxsparse islands URL`. It reads, and changes nothing."""
 
 import collections
-import html
-import io
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxsparse.islands.records import BrokenError, Decision
@@ -130,118 +127,11 @@ def table(found: History) -> Any:
     return Group(islands, rounds, f" snapshots at the start of rounds: {kept}")
 
 
-def page(found: History, title: str) -> str:
-    """A history as one HTML page, with its figures in it: who counted, losses, waits and bytes.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "figures are matplotlib's: pip install matplotlib, or leave out --html"
-        ) from error
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    decided = [seen for seen in found.rounds if seen.decision is not None]
-    names, rounds = found.islands, [seen.round for seen in decided]
-    figure = Figure(figsize=(10, 7.5 + 0.25 * len(names)), layout="constrained")
-    heights = [1 + 0.25 * len(names), 2.5, 1.5, 1.5]
-    timeline, losses, waits, received = figure.subplots(
-        4, sharex=True, gridspec_kw={"height_ratios": heights}
-    )
-    marks = {"counts": ("s", "tab:blue"), "late or owed": ("D", "tab:orange")}
-    marks |= {"sent, does not count": ("x", "tab:red")}
-    for kind, (marker, color) in marks.items():
-        points = [
-            (seen.round, name)
-            for seen in found.rounds
-            for name in names
-            if _kind(seen, name) == kind
-        ]
-        x, y = zip(*points) if points else ((), ())
-        timeline.plot(x, y, marker, color=color, label=kind, markersize=4, linestyle="none")
-    timeline.set(title="whose messages counted", yticks=range(len(names)), yticklabels=names)
-    timeline.legend(fontsize="small", ncols=3, loc="lower left", bbox_to_anchor=(0, 1.08))
-    styles = ("-", "--", "-.", ":")
-    for i, name in enumerate(names):
-        told = [(seen.round, seen.losses[name]) for seen in decided if name in seen.losses]
-        if told:
-            losses.plot(*zip(*told), styles[i % 4], label=name)
-    losses.set(ylabel="mean loss")
-    if losses.lines:
-        losses.legend(fontsize="small", ncols=4)
-    waits.plot(rounds, [s.decision.waited for s in decided if s.decision is not None], ".-")
-    waits.set(ylabel="s from message\nto decision", ylim=(0, None))
-    received.plot(rounds, [seen.received for seen in decided], ".-")
-    received.set(ylabel="bytes of messages", xlabel="round", ylim=(0, None))
-    for axes in (timeline, losses, waits, received):
-        axes.grid(alpha=0.3)
-        axes.patch.set_alpha(0)
-    figure.patch.set_alpha(0)
-    drawn = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        FigureCanvasSVG(figure).print_svg(drawn)
-    svg = drawn.getvalue()
-    svg = svg[svg.index("<svg") :]
-    troubles = "".join(
-        f"<li>round {seen.round}: {html.escape(seen.trouble)}</li>"
-        for seen in found.rounds
-        if seen.trouble
-    )
-    broken = f"<h2>Decisions that can't be read</h2><ul>{troubles}</ul>" if troubles else ""
-    name = html.escape(title)
-    return _PAGE.format(
-        title=name,
-        svg=svg,
-        broken=broken,
-        rounds=len(decided),
-        islands=len(names),
-        snapshots=", ".join(map(str, found.snapshots)) or "none",
-    )
-
-
-def _kind(seen: Seen, name: str) -> str:
-    if seen.decision is not None:
-        for member in seen.decision.members:
-            if member.name == name:
-                return "late or owed" if member.late else "counts"
-    return "sent, does not count" if name in seen.others else ""
-
-
-# It loads nothing from elsewhere. A figure keeps its white ground where a browser is dark.
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Islands: {title}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 1rem auto; padding: 0 1rem;
-  color: #222; background: #fff; }}
-svg {{ width: 100%; height: auto; font-family: system-ui, sans-serif; }}
-h1 {{ font-size: 1.4rem; overflow-wrap: anywhere; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{islands} islands, {rounds} decided rounds. Snapshots at the start of rounds {snapshots}.</p>
-{svg}
-{broken}
-</body>
-</html>
-"""
-
-
 def show(
     store: Objects,
     last: int,
     every: float | None,
     sleep: Callable[[float], None] = time.sleep,
-    *,
-    write: Path | None = None,
 ) -> None:
     """Prints a run once, or shows it until it is interrupted.
 
@@ -250,17 +140,11 @@ def show(
         last: number of rounds.
         every: seconds from one look to the next. None: looks once.
         sleep: how to wait.
-        write: a file for the run as a page of HTML, written at each look.
     """
     from rich.console import Console
     from rich.live import Live
 
-    def look() -> Any:
-        found = history(store, last)
-        if write is not None:
-            write.write_text(page(found, str(store)), encoding="utf-8")
-        return table(found)
-
+    look = lambda: table(history(store, last))
     if every is None:
         Console().print(look())
         return
