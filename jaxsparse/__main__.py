@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxsparse.islands import watch
-from jaxsparse.islands.store import Store
 from jaxsparse.planner import units
 from jaxsparse.planner.computing import profile_systems
 from jaxsparse.planner.forecasts import plan_recipes
@@ -166,6 +164,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _islands(args: argparse.Namespace) -> None:
+    from jaxsparse.islands import Store, watch
+
     if "://" not in args.url and not Path(args.url).is_dir():  # a store would make it
         raise ValueError(f"{args.url!r} is no folder: give that of a run, or a URL")
     watch.show(Store(args.url), args.rounds, args.every)

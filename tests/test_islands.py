@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import http.server
@@ -15,11 +14,13 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 import pytest
 import reference_islands as reference
 import running
+from safetensors.numpy import save
 from simulation import Event, simulate
 from workers import some
 
@@ -103,7 +104,7 @@ def test_messages_are_added_up_in_the_decision_s_order(clock):
     rounds = members[0].rounds
     decision = rounds.decided(0)
     assert [each.name for each in decision.members] == sorted(NAMES[:3])
-    turned = dataclasses.replace(decision, members=decision.members[::-1])
+    turned = msgspec.structs.replace(decision, members=decision.members[::-1])
     words = rounds.read(decision)
     assert all((a == b).all() for a, b in zip(rounds.read(turned), words[::-1]))
     assert not all((a == b).all() for a, b in zip(words, words[::-1]))
@@ -405,7 +406,7 @@ def changed(data, at, by):
 def record(kind, body, **fields):
     """An object with a right checksum, whatever it says."""
     header = json.dumps({"kind": kind, **fields}).encode()
-    data = b"jaxisland1" + len(header).to_bytes(4, "little") + header + body
+    data = b"jaxisland2" + len(header).to_bytes(4, "little") + header + body
     return data + hashlib.sha256(data).digest()
 
 
@@ -436,12 +437,12 @@ BROKEN_MESSAGES = {
     "cut at the end": GOOD[:-1],
     "longer": GOOD + b"\0",
     "no magic": b"x" + GOOD[1:],
-    "another version": changed(GOOD, 9, b"2"),
-    "another version with its checksum": resealed(changed(GOOD, 9, b"2")),
+    "another version": changed(GOOD, 9, b"1"),
+    "another version with its checksum": resealed(changed(GOOD, 9, b"1")),
     "a flipped bit of a word": changed(GOOD, len(GOOD) - 36, b"\x01"),
     "a flipped bit of the checksum": GOOD[:-1] + bytes([GOOD[-1] ^ 1]),
     "a header of 4 GB": record("message", b"")[:10] + b"\xff\xff\xff\xff" + GOOD[14:],
-    "no JSON": b"jaxisland1" + (3).to_bytes(4, "little") + b"{{{",
+    "no JSON": b"jaxisland2" + (3).to_bytes(4, "little") + b"{{{",
     "nested JSON": record("message", b"", x=[[[[]]]]),
     "a list": b"",
     "another kind": record("decision", b"", round=0, settings="s", members=[], digest="", by=""),
@@ -701,21 +702,37 @@ def test_a_folder_that_goes_as_it_decides_is_not_believed(when, clock):
     assert store.names("decisions") == ["00000000", "00000001"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "other arrays", "other shapes", "empty"])
+# An array of safetensors that is larger than all that follows.
+CLAIMS = {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]}
+
+
+def with_header(arrays):
+    header = json.dumps(arrays).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+DAMAGED = ["cut", "flipped", "other arrays", "other shapes", "other types", "one too many"]
+DAMAGED += ["claims", "no arrays", "empty"]
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
 def test_an_island_joins_by_the_newest_snapshot_that_is_whole(damage, clock):
     store = reference.Memory()
     members, states = joined(store, NAMES[:1], clock, snapshots=2)
     states = ran(members, states, 4, np.ones((4, 1, 6)), clock)
     assert store.names("snapshots") == ["00000002", "00000004"]
     newest = store.objects["snapshots/00000004"]
-    leaf = {"path": "x", "shape": [10**12], "dtype": "float32"}
+    with_arrays = lambda body: record("snapshot", body, round=4, settings=members[0].settings)
+    there = dict(members[0].arithmetic.arrays(Shared(states[0].params, states[0].outer)))
     store.objects["snapshots/00000004"] = {
         "cut": newest[:-40],
         "flipped": newest[:-40] + b"\x01" + newest[-39:],
-        "other arrays": record("snapshot", b"", round=4, settings=members[0].settings, leaves=[]),
-        "other shapes": record(
-            "snapshot", b"", round=4, settings=members[0].settings, leaves=[leaf]
-        ),
+        "other arrays": with_arrays(save({})),
+        "other shapes": with_arrays(save({path: x.ravel() for path, x in there.items()})),
+        "other types": with_arrays(save({path: x.view("i4") for path, x in there.items()})),
+        "one too many": with_arrays(save({**there, "x": np.zeros(1)})),
+        "claims": with_arrays(with_header({"x": CLAIMS})),
+        "no arrays": with_arrays(b"half"),
         "empty": b"",
     }[damage]
     with pytest.warns(UserWarning, match="snapshot of round 4 is left out"):
@@ -1005,7 +1022,7 @@ WRONG = {
     ),
     "a key": (
         {"outer": optax.chain(jaxsparse.dense(axis_name=None), optax.add_noise(0.1, 0.5, 3))},
-        r"the state of outer holds a random key at \[1\].rng_key",
+        r"the state of outer holds key<fry> at \[1\].rng_key, which snapshots can't hold",
     ),
     "no exchange": ({"outer": optax.sgd(1.0)}, "exchanges nothing"),
     "an axis": (

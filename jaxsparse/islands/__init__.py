@@ -1,5 +1,12 @@
 """Islands: training programs that come and go, and exchange through an object store."""
 
+from importlib.util import find_spec
+
+if missing := [name for name in ("msgspec", "obstore", "safetensors") if find_spec(name) is None]:
+    raise ModuleNotFoundError(
+        f"islands need {', '.join(missing)}: pip install 'jaxsparse[islands]'", name=missing[0]
+    )
+
 from jaxsparse.islands.exchange import Report as Report
 from jaxsparse.islands.islands import Islands as Islands, Status as Status
 from jaxsparse.islands.member import IslandState as IslandState

@@ -24,6 +24,7 @@ from jaxsparse.comm.marks import is_marked, map_marked
 from jaxsparse.feedback import by_message
 from jaxsparse.feedback.store import ErrorFeedbackState
 from jaxsparse.islands.lead import gathered
+from jaxsparse.islands.records import DTYPES
 from jaxsparse.outer.worker import Select, displacement, picked, put_back, replaced, skips, widened
 from jaxsparse.processes.digest import Digested
 
@@ -95,7 +96,7 @@ class Arithmetic:
 
         Raises:
             ValueError: `params` picks something else than floating-point arrays of the state, the
-                state holds an exchange, or that of `outer` a random key.
+                state holds an exchange, or that of `outer` what snapshots can't hold.
         """
         if any(is_marked(path) for path, _ in tree_flatten_with_path(state)[0]):
             raise ValueError(
@@ -108,11 +109,11 @@ class Arithmetic:
         params = self._widened(self._pick(state))
         outer = self._first(params)
         for path, leaf in tree_flatten_with_path(outer)[0]:
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            if leaf.dtype.name not in DTYPES:
                 raise ValueError(
-                    f"the state of outer holds a random key at {keystr(path)}, as that of "
-                    "optax.add_noise does, and snapshots hold numbers: leave it out, or draw in "
-                    "step, whose state may hold keys"
+                    f"the state of outer holds {leaf.dtype.name} at {keystr(path)}, which "
+                    "snapshots can't hold. Random keys, as those of optax.add_noise, may stand in "
+                    "the state of step"
                 )
         return Shared(params, outer)
 

@@ -17,17 +17,16 @@ process may wait for other islands for minutes or hours. Collectives that wait s
 One process leads itself: it calls the function, and keeps the arrays.
 """
 
-import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsparse.islands.records import Decision, made
+from jaxsparse.islands.records import Decision
 from jaxsparse.islands.rounds import GoneError
 from jaxsparse.islands.store import UnreachableError
 from jaxsparse.processes.group import Group, whole_group
@@ -38,9 +37,18 @@ T = TypeVar("T")
 _BLOCK = 2**26  # bytes that travel at once, so that devices need little room for them
 # Errors that are raised alike in all processes. Others are RuntimeErrors where they are only told.
 _ERRORS = {
-    each.__name__: each
-    for each in (UnreachableError, GoneError, PermissionError, ValueError, ModuleNotFoundError)
+    each.__name__: each for each in (UnreachableError, GoneError, PermissionError, ValueError)
 }
+
+_Plain = Decision | str | bool | int | float | None
+
+
+class _Told(msgspec.Struct):
+    """What a function returned or raised in the first process."""
+
+    found: _Plain | list[_Plain] = None
+    error: str = ""
+    text: str = ""
 
 
 def is_first() -> bool:
@@ -58,32 +66,27 @@ def led(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         return function(*args, **named)
     group = _group()
     if not is_first():
-        return _heard(json.loads(group.announce(None), object_hook=_decision))
+        return _heard(msgspec.json.decode(group.announce(None), type=_Told))
     try:
         found = function(*args, **named)
     except BaseException as error:
-        group.announce(json.dumps({"error": type(error).__name__, "text": str(error)}))
+        _tell(group, _Told(error=type(error).__name__, text=str(error)))
         raise
-    group.announce(json.dumps({"found": found}, default=_fields))
+    _tell(group, _Told(found))  # type: ignore[arg-type]
     return found
 
 
-def _heard(told: dict[str, Any]) -> Any:
-    if "error" not in told:
-        return told["found"]
-    name, text = told["error"], told["text"]
-    error = _ERRORS[name](text) if name in _ERRORS else RuntimeError(f"{name}: {text}")
+def _tell(group: Group, told: _Told) -> None:
+    group.announce(msgspec.json.encode(told).decode())
+
+
+def _heard(told: _Told) -> Any:
+    if not told.error:
+        return told.found
+    kind = _ERRORS.get(told.error)
+    error = kind(told.text) if kind else RuntimeError(f"{told.error}: {told.text}")
     error.add_note("It was raised in process 0 of this island, which talks to the store")
     raise error
-
-
-def _fields(decision: Decision) -> dict[str, Any]:
-    return {"kind": decision.kind, **dataclasses.asdict(decision)}
-
-
-def _decision(fields: dict[str, Any]) -> Any:
-    kind = fields.get("kind")
-    return fields if kind is None else made(Decision, fields, "a decision", {"kind": Decision.kind})
 
 
 def spread(
@@ -137,7 +140,7 @@ def check_alike(settings: Any, params: Any) -> None:
         return
     group = _group()
     topic = group.topic()
-    group.put(topic, json.dumps([_misplaced(params), settings], default=str))
+    group.put(topic, msgspec.json.encode([_misplaced(params), settings], enc_hook=str).decode())
     notes = group.get(topic, group.members)
     missing = [str(i) for i, note in enumerate(notes) if note is None]
     if missing:
@@ -145,7 +148,7 @@ def check_alike(settings: Any, params: Any) -> None:
             f"process {', '.join(missing)} of this island did not join within {group.limit:g} s: "
             "all of its processes call join, and then the same steps in the same order"
         )
-    said = [json.loads(note) for note in notes if note is not None]
+    said = [msgspec.json.decode(note) for note in notes if note is not None]
     for error, theirs in said:
         if error:
             raise ValueError(error)
